@@ -1,15 +1,15 @@
 //! The audit: whether the pages in memory are what the batches say that they are.
 //!
-//! Only batches change pages. When a kernel of the caller's writes to one all the same, nothing tells of it, until
-//! a crash takes the change away or a snapshot makes it stay. An audit looks.
+//! Only batches change pages. When a kernel of the caller's writes to one all the same, nothing tells of
+//! it, until a crash takes the change away or a snapshot makes it stay. An audit looks.
 //!
-//! 1. **Open** the state on disk as it is now: the newest snapshot, and the log behind it.
-//! 2. **Sum** the pages on the device, a chunk at a time. Each chunk is a turn of the applier, so its sums are of
-//!    one state, and batches pass between two chunks.
-//! 3. **Compare**. Where an image holds exactly the page, its checksum is known; else the page is put together from
-//!    image and log.
-//! 4. Pages that batches changed since 1 are summed again. Then the state is opened as it was at these very sums:
-//!    so a page that changes all the time is compared too, and no step is tried twice.
+//! 1. **Open** the state on disk as it is now: the newest snapshot, and the log after it.
+//! 2. **Sum** the pages on the device, a chunk at a time. Each chunk is a turn of the applier, so its
+//!    sums are of one state, and batches pass between two chunks.
+//! 3. **Compare**. Where an image holds exactly the page, its checksum is known. Otherwise the page is
+//!    put together from image and log.
+//! 4. Pages that batches changed since 1 are summed again. Then the state is opened as it was at these
+//!    very sums: so a page that changes all the time is compared too, and no step is tried twice.
 //!
 //! Nothing is written, so a crash loses nothing.
 
@@ -27,19 +27,19 @@ use crate::history::state::PastState;
 use crate::images::{CHUNK_BYTES, chunks};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// What an audit found.
+/// The outcome of an audit: how much was compared, and the pages that differ.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Audit {
     /// Pages that were looked at. Pages of length 0, and those that were deleted meanwhile, are not counted.
     pub pages: u64,
-    /// Their lengths in bytes, together.
+    /// The lengths of these pages, together, in bytes.
     pub bytes: u64,
-    /// Pages that were compared with the checksum of an image, of which nothing was read.
+    /// Pages that were compared with the checksum of an image; none of their bytes were read from disk.
     pub by_image: u64,
     /// Pages that were put together from an image and the log, or from the log alone.
     pub by_replay: u64,
-    /// Pages that no batch made what they are.
+    /// Pages whose bytes no batch made.
     pub changed: Vec<ChangedPage>,
 }
 
@@ -47,41 +47,42 @@ pub struct Audit {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ChangedPage {
-    /// Its id.
+    /// The id of the page.
     pub page: PageId,
     /// The user's name for it.
     pub key: Option<Key>,
-    /// The version that it should be.
+    /// The version whose bytes it should have.
     pub epoch: Epoch,
-    /// The first byte that is another one than it should be, from the page's start. `None` if a batch changed the
-    /// page before its bytes could be looked at.
+    /// The first byte that differs from what it should be, counted from the page's start. `None` if a
+    /// batch changed the page before its bytes could be looked at.
     pub first_difference: Option<u64>,
 }
 
-/// What an audit needs.
+/// The parts of a store that an audit works with.
 pub(crate) struct Auditor<'a> {
     pub disk: &'a Arc<dyn Disk>,
     pub device: &'a Arc<dyn Device>,
     pub staging: &'a Arc<StagingPool>,
     pub applier: &'a Applier,
-    /// Nothing is recycled while this is held.
+    /// The lock under which nothing is recycled.
     pub catalog: &'a CatalogLock,
 }
 
-/// Pages and their checksums, behind one batch.
+/// Checksums of pages, all as of one batch.
 struct PageSums {
     pages: Vec<(PageInfo, u32)>,
     lsn: Lsn,
 }
 
 impl Auditor<'_> {
-    /// Looks at all pages that there are now.
+    /// Compares all pages that there are now.
     ///
     /// # Errors
-    /// A device error; [`Error::Damaged`] in what a page is made from; what [`PastState::open`] fails with.
+    /// A device error; [`Error::Damaged`] in the files that a page is made from; the errors of
+    /// [`PastState::open`].
     pub fn run(&self) -> Result<Audit> {
         let mut audit = Audit::default();
-        // 1. Held before anything that it needs can go.
+        // 1. The catalog is locked before any file that it needs can go.
         let (pages, begin) = {
             let _keeping = self.catalog.lock();
             let (pages, lsn) = self.pages()?;
@@ -117,7 +118,7 @@ impl Auditor<'_> {
         Ok(audit)
     }
 
-    /// The pages that there are, with their lengths, and the batch behind which that is so.
+    /// The pages that there are, with their lengths, and the batch as of which that is so.
     fn pages(&self) -> Result<(Vec<(PageId, u64)>, Lsn)> {
         self.applier.turn(|turn| {
             let pages = turn.applied.table.pages().map(|info| (info.page, info.len));
@@ -125,12 +126,12 @@ impl Auditor<'_> {
         })
     }
 
-    /// The state on disk behind a batch that is applied, and so logged.
+    /// The state on disk after a batch that is applied, and so logged.
     fn past(&self, lsn: Lsn) -> Result<PastState> {
         PastState::open(self.disk, Some(&StatePoint::Lsn(lsn)))
     }
 
-    /// Sums those of the pages that are still there, all behind the same batch.
+    /// Sums those of the pages that are still there, all as of one batch.
     fn sum(&self, pages: &[(PageId, u64)]) -> Result<PageSums> {
         let wanted: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
         self.applier.unloaded().wait(wanted.iter().copied())?;
@@ -154,7 +155,7 @@ impl Auditor<'_> {
         Ok(PageSums { pages, lsn })
     }
 
-    /// Compares a page's sum with that of the same version in a state on disk.
+    /// Compares a page's sum with the one that the state on disk implies for the same version.
     fn compare(&self, audit: &mut Audit, past: &PastState, info: &PageInfo, sum: u32) -> Result<()> {
         audit.pages += 1;
         audit.bytes += info.len;
@@ -177,7 +178,7 @@ impl Auditor<'_> {
         Ok(())
     }
 
-    /// Where a page begins to be another one than in a state on disk, if it is of that version yet.
+    /// Finds where a page begins to differ from a state on disk, if it is still of that version.
     fn first_difference(&self, past: &PastState, info: &PageInfo) -> Result<Option<u64>> {
         let expected = past.load(info.page)?;
         let read = self.applier.read(&**self.device, self.staging, info.page, info.len, |info| (0, info.len));

@@ -3,8 +3,7 @@
 //! The pages that some image holds exactly are not copied: the image file gets a second name in the new
 //! directory. Image files are written once and then only unlinked, so neither store can change what the other
 //! one reads. They go on carrying the id of the store that wrote them, and STORE lists these ids.
-//!
-//! What is done in the new directory, and what a crash there leaves, is in `found.rs`.
+//! The steps in the new directory, and what a crash there leaves, are in `seed.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -41,8 +40,8 @@ pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> 
     Ok(store)
 }
 
-/// Which stores wrote these image files. A file whose header cannot be read is not shared, nor is one more
-/// ancestor than STORE has room for: what they hold is written anew.
+/// Finds which stores wrote these image files. A file is not shared if its header cannot be read, or if
+/// it would be one more ancestor than STORE has room for: its images are written anew.
 fn writers(past: &PastState, files: BTreeSet<u64>) -> BTreeMap<u64, StoreId> {
     let source = DiskSource::new(past.disk().clone());
     let mut ancestors = BTreeSet::new();

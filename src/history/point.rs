@@ -1,4 +1,4 @@
-//! Which earlier state is meant.
+//! Points in a store's history: the earlier state that a caller means.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StatePoint {
-    /// `lsn:N`: the state right behind a batch.
+    /// `lsn:N`: the state right after a batch.
     Lsn(Lsn),
     /// `snapshot:N`: the state at a snapshot's end.
     Snapshot(SnapshotId),

@@ -1,7 +1,6 @@
-//! Going back to an earlier state, by going forward: one more batch that replaces everything.
-//!
-//! The caller holds the submission lock and the lock on what is kept, so that nothing is committed and no
-//! snapshot is taken meanwhile.
+//! Going back to an earlier state, by going forward: one more batch that replaces everything. The caller
+//! holds the submission lock and the catalog's lock, so that nothing is committed and no snapshot is
+//! taken meanwhile.
 //!
 //! 1. Find the old state on disk. Until here nothing has changed.
 //! 2. Write a table of it: pages that changed since get an epoch above the highest ever given, so that
@@ -12,12 +11,11 @@
 //!    at the restored state.
 //! 4. Replace the tables, overwrite memory, a page at a time from its image. A failure here poisons: tables
 //!    and disk are right, memory is not, and is not read any more.
-//!
-//! So no more of the old state is in host memory at any moment than a chunk, or the longest page.
+//! So host memory holds no more of the old state at any moment than a chunk, or the longest page.
 //!
 //! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before 3
-//! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage found in 1
-//! or 2; everything else after 1 poisons.
+//! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage that 1 or
+//! 2 meets; everything else after 1 poisons.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -53,7 +51,7 @@ const IN_FLIGHT_MAX: usize = 8;
 /// Pages are uploaded when their bytes reach this many.
 const UPLOAD_BYTES: usize = 1 << 20;
 
-/// What a restore works with.
+/// The parts of a store that a restore works with.
 pub(crate) struct RestoreRun<'a> {
     pub disk: &'a Arc<dyn Disk>,
     pub store: StoreId,
@@ -77,7 +75,7 @@ struct RestoreTarget {
 }
 
 impl RestoreRun<'_> {
-    /// Takes everything back to the state behind batch `restored`; returns the restore's own place in the
+    /// Takes everything back to the state after batch `restored`; returns the restore's own place in the
     /// log.
     pub fn run(&self, restored: Lsn, submitted: &mut PageTable, catalog: &mut Catalog) -> Result<LogPoint> {
         self.poison.check()?;
@@ -118,7 +116,7 @@ impl RestoreRun<'_> {
         // Readers see the restored state from here on, and wait for the bytes of what it changes.
         self.versions.replace(point.lsn, &pages, &root);
         let overwritten = self.overwrite(target, point);
-        // Whatever became of memory, this is the state now.
+        // The log has the restore, so this is the state now, even if memory could not follow.
         submitted.replace(point.lsn, pages, root);
         submitted.index_keys().expect("the old state had unique keys");
         overwritten.map_err(|error| self.poison.set(error))?;
@@ -186,9 +184,9 @@ impl RestoreRun<'_> {
         publish_manifest(self.disk, &table, usize::MAX)
     }
 
-    /// Ends a restore of which nothing was logged. After a full disk, or where the old state is damaged or
-    /// too large, all goes on as if it had never begun; after any other failure the next open removes what is
-    /// left, or nothing ever names it.
+    /// Ends a restore of which nothing was logged. After a full disk, or if the old state is damaged or
+    /// too large, all goes on as if the restore had never begun. After any other failure the next open
+    /// removes the files that are left, or nothing ever names them.
     fn give_up(&self, number: u64, error: Error) -> Error {
         if !error.is_passing() && !matches!(error, Error::Damaged(_)) {
             return self.poison.set(error);
@@ -204,7 +202,7 @@ impl RestoreRun<'_> {
         error
     }
 
-    /// Step 4.
+    /// Step 4: memory becomes the old state.
     fn overwrite(&self, target: RestoreTarget, point: LogPoint) -> Result<()> {
         let source = DiskSource::past_cache(self.disk.clone());
         let (device, staging) = (self.device.clone(), self.staging.clone());
@@ -214,7 +212,7 @@ impl RestoreRun<'_> {
         overwritten.map_err(|error| self.lose(error))
     }
 
-    /// Memory is neither the old state nor the new one: nobody may read it.
+    /// Memory is neither the old state nor the new one: nothing may read it any more.
     fn lose(&self, error: Error) -> Error {
         let reason = error.clone();
         let told = self.applier.turn(move |turn| {
@@ -254,7 +252,7 @@ fn overwrite(
     turn.applied.point = point;
     let staying: HashMap<PageId, (Place, u64)> =
         pages.iter().map(|info| (info.page, (info.place, info.len))).collect();
-    // What goes, goes first: the budget holds for what stays.
+    // Memory that goes, goes first: the budget has room only for the pages that stay (I10).
     let last_use = turn.submit(CommandList::default())?.fence();
     let fits =
         |page: PageId, memory: &PageMemory| staying.get(&page) == Some(&(memory.place(), memory.byte_len()));
@@ -285,7 +283,8 @@ fn overwrite(
         turn.versions.moved(info.page, memory.span().memory);
     }
     turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
-    // Proven before the restore was logged; read again, for it is not kept in memory.
+    // The images were proven before the restore was logged. They are read again, because they are not
+    // kept in memory.
     let (mut bytes, mut places) = (Vec::new(), Vec::new());
     let mut upload = |bytes: &mut Vec<u8>, places: &mut Vec<(Span, usize)>| -> Result<()> {
         let mut staged = staging.take(bytes.len())?;

@@ -1,10 +1,10 @@
-//! Founding: a new store that begins at a state which was put together elsewhere.
+//! Creating a store from a seed: a new store that begins at a state which was put together elsewhere.
 //!
-//! The new store keeps the state's Lsns, epochs and page ids; its log begins behind the state's batch, as if
+//! The new store keeps the state's Lsns, epochs and page ids. Its log begins after the state's batch, as if
 //! older log had been recycled.
 //!
-//! 1. Claim the directory: STORE, whole and synced, under its temporary name. From here until 5 whoever comes
-//!    finds an unfinished store, and may start over.
+//! 1. Claim the directory: STORE, whole and synced, under its temporary name. From here until 5 any
+//!    process that comes finds an unfinished store, and may start over.
 //! 2. Link image files that are shared; write the other pages' images. Synced, and proven past the cache.
 //! 3. Begin the first incarnation.
 //! 4. Publish the manifest, whose `redo` is the beginning of that incarnation.
@@ -39,7 +39,8 @@ use crate::recovery::opening::{Predecessor, begin, random};
 pub struct Seed {
     /// The features that its files use.
     pub features: Features,
-    /// What the creator said of the store that it comes from. The new one has its own time and ancestors.
+    /// The creator's record of the store that the state comes from. The new store has its own time and
+    /// ancestors.
     pub record: StoreRecord,
     /// Pages and root, exactly as they are after one batch.
     pub table: PageTable,
@@ -50,7 +51,7 @@ pub struct Seed {
 /// Image files of another store that the new one shares.
 #[derive(Default)]
 pub(crate) struct SharedImages {
-    /// Where they lie.
+    /// The disk on which they lie.
     pub disk: Option<Arc<dyn Disk>>,
     /// The files, and the stores that wrote them.
     pub writers: BTreeMap<u64, StoreId>,
@@ -58,7 +59,7 @@ pub(crate) struct SharedImages {
     pub images: BTreeMap<PageId, ImageRef>,
 }
 
-/// Refuses a directory in which no store can be founded: it holds one, or anything that is not ours.
+/// Refuses a directory in which no store can be created: it holds one, or files that are not ours.
 ///
 /// # Errors
 /// [`Error::ForeignDirectory`].
@@ -71,7 +72,7 @@ pub(crate) fn check_directory_is_free(target: &dyn Disk) -> Result<()> {
 }
 
 /// Makes a store that begins at a state; returns its id. `load` gives the bytes of each page that has any and
-/// no shared image; what it fails with ends the founding, and leaves no store.
+/// no shared image. An error of `load` ends the creation, and leaves no store.
 pub(crate) fn create<E: From<Error>>(
     origin: &Seed,
     shared: &SharedImages,
@@ -131,7 +132,7 @@ pub(crate) fn create<E: From<Error>>(
         next_page: table.next_page(),
         epoch_high: table.epoch_high(),
         next_file: number + 1,
-        // What it shares belongs to no batch of its own.
+        // Shared files belong to no batch of the new store.
         ahead_from: number + 1,
         entries,
         tombstones: Vec::new(),
@@ -146,7 +147,7 @@ pub(crate) fn create<E: From<Error>>(
     Ok(store.store)
 }
 
-/// As [`create`], for a state of which nothing is shared.
+/// Makes a store as [`create`] does, of a state that shares no files.
 pub(crate) fn create_alone<E: From<Error>>(
     origin: &Seed,
     target: &Arc<dyn Disk>,

@@ -3,15 +3,15 @@
 //!
 //! 1. **Survey** the files; choose the newest snapshot that ends at or before the state asked for, or the
 //!    log's beginning, as far as the log's last seal says that replay may start there.
-//! 2. **Hold** it, so that a writer beside us removes nothing of it from now on (I8). What the writer removed
-//!    just before shows in the next steps.
+//! 2. **Hold** it, so that a writer removes nothing of it from now on (I8). Files that the writer removed
+//!    just before are missed in the next steps.
 //! 3. **Follow** the log up to the state, noting where each page's operations lie.
-//! 4. **Look** that the images which the pages are made from are still there. If not, the last seal is read again,
-//!    now that nothing more can go: it says whether they were lost or removed.
+//! 4. **Look** that the images which the pages are made from are still there. If not, the last seal is
+//!    read again, now that nothing more can go: it says whether they were lost or removed.
 //!
-//! A page's bytes are read when they are asked for, and proven by the checksums that 1 and 3 read. So what a
-//! writer does meanwhile can end in an error, never in other bytes. Nothing is written, so nothing can be
-//! lost by a crash.
+//! A page's bytes are read when they are asked for, and proven by the checksums that 1 and 3 read. So a
+//! writer's changes meanwhile can end in an error, never in other bytes. Nothing is written, so nothing
+//! can be lost by a crash.
 
 use std::cell::OnceCell;
 use std::collections::BTreeSet;
@@ -34,7 +34,7 @@ use crate::disk::{Disk, DiskLock, Hold};
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 
-/// How often the files are surveyed anew, when a writer beside us changes them faster than we read.
+/// How often the files are surveyed anew, while a writer changes them faster than they are read.
 const ATTEMPTS: usize = 64;
 
 /// A state of a store, on disk.
@@ -42,19 +42,19 @@ pub(crate) struct PastState {
     disk: Arc<dyn Disk>,
     store: StoreFile,
     base: Option<SnapshotId>,
-    /// Where the replay of the log starts: if this segment is gone, so is the state.
+    /// The point at which the replay of the log starts: if its segment is gone, so is the state.
     redo: LogPoint,
     point: LogPoint,
     resolved: ResolvedState,
     trails: Trails,
-    /// Files stay open between reads.
+    /// The source that pages are read from; its files stay open between reads.
     source: Mutex<Arc<DiskSource>>,
     hold: Option<Box<dyn DiskLock>>,
-    /// Whether all image files that it is made from were found.
+    /// Whether all image files that the state is made from were found.
     is_whole: bool,
 }
 
-/// Where to stop.
+/// The batch at which to stop.
 #[derive(Clone, Copy)]
 enum Until {
     End,
@@ -64,9 +64,9 @@ enum Until {
 /// Why there is no such state.
 struct NotFound {
     error: Error,
-    /// How far the log could be followed.
+    /// The batch up to which the log could be followed.
     reached: Lsn,
-    /// Whether a snapshot was just being removed, or the log behind it.
+    /// Whether a snapshot was just being removed, or the log after it.
     is_going: bool,
 }
 
@@ -100,7 +100,7 @@ impl PastState {
             let source = DiskSource::new(disk.clone());
             let survey = Survey::read(&source)?;
             let until = until(&survey, point)?;
-            // What looks bad is read twice before it is called damaged.
+            // Files that look bad are read twice before they are called damaged.
             let NotFound { error, reached, is_going } = match Self::search(disk, &source, &survey, until) {
                 Ok(past) if past.is_whole || was_in_parts => return Ok(past),
                 Ok(_) => {
@@ -109,8 +109,8 @@ impl PastState {
                 }
                 Err(not_found) => not_found,
             };
-            // Where other files lie there each time, or the log goes on further, a writer is at work, and the
-            // survey saw no one moment.
+            // Where other files lie there each time, or the log goes on further, a writer is at work: the
+            // survey did not see one moment.
             let links = survey.links.keys().copied().collect();
             let now = (links, survey.log.segments().keys().copied().collect(), reached);
             let before = before.replace(now.clone());
@@ -121,7 +121,8 @@ impl PastState {
                 return Err(error);
             }
             if moved && point.is_none() && reached > Lsn(0) {
-                // Behind the batch reached the writer went on while we read: that one was the newest then.
+                // The writer went on after the batch that was reached, while we read: that batch was the
+                // newest then.
                 if let Ok(past) = Self::search(disk, &source, &survey, Until::At(reached))
                     && past.is_whole
                 {
@@ -148,7 +149,7 @@ impl PastState {
         let (mut first, mut reached, mut is_going) = (None, Lsn(0), false);
         let mut in_parts = None;
         let mut oldest: Option<Lsn> = None;
-        // One more walk: only for who does not get what he asks for.
+        // One more walk, which is taken only if the newest snapshot does not do.
         let the_end = OnceCell::new();
         let the_end = || the_end.get_or_init(|| Reach::at_the_end(survey, source)).as_ref();
         let newest = survey.readable().next_back().map(|link| link.snapshot);
@@ -163,19 +164,21 @@ impl PastState {
                 None => (Lsn(0), survey.log.beginning()),
             };
             let Some(redo) = redo else { continue };
-            // The newest one is always a start, and mostly the one that is wanted. Of the others the last seal tells.
+            // The newest one is always a start, and mostly the one that is wanted. The last seal tells of
+            // the others.
             let role = if id.is_some() && id == newest {
                 Role::Start
             } else if let Some((_, reach)) = the_end() {
                 let beginning = if reach.beginning().is_some() { Role::Start } else { Role::Link };
                 id.map_or(beginning, |id| reach.role(id))
             } else if survey.log.segments().contains_key(&redo.segment) {
-                // Where the log cannot be followed, what is there is tried.
+                // Where the log cannot be followed, every snapshot whose segment is there is tried.
                 Role::Start
             } else {
                 Role::OwnEnd
             };
-            // A snapshot after which no log is kept still stands for its own end, if it was caught at one moment.
+            // A snapshot after which no log is kept still stands for its own end, if it was caught at one
+            // moment.
             if role == Role::Link || (role == Role::OwnEnd && (until.lsn() != Some(end) || redo.lsn != end)) {
                 continue;
             }
@@ -192,7 +195,8 @@ impl PastState {
             match opened {
                 Ok(Some(past)) => match past.has_images() {
                     Ok(true) => return Ok(Self { is_whole: true, ..past }),
-                    // Nothing more goes of it now that it is held. If it is no start any more, what is gone was removed.
+                    // Nothing more goes of it now that it is held. If it is no start any more, the
+                    // missing files were removed.
                     Ok(false) if !is_promised(disk, id, until) => is_going = true,
                     Ok(false) => _ = in_parts.get_or_insert(past),
                     Err(error) => _ = first.get_or_insert(error),
@@ -205,13 +209,13 @@ impl PastState {
             }
             reached = reached.max(trails.point().lsn);
         }
-        // What is lost takes its pages with it, not the others.
+        // Lost images take their own pages with them, and no others.
         if let Some(past) = in_parts {
             return Ok(past);
         }
         let nothing = || match (until, oldest) {
             (Until::At(asked), Some(oldest)) if asked < oldest => {
-                // Whoever asks is told how far it goes.
+                // The caller is told how far the window goes.
                 match the_end() {
                     Some((newest, reach)) => {
                         let oldest = reach.opens_at().unwrap_or_default();
@@ -225,7 +229,7 @@ impl PastState {
         Err(NotFound { error: first.unwrap_or_else(nothing), reached, is_going })
     }
 
-    /// Follows the log from one snapshot; `None` if that is just being removed, or the log behind it.
+    /// Follows the log from one snapshot; `None` if that is just being removed, or the log after it.
     fn open_from(
         disk: &Arc<dyn Disk>,
         source: &DiskSource,
@@ -268,9 +272,10 @@ impl PastState {
         Ok(Some(past))
     }
 
-    /// Whether the images are there that the pages are made from. They may be lost. Or the snapshot's link is there
-    /// for those that follow it and not for itself: then an older snapshot, with the log behind it, does. Or the
-    /// writer removed them before the snapshot was held.
+    /// Whether the images are there that the pages are made from. If some are missing, there are three
+    /// reasons. They were lost. Or the snapshot's link is kept only for the snapshots that follow it:
+    /// then an older snapshot, with the log after it, does. Or the writer removed them before the
+    /// snapshot was held.
     fn has_images(&self) -> Result<bool> {
         let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
         let files: BTreeSet<u64> =
@@ -289,7 +294,7 @@ impl PastState {
         }
     }
 
-    /// The batch whose state this is.
+    /// The batch as of which this is the state.
     pub fn lsn(&self) -> Lsn {
         self.resolved.table.lsn()
     }
@@ -304,17 +309,17 @@ impl PastState {
         self.base
     }
 
-    /// Where it lies.
+    /// The disk on which the state lies.
     pub fn disk(&self) -> &Arc<dyn Disk> {
         &self.disk
     }
 
-    /// The store.
+    /// STORE, as it was read.
     pub fn store(&self) -> &StoreFile {
         &self.store
     }
 
-    /// Pages and root.
+    /// Pages and root of the state.
     pub fn table(&self) -> &PageTable {
         &self.resolved.table
     }
@@ -324,11 +329,11 @@ impl PastState {
         self.trails.exact_image(&self.resolved, page)
     }
 
-    /// Puts the bytes of a page together.
+    /// Puts a page's bytes together, from its image and its own operations in the log.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Damaged`] in what this page is made from; [`Error::Overtaken`] if the
-    /// state could not be held and is gone.
+    /// [`Error::UnknownPage`]; [`Error::Damaged`] in the files that this page is made from;
+    /// [`Error::Overtaken`] if the state could not be held and is gone.
     pub fn load(&self, page: PageId) -> Result<Vec<u8>> {
         if self.table().get(page).is_none() {
             return Err(Error::UnknownPage { page });
@@ -354,13 +359,13 @@ impl PastState {
         }
     }
 
-    /// Whether no writer can have removed what this state needs.
+    /// Whether no writer can have removed files that this state needs.
     fn is_kept(&self) -> Result<bool> {
         Ok(self.hold.is_some() || self.is_there()?)
     }
 
-    /// Whether what is removed first is still there. Of a snapshot that is its manifest; but that may stay for
-    /// snapshots that follow it, so the log is looked at too.
+    /// Whether the file that is removed first is still there. Of a snapshot that is its manifest; but
+    /// that may stay for snapshots that follow it, so the log is looked at too.
     fn is_there(&self) -> Result<bool> {
         let mut first = vec![FileName::Segment(self.redo.segment)];
         first.extend(self.base.map(|id| FileName::Manifest(id.0)));
@@ -382,7 +387,7 @@ impl PastState {
     }
 }
 
-/// The Lsn of a point.
+/// The Lsn that a point means, as this survey tells it.
 fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
     Ok(match point {
         None => Until::End,
@@ -400,8 +405,8 @@ fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
     })
 }
 
-/// Whether the log's last seal, as it is now, says that a state can be computed from a snapshot, or from the log's
-/// beginning. Where it cannot be read, what is missing is lost and not removed.
+/// Whether the log's last seal, as it is now, says that a state can be computed from a snapshot, or from
+/// the log's beginning. If it cannot be read, missing files are lost and not removed.
 fn is_promised(disk: &Arc<dyn Disk>, base: Option<SnapshotId>, until: Until) -> bool {
     let source = DiskSource::new(disk.clone());
     let Ok(survey) = Survey::read(&source) else { return true };

@@ -1,5 +1,5 @@
 //! Looking at a state of a store, read-only: nothing is written, no device is used, and a writer
-//! may go on beside it.
+//! may go on meanwhile.
 //!
 //! [`crate::history::state`] finds the state and reads pages; here are the handle and its cache.
 
@@ -20,12 +20,12 @@ use crate::history::state::PastState;
 /// piece puts it together once.
 const CACHE_BYTES: u64 = 64 << 20;
 
-/// A state of a store, to look at: pages, root and bytes as they were right behind one batch.
+/// A state of a store, to look at: pages, root and bytes as they were right after one batch.
 ///
 /// [`Store::open_at`](crate::Store::open_at) and [`Store::open_read_only`](crate::Store::open_read_only)
-/// give one. It stays at its batch, whatever a writer does meanwhile, and nothing that it needs is removed
-/// while it lives. Only where no lock can be taken, as on media that nobody can write to, a writer elsewhere
-/// may remove it: then reads fail with [`Error::Overtaken`].
+/// give one. It stays at its batch, whatever a writer does meanwhile, and nothing that it needs is
+/// removed while it lives. The exception are places where no lock can be taken, such as read-only media:
+/// there a writer elsewhere may remove files, and then reads fail with [`Error::Overtaken`].
 ///
 /// A page's bytes are put together when they are first read, from its image and its own operations in the
 /// log. At most 64 MiB of pages are kept for later reads, or one page that is longer. A page whose bytes on
@@ -51,7 +51,8 @@ impl View {
         })
     }
 
-    /// What it reads from, for the process that opened it: a forked child does not know who waits for what in it.
+    /// The state that it reads from, for the process that opened it. In a forked child, locks of the
+    /// parent's threads may be held for ever.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -59,19 +60,19 @@ impl View {
         self.opener.check().map(|()| &self.past)
     }
 
-    /// The store's identity.
+    /// The identity of the store.
     #[must_use]
     pub fn id(&self) -> StoreId {
         self.past.store().store
     }
 
-    /// The batch behind which this is the state.
+    /// The batch after which this is the state.
     #[must_use]
     pub fn lsn(&self) -> Lsn {
         self.past.lsn()
     }
 
-    /// The snapshot that the state is computed from, with the log behind it; `None` is the log's beginning.
+    /// The snapshot that the state is computed from, with the log after it; `None` is the log's beginning.
     #[must_use]
     pub fn base(&self) -> Option<SnapshotId> {
         self.past.base()
@@ -107,8 +108,9 @@ impl View {
     /// Fills `out` with the page's bytes from `offset` on.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if what this page is made from is
-    /// damaged, which says nothing of other pages; [`Error::Overtaken`]; [`Error::OutOfMemory`]; [`Error::Forked`].
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Damaged`] if the files that this page is
+    /// made from are damaged, which says nothing of other pages; [`Error::Overtaken`];
+    /// [`Error::OutOfMemory`]; [`Error::Forked`].
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
         let (len, page_len) = (out.len() as u64, self.page(page)?.len);
         if offset.checked_add(len).is_none_or(|end| end > page_len) {
@@ -123,7 +125,7 @@ impl View {
         if let Some(bytes) = self.cache.lock().get(page) {
             return Ok(bytes);
         }
-        // Others read meanwhile; at worst two threads put the same page together.
+        // Others may read meanwhile; at worst two threads put the same page together.
         let bytes = Arc::new(self.past.load(page)?);
         self.cache.lock().insert(page, bytes.clone());
         Ok(bytes)
@@ -140,11 +142,11 @@ impl fmt::Debug for View {
     }
 }
 
-/// Pages read lately.
+/// Pages that were read lately.
 #[derive(Default)]
 struct Cache {
     pages: HashMap<PageId, (u64, Arc<Vec<u8>>)>,
-    /// By the time of the last use.
+    /// The pages by the time of their last use.
     used: BTreeMap<u64, PageId>,
     now: u64,
     bytes: u64,

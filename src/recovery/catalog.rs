@@ -1,7 +1,10 @@
-//! What an open keeps of what lies on disk: snapshots, tables of old states, the files they need, the images
-//! that need not be written again. None of it is needed to load pages, so it is put together beside that.
+//! What an open keeps of the files on disk: snapshots, tables of old states, the files that they need,
+//! and the images that need not be written again. None of it is needed to load pages, so it is put
+//! together while they are loaded.
 //!
-//! Looking changes nothing. What nothing names is removed only when the new incarnation has begun.
+//! Looking changes nothing. What nothing names is removed only when the new incarnation has begun:
+//! before, a refused open would have touched the store, and a crash would find less than it could have
+//! used.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,30 +25,37 @@ use crate::error::Result;
 use crate::images::IMAGE_FILES_MAX;
 use crate::images::numbers::ImageFiles;
 
-/// What will be kept, if the pages can be loaded.
+/// What will be kept on disk, if the pages can be loaded.
 pub(super) struct CatalogDraft<'s> {
     /// The snapshots that the new incarnation records as verified.
     pub verified: Vec<VerifiedSnapshot>,
-    /// The links that are published anew before that.
+    /// The links that are published anew before the record of them (I7).
     pub anew: Vec<&'s Manifest>,
-    /// The table, for who watches it: the pages that are not as the newest snapshot has them.
+    /// The pages that are not as the newest snapshot has them: the table watches them, so that the next
+    /// snapshot looks at these alone.
     pub changed: Vec<PageId>,
     /// The same table, for commits.
     pub submitted: PageTable,
+    /// The snapshots that stay, with the files that they need.
     snapshots: BTreeMap<SnapshotId, RetainedSnapshot>,
+    /// The tables of restores that a replay may still come to.
     tables: BTreeMap<u64, RetainedTable>,
+    /// Images that the next snapshot need not write again. Without them the first snapshot after an open
+    /// would write every page.
     known: KnownImages,
     /// Image files that batches may name, with the newest batch that may.
     for_batches: BTreeMap<u64, Lsn>,
+    /// The lowest number that no image file or table has. A number is never used twice: a frame that was
+    /// cut may name a file, and must not find another one's images under that name.
     next_file: u64,
     /// Replay may start at this `redo` and later ones; `None`: also at the log's beginning.
     floor: Option<Lsn>,
-    /// Whether a manifest or a table cannot be read.
+    /// Whether a manifest or a table cannot be read. Nothing says then which files it needs.
     is_unread: bool,
 }
 
 impl<'s> CatalogDraft<'s> {
-    /// Looks what will be kept. `base` is the snapshot that is loaded, whole.
+    /// Looks up what will be kept. `base` is the snapshot that is loaded, whole.
     pub fn look(
         disk: &dyn Disk,
         source: &DiskSource,
@@ -59,6 +69,7 @@ impl<'s> CatalogDraft<'s> {
         let reach = Reach::of(survey, &end.verified);
         let (mut verified, anew) = verified(survey, end, resolution.base);
         let floor = floor(survey, &reach, &verified);
+        // A seal says of each snapshot whether the log after it is kept. Without the log it is no start.
         for entry in &mut verified {
             let redo = survey.chain(entry.snapshot)?[0].redo.lsn;
             entry.log_kept = floor.is_some_and(|floor| redo >= floor);
@@ -68,11 +79,14 @@ impl<'s> CatalogDraft<'s> {
         let known = KnownImages::recovered(survey, base, beside)?;
         let mut for_batches = BTreeMap::new();
         let mut tables = BTreeMap::new();
+        // Only manifests know the numbers of files that are gone already.
         let mut next_file = survey.readable().map(|manifest| manifest.next_file).max().unwrap_or(1);
         for name in disk.list(Folder::Pages)? {
             match FileName::parse(Folder::Pages, &name) {
                 Some(FileName::Pages(number)) => {
                     next_file = next_file.max(number + 1);
+                    // The frame that names it may be one that this open does not read: older log, or the
+                    // cut tail.
                     if may_be_for_a_batch(source, number, survey) {
                         for_batches.insert(number, newest_batch(survey, resolution, number));
                     }
@@ -80,7 +94,7 @@ impl<'s> CatalogDraft<'s> {
                 Some(file @ FileName::Table(number)) => {
                     next_file = next_file.max(number + 1);
                     // A table that cannot be read is needed only by log that is older than what was
-                    // replayed; its images stay, for nothing says which they are.
+                    // replayed. Its images stay, because nothing says which they are.
                     match read_manifest(source, file, &survey.store) {
                         Ok((table, _)) => {
                             let images = table.entries.iter().filter_map(|entry| entry.image);
@@ -93,17 +107,20 @@ impl<'s> CatalogDraft<'s> {
                 _ => {}
             }
         }
-        // Other links that can be read are there for these, or will go with the next snapshot.
+        // Other links that can be read are followed by these, or will go with the next snapshot.
         let mut snapshots = BTreeMap::new();
         for VerifiedSnapshot { snapshot, manifest_crc, .. } in &verified {
             let chain = survey.chain(*snapshot)?;
             let links = chain[1..].iter().map(|link| link.snapshot).collect();
+            // For the base the sums were made with the known images. Its entries, which are all pages,
+            // are not gone through again.
             let sums = match resolution.base == Some(*snapshot) {
                 true => known.sums(),
                 false => ImageTotals::of(survey.entries(*snapshot)?.map(|entry| entry.image)),
             };
-            // A snapshot takes the numbers of its image files together, behind those of the snapshot before. Where that
-            // is gone, one of its files may be taken for one of these.
+            // A snapshot takes the numbers of its image files together, after those of the snapshot
+            // before. Where that one is gone, one of its files may be taken for one of these: it then
+            // counts as written by the wrong one.
             let next = chain[0].next_file;
             let first = match survey.links.get(&SnapshotId(snapshot.0 - 1)) {
                 Some(Ok((before, _))) => before.next_file,
@@ -130,7 +147,8 @@ impl<'s> CatalogDraft<'s> {
         })
     }
 
-    /// What is kept on disk from now on; `end` is the newest batch.
+    /// Makes the catalog of an open store; `end` is the newest batch. Until the floor has passed it,
+    /// files stay that a manifest or table which cannot be read may need.
     pub fn into_catalog(self, disk: &Arc<dyn Disk>, survey: &Survey, end: Lsn) -> Catalog {
         let Self { snapshots, tables, known, for_batches, next_file, floor, is_unread, .. } = self;
         let newest = survey.links.keys().next_back();
@@ -148,35 +166,37 @@ impl<'s> CatalogDraft<'s> {
 }
 
 impl Recovery<'_> {
-    /// What is kept on disk from now on; `end` is the newest batch. What nothing needs is removed.
+    /// Makes the catalog of an open store; `end` is the newest batch. Files that nothing needs are removed.
     pub(super) fn keep(
         &self,
-        found: CatalogDraft<'_>,
+        draft: CatalogDraft<'_>,
         survey: &Survey,
         base: Option<SnapshotId>,
         end: Lsn,
     ) -> Result<Catalog> {
-        let (is_unread, newest) = (found.is_unread, survey.links.keys().next_back().copied());
-        let batch_files: BTreeSet<u64> = found.for_batches.keys().copied().collect();
-        let catalog = found.into_catalog(&self.disk, survey, end);
-        // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where a snapshot was
-        // passed over, its images stay until newer ones take its place: they are evidence.
+        let (is_unread, newest) = (draft.is_unread, survey.links.keys().next_back().copied());
+        let batch_files: BTreeSet<u64> = draft.for_batches.keys().copied().collect();
+        let catalog = draft.into_catalog(&self.disk, survey, end);
+        // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where
+        // a snapshot was passed over, its images stay until newer ones take its place: they are evidence
+        // of what was damaged.
         if newest == base && !is_unread {
             self.remove_unneeded_images(&catalog, survey, &batch_files)?;
         }
         Ok(catalog)
     }
 
-    /// What a crash kept from being removed, and what was under way then. The opening seal says the floor, and it is
-    /// durable: nothing begins at what is below.
+    /// Removes what a crash kept from being removed, and what was under way then. The opening seal says
+    /// the floor, and it is durable: nothing begins below it (I8).
     fn remove_unneeded_images(
         &self,
         catalog: &Catalog,
         survey: &Survey,
         batch_files: &BTreeSet<u64>,
     ) -> Result<()> {
-        // A reader may have begun before the crash, or just now, at what is no start any more: all stays for it, until
-        // the next snapshot.
+        // A reader may have begun, before the crash or just now, at a snapshot that is no start any more:
+        // all files stay for it, until the next snapshot. The locks are held until the removal is over,
+        // so that none begins meanwhile.
         let starts = |id: &SnapshotId| catalog.snapshots.get(id).is_some_and(|kept| catalog.reaches(kept));
         let begun = [SnapshotId(0)].into_iter().chain(survey.links.keys().copied());
         let mut going = Vec::new();
@@ -186,6 +206,8 @@ impl Recovery<'_> {
                 None => return Ok(()),
             }
         }
+        // Files are judged by their names alone: what they hold was judged when the pages were loaded.
+        // Files are judged by their numbers: which are named, and which are a batch's, is known by now.
         let named = catalog.named_files();
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
         let floor = catalog.floor.unwrap_or_default();
@@ -193,21 +215,25 @@ impl Recovery<'_> {
             let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name) else {
                 continue;
             };
-            // Only while a batch's file is there, or a manifest says so, is its number known to be taken: a frame that
-            // was cut may name it.
+            // The number of a batch's file is known to be taken only while the file is there, or once a
+            // manifest says so. A frame that was cut may name it: a new file of that number would give
+            // that frame other bytes.
             let is_highest = number + 1 == catalog.files.first() && number >= next_file;
             let is_needed = named.contains(&number) || catalog.files.is_for_batch(number, floor);
             if !(is_needed || is_highest && batch_files.contains(&number)) {
                 self.disk.remove(file)?;
             }
         }
+        // What only batches up to the floor named need not be remembered.
         catalog.files.recycled(floor);
         Ok(())
     }
 }
 
-/// From where replay may start once the new incarnation has begun. Where no seal says it yet, and the log's beginning
-/// is gone, as in a fork and in a store of an older build, it is the oldest recorded snapshot whose log is there.
+/// The Lsn from which replay may start once the new incarnation has begun.
+///
+/// In a fork and in a store of an older build, no seal says it yet, and the log's beginning is gone.
+/// There it is the oldest recorded snapshot whose log is there.
 fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Option<Lsn> {
     if reach.floor().is_some() || reach.beginning().is_some() {
         return reach.floor();
@@ -217,9 +243,10 @@ fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Optio
     links.map(|(link, _)| link.redo.lsn).min()
 }
 
-/// The newest batch that may name an image file which was written for one. That of a frame that was replayed is known.
-/// Any other frame lies at or before the `redo` of the snapshot used, and of each whose manifest says that files from
-/// a higher number on were ahead of it.
+/// The newest batch that may name an image file which was written for a batch. For a frame that was
+/// replayed, it is known. Any other frame lies at or before the `redo` of the snapshot used, and of each
+/// snapshot whose manifest says that files from a higher number on were ahead of it. Without that bound a
+/// file would stay as long as its segment.
 fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
     if let Some(lsn) = resolution.ahead.get(&number) {
         return *lsn;
@@ -230,8 +257,8 @@ fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
     before.fold(replayed_from, Lsn::min)
 }
 
-/// Whether an image file may have been written for a batch of this store. One that does not say what it was written
-/// for may; those of an ancestor are here for the snapshots that share them.
+/// Whether an image file may have been written for a batch of this store. A file that does not say its
+/// purpose may have been; files of an ancestor are here for the snapshots that share them.
 fn may_be_for_a_batch(source: &DiskSource, number: u64, survey: &Survey) -> bool {
     let mut bytes = [0; ImageFileHeaderRaw::LEN];
     let read = source.read_at(FileName::Pages(number), 0, &mut bytes);

@@ -1,7 +1,9 @@
-//! A store's birth: which directory may become one, what a creation cut short left there, and the new store itself.
+//! A store's birth: which directory may become a store, what a creation cut short left there, and the new
+//! store itself.
 //!
-//! STORE is the last file that a creation publishes. A directory without it is empty, foreign, or an unfinished creation,
-//! which the next one starts over.
+//! STORE is the last file that a creation publishes. A directory without it is empty, foreign, or an
+//! unfinished creation, which the next one starts over. Were STORE first, a crash would leave a store
+//! without a log, which looks like a store that lost its log.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -25,17 +27,23 @@ use crate::images::numbers::ImageFiles;
 use crate::options::Create;
 
 /// The temporary name of STORE; [`publish`](crate::catalog::publish::publish) gives it the same one.
+///
+/// A fork makes it first, whole and synced: its image files are there long before STORE has its name, and
+/// without the claim they would look like a store that lost its STORE.
 pub(crate) const CLAIM: FileName = FileName::Temporary(Folder::Root, 0);
 
 /// Refuses a directory that must not become, or is not, a store. Touches nothing: this comes before the
-/// lock, whose file would already be a trace.
+/// lock, whose file would already be a trace in a foreign directory.
 pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
     let names = disk.list(Folder::Root)?;
     let is = |name: &String, file| FileName::parse(Folder::Root, name) == Some(file);
+    // It is a store: recovery judges the rest.
     if names.iter().any(|name| is(name, FileName::Store)) {
         return Ok(());
     }
-    // `lost+found` belongs to a file system whose root the directory is.
+    // `lost+found` belongs to a file system whose root is the directory. The store's own names may be
+    // there without STORE: a creation that a crash cut short. Any other name says that the path is wrong,
+    // and that the directory is not to be filled.
     let ours = |name: &String| {
         FileName::parse(Folder::Root, name).is_some()
             || Folder::INNER.iter().any(|folder| folder.name() == name)
@@ -51,7 +59,9 @@ pub(crate) fn check_directory(disk: &dyn Disk, create: Create) -> Result<()> {
 }
 
 impl Recovery<'_> {
-    /// A new store. STORE comes last: without it the directory is an unfinished creation.
+    /// Creates a new store: the first incarnation, then STORE. Without STORE the directory is an
+    /// unfinished creation: a crash before leaves segments without batches, which the next creation
+    /// removes.
     pub(super) fn create(&self) -> Result<RecoveredStore> {
         start_over(&self.disk)?;
         let store = StoreFile {
@@ -64,9 +74,11 @@ impl Recovery<'_> {
                 ancestors: Vec::new(),
             },
         };
+        // An identity of its own, drawn at random: files of another store that end up here are told by it.
         let pool = self.pool(store.store)?;
         let (log, position) = begin(&pool, store.store, &Predecessor::default(), Vec::new())?;
         let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
+        // The commit point of the creation. Segments and their names are durable by now.
         publish(&self.disk, FileName::Store, 0, &[&bytes])?;
         Ok(RecoveredStore {
             store,
@@ -99,14 +111,20 @@ impl Recovery<'_> {
     }
 }
 
-/// Removes what a creation, or a fork, cut short left behind, and makes the folders. All of it is judged
-/// before any of it is removed: it may be a store that lost its STORE.
+/// Removes the remains of a creation, or of a fork, that a crash cut short, and makes the folders.
+///
+/// 1. Judge all files before any is removed: the directory may be a store that lost its STORE. Judged one
+///    by one, the first segments could be gone when a later one shows that it holds batches.
+/// 2. Make the folders, durably.
+/// 3. Remove the files. A crash here leaves fewer of them, and the next creation goes on.
 pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
     let source = DiskSource::new(disk.clone());
+    // 1.
     let claimed = is_claimed(disk)?;
     let mut left = Vec::new();
     for folder in Folder::INNER {
         for file in disk.list(folder)?.iter().filter_map(|name| FileName::parse(folder, name)) {
+            // With a claim, images and manifests are those of a fork that was cut short.
             let is_more = match file {
                 FileName::Pages(_) | FileName::Table(_) | FileName::Manifest(_) => !claimed,
                 FileName::Segment(_) => holds_batch(&source, file)?,
@@ -118,20 +136,25 @@ pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
             left.push(file);
         }
     }
+    // 2.
     for folder in Folder::INNER {
         disk.make_folder(folder)?;
     }
     disk.sync_folder(Folder::Root)?;
+    // 3.
     for file in left {
         disk.remove(file)?;
     }
+    // Synced, so that no removed file comes back, after a power cut, in the new store.
     Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
 }
 
 /// Whether a segment of an unfinished creation holds a batch: then it is more than that. Every place at
-/// which a frame may lie is looked at: a batch may share the group of a seal.
+/// which a frame may lie is looked at, not only those of groups: a batch may share the group of a seal.
 fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
+    /// Bytes that are looked at together: a segment may be gigabytes long.
     const WINDOW: usize = 1 << 20;
+    // A segment that cannot be read may hold a batch: the creation is refused.
     let unreadable = |error: std::io::Error| Error::from(Defect::unreadable(&error).at(file, 0));
     let is_batch = |bytes: &[u8]| {
         UncheckedFrame::decode(bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch)
@@ -145,13 +168,14 @@ fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
         if bytes.windows(FrameHeaderRaw::LEN).step_by(FRAME_ALIGN as usize).any(is_batch) {
             return Ok(true);
         }
-        // A header that the window cut is the first of the next one.
+        // A header that the end of the window cuts is the first of the next window.
         at += (WINDOW - FrameHeaderRaw::LEN) as u64;
     }
     Ok(false)
 }
 
-/// Whether the directory was claimed by a founding that did not come to its end.
+/// Whether the directory was claimed for a fork, or for another store from a seed, that did not come to
+/// its end.
 fn is_claimed(disk: &Arc<dyn Disk>) -> Result<bool> {
     if !disk.list(Folder::Root)?.contains(&CLAIM.name()) {
         return Ok(false);
@@ -162,11 +186,14 @@ fn is_claimed(disk: &Arc<dyn Disk>) -> Result<bool> {
     Ok(StoreFile::decode(&bytes).is_ok())
 }
 
-/// Claims a directory for a store that is being made elsewhere: STORE, whole and synced, under its temporary name.
+/// Claims a directory for a store that is being made elsewhere: STORE, whole and synced, under its
+/// temporary name. Its content tells a claim from a temporary file that a crash cut short.
 pub(crate) fn claim(target: &Arc<dyn Disk>, store: &StoreFile) -> Result<()> {
     let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
     let file = target.create(CLAIM)?;
     file.write_at(0, &bytes)?;
+    // Durable before the first other file has its name: the claim is what tells those from a store that
+    // lost STORE.
     file.sync()?;
     target.sync_folder(Folder::Root)
 }

@@ -1,5 +1,6 @@
-//! Bringing images into device memory, by several threads, each with one piece at a time between the medium
-//! and staging, while pieces before go from staging to their pages.
+//! Bringing images into device memory, by several threads. Each thread has one piece at a time between
+//! the medium and staging, while earlier pieces go from staging to their pages: one thread waits for the
+//! medium while another checksums.
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
@@ -21,25 +22,26 @@ use crate::error::{Error, Result, make_room};
 use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_AT_ONCE, runs};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Threads that read. A disk is busy with four; from the page cache each gives a few gigabytes a second, checksums
-/// included, and a GPU takes fifty.
+/// Threads that read images. Four keep a disk busy. From the page cache each gives a few gigabytes a
+/// second, checksums included, and a GPU takes fifty.
 const THREADS_MAX: usize = 12;
-/// Copies that may be under way when a thread reads on. A lane does them one after the other, but it should never have
-/// to wait for the next: from the page cache to an H200 4 of 2 MiB made 39 GB/s, 8 made 49, and 12 make 50. More would
-/// only need more staging, which a GPU pins at 1.5 GB/s.
+/// Copies that may be under way when a thread reads on. A lane does them one after the other, but it
+/// should never have to wait for the next. From the page cache to an H200, 4 copies of 2 MiB made 39
+/// GB/s, 8 made 49, 12 make 50. More would only need more staging, and a GPU pins that at 1.5 GB/s.
 const COPIES_MAX: usize = 12;
 /// Loads images into the memory of their pages.
 pub(super) struct ImageLoader<'a> {
     pub device: &'a dyn Device,
     pub staging: &'a StagingPool,
     pub source: &'a DiskSource,
-    /// The lanes on which the bytes go up, in turns: between two lists of one lane the bus is idle for a while.
+    /// The lanes on which the bytes go up, in turns: between two lists of one lane the bus is idle for a
+    /// while.
     pub lanes: &'static [Lane],
-    /// The memory of a page.
+    /// Finds the memory of a page; waits until it is allocated.
     pub target: &'a (dyn Fn(PageId) -> Result<Span> + Sync),
 }
 
-/// What one thread does at a time.
+/// One piece of work of a loading thread.
 enum LoadStep<'a> {
     Run(ImageRun<'a>),
     /// This range of a long image, in bytes from the image's start.
@@ -49,6 +51,7 @@ enum LoadStep<'a> {
 }
 
 impl LoadStep<'_> {
+    /// The page by which pieces of work are put in order.
     fn first_page(&self) -> PageId {
         match self {
             LoadStep::Run(run) => run.first_page(),
@@ -63,9 +66,10 @@ pub(super) fn threads() -> usize {
 }
 
 impl ImageLoader<'_> {
-    /// Loads and proves images, in no order, by several threads, and returns when they are there. A long one is read
-    /// in parts, so that no more than a few megabytes a thread are held at a time. They come by files: sorted among all of them, those of small pages took a tenth of the time that
-    /// loading them takes.
+    /// Loads and proves images, in no order, by several threads, and returns when they are there. A long
+    /// image is read in parts, so that no more than a few megabytes a thread are held at a time. The
+    /// images come grouped by file: sorting all of them at once took a tenth of the time of loading small
+    /// pages.
     ///
     /// # Errors
     /// [`Error::Damaged`]; a device error, after which lists that name the memory may still be under way.
@@ -74,12 +78,14 @@ impl ImageLoader<'_> {
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
         threads: usize,
     ) -> Result<()> {
+        // Each file's images are put in order by one thread, and cut into runs.
         let into_work = |images: &'i mut [ImageRequest]| {
             Ok::<_, Infallible>(runs(images).flat_map(split).collect::<Vec<_>>())
         };
         let Ok(work) = parallel::for_each(threads, images, into_work);
         let mut work: Vec<LoadStep<'_>> = work.into_iter().flatten().collect();
-        // As memory is allocated, which goes on meanwhile. The parts of an image stay together.
+        // In the order in which memory is allocated, which goes on meanwhile: so a thread waits for it
+        // least. The parts of an image stay together, as `check_parts` demands.
         work.sort_by_key(LoadStep::first_page);
         let copies = PendingCopies { loader: self, begun: AtomicUsize::new(0), under_way: Mutex::default() };
         let checksums = parallel::map_indexed(
@@ -92,15 +98,17 @@ impl ImageLoader<'_> {
                 LoadStep::Compressed(wanted) => self.load_compressed(wanted, &copies).map(|()| None),
             },
         );
-        // Whatever became of the reading: who gives the memory back must know that nothing writes to it.
+        // Also after an error: a caller that gives the memory back must know that no copy writes to it
+        // any more.
         copies.finish_but(0)?;
         check_parts(work.iter().zip(checksums?))
     }
 
+    /// Loads a run: images that lie close to each other in a file, read at one go.
     fn load_run(&self, run: &ImageRun<'_>, copies: &PendingCopies<'_>) -> Result<()> {
         let read = run.read(self.source, |len| self.staging.take(len))?;
-        // Pages that are stored as they are go up from where they were read; what is compressed is gathered
-        // elsewhere.
+        // Pages that are stored as they are go up from where they were read. Decompressed bytes are
+        // gathered, and go up together.
         let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
         for page in run.pages(&read) {
             let (page, at, content) = page?;
@@ -123,9 +131,11 @@ impl ImageLoader<'_> {
         copies.upload(read.bytes, &stored)
     }
 
-    /// Decompresses a page piece by piece. It is proven when all of it has gone up; nobody sees it before.
+    /// Decompresses a page piece by piece, so that it is never whole in host memory. It is proven when
+    /// all of it has gone up; until then no reader gets to see it.
     fn load_compressed(&self, wanted: &ImageRequest, copies: &PendingCopies<'_>) -> Result<()> {
         let target = (self.target)(wanted.page)?;
+        // One piece of staging fills while those before it go up.
         let (mut filling, mut at) = (StagingFill::default(), 0);
         stream_image(self.source, &wanted.image, wanted.len, |mut bytes| -> Result<()> {
             while !bytes.is_empty() {
@@ -148,7 +158,7 @@ impl ImageLoader<'_> {
         })
     }
 
-    /// Returns the part's checksum.
+    /// Loads a part of a long image, and returns the part's checksum.
     fn load_part(
         &self,
         wanted: &ImageRequest,
@@ -156,6 +166,7 @@ impl ImageLoader<'_> {
         copies: &PendingCopies<'_>,
     ) -> Result<u32> {
         let ImageRef { file, offset, .. } = wanted.image;
+        // I9: the image's length is held against the page's before any of it is used.
         wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
         let in_file = offset + range.start..offset + range.end;
         let (read, checksum) =
@@ -167,22 +178,24 @@ impl ImageLoader<'_> {
     }
 }
 
-/// What is copied to staging, to go up when that is full.
+/// Bytes gathered in staging, which go up when it is full.
 #[derive(Default)]
 struct StagingFill {
     staged: Option<StagingBuf>,
     filled: usize,
 }
 
-/// Copies from staging to pages that were begun and not waited for.
+/// Copies from staging to pages that are under way.
 struct PendingCopies<'a> {
     loader: &'a ImageLoader<'a>,
+    /// Counts the lists that were submitted, so that lanes take turns.
     begun: AtomicUsize,
-    /// The oldest first, or nearly so.
+    /// The oldest first, or nearly so: threads add theirs as they come.
     under_way: Mutex<VecDeque<Pending>>,
 }
 
 impl PendingCopies<'_> {
+    /// Copies bytes to staging, and submits their upload.
     fn upload_copy(&self, bytes: &[u8], pages: &[(usize, Span)]) -> Result<()> {
         if pages.is_empty() {
             return Ok(());
@@ -192,7 +205,7 @@ impl PendingCopies<'_> {
         self.upload(staged, pages)
     }
 
-    /// Begins to bring what lies at these places of `staged` up.
+    /// Submits the upload of what lies at these places of `staged`.
     fn upload(&self, staged: StagingBuf, pages: &[(usize, Span)]) -> Result<()> {
         let upload = |(at, target): &(usize, Span)| {
             let source = StagingSpan { index: 0, offset: *at, len: target.len as usize };
@@ -200,15 +213,19 @@ impl PendingCopies<'_> {
         };
         let commands = pages.iter().filter(|(_, target)| target.len > 0).map(upload).collect();
         let list = CommandList { commands, staging: vec![staged.into_staging()] };
+        // Any order will do: a counter is enough to spread the lists.
         let turn = self.begun.fetch_add(1, Ordering::Relaxed) % self.loader.lanes.len();
         let pending = self.loader.device.submit(self.loader.lanes[turn], list)?;
         self.under_way.lock().push_back(pending);
+        // The thread that adds a copy waits for the oldest: so staging is bounded for all of them together.
         self.finish_but(COPIES_MAX)
     }
 
-    /// Waits for the oldest copies, until at most so many are under way, and gives their staging back. That of copies
-    /// that are done already is used for the next ones: on the host it is in the processor's cache.
+    /// Waits for the oldest copies until at most `at_most` are under way, and gives their staging back.
+    /// Staging of copies that are done already is given back, too, and used for the next ones: on the
+    /// host it is in the processor's cache.
     fn finish_but(&self, at_most: usize) -> Result<()> {
+        // A fence that was reached costs no wait.
         let is_done = |pending: &Pending| {
             let Fence { lane, value } = pending.fence();
             value <= self.loader.device.reached(lane)
@@ -227,22 +244,24 @@ impl PendingCopies<'_> {
     }
 }
 
-/// A run is one piece of work, but for one that is a single long image: that is summed while it is read, and proven when
-/// all its parts are there.
+/// Cuts a run into pieces of work. A run is one piece, unless it is a single long image: that one is
+/// summed while it is read, and proven when all its parts are there.
 fn split(run: ImageRun<'_>) -> Vec<LoadStep<'_>> {
     let long = |wanted: &&ImageRequest| {
         wanted.image.codec == Codec::Raw && wanted.image.stored_len > SUMMED_AT_ONCE as u64
     };
     let Some(only) = run.only() else { return vec![LoadStep::Run(run)] };
     if only.is_long() && only.image.codec != Codec::Raw {
+        // A compressed image is one stream: no part of it can be read without those before.
         return vec![LoadStep::Compressed(only)];
     }
     let Some(wanted) = Some(only).filter(long) else { return vec![LoadStep::Run(run)] };
+    // Stored as it is, so that parts of the image are parts of the page.
     let parts = (0..wanted.image.stored_len).step_by(RUN_BYTES as usize);
     parts.map(|at| LoadStep::Part(wanted, at..wanted.image.stored_len.min(at + RUN_BYTES))).collect()
 }
 
-/// Proves the images that were read in parts: these come in their order.
+/// Proves the images that were read in parts, by the checksums of the parts, which come in their order.
 fn check_parts<'a>(parts: impl Iterator<Item = (&'a LoadStep<'a>, Option<u32>)>) -> Result<()> {
     let mut so_far = crc32fast::Hasher::new();
     for (work, checksum) in parts {
@@ -250,8 +269,10 @@ fn check_parts<'a>(parts: impl Iterator<Item = (&'a LoadStep<'a>, Option<u32>)>)
             continue;
         };
         let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(image.file), image.offset));
+        // The checksums of the parts combine to that of the whole: no byte is summed twice.
         so_far.combine(&crc32fast::Hasher::new_with_initial_len(checksum, range.end - range.start));
         if range.end == image.stored_len {
+            // The last part: only now is the image proven, and the open may go on (I6).
             let (found, computed) = (image.stored_crc, std::mem::take(&mut so_far).finalize());
             if found != computed {
                 return Err(damaged(Defect::Checksum { what: "image", found, computed }));

@@ -1,12 +1,13 @@
-//! Warming: pages that an open left cold are brought into memory while the store is in use.
+//! The page loader: pages that an open left unloaded are brought into memory while the store is in use.
 //!
-//! A few threads take pages in the order of their files, and before them what somebody waits for. Each page is read
-//! from its image and proven, then the applier gets its memory, then who waits goes on.
+//! A few threads take pages in the order of their files; pages that a caller waits for come first. Each
+//! page is read from its image and proven, then the applier gets its memory, then the waiting callers go
+//! on. In another order a caller could read bytes that no checksum was held against.
 //!
-//! Nothing on disk depends on how far this has come, so a crash loses nothing: what is cold is exactly what the
-//! images of the newest snapshot say, no batch changes a cold page, and nothing is removed from disk while there is
-//! one. An image that does not hold poisons the store before anything is removed, so that an open which loads
-//! everything still finds whatever could stand in for it.
+//! Nothing on disk depends on how far this has come, so a crash loses nothing. An unloaded page is
+//! exactly what the image of the newest snapshot says, no batch changes it, and nothing is removed from
+//! disk while there is one. An image that does not hold poisons the store before anything is removed, so
+//! that an open which loads everything still finds whatever could stand in for it.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -30,41 +31,44 @@ use crate::images::read::{ImageRequest, RUN_BYTES};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 
-/// Who waits for a page has what lies behind it loaded, too, up to so many bytes: little enough not to wait for it.
+/// A caller that waits for a page has the pages after it in the file loaded, too, up to this number of
+/// bytes: few enough that it need not wait for them.
 const ASKED_BYTES: u64 = 256 << 10;
 /// Threads for a long page: each of its loaders may be at one.
 const LONG_THREADS_MAX: usize = 4;
-/// Nobody knows a page's memory before it is warm, so its bytes need not go up in the order of batches; and behind
-/// a snapshot's long copies they hold up no batch.
+/// No batch knows a page's memory before it is loaded, so its bytes need not go up in the order of
+/// batches. On this lane they may queue up with a snapshot's long copies, and hold up no batch.
 const LANE: Lane = Lane::Drain;
 
-/// After a shortage the next try waits for so long.
+/// The pause after a shortage, before the next try.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
-/// What warming needs.
+/// What the page loader works with.
 pub(crate) struct PageLoaderParts {
     pub disk: Arc<dyn Disk>,
     pub device: Arc<dyn Device>,
     pub arena: Arc<Arena>,
     pub staging: Arc<StagingPool>,
     pub applier: Arc<Applier>,
+    /// Set when an image does not hold: retention asks it before anything goes.
     pub poison: Arc<Poison>,
 }
 
-/// The threads.
+/// The threads that load pages, as the store holds them.
 pub(crate) struct PageLoader {
     parts: Arc<PageLoaderParts>,
+    /// The thread that the others are helpers of; `None` if no page was unloaded.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl PageLoader {
-    /// Starts them, if any page is cold.
+    /// Starts the threads, if any page is unloaded.
     pub fn start(parts: PageLoaderParts) -> Result<Self> {
         let parts = Arc::new(parts);
         let thread = if parts.unloaded().is_any() {
             let poisons = PanicPoisons { poison: parts.poison.clone(), thread: "thread that loads pages" };
             let life = LoaderLoop(parts.clone());
-            let thread = thread::Builder::new().name("remanent-warm".to_owned());
+            let thread = thread::Builder::new().name("remanent-load".to_owned());
             let thread = thread.spawn(move || {
                 let _poisons = poisons;
                 life.live();
@@ -74,6 +78,7 @@ impl PageLoader {
                 path: "the store".to_owned(),
                 source: Arc::new(error),
             });
+            // Without the thread no page would ever be loaded: the open fails, and its memory is given back.
             Some(thread.inspect_err(|_| parts.give_back())?)
         } else {
             None
@@ -81,21 +86,24 @@ impl PageLoader {
         Ok(Self { parts, thread: Mutex::new(thread) })
     }
 
-    /// Ends them, when what they have in hand is loaded. Pages that are cold then stay on disk.
+    /// Ends the threads, when the pages that they have in hand are loaded. All other unloaded pages stay
+    /// on disk.
     pub fn stop(&self) {
         let Some(thread) = self.thread.lock().take() else { return };
         self.parts.unloaded().end(Error::Closed);
         if thread.join().is_err() {
             tracing::error!("the thread that loads pages panicked");
         }
+        // Only now: a loader that still runs could write to the memory.
         self.parts.give_back();
     }
 }
 
-/// What the threads do as long as they live. Where that ends, nobody must wait for them.
+/// The life of the loading threads. However it ends, a panic included, no caller waits for a page after it.
 struct LoaderLoop(Arc<PageLoaderParts>);
 
 impl LoaderLoop {
+    /// Loads on several threads, and returns when no page is left, or the store closes.
     fn live(&self) {
         let Self(parts) = self;
         let threads = threads();
@@ -115,26 +123,32 @@ impl Drop for LoaderLoop {
 }
 
 impl PageLoaderParts {
+    /// The pages that are not loaded. The applier has no memory for them: code that forgets to wait for
+    /// one meets a panic, and no wrong bytes.
     fn unloaded(&self) -> &UnloadedSet {
         self.applier.unloaded()
     }
 
-    /// Loads pages until there are none left.
+    /// Loads pages until none is left.
     fn load_all(&self) {
-        // Only what was proven on the medium once is ever cold.
+        // Only pages whose images were proven on the medium once are ever left unloaded (I7): the cache
+        // may serve them.
         let proven = DiskSource::proven(self.disk.clone());
         while let Some(pages) = self.unloaded().take(ASKED_BYTES, RUN_BYTES) {
             self.load(&proven, pages);
         }
     }
 
-    /// Loads pages. Where an image does not hold, each for itself and from the medium: so it is known which one, and
-    /// that it is not the cache alone that is damaged.
+    /// Loads some pages. Where an image does not hold, each page is loaded alone and from the medium.
+    /// That tells which image is damaged, and that it is not damaged in the cache alone.
     fn load(&self, proven: &DiskSource, pages: Vec<UnloadedPage>) {
         match self.read_patiently(proven, &pages) {
+            // A page counts as loaded only when all of it is proven.
             Ok(true) => self.install(pages),
+            // The store closes. The page stays where it is whole: on disk.
             Ok(false) => self.unloaded().give_up(pages),
             Err(Error::Damaged(_)) => {
+                // Alone and past the cache: the damage has its page's name then, and is of the medium.
                 let medium = DiskSource::past_cache(self.disk.clone());
                 for unloaded in pages {
                     match self.read_patiently(&medium, std::slice::from_ref(&unloaded)) {
@@ -148,13 +162,16 @@ impl PageLoaderParts {
         }
     }
 
-    /// As [`read`](Self::read), again and again while the system is short of something that this takes: callers wait
-    /// for the page meanwhile, and the store goes on when the shortage ends. `false` if the store closes before.
+    /// Reads as [`read`](Self::read) does, again and again while the system is short of something that
+    /// this takes. Callers wait for the page meanwhile, and the store goes on when the shortage ends:
+    /// failing them would make a passing shortage look like a lost page. `false` if the store closes
+    /// before.
     fn read_patiently(&self, source: &DiskSource, pages: &[UnloadedPage]) -> Result<bool> {
         loop {
             match self.read(source, pages) {
                 Err(error) if error.is_shortage() => {
                     tracing::warn!(%error, "pages are loaded when the shortage ends");
+                    // The pause ends at once when the store closes.
                     if self.unloaded().is_over_within(SHORTAGE_PAUSE) {
                         return Ok(false);
                     }
@@ -164,9 +181,13 @@ impl PageLoaderParts {
         }
     }
 
-    /// A page cannot be loaded, nor any other if this is not about its image.
+    /// Fails a page that cannot be loaded. If the reason is not its image, no other page can be loaded
+    /// either.
+    ///
+    /// The store is poisoned first: a snapshot taken after this could let go of what stands in for the image.
     fn fail(&self, unloaded: UnloadedPage, error: Error) {
         tracing::error!(%error, page = %unloaded.page, "a page cannot be loaded");
+        // Poisoned first: nothing is removed from disk after this.
         let poisoned = self.poison.set(error.clone());
         if !matches!(error, Error::Damaged(_)) {
             self.unloaded().end(poisoned);
@@ -174,6 +195,7 @@ impl PageLoaderParts {
         self.unloaded().fail(unloaded, error);
     }
 
+    /// Reads and proves the images of these pages, straight into their memory.
     fn read(&self, source: &DiskSource, pages: &[UnloadedPage]) -> Result<()> {
         let wanted = |unloaded: &UnloadedPage| ImageRequest {
             page: unloaded.page,
@@ -181,6 +203,8 @@ impl PageLoaderParts {
             image: unloaded.image,
         };
         let mut images: Vec<ImageRequest> = pages.iter().map(wanted).collect();
+        // Bytes go straight to the pages' own memory. No batch and no reader knows it yet, so a failure
+        // leaves nothing to undo.
         let targets: HashMap<PageId, Span> =
             pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.span())).collect();
         let target = |page: PageId| Ok(targets[&page]);
@@ -194,31 +218,35 @@ impl PageLoaderParts {
         loader.load(std::iter::once(&mut *images), parallel::threads(LONG_THREADS_MAX))
     }
 
-    /// Hands pages that are loaded to the applier, and lets those go on who wait for them.
+    /// Hands pages that are loaded to the applier, and lets the callers go on that wait for them.
+    ///
+    /// In a turn, so that no batch is applied while the memory changes hands. Only after it the waiting
+    /// callers are woken: woken before, they would find no memory in the applier's state.
     fn install(&self, pages: Vec<UnloadedPage>) {
-        let warm: Vec<(PageId, u64)> =
+        let loaded: Vec<(PageId, u64)> =
             pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())).collect();
         let installed = self.applier.turn(move |turn| {
             pages
                 .iter()
                 .for_each(|unloaded| turn.versions.moved(unloaded.page, unloaded.memory.span().memory));
+            // In the same turn as the versions: no batch comes between the two.
             turn.applied.memory.extend(pages.into_iter().map(|unloaded| (unloaded.page, unloaded.memory)));
             Ok(())
         });
         match installed {
-            Ok(()) => self.unloaded().loaded(warm),
+            Ok(()) => self.unloaded().loaded(loaded),
             Err(error) => self.unloaded().end(error),
         }
     }
 
-    /// Gives back the memory of pages that stayed cold.
+    /// Gives back the memory of pages that stayed unloaded.
     fn give_back(&self) {
         let memory = self.unloaded().take_memory();
         if memory.is_empty() {
             return;
         }
-        // One list behind all others tells when those are done that name it. Where it does not, the memory stays
-        // counted, and is warned of.
+        // One more list, after all others in the lane, tells when the lists that name this memory are
+        // done. If the device fails at that, the memory stays counted, and a warning says so.
         let last = self.device.submit(LANE, CommandList::default());
         if let Err(error) = last.and_then(|last| last.finish(&*self.device)) {
             tracing::warn!(%error, "memory of pages that were not loaded stays allocated");

@@ -1,13 +1,14 @@
-//! Bringing pages into device memory: images, then the log on top.
+//! Bringing pages into device memory: images, then the log on top of them.
 //!
-//! Nothing on disk changes here, so a crash loses nothing.
+//! [`load`] is the recipe; each of its steps is a helper. [`Recovery::open`](super::Recovery::open) calls
+//! it once for each snapshot that it tries. Nothing on disk changes here, so a crash loses nothing.
 
 use std::collections::{HashMap, VecDeque};
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
-use remanent_format::state::bases::Base;
+use remanent_format::state::bases::{Base, Bases};
 use remanent_format::state::by_id::ById;
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::head::PageHead;
@@ -32,28 +33,30 @@ use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::StagingPool;
 use crate::options::PageLoad;
 
-/// Lists in flight while loading.
+/// Lists in flight while pages are loaded. Each owns its staging until it is done, so this bounds that
+/// memory.
 const IN_FLIGHT_MAX: usize = 8;
 
-/// Pages that are loaded, and that no list uses any more: given back if the open fails after all.
+/// Loaded pages that no list uses any more. If the open fails after all, dropping this gives their memory
+/// back, so that an older snapshot finds the whole budget (I10).
 pub(super) struct LoadedPages<'a> {
     arena: &'a Arena,
     pages: PageSet,
-    /// The payloads of the batches that no mark proves, in order.
+    /// The payloads of the batches that no mark proves, in order. The new incarnation copies them (I5, I6).
     pub tail: Vec<Vec<u8>>,
 }
 
-/// The memory of all pages.
+/// The memory of all pages of the table.
 #[derive(Default)]
 pub(super) struct PageSet {
-    /// Of those that are loaded.
+    /// Memory of the pages that are loaded.
     pub memory: ById<PageId, PageMemory>,
-    /// Those that are not, for they are exactly what their images say.
+    /// Pages that are not loaded yet: each is exactly what its image says.
     pub unloaded: Vec<UnloadedPage>,
 }
 
 impl PageSet {
-    /// Gives all of it back.
+    /// Gives all memory back. The caller knows that no list names it any more.
     fn give_back(self, arena: &Arena) {
         let loaded = self.memory.into_items().map(|(_, memory)| memory);
         for memory in loaded.chain(self.unloaded.into_iter().map(|unloaded| unloaded.memory)) {
@@ -65,7 +68,7 @@ impl PageSet {
 }
 
 impl LoadedPages<'_> {
-    /// The pages, for good.
+    /// Takes the pages for good: nothing gives their memory back any more.
     pub fn keep(mut self) -> PageSet {
         std::mem::take(&mut self.pages)
     }
@@ -77,7 +80,20 @@ impl Drop for LoadedPages<'_> {
     }
 }
 
-/// Loads the pages of a resolved table: images, then the log on top. What will be kept is looked up beside that.
+/// Loads the pages of a resolved table: images, then the log on top. Meanwhile it looks up what will be
+/// kept on disk.
+///
+/// The order of the steps matters:
+///
+/// 1. **Claim** memory for the final table (I10). Allocated page by page instead, a table over the budget
+///    would be noticed only after gigabytes had been read.
+/// 2. **Sort** the pages by what they are made from.
+/// 3. **Load** images, **allocate** memory and **look up** what is kept, all three at once: one after the
+///    other, allocating alone took a third of the time that pages of 16 KiB take to load.
+/// 4. **Set apart** the pages that stay unloaded, so that the replay finds no memory for them. Whatever
+///    it wrote there, the page loader would overwrite later.
+/// 5. **Replay** the log. Done before 3, an image that goes up late would overwrite what a batch wrote.
+/// 6. **Finish**: wait for the lists. Memory given back before would be written to by a list in flight.
 pub(super) fn load<'a, 's>(
     recovery: &Recovery<'a>,
     source: &DiskSource,
@@ -88,87 +104,97 @@ pub(super) fn load<'a, 's>(
     let bases = std::mem::take(&mut resolution.resolved.bases);
     let resolution = &*resolution;
     let table = &resolution.resolved.table;
-    // I10: what the final table takes, before anything is allocated.
+    // 1.
     let memories = PageMemories::reserve(recovery.arena, table)?;
-    let mut loader = Loader {
-        recovery,
-        pages: PageSet::default(),
-        on_host: Mutex::default(),
-        list: ListBuilder::default(),
-        in_flight: SubmittedLists {
-            device: &*recovery.device,
-            staging: recovery.staging,
-            pending: VecDeque::new(),
-        },
-        tail: Vec::new(),
-    };
-    let from = match base {
-        Some(manifest) => manifest.redo,
-        None => survey.log.beginning().expect("resolved from it"),
-    };
-    let sorting = SourceSorter {
-        table,
-        bases: &bases,
-        snapshot: base,
-        is_verified: base.is_some_and(|base| is_verified(survey, base, resolution)),
-        may_be_unloaded: recovery.options.page_load == PageLoad::OnDemand,
-        from: from.lsn,
-    };
-    let PageSources { images, zeros, resized, late, beside } = sorting.sort(&memories);
+    // 2.
+    let from = replay_start(survey, base);
+    let sources = sort_sources(recovery, survey, base, resolution, &bases, from, &memories);
+    // Sorted, they are not needed any more: their memory goes before images are read.
     drop(bases);
+    let PageSources { images, zeros, resized, late, beside } = sources;
     let late = NewerBases::of(late);
-    // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, as far as following
-    // them has not taken them from the medium.
+    // 3.
+    let mut loader = Loader::new(recovery);
+    // Sealed bytes are proven past the cache (I6): images, and frames up to the last mark, unless
+    // following the log already took them from the medium.
     let sealed = DiskSource::past_cache(recovery.disk.clone());
     let load = || {
         loader.load_to_host(&sealed, table, &resized)?;
         loader.load_images(&sealed, table, &memories, images, &zeros)
     };
-    let find = || CatalogDraft::look(&*recovery.disk, source, survey, base, resolution, beside);
-    let (read, (found, ())) = parallel::join(load, || parallel::join(find, || memories.allocate()));
-    let (memory, allocated) = memories.finish();
-    loader.pages.memory = memory;
-    // What there is no memory for cannot be loaded from an older snapshot either.
-    let loaded = allocated.and(read).and_then(|unloaded| {
-        loader.cool(unloaded);
-        loader.apply(source, survey, resolution, from, &late)?;
-        loader.in_flight.drain(0)
+    let look_up = || CatalogDraft::look(&*recovery.disk, source, survey, base, resolution, beside);
+    let (read, (draft, ())) = parallel::join(load, || parallel::join(look_up, || memories.allocate()));
+    // A refusal of memory is reported before damage: for an older snapshot there would be no memory
+    // either, so trying one would hide the reason.
+    let unloaded = loader.take_memory(memories).and(read);
+    // 4. to 6.
+    let replayed = unloaded.and_then(|unloaded| {
+        loader.set_apart(unloaded);
+        loader.replay(source, survey, resolution, from, &late)
     });
-    if loaded.is_err() {
-        // Lists may still name the memory: one behind all of them tells when they are done. Where it does
-        // not, the memory stays counted, and is warned of.
-        let device = &*recovery.device;
-        let drained = device.submit(Lane::Apply, CommandList::default()).and_then(|last| last.finish(device));
-        if drained.is_ok() {
-            std::mem::take(&mut loader.pages).give_back(recovery.arena);
-        }
+    let loaded = loader.finish(recovery.arena, replayed)?;
+    Ok((loaded, draft?))
+}
+
+/// The point after which the log is replayed.
+fn replay_start(survey: &Survey, base: Option<&Manifest>) -> LogPoint {
+    match base {
+        Some(manifest) => manifest.redo,
+        None => survey.log.beginning().expect("resolved from it"),
     }
-    let loaded =
-        loaded.map(|()| LoadedPages { arena: recovery.arena, pages: loader.pages, tail: loader.tail })?;
-    Ok((loaded, found?))
+}
+
+/// Step 2 of [`load`]: what each page of the table is made from.
+fn sort_sources(
+    recovery: &Recovery<'_>,
+    survey: &Survey,
+    base: Option<&Manifest>,
+    resolution: &Resolution,
+    bases: &Bases,
+    from: LogPoint,
+    memories: &PageMemories<'_>,
+) -> PageSources {
+    // Unverified, a snapshot's images are loaded at once, also on demand: nothing has read them back yet
+    // (I7).
+    let sorter = SourceSorter {
+        table: &resolution.resolved.table,
+        bases,
+        snapshot: base,
+        is_verified: base.is_some_and(|base| is_verified(survey, base, resolution)),
+        may_be_unloaded: recovery.options.page_load == PageLoad::OnDemand,
+        from: from.lsn,
+    };
+    sorter.sort(memories)
 }
 
 /// Brings pages into device memory.
 struct Loader<'a> {
     recovery: &'a Recovery<'a>,
     pages: PageSet,
-    /// Pages whose length changes during replay are put together in host memory: on the device they are
-    /// allocated once, at their final length. Here, too, they take no more than that.
+    /// Pages whose length changes during replay are put together in host memory. On the device a page is
+    /// allocated once, at its final length. In host memory, too, it takes no more than that: a page may
+    /// be a TiB long for one batch only, and the log says so in a few bytes.
     on_host: Mutex<HashMap<PageId, PageHead>>,
+    /// Commands that make pages of zeros.
     list: ListBuilder,
+    /// Lists that the device may still work on: while there is one, no page memory is given back.
     in_flight: SubmittedLists<'a>,
     tail: Vec<Vec<u8>>,
 }
 
-/// Lists that were submitted.
+/// Lists that were submitted and not waited for.
 struct SubmittedLists<'a> {
     device: &'a dyn Device,
     staging: &'a StagingPool,
     pending: VecDeque<Pending>,
 }
 
-/// The pages whose bases have later batches than those before which the replay begins. For all others each batch is
-/// news.
+/// The pages whose bases are newer than the batch after which the replay begins. For all other pages each
+/// batch that is read is news.
+///
+/// A snapshot is gathered while batches go on, so its image of a page may hold batches after `redo`.
+/// Applied again, after-images give the same bytes (I2). But a batch from before a resize may write past
+/// the end of the page that the image holds.
 #[derive(Default)]
 struct NewerBases {
     pages: ById<PageId, Lsn>,
@@ -176,6 +202,7 @@ struct NewerBases {
 }
 
 impl NewerBases {
+    /// Takes the pages, each with the newest batch that its base holds.
     fn of(late: Vec<(PageId, Lsn)>) -> Self {
         let newest = late.iter().map(|(_, base)| *base).max().unwrap_or_default();
         Self { pages: late.into_iter().collect(), newest }
@@ -183,58 +210,37 @@ impl NewerBases {
 
     /// Whether a batch is to be applied to the bytes of a page of the table.
     fn applies(&self, page: PageId, lsn: Lsn) -> bool {
+        // Most batches are newer than every base: they need no look-up a page.
         lsn > self.newest || self.pages.get(page).is_none_or(|base| lsn > *base)
     }
 }
 
-/// Makes lists of batches, on the thread that reads them.
+/// Makes lists of batches, on the thread that reads them: the frames are in that core's cache then.
 struct Deltas<'l> {
+    /// Where pages lie on the device. Deleted and unloaded ones have none.
     memory: &'l ById<PageId, PageMemory>,
     on_host: &'l Mutex<HashMap<PageId, PageHead>>,
+    /// The batches that a page's base holds already.
     late: &'l NewerBases,
     staging: &'l StagingPool,
 }
 
-impl Loader<'_> {
-    /// The log behind the images.
-    fn apply(
-        &mut self,
-        source: &DiskSource,
-        survey: &Survey,
-        resolution: &Resolution,
-        from: LogPoint,
-        late: &NewerBases,
-    ) -> Result<()> {
-        let end = resolution.end.as_ref().expect("followed to its end");
-        let sealed_log = source.past_cache_once();
-        let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
-        let deltas = Deltas { memory: &pages.memory, on_host, late, staging: recovery.staging };
-        let list = |run| deltas.list(run);
-        recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
-        // What no mark proves is read through the cache: that is where it is.
-        let list_and_payloads = |run: BatchRun| {
-            let payloads = run.batches.iter().map(|batch| copied(run.payload(batch)));
-            (payloads.collect::<Result<Vec<_>>>(), deltas.list(run))
-        };
-        recovery.replay(
-            source,
-            survey,
-            end.proven,
-            end.accepted.lsn,
-            list_and_payloads,
-            |(payloads, list)| {
-                tail.extend(payloads?);
-                in_flight.submit(list?)
-            },
-        )?;
-        let on_host = std::mem::take(&mut *self.on_host.lock());
-        for (page, head) in on_host {
-            self.upload(page, &head.into_bytes())?;
+impl<'a> Loader<'a> {
+    /// A loader that has loaded nothing yet.
+    fn new(recovery: &'a Recovery<'a>) -> Self {
+        let (device, staging) = (&*recovery.device, recovery.staging);
+        Self {
+            recovery,
+            pages: PageSet::default(),
+            on_host: Mutex::default(),
+            list: ListBuilder::default(),
+            in_flight: SubmittedLists { device, staging, pending: VecDeque::new() },
+            tail: Vec::new(),
         }
-        Ok(())
     }
 
-    /// Puts pages whose length changes together in host memory, as far as replay begins with them.
+    /// Step 3, for pages whose length changes: puts them together in host memory, as the replay begins
+    /// with them.
     fn load_to_host(
         &mut self,
         sealed: &DiskSource,
@@ -242,13 +248,15 @@ impl Loader<'_> {
         resized: &[(PageId, Base)],
     ) -> Result<()> {
         for (page, base) in resized {
+            // I10: no more than the final length is kept, however long the page is on its way.
             let final_len = table.get(*page).expect("every base is a page's").len;
             self.on_host.lock().insert(*page, load_base(sealed, base, final_len)?);
         }
         Ok(())
     }
 
-    /// Returns those that are left cold.
+    /// Step 3, for all other pages: brings images into device memory. Returns the pages that are left
+    /// unloaded.
     fn load_images(
         &mut self,
         sealed: &DiskSource,
@@ -257,6 +265,7 @@ impl Loader<'_> {
         images: ImageGroup,
         zeros: &[PageId],
     ) -> Result<Vec<(PageId, ImageRef)>> {
+        // Both lanes, in turns: no snapshot is drained during an open.
         let ImageGroup { mut proven, mut unproven, unloaded } = images;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| memories.of(page);
@@ -270,15 +279,20 @@ impl Loader<'_> {
             }
             .load(images.iter_mut().map(Vec::as_mut_slice), threads())
         };
+        // No frame says that these were ever read back: a lying disk shows here, before the new
+        // incarnation relies on them (I6, I7).
         load(sealed, &mut unproven)?;
         match load(&DiskSource::proven(disk.clone()), &mut proven) {
-            // It may be the cache alone that is damaged.
+            // The cached copy alone may be damaged: the medium decides.
             Err(Error::Damaged(_)) => load(sealed, &mut proven)?,
             loaded => loaded?,
         }
-        // Last, for these are pages that the log creates: there is memory for them when there is for all others.
+        // Pages that the log creates come last. They lie at the end of the table, so that their memory is
+        // allocated last: waiting for it earlier would keep a thread from reading images.
         for page in zeros {
             let (target, of) = (memories.of(*page)?, table.get(*page).expect("a page of the table"));
+            // Long host memory comes zeroed from the system. Writing zeros would touch gigabytes before
+            // their use.
             if !device.allocates_zeros(of.place, of.len) {
                 self.list.zero(target);
             }
@@ -287,14 +301,23 @@ impl Loader<'_> {
         Ok(unloaded)
     }
 
-    /// Leaves pages cold.
-    fn cool(&mut self, unloaded: Vec<(PageId, ImageRef)>) {
+    /// Takes over the memory that was allocated, also where some was refused: the pages of a failed open
+    /// are given back through it.
+    fn take_memory(&mut self, memories: PageMemories<'_>) -> Result<()> {
+        let (memory, allocated) = memories.finish();
+        self.pages.memory = memory;
+        allocated
+    }
+
+    /// Step 4: sets pages that stay unloaded apart, with their memory. The replay finds no memory for
+    /// them then, and leaves them alone.
+    fn set_apart(&mut self, unloaded: Vec<(PageId, ImageRef)>) {
         if unloaded.is_empty() {
             return;
         }
         self.pages.unloaded.reserve_exact(unloaded.len());
         let PageSet { memory, unloaded: pages } = &mut self.pages;
-        // Both ascend.
+        // Both lists ascend.
         let mut unloaded = unloaded.into_iter().peekable();
         let all = std::mem::take(memory).into_items();
         *memory = all
@@ -306,27 +329,95 @@ impl Loader<'_> {
                 None => Some((page, memory)),
             })
             .collect();
+        // I10: memory was claimed for each page of the table, also for those that are loaded later.
         assert!(unloaded.next().is_none(), "allocated for each page");
     }
 
-    /// Queues the upload of a page.
+    /// Step 5: replays the log on top of the images.
+    fn replay(
+        &mut self,
+        source: &DiskSource,
+        survey: &Survey,
+        resolution: &Resolution,
+        from: LogPoint,
+        late: &NewerBases,
+    ) -> Result<()> {
+        let end = resolution.end.as_ref().expect("followed to its end");
+        assert!(from.lsn <= end.proven.lsn); // I6: a manifest's end is a mark, and its `redo` lies before it.
+        let sealed_log = source.past_cache_once();
+        let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
+        // A list is made on the thread that reads the run, and submitted on this one, in the order of the
+        // log: deltas of one page must not overtake each other.
+        let deltas = Deltas { memory: &pages.memory, on_host, late, staging: recovery.staging };
+        let list = |run| deltas.list(run);
+        recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
+        // Batches above the last mark are read through the cache: the cache may be the only place that
+        // has them (I6). A read past it could find less than the walk found.
+        let list_and_payloads = |run: BatchRun| {
+            let payloads = run.batches.iter().map(|batch| copied(run.payload(batch)));
+            (payloads.collect::<Result<Vec<_>>>(), deltas.list(run))
+        };
+        recovery.replay(
+            source,
+            survey,
+            end.proven,
+            end.accepted.lsn,
+            list_and_payloads,
+            |(payloads, list)| {
+                // Copied: the run's memory goes to the device, and the payloads are needed until the
+                // opening segment is written.
+                tail.extend(payloads?);
+                in_flight.submit(list?)
+            },
+        )?;
+        // I6: each accepted batch that no mark proves is carried on, and none twice. A missing one would
+        // be acknowledged by the new opening and be nowhere.
+        assert!(tail.len() as u64 == end.accepted.lsn.0 - end.proven.lsn.0);
+        let on_host = std::mem::take(&mut *self.on_host.lock());
+        for (page, head) in on_host {
+            self.upload(page, &head.into_bytes())?;
+        }
+        self.in_flight.drain(0)
+    }
+
+    /// Queues the upload of a page that was put together in host memory.
     fn upload(&mut self, page: PageId, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
         }
+        let target = self.pages.memory[page].span();
+        assert!(target.len == bytes.len() as u64); // I10: the page has the length that was claimed for it.
         let mut staged = self.recovery.staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
         let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
-        let commands = vec![Command::Upload { source, target: self.pages.memory[page].span() }];
+        let commands = vec![Command::Upload { source, target }];
         self.in_flight.submit(CommandList { commands, staging: vec![staged.into_staging()] })
+    }
+
+    /// Step 6: what was loaded, or the memory given back.
+    fn finish(mut self, arena: &Arena, loaded: Result<()>) -> Result<LoadedPages<'_>> {
+        if loaded.is_err() {
+            // Lists may still name the memory. One more list, after all of them in the lane, tells when
+            // they are done. If the device fails at that, the memory stays counted, and a warning says
+            // so: given back, it could be written to by a list of the failed open while another page lies
+            // there.
+            let device = self.in_flight.device;
+            let drained =
+                device.submit(Lane::Apply, CommandList::default()).and_then(|last| last.finish(device));
+            if drained.is_ok() {
+                std::mem::take(&mut self.pages).give_back(arena);
+            }
+        }
+        loaded.map(|()| LoadedPages { arena, pages: self.pages, tail: self.tail })
     }
 }
 
 impl Deltas<'_> {
-    /// What the batches of a run do to pages in device memory, in the order of the log. To those in host memory it
-    /// is done.
+    /// Makes the list of a run's batches for pages in device memory, in the order of the log. Batches of
+    /// pages in host memory are applied at once.
     fn list(&self, run: BatchRun) -> Result<CommandList> {
         let mut list = ListBuilder::default();
+        // One thread makes the lists, so this lock is never waited for.
         let mut on_host = self.on_host.lock();
         let index = list.payload_index();
         let mut staged = false;
@@ -335,7 +426,8 @@ impl Deltas<'_> {
             let payload = PayloadAt { index, offset: batch.payload.start };
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
             for op in &ops {
-                // Pages without memory are gone in the end, or cold: then no batch here applies to them.
+                // A page without memory is deleted by a later batch, or stays unloaded: then no batch
+                // here changes it.
                 let memory = op.op.page().and_then(|page| Some((page, self.memory.get(page)?)));
                 let Some((page, memory)) = memory else { continue };
                 if !self.late.applies(page, lsn) {
@@ -344,13 +436,16 @@ impl Deltas<'_> {
                 if let Some(head) = on_host.get_mut(&page) {
                     head.apply(&op.op);
                 } else {
-                    // An image is its page's base, so that no frame that names one applies here.
+                    // No frame that names an image applies here: the image is its page's base from that
+                    // batch on.
                     let aside = stage_aside(&op.op, &HashMap::new(), self.staging)?;
                     list.data(op, payload, memory, aside);
                     staged = true;
                 }
             }
         }
+        // The device reads deltas from where the frames were read: the list owns that memory until it is
+        // done.
         if staged {
             list.payload(run.memory);
         } else {
@@ -361,6 +456,7 @@ impl Deltas<'_> {
 }
 
 impl SubmittedLists<'_> {
+    /// Submits a list, unless it is empty, and waits while too many are in flight.
     fn submit(&mut self, list: CommandList) -> Result<()> {
         if list.commands.is_empty() && list.staging.is_empty() {
             return Ok(());
@@ -369,11 +465,11 @@ impl SubmittedLists<'_> {
         self.drain(IN_FLIGHT_MAX)
     }
 
-    /// Waits until at most so many lists are in flight. (To give back at once what lists that are done have staged,
-    /// so that less memory is read into in turn, gained nothing on a device whose lists are done when submitted.)
+    /// Waits until at most `in_flight_max` lists are in flight, and gives the staging of the others back.
     fn drain(&mut self, in_flight_max: usize) -> Result<()> {
         while self.pending.len() > in_flight_max {
             let pending = self.pending.pop_front().expect("more than the maximum");
+            // The oldest first: it is done first, for a lane does its lists in order.
             for staging in pending.finish(self.device)? {
                 self.staging.give(staging);
             }
@@ -383,7 +479,7 @@ impl SubmittedLists<'_> {
 }
 
 impl Recovery<'_> {
-    /// Reads again the batches after `from` up to `until`: when the state was resolved they were there.
+    /// Reads the batches after `from` up to `until` again: they were there when the state was resolved.
     fn replay<T: Send>(
         &self,
         source: &DiskSource,
@@ -395,18 +491,16 @@ impl Recovery<'_> {
     ) -> Result<()> {
         let stopped = self.frames(source, survey).read(from, Some(until), make, each)?;
         if stopped.point.lsn < until {
-            // In the cache, that is: the medium has something else.
+            // The walk found them in the cache, and the medium has something else: a sync lied (I6).
             return Err(Defect::Missing.at_lsn(FileName::Segment(from.segment), from.offset, until).into());
         }
         Ok(())
     }
 }
 
-/// Whether a frame records the snapshot from which recovery starts as verified.
+/// Whether a frame records the snapshot from which recovery starts as verified (I7).
 fn is_verified(survey: &Survey, base: &Manifest, resolution: &Resolution) -> bool {
     let end = resolution.end.as_ref().expect("followed to its end");
-    {
-        let found = on_disk(survey, base.snapshot);
-        end.verified.iter().any(|entry| is_same(found, entry))
-    }
+    let found = on_disk(survey, base.snapshot);
+    end.verified.iter().any(|entry| is_same(found, entry))
 }

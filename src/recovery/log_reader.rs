@@ -1,9 +1,13 @@
-//! The frames of the log, read and proven on a thread of their own, ahead of who uses them. When pages are
-//! loaded, that thread makes the device's lists of them, too: reading, checksums and lists take about as long as
-//! what the host device does with the lists then, and the frames of short deltas are read in the cache that has them.
+//! The frames of the log, read and proven on a thread of their own, ahead of the thread that uses them.
+//! When pages are loaded, the reading thread makes the device's lists of them, too. Reading, checksums
+//! and lists take about as long as the work of the host device with the lists then, and the frames of
+//! short deltas are still in that core's cache.
 //!
-//! They are read into staging and stay where they were read, so that a device takes its deltas from there. Two
-//! pieces of it, of a megabyte or of the longest frame, are on their way from one thread to the other.
+//! Frames are read into staging and stay where they were read, so that a device takes its deltas from
+//! there. Two pieces of staging, each of a megabyte or of the longest frame, are on their way from one
+//! thread to the other.
+//!
+//! Nothing is written here, so a crash loses nothing.
 
 use std::io;
 use std::ops::Range;
@@ -20,46 +24,48 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Runs that are read ahead.
+/// Runs that are read ahead of their use. Each holds staging, of the longest frame in the worst case.
 const AHEAD_MAX: usize = 2;
 
-/// Where frames come from.
+/// Where frames come from, and where they are read to.
 pub(super) struct Frames<'a> {
     pub source: &'a DiskSource,
     pub map: &'a LogMap,
-    /// The highest mark that is known from elsewhere.
+    /// The highest mark that is known from elsewhere: manifests give it. The walk takes an end below it
+    /// for damage (I4).
     pub mark: Lsn,
     pub staging: &'a StagingPool,
 }
 
-/// Batches that lie in one piece of memory, in their order.
+/// Batches that lie in one piece of memory, in the order of the log.
 pub(super) struct BatchRun {
     pub memory: StagingBuf,
     pub batches: Vec<LoggedBatch>,
 }
 
-/// One of them.
+/// One batch of a run, by its place there.
 pub(super) struct LoggedBatch {
     pub header: FrameHeader,
-    /// Where its payload lies.
+    /// Where its payload lies in the run's memory.
     pub payload: Range<usize>,
 }
 
-/// Where a walk stopped.
+/// Where a walk stopped, and why.
 pub(super) struct StopPoint {
     pub point: LogPoint,
-    /// The log's end, if it came so far.
+    /// The log's end, if the walk came that far.
     pub end: Option<LogEnd>,
 }
 
 impl LoggedBatch {
-    /// What is wrong with it, with its place.
+    /// What is wrong with the batch, with its place in the log.
     pub fn damage(&self, defect: Defect) -> Damage {
         defect.at_lsn(FileName::Segment(self.header.segment), self.header.offset, self.header.lsn)
     }
 }
 
 impl From<ProducerPanic> for Error {
+    // A panic ahead fails the open; the process, and other stores in it, go on.
     fn from(_: ProducerPanic) -> Self {
         Error::Device {
             reason: "the thread that reads the log ahead panicked".to_owned(),
@@ -69,12 +75,12 @@ impl From<ProducerPanic> for Error {
 }
 
 impl Frames<'_> {
-    /// Reads the batches after `from` up to `until`, or to the log's end. Who reads a run makes of it what `each` is
-    /// given: so some of the work is done where the run's bytes are in the cache. What becomes of the run's memory is
-    /// up to the two.
+    /// Reads the batches after `from` up to `until`, or to the log's end. The reading thread passes each
+    /// run to `make`, while the run's bytes are in its cache; the caller's thread passes the result to
+    /// `each`. One of the two gives the run's memory back.
     ///
     /// # Errors
-    /// [`Error::Damaged`] where the log must go on and does not; what `each` fails with, whichever lies first in
+    /// [`Error::Damaged`] where the log must go on and does not; the error of `each`, if it lies first in
     /// the log. `OutOfMemory`, a device error.
     pub fn read<T: Send>(
         &self,
@@ -83,6 +89,8 @@ impl Frames<'_> {
         make: impl Fn(BatchRun) -> T + Sync,
         each: impl FnMut(T) -> Result<()>,
     ) -> Result<StopPoint> {
+        // The walk speaks of damage only. Refused staging is noted here: told as damage, it would cost
+        // the store a snapshot that is sound.
         let no_staging = Mutex::new(None);
         // A short log is read sooner than a thread is started.
         let ahead_max = if self.map.segments().range(from.segment..).count() > 2 { AHEAD_MAX } else { 0 };
@@ -92,6 +100,7 @@ impl Frames<'_> {
         read.map_err(|damage| no_staging.into_inner().unwrap_or_else(|| damage.into()))
     }
 
+    /// Walks the log on the reading thread, and gives each run away as soon as the walk reads elsewhere.
     fn walk(
         &self,
         from: LogPoint,
@@ -99,6 +108,7 @@ impl Frames<'_> {
         no_staging: &Mutex<Option<Error>>,
         give: &mut dyn FnMut(BatchRun) -> bool,
     ) -> Result<StopPoint, Damage> {
+        // Read into staging, from where a device can take its deltas without another copy.
         let supply = |len: usize| {
             self.staging.take(len).map_err(|error| {
                 *no_staging.lock() = Some(error.clone());
@@ -109,7 +119,8 @@ impl Frames<'_> {
         let mut run: Option<(Arc<StagingBuf>, Vec<LoggedBatch>)> = None;
         let walked = self.walk_to(&mut walk, until, &mut run, give);
         let stopped = StopPoint { point: walk.point(), end: walk.end().cloned() };
-        // The last run's memory is its own then. What lies before damage is handed out, too.
+        // After this the last run's memory has one owner. Batches before damage are given, too: an error
+        // in one of them lies first in the log, and is the one to report.
         drop(walk);
         if let Some(last) = run {
             give(BatchRun::new(last));
@@ -117,7 +128,7 @@ impl Frames<'_> {
         walked.map(|()| stopped)
     }
 
-    /// Leaves the last run in `run`.
+    /// Walks up to `until`, and leaves the last run in `run`: the walk still shares its memory.
     fn walk_to(
         &self,
         walk: &mut LogWalk<'_, StagingBuf>,
@@ -127,6 +138,7 @@ impl Frames<'_> {
     ) -> Result<(), Damage> {
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
+            // A seal changes no page. The walk itself takes its record of verified snapshots.
             if frame.header.kind != FrameKind::Batch {
                 continue;
             }
@@ -136,6 +148,8 @@ impl Frames<'_> {
                 Some((memory, batches)) if Arc::ptr_eq(memory, frame.memory) => batches.push(batch),
                 _ => {
                     let read = run.replace((frame.memory.clone(), vec![batch]));
+                    // The thread that uses the runs failed: it takes no more, and its error is the one
+                    // that counts.
                     if !read.is_none_or(|read| give(BatchRun::new(read))) {
                         break;
                     }
@@ -147,11 +161,13 @@ impl Frames<'_> {
 }
 
 impl BatchRun {
+    /// Takes a run whose memory the walk has let go of.
     fn new((memory, batches): (Arc<StagingBuf>, Vec<LoggedBatch>)) -> Self {
         let memory = Arc::into_inner(memory).expect("the walk reads on elsewhere");
         Self { memory, batches }
     }
 
+    /// The payload of a batch of this run.
     pub fn payload(&self, batch: &LoggedBatch) -> &[u8] {
         &self.memory[batch.payload.clone()]
     }

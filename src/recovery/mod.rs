@@ -2,7 +2,7 @@
 //!
 //! # The decision table
 //!
-//! What may lie on disk, how it gets there, what is done; the tests are in `tests/it/recovery/mod.rs`.
+//! What may lie on disk, how it gets there, and what is done. The tests are in `tests/it/recovery/mod.rs`.
 //!
 //! | on disk | how | what is done | test |
 //! |---|---|---|---|
@@ -15,7 +15,7 @@
 //! | STORE without a feature of what this build writes | an older build | add it, before anything else is written | `features_are_added_to_an_older_store_before_anything_else_is_written` |
 //! | another identity or layout fingerprint | the caller's mistake | refuse | `other_identity_is_refused` |
 //! | STORE but no log | the log was lost | refuse | `missing_log_is_refused` |
-//! | temporary files | a crash before a rename | remove: they are nobody's | `temporary_files_are_removed` |
+//! | temporary files | a crash before a rename | remove: nothing names them | `temporary_files_are_removed` |
 //! | image files of snapshots that nothing names | a crash in a snapshot | remove | `unnamed_images_are_removed` |
 //! | image files of batches that nothing known names | a crash before the batch was logged; older log names them | keep until the floor is above every batch that may name them | `images_of_batches_stay` |
 //! | an image that a batch names bad or missing | bit rot | refuse, name the image | `bad_image_of_a_batch_is_refused` |
@@ -42,25 +42,26 @@
 //! | the same, but a manifest cannot be read | bit rot | it stays: the manifest may be one that points into it | `an_unreadable_manifest_keeps_every_incarnation` |
 //! | an empty segment more than needed | a crash before the opening's rename | replaced or recycled | `crash_before_the_rename_changes_nothing` |
 //!
-//! What is loaded on demand is judged when it is: `warm.rs`.
+//! Pages that are loaded on demand are judged when they are loaded: `lazy_load.rs`.
 //!
 //! # The order
 //!
-//! 1. Lock; sync the folders, so that every name found is durable; STORE.
-//! 2. Survey the files; resolve the final page table from the newest usable snapshot and the log (I10).
-//! 3. Check the budget; load images past the cache, replay the log onto them. What is wanted only on demand, and
-//!    is exactly what its image says, is left for `warm.rs`.
-//!    Until here nothing is written: a store that is refused is left as it is.
-//! 4. Add to STORE the features of what this build writes, where it lacks any: a crash from here on leaves a store
-//!    that an older build refuses, and never one in which it meets bytes that it does not know.
-//!    Publish anew a snapshot that is not recorded as verified (I7). Begin the new incarnation (I5): build
-//!    the opening segment whole under a temporary name, sync it, read it back; make the empty segment after
-//!    it; rename; sync the folder. **The rename is the only commit point**: before it, nothing has changed
-//!    and the next open does all of this again. An incarnation that accepted no batch is left out of the line: the
-//!    new one names what it named as its predecessor, and begins as it began.
-//! 5. Recycle what was cut and what was left out, remove what nothing names, report. A crash in between leaves
-//!    segments of an incarnation that is not on the line, which mean nothing; the next open, or the next snapshot,
-//!    recycles them.
+//! 1. Lock; sync the folders, so that every name that a listing shows is durable; read STORE.
+//! 2. Survey the files. Resolve the final page table from the newest usable snapshot and the log (I10).
+//! 3. Check the budget; load images past the cache; replay the log onto them. A page that is wanted only
+//!    on demand, and is exactly what its image says, is left for `lazy_load.rs`. Until here nothing is
+//!    written: a store that is refused is left as it is.
+//! 4. Add to STORE the features of what this build writes, where it lacks any. A crash from here on
+//!    leaves a store that an older build refuses, and never one in which it meets bytes that it does not
+//!    know. Publish anew a snapshot that is not recorded as verified (I7). Begin the new incarnation
+//!    (I5): build the opening segment whole under a temporary name, sync it, read it back; make the empty
+//!    segment after it; rename; sync the folder. **The rename is the only commit point**: before it,
+//!    nothing has changed and the next open does all of this again. An incarnation that accepted no batch
+//!    is left out of the line: the new one names the same predecessor, and begins where the one left out
+//!    began.
+//! 5. Recycle what was cut and what was left out, remove what nothing names, report. A crash in between
+//!    leaves segments of an incarnation that is not on the line. They mean nothing; the next open, or the
+//!    next snapshot, recycles them.
 
 pub(crate) mod create;
 mod survey;
@@ -113,7 +114,7 @@ use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{LogIo, Options};
 
-/// What an open found, and what it did.
+/// What an open found, and what it did about it.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RecoveryReport {
@@ -135,64 +136,77 @@ pub struct RecoveryReport {
     pub unloaded_pages: u64,
     /// What was cut from the end of the log, if anything.
     pub torn: Option<TornTail>,
-    /// Damage that cost nothing of the newest state: snapshots passed over, kept snapshots whose manifests are missing, an
-    /// empty segment's header. A lost snapshot is reported by the open that finds it, and not again.
+    /// Damage that cost nothing of the newest state: snapshots passed over, kept snapshots whose
+    /// manifests are missing, an empty segment's header. A lost snapshot is reported by the open that
+    /// finds it, and not again.
     pub harmless: Vec<Damage>,
-    /// The device chosen.
+    /// The device that was chosen.
     pub device: String,
     /// How the log is written, and why not mapped if it is not.
     pub log_io: String,
-    /// How long it took.
+    /// How long the open took.
     pub elapsed: Duration,
 }
 
-/// What recovery hands to the store.
+/// What recovery hands to the store that is opened.
 pub(crate) struct RecoveredStore {
+    /// STORE, with the features of what this build writes.
     pub store: StoreFile,
+    /// The state as the applier has it: table, memory, and the point in the log.
     pub applied: AppliedState,
     /// The same table as the applier's, for commits.
     pub submitted: PageTable,
     /// The pages that are not as the newest snapshot has them.
     pub changed: Vec<PageId>,
+    /// Where the log goes on, in the new incarnation.
     pub log: LogStart,
+    /// Segments for the log to come, and those that wait to be used again.
     pub pool: Arc<SegmentPool>,
+    /// The files that are kept, and why.
     pub catalog: Catalog,
+    /// How much log lies after the newest snapshot.
     pub behind: ReplayBacklog,
+    /// What the caller is told of it.
     pub recovered: RecoveryReport,
 }
 
-/// What the log behind the newest snapshot takes.
+/// How much log lies after the newest snapshot: the next one is due by this.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ReplayBacklog {
-    /// Bytes of its segments on disk, as long as they are, and of the images that it names.
+    /// Bytes of its segments on disk, at their full length, and of the images that it names. A short run
+    /// that commits little still takes whole segments, so the bytes of frames alone would never make a
+    /// snapshot due.
     pub bytes: u64,
-    /// The openings in it, with the one of this run.
+    /// The openings in it, that of this run among them. Each has a segment of its own, however little it
+    /// committed.
     pub restarts: usize,
 }
 
 impl ReplayBacklog {
+    /// Counts from the snapshot that was used: the next open would replay the same again.
     fn of(survey: &Survey, resolution: &Resolution) -> Self {
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
         let (from, offset) = base.map_or((0, 0), |(link, _)| (link.redo.segment, link.redo.offset));
         let segments = survey.log.segments().range(from..).filter(|(_, segment)| segment.frames.is_some());
         let segment_bytes: u64 = segments.map(|(_, segment)| segment.file_len).sum();
         let openings = survey.log.line().iter().filter(|(segment, _)| *segment > from);
-        // Where nothing was committed behind the snapshot, nothing would be gained by another one.
+        // Where nothing was committed after the snapshot, another one would gain nothing.
         let bytes = if resolution.batches == 0 { 0 } else { segment_bytes.saturating_sub(offset) };
         Self { bytes: bytes.saturating_add(resolution.ahead_bytes), restarts: openings.count() + 1 }
     }
 }
 
-/// The best that could be loaded.
+/// The best candidate that could be loaded, with what was found on the way to it.
 struct BestCandidate<'s, 'a> {
     resolution: Resolution,
     loaded: LoadedPages<'a>,
-    found: CatalogDraft<'s>,
-    /// Snapshots that were passed over.
+    draft: CatalogDraft<'s>,
+    /// Damage to the snapshots that were passed over.
     harmless: Vec<Damage>,
 }
 
-/// Writes a small file for an open, which must work on a full disk: where there is no space, spares give theirs.
+/// Writes a small file for an open, which must work on a full disk: where there is no space, spares give
+/// theirs. Deletes free space, but only in a store that is open.
 fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut() -> Result<T>) -> Result<T> {
     loop {
         match write() {
@@ -202,11 +216,12 @@ fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut() -> Result<T>) -> 
     }
 }
 
-/// Spares beyond the reserve take this share of the file system at most, and so many bytes, where nothing else is said.
+/// Spares beyond the reserve take at most this share of the file system, unless the options say otherwise.
 const SPARE_SHARE: u64 = 100;
+/// Spares beyond the reserve take at most this number of bytes, unless the options say otherwise.
 const SPARE_BYTES_MAX: u64 = 512 << 20;
 
-/// What recovery works with.
+/// What a recovery works with.
 pub(crate) struct Recovery<'a> {
     pub disk: Arc<dyn Disk>,
     pub device: Arc<dyn Device>,
@@ -229,9 +244,13 @@ impl Recovery<'_> {
         Ok(opened)
     }
 
+    /// Recovers a store. The numbers are those of the order in the module's docs: up to 3 nothing is
+    /// written, so that a refusal, or a crash, costs nothing.
     fn recover(&self) -> Result<RecoveredStore> {
-        // I6: a name that is not durable yet must not be trusted. Folders that are missing are judged by
-        // what they should hold.
+        // I6: a name that is not durable yet must not be trusted. A rename may be in the cache only: a
+        // power cut after this open would bring the old name back, when the new incarnation already
+        // relies on the new one. A folder that is missing is judged later, by what it should hold.
+        // 1.
         let inner: Vec<Folder> = Folder::INNER.into_iter().collect();
         let present = self.disk.list(Folder::Root)?;
         for folder in inner.iter().filter(|folder| present.iter().any(|name| name == folder.name())) {
@@ -239,9 +258,15 @@ impl Recovery<'_> {
         }
         self.disk.sync_folder(Folder::Root)?;
 
+        // The source notes which ranges of the log the cache did not have: those came from the medium,
+        // and step 3 need not read them again (I6).
         let source = DiskSource::noting(self.disk.clone());
+        // 2. and 3.
         let survey = survey::read(&source)?;
         self.check_identity(&survey.store)?;
+        // Segments are made before STORE, so a store always has a log: an empty folder means that the log
+        // was lost. Taken for a new store, it would acknowledge batches under numbers that were given
+        // before.
         if survey.log.newest().is_none() {
             let (number, defect) = match survey.log.segments().iter().next_back() {
                 Some((number, newest)) => (*number, newest.header.clone().err().unwrap_or(Defect::Missing)),
@@ -250,11 +275,15 @@ impl Recovery<'_> {
             return Err(defect.at_lsn(FileName::Segment(number), 0, survey.mark()).into());
         }
 
-        let BestCandidate { resolution, mut loaded, mut found, mut harmless } =
+        let BestCandidate { resolution, mut loaded, mut draft, mut harmless } =
             self.load_best(&source, &survey)?;
         let end = resolution.end.clone().expect("followed to its end");
+        // I4: a mark above the log's end is damage, which is refused before.
+        assert!(end.accepted.lsn >= survey.mark());
+        assert!(end.proven.lsn <= end.accepted.lsn); // I6
         harmless.extend(end.harmless.iter().cloned());
-        // A snapshot that is recorded and not there is forgotten with the seal that comes: this is the one time to say so.
+        // A snapshot that is recorded and not there is forgotten with the seal that comes: only this open
+        // can report it.
         for damage in Record(&end.verified).lost(&survey) {
             if harmless.iter().all(|known| (known.file, &known.defect) != (damage.file, &damage.defect)) {
                 tracing::warn!(%damage, "a snapshot that was kept is lost");
@@ -262,14 +291,18 @@ impl Recovery<'_> {
             }
         }
 
-        // 4. The new incarnation.
+        // 4. The new incarnation. Each step assumes that the one before is durable: features before any
+        //    byte that an older build would misread; manifests before the seal that records them.
         let store = survey.store.store;
         let highest = survey.log.segments().keys().next_back().copied().unwrap_or(0);
         let tail = std::mem::take(&mut loaded.tail);
-        // All is read and proven: a store that is refused was not touched.
+        // All is read and proven. From here on the directory changes; a store that was refused was not
+        // touched.
         for folder in inner {
             self.disk.make_folder(folder)?;
         }
+        // Before anything new is made: later, an unfinished file of a crash could not be told from one in
+        // use.
         self.remove_temporaries()?;
         let pool = self.pool(store)?;
         let store_file = self.with_features(&pool, survey.store.clone())?;
@@ -278,25 +311,35 @@ impl Recovery<'_> {
         let left_out = end_without(&survey, &end);
         let is_left_out = left_out.is_some();
         let on_line = left_out.unwrap_or_else(|| end.clone());
+        // The opening goes over the highest segment. That one is empty: a segment with frames has a
+        // successor (I8). So the rename replaces nothing that counts.
         let before = Predecessor { segment: highest, newest, end: Some(on_line.clone()), tail };
-        // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark records may have
-        // its name in the cache only, so it is published anew before that.
-        for link in std::mem::take(&mut found.anew) {
+        // I7: the opening seal records the snapshot as verified. A manifest that no frame under a mark
+        // records may have its name in the cache only, so it is published anew before that. The seal,
+        // under a mark, could outlive the name: then the next open would miss a snapshot that licensed
+        // recycling.
+        for link in std::mem::take(&mut draft.anew) {
             with_reserve(&pool, || publish_manifest(&self.disk, link, usize::MAX))?;
         }
-        let (log, position) = begin(&pool, store, &before, found.verified.clone())?;
+        let (log, position) = begin(&pool, store, &before, draft.verified.clone())?;
+        assert!(position.lsn == end.accepted.lsn); // I5: every batch that could be read is carried on.
+        assert!(position.incarnation.number > newest.number); // I5: no incarnation begins twice.
 
-        // 5. What the crash left half done, and what was left out of the line. Only now: before the rename nothing was
-        //    ours to change, and until its folder is synced a power cut may bring the incarnation back.
-        let nobody_reads = if is_left_out { self.hold_off_readers(&survey) } else { Some(Vec::new()) };
-        let kept = if nobody_reads.is_some() { &on_line } else { &end };
+        // 5. What the crash left half done, and what was left out of the line. Only now: before the
+        //    rename nothing was ours to change, and until its folder is synced a power cut may bring the
+        //    incarnation back. Segments that such an incarnation needs would be gone then.
+        let readers_held_off = if is_left_out { self.hold_off_readers(&survey) } else { Some(Vec::new()) };
+        let kept = if readers_held_off.is_some() { &on_line } else { &end };
         let goes = kept.proven.segment + 1..highest;
         let junk: Vec<u64> = survey.log.segments().keys().copied().filter(|n| goes.contains(n)).collect();
+        // I8: a replay from the snapshot that was used begins before all of them.
+        let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
+        assert!(base.is_none_or(|(link, _)| link.redo.segment <= kept.proven.segment));
         pool.recycle(&junk)?;
-        drop(nobody_reads);
-        let changed = std::mem::take(&mut found.changed);
-        let submitted = std::mem::take(&mut found.submitted);
-        let catalog = self.keep(found, &survey, resolution.base, end.accepted.lsn)?;
+        drop(readers_held_off);
+        let changed = std::mem::take(&mut draft.changed);
+        let submitted = std::mem::take(&mut draft.submitted);
+        let catalog = self.keep(draft, &survey, resolution.base, end.accepted.lsn)?;
 
         let mut recovered = self.report(position, false);
         recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
@@ -311,7 +354,10 @@ impl Recovery<'_> {
             incarnation = %position.incarnation, lsn = %position.lsn, snapshot = ?recovered.snapshot,
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
+        // From here on nothing fails, so the memory need not be given back any more.
         let PageSet { memory, unloaded } = loaded.keep();
+        // I10: each page of the table has the memory that was claimed for it, and there is no other.
+        assert!(memory.len() + unloaded.len() == resolution.resolved.table.pages().len());
         recovered.unloaded_pages = unloaded.len() as u64;
         let (table, unloaded) = (resolution.resolved.table, Arc::new(UnloadedSet::new(unloaded)));
         let applied = AppliedState {
@@ -336,9 +382,11 @@ impl Recovery<'_> {
         })
     }
 
-    /// Keeps readers from beginning anywhere; `None` if one has begun: it may be on its way through the log. Where
-    /// nobody can tell, for want of space or of a handle, one may have: what is left out goes with a later open.
+    /// Keeps readers from beginning anywhere. `None` if a reader has begun: it may be on its way through
+    /// the log. A lock that cannot be tried, for want of space or of a handle, counts as a reader: what
+    /// is left out goes with a later open then.
     fn hold_off_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
+        // Number 0 is the log's beginning. A reader may also have begun at a link that no record names.
         let starts = survey.links.keys().copied().chain([SnapshotId(0)]);
         let mut held = Vec::new();
         for snapshot in starts {
@@ -353,6 +401,10 @@ impl Recovery<'_> {
         Some(held)
     }
 
+    /// Refuses a store that is not the caller's, or not for this build to write.
+    ///
+    /// A store with features that this build does not know can at most be read. Bytes written by it could
+    /// break what the features promise.
     fn check_identity(&self, store: &StoreFile) -> Result<()> {
         if !store.is_writable() {
             let features = store.features.read_compatible;
@@ -370,7 +422,7 @@ impl Recovery<'_> {
         Ok(())
     }
 
-    /// STORE with the features of what this build writes; on disk too when this returns.
+    /// STORE with the features of what this build writes. They are on disk, too, when this returns.
     fn with_features(&self, pool: &SegmentPool, store: StoreFile) -> Result<StoreFile> {
         let features = store.features.with_written();
         if features == store.features {
@@ -381,6 +433,7 @@ impl Recovery<'_> {
         with_reserve(pool, || publish(&self.disk, FileName::Store, 0, &[&bytes])).map(|()| store)
     }
 
+    /// Removes files under temporary names: a crash left them before their rename, so nothing names them.
     fn remove_temporaries(&self) -> Result<()> {
         for folder in [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots] {
             for name in self.disk.list(folder)? {
@@ -392,17 +445,23 @@ impl Recovery<'_> {
         Ok(())
     }
 
-    /// Tries the snapshots from the newest to the oldest, then the log's beginning. What was passed over
-    /// cost time; if nothing is left, the newest one's damage is the answer.
+    /// Tries the snapshots from the newest to the oldest, then the log's beginning. A snapshot that is
+    /// passed over costs time: its pages come from an older one and more log. If nothing is left, the
+    /// newest one's damage is the answer.
+    ///
+    /// Only damage leads to the next candidate. After a shortage an older snapshot would open the same
+    /// state, but the new incarnation would not record the newer ones as verified.
     fn load_best<'s>(&self, source: &DiskSource, survey: &'s Survey) -> Result<BestCandidate<'s, '_>> {
         let mut passed_over: Vec<Damage> = Vec::new();
         for candidate in survey.candidates() {
             let loaded = candidate.map_err(Error::from).and_then(|base| {
                 let mut resolution = self.resolve(source, survey, base.as_ref())?;
                 let end = resolution.end.as_ref().expect("followed to its end");
+                // The floor is known only at the end of the log: below it, segments and images may be
+                // gone, though the manifest is still there.
                 Reach::of(survey, &end.verified).check_start(base.as_deref())?;
-                let (loaded, found) = load(self, source, survey, base.as_deref(), &mut resolution)?;
-                Ok(BestCandidate { resolution, loaded, found, harmless: Vec::new() })
+                let (loaded, draft) = load(self, source, survey, base.as_deref(), &mut resolution)?;
+                Ok(BestCandidate { resolution, loaded, draft, harmless: Vec::new() })
             });
             match loaded {
                 Ok(best) => return Ok(BestCandidate { harmless: passed_over, ..best }),
@@ -417,7 +476,8 @@ impl Recovery<'_> {
         Err(passed_over.into_iter().next().unwrap_or(nothing).into())
     }
 
-    /// Follows the log from a snapshot to its end, as [`Survey::resolve`] does on one thread.
+    /// Follows the log from a snapshot to its end, as [`Survey::resolve`] does on one thread. One thread
+    /// reads and proves frames while this one resolves them.
     fn resolve(
         &self,
         source: &DiskSource,
@@ -436,10 +496,16 @@ impl Recovery<'_> {
         Ok(following.finish(stopped.end, stopped.point)?)
     }
 
+    /// The frames of the log, from `source`. The mark of the manifests goes along: a log that ends below
+    /// it has lost batches that were durable (I4), and is not taken for one with a torn tail.
     fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
         Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging }
     }
 
+    /// Makes the pool of segments for the log to come.
+    ///
+    /// Spares beyond the reserve keep a busy log from making each segment anew, zeros and a sync, while
+    /// committers wait. They are bounded, because they take space that pages could have.
     fn pool(&self, store: StoreId) -> Result<Arc<SegmentPool>> {
         let rules = SegmentRules {
             len: self.options.segment_len,
@@ -448,7 +514,7 @@ impl Recovery<'_> {
                 Some(bytes) => bytes,
                 None => {
                     let total = self.disk.total_bytes().unwrap_or_else(|error| {
-                        tracing::debug!(%error, "nobody says how long the file system is");
+                        tracing::debug!(%error, "the length of the file system cannot be told");
                         None
                     });
                     total.map_or(SPARE_BYTES_MAX, |total| total / SPARE_SHARE).min(SPARE_BYTES_MAX)
@@ -458,6 +524,7 @@ impl Recovery<'_> {
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io)?))
     }
 
+    /// Begins the report of an open; the caller fills in the rest.
     fn report(&self, position: Position, created: bool) -> RecoveryReport {
         RecoveryReport {
             created,
@@ -477,8 +544,10 @@ impl Recovery<'_> {
     }
 }
 
-/// The snapshots that the new incarnation records as verified, and the links of the one used that must
-/// be published anew: its own, if it is verified only as of just now, and each of which a copy is bad. The
+/// The snapshots that the new incarnation records as verified, and the links that must be published anew
+/// before that.
+///
+/// A link is published anew if it is verified only as of just now, and if one of its copies is bad. The
 /// links before its own were durable before it was written.
 fn verified<'s>(
     survey: &'s Survey,
@@ -487,11 +556,15 @@ fn verified<'s>(
 ) -> (Vec<VerifiedSnapshot>, Vec<&'s Manifest>) {
     let health = |snapshot: SnapshotId| survey.links[&snapshot].as_ref().map(|(_, health)| health).ok();
     let on_disk = |snapshot: SnapshotId| on_disk(survey, snapshot);
+    // Newer snapshots were passed over: a record of them would say that they can be started from.
     let usable = |snapshot: SnapshotId| base.is_some_and(|base| snapshot <= base);
     let recorded = end.verified.iter().copied();
     let mut verified: Vec<VerifiedSnapshot> =
         recorded.filter(|entry| usable(entry.snapshot) && is_same(on_disk(entry.snapshot), entry)).collect();
     let is_recorded = |used: &VerifiedSnapshot| verified.iter().any(|entry| is_same(Some(*used), entry));
+    // The snapshot used may be recorded by no frame, where a crash came between its rename and its seal.
+    // It counts from now on: its images were just read past the cache, and its manifest is published anew
+    // (I7).
     let used = base.and_then(on_disk).filter(|used| !is_recorded(used));
     verified.extend(used);
     verified.sort_unstable_by_key(|entry| entry.snapshot);
@@ -503,11 +576,15 @@ fn verified<'s>(
     (verified, chain.into_iter().map(AsRef::as_ref).filter(is_due).collect())
 }
 
-/// Where the log ends if its newest incarnation is left out of the line: where that one began. `None` if it must stay.
+/// Where the log ends if its newest incarnation is left out of the line: where that one began. `None` if
+/// it must stay.
 ///
-/// It may go only if it said nothing that anybody goes by: it accepted no batch, not as a copy either, so that
-/// where it ends is where it began; and no manifest's `redo` lies in it, for a replay begins there. A manifest that
-/// cannot be read may be one whose `redo` does.
+/// Without this, a store that is opened again and again and commits nothing would fill its disk: each
+/// open takes a segment, and only a snapshot after further commits gives it back.
+///
+/// The incarnation may go only if nothing relies on what it said. It accepted no batch, not as a copy
+/// either, so that it ends where it began. No manifest's `redo` lies in it: a replay begins there. A
+/// manifest that cannot be read may be one whose `redo` does.
 fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let newest = survey.log.newest()?;
     let (_, opening) = survey.log.line().last().filter(|(_, opening)| opening.incarnation == newest)?;
@@ -529,7 +606,7 @@ fn on_disk(survey: &Survey, snapshot: SnapshotId) -> Option<VerifiedSnapshot> {
     Some(VerifiedSnapshot { snapshot, manifest_crc: health.header_crc, log_kept: false })
 }
 
-/// Whether the snapshot on disk is the one recorded. Whether its log is kept the record alone says.
+/// Whether the snapshot on disk is the one that was recorded. Whether its log is kept only the record says.
 fn is_same(on_disk: Option<VerifiedSnapshot>, recorded: &VerifiedSnapshot) -> bool {
     on_disk.is_some_and(|found| {
         (found.snapshot, found.manifest_crc) == (recorded.snapshot, recorded.manifest_crc)

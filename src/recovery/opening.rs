@@ -1,6 +1,7 @@
 //! Beginning an incarnation: the opening segment, built whole and renamed into place (I5).
 //!
-//! A crash before the rename loses nothing and changes nothing: the next open does all of this again.
+//! A crash before the rename loses nothing and changes nothing: the next open does all of this again. A
+//! crash after it finds the new incarnation whole, with all that the one before accepted.
 
 use std::sync::Arc;
 
@@ -13,6 +14,9 @@ use crate::error::{Error, Result, make_room};
 use crate::log::{LogStart, SegmentPool, SpacePurpose};
 
 /// Begins the incarnation after `before`: I5, step by step.
+///
+/// Every writable open begins one, also after a clean end: an acknowledgement names its incarnation, so
+/// that a caller can tell afterwards whether it survived.
 pub(crate) fn begin(
     pool: &SegmentPool,
     store: StoreId,
@@ -25,26 +29,36 @@ pub(crate) fn begin(
             found: u64::from(u32::MAX) + 1,
             limit: u32::MAX.into(),
         })?,
+        // Two attempts may draw one number, of which a crash let only one become real: the random half
+        // tells them apart.
         random: u32::from_le_bytes(random()?),
     });
+    // The highest segment's number: it is empty, and the rename replaces it.
     let number = before.segment.max(1);
-    // 1. Built whole under a temporary name: header, the copied tail, the opening seal. A tail that
-    //    was synced only after the rename could be lost by a power cut that spares the rename.
+    // 1. Built whole under a temporary name: header, the copied tail, the opening seal. A tail that was
+    //    synced only after the rename could be lost by a power cut that spares the rename: the batches
+    //    would be acknowledged as accepted, and be nowhere.
     let frames = opening_frames(store, number, &opening, &before.tail, &verified);
     let segment = pool.build_opening(number, opening, &frames.bytes)?;
-    // 2. Read back past the cache: a sync that lied is found before anything depends on it.
+    // 2. Read back past the cache: a sync that lied is found before anything depends on it. After the
+    //    rename the tail would be here alone, because the end of the predecessor is cut.
+    // What may be as long as the tail is asked for fallibly: a lack of memory refuses the open.
     let mut found = Vec::new();
     make_room(&mut found, frames.bytes.len())?;
     found.resize(frames.bytes.len(), 0);
     segment.file.read_past_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
+    // All of it: a checksum would be made of the same bytes that may be wrong.
     if found != frames.bytes {
         let defect = Defect::Field { what: "opening segment that differs from the one written", found: 0 };
         return Err(defect.at(FileName::Temporary(Folder::Log, number), SEGMENT_HEADER_BLOCK).into());
     }
-    // 3. The empty segment after it, with its name: a segment with frames has a successor (I8). It
-    //    names no incarnation, so that if we die now nothing points to us.
+    // 3. The empty segment after it, with its name: a segment with frames has a successor (I8). Made
+    //    after 4, a crash in between would look like a lost newest segment, and the store would be
+    //    refused. It names no incarnation, so that nothing points to us if the process dies now.
     let next = pool.make(number + 1, 0, SpacePurpose::Open).inspect_err(|_| pool.take_back(&segment))?;
-    // 4. The commit point.
+    assert!(next.number == number + 1); // I8: the successor is there before any frame has its name.
+    // 4. The commit point: the rename, and the sync of its folder. From here on a crash starts from the
+    //    new incarnation.
     pool.publish_opening(number)?;
     let position = Position { incarnation: opening.incarnation, lsn: opening.accepted };
     let log = LogStart {
@@ -58,12 +72,14 @@ pub(crate) fn begin(
     Ok((log, position))
 }
 
-/// The incarnation before, as the new one needs it; the default is that of a new store.
+/// The incarnation before, as the new one needs it. The default is the predecessor of a new store.
 #[derive(Default)]
 pub(crate) struct Predecessor {
-    /// The highest segment, which is empty and will be replaced.
+    /// The highest segment, which is empty. The opening segment is renamed over it: so the number of an
+    /// opening needs no search for a free one.
     pub segment: u64,
-    /// The newest incarnation that there was; it is one of an older one's successors where it was left out.
+    /// The newest incarnation that there was. Where that was left out of the line, `end` lies in an older
+    /// one; but its number is taken all the same.
     pub newest: Incarnation,
     /// Where the log ends, on the line; `None` for a new store.
     pub end: Option<LogEnd>,
@@ -72,6 +88,8 @@ pub(crate) struct Predecessor {
 }
 
 impl Predecessor {
+    /// What the new opening says of its predecessor. It ends where it was proven (I6): what lies after it
+    /// may be in the cache only, and is never read again.
     fn opening(&self, incarnation: Incarnation) -> Opening {
         let (predecessor, accepted) =
             self.end.as_ref().map_or_else(Default::default, |end| (end.proven, end.accepted));
@@ -79,17 +97,18 @@ impl Predecessor {
     }
 }
 
-/// The frames of an opening segment.
+/// The frames of an opening segment, as bytes.
 struct OpeningFrames {
     bytes: Vec<u8>,
-    /// The end of the last batch.
+    /// The end of the last batch that is carried on.
     point: LogPoint,
-    /// The opening seal's chain hash.
+    /// The opening seal's chain hash, which the next frame names.
     chain: u32,
     /// Where the opening seal ends.
     end: u64,
 }
 
+/// Encodes what follows the header: the copied tail, and the seal that records the verified snapshots.
 fn opening_frames(
     store: StoreId,
     segment: u64,
@@ -120,13 +139,14 @@ fn opening_frames(
         bytes.resize((offset - SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64)) as usize, 0);
         (header.end(), chain)
     };
-    // Copied frames keep their Lsn. Nothing in this file is acknowledged before all of it is durable, so
-    // the seal may name the last of them as its mark.
+    // Copied frames keep their Lsn, so that an acknowledgement for it stays true. Nothing in this file is
+    // acknowledged before all of it is durable, so the seal may name the last of them as its mark (I4).
     for payload in tail {
         let lsn = point.lsn.next();
         let (offset, chain) = push(FrameKind::Batch, lsn, opening.predecessor.lsn, payload, point.chain);
         point = LogPoint { lsn, offset, chain, ..point };
     }
+    // The seal comes last: with it the opening ends a busy period, and a mark covers the tail (I4).
     let seal = encode_seal(verified);
     let (end, chain) = push(FrameKind::Seal, point.lsn, point.lsn, &seal, point.chain);
     assert!(point.lsn == opening.accepted); // I5: what was accepted is what is carried on.

@@ -1,9 +1,9 @@
-//! Memory for the pages that an open loads: put by for all of them before any is there (I10), and then allocated
-//! piece by piece, while other threads load what is there already. Allocated before, it took a third of the time that
-//! pages of 16 KiB take to load.
+//! Memory for the pages that an open loads. All of it is claimed before any is allocated (I10), and then
+//! allocated piece by piece, while other threads load into the pieces that are there. Allocated before
+//! the loading, it took a third of the time that pages of 16 KiB take to load.
 //!
-//! One thread allocates. (Where each loader allocated what it came to, a store on the host took a quarter longer to open:
-//! the allocator gave each of them memory that was new, and kept what the store before had given back.)
+//! One thread allocates. With several, the host's allocator gave each of them new memory, and kept what
+//! the store before had given back: opening took a quarter longer.
 //!
 //! Nothing on disk changes here, so a crash loses nothing.
 
@@ -16,26 +16,28 @@ use crate::device::Span;
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory, Purpose, Reservation};
 
-/// Bytes of a piece, at most, but for the last page's. Who wants one of its pages waits until all are allocated, and the
-/// host device writes zeros to them. Its pages are of one row, too: so what holds all of them in the end takes it as it is.
+/// Bytes of a piece at most, the last page's not counted. A thread that wants one of its pages waits
+/// until all of them are allocated, and the host device writes zeros to them. Its pages are of one row of
+/// the table, too, so that the final list takes over whole rows.
 const PIECE_BYTES: u64 = 4 << 20;
 
 /// The memory of all pages of a table.
 pub(super) struct PageMemories<'a> {
+    /// The claim on the budget, from which each page's memory is taken.
     reserved: Reservation<'a>,
     table: &'a PageTable,
-    /// In the order of their pages.
+    /// Pieces in the order of their pages.
     pieces: Vec<MemoryPiece>,
 }
 
-/// Neighbours, that are allocated together.
+/// Neighbouring pages that are allocated together.
 struct MemoryPiece {
     first: PageId,
     last: PageId,
     allocated: OnceLock<PieceResult>,
 }
 
-/// What became of a piece: all of its pages are there, or those before the one that was refused.
+/// The outcome of a piece: all of its pages are there, or those before the one that was refused.
 #[derive(Default)]
 struct PieceResult {
     memory: ById<PageId, PageMemory>,
@@ -43,7 +45,9 @@ struct PieceResult {
 }
 
 impl<'a> PageMemories<'a> {
-    /// Puts by what all pages take.
+    /// Claims what all pages take, for each place one sum (I10).
+    ///
+    /// Claimed page by page, a table that does not fit would be noticed only after most of it is loaded.
     ///
     /// # Errors
     /// `OverBudget`; a device error.
@@ -67,12 +71,15 @@ impl<'a> PageMemories<'a> {
             }
             bytes += len;
         }
+        // The one moment at which the budget is asked: after it, allocating can fail only for want of
+        // memory itself.
         let reserved = arena.reserve(Purpose::Page, &sums)?;
         Ok(Self { reserved, table, pieces })
     }
 
-    /// Allocates all of it. Where a page is refused, those behind it are, too.
+    /// Allocates all of it. After a page is refused, no later one is allocated: the open fails anyway.
     pub fn allocate(&self) {
+        // Answers for the pieces that are not reached, on every way out.
         let mut rest = PieceGuard { memories: self, refused: None };
         for piece in &self.pieces {
             let pages = self.table.lens_between(piece.first, piece.last);
@@ -81,21 +88,22 @@ impl<'a> PageMemories<'a> {
                 Some((page, memory.ok()?))
             });
             let memory = memory.collect();
+            // Set also where a page was refused: a thread that waits for the piece must hear of it.
             let refused = rest.refused.clone();
-            let _nobody_else_sets_it = piece.allocated.set(PieceResult { memory, refused });
+            let _set_once = piece.allocated.set(PieceResult { memory, refused });
             if rest.refused.is_some() {
                 break;
             }
         }
     }
 
-    /// The pages in up to so many parts, at least one: the first and the last one of each.
+    /// Cuts the pages into up to `count_max` parts, at least one; gives the first and the last page of each.
     pub fn parts(&self, count_max: usize) -> Vec<(PageId, PageId)> {
         let parts = self.pieces.chunks(self.pieces.len().div_ceil(count_max).max(1));
         parts.map(|pieces| (pieces[0].first, pieces[pieces.len() - 1].last)).collect()
     }
 
-    /// Where a page's memory is; waits until it is there.
+    /// Finds a page's memory; waits until it is there.
     ///
     /// # Errors
     /// `OutOfMemory`, `PlaceUnavailable`, a device error.
@@ -112,20 +120,24 @@ impl<'a> PageMemories<'a> {
         }
     }
 
-    /// The memory that was allocated, and why not for all pages.
+    /// Takes the memory that was allocated, and the refusal if not all was.
     pub fn finish(self) -> (ById<PageId, PageMemory>, Result<()>) {
-        let (mut all, mut refused) = (ById::default(), Ok(()));
+        let (table, mut all, mut refused) = (self.table, ById::default(), Ok(()));
         for PieceResult { memory, refused: why } in
             self.pieces.into_iter().filter_map(|piece| piece.allocated.into_inner())
         {
             all.absorb(memory);
             refused = refused.and(why.map_or(Ok(()), Err));
         }
+        if refused.is_ok() {
+            assert!(all.len() == table.lens().len()); // I10: what was claimed is what was allocated.
+        }
         (all, refused)
     }
 }
 
-/// When this goes, nobody waits any more for a piece that will not be there.
+/// When this goes, no thread waits any more for a piece that will not be there. A panic of the allocating
+/// thread would otherwise leave the loading ones asleep, and the open with them.
 struct PieceGuard<'m, 'a> {
     memories: &'m PageMemories<'a>,
     refused: Option<Error>,
@@ -152,7 +164,7 @@ mod tests {
     use crate::device::host::HostDevice;
     use crate::options::Budget;
 
-    /// Pages of three pieces and more, some of them long, with gaps between their ids.
+    /// A table of three pieces and more, some pages long, with gaps between their ids.
     fn table(place_of_500: Place) -> PageTable {
         let info = |number: u64| {
             let len = if number % 300 == 7 { PIECE_BYTES } else { number % 50 };
@@ -167,12 +179,12 @@ mod tests {
     }
 
     #[test]
-    fn who_wants_a_page_waits_until_its_memory_is_there() {
+    fn a_thread_that_wants_a_page_waits_until_its_memory_is_there() {
         let (arena, table) = (arena(), table(Place::Host));
         let memories = PageMemories::reserve(&arena, &table).unwrap();
         assert!(memories.pieces.len() > 3);
         let all: u64 = table.lens().map(|(_, _, len)| len).sum();
-        assert_eq!(arena.usage(Place::Host).claimed_bytes, all, "put by before any is allocated");
+        assert_eq!(arena.usage(Place::Host).claimed_bytes, all, "claimed before any is allocated");
         let spans: Vec<(PageId, Span)> = std::thread::scope(|scope| {
             let of = |page| (page, memories.of(page).unwrap());
             let pages = || table.lens().map(|(page, _, _)| page);
@@ -207,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_behind_a_page_that_is_refused_is_refused() {
+    fn pages_after_a_refused_one_are_refused() {
         // No device has memory there.
         let (arena, table) = (arena(), table(Place::Disk));
         let memories = PageMemories::reserve(&arena, &table).unwrap();

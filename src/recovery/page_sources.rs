@@ -1,5 +1,5 @@
-//! Sorting out what the pages of a table are made from, some thousand at once on each of several threads: with
-//! small pages, one that does it alone takes as long for that as for a tenth of loading them.
+//! Sorting the pages of a table by what they are made from, some thousand at once on each of several
+//! threads. With small pages, one thread alone takes a tenth of the time of loading them.
 //!
 //! Looking changes nothing.
 
@@ -16,53 +16,53 @@ use crate::base::parallel;
 use crate::catalog::ReplayImages;
 use crate::images::read::ImageRequest;
 
-/// Threads that sort.
+/// Threads that sort pages.
 const THREADS_MAX: usize = 8;
-/// Pages for which it is worth to have another one.
+/// Pages that are worth another thread.
 const PAGES_MIN: usize = 8 << 10;
 
-/// What is to be sorted out.
+/// The table to sort, and what decides about its pages.
 pub(super) struct SourceSorter<'a> {
     pub table: &'a PageTable,
-    /// What its pages are made from.
+    /// The image and the batch that each page is made from.
     pub bases: &'a Bases,
     /// The snapshot from which recovery starts, whole.
     pub snapshot: Option<&'a Manifest>,
-    /// Whether a frame records that snapshot as verified.
+    /// Whether a frame records that snapshot as verified (I7).
     pub is_verified: bool,
-    /// Whether pages that need not be loaded now stay cold.
+    /// Whether pages that need not be loaded now stay unloaded.
     pub may_be_unloaded: bool,
-    /// Replay begins behind this batch.
+    /// Replay begins after this batch.
     pub from: Lsn,
 }
 
-/// What pages are made from, each kind in the order of the pages.
+/// What pages are made from, each kind in the order of its pages.
 #[derive(Default)]
 pub(super) struct PageSources {
     pub images: ImageGroup,
-    /// The pages that begin as zeros instead.
+    /// The pages that begin as zeros: the log creates them.
     pub zeros: Vec<PageId>,
     /// The pages whose length changes during replay.
     pub resized: Vec<(PageId, Base)>,
-    /// The pages whose bases have later batches than the one behind which replay begins, and which these are.
+    /// The pages whose bases are newer than the batch after which replay begins, each with that newer batch.
     pub late: Vec<(PageId, Lsn)>,
-    /// What later snapshots need not write again, though the one before does not name it.
+    /// Images that later snapshots need not write again, though the one before does not name them.
     pub beside: ReplayImages,
 }
 
-/// Images, some of one file together: in it they mostly lie in the order of their pages already.
+/// Images by file: within a file they mostly lie in the order of their pages already.
 #[derive(Default)]
 pub(super) struct ImageGroup {
-    /// Those that were proven past the cache when their snapshot was.
+    /// Images that were proven past the cache when their snapshot was verified.
     pub proven: Vec<Vec<ImageRequest>>,
     pub unproven: Vec<Vec<ImageRequest>>,
-    /// Those that nobody loads now.
+    /// Images that are not loaded now.
     pub unloaded: Vec<(PageId, ImageRef)>,
 }
 
 impl PageSources {
-    fn extend(&mut self, behind: Self) {
-        let Self { images: ImageGroup { proven, unproven, unloaded }, zeros, resized, late, beside } = behind;
+    fn extend(&mut self, later: Self) {
+        let Self { images: ImageGroup { proven, unproven, unloaded }, zeros, resized, late, beside } = later;
         self.images.proven.extend(proven);
         self.images.unproven.extend(unproven);
         self.images.unloaded.extend(unloaded);
@@ -74,10 +74,11 @@ impl PageSources {
 }
 
 impl SourceSorter<'_> {
-    /// Sorts out the pages of a table in whose memory they will lie.
+    /// Sorts all pages of the table, in the parts in which their memory is allocated.
     pub fn sort(&self, memories: &PageMemories<'_>) -> PageSources {
         let threads = parallel::threads(THREADS_MAX).min(self.table.lens().len().div_ceil(PAGES_MIN)).max(1);
-        // One part for each: the images of many small ones would lie all over the heap, among what stays there.
+        // One part a thread. Many small ones would leave their images all over the heap, among memory
+        // that stays.
         let sort = |part| Ok::<_, Infallible>(self.sort_between(part));
         let Ok(parts) = parallel::for_each(threads, memories.parts(threads), sort);
         let mut sorted = PageSources::default();
@@ -85,9 +86,11 @@ impl SourceSorter<'_> {
         sorted
     }
 
-    /// The images that a verified snapshot names were proven past the cache when it was (I7), nobody writes to them, and
-    /// each has its checksum: so what the page cache has of them is taken from there; and where pages are loaded on
-    /// demand, those that nothing happened to since are left cold.
+    /// Sorts the pages from `first` to `last`.
+    ///
+    /// The images that a verified snapshot names were proven past the cache when it was (I7), no writer
+    /// touches them, and each has its checksum. So cached bytes of them are taken from the cache. Where
+    /// pages are loaded on demand, those that no batch changed since are left unloaded.
     fn sort_between(&self, (first, last): (PageId, PageId)) -> PageSources {
         let Self { table, bases, snapshot, is_verified, may_be_unloaded, from } = *self;
         let mut sorted = PageSources::default();
@@ -104,6 +107,8 @@ impl SourceSorter<'_> {
             while named.next_if(|entry| entry.page < page).is_some() {}
             let named = named.next_if(|entry| entry.page == page);
             if base.lsn > from {
+                // The image holds batches after `redo`, for it was gathered while they went on: replay
+                // must pass them over.
                 sorted.late.push((page, base.lsn));
             }
             sorted.beside.note(page, named, &base, table);
@@ -112,6 +117,8 @@ impl SourceSorter<'_> {
                 Some(image) => {
                     let is_proven = is_verified && named.is_some_and(|entry| entry.image == Some(image));
                     let is_unchanged = || table.get(page).is_some_and(|info| info.lsn == base.lsn);
+                    // A page that a batch changed must have its bytes when the open returns: the log is
+                    // not read again later.
                     if may_be_unloaded && is_proven && is_unchanged() {
                         sorted.images.unloaded.push((page, image));
                         continue;
@@ -156,15 +163,15 @@ mod tests {
     }
 
     fn snapshot() -> Manifest {
-        // Some were caught behind the point at which replay begins.
+        // Some were gathered after the point at which replay begins.
         let named = |page| entry(&info(page, if page % 7 == 0 { 501 } else { 400 }), Some(image(page)));
         let entries: Vec<ManifestEntry> = (1..=PAGES).filter(|page| page % 11 != 0).map(named).collect();
         let redo = LogPoint { lsn: REDO, ..LogPoint::default() };
         Manifest { redo, next_page: PAGES + 1, ..sample::base(entries) }
     }
 
-    /// Of each kind some, everywhere: as in the snapshot, changed by a batch, from an image that a batch names, resized,
-    /// created, deleted.
+    /// Some of each kind, everywhere: as in the snapshot, changed by a batch, from an image that a batch
+    /// names, resized, created, deleted.
     #[test]
     fn in_parts_or_at_once_pages_are_sorted_out_alike() {
         let snapshot = snapshot();
@@ -197,7 +204,7 @@ mod tests {
             };
             let told = |sorted: PageSources| {
                 let PageSources { images, zeros, resized, late, beside } = sorted;
-                // Within a part they come by files.
+                // Within a part they come grouped by file.
                 let wanted = |images: Vec<Vec<ImageRequest>>| -> BTreeMap<_, _> {
                     images.into_iter().flatten().map(|wanted| (wanted.page, wanted.image)).collect()
                 };

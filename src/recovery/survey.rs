@@ -1,8 +1,11 @@
-//! Looking at every file, by several threads: with small pages, one that reads a snapshot's links alone takes as
-//! long for that as for a fifth of loading them, and the log needs nothing of them.
+//! Looking at every file, by several threads. With small pages, one thread that reads a snapshot's links
+//! takes a fifth of the time of loading them, and the log can be looked at meanwhile, because it needs
+//! nothing of them.
 //!
-//! Only links of which nothing is wrong are read so. What is wrong with the others, and what can be had of them, is for
-//! [`read_links`] to say.
+//! Only links without a fault are read so. For all others [`read_links`] says what is wrong, and what can
+//! be had of them: one place decides that, also for the tools, which use one thread.
+//!
+//! Nothing is written here, so a crash loses nothing.
 
 use remanent_format::log::LogMap;
 use remanent_format::manifest::{Manifest, ManifestHeaderRaw, Share};
@@ -14,14 +17,14 @@ use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::disk::source::DiskSource;
 
-/// Threads that read and decode.
+/// Threads that read and decode links.
 const THREADS_MAX: usize = 8;
-/// Bytes that are read at once.
+/// Bytes of a link that a thread reads at once.
 const READ_LEN: usize = 512 << 10;
-/// Entries that are decoded at once.
+/// Entries of a manifest that a thread decodes at once.
 const ENTRIES_AT_ONCE: usize = 4 << 10;
 
-/// Threads for the entries.
+/// Shares a manifest's entries among threads.
 pub(super) struct EntryThreads;
 
 impl Share for EntryThreads {
@@ -42,12 +45,13 @@ impl Share for EntryThreads {
     }
 }
 
-/// As [`Survey::read`] does on one thread.
+/// Surveys the files, as [`Survey::read`] does on one thread.
 ///
 /// # Errors
 /// As for [`Survey::read`].
 pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
     let store = read_store(source)?;
+    // Both at once: neither needs the other, and each waits for the disk.
     let (log, links) = parallel::join(
         || LogMap::read(source, store.store),
         || read_links(source, &store, &|link| read_link(source, link)),
@@ -55,16 +59,16 @@ pub(super) fn read(source: &DiskSource) -> Result<Survey, Damage> {
     Ok(Survey { log: log?, links: links?, store })
 }
 
-/// Reads a link whose two copies are alike; gives its header checksum with it. `None` if it is short, or anything is not
-/// as it should be.
+/// Reads a link whose two copies are alike, and gives its header checksum with it. `None` if it is short,
+/// or has any fault.
 fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
     let mut header = [0; ManifestHeaderRaw::LEN];
     source.read_at(file, 0, &mut header).ok()?;
-    // A file's length alone makes nobody take memory here (I9).
+    // The header's length is believed only where the file has it (I9): a damaged header could ask for a TiB.
     let copy_len = Manifest::copy_len(&header)?;
     let is_whole = source.len(file).ok()?? == 2 * copy_len;
     let half = usize::try_from(copy_len).ok().filter(|half| is_whole && *half > READ_LEN)?;
-    // Zeros that nobody has touched: each thread is the first to touch its own.
+    // Zeros that the system maps when they are touched: each thread is the first to touch its own pieces.
     let mut copy = u8::new_vec_zeroed(half).ok()?;
     let pieces: Vec<Mutex<&mut [u8]>> = copy.chunks_mut(READ_LEN).map(Mutex::new).collect();
     let read = |second: &mut Vec<u8>, piece: usize| {
@@ -76,6 +80,7 @@ fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
     };
     parallel::map_indexed(parallel::threads(THREADS_MAX), pieces.len(), || vec![0; READ_LEN], read).ok()?;
     drop(pieces);
+    // Both copies are the same bytes: what is proven of the first holds for the second.
     Manifest::decode_first_by(&copy, &EntryThreads)
 }
 
@@ -96,7 +101,7 @@ mod tests {
     const FILE: FileName = FileName::Manifest(1);
     const STORE: StoreId = StoreId([7; 16]);
 
-    /// More pages than are read or decoded at once.
+    /// A manifest of more pages than are read or decoded at once.
     fn manifest() -> Manifest {
         of_empty_pages(4 * ENTRIES_AT_ONCE as u64 + 7)
     }
@@ -124,7 +129,7 @@ mod tests {
             damaged[at] ^= 1;
             assert_eq!(read_from(&damaged), None, "byte {at}");
         }
-        // Both alike, and both wrong.
+        // Both copies are alike, and both are wrong.
         let mut damaged = whole.clone();
         [300, half + 300].into_iter().for_each(|at| damaged[at] ^= 1);
         assert_eq!(read_from(&damaged), None);
@@ -146,8 +151,8 @@ mod tests {
         }
     }
 
-    /// What is found is what one thread finds: without STORE; with a long link and a short one, a damaged one of each, one
-    /// under another's name, a segment and one that is none.
+    /// Several threads find the same as one: without STORE; with a long link and a short one, a damaged
+    /// one of each, one under another's name, a segment and a file that is none.
     #[test]
     fn several_threads_find_what_one_does() {
         let disk = disk_with(&manifest().encode().unwrap());
@@ -176,7 +181,7 @@ mod tests {
         put(FileName::Segment(1), &segment);
         put(FileName::Segment(2), &[7; 100]);
         let (by_threads, by_one) = both();
-        // Not one message of two long texts.
+        // No assert_eq: its message would be two very long texts.
         assert!(by_threads == by_one && by_one.starts_with("Ok"), "{}", by_one.len());
         assert!(by_one.contains("is_blank: true") && by_one.contains("manifest's number"));
         assert_eq!(by_one.matches("manifest body").count(), 2);

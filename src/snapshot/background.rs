@@ -1,17 +1,17 @@
-//! Snapshots that are taken of the store's own accord: when the log has grown, or after a time.
+//! Snapshots of the store's own accord: when the log has grown, or after a time.
 //!
 //! A thread waits for the log. It takes a snapshot when there was a commit since the last one and the log
 //! has grown by [`Options::snapshot_log_bytes`](crate::Options::snapshot_log_bytes), or
 //! [`Options::snapshot_interval`](crate::Options::snapshot_interval) has passed; a snapshot that the caller
-//! takes counts as well. Where nothing is committed nothing is written.
+//! takes counts as well. Where nothing is committed, nothing is written.
 //!
-//! A log may also consist of many short runs that commit a little each. What was there at the open counts by what its
-//! segments take on disk, and behind more than [`RESTARTS_MAX`] openings a snapshot is due, at the open and, if there was
-//! no time for it, when the store is closed.
+//! A log may also consist of many short runs that commit a little each. The log that was there at the
+//! open counts by the length of its segments on disk. After more than [`RESTARTS_MAX`] openings a
+//! snapshot is due: at the open, or when the store is closed, if there was no time for it before.
 //!
-//! A full disk, no memory, or another shortage is a clean failure: it is told in the store's stats, and tried again later.
-//! Every other failure has poisoned the store, and ends the thread. When the store closes, the snapshot being
-//! gathered is given up.
+//! A full disk, no memory, or another shortage is a clean failure: the store's stats tell of it, and it
+//! is tried again later. Every other failure has poisoned the store, and ends the thread. When the store
+//! closes, the snapshot that is being gathered is given up.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,44 +26,48 @@ use crate::base::sync::{Instant, Mutex};
 use crate::catalog::SnapshotInfo;
 use crate::error::{Error, Result};
 
-/// After a failure that changes nothing the next try waits for so long, or until the log has grown by a part
-/// of what is due anyway.
+/// The pause after a failure that changes nothing, unless the log grows by [`AGAIN_PART`] before.
 const AGAIN_AFTER: Duration = Duration::from_secs(10);
+/// The share of the log that makes a snapshot due by which it must grow for another try.
 const AGAIN_PART: u64 = 8;
 
-/// Openings in the log behind the newest snapshot; more of them make one due.
+/// Openings in the log after the newest snapshot; more of them make one due.
 pub(crate) const RESTARTS_MAX: usize = 16;
 
-/// When a snapshot is due.
+/// The rules by which a snapshot is due.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
+    /// By how many bytes the log must have grown.
     pub log_bytes: Option<u64>,
+    /// How long ago the last snapshot must have begun.
     pub interval: Option<Duration>,
 }
 
 /// How far the last snapshot goes, and where the log stood when it began.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mark {
+    /// The last batch that the snapshot has.
     pub lsn: Lsn,
-    /// Bytes of the log since it was opened; below zero is what was replayed then, and is in no snapshot.
+    /// Bytes of the log since the open. Below zero: that much was replayed then, and is in no snapshot.
     pub bytes: i64,
-    /// Openings in the log behind the snapshot, that of this run among them.
+    /// Openings in the log after the snapshot, that of this run among them.
     pub restarts: usize,
+    /// When it began.
     pub at: Instant,
 }
 
 impl Mark {
-    /// Whether the log behind it consists of too many runs.
+    /// Whether the log after it consists of too many runs.
     pub fn is_in_pieces(&self) -> bool {
         self.restarts > RESTARTS_MAX
     }
 }
 
-/// What to do next.
+/// What the thread does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     Take,
-    /// Until the log has this batch or so many bytes, or the time has come.
+    /// Until the log has this batch or this number of bytes, or the time has come.
     Wait {
         lsn: Lsn,
         bytes: u64,
@@ -71,12 +75,14 @@ enum Next {
     },
 }
 
-/// No batch that there will ever be.
+/// A batch that there will never be.
 const NO_BATCH: Lsn = Lsn(u64::MAX);
 
 impl Rules {
-    /// The one place where it is decided, for a log that ends with batch `lsn` and has so many bytes. `again`
-    /// is set by a try that failed: not before so many bytes, or that time.
+    /// Decides whether to take a snapshot, for a log that ends with batch `lsn` and has `bytes` bytes.
+    /// After a try that failed, `again` says before which length of the log, or which time, there is no
+    /// other. This is the one place that decides, so that the thread's second look cannot differ from the
+    /// first.
     fn next(
         &self,
         (lsn, bytes): (Lsn, u64),
@@ -84,9 +90,11 @@ impl Rules {
         again: Option<(u64, Instant)>,
         now: Instant,
     ) -> Next {
+        // Nothing was committed since, whatever seals added to the log.
         if lsn <= last.lsn {
             return Next::Wait { lsn: last.lsn.next(), bytes: u64::MAX, until: None };
         }
+        // Counted from where the log stood when the last snapshot began.
         let due_bytes = self.log_bytes.map_or(u64::MAX, |more| more.saturating_add_signed(last.bytes));
         let due_at = self.interval.and_then(|interval| last.at.checked_add(interval));
         if !last.is_in_pieces() && bytes < due_bytes && due_at.is_none_or(|due_at| now < due_at) {
@@ -101,17 +109,19 @@ impl Rules {
     }
 }
 
-/// The thread.
+/// The thread for snapshots, as the store holds it.
 pub(crate) struct BackgroundSnapshots {
     snapshots: Arc<Snapshots>,
+    /// The thread; `None` if there is no rule, or once it was ended.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl BackgroundSnapshots {
-    /// Starts it, if there is a rule for it to follow.
+    /// Starts the thread, if there is a rule for it to follow.
     pub fn start(snapshots: Arc<Snapshots>, rules: Rules) -> Result<Self> {
         let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
             let life = SnapshotLoop(snapshots.clone());
+            // A store whose snapshots have stopped would grow its log for ever: a panic must show.
             let poisons = PanicPoisons { poison: snapshots.poison.clone(), thread: "thread for snapshots" };
             let thread = thread::Builder::new().name("remanent-snapshot".to_owned());
             let thread = thread.spawn(move || {
@@ -132,7 +142,9 @@ impl BackgroundSnapshots {
 
     /// Ends the thread; a snapshot that it is gathering is given up.
     pub fn stop(&self) {
+        // The pace first: a thread that waits for its turn to write hears of it there.
         self.snapshots.pace.call_off();
+        // And one that waits for the log to grow, here.
         self.snapshots.log.call_watcher();
         let thread = self.thread.lock().take();
         if let Some(thread) = thread
@@ -143,7 +155,7 @@ impl BackgroundSnapshots {
     }
 }
 
-/// What the thread does as long as it lives.
+/// The life of the thread.
 struct SnapshotLoop(Arc<Snapshots>);
 
 impl SnapshotLoop {
@@ -151,18 +163,23 @@ impl SnapshotLoop {
         let snapshots = &*self.0;
         let mut again = None;
         while !snapshots.pace.is_called_off() {
-            // In this order: a snapshot that a caller takes in between puts the next one off, and calls for none.
+            // In this order: a snapshot that a caller takes in between puts the next one off. In the
+            // other order the commits before it and after it would be counted together, and call for a
+            // needless one.
             let log = snapshots.log.length();
             let last = *snapshots.last.lock();
             match rules.next(log, last, again, Instant::now()) {
                 Next::Wait { lsn, bytes, until } => snapshots.log.watch(lsn, bytes, until),
-                // A caller's that was being taken meanwhile may have made it needless.
+                // Looked at again once it may begin: a caller's snapshot that was being taken meanwhile
+                // may have made it needless.
                 Next::Take => match self.take(log.0, || {
                     rules.next(log, *snapshots.last.lock(), again, Instant::now()) == Next::Take
                 }) {
                     Ok(_) => again = None,
                     Err(error) if error.is_passing() => {
                         tracing::warn!(%error, "no snapshot could be taken; it is tried again later");
+                        // Not at the next batch: it would find the same shortage, and gather again what
+                        // it gathered just now.
                         let more = rules.log_bytes.map_or(u64::MAX, |bytes| (bytes / AGAIN_PART).max(1));
                         let bytes = log.1.saturating_add(more);
                         again = Some((bytes, Instant::now() + AGAIN_AFTER));
@@ -176,9 +193,10 @@ impl SnapshotLoop {
 }
 
 impl SnapshotLoop {
-    /// Takes one that has batch `lsn`: it is logged, but perhaps on its way to the applier. None if it is not due any
-    /// more when it could begin.
+    /// Takes a snapshot that has batch `lsn`. That batch is logged, but perhaps on its way to the
+    /// applier. `None` if the snapshot is not due any more when it could begin.
     fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
+        // A snapshot begins at the last batch that is applied: without the wait it might not have this one.
         self.0.applier.wait_applied(lsn)?;
         self.0.take_if(SnapshotRequest { paced: true, ..SnapshotRequest::default() }, is_due)
     }

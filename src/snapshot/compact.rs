@@ -1,8 +1,8 @@
 //! Compaction: image files of which little is still named give their last images to the next snapshot.
 //!
 //! A snapshot names images of older files for the pages that did not change, and a file stays as long as one
-//! of them is named (I8). So that a file which holds one page does not stay for good, a snapshot gathers the
-//! pages of such files as if they had changed; once the older snapshots are gone, so are the files.
+//! of them is named (I8). A file with one such page would stay for good. So a snapshot gathers the pages of
+//! such files as if they had changed; once the older snapshots are gone, so are the files.
 //!
 //! Nothing is read from disk for this, and nothing is removed here: a crash loses nothing.
 
@@ -15,13 +15,13 @@ use crate::catalog::Catalog;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// A file is emptied when less than one byte in so many of it is named...
+/// A file is emptied when less than one byte in `LIVE_SHARE` of it is named...
 const LIVE_SHARE: u64 = 2;
-/// ...and so many bytes at least are not: a file that is short because little changed is left alone.
+/// ...and at least this number of bytes is not: a file that is short because little changed is left alone.
 const WASTE_BYTES_MIN: u64 = 4 * GROUP_ALIGN;
-/// Beyond so many files, the shortest are emptied whatever is named of them.
+/// Beyond this number of files, the shortest are emptied, whatever is named of them.
 const FILES_MAX: usize = 256;
-/// A snapshot writes again as many bytes as it writes anyway, or so many.
+/// A snapshot writes again as many bytes as it writes anyway, or this number if that is more.
 pub(super) const CARRY_BYTES_MAX: u64 = 4 << 20;
 
 /// An image file that the newest snapshot names.
@@ -37,12 +37,12 @@ struct ImageFile {
 }
 
 impl Snapshots {
-    /// The image files to empty, with the bytes to write again, the most wasteful first.
+    /// Chooses the image files to empty, with the bytes to write again, the most wasteful first.
     pub(super) fn wasteful_files(&self, catalog: &mut Catalog) -> Result<Vec<(u64, u64)>> {
         let Some(newest) = catalog.snapshots.values().next_back() else { return Ok(Vec::new()) };
         let mut files = Vec::new();
         for (&number, &newest_bytes) in &newest.files {
-            // What stays for another reason is not worth emptying.
+            // A file that stays for another reason is not worth emptying: its space would not come back.
             let by_name = |kept: &&crate::catalog::RetainedSnapshot| {
                 kept.info.name.is_some() && kept.files.contains_key(&number)
             };
@@ -55,7 +55,9 @@ impl Snapshots {
                 Some(len) => *len,
                 None => self.measure(FileName::Pages(number))?.saturating_sub(IMAGE_HEADER_BLOCK),
             };
+            // Measured once: a file never changes its length.
             catalog.file_lens.insert(number, len);
+            // Older snapshots may name more of it: what only they need comes free when they go.
             let live = catalog.snapshots.values().filter_map(|kept| kept.files.get(&number)).max();
             files.push(ImageFile { number, len, newest_bytes, live_bytes: live.copied().unwrap_or(0) });
         }
@@ -63,14 +65,15 @@ impl Snapshots {
         Ok(choose(files))
     }
 
-    /// A file's length in bytes. One that is gone has nothing left to give, and is for a scrub to notice.
+    /// Measures a file in bytes. A file that is gone has nothing left to give, and is for a scrub to notice.
     fn measure(&self, file: FileName) -> Result<u64> {
         let len = DiskSource::new(self.disk.clone()).len(file);
         Ok(len.map_err(|source| Error::io("measure", file, None, source))?.unwrap_or(0))
     }
 }
 
-/// Chooses what to empty: the files with the smallest share of named bytes first, then the shortest of too many.
+/// Chooses what to empty: the files with the smallest share of named bytes first, then the shortest of
+/// too many.
 fn choose(mut files: Vec<ImageFile>) -> Vec<(u64, u64)> {
     let is_wasteful = |file: &ImageFile| {
         file.live_bytes.saturating_mul(LIVE_SHARE) < file.len

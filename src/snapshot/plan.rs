@@ -1,4 +1,5 @@
-//! Which snapshots stay, and from where on the log is needed: rules over what is known, no disk.
+//! Which snapshots stay, and from where on the log is needed. These are rules over what is known: no disk
+//! is asked, so that a test can hold them against thousands of random lives.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,64 +8,69 @@ use remanent_format::{LogPoint, Lsn, SnapshotId};
 use crate::catalog::RetainedSnapshot;
 use crate::options::Retention;
 
-/// What stays.
+/// The snapshots and the log that stay.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct RetentionPlan {
     pub snapshots: BTreeSet<SnapshotId>,
-    /// Replay may begin here, in this segment and behind this batch; what lies before may go. Batch 0 is the log's
-    /// beginning. `None`: nothing goes but snapshots' records.
+    /// Replay may begin here, in this segment and after this batch; what lies before may go (I8). Batch 0
+    /// is the log's beginning. `None`: nothing goes but the records of snapshots.
     pub log_from: Option<(u64, Lsn)>,
 }
 
 impl RetentionPlan {
-    /// Whether this takes a snapshot away, or log that lies behind it.
+    /// Whether this plan takes a snapshot away, or the log after it.
     pub fn takes_from(&self, kept: &RetainedSnapshot, log: &LogOnDisk) -> bool {
         let is_cut = self.log_from.is_some_and(|(_, redo)| kept.redo.lsn < redo);
         !self.snapshots.contains(&kept.info.id) || (is_cut && log.reaches(kept))
     }
 }
 
-/// What is known of the log.
+/// The segments of the log, and which of them may be replayed.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LogOnDisk {
     /// The segments' lengths in bytes, by number.
     pub segments: BTreeMap<u64, u64>,
-    /// The segment that takes frames now: it, and those behind it, are not counted as log.
+    /// The segment that takes frames now: it, and those after it, are not counted as log.
     pub current: u64,
     /// Replay may start at this `redo` and later ones; `None`: also at the log's beginning.
     pub floor: Option<Lsn>,
 }
 
 impl LogOnDisk {
-    /// Whether the log behind a snapshot is there.
+    /// Whether the log after a snapshot is there.
     fn reaches(&self, kept: &RetainedSnapshot) -> bool {
         self.floor.is_none_or(|floor| kept.redo.lsn >= floor)
     }
 
-    /// Bytes of log that lie after a point, at least.
+    /// Bytes of log that lie after a point, at least: where frames end in a segment is not asked.
     fn bytes_after(&self, point: LogPoint) -> u64 {
         let segments = self.segments.range(point.segment..self.current.max(point.segment));
         segments.map(|(_, len)| len).sum::<u64>().saturating_sub(point.offset)
     }
 
-    /// From where on the log stays, if the rules want it from `wanted` on.
+    /// From where on the log stays, if the rules want it from `wanted` on and a reader may hold its
+    /// beginning.
     fn from(&self, wanted: Option<(u64, Lsn)>, beginning_held: bool) -> Option<(u64, Lsn)> {
         match (beginning_held, self.floor) {
             (false, _) => wanted,
             (true, None) => Some(self.as_it_is()),
-            // It is not there any more for a reader that begins now: one that began before may need anything.
+            // For a reader that begins now, the beginning is not there any more. One that holds it began
+            // before that, and may need any of the log.
             (true, Some(_)) => None,
         }
     }
 
-    /// From where the log is kept as it is.
+    /// The start of the log as it is kept now: nothing of it goes.
     fn as_it_is(&self) -> (u64, Lsn) {
         (0, self.floor.unwrap_or_default())
     }
 }
 
-/// Applies the rules. `held` are the snapshots that readers hold, `beginning_held` says whether one reads from
-/// the log's beginning, and the time is in milliseconds since 1970.
+/// Applies the rules. `held` are the snapshots that readers hold; `beginning_held` says whether a reader
+/// holds the log's beginning; the time is in milliseconds since 1970.
+///
+/// Only verified snapshots count (I7): an image that a disk lost would otherwise cost the snapshot before
+/// as well.
 pub(super) fn plan(
     snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>,
     retention: &Retention,
@@ -80,7 +86,7 @@ pub(super) fn plan(
     }
     let with_log: Vec<&RetainedSnapshot> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
-    // What was found damaged stands in for nothing.
+    // A snapshot that was found damaged stands in for no other.
     let mut starts: Vec<&RetainedSnapshot> = with_log.iter().copied().filter(|kept| kept.holds).collect();
     let replaced = replaced(&starts);
     starts.retain(|kept| !replaced.contains(&kept.info.id));
@@ -97,23 +103,27 @@ pub(super) fn plan(
     };
     let times = times(snapshots);
     let age_ms = u64::try_from(retention.snapshots_kept_for.as_millis()).unwrap_or(u64::MAX);
+    // A snapshot that another one replaces does not stay for its age: its time went on to that one.
     let is_young = |kept: &&&RetainedSnapshot| {
         !replaced.contains(&kept.info.id) && now_unix_ms.saturating_sub(times[&kept.info.id]) < age_ms
     };
     let reaches_back = |kept: &&&RetainedSnapshot| log.bytes_after(kept.redo) >= retention.log_kept;
     let wants_log = retention.log_kept > 0;
+    // The newest start with enough log after it: an older one would keep more than is wanted.
     let log_base = starts.iter().rev().find(reaches_back).filter(|_| wants_log);
-    // Where the log is shorter than is wanted, all there is of it.
+    // If the log is shorter than is wanted, all of it stays.
     let from_beginning = wants_log && log_base.is_none() && log.floor.is_none();
     let log_base = log_base.or(starts.first().filter(|_| wants_log));
+    // A reader may be following the log after what it holds.
     let held_with_log = with_log.iter().filter(|kept| held.contains(&kept.info.id));
-    // These are there to replay from.
+    // These stay to be replayed from, with the log after them.
     let replayed: Vec<&RetainedSnapshot> = starts[counted..]
         .iter()
         .chain(with_log.iter().filter(is_young))
         .chain(log_base)
         .chain(held_with_log)
-        // A snapshot that was not caught at one moment is nothing without the log up to its end.
+        // A snapshot that was not caught at one moment is nothing without the log up to its end: its
+        // pages are of different batches.
         .chain(with_log.iter().filter(|kept| is_named(kept, retention) && kept.info.redo < kept.info.end))
         .copied()
         .collect();
@@ -122,8 +132,9 @@ pub(super) fn plan(
         snapshots.values().filter(|kept| is_named(kept, retention) || held.contains(&kept.info.id));
     let stays: Vec<&RetainedSnapshot> = replayed.iter().copied().chain(looked_at).collect();
     let oldest = replayed.iter().map(|kept| kept.redo.lsn).min().map(|lsn| {
-        // Snapshots of one batch may lie on either side of a restart. The floor is that batch, so what stays of them
-        // goes on to be started from, and keeps its segment.
+        // Snapshots of one batch may lie on either side of a restart. The floor is that batch, so all of
+        // them that stay are starts as before, and keep their segment. Without this, the segment of the
+        // older one went, and a floor that named its batch still said that it was a start.
         let from_there = stays.iter().filter(|kept| kept.redo.lsn >= lsn && log.reaches(kept));
         let segment = from_there.map(|kept| kept.redo.segment).min();
         (segment.expect("what is replayed stays"), lsn)
@@ -133,16 +144,18 @@ pub(super) fn plan(
     RetentionPlan { snapshots, log_from: log.from(oldest, beginning_held) }
 }
 
-/// Those in whose place the next one stands: it begins where they do, and goes further. So it is with a thin one, which is
-/// there to give up what the one before names. `starts` ascend.
+/// The snapshots that the next one replaces: it begins where they do, and goes further. A thin snapshot
+/// does so. It is there to give up what the one before names: were both kept, nothing would come back.
+/// `starts` ascend.
 fn replaced(starts: &[&RetainedSnapshot]) -> BTreeSet<SnapshotId> {
     let pairs = starts.windows(2);
     let replaced = pairs.filter(|pair| pair[0].redo == pair[1].redo && pair[0].info.end < pair[1].info.end);
     replaced.map(|pair| pair[0].info.id).collect()
 }
 
-/// How old the snapshots are: each as old as the oldest time that it or a later one names. A clock that was ahead
-/// for a while so keeps nothing longer than until it is right again; a time in the future ages nothing.
+/// How old the snapshots are. Each is as old as the oldest time that it or a later one names. So a clock
+/// that was ahead for a while keeps nothing longer than until it is right again, and a time in the future
+/// ages nothing.
 fn times(snapshots: &BTreeMap<SnapshotId, RetainedSnapshot>) -> BTreeMap<SnapshotId, u64> {
     let mut oldest = u64::MAX;
     let time = |(id, kept): (&SnapshotId, &RetainedSnapshot)| {
@@ -188,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_keep_snapshots_and_the_log_behind_them() {
+    fn rules_keep_snapshots_and_the_log_after_them() {
         // Snapshot 2 has a name and its log is gone; 4 has one, too.
         let snapshots: BTreeMap<SnapshotId, RetainedSnapshot> = [
             kept(2, Some("two"), true),
@@ -275,8 +288,8 @@ mod tests {
         assert_eq!(found.log_from, Some((4, Lsn(40))));
     }
 
-    /// One step of a life: the clock goes by so many seconds, the log grows by so many segments, and a snapshot is
-    /// taken, with a name or without, at one moment or not, or a thin one.
+    /// One step of a life: the clock goes on by a number of seconds, the log grows by a number of
+    /// segments, and a snapshot is taken, with a name or without, at one moment or not, or a thin one.
     type Step = (i64, u64, bool, bool, bool);
 
     fn lives() -> impl Strategy<Value = (Retention, Vec<Step>)> {
@@ -296,13 +309,13 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 512 }, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Each promise of [`Retention`], held against a plain telling of what was done; and nothing stays that no
-        /// promise wants, however the clock jumps.
+        /// Each promise of [`Retention`], held against a plain account of the steps; and nothing stays
+        /// that no promise wants, however the clock jumps.
         #[test]
         fn every_promise_is_kept_over_random_lives((retention, steps) in lives()) {
             let (mut now, mut snapshots) = (1_000_000_000u64, BTreeMap::new());
             let mut log = LogOnDisk { segments: [(1, 100)].into(), current: 1, floor: None };
-            // All that there ever was: when it was taken, as the clock said then.
+            // All snapshots there ever were: when each was taken, as the clock said then.
             let mut taken: Vec<(SnapshotId, u64)> = Vec::new();
             for (number, (seconds, segments, has_name, is_exact, is_thin)) in (1u64..).zip(steps) {
                 now = now.saturating_add_signed(seconds * 1000);
@@ -321,7 +334,7 @@ mod tests {
 
                 let reached =
                     |id: &SnapshotId, floor: Option<Lsn>| floor.is_none_or(|floor| floor <= snapshots[id].redo.lsn);
-                // One in whose place a thin one stands counts no more.
+                // A snapshot that a thin one replaces counts no more.
                 let is_replaced = |id: &SnapshotId| {
                     let redo = snapshots[id].redo;
                     snapshots.range(id..).skip(1).any(|(_, later)| later.redo == redo)
@@ -329,7 +342,7 @@ mod tests {
                 let starts = snapshots.keys().filter(|id| reached(id, log.floor) && !is_replaced(id));
                 let starts: Vec<SnapshotId> = starts.copied().collect();
                 let found = plan(&snapshots, &retention, &log, now, &BTreeSet::new(), false);
-                let (segment, redo) = found.log_from.expect("nobody reads");
+                let (segment, redo) = found.log_from.expect("no reader holds the beginning");
                 let floor = log.floor.max(Some(redo).filter(|redo| redo.0 > 0));
 
                 // The newest ones, and the log since the oldest of them.
@@ -346,23 +359,24 @@ mod tests {
                 for id in starts.iter().filter(|id| age(id) < age_max) {
                     prop_assert!(found.snapshots.contains(id) && reached(id, floor), "{id} is young");
                 }
-                // Names.
+                // Snapshots with names stay.
                 for (id, kept) in snapshots.iter().filter(|(_, kept)| kept.info.name.is_some()) {
                     prop_assert!(found.snapshots.contains(id), "{id} has a name");
                     let needs_log = kept.info.redo < kept.info.end && reached(id, log.floor);
                     prop_assert!(!needs_log || reached(id, floor), "{id} is nothing without its log");
                 }
-                // So many bytes of log, or all that there was.
+                // That number of bytes of log, or all that there was.
                 let point = LogPoint { segment, lsn: redo, ..LogPoint::default() };
                 let is_all = floor == log.floor;
                 prop_assert!(is_all || log.bytes_after(point) >= retention.log_kept, "log from {redo}");
-                // And nothing else: what stays without a name is counted, young, or begins the log that is wanted.
+                // And nothing else: a snapshot without a name stays if it is counted, young, or begins
+                // the log that is wanted.
                 let wanted = |id: &SnapshotId| newest.contains(&id) || age(id) < age_max;
                 let others = found.snapshots.iter().filter(|id| !wanted(id) && snapshots[*id].info.name.is_none());
                 let others: Vec<_> = others.collect();
                 let too_few = starts.len() < retention.snapshots_kept;
                 prop_assert!(too_few || others.len() <= usize::from(retention.log_kept > 0), "{others:?} stay");
-                // What is kept has what it needs: the state of its end, by the log or alone.
+                // A kept snapshot has what it needs: the state of its end, by the log or alone.
                 for id in &found.snapshots {
                     let kept = &snapshots[id];
                     prop_assert!(reached(id, floor) || kept.info.redo == kept.info.end || !reached(id, log.floor));

@@ -1,11 +1,12 @@
-//! How far a snapshot has come, for who asks meanwhile.
+//! How far a snapshot has come, for callers that ask while it is taken. Its own lock, so that they wait
+//! for no snapshot.
 
 use remanent_format::SnapshotId;
 
 use crate::base::sync::{Condvar, Mutex};
 use crate::error::Result;
 
-/// What a snapshot is being taken does just now.
+/// The stage that a snapshot has come to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SnapshotPhase {
@@ -26,7 +27,7 @@ pub enum SnapshotPhase {
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct SnapshotStats {
-    /// What is being done.
+    /// The stage of the snapshot that is being taken.
     pub phase: SnapshotPhase,
     /// Pages gathered, of those that this snapshot, or the last one, writes.
     pub pages_done: u64,
@@ -36,15 +37,15 @@ pub struct SnapshotStats {
     pub bytes_done: u64,
     /// Bytes of the pages to gather, as long as they were when it began.
     pub bytes_total: u64,
-    /// Snapshots taken.
+    /// Snapshots taken since the open.
     pub taken: u64,
-    /// Snapshots that failed.
+    /// Snapshots that failed since the open.
     pub failed: u64,
-    /// What became of the last one; `None` if there was none.
+    /// The outcome of the last one; `None` if there was none.
     pub last: Option<Result<SnapshotId>>,
 }
 
-/// The figures, and who waits for them.
+/// The figures, and the callers that wait for an end.
 #[derive(Default)]
 pub(crate) struct SnapshotProgress {
     stats: Mutex<SnapshotStats>,
@@ -56,12 +57,12 @@ impl SnapshotProgress {
         self.stats.lock().clone()
     }
 
-    /// A snapshot goes on to this.
+    /// A snapshot goes on to this phase.
     pub fn enter(&self, phase: SnapshotPhase) {
         self.stats.lock().phase = phase;
     }
 
-    /// A snapshot of so many pages and bytes begins to gather.
+    /// A snapshot of this number of pages and bytes begins to gather.
     pub fn begin(&self, pages: u64, bytes: u64) {
         let mut stats = self.stats.lock();
         stats.phase = SnapshotPhase::Gather;
@@ -69,14 +70,14 @@ impl SnapshotProgress {
         (stats.bytes_done, stats.bytes_total) = (0, bytes);
     }
 
-    /// So many more were gathered, or were gone.
+    /// That many more were gathered, or were gone.
     pub fn gathered(&self, pages: u64, bytes: u64) {
         let mut stats = self.stats.lock();
         stats.pages_done += pages;
         stats.bytes_done += bytes;
     }
 
-    /// The snapshot is over.
+    /// Ends the snapshot. The catalog knows it by now: a caller that this wakes looks there.
     pub fn end(&self, result: Result<SnapshotId>) {
         let mut stats = self.stats.lock();
         stats.phase = SnapshotPhase::Idle;
@@ -86,7 +87,7 @@ impl SnapshotProgress {
         self.ended.notify_all();
     }
 
-    /// Waits until so many have ended, well or not.
+    /// Waits until `count` snapshots have ended, well or not.
     pub fn wait_ended(&self, count: u64) {
         let mut stats = self.stats.lock();
         while stats.taken + stats.failed < count {

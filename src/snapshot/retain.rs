@@ -1,6 +1,6 @@
-//! Retention: what goes with the snapshots that are not kept (I8). `plan.rs` says which are.
+//! Retention: which files go with the snapshots that are not kept (I8). `plan.rs` says which are kept.
 //!
-//! A crash here leaves files that nothing kept needs; the next retention or open removes them.
+//! A crash here leaves files that nothing needs; the next retention or open removes them.
 
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
@@ -17,13 +17,13 @@ use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::options::Retention;
 
-/// What a retention removed, or would remove.
+/// The files and snapshots that a retention removed, or would remove.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PruneReport {
     /// The snapshots that go.
     pub snapshots: Vec<SnapshotInfo>,
-    /// The snapshots that no rule keeps, but a reader.
+    /// The snapshots that no rule keeps, but a reader does.
     pub held: Vec<SnapshotId>,
     /// The files that go, with their lengths in bytes. Segments of the log may be used again.
     pub files: Vec<(FileName, u64)>,
@@ -37,16 +37,19 @@ impl PruneReport {
     }
 }
 
-/// What is kept, with the disk that it lies on: enough to say what may go of it, whether the store is open or not.
+/// A catalog with the disk that it describes: enough to say what may go, whether the store is open or not.
 pub(crate) struct Subject<'a> {
     pub disk: &'a dyn Disk,
+    /// The snapshots, tables and files that are kept.
     pub catalog: &'a Catalog,
-    /// The segment that takes frames.
+    /// The segment that takes frames: it never goes.
     pub current_segment: u64,
 }
 
 impl Snapshots {
-    /// Phase 6, the record of it: every verified snapshot that stays, and whether the log after it does.
+    /// The record of phase 6: every verified snapshot that stays, and whether the log after it does.
+    ///
+    /// Returns when a seal that says so is synced. Only such a record licenses recycling (I7).
     pub fn record(
         &self,
         catalog: &Catalog,
@@ -62,8 +65,8 @@ impl Snapshots {
         self.log.record_verified(record.collect())
     }
 
-    /// Phases 6 (the record of it) and 7. While pages are cold only the record: where an image turns out damaged, an
-    /// older snapshot and more log can stand in for it.
+    /// The record of phase 6, and phase 7. While a page is unloaded only the record: if an image turns
+    /// out damaged, an older snapshot and more log can stand in for it.
     pub fn retain(&self, catalog: &mut Catalog) -> Result<()> {
         if self.applier.unloaded().is_any() {
             return self.record(catalog, catalog.floor, |_| true);
@@ -71,9 +74,11 @@ impl Snapshots {
         self.prune(catalog, &self.retention).map(drop)
     }
 
-    /// What `prune` would remove. It waits for no snapshot: what one that is being taken writes is left out.
+    /// Says what `prune` would remove. It waits for no snapshot: files that are being written for one are
+    /// left out.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let latest = self.catalog.latest();
+        // A copy of the catalog: the lock on it may be held for as long as a snapshot takes.
         let mut pruned = self.subject(&latest.catalog).would_prune(retention)?;
         pruned.files.retain(|(file, _)| match file {
             FileName::Pages(number) | FileName::Table(number) => *number < latest.next_file,
@@ -82,69 +87,97 @@ impl Snapshots {
         Ok(pruned)
     }
 
-    /// Removes what nothing needs: first the record of it, then manifests, log, images. Each step is durable
-    /// before the next, so that whatever can still be found is whole: a manifest, or a batch that names images.
+    /// Removes what nothing needs: first the record of it, then manifests, log, images. Each step is
+    /// durable before the next, so that what can still be found is whole: a manifest has its log and its
+    /// images, a batch its images.
     pub fn prune(&self, catalog: &mut Catalog, retention: &Retention) -> Result<PruneReport> {
-        // What is not verified stands in for nothing (I7).
+        // I7: a snapshot that is not verified stands in for no other.
         self.verify(catalog)?;
+        assert!(catalog.snapshots.values().all(|kept| kept.info.verified)); // I7
+        // A batch that is refused removes its own file. Held off meanwhile, it cannot take one away that
+        // the plan has listed.
         let files = catalog.files.clone();
         let _none_goes = files.hold_removals();
-        // I8: what a reader holds stays, and nobody begins to read what is going until all of it is gone.
+        // I8: what a reader holds stays, and no reader begins at what is going until all of it is gone.
         let mut going = Vec::new();
         let (plan, pruned) = self.subject(catalog).plan(retention, &mut |id| {
+            // The lock is kept until all is gone: a reader that begins meanwhile would find half of it.
             let lock = self.disk.try_retire(id)?;
             let is_free = lock.is_some();
             going.extend(lock);
             Ok(is_free)
         })?;
-        // 1. The floor and the list, in a seal that is synced. Before it nothing has gone, and a crash finds the
-        //    older floor with all that it needs; from it on nothing starts below the new one, so that no crash in
-        //    2 to 4 leaves a start of which something is gone. Only a record that is durable licenses recycling, too: a
-        //    manifest that a lost rename takes away must not have cost us the one before.
+        // 1. The floor and the list, in a seal that is synced. Before it nothing has gone, and a crash
+        //    finds the older floor with all that it needs. From it on nothing starts below the new one,
+        //    so no crash in 2 to 4 leaves a start with a part missing. Only a durable record licenses
+        //    recycling, too (I7): a manifest whose rename a power cut takes away must not have cost us
+        //    the one before.
+        // The floor never goes back: below it files may be missing already.
         let floor = catalog.floor.max(plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0));
         self.record(catalog, floor, |id| plan.snapshots.contains(id))?;
         let _phase = phases::enter(Phase::Recycle);
         catalog.floor = floor;
         catalog.snapshots.retain(|id, _| plan.snapshots.contains(id));
+        // A replay from the new floor on meets no restore before it.
         catalog.tables.retain(|_, table| is_needed(table.restored_at, &plan));
         if catalog.unread.is_some_and(|unread| floor.is_some_and(|floor| floor >= unread)) {
+            // All that could need files which nothing names lies below the floor now.
             catalog.unread = None;
         }
-        // 2. Manifests: one that is found still has its log and its images. One that stays though it is not known any
-        //    more would come back with the next open, when what it needs is gone.
-        self.remove_all(Folder::Snapshots, &pruned).map_err(|error| self.poison.set(error))?;
-        // 3. Segments: a batch that is found still has its images. 4. Images and tables.
         let segments: Vec<u64> = pruned
             .files
             .iter()
             .filter_map(|(file, _)| if let FileName::Segment(number) = file { Some(*number) } else { None })
             .collect();
+        self.check_plan(catalog, &plan, &segments);
+        // 2. Manifests. Gone after their log or images, one that a crash spared would name what is
+        //    missing. A failure poisons: a manifest that stays, and that the catalog does not know any
+        //    more, would come back with the next open, when what it needs is gone.
+        self.remove_all(Folder::Snapshots, &pruned).map_err(|error| self.poison.set(error))?;
+        // 3. Segments: before images, so that a batch which a crash spared still finds the images that it
+        //    names.
         self.pool.recycle(&segments)?;
+        // 4. Images and tables.
         files.recycled(floor.unwrap_or_default());
         self.remove_all(Folder::Pages, &pruned)?;
         Ok(pruned)
     }
 
+    /// Asserts that nothing goes that a kept snapshot needs (I8): the catalog is what stays, `segments`
+    /// are what goes.
+    fn check_plan(&self, catalog: &Catalog, plan: &RetentionPlan, segments: &[u64]) {
+        let Some(newest) = segments.iter().max() else { return };
+        let redo = plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0);
+        assert!(redo <= catalog.floor); // I8: the record, which is durable, says that nothing starts below.
+        assert!(*newest < self.log.current_segment()); // I8: frames enter the current segment.
+        // I8: each start keeps the segment in which its replay begins, and all after it.
+        let mut starts = catalog.snapshots.values().filter(|kept| catalog.reaches(kept));
+        assert!(starts.all(|kept| *newest < kept.redo.segment));
+    }
+
+    /// Removes the files of a folder that go, and syncs it: the next step must not outrun these on the disk.
     fn remove_all(&self, folder: Folder, pruned: &PruneReport) -> Result<()> {
         let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
         files().try_for_each(|file| self.disk.remove(file))?;
+        // A folder from which nothing went needs no sync.
         if files().next().is_some() { self.disk.sync_folder(folder) } else { Ok(()) }
     }
 
+    /// The catalog with its disk, for the rules.
     fn subject<'a>(&'a self, catalog: &'a Catalog) -> Subject<'a> {
         Subject { disk: &*self.disk, catalog, current_segment: self.log.current_segment() }
     }
 }
 
 impl Subject<'_> {
-    /// What would go.
+    /// Says what would go.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         let (_, pruned) = self.plan(retention, &mut |id| self.disk.is_held(id).map(|is_held| !is_held))?;
         Ok(pruned)
     }
 
-    /// What stays, and what goes; `is_free` says whether no reader holds a snapshot, or the log's beginning, which has
-    /// number 0.
+    /// Says what stays, and what goes. `is_free` says whether no reader holds a snapshot, or the log's
+    /// beginning, which has number 0.
     fn plan(
         &self,
         retention: &Retention,
@@ -152,25 +185,30 @@ impl Subject<'_> {
     ) -> Result<(RetentionPlan, PruneReport)> {
         let Self { catalog, .. } = *self;
         let log = self.log_on_disk()?;
-        let (now, nobody) = (unix_ms(), BTreeSet::new());
-        let wanted = plan(&catalog.snapshots, retention, &log, now, &nobody, false);
-        // A snapshot that a name keeps may lose the log behind it, which its reader may be following.
+        let (now, no_reader) = (unix_ms(), BTreeSet::new());
+        // Planned twice: first without readers, to know which snapshots a reader must be asked about.
+        // Asked about all, each prune would try a lock a snapshot.
+        let wanted = plan(&catalog.snapshots, retention, &log, now, &no_reader, false);
+        // A snapshot that a name keeps may lose the log after it, which its reader may be following.
         let mut held = BTreeSet::new();
         for (id, _) in catalog.snapshots.iter().filter(|(_, kept)| wanted.takes_from(kept, &log)) {
+            // I8: it stays, with the log after it, until its reader has gone.
             if !is_free(*id)? {
                 held.insert(*id);
             }
         }
         let beginning_held = !is_free(SnapshotId(0))?;
         let mut plan = plan(&catalog.snapshots, retention, &log, now, &held, beginning_held);
-        // A reader may begin at a link, too, that is there only for those which follow it, or that a crash left behind.
-        // What that needs is not known any more: until the reader has gone, all stays.
+        // A reader may also have begun at a link that is there only for the snapshots which follow it, or
+        // that a crash left. The catalog does not know any more what that reader needs: until it has
+        // gone, all stays.
         for id in self.links_alone()? {
             if !is_free(id)? {
                 plan =
                     RetentionPlan { snapshots: catalog.snapshots.keys().copied().collect(), log_from: None };
             }
         }
+        // Kept by no rule, and held by no reader.
         let gone = catalog.snapshots.values().filter(|kept| !plan.snapshots.contains(&kept.info.id));
         let snapshots = gone.map(|kept| kept.info.clone()).collect();
         let files = self.unneeded_files(&plan, &log)?;
@@ -178,32 +216,37 @@ impl Subject<'_> {
         Ok((plan, PruneReport { snapshots, held, files }))
     }
 
-    /// The files that nothing needs which stays: in the order of their removal.
+    /// Lists the files that no kept snapshot, table or frame needs, in the order of their removal.
     fn unneeded_files(&self, plan: &RetentionPlan, log: &LogOnDisk) -> Result<Vec<(FileName, u64)>> {
         let Self { catalog, .. } = *self;
         let kept = || catalog.snapshots.values().filter(|kept| plan.snapshots.contains(&kept.info.id));
+        // A snapshot needs its own link, and all that it follows down to its base (I8).
         let links: BTreeSet<SnapshotId> =
             kept().flat_map(|kept| kept.links.iter().copied().chain([kept.info.id])).collect();
+        // A table goes when no kept replay comes to its restore.
         let tables = || catalog.tables.iter().filter(|(_, table)| is_needed(table.restored_at, plan));
+        // Images that a kept snapshot or a kept table names (I8).
         let named: BTreeSet<u64> = kept()
             .flat_map(|kept| kept.files.keys())
             .chain(tables().flat_map(|(_, table)| &table.files))
             .copied()
             .collect();
-        // What could not be read goes with the ones of its age: until then it is evidence.
+        // A manifest that could not be read goes with the ones of its age: until then it is evidence.
         let settled = kept().filter(|kept| plan.log_from.is_some_and(|from| kept.redo.lsn >= from.1));
         let settled = settled.map(|kept| kept.info.id).min();
         let mut files = self.lens(Folder::Snapshots, |file| match file {
             FileName::Manifest(number) => {
                 let id = SnapshotId(number);
+                // Older than every snapshot that can be started from.
                 let is_old = settled.is_some_and(|settled| id < settled);
                 !links.contains(&id) && (is_old || catalog.snapshots.contains_key(&id))
             }
             _ => false,
         })?;
+        // Images go only if log may go, too: a frame of the log may name them.
         let (bound, redo) = plan.log_from.unwrap_or_default();
         if plan.log_from.is_some() {
-            // What could not be read may need anything that was there before this run.
+            // A manifest or table that could not be read may need any file that was there before this run.
             let unread = catalog.unread.is_some_and(|unread| redo < unread);
             let first = if unread { catalog.files.first() } else { 0 };
             let mut pages = self.lens(Folder::Pages, |file| match file {
@@ -214,7 +257,7 @@ impl Subject<'_> {
             let next_file = kept().map(|kept| kept.next_file).max().unwrap_or(1);
             let highest = pages.iter().filter_map(|(file, _)| number(*file)).max();
             pages.retain(|(file, _)| match *file {
-                // Only while it is there, or a manifest says so, is its number known to be taken.
+                // The number is known to be taken only while the file is there, or once a manifest says so.
                 FileName::Pages(number) if Some(number) == highest && number >= next_file => false,
                 FileName::Pages(number) => {
                     !named.contains(&number) && !catalog.files.is_for_batch(number, redo)
@@ -224,11 +267,12 @@ impl Subject<'_> {
             });
             files.extend(pages);
         }
+        // Only segments before the one in which the oldest kept replay begins.
         files.extend(log.segments.range(..bound).map(|(number, len)| (FileName::Segment(*number), *len)));
         Ok(files)
     }
 
-    /// The manifests on disk that are no snapshots of their own any more.
+    /// Lists the manifests on disk that are no snapshots of their own any more.
     fn links_alone(&self) -> Result<Vec<SnapshotId>> {
         let names = self.disk.list(Folder::Snapshots)?;
         let ids = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
@@ -238,6 +282,7 @@ impl Subject<'_> {
         Ok(ids.filter(|id| !self.catalog.snapshots.contains_key(id)).collect())
     }
 
+    /// Lists the segments on disk, with the rules' other facts about the log.
     fn log_on_disk(&self) -> Result<LogOnDisk> {
         let segments = self.lens(Folder::Log, |file| matches!(file, FileName::Segment(_)))?;
         let segments = segments.into_iter().filter_map(|(file, len)| match file {
@@ -251,14 +296,14 @@ impl Subject<'_> {
         })
     }
 
-    /// The files of a folder that are wanted, with their lengths in bytes.
+    /// Lists the wanted files of a folder, with their lengths in bytes.
     fn lens(&self, folder: Folder, wanted: impl Fn(FileName) -> bool) -> Result<Vec<(FileName, u64)>> {
         let names = self.disk.list(folder)?;
         let files =
             names.iter().filter_map(|name| FileName::parse(folder, name)).filter(|file| wanted(*file));
         let len = |file| match self.disk.open(file, false) {
             Ok(open) => open.len().map(|len| Some((file, len))),
-            // Of a snapshot that was just given up.
+            // It was there when the folder was listed: a snapshot was just given up.
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         };
@@ -274,7 +319,7 @@ fn number(file: FileName) -> Option<u64> {
     }
 }
 
-/// Whether replay from what stays may pass a restore.
+/// Whether replay from what stays may pass a restore, and so need its table.
 fn is_needed(restored_at: Lsn, plan: &RetentionPlan) -> bool {
     plan.log_from.is_none_or(|(_, redo)| restored_at > redo)
 }

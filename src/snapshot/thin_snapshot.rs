@@ -1,11 +1,14 @@
 //! Snapshots on a full disk: pages that were deleted give their space back, though no image can be written.
 //!
-//! A snapshot writes an image of each page that changed. Where there is no space for them, the images of deleted pages
-//! would stay for good: the newest snapshot names them. So a *thin* one takes its place first. It begins where that one
-//! begins, says which pages are gone since, and writes no image: a few bytes a page, for which the reserve has space. The
-//! log goes on from where it was needed before; replay leaves out what it says of those pages.
+//! A snapshot writes an image of each page that changed. Without space for them, the images of deleted
+//! pages would stay for good, because the newest snapshot names them. So a *thin* snapshot takes its
+//! place first. It begins where the newest one begins, says which pages are gone since, and writes no
+//! image: a few bytes a page, for which the reserve has space. The log goes on from where it was needed
+//! before; replay leaves out what it says of those pages.
 //!
-//! A crash here leaves what one in the publication of any snapshot leaves.
+//! It counts as the snapshot whose place it takes: were both kept, nothing would come back.
+//!
+//! A crash here leaves what a crash in the publication of any snapshot leaves.
 
 use std::sync::Arc;
 
@@ -20,19 +23,21 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
 impl Snapshots {
-    /// Takes a snapshot; where there is no space for it, once more when deleted pages have given theirs back.
+    /// Takes a snapshot. Without space for it, takes it once more when deleted pages have given theirs back.
     pub(super) fn with_space(
         &self,
         catalog: &mut Catalog,
         wanted: SnapshotRequest,
         take: impl Fn(&mut Catalog, SnapshotRequest) -> Result<SnapshotInfo>,
     ) -> Result<SnapshotInfo> {
+        // Tried in full first: a thin snapshot is one more link that replays follow.
         match take(catalog, wanted.clone()) {
             Err(full @ Error::DiskFull { .. }) => match self.give_back(catalog) {
+                // With less space than before the failure: no image is written again only to empty a file.
                 Ok(true) => take(catalog, SnapshotRequest { spare: true, ..wanted }),
                 Ok(false) => Err(full),
                 Err(error) if error.is_passing() => {
-                    tracing::warn!(%error, "what deleted pages take on disk cannot be given back as yet");
+                    tracing::warn!(%error, "the space of deleted pages cannot be given back as yet");
                     Err(full)
                 }
                 Err(error) => Err(self.heard(error)),
@@ -41,45 +46,53 @@ impl Snapshots {
         }
     }
 
-    /// Gives back what only deleted pages need. Returns whether anything went.
+    /// Gives back the space that only deleted pages need. Returns whether any file went.
     fn give_back(&self, catalog: &mut Catalog) -> Result<bool> {
-        // Where an image of a cold page turns out damaged, what is older can stand in for it.
+        // If the image of an unloaded page turns out damaged, an older snapshot can stand in for it.
         if self.applier.unloaded().is_any() {
             return Ok(false);
         }
+        // What it replaces goes only after it is verified (I7): `prune` sees to that.
         self.pool.with_surplus(|| self.write_thin(catalog))?;
         let pruned = self.prune(catalog, &self.retention);
         self.catalog.tell(catalog);
         Ok(!pruned?.files.is_empty())
     }
 
-    /// Publishes a snapshot that says which pages of the newest one are gone, if a file is there for them alone.
+    /// Publishes a snapshot that says which pages of the newest one are gone, if a file is there for them
+    /// alone. Files hold many images, so without such a file it would give nothing back.
     fn write_thin(&self, catalog: &mut Catalog) -> Result<()> {
+        // `None` if the chain of links would become too long.
         let Some((previous, previous_crc)) = catalog.known.newest_link() else { return Ok(()) };
+        // A snapshot that a scrub found damaged is no place to begin at again.
         let newest = catalog.snapshots.get(&previous).filter(|kept| kept.holds);
         let Some(RetainedSnapshot { redo, info, .. }) = newest else { return Ok(()) };
+        // Its `redo` stays: no image is written, so the log from there on is still needed.
         let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);
-        // Whatever came before a restore is gone with it, and no snapshot reaches across.
+        // A restore replaced everything since. What came before it is gone, and no snapshot reaches across.
         if catalog.tables.values().any(|table| table.restored_at > redo.lsn) {
             return Ok(());
         }
         let gone = self.gone(catalog)?;
+        // It costs a manifest, and a link that replays follow: not for nothing.
         if !catalog.known.has_file_of(&gone) {
             return Ok(());
         }
+        // After the look at the pages: if a page is deleted in between, replay from `redo` meets its delete.
         let end = self.end()?;
         let mut tombstones = self.tombstones_after(redo.lsn, previous, newest_end)?;
-        // Any batch will do from the one that deleted a page on: its number is never used again.
+        // Any batch from the delete on will do: the page's number is never used again.
         tombstones.extend(gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }));
         tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
         let End { point, root, next_page, epoch_high, .. } = end;
+        // No file is taken for it.
         let next_file = catalog.files.next_number();
         let manifest = Manifest {
             kind: ManifestKind::Change { previous, previous_crc },
             store: self.store,
             snapshot: SnapshotId(catalog.next_snapshot),
             name: None,
-            // The age that it has for retention.
+            // For retention it is as old as the snapshot whose place it takes.
             created_unix_ms,
             redo,
             end: point.lsn,
@@ -93,9 +106,11 @@ impl Snapshots {
         };
         // From here on the number is taken, whatever happens: a name is never used for two contents.
         catalog.next_snapshot += 1;
+        // As any snapshot's: the log is durable up to its end first (I7).
         let published = self.publish_all(None, &manifest, 1)?;
         let crc = published.header_crc;
         let (sums, before) = catalog.known.advance_by_change(&manifest, crc, previous);
+        // None of the images is its own.
         let kept = RetainedSnapshot::new(&manifest, |_| false, sums, before, crc, false);
         let id = kept.info.id;
         tracing::info!(
@@ -107,10 +122,11 @@ impl Snapshots {
         Ok(())
     }
 
-    /// The pages of the newest snapshot that were deleted.
+    /// Finds the pages of the newest snapshot that were deleted.
     fn gone(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
         let changed = self.applier.turn(|turn| Ok(beginning(turn).changed))?;
         let mut gone = Vec::new();
+        // Some at a time: a turn is a time in which no batch is applied.
         for pages in changed.chunks(LOOK_PAGES) {
             let (known, pages) = (catalog.known.clone(), Arc::new(pages.to_vec()));
             let looked_at = pages.clone();
@@ -122,8 +138,10 @@ impl Snapshots {
         Ok(gone)
     }
 
-    /// What the newest snapshot says of pages that were deleted while it was taken: replay will meet them again.
+    /// The tombstones that the newest snapshot has of pages deleted while it was taken. Replay from the
+    /// same `redo` will meet batches of those pages again, and must know that they are gone.
     fn tombstones_after(&self, redo: Lsn, newest: SnapshotId, newest_end: Lsn) -> Result<Vec<Tombstone>> {
+        // An exact snapshot was taken in one moment: no page was deleted meanwhile.
         if newest_end == redo {
             return Ok(Vec::new());
         }

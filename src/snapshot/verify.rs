@@ -1,14 +1,16 @@
 //! Phase 6: what published snapshots wrote is read back.
 //!
-//! A snapshot is durable when it is published: a crash starts from it. What it takes the place of stays until all
-//! that it wrote was read back past the cache (I7), which takes about as long as writing it, and need not be waited
-//! for. Snapshots are read back in the order in which they were published, for each shares images with those before.
+//! A snapshot is durable when it is published: a crash starts from it. The snapshot that it replaces
+//! stays until all that the new one wrote was read back past the cache (I7). That takes about as long as
+//! writing it, and a caller that wants durability need not wait for it. Snapshots are read back in the
+//! order of their publication, because each shares images with those before.
 //!
-//! Who holds the lock on what is kept may wait for what is being read back, and not the other way round: so the
-//! thread proves first, and says so later.
+//! A thread that holds the catalog's lock may wait for the thread that reads back, and not the other way
+//! round. So that thread proves first, and takes the lock only to say so: holding both, the two would
+//! wait for each other.
 //!
-//! A crash here leaves a snapshot that no frame records as verified: the next open loads all of it, and publishes it
-//! anew.
+//! A crash here leaves a snapshot that no frame records as verified: the next open loads all of it, and
+//! publishes it anew.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,27 +27,35 @@ use crate::catalog::{Catalog, CatalogGuard, SnapshotInfo};
 use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 
-/// So many snapshots wait to be verified; who publishes one more verifies them first. What they wrote takes memory.
+/// How many snapshots may wait to be verified. A caller that publishes one more verifies them first: the
+/// memory of what they wrote is bounded by this.
 const UNVERIFIED_MAX: usize = 2;
 
 /// Published snapshots that are not verified yet.
 #[derive(Default)]
 pub(crate) struct UnverifiedSnapshots {
+    /// Snapshots that wait, and whether a thread attends to them.
     queue: Mutex<VerifyQueue>,
-    /// Those that hold, and whose record does not say so yet. Held while any is read back.
+    /// Snapshots that were read back, and that the catalog does not call verified yet. Held while any is
+    /// read back.
     proven: Mutex<Vec<SnapshotId>>,
+    /// The thread that reads back, or the last one that did.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// What a published snapshot wrote. Of each page it takes some 200 bytes of memory, until all is read back.
+/// The files of a published snapshot. It takes some 200 bytes of memory a page, until all is read back.
 pub(crate) struct WrittenSnapshot {
     pub snapshot: SnapshotId,
+    /// The manifest, with the bytes that it should have.
     pub manifest: PublishedFile,
+    /// The image files, with what they should have; `None` if the snapshot wrote none.
     pub images: Option<ImageWriters>,
 }
 
 impl WrittenSnapshot {
     /// Reads it back past the cache (I7). Older images were read back for the snapshots that wrote them.
+    ///
+    /// Past the cache, because the cache has the bytes that were written, whatever the disk did with them.
     fn check(&self) -> Result<()> {
         self.manifest.check()?;
         self.images.iter().try_for_each(ImageWriters::verify)
@@ -54,17 +64,20 @@ impl WrittenSnapshot {
 
 #[derive(Default)]
 struct VerifyQueue {
-    /// What they wrote, in the order in which they were published.
+    /// Snapshots that wait to be read back, in the order of their publication.
     written: VecDeque<WrittenSnapshot>,
-    /// Whether a thread looks here again before it ends.
+    /// Whether a thread looks here again before it ends. Under one lock with the queue: a snapshot that
+    /// is pushed as the thread ends would otherwise wait for the next one.
     is_attended: bool,
 }
 
 impl UnverifiedSnapshots {
+    /// A snapshot was published. Until it is verified it licenses nothing.
     pub fn push(&self, written: WrittenSnapshot) {
         self.queue.lock().written.push_back(written);
     }
 
+    /// How many wait to be read back.
     fn len(&self) -> usize {
         self.queue.lock().written.len()
     }
@@ -74,19 +87,21 @@ impl UnverifiedSnapshots {
         join(self.thread.lock().take());
     }
 
-    /// Reads back what there is. More may be published meanwhile.
+    /// Reads back the snapshots that wait. More may be published meanwhile.
     fn read_back(&self, proven: &mut Vec<SnapshotId>) -> Result<()> {
         loop {
             let Some(written) = self.queue.lock().written.pop_front() else { return Ok(()) };
             if let Err(error) = written.check() {
                 self.queue.lock().written.push_front(written);
                 return Err(error);
+                // It stays the first in the queue: none after it may be called verified before it.
             }
             proven.push(written.snapshot);
         }
     }
 }
 
+/// Waits for a thread to end. Its panic has poisoned the store.
 fn join(thread: Option<JoinHandle<()>>) {
     if thread.is_some_and(|thread| thread.join().is_err()) {
         tracing::error!("a thread that verified snapshots panicked");
@@ -94,19 +109,22 @@ fn join(thread: Option<JoinHandle<()>>) {
 }
 
 impl Snapshots {
-    /// Takes a snapshot as far as it is durable, and has the rest done behind the caller's back.
+    /// Takes a snapshot until it is durable, and leaves verifying and recycling to a thread.
     pub fn take_unverified(
         self: &Arc<Self>,
         mut catalog: CatalogGuard<'_>,
         wanted: SnapshotRequest,
     ) -> Result<SnapshotInfo> {
+        // Under the catalog's lock: of two callers only one finds the last place.
         if self.unverified.len() >= UNVERIFIED_MAX {
             self.finish(&mut catalog)?;
         }
         let info = self.with_space(&mut catalog, wanted, |catalog, wanted| {
             self.take_then(catalog, wanted, |_| Ok(()))
         })?;
+        // The thread needs the lock to say what it proved.
         drop(catalog);
+        // One thread at a time. It looks at the queue again before it ends, so it will come to this snapshot.
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
             return Ok(info);
         }
@@ -114,10 +132,11 @@ impl Snapshots {
         let thread = thread::Builder::new().name("remanent-verify".to_owned()).spawn(move || {
             let thread = "thread that verifies snapshots";
             let _poisons = PanicPoisons { poison: snapshots.poison.clone(), thread };
+            // A panic must not leave snapshots waiting in silence: it poisons.
             snapshots.attend();
         });
         match thread {
-            // The one before has ended, or is about to.
+            // The thread before has ended, or is about to: it has given up `is_attended`.
             Ok(thread) => join(self.unverified.thread.lock().replace(thread)),
             Err(error) => {
                 tracing::warn!(%error, "the next snapshot verifies this one, too");
@@ -127,11 +146,12 @@ impl Snapshots {
         Ok(info)
     }
 
-    /// Does phases 6 and 7 as long as there is anything to do, and lets others take snapshots while it reads.
+    /// Does phases 6 and 7 as long as any snapshot waits. Others may take snapshots while it reads.
     fn attend(&self) {
         loop {
             let proven = self.unverified.read_back(&mut self.unverified.proven.lock());
             let finished = match proven {
+                // Recorded and recycled by the same thread, in the order of publication.
                 Ok(()) => self.finish(&mut self.catalog.lock_patiently()),
                 Err(error) if error.is_passing() => Err(error),
                 Err(error) => Err(self.poison.set(error)),
@@ -140,7 +160,7 @@ impl Snapshots {
                 tracing::error!(%error, "a snapshot that is published cannot be verified");
             }
             let mut queue = self.unverified.queue.lock();
-            // Where it failed for a shortage, the next snapshot verifies this one, too.
+            // After a shortage the next snapshot verifies this one, too.
             if queue.written.is_empty() || finished.is_err() {
                 queue.is_attended = false;
                 return;
@@ -158,10 +178,12 @@ impl Snapshots {
         }
     }
 
-    /// Phase 6. When it returns, every snapshot that is kept is verified.
+    /// Phase 6. When it returns, every snapshot of the catalog is verified, so that any of them may
+    /// license recycling (I7).
     pub fn verify(&self, catalog: &mut Catalog) -> Result<()> {
         let mut proven = self.unverified.proven.lock();
         self.unverified.read_back(&mut proven)?;
+        // A snapshot that the catalog does not have any more needs no mark.
         for snapshot in proven.drain(..) {
             if let Some(kept) = catalog.snapshots.get_mut(&snapshot) {
                 kept.info.verified = true;

@@ -1,7 +1,8 @@
 //! Scrubs of the store's own accord: a thread that waits, reads at a pace, and waits again.
 //!
-//! A full disk, or no memory, is told in the store's stats, and the next scrub finds the same damage. Every
-//! other failure has poisoned the store, and ends the thread. When the store closes, the pass is given up.
+//! After a full disk, or a lack of memory, the store's stats tell of it, and the next scrub finds the
+//! same damage. Every other failure has poisoned the store, and ends the thread. When the store closes,
+//! the pass is given up.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,18 +15,19 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::{Instant, Mutex};
 use crate::error::{Error, Result};
 
-/// The thread.
+/// The thread for scrubs, as the store holds it.
 pub(crate) struct Scrubber {
     scrub: Arc<Scrub>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Scrubber {
-    /// Starts it, if there is an interval.
+    /// Starts the thread, if there is an interval.
     pub fn start(scrub: Arc<Scrub>, interval: Option<Duration>) -> Result<Self> {
         let thread = match interval {
             Some(interval) => {
                 let poison = scrub.snapshots.poison.clone();
+                // A panic must show: otherwise the store would go on unscrubbed in silence.
                 let poisons = PanicPoisons { poison, thread: "thread for scrubs" };
                 let thread = thread::Builder::new().name("remanent-scrub".to_owned());
                 let scrub = scrub.clone();
@@ -44,7 +46,8 @@ impl Scrubber {
         Ok(Self { scrub, thread: Mutex::new(thread) })
     }
 
-    /// Ends the thread; what it is reading is given up. A snapshot that it is taking must be called off before.
+    /// Ends the thread; the pass that it is reading is given up. A snapshot that it is taking must be
+    /// called off before.
     pub fn stop(&self) {
         self.scrub.pace.call_off();
         if let Some(thread) = self.thread.lock().take()
@@ -54,14 +57,21 @@ impl Scrubber {
         }
     }
 }
+/// The life of the thread. The interval counts from the begin of one pass to that of the next.
 
+/// The life of the thread. The interval counts from the begin of one pass to that of the next.
+///
+/// A pass reads at a pace, so that it takes no more of the disk than it was given; a store that closes
+/// calls it off.
 fn live(scrub: &Scrub, interval: Duration) {
     let pace = &scrub.pace;
+    // The first pass comes an interval after the open.
     let mut began = Instant::now();
     while pace.rest(began.checked_add(interval)).is_ok() {
         began = Instant::now();
         match scrub.run(pace, SnapshotRequest { paced: true, ..SnapshotRequest::default() }) {
             Ok(_) => {}
+            // Nothing was changed. Damage is still there for the next pass, and a shortage passes.
             Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
                 tracing::warn!(%error, "a scrub failed; it is tried again later");
             }

@@ -1,23 +1,24 @@
 //! Scrubbing: what lies on disk is read, past the cache, while there is still a memory to mend it from.
 //!
-//! A page that never changes is written once and read at the next open, perhaps years later; all snapshots
-//! share its image. If that has rotten meanwhile, the open is refused, and the bytes are gone with the process
-//! that had them. So a scrub reads STORE, both copies of every link, the log from the oldest start to its last
-//! durable batch, and every image that one of these names ([`pass`]). Commits and snapshots go on.
-//!
+//! A page that never changes is written once and read at the next open, perhaps years later; all
+//! snapshots share its image. If that has rotten meanwhile, the open is refused, and the bytes are gone
+//! with the process that had them. So a scrub reads STORE, both copies of every link, the log from the
+//! oldest start to its last durable batch, and every image that one of these names ([`pass`]). Commits
+//! and snapshots go on.
 //! | damaged | what is done |
 //! |---|---|
 //! | STORE | written anew |
 //! | one copy of a link | both are written anew |
 //! | both copies of a link | the next snapshot follows none, and names all pages |
 //! | an image | no snapshot names it again: the next one gathers its page |
-//! | the log, a restore's table, an image that a batch names | recovery begins behind it |
+//! | the log, a restore's table, an image that a batch names | recovery begins after it |
 //!
-//! For the last three a snapshot is taken. A snapshot that needs what is damaged counts as none from then on
-//! ([`RetainedSnapshot::holds`](crate::catalog::RetainedSnapshot::holds)), so that it displaces no sound one and goes as soon as there
-//! are enough of these, unless its name keeps it: then it stays as it is, damage and all.
+//! For the last three a snapshot is taken. A snapshot that needs damaged bytes counts as none from then
+//! on ([`RetainedSnapshot::holds`](crate::catalog::RetainedSnapshot::holds)). So it displaces no sound
+//! one, and goes as soon as there are enough of these, unless its name keeps it: then it stays as it is,
+//! damage and all.
 //!
-//! Nothing is overwritten and nothing removed for damage: a crash at any point finds what it would have found
+//! Nothing is overwritten and nothing removed for damage. A crash at any point finds what it would have found
 //! without the scrub, or the snapshot that mends it.
 
 mod background;
@@ -40,17 +41,17 @@ use crate::catalog::{Catalog, RetainedSnapshot};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// What a scrub read, and what it found.
+/// What a scrub read, and the damage that it found.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ScrubReport {
-    /// Images read.
+    /// Images that were read.
     pub images: u64,
-    /// Bytes of these, as they are stored.
+    /// Bytes of these images, as they are stored.
     pub image_bytes: u64,
-    /// Batches of the log read.
+    /// Batches of the log that were read.
     pub batches: u64,
-    /// Bytes of their frames.
+    /// Bytes of these batches' frames.
     pub log_bytes: u64,
     /// What is damaged, in the order in which it was found.
     pub damage: Vec<Damage>,
@@ -69,18 +70,18 @@ pub struct ScrubStats {
     pub failed: u64,
     /// Places found damaged by all of them.
     pub damaged: u64,
-    /// What became of the last one; `None` if there was none.
+    /// The outcome of the last one; `None` if there was none.
     pub last: Option<Result<ScrubReport>>,
 }
 
 /// Scrubs a store, one pass at a time.
 pub(crate) struct Scrub {
     snapshots: Arc<Snapshots>,
-    /// What STORE says.
+    /// STORE as memory has it: the damaged file is written anew from this.
     store: StoreFile,
-    /// Of scrubs in the background.
+    /// The pace of scrubs in the background.
     pace: Pace,
-    /// Held by who scrubs.
+    /// Held by the thread that scrubs: one pass at a time.
     running: Mutex<()>,
     stats: Mutex<ScrubStats>,
     ended: Condvar,
@@ -96,7 +97,7 @@ impl Scrub {
         self.stats.lock().clone()
     }
 
-    /// Waits until so many scrubs have ended, well or not.
+    /// Waits until `count` scrubs have ended, well or not.
     pub fn wait_ended(&self, count: u64) {
         let mut stats = self.stats.lock();
         while stats.done + stats.failed < count {
@@ -106,7 +107,7 @@ impl Scrub {
 
     /// Reads everything at this pace, and mends what is damaged.
     pub fn run(&self, pace: &Pace, wanted: SnapshotRequest) -> Result<ScrubReport> {
-        // A caller who waits for the background has it go on at full speed.
+        // A caller that waits for a scrub in the background has it go on at full speed.
         let hurry = (!wanted.paced).then(|| self.pace.hurry());
         let _one_at_a_time = self.running.lock();
         drop(hurry);
@@ -125,6 +126,11 @@ impl Scrub {
         result
     }
 
+    /// Reads everything, and then mends, under the catalog's lock:
+    ///
+    /// 1. Files that memory, or their other copy, has: written anew.
+    /// 2. Snapshots that need damaged bytes: marked, so that none of them stands in for a sound one.
+    /// 3. A snapshot that needs none of it. Taken before 2, retention could keep a damaged one for it.
     fn read_and_mend(&self, pace: &Pace, wanted: SnapshotRequest) -> Result<ScrubReport> {
         self.snapshots.poison.check()?;
         let ScrubFindings { mut scrubbed, store, copies, images, batches } =
@@ -137,7 +143,7 @@ impl Scrub {
         }
         let catalog = &self.snapshots.catalog;
         let mut catalog = if wanted.paced { catalog.lock_patiently() } else { catalog.lock() };
-        // What nobody keeps any more must not come back.
+        // 1. A link that is not kept any more must not come back.
         let is_kept = |link: &Manifest| {
             let mut kept = catalog.snapshots.iter();
             kept.any(|(id, kept)| *id == link.snapshot || kept.links.contains(&link.snapshot))
@@ -147,19 +153,22 @@ impl Scrub {
             error if error.is_passing() => error,
             error => self.snapshots.poison.set(error),
         })?;
-        // Once more: snapshots may have been taken meanwhile, or may have gone.
+        // 2. Surveyed once more: snapshots may have been taken meanwhile, or may have gone.
         let source = DiskSource::past_cache(self.snapshots.disk.clone());
         let survey = Survey::read_as(&source, self.store.clone())?;
+        // Only images that this pass has read can be among them; a snapshot taken meanwhile names none of
+        // these.
         let is_spoilt = |snapshot: &Manifest| {
             let mut named = snapshot.entries.iter().filter_map(|entry| entry.image);
             named.any(|image| images.contains(&(image.file, image.offset)))
         };
         let needs_damaged = |kept: &RetainedSnapshot| {
-            // Replay from its redo passes what is damaged.
+            // Replay from its redo passes the damaged batch.
             batches.iter().any(|lsn| kept.redo.lsn < *lsn)
                 || survey.snapshot(kept.info.id).map_or(true, |snapshot| is_spoilt(&snapshot))
         };
         let spoilt = spoil(&mut catalog, needs_damaged);
+        // 3.
         if spoilt.is_due || !batches.is_empty() {
             let newest = catalog.snapshots.keys().next_back();
             if newest.is_some_and(|newest| survey.chain(*newest).is_err()) {
@@ -168,7 +177,7 @@ impl Scrub {
             let taken =
                 self.snapshots.take_and(&mut catalog, wanted, |catalog| self.snapshots.retain(catalog));
             if taken.is_err() {
-                // The next scrub is to find it all again, when there is room for what mends it.
+                // The next scrub is to find it all again, when there is room for the snapshot that mends it.
                 for (_, kept) in catalog.snapshots.iter_mut().filter(|(id, _)| spoilt.snapshots.contains(id))
                 {
                     kept.holds = true;
@@ -190,15 +199,15 @@ impl Scrub {
     }
 }
 
-/// What a scrub has marked.
+/// The snapshots that a scrub has marked.
 struct Spoilt {
     snapshots: Vec<SnapshotId>,
     /// Whether another snapshot must take the place of one of them.
     is_due: bool,
 }
 
-/// Marks the snapshots that need something damaged. Another one is due in place of the newest, from which recovery
-/// starts, and of one that is kept to start from. A name keeps its snapshot for its own sake.
+/// Marks the snapshots that need damaged bytes. Another one is due in place of the newest, from which
+/// recovery starts, and of one that is kept to start from. A name keeps its snapshot for its own sake.
 fn spoil(catalog: &mut Catalog, needs_damaged: impl Fn(&RetainedSnapshot) -> bool) -> Spoilt {
     let newest = catalog.snapshots.keys().next_back().copied();
     let mut spoilt = Spoilt { snapshots: Vec::new(), is_due: false };

@@ -1,8 +1,9 @@
-//! One pass over what lies on disk: what it should find is fixed when it begins, and read at a pace.
+//! One pass over the files on disk. What it should find is fixed when it begins, and then read at a pace.
 //!
-//! Nothing keeps snapshots from being taken meanwhile, nor what they replace from being recycled. Numbers of
-//! image files are never used again, so a file that is gone was not needed. A segment may hold other bytes by
-//! now: what looks damaged is damaged only if replay could still begin before it.
+//! Meanwhile snapshots are taken, and what they replace is recycled: a pass takes long at its pace, and
+//! must hold nothing up. Numbers of image files are never used again, so a file that is gone was not
+//! needed. A segment may hold other bytes by now: what looks damaged is damaged only if replay could
+//! still begin before it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,11 +25,12 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::{ImageRequest, runs};
 
-/// What a pass has found.
+/// The damage that a pass found.
 #[derive(Default)]
 pub(super) struct ScrubFindings {
+    /// What is told to the caller.
     pub scrubbed: ScrubReport,
-    /// Whether STORE is damaged.
+    /// Whether STORE itself is damaged.
     pub store: bool,
     /// Links of which one copy is damaged.
     pub copies: Vec<Manifest>,
@@ -38,7 +40,7 @@ pub(super) struct ScrubFindings {
     pub batches: Vec<Lsn>,
 }
 
-/// An image to read.
+/// An image that the pass is to read.
 struct ScrubImage {
     image: ImageRef,
     page: PageId,
@@ -47,28 +49,36 @@ struct ScrubImage {
     batch: Option<Lsn>,
 }
 
+/// A pass under way.
 pub(super) struct ScrubPass<'a> {
     snapshots: &'a Snapshots,
+    /// Past the cache: the cache may hold what the medium has lost.
     source: DiskSource,
     pace: &'a Pace,
     began: Instant,
+    /// The segments as they were when the pass began.
     log: LogMap,
     /// The last batch that was durable when the pass began.
     until: Lsn,
-    /// By file and offset.
+    /// The images to read, by file and offset: each once, however many snapshots share it.
     images: BTreeMap<(u64, u64), ScrubImage>,
+    /// The damage so far.
     found: ScrubFindings,
 }
 
 impl<'a> ScrubPass<'a> {
-    /// Reads what says what there is: STORE, links, tables, the headers of segments.
+    /// Reads the files that say what there is: STORE, links, tables, the headers of segments. Under the
+    /// catalog's lock, so that no snapshot goes between the list of it and the look at it.
     pub fn begin(snapshots: &'a Snapshots, store: &StoreFile, pace: &'a Pace) -> Result<Self> {
+        // The pace of the pass counts from here.
         let began = Instant::now();
         let catalog = snapshots.catalog.lock();
         let source = DiskSource::past_cache(snapshots.disk.clone());
         let mut found = ScrubFindings::default();
-        // Before the files are listed: what becomes durable meanwhile may lie in a segment that is not among them.
+        // Asked before the files are listed: a batch that becomes durable meanwhile may lie in a segment
+        // that is not among them, and would look lost.
         let until = snapshots.log.durable();
+        // A damaged STORE hides nothing: memory has what it should say, and all else is read by that.
         let survey = match Survey::read(&source) {
             Ok(survey) if survey.store == *store => survey,
             Err(damage) if damage.file != FileName::Store => return Err(damage.into()),
@@ -78,6 +88,7 @@ impl<'a> ScrubPass<'a> {
                 Survey::read_as(&source, store.clone())?
             }
         };
+        // The survey itself goes: with it, all entries of all links would stay in memory for the whole pass.
         let (log, images) = (survey.log.clone(), BTreeMap::new());
         let mut pass = Self { snapshots, source, pace, began, log, until, images, found };
         pass.read_links(&catalog, &survey);
@@ -85,13 +96,14 @@ impl<'a> ScrubPass<'a> {
         Ok(pass)
     }
 
-    /// Reads the rest.
+    /// Reads the log and the images.
     ///
     /// # Errors
-    /// What the system says where it was short of something: what could not be looked at is not damaged.
+    /// The system's error where it was short of something: what could not be looked at is not damaged.
     pub fn run(mut self) -> Result<ScrubFindings> {
         self.read_log()?;
         self.read_images()?;
+        // Half a pass must not be told as a whole one.
         let damage = &self.found.scrubbed.damage;
         match damage.iter().find(|damage| matches!(damage.defect, Defect::Shortage { .. })) {
             Some(shortage) => Err(shortage.clone().into()),
@@ -99,14 +111,18 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
+    /// Reads both copies of every link that is kept, and notes the images of every kept snapshot.
     fn read_links(&mut self, catalog: &Catalog, survey: &Survey) {
+        // Snapshots share links: each is looked at once.
         let mut seen = BTreeSet::new();
         for kept in catalog.snapshots.values().filter(|kept| kept.holds) {
             match survey.snapshot(kept.info.id) {
                 Ok(snapshot) => self.want_all(&snapshot, None),
                 Err(damage) => self.damaged(damage),
             }
+            // A link that others follow is as needed as their own.
             for link in kept.links.iter().chain([&kept.info.id]) {
+                // A link that cannot be read at all was told with its snapshot above.
                 let Some(Ok((manifest, health))) = survey.links.get(link) else { continue };
                 if seen.insert(*link) && !health.is_whole() {
                     self.copy_damaged(manifest, health);
@@ -115,6 +131,8 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
+    /// Reports the damaged copy of a link. One copy does for an open; this one is mended now, before the
+    /// other one rots, too.
     fn copy_damaged(&mut self, manifest: &Manifest, health: &CopyHealth) {
         let file = FileName::Manifest(manifest.snapshot.0);
         // Both copies are of the same length.
@@ -124,16 +142,20 @@ impl<'a> ScrubPass<'a> {
                 self.damaged(defect.clone().at(file, offset));
             }
         }
+        // The other copy has all of it, so both can be written anew.
         self.found.copies.push(manifest.clone());
     }
 
+    /// Reads the tables that a replay may still come to, and notes their images.
     fn read_tables(&mut self, catalog: &Catalog, store: &StoreFile) {
         let oldest = self.starts(catalog).first().map(|oldest| oldest.lsn);
+        // A table below the oldest start is never read again.
         let is_met = |restored_at| oldest.is_some_and(|oldest| oldest < restored_at);
         for (number, table) in catalog.tables.iter().filter(|(_, table)| is_met(table.restored_at)) {
             match read_manifest(&self.source, FileName::Table(*number), store) {
                 Ok((manifest, _)) => self.want_all(&manifest, Some(table.restored_at)),
                 Err(damage) => {
+                    // Without its table the restore cannot be replayed: recovery must begin after it.
                     self.found.batches.push(table.restored_at);
                     self.damaged(damage);
                 }
@@ -141,44 +163,52 @@ impl<'a> ScrubPass<'a> {
         }
     }
 
+    /// Notes the images of a manifest. `batch` cannot be replayed without them.
     fn want_all(&mut self, manifest: &Manifest, batch: Option<Lsn>) {
         for entry in &manifest.entries {
             let Some(image) = entry.image else { continue };
             let wanted = ScrubImage { image, page: entry.page, len: entry.len, batch };
             let known = self.images.entry((image.file, image.offset)).or_insert(wanted);
+            // Shared by a snapshot and a batch, an image is needed by both: the latest batch decides
+            // where recovery may begin.
             known.batch = known.batch.max(batch);
         }
     }
 
     /// Where replay may begin, in the order of the log.
     fn starts(&self, catalog: &Catalog) -> Vec<LogPoint> {
+        // A segment that is gone was recycled: no replay begins in it.
         let is_there = |point: &LogPoint| {
             let file = FileName::Segment(point.segment);
             DiskSource::new(self.snapshots.disk.clone()).len(file).is_ok_and(|len| len.is_some())
         };
+        // The log's beginning is a start only as long as no floor was recorded.
         let beginning = self.log.beginning().filter(|point| catalog.floor.is_none() && is_there(point));
         let kept = catalog.snapshots.values().filter(|kept| kept.holds && kept.redo.lsn <= self.until);
-        // The log after a snapshot with a name may be kept no longer, and what that names is gone then.
+        // The log after a snapshot with a name may be kept no longer, and the files that it names are
+        // gone then.
         let kept = kept.filter(|kept| catalog.reaches(kept));
         let mut starts: Vec<LogPoint> = beginning.into_iter().chain(kept.map(|kept| kept.redo)).collect();
         starts.sort_unstable_by_key(|point| point.lsn);
         starts
     }
 
-    /// Follows the log from its oldest start; behind damage, from the next one.
+    /// Follows the log from its oldest start; after damage, from the next start.
     fn read_log(&mut self) -> Result<()> {
         let starts = self.starts(&self.snapshots.catalog.lock());
         let mut next = starts.first().copied();
         while let Some(from) = next {
             let Some((at, damage)) = self.walk(from)? else { break };
             let starts = self.starts(&self.snapshots.catalog.lock());
-            // Whatever begins behind it does not need it: it was recycled while it was read.
+            // A start after the damage does not need it: that part was recycled while it was read.
             let is_needed = starts.first().is_some_and(|oldest| oldest.lsn <= at.lsn);
+            // The frame at the break is lost, so replay must begin after it.
             let lost = if is_needed { at.lsn.next() } else { at.lsn };
             if is_needed {
                 self.found.batches.push(lost);
                 self.damaged(damage);
             }
+            // Always further on, so that the walk ends.
             next = starts.into_iter().find(|start| start.lsn >= lost && start.lsn > from.lsn);
         }
         Ok(())
@@ -186,25 +216,32 @@ impl<'a> ScrubPass<'a> {
 
     /// Follows the log from a point. Returns the damage that it meets, and the last point before it.
     fn walk(&mut self, from: LogPoint) -> Result<Option<(LogPoint, Damage)>> {
-        // All of it is durable: what does not hold is damage, never a torn tail.
+        // All of it is durable (I4): a frame that does not hold is damage, never a torn tail.
         let mut walk = match LogWalk::new(&self.source, &self.log, from, self.until) {
             Ok(walk) => walk,
             Err(damage) => return Ok(Some((from, damage))),
         };
         let scrubbed = &mut self.found.scrubbed;
+        // Only up to the last batch that was durable when the pass began: after it the log is still being
+        // written.
         while walk.point().lsn < self.until {
+            // The last point that is proven: damage lies after it.
             let at = walk.point();
             let file = FileName::Segment(at.segment);
+            // An end before that is damage, too.
             let missing = || Defect::Missing.at_lsn(file, at.offset, at.lsn.next());
             let frame = match walk.next().and_then(|frame| frame.ok_or_else(missing)) {
                 Ok(frame) => frame,
                 Err(damage) => return Ok(Some((at, damage))),
             };
             let lsn = frame.header.lsn;
+            // Counted as it is read: the pace goes by it.
             scrubbed.log_bytes += frame.header.frame_len();
             if frame.header.kind == FrameKind::Batch {
                 scrubbed.batches += 1;
+                // Where the damage is told, if the payload does not decode.
                 let here = (FileName::Segment(frame.header.segment), frame.header.offset);
+                // A payload that cannot be decoded is as lost as one that fails its checksum.
                 let ops = match decode_payload(frame.payload) {
                     Ok(ops) => ops,
                     Err(defect) => return Ok(Some((at, defect.at_lsn(here.0, here.1, lsn)))),
@@ -212,6 +249,8 @@ impl<'a> ScrubPass<'a> {
                 for op in ops {
                     if let Op::Image { page, len, image } = op.op {
                         let wanted = ScrubImage { image, page, len, batch: Some(lsn) };
+                        // Images that were written ahead are part of the log: without them their batch
+                        // cannot be replayed.
                         self.images.insert((image.file, image.offset), wanted);
                     }
                 }
@@ -221,10 +260,13 @@ impl<'a> ScrubPass<'a> {
         Ok(None)
     }
 
+    /// Reads the images in the order of their files, each at the pace.
+    /// Images come after the log, because its batches name some of them.
     fn read_images(&mut self) -> Result<()> {
         let wanted =
             |image: &ScrubImage| ImageRequest { page: image.page, len: image.len, image: image.image };
         let mut wanted: Vec<ImageRequest> = self.images.values().map(wanted).collect();
+        // In the order of the files, several at one go.
         for run in runs(&mut wanted) {
             for (image, damage) in run.damaged(&self.source) {
                 self.image_damaged(&image, damage);
@@ -237,14 +279,16 @@ impl<'a> ScrubPass<'a> {
         Ok(())
     }
 
+    /// Reports an image that does not hold, unless its file was recycled meanwhile.
     fn image_damaged(&mut self, image: &ImageRef, damage: Damage) {
         let place = (image.file, image.offset);
         let catalog = self.snapshots.catalog.lock();
         if !catalog.named_files().contains(&image.file) && !catalog.files.is_for_batch(image.file, Lsn(0)) {
             return;
         }
-        // At once, so that a snapshot which is taken before the pass ends does not name it.
+        // At once, so that a snapshot that is taken before the pass ends does not name it.
         let ScrubImage { page, batch, .. } = &self.images[&place];
+        // A shortage says nothing about the image: its page would be written again for nothing.
         if !matches!(damage.defect, Defect::Shortage { .. }) {
             catalog.known.spoil(*page, image);
         }
@@ -253,6 +297,7 @@ impl<'a> ScrubPass<'a> {
         self.damaged(damage);
     }
 
+    /// Notes damage; the caller of the scrub is told of all of it.
     fn damaged(&mut self, damage: Damage) {
         self.found.scrubbed.damage.push(damage);
     }

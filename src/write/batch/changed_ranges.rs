@@ -1,8 +1,8 @@
-//! What a captured page's changes are logged as: ranges where they lie close, single elements where
+//! Captured changes in the form in which they are logged: ranges where they lie close, single elements where
 //! they do not.
 //!
 //! A range costs the log the header of an operation and its padding, and the elements between the changes; an
-//! element by itself costs its index. A masked delta holds its whole range and a mask beside it, so it is never
+//! element by itself costs its index. A masked delta holds its whole range and a mask as well, so it is never
 //! the shortest here.
 
 use std::ops::Range;
@@ -10,17 +10,17 @@ use std::ops::Range;
 use remanent_format::Width;
 use remanent_format::op::OP_HEADER_LEN;
 
-/// What one more range costs the log: an operation's header, and the padding of its body.
+/// The bytes that one more range costs the log: an operation's header, and the padding of its body.
 const RANGE_COST: u64 = OP_HEADER_LEN as u64 + 16;
-/// What an index costs the log, nearly always: one byte.
+/// The bytes that an index costs the log, nearly always: one.
 const INDEX_COST: u64 = 1;
 
-/// Changed elements of a range.
+/// The changed elements of a range.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ElementChanges {
-    /// Ranges of elements.
+    /// Changes as ranges of elements.
     pub runs: Vec<Range<u32>>,
-    /// Single elements, ascending, in none of the ranges.
+    /// Changes as single elements, ascending, in none of the ranges.
     pub elements: Vec<u32>,
 }
 
@@ -30,7 +30,7 @@ impl ElementChanges {
         Self::of(set_bits(bitmap), width)
     }
 
-    /// Reads changed elements, which rise.
+    /// Reads changed elements, which must rise.
     pub fn of(changed_elements: impl Iterator<Item = u32>, width: Width) -> Self {
         let width = width.bytes() as u64;
         let mut changed = Self::default();
@@ -49,7 +49,7 @@ impl ElementChanges {
         changed
     }
 
-    /// Ends a range: it stays one if that is shorter than its changed elements one by one.
+    /// Ends a range. It stays one if that is shorter than its changed elements one by one.
     fn close(&mut self, run: &Range<u32>, first: usize, width: u64) {
         let as_elements = (self.elements.len() - first) as u64 * (width + INDEX_COST);
         if RANGE_COST + run.len() as u64 * width < as_elements {
@@ -79,7 +79,7 @@ fn set_bits(bitmap: &[u8]) -> impl Iterator<Item = u32> {
 mod tests {
     use super::*;
 
-    /// What changed, what of it are ranges, and what elements.
+    /// A case: the changes, and which of them become ranges, and which elements.
     type Row<'a> = (&'a str, Width, Vec<u32>, &'a [(u32, u32)], &'a [u32]);
 
     fn bitmap(elements: impl IntoIterator<Item = u32>, count: u32) -> Vec<u8> {

@@ -1,7 +1,7 @@
-//! Deltas that are born on a device: operations of which only the device has seen the bytes.
+//! Operations with bytes that only the device has seen: deltas that a kernel made.
 //!
-//! Their place in the payload stays blank when the batch is encoded; [`DeviceFill`] says what goes there. The device
-//! fills it, so that the bytes reach the log without passing through the caller's hands.
+//! Their place in the payload stays blank when the batch is encoded; [`DeviceFill`] says what goes there.
+//! The device fills it, so that the bytes reach the log without passing through the caller's hands.
 
 use std::ops::Range;
 
@@ -18,40 +18,39 @@ use crate::error::{Error, Result};
 /// A range of a payload that the device fills.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceFill {
-    /// Its first byte.
+    /// Where the range begins in the payload.
     pub at: usize,
-    /// What goes there.
+    /// Where its bytes come from.
     pub content: FillSource,
 }
 
-/// What goes into a blank.
+/// The source of a blank's bytes.
 #[derive(Clone, Debug)]
 pub(crate) enum FillSource {
-    /// Bytes.
+    /// Bytes as they lie on the device.
     Bytes(Span),
-    /// Indices of which nobody knows yet whether they are different and below the bound; of which operation.
+    /// Indices that may be equal, or not below the bound: the device checks them. `step` is their operation.
     Indices { span: Span, bound: u64, step: usize },
-    /// Single elements of a range.
+    /// Single elements of a range, by their indices.
     Elements { source: Span, width: Width, indices: Vec<u32> },
 }
 
-/// What a capture found to be changed in a part of its page.
+/// The changes that a capture found in a part of its page.
 #[derive(Clone, Debug)]
 pub(crate) struct CapturedPart {
     /// Where the part begins in the page.
     pub offset: u64,
-    /// Its bytes, staged.
+    /// The part's bytes, which are staged.
     pub staged: Span,
-    /// Ranges of it, in bytes.
+    /// Changed ranges of the part, in bytes.
     pub runs: Vec<Range<u64>>,
-    /// Single elements of it.
+    /// Changed elements of the part, outside of these ranges.
     pub elements: Vec<u32>,
 }
 
 impl WriteBatch {
-    /// Replaces as many bytes from `offset` on as `bytes` are long, by these. They are read once, when the batch
-    /// is submitted: what the log gets and what the page gets are the same bytes, whatever is written to the
-    /// memory meanwhile.
+    /// Replaces bytes of the page by these, from `offset` on. They are read once, when the batch
+    /// is submitted: log and page get the same bytes, whatever is written to the memory meanwhile.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -74,9 +73,10 @@ impl WriteBatch {
         self.step(BatchStep::WriteDevice { page: self.own(page), offset, bytes: bytes.clone() })
     }
 
-    /// Replaces single elements, as [`WriteBatch::scatter`] does, with indices (little-endian u32) and values
-    /// from the device's memory. The device looks whether all indices are different and within the page before
-    /// anything is logged. The log gets four bytes an index: they are not brought into order.
+    /// Replaces single elements, as [`WriteBatch::scatter`] does, with indices (little-endian u32) and
+    /// values from the device's memory. The device checks that all indices are different and within the
+    /// page, before anything is logged. The log gets four bytes an index: they are not brought into
+    /// order.
     pub fn scatter_device(
         &mut self,
         page: impl Into<PageRef>,
@@ -88,18 +88,19 @@ impl WriteBatch {
         self.step(BatchStep::ScatterDevice { page: self.own(page), width, indices, values })
     }
 
-    /// Replaces those elements of its page that changed in a working copy. The copy is read once, when the batch
-    /// is submitted; then its page's epoch is checked, which must be the copy's. When the batch is committed the
-    /// copy belongs to the new epoch, so that it can be changed and captured again.
+    /// Replaces those elements of its page that changed in a working copy. The copy is read once, when
+    /// the batch is submitted; then its page's epoch is checked, which must be the copy's. When the batch
+    /// is committed the copy belongs to the new epoch, so that it can be changed and captured again.
     ///
-    /// No other operation of the batch may change the page's bytes. The log gets ranges where changes lie close
-    /// and single elements where they do not, whichever is shorter.
+    /// No other operation of the batch may change the page's bytes. The log gets ranges where changes lie
+    /// close and single elements where they do not, whichever is shorter.
     ///
-    /// Submitting takes memory beside pages, in the budget of the copy's place, until it returns: as much as the
-    /// ranges that are looked at, two bits for each of their elements, and then as much as the batch's payload: of a
-    /// page of 1 GiB of 2-byte elements, 1 GiB and 128 MiB and what changed. Where the ranges and the bits have no
-    /// room together, it fails with [`Error::OverBudget`](crate::Error::OverBudget) before anything is copied, and
-    /// the copy can be captured later, or range by range.
+    /// Submitting takes memory beside pages, in the budget of the copy's place, until it returns: the
+    /// length of the ranges that are looked at, two bits for each of their elements, and then the length
+    /// of the batch's payload. For a page of 1 GiB of 2-byte elements that is 1 GiB, 128 MiB, and the
+    /// changes. Where the ranges and the bits have no room together, it fails with
+    /// [`Error::OverBudget`](crate::Error::OverBudget) before anything is copied, and the copy can be
+    /// captured later, or range by range.
     ///
     /// ```
     /// use remanent::{Options, Place, Shadow, Store, Width};
@@ -123,9 +124,9 @@ impl WriteBatch {
         self.step(BatchStep::Capture { copy: copy.clone(), ranges: None })
     }
 
-    /// As [`WriteBatch::capture`], where the caller knows which ranges of the page, in bytes, may have changed:
-    /// nothing else is looked at. A change outside of them stays in the copy, and is captured when its range is
-    /// named, or all of the copy is.
+    /// As [`WriteBatch::capture`], if the caller knows which ranges of the page, in bytes, may have
+    /// changed: only these are looked at. A change outside of them stays in the copy, and is captured
+    /// when its range is named, or all of the copy is.
     pub fn capture_ranges(&mut self, copy: &WorkingCopy, ranges: &[Range<u64>]) -> &mut Self {
         self.step(BatchStep::Capture { copy: copy.clone(), ranges: Some(ranges.to_vec()) })
     }
@@ -138,7 +139,8 @@ impl WriteBatch {
         })
     }
 
-    /// The pages whose lengths must be known, for only the device has seen which of their elements change.
+    /// The pages of which the lengths must be known, because only the device knows which of their
+    /// elements change.
     pub(crate) fn scattered_pages(&self) -> impl Iterator<Item = PageId> {
         self.steps.iter().filter_map(|step| match step {
             BatchStep::ScatterDevice { page, .. } => page.existing(),
@@ -159,8 +161,8 @@ impl WriteBatch {
         })
     }
 
-    /// Refuses a batch that does more to the bytes of a page that it captures: the copy would be of no state of
-    /// the page afterwards.
+    /// Refuses a batch that changes the bytes of a captured page by another operation, too: afterwards
+    /// the copy would be of no state of the page.
     ///
     /// # Errors
     /// `InvalidOperation`.
@@ -180,7 +182,7 @@ impl WriteBatch {
 }
 
 impl<B: PayloadBytes> Encoder<B> {
-    /// Writes a write whose bytes the device fills in.
+    /// Writes an operation whose bytes the device fills in.
     pub(super) fn push_bytes(&mut self, page: PageId, offset: u64, span: Span) -> Result<()> {
         let blank = self.blank(page, span.len)?;
         let body_at = self.writer.len() + OP_HEADER_LEN;
@@ -189,7 +191,7 @@ impl<B: PayloadBytes> Encoder<B> {
         Ok(())
     }
 
-    /// Writes a sparse delta of which the device fills in indices and values.
+    /// Writes a sparse delta with indices and values that the device fills in.
     pub(super) fn push_scatter(
         &mut self,
         page: PageId,
@@ -225,7 +227,7 @@ impl<B: PayloadBytes> Encoder<B> {
         Ok(())
     }
 
-    /// Writes what a capture found.
+    /// Writes the changes that a capture found.
     pub(super) fn push_captured(&mut self, page: PageId, width: Width, part: &CapturedPart) -> Result<()> {
         for run in &part.runs {
             let span =
@@ -248,16 +250,17 @@ impl<B: PayloadBytes> Encoder<B> {
     /// Zeros, in the place of bytes that the device fills in.
     ///
     /// # Errors
-    /// `Limit`, before so much is allocated; `InvalidOperation` for a page that the batch clones: what a clone
-    /// copies must be known by now.
+    /// `Limit`, before that much is allocated; `InvalidOperation` for a page that the batch clones: the
+    /// bytes that a clone copies must be known by now.
     fn blank(&self, page: PageId, len: u64) -> Result<Vec<u8>> {
         let found = len.saturating_add(self.writer.len() as u64);
         if found > FRAME_PAYLOAD_LEN_MAX {
             return Err(Error::Limit { what: "batch", found, limit: FRAME_PAYLOAD_LEN_MAX });
         }
         if self.is_cloned(page) {
-            let reason =
-                format!("page {page} is cloned by this batch, so it cannot take bytes from a device in it");
+            let reason = format!(
+                "page {page} is cloned by this batch, so the batch cannot write bytes of a device to it"
+            );
             return Err(Error::InvalidOperation { index: self.index, reason });
         }
         Ok(vec![0; len as usize])

@@ -12,20 +12,20 @@ use super::sparse::{CodedIndices, ascending};
 use super::{BatchStep, CapturedPart, CloneSource, DeviceFill, OpImages, WriteBatch};
 use crate::error::{Error, Result, copied};
 
-/// What was found out about a batch before it is encoded.
+/// Facts about a batch that must be known before it is encoded.
 pub(crate) struct BatchFacts<'a> {
     /// The pages of [`WriteBatch::clone_sources`] as they are before the batch.
     pub staged: HashMap<PageId, CloneSource>,
     /// Images that hold what some operations write.
     pub images: OpImages,
-    /// What captures found, by their operation's index.
+    /// The parts that captures found changed, by their operation's index.
     pub captured: &'a HashMap<usize, Vec<CapturedPart>>,
     /// Lengths, before the batch, of the pages whose indices only the device has seen.
     pub lens: HashMap<PageId, u64>,
 }
 
 impl WriteBatch {
-    /// About how long its payload is: what takes many bytes is counted.
+    /// Estimates the payload's length: the parts that take many bytes are counted.
     pub(crate) fn payload_len(&self, found: &BatchFacts<'_>) -> usize {
         let in_payload = self.steps.iter().enumerate().filter(|(index, _)| !found.images.contains_key(index));
         let steps = in_payload.map(|(index, step)| step.bytes_len(found.captured.get(&index)));
@@ -33,8 +33,8 @@ impl WriteBatch {
         PAYLOAD_HEAD_LEN + steps.chain(cloned).fold(0, usize::saturating_add)
     }
 
-    /// Writes the batch's payload, but for what only the device has seen: returns those blanks, which are zeros, in
-    /// their order. `pages` are the ids of the new pages.
+    /// Writes the batch's payload, with blanks of zeros for the bytes that only the device has seen.
+    /// Returns these blanks in their order. `pages` are the ids of the new pages.
     pub(crate) fn encode<B: PayloadBytes>(
         &self,
         pages: &[PageId],
@@ -151,7 +151,8 @@ impl WriteBatch {
 }
 
 impl BatchStep {
-    /// About how many bytes it takes in a payload, but for what it clones. `captured` is what it captured.
+    /// Estimates how many bytes a step takes in a payload, a clone's content not counted. `captured` is
+    /// what it captured.
     fn bytes_len(&self, captured: Option<&Vec<CapturedPart>>) -> usize {
         const FIXED: usize = OP_HEADER_LEN + 2 * FRAME_ALIGN as usize;
         let of_part = |part: &CapturedPart, width: Width| {
@@ -181,7 +182,7 @@ pub(super) struct Encoder<B> {
     pub writer: PayloadWriter<B>,
     cloned: HashSet<PageId>,
     staged: HashMap<PageId, CloneSource>,
-    /// What only the device has seen.
+    /// The ranges that only the device can fill.
     pub blanks: Vec<DeviceFill>,
     /// Lengths of pages, as far as they are known.
     pub lens: HashMap<PageId, u64>,
@@ -197,7 +198,7 @@ impl<B: PayloadBytes> Encoder<B> {
         self.log(op)
     }
 
-    /// Writes the image that holds what `write` does, in its place.
+    /// Writes the image that holds the bytes of `write`, in its place.
     fn push_image(&mut self, write: &Op<'_>, image: ImageRef) -> Result<()> {
         self.check(write)?;
         let (Some(page), Some((_, len))) = (write.page(), write.range()) else { return self.log(write) };
@@ -263,7 +264,7 @@ impl<B: PayloadBytes> Encoder<B> {
     }
 }
 
-/// Zeros, unless there is no room for them.
+/// Allocates zeros; `None` if there is no room for them.
 fn zeroed(len: u64) -> Option<Vec<u8>> {
     let len = usize::try_from(len).ok()?;
     let mut bytes = Vec::new();
@@ -272,7 +273,7 @@ fn zeroed(len: u64) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// That a mask has a bit for each element, no more and no less.
+/// Checks that a mask has a bit for each element, no more and no less.
 fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
     let width = width.bytes();
     let count = bytes.len() / width;
@@ -289,7 +290,7 @@ fn check_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// The mask with no bits past the last element, and the bytes with zeros where nothing is replaced: equal
+/// Clears the mask's bits past the last element, and the bytes where nothing is replaced: equal
 /// deltas have equal bytes in the log, and nothing of the caller's leaks into it.
 fn canonical_mask(width: Width, mask: &[u8], bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>)> {
     let (mut mask, mut bytes) = (copied(mask)?, copied(bytes)?);

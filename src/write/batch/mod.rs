@@ -1,7 +1,8 @@
 //! A batch under construction: what the caller asked for, checked and turned into a payload.
 //!
-//! Building never fails, so that calls can be chained: a batch that found no memory for a copy says so when it is
-//! committed. `encode` checks everything that can be checked without looking at a page, before the first byte is logged.
+//! Building never fails, so that calls can be chained. A batch that found no memory for a copy says so
+//! when it is committed. `encode` checks everything that can be checked without looking at a page, before
+//! the first byte is logged.
 
 mod create_page;
 mod device_ops;
@@ -26,7 +27,7 @@ use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 use crate::device::DeviceBytes;
 use crate::error::{Error, Result, copied};
 
-/// Ids begin at 1: this one is no page's, ever.
+/// An id that no page ever has: ids begin at 1.
 const NOWHERE: PageId = PageId(0);
 
 /// A page of a batch: one that exists, or one that the same batch creates.
@@ -85,8 +86,9 @@ impl From<NewPage> for PageRef {
 #[derive(Clone, Debug, Default)]
 #[must_use = "a batch does nothing until it is committed"]
 pub struct WriteBatch {
-    /// Tells this batch's new pages from those of others: an index alone would name a wrong page there. 0 before the
-    /// first one: all threads draw from one counter, and most batches create nothing.
+    /// Tells this batch's new pages from those of others: an index alone would name a wrong page there.
+    /// It is 0 before the first new page: all threads draw from one counter, and most batches create
+    /// nothing.
     number: u64,
     steps: Vec<BatchStep>,
     new_pages: usize,
@@ -117,7 +119,7 @@ enum BatchStep {
     Note { text: String },
 }
 
-/// What a clone copies.
+/// The content that a clone copies.
 #[derive(Clone, Debug)]
 pub(crate) struct CloneSource {
     pub place: Place,
@@ -126,7 +128,7 @@ pub(crate) struct CloneSource {
 }
 
 impl WriteBatch {
-    /// The page, unless another batch creates it: then it resolves to one that exists nowhere.
+    /// The page itself, unless another batch creates it: then it resolves to one that exists nowhere.
     fn own(&self, page: impl Into<PageRef>) -> PageRef {
         match page.into() {
             PageRef(OpTarget::New(new)) if new.batch != self.number => PageRef(OpTarget::Existing(NOWHERE)),
@@ -139,7 +141,8 @@ impl WriteBatch {
         self
     }
 
-    /// A copy of what the caller gave; nothing, and the batch is refused, where there is no memory for it.
+    /// Copies what the caller gave. Without memory for it the copy is empty, and the batch is refused
+    /// when it is committed.
     fn copied<T: Copy>(&mut self, given: &[T]) -> Vec<T> {
         copied(given).unwrap_or_else(|error| {
             self.refused.get_or_insert(error);
@@ -147,6 +150,8 @@ impl WriteBatch {
         })
     }
 
+    /// Refuses a batch for which a copy failed.
+    ///
     /// # Errors
     /// [`Error::OutOfMemory`] if something that the caller gave could not be copied.
     pub(crate) fn check_copies(&self) -> Result<()> {
@@ -225,8 +230,7 @@ impl WriteBatch {
 
     /// Replaces single elements: `values` holds one element for each index, in the same order. Indices
     /// count elements from the page's start and must all be different.
-    ///
-    /// Beside each element the log gets its index, in 4 bytes at most: ascending indices are stored as gaps
+    /// For each element the log also gets its index, in 4 bytes at most: ascending indices are stored as gaps
     /// if that is shorter, and others are brought into order first. One element in a hundred takes 1.3.
     pub fn scatter(
         &mut self,
@@ -255,12 +259,13 @@ impl WriteBatch {
         self.step(BatchStep::Delete { page: self.own(page) })
     }
 
-    /// Moves the page to another place: from one GPU to another, from a GPU to pinned host memory and back. Its
-    /// bytes, its metadata and its epoch stay as they are; its Lsn is the batch's.
+    /// Moves the page to another place: from one GPU to another, from a GPU to pinned host memory and
+    /// back. Its bytes, its metadata and its epoch stay as they are; its Lsn is the batch's.
     ///
-    /// There must be room for the page in the budget of the place that it goes to, beside the memory that it
-    /// leaves, which is free again once nothing uses it: not the device's queue, not a lease. A lease stays what
-    /// it was, at its address. A move to the place where the page lives costs nothing but its record in the log.
+    /// There must be room for the page in the budget of the place that it goes to, beside the memory that
+    /// it leaves, which is free again once nothing uses it: not the device's queue, not a lease. A lease
+    /// stays what it was, at its address. A move to the place where the page lives costs nothing but its
+    /// record in the log.
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -283,8 +288,8 @@ impl WriteBatch {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
-    /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or [`Error::PlaceUnavailable`], and
-    /// nothing changed, if the page cannot be in that place.
+    /// The commit fails with [`Error::OverBudget`], [`Error::OutOfMemory`] or
+    /// [`Error::PlaceUnavailable`], and nothing changed, if the page cannot be in that place.
     pub fn move_to(&mut self, page: impl Into<PageRef>, place: Place) -> &mut Self {
         self.step(BatchStep::Move { page: self.own(page), place })
     }
@@ -331,7 +336,7 @@ impl WriteBatch {
         self.new_pages
     }
 
-    /// The preconditions.
+    /// The epochs that the caller demands of pages.
     pub(crate) fn expectations(&self) -> &[(PageId, Epoch)] {
         &self.expectations
     }

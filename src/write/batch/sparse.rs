@@ -10,8 +10,8 @@ use crate::error::{Error, Result, make_room};
 /// Indices, and the elements for them in the same order.
 type Elements<'a> = (Cow<'a, [u32]>, Cow<'a, [u8]>);
 
-/// A sparse delta's elements with ascending indices: those are found twice by looking at neighbours, and
-/// may be stored as gaps.
+/// Brings a sparse delta's elements into the order of their indices. Indices that are given twice are
+/// neighbours then, and ascending ones may be stored as gaps.
 pub(super) fn ascending<'a>(
     width: Width,
     indices: &'a [u32],
@@ -47,7 +47,7 @@ pub(super) fn ascending<'a>(
 }
 
 /// Ascending indices in the encoding that takes less of the log, padding included; four bytes each where
-/// both take the same, for those need no decoding.
+/// both take the same, because those need no decoding.
 pub(super) enum CodedIndices {
     Plain(Vec<u8>),
     Gaps { bytes: Vec<u8>, count: usize },
@@ -69,7 +69,7 @@ impl CodedIndices {
         })
     }
 
-    /// Length of the encoded indices.
+    /// How long the encoded indices are, in bytes.
     pub fn byte_len(&self) -> usize {
         match self {
             Self::Plain(bytes) | Self::Gaps { bytes, .. } => bytes.len(),

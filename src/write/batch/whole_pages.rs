@@ -1,7 +1,6 @@
-//! Whole pages: the writes of a batch that replace all of a page's bytes, and nothing else of it does.
-//!
-//! Such bytes need not be in the log: an image that is durable before the batch is logged does as well, and
-//! is written once.
+//! Whole pages: a batch's writes that replace all of a page's bytes, which no other operation of it
+//! changes. Such bytes need not be in the log: an image that is durable before the batch is logged does
+//! as well. They are written once then, and not again for the next snapshot.
 
 use std::collections::HashMap;
 
@@ -18,18 +17,18 @@ const WHOLE_PAGE_LEN_MIN: u64 = 4096;
 pub(crate) struct WholePage<'a> {
     /// The operation's index in the batch.
     pub step: usize,
-    /// The page.
+    /// The page that is written.
     pub page: PageId,
-    /// The length that it was said to have before the batch; none if the batch creates it.
+    /// The length that the page was said to have before the batch; none if the batch creates it.
     pub len_before: Option<u64>,
-    /// Its bytes.
+    /// The page's bytes after the batch.
     pub bytes: &'a [u8],
 }
 
 /// Images that hold what some operations of a batch write, by the operations' indices.
 pub(crate) type OpImages = HashMap<usize, ImageRef>;
 
-/// What the steps so far make of a page.
+/// What the steps so far make of a page's bytes and length.
 struct Fate {
     len_before: Option<u64>,
     len: Option<u64>,
@@ -39,15 +38,15 @@ struct Fate {
 }
 
 impl WriteBatch {
-    /// The whole pages that the batch writes, if they take `bytes_min` bytes together. `pages` are the ids of
-    /// the new pages, `len_of` gives the lengths of others.
+    /// The whole pages that the batch writes, if together they take at least `bytes_min` bytes. `pages`
+    /// are the ids of the new pages, `len_of` gives the lengths of others.
     pub(crate) fn whole_pages(
         &self,
         pages: &[PageId],
         bytes_min: u64,
         len_of: impl Fn(PageId) -> Option<u64>,
     ) -> Vec<WholePage<'_>> {
-        // Few batches are that long: the others are not looked at closely.
+        // Few batches are that long: all others are not looked at closely.
         let at_start = |step: &BatchStep| match step {
             BatchStep::Write { offset: 0, bytes, .. } => bytes.len() as u64,
             _ => 0,
@@ -100,14 +99,15 @@ impl WriteBatch {
 }
 
 impl BatchStep {
-    /// The page whose bytes or length the step changes, if there is one. A new page is the next one.
+    /// The page whose bytes or length the step changes, if there is one. A step that creates a page takes
+    /// the next of `new_pages`.
     pub(super) fn changes(
         &self,
         pages: &[PageId],
         new_pages: &mut impl Iterator<Item = PageId>,
     ) -> Option<PageId> {
         match self {
-            // A clone is written, too, with what its source holds by then.
+            // A clone is written, too, with the bytes that its source has by then.
             BatchStep::Create { .. } | BatchStep::Clone { .. } => new_pages.next(),
             BatchStep::Write { page, .. }
             | BatchStep::Masked { page, .. }
@@ -137,7 +137,7 @@ mod tests {
     const OLD: PageId = PageId(7);
     const LEN: usize = WHOLE_PAGE_LEN_MIN as usize;
 
-    /// The steps that write whole pages, of a batch of which one page exists.
+    /// The steps of a batch that write whole pages; one of its pages exists before.
     fn steps(batch: &WriteBatch) -> Vec<usize> {
         let pages: Vec<PageId> = (20..).map(PageId).take(batch.new_pages()).collect();
         let len_of = |page| (page == OLD).then_some(LEN as u64);
@@ -181,7 +181,7 @@ mod tests {
                 let page = b.clone_page(OLD);
                 b.write(page, 0, &[1; LEN]);
             }),
-            ("a page of nobody knows which length", &[], |b| _ = b.write(PageId(8), 0, &[1; LEN])),
+            ("a page of unknown length", &[], |b| _ = b.write(PageId(8), 0, &[1; LEN])),
         ];
         for (why, expected, build) in rows {
             let mut batch = WriteBatch::default();

@@ -1,7 +1,6 @@
 //! A working copy: a page's bytes where the caller's kernels may write them, and the page's epoch that
 //! they were taken from.
-//!
-//! The page itself is never the caller's to write: what changed in the copy becomes a delta, which is logged
+//! A caller never writes the page itself. What changed in the copy becomes a delta, which is logged
 //! before it reaches the page (I1).
 
 use std::sync::Arc;
@@ -13,8 +12,8 @@ use crate::device::DeviceBytes;
 
 /// A copy of a page for the caller's kernels to write. [`WriteBatch::capture`] logs what changed in it.
 ///
-/// Clones are the same copy. It belongs to one state of its page, and a capture takes it to the next; when
-/// somebody else changes the page, a capture fails with [`Error::Conflict`] until
+/// Clones are the same copy. It belongs to one state of its page, and a capture takes it to the next.
+/// When another batch changes the page, a capture fails with [`Error::Conflict`] until
 /// [`Store::reload`](crate::Store::reload) has taken the page's bytes anew.
 ///
 /// [`WriteBatch::capture`]: super::WriteBatch::capture
@@ -28,17 +27,18 @@ struct Copy {
     width: Width,
     memory: DeviceBytes,
     shadow: Option<DeviceBytes>,
-    /// The page's epoch whose bytes the copy began with; 0, no page's, if they are not known to be any.
+    /// The epoch of the page's bytes that the copy began with; 0, which no page has, if they are of no
+    /// known state.
     epoch: Mutex<Epoch>,
 }
 
 impl WorkingCopy {
-    /// A copy of no state yet.
+    /// Makes a copy that belongs to no state yet.
     pub(crate) fn new(page: PageId, width: Width, memory: DeviceBytes, shadow: Option<DeviceBytes>) -> Self {
         Self(Arc::new(Copy { page, width, memory, shadow, epoch: Mutex::new(Epoch(0)) }))
     }
 
-    /// The page.
+    /// The page that this is a copy of.
     #[must_use]
     pub fn page(&self) -> PageId {
         self.0.page
@@ -65,7 +65,7 @@ impl WorkingCopy {
         *self.0.epoch.lock()
     }
 
-    /// What the copy was when it was last the page, if that is kept.
+    /// The copy as it was when it was last the page, if that is kept.
     pub(crate) fn shadow(&self) -> Option<&DeviceBytes> {
         self.0.shadow.as_ref()
     }

@@ -1,13 +1,16 @@
 //! Captures: what changed in a working copy since it was its page.
 //!
-//! 1. **Arrive**: the committing thread waits for the stream on which the copy is written. Nobody else does.
-//! 2. **Stage**: the copy's ranges are copied aside on the device. From here on the caller may write to it again.
-//! 3. **Compare** what is staged with the page, in the lane of deltas and at the copy's epoch, or with the
-//!    copy's shadow: `changes` says how.
-//! 4. The batch is encoded from what is staged, and logged if the page is still at that epoch. Were the epoch
-//!    not looked at again, under the lock, changes of others would be taken back by what is between ours.
+//! 1. **Arrive**: the committing thread waits for the stream on which the copy is written. No other
+//!    thread does: the caller's kernels may take long.
+//! 2. **Stage**: the copy's ranges are copied aside on the device. From here on the caller may write to
+//!    it again. Compared in place instead, the log could get other bytes than were compared.
+//! 3. **Compare** the staged bytes with the page, in the lane of deltas and at the copy's epoch, or with the
+//!    copy's shadow: `diff.rs` says how.
+//! 4. The batch is encoded from the staged bytes, and logged if the page is still at that epoch. Without
+//!    that second look, under the lock, the bytes between two changes of ours would take back changes of
+//!    others.
 //!
-//! A crash on the way loses a batch that nobody was told of; working copies are gone with the process.
+//! A crash on the way loses a batch that no caller was told of; working copies are gone with the process.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -24,21 +27,22 @@ use crate::error::{Error, Result};
 use crate::memory::arena::Purpose;
 use crate::write::batch::{CapturedPart, ElementChanges, WorkingCopy, WriteBatch};
 
-/// The captures of a batch.
+/// The captures of a batch, with the memory that they staged.
 #[derive(Default)]
 pub(super) struct Captures<'a> {
-    /// What they found, by their operation's index.
+    /// The changed parts, by the index of the capture's operation.
     pub found: HashMap<usize, Vec<CapturedPart>>,
     taken: Vec<Capture<'a>>,
 }
 
-/// One capture.
+/// One capture of a working copy.
 struct Capture<'a> {
     copy: &'a WorkingCopy,
-    /// The epoch of the state to which its changes were found.
+    /// The epoch of the state that its changes were found against.
     epoch: Epoch,
-    /// The ranges of the page that are staged, each with where it begins there.
+    /// The ranges of the page that are staged, each with where it begins in `staged`.
     parts: Vec<(Range<u64>, u64)>,
+    /// The copy's bytes as they were captured: from here they go to the payload and to the shadow.
     staged: StageMemory,
 }
 
@@ -67,15 +71,17 @@ impl Captures<'_> {
         self.taken.is_empty()
     }
 
-    /// The pages, and the epochs at which they must be when the batch is logged.
+    /// The captured pages, with the epochs at which they must be when the batch is logged.
     pub fn epochs(&self) -> impl Iterator<Item = (PageId, Epoch)> {
         self.taken.iter().map(|capture| (capture.copy.page(), capture.epoch))
     }
 
-    /// The batch is logged: the copies are what it makes of their pages.
+    /// The batch is logged: from now on the copies belong to the state that it makes of their pages, so
+    /// that the next capture finds only what changed since.
     pub fn belong_to(&self, changes: &Changes) {
         for capture in &self.taken {
             let mut pages = changes.pages().iter().filter(|(page, _)| *page == capture.copy.page());
+            // A page that the same batch deletes has no state for the copy to belong to.
             if let Some((_, Some(info))) = pages.next() {
                 capture.copy.belongs_to(info.epoch);
             }
@@ -89,26 +95,32 @@ impl Committer {
         let mut captures = Captures::default();
         for (index, copy, ranges) in batch.captures() {
             let (capture, found) = self.capture_one(copy, ranges)?;
+            // By the operation's index: the encoder comes to it there, in the batch's order.
             captures.found.insert(index, found);
             captures.taken.push(capture);
         }
         Ok(captures)
     }
 
+    /// Steps 1 to 3 for one working copy.
     fn capture_one<'a>(
         &self,
         copy: &'a WorkingCopy,
         ranges: Option<&[Range<u64>]>,
     ) -> Result<(Capture<'a>, Vec<CapturedPart>)> {
         copy.bytes().check_device(&self.device)?;
+        // Refused here already, a copy of an older state costs no comparison. The epoch is checked
+        // again under the lock.
         let (page, epoch, width) = (copy.page(), copy.epoch(), copy.width());
         let info = self.submitted.lock().get(page).ok_or(Error::UnknownPage { page })?;
         check_epoch(page, epoch, info.epoch)?;
-        // A page of that epoch has the length that it had when the copy became it.
+        // A page of that epoch has the length that it had when the copy was made of it.
         let parts = parts(page, ranges, info.len)?;
         let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
         let source = copy.bytes().arrived()?;
         let lens = [len, marks_len(&parts, width)];
+        // Both are claimed at once: claimed one after the other, a capture could fail half way, for a sum
+        // that no error had named.
         let [staged, marks] = self.stage_memories(Purpose::Stage, copy.bytes().place(), lens)?;
         let from = |range: &Range<u64>| part(source, range);
         let sources = parts.iter().map(|(range, at)| (from(range), *at)).collect();
@@ -124,16 +136,18 @@ impl Committer {
         Ok((Capture { copy, epoch, parts, staged }, found))
     }
 
-    /// The shadows become what was captured. A copy whose shadow cannot is of no known state any more.
+    /// Takes the captured bytes to the shadows, once the batch is logged. A copy whose shadow cannot
+    /// follow is of no known state any more: epoch 0, at which no capture succeeds.
     pub(super) fn refresh_shadows(&self, captures: Captures<'_>) {
         for Capture { copy, parts, staged, .. } in captures.taken {
             let Some(shadow) = copy.shadow() else { continue };
+            // From the staged bytes, not from the copy: its owner may have written to it since.
             let copies = parts.iter().map(|(range, at)| Command::Copy {
                 source: staged.part(*at, range.end - range.start),
                 target: part(shadow.span(), range),
             });
             let list = CommandList { commands: copies.collect(), staging: Vec::new() };
-            // Whoever uses the shadow next does so on the same lane.
+            // The next use of the shadow is on the same lane, so it comes after this.
             if let Err(error) = self.device.submit(Lane::Stage, list) {
                 copy.belongs_to(Epoch(0));
                 let error = self.poison.set_by_device(error);
@@ -142,10 +156,10 @@ impl Committer {
         }
     }
 
-    /// Makes memory a working copy of a page.
+    /// Makes memory of the caller's a working copy of a page.
     ///
     /// # Errors
-    /// `UnknownPage`, `MemoryRefused`; what allocates a shadow; a device error.
+    /// `UnknownPage`, `MemoryRefused`; the errors of allocating a shadow; a device error.
     pub fn working_copy(
         &self,
         page: PageId,
@@ -156,6 +170,7 @@ impl Committer {
     ) -> Result<WorkingCopy> {
         memory.check_device(&self.device)?;
         let len = memory.byte_len();
+        // Changes are found by elements, so the copy must be a whole number of them, on their boundary.
         if !len.is_multiple_of(width.bytes() as u64) {
             let reason = format!("that is no whole number of elements of {} bytes", width.bytes());
             return Err(Error::MemoryRefused { len, reason });
@@ -173,22 +188,23 @@ impl Committer {
         Ok(copy)
     }
 
-    /// Takes the page's bytes to a working copy and its shadow, or to the shadow alone.
+    /// Copies the page's bytes to a working copy and its shadow, or to the shadow alone.
     ///
     /// # Errors
     /// `UnknownPage`, `MemoryRefused` if the page's length is not the copy's; a device error.
     pub fn load(&self, copy: &WorkingCopy, direction: Direction) -> Result<()> {
         copy.bytes().check_device(&self.device)?;
-        // What is still being written to it comes before.
+        // Kernels that still write to it come before: their bytes would land on top of the page's.
         let memory = copy.bytes().arrived()?;
         let len = memory.len;
         let shadow = copy.shadow().map(|shadow| shadow.span());
         let targets: Vec<Span> =
             (direction == Direction::Load).then_some(memory).into_iter().chain(shadow).collect();
-        // Half loaded it is of no state.
+        // Half loaded, it is of no state: a capture in between is refused.
         copy.belongs_to(Epoch(0));
         let page = copy.page();
         self.applier.unloaded().wait([page])?;
+        // In one turn: epoch and bytes are of one state, in lane order with the batches.
         let (epoch, pending) = self.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;

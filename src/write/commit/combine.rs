@@ -1,19 +1,22 @@
-//! Batches that wait to be logged, and who logs them.
+//! Batches that wait to be logged, and the thread that logs them: flat combining.
 //!
-//! The log has one order, so one thread at a time appends: who holds the submission lock. Handed from one committer to
-//! the next, the lock would take the table's, the log's and the queue's words from core to core for each batch, and
-//! wake a sleeper for each. So who finds it taken leaves the draft here, and the holder logs it with its own:
+//! The log has one order, so one thread at a time appends: the holder of the submission lock. Handed from
+//! one committer to the next, the lock would take the words of the table, the log and the queue from core
+//! to core for each batch, and wake a sleeper for each. So a committer that finds the lock taken leaves
+//! its draft here, and the lock holder logs it with its own:
 //!
 //! 1. Leave the draft.
 //! 2. Wait for the lock, or until the holder is done with the draft, whichever comes first.
-//! 3. Who has the lock logs all that wait, in the order in which they came.
+//! 3. A committer that gets the lock logs all drafts that wait, in the order in which they came.
 //!
-//! Where there are cores enough, who waits looks for a while before it sleeps: a holder that had to wake each of them
-//! would do little else. With 8 threads on 16 cores that makes 800,000 batches of 256 bytes a second instead of
-//! 400,000 (720,000 with a fourth of the looks, 610,000 with a sixteenth); on 2 cores it loses a tenth or more.
+//! With enough cores a waiting committer looks for a while before it sleeps: a holder that had to wake
+//! each of them would do little else. With 8 threads on 16 cores that makes 800,000 batches of 256 bytes
+//! a second instead of 400,000 (720,000 with a fourth of the looks, 610,000 with a sixteenth); on 2 cores
+//! it loses a tenth or more.
 //!
-//! No draft is forgotten, though its committer may come just after the holder's last look: whoever leaves one goes for
-//! the lock himself, until he sees the outcome, and a holder lets nobody else have the lock amid those that it took.
+//! No draft is forgotten, though its committer may come just after the holder's last look. A committer
+//! that leaves a draft goes for the lock itself, until it sees the outcome; and a holder lets no other
+//! thread have the lock amid the drafts that it took.
 
 use std::sync::Arc;
 
@@ -27,46 +30,51 @@ use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::error::{Error, Result};
 
-/// How often a holder takes what waits before it minds its own business: others hold the lock next.
+/// How often a holder takes the drafts that wait before it goes on with its own work: other threads hold
+/// the lock next.
 const ROUNDS: usize = 4;
 
-/// How often a committer looks whether its draft is logged before it sleeps: for some hundred microseconds, in which a
-/// holder logs a hundred batches.
+/// How often a committer looks whether its draft is logged before it sleeps. That takes some hundred
+/// microseconds, in which a holder logs a hundred batches.
 const LOOKS: usize = 4096;
-/// It tries for the lock once in so many looks: the lock's word belongs to the holder's cache.
+/// The looks for each try for the lock: the lock's word belongs to the holder's cache.
 const LOOKS_A_TRY: usize = 8;
-/// With fewer cores nobody looks: who looks is in the holder's way.
+/// With fewer cores no committer looks: it would be in the holder's way.
 const CORES_TO_LOOK: usize = 8;
 
-/// The batches that wait.
+/// The drafts that wait for a lock holder.
 pub(crate) struct CombineQueue {
-    /// How many, so that a holder who finds none takes no lock.
+    /// How many wait, so that a holder that finds none takes no lock.
     count: AtomicUsize,
     places: Mutex<Vec<Arc<Place>>>,
-    /// While so many wait for somebody to take them, the next one sleeps at once: it takes a core to look.
+    /// While that many wait to be taken, the next committer sleeps at once: looking takes a core.
     lookers: usize,
 }
 
-/// Where a committer leaves a draft and finds what became of it. It is the committer's alone again when the holder is
-/// done with it: then nobody else gives back memory that the committer's thread has allocated. If it holds no outcome
-/// by then, the holder panicked.
+/// Where a committer leaves a draft and finds its outcome.
+///
+/// When the holder is done with it, the committer alone owns it again: so the memory that the committer's
+/// thread allocated is given back by no other thread. If it holds no outcome by then, the holder
+/// panicked.
 struct Place(Mutex<QueuedBytes>);
 
 enum QueuedBytes {
     Draft(Draft),
-    /// The holder has it.
+    /// The holder works on the draft.
     Taken,
     Outcome(Outcome),
 }
 
 impl CombineQueue {
-    /// None.
+    /// A queue in which no draft waits.
     pub fn new() -> Self {
         let cores = sync::cores();
         let lookers = if cores < CORES_TO_LOOK { 0 } else { cores / 2 };
         Self { count: AtomicUsize::new(0), places: Mutex::default(), lookers }
     }
 
+    /// Leaves a draft. The count is stored after the draft is in its place: a holder that sees the count
+    /// finds it.
     fn leave(&self, draft: Draft) -> Arc<Place> {
         let place = Arc::new(Place(Mutex::new(QueuedBytes::Draft(draft))));
         let mut places = self.places.lock();
@@ -75,36 +83,40 @@ impl CombineQueue {
         place
     }
 
-    /// All that wait by now. The caller holds the submission lock.
+    /// Takes all drafts that wait by now. The caller holds the submission lock, so two holders never
+    /// share them.
     fn take(&self) -> Vec<Arc<Place>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return Vec::new();
         }
         let mut places = self.places.lock();
         self.count.store(0, Ordering::Release);
-        // As much room as was needed now: it would grow under the lock else.
+        // As much room as was needed now. Otherwise it would grow again under the lock, with all
+        // committers waiting.
         let empty = Vec::with_capacity(places.len());
         std::mem::replace(&mut places, empty)
     }
 }
 
 impl Committer {
-    /// Has a draft logged by whoever holds the submission lock next.
+    /// Has a draft logged by the next holder of the submission lock, which may be this thread.
     ///
     /// # Errors
-    /// `Poisoned`: who logged it panicked, and nobody knows how far it came.
+    /// `Poisoned`: the thread that logged it panicked. How far it came is unknown, so that the batch may
+    /// be in the log.
     pub(super) fn log_in_turn(&self, draft: Draft) -> Result<Outcome> {
         let place = self.waiting.leave(draft);
         if !self.is_logged_soon(&place) {
             self.log_waiting(&mut self.submitted.lock());
         }
         outcome(place).ok_or_else(|| {
-            let reason = "a thread panicked that logged the batches of others".to_owned();
+            let reason = "a thread that logged the batches of others panicked".to_owned();
             self.poison.set(Error::Device { reason, context_lost: false })
         })
     }
 
-    /// Looks for a while whether the holder is done with a draft, or gone: then it logs the draft itself.
+    /// Looks for a while whether the holder is done with a draft. If the holder is gone instead, this
+    /// thread logs the draft.
     fn is_logged_soon(&self, place: &Arc<Place>) -> bool {
         if self.waiting.count.load(Ordering::Relaxed) >= self.waiting.lookers {
             return false;
@@ -124,7 +136,7 @@ impl Committer {
         false
     }
 
-    /// Logs what waits, for who holds the submission lock.
+    /// Logs the drafts that wait. The caller holds the submission lock.
     pub(super) fn log_waiting(&self, table: &mut PageTable) {
         for _ in 0..ROUNDS {
             let places = self.waiting.take();
@@ -134,6 +146,8 @@ impl Committer {
             for place in places {
                 let mut content = place.0.lock();
                 if let QueuedBytes::Draft(draft) = std::mem::replace(&mut *content, QueuedBytes::Taken) {
+                    // Decoded by its committer before, so this cannot fail; operations borrow the
+                    // payload, so they were not kept.
                     let ops = decode_payload(&draft.payload).expect("decoded before it was left");
                     let appended = self.append(table, &draft, &ops);
                     *content = QueuedBytes::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
@@ -143,9 +157,10 @@ impl Committer {
     }
 }
 
-/// What a place holds that nobody else has any more; `None` if the holder panicked before it was done.
+/// The outcome in a place that no other thread has any more; `None` if the holder panicked before it was
+/// done.
 fn outcome(place: Arc<Place>) -> Option<Outcome> {
-    match Arc::into_inner(place).expect("nobody else has it").0.into_inner() {
+    match Arc::into_inner(place).expect("the holder has let go of it").0.into_inner() {
         QueuedBytes::Outcome(outcome) => Some(outcome),
         QueuedBytes::Draft(_) | QueuedBytes::Taken => None,
     }

@@ -1,13 +1,16 @@
 //! Which elements of staged ranges changed.
 //!
-//! 1. **Mark** them on the device: a bit an element, 1 where what is staged differs from the page, in the lane of
-//!    deltas, or from the copy's shadow.
-//! 2. **Number** them there: the indices of the set bits, rising. A bitmap that is so short that it comes to the
-//!    host as soon as the count of its bits would is not numbered.
-//! 3. **Bring** to the host what is shorter: an index is four bytes, so that is the list of them where less than
-//!    one element in thirty-two changed.
+//! 1. **Mark** them on the device: a bit an element, 1 where the staged bytes differ from the page, in
+//!    the lane of deltas, or from the copy's shadow.
+//! 2. **Number** them there: the indices of the set bits, rising. A bitmap that is so short that it comes
+//!    to the host as soon as the count of its bits would is not numbered.
+//! 3. **Bring** the shorter form to the host. An index is four bytes, so that is the list of them where
+//!    less than one element in thirty-two changed. A bitmap of 1.2 GB of 16-bit elements is 75 MB.
 //!
-//! The lane of deltas holds the marking against a page and no more: what is brought never stands before a delta.
+//! The lane of deltas holds the marking against a page and no more, so that no delta waits for a transfer
+//! to the host.
+//!
+//! Nothing is written, so a crash loses nothing.
 
 use std::ops::Range;
 
@@ -23,26 +26,30 @@ use crate::write::batch::{ElementChanges, WorkingCopy};
 
 /// Boundary on which each bitmap, and each list of indices, begins.
 const MARKS_ALIGN: u64 = 16;
-/// Bytes of an index.
+/// How many bytes an index takes.
 const INDEX_LEN: u64 = 4;
 
-/// Bitmaps of parts, one a part, each with room for as many indices as are shorter than it.
+/// Bitmaps of parts, one a part, each with room for all indices that are shorter than the bitmap. A
+/// longer list is never brought, so it need not fit.
 struct Marks {
+    /// A bitmap a part, each with its list of indices.
     bitmaps: Vec<Selection>,
-    /// Bytes of all bitmaps.
+    /// The length of all bitmaps, in bytes.
     len: u64,
 }
 
-/// Bytes that the marks of parts take: of each part two bits an element.
+/// How many bytes the marks of parts take: two bits an element, one for the bitmap and one for the indices.
 pub(super) fn marks_len(parts: &RangeParts, width: Width) -> u64 {
     parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(MARKS_ALIGN)).sum()
 }
 
 impl Marks {
+    /// Lays the marks out in `memory`, part by part.
     fn of(parts: &RangeParts, width: Width, memory: &StageMemory) -> Self {
         let lens = parts.iter().map(|(range, _)| bitmap_len(range, width));
         let mut at = 0;
         let bitmap = |len: u64| {
+            // The list lies right after its bitmap, on a boundary of its own.
             let indices_at = at + len.next_multiple_of(MARKS_ALIGN);
             let bits = memory.part(at, len);
             at = indices_at + len.next_multiple_of(MARKS_ALIGN);
@@ -55,8 +62,8 @@ impl Marks {
 }
 
 impl Committer {
-    /// What changed in each part of a working copy that is at `epoch` and staged; `memory` holds [`marks_len`]
-    /// bytes.
+    /// Finds what changed in each part of a working copy that is at `epoch` and staged; `memory` holds
+    /// [`marks_len`] bytes.
     pub(super) fn changed(
         &self,
         copy: &WorkingCopy,
@@ -86,16 +93,20 @@ impl Committer {
         // 1.
         let mut commands = Vec::new();
         match copy.shadow() {
+            // The shadow is the copy's own: no batch writes to it, so no turn is needed.
             Some(shadow) => commands = diffs(shadow.span()),
             None => {
                 self.applier.unloaded().wait([page])?;
                 let marked: Fence = self.applier.turn(move |turn| {
                     turn.intact()?;
                     let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
+                    // In the same turn as the comparison: a batch in between would show as a change of
+                    // the copy's.
                     check_epoch(page, epoch, info.epoch)?;
                     let commands = diffs(turn.applied.memory[page].span());
                     Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
                 })?;
+                // The rest is on the lane for staging: numbering and the way to the host hold up no delta.
                 self.device.after(Lane::Stage, marked)?;
             }
         }
@@ -108,7 +119,7 @@ impl Committer {
         self.bring(&marks, counts.as_deref(), commands, width)
     }
 
-    /// Runs the commands, and numbers the bits that they set: how many there are in each bitmap.
+    /// Runs the commands, and numbers the bits that they set. Returns how many there are in each bitmap.
     fn number(&self, marks: &Marks, commands: &mut Vec<Command>) -> Result<Vec<u64>> {
         let len = INDEX_LEN as usize * marks.bitmaps.len();
         let target = StagingSpan { index: 0, offset: 0, len };
@@ -121,7 +132,7 @@ impl Committer {
         Ok(counts)
     }
 
-    /// Runs the commands, and brings to the host what changed: for each part its indices or its bitmap.
+    /// Runs the commands, and brings the changes to the host: for each part its indices or its bitmap.
     fn bring(
         &self,
         marks: &Marks,
@@ -132,6 +143,7 @@ impl Committer {
         let mut len = 0;
         let mut brought = Vec::with_capacity(marks.bitmaps.len());
         for (number, Selection { bits, indices }) in marks.bitmaps.iter().enumerate() {
+            // The shorter of the two goes over the bus.
             let listed_len = counts.map(|counts| INDEX_LEN * counts[number]);
             let listed_len = listed_len.filter(|listed_len| *listed_len <= indices.len);
             let source = listed_len.map_or(*bits, |len| Span { len, ..*indices });
@@ -157,10 +169,12 @@ impl Committer {
     }
 }
 
+/// How many bytes a bitmap of a range's elements takes.
 fn bitmap_len(range: &Range<u64>, width: Width) -> u64 {
     ((range.end - range.start) / width.bytes() as u64).div_ceil(8)
 }
 
+/// Reads indices as the device writes them.
 fn indices(bytes: &[u8]) -> impl Iterator<Item = u32> {
     bytes
         .chunks_exact(INDEX_LEN as usize)

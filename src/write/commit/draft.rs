@@ -1,10 +1,10 @@
-//! A batch that is ready to be logged: what is left to check under the submission lock, the append, and the
+//! A batch that is ready to be logged: the checks that are left for the submission lock, the append, and the
 //! hand-over to the applier.
 //!
-//! A draft owns whatever that takes. So whoever holds the lock can log it: its committer, or another one for it
+//! A draft owns whatever that takes. So any lock holder can log it: its committer, or another one for it
 //! ([`super::combine`]).
 //!
-//! A crash before the append loses a batch that nobody was told of; after it, recovery replays the batch.
+//! A crash before the append loses a batch that no caller was told of; after it, recovery replays the batch.
 
 use std::collections::VecDeque;
 
@@ -20,35 +20,36 @@ use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::StagingBuf;
 
-/// A batch on its way into the log.
+/// A batch on its way into the log, with all memory that applying it takes.
 pub(super) struct Draft {
     pub payload: StagingBuf,
+    /// The payload's checksum: it is in hand before an Lsn is assigned (I1).
     pub payload_crc: u32,
     pub purpose: SpacePurpose,
-    /// Epochs at which pages must be.
+    /// The epochs at which pages must be.
     pub expected: Vec<(PageId, Epoch)>,
-    /// Pages copied for clones, and what they were.
+    /// Pages that were copied for clones, and their versions at that time.
     pub staged: SourceVersions,
-    /// Pages whose bytes are in images, and the lengths that they were said to have before.
+    /// Pages whose bytes are in images, and the lengths that they had when the images were written.
     pub lens: Vec<(PageId, Option<u64>)>,
-    /// For the creates, resizes and moves, in their order.
+    /// Memory for the creates, resizes and moves, in their order.
     pub memory: VecDeque<PageMemory>,
-    /// For the pages that are leased.
+    /// Memory to which leased pages move, so that a lease goes on showing the bytes that it showed.
     pub spares: Vec<(PageId, PageMemory)>,
-    /// What the applier copies from elsewhere than the payload.
+    /// Bytes that the applier copies from elsewhere than the payload.
     pub asides: VecDeque<StagingBuf>,
 }
 
 /// The last change of each page when it was copied: of its bytes, its metadata or its place.
 pub(super) type SourceVersions = Vec<(PageId, Lsn)>;
 
-/// What became of a draft.
+/// The outcome of trying to log a draft.
 pub(super) enum Outcome {
-    /// It is in the log, and on its way to the device.
+    /// The draft is in the log, and on its way to the device.
     Logged(LogPoint),
-    /// Nothing is: a page is not what it was when the draft was made.
+    /// Nothing is logged: a page is not what it was when the draft was made. The committer makes it anew.
     Stale(Draft),
-    /// Nothing is, and nothing will be.
+    /// Nothing is logged, and nothing will be.
     Refused(Error, Draft),
 }
 
@@ -56,9 +57,12 @@ pub(super) enum Outcome {
 pub(super) type AppendResult = (LogPoint, Changes);
 
 impl Committer {
-    /// Checks a draft against the state that it is to follow, and appends it. `None` if a page changed after it was
-    /// staged for a clone, or has another length or place than when its bytes were taken for all of it or memory was
-    /// allocated for it. `ops` are the payload's.
+    /// Checks a draft against the state that it is to follow, and appends it. `None` if it is stale: a
+    /// page was changed after it was staged for a clone, or has another length or place than when its
+    /// bytes were written or memory was allocated for it. `ops` are the payload's.
+    ///
+    /// Staleness is looked at before preconditions and plan. A stale draft is made anew, so its errors
+    /// would be about a state that is past.
     pub(super) fn append(
         &self,
         table: &PageTable,
@@ -67,7 +71,8 @@ impl Committer {
     ) -> Result<Option<AppendResult>> {
         self.poison.check()?;
         let home_of = |page| home_in(table, page);
-        // Who leases a page from now on gets it behind this batch.
+        // A lease that is taken from now on shows the page after this batch. Only those that exist need a
+        // spare.
         let has_spare = |page: &PageId| {
             let is_its_own = |(spared, memory): &(PageId, PageMemory)| {
                 spared == page && Some(home(memory)) == home_of(*page)
@@ -77,14 +82,19 @@ impl Committer {
         if !self.leases.leased(changed_in_place(ops)).iter().all(has_spare) {
             return Ok(None);
         }
+        // A pinned page keeps its address: callers have it in captured graphs.
         self.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;
+        // Its last change of any kind: a clone takes place and metadata as well.
         let lsn_of = |page| table.get(page).map(|info| info.lsn);
         let len_of = |page| home_of(page).map(|(_, len)| len);
+        // A clone must be a copy of the page as it is before this batch, for that is how replay makes it
+        // from the log.
         if draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))
             || draft.lens.iter().any(|(page, len)| len_of(*page) != *len)
         {
             return Ok(None);
         }
+        // Memory of another length or place would be applied to a page of the table's length (I10).
         if ops.iter().any(|at| goes_elsewhere(&at.op))
             && !draft.memory.iter().map(home).eq(homes_made(ops, home_of)?)
         {
@@ -96,15 +106,20 @@ impl Committer {
                 return Err(Error::Conflict { page, expected, found });
             }
         }
+        // The plan checks all operations before the append: a frame in the log must be applicable, here
+        // and in recovery.
         let lsn = table.lsn().next();
         let planned = table.plan(lsn, ops, PlanMode::Commit);
         let changes = planned.map_err(|(index, refusal)| refused(index, refusal))?;
         let point = self.log.append(&draft.payload, draft.payload_crc, draft.purpose)?;
-        assert!(point.lsn == lsn);
+        assert!(point.lsn == lsn); // I1: the table and the log count alike, and an Lsn has its frame.
         Ok(Some((point, changes)))
     }
 
-    /// Makes a draft that was appended what the table says, and has it applied. `then` comes between the two.
+    /// Makes the table, and readers' versions, those after a draft that was appended, and has it applied.
+    /// `then` comes before it is applied.
+    ///
+    /// Under the same lock as the append: the next draft must be planned on this table.
     pub(super) fn hand_over(
         &self,
         table: &mut PageTable,
@@ -118,7 +133,9 @@ impl Committer {
             Err(error) => return Outcome::Refused(error, draft),
         };
         table.install(&changes);
-        // Before the applier has it: a reader that finds a page's bytes changed finds its new version, too.
+        assert!(table.lsn() == point.lsn); // I1: the table never runs ahead of the log.
+        // Before the applier has it: a reader that finds a page's bytes changed must find its new
+        // version, too.
         self.versions.install(&changes);
         then(point, &changes);
         let Draft { payload, memory, spares, asides, .. } = draft;
@@ -126,7 +143,7 @@ impl Committer {
         Outcome::Logged(point)
     }
 
-    /// Takes back what a draft holds that was not logged.
+    /// Gives back the memory of a draft that was not logged.
     pub(super) fn take_back(&self, draft: Draft) {
         let Draft { payload, memory, spares, asides, .. } = draft;
         for staged in asides.into_iter().chain([payload]) {
@@ -136,6 +153,7 @@ impl Committer {
     }
 }
 
+/// The error for an operation that the plan refuses.
 fn refused(index: usize, refusal: Refusal) -> Error {
     match refusal {
         Refusal::UnknownPage(page) => Error::UnknownPage { page },

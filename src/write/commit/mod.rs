@@ -1,14 +1,17 @@
 //! Committing a batch: check everything, log it, then let it be seen.
 //!
-//! 1. Outside the lock: find what captures changed, stage what clones copy, write whole pages ahead, encode,
-//!    fill in what only the device has seen, checksum, allocate page memory. Nothing so far is visible, and all of it
-//!    can be taken back.
+//! 1. Outside the lock: find what captures changed, stage what clones copy, write whole pages ahead,
+//!    encode, fill in bytes that only the device has seen, checksum, allocate page memory. Nothing so far
+//!    is visible, and all of it can be taken back.
 //! 2. Under the submission lock: preconditions, the plan, the append (I1: only now, with payload and
-//!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the lock
-//!    is the order of the log and of the lane. Who holds the lock does this for those who wait for it, too
-//!    ([`waiting`]).
+//!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the
+//!    lock is the order of the log and of the lane. The lock holder does this for the batches that wait
+//!    for the lock, too ([`combine`]).
 //!
-//! A crash before the append loses a batch that nobody was told of; after it, recovery replays the batch.
+//! An Lsn that was assigned earlier would have to be filled whatever happens: a batch that fails after it
+//! would leave a gap, and recovery takes a gap for the log's end.
+//!
+//! A crash before the append loses a batch that no caller was told of; after it, recovery replays the batch.
 
 mod device_payload;
 mod capture;
@@ -46,17 +49,19 @@ pub use capture::{Direction, Shadow};
 pub(crate) use combine::CombineQueue;
 use draft::{Draft, Outcome, SourceVersions};
 
-/// How often clones are staged without the lock before the lock is held for it.
+/// How often clones are staged without the lock. After that the lock is held while they are copied.
 const CLONE_TRIES: usize = 3;
 
-/// Turns batches into commits.
+/// Turns batches into commits, for any number of threads.
 pub(crate) struct Committer {
-    /// The state after the last logged batch.
+    /// The state after the last logged batch. Its lock is the submission lock.
     pub submitted: Mutex<PageTable>,
-    /// The same, as readers see it.
+    /// The same state, as readers see it.
     pub versions: Arc<Versions>,
+    /// Drafts that wait for the lock holder.
     pub waiting: CombineQueue,
-    /// The next page id. Ids are taken before a batch is known to be good; a failed one leaves a gap.
+    /// The next page id. Ids are taken before a batch is known to be good; a failed one leaves a gap,
+    /// which costs nothing.
     pub next_page: AtomicU64,
     pub store: StoreId,
     pub log: Arc<Log>,
@@ -67,25 +72,28 @@ pub(crate) struct Committer {
     pub staging: Arc<StagingPool>,
     pub poison: Arc<Poison>,
     pub files: Arc<ImageFiles>,
+    /// Images that the next snapshot need not write again.
     pub known: Arc<KnownImages>,
     pub compression: Compression,
-    /// A batch that writes so many bytes of whole pages writes them ahead.
+    /// A batch that writes at least this number of bytes of whole pages writes them ahead.
     pub ahead_bytes_min: u64,
 }
 
-/// What only the committer itself can do about a batch, under the lock, when it is logged.
+/// Work on a batch that only its own committer can do, under the lock, when it is logged. A draft with
+/// such work is not left to another lock holder.
 struct CommitterWork<'a> {
     captures: &'a Captures<'a>,
-    /// Pages whose bytes are in images.
+    /// Pages whose bytes are in images already.
     whole: Vec<WholePage<'a>>,
+    /// The image file, which goes if the batch is refused.
     ahead: Option<AheadImages<'a>>,
 }
 
-/// Pages copied for clones.
+/// Pages that were copied for clones.
 type Contents = HashMap<PageId, CloneSource>;
 
 impl Committer {
-    /// The submission lock and the state behind it: nothing is committed while it is held.
+    /// Takes the submission lock, and with it the state: nothing is committed while it is held.
     pub fn lock(&self) -> MutexGuard<'_, PageTable> {
         self.submitted.lock()
     }
@@ -96,7 +104,11 @@ impl Committer {
         self.try_submit(batch).map_err(|error| self.poison.set_by_device(error))
     }
 
+    /// The steps of a submission, again from the staging on while the draft is stale by the time it has
+    /// the lock.
     fn try_submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
+        // All that the batch alone decides comes first: refused here, nothing was copied, written or
+        // allocated for it.
         batch.check_copies()?;
         let pages = self.new_pages(batch.new_pages() as u64);
         let sources = batch.clone_sources();
@@ -105,23 +117,29 @@ impl Committer {
         let born_in = self.arrivals(batch)?;
         let mut tries = 0;
         loop {
-            // Clones are staged first and their versions are checked under the lock, so that a slow copy
-            // holds up nobody. Who loses that race too often stages under the lock.
+            // Clones are staged without the lock, and their versions are checked under it: a slow copy
+            // from a GPU would hold up every other committer. A batch that loses that race too often
+            // stages under the lock.
             tries += 1;
             let held = (tries > CLONE_TRIES).then(|| self.submitted.lock());
+            // From here to the append, whatever is looked up without the lock is noted in the draft, and
+            // checked again under the lock.
             let (contents, staged) = self.stage(&sources, held.as_deref())?;
             let (whole, ahead) = self.write_ahead(batch, &pages, held.as_deref())?;
             let images = ahead.iter().flat_map(AheadImages::images).copied();
+            // A frame names the images instead of having the bytes: they are written once.
             let images = whole.iter().map(|whole| whole.step).zip(images).collect();
             let lens = self.lens(batch, held.as_deref());
             let found = BatchFacts { staged: contents, images, captured: &captures.found, lens };
             let mut payload = self.staging.take_growing(batch.payload_len(&found))?;
             let blanks = batch.encode(&pages, found, &mut payload)?;
+            // Payload and checksum are complete before the draft can reach the lock (I1).
             let (payload, payload_crc) = self.fill(self.staging.grown(payload)?, blanks, born_in)?;
             let only_deletes = batch.only_deletes();
             let draft = Draft {
                 payload,
                 payload_crc,
+                // A batch that only deletes may use the reserve of a full disk: it frees more than it takes.
                 purpose: if only_deletes { SpacePurpose::Delete } else { SpacePurpose::User },
                 expected: batch.expectations().iter().copied().chain(captures.epochs()).collect(),
                 staged,
@@ -131,6 +149,7 @@ impl Committer {
                 asides: VecDeque::new(),
             };
             let own = CommitterWork { captures: &captures, whole, ahead };
+            // A stale draft has given everything back: it is made anew from the state that there is now.
             if let Some(point) = self.log_draft(draft, own, held)? {
                 self.refresh_shadows(captures);
                 return Ok((point, pages));
@@ -138,18 +157,23 @@ impl Committer {
         }
     }
 
-    /// The ids of so many new pages.
+    /// Takes the ids of `count` new pages. They rise, and are never used again: recovery tells by an id
+    /// alone that a page is gone.
     fn new_pages(&self, count: u64) -> Vec<PageId> {
         if count == 0 {
-            // Most batches: they leave the counter, and its neighbours, to the caches of other threads.
+            // Most batches create nothing. They leave the counter, and its neighbours, to the caches of
+            // other threads.
             return Vec::new();
         }
         let first = self.next_page.fetch_add(count, Ordering::Relaxed);
         (first..first + count).map(PageId).collect()
     }
 
-    /// Writes the batch's whole pages to an image file, if they are worth one. The length of an old page is
-    /// only looked at: it is checked again under the lock.
+    /// Writes the batch's whole pages to an image file, if they are worth one. The file and its name are
+    /// durable when this returns: a frame that names it must never be found without it.
+    ///
+    /// The length of an old page is only looked at here. It is checked again under the lock: a page that
+    /// was resized meanwhile is not whole any more.
     fn write_ahead<'a>(
         &'a self,
         batch: &'a WriteBatch,
@@ -167,6 +191,7 @@ impl Committer {
         let contents: Vec<(PageId, &[u8])> = whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
         let pool = &self.log.pool;
         let write = || AheadImages::write(&self.files, self.store, self.compression, &contents);
+        // The reserve is filled first: the image may not take the space that deletes need on a full disk.
         match pool.fill().and_then(|()| pool.with_surplus(write)) {
             Ok(ahead) => Ok((whole, Some(ahead))),
             Err(error) if error.is_passing() => Err(error),
@@ -192,7 +217,7 @@ impl Committer {
         Ok((contents, versions))
     }
 
-    /// The rest of a submission; `None` if the draft is stale.
+    /// Steps from the payload to the log; `None` if the draft is stale.
     fn log_draft(
         &self,
         mut draft: Draft,
@@ -200,21 +225,29 @@ impl Committer {
         held: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
+        // Decoded as recovery will: what does not decode must not reach the log.
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
-        // Before an Lsn is taken: the applier waits for no page.
+        // Before an Lsn is taken: the applier waits for no page. A batch in the log cannot be put off, so
+        // the applier would hold up all that come after it, too.
         self.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
         let whole: HashMap<PageId, &[u8]> = own.whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
+        // Bytes that the applier cannot take from the payload are staged here: there, a lack of memory
+        // would come too late.
         let asides = ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.staging).transpose());
         draft.asides = asides.collect::<Result<_>>()?;
+        // Memory that is refused must refuse the batch: once it is logged, it must be applied.
         draft.memory = self.allocate(&ops, held.as_deref())?;
         draft.spares = match self.spares(&ops, held.as_deref()) {
             Ok(spares) => spares,
             Err(error) => {
+                // The draft goes, and nothing is logged: what it allocated so far is given back.
                 self.discard(draft.memory);
                 return Err(error);
             }
         };
 
+        // A lock that is free is taken. If another thread has it, a draft without own work is left to
+        // that thread: handing the lock on would cost a change of threads a batch.
         let table = held.or_else(|| self.submitted.try_lock());
         let table = table.or_else(|| own.is_needed().then(|| self.submitted.lock()));
         let outcome = match table {
@@ -222,6 +255,7 @@ impl Committer {
                 let appended = self.append(&table, &draft, &ops);
                 let then = |point, changes: &Changes| own.logged(&self.known, &self.log, point, changes);
                 let outcome = self.hand_over(&mut table, draft, appended, then);
+                // Before the lock goes: the drafts that came meanwhile are logged by this thread.
                 self.log_waiting(&mut table);
                 outcome
             }
@@ -243,12 +277,14 @@ impl Committer {
 }
 
 impl CommitterWork<'_> {
-    /// Whether there is anything.
+    /// Whether there is any such work.
     fn is_needed(&self) -> bool {
         !self.captures.is_empty() || self.ahead.is_some()
     }
 
     /// The batch is logged.
+    ///
+    /// Under the lock still: a snapshot that begins after this batch must know of its images.
     fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
         self.captures.belong_to(changes);
         if let Some(ahead) = self.ahead.take() {
@@ -256,6 +292,7 @@ impl CommitterWork<'_> {
             for (whole, image) in self.whole.iter().zip(ahead.images()) {
                 known.note_ahead(whole.page, point.lsn, *image, whole.bytes.len() as u64);
             }
+            // Images count as log: a snapshot is due by them, too.
             log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
             ahead.logged(point.lsn);
         }
@@ -263,7 +300,8 @@ impl CommitterWork<'_> {
 
     /// The batch is not logged, for this reason.
     fn refused(&mut self, error: &Error) {
-        // Only where the log has failed may there be a frame that names the images.
+        // Where the log has failed, a frame may be there that names the images: they stay. Otherwise
+        // dropping them removes the file.
         if let (Some(ahead), Error::Poisoned(_)) = (&mut self.ahead, error) {
             ahead.leave();
         }

@@ -1,8 +1,9 @@
 //! Page memory that a batch brings along: for the pages that it makes, resizes and moves, and for those that
 //! it changes while they are leased.
 //!
-//! It is allocated before an Lsn is taken, so that a batch that finds no room fails with nothing changed. Where the
-//! pages are is only looked at then, and checked again under the submission lock.
+//! It is allocated before an Lsn is taken, so that a batch that finds no room fails with nothing changed
+//! (I10): once it is logged, the applier cannot refuse it. The places of pages are only looked at then,
+//! and checked again under the submission lock.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -15,24 +16,32 @@ use crate::error::{Error, Result};
 use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
-    /// Page memory for the creates, resizes and moves of a batch, in their order: all of it or none.
+    /// Allocates page memory for the creates, resizes and moves of a batch, in their order: all of it or
+    /// none.
     pub(super) fn allocate(
         &self,
         ops: &[OpAt<'_>],
         held: Option<&PageTable>,
     ) -> Result<VecDeque<PageMemory>> {
+        // Without the lock, unless the caller holds it: `append` looks again, and a draft with other
+        // memory is stale.
         let homes = homes_made(ops, |page| match held {
             Some(table) => home_in(table, page),
             None => home_in(&self.submitted.lock(), page),
         })?;
-        self.allocate_all(Purpose::Page, &homes).map(VecDeque::from)
+        let memory = self.allocate_all(Purpose::Page, &homes)?;
+        assert!(memory.len() == homes.len()); // I10: each page brings its memory along.
+        Ok(memory.into())
     }
 
+    /// Allocates from the arena, again when the applier has caught up.
     fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
         match self.arena.allocate_all(purpose, pages) {
-            // Deletes that are logged may not have reached the applier yet: whether a batch fits must not
-            // depend on how far it has come.
+            // Deletes that are logged may not have reached the applier yet. Whether a batch fits must not
+            // depend on how far the applier has come.
             Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
+                // An empty turn: when it is over, the batches before it are applied, and what they
+                // deleted is given back.
                 self.applier.turn(|_| Ok(()))?;
                 self.arena.allocate_all(purpose, pages)
             }
@@ -40,21 +49,24 @@ impl Committer {
         }
     }
 
-    /// Memory to which pages move that a batch changes while they are leased: for all of them or none.
+    /// Allocates the memory to which leased pages move when a batch changes them: for all of them or none.
     pub(super) fn spares(
         &self,
         ops: &[OpAt<'_>],
         held: Option<&PageTable>,
     ) -> Result<Vec<(PageId, PageMemory)>> {
+        // Looked at without the lock. A lease that is taken after this is seen under it, and the draft is
+        // made anew.
         let mut spares = Vec::new();
         for page in self.leases.leased(changed_in_place(ops)) {
             let wanted =
                 held.map_or_else(|| home_in(&self.submitted.lock(), page), |table| home_in(table, page));
-            // A page that is not there is refused with its operation.
+            // The plan refuses a page that is not there, with its operation.
             let Some(wanted) = wanted else { continue };
             match self.allocate_all(Purpose::Spare, &[wanted]) {
                 Ok(spare) => spares.extend(spare.into_iter().map(|spare| (page, spare))),
-                // Meanwhile the applier came to a batch that moved it.
+                // Meanwhile the applier came to a batch that moved the page: no lease is on this memory
+                // any more.
                 Err(_) if self.leases.leased([page]).is_empty() => {}
                 Err(error) => {
                     self.discard(spares.into_iter().map(|(_, spare)| spare));
@@ -65,6 +77,7 @@ impl Committer {
         Ok(spares)
     }
 
+    /// Gives back memory that no list has named yet.
     pub(super) fn discard(&self, memory: impl IntoIterator<Item = PageMemory>) {
         for page in memory {
             if let Err(error) = self.arena.discard(page) {
@@ -74,24 +87,27 @@ impl Committer {
     }
 }
 
-/// Where a page is, or its memory: its place, and its length in bytes.
+/// Where a page is, or its memory: the place, and the length in bytes.
 pub(super) type PageLocation = (Place, u64);
 
+/// Where a table says that a page is.
 pub(super) fn home_in(table: &PageTable, page: PageId) -> Option<PageLocation> {
     table.get(page).map(|info| (info.place, info.len))
 }
 
+/// Where memory is.
 pub(super) fn home(memory: &PageMemory) -> PageLocation {
     (memory.place(), memory.byte_len())
 }
 
-/// What memory a batch's creates, resizes and moves need, in their order, where `home_of` tells of the pages
-/// before the batch.
+/// The memory that a batch's creates, resizes and moves need, in their order; `home_of` tells of the
+/// pages before the batch.
 pub(super) fn homes_made(
     ops: &[OpAt<'_>],
     home_of: impl Fn(PageId) -> Option<PageLocation>,
 ) -> Result<Vec<PageLocation>> {
     let mut made = Vec::new();
+    // Where pages are in the course of the batch: a page may be resized and then moved.
     let mut now: HashMap<PageId, PageLocation> = HashMap::new();
     for at in ops {
         let old = |page| now.get(&page).copied().or_else(|| home_of(page)).ok_or(Error::UnknownPage { page });
@@ -99,11 +115,13 @@ pub(super) fn homes_made(
             Op::Create { page, len, place, .. } => (page, place, len),
             Op::Resize { page, len } => (page, old(page)?.0, len),
             Op::Move { page, place } => match old(page)? {
+                // A move to where the page is costs no memory.
                 (here, _) if here == place => continue,
                 (_, len) => (page, place, len),
             },
             _ => continue,
         };
+        // Before any memory is asked for: a length of a TiB is a mistake, not a lack of memory.
         if len > PAGE_LEN_MAX {
             return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
         }
@@ -118,7 +136,7 @@ pub(super) fn goes_elsewhere(op: &Op<'_>) -> bool {
     matches!(op, Op::Resize { .. } | Op::Move { .. })
 }
 
-/// The page that an operation takes out of the memory that it has before the batch.
+/// The page that an operation takes out of the memory that it has before the batch. A pin forbids that.
 pub(super) fn taken_elsewhere(
     op: &Op<'_>,
     home_of: impl Fn(PageId) -> Option<PageLocation>,
@@ -135,7 +153,8 @@ fn reaches_bytes(op: &Op<'_>) -> bool {
     op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. } | Op::Move { .. })
 }
 
-/// The pages that operations change where they lie: for the others there is new memory, or none.
+/// The pages that operations change where they lie. A lease on one of these needs a spare; for all others
+/// there is new memory, or none.
 pub(super) fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
     let in_place = |op: &Op<'_>| reaches_bytes(op) && !goes_elsewhere(op) && !matches!(op, Op::Delete { .. });
     ops.iter().filter(move |at| in_place(&at.op)).filter_map(|at| at.op.page())

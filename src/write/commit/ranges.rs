@@ -1,4 +1,7 @@
 //! The ranges of a page that a capture looks at, in parts of bounded length.
+//!
+//! Ranges that a caller names may overlap, come in any order, and lie anywhere. The device compares
+//! vectors, so they are widened, merged and cut here, once, on the host.
 
 use std::ops::Range;
 
@@ -7,17 +10,21 @@ use remanent_format::{Epoch, PageId};
 use crate::device::Span;
 use crate::error::{Error, Result};
 
-/// What is looked at: ranges of a page, each with where it begins in what is staged.
+/// Parts to look at: ranges of a page, each with where it begins in the staged bytes.
 pub(super) type RangeParts = [(Range<u64>, u64)];
 
-/// The boundary to which ranges are widened: vectors of sixteen bytes are compared at a time.
+/// The boundary to which ranges are widened: the device compares vectors of sixteen bytes.
 const RANGE_ALIGN: u64 = 16;
 
 /// The longest part that is compared as one, so that a part's elements are counted in 32 bits.
 const PART_LEN_MAX: u64 = 256 << 20;
 
-/// The ranges to be looked at, widened to boundaries, merged and cut, each with where it begins when they lie
-/// one after the other, on boundaries again.
+/// Widens the ranges to boundaries, merges and cuts them. Each part comes with where it begins when they
+/// lie one after the other, on boundaries again. Without ranges it is the whole page.
+///
+/// # Errors
+/// `OutOfBounds` for a range that is not within the page, or ends before it begins: a caller's mistake
+/// must not wrap around.
 pub(super) fn parts(
     page: PageId,
     ranges: Option<&[Range<u64>]>,
@@ -34,11 +41,14 @@ pub(super) fn parts(
             continue;
         }
         let start = range.start / RANGE_ALIGN * RANGE_ALIGN;
+        // Widened bytes are compared like the others: a change in them is captured, too, and nothing is
+        // lost by it.
         wanted.push(start..range.end.next_multiple_of(RANGE_ALIGN).min(page_len));
     }
     wanted.sort_unstable_by_key(|range| range.start);
     let mut merged: Vec<Range<u64>> = Vec::new();
     for range in wanted {
+        // Merged, so that no element is found twice: twice in one sparse delta would be refused.
         match merged.last_mut().filter(|last| range.start <= last.end) {
             Some(last) => last.end = last.end.max(range.end),
             None => merged.push(range),
@@ -58,10 +68,13 @@ pub(super) fn parts(
         .collect())
 }
 
+/// A range of a span, as a span of its own.
 pub(super) fn part(span: Span, range: &Range<u64>) -> Span {
     Span { offset: span.offset + range.start, len: range.end - range.start, ..span }
 }
 
+/// Refuses a page that is not at the epoch that its working copy belongs to: the changes found would take
+/// back the changes of others.
 pub(super) fn check_epoch(page: PageId, expected: Epoch, found: Epoch) -> Result<()> {
     if expected == found { Ok(()) } else { Err(Error::Conflict { page, expected, found }) }
 }

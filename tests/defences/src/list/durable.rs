@@ -188,15 +188,15 @@ pub const LIST: &[Defence] = &[
     defence(
         "images that kept batches name stay (I8)",
         RETAIN,
-        "!keeping.files.is_for_batch(number, redo)",
+        "!catalog.files.is_for_batch(number, redo)",
         "true",
         it("bulk::files_stay_as_long_as_a_kept_frame_or_snapshot_names_them"),
     ),
     defence(
         "the floor is recorded before anything below it goes (I8)",
         RETAIN,
-        "self.record(keeping, floor, |id| plan.snapshots.contains(id))",
-        "self.record(keeping, keeping.floor, |id| plan.snapshots.contains(id))",
+        "self.record(catalog, floor, |id| plan.snapshots.contains(id))",
+        "self.record(catalog, catalog.floor, |id| plan.snapshots.contains(id))",
         it("bounds::states_below_the_floor_are_outside_the_window_and_named_ones_stay"),
     ),
     defence(

@@ -53,8 +53,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "only what was proven stays cold (I7)",
         SORTING,
-        "may_be_cold && is_proven && is_unchanged()",
-        "may_be_cold && is_unchanged()",
+        "may_be_unloaded && is_proven && is_unchanged()",
+        "may_be_unloaded && is_unchanged()",
         it("on_demand::a_snapshot_that_nothing_records_is_loaded_at_once"),
     ),
     defence(
@@ -67,7 +67,7 @@ pub const LIST: &[Defence] = &[
     refusal(
         "nothing goes while a page is cold",
         "src/snapshot/retain.rs",
-        "self.applier.cold().is_any()",
+        "self.applier.unloaded().is_any()",
         it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
     ),
     defence(
@@ -80,7 +80,7 @@ pub const LIST: &[Defence] = &[
     check(
         "no batch is logged for a page that is cold",
         "src/write/commit/mod.rs",
-        "self.applier.cold().wait(ops.iter().filter_map(|at| at.op.page()))?;",
+        "self.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;",
         it("on_demand::whoever_needs_a_page_waits_for_it"),
     ),
     // Pages that callers use: they read no bytes that are not the page's.
@@ -105,7 +105,7 @@ pub const LIST: &[Defence] = &[
         PIN,
     ),
     // Scrubs: nothing that is kept stands on what is damaged.
-    check("an image that rotted is written anew", PASS, "keeping.known.spoil(*page, image);", SCRUBS),
+    check("an image that rotted is written anew", PASS, "catalog.known.spoil(*page, image);", SCRUBS),
     check("a snapshot with damage counts as none", SCRUB, "kept.holds = false;", SCRUBS),
     refusal(
         "a snapshot that names a rotten image has damage",
@@ -121,7 +121,7 @@ pub const LIST: &[Defence] = &[
     ),
     check("recovery begins behind a rotten batch", PASS, "self.found.batches.push(lost);", SCRUBS),
     check("and behind one whose image rotted", PASS, "self.found.batches.extend(*batch);", ROWS),
-    check("no snapshot follows a rotten link", SCRUB, "keeping.known.unlink();", ROWS),
+    check("no snapshot follows a rotten link", SCRUB, "catalog.known.unlink();", ROWS),
     // A full disk costs nothing but the batch that does not fit, and what frees space still works.
     defence(
         "the reserve is for those who free space",
@@ -161,7 +161,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "what deleted pages take is given back where no image fits",
         "src/snapshot/thin_snapshot.rs",
-        "self.pool.with_surplus(|| self.write_thin(keeping))?;",
+        "self.pool.with_surplus(|| self.write_thin(catalog))?;",
         "",
         it("faults::disk_full::deleted_pages_give_their_space_back_where_no_image_fits"),
     ),
