@@ -29,6 +29,7 @@ mod faults;
 mod files;
 #[path = "../../fuzz/src/fit.rs"]
 mod fit;
+mod language;
 mod layout;
 mod follow;
 mod fork;
