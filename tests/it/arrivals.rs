@@ -13,7 +13,7 @@ use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{DeviceBytes, Direction, Error, PageId, Result, Shadow, Store, Width, WriteBatch};
 
-use crate::born::{PLACE, content, open, page};
+use crate::device_ops::{PLACE, content, open, page};
 
 const LEN: u64 = 64;
 

@@ -13,7 +13,7 @@ use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Key, Options, PageId, Result, Store};
 
-use crate::born::{PLACE, content, page};
+use crate::device_ops::{PLACE, content, page};
 use crate::kill::workload::Random;
 
 /// Called by the thread that audits, when sums are on their way.

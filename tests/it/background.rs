@@ -9,7 +9,7 @@ use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, FileName, Lsn, Options, PageId, Place, SnapshotPhase, Store};
 
 use crate::faults::watched;
-use crate::interrupted::Interrupted;
+use crate::interrupted_reads::InterruptedDisk;
 
 /// A year: no test is so slow.
 const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -193,7 +193,7 @@ fn closing_gives_a_slow_snapshot_up() {
 #[test]
 fn a_snapshot_of_the_background_is_read_back_by_the_thread_that_wrote_it() {
     let disk = SimDisk::new();
-    let watched = Arc::new(Interrupted::never(&disk));
+    let watched = Arc::new(InterruptedDisk::never(&disk));
     let rules = options().segment_len(1 << 20).chunk_len(16 << 10).snapshot_log_bytes(1 << 20);
     let store = Store::open_on(watched.clone(), Arc::new(HostDevice::new()), rules).unwrap();
     watched.past_cache();
@@ -222,7 +222,7 @@ fn with_a_slow_snapshot() -> Store {
 }
 
 #[test]
-fn who_only_asks_waits_for_no_snapshot() {
+fn a_query_waits_for_no_snapshot() {
     watched("who only asks", || {
         let store = with_a_slow_snapshot();
         assert_eq!(store.snapshots(), []);
@@ -238,7 +238,7 @@ fn who_only_asks_waits_for_no_snapshot() {
 }
 
 #[test]
-fn who_must_wait_for_a_slow_snapshot_has_it_hurry() {
+fn a_caller_that_waits_for_a_slow_snapshot_makes_it_hurry() {
     type Call = fn(&Store) -> remanent::Result<()>;
     let calls: [(&str, Call); 8] = [
         ("snapshot", |store| store.snapshot().map(drop)),

@@ -171,7 +171,7 @@ fn what_would_be_pruned_is_what_is_pruned() {
 
 /// Who looks at a store says of it what the store itself says, beside it or when it is closed, and leaves no trace.
 #[test]
-fn who_looks_at_a_store_knows_what_would_be_pruned() {
+fn an_inspector_knows_what_would_be_pruned() {
     for seed in 1..=6 {
         let mut random = Random(seed);
         let disk = SimDisk::new();

@@ -12,7 +12,7 @@ use remanent::{
     Budget, DeviceBytes, Direction, Epoch, Error, Options, Place, Shadow, Store, Width, WorkingCopy,
 };
 
-use crate::born::{PLACE, content, devices, open, page};
+use crate::device_ops::{PLACE, content, devices, open, page};
 use crate::kill::workload::Random;
 
 const SHADOWS: [Shadow; 3] = [Shadow::Page, Shadow::Kept(Place::Device(0)), Shadow::Kept(Place::Pinned)];

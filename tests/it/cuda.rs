@@ -373,7 +373,7 @@ fn long_pieces_that_overlap_keep_the_order_of_the_list() {
 }
 
 #[test]
-fn a_list_that_nobody_waits_for_keeps_its_staging() {
+fn a_list_that_is_never_waited_for_keeps_its_staging() {
     const LEN: usize = 1 << 20;
     let Some(gpu) = gpu::device() else { return };
     let memory = gpu.allocate(PLACE, LEN as u64).unwrap();

@@ -280,7 +280,7 @@ fn a_late_device_runs_nothing_before_it_must() {
 }
 
 #[test]
-fn a_late_device_spoils_what_nobody_may_rely_on() {
+fn a_late_device_spoils_bytes_that_no_caller_may_rely_on() {
     let device = LateDevice::new(host());
     let memory = device.allocate(PLACE, 4).unwrap();
     let mut staging = device.staging(6).unwrap();
@@ -357,7 +357,7 @@ fn a_late_device_catches_memory_released_too_early() {
 }
 
 #[test]
-fn who_polls_a_seeded_late_device_gets_on() {
+fn polls_of_a_seeded_late_device_make_progress() {
     let device = LateDevice::seeded(host(), 7);
     let memory = device.allocate(PLACE, 4).unwrap();
     let last =
@@ -377,11 +377,11 @@ fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
         (DeviceCall::Submit, |device, _| device.submit(Lane::Apply, CommandList::default()).map(drop)),
         (DeviceCall::Wait, |device, _| device.wait(Fence { lane: Lane::Apply, value: 0 })),
         (DeviceCall::After, |device, _| device.after(Lane::Apply, Fence { lane: Lane::Drain, value: 0 })),
-        (DeviceCall::WaitExternal, |device, _| device.wait_external(Lane::Callers, stream_of_nobody())),
+        (DeviceCall::WaitExternal, |device, _| device.wait_external(Lane::Callers, unknown_stream())),
         (DeviceCall::SignalExternal, |device, _| {
-            device.signal_external(stream_of_nobody(), Fence { lane: Lane::Apply, value: 0 })
+            device.signal_external(unknown_stream(), Fence { lane: Lane::Apply, value: 0 })
         }),
-        (DeviceCall::WaitStream, |device, _| device.wait_stream(stream_of_nobody())),
+        (DeviceCall::WaitStream, |device, _| device.wait_stream(unknown_stream())),
     ];
     for context_lost in [false, true] {
         for counted in [true, false] {
@@ -404,7 +404,7 @@ fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
 }
 
 /// A stream that no device here knows.
-fn stream_of_nobody() -> RawStream {
+fn unknown_stream() -> RawStream {
     LateDevice::new(host()).stream()
 }
 
@@ -412,7 +412,7 @@ fn stream_of_nobody() -> RawStream {
 fn the_host_refuses_streams_and_has_no_addresses() {
     let device = host();
     let memory = device.allocate(PLACE, 8).unwrap();
-    let stream = stream_of_nobody();
+    let stream = unknown_stream();
     let fence = submit(&*device, Lane::Apply, fill(span(memory, 0, 8), 1), vec![]).fence();
     let asked = [
         device.wait_external(Lane::Callers, stream),

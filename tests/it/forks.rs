@@ -8,8 +8,8 @@ use remanent::disk::Disk;
 use remanent::testing::sim_disk::{CrashPlan, SimDisk};
 use remanent::{Create, Error, FileName, Lsn, PageId, Place, StatePoint, Store, View};
 
+use crate::earlier_states::Unlockable;
 use crate::files::{Files, State, open, open_with, small};
-use crate::past::Unlockable;
 
 const LEN: u64 = 3000;
 

@@ -12,14 +12,14 @@ use remanent::{Ack, Error, FileName, Folder, LogIo, Options, PageId, Place, Stor
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
 use remanent_format::state::survey::Survey;
 
-use crate::direct;
+use crate::direct_io;
 use crate::files::{Files, HELD_FOR_OPENS, State, small};
 
 /// The length of the first segments.
 const FIRST: u64 = 256 << 10;
 
 fn ways() -> [LogIo; 3] {
-    [LogIo::Mapped, LogIo::Buffered, direct::log_io()]
+    [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()]
 }
 
 /// The files of the log, with their lengths in bytes.

@@ -17,7 +17,7 @@ use remanent::{
 use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State};
-use crate::interrupted::Interrupted;
+use crate::interrupted_reads::InterruptedDisk;
 
 /// Pages, each with an image in a file of its own: so none is loaded with another.
 const PAGES: u64 = 12;
@@ -204,7 +204,7 @@ fn commit(store: &Store, work: impl FnOnce(&mut remanent::WriteBatch)) -> Result
 /// Each use of a cold page waits for it, and for no other. What a batch makes of one is the same as if it had been
 /// loaded at once; on a device that does everything late, too.
 #[test]
-fn whoever_needs_a_page_waits_for_it() {
+fn an_access_to_an_unloaded_page_waits_for_it() {
     let uses: [(&str, Use); 16] = [
         ("read", |store| read(store, LAST).map(|bytes| assert!(bytes == content(LAST)))),
         ("lease", |store| {
@@ -456,7 +456,7 @@ fn pages_that_stay_cold_cost_nothing() {
 fn what_is_wrong_in_the_cache_alone_is_read_from_the_medium() {
     for restore in [PageLoad::Eager, PageLoad::OnDemand] {
         let disk = closed();
-        let damaged = Arc::new(Interrupted::with_damaged_cache(&disk));
+        let damaged = Arc::new(InterruptedDisk::with_damaged_cache(&disk));
         let store = Store::open_on(damaged, Arc::new(HostDevice::new()), options(restore)).unwrap();
         store.wait_loaded().unwrap();
         check(&store);

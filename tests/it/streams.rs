@@ -54,7 +54,7 @@ fn look(stream: &Stream, lease: &Lease<'_>, seen: &Memory) {
 }
 
 #[test]
-fn a_stream_that_stands_still_holds_up_nobody_and_sees_what_it_leased() {
+fn a_stalled_stream_holds_up_no_commit_and_sees_what_it_leased() {
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
         for place in [PLACE, Place::Host, Place::Unified] {

@@ -11,7 +11,7 @@ mod disk_full;
 mod refusals;
 mod shortages;
 mod spares;
-mod waiting;
+mod waiters;
 
 use std::panic::resume_unwind;
 use std::sync::Arc;

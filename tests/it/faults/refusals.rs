@@ -75,7 +75,7 @@ fn options_that_cannot_be_used_are_named_and_touch_nothing() {
 }
 
 #[test]
-fn a_second_writer_is_told_who_has_the_store() {
+fn a_second_writer_is_told_the_holder_of_the_store() {
     let directory = tempfile::tempdir().unwrap();
     let _store = Store::open(directory.path(), small()).unwrap();
     let second = Store::open_on(Arc::new(DirDisk::new(directory.path())), Gauge::host(), small());

@@ -8,7 +8,7 @@ use remanent::{FileName, Folder, FollowFrom, Follower, LogIo, PageLoad, Remedy, 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
-use crate::direct;
+use crate::direct_io;
 use crate::files::HELD_FOR_OPENS;
 use crate::machine::alone;
 
@@ -256,7 +256,7 @@ fn without_descriptors<T>(work: impl FnOnce() -> T) -> T {
 #[test]
 fn a_process_out_of_descriptors_loses_calls_and_no_store() {
     alone(|| {
-        for log_io in [LogIo::Mapped, LogIo::Buffered, direct::log_io()] {
+        for log_io in [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()] {
             let directory = tempfile::tempdir().unwrap();
             out_of_descriptors(directory.path(), log_io);
         }

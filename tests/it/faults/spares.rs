@@ -160,7 +160,7 @@ fn whatever_needs_space_gets_that_of_segments_beyond_the_reserve() {
 }
 
 #[test]
-fn who_prunes_gets_the_space_of_segments_beyond_the_reserve() {
+fn a_prune_frees_the_space_of_segments_beyond_the_reserve() {
     watched("pruning", || {
         let (disk, store, line) = recycled();
         assert!(spares(&disk) > HELD);

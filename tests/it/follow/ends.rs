@@ -15,7 +15,7 @@ fn recycle_up_to(writer: &mut Writer, disk: &SimDisk) {
 }
 
 #[test]
-fn who_falls_behind_is_told_where_to_start() {
+fn a_follower_that_is_overtaken_is_told_where_to_start() {
     let (sim, disk) = sim();
     // A restore takes a snapshot of its own: with the next one there are two behind it, and with no more than
     // these its table would be gone before anybody looks.
@@ -87,7 +87,7 @@ fn a_segment_that_comes_back_alone_does_not_look_like_damage() {
 }
 
 #[test]
-fn whoever_is_at_the_end_is_not_overtaken_by_recycling() {
+fn a_follower_at_the_end_is_not_overtaken_by_recycling() {
     let (sim, disk) = sim();
     for _ in 0..4 {
         let mut writer = Writer::open(&disk, options());

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use remanent::{FileName, Folder};
 
 use super::*;
-use crate::interrupted::Interrupted;
+use crate::interrupted_reads::InterruptedDisk;
 
 /// What the writer does in one go.
 type Strike = fn(&mut Option<Writer>, &SimDisk);
@@ -78,7 +78,7 @@ fn a_writer_that_strikes_between_two_reads_is_taken_for_no_damage() {
                 let writer = Arc::new(Mutex::new(Some(Writer::open(&disk, options()))));
                 let reader = Reader::from_snapshot(&disk);
                 let striking = (writer.clone(), sim.clone());
-                let interrupted = Arc::new(Interrupted::new(&sim, at, move || {
+                let interrupted = Arc::new(InterruptedDisk::new(&sim, at, move || {
                     strike(&mut striking.0.lock().unwrap(), &striking.1);
                 }));
                 // What comes behind the last read is seen by the next one.
@@ -134,7 +134,7 @@ fn names_that_change_hide_no_gap() {
     for at in 0.. {
         let sim = sim.after_kill(Moment { event: sim.events(), tear: None });
         let striking = sim.clone();
-        let interrupted = Arc::new(Interrupted::new(&sim, at, move || {
+        let interrupted = Arc::new(InterruptedDisk::new(&sim, at, move || {
             Disk::create(&striking, FileName::Spare(99)).unwrap();
         }));
         let disk: Arc<dyn Disk> = interrupted.clone();

@@ -16,7 +16,7 @@ use remanent::{
     Replica, Shadow, SnapshotPhase, StatePoint, Store, Width, WriteBatch,
 };
 
-use crate::direct;
+use crate::direct_io;
 use crate::machine::alone;
 use children::in_child;
 
@@ -97,7 +97,7 @@ const FORKS_BETWEEN_OPENINGS: usize = 20;
 #[test]
 fn a_thousand_children_change_nothing_beside_durable_commits() {
     alone(|| {
-        let ways = [LogIo::Mapped, LogIo::Buffered, direct::log_io()];
+        let ways = [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()];
         for log_io in ways {
             let directory = tempfile::tempdir().unwrap();
             let mut told = Vec::new();

@@ -149,7 +149,7 @@ impl Ground {
     /// Another directory, with the same in it.
     fn copy(&self) -> Self {
         let directory = tempfile::tempdir().unwrap().keep();
-        left::copy_folder(&self.directory, &directory);
+        leftovers::copy_folder(&self.directory, &directory);
         let (board, diary) = (Board::open(&directory.join("board")), directory.join("diary"));
         let (model, diary) = (self.model.of_copy(&diary), Diary::open(&diary));
         let Self { log_io, diary_checked, .. } = *self;

@@ -12,7 +12,7 @@ mod calls;
 mod diary;
 mod errors;
 mod followers;
-mod left;
+mod leftovers;
 pub mod model;
 mod power;
 mod scripts;
@@ -33,13 +33,13 @@ use model::Model;
 use worker::Manner;
 use workload::Random;
 
-use crate::direct;
+use crate::direct_io;
 use crate::machine::{effort, in_parallel};
 
 /// How the log is written, and kills wanted in each phase. The default log is a mapped one wherever the
 /// file system allows it.
 fn plans() -> [(Option<LogIo>, usize); 3] {
-    [(None, 12), (Some(LogIo::Buffered), 7), (Some(direct::log_io()), 7)]
+    [(None, 12), (Some(LogIo::Buffered), 7), (Some(direct_io::log_io()), 7)]
 }
 
 /// The sum over all plans and phases.

@@ -129,7 +129,7 @@ impl Plan {
         let mount_again = again.mount();
         let store_again = Store::open(&mount_again.path, worker::options(self.log_io)).unwrap();
         assert_eq!(store_again.lsn(), model.lsn, "{at}, once more");
-        left::check_open(&model.state, &store_again, &format!("{at}, once more"));
+        leftovers::check_open(&model.state, &store_again, &format!("{at}, once more"));
         done.again += 1;
         drop((store, store_again));
     }

@@ -13,7 +13,7 @@ use super::board::Board;
 use super::worker::{Manner, Work, end_with_the_parent};
 use super::{ERRAND_PART, PATIENCE};
 
-use crate::direct;
+use crate::direct_io;
 
 /// What a worker does next.
 #[derive(Clone, Copy)]
@@ -115,7 +115,7 @@ impl End {
 
 impl Script {
     pub fn log_io(&self) -> Option<LogIo> {
-        if self.log_io == DIRECT { Some(direct::log_io()) } else { self.log_io }
+        if self.log_io == DIRECT { Some(direct_io::log_io()) } else { self.log_io }
     }
 
     /// The worker's whole life. Its store is not closed.

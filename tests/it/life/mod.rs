@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use remanent::{Error, LogIo, Lsn, StatePoint, Store};
 
-use crate::direct;
+use crate::direct_io;
 use crate::kill::workload::Random;
 use crate::machine::filler::Filler;
 use crate::machine::mounts::{self, Kind as FileSystem, Mount};
@@ -87,7 +87,7 @@ fn a_long_life_stays_within_its_bounds() {
         worker::work(Path::new(&directory));
     }
     let seconds = effort("REMANENT_LIFE_SECONDS").map(|seconds| Duration::from_secs(seconds as u64));
-    let ways = [LogIo::Mapped, LogIo::Buffered, direct::log_io()];
+    let ways = [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()];
     let lives = effort("REMANENT_LIFE_ROUNDS").unwrap_or(1) * ways.len();
     let jobs: Vec<(u64, LogIo)> = (1..).zip(ways.into_iter().cycle()).take(lives).collect();
     let tallies = in_parallel(&jobs, |(seed, log_io)| {

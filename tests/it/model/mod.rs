@@ -30,7 +30,7 @@ use remanent::{Error, LogIo, Options, PageLoad, StatePoint, Store};
 use remanent_format::ReadAt;
 use tempfile::TempDir;
 
-use crate::{direct, gpu};
+use crate::{direct_io, gpu};
 use draw::history;
 use history::Action;
 use plain::Refusal;
@@ -44,7 +44,7 @@ fn the_store_is_what_the_model_says() {
     let tally = std::cell::RefCell::new(Tally::default());
     let asked: Option<u64> = std::env::var("REMANENT_SEED").ok().map(|seed| seed.parse().unwrap());
     let has_gpu = gpu::device().is_some();
-    let direct = direct::log_io();
+    let direct = direct_io::log_io();
     for seed in asked.map_or(SEEDS, |seed| seed..seed + 1) {
         let config =
             Config { cases: 2, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };

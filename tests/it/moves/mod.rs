@@ -3,7 +3,7 @@
 //!
 //! Whatever can be is held on every device there is: two host devices as one, two late ones, two GPUs.
 
-mod beside;
+mod concurrent;
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::files::{Files, State, small};
 use crate::gpu;
-use crate::several::{host, late, two_of};
+use crate::multi_device::{host, late, two_of};
 
 /// No multiple of anything, and longer than what is copied at one go.
 const LEN: u64 = 70_001;

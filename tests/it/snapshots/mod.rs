@@ -1,7 +1,7 @@
 //! What snapshots cost, what they share, how long their files stay.
 
-mod kept;
-mod rotten;
+mod retention;
+mod damage;
 
 use std::collections::BTreeSet;
 use std::num::NonZero;

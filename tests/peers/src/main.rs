@@ -27,7 +27,7 @@ mod cli {
     pub(crate) use crate::aligned_buf;
 }
 mod commits;
-mod left;
+mod leftovers;
 mod peers;
 #[path = "../../../tools/src/bench/raw.rs"]
 mod raw;

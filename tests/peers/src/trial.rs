@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::FOUND;
-use crate::left::Left;
+use crate::leftovers::Leftovers;
 use crate::peers::Peer;
 use crate::record::{COUNT, Comparison, mix};
 
@@ -47,7 +47,7 @@ impl Child {
     }
 
     /// Has all records written, and kills who wrote them.
-    pub fn write(peer: &Peer) -> Left {
+    pub fn write(peer: &Peer) -> Leftovers {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let mut child = Self::command("write", peer, directory.path()).spawn().expect("a child");
         let mut line = String::new();
@@ -56,7 +56,7 @@ impl Child {
         assert_eq!(line, "written\n", "{} wrote nothing", peer.name);
         child.kill().expect("it waits to be killed");
         child.wait().expect("it was killed");
-        Left::read(directory.path()).expect("what it left can be read")
+        Leftovers::read(directory.path()).expect("what it left can be read")
     }
 
     fn read(peer: &Peer, directory: &Path) -> Outcome {
@@ -76,7 +76,7 @@ impl Child {
 }
 
 /// As many trials as asked, on all processors.
-pub fn run(peer: &Peer, left: &Left, trials: u64, seed: u64) -> Counts {
+pub fn run(peer: &Peer, left: &Leftovers, trials: u64, seed: u64) -> Counts {
     let whole = tempfile::tempdir().expect("a temporary directory");
     left.copy_to(whole.path(), None).expect("there is room for a copy");
     assert_eq!(Child::read(peer, whole.path()), Outcome::Harmless, "{}: nothing was damaged yet", peer.name);

@@ -85,7 +85,7 @@ fn segments_roll_under_two_writers() {
 
 /// Who has the submission lock logs for those who wait for it: each gets its own outcome.
 #[test]
-fn a_batch_that_is_refused_is_nobody_elses_matter() {
+fn a_refused_batch_changes_no_other_outcome() {
     explore(|time| {
         let ground = Ground::new(time, options(), 3);
         let pages = ground.pages(2);
@@ -106,7 +106,7 @@ fn a_batch_that_is_refused_is_nobody_elses_matter() {
 }
 
 #[test]
-fn everybody_hears_of_a_failed_sync() {
+fn every_committer_hears_of_a_failed_sync() {
     explore(|time| {
         let ground = Ground::new(time, options(), 2);
         ground.disk.fail(DiskFault { operation: Operation::SyncWindow, skip: 1, times: 1, errno: EIO });

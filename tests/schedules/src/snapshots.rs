@@ -88,7 +88,7 @@ fn a_snapshot_taken_by_itself_is_heard_of() {
 }
 
 #[test]
-fn a_snapshot_in_short_memory_is_in_nobodys_way() {
+fn a_snapshot_in_short_memory_stops_no_commit() {
     explore(|time| {
         // Both pages and one more.
         let options = options().budget(Budget::default().with(Place::Host, 3 * PAGE_LEN));

@@ -121,7 +121,7 @@ pub const LIST: &[Defence] = &[
         "format/src/frame.rs",
         "!is_earlier && matches.into_iter().filter(|matches| *matches).count() >= 2",
         "matches.into_iter().filter(|matches| *matches).count() >= 2",
-        it("fuzzed::inputs_of_the_repository_pass_the_target_for_histories"),
+        it("fuzz_inputs::inputs_of_the_repository_pass_the_target_for_histories"),
     ),
     // Segments that must be there (I8).
     defence(

@@ -21,14 +21,14 @@ pub const LIST: &[Defence] = &[
         PLAN,
         "(is_cut && log.reaches(kept))",
         "(is_cut && !is_cut)",
-        it("snapshots::kept::the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it"),
+        it("snapshots::retention::the_log_after_a_named_snapshot_stays_while_a_reader_holds_it"),
     ),
     defence(
         "what a link needs is kept for its reader (I8)",
         RETAIN,
         "self.links_alone()?",
         "Vec::<SnapshotId>::new()",
-        it("snapshots::kept::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
+        it("snapshots::retention::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
     ),
     // What is said of a store that is only read.
     refusal(
@@ -41,7 +41,7 @@ pub const LIST: &[Defence] = &[
         "what a reader holds is not said to be unneeded",
         "src/snapshot/retain.rs",
         "!is_free(*id)?",
-        it("snapshots::kept::what_a_reader_holds_stays"),
+        it("snapshots::retention::what_a_reader_holds_stays"),
     ),
     refusal(
         "the process that holds the lock looks at it without opening its file",
@@ -81,7 +81,7 @@ pub const LIST: &[Defence] = &[
         "no batch is logged for a page that is cold",
         "src/write/commit/mod.rs",
         "self.applier.cold().wait(ops.iter().filter_map(|at| at.op.page()))?;",
-        it("on_demand::whoever_needs_a_page_waits_for_it"),
+        it("on_demand::an_access_to_an_unloaded_page_waits_for_it"),
     ),
     // Pages that callers use: they read no bytes that are not the page's.
     check(
@@ -135,14 +135,14 @@ pub const LIST: &[Defence] = &[
         SEGMENTS,
         "self.count.load(Ordering::Acquire) + ahead >= purpose.leaves()",
         "true",
-        it("cramped::a_store_opens_again_whatever_was_done_on_a_full_disk"),
+        it("full_file_systems::a_store_opens_again_whatever_was_done_on_a_full_disk"),
     ),
     defence(
         "a name that finds no space is refused and stops nothing",
         SEGMENTS,
         "if error.is_no_space() { Error::DiskFull { file: target, needed: FOLDER_BLOCK } } else { error }",
         "error",
-        it("cramped::a_life_on_a_simulated_disk_with_any_space_left"),
+        it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
     ),
     defence(
         "what an unfinished segment took is given back",
@@ -156,7 +156,7 @@ pub const LIST: &[Defence] = &[
         "src/snapshot/thin_snapshot.rs",
         "self.tombstones_after(redo.lsn, previous, newest_end)?",
         "Vec::new()",
-        it("beside::long::a_thin_snapshot_repeats_the_tombstones_of_the_one_before"),
+        it("concurrent::long::a_thin_snapshot_repeats_the_tombstones_of_the_one_before"),
     ),
     defence(
         "what deleted pages take is given back where no image fits",
@@ -176,7 +176,7 @@ pub const LIST: &[Defence] = &[
         "a restore proves every image that its table names",
         "src/history/restore.rs",
         "prove(&source, wanted(pages, &images))?;",
-        it("snapshots::rotten::a_restore_over_a_rotten_image_is_refused_and_changes_nothing"),
+        it("snapshots::damage::a_restore_over_a_rotten_image_is_refused_and_changes_nothing"),
     ),
     refusal(
         "what an unfinished restore took is given back",
@@ -191,6 +191,6 @@ pub const LIST: &[Defence] = &[
         "if std::thread::panicking() {\n            \
          let file = FileName::Segment(self.log.current_segment());\n            \
          self.log.fail(Error::io(\"sync\", file, None, io::Error::other(\"a thread panicked\")));\n        }",
-        it("faults::waiting::a_panic_of_one_who_syncs_for_all_is_heard_of"),
+        it("faults::waiters::a_panic_of_the_syncing_thread_reaches_every_waiter"),
     ),
 ];

@@ -118,21 +118,21 @@ pub const LIST: &[Defence] = &[
         LOAD,
         "DiskSource::past_cache(recovery.disk.clone())",
         "DiskSource::new(recovery.disk.clone())",
-        it("durable::an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open"),
+        it("durable_marks::an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
     defence(
         "sealed frames that the cache had are read past it (I6)",
         LOAD,
         "source.past_cache_once()",
         "DiskSource::new(self.recovery.disk.clone())",
-        it("durable::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
+        it("durable_marks::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
     defence(
         "bytes behind what was uncached are read past the cache (I6)",
         SOURCE,
         "ranges.partition_point(|uncached| uncached.end < range.end)",
         "0",
-        it("durable::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
+        it("durable_marks::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
     // The page cache is trusted with the tail: the predecessor ends where the reading did, and nothing is copied.
     defence(

@@ -29,7 +29,7 @@ mod group;
 mod images;
 mod ring;
 mod sample;
-mod shown;
+mod report;
 
 use std::io;
 use std::path::Path;
@@ -111,7 +111,7 @@ pub fn compare(directory: &Path, asked: &Asked) -> ExitCode {
     }
     for group in groups {
         let turns = take_turns(&group.ways, rounds);
-        if asked.is_json { shown::objects(&group.name, turns) } else { shown::table(&group.name, turns) }
+        if asked.is_json { report::objects(&group.name, turns) } else { report::table(&group.name, turns) }
     }
     ExitCode::SUCCESS
 }

@@ -29,7 +29,7 @@ impl Content {
 }
 
 /// All files of a directory.
-pub struct Left {
+pub struct Leftovers {
     folders: Vec<PathBuf>,
     files: Vec<Content>,
     /// The one of which most is written.
@@ -38,7 +38,7 @@ pub struct Left {
     places: Vec<usize>,
 }
 
-impl Left {
+impl Leftovers {
     /// Reads a directory.
     ///
     /// # Errors

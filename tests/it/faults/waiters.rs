@@ -41,7 +41,7 @@ fn all_told(outcomes: &[Result<()>], reason: &str) {
 }
 
 #[test]
-fn all_who_wait_for_a_sync_hear_that_it_failed() {
+fn every_waiter_for_a_sync_hears_that_it_failed() {
     for round in 0..50 {
         watched(&format!("round {round}"), || {
             let disk = SimDisk::new();
@@ -60,7 +60,7 @@ fn all_who_wait_for_a_sync_hear_that_it_failed() {
 }
 
 #[test]
-fn all_who_wait_for_the_device_hear_that_it_failed() {
+fn every_waiter_for_the_device_hears_that_it_failed() {
     for round in 0..50 {
         watched(&format!("round {round}"), || {
             let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
@@ -122,7 +122,7 @@ fn a_panic_of_the_keeper_is_heard_of() {
 }
 
 #[test]
-fn a_panic_of_one_who_syncs_for_all_is_heard_of() {
+fn a_panic_of_the_syncing_thread_reaches_every_waiter() {
     watched("a disk that panics", || {
         let disk = SimDisk::new();
         let store = open_on_host(&disk).unwrap();
@@ -159,7 +159,7 @@ fn a_store_that_is_dropped_makes_durable_what_others_wait_for() {
 }
 
 #[test]
-fn nobody_can_wait_for_a_batch_that_does_not_exist() {
+fn a_wait_for_a_batch_that_does_not_exist_is_refused() {
     watched("the future", || {
         let store = open_on_host(&SimDisk::new()).unwrap();
         Line::begin(&store);

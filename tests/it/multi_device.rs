@@ -206,7 +206,7 @@ fn long_copies_go_from_one_device_to_another_in_pieces() {
 
 /// The first GPU stands still until all is queued, whichever way bytes go.
 #[test]
-fn who_has_bytes_go_from_one_gpu_to_another_waits_for_neither() {
+fn a_copy_between_gpus_waits_for_neither() {
     const LONG: u64 = (9 << 20) + 5;
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
@@ -296,7 +296,7 @@ fn what_one_device_writes_to_staging_another_one_reads() {
 }
 
 #[test]
-fn a_lease_on_the_second_device_waits_for_nobody() {
+fn a_lease_on_the_second_device_waits_for_no_lane() {
     let second = Arc::new(LateDevice::new(host()));
     let pair = two_of(Arc::new(LateDevice::new(host())), second.clone());
     let store = open(&SimDisk::new(), &pair).unwrap();
@@ -389,7 +389,7 @@ fn a_list_is_done_when_every_device_is_done_with_it() {
 }
 
 #[test]
-fn who_waits_behind_another_lane_waits_for_all_of_its_devices() {
+fn a_wait_for_another_lane_covers_all_of_its_devices() {
     let ([one, other], pair) = late_pair();
     let spans = memories(&pair, 8);
     let applied = submit(&pair, Lane::Apply, vec![fill(spans[1], 1)]).unwrap().fence();
@@ -509,7 +509,7 @@ impl Device for Busy {
 }
 
 #[test]
-fn who_asks_for_memory_at_once_waits_for_no_device_within() {
+fn an_immediate_allocation_waits_for_no_inner_device() {
     let busy = || Arc::new(Busy { inner: HostDevice::new() }) as Arc<dyn Device>;
     for device in [two_of(busy(), busy()), Arc::new(FaultyDevice::new(busy()))] {
         let refused = device.allocate_at_once(Place::Device(0), LEN).unwrap_err();

@@ -14,7 +14,7 @@ use remanent::{FileName, Folder, LogIo, Result, SnapshotId};
 type Strike = Box<dyn FnOnce() + Send>;
 
 /// Reads the files of `inner`. Before the read of number `at`, counted from 0, the strike runs.
-pub struct Interrupted {
+pub struct InterruptedDisk {
     inner: SimDisk,
     moment: Arc<Moment>,
 }
@@ -28,7 +28,7 @@ struct Moment {
     past_cache: Mutex<HashSet<ThreadId>>,
 }
 
-impl Interrupted {
+impl InterruptedDisk {
     pub fn new(inner: &SimDisk, at: usize, strike: impl FnOnce() + Send + 'static) -> Self {
         let moment = Moment { at, strike: Mutex::new(Some(Box::new(strike))), ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
@@ -65,7 +65,7 @@ impl Moment {
     }
 }
 
-impl Disk for Interrupted {
+impl Disk for InterruptedDisk {
     fn label(&self) -> String {
         self.inner.label()
     }

@@ -185,7 +185,7 @@ fn faults() -> u64 {
 
 /// On a busy disk a fault waits for it, and with the thread that takes it all who commit.
 #[test]
-fn who_commits_finds_the_memory_of_a_busy_log_brought_in() {
+fn a_committer_finds_the_memory_of_a_busy_log_brought_in() {
     let directory = tempfile::tempdir().unwrap();
     if let Some(refusal) = DirDisk::new(directory.path()).refuses(LogIo::Mapped).unwrap() {
         println!("SKIPPED: no log is mapped here: {refusal}");

@@ -104,7 +104,7 @@ fn what_a_reader_holds_stays() {
 
 /// A name keeps a snapshot's own state. A later one is made of the log behind it, and who reads that holds both.
 #[test]
-fn the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it() {
+fn the_log_after_a_named_snapshot_stays_while_a_reader_holds_it() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
     let named = store.snapshot_named("named").unwrap();
@@ -244,7 +244,7 @@ fn a_state_behind_a_link_that_is_not_kept_is_reached_from_before() {
 
 /// As above, but no older snapshot is kept, and the log begins behind the one that could be followed from.
 #[test]
-fn a_state_behind_a_link_whose_images_went_is_outside_the_window() {
+fn a_state_after_a_link_whose_images_went_is_outside_the_window() {
     let disk = SimDisk::new();
     let options = small().segment_len(64 << 10).snapshots_kept(1);
     let (store, pages) = store_of(&disk, options, 24);

@@ -12,7 +12,7 @@ use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, LogIo, Options, PageId, Place, Result, Store, Width};
 
-use crate::interrupted::Interrupted;
+use crate::interrupted_reads::InterruptedDisk;
 use crate::kill::workload::Random;
 
 const PAGE_LEN: u64 = 256 << 10;
@@ -104,7 +104,7 @@ fn a_panic_of_the_thread_that_reads_ahead_is_an_error_of_the_open() {
     for at in (0..).step_by(7) {
         let before = panics.load(Ordering::SeqCst);
         let counted = panics.clone();
-        let interrupted = Interrupted::new(&disk, at, move || {
+        let interrupted = InterruptedDisk::new(&disk, at, move || {
             if std::thread::current().name() == Some("remanent-ahead") {
                 counted.fetch_add(1, Ordering::SeqCst);
                 panic!("as this test wants it");
