@@ -1,4 +1,4 @@
-//! What single devices promise beyond the laws: the host device's refusals, lateness, arranged faults.
+//! Promises of single devices beyond the laws: the host device's refusals, lateness, arranged faults.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
@@ -146,7 +146,7 @@ fn ranges_that_break_the_contract_panic_on(device: Arc<dyn Device>) {
         let list = CommandList { commands: vec![command], staging: vec![staging] };
         assert!(panics(|| drop(device.submit(Lane::Apply, list))), "{name} on {}", device.label());
     }
-    // Nothing of this stopped the lane.
+    // None of these calls stopped the lane.
     let pending = submit(&*device, Lane::Apply, fill(ok, 1), vec![]);
     assert_eq!(pending.fence().value, 1);
     pending.finish(&*device).unwrap();
@@ -292,7 +292,7 @@ fn a_late_device_spoils_bytes_that_no_caller_may_rely_on() {
     let returned = submit(&device, Lane::Apply, download, returned).finish(&device).unwrap();
     assert_eq!(returned[0][..], [1, 2, 3, 4, 5, 6], "what the list did not read is not");
 
-    // A device that lies, and writes nothing, is seen by the poison in its download.
+    // A lying device that writes nothing is found by the poison in its download.
     let lying = LateDevice::new(Arc::new(DoesNothing));
     let download = Command::Download { source: span(memory, 0, 4), target: staged(4) };
     let returned =
@@ -450,7 +450,7 @@ fn a_lane_and_a_stream_of_the_caller_wait_for_each_other() {
     look(&device);
     device.wait_external(Lane::Apply, stream).unwrap();
     let two = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 2), vec![]).fence();
-    // What the stream does after the lane was told to wait for it is none of the lane's business.
+    // The lane does not see work that the stream does after the lane was told to wait for it.
     look(&device);
     assert_eq!((device.reached(Lane::Apply), &*seen.lock().unwrap()), (0, &vec![]));
     device.wait(two).unwrap();
@@ -507,6 +507,6 @@ fn a_fault_beneath_a_late_device_stops_the_lane_and_what_waits_for_it() {
     device.wait(before).unwrap();
     assert_eq!((device.reached(Lane::Apply), device.reached(Lane::Drain)), (1, 0));
     assert!(matches!(device.submit(Lane::Drain, CommandList::default()), Err(Error::Device { .. })));
-    // Nothing queued names the memory any more.
+    // No queued command names the memory any more.
     device.release(memory).unwrap();
 }

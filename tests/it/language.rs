@@ -13,7 +13,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Where comments are read, and in files with which endings.
+/// The folders where comments are read, with the endings of the files.
 const SOURCES: &[(&str, &[&str])] = &[
     ("src", &["rs"]),
     ("format/src", &["rs"]),
@@ -22,7 +22,7 @@ const SOURCES: &[(&str, &[&str])] = &[
     ("kernels", &["cu", "cuh"]),
 ];
 
-/// Where prose is read: every page below these folders, and the pages in the root.
+/// The folders where prose is read: every page below them, and the pages in the root.
 const PROSE: &[&str] = &["benches", "docs", "format", "fuzz", "kernels", "src", "tests", "tools"];
 
 /// Pronouns that hide which thread, caller or process is meant.
@@ -41,14 +41,14 @@ const FIRST_LINE_WORDS_MIN: usize = 3;
 struct Comment<'a> {
     /// The line's number, from 1.
     line: usize,
-    /// How many columns the line has, with the code before the comment.
+    /// The number of the line's columns, with the code before the comment.
     width: usize,
     /// The slashes that begin it, with the `!` of a module's docs.
     mark: &'a str,
     text: &'a str,
 }
 
-/// The comments of a source. What strings and characters hold is none.
+/// The comments of a source. The content of strings and characters is none.
 fn comments(source: &str) -> Vec<Comment<'_>> {
     let mut comments = Vec::new();
     // The string that a line begins in.
@@ -118,7 +118,7 @@ fn character(rest: &str) -> Option<usize> {
     inner[first.len_utf8()..].starts_with('\'').then(|| first.len_utf8() + 2)
 }
 
-/// What is wrong with the comments of a source, each with its line.
+/// The faults of a source's comments, each with its line.
 fn comment_faults(source: &str) -> Vec<(usize, String)> {
     let mut faults = Vec::new();
     let mut words = Words::default();
@@ -141,7 +141,7 @@ fn comment_faults(source: &str) -> Vec<(usize, String)> {
     faults
 }
 
-/// What is wrong with the prose of a page, each with its line. Blocks of code are passed over.
+/// The faults of a page's prose, each with its line. Blocks of code are passed over.
 fn prose_faults(page: &str) -> Vec<(usize, String)> {
     let mut faults = Vec::new();
     let mut words = Words::default();

@@ -37,7 +37,7 @@ fn content(page: PageId, len: u64) -> Vec<u8> {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        // Some of it can be compressed.
+        // Some of it is compressible.
         if state & 7 < 5 { 0 } else { (state >> 24) as u8 }
     };
     (0..len).map(next).collect()
@@ -91,7 +91,7 @@ fn images_of_every_length_come_back() {
     }
 }
 
-/// Each part counts, and so does their order: the whole image is damaged, and named as such.
+/// Each part counts, and so does their order: the whole image is found damaged, and named as such.
 #[test]
 fn a_long_image_is_proven_as_a_whole() {
     let directory = tempfile::tempdir().unwrap();

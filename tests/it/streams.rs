@@ -1,7 +1,8 @@
-//! Callers' streams on a GPU: what a lease, a ticket and a capture promise to kernels that are not the store's.
+//! Callers' streams on a GPU: the promises of a lease, a ticket and a capture to kernels that are not the
+//! store's.
 //!
-//! The caller's kernels are copies by the driver; one that does not end is a stream that waits for a word in host
-//! memory.
+//! The caller's kernels are copies by the driver. A kernel that does not end is a stream that waits for a
+//! word in host memory.
 
 use std::thread;
 
@@ -36,7 +37,7 @@ fn fill(store: &Store, page: PageId, byte: u8) {
     store.commit(batch).unwrap();
 }
 
-/// The one value of all bytes.
+/// The one value that all bytes have.
 fn value(bytes: &[u8]) -> u8 {
     assert!(bytes.iter().all(|byte| *byte == bytes[0]), "bytes of several versions");
     bytes[0]
@@ -71,7 +72,7 @@ fn a_stalled_stream_holds_up_no_commit_and_sees_what_it_leased() {
             drop(lease);
             fill(&store, page, 10);
             fill(&store, page, 11);
-            // New memory for whoever wants some: not that which the stream has yet to read.
+            // New memory is wanted: not that which the stream has yet to read.
             let mut batch = store.batch();
             let other = batch.create(LEN, place);
             batch.fill(other, 0, LEN, &[77]);
@@ -119,7 +120,7 @@ fn a_stream_sees_the_batches_that_it_waits_for() {
     assert_eq!(
         store.lease(page).unwrap().address(),
         Some(address),
-        "a page that nobody holds stays where it is"
+        "a page that no lease holds stays where it is"
     );
 }
 
