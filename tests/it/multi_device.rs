@@ -256,7 +256,8 @@ fn a_copy_between_gpus_waits_for_neither() {
     });
 }
 
-/// Both fail in an earlier part of the list, which ended where bytes went from one device to the other.
+/// A list is split where bytes go from one device to the other: a later part reads staging that an earlier
+/// part wrote.
 #[test]
 fn what_was_written_to_staging_before_bytes_went_across_is_read_behind_it() {
     for pair in pairs() {

@@ -143,7 +143,7 @@ fn a_graph_that_is_being_captured_survives_the_store_beside_it() {
         let error = refused.unwrap_err();
         assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
     }
-    // Everything that the store does, on this thread and on another: memory, copies, fences, streams.
+    // All that the store does, on this thread and on another: memory, copies, fences, streams.
     let work = |store: &Store| {
         let mut batch = store.batch();
         let other = batch.create(LEN, PLACE);
@@ -186,7 +186,8 @@ fn fill_elsewhere(store: &Store, page: PageId) {
 
 #[test]
 fn a_store_moves_between_the_gpu_and_the_host() {
-    // Alone: a store that closes gives memory back, which waits for every stream of the process.
+    // In a process of its own: a store that closes gives memory back, which waits for every stream of the
+    // process.
     let Some(_caller) = Caller::new() else { return };
     let directory = tempfile::tempdir().unwrap();
     let open = |device| Store::open(directory.path(), options().device(device)).unwrap();
@@ -262,7 +263,7 @@ fn a_stream_that_stands_still_holds_up_the_capture_that_takes_from_it_and_no_oth
         };
         let hold = slow.hold();
         slow.copy(slow_copy.bytes().address().unwrap(), zeros.address, LEN);
-        // The page of ones by way of the caller: what the quick stream has to take.
+        // The quick stream has to copy the page of ones, by way of the caller's memory.
         quick.copy(
             quick_copy.bytes().address().unwrap(),
             store.lease(first).unwrap().address().unwrap(),
@@ -270,7 +271,7 @@ fn a_stream_that_stands_still_holds_up_the_capture_that_takes_from_it_and_no_oth
         );
         thread::scope(|scope| {
             let slow_capture = scope.spawn(|| capture(&slow_copy));
-            // Many of them, so that some come when the other one waits for sure.
+            // Fifty commits, so that some come while the other stream certainly waits.
             for _ in 0..50 {
                 capture(&quick_copy).unwrap();
             }
