@@ -1,4 +1,4 @@
-//! Snapshots beside commits, of the store's own accord, and where memory is short.
+//! Snapshots during commits, on the store's own, and where memory is short.
 
 use std::time::Duration;
 
