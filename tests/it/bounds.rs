@@ -266,8 +266,8 @@ fn what_an_open_would_remove_is_listed_and_what_is_under_way_is_not() {
     assert!(left.iter().all(|file| !files.contains_key(file)), "{left:?}");
 }
 
-/// A snapshot that a name keeps, and a later one of the same batch, taken after a restart: the log after that batch is
-/// kept, so both can be started from, and nothing is missing.
+/// A snapshot that a name keeps, and a later one of the same batch, taken after a restart: the log after that
+/// batch is kept, so both can be started from, and nothing is missing.
 #[test]
 fn snapshots_of_one_batch_on_either_side_of_a_restart_stand_both() {
     let disk = SimDisk::new();

@@ -133,7 +133,7 @@ fn what_a_sync_did_not_write_is_noticed_at_the_next_open() {
     }
 }
 
-/// The reads past the cache of an open whose log has at least so many segments.
+/// The reads past the cache of an open whose log has at least `segments_min` segments.
 fn reads_past_the_cache(segments_min: usize) -> usize {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();

@@ -1,5 +1,5 @@
-//! The fuzzer's targets that take a whole store, without the fuzzer: on every input that the repository keeps, and
-//! on stores and histories that must make them fail if the store were wrong.
+//! The fuzzer's targets that take a whole store, without the fuzzer: on every input that the repository
+//! keeps, and on stores and histories that must make them fail if the store were wrong.
 
 #[path = "../../fuzz/src/directories.rs"]
 mod directories;

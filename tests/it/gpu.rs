@@ -137,8 +137,8 @@ impl Caller {
 
 /// The bytes that the host sees at an address of the GPU's.
 pub fn host_sees(address: u64, len: u64) -> Vec<u8> {
-    // SAFETY: tests name the memory of a page in host memory that they have leased, and no kernel of theirs writes
-    // to it.
+    // SAFETY: tests name the memory of a page in host memory that they have leased, and no kernel of theirs
+    // writes to it.
     unsafe { std::slice::from_raw_parts(address as *const u8, len as usize) }.to_vec()
 }
 

@@ -308,7 +308,8 @@ fn has_reserve(disk: &SimDisk) -> bool {
         && spares.iter().filter(|len| **len >= longest / 2).count() >= 2
 }
 
-/// A full disk, its pages deleted as the error advises, closed and opened: each step works, in a store of any age.
+/// A full disk, its pages deleted as the error advises, closed and opened: each step works, in a store of any
+/// age.
 #[test]
 fn a_store_that_filled_the_disk_opens_after_each_step() {
     for batches in [0, 3, 10, 30, 100, 300] {

@@ -1,10 +1,10 @@
 //! The language of comments and prose, where the words alone tell that it breaks the rule.
 //!
-//! The rule: the subject comes first and is a noun with a name, a bound is "up to N bytes", and the first line of a doc
-//! comment makes sense alone in an index. This finds what a search can find of its opposite:
+//! The rule: the subject comes first and is a noun with a name, a bound is "up to N bytes", and the first
+//! line of a doc comment makes sense alone in an index. This finds what a search can find of its opposite:
 //!
-//! - pronouns that stand where a noun should (`BARE_SUBJECTS`), and pairs of words that read like a translation
-//!   (`PAIRS`), also across the end of a line;
+//! - pronouns that stand where a noun should (`BARE_SUBJECTS`), and pairs of words that read like a
+//!   translation (`PAIRS`), also across the end of a line;
 //! - doc comments whose first line has fewer than three words;
 //! - comments that go on past column 110. A row of a table cannot be broken, and is let through.
 //!

@@ -1,11 +1,14 @@
 //! The layout of the three crates: folders in an order, and a file imports only from folders below its own.
 //!
-//! The order is written once a crate, as the table under `# Map` in its `lib.rs`, from the top down. This reads that table
-//! and the sources, and holds them to each other:
+//! The order is written once a crate, as the table under `# Map` in its `lib.rs`, from the top down. This
+//! reads that table and the sources, and holds them to each other:
 //!
-//! - Each folder, and each file beside `lib.rs`, is a row of the table, and the `mod` lines stand in its order.
-//! - `crate::` and `super::` paths are followed to the file that they name: down the table, or within a folder.
-//! - Within a folder no files import each other in a circle. A `mod.rs` may name its own files, and they may name it.
+//! - Each folder, and each file beside `lib.rs`, is a row of the table, and the `mod` lines stand in its
+//!   order.
+//! - `crate::` and `super::` paths are followed to the file that they name: down the table, or within a
+//!   folder.
+//! - Within a folder no files import each other in a circle. A `mod.rs` may name its own files, and they may
+//!   name it.
 //! - Only `lib.rs`, tests and `testing` choose among the implementations of the seams `Device` and `Disk`.
 //! - Unsafe code has few rooms, and the library never prints.
 //! - Threads meet by `base/sync`, so that a test's scheduler sees it.

@@ -13,7 +13,8 @@ use remanent_format::state::survey::Survey;
 
 use crate::kill::workload::Random;
 
-/// The length of a batch's frame, and how far the batch moved the log's end: the start of a new group included.
+/// The length of a batch's frame, and how far the batch moved the log's end: the start of a new group
+/// included.
 struct Growth {
     frame_len: u64,
     log_len: u64,

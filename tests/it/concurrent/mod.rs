@@ -18,7 +18,8 @@ use remanent_format::state::survey::Survey;
 
 mod long;
 
-/// Called by the thread that takes the snapshot, or reads, with the store and the number of ranges gathered so far.
+/// Called by the thread that takes the snapshot, or reads, with the store and the number of ranges gathered
+/// so far.
 type Between = Box<dyn FnMut(&Store, usize) + Send>;
 
 /// A device that calls back whenever a gathered area goes to the host.
@@ -148,8 +149,8 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
     let (mut interrupted, mut created) = (0, Vec::new());
     let store = open(directory.path(), Options::default(), move |store, gathered| {
         interrupted += 1;
-        // Pages that are gathered and pages that are not: written, resized, deleted, moved, with new metadata; and
-        // one that is new.
+        // Pages that are gathered and pages that are not: written, resized, deleted, moved, with new
+        // metadata; and one that is new.
         let mut batch = store.batch();
         for page in (interrupted..=COUNT).step_by(7) {
             let page = PageId(page);

@@ -270,7 +270,8 @@ fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
 
 #[test]
 fn a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later() {
-    // A snapshot has images of all pages; between two of them, those that have changed get images for the restore.
+    // A snapshot has images of all pages; between two of them, those that have changed get images for the
+    // restore.
     for batches_behind in [0, 2] {
         watched(&format!("{batches_behind} batches after a snapshot, every level"), move || {
             restores_at_every_level(batches_behind);

@@ -374,8 +374,8 @@ impl Life {
         self.with.snapshot_log_bytes.is_some()
     }
 
-    /// A batch in the window that the store promises: from the oldest snapshot that keeps its log on, or the end of
-    /// a named one.
+    /// A batch in the window that the store promises: from the oldest snapshot that keeps its log on, or the
+    /// end of a named one.
     fn draw_past(&mut self) -> Option<u64> {
         let kept = self.kept();
         let oldest = kept.iter().filter(|kept| kept.name.is_none()).map(|kept| kept.end).min()?;
@@ -544,7 +544,8 @@ impl Life {
         self.tally.refused += 1;
     }
 
-    /// On a full disk each command is done or refused, and costs the store nothing; an opening and a close are done.
+    /// On a full disk each command is done or refused, and costs the store nothing; an opening and a close
+    /// are done.
     fn run_short_of_space(&mut self) {
         if self.ground.mount.is_none() {
             return;

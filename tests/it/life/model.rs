@@ -192,8 +192,9 @@ impl Model {
         self.states.push(state);
     }
 
-    /// The most that the directory may take: twice the images that the kept snapshots name and that the next one
-    /// makes, the log since the oldest snapshot that keeps it with the images ahead of that log, and `constant`.
+    /// The most that the directory may take: twice the images that the kept snapshots name and that the next
+    /// one makes, the log since the oldest snapshot that keeps it with the images ahead of that log, and
+    /// `constant`.
     pub fn disk_bytes_max(&self, kept: &[Kept], constant: u64) -> u64 {
         let mut named = BTreeMap::new();
         let now = self.lsn();

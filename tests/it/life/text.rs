@@ -144,7 +144,8 @@ pub enum Command {
     ForkProcess,
     /// From now on the process may open this many files more than it has open.
     FilesLeft(Option<u64>),
-    /// From now on the process may map this many bytes more than it has mapped, during a commit or a snapshot.
+    /// From now on the process may map this many bytes more than it has mapped, during a commit or a
+    /// snapshot.
     MemoryLeft(Option<u64>),
     State,
     Snapshots,

@@ -243,8 +243,8 @@ impl Worker {
             if is_refused { Ok(()) } else { Err(std::io::ErrorKind::InvalidData.into()) }
         };
         let mut command = std::process::Command::new("true");
-        // SAFETY: each of these calls asks for the process's id first and returns an error that owns no memory; no
-        // lock is taken and nothing is allocated.
+        // SAFETY: each of these calls asks for the process's id first and returns an error that owns no
+        // memory; no lock is taken and nothing is allocated.
         unsafe { command.pre_exec(refusals) };
         assert!(command.status().expect("the child is refused everything").success());
     }

@@ -1,8 +1,8 @@
 //! File systems of a test's own, on loop devices over files in memory, and the content of their devices at a
 //! moment.
 //!
-//! The file behind a loop device lies on a file system that can clone files. A clone is one moment of the device,
-//! taken while it is written to: a power cut, as far as the file system above it can tell.
+//! The file behind a loop device lies on a file system that can clone files. A clone is one moment of the
+//! device, taken while it is written to: a power cut, as far as the file system above it can tell.
 
 #[path = "../../../tools/src/torture/loop_mounts.rs"]
 mod loop_mounts;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use remanent::testing::sim_disk::{EIO, DiskFault, Operation};
+use remanent::testing::sim_disk::{DiskFault, EIO, Operation};
 use remanent::{Ack, Epoch, Error, LogIo, Lsn, Place};
 
 use crate::ground::{Ground, PAGE_LEN, options};

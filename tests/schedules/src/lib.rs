@@ -11,10 +11,11 @@
 //!
 //! Run by
 //!
-//!     RUSTFLAGS="--cfg shuttle" cargo test --manifest-path tests/schedules/Cargo.toml --target-dir target/schedules
+//!     RUSTFLAGS="--cfg shuttle" cargo test --manifest-path tests/schedules/Cargo.toml \
+//!         --target-dir target/schedules
 //!
-//! `REMANENT_SCHEDULES=N` tries N schedules a test, `REMANENT_SEED=N` others than the usual ones. A failure prints
-//! the schedule; `REMANENT_SCHEDULE=…` with the test's name runs that one alone.
+//! `REMANENT_SCHEDULES=N` tries N schedules a test, `REMANENT_SEED=N` others than the usual ones. A failure
+//! prints the schedule; `REMANENT_SCHEDULE=…` with the test's name runs that one alone.
 //!
 //! The limits: the scheduler's atomics are all sequentially consistent, and the system's work is not in it
 //! (mapped files, real syncs, the GPU). The kill suites and the sanitizers look there.

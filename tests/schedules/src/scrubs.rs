@@ -100,7 +100,8 @@ fn no_snapshot_that_is_taken_meanwhile_stands_on_an_image_that_a_scrub_found_dam
 #[test]
 fn a_scrub_takes_nothing_that_is_recycled_meanwhile_for_damaged() {
     explore(|time| {
-        // A scrub takes longer than the time between two, so that one follows the other; and it waits after each frame.
+        // A scrub takes longer than the time between two, so that one follows the other; and it waits after
+        // each frame.
         let slow = options().scrub_interval(Duration::from_millis(1)).scrub_bytes_per_second(1000);
         let ground = Ground::new(time, slow.snapshots_kept(1), 1);
         // A segment each.

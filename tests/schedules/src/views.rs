@@ -34,7 +34,8 @@ fn a_view_is_one_batch_and_that_is_logged() {
                 for _ in 0..2 {
                     let view = ground.store.view().unwrap();
                     let (left, _) = ground.after_kill();
-                    assert!(left >= view.lsn(), "batch {} was seen, and a kill leaves {left}", view.lsn()); // I1
+                    // I1
+                    assert!(left >= view.lsn(), "batch {} was seen, and a kill leaves {left}", view.lsn());
                     // Batch 1 made the pages, batch n + 1 counted to n in both.
                     let lsns = ground.pages(0).map(|page| view.page(page).unwrap().lsn);
                     assert_eq!(lsns, [view.lsn(); 2]);

@@ -1,4 +1,4 @@
-//! What a store does while it is open: pages that are cold yet, pages that callers use, scrubs, a full disk.
+//! Defences of an open store: pages that are not loaded yet, pages that callers use, scrubs, a full disk.
 
 use super::{Defence, Test, check, defence, it, refusal};
 
@@ -15,9 +15,9 @@ const SCRUBS: Test = it("crash::scrubs::a_scrub_that_mends_survives");
 const ROWS: Test = it("scrub::damage_is_named_and_mended_row_by_row");
 
 pub const LIST: &[Defence] = &[
-    // What readers hold beside the store that is open.
+    // Files that readers hold while the store is open.
     defence(
-        "the log behind a name is kept for its reader (I8)",
+        "the log after a name is kept for its reader (I8)",
         PLAN,
         "(is_cut && log.reaches(kept))",
         "(is_cut && !is_cut)",
@@ -30,7 +30,7 @@ pub const LIST: &[Defence] = &[
         "Vec::<SnapshotId>::new()",
         it("snapshots::retention::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
     ),
-    // What is said of a store that is only read.
+    // Reports on a store that is only read.
     refusal(
         "what a writer has under way is not said to be unneeded",
         "src/store/history.rs",
@@ -49,7 +49,7 @@ pub const LIST: &[Defence] = &[
         "registry.contains(&(metadata.dev(), metadata.ino()))",
         Test { binary: "remanent", name: "disk::lock::tests::to_look_at_the_lock_takes_nothing" },
     ),
-    // Pages that an open leaves on disk: what could stand in for them stays until all are loaded.
+    // Pages that an open leaves on disk: files that could stand in for them stay until all are loaded.
     defence(
         "only what was proven stays cold (I7)",
         SORTING,
@@ -83,7 +83,7 @@ pub const LIST: &[Defence] = &[
         "self.applier.cold().wait(ops.iter().filter_map(|at| at.op.page()))?;",
         it("on_demand::an_access_to_an_unloaded_page_waits_for_it"),
     ),
-    // Pages that callers use: they read no bytes that are not the page's.
+    // Pages that callers use: they read no bytes but the page's.
     check(
         "a leased page is not pinned",
         LEASES,
@@ -104,7 +104,7 @@ pub const LIST: &[Defence] = &[
         "state.pages.iter().find_map(open)",
         PIN,
     ),
-    // Scrubs: nothing that is kept stands on what is damaged.
+    // Scrubs: nothing that is kept depends on damaged files.
     check("an image that rotted is written anew", PASS, "keeping.known.spoil(*page, image);", SCRUBS),
     check("a snapshot with damage counts as none", SCRUB, "kept.holds = false;", SCRUBS),
     refusal(
@@ -119,12 +119,12 @@ pub const LIST: &[Defence] = &[
         "batches.iter().any(|lsn| kept.redo.lsn < *lsn)",
         ROWS,
     ),
-    check("recovery begins behind a rotten batch", PASS, "self.found.batches.push(lost);", SCRUBS),
-    check("and behind one whose image rotted", PASS, "self.found.batches.extend(*batch);", ROWS),
+    check("recovery begins after a rotten batch", PASS, "self.found.batches.push(lost);", SCRUBS),
+    check("and after one whose image rotted", PASS, "self.found.batches.extend(*batch);", ROWS),
     check("no snapshot follows a rotten link", SCRUB, "keeping.known.unlink();", ROWS),
-    // A full disk costs nothing but the batch that does not fit, and what frees space still works.
+    // A full disk costs nothing but the batch that does not fit, and calls that free space still work.
     defence(
-        "the reserve is for those who free space",
+        "the reserve is for calls that free space",
         SEGMENTS,
         "purpose != SpacePurpose::User",
         "true",
@@ -184,7 +184,7 @@ pub const LIST: &[Defence] = &[
         "present.contains(&file.name())",
         it("faults::disk_full::a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later"),
     ),
-    // Threads that end: nobody waits for them, or takes what they left half done for done.
+    // Threads that end: no caller waits for them, or takes their half-done work for done.
     check(
         "a sync that panicked has failed",
         "src/log/writer.rs",

@@ -1,4 +1,4 @@
-//! What keeps the process around a store from harming it: forked children, and shortages that pass.
+//! Defences against the process around a store: forked children, and shortages that pass.
 
 use super::{Defence, Test, defence, it};
 

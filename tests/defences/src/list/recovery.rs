@@ -1,4 +1,5 @@
-//! Recovery: what an open refuses, what it proves past the cache, what it copies, what it leaves alone.
+//! Recovery: the stores that an open refuses, the bytes that it proves past the cache, those that it copies
+//! and those that it leaves alone.
 
 use super::{Defence, Test, check, defence, it, refusal, stores};
 
@@ -34,7 +35,7 @@ pub const LIST: &[Defence] = &[
         "",
         stores("limits::testimony_moves_the_proven_end_of_the_log"),
     ),
-    // What is left out of the line.
+    // Incarnations that are left out of the line.
     defence(
         "an incarnation with batches stays on the line",
         RECOVERY,
@@ -56,7 +57,7 @@ pub const LIST: &[Defence] = &[
         "true",
         it("recovery::opens::an_unreadable_manifest_keeps_every_incarnation"),
     ),
-    // What is no store, or not the caller's.
+    // Directories that are no store, or not the caller's.
     defence(
         "a foreign directory is no store",
         CREATE,
@@ -128,13 +129,14 @@ pub const LIST: &[Defence] = &[
         it("durable_marks::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
     defence(
-        "bytes behind what was uncached are read past the cache (I6)",
+        "bytes after an uncached one are read past the cache (I6)",
         SOURCE,
         "ranges.partition_point(|uncached| uncached.end < range.end)",
         "0",
         it("durable_marks::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
-    // The page cache is trusted with the tail: the predecessor ends where the reading did, and nothing is copied.
+    // The page cache is trusted with the tail: the predecessor ends where the reading did, and nothing is
+    // copied.
     defence(
         "the unproven tail is copied (I6)",
         WALK,
