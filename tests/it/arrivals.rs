@@ -59,7 +59,7 @@ fn copied(memory: &DeviceBytes) -> Vec<u8> {
 /// A way in which a batch takes a stream's bytes, the first one to the page's first byte.
 type Take<'b> = (&'static str, Box<dyn Fn() -> Result<()> + Send + Sync + 'b>);
 
-/// All ways, for a page that is as long as the memory. What a way needs apart from it is made here.
+/// All ways, for a page that is as long as the memory. Other things that a way needs are made here.
 fn takes<'b>(store: &'b Store, page: PageId, memory: &'b DeviceBytes) -> [Take<'b>; 3] {
     let commit = move |add: &dyn Fn(&mut WriteBatch)| {
         let mut batch = store.batch();
@@ -94,7 +94,7 @@ fn a_batch_takes_what_the_stream_makes_and_not_what_was_there_before() {
 }
 
 #[test]
-fn bytes_are_read_and_written_behind_their_stream() {
+fn bytes_are_read_and_written_after_their_stream() {
     let bench = Bench::new();
     let plain = bench.store.device_bytes(LEN, PLACE).unwrap();
     let stream = bench.device.stream();

@@ -152,7 +152,7 @@ fn every_page_that_was_changed_without_a_batch_is_named_and_no_other() {
 }
 
 #[test]
-fn a_batch_does_not_hide_what_was_changed_beside_it_and_mends_what_it_writes() {
+fn a_batch_does_not_hide_other_changes_and_mends_what_it_writes() {
     let device = Rogue::new();
     let store = open(device.clone());
     let page = page(&store, &[1; 1000]);
@@ -210,7 +210,7 @@ fn pages_that_batches_change_during_an_audit_are_compared_all_the_same() {
 }
 
 #[test]
-fn an_audit_beside_commits_and_snapshots_finds_nothing_where_nothing_is() {
+fn an_audit_during_commits_and_snapshots_finds_nothing_where_nothing_is() {
     let device = Rogue::new();
     let store = open(device.clone());
     let pages: Vec<PageId> = (0..40).map(|number| page(&store, &[number; 50_000])).collect();

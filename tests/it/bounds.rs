@@ -332,7 +332,7 @@ fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {
 
 /// A restore's table goes with the state that needs it. Later states are then outside of the window.
 #[test]
-fn states_behind_a_restore_of_which_the_table_went_are_outside_the_window() {
+fn states_after_a_restore_whose_table_went_are_outside_the_window() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(1)).unwrap();
     let page = create(&store, 0);

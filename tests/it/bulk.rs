@@ -281,20 +281,20 @@ fn files_that_an_open_finds_stay_until_the_log_of_that_time_is_recycled() {
     store.close().unwrap();
     let named = image_files(&disk)[0];
     // As a crash between the images and their batch leaves them.
-    let nobodys = FileName::Pages(70);
-    disk.create(nobodys).unwrap().write_at(0, &disk.bytes(named).unwrap()).unwrap();
+    let unnamed = FileName::Pages(70);
+    disk.create(unnamed).unwrap().write_at(0, &disk.bytes(named).unwrap()).unwrap();
     let header = ImageFileHeader { store: StoreId([1; 16]), file: 70, purpose: ImagePurpose::Batch };
-    disk.damage(nobodys, 0, &header.encode());
+    disk.damage(unnamed, 0, &header.encode());
 
     let store = open(&disk).unwrap();
-    assert!(image_files(&disk).contains(&nobodys), "the log may name it");
+    assert!(image_files(&disk).contains(&unnamed), "the log may name it");
     let state = State::of(&store);
     store.snapshot().unwrap();
     for turn in 0..2 {
         fill_segments(&store, page, turn);
         store.snapshot().unwrap();
     }
-    assert!(!image_files(&disk).contains(&nobodys));
+    assert!(!image_files(&disk).contains(&unnamed));
     assert_ne!(State::of(&store), state);
 }
 

@@ -48,7 +48,7 @@ fn a_page_becomes_its_working_copy_and_so_does_the_log() {
         let store = open(&disk, device);
         let mut random = Random(5);
         let mut pages = Vec::new();
-        // What changed in the last of these is numbered on the device.
+        // Changed elements of the last of these are numbered on the device.
         let lens = [
             (64, Width::W1),
             (4096, Width::W4),
@@ -89,11 +89,11 @@ fn a_page_becomes_its_working_copy_and_so_does_the_log() {
 
 /// The ranges that a capture compares, and two bits for each of their elements.
 #[test]
-fn what_a_capture_takes_beside_pages_is_claimed_at_once() {
+fn memory_of_a_capture_is_claimed_at_once() {
     const LEN: u64 = 1 << 20;
     const ASKED: u64 = LEN + 2 * (LEN / 2 / 8);
-    let open = |beside: u64| {
-        let options = Options::default().budget(Budget::default().with(PLACE, 2 * LEN + beside));
+    let open = |extra: u64| {
+        let options = Options::default().budget(Budget::default().with(PLACE, 2 * LEN + extra));
         let device = Arc::new(HostDevice::new());
         let store = Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap();
         let page = page(&store, &[0; LEN as usize]);

@@ -274,7 +274,7 @@ fn a_page_that_grows_in_the_batch_takes_elements_at_its_new_length() {
 }
 
 #[test]
-fn memory_beside_pages_counts_in_the_budget_and_is_given_back() {
+fn device_bytes_count_in_the_budget_and_are_given_back() {
     let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     let options = Options::default().budget(Budget::default().with(PLACE, 3000));
     let store = Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap();

@@ -143,10 +143,10 @@ fn reads_past_the_cache(segments_min: usize) -> usize {
     }
     let last = commit(&store, Ack::Durable);
     store.close().unwrap();
-    let cold = disk.after_power_cut();
-    let store = open(&cold).unwrap();
+    let reopened = disk.after_power_cut();
+    let store = open(&reopened).unwrap();
     assert_eq!(store.lsn(), last);
-    cold.calls(Operation::ReadPastCache)
+    reopened.calls(Operation::ReadPastCache)
 }
 
 /// A follower that reads the log to its end takes from the medium what the page cache does not have. The

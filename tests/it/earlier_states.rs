@@ -142,7 +142,7 @@ fn damage_takes_only_the_page_that_it_strikes() {
 }
 
 #[test]
-fn damage_to_the_log_takes_only_the_states_behind_it() {
+fn damage_to_the_log_takes_only_the_states_after_it() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let pages = three_pages(&store);
@@ -169,13 +169,13 @@ fn damage_to_the_log_takes_only_the_states_behind_it() {
 /// Readers run while a writer commits, snapshots and recycles without end: they read what was there at their
 /// batch.
 #[test]
-fn readers_beside_a_writer_that_recycles_see_one_state() {
+fn readers_see_one_state_while_a_writer_recycles() {
     let disk = SimDisk::new();
-    beside(&disk, || newest(&disk), false);
+    read_while_written(&disk, || newest(&disk), false);
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("store");
     let store = Store::open(&path, small().snapshots_kept(1)).unwrap();
-    beside_store(store, || Store::open_read_only(&path), false);
+    read_while_store_commits(store, || Store::open_read_only(&path), false);
 }
 
 /// The same where the readers can hold nothing: they may be overtaken.
@@ -183,14 +183,14 @@ fn readers_beside_a_writer_that_recycles_see_one_state() {
 fn readers_that_hold_nothing_are_overtaken_or_right() {
     let disk = SimDisk::new();
     let unheld: Arc<dyn Disk> = Arc::new(Unlockable(disk.clone()));
-    beside(&disk, || View::open_on(&unheld, None), true);
+    read_while_written(&disk, || View::open_on(&unheld, None), true);
 }
 
-fn beside(disk: &SimDisk, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
-    beside_store(open_with(disk, small().snapshots_kept(1)).unwrap(), look, overtaken_allowed);
+fn read_while_written(disk: &SimDisk, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
+    read_while_store_commits(open_with(disk, small().snapshots_kept(1)).unwrap(), look, overtaken_allowed);
 }
 
-fn beside_store(store: Store, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
+fn read_while_store_commits(store: Store, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
     const STATES: usize = 12;
     let pages = three_pages(&store);
     rewrite(&store, &pages);

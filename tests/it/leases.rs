@@ -272,7 +272,7 @@ fn batches_after_the_first_need_no_room_for_a_copy() {
 }
 
 #[test]
-fn memory_that_was_leased_is_free_behind_what_the_store_does_with_it() {
+fn memory_that_was_leased_is_free_after_the_work_of_the_store() {
     let bench = late_bench();
     let lease = bench.store.lease(bench.page).unwrap();
     bench.fill(2).unwrap();

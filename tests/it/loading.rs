@@ -79,10 +79,10 @@ fn images_of_every_length_come_back() {
                 let disk = Arc::new(DirDisk::new(directory.path()));
                 let store = Store::open_on(disk, device.clone(), options).unwrap();
                 assert_eq!(store.recovered().replayed_batches, 0, "{label}");
-                let cold = if restore == PageLoad::Eager { 0 } else { LENS.len() as u64 - 1 };
+                let unloaded = if restore == PageLoad::Eager { 0 } else { LENS.len() as u64 - 1 };
                 assert_eq!(
                     store.recovered().unloaded_pages,
-                    cold,
+                    unloaded,
                     "all but the one that is empty, on {label}"
                 );
                 check(&store, &label);

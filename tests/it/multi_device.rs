@@ -259,7 +259,7 @@ fn a_copy_between_gpus_waits_for_neither() {
 /// A list is split where bytes go from one device to the other: a later part reads staging that an earlier
 /// part wrote.
 #[test]
-fn what_was_written_to_staging_before_bytes_went_across_is_read_behind_it() {
+fn staging_that_was_written_before_a_copy_between_devices_is_read_after_it() {
     for pair in pairs() {
         let [here, there] = memories(&pair, 8);
         let staged = |offset| StagingSpan { index: 0, offset, len: 8 };

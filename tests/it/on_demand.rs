@@ -155,8 +155,8 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     let device = Gate::closed();
     let store = open_on(&disk, device.clone(), PageLoad::OnDemand).unwrap();
     let _at_last = OpenAtLast(device.clone());
-    let cold = store.unloaded_pages();
-    assert_eq!((cold.pages, cold.bytes), (PAGES - 1, (PAGES - 1) * LEN));
+    let unloaded = store.unloaded_pages();
+    assert_eq!((unloaded.pages, unloaded.bytes), (PAGES - 1, (PAGES - 1) * LEN));
     assert_eq!(store.recovered().unloaded_pages, PAGES - 1);
     // Pages that the log changed are there, and so are new ones.
     assert_eq!(read(&store, CHANGED).unwrap(), contents()[&CHANGED]);
@@ -175,7 +175,7 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     assert_eq!((snapshot.pages, store.snapshots().len()), (PAGES + 1, before + 1));
     let now = Files::of(&disk).0;
     assert_eq!(files.iter().find(|file| !now.contains_key(file)), None);
-    assert_eq!(store.unloaded_pages(), cold);
+    assert_eq!(store.unloaded_pages(), unloaded);
 
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| read(&store, LAST));

@@ -150,14 +150,14 @@ fn what_a_returned_call_was_told_is_logged_is_seen() {
 }
 
 /// A writer that counts in two pages, in a page that it replaces under one key, and in the root.
-fn write_beside(store: &Store, pages: &[PageId], count: u64, beside: impl Fn() + Sync) {
+fn write_during(store: &Store, pages: &[PageId], count: u64, each: impl Fn() + Sync) {
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         let reader = scope.spawn(|| {
             while !is_over.load(Ordering::Acquire) {
-                beside();
+                each();
             }
-            beside();
+            each();
         });
         let mut last = store.page_by_key(&key("first")).unwrap().page;
         for count in 1..=count {
@@ -192,7 +192,7 @@ fn bytes_and_what_is_known_of_them_are_of_one_batch() {
     let store = open();
     let pages = create(&store, 3);
     let (last, tries) = (Mutex::new((0, Vec::new())), AtomicU64::new(0));
-    write_beside(&store, &pages, 300, || {
+    write_during(&store, &pages, 300, || {
         let (last, buffer) = &mut *last.lock().unwrap();
         // By key: never missing, because a batch that deletes the page gives the key to another one.
         let mut start = [0; 8];
@@ -224,7 +224,7 @@ fn a_view_is_one_batch_and_batches_go_on() {
     let mut batch = store.batch();
     batch.set_root("count", 0u64).resize(pages[1], 8).fill(pages[1], 0, 8, &[0]);
     store.commit(batch).unwrap();
-    write_beside(&store, &pages, 300, || {
+    write_during(&store, &pages, 300, || {
         let view = store.view().unwrap();
         let count = count_of(&view.root());
         let held = view.page_by_key(&key("first")).unwrap();

@@ -94,7 +94,7 @@ impl Subject {
     }
 
     /// The place of the first batch after a snapshot.
-    fn batch_behind(&self, snapshot: u64) -> (FileName, u64) {
+    fn batch_after(&self, snapshot: u64) -> (FileName, u64) {
         let survey = self.survey();
         let redo = survey.snapshot(SnapshotId(snapshot)).unwrap().redo;
         let mut walk = LogWalk::new(&self.disk, &survey.log, redo, Lsn(0)).unwrap();
@@ -281,22 +281,22 @@ fn damage_is_named_and_mended_row_by_row() {
             file
         }),
         ("the log after the older snapshot", true, |s| {
-            let (file, offset) = s.batch_behind(2);
+            let (file, offset) = s.batch_after(2);
             s.flip(file, offset + 200);
             file
         }),
         ("the log after the newest snapshot", true, |s| {
-            let (file, offset) = s.batch_behind(4);
+            let (file, offset) = s.batch_after(4);
             s.flip(file, offset + 30);
             file
         }),
         ("a segment's header", true, |s| {
-            let (file, _) = s.batch_behind(3);
+            let (file, _) = s.batch_after(3);
             s.flip(file, 40);
             file
         }),
         ("a segment is missing", true, |s| {
-            let (file, _) = s.batch_behind(2);
+            let (file, _) = s.batch_after(2);
             s.disk.remove(file).unwrap();
             file
         }),

@@ -125,7 +125,7 @@ fn a_stream_sees_the_batches_that_it_waits_for() {
 }
 
 #[test]
-fn a_graph_that_is_being_captured_survives_the_store_beside_it() {
+fn a_graph_that_is_being_captured_survives_calls_of_the_store() {
     let Some(caller) = Caller::new() else { return };
     let (store, page) = store(PLACE);
     let (stream, source, seen) = (caller.stream(), caller.memory(LEN), caller.memory(LEN));

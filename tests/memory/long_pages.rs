@@ -10,7 +10,7 @@ use crate::allocator::{alone, peak};
 /// A length that is a multiple of nothing.
 const LEN: u64 = (320 << 20) + 4099;
 /// The most bytes that an operation may take in addition to the page.
-const BESIDE_MAX: usize = 128 << 20;
+const EXTRA_MAX: usize = 128 << 20;
 const PIECE: u64 = 16 << 20;
 
 /// The bytes of a page: words that rise slowly, which compress well, or noise, which does not.
@@ -68,8 +68,8 @@ fn check(store: &Store, page: PageId, content: Content) {
 }
 
 fn assert_bounded(what: &str, content: Content, taken: usize, own: u64) {
-    let beside = taken.saturating_sub(own as usize);
-    assert!(beside <= BESIDE_MAX, "{content:?}: {what} takes {beside} bytes in addition to the page");
+    let extra = taken.saturating_sub(own as usize);
+    assert!(extra <= EXTRA_MAX, "{content:?}: {what} takes {extra} bytes in addition to the page");
 }
 
 fn life(content: Content) {
@@ -110,11 +110,11 @@ fn life(content: Content) {
 }
 
 #[test]
-fn a_long_page_that_compresses_takes_little_beside_itself() {
+fn a_long_page_that_compresses_takes_little_extra_memory() {
     life(Content::Rising);
 }
 
 #[test]
-fn a_long_page_of_noise_takes_little_beside_itself() {
+fn a_long_page_of_noise_takes_little_extra_memory() {
     life(Content::Noise);
 }

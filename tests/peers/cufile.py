@@ -304,7 +304,7 @@ def in_threads(count, work):
     return time.perf_counter() - started
 
 
-class Crew:
+class PlainThreads:
     """The streams and memory of the threads of the plain ways, made once."""
 
     def __init__(self, gpu, count):
@@ -437,7 +437,7 @@ def compare(arguments, folder):
     parts = max(1, int(arguments.gib / arguments.turn_gib))
     files = Files(folder, turn * parts, gpu)
     memory = gpu.allocate(turn)
-    crew = Crew(gpu, max(PLAIN_THREADS))
+    plain_threads = PlainThreads(gpu, max(PLAIN_THREADS))
     if library:
         try:
             library.register(memory, turn)
@@ -456,7 +456,7 @@ def compare(arguments, folder):
         if is_cufile:
             call = "cuFileWrite" if writes else "cuFileRead"
             return by_cufile(gpu, library, call, threads, piece, descriptor, start, memory, turn)
-        move = crew.write if writes else crew.read
+        move = plain_threads.write if writes else plain_threads.read
         return move(threads, piece, descriptor, start, memory, turn)
 
     def read(group, way, number):

@@ -15,7 +15,7 @@ const VERSION: c_int = 12_040;
 const CAPTURE_RELAXED: c_uint = 2;
 
 static DEVICES: AtomicU32 = AtomicU32::new(3);
-/// The pairs of GPUs of which the first was given access to the second's memory.
+/// Pairs of GPUs: the first was given access to the second's memory.
 static PEERS: Mutex<BTreeSet<(u32, u32)>> = Mutex::new(BTreeSet::new());
 
 /// A device's primary context, made when it is first retained and never given back.

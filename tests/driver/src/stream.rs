@@ -316,7 +316,7 @@ impl Work {
                 Ok(())
             }
             Work::Write { address, value } => {
-                // SAFETY: checked when the write was queued. What was done before it is seen with it.
+                // SAFETY: checked when the write was queued. Earlier work is seen with it.
                 unsafe { AtomicU64::from_ptr(address as *mut u64) }.store(value, Ordering::SeqCst);
                 Ok(())
             }

@@ -310,7 +310,7 @@ fn gathered_pages_count_in_the_budget() {
 /// A budget with room for one page more: a snapshot that gathers there gives the room up when a batch asks
 /// for it.
 #[test]
-fn a_batch_that_fits_is_not_refused_beside_snapshots() {
+fn a_batch_that_fits_is_not_refused_during_snapshots() {
     const LEN: u64 = 100_000;
     const LONG: u64 = 2_000_000;
     let directory = tempfile::tempdir().unwrap();

@@ -5,7 +5,7 @@ use remanent::{Ack, LogIo, Metadata};
 
 use super::explore::Level;
 use super::model::{Act, Target};
-use super::work::{Random, Writer, beside};
+use super::work::{Random, Writer, commit_concurrently};
 use super::{Lives, options, suite, suite_at};
 
 #[test]
@@ -47,7 +47,7 @@ fn commits_of_two_threads_share_groups() {
         let store = driver.open()?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
-        beside(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
+        commit_concurrently(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
         driver.check(&store);
         driver.close(store)?;
         Ok(driver.into())
@@ -142,7 +142,7 @@ fn direct_logs_survive() {
         let store = driver.open()?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
-        beside(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
+        commit_concurrently(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
         assert!(store.stats().log.rolls >= 1, "{:?}", store.stats().log);
         driver.snapshot(&store)?;
         driver.check(&store);

@@ -3,18 +3,18 @@
 use remanent::{Ack, Error, Metadata, PageLoad, Place};
 
 use super::model::{Act, Target};
-use super::work::{Random, Writer, beside};
+use super::work::{Random, Writer, commit_concurrently};
 use super::{Lives, options, suite};
 
 #[test]
-fn snapshots_beside_commits() {
+fn snapshots_during_commits() {
     suite(options(), 3300, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
         for _ in 0..4 {
             driver.commit(&store, &mut writer, Ack::Logged)?;
         }
-        beside(&driver, &store, [other], [Ack::Logged; 10], || {
+        commit_concurrently(&driver, &store, [other], [Ack::Logged; 10], || {
             (0..2).try_for_each(|_| {
                 driver.snapshot(&store)?;
                 driver.commit(&store, &mut writer, Ack::Logged).map(drop)
@@ -35,7 +35,7 @@ fn snapshots_of_several_files_survive() {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 6, LEN)?;
         driver.snapshot(&store)?;
-        beside(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 3], || {
+        commit_concurrently(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 3], || {
             driver.change(&store, random, &pages[..4])?;
             driver.snapshot(&store).map(drop)
         })?;
@@ -54,11 +54,11 @@ fn snapshots_of_several_files_survive() {
 
 /// Snapshots as often as the growth of the log makes them due, while two threads commit.
 #[test]
-fn background_snapshots_beside_commits() {
+fn background_snapshots_during_commits() {
     suite(options(), 5500, |driver, random| {
         let store = driver.open_with(options().snapshot_log_bytes(5000))?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
-        beside(&driver, &store, writers, [Ack::Logged; 6], || Ok(()))?;
+        commit_concurrently(&driver, &store, writers, [Ack::Logged; 6], || Ok(()))?;
         let mut writer = Writer::new("c", random.next());
         while store.stats().snapshots.taken < 2 {
             driver.commit(&store, &mut writer, Ack::Durable)?;
@@ -72,14 +72,14 @@ fn background_snapshots_beside_commits() {
 
 /// Exact snapshots while another thread commits: each alone, without the log, is the state of its Lsn.
 #[test]
-fn exact_snapshots_beside_commits() {
+fn exact_snapshots_during_commits() {
     suite(options(), 2900, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
         for _ in 0..3 {
             driver.commit(&store, &mut writer, Ack::Logged)?;
         }
-        beside(&driver, &store, [other], [Ack::Logged; 8], || {
+        commit_concurrently(&driver, &store, [other], [Ack::Logged; 8], || {
             (0..2).try_for_each(|_| {
                 driver.snapshot_exact(&store)?;
                 driver.commit(&store, &mut writer, Ack::Logged).map(drop)
@@ -203,7 +203,7 @@ fn moves_survive() {
             driver.commit_acts(&store, acts, Ack::Logged).map(drop)
         };
         round(0, random)?;
-        beside(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 4], || {
+        commit_concurrently(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 4], || {
             driver.snapshot(&store)?;
             (1..5).try_for_each(|number| round(number, random))?;
             driver.snapshot_exact(&store)?;

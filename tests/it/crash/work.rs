@@ -191,7 +191,7 @@ pub fn open(disk: &SimDisk, options: &Options) -> Result<Store, Error> {
 
 /// Lets each of the writers commit from a thread of its own, once for each ack, while this thread runs
 /// `meanwhile`.
-pub fn beside(
+pub fn commit_concurrently(
     driver: &Driver,
     store: &Store,
     writers: impl IntoIterator<Item = Writer>,

@@ -449,7 +449,7 @@ fn a_sector_of_long_ago_or_in_another_ones_place_is_noticed_or_not_needed() {
     }
 }
 
-/// Files of which one sector cannot be read.
+/// Files with one sector that cannot be read.
 struct BadSector<'a> {
     files: &'a Files,
     file: FileName,
@@ -491,7 +491,7 @@ fn a_sector_that_cannot_be_read_is_never_taken_for_the_end_of_the_log() {
 }
 
 #[test]
-fn a_bad_sector_behind_the_log_costs_nothing_that_lies_before_it() {
+fn a_bad_sector_after_the_log_costs_nothing_that_lies_before_it() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let mut batch = store.batch();

@@ -103,11 +103,11 @@ fn an_error_of_the_device_while_pages_are_loaded_stops_the_store() {
         match opened {
             Ok(store) => {
                 assert!(store.recovered().unloaded_pages > 0);
-                let warm = store.wait_loaded();
-                assert!(warm.as_ref().err().is_none_or(is_the_fault), "{warm:?}");
+                let loaded = store.wait_loaded();
+                assert!(loaded.as_ref().err().is_none_or(is_the_fault), "{loaded:?}");
                 let read = line.check_read(&store);
                 assert!(read.as_ref().err().is_none_or(is_the_fault), "{read:?}");
-                if let Err(error) = warm {
+                if let Err(error) = loaded {
                     assert!(is_the_fault(&poisoned(&store)), "{error}");
                     assert!(read.is_err(), "a page that is not loaded was read");
                 }

@@ -28,7 +28,7 @@ fn frames(disk: &SimDisk) -> Vec<(FileName, u64, u64)> {
     frames
 }
 
-/// The same disk, of which a part of one file is overwritten.
+/// The same disk, with a part of one file overwritten.
 fn with(disk: &SimDisk, file: FileName, offset: u64, bytes: &[u8]) -> Arc<dyn Disk> {
     let copy = disk.after_kill(Moment { event: disk.events(), tear: None });
     copy.damage(file, offset, bytes);

@@ -95,14 +95,14 @@ const FORKS: usize = 1000;
 const FORKS_BETWEEN_OPENINGS: usize = 20;
 
 #[test]
-fn a_thousand_children_change_nothing_beside_durable_commits() {
+fn a_thousand_children_change_nothing_during_durable_commits() {
     alone(|| {
         let ways = [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()];
         for log_io in ways {
             let directory = tempfile::tempdir().unwrap();
             let mut told = Vec::new();
             for _ in 0..FORKS.div_ceil(ways.len() * FORKS_BETWEEN_OPENINGS) {
-                told = fork_beside_commits(directory.path(), log_io, &told);
+                told = fork_during_commits(directory.path(), log_io, &told);
             }
         }
     });
@@ -110,7 +110,7 @@ fn a_thousand_children_change_nothing_beside_durable_commits() {
 
 /// Opens the store, which must hold what was acknowledged, and forks some children while threads commit.
 /// Returns the acknowledged content of each of the three pages.
-fn fork_beside_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
+fn fork_during_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
     let options = Options::default().segment_len(64 << 10).log_io(log_io).ack(Ack::Durable);
     let store = Store::open(path, options).unwrap_or_else(|error| panic!("{log_io}: {error}"));
     let mut pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
@@ -246,10 +246,10 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("fork", here.fork(&fork, &StatePoint::Lsn(Lsn(1))))?;
                 // These have no way to refuse: they say nothing, and wait for no thread.
                 let stats = here.stats();
-                let (lsn, snapshots, cold) = (here.lsn(), here.snapshots(), here.unloaded_pages());
-                let nothing = (lsn, stats.logged, snapshots.len(), cold.pages) == (Lsn(0), Lsn(0), 0, 0);
+                let (lsn, snapshots, unloaded) = (here.lsn(), here.snapshots(), here.unloaded_pages());
+                let nothing = (lsn, stats.logged, snapshots.len(), unloaded.pages) == (Lsn(0), Lsn(0), 0, 0);
                 if !nothing {
-                    return Err(format!("{lsn} {stats:?} {snapshots:?} {cold:?}\n"));
+                    return Err(format!("{lsn} {stats:?} {snapshots:?} {unloaded:?}\n"));
                 }
                 here.reset_peaks();
                 here.wait_for_snapshots(u64::MAX);

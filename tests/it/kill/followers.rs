@@ -136,7 +136,7 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
             slow[0].step();
             worker.kill();
             // They all arrive at the state that the kill left, the slow one in the last round.
-            ground.check_what_is_left("beside followers");
+            ground.check_what_is_left("while followed");
             let arriving = if round + 1 == ROUNDS { 3 } else { 2 };
             for seen in &mut followers[..arriving] {
                 while seen.step() {}

@@ -81,7 +81,7 @@ const FIRST_SEGMENT_LEN: u64 = 256 << 10;
 /// The bytes of an empty store with its reserve.
 const EMPTY_BYTES: u64 = 4 << 20;
 /// Memory in addition to the pages: for streams, and for the runner of tests.
-const MEMORY_BESIDE_PAGES: u64 = 256 << 20;
+const MEMORY_OVER_PAGES: u64 = 256 << 20;
 
 #[test]
 fn a_long_life_stays_within_its_bounds() {
@@ -606,7 +606,7 @@ impl Life {
     fn check_memory(&mut self) {
         let found: u64 = self.ask(&Command::Peak).parse().unwrap();
         self.tally.memory_bytes_max = self.tally.memory_bytes_max.max(found);
-        let bound = MEMORY_BESIDE_PAGES + LONG_PAGE_LEN_MAX * PAGES_MAX as u64;
+        let bound = MEMORY_OVER_PAGES + LONG_PAGE_LEN_MAX * PAGES_MAX as u64;
         if found > bound {
             self.fail(&format!(
                 "the process took {found} bytes, and its pages {}",

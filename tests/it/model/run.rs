@@ -34,7 +34,7 @@ pub struct Tally {
     /// Snapshots that the store took on its own.
     pub background: u64,
     /// Pages that were unloaded when an opening returned.
-    pub cold: u64,
+    pub unloaded: u64,
 }
 
 /// The ground on which a history takes place.
@@ -336,7 +336,7 @@ fn compare_recovered(store: &Store, model: &Model) {
 /// Compares after an opening in the middle of a history. Bytes of unloaded pages are compared later, so that
 /// the history goes on with unloaded pages.
 fn compare_reopened(store: &Store, model: &Model, tally: &mut Tally) {
-    tally.cold += store.recovered().unloaded_pages;
+    tally.unloaded += store.recovered().unloaded_pages;
     compare_recovered(store, model);
     compare_table(store, model);
     if store.recovered().unloaded_pages == 0 {

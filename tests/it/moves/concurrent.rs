@@ -148,7 +148,7 @@ fn a_page_that_moves_under_a_committers_hands_goes_where_the_log_says() {
 /// The page's state after each batch, while snapshots of both kinds are taken. Each snapshot shows the state
 /// of its Lsn, wherever the page was when it was caught.
 #[test]
-fn snapshots_beside_moves_show_every_page_where_it_was() {
+fn snapshots_during_moves_show_every_page_where_it_was() {
     const PAGES: u8 = 12;
     const SNAPSHOTS_MIN: usize = 6;
     const BATCHES_MIN: usize = 20;

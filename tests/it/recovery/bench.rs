@@ -66,7 +66,7 @@ pub fn killed_when(disk: &SimDisk, wanted: impl Fn(&RebuiltStore) -> bool) -> Si
 }
 
 /// The disk at which `count` batches are logged, and no mark covers the last one.
-pub fn killed_behind(disk: &SimDisk, count: u64) -> SimDisk {
+pub fn killed_after_batch(disk: &SimDisk, count: u64) -> SimDisk {
     killed_when(disk, |rebuilt| {
         let end = rebuilt.end.as_ref().unwrap();
         end.accepted.lsn == Lsn(count) && end.proven.lsn < Lsn(count)

@@ -8,7 +8,7 @@ use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use remanent_format::state::survey::Survey;
 
 use super::bench::{
-    create_page, flip, frame_of, frame_where, killed_behind, refused_at, remove, step, stepped,
+    create_page, flip, frame_of, frame_where, killed_after_batch, refused_at, remove, step, stepped,
 };
 use crate::files::{Files, State, open, open_with, small};
 
@@ -24,7 +24,7 @@ fn torn() -> (SimDisk, State) {
     let state = State::of(&store);
     step(&store, page, 2);
     store.close().unwrap();
-    (killed_behind(&disk, 3), state)
+    (killed_after_batch(&disk, 3), state)
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn damage_under_a_mark_is_refused() {
     let page = create_page(&store);
     step(&store, page, 0);
     store.close().unwrap();
-    let whole = Files::of(&killed_behind(&disk, 2));
+    let whole = Files::of(&killed_after_batch(&disk, 2));
     let (segment, offset) = frame_of(&whole, 2);
     let disk = whole.disk();
     let third = append(&disk, segment, offset, true, Lsn(1));
@@ -187,12 +187,12 @@ fn missing_newest_segment_is_refused() {
     assert_eq!(defect, Defect::Missing);
     // With the last frames' own segment gone as well, the one before it misses its successor.
     remove(&disk, FileName::Segment(last));
-    let defect = refused_at(&disk, FileName::Segment(last), 0, None.or(lost_behind(&whole, last - 1)));
+    let defect = refused_at(&disk, FileName::Segment(last), 0, None.or(lost_after(&whole, last - 1)));
     assert_eq!(defect, Defect::Missing);
 }
 
 /// The batch after the last one in a segment.
-fn lost_behind(files: &Files, segment: u64) -> Option<Lsn> {
+fn lost_after(files: &Files, segment: u64) -> Option<Lsn> {
     let bytes = &files.0[&FileName::Segment(segment)];
     let lsns = (0..bytes.len() - FrameHeaderRaw::LEN).step_by(16).filter_map(|at| {
         let frame = UncheckedFrame::decode(&bytes[at..]).ok()?;
@@ -207,7 +207,7 @@ fn missing_segment_is_refused() {
     let whole = Files::of(&disk);
     let (file, _) = frame_of(&whole, 50);
     let FileName::Segment(number) = file else { unreachable!("frames lie in segments") };
-    let lost = lost_behind(&whole, number - 1);
+    let lost = lost_after(&whole, number - 1);
 
     let disk = whole.disk();
     remove(&disk, file);
@@ -244,7 +244,7 @@ fn bad_segment_header_is_refused() {
     for number in with_frames {
         let disk = whole.disk();
         flip(&disk, FileName::Segment(number), 20);
-        let lost = if openings.contains(&number) { None } else { lost_behind(&whole, number - 1) };
+        let lost = if openings.contains(&number) { None } else { lost_after(&whole, number - 1) };
         let defect = refused_at(&disk, FileName::Segment(number), 0, lost);
         assert!(matches!(defect, Defect::Checksum { what: "segment header", .. }), "{defect}");
     }

@@ -158,7 +158,7 @@ fn what_is_read_from_a_link_stays_until_its_reader_has_gone() {
 }
 
 #[test]
-fn snapshots_are_kept_for_their_age_and_for_the_log_behind_them() {
+fn snapshots_are_kept_for_their_age_and_for_the_log_after_them() {
     for (options, expected) in [
         (small().snapshots_kept(1), vec![6]),
         (small().snapshots_kept(1).snapshots_kept_for(Duration::from_secs(3600)), vec![1, 2, 3, 4, 5, 6]),
@@ -218,7 +218,7 @@ fn a_kill_between_a_snapshot_and_its_record_forgets_no_other() {
 /// A link that is kept for those that follow it has lost images that none of them names: states after it are
 /// reached from the kept snapshot before.
 #[test]
-fn a_state_behind_a_link_that_is_not_kept_is_reached_from_before() {
+fn a_state_after_a_link_that_is_not_kept_is_reached_from_before() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1).log_kept(1 << 20), 10);
     let first = store.snapshot().unwrap();

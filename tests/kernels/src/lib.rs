@@ -41,7 +41,7 @@ pub unsafe fn launch_apply(kernel: Kernel, parts: &[PartRow], pieces: &[PieceRow
     unsafe { launch_with(kernel, parts.as_ptr().cast(), parts.len(), pieces.as_ptr().cast(), seed) }
 }
 
-/// A kernel touched memory that is not there. What it did before stays done.
+/// A kernel touched memory that is not there. Its earlier writes stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IllegalAddress;
 

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// A file, of which the zeros at the end are only counted: logs are made long before they are written.
+/// A file. Zeros at its end are only counted: logs are made long before they are written.
 struct Content {
     path: PathBuf,
     /// The bytes up to the last one that is not zero.

@@ -60,9 +60,9 @@ fn logged_batches_become_durable_by_themselves() {
 
 /// Lets this much time go by.
 fn pass(time: Duration) {
-    let (lock, nobody) = (remanent::testing::sync::Mutex::new(()), remanent::testing::sync::Condvar::new());
+    let (lock, unused) = (remanent::testing::sync::Mutex::new(()), remanent::testing::sync::Condvar::new());
     let until = remanent::testing::sync::Instant::now() + time;
-    nobody.wait_until(&mut lock.lock(), until);
+    unused.wait_until(&mut lock.lock(), until);
 }
 
 #[test]

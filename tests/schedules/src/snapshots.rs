@@ -9,7 +9,7 @@ use crate::ground::{Ground, PAGE_LEN, files, options};
 use crate::runner::{at_once, explore};
 
 #[test]
-fn a_snapshot_beside_commits_holds_whole_batches() {
+fn a_snapshot_during_commits_holds_whole_batches() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
         let write = || ground.count_to(3, 0, Ack::Logged);

@@ -143,7 +143,7 @@ pub const LIST: &[Defence] = &[
         "the log is durable up to a snapshot's end (I7)",
         SNAPSHOT,
         "self.log.wait_durable(manifest.end)?;",
-        it("crash::snapshots::snapshots_beside_commits"),
+        it("crash::snapshots::snapshots_during_commits"),
     ),
     defence(
         "images are read back past the cache (I7)",

@@ -51,21 +51,21 @@ pub const LIST: &[Defence] = &[
     ),
     // Pages that an open leaves on disk: files that could stand in for them stay until all are loaded.
     defence(
-        "only what was proven stays cold (I7)",
+        "only what was proven stays unloaded (I7)",
         SORTING,
         "may_be_cold && is_proven && is_unchanged()",
         "may_be_cold && is_unchanged()",
         it("on_demand::a_snapshot_that_nothing_records_is_loaded_at_once"),
     ),
     defence(
-        "only what no batch has changed stays cold",
+        "only what no batch has changed stays unloaded",
         SORTING,
         "table.get(page).is_some_and(|info| info.lsn == base.lsn)",
         "table.get(page).is_some()",
         it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
     ),
     refusal(
-        "nothing goes while a page is cold",
+        "nothing goes while a page is unloaded",
         "src/snapshot/retain.rs",
         "self.applier.cold().is_any()",
         it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
@@ -78,7 +78,7 @@ pub const LIST: &[Defence] = &[
         it("on_demand::damage_is_told_by_its_page_and_found_again_by_an_eager_open"),
     ),
     check(
-        "no batch is logged for a page that is cold",
+        "no batch is logged for an unloaded page",
         "src/write/commit/mod.rs",
         "self.applier.cold().wait(ops.iter().filter_map(|at| at.op.page()))?;",
         it("on_demand::an_access_to_an_unloaded_page_waits_for_it"),

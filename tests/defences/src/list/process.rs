@@ -3,7 +3,7 @@
 use super::{Defence, Test, defence, it};
 
 const PROCESS: &str = "src/base/process.rs";
-const FORKS: Test = it("fork::a_thousand_children_change_nothing_beside_durable_commits");
+const FORKS: Test = it("fork::a_thousand_children_change_nothing_during_durable_commits");
 const ENTRIES: Test = it("fork::every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents");
 
 pub const LIST: &[Defence] = &[

@@ -5,7 +5,7 @@ use super::{Defence, Test, check, defence, it, refusal, stores};
 
 const RECOVERY: &str = "src/recovery/mod.rs";
 const CREATE: &str = "src/recovery/create.rs";
-const KEEPING: &str = "src/recovery/catalog.rs";
+const CATALOG: &str = "src/recovery/catalog.rs";
 const LOAD: &str = "src/recovery/load.rs";
 const SOURCE: &str = "src/disk/source.rs";
 const OPENING: &str = "src/recovery/opening.rs";
@@ -193,13 +193,13 @@ pub const LIST: &[Defence] = &[
     // Files that must stay, and the budget.
     refusal(
         "images that batches may name stay (I8)",
-        KEEPING,
+        CATALOG,
         "may_be_for_a_batch(source, number, survey)",
         it("recovery::images_of_batches_stay"),
     ),
     defence(
         "images that something names stay (I8)",
-        KEEPING,
+        CATALOG,
         "named.contains(&number)",
         "false",
         it("recovery::unnamed_images_are_removed"),

@@ -84,7 +84,7 @@ fn a_refused_call_is_an_error_or_nothing_and_leaks_nothing() {
 }
 
 #[test]
-fn a_refused_call_beside_kernels_is_an_error_or_nothing_and_leaks_nothing() {
+fn a_refused_call_among_kernels_is_an_error_or_nothing_and_leaks_nothing() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let gpu = SPARE_GPU + 2000;
