@@ -1,5 +1,5 @@
-//! Gives the library the name by which a driver is looked for: once it is loaded, whoever asks for that name
-//! gets it, wherever it lies.
+//! Gives the library the name by which a driver is looked for: once it is loaded, a caller that asks for that
+//! name gets it, wherever it lies.
 
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libcuda.so");

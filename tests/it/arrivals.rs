@@ -1,7 +1,8 @@
-//! Bytes that are made on streams of the caller's: who takes them waits for their stream, and nobody else does.
+//! Bytes that are made on a stream of the caller's: a batch that takes them waits for their stream, and no
+//! other batch does.
 //!
-//! The device runs everything as late as it may. A stream that is held stands still, as by a kernel that does not
-//! end; a lane that waited for it would panic.
+//! The device runs everything as late as it may. A stream that is held stands still, as if a kernel in it did
+//! not end. A lane that waited for it would panic.
 
 use std::sync::Arc;
 use std::thread;
@@ -13,11 +14,11 @@ use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{DeviceBytes, Direction, Error, PageId, Result, Shadow, Store, Width, WriteBatch};
 
-use crate::born::{PLACE, content, open, page};
+use crate::device_ops::{PLACE, content, open, page};
 
 const LEN: u64 = 64;
 
-/// A store of one page of zeros, on a device that is late.
+/// A store of one page of zeros, on a device that runs late.
 struct Bench {
     device: Arc<LateDevice>,
     store: Store,
@@ -58,7 +59,7 @@ fn copied(memory: &DeviceBytes) -> Vec<u8> {
 /// A way in which a batch takes a stream's bytes, the first one to the page's first byte.
 type Take<'b> = (&'static str, Box<dyn Fn() -> Result<()> + Send + Sync + 'b>);
 
-/// All ways, for a page that is as long as the memory. What they need beside it is made now.
+/// All ways, for a page that is as long as the memory. Other things that a way needs are made here.
 fn takes<'b>(store: &'b Store, page: PageId, memory: &'b DeviceBytes) -> [Take<'b>; 3] {
     let commit = move |add: &dyn Fn(&mut WriteBatch)| {
         let mut batch = store.batch();
@@ -93,14 +94,14 @@ fn a_batch_takes_what_the_stream_makes_and_not_what_was_there_before() {
 }
 
 #[test]
-fn bytes_are_read_and_written_behind_their_stream() {
+fn bytes_are_read_and_written_after_their_stream() {
     let bench = Bench::new();
     let plain = bench.store.device_bytes(LEN, PLACE).unwrap();
     let stream = bench.device.stream();
     let memory = plain.on(stream);
     assert_eq!((plain.stream(), memory.stream(), memory.address()), (None, Some(stream), plain.address()));
     bench.fill(&memory, 1);
-    assert_eq!(copied(&plain), [0; LEN as usize], "nobody said that a stream makes them");
+    assert_eq!(copied(&plain), [0; LEN as usize], "no stream was named as their maker");
     assert_eq!(copied(&memory), [1; LEN as usize]);
     bench.fill(&memory, 2);
     // A range is made on the same stream.
@@ -127,7 +128,7 @@ fn a_stream_that_stands_still_holds_up_the_batch_that_takes_from_it_and_no_other
             device.until_waited_for(slow_stream);
             take().unwrap();
             let found = (content(store, *first)[0], content(store, second)[0]);
-            assert_eq!(found, (0, 2), "{other_what} beside {what} that waits");
+            assert_eq!(found, (0, 2), "{other_what} while {what} waits");
             device.hold(slow_stream, false);
             slow.join().unwrap().unwrap();
         });

@@ -1,5 +1,5 @@
-//! Audits: a page that was changed behind the store's back is named, and no other is, whatever batches do
-//! meanwhile.
+//! Audits: a page that was changed without the store's knowledge is named, and no other page is, whatever
+//! batches do meanwhile.
 //!
 //! A rogue kernel is a write to the address of a lease, by the device beneath the one that the store has.
 
@@ -13,13 +13,13 @@ use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, Key, Options, PageId, Result, Store};
 
-use crate::born::{PLACE, content, page};
+use crate::device_ops::{PLACE, content, page};
 use crate::kill::workload::Random;
 
 /// Called by the thread that audits, when sums are on their way.
 type Between = Box<dyn FnMut(&Store) + Send>;
 
-/// A device that is late, whose memory can be written to behind the store's back, and that calls back.
+/// A late device whose memory can be written to without the store's knowledge, and that calls back.
 struct Rogue {
     beneath: Arc<HostDevice>,
     late: LateDevice,
@@ -66,7 +66,7 @@ impl Device for Rogue {
     fn wait(&self, fence: Fence) -> Result<()> {
         let mut state = self.state.lock().unwrap();
         if std::mem::take(&mut state.sums_are_on_their_way) {
-            // Taken out while it runs: what it commits must not call it again.
+            // Taken out while it runs: a batch that it commits must not call it again.
             if let Some(mut between) = state.between.take() {
                 drop(state);
                 between(&self.store.get().and_then(Weak::upgrade).expect("the store is open"));
@@ -77,7 +77,8 @@ impl Device for Rogue {
     }
 }
 
-/// Segments of a mebibyte: a batch that writes a quarter of it as whole pages writes them to an image first.
+/// Opens a store with segments of a mebibyte: a batch that writes a quarter of it as whole pages writes them
+/// to an image first.
 fn open(device: Arc<dyn Device>) -> Arc<Store> {
     let options = Options::default().segment_len(1 << 20).snapshot_log_bytes(None).snapshot_interval(None);
     Arc::new(Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap())
@@ -95,8 +96,8 @@ fn write(store: &Store, page: PageId, offset: u64, bytes: &[u8]) {
     store.commit(batch).unwrap();
 }
 
-/// Pages of all kinds of origin: with an image of just this version, with an image and a delta behind it, with
-/// the log alone, never written, made longer, moved by a lease, and one without any bytes.
+/// Pages of every origin: with an image of just this version, with an image and a later delta, with the log
+/// alone, never written, made longer, moved by a lease, and one without any bytes.
 fn pages_of_all_origins(store: &Store) -> Vec<PageId> {
     let mut random = Random(3);
     let mut pages = vec![page(store, &random.bytes(5000)), page(store, &random.bytes(5000))];
@@ -129,7 +130,7 @@ fn every_page_that_was_changed_without_a_batch_is_named_and_no_other() {
     assert_eq!((audit.pages, audit.bytes), (6, lens.iter().sum()));
     assert_eq!((audit.by_image, audit.by_replay, audit.changed), (2, 4, vec![]));
     let mut random = Random(8);
-    // Each page by itself, then more and more of them.
+    // Each page by itself, then a growing number of them.
     let mut expected = BTreeMap::new();
     for (page, len) in pages.iter().zip(&lens).filter(|(_, len)| **len > 0) {
         let offset = random.below(*len);
@@ -151,14 +152,14 @@ fn every_page_that_was_changed_without_a_batch_is_named_and_no_other() {
 }
 
 #[test]
-fn a_batch_does_not_hide_what_was_changed_beside_it_and_mends_what_it_writes() {
+fn a_batch_does_not_hide_other_changes_and_mends_what_it_writes() {
     let device = Rogue::new();
     let store = open(device.clone());
     let page = page(&store, &[1; 1000]);
     device.change(&store, page, 600);
     write(&store, page, 0, &[2; 100]);
     assert_eq!(changed(&store), [(page, Some(600))].into());
-    // The snapshot before shares its image with the next one: what happened to memory is still told.
+    // The snapshot before shares its image with the next one. The change in memory is reported all the same.
     write(&store, page, 600, &[2]);
     assert_eq!(changed(&store), [].into());
     store.snapshot().unwrap();
@@ -173,15 +174,15 @@ fn pages_that_batches_change_during_an_audit_are_compared_all_the_same() {
     let device = Rogue::new();
     let store = open(device.clone());
     device.store.set(Arc::downgrade(&store)).expect("set once");
-    // Each is a chunk of its own.
+    // Each page is a chunk of its own.
     let pages: Vec<PageId> = (0..6).map(|number| page(&store, &vec![number; LEN])).collect();
     store.snapshot().unwrap();
     device.change(&store, pages[1], 500);
     device.change(&store, pages[2], 700);
     let (second, calls) = (pages.clone(), Arc::new(Mutex::new(0)));
     let counted = calls.clone();
-    // Sums of the first page are under way when it begins to happen, and it happens at all others, too. The second
-    // page stays as it is.
+    // Sums of the first page are under way when the change is made, and all other pages but the second are
+    // changed, too. The second page stays as it is.
     device.state.lock().unwrap().between = Some(Box::new(move |store| {
         let mut calls = counted.lock().unwrap();
         *calls += 1;
@@ -198,7 +199,7 @@ fn pages_that_batches_change_during_an_audit_are_compared_all_the_same() {
     let audit = store.audit().unwrap();
     let named: Vec<_> =
         audit.changed.iter().map(|changed| (changed.page, changed.first_difference)).collect();
-    // The second of them was changed once more before its bytes could be looked at.
+    // The second of them was changed once more before its bytes could be compared.
     assert_eq!(named, [(pages[1], Some(500)), (pages[2], None)]);
     device.state.lock().unwrap().between = None;
     assert_eq!(changed(&store), [(pages[1], Some(500)), (pages[2], Some(700))].into());
@@ -209,7 +210,7 @@ fn pages_that_batches_change_during_an_audit_are_compared_all_the_same() {
 }
 
 #[test]
-fn an_audit_beside_commits_and_snapshots_finds_nothing_where_nothing_is() {
+fn an_audit_during_commits_and_snapshots_finds_nothing_where_nothing_is() {
     let device = Rogue::new();
     let store = open(device.clone());
     let pages: Vec<PageId> = (0..40).map(|number| page(&store, &[number; 50_000])).collect();
@@ -243,7 +244,7 @@ fn an_error_of_the_device_in_an_audit_poisons_the_store() {
         let store = open(device.clone());
         page(&store, &[1; 40_000]);
         device.arm(DeviceFault { call: Some(call), nth: 1, context_lost: false });
-        // Staging that lies idle would do for a few sums: there is none.
+        // Idle staging would do for a few sums, so it is given back first.
         store.trim().unwrap();
         let error = store.audit().unwrap_err();
         assert!(matches!(&error, Error::Poisoned(_)) && error.to_string().contains("as arranged"), "{error}");

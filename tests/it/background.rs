@@ -1,5 +1,5 @@
-//! Snapshots that the store takes of its own accord. Nothing here waits for a time to pass: the log grows by
-//! what a test commits, and the test is told when a snapshot has ended.
+//! Snapshots that the store takes on its own. No test here waits for a time to pass: the log grows by what a
+//! test commits, and the test is told when a snapshot has ended.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,9 +11,9 @@ use remanent::{
 };
 
 use crate::faults::watched;
-use crate::interrupted::Interrupted;
+use crate::interrupted_reads::InterruptedDisk;
 
-/// A year: no test is so slow.
+/// A year, which no test takes.
 const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
 fn options() -> Options {
@@ -45,7 +45,7 @@ fn a_log_that_has_grown_is_followed_by_a_snapshot() {
     let store = open(&disk, options().snapshot_log_bytes(20_000));
     let mut ended = 0;
     for round in 1..=4 {
-        // Fewer than five frames of 4 KiB are not enough; after so many, one is taken.
+        // Fewer than five frames of 4 KiB are not enough. After five, a snapshot is taken.
         for value in 0..5 {
             assert_eq!(store.stats().snapshots.taken, ended);
             commit(&store, value);
@@ -59,7 +59,7 @@ fn a_log_that_has_grown_is_followed_by_a_snapshot() {
         assert_eq!((newest.end, newest.verified), (Lsn(5 * round), true));
         assert!(matches!(stats.last, Some(Ok(id)) if id == newest.id), "{stats:?}");
     }
-    // Two are kept, and the log behind the older one.
+    // Two are kept, and the log after the older one.
     assert_eq!(store.snapshots().len(), 2);
     store.close().unwrap();
     let store = open(&disk, options());
@@ -71,7 +71,8 @@ fn time_makes_a_snapshot_due_only_after_a_commit() {
     let store = open(&SimDisk::new(), options().snapshot_interval(Duration::ZERO));
     commit(&store, 1);
     store.wait_for_snapshots(1);
-    // What the snapshot itself and idle seals add to the log makes none: the second is that of the commit.
+    // The snapshot's own frames and idle seals add to the log, and make no snapshot due: the second is that
+    // of the commit.
     for lsn in 2..6 {
         assert_eq!(commit(&store, 2), Lsn(lsn));
         store.wait_for_snapshots(lsn);
@@ -98,7 +99,7 @@ fn what_was_replayed_counts() {
 #[test]
 fn a_snapshot_by_hand_counts_too() {
     let store = open(&SimDisk::new(), options().snapshot_log_bytes(20_000));
-    // Again and again, for the thread may be slow to see that one is due.
+    // Repeated, because the thread may be slow to see that one is due.
     for taken in 1..=20 {
         commits(&store, 4);
         store.snapshot().unwrap();
@@ -109,7 +110,7 @@ fn a_snapshot_by_hand_counts_too() {
     assert_eq!(store.snapshots().pop().unwrap().end, Lsn(85));
 }
 
-/// One becomes due while a caller's is being taken, which then has all that made it due but for some.
+/// A snapshot becomes due while a caller takes one. The caller's then covers most of what made it due.
 #[test]
 fn a_snapshot_by_hand_that_lasts_is_not_followed_by_a_needless_one() {
     const ROUNDS: u64 = 20;
@@ -128,12 +129,13 @@ fn a_snapshot_by_hand_that_lasts_is_not_followed_by_a_needless_one() {
             while store.stats().snapshots.phase == SnapshotPhase::Idle && !snapshot.is_finished() {
                 std::thread::yield_now();
             }
-            // Behind its beginning: not enough for another one, but for one that knows of this one's nothing.
+            // After its beginning: not enough for another snapshot, unless the thread does not know of this
+            // one.
             commits(&store, 10);
         });
         assert_eq!(store.stats().snapshots.taken, round);
     }
-    // When these are enough, nothing has come between.
+    // When these are enough, no snapshot has been taken in between.
     commits(&store, 10);
     store.wait_for_snapshots(ROUNDS + 1);
     let stats = store.stats().snapshots;
@@ -144,19 +146,19 @@ fn a_snapshot_by_hand_that_lasts_is_not_followed_by_a_needless_one() {
 #[test]
 fn a_full_disk_is_told_and_tried_again() {
     let disk = SimDisk::new();
-    // Each commit is enough. An eighth of that has it tried again: a seal in a pause is less.
+    // Each commit is enough. An eighth of that makes the thread try again; a seal in a pause is less.
     let rules = options().snapshot_log_bytes(4000).snapshot_interval(NEVER);
     let store = open(&disk, rules.segment_len(1 << 20));
     commit(&store, 0);
     store.wait_for_snapshots(1);
-    // What is full stays so, though a segment that is just being made is given up.
+    // A full disk stays full, though a segment that is just being made is given up.
     disk.set_capacity(Some(0));
     commit(&store, 1);
     store.wait_for_snapshots(2);
     let stats = store.stats().snapshots;
     assert_eq!((stats.taken, stats.failed), (1, 1));
     assert!(matches!(stats.last, Some(Err(Error::DiskFull { .. }))), "{stats:?}");
-    // It is no end of commits, and the next one has it tried again.
+    // A failed snapshot does not stop commits, and the next one makes the thread try again.
     disk.set_capacity(None);
     commit(&store, 2);
     store.wait_for_snapshots(3);
@@ -166,7 +168,7 @@ fn a_full_disk_is_told_and_tried_again() {
     store.close().unwrap();
 }
 
-/// At one byte a second a snapshot would take an hour: a store that closes gives it up, and loses nothing.
+/// At one byte a second a snapshot would take an hour. A store that closes gives it up, and loses nothing.
 #[test]
 fn closing_gives_a_slow_snapshot_up() {
     let disk = SimDisk::new();
@@ -185,17 +187,17 @@ fn closing_gives_a_slow_snapshot_up() {
     store.close().unwrap();
     let store = open(&disk, options());
     assert_eq!((store.recovered().position.lsn, store.snapshots().len()), (Lsn(6), 0));
-    // By hand it goes as fast as it can.
+    // A snapshot by hand goes as fast as it can.
     drop(store);
     let store = open(&disk, slow.snapshot_log_bytes(None));
     assert_eq!(store.snapshot().unwrap().end, Lsn(6));
 }
 
-/// Images and manifest: they are long enough for several.
+/// Images and manifest are written in parts: they are long enough for several.
 #[test]
 fn a_snapshot_of_the_background_is_read_back_by_the_thread_that_wrote_it() {
     let disk = SimDisk::new();
-    let watched = Arc::new(Interrupted::never(&disk));
+    let watched = Arc::new(InterruptedDisk::never(&disk));
     let rules = options().segment_len(1 << 20).chunk_len(16 << 10).snapshot_log_bytes(1 << 20);
     let store = Store::open_on(watched.clone(), Arc::new(HostDevice::new()), rules).unwrap();
     watched.past_cache();
@@ -212,7 +214,7 @@ fn a_snapshot_of_the_background_is_read_back_by_the_thread_that_wrote_it() {
     store.close().unwrap();
 }
 
-/// A store in whose background a snapshot is being written that would take an hour.
+/// A store with a background snapshot that would take an hour.
 fn with_a_slow_snapshot() -> Store {
     let slow = options().snapshot_log_bytes(20_000).snapshot_bytes_per_second(1);
     let store = open(&SimDisk::new(), slow);
@@ -224,8 +226,8 @@ fn with_a_slow_snapshot() -> Store {
 }
 
 #[test]
-fn who_only_asks_waits_for_no_snapshot() {
-    watched("who only asks", || {
+fn a_query_waits_for_no_snapshot() {
+    watched("a query", || {
         let store = with_a_slow_snapshot();
         assert_eq!(store.snapshots(), []);
         let pruned = store.would_prune(&store.retention()).unwrap();
@@ -240,7 +242,7 @@ fn who_only_asks_waits_for_no_snapshot() {
 }
 
 #[test]
-fn who_must_wait_for_a_slow_snapshot_has_it_hurry() {
+fn a_caller_that_waits_for_a_slow_snapshot_makes_it_hurry() {
     type Call = fn(&Store) -> remanent::Result<()>;
     let calls: [(&str, Call); 8] = [
         ("snapshot", |store| store.snapshot().map(drop)),

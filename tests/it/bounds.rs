@@ -1,8 +1,8 @@
-//! How much disk a store takes: what is kept says it, never how long the store has run.
+//! The space that a store takes on disk follows from what is kept, never from how long the store has run.
 //!
-//! Bytes in `pages/` ≤ 2 × (images that kept snapshots name + those that the snapshot under way makes) + what was
-//! written ahead of batches above the floor + one file. What nothing needs goes with the next snapshot, whichever
-//! segment its frame lies in, and also after the store was opened again.
+//! Bytes in `pages/` ≤ 2 × (images that kept snapshots name + those that the snapshot under way makes) + what
+//! was written ahead of batches above the floor + one file. An image that is not needed goes with the next
+//! snapshot, whichever segment its frame lies in, and also after the store was opened again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -46,7 +46,7 @@ fn read(past: &View, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// The bytes in `pages/`, and those that the rule allows there.
+/// The bytes in `pages/`, and the bytes that the rule allows there.
 fn page_bytes(disk: &SimDisk) -> (u64, u64) {
     let files = Files::of(disk);
     let survey = Survey::read(&files).unwrap();
@@ -74,7 +74,7 @@ fn page_bytes(disk: &SimDisk) -> (u64, u64) {
                 .collect::<Vec<_>>()
         })
         .collect();
-    // What frames above the floor name.
+    // The images that frames above the floor name.
     let start = verified
         .iter()
         .filter(|kept| reach.role(kept.snapshot) == Role::Start && kept.log_kept)
@@ -101,7 +101,7 @@ fn assert_bounded(disk: &SimDisk, when: &str) {
     assert!(bytes <= allowed, "{when}: {bytes} bytes of images, {allowed} allowed");
 }
 
-/// One page that is overwritten again and again.
+/// Overwrites one page again and again.
 fn overwritten(options: &Options, reopened: bool) {
     let disk = SimDisk::new();
     let mut store = open_with(&disk, options.clone()).unwrap();
@@ -125,7 +125,7 @@ fn overwritten(options: &Options, reopened: bool) {
     let store = open_with(&disk, options.clone()).unwrap();
     assert_eq!(State::of(&store), state);
     assert_bounded(&disk, "opened again");
-    // Nothing but the last state is wanted any more.
+    // Only the last state is still needed.
     store.snapshot().unwrap();
     let pruned = store.prune(&store.retention().snapshots_kept(1)).unwrap();
     assert!(!pruned.files.is_empty());
@@ -143,7 +143,7 @@ fn a_page_that_is_overwritten_for_long_takes_no_more_than_what_is_kept() {
     }
 }
 
-/// What the store says may go is what goes, and after it nothing more may.
+/// The files that the store says may go are those that go, and afterwards no other may go.
 #[test]
 fn what_would_be_pruned_is_what_is_pruned() {
     let disk = SimDisk::new();
@@ -169,9 +169,9 @@ fn what_would_be_pruned_is_what_is_pruned() {
     }
 }
 
-/// Who looks at a store says of it what the store itself says, beside it or when it is closed, and leaves no trace.
+/// An inspector says of a store what the store itself says, while it is open or closed, and leaves no trace.
 #[test]
-fn who_looks_at_a_store_knows_what_would_be_pruned() {
+fn an_inspector_knows_what_would_be_pruned() {
     for seed in 1..=6 {
         let mut random = Random(seed);
         let disk = SimDisk::new();
@@ -228,7 +228,8 @@ fn who_looks_at_a_store_knows_what_would_be_pruned() {
     }
 }
 
-/// What a crash left is listed, though an open removes it before anybody prunes; what a writer has under way is not.
+/// Files that a crash left are listed, though an open removes them before any prune; files that a writer has
+/// under way are not.
 #[test]
 fn what_an_open_would_remove_is_listed_and_what_is_under_way_is_not() {
     let disk = SimDisk::new();
@@ -245,13 +246,13 @@ fn what_an_open_would_remove_is_listed_and_what_is_under_way_is_not() {
     let next = store.snapshots().last().map(|info| info.id).unwrap();
     let survey = Survey::read(&Files::of(&disk)).unwrap();
     let number = survey.snapshot(next).unwrap().next_file;
-    // Two images of a snapshot that did not come to its end: that of the higher number stays, for it shows that its
-    // number is taken.
+    // Two images of a snapshot that was never finished: that of the higher number stays, for it shows that
+    // its number is taken.
     for number in [number, number + 1] {
         let file = disk.create(FileName::Pages(number)).unwrap();
         file.write_at(0, &image.1).unwrap();
     }
-    assert_eq!(Store::would_prune_on(&looked_at, &nothing).unwrap().files, named, "somebody may be at it");
+    assert_eq!(Store::would_prune_on(&looked_at, &nothing).unwrap().files, named, "a writer may be at it");
     store.close().unwrap();
     let left: Vec<FileName> = Store::would_prune_on(&looked_at, &nothing)
         .unwrap()
@@ -265,8 +266,8 @@ fn what_an_open_would_remove_is_listed_and_what_is_under_way_is_not() {
     assert!(left.iter().all(|file| !files.contains_key(file)), "{left:?}");
 }
 
-/// A snapshot that a name keeps, and a later one of the same batch, taken after a restart: the log after that batch is
-/// kept, so both can be started from, and nothing is missing.
+/// A snapshot that a name keeps, and a later one of the same batch, taken after a restart: the log after that
+/// batch is kept, so both can be started from, and nothing is missing.
 #[test]
 fn snapshots_of_one_batch_on_either_side_of_a_restart_stand_both() {
     let disk = SimDisk::new();
@@ -322,16 +323,16 @@ fn states_below_the_floor_are_outside_the_window_and_named_ones_stay() {
     assert!(matches!(store.restore(&StatePoint::Lsn(gone)), Err(Error::OutsideWindow { .. })));
     store.close().unwrap();
     check("closed");
-    // A restart writes a new seal: the floor is in it.
+    // A restart writes a new seal, which contains the floor.
     let store = open_with(&disk, small().segment_len(1 << 20)).unwrap();
     check("opened again");
     store.restore(&StatePoint::Lsn(named.end)).unwrap();
     assert_eq!(State::of(&store).contents, then.contents);
 }
 
-/// A restore's table goes with what needs it, and what lies behind it is outside of the window then.
+/// A restore's table goes with the state that needs it. Later states are then outside of the window.
 #[test]
-fn states_behind_a_restore_of_which_the_table_went_are_outside_the_window() {
+fn states_after_a_restore_whose_table_went_are_outside_the_window() {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(1 << 20).snapshots_kept(1)).unwrap();
     let page = create(&store, 0);
@@ -354,7 +355,7 @@ fn states_behind_a_restore_of_which_the_table_went_are_outside_the_window() {
     }
 }
 
-/// Log is kept from its beginning while there is less of it than is wanted.
+/// The log is kept from its beginning while there is less of it than the rules want.
 #[test]
 fn all_of_the_log_is_kept_while_it_is_shorter_than_is_wanted() {
     let disk = SimDisk::new();
@@ -368,7 +369,8 @@ fn all_of_the_log_is_kept_while_it_is_shorter_than_is_wanted() {
             store.snapshot().unwrap();
         }
     }
-    // The oldest one, to start from, and the newest; of the others go the images that no batch names.
+    // The oldest one, to start from, and the newest. Of the others, the images that no batch names are
+    // removed.
     assert_eq!(store.snapshots().len(), 2);
     let source: Arc<dyn Disk> = Arc::new(disk.clone());
     for (lsn, state) in (1..).zip(&states) {
@@ -387,7 +389,7 @@ fn images_written_ahead_make_a_snapshot_due() {
     (1..4).for_each(|round| _ = overwrite(&store, page, round));
     store.wait_for_snapshots(1);
     store.close().unwrap();
-    // Those that an open replays count, too.
+    // Images of batches that an open replays count, too.
     let disk = SimDisk::new();
     let store = open_with(&disk, options.clone()).unwrap();
     let page = create(&store, 0);
@@ -397,7 +399,7 @@ fn images_written_ahead_make_a_snapshot_due() {
     store.wait_for_snapshots(1);
 }
 
-/// A file that a crash left before its batch was logged: only that it is there says that its number is taken.
+/// A file that a crash left before its batch was logged: its presence alone says that its number is taken.
 #[test]
 fn the_file_with_the_highest_number_stays_until_a_manifest_has_taken_it() {
     let disk = SimDisk::new();

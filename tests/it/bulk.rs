@@ -1,5 +1,5 @@
 //! Whole pages in bulk: their bytes are written once, to an image file that the log names, and the file stays
-//! for as long as anything names it.
+//! for as long as a frame or a snapshot names it.
 
 use std::sync::Arc;
 
@@ -44,7 +44,7 @@ fn image_files(disk: &SimDisk) -> Vec<FileName> {
     Files::of(disk).names(|file| matches!(file, FileName::Pages(_)))
 }
 
-/// Waits for the store's own threads: one segment takes frames, two are ahead.
+/// Waits for the store's own threads: one segment takes frames, and two are made ahead.
 fn until_segments_are_made(disk: &SimDisk) {
     let is_segment = |name: &String| matches!(FileName::parse(Folder::Log, name), Some(FileName::Segment(_)));
     while Disk::list(disk, Folder::Log).unwrap().iter().filter(|name| is_segment(name)).count() < 3 {
@@ -52,7 +52,7 @@ fn until_segments_are_made(disk: &SimDisk) {
     }
 }
 
-/// How many operations of each kind the log holds.
+/// The number of operations of each kind in the log.
 fn logged_kinds(disk: &SimDisk) -> std::collections::BTreeMap<&'static str, usize> {
     let files = Files::of(disk);
     let survey = Survey::read(&files).unwrap();
@@ -83,7 +83,7 @@ fn importing_pages_writes_their_bytes_once() {
     let mut batch = store.batch();
     batch.write(pages[0], 0, &content(100));
     batch.resize(pages[1], 2 * PAGE_LEN as u64).write(pages[1], 0, &[content(101), content(102)].concat());
-    // Neither of these replaces all bytes, and nothing but.
+    // None of these replaces all bytes and does nothing else.
     batch.write(pages[2], 0, &content(103)[..PAGE_LEN - 1]);
     batch.write(pages[3], 0, &content(104)).write(pages[3], 5, b"more");
     let copy = batch.clone_page(pages[0]);
@@ -118,7 +118,7 @@ fn the_next_snapshot_names_the_images_and_writes_nothing_again() {
     assert_eq!((info.bytes, info.bytes_written), ((10 * PAGE_LEN) as u64, 0));
     assert_eq!(image_files(&disk).len(), 1);
 
-    // Those that an open finds in the log are known, too; a page that changed since is gathered.
+    // Images that an open finds in the log are known, too; a page that changed since is gathered.
     import(&store, 10..12);
     let mut batch = store.batch();
     batch.write(pages[0], 0, &[1]);
@@ -176,7 +176,7 @@ fn a_page_that_is_resized_meanwhile_is_written_as_its_caller_means() {
     let disk = SimDisk::new();
     let store = Arc::new(open(&disk).unwrap());
     let page = import(&store, 0..1)[0];
-    // Two threads: one writes what was the whole page, the other changes how long it is.
+    // Two threads: one writes what it takes to be the whole page, the other changes the page's length.
     let resizer = std::thread::spawn({
         let store = store.clone();
         move || {
@@ -187,7 +187,7 @@ fn a_page_that_is_resized_meanwhile_is_written_as_its_caller_means() {
             }
         }
     });
-    // At least once, however fast the other one is.
+    // At least once, however fast the other thread is.
     loop {
         let mut batch = store.batch();
         batch.write(page, 0, &content(5));
@@ -232,7 +232,7 @@ fn images_that_cannot_be_written_poison_and_nothing_is_logged() {
         let store = open(&disk).unwrap();
         import(&store, 0..1);
         let state = State::of(&store);
-        // What is created, written and synced now are images.
+        // Only images are created, written and synced from here on.
         until_segments_are_made(&disk);
         disk.fail(DiskFault { operation, skip: 0, times: 1, errno: EIO });
         let mut batch = store.batch();
@@ -246,7 +246,7 @@ fn images_that_cannot_be_written_poison_and_nothing_is_logged() {
     }
 }
 
-/// Behind a kept snapshot the log is replayed, and with it the batch that names the file: whatever newer
+/// The log after a kept snapshot is replayed, and with it the batch that names the file, whatever newer
 /// snapshots name.
 #[test]
 fn files_stay_as_long_as_a_kept_frame_or_snapshot_names_them() {
@@ -279,21 +279,21 @@ fn files_that_an_open_finds_stay_until_the_log_of_that_time_is_recycled() {
     let page = import(&store, 0..1)[0];
     store.close().unwrap();
     let named = image_files(&disk)[0];
-    // As a crash leaves them that strikes between the images and their batch.
-    let nobodys = FileName::Pages(70);
-    disk.create(nobodys).unwrap().write_at(0, &disk.bytes(named).unwrap()).unwrap();
+    // As a crash between the images and their batch leaves them.
+    let unnamed = FileName::Pages(70);
+    disk.create(unnamed).unwrap().write_at(0, &disk.bytes(named).unwrap()).unwrap();
     let header = ImageFileHeader { store: StoreId([1; 16]), file: 70, purpose: ImagePurpose::Batch };
-    disk.damage(nobodys, 0, &header.encode());
+    disk.damage(unnamed, 0, &header.encode());
 
     let store = open(&disk).unwrap();
-    assert!(image_files(&disk).contains(&nobodys), "who knows whether the log names it");
+    assert!(image_files(&disk).contains(&unnamed), "the log may name it");
     let state = State::of(&store);
     store.snapshot().unwrap();
     for turn in 0..2 {
         fill_segments(&store, page, turn);
         store.snapshot().unwrap();
     }
-    assert!(!image_files(&disk).contains(&nobodys));
+    assert!(!image_files(&disk).contains(&unnamed));
     assert_ne!(State::of(&store), state);
 }
 

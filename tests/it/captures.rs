@@ -1,4 +1,5 @@
-//! Captures: a page becomes what its working copy is, the log gets what changed, and nobody's changes are lost.
+//! Captures: a page becomes what its working copy is, the log gets what changed, and no other writer's
+//! changes are lost.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use remanent::{
     Budget, DeviceBytes, Direction, Epoch, Error, Options, Place, Shadow, Store, Width, WorkingCopy,
 };
 
-use crate::born::{PLACE, content, devices, open, page};
+use crate::device_ops::{PLACE, content, devices, open, page};
 use crate::kill::workload::Random;
 
 const SHADOWS: [Shadow; 3] = [Shadow::Page, Shadow::Kept(Place::Device(0)), Shadow::Kept(Place::Pinned)];
@@ -47,7 +48,7 @@ fn a_page_becomes_its_working_copy_and_so_does_the_log() {
         let store = open(&disk, device);
         let mut random = Random(5);
         let mut pages = Vec::new();
-        // What changed in the last one is numbered on the device.
+        // Changed elements of the last of these are numbered on the device.
         let lens = [
             (64, Width::W1),
             (4096, Width::W4),
@@ -61,7 +62,7 @@ fn a_page_becomes_its_working_copy_and_so_does_the_log() {
                 let copy = store.working_copy(page, width, shadow).unwrap();
                 assert!(copied(&copy) == content(&store, page), "{len} bytes loaded on {label}");
                 for round in 0..4 {
-                    // Few elements, or many close together.
+                    // A few elements, or many close together.
                     for _ in 0..random.below(8) {
                         let changed = 1 + random.below([4, len / 3][round % 2]);
                         let (offset, bytes) = (random.below(len - changed + 1), random.bytes(changed));
@@ -86,13 +87,13 @@ fn a_page_becomes_its_working_copy_and_so_does_the_log() {
     }
 }
 
-/// Ranges that are looked at, and two bits for each of their elements.
+/// The ranges that a capture compares, and two bits for each of their elements.
 #[test]
-fn what_a_capture_takes_beside_pages_is_claimed_at_once() {
+fn memory_of_a_capture_is_claimed_at_once() {
     const LEN: u64 = 1 << 20;
     const ASKED: u64 = LEN + 2 * (LEN / 2 / 8);
-    let open = |beside: u64| {
-        let options = Options::default().budget(Budget::default().with(PLACE, 2 * LEN + beside));
+    let open = |extra: u64| {
+        let options = Options::default().budget(Budget::default().with(PLACE, 2 * LEN + extra));
         let device = Arc::new(HostDevice::new());
         let store = Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap();
         let page = page(&store, &[0; LEN as usize]);
@@ -138,7 +139,7 @@ fn the_log_gets_what_changed_and_nothing_else() {
     capture(&store, &copy).unwrap();
     let found = grown();
     assert!((50_000..50_000 + 8192).contains(&found), "{found} bytes for a range of 50,000");
-    // Nothing, and bytes that are what they were.
+    // No write at all, then bytes that are what they were.
     copy.bytes().write(1000, &[2; 100]).unwrap();
     let epoch = copy.epoch();
     capture(&store, &copy).unwrap();
@@ -146,7 +147,6 @@ fn the_log_gets_what_changed_and_nothing_else() {
     assert_eq!((copy.epoch(), store.page(page).unwrap().epoch), (epoch, epoch));
 }
 
-/// Puts a kernel on the stream that fills memory.
 /// A host device that counts what it brings to the host on the lane for staging.
 struct Counting {
     inner: HostDevice,
@@ -167,7 +167,7 @@ impl Device for Counting {
     }
 }
 
-/// What did not change costs nothing on the way to the host, and neither does its number of elements.
+/// Unchanged bytes cost nothing on the way to the host, and neither does the number of elements.
 #[test]
 fn a_capture_brings_indices_and_values_to_the_host() {
     const LEN: usize = 4 << 20;
@@ -176,7 +176,7 @@ fn a_capture_brings_indices_and_values_to_the_host() {
     let page = page(&store, &[7; LEN]);
     for shadow in SHADOWS {
         let copy = store.working_copy(page, Width::W1, shadow).unwrap();
-        // One element in thirty-two is where a bitmap begins to be the shorter.
+        // From one changed element in thirty-two on, a bitmap is shorter than indices.
         for (every, per_element) in [(LEN, 0), (1000, 7), (40, 6), (20, 0)] {
             let mut bytes = content(&store, page);
             bytes.iter_mut().step_by(every).for_each(|byte| *byte = byte.wrapping_add(1));
@@ -254,7 +254,7 @@ fn what_was_staged_stays_until_the_shadow_has_it() {
     for round in 1..4 {
         copy.bytes().write(u64::from(round), &[round]).unwrap();
         capture(&store, &copy).unwrap();
-        // New memory for whoever wants some: what is free is released first, and the device looks who names it.
+        // New memory is wanted: what is free is released first, and the device must see what is still named.
         page(&store, &[round; 64]);
     }
     assert_eq!(content(&store, captured)[..5], [0, 1, 2, 3, 0]);
@@ -274,7 +274,7 @@ fn declared_ranges_are_looked_at_and_no_others() {
         assert_eq!(content(&store, page), expected, "{shadow:?}");
         capture_ranges(&store, &copy, &[]).unwrap();
         assert_eq!(content(&store, page), expected, "{shadow:?}");
-        // What was not named is still a change.
+        // A range that was not named is still a change.
         capture(&store, &copy).unwrap();
         assert_eq!(content(&store, page), [1; 1000], "{shadow:?}");
         let outside = capture_ranges(&store, &copy, &[0..1, 990..1001]);
@@ -323,7 +323,7 @@ fn of_two_captures_at_once_one_wins_and_the_other_hears_of_it() {
                 scope.spawn(move || {
                     let copy = store.working_copy(page, Width::W1, Shadow::Page).unwrap();
                     for _ in 0..20 {
-                        // Both count in the same byte, and each in one of its own.
+                        // Both threads count in the same byte, and each in one of its own.
                         loop {
                             for at in [0, 1 + thread] {
                                 let mut byte = [0];
@@ -442,6 +442,6 @@ fn memory_that_is_no_copy_of_the_page_is_refused() {
     store.commit(batch).unwrap();
     assert!(matches!(capture(&store, &copy), Err(Error::Conflict { .. })));
     assert!(matches!(store.reload(&copy), Err(Error::MemoryRefused { len: 12, .. })));
-    // Half loaded, it is of no state.
+    // A half loaded copy is of no state.
     assert!(matches!(capture(&store, &copy), Err(Error::Conflict { expected: Epoch(0), .. })));
 }

@@ -1,4 +1,4 @@
-//! Images that are stored compressed, through everything that reads images.
+//! Images that are stored compressed, through every part that reads images.
 
 use std::path::Path;
 
@@ -25,7 +25,7 @@ fn contents() -> Vec<Vec<u8>> {
         (0..len).map(next).collect::<Vec<u8>>()
     };
     let (short, long) = (noise(3000), noise(600_000));
-    // Together longer than what is uploaded at a time.
+    // Together longer than one upload.
     vec![vec![0; 100], vec![0; 70_000], words(1000), words(700_000), short, long, vec![], vec![9; 5 << 20]]
 }
 
@@ -56,7 +56,7 @@ fn compressed_images_are_read_by_all() {
     let (store, snapshot) = store(directory.path(), Compression::Zstd);
     assert!(snapshot.bytes < raw / 3, "{} of {raw} bytes", snapshot.bytes);
 
-    // Each image as it should be stored, and sound.
+    // Each image is stored as it should be, and sound.
     let reader = DirReader::new(directory.path());
     let survey = Survey::read(&reader).unwrap();
     let manifest = survey.readable().next().unwrap();
@@ -68,7 +68,7 @@ fn compressed_images_are_read_by_all() {
         check_image(&reader, image, entry.len).unwrap();
     }
 
-    // Restored from them.
+    // Pages are restored from them.
     let mut batch = store.batch();
     for (page, content) in (1..).map(PageId).zip(contents()) {
         if content.is_empty() {
@@ -82,7 +82,7 @@ fn compressed_images_are_read_by_all() {
     check(&store);
     store.close().unwrap();
 
-    // Rebuilt and recovered from them, with a page whose length changes behind its image.
+    // They are rebuilt and recovered, with a page whose length changes after its image.
     let rebuilt = rebuild(&reader, &RebuildOptions::default()).unwrap();
     assert!(rebuilt.contents.values().eq(&contents()));
     let store = Store::open(directory.path(), Options::default()).unwrap();
@@ -109,7 +109,8 @@ fn a_store_is_read_whatever_its_images_were_written_with() {
     }
 }
 
-/// One bit of any compressed image: the snapshot before is used, and what cost time is reported.
+/// One bit of any compressed image is flipped: the snapshot before is used, and the time that this cost is
+/// reported.
 #[test]
 fn a_damaged_compressed_image_falls_back() {
     let directory = tempfile::tempdir().unwrap();

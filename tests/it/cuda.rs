@@ -1,8 +1,8 @@
-//! What the CUDA device promises beyond the laws: it is never a reason to panic where there is no GPU, and
-//! where there is one its memory stays bounded, large lists keep their order, and a fault says what helps.
+//! Promises of the CUDA device beyond the laws: it is never a reason to panic where there is no GPU. Where
+//! there is one its memory stays bounded, large lists keep their order, and a fault says what helps.
 //!
-//! Drivers that are not as they should be are made here, by the compiler that builds these tests, and put in
-//! the way of a child process: a library is found once a process.
+//! Faulty drivers are made here, by the compiler that builds these tests, and put in the way of a child
+//! process: a library is found once a process.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -48,7 +48,7 @@ fn compiler() -> OsString {
     std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into())
 }
 
-/// A library of that name with these entry points.
+/// Makes a library of that name with these entry points.
 fn driver(directory: &Path, source: &str) -> PathBuf {
     let (file, library) = (directory.join("driver.rs"), directory.join("libcuda.so"));
     std::fs::write(&file, format!("#![allow(non_snake_case)]\n{source}")).unwrap();
@@ -59,7 +59,7 @@ fn driver(directory: &Path, source: &str) -> PathBuf {
     library
 }
 
-/// An entry point that returns a number, and writes one to where its first argument points.
+/// The source of an entry point that returns a number, and writes one to where its first argument points.
 fn entry(name: &str, written: Option<i32>, code: u32) -> String {
     let write = written.map_or(String::new(), |value| format!("unsafe {{ *at = {value} }};"));
     format!(
@@ -67,7 +67,7 @@ fn entry(name: &str, written: Option<i32>, code: u32) -> String {
     )
 }
 
-/// Every entry point that is looked up, doing nothing.
+/// The source of every entry point that is looked up, doing nothing.
 fn all_but(special: &[&str]) -> String {
     let source = include_str!("../../src/device/cuda/driver.rs");
     let names = source.match_indices("= \"cu").map(|(at, _)| {
@@ -94,7 +94,7 @@ fn a_driver_that_cannot_be_used_is_named_and_never_a_panic() {
         );
         return;
     }
-    // A suite may run on another machine than the one that built it.
+    // A suite may run on a machine other than the one that built it.
     if let Err(error) = Process::new(compiler()).arg("--version").output() {
         skipped("drivers that cannot be used", &format!("they take a compiler: {error}"));
         return;
@@ -175,7 +175,7 @@ fn a_million_allocations_leave_no_growth() {
     assert_eq!(held_on(&gpu), 0);
 }
 
-/// To give memory back waits for all that the GPU has to do.
+/// Giving memory back waits for all that the GPU has to do, so idle memory stays.
 #[test]
 fn what_is_asked_for_at_once_gives_nothing_back_to_the_driver() {
     const IDLE: u64 = 18 << 20;
@@ -186,7 +186,7 @@ fn what_is_asked_for_at_once_gives_nothing_back_to_the_driver() {
     let refused = gpu.allocate_at_once(PLACE, 4 << 20).unwrap_err();
     assert!(matches!(refused, Error::OutOfMemory { place: PLACE, len } if len == 4 << 20), "{refused}");
     assert_eq!(held_on(&gpu), IDLE);
-    // What lies idle is there at once, and so is what the driver has left.
+    // Idle memory is there at once, and so is memory that the driver has left.
     for len in [IDLE, 2 << 20] {
         gpu.release(gpu.allocate_at_once(PLACE, len).unwrap()).unwrap();
     }
@@ -194,7 +194,8 @@ fn what_is_asked_for_at_once_gives_nothing_back_to_the_driver() {
     assert_eq!(held_on(&gpu), 4 << 20);
 }
 
-/// It goes in pieces, of which so few are under way at a time that nobody else's copies wait for the rest.
+/// A long copy goes in pieces. Few of them are under way at a time, so that another thread's copies do not
+/// wait for the rest.
 #[test]
 fn a_long_copy_that_stands_still_holds_up_its_own_lane_alone() {
     const LEN: u64 = 8 << 20;
@@ -231,7 +232,7 @@ fn a_long_copy_that_stands_still_holds_up_its_own_lane_alone() {
     });
 }
 
-/// A read that finds the GPU's memory used up, beside a stream of the caller's that stands still until the bytes
+/// A read that finds the GPU's memory used up, while a stream of the caller's stands still until the bytes
 /// are there.
 #[test]
 fn a_long_read_without_room_waits_for_no_caller() {
@@ -243,11 +244,11 @@ fn a_long_read_without_room_waits_for_no_caller() {
         let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(gpu), Options::default()).unwrap();
         let mut batch = store.batch();
         let page = batch.create(LEN, PLACE).page();
-        // What it leaves behind is in the way of everything that is long.
+        // The memory that it leaves free is too short for anything long.
         let other = batch.create(LEN + (12 << 20), PLACE).page();
         batch.fill(page, 0, LEN, &[5]).fill(other, 0, 1, &[6]);
         let pages = store.commit(batch).unwrap().pages;
-        // Staging that lies ready: to pin more of it may wait for all that a GPU has to do.
+        // Staging is made ready: to pin more of it may wait for all that a GPU has to do.
         let mut bytes = vec![0; LEN as usize];
         store.read(pages[0], 0, &mut bytes).unwrap();
         bytes.fill(0);
@@ -263,7 +264,7 @@ fn a_long_read_without_room_waits_for_no_caller() {
     });
 }
 
-/// A block of its own for every length would stay until somebody asks for it back.
+/// A block of its own for every length would stay until a caller asks for it back.
 #[test]
 fn long_reads_of_all_lengths_leave_the_same_memory_behind() {
     let Some(gpu) = gpu::device() else { return };
@@ -300,7 +301,7 @@ fn more_than_the_gpu_has_is_out_of_memory_and_no_fault() {
         }
     }
     assert!(matches!(gpu.staging(1 << 45), Err(Error::OutOfMemory { .. })));
-    // Memory that lies idle is given back before anybody is told that there is none.
+    // Idle memory is given back before an allocation fails for want of it.
     let page = gpu.allocate(PLACE, 1 << 20).unwrap();
     gpu.release(kept).unwrap();
     gpu.release(page).unwrap();
@@ -358,7 +359,7 @@ fn long_pieces_that_overlap_keep_the_order_of_the_list() {
             device.submit(Lane::Apply, list).unwrap();
             let list = overlapping_list(seed, &memories, LEN, payload);
             let applied = device.submit(Lane::Apply, list).unwrap().fence();
-            // Longer than one piece of the copy engine's queue, and on the other lane.
+            // Longer than one piece of the copy engine's queue, on the other lane.
             device.after(Lane::Drain, applied).unwrap();
             let bytes: Vec<Vec<u8>> = memories.iter().map(|memory| content(device, *memory, LEN)).collect();
             memories.into_iter().for_each(|memory| device.release(memory).unwrap());
@@ -373,7 +374,7 @@ fn long_pieces_that_overlap_keep_the_order_of_the_list() {
 }
 
 #[test]
-fn a_list_that_nobody_waits_for_keeps_its_staging() {
+fn a_list_that_is_never_waited_for_keeps_its_staging() {
     const LEN: usize = 1 << 20;
     let Some(gpu) = gpu::device() else { return };
     let memory = gpu.allocate(PLACE, LEN as u64).unwrap();
@@ -384,7 +385,7 @@ fn a_list_that_nobody_waits_for_keeps_its_staging() {
         let source = StagingSpan { index: 0, offset: 0, len: LEN };
         let list = CommandList { commands: vec![Command::Upload { source, target }], staging: vec![staging] };
         drop(gpu.submit(Lane::Apply, list).unwrap());
-        // What a freed staging would be used for next.
+        // This would reuse a staging that had been freed.
         gpu.staging(LEN).unwrap().fill(0xEE);
     }
     let wait = gpu.submit(Lane::Apply, CommandList::default()).unwrap().fence();
@@ -481,7 +482,7 @@ fn content(device: &dyn Device, memory: MemoryId, len: u64) -> Vec<u8> {
     device.submit(Lane::Drain, list).unwrap().finish(device).unwrap()[0].to_vec()
 }
 
-/// SplitMix64.
+/// A generator of random numbers: SplitMix64.
 struct Random(u64);
 
 impl Random {
@@ -526,7 +527,7 @@ fn memory_of_the_callers_is_taken_where_the_driver_knows_it() {
         for (what, address, len) in [
             ("longer than all memory", address, u64::MAX),
             ("nowhere", 64, 64),
-            ("of nobody", local.as_ptr() as u64, 64),
+            ("of no device", local.as_ptr() as u64, 64),
             ("empty", address, 0),
         ] {
             let refused = adopt(address, len).unwrap_err();
@@ -572,7 +573,7 @@ fn a_gpu_within_another_device_takes_memory_of_the_callers_too() {
         let list = CommandList { commands: vec![fill], staging: vec![] };
         device.submit(Lane::Apply, list).unwrap().finish(&*device).unwrap();
         assert_eq!(content(&*callers, memory, 64), [7; 64], "{}", device.label());
-        // SAFETY: nobody reads it.
+        // SAFETY: no command reads it.
         let nowhere = unsafe { CallerMemory::from_cuda(64, 64, ()) };
         let refused = device.adopt(&nowhere).unwrap_err();
         assert!(matches!(refused, Error::MemoryRefused { .. }), "{refused}");

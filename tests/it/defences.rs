@@ -1,5 +1,5 @@
-//! The list of `tests/defences` fits the sources: each defence is found where the list says, and its test exists.
-//! That the tests go red is seen there, in a copy of the sources that has the switches.
+//! The list of `tests/defences` fits the sources: each defence is found where the list says, and its test
+//! exists. That the tests go red is shown there, in a copy of the sources that has the switches.
 
 #[path = "../defences/src/list/mod.rs"]
 mod list;
@@ -28,7 +28,7 @@ fn every_defence_is_where_the_list_says_and_has_its_test() {
         }
         assert_ne!(code, instead, "{name}: without it nothing is different");
         let test = killed_by.name.rsplit("::").next().unwrap();
-        // A test of properties has parameters, and is indented twice.
+        // A property test has parameters, and is indented twice.
         let is_declared = ["", "    ", "        "]
             .iter()
             .any(|indent| tests.contains(&format!("#[test]\n{indent}fn {test}(")));

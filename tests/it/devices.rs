@@ -1,4 +1,4 @@
-//! What single devices promise beyond the laws: the host device's refusals, lateness, arranged faults.
+//! Promises of single devices beyond the laws: the host device's refusals, lateness, arranged faults.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
@@ -146,7 +146,7 @@ fn ranges_that_break_the_contract_panic_on(device: Arc<dyn Device>) {
         let list = CommandList { commands: vec![command], staging: vec![staging] };
         assert!(panics(|| drop(device.submit(Lane::Apply, list))), "{name} on {}", device.label());
     }
-    // Nothing of this stopped the lane.
+    // None of these calls stopped the lane.
     let pending = submit(&*device, Lane::Apply, fill(ok, 1), vec![]);
     assert_eq!(pending.fence().value, 1);
     pending.finish(&*device).unwrap();
@@ -280,7 +280,7 @@ fn a_late_device_runs_nothing_before_it_must() {
 }
 
 #[test]
-fn a_late_device_spoils_what_nobody_may_rely_on() {
+fn a_late_device_spoils_bytes_that_no_caller_may_rely_on() {
     let device = LateDevice::new(host());
     let memory = device.allocate(PLACE, 4).unwrap();
     let mut staging = device.staging(6).unwrap();
@@ -292,7 +292,7 @@ fn a_late_device_spoils_what_nobody_may_rely_on() {
     let returned = submit(&device, Lane::Apply, download, returned).finish(&device).unwrap();
     assert_eq!(returned[0][..], [1, 2, 3, 4, 5, 6], "what the list did not read is not");
 
-    // A device that lies, and writes nothing, is seen by the poison in its download.
+    // A lying device that writes nothing is found by the poison in its download.
     let lying = LateDevice::new(Arc::new(DoesNothing));
     let download = Command::Download { source: span(memory, 0, 4), target: staged(4) };
     let returned =
@@ -357,7 +357,7 @@ fn a_late_device_catches_memory_released_too_early() {
 }
 
 #[test]
-fn who_polls_a_seeded_late_device_gets_on() {
+fn polls_of_a_seeded_late_device_make_progress() {
     let device = LateDevice::seeded(host(), 7);
     let memory = device.allocate(PLACE, 4).unwrap();
     let last =
@@ -377,11 +377,11 @@ fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
         (DeviceCall::Submit, |device, _| device.submit(Lane::Apply, CommandList::default()).map(drop)),
         (DeviceCall::Wait, |device, _| device.wait(Fence { lane: Lane::Apply, value: 0 })),
         (DeviceCall::After, |device, _| device.after(Lane::Apply, Fence { lane: Lane::Drain, value: 0 })),
-        (DeviceCall::WaitExternal, |device, _| device.wait_external(Lane::Callers, stream_of_nobody())),
+        (DeviceCall::WaitExternal, |device, _| device.wait_external(Lane::Callers, unknown_stream())),
         (DeviceCall::SignalExternal, |device, _| {
-            device.signal_external(stream_of_nobody(), Fence { lane: Lane::Apply, value: 0 })
+            device.signal_external(unknown_stream(), Fence { lane: Lane::Apply, value: 0 })
         }),
-        (DeviceCall::WaitStream, |device, _| device.wait_stream(stream_of_nobody())),
+        (DeviceCall::WaitStream, |device, _| device.wait_stream(unknown_stream())),
     ];
     for context_lost in [false, true] {
         for counted in [true, false] {
@@ -404,7 +404,7 @@ fn an_arranged_fault_strikes_its_call_and_is_passed_through() {
 }
 
 /// A stream that no device here knows.
-fn stream_of_nobody() -> RawStream {
+fn unknown_stream() -> RawStream {
     LateDevice::new(host()).stream()
 }
 
@@ -412,7 +412,7 @@ fn stream_of_nobody() -> RawStream {
 fn the_host_refuses_streams_and_has_no_addresses() {
     let device = host();
     let memory = device.allocate(PLACE, 8).unwrap();
-    let stream = stream_of_nobody();
+    let stream = unknown_stream();
     let fence = submit(&*device, Lane::Apply, fill(span(memory, 0, 8), 1), vec![]).fence();
     let asked = [
         device.wait_external(Lane::Callers, stream),
@@ -450,7 +450,7 @@ fn a_lane_and_a_stream_of_the_caller_wait_for_each_other() {
     look(&device);
     device.wait_external(Lane::Apply, stream).unwrap();
     let two = submit(&device, Lane::Apply, fill(span(memory, 0, 4), 2), vec![]).fence();
-    // What the stream does after the lane was told to wait for it is none of the lane's business.
+    // The lane does not see work that the stream does after the lane was told to wait for it.
     look(&device);
     assert_eq!((device.reached(Lane::Apply), &*seen.lock().unwrap()), (0, &vec![]));
     device.wait(two).unwrap();
@@ -507,6 +507,6 @@ fn a_fault_beneath_a_late_device_stops_the_lane_and_what_waits_for_it() {
     device.wait(before).unwrap();
     assert_eq!((device.reached(Lane::Apply), device.reached(Lane::Drain)), (1, 0));
     assert!(matches!(device.submit(Lane::Drain, CommandList::default()), Err(Error::Device { .. })));
-    // Nothing queued names the memory any more.
+    // No queued command names the memory any more.
     device.release(memory).unwrap();
 }

@@ -1,4 +1,4 @@
-//! What a real file system refuses is passed on with the file, the offset and the system's own words.
+//! A refusal of a real file system is passed on with the file, the offset and the system's own words.
 
 use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
@@ -140,7 +140,7 @@ fn a_store_may_lie_in_a_folder_that_cannot_be_read() {
     std::fs::set_permissions(&outer, std::fs::Permissions::from_mode(0o300)).unwrap();
     as_ordinary_user(|| {
         disk.make_folder(Folder::Root).unwrap();
-        // But none is made there: its name could not be made durable.
+        // But no store is made there: its name could not be made durable.
         let new = DirDisk::new(outer.join("new"));
         folder_refused(new.make_folder(Folder::Root), new.path(), ErrorKind::PermissionDenied);
     });
@@ -177,7 +177,7 @@ fn a_short_file_is_an_error_with_its_offset_and_never_zeros() {
     assert_eq!(reader.read_at(FileName::Store, 0, &mut out).unwrap_err().kind(), ErrorKind::NotFound);
 }
 
-/// `/dev/full` accepts everything but bytes.
+/// `/dev/full` accepts every call but those that write bytes.
 #[test]
 fn no_space_is_passed_on_with_the_offset() {
     let (_directory, disk) = with_folders();

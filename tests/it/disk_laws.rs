@@ -1,4 +1,4 @@
-//! Every disk does the same: random calls on a real directory, through each kind of window, and on the
+//! All disks behave the same: random calls on a real directory, through each kind of window, and on the
 //! simulated disk give the same answers, the same bytes and the same names.
 
 use std::io::ErrorKind;
@@ -11,7 +11,7 @@ use remanent::disk::{Disk, DiskFile, Hold, Window};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, FileName, Folder, LogIo, Result, SnapshotId};
 
-/// A call; `usize`s name one of a few files or handles.
+/// A call of the disk; `usize`s name one of a few files or handles.
 #[derive(Clone, Debug)]
 enum Call {
     Create(usize),
@@ -49,7 +49,7 @@ fn call() -> impl Strategy<Value = Call> {
     ]
 }
 
-/// What a call answers: bytes read, or the kind of the error.
+/// The answer to a call: bytes read, or the kind of the error.
 type Answer = std::result::Result<Vec<u8>, ErrorKind>;
 
 fn answer(result: Result<Vec<u8>>) -> Answer {
@@ -137,7 +137,7 @@ impl Subject {
         }
     }
 
-    /// The names, and the lengths of the open files.
+    /// The names on the disk, and the lengths of the open files.
     fn view(&self) -> (Vec<String>, Vec<Option<u64>>) {
         let lens = self.open.iter().map(|file| file.as_ref().map(|file| file.len().unwrap()));
         (self.disk.list(Folder::Log).unwrap(), lens.collect())
@@ -177,7 +177,7 @@ fn a_snapshot_is_held_or_going_never_both() {
         assert!(holds.iter().all(|hold| matches!(hold, Hold::Held(_))));
         for hold in holds {
             assert!(disk.try_retire(first).unwrap().is_none(), "{}: a reader is left", disk.label());
-            assert!(disk.try_retire(other).unwrap().is_some(), "{}: nobody reads this one", disk.label());
+            assert!(disk.try_retire(other).unwrap().is_some(), "{}: this one has no reader", disk.label());
             drop(hold);
         }
         let going = disk.try_retire(first).unwrap();

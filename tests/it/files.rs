@@ -13,8 +13,8 @@ use remanent_format::state::rebuild::RebuiltStore;
 pub use crate::archive::Files;
 
 impl Files {
-    /// What a process sees on a disk, but for the files that are only locked. A store may be at work there: what it
-    /// makes, renames or removes meanwhile is looked at anew.
+    /// The files that a process sees on a disk, but for those that are only locked. A store may be at work
+    /// there: a file that it makes, renames or removes meanwhile is read anew.
     pub fn of(disk: &SimDisk) -> Self {
         let names = || -> Vec<FileName> {
             let folders = [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots];
@@ -52,23 +52,23 @@ impl Files {
         disk
     }
 
-    /// Bytes of all files.
+    /// The bytes of all files.
     pub fn bytes_len(&self) -> usize {
         self.0.values().map(Vec::len).sum()
     }
 
-    /// The names of the files for which `wanted` says true.
+    /// The names of the files that `wanted` accepts.
     pub fn names(&self, wanted: impl Fn(FileName) -> bool) -> Vec<FileName> {
         self.0.keys().copied().filter(|file| wanted(*file)).collect()
     }
 
-    /// The log's segments.
+    /// The segments of the log.
     pub fn segments(&self) -> Vec<FileName> {
         self.names(|file| matches!(file, FileName::Segment(_)))
     }
 }
 
-/// What a store holds, as its caller sees it.
+/// The content of a store, as its caller sees it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
     pub pages: Vec<PageInfo>,
@@ -112,7 +112,7 @@ pub fn open_with(disk: &SimDisk, options: Options) -> Result<Store, Error> {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
 }
 
-/// Spares that a store holds for opens on a full disk, beside its reserve.
+/// Spares that a store holds for opens on a full disk, in addition to its reserve.
 pub const HELD_FOR_OPENS: usize = 4;
 
 /// The smallest segments, so that a few batches cross every boundary.

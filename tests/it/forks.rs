@@ -1,4 +1,4 @@
-//! Forks: whole or not there, the state that was asked for, and two stores that do not disturb each other.
+//! Forks: complete or absent, in the state that was asked for, and two stores that do not disturb each other.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -8,12 +8,12 @@ use remanent::disk::Disk;
 use remanent::testing::sim_disk::{CrashPlan, SimDisk};
 use remanent::{Create, Error, FileName, Lsn, PageId, Place, StatePoint, Store, View};
 
+use crate::earlier_states::Unlockable;
 use crate::files::{Files, State, open, open_with, small};
-use crate::past::Unlockable;
 
 const LEN: u64 = 3000;
 
-/// A batch that writes all pages anew.
+/// Commits a batch that writes all pages anew.
 fn rewrite(store: &Store, pages: &[PageId]) -> Lsn {
     let mut batch = store.batch();
     for page in pages {
@@ -24,8 +24,8 @@ fn rewrite(store: &Store, pages: &[PageId]) -> Lsn {
     store.commit(batch).unwrap().position.lsn
 }
 
-/// Three pages, of which a snapshot caught all; since then one of them, the root and a fourth page changed.
-/// Returns the last batch of that.
+/// Makes three pages, which a snapshot catches all; afterwards one of them, the root and a fourth page
+/// change. Returns the last batch of that.
 fn work(store: &Store) -> (Vec<PageId>, Lsn) {
     let mut batch = store.batch();
     for _ in 0..3 {
@@ -50,8 +50,8 @@ fn fork(old: &View, target: &SimDisk) -> Result<remanent::StoreId, Error> {
     old.fork_on(&(Arc::new(target.clone()) as Arc<dyn Disk>))
 }
 
-/// Whatever a power cut in a fork leaves is no store, and may be forked to again; or it is the whole fork. Where
-/// image files are linked, and where all pages are copied.
+/// The files that a power cut in a fork leaves are no store, and may be forked to again, or they are the
+/// complete fork. Tried where image files are linked, and where all pages are copied.
 #[test]
 fn a_fork_is_whole_or_not_there() {
     let source = SimDisk::new();
@@ -75,7 +75,7 @@ fn a_fork_is_whole_or_not_there() {
                 }
                 Err(Error::NoStore { .. }) => {
                     absent += 1;
-                    // Every few of them: they differ in what was not synced yet.
+                    // Each seventh of them: they differ in what was not synced yet.
                     if absent % 7 == 1 {
                         fork(&old, &image.disk).unwrap();
                         assert_eq!(State::of(&open(&image.disk).unwrap()), expected);
@@ -90,7 +90,8 @@ fn a_fork_is_whole_or_not_there() {
     }
 }
 
-/// No frame records its snapshot as verified before it is opened to be written: that says nothing about its images.
+/// No frame records a fork's snapshot as verified before the fork is opened to be written. That says nothing
+/// about its images.
 #[test]
 fn a_lost_image_file_takes_its_pages_from_a_new_fork_and_no_others() {
     let source = SimDisk::new();
@@ -159,7 +160,7 @@ fn a_fork_takes_no_directory_that_holds_something() {
     let target = SimDisk::new();
     let other = open(&target).unwrap();
     rewrite(&other, &[]);
-    // An open store makes room behind its caller's back.
+    // An open store makes room on its own.
     other.close().unwrap();
     let events = target.events();
     assert!(matches!(fork(&old, &target), Err(Error::ForeignDirectory { .. })));
@@ -187,7 +188,7 @@ fn a_fork_shares_image_files() {
     drop(forked);
     assert_eq!(links(&second), [3, 2]);
 
-    // One store changes everything and lets go; the others keep what they have.
+    // One store changes everything and drops its snapshots; the others keep what they have.
     for _ in 0..3 {
         rewrite(&store, &pages);
         store.snapshot().unwrap();
@@ -200,7 +201,7 @@ fn a_fork_shares_image_files() {
     assert_eq!(State::of(&Store::open(&second, options()).unwrap()), expected);
 }
 
-/// How many names each image file of a store has.
+/// The number of names that each image file of a store has.
 fn links(store: &Path) -> Vec<u64> {
     let mut files: Vec<_> =
         std::fs::read_dir(store.join("pages")).unwrap().map(|entry| entry.unwrap().path()).collect();

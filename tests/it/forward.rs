@@ -1,4 +1,4 @@
-//! Devices of tests that stand around another one: they say what they do differently, and the rest goes on.
+//! Devices of tests that wrap another device: they implement what they do differently, and forward the rest.
 
 /// The methods of `Device` that do nothing but call those of the device in field `$inner`.
 macro_rules! forward {
@@ -49,7 +49,7 @@ macro_rules! forward {
             self.$inner.after(lane, fence)
         }
     };
-    // What callers' streams, and whoever looks at memory, ask for: no test's device does it differently.
+    // The methods for callers' streams, and for looking at memory: no test's device does these differently.
     (@streams_and_memory $inner:ident) => {
         fn wait_external(
             &self,

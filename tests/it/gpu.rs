@@ -31,8 +31,8 @@ pub fn two() -> Option<[Arc<dyn Device>; 2]> {
     with_first(1)
 }
 
-/// New devices on the first and the third GPU, between which the fake driver knows no way; `None`, said aloud, where
-/// there are fewer.
+/// New devices on the first and the third GPU, which the fake driver does not connect; `None`, said aloud,
+/// where there are fewer.
 pub fn two_apart() -> Option<[Arc<dyn Device>; 2]> {
     with_first(2)
 }
@@ -49,9 +49,10 @@ fn with_first(other: u32) -> Option<[Arc<dyn Device>; 2]> {
     }
 }
 
-/// Runs the body of a test on a GPU in a process of its own, as [`machine::alone`] does. Who gives memory back to the
-/// driver waits in there for every stream of the GPU, and keeps others out meanwhile: were it the end of some other
-/// test, then one that [holds a stream up](Stream::hold) until the store has got on would wait for itself.
+/// Runs the body of a test on a GPU in a process of its own, as [`machine::alone`] does. In a shared process,
+/// a thread that gives memory back to the driver waits for every stream of the GPU, and locks other threads
+/// out meanwhile. If the end of another test did that, a test that [holds a stream up](Stream::hold) until
+/// the store has gone on would wait for itself.
 pub fn alone<Test: FnOnce() + Send + 'static>(body: Test) {
     if machine::is_alone() || device().is_some() {
         machine::alone(body);
@@ -85,10 +86,10 @@ pub fn driver_version() -> Option<(i32, i32)> {
     Some((version / 1000, version % 1000 / 10))
 }
 
-/// A program that uses the first GPU beside the store. Its context is current on this thread.
+/// A program that uses the first GPU at the same time as the store. Its context is current on this thread.
 pub struct Caller {
     context: sys::CUcontext,
-    /// One at a time: while one captures a graph, the driver refuses what others ask of it.
+    /// One at a time: while one captures a graph, the driver refuses calls of other threads.
     _alone: MutexGuard<'static, ()>,
 }
 
@@ -96,7 +97,7 @@ pub struct Caller {
 unsafe impl Sync for Caller {}
 
 impl Caller {
-    /// `None`, said aloud, where there is no GPU.
+    /// A new caller; `None`, said aloud, where there is no GPU.
     pub fn new() -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -120,7 +121,7 @@ impl Caller {
         Stream { raw }
     }
 
-    /// The default stream.
+    /// The default stream of the context.
     pub fn default_stream(&self) -> Stream {
         Stream { raw: std::ptr::null_mut() }
     }
@@ -134,21 +135,21 @@ impl Caller {
     }
 }
 
-/// What the host sees at an address of the GPU's.
+/// The bytes that the host sees at an address of the GPU's.
 pub fn host_sees(address: u64, len: u64) -> Vec<u8> {
-    // SAFETY: tests name the memory of a page in host memory that they have leased, and no kernel of theirs writes
-    // to it.
+    // SAFETY: tests name the memory of a page in host memory that they have leased, and no kernel of theirs
+    // writes to it.
     unsafe { std::slice::from_raw_parts(address as *const u8, len as usize) }.to_vec()
 }
 
-/// Memory of the caller's.
+/// Device memory of the caller's.
 pub struct Memory {
     pub address: u64,
     len: u64,
 }
 
 impl Memory {
-    /// Its bytes now.
+    /// The memory's bytes now.
     pub fn content(&self) -> Vec<u8> {
         let mut bytes = vec![0_u8; self.len as usize];
         call!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), self.address, bytes.len()));
@@ -168,21 +169,21 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// As the store takes it.
+    /// The stream as the store takes it.
     pub fn raw(&self) -> RawStream {
-        // SAFETY: the stream is of the first GPU's primary context, and tests drop it behind their stores'
+        // SAFETY: the stream is of the first GPU's primary context, and tests drop it after their stores'
         // leases.
         unsafe { RawStream::from_cuda(self.raw as u64) }
     }
 
-    /// Puts a copy of so many bytes on the stream.
+    /// Puts a copy of `len` bytes on the stream.
     pub fn copy(&self, target: u64, source: u64, len: u64) {
         call!(cuMemcpyAsync(target, source, len as usize, self.raw));
     }
 
     /// Lets the stream stand still until it is let go; for tests that run [`alone`].
     pub fn hold(&self) -> Hold {
-        assert!(machine::is_alone(), "beside a stream that stands still no other test may run");
+        assert!(machine::is_alone(), "no other test may run while a stream stands still");
         let mut word = std::ptr::null_mut::<c_void>();
         call!(cuMemHostAlloc(&mut word, 4, 3));
         let hold = Hold { word: word.cast() };
@@ -192,7 +193,7 @@ impl Stream {
         hold
     }
 
-    /// Whether all that was put on it is done.
+    /// Whether all that was put on the stream is done.
     pub fn is_done(&self) -> bool {
         // SAFETY: the stream is live, and its context is current.
         let result = unsafe { sys::cuStreamQuery(self.raw) };
@@ -237,13 +238,13 @@ impl Hold {
     }
 }
 
-/// A capture under way.
+/// A graph's capture under way.
 pub struct Capture<'s> {
     stream: &'s Stream,
 }
 
 impl Capture<'_> {
-    /// Ends it.
+    /// Ends the capture of the graph.
     pub fn end(self) -> Graph {
         let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
         call!(cuStreamEndCapture(self.stream.raw, &mut graph));

@@ -1,4 +1,5 @@
-//! What the log takes from the disk: little while a store is young, and no more than its use and its rules say.
+//! The space that the log takes on disk: little while a store is young, and no more than its use and its
+//! rules say.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,14 +13,14 @@ use remanent::{Ack, Error, FileName, Folder, LogIo, Options, PageId, Place, Stor
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
 use remanent_format::state::survey::Survey;
 
-use crate::direct;
+use crate::direct_io;
 use crate::files::{Files, HELD_FOR_OPENS, State, small};
 
 /// The length of the first segments.
 const FIRST: u64 = 256 << 10;
 
 fn ways() -> [LogIo; 3] {
-    [LogIo::Mapped, LogIo::Buffered, direct::log_io()]
+    [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()]
 }
 
 /// The files of the log, with their lengths in bytes.
@@ -47,7 +48,7 @@ fn bytes_on_disk(directory: &Path) -> u64 {
     std::fs::read_dir(directory).unwrap().map(|entry| of(entry.unwrap())).sum()
 }
 
-/// As a user opens it, but for snapshots, which come when a test wants them.
+/// Options as a user opens a store, but for snapshots, which come when a test wants them.
 fn options(log_io: LogIo) -> Options {
     Options::default().log_io(log_io).snapshot_log_bytes(None).snapshot_interval(None)
 }
@@ -64,7 +65,7 @@ fn write(store: &Store, page: PageId, len: usize, seed: u64) {
     store.commit(batch).unwrap();
 }
 
-/// Waits for what the store's own threads make; not for ever, so that a test that fails comes to an end.
+/// Waits for files that the store's own threads make; not for ever, so that a failing test comes to an end.
 fn wait_until(what: &str, is_made: impl Fn() -> bool) {
     let began = std::time::Instant::now();
     while !is_made() {
@@ -73,7 +74,7 @@ fn wait_until(what: &str, is_made: impl Fn() -> bool) {
     }
 }
 
-/// Everything that an open makes ahead.
+/// Waits for everything that an open makes ahead.
 fn settle(store: &Store, directory: &Path) {
     let is_made = || {
         let files = log_files(directory);
@@ -125,7 +126,8 @@ fn segments_grow_with_what_is_logged() {
         }
         assert!(lens.iter().filter(|len| **len == usual).count() >= 3, "{lens:?}");
 
-        // Segments of any lengths stand beside those of another run, which grow to what that one says.
+        // Segments of any lengths stand next to those of another run, which grow to the length that its
+        // options say.
         for segment_len in [64 << 10, 1 << 20] {
             let store = Store::open(directory.path(), options(log_io).segment_len(segment_len)).unwrap();
             assert_eq!(State::of(&store).contents, state.contents);
@@ -143,7 +145,8 @@ fn segments_grow_with_what_is_logged() {
     }
 }
 
-/// A frame that no short segment holds is logged in a young store, too, and those that follow it find long ones.
+/// A frame that fits no short segment is logged in a young store, too, and those that follow it find long
+/// ones.
 #[test]
 fn a_frame_longer_than_the_first_segments_is_logged() {
     for log_io in ways() {
@@ -161,7 +164,7 @@ fn a_frame_longer_than_the_first_segments_is_logged() {
     }
 }
 
-/// Each run commits a little and ends. What they leave goes with the snapshots that so many of them make due.
+/// Each run commits a little and ends. Its segments go with the snapshot that several such runs make due.
 #[test]
 fn restarts_that_commit_a_little_are_bounded() {
     for log_io in ways() {
@@ -177,7 +180,7 @@ fn restarts_that_commit_a_little_are_bounded() {
             let survey = Survey::read(&DirReader::new(directory.path())).unwrap();
             openings = openings.max(survey.log.line().len());
         }
-        // Behind the older of two snapshots lie two times sixteen runs, of one segment each.
+        // After the older of two snapshots lie two times sixteen runs, of one segment each.
         assert!(openings <= 2 * 17 + 1, "{log_io}: {openings} openings");
         assert!(bytes <= (2 * 17 + 12) * FIRST, "{log_io}: {bytes} bytes");
         let store = Store::open(directory.path(), Options::default()).unwrap();
@@ -217,7 +220,7 @@ fn spares_beyond_the_reserve_take_what_is_allowed() {
     }
 }
 
-/// A batch that deletes so much that its frame is longer than the shortest spare finds a longer one of the reserve.
+/// A batch with deletes whose frame is longer than the shortest spare finds a longer one of the reserve.
 #[test]
 fn a_long_batch_of_deletes_takes_what_is_long_enough_of_the_reserve() {
     let disk = SimDisk::new();
@@ -225,7 +228,7 @@ fn a_long_batch_of_deletes_takes_what_is_long_enough_of_the_reserve() {
         let options = options(LogIo::Mapped).segment_len(4 << 20);
         Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap()
     };
-    // What one run makes ahead are short spares of the next one.
+    // The segments that one run makes ahead are short spares of the next one.
     open().close().unwrap();
     let store = open();
     let mut batch = store.batch();
@@ -236,7 +239,7 @@ fn a_long_batch_of_deletes_takes_what_is_long_enough_of_the_reserve() {
     wait_until("the reserve", || has_reserve(&disk));
     disk.set_capacity(Some(disk.used_bytes()));
     for half in pages.chunks(20_000) {
-        // No user's batch fits any more into what is in use.
+        // No user's batch fits any more into the segment in use.
         for len in [60_000, 1000] {
             while store.commit(noted(&store, len)).is_ok() {}
         }
@@ -257,7 +260,8 @@ fn noted(store: &Store, len: usize) -> remanent::WriteBatch {
     batch
 }
 
-/// An open that finds no space for its second segment leaves the first one as a spare, however often it is tried.
+/// An open that finds no space for its second segment leaves the first one as a spare, however often it is
+/// tried.
 #[test]
 fn an_open_that_fails_for_want_of_space_costs_no_spare() {
     let disk = SimDisk::new();
@@ -278,7 +282,7 @@ fn an_open_that_fails_for_want_of_space_costs_no_spare() {
     let files = Files::of(&disk).0;
     let held = files.keys().filter(|file| matches!(file, FileName::Spare(_)));
     held.skip(1).for_each(|spare| disk.remove(*spare).unwrap());
-    assert_eq!(spares(), 1, "somebody has tidied up");
+    assert_eq!(spares(), 1, "the spares were tidied up");
     disk.set_capacity(Some(disk.used_bytes()));
     for attempt in 0..5 {
         let error = open().unwrap_err();
@@ -289,8 +293,8 @@ fn an_open_that_fails_for_want_of_space_costs_no_spare() {
     assert_eq!(State::of(&open().unwrap()), state);
 }
 
-/// Whether two spares are as long as the log's segments ask for, all that is held back is there, and nothing more is being
-/// made.
+/// Whether two spares are as long as the log's segments ask for, the whole reserve is there, and no file is
+/// being made.
 fn has_reserve(disk: &SimDisk) -> bool {
     let files = Files::of(disk).0;
     let of = |wanted: fn(&FileName) -> bool| {
@@ -304,7 +308,8 @@ fn has_reserve(disk: &SimDisk) -> bool {
         && spares.iter().filter(|len| **len >= longest / 2).count() >= 2
 }
 
-/// A full disk, its pages deleted as the error advises, closed and opened: each step works, in a store of any age.
+/// A full disk, its pages deleted as the error advises, closed and opened: each step works, in a store of any
+/// age.
 #[test]
 fn a_store_that_filled_the_disk_opens_after_each_step() {
     for batches in [0, 3, 10, 30, 100, 300] {
@@ -327,7 +332,7 @@ fn a_store_that_filled_the_disk_opens_after_each_step() {
         let mut state = State::of(&store);
         let mut store = Some(store);
         for page in [None, Some(pages[1]), Some(pages[0])] {
-            // As the process ends, and as a power cut would have it.
+            // As the process ends, and as a power cut would leave it.
             if let Some(page) = page {
                 let store = store.as_ref().unwrap();
                 let mut batch = store.batch();
@@ -343,7 +348,7 @@ fn a_store_that_filled_the_disk_opens_after_each_step() {
     }
 }
 
-/// What an opening says of itself is what its file is.
+/// An opening's description of itself is what its file is.
 #[test]
 fn a_segments_header_says_its_length() {
     let disk = SimDisk::new();

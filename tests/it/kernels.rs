@@ -1,7 +1,7 @@
-//! The compiled kernels are what their sources say, and the host's idea of their tables is theirs.
+//! The compiled kernels match their sources, and the host's tables match the kernels'.
 //!
-//! Compiling them again takes the pinned compiler, which `kernels/build.py --check` does. This needs nothing,
-//! so that nobody forgets to build after a change.
+//! Compiling them again takes the pinned compiler, which `kernels/build.py --check` does. These tests need no
+//! compiler, so that a forgotten build after a change is seen everywhere.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -91,7 +91,7 @@ fn every_kernel_is_in_its_module_and_keeps_to_registers() {
         let module = MODULES[kernel.module];
         let entry = format!(".entry {}(", kernel.name);
         assert!(module.ptx.contains(&entry), "{} is not in {}", kernel.name, module.name);
-        // What the kernel promises its compiler is what the host launches.
+        // The attributes that the kernel promises its compiler are those that the host launches.
         let from_entry = &module.ptx[module.ptx.find(&entry).unwrap()..];
         let threads = from_entry.lines().find_map(|line| line.strip_prefix(".maxntid ")).unwrap();
         assert_eq!(threads, format!("{}, 1, 1", kernel.threads), "{}", kernel.name);
@@ -123,7 +123,7 @@ fn host_and_kernels_agree_on_constants() {
     for (name, value) in &expected {
         assert_eq!(declared.get(name), Some(&value.as_str()), "{name}");
     }
-    // The kernels' own.
+    // This one is the kernels' own.
     declared.remove("EVERYONE");
     assert_eq!(declared.len(), expected.len(), "{declared:?}");
 }

@@ -1,12 +1,15 @@
 //! The layout of the three crates: folders in an order, and a file imports only from folders below its own.
 //!
-//! The order is written once a crate, as the table under `# Map` in its `lib.rs`, from the top down. This reads that table
-//! and the sources, and holds them to each other:
+//! The order is written once a crate, as the table under `# Map` in its `lib.rs`, from the top down. This
+//! reads that table and the sources, and holds them to each other:
 //!
-//! - Each folder, and each file beside `lib.rs`, is a row of the table, and the `mod` lines stand in its order.
-//! - `crate::` and `super::` paths are followed to the file that they name: down the table, or within a folder.
-//! - Within a folder no files import each other in a circle. A `mod.rs` may name its own files, and they may name it.
-//! - Only `lib.rs`, tests and `testing` choose among what implements the seams `Device` and `Disk`.
+//! - Each folder, and each file beside `lib.rs`, is a row of the table, and the `mod` lines stand in its
+//!   order.
+//! - `crate::` and `super::` paths are followed to the file that they name: down the table, or within a
+//!   folder.
+//! - Within a folder no files import each other in a circle. A `mod.rs` may name its own files, and they may
+//!   name it.
+//! - Only `lib.rs`, tests and `testing` choose among the implementations of the seams `Device` and `Disk`.
 //! - Unsafe code has few rooms, and the library never prints.
 //! - Threads meet by `base/sync`, so that a test's scheduler sees it.
 
@@ -26,10 +29,10 @@ const UNSAFE_ROOMS: &[&str] = &[
     "src/base/process.rs",
 ];
 
-/// What prints, or hands out something to print to.
+/// Macros that print, and functions that return something to print to.
 const PRINTERS: &[&str] = &["println!", "eprintln!", "print!", "eprint!", "dbg!", "stdout()", "stderr()"];
 
-/// What threads meet by, past `base/sync`.
+/// Ways for threads to meet that go past `base/sync`.
 const PAST_SYNC: &[&str] = &[
     "parking_lot",
     "std::sync::Mutex",
@@ -42,10 +45,12 @@ const PAST_SYNC: &[&str] = &[
     "std::thread::current",
 ];
 
-/// The files that may: parallel work has one thread under a scheduler, and the host device holds a lock while it copies.
+/// The files that may use them: parallel work has one thread under a scheduler, and the host device holds a
+/// lock while it copies.
 const SYNC_ROOMS: &[&str] = &["src/base/sync/", "src/base/parallel.rs", "src/device/host/"];
 
-/// What implements the seams. Only `lib.rs`, `testing`, and what lies beside an implementation may import it.
+/// The implementations of the seams. Only `lib.rs`, `testing`, and files next to an implementation may import
+/// it.
 const BEHIND_THE_SEAMS: &[&str] = &[
     "src/device/cuda/",
     "src/device/host/",
@@ -71,7 +76,7 @@ impl Crate<'_> {
         format!("{}/lib.rs", self.root)
     }
 
-    /// What lies directly in the root: folders, and files without their ending. The top of the path of `file`.
+    /// The folder of `file` directly in the root, or its name without the ending if it lies there itself.
     fn top<'f>(&self, file: &'f str) -> Option<&'f str> {
         let path = file.strip_prefix(self.root)?.strip_prefix('/')?;
         let top = path.split('/').next().unwrap_or(path);
@@ -90,7 +95,7 @@ impl Crate<'_> {
         rows.collect()
     }
 
-    /// Where the table, the folders and the `mod` lines of `lib.rs` differ.
+    /// The differences between the table, the folders and the `mod` lines of `lib.rs`.
     fn map_faults(&self) -> Vec<String> {
         let order = self.order();
         let tops: BTreeSet<&str> = self.sources.keys().filter_map(|file| self.top(file)).collect();
@@ -123,7 +128,7 @@ impl Crate<'_> {
         paths.iter().map(target).filter(|(target, _)| target != file).collect()
     }
 
-    /// What is wrong with the imports.
+    /// The imports that break the order.
     fn import_faults(&self) -> Vec<String> {
         let order = self.order();
         let rank = |file: &str| {
@@ -151,7 +156,7 @@ impl Crate<'_> {
         faults
     }
 
-    /// Files that import each other in a circle. What a `mod.rs` takes from its own files is left out.
+    /// Files that import each other in a circle. Imports of a `mod.rs` from its own files are left out.
     fn circles(&self) -> Vec<String> {
         let mut edges: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
         for file in self.sources.keys().filter(|file| !is_unit_test(file)) {
@@ -162,7 +167,8 @@ impl Crate<'_> {
             let targets = self.imports(file).into_iter().map(|(target, _)| target);
             edges.insert(file, targets.filter(|target| !is_own(target)).collect());
         }
-        // What imports nothing of the rest is in no circle; what is left at the end is, or leads to one.
+        // A file that imports none of the rest is in no circle; the files left at the end are in one, or lead
+        // to one.
         loop {
             let left: BTreeSet<String> = edges.keys().map(|file| (*file).to_owned()).collect();
             let before = edges.len();
@@ -173,7 +179,7 @@ impl Crate<'_> {
         }
     }
 
-    /// The file that a path of `file`'s leads to: the one of the longest module it names.
+    /// The file that a path in `file` leads to: the one of the longest module that the path names.
     fn resolve(&self, file: &str, path: &[String]) -> String {
         let mut module = self.module(file);
         let mut names = path.iter().map(String::as_str).peekable();
@@ -211,7 +217,7 @@ impl Crate<'_> {
     }
 }
 
-/// The unit tests of a directory module have files of their own, which no build but a test has.
+/// Whether a file holds the unit tests of a directory module, which only a build of tests has.
 fn is_unit_test(file: &str) -> bool {
     file.ends_with("/tests.rs") || file.contains("/tests/") || file.ends_with("/main.rs")
 }
@@ -223,7 +229,7 @@ fn unsafe_faults(sources: &Sources) -> Vec<String> {
     outside.filter(|(_, text)| has_word(&code(text), "unsafe")).map(|(file, _)| file.clone()).collect()
 }
 
-/// The files that print.
+/// The files that print or hand out standard output.
 fn print_faults(sources: &Sources) -> Vec<String> {
     let prints = |text: &str| PRINTERS.iter().any(|printer| has_word(&code(text), printer));
     sources.iter().filter(|(_, text)| prints(text)).map(|(file, _)| file.clone()).collect()
@@ -237,7 +243,7 @@ fn sync_faults(sources: &Sources) -> Vec<String> {
     engine.filter(|(_, text)| past(text)).map(|(file, _)| file.clone()).collect()
 }
 
-/// The text without comments and without its test modules, which may import what they like.
+/// The text without comments and without its test modules, which may import anything.
 fn code(text: &str) -> String {
     let mut code = String::new();
     let mut lines = text.lines().peekable();
@@ -253,7 +259,7 @@ fn code(text: &str) -> String {
     code
 }
 
-/// Where `word` stands on its own.
+/// The places where `word` stands on its own.
 fn words<'a>(text: &'a str, word: &'a str) -> impl Iterator<Item = usize> + 'a {
     let part = |c: char| c.is_alphanumeric() || c == '_';
     text.match_indices(word).map(|(at, _)| at).filter(move |&at| {
@@ -368,7 +374,7 @@ fn sources(files: &[(&str, &str)]) -> Sources {
     files.iter().map(|&(file, text)| (file.to_owned(), text.to_owned())).collect()
 }
 
-/// A small house: two folders over the seam of the disk, and two files at the bottom.
+/// A small crate: two folders over the seam of the disk, and two files at the bottom.
 fn house() -> Sources {
     let map = "//! # Map\n//!\n//! | folder | what |\n//! |---|---|\n//! | `store/` | a |\n//! | `memory/` | b |\n\
         //! | `disk/` | c |\n//! | `options.rs` | d |\n//! | `error.rs` | e |\n//! # Next\n//! | `no` | row |\n";
@@ -397,7 +403,7 @@ fn a_wrong_import_is_found_however_it_is_written() {
         let expected: Vec<_> = expected.iter().map(|fault| format!("{file} {fault}")).collect();
         assert_eq!(found, expected, "for {text}");
     };
-    // What is allowed.
+    // Imports that are allowed.
     check("src/store/open.rs", "use crate::memory::Arena;\nuse crate::{disk::Disk, error};\n", &[]);
     check("src/store/open.rs", "use super::Store;\n", &[]);
     check("src/options.rs", "use crate::error::{Error, Result};\n", &[]);
@@ -405,7 +411,7 @@ fn a_wrong_import_is_found_however_it_is_written() {
     check("src/lib.rs", "pub use crate::disk::dir::DirDisk;\n", &[]);
     check("src/memory/mod.rs", "// as in crate::store::Store\nuse other_crate::store::Store;\n", &[]);
     check("src/memory/mod.rs", "#[cfg(test)]\nmod tests {\n    use crate::store::Store;\n}\n", &[]);
-    // What is not.
+    // Imports that are not.
     let upward = "imports upward: crate::store::Store";
     check("src/memory/mod.rs", "use crate::store::Store;\n", &[upward]);
     check(

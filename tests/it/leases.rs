@@ -1,7 +1,7 @@
-//! Leases: pages are read where they lie, and nobody waits for the one who reads.
+//! Leases: pages are read where they lie, and no other thread waits for the reader.
 //!
-//! The device runs everything as late as it may and has streams that can be held, as by a kernel that does not
-//! end; a lane that waited for a held stream would panic.
+//! The device runs everything as late as it may and has streams that can be held, as if a kernel in them did
+//! not end. A lane that waited for a held stream would panic.
 
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -44,7 +44,7 @@ fn late_bench() -> Bench {
     bench(LateDevice::new(Arc::new(HostDevice::new())), options())
 }
 
-/// What kernels of a stream have seen.
+/// The bytes that kernels of a stream have seen.
 type Seen = Arc<Mutex<Vec<Vec<u8>>>>;
 
 impl Bench {
@@ -73,7 +73,7 @@ impl Bench {
         bytes
     }
 
-    /// Bytes of pages, and those that are given up and not free yet.
+    /// The bytes of pages, and the bytes that are given up and not free yet.
     fn memory(&self) -> (u64, u64) {
         let places = self.store.stats().places;
         places
@@ -110,11 +110,11 @@ fn a_lease_shows_the_page_as_it_was_and_batches_go_on() {
     bench.look(stream, &lease, &seen);
     assert_eq!((lease.address(), lease.epoch().0, lease.lsn().0), (address, 1, 1));
     assert_eq!(lease.bytes().unwrap(), page_of(1));
-    // One copy, however many batches.
+    // One copy, however many batches there are.
     assert_eq!(bench.memory(), (2 * LEN, 0));
     assert_ne!(bench.store.lease(bench.page).unwrap().address(), address);
     drop(lease);
-    // The work that reads it is on the stream yet.
+    // The work that reads it is still on the stream.
     bench.fill(6).unwrap();
     assert_eq!((bench.read(), bench.memory()), (page_of(6), (LEN, LEN)));
     assert!(seen.lock().unwrap().is_empty());
@@ -177,7 +177,7 @@ fn work_that_is_on_a_stream_when_its_lease_ends_may_still_read() {
     lease.on(stream).unwrap();
     lease.end().unwrap();
     bench.device.wait(bench.device.submit(Lane::Callers, CommandList::default()).unwrap().fence()).unwrap();
-    // Nobody uses the page any more, so it stays where it is.
+    // No stream uses the page any more, so it stays where it is.
     let address = bench.store.lease(bench.page).unwrap().address();
     bench.fill(4).unwrap();
     assert_eq!(bench.store.lease(bench.page).unwrap().address(), address);
@@ -204,7 +204,7 @@ fn a_page_that_goes_or_moves_leaves_its_memory_to_the_lease() {
             store.commit(batch).unwrap();
             let applied = bench.device.submit(Lane::Apply, CommandList::default()).unwrap().fence();
             bench.device.wait(applied).unwrap();
-            // New memory for whoever wants some: what is free is released first.
+            // New memory is wanted: free memory is released first.
             let mut batch = store.batch();
             let other = batch.create(LEN, PLACE).page();
             batch.fill(other, 0, LEN, &[7]);
@@ -212,7 +212,7 @@ fn a_page_that_goes_or_moves_leaves_its_memory_to_the_lease() {
         });
         drop(lease);
         let mut batch = bench.store.batch();
-        batch.note("behind all of that");
+        batch.note("after all of that");
         bench.store.submit(batch).unwrap().wait(Ack::Applied).unwrap();
         bench.device.hold(stream, false);
         bench.device.synchronize(stream).unwrap();
@@ -221,7 +221,8 @@ fn a_page_that_goes_or_moves_leaves_its_memory_to_the_lease() {
     }
 }
 
-/// As two tasks on one worker thread of an async runtime do: one holds a lease across an await, the other commits.
+/// Like two tasks on one worker thread of an async runtime: one holds a lease across an await, the other
+/// commits.
 #[test]
 fn a_lease_refuses_no_batch_of_its_own_thread() {
     type Change = fn(&mut WriteBatch, PageId);
@@ -239,7 +240,7 @@ fn a_lease_refuses_no_batch_of_its_own_thread() {
         bench.store.commit(batch).unwrap();
         let is_there = bench.store.page(bench.page).is_ok();
         assert_eq!(is_there.then(|| bench.read()), expected);
-        // What the leases show is what it was.
+        // The leases still show the old bytes.
         drop(of_the_other_task);
         assert_eq!((lease.bytes().unwrap(), lease.epoch().0), (&page_of(1)[..], 1));
         drop(lease);
@@ -274,17 +275,17 @@ fn batches_after_the_first_need_no_room_for_a_copy() {
 }
 
 #[test]
-fn memory_that_was_leased_is_free_behind_what_the_store_does_with_it() {
+fn memory_that_was_leased_is_free_after_the_work_of_the_store() {
     let bench = late_bench();
     let lease = bench.store.lease(bench.page).unwrap();
     bench.fill(2).unwrap();
-    // Behind this one the applier has come to the batch, and the copy from the leased memory is yet to run.
+    // After this one the applier has come to the batch, and the copy from the leased memory is yet to run.
     drop(bench.store.lease(bench.page).unwrap());
     drop(lease);
     assert_eq!(bench.device.reached(Lane::Apply), 0);
     let callers = bench.device.submit(Lane::Callers, CommandList::default()).unwrap().fence();
     bench.device.wait(callers).unwrap();
-    // New memory for whoever wants some: what is free is released first, and the device looks who names it.
+    // New memory is wanted: free memory is released first, and the device must see what is still named.
     let mut batch = bench.store.batch();
     batch.create(LEN, PLACE);
     bench.store.commit(batch).unwrap();
@@ -370,7 +371,7 @@ fn streams_that_cannot_wait_are_refused_and_the_lease_goes_on() {
     bench.device.capture(stream, false);
     lease.on(stream).unwrap();
     bench.device.capture(stream, true);
-    // When the stream is done is not to be known, so its memory is never touched again.
+    // The end of the stream's work cannot be known, so the memory is never touched again.
     assert!(matches!(lease.end(), Err(Error::StreamRefused { .. })));
     bench.fill(2).unwrap();
     assert_eq!((bench.read(), bench.memory()), (page_of(2), (2 * LEN, 0)));
@@ -405,7 +406,7 @@ fn there_is_no_lease_on_a_page_that_is_not_there() {
     assert_eq!((lease.address(), lease.bytes().unwrap()), (None, &[][..]));
 }
 
-/// Writers and readers at the same time: whatever a lease shows is one version, and stays it.
+/// Writers and readers at the same time: a lease shows one version, and goes on showing it.
 #[test]
 fn leases_among_many_batches_always_show_one_version() {
     const ROUNDS: u8 = 120;

@@ -37,7 +37,7 @@ fn content(page: PageId, len: u64) -> Vec<u8> {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        // Some of it can be compressed.
+        // Some of it is compressible.
         if state & 7 < 5 { 0 } else { (state >> 24) as u8 }
     };
     (0..len).map(next).collect()
@@ -79,10 +79,10 @@ fn images_of_every_length_come_back() {
                 let disk = Arc::new(DirDisk::new(directory.path()));
                 let store = Store::open_on(disk, device.clone(), options).unwrap();
                 assert_eq!(store.recovered().replayed_batches, 0, "{label}");
-                let cold = if restore == PageLoad::Eager { 0 } else { LENS.len() as u64 - 1 };
+                let unloaded = if restore == PageLoad::Eager { 0 } else { LENS.len() as u64 - 1 };
                 assert_eq!(
                     store.recovered().unloaded_pages,
-                    cold,
+                    unloaded,
                     "all but the one that is empty, on {label}"
                 );
                 check(&store, &label);
@@ -91,7 +91,7 @@ fn images_of_every_length_come_back() {
     }
 }
 
-/// Each part counts, and so does their order: the whole image is damaged, and named as such.
+/// Each part counts, and so does their order: the whole image is found damaged, and named as such.
 #[test]
 fn a_long_image_is_proven_as_a_whole() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
-//! Stores that are in use before all their pages are loaded: whoever needs a page gets it, whole, and what is wrong
-//! with one is told by that one.
+//! Stores that are in use before all their pages are loaded: a caller that needs a page gets it, complete,
+//! and damage to a page is told by that page alone.
 //!
-//! The device holds up what loads pages until a test lets it go on.
+//! The device holds up the thread that loads pages until a test lets it go on.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
@@ -17,17 +17,17 @@ use remanent::{
 use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State};
-use crate::interrupted::Interrupted;
+use crate::interrupted_reads::InterruptedDisk;
 
-/// Pages, each with an image in a file of its own: so none is loaded with another.
+/// The number of pages. Each has an image in a file of its own, so none is loaded with another.
 const PAGES: u64 = 12;
 const LEN: u64 = 5000;
-/// The only page that a batch behind the newest snapshot changes.
+/// The only page that a batch after the newest snapshot changes.
 const CHANGED: PageId = PageId(4);
-/// What is loaded last, unless somebody asks for it.
+/// The page that is loaded last, unless a caller asks for it.
 const LAST: PageId = PageId(PAGES);
 
-/// A device that loads no page that is cold before it is let go on.
+/// A device that loads no unloaded page before it is let go on.
 struct Gate {
     inner: Arc<dyn Device>,
     is_open: Mutex<bool>,
@@ -50,7 +50,8 @@ impl Gate {
     }
 }
 
-/// Opens a gate when a test ends, however it does: a store that is dropped waits for who loads its pages.
+/// Opens a gate when a test ends, however it ends: a store that is dropped waits for the thread that loads
+/// its pages.
 struct OpenAtLast(Arc<Gate>);
 
 impl Drop for OpenAtLast {
@@ -111,7 +112,7 @@ fn read(store: &Store, page: PageId) -> Result<Vec<u8>> {
     store.read(page, 0, &mut bytes).map(|_| bytes)
 }
 
-/// A closed store of which each page has a snapshot's image in a file of its own, and one page changed since.
+/// A closed store: each page has a snapshot's image in a file of its own, and one page changed since.
 fn closed() -> SimDisk {
     let disk = SimDisk::new();
     let store = open(&disk, PageLoad::Eager).unwrap();
@@ -127,7 +128,7 @@ fn closed() -> SimDisk {
     disk
 }
 
-/// What the pages of [`closed`] hold.
+/// The bytes that the pages of [`closed`] hold.
 fn contents() -> BTreeMap<PageId, Vec<u8>> {
     let mut contents: BTreeMap<_, _> = (1..=PAGES).map(PageId).map(|page| (page, content(page))).collect();
     contents.get_mut(&CHANGED).unwrap()[7..14].copy_from_slice(b"changed");
@@ -140,7 +141,7 @@ fn check(store: &Store) {
     }
 }
 
-/// Where the newest snapshot's image of a page lies.
+/// The place of a page's image in the newest snapshot.
 fn image_of(disk: &SimDisk, page: PageId) -> (FileName, u64) {
     let survey = Survey::read(disk).unwrap();
     let newest = survey.snapshot(*survey.links.keys().next_back().unwrap()).unwrap();
@@ -154,10 +155,10 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     let device = Gate::closed();
     let store = open_on(&disk, device.clone(), PageLoad::OnDemand).unwrap();
     let _at_last = OpenAtLast(device.clone());
-    let cold = store.unloaded_pages();
-    assert_eq!((cold.pages, cold.bytes), (PAGES - 1, (PAGES - 1) * LEN));
+    let unloaded = store.unloaded_pages();
+    assert_eq!((unloaded.pages, unloaded.bytes), (PAGES - 1, (PAGES - 1) * LEN));
     assert_eq!(store.recovered().unloaded_pages, PAGES - 1);
-    // What the log changed is there, and so is what is new.
+    // Pages that the log changed are there, and so are new ones.
     assert_eq!(read(&store, CHANGED).unwrap(), contents()[&CHANGED]);
     let mut batch = store.batch();
     let page = batch.create(LEN, Place::Host).page();
@@ -166,7 +167,7 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     assert_eq!(read(&store, new).unwrap(), content(PageId(99)));
     assert_eq!(store.pages().unwrap().len() as u64, PAGES + 1);
 
-    // A snapshot names the images of cold pages as they are, and removes nothing.
+    // A snapshot names the images of unloaded pages as they are, and removes nothing.
     let files = Files::of(&disk).0.into_keys().filter(|file| !matches!(file, FileName::Segment(_)));
     let files: Vec<FileName> = files.collect();
     let before = store.snapshots().len();
@@ -174,7 +175,7 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     assert_eq!((snapshot.pages, store.snapshots().len()), (PAGES + 1, before + 1));
     let now = Files::of(&disk).0;
     assert_eq!(files.iter().find(|file| !now.contains_key(file)), None);
-    assert_eq!(store.unloaded_pages(), cold);
+    assert_eq!(store.unloaded_pages(), unloaded);
 
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| read(&store, LAST));
@@ -184,7 +185,7 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     store.wait_loaded().unwrap();
     assert_eq!(store.unloaded_pages(), UnloadedPages::default());
     check(&store);
-    // Now it is as if all had been loaded at once.
+    // From here on it is as if all had been loaded at once.
     store.snapshot().unwrap();
     assert_eq!(store.snapshots().len(), 2);
     store.close().unwrap();
@@ -192,7 +193,7 @@ fn a_store_is_in_use_before_its_pages_are_loaded() {
     assert_eq!(*device.live.lock().unwrap(), 0);
 }
 
-/// What somebody does with a page that is cold.
+/// A use of an unloaded page.
 type Use = fn(&Store) -> Result<()>;
 
 fn commit(store: &Store, work: impl FnOnce(&mut remanent::WriteBatch)) -> Result<()> {
@@ -201,10 +202,10 @@ fn commit(store: &Store, work: impl FnOnce(&mut remanent::WriteBatch)) -> Result
     store.commit(batch).map(drop)
 }
 
-/// Each use of a cold page waits for it, and for no other. What a batch makes of one is the same as if it had been
-/// loaded at once; on a device that does everything late, too.
+/// Each use of an unloaded page waits for it, and for no other. A batch's result is the same as if the page
+/// had been loaded at once; on a device that does everything late, too.
 #[test]
-fn whoever_needs_a_page_waits_for_it() {
+fn an_access_to_an_unloaded_page_waits_for_it() {
     let uses: [(&str, Use); 16] = [
         ("read", |store| read(store, LAST).map(|bytes| assert!(bytes == content(LAST)))),
         ("lease", |store| {
@@ -258,7 +259,7 @@ fn whoever_needs_a_page_waits_for_it() {
             std::thread::scope(|scope| {
                 let _at_last = OpenAtLast(device.clone());
                 let user = scope.spawn(|| work(&store));
-                // The applier serves others meanwhile.
+                // The applier serves other pages meanwhile.
                 for _ in 0..50 {
                     assert_eq!(store.pages().unwrap().len() as u64, PAGES, "{name}");
                     assert!(!user.is_finished(), "{name} did not wait for its page");
@@ -274,8 +275,8 @@ fn whoever_needs_a_page_waits_for_it() {
     }
 }
 
-/// So that a file of which little is named any more can go, a snapshot writes again what is in it; and that nobody
-/// has loaded yet.
+/// A snapshot rewrites the images of a file that is mostly unused, so that the file can go. It does so for
+/// pages that are not loaded yet, too.
 #[test]
 fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
     let disk = SimDisk::new();
@@ -290,7 +291,7 @@ fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
     .unwrap();
     store.snapshot().unwrap();
     commit(&store, |batch| (1..PAGES - 1).for_each(|page| _ = batch.delete(PageId(page)))).unwrap();
-    // The snapshot that names the others' images, too, is not kept.
+    // The snapshot that also names the others' images is not kept.
     (0..2).for_each(|_| drop(store.snapshot().unwrap()));
     store.close().unwrap();
     let (file, _) = image_of(&disk, LAST);
@@ -319,7 +320,7 @@ fn a_snapshot_waits_for_the_cold_pages_that_it_writes_again() {
     check(&open(&disk, PageLoad::Eager).unwrap());
 }
 
-/// It was loaded by a store that is closed, so that the next one has not loaded its page for it.
+/// An image was loaded by a store that is closed, so the next store has not loaded its page from it.
 #[test]
 fn a_working_copy_that_outlives_its_store_is_captured_when_its_page_is_loaded() {
     let (disk, device) = (closed(), Gate::closed());
@@ -346,8 +347,8 @@ fn a_working_copy_that_outlives_its_store_is_captured_when_its_page_is_loaded() 
     assert!(read(&store, LAST).unwrap() == expected);
 }
 
-/// A damaged image costs its page, and no other is wrong. The store commits nothing more, and removes nothing, so
-/// that an open which loads all pages at once passes over the snapshot.
+/// A damaged image costs its page, and no other is wrong. The store commits nothing more, and removes
+/// nothing, so that an open which loads all pages at once passes over the snapshot.
 #[test]
 fn damage_is_told_by_its_page_and_found_again_by_an_eager_open() {
     let disk = closed();
@@ -408,7 +409,7 @@ fn damage_takes_no_neighbour_along() {
     }
 }
 
-/// Only images that were proven on the medium may wait.
+/// Only images that were proven on the medium may stay unloaded.
 #[test]
 fn a_snapshot_that_nothing_records_is_loaded_at_once() {
     let disk = SimDisk::new();
@@ -432,7 +433,7 @@ fn a_snapshot_that_nothing_records_is_loaded_at_once() {
     assert!(read(&store, PageId(1)).unwrap() == content(PageId(1)));
 }
 
-/// A store may be closed, and die, while pages are cold: nothing on disk is about that.
+/// A store may be closed, and die, while pages are unloaded: no file on disk depends on that.
 #[test]
 fn pages_that_stay_cold_cost_nothing() {
     let disk = closed();
@@ -456,7 +457,7 @@ fn pages_that_stay_cold_cost_nothing() {
 fn what_is_wrong_in_the_cache_alone_is_read_from_the_medium() {
     for restore in [PageLoad::Eager, PageLoad::OnDemand] {
         let disk = closed();
-        let damaged = Arc::new(Interrupted::with_damaged_cache(&disk));
+        let damaged = Arc::new(InterruptedDisk::with_damaged_cache(&disk));
         let store = Store::open_on(damaged, Arc::new(HostDevice::new()), options(restore)).unwrap();
         store.wait_loaded().unwrap();
         check(&store);

@@ -1,4 +1,4 @@
-//! Pins: a page keeps its address while batches change it, and what would take it elsewhere is refused.
+//! Pins: a page keeps its address while batches change it, and an operation that would move it is refused.
 //!
 //! The device runs everything as late as it may, and makes up addresses for a host device's memory.
 
@@ -44,11 +44,11 @@ fn a_pinned_page_is_changed_where_it_is() {
     let address = pin.address().expect("a late device makes one up");
     let seen = Arc::new(Mutex::new(Vec::new()));
     for number in 2..=5 {
-        // All that changes bytes; the thread that holds the pin may.
+        // Operations that change bytes; the thread that holds the pin may use them all.
         commit(&store, |batch| _ = batch.clone_page(page)).unwrap();
         commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[0]).write(page, 0, &[number; LEN as usize]))
             .unwrap();
-        // From here on nobody but the stream waits for what the batch does.
+        // From here on only the stream waits for the batch.
         pin.on(stream).unwrap();
         let (source, told) = (device.span_at(address, LEN), seen.clone());
         device.queue(stream, move |inner| {
@@ -62,7 +62,7 @@ fn a_pinned_page_is_changed_where_it_is() {
         store.snapshot().unwrap();
         assert_eq!(seen.lock().unwrap().pop(), Some(vec![number; LEN as usize]));
         assert_eq!((pin.address(), read(&store, page)), (Some(address), vec![number; LEN as usize]));
-        // Nothing beside the page itself and its clones.
+        // No memory but the page itself and its clones.
         let (_, usage) = store.stats().places[0];
         assert_eq!(usage.allocated_bytes, LEN * u64::from(number));
     }
@@ -105,7 +105,7 @@ fn what_would_take_a_pinned_page_elsewhere_is_refused() {
     commit(&store, |batch| _ = batch.delete(page)).unwrap();
     let gone = store.pin(page).unwrap_err();
     assert!(matches!(gone, Error::UnknownPage { page: found } if found == page), "{gone}");
-    // That came to nothing, and so left no pin.
+    // That pin was refused, and so holds no page.
     assert!(store.restore(&StatePoint::Lsn(Lsn(2))).is_ok());
 }
 
@@ -119,9 +119,9 @@ fn a_page_that_is_leased_is_not_pinned() {
     assert!(matches!(store.pin(page), Err(Error::Leased { page: found }) if found == page));
     device.hold(stream, true);
     drop(lease);
-    // The work that reads it is on the stream yet: a batch would take the page elsewhere.
+    // The work that reads it is still on the stream: a batch would move the page elsewhere.
     assert!(matches!(store.pin(page), Err(Error::Leased { .. })));
-    // And has, now: what the stream reads is not the page's memory any more.
+    // Now a batch has moved it: the stream does not read the page's memory any more.
     commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[2])).unwrap();
     assert_eq!(read(&store, page), [2; LEN as usize]);
     let pin = store.pin(page).unwrap();

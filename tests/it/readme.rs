@@ -14,7 +14,7 @@ fn evidence(page: &str) -> Vec<&str> {
     names.filter(|name| file(name) || test(name)).collect()
 }
 
-/// The evidence that is not there.
+/// The named evidence that is not there.
 fn missing<'a>(page: &'a str, root: &Path, tests: &str) -> Vec<&'a str> {
     let names = evidence(page).into_iter();
     names.filter(|name| !root.join(name).exists() && !tests.contains(&format!("fn {name}("))).collect()

@@ -1,4 +1,4 @@
-//! Lookups and reads beside commits: what they see, and that they wait for nothing else.
+//! Lookups and reads during commits: what they see, and that they wait for nothing else.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -70,7 +70,7 @@ fn key(name: &str) -> Key {
     Key::new(name).unwrap()
 }
 
-/// Pages of `LEN` bytes, of which the first has a key.
+/// Creates pages of `LEN` bytes. The first has a key.
 fn create(store: &Store, count: usize) -> Vec<PageId> {
     let mut batch = store.batch();
     for number in 0..count {
@@ -104,7 +104,7 @@ fn lookups_and_reads_of_other_pages_do_not_wait_for_the_applier() {
         batch.create(5, Place::Host).key(key("new"));
         let ticket = store.submit(batch).unwrap();
         ticket.wait(Ack::Logged).unwrap();
-        // A caller that was told that it is logged sees it.
+        // A caller that was told that the batch is logged sees it.
         let lsn = ticket.position().lsn;
         assert_eq!((store.lsn(), store.page(pages[0]).unwrap().lsn), (lsn, lsn));
         let new = store.page_by_key(&key("new")).unwrap();
@@ -152,14 +152,14 @@ fn what_a_returned_call_was_told_is_logged_is_seen() {
 }
 
 /// A writer that counts in two pages, in a page that it replaces under one key, and in the root.
-fn write_beside(store: &Store, pages: &[PageId], count: u64, beside: impl Fn() + Sync) {
+fn write_during(store: &Store, pages: &[PageId], count: u64, each: impl Fn() + Sync) {
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         let reader = scope.spawn(|| {
             while !is_over.load(Ordering::Acquire) {
-                beside();
+                each();
             }
-            beside();
+            each();
         });
         let mut last = store.page_by_key(&key("first")).unwrap().page;
         for count in 1..=count {
@@ -180,7 +180,7 @@ fn write_beside(store: &Store, pages: &[PageId], count: u64, beside: impl Fn() +
     });
 }
 
-/// The one count that all of these bytes are.
+/// The one count that all of these bytes repeat.
 fn counted(bytes: &[u8]) -> u64 {
     let first = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes"));
     for at in bytes.chunks(8) {
@@ -194,22 +194,22 @@ fn bytes_and_what_is_known_of_them_are_of_one_batch() {
     let store = open();
     let pages = create(&store, 3);
     let (last, tries) = (Mutex::new((0, Vec::new())), AtomicU64::new(0));
-    write_beside(&store, &pages, 300, || {
+    write_during(&store, &pages, 300, || {
         let (last, buffer) = &mut *last.lock().unwrap();
-        // By key: never gone, for a batch that deletes the page gives the key to another one.
+        // By key: never missing, because a batch that deletes the page gives the key to another one.
         let mut start = [0; 8];
         let info = store.read_key(&key("first"), 0, &mut start).unwrap();
         let count = counted(&start);
         assert!(count >= *last, "what was seen once stays");
         assert!(count == 0 || info.len == 8 * (1 + count % 40_000));
         *last = count;
-        // Whole, of whatever length.
+        // Read as a whole, whatever its length.
         let info = store.read_into(pages[1], buffer).unwrap();
         let count = counted(buffer);
         assert_eq!(info.len, buffer.len() as u64);
         assert!(count == 0 || (info.len == 8 * (1 + count % 40_000) && info.epoch.0 > count));
         *last = count.max(*last);
-        // In many pieces.
+        // Read in many pieces.
         let count = counted(&store.read_to_vec(pages[2]).unwrap());
         assert!(count >= *last);
         *last = count;
@@ -226,7 +226,7 @@ fn a_view_is_one_batch_and_batches_go_on() {
     let mut batch = store.batch();
     batch.set_root("count", 0u64).resize(pages[1], 8).fill(pages[1], 0, 8, &[0]);
     store.commit(batch).unwrap();
-    write_beside(&store, &pages, 300, || {
+    write_during(&store, &pages, 300, || {
         let view = store.view().unwrap();
         let count = count_of(&view.root());
         let held = view.page_by_key(&key("first")).unwrap();
@@ -265,7 +265,7 @@ fn pages_are_listed_as_they_were_when_the_list_began() {
     let mut listed = store.pages().unwrap();
     let mut seen: Vec<PageInfo> = listed.by_ref().take(300).collect();
     assert_eq!(listed.len(), 700);
-    // Behind and before what is listed already.
+    // After and before the keys that are listed already.
     let mut batch = store.batch();
     for page in pages.iter().step_by(2) {
         batch.delete(*page);
@@ -293,7 +293,7 @@ fn a_restored_store_shows_the_old_state_to_every_lookup() {
     let new = store.commit(batch).unwrap().pages[0];
     let view = store.view().unwrap();
     store.restore(&StatePoint::Lsn(then)).unwrap();
-    // The view is of before the restore, and goes on so.
+    // The view is of the state before the restore, and stays so.
     assert_eq!((view.page_by_key(&key("first")).unwrap().page, count_of(&view.root())), (new, 2));
     drop(view);
     assert_eq!(store.page_by_key(&key("first")).unwrap().page, pages[0]);

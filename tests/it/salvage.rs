@@ -1,5 +1,5 @@
-//! What is salvaged from damaged stores is right: what is called exact is the state that callers saw, what is
-//! called older was once that page, and batches that are lost are said to be. And little is lost.
+//! Pages salvaged from damaged stores are right: an exact page is in the state that callers saw, an older one
+//! was once that page, and lost batches are reported as lost. And little is lost.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,12 +17,12 @@ use remanent_format::store::StoreFile;
 use crate::damage::{Victim, mix, mutilate};
 use crate::files::{Files, State, open_with, small};
 
-/// What came of a damaged store.
+/// The outcome of a damaged store's salvage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Outcome {
     /// The batch of the state; `None` if no state can be known.
     lsn: Option<Lsn>,
-    /// Whether batches behind it are said to be lost, or may be.
+    /// Whether batches after it are said to be lost, or may be.
     is_cut: bool,
     exact: usize,
     older: usize,
@@ -35,9 +35,9 @@ impl Outcome {
     }
 }
 
-/// Salvages damaged files of a store, and holds what comes out against what its callers saw.
+/// Salvages damaged files of a store, and compares the outcome with what its callers saw.
 fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
-    // STORE may be what is damaged; that its id can be guessed is the tool's affair.
+    // STORE may be the damaged file; that its id can be guessed is the tool's affair.
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap();
     let salvage = Salvage::read(files, store, 1 << 20).unwrap();
     let (state, states) = (salvage.state(), &victim.states);
@@ -74,7 +74,7 @@ fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
     outcome
 }
 
-/// A store that went back to an earlier state, with pages of their own histories; closed cleanly.
+/// A store that was restored to an earlier state, with pages of their own histories; closed cleanly.
 fn restored() -> Victim {
     restored_with(small())
 }
@@ -143,7 +143,7 @@ fn batches_that_were_cut_off_with_all_that_tells_of_them_are_said_to_be_lost() {
         let mut batch = store.batch();
         batch.set_root("step", number);
         store.commit(batch).unwrap();
-        // The next one is a group of its own, and says that this one is durable.
+        // The next one is a group of its own, and its frame says that this one is durable.
         store.wait_durable(store.lsn()).unwrap();
         let written = disk.bytes(FileName::Segment(1)).unwrap();
         ends.push(written.iter().rposition(|byte| *byte != 0).unwrap().next_multiple_of(4096));
@@ -158,7 +158,7 @@ fn batches_that_were_cut_off_with_all_that_tells_of_them_are_said_to_be_lost() {
     assert_eq!(hidden.file, FileName::Segment(1));
 }
 
-/// How often all was salvaged, and how often something was older, lost, or a batch.
+/// Counts of stores that were salvaged completely, and of those with something older, lost, or a batch.
 #[derive(Debug, Default)]
 struct Count {
     all: usize,
@@ -193,7 +193,7 @@ fn one_mutilated_file_gives_no_wrong_bytes_and_costs_little() {
                     "{what}: every page was in a snapshot and in the log"
                 );
             }
-            // What a mark covers is not lost in silence.
+            // Batches that a mark covers are not lost in silence.
             if outcome.lsn.is_some_and(|lsn| lsn < victim.marked) {
                 assert!(outcome.is_cut, "{what}: {outcome:?}");
             }
@@ -204,7 +204,7 @@ fn one_mutilated_file_gives_no_wrong_bytes_and_costs_little() {
     }
 }
 
-/// Zeroes a sector in which something is written; says which.
+/// Zeroes a sector that has bytes in it, and names it.
 fn zero_sector(files: &mut Files, random: u64) -> String {
     let sectors = |bytes: &Vec<u8>| bytes.len().div_ceil(SECTOR_LEN);
     let live = |bytes: &[u8]| bytes.iter().any(|byte| *byte != 0);
@@ -246,7 +246,7 @@ fn many_lost_sectors_and_files_give_no_wrong_bytes() {
 #[test]
 fn a_lost_batch_costs_only_the_page_that_it_changed() {
     let victim = restored();
-    // Without the newest images, what became of pages since the ones before lies in the log alone.
+    // Without the newest images, the changes of pages since the older ones lie in the log alone.
     let newest = victim.files.names(|file| matches!(file, FileName::Pages(_))).pop().unwrap();
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap().store;
     let (mut exact, mut older) = (0, 0);

@@ -1,5 +1,6 @@
-//! Scrubs: damage on the medium is found while the store is open, and mended from memory. Each row damages one
-//! thing in a store that stays open; the scrub must name it, and what it leaves on disk must open by itself.
+//! Scrubs: damage on the medium is found while the store is open, and mended from memory. Each row damages
+//! one thing in a store that stays open. The scrub must name it, and the files that it leaves must open by
+//! themselves.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,10 +21,10 @@ use crate::damage::mix;
 use crate::faults::watched;
 use crate::files::{Files, State, open, small};
 
-/// How many pages there are, one of which changes.
+/// The number of pages. One of them changes.
 const PAGES: u64 = 20;
 
-/// Bytes that nothing compresses.
+/// Bytes that no codec compresses.
 fn noise(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| mix(seed << 32 | at) as u8).collect()
 }
@@ -36,12 +37,12 @@ struct Subject {
 }
 
 impl Subject {
-    /// Two snapshots, the second of which follows a link that is not kept for itself, and log behind each.
+    /// Two snapshots, and log after each. The second follows a link that is not kept for itself.
     fn new() -> Self {
         let disk = SimDisk::new();
         let store = open(&disk).unwrap();
         let mut batch = store.batch();
-        // As many as it takes for snapshots to follow each other.
+        // Enough pages for snapshots to follow each other.
         for seed in 0..PAGES {
             let page = batch.create(1500, Place::Host).page();
             batch.write(page, 0, &noise(seed, 1500));
@@ -61,8 +62,8 @@ impl Subject {
         subject
     }
 
-    /// The same, and a restore whose table is needed by both snapshots before it, and a page that a batch wrote
-    /// to an image file.
+    /// The same, with a restore whose table is needed by both snapshots before it, and a page that a batch
+    /// wrote to an image file.
     fn with_restore() -> Self {
         let subject = Self::new();
         subject.store.restore(&StatePoint::Lsn(subject.store.lsn())).unwrap();
@@ -94,8 +95,8 @@ impl Subject {
         newest.entries.iter().find(|entry| entry.page == page).unwrap().image.unwrap()
     }
 
-    /// Where the first batch behind a snapshot lies.
-    fn batch_behind(&self, snapshot: u64) -> (FileName, u64) {
+    /// The place of the first batch after a snapshot.
+    fn batch_after(&self, snapshot: u64) -> (FileName, u64) {
         let survey = self.survey();
         let redo = survey.snapshot(SnapshotId(snapshot)).unwrap().redo;
         let mut walk = LogWalk::new(&self.disk, &survey.log, redo, Lsn(0)).unwrap();
@@ -118,8 +119,8 @@ impl Subject {
         self.flip(file, second + 300);
     }
 
-    /// Leaves no room for a byte more, whatever the store gives up for it: how many spares it has beyond its
-    /// reserve hangs on how many groups the commits fell into.
+    /// Leaves no room for a byte more, whatever the store gives up for it. How many spares it has beyond its
+    /// reserve depends on the number of groups that the commits fell into.
     fn fill_disk(&self) {
         self.disk.set_capacity(Some(0));
     }
@@ -129,15 +130,15 @@ impl Subject {
         self.disk.after_kill(Moment { event: self.disk.events(), tear: None })
     }
 
-    /// Waits until the store has done what it does behind its caller's back.
+    /// Waits until the store's own threads are done.
     fn rest(&self) {
         while !self.is_at_rest() {
             std::thread::yield_now();
         }
     }
 
-    /// Whether the log ends with a seal that covers it, with two segments ahead and the reserve in full, and all of
-    /// that for good.
+    /// Whether the log ends with a seal that covers it, with two segments ahead and the full reserve, and
+    /// stays so.
     fn is_at_rest(&self) -> bool {
         let disk = self.disk.after_power_cut();
         let survey = Survey::read(&disk).unwrap();
@@ -155,12 +156,13 @@ impl Subject {
         files.names(is_ahead).len() >= 2 && files.names(is_spare).len() >= 2
     }
 
-    /// Asserts that what lies on disk opens, to the state in memory, with nothing passed over.
+    /// Asserts that the files on disk open, to the state in memory, with nothing passed over.
     fn check_left(&self, what: &str) {
         self.check_left_but(what, FileName::Store);
     }
 
-    /// The same, but for a manifest of older snapshots that cannot be mended: they are kept, and told to be damaged.
+    /// The same, but for a manifest of older snapshots that cannot be mended: they are kept, and reported as
+    /// damaged.
     fn check_left_but(&self, what: &str, manifest: FileName) {
         let store = open(&self.killed()).unwrap_or_else(|error| panic!("{what}: {error}"));
         assert!(State::of(&store) == State::of(&self.store), "{what}: another state");
@@ -212,7 +214,7 @@ fn an_image_that_all_snapshots_share_is_mended_from_memory() {
     assert!(matches!(scrubbed.mended, Some(Ok(SnapshotId(4)))), "{scrubbed:?}");
     subject.check_left("mended");
     assert_ne!(subject.image_of(subject.pages[0]), image);
-    // What is damaged counts as none: it stays until there are two sound ones, and is not read again.
+    // A damaged snapshot counts as none: it stays until there are two sound ones, and is not read again.
     let kept = || subject.store.snapshots().iter().map(|kept| kept.id.0).collect::<Vec<_>>();
     assert_eq!(kept(), [2, 3, 4]);
     let again = subject.store.scrub().unwrap();
@@ -228,7 +230,7 @@ fn an_image_that_all_snapshots_share_is_mended_from_memory() {
 #[test]
 fn damage_is_named_and_mended_row_by_row() {
     type Rot = fn(&Subject) -> FileName;
-    // What is damaged, and whether a snapshot is needed to mend it.
+    // The damage, and whether a snapshot is needed to mend it.
     let rows: &[(&str, bool, Rot)] = &[
         ("STORE", false, |s| {
             s.flip(FileName::Store, 40);
@@ -280,23 +282,23 @@ fn damage_is_named_and_mended_row_by_row() {
             s.disk.damage_len(file, 5000);
             file
         }),
-        ("the log behind the older snapshot", true, |s| {
-            let (file, offset) = s.batch_behind(2);
+        ("the log after the older snapshot", true, |s| {
+            let (file, offset) = s.batch_after(2);
             s.flip(file, offset + 200);
             file
         }),
-        ("the log behind the newest snapshot", true, |s| {
-            let (file, offset) = s.batch_behind(4);
+        ("the log after the newest snapshot", true, |s| {
+            let (file, offset) = s.batch_after(4);
             s.flip(file, offset + 30);
             file
         }),
         ("a segment's header", true, |s| {
-            let (file, _) = s.batch_behind(3);
+            let (file, _) = s.batch_after(3);
             s.flip(file, 40);
             file
         }),
         ("a segment is missing", true, |s| {
-            let (file, _) = s.batch_behind(2);
+            let (file, _) = s.batch_after(2);
             s.disk.remove(file).unwrap();
             file
         }),
@@ -323,7 +325,7 @@ fn damage_is_named_and_mended_row_by_row() {
         subject.check_left_but(what, file);
         let again = subject.store.scrub().unwrap();
         assert!(again.damage.is_empty() && again.mended.is_none(), "{what}: {again:?}");
-        // The store goes on, and what comes next is as sound.
+        // The store goes on, and later batches are as sound.
         subject.commit(2, 30);
         subject.store.snapshot().unwrap();
         subject.check_left_but(what, file);
@@ -339,7 +341,7 @@ fn without_a_snapshot_the_damaged_log_is_mended_by_one() {
     batch.create(100, Place::Host);
     let pages = store.commit(batch).unwrap().pages;
     let subject = Subject { disk, store, pages };
-    // The second batch says that the first one is durable.
+    // The second batch's frame says that the first one is durable.
     subject.store.wait_durable(Lsn(1)).unwrap();
     let mut batch = subject.store.batch();
     batch.set_root("step", 1u64);
@@ -426,7 +428,7 @@ fn the_store_scrubs_of_its_own_accord() {
     store.wait_for_scrubs(1);
     assert_eq!((store.stats().scrubs.failed, store.stats().scrubs.damaged), (0, 0));
     disk.damage(FileName::Pages(image.file), image.offset, &[0; 16]);
-    // The one that is just under way may have read it before.
+    // The scrub that is just under way may have read it before.
     store.wait_for_scrubs(store.stats().scrubs.done + 2);
     assert_eq!(store.stats().scrubs.damaged, 1);
     let state = State::of(&store);
@@ -445,7 +447,7 @@ fn a_slow_scrub_is_given_up_when_the_store_closes() {
     open_scrubbing(&disk, options).close().unwrap();
 }
 
-/// At one byte a second the one in the background would take hours.
+/// At one byte a second the scrub in the background would take hours.
 #[test]
 fn a_scrub_by_hand_has_a_slow_one_hurry() {
     watched("a scrub by hand", || {

@@ -1,4 +1,4 @@
-//! What a caller does with a store, and finds again after closing or losing it.
+//! The uses of a store, and what a caller finds again after closing or losing it.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -183,13 +183,13 @@ fn a_snapshot_lets_the_log_be_recycled() {
         store.snapshot().unwrap();
         let survey = Survey::read(&DirReader::new(directory.path())).unwrap();
         let lowest = *survey.log.segments().keys().next().unwrap();
-        // The log from before the first stands in for the second until there is one.
+        // The beginning of the log stands in for the second snapshot until there is one.
         let needed = match &store.snapshots()[..] {
             [_] => 1,
             [older, _] => survey.links[&older.id].as_ref().unwrap().0.redo.segment,
             more => panic!("{more:?}"),
         };
-        assert_eq!(lowest, needed, "round {round}: the log behind the older snapshot, and nothing before it");
+        assert_eq!(lowest, needed, "round {round}: the log after the older snapshot, and nothing before it");
         assert!(lowest > lowest_before, "round {round}: a round fills more than a segment");
         lowest_before = lowest;
     }
@@ -329,8 +329,8 @@ fn snapshots_come_to_an_end_while_commits_go_on() {
     assert_eq!(store.snapshots().len(), 2);
 }
 
-/// Whatever copies a directory may leave out zeros. A segment with holes is mapped like any other, and on a full disk
-/// the process dies when it writes there.
+/// A tool that copies a directory may leave out zeros. A segment with holes is mapped like any other, and on
+/// a full disk the process dies when it writes there.
 #[test]
 fn segments_that_were_copied_with_holes_are_not_used_again() {
     let directory = tempfile::tempdir().unwrap();
@@ -344,7 +344,7 @@ fn segments_that_were_copied_with_holes_are_not_used_again() {
         wanted.map(|name| folder.join(name)).collect::<Vec<_>>()
     };
     let is_spare = |name: &FileName| matches!(name, FileName::Spare(_));
-    // The maker fills the reserve behind an open.
+    // The thread that makes segments fills the reserve after an open.
     let store = open();
     while segments(is_spare).is_empty() {
         std::thread::yield_now();

@@ -1,7 +1,8 @@
-//! Callers' streams on a GPU: what a lease, a ticket and a capture promise to kernels that are not the store's.
+//! Callers' streams on a GPU: the promises of a lease, a ticket and a capture to kernels that are not the
+//! store's.
 //!
-//! The caller's kernels are copies by the driver; one that does not end is a stream that waits for a word in host
-//! memory.
+//! The caller's kernels are copies by the driver. A kernel that does not end is a stream that waits for a
+//! word in host memory.
 
 use std::thread;
 
@@ -36,7 +37,7 @@ fn fill(store: &Store, page: PageId, byte: u8) {
     store.commit(batch).unwrap();
 }
 
-/// The one value of all bytes.
+/// The one value that all bytes have.
 fn value(bytes: &[u8]) -> u8 {
     assert!(bytes.iter().all(|byte| *byte == bytes[0]), "bytes of several versions");
     bytes[0]
@@ -54,7 +55,7 @@ fn look(stream: &Stream, lease: &Lease<'_>, seen: &Memory) {
 }
 
 #[test]
-fn a_stream_that_stands_still_holds_up_nobody_and_sees_what_it_leased() {
+fn a_stalled_stream_holds_up_no_commit_and_sees_what_it_leased() {
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
         for place in [PLACE, Place::Host, Place::Unified] {
@@ -71,7 +72,7 @@ fn a_stream_that_stands_still_holds_up_nobody_and_sees_what_it_leased() {
             drop(lease);
             fill(&store, page, 10);
             fill(&store, page, 11);
-            // New memory for whoever wants some: not that which the stream has yet to read.
+            // New memory is wanted: not that which the stream has yet to read.
             let mut batch = store.batch();
             let other = batch.create(LEN, place).page();
             batch.fill(other, 0, LEN, &[77]);
@@ -119,12 +120,12 @@ fn a_stream_sees_the_batches_that_it_waits_for() {
     assert_eq!(
         store.lease(page).unwrap().address(),
         Some(address),
-        "a page that nobody holds stays where it is"
+        "a page that no lease holds stays where it is"
     );
 }
 
 #[test]
-fn a_graph_that_is_being_captured_survives_the_store_beside_it() {
+fn a_graph_that_is_being_captured_survives_calls_of_the_store() {
     let Some(caller) = Caller::new() else { return };
     let (store, page) = store(PLACE);
     let (stream, source, seen) = (caller.stream(), caller.memory(LEN), caller.memory(LEN));
@@ -142,7 +143,7 @@ fn a_graph_that_is_being_captured_survives_the_store_beside_it() {
         let error = refused.unwrap_err();
         assert!(matches!(error, Error::StreamRefused { .. }), "{error}");
     }
-    // Everything that the store does, on this thread and on another: memory, copies, fences, streams.
+    // All that the store does, on this thread and on another: memory, copies, fences, streams.
     let work = |store: &Store| {
         let mut batch = store.batch();
         let other = batch.create(LEN, PLACE).page();
@@ -185,7 +186,8 @@ fn fill_elsewhere(store: &Store, page: PageId) {
 
 #[test]
 fn a_store_moves_between_the_gpu_and_the_host() {
-    // Alone: a store that closes gives memory back, which waits for every stream of the process.
+    // In a process of its own: a store that closes gives memory back, which waits for every stream of the
+    // process.
     let Some(_caller) = Caller::new() else { return };
     let directory = tempfile::tempdir().unwrap();
     let open = |device| Store::open(directory.path(), options().device(device)).unwrap();
@@ -238,7 +240,8 @@ fn a_kernel_that_writes_to_a_page_is_found_by_an_audit() {
     }
 }
 
-/// Not for compute-sanitizer's memcheck: while it watches, no kernel of any stream ends before one that stands.
+/// Not for compute-sanitizer's memcheck: while it watches, no kernel of any stream ends before one that
+/// stands.
 #[test]
 fn a_stream_that_stands_still_holds_up_the_capture_that_takes_from_it_and_no_other() {
     gpu::alone(|| {
@@ -261,7 +264,7 @@ fn a_stream_that_stands_still_holds_up_the_capture_that_takes_from_it_and_no_oth
         };
         let hold = slow.hold();
         slow.copy(slow_copy.bytes().address().unwrap(), zeros.address, LEN);
-        // The page of ones by way of the caller: what the quick stream has to take.
+        // The quick stream has to copy the page of ones, by way of the caller's memory.
         quick.copy(
             quick_copy.bytes().address().unwrap(),
             store.lease(first).unwrap().address().unwrap(),
@@ -269,7 +272,7 @@ fn a_stream_that_stands_still_holds_up_the_capture_that_takes_from_it_and_no_oth
         );
         thread::scope(|scope| {
             let slow_capture = scope.spawn(|| capture(&slow_copy));
-            // Many of them, so that some come when the other one waits for sure.
+            // Fifty commits, so that some come while the other stream certainly waits.
             for _ in 0..50 {
                 capture(&quick_copy).unwrap();
             }

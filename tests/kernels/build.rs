@@ -44,7 +44,7 @@ fn main() {
         objects.push(object);
     }
     let library = out.join("libkernels.a");
-    // An archive keeps what was in it.
+    // An archive keeps its old members.
     let _ = fs::remove_file(&library);
     run(Command::new("ar").arg("crs").arg(&library).args(&objects));
     println!("cargo::rustc-link-search=native={}", out.display());

@@ -1,8 +1,8 @@
 // Runs kernels: one block after the other, the threads of a block as fibers.
 //
-// A fiber runs until it waits at a barrier or ends. Which of those that can run is next comes from a seed, so
-// that a result which depends on scheduling shows. A barrier that not all threads reach, and lanes of a warp
-// that wait at different kinds of barrier, end the process: on a GPU that hangs or is undefined.
+// A fiber runs until it waits at a barrier or ends. The choice among the fibers that can run comes from a
+// seed, so that a result which depends on scheduling shows. A barrier that not all threads reach, and lanes
+// of a warp that wait at different kinds of barrier, end the process: on a GPU that hangs or is undefined.
 
 #include <signal.h>
 #include <ucontext.h>
@@ -50,7 +50,7 @@ volatile bool faulted;
 struct sigaction handler_before;
 
 // A kernel's fault ends the launch: back to the scheduler, whose context also holds the signals that are let
-// through. Any other fault is somebody else's.
+// through. Any other fault is not the machine's to handle.
 void on_fault(int signal, siginfo_t *info, void *context) {
     if (in_kernel) {
         faulted = true;
@@ -174,7 +174,7 @@ unsigned exchange(unsigned value, unsigned lane) {
     passed_on[self] = value;
     __syncwarp();
     const unsigned result = lane < WARP ? passed_on[self / WARP * WARP + lane] : value;
-    // Nobody passes on the next value before everybody has read this one.
+    // No lane passes on the next value before every lane has read this one.
     __syncwarp();
     return result;
 }
@@ -217,9 +217,9 @@ const struct {
 
 } // namespace
 
-// Launches a kernel by its name and waits for it: 0; -1 if there is none of this name; -2 if it touched memory
-// that is not there. Arguments are
-// pointers to the values, as the driver takes them. One launch at a time.
+// Launches a kernel by its name and waits for it: 0; -1 if there is none of this name; -2 if it touched
+// memory that is not there. Arguments are pointers to the values, as the driver takes them. One launch at a
+// time.
 extern "C" int launch_on_cpu(const char *name, u32 blocks, u32 threads, void **arguments, u64 seed) {
     for (const auto &kernel : KERNELS) {
         if (std::strcmp(kernel.name, name) != 0) {

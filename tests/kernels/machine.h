@@ -1,4 +1,4 @@
-// What CUDA C++ knows by itself and C++ does not: enough of it to compile `kernels/*.cu` unchanged.
+// The parts of CUDA C++ that C++ does not have: enough of them to compile `kernels/*.cu` unchanged.
 //
 // Threads of a block are fibers of one thread (`machine.cpp`), so atomics are plain and `__shared__` is static:
 // one block runs at a time.
@@ -24,7 +24,7 @@ extern Index threadIdx, blockIdx;
 void __syncthreads();
 void __syncwarp();
 
-// What lane `lane` of the own warp passes for `value`, once every lane has. A lane outside the warp is the own.
+// The `value` that lane `lane` of the own warp passes, once every lane has. A lane outside the warp is the own.
 unsigned exchange(unsigned value, unsigned lane);
 
 inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned distance) {

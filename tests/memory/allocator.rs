@@ -1,5 +1,5 @@
-//! The allocator of this binary: the system's, which counts what it hands out, and refuses one allocation that a test
-//! chooses.
+//! The allocator of this binary: the system's, which counts the bytes that it hands out, and refuses one
+//! allocation that a test chooses.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr;
@@ -37,7 +37,7 @@ fn shrunk(len: usize) {
     NOW.fetch_sub(len, Ordering::Relaxed);
 }
 
-// SAFETY: every call goes to the system's allocator as it came; only numbers are added up beside it.
+// SAFETY: every call goes to the system's allocator as it came; the rest only adds up numbers.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if is_refused(layout.size()) {
@@ -67,7 +67,7 @@ unsafe impl GlobalAlloc for Counting {
         if is_refused(new_size) {
             return ptr::null_mut();
         }
-        // Where memory moves, both are there for a while.
+        // Where memory moves, both the old and the new are there for a while.
         grown(new_size);
         shrunk(layout.size());
         // SAFETY: the caller's promises are passed on.
@@ -80,7 +80,7 @@ pub fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Does something, and returns how many bytes more than before were in use at once.
+/// Runs `work`, and returns how many bytes more than before were in use at once.
 pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -88,7 +88,7 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (done, PEAK.load(Ordering::Relaxed).saturating_sub(before))
 }
 
-/// Does something with the `number`th long allocation from now on refused; returns whether it came to that.
+/// Runs `work` with the `number`th long allocation from now on refused; returns whether it came to that.
 pub fn refuse<T>(number: isize, work: impl FnOnce() -> T) -> (T, bool) {
     UNTIL_REFUSED.store(number, Ordering::Relaxed);
     let done = work();

@@ -1,5 +1,5 @@
-//! A page of any length is read and written piece by piece: what an operation takes beside the page's own memory
-//! does not grow with it.
+//! A page of any length is read and written piece by piece: the memory that an operation takes in addition to
+//! the page's own does not grow with it.
 
 use std::path::Path;
 
@@ -7,10 +7,10 @@ use remanent::{Options, PageId, Place, StatePoint, Store};
 
 use crate::allocator::{alone, peak};
 
-/// Not a whole number of anything.
+/// A length that is a multiple of nothing.
 const LEN: u64 = (320 << 20) + 4099;
-/// What an operation may take beside the page itself.
-const BESIDE_MAX: usize = 128 << 20;
+/// The most bytes that an operation may take in addition to the page.
+const EXTRA_MAX: usize = 128 << 20;
 const PIECE: u64 = 16 << 20;
 
 /// The bytes of a page: words that rise slowly, which compress well, or noise, which does not.
@@ -36,7 +36,7 @@ impl Content {
     }
 }
 
-/// Snapshots are taken when the test says so.
+/// Options with which snapshots are taken when the test says so.
 fn options() -> Options {
     Options::default().snapshot_log_bytes(None).snapshot_interval(None)
 }
@@ -68,8 +68,8 @@ fn check(store: &Store, page: PageId, content: Content) {
 }
 
 fn assert_bounded(what: &str, content: Content, taken: usize, own: u64) {
-    let beside = taken.saturating_sub(own as usize);
-    assert!(beside <= BESIDE_MAX, "{content:?}: {what} takes {beside} bytes beside the page");
+    let extra = taken.saturating_sub(own as usize);
+    assert!(extra <= EXTRA_MAX, "{content:?}: {what} takes {extra} bytes in addition to the page");
 }
 
 fn life(content: Content) {
@@ -80,7 +80,7 @@ fn life(content: Content) {
     assert_bounded("a snapshot", content, taken, 0);
     check(&store, page, content);
 
-    // What is restored must be brought back, all of it.
+    // A restore must bring all changed bytes back.
     for at in [0, LEN / 2, LEN - 1] {
         let mut batch = store.batch();
         batch.write(page, at, &[content.byte(at) ^ 1]);
@@ -110,11 +110,11 @@ fn life(content: Content) {
 }
 
 #[test]
-fn a_long_page_that_compresses_takes_little_beside_itself() {
+fn a_long_page_that_compresses_takes_little_extra_memory() {
     life(Content::Rising);
 }
 
 #[test]
-fn a_long_page_of_noise_takes_little_beside_itself() {
+fn a_long_page_of_noise_takes_little_extra_memory() {
     life(Content::Noise);
 }

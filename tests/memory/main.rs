@@ -1,4 +1,4 @@
-//! What a store takes of the host's memory: a binary of its own, because its allocator counts.
+//! The memory of the host that a store takes: a binary of its own, because its allocator counts.
 
 #[macro_use]
 #[path = "../it/forward.rs"]

@@ -34,7 +34,8 @@ impl Device for Filling {
     }
 }
 
-/// Every list runs on the thread that submits it: a fill of gigabytes would hold up all batches and reads behind it.
+/// Every list runs on the thread that submits it: a fill of gigabytes would hold up all batches and reads
+/// after it.
 #[test]
 fn a_long_page_is_not_zeroed_before_it_is_used() {
     const LEN: u64 = 256 << 20;
@@ -64,7 +65,7 @@ fn a_long_page_is_not_zeroed_before_it_is_used() {
         }
     };
     check(&store);
-    // What is short may lie where another page was.
+    // A short page may lie where another page was.
     assert_eq!(device.filled.load(Ordering::Relaxed), 101);
     store.close().unwrap();
 

@@ -1,5 +1,5 @@
-//! Memory that is refused is an error like any other: whichever long allocation of an operation it is, the process lives,
-//! the call says that there was no memory, nothing is changed by it, and the store goes on.
+//! A refused allocation is an error like any other. Whichever long allocation of an operation it is, the
+//! process lives, the call says that there was no memory, nothing is changed by it, and the store goes on.
 //!
 //! An allocation that cannot fail aborts the process, so each case has one of its own.
 
@@ -15,10 +15,10 @@ use remanent::{
 
 use crate::allocator::{alone, refuse};
 
-/// What the process for one case is told: the operation and the number of the allocation.
+/// The variable that names the case of a process: the operation and the number of the allocation.
 const CASE: &str = "REMANENT_REFUSED";
 const DIRECTORY: &str = "REMANENT_REFUSED_IN";
-/// How it ends if the operation made fewer long allocations.
+/// The exit status if the operation made fewer long allocations.
 const NONE_REFUSED: i32 = 42;
 
 /// Longer than a piece, of one piece, and short.
@@ -30,7 +30,7 @@ fn options() -> Options {
 
 fn content(page: usize, salt: u8) -> Vec<u8> {
     let noise = |at: u64| ((at ^ (at >> 9)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u8;
-    // One that compresses, one that does not.
+    // One that compresses, and one that does not.
     (0..LENS[page]).map(|at| if page == 1 { (at >> 14) as u8 ^ salt } else { noise(at) ^ salt }).collect()
 }
 
@@ -46,7 +46,7 @@ fn write(store: &Store, salt: u8) -> remanent::WriteBatch {
     batch
 }
 
-/// Three pages, a snapshot with their first content, and a batch in the log behind it.
+/// Makes three pages, a snapshot with their first content, and a batch in the log after it.
 fn prepare(directory: &Path) {
     let store = Store::open(directory, options()).unwrap();
     let mut batch = store.batch();
@@ -84,7 +84,7 @@ fn pages(store: &Store) -> Vec<Vec<u8>> {
 /// An operation on a store, and on the directory that it lies in.
 type Operation = fn(&Store, &Path, remanent::WriteBatch, &mut [u8]) -> Result<()>;
 
-/// Those that begin with an open store. What they change is told apart by the first byte of the last page.
+/// Operations on an open store. The first byte of the last page tells their changes apart.
 const OPERATIONS: [(&str, Operation); 12] = [
     ("commit", |store, _, batch, _| store.commit(batch).map(drop)),
     ("batch that writes", |store, _, _, out| {
@@ -152,7 +152,7 @@ fn case() {
                     assert!(pages(&store) == prepared(), "{name} {number}: it changed something");
                 }
                 Ok(_) => {}
-                // It was logged: memory is lost, and the next open has the restored state.
+                // The restore was logged: memory is lost, and the next open has the restored state.
                 Err(Error::Poisoned(_)) if name == "restore" => now = all(0),
                 Err(error) => panic!("{name} {number}: the store goes on: {error}"),
             }
@@ -163,8 +163,8 @@ fn case() {
     let (result, is_refused) = outcome;
     if let Err(error) = &result {
         let refused = match error {
-            // A page that cannot be loaded stops the store, which nobody has changed. So does a restore that is
-            // logged and cannot be brought to memory.
+            // A page that cannot be loaded stops the store, whose files are unchanged. So does a restore that
+            // is logged and cannot be brought to memory.
             Error::Poisoned(first) if ["open on demand", "restore"].contains(&name) => &**first,
             error => error,
         };

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What becomes of a checkpoint whose writer is killed, and of one whose bytes change: libraries beside Remanent.
+"""Checkpoints whose writer is killed, or whose bytes change: other libraries compared with Remanent.
 
     python3 tests/peers/checkpoints.py [--kills 30] [--flips 100] [--cuts 30] [--seed 1] [--dir DIR] [NAME ...]
 
 Each library saves the first version of a state, then the second one over it, as its documentation shows, in a process
 that is killed at a random moment of the second save. Then everything is loaded. *whole*: one of the two versions,
-every byte of it; *refused*: an error, or a crash; *wrong*: anything else, without a word. A bit flipped and an end cut
+every byte of it; *refused*: an error, or a crash; *wrong*: anything else, without an error. A bit flipped and an end cut
 off are tried on the first version, in the longest file or, every other time, in any.
 
-Needs nothing but Python for what it can find: libraries that are missing are named and left out. Remanent is run as
+Needs only Python and the libraries that it finds: missing ones are named and left out. Remanent is run as
 `$REMANENT` (a path; `remanent` if it is not set) and needs the library safetensors, whose files it imports.
 """
 
@@ -27,7 +27,7 @@ import time
 TENSORS = 8
 TENSOR_LEN = 4 << 20
 LOAD_SECONDS_MAX = 60
-# What a child process says by its exit status.
+# The outcome that a child process gives by its exit status.
 FIRST, SECOND, REFUSED, WRONG = range(4)
 
 
@@ -166,13 +166,13 @@ def in_child(work):
     os.dup2(silence, 2)
     try:
         status = work()
-    except BaseException:  # whatever a library says of what it was given
+    except BaseException:  # any error of a library about its input
         status = REFUSED
     os._exit(status)
 
 
 def ended(child, seconds):
-    """The exit status of a process; `None` if it is alive after so many seconds."""
+    """The exit status of a process; `None` if it is alive after this number of seconds."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found, status = os.waitpid(child, os.WNOHANG)
@@ -185,13 +185,13 @@ def ended(child, seconds):
 def kill(child):
     try:
         os.killpg(child, signal.SIGKILL)
-    except ProcessLookupError:  # it has not come to lead a group yet
+    except ProcessLookupError:  # it does not lead a group yet
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
 
 def loaded(peer, path):
-    """What a library makes of what lies at a path. Who hangs or crashes has refused."""
+    """The version that a library loads from a path. A library that hangs or crashes has refused."""
 
     def load():
         found = peer.load(path)

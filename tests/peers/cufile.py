@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Between a file and GPU memory: cuFile (GPUDirect Storage) beside plain calls and copies through pinned memory.
+"""Between a file and GPU memory: cuFile (GPUDirect Storage) compared with plain calls and copies through pinned memory.
 
     python3 tests/peers/cufile.py DIR [--gib 4] [--seconds 90]
 
-All ways take turns, round by round, each with a gigabyte of the file in a turn; results are said as they come, and
-their medians at the end. A share is that of the fastest way without cuFile in the same round. Read cold is with
-O_DIRECT, read warm is from the page cache; written are new files with O_DIRECT, and synced. What arrives is compared
-with what was sent, outside of the time.
+All ways take turns, round by round, each with a gigabyte of the file in a turn; results are printed as they come, and
+their medians at the end. A share is that of the fastest way without cuFile in the same round. Cold reads are with
+O_DIRECT, warm reads are from the page cache; writes are to new files with O_DIRECT, and synced. The bytes that arrive
+are compared with those that were sent, outside of the time.
 
 The plain ways: each thread has a stream and two pieces of pinned memory, and copies one while it reads or writes the
 other. They are driven from Python like cuFile, whose one call a piece costs the interpreter less than their four: warm,
-in pieces of 1 MiB, that is what limits them, so there look at 16 MiB.
+in pieces of 1 MiB, this limits them, so there look at 16 MiB.
 
-Where there is no nvidia-fs, cuFile does in its library what the plain ways do here (its compat mode). Its settings are
+Where there is no nvidia-fs, cuFile works in its library like the plain ways here (its compat mode). Its settings are
 those of `CUFILE_ENV_PATH_JSON`, else its own with compat mode allowed.
 
 `--device host` tries everything but cuFile on a machine without a GPU.
@@ -48,7 +48,7 @@ for name in ("pread64", "pwrite64"):
 
 
 class Refused(Exception):
-    """What a library says instead of doing what it was asked to."""
+    """The error that a library returns for a call."""
 
 
 def transfer(call, descriptor, address, size, offset):
@@ -102,7 +102,7 @@ class Host:
 class Cuda:
     """A GPU, by its driver."""
 
-    # Name, and what is given.
+    # The name of a call, and its arguments.
     CALLS = {
         "cuInit": [ctypes.c_uint],
         "cuDeviceGet": [ctypes.c_void_p, ctypes.c_int],
@@ -153,7 +153,7 @@ class Cuda:
         return value.value
 
     def use(self):
-        """Of every thread before all else."""
+        """Makes the context current on a thread, before all other calls."""
         self.call("cuCtxSetCurrent", self.context)
 
     def pinned(self, size):
@@ -206,7 +206,7 @@ class CuFile:
             ("status_flags", ctypes.c_uint),
             ("control_flags", ctypes.c_uint),
             ("feature_flags", ctypes.c_uint),
-            # Others, whose number grows from one version to the next.
+            # Other fields, whose number grows from one version to the next.
             ("rest", ctypes.c_uint * 64),
         ]
 
@@ -252,7 +252,7 @@ class CuFile:
             raise Refused(f"{name} failed with {error.code} (CUfileOpError in cufile.h), CUDA {error.cuda}")
 
     def mode(self):
-        """What is said of how the library gets at files."""
+        """The line that says how the library reaches files."""
         properties = self.Properties()
         self.call("cuFileDriverGetProperties", ctypes.byref(properties))
         module = Path("/proc/driver/nvidia-fs/version")
@@ -304,8 +304,8 @@ def in_threads(count, work):
     return time.perf_counter() - started
 
 
-class Crew:
-    """What the threads of the plain ways have, made once."""
+class PlainThreads:
+    """The streams and memory of the threads of the plain ways, made once."""
 
     def __init__(self, gpu, count):
         self.gpu = gpu
@@ -437,7 +437,7 @@ def compare(arguments, folder):
     parts = max(1, int(arguments.gib / arguments.turn_gib))
     files = Files(folder, turn * parts, gpu)
     memory = gpu.allocate(turn)
-    crew = Crew(gpu, max(PLAIN_THREADS))
+    plain_threads = PlainThreads(gpu, max(PLAIN_THREADS))
     if library:
         try:
             library.register(memory, turn)
@@ -456,7 +456,7 @@ def compare(arguments, folder):
         if is_cufile:
             call = "cuFileWrite" if writes else "cuFileRead"
             return by_cufile(gpu, library, call, threads, piece, descriptor, start, memory, turn)
-        move = crew.write if writes else crew.read
+        move = plain_threads.write if writes else plain_threads.read
         return move(threads, piece, descriptor, start, memory, turn)
 
     def read(group, way, number):

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Saving and loading the state of one GPU: Remanent beside what its users reach for today, in one run.
+"""Saving and loading the state of one GPU: Remanent compared with common ways to do so, in one run.
 
     cargo build --release
     python3 tests/peers/gpu.py DIR                 # on a disk
     python3 tests/peers/gpu.py /dev/shm            # in memory: what software alone costs
 
 All take turns, round by round, each in a process of its own. The state is random bytes in GPU memory. A save ends
-when all of it is durable: whoever does not sync is synced by this script, and that is counted. A cold load begins with
-the files dropped from the page cache, a warm one with all of them in it; it ends when the state is in GPU memory,
-and what was loaded is compared with what was saved, outside of the time. A caller is held up until it may change the state again; beside Remanent, which lets commits go on, it is
-the longest that one of them took. Remanent proves a checksum of every page
-on the way; of the others none does. What is not installed is left out, and said.
+when all of it is durable: this script syncs the files of a library that does not, and counts the time. A cold load
+begins with the files dropped from the page cache, a warm one with all of them in it. A load ends when the state is in
+GPU memory. The loaded state is compared with the saved one, outside of the time. The hold-up of a caller ends when it
+may change the state again; for Remanent, which lets commits go on, it is the longest that one of them took. Remanent
+proves a checksum of every page on the way; the others prove none. Libraries that are not installed are named and left
+out.
 
 `--device host` tries everything on a machine without a GPU.
 """
@@ -123,7 +124,7 @@ class Dcp(Torch):
 
 
 class DcpAsync(Dcp):
-    """The same behind the caller's back, with staging that stays from one save to the next."""
+    """The same in the background, with staging that stays from one save to the next."""
 
     is_staged = True
     kept_writer = None
@@ -216,7 +217,7 @@ def one_peer(name, folder, device, size):
             raise SystemExit(f"{name} loaded something else than it saved")
         return took
 
-    # The first time allocates what later ones use again.
+    # The first time allocates memory that later ones use again.
     save()
     saved, stalled = save()
     forget(target)

@@ -1,15 +1,17 @@
-//! Defences are tested themselves: each check, each sync, each rule of the list is switched off, and a test must
-//! go red.
+//! The defences are tested themselves: each check, each sync, each rule of the list is switched off, and a
+//! test must go red.
 //!
 //! ```text
 //! cargo run --manifest-path tests/defences/Cargo.toml                # each against its own killing test
-//! cargo run --manifest-path tests/defences/Cargo.toml -- NAME…       # only those whose names contain one of these
-//! cargo run --manifest-path tests/defences/Cargo.toml -- --format    # only those whose test is the format crate's
-//! cargo run --manifest-path tests/defences/Cargo.toml -- --all       # each against every test; takes hours of a core
+//! cargo run --manifest-path tests/defences/Cargo.toml -- NAME…       # those with one of these in their name
+//! cargo run --manifest-path tests/defences/Cargo.toml -- --format    # those whose test is the format
+//! crate's
+//! cargo run --manifest-path tests/defences/Cargo.toml -- --all       # each against every test: hours of a
+//! core
 //! ```
 //!
-//! `DEFENCES_JOBS` says how many tests run at a time; else it is one for two cores. A test that does not come to
-//! its end within five minutes counts as red.
+//! `DEFENCES_JOBS` says how many tests run at a time; else it is one for two cores. A test that does not come
+//! to its end within five minutes counts as red.
 
 mod list;
 mod run;
@@ -88,7 +90,7 @@ fn each_by_its_own(binaries: &Binaries, chosen: &[&Defence]) -> std::io::Result<
     green.into_iter().chain(red).try_fold(true, |all, is_right| Ok(all & is_right?))
 }
 
-/// Each defence against every test there is: how many go red, and which of them first.
+/// Each defence against every test there is: the number that go red, and the first of them.
 fn all_by_all(binaries: &Binaries, chosen: &[&Defence]) -> std::io::Result<bool> {
     let jobs: Vec<(&Defence, &str)> =
         chosen.iter().flat_map(|defence| binaries.names().map(move |binary| (*defence, binary))).collect();

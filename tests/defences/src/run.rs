@@ -13,15 +13,15 @@ use std::time::Duration;
 use crate::list::Test;
 use crate::tree::SWITCH;
 
-/// A test that takes longer hangs.
+/// The time after which a test hangs.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// What became of a test.
+/// The outcome of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Green,
     Red,
-    /// It did not come to its end.
+    /// The test did not come to its end.
     Hangs,
 }
 
@@ -35,7 +35,7 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// The test binaries of the copy, by their names without hashes, and where each is to be run.
+/// The test binaries of the copy, by their names without hashes, with the folders to run them in.
 pub struct Binaries {
     paths: BTreeMap<String, (PathBuf, PathBuf)>,
 }
@@ -46,7 +46,7 @@ pub fn build(tree: &Path, target: &Path, only_format: bool) -> Result<Binaries> 
     let packages = [("remanent-format", tree.join("format")), ("remanent", tree.to_owned())];
     for (package, folder) in packages {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        // What is not tested must build all the same.
+        // Packages that are not tested must build all the same.
         match package {
             "remanent" if only_format => cargo.args(["check", "--lib"]),
             _ => cargo.args(["test", "--no-run", "--lib", "--tests"]),
@@ -55,7 +55,7 @@ pub fn build(tree: &Path, target: &Path, only_format: bool) -> Result<Binaries> 
         cargo.args(["--package", package]).current_dir(tree).env("CARGO_TARGET_DIR", target);
         // More is not worth its time: each test runs once or twice.
         cargo.env("CARGO_PROFILE_TEST_OPT_LEVEL", "1");
-        // How this program itself was built is nothing to the copy.
+        // The variables with which this program itself was built must not reach the copy.
         for (name, _) in
             std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("CARGO_PKG_"))
         {
@@ -81,7 +81,7 @@ pub fn build(tree: &Path, target: &Path, only_format: bool) -> Result<Binaries> 
 }
 
 impl Binaries {
-    /// Their names.
+    /// The names of the binaries.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.paths.keys().map(String::as_str)
     }
@@ -118,7 +118,7 @@ impl Binaries {
         let mut child = command.spawn()?;
         let mut stdout = child.stdout.take().expect("it is piped");
         let (sender, receiver) = mpsc::channel();
-        // Its output ends when it does. Whoever waits no longer does not hear of it.
+        // Its output ends when it does. A parent that gave up waiting does not hear of it.
         thread::spawn(move || sender.send(std::io::read_to_string(&mut stdout)));
         let Ok(said) = receiver.recv_timeout(PATIENCE) else {
             child.kill()?;

@@ -10,21 +10,21 @@ use std::path::{Path, PathBuf};
 
 use crate::list::{Defence, all};
 
-/// Names the defence that is off.
+/// The environment variable that names the defence that is off.
 pub const SWITCH: &str = "REMANENT_WITHOUT";
 
-/// Where the version is, and how the copy's differs from it: else cargo would take the one's builds for the other's,
-/// which share a folder because they share their dependencies.
+/// The place of the version, and the copy's different one. With the same version cargo would take builds of
+/// one for the other's: they share a folder because they share their dependencies.
 const VERSION: (&str, &str, &str) = ("Cargo.toml", "version = \"0.1.0\"", "version = \"0.1.0+switches\"");
 
-/// Where the switch is declared, so that both crates find it.
+/// The file that declares the switch, so that both crates find it.
 const SWITCHBOARD: &str = "format/src/lib.rs";
 
-/// What no build needs: what builds and runs leave behind, and what is hidden.
+/// Folders that no build needs: leftovers of builds and runs. Hidden ones are not copied either.
 const NOT_COPIED: [&str; 4] = ["target", "corpus", "artifacts", "coverage"];
 
-/// Brings the copy at `tree` up to date. A file whose text is the same keeps its time, so that little is built
-/// anew.
+/// Brings the copy at `tree` up to date. A file whose text is the same keeps its time, so that little is
+/// built anew.
 pub fn copy(root: &Path, tree: &Path) -> Result<()> {
     let mut there = BTreeSet::new();
     for file in files(root, Path::new(""))? {

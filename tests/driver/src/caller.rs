@@ -1,8 +1,9 @@
-//! What a program calls that uses a GPU beside the store: its own copies, streams that stand still, and graphs.
+//! Calls of a program that uses a GPU at the same time as the store: its own copies, streams that stand
+//! still, and graphs.
 //!
-//! A stream from which a graph is captured only notes its work. While one is captured in the mode that forgives
-//! least, whoever asks the driver for what may wait, in any other mode than the relaxed one, is refused, and the
-//! capture is lost: the store must never be the one who asks.
+//! A stream from which a graph is captured only notes its work. While one is captured in the mode that
+//! forgives least, a thread in any mode but the relaxed one is refused calls that may wait, and the capture
+//! is lost. The store must never make such a call.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
@@ -72,7 +73,7 @@ pub extern "C" fn cuStreamWaitValue32_v2(
     })
 }
 
-/// Whichever way the bytes go.
+/// Copies in the direction that the addresses ask for.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemcpyAsync(target: u64, source: u64, len: usize, handle: *mut c_void) -> u32 {
     call_in_context(|context| {
@@ -91,7 +92,7 @@ pub unsafe extern "C" fn cuMemcpyDtoH_v2(target: *mut c_void, source: u64, len: 
         if memory::kind_of(source, len).is_none() {
             return Err(code::INVALID_VALUE);
         }
-        // SAFETY: the source was looked at just now, the target is so long by the API's terms.
+        // SAFETY: the source was checked just now, the target has this length by the API's terms.
         unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target.cast(), len) };
         Ok(())
     })
@@ -104,7 +105,7 @@ pub extern "C" fn cuMemsetD8_v2(target: u64, value: u8, len: usize) -> u32 {
         if memory::kind_of(target, len).is_none() {
             return Err(code::INVALID_VALUE);
         }
-        // SAFETY: the range was looked at just now.
+        // SAFETY: the range was checked just now.
         unsafe { (target as *mut u8).write_bytes(value, len) };
         Ok(())
     })

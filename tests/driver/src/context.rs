@@ -8,20 +8,20 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::{call, call_in_context, code, stream};
 
-/// The version that is told: the oldest that is accepted.
+/// The version that is told: the oldest that the store accepts.
 const VERSION: c_int = 12_040;
 
-/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+/// The value of `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const CAPTURE_RELAXED: c_uint = 2;
 
 static DEVICES: AtomicU32 = AtomicU32::new(3);
-/// Which GPUs were given access to whose memory.
+/// Pairs of GPUs: the first was given access to the second's memory.
 static PEERS: Mutex<BTreeSet<(u32, u32)>> = Mutex::new(BTreeSet::new());
 
 /// A device's primary context, made when it is first retained and never given back.
 pub struct Context {
     pub device: u32,
-    /// The fault that took it; 0 while it is well.
+    /// The code of the fault that took it; 0 while it is well.
     lost: AtomicU32,
 }
 
@@ -43,7 +43,7 @@ impl Context {
         stream::wake(self.device);
     }
 
-    /// The fault that took it, if one did.
+    /// Fails with the fault that took it, if one did.
     pub fn check(&self) -> Result<(), u32> {
         match self.lost.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -59,7 +59,7 @@ pub fn current() -> Result<&'static Context, u32> {
     context.check().map(|()| context)
 }
 
-/// Makes a context, or none, the current one in place of what was.
+/// Makes a context, or none, the current one in place of the last.
 pub fn set_current(context: Option<&'static Context>) {
     CURRENT.with_borrow_mut(|stack| {
         _ = stack.pop();
@@ -72,7 +72,7 @@ pub fn is_relaxed() -> bool {
     CAPTURE_MODE.get() == CAPTURE_RELAXED
 }
 
-/// Has a device lose its context.
+/// Makes a device lose its context.
 pub fn lose(device: u32, code: u32) {
     Context::of(device).lose(code);
 }
@@ -134,7 +134,7 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
         let known = match attribute {
             // Unified addressing, managed memory, 64-bit writes of streams.
             41 | 83 | 122 => 1,
-            // Compute capability: both forms in which the kernels are there get loaded.
+            // Compute capability: the kernels get loaded in both forms that they have.
             75 => 9 - device as c_int % 2,
             76 => 0,
             _ => 0,
@@ -166,7 +166,7 @@ pub unsafe extern "C" fn cuCtxPushCurrent_v2(context: *mut c_void) -> u32 {
     })
 }
 
-/// Never made to fail: a thread could not go on behind it.
+/// This call is never made to fail: a thread could not go on after it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
     let Some(popped) = CURRENT.with_borrow_mut(Vec::pop) else { return code::INVALID_CONTEXT };
@@ -184,7 +184,7 @@ pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) ->
     })
 }
 
-/// Whether there is a way between two GPUs: between neighbours of which the first has an even number.
+/// Whether two GPUs are connected: neighbours are, if the first has an even number.
 fn are_neighbours(one: u32, other: u32) -> bool {
     one / 2 == other / 2 && one != other
 }

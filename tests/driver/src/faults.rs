@@ -1,13 +1,13 @@
-//! Arranged faults, and the count of what is alive. Tests find these entry points beside CUDA's.
+//! Arranged faults, and the count of what is alive. Tests find these entry points among CUDA's.
 
 use std::sync::Mutex;
 
 use crate::{context, memory, stream};
 
-/// Set in the environment, it has faults tell where they strike.
+/// If this variable is set, faults tell where they strike.
 const TELL: &str = "FAKE_DRIVER_TELL";
 
-/// The call that fails, counted down; and with what.
+/// The call that fails, counted down, and its code.
 struct Armed {
     left: u64,
     code: u32,
@@ -49,21 +49,21 @@ pub extern "C" fn fake_driver_arm(nth: u64, code: u32) {
     *ARMED.lock().unwrap() = Some(Armed { left: nth, code });
 }
 
-/// Takes a device's context with a fault now, whatever its streams are at: as a kernel does that somebody else in
-/// the process launched.
+/// Takes a device's context with a fault now, whatever its streams are at: like a bad kernel that another
+/// part of the process launched.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_lose(device: u32, code: u32) {
     assert!(code >= LOST_MIN, "{code} leaves the context as it is");
     context::lose(device, code);
 }
 
-/// Takes the fault back; 1 if it had not struck.
+/// Takes the fault back; returns 1 if it had not struck.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_disarm() -> u32 {
     u32::from(ARMED.lock().unwrap().take().is_some())
 }
 
-/// Takes back what is left of a device whose context is lost. Nobody may use any of it any more.
+/// Takes back the leftovers of a device whose context is lost. No caller may use any of it any more.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_forget(device: u32) {
     // A fault that struck while no context was current took none.
@@ -72,19 +72,19 @@ pub extern "C" fn fake_driver_forget(device: u32) {
     memory::forget(device);
 }
 
-/// How many streams, events and allocations of a device are alive.
+/// The number of a device's streams, events and allocations that are alive.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_alive(device: u32) -> u64 {
     stream::alive(device) + memory::alive(device)
 }
 
-/// How many copies went straight from one device to another.
+/// The number of copies that went straight from one device to another.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_peer_copies() -> u64 {
     stream::peer_copies()
 }
 
-/// Lets the process see so many devices from now on.
+/// Lets the process see `count` devices from now on.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_set_devices(count: u32) {
     context::set_devices(count);

@@ -1,10 +1,11 @@
 //! A CUDA driver without a GPU: the entry points that `src/device/cuda` calls, with CUDA's signatures.
 //!
 //! Streams are threads that run late, at random; device memory is host memory full of junk; kernels are the
-//! same `.cu` files, run on the CPU. A call can be made to fail (`faults`), and what was not given back can be
-//! counted, so that every error path of the real device is walked without a GPU.
+//! same `.cu` files, run on the CPU. A call can be made to fail (`faults`), and resources that were not given
+//! back can be counted, so that every error path of the real device is walked without a GPU.
 //!
-//! What a caller may not do is refused as the real driver refuses it, or ends the process with a word on why.
+//! A call that breaks the API's rules is refused as the real driver refuses it, or ends the process with a
+//! word on why.
 
 #![allow(non_snake_case, reason = "the names are CUDA's")]
 #![allow(clippy::missing_safety_doc, reason = "the driver API's own terms hold for all entry points")]
@@ -16,7 +17,7 @@ mod memory;
 mod module;
 mod stream;
 
-/// What calls return.
+/// The results that calls return.
 mod code {
     pub const INVALID_VALUE: u32 = 1;
     pub const OUT_OF_MEMORY: u32 = 2;
@@ -33,7 +34,7 @@ mod code {
     pub const CAPTURE_INVALIDATED: u32 = 901;
 }
 
-/// What a call does once it was let in: nothing, or an error's code.
+/// The result of a call once it was let in: nothing, or an error's code.
 type Done = Result<(), u32>;
 
 /// Runs a call: counted, failed if it is its turn, and refused if the context is lost.
@@ -43,7 +44,7 @@ fn call(work: impl FnOnce() -> Done) -> u32 {
     result.err().unwrap_or(0)
 }
 
-/// A call that needs a current context that is not lost.
+/// Runs a call that needs a current context that is not lost.
 #[track_caller]
 fn call_in_context(work: impl FnOnce(&'static context::Context) -> Done) -> u32 {
     call(|| work(context::current()?))

@@ -7,13 +7,13 @@ use std::sync::Mutex;
 
 use crate::{call_in_context, code, stream};
 
-/// Bytes that each device has.
+/// The number of bytes that each device has.
 const DEVICE_BYTES: usize = 1 << 30;
 /// Bytes of pinned memory that there are for each device.
 const PINNED_BYTES: usize = 4 << 30;
-/// As the real driver's.
+/// The alignment of the real driver's allocations.
 const ALIGN: usize = 512;
-/// What fresh memory holds, and what freed memory held last.
+/// The content of fresh memory, and the last content of freed memory.
 const JUNK: u8 = 0xCD;
 const FREED: u8 = 0xDD;
 
@@ -32,12 +32,12 @@ struct Allocation {
 
 static ALLOCATIONS: Mutex<BTreeMap<u64, Allocation>> = Mutex::new(BTreeMap::new());
 
-/// Allocations of a device.
+/// The number of a device's allocations that are alive.
 pub fn alive(device: u32) -> u64 {
     ALLOCATIONS.lock().unwrap().values().filter(|allocation| allocation.device == device).count() as u64
 }
 
-/// The kind of memory in which a range lies; `None` where it is none of the driver's.
+/// The kind of memory in which a range lies; `None` where it is not the driver's.
 pub fn kind_of(address: u64, len: usize) -> Option<Kind> {
     let allocations = ALLOCATIONS.lock().unwrap();
     let (begin, allocation) = allocations.range(..=address).next_back()?;
@@ -178,17 +178,17 @@ pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_
         let (begin, found) =
             found.filter(|(begin, found)| address < **begin + found.len as u64).ok_or(code::INVALID_VALUE)?;
         let (answer, len) = match attribute {
-            // The kind: of the host, or of a device.
+            // The kind: the host's memory, or a device's.
             2 => (if found.kind == Kind::Pinned { 1 } else { 2 }, 4),
-            // Whether it is managed, and whose it is.
+            // Whether it is managed, and the device that it belongs to.
             8 => (u64::from(found.kind == Kind::Managed), 4),
             9 => (u64::from(found.device), 4),
-            // Where it begins, and how long it is.
+            // The beginning of the allocation, and its length.
             11 => (*begin, 8),
             12 => (found.len as u64, 8),
             _ => return Err(code::INVALID_VALUE),
         };
-        // SAFETY: the API's terms: so many bytes are there for this attribute.
+        // SAFETY: the API's terms: there are `len` bytes for this attribute.
         unsafe { value.cast::<u8>().copy_from(answer.to_le_bytes().as_ptr(), len) };
         Ok(())
     })

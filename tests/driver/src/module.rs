@@ -1,18 +1,18 @@
-//! Modules and functions: an image is looked at only as far as to see that it names the kernel, for the kernel
-//! itself runs on the CPU.
+//! Modules and functions. An image is read only until it names the kernel, because the kernel itself runs on
+//! the CPU.
 
 use std::ffi::{CStr, CString, c_char, c_uint, c_void};
 
 use crate::stream::{self, Work};
 use crate::{call_in_context, code};
 
-/// The longest image that is looked at, should its end not show.
+/// The longest part of an image that is read, should its end not show.
 const IMAGE_LEN_MAX: usize = 1 << 20;
 
 /// A kernel by its name.
 struct Function(CString);
 
-/// How long an image is: text ends in a zero byte, machine code says where its headers end.
+/// The length of an image: text ends in a zero byte, machine code says where its headers end.
 unsafe fn image_len(image: *const u8) -> usize {
     // SAFETY: both forms of an image are longer than this.
     let head = unsafe { std::slice::from_raw_parts(image, 64) };
@@ -38,7 +38,7 @@ pub unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *cons
         if len == 0 || len > IMAGE_LEN_MAX {
             return Err(code::INVALID_IMAGE);
         }
-        // SAFETY: the image is so long.
+        // SAFETY: the image has this length.
         let bytes = unsafe { std::slice::from_raw_parts(image.cast::<u8>(), len) }.to_vec();
         // SAFETY: the API's terms.
         unsafe { *module = Box::into_raw(Box::new(bytes)).cast() };
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
             return Err(code::INVALID_VALUE);
         }
         // Copied before the call returns. All kernels take a table and its rows, some one more table.
-        // SAFETY: the API's terms, for the signatures of the kernels that there are.
+        // SAFETY: the API's terms, for the signatures of the existing kernels.
         let rows = unsafe { (*parameters).cast::<u64>().read_unaligned() };
         // SAFETY: the same.
         let row_count = unsafe { (*parameters.add(1)).cast::<u32>().read_unaligned() };

@@ -13,12 +13,12 @@ use crate::{Done, call_in_context, code};
 
 /// The first handle: smaller ones name default streams.
 const HANDLE_MIN: u64 = 0x1000;
-/// How late work may be.
+/// The longest time that work may be late.
 const LATE_MAX: Duration = Duration::from_micros(300);
-/// One piece of work in so many is late.
+/// One piece of work in this number is late.
 const LATE_ONE_IN: u64 = 4;
 
-/// What a stream does at its turn.
+/// The work that a stream does at its turn.
 #[derive(Clone)]
 pub enum Work {
     Launch {
@@ -34,7 +34,7 @@ pub enum Work {
         source: u64,
         len: usize,
     },
-    /// From bytes that were copied when the call was made: the memory was not pinned.
+    /// A copy from bytes that were copied when the call was made: the memory was not pinned.
     CopyFrom {
         target: u64,
         bytes: Vec<u8>,
@@ -51,7 +51,7 @@ pub enum Work {
         event: Arc<Event>,
         number: u64,
     },
-    /// Until a word of four bytes is at least so much.
+    /// A wait until a word of four bytes is at least this value.
     WaitValue {
         address: u64,
         value: u32,
@@ -75,7 +75,7 @@ struct Stream {
 #[derive(Default)]
 struct Queue {
     work: VecDeque<Work>,
-    /// How much was ever done, the work that is running not counted.
+    /// The number of pieces ever done, without the one that is running.
     done: u64,
     is_running: bool,
     is_ending: bool,
@@ -96,19 +96,19 @@ static NEXT_HANDLE: AtomicU64 = AtomicU64::new(HANDLE_MIN);
 /// Copies that went from one GPU to another.
 static PEER_COPIES: AtomicU64 = AtomicU64::new(0);
 
-/// Streams and events of a device.
+/// The number of a device's streams and events.
 pub fn alive(device: u32) -> u64 {
     let streams = STREAMS.lock().unwrap().values().filter(|stream| stream.context.device == device).count();
     let events = EVENTS.lock().unwrap().values().filter(|event| event.device == device).count();
     (streams + events) as u64
 }
 
-/// How many copies went from one GPU to another.
+/// The number of copies that went from one GPU to another.
 pub fn peer_copies() -> u64 {
     PEER_COPIES.load(Ordering::Relaxed)
 }
 
-/// Waits until all streams of a device have done what they have to do now.
+/// Waits until all streams of a device have done the work that is queued now.
 pub fn drain(device: u32) -> Done {
     let streams: Vec<_> = STREAMS.lock().unwrap().values().cloned().collect();
     for stream in streams.iter().filter(|stream| stream.context.device == device) {
@@ -117,11 +117,11 @@ pub fn drain(device: u32) -> Done {
     Ok(())
 }
 
-/// Has the streams of a device look at their context again: it is lost.
+/// Makes the streams of a device look at their context again: it is lost.
 pub fn wake(device: u32) {
     let streams: Vec<_> = STREAMS.lock().unwrap().values().cloned().collect();
     for stream in streams.iter().filter(|stream| stream.context.device == device) {
-        // Who looked at the context before it was lost waits by now, or holds this lock.
+        // A stream that looked at the context before it was lost waits by now, or holds this lock.
         drop(stream.queue.lock().unwrap());
         stream.changed.notify_all();
     }
@@ -162,7 +162,7 @@ pub fn queue(context: &'static Context, handle: *mut c_void, work: Work) -> Done
     Ok(())
 }
 
-/// Waits until a stream has done what it has to do now.
+/// Waits until a stream has done the work that is queued now.
 pub fn synchronize(context: &'static Context, handle: *mut c_void) -> Done {
     let handle = handle as u64;
     if handle < HANDLE_MIN {
@@ -171,7 +171,7 @@ pub fn synchronize(context: &'static Context, handle: *mut c_void) -> Done {
     of(handle)?.catch_up()
 }
 
-/// From now on the stream's work becomes a graph. In mode 0 whatever another thread asks for may spoil it.
+/// From now on the stream's work becomes a graph. In mode 0 a call of another thread may spoil it.
 pub fn begin_capture(handle: *mut c_void, mode: c_uint) -> Done {
     let stream = of(handle as u64)?;
     let mut queue = stream.queue.lock().unwrap();
@@ -220,7 +220,7 @@ impl Stream {
         self.changed.wait(queue).unwrap()
     }
 
-    /// Waits until what is queued now is done; more may be queued meanwhile.
+    /// Waits until the work that is queued now is done; more may be queued meanwhile.
     fn catch_up(&self) -> Done {
         let mut queue = self.queue.lock().unwrap();
         let wanted = queue.done + queue.work.len() as u64 + u64::from(queue.is_running);
@@ -234,7 +234,7 @@ impl Stream {
     fn run(&self, mut random: u64) {
         let mut queue = self.queue.lock().unwrap();
         loop {
-            // What a lost context has left to do is never done.
+            // The queued work of a lost context is never done.
             if self.context.check().is_err() || (queue.is_ending && queue.work.is_empty()) {
                 queue.is_over = true;
                 self.changed.notify_all();
@@ -271,7 +271,8 @@ impl Stream {
             return Ok(());
         }
         if let Work::WaitValue { address, value } = work {
-            // SAFETY: checked when the wait was queued; whoever gives the memory back waits for the stream.
+            // SAFETY: checked when the wait was queued; a thread that gives the memory back waits for the
+            // stream.
             let word = unsafe { AtomicU32::from_ptr(address as *mut u32) };
             while word.load(Ordering::SeqCst) < value {
                 self.context.check()?;
@@ -291,8 +292,8 @@ impl Work {
                 let (mut rows, mut row_count, mut pieces) = (rows, row_count, pieces);
                 let mut arguments =
                     [(&raw mut rows).cast(), (&raw mut row_count).cast(), (&raw mut pieces).cast()];
-                // SAFETY: the arguments are those of the kernel's signature, and what they point to is the
-                // caller's business: a fault is told.
+                // SAFETY: the arguments are those of the kernel's signature, and the caller answers for the
+                // addresses in them: a fault is told.
                 let launched = unsafe {
                     kernels_on_cpu::launch_by_name(
                         &name,
@@ -315,7 +316,7 @@ impl Work {
                 Ok(())
             }
             Work::Write { address, value } => {
-                // SAFETY: checked when the write was queued. What was done before it is seen with it.
+                // SAFETY: checked when the write was queued. Earlier work is seen with it.
                 unsafe { AtomicU64::from_ptr(address as *mut u64) }.store(value, Ordering::SeqCst);
                 Ok(())
             }
@@ -325,7 +326,7 @@ impl Work {
                 event.changed.notify_all();
                 Ok(())
             }
-            // A default stream has waited for everything already, and stands still for nobody.
+            // A default stream has waited for everything already, and stands still for no word.
             Work::Wait { .. } => Ok(()),
             Work::WaitValue { .. } => Err(code::INVALID_HANDLE),
         }
@@ -337,7 +338,7 @@ fn be_late(time: Duration) {
     thread::sleep(time);
 }
 
-/// SplitMix64.
+/// The next number of a SplitMix64.
 fn next(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -365,7 +366,7 @@ pub unsafe extern "C" fn cuStreamCreateWithPriority(
     })
 }
 
-/// Queued work is done first; nobody waits for it.
+/// Destroys a stream: queued work is done first, and the caller does not wait for it.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> u32 {
     call_in_context(|_| {
@@ -385,7 +386,7 @@ pub extern "C" fn cuStreamQuery(stream: *mut c_void) -> u32 {
     })
 }
 
-/// From a default stream no graph is ever captured.
+/// Begins a capture, which a default stream refuses.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_uint) -> u32 {
     call_in_context(|_| {
@@ -485,7 +486,7 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     })
 }
 
-/// To memory that is not pinned the copy is done when the call returns.
+/// Copies to the host. If the memory is not pinned the copy is done when the call returns.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     target: *mut c_void,
@@ -503,7 +504,7 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     })
 }
 
-/// Told to go to a GPU that was not given access, it would go by way of the host, which nobody here wants.
+/// Copies to another GPU. Without access it would go by way of the host, which the store never wants.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyPeerAsync(
     target: u64,

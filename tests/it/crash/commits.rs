@@ -5,7 +5,7 @@ use remanent::{Ack, LogIo, Metadata};
 
 use super::explore::Level;
 use super::model::{Act, Target};
-use super::work::{Random, Writer, beside};
+use super::work::{Random, Writer, commit_concurrently};
 use super::{Lives, options, suite, suite_at};
 
 #[test]
@@ -47,7 +47,7 @@ fn commits_of_two_threads_share_groups() {
         let store = driver.open()?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
-        beside(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
+        commit_concurrently(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
         driver.check(&store);
         driver.close(store)?;
         Ok(driver.into())
@@ -70,8 +70,8 @@ fn segments_roll() {
     });
 }
 
-/// Segments that grow from opening to roll, spares of many lengths, a frame too long for the first ones: what each step of
-/// that leaves, and what a second life makes of it.
+/// Segments that grow from opening to roll, spares of many lengths, a frame too long for the first ones: the
+/// files that each step leaves, and the store that a second life makes of them.
 #[test]
 fn segments_that_grow_survive() {
     const LEN: usize = 400_000;
@@ -97,7 +97,7 @@ fn segments_that_grow_survive() {
         for len in [90_000, 200_000] {
             second.commit_acts(&store, write(random, len), Ack::Durable)?;
         }
-        // What is superfluous now are spares of many lengths for the next life.
+        // Superfluous segments are now spares of many lengths for the next life.
         second.snapshot(&store)?;
         second.close(store)?;
         let store = second.open()?;
@@ -110,7 +110,7 @@ fn segments_that_grow_survive() {
     });
 }
 
-/// Segments that a snapshot made superfluous, with the frames in them, become those of the next opens.
+/// Segments that a snapshot made superfluous, with the frames in them, become segments of the next opens.
 #[test]
 fn opens_that_take_spares_survive() {
     suite(options().snapshots_kept(1), 1500, |driver, random| {
@@ -134,14 +134,15 @@ fn opens_that_take_spares_survive() {
     });
 }
 
-/// Nothing of a group is in a file before it is synced, so that logged is durable here, after a kill as well.
+/// No byte of a group is in a file before the group is synced, so that a logged batch is durable here, after
+/// a kill as well.
 #[test]
 fn direct_logs_survive() {
     suite(options().log_io(LogIo::Direct), 1900, |driver, random| {
         let store = driver.open()?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
-        beside(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
+        commit_concurrently(&driver, &store, writers, (0..8).map(ack), || Ok(()))?;
         assert!(store.stats().log.rolls >= 1, "{:?}", store.stats().log);
         driver.snapshot(&store)?;
         driver.check(&store);
@@ -206,7 +207,7 @@ fn whole_pages_survive() {
         driver.check(&store);
         let second = driver.killed();
         drop(store);
-        // The snapshot names one image of a batch; the others go with the log that names them.
+        // The snapshot names one image of a batch; the other images go with the log that names them.
         let store = second.open()?;
         second.commit_acts(&store, vec![whole(two)], Ack::Durable)?;
         second.commit_acts(&store, vec![Act::Delete { page: one }], Ack::Logged)?;
@@ -246,7 +247,7 @@ fn a_store_opened_after_a_kill_survives() {
     });
 }
 
-/// Everything, in an order that the seed chooses, over several deaths and power cuts.
+/// Every operation, in an order that the seed chooses, over several deaths and power cuts.
 #[test]
 fn anything_in_any_order_survives() {
     suite(options(), 3700, |mut driver, random| {

@@ -1,4 +1,4 @@
-//! Opening everything that a crash could have left, and judging what is found.
+//! Opens every state that a crash could have left, and judges the result.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -20,14 +20,14 @@ pub struct Level {
     pub tears: Tears,
     /// The most images of one power cut.
     pub images_max: usize,
-    /// After one image in so many the store is opened twice more, with a commit in between.
+    /// After one image in this number the store is opened twice more, with a commit in between.
     pub closely_of: usize,
-    /// In one image in so many the recovery is crashed too, if there is a next level.
+    /// In one image in this number the recovery is crashed too, if there is a next level.
     pub nest_of: usize,
 }
 
 impl Level {
-    /// So many times the effort.
+    /// The same level with `effort` times the effort.
     pub fn times(self, effort: u64) -> Self {
         let effort = usize::try_from(effort).expect("a small number");
         let tears = match self.tears {
@@ -39,22 +39,22 @@ impl Level {
     }
 }
 
-/// What must never be.
+/// A kind of violation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// What was acknowledged is gone.
+    /// An acknowledged batch is gone.
     Lost,
-    /// The state is not the one of the Lsn reported.
+    /// The state is not the one of the Lsn that the open reported.
     Wrong,
     /// The store does not open, although nothing is damaged.
     Refused,
-    /// What an open has returned does not survive, or cannot be built on.
+    /// The state that an open returned does not survive, or cannot be built on.
     Fleeting,
     /// The pure `rebuild` says something else.
     Disagreement,
 }
 
-/// Something that must never be, and how it came about.
+/// A violation that was found, and how it came about.
 #[derive(Debug)]
 pub struct Violation {
     pub kind: Kind,
@@ -68,7 +68,7 @@ impl Violation {
         Self { kind, what: what.into(), crashes: Vec::new() }
     }
 
-    /// Says who found it.
+    /// Names the workload that found it.
     pub fn of(self, finder: impl fmt::Display) -> Self {
         Self { what: format!("{finder}: {}", self.what), ..self }
     }
@@ -88,12 +88,12 @@ pub struct Explorer<'a> {
     pub seed: u64,
     /// Crashes of the work before this event are left out.
     pub from: usize,
-    /// Which part of the work's own crashes this explorer looks at, and of how many parts: each goes on with what
-    /// is nested in its own.
+    /// Which part of the work's own crashes this explorer looks at, and of how many parts. Each part goes on
+    /// with the crashes that are nested in its own.
     pub part: (usize, usize),
-    /// Images opened, by level.
+    /// The number of images opened, by level.
     pub images: RefCell<Vec<usize>>,
-    /// Images met, by level: those of the other parts are only counted.
+    /// The number of images met, by level: those of the other parts are only counted.
     pub numbers: RefCell<Vec<usize>>,
 }
 
@@ -103,7 +103,7 @@ impl<'a> Explorer<'a> {
         Self { options, levels, seed, from: 0, part: (0, 1), images: none(), numbers: none() }
     }
 
-    /// Judges every image of what a driver did to its disk.
+    /// Judges every image of a driver's disk.
     pub fn explore(&self, driver: &Driver) -> Result<(), Violation> {
         let followers = Followers::of(driver, self.options);
         self.explore_at(0, &driver.disk, &driver.line(), driver.floors, &followers)
@@ -141,14 +141,14 @@ impl<'a> Explorer<'a> {
         verdict
     }
 
-    /// Whether an image is in this explorer's part. Mixed, so that those which are looked at more closely, every
-    /// so many of them, are not all in one part.
+    /// Whether an image is in this explorer's part. Mixed, so that the images that are looked at more
+    /// closely, at a fixed interval, are not all in one part.
     fn is_mine(&self, number: usize) -> bool {
         let (part, parts) = self.part;
         (number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) % parts == part
     }
 
-    /// `number` is the image's own on its level.
+    /// Judges one image; `number` is its own on its level.
     fn judge(
         &self,
         depth: usize,
@@ -164,12 +164,13 @@ impl<'a> Explorer<'a> {
         followers.judge(image, line, number)?;
         let nest = depth + 1 < self.levels.len() && number.is_multiple_of(level.nest_of);
         let line = self.examine(&image.disk, line, floors, number.is_multiple_of(level.closely_of), nest)?;
-        // Those who followed the work know nothing of what a recovery did.
-        let nobody = Followers::default();
-        if nest { self.explore_at(depth + 1, &image.disk, &line, floors, &nobody) } else { Ok(()) }
+        // The work's followers know nothing of the batches that a recovery replays.
+        let none = Followers::default();
+        if nest { self.explore_at(depth + 1, &image.disk, &line, floors, &none) } else { Ok(()) }
     }
 
-    /// Opens what a crash left, and judges it. Returns what the disk then stands for.
+    /// Opens the files that a crash left, and judges them. Returns the line of states that the disk then
+    /// stands for.
     fn examine(
         &self,
         disk: &SimDisk,
@@ -189,7 +190,7 @@ impl<'a> Explorer<'a> {
             return Err(Violation::new(Kind::Lost, what));
         }
         let found = same(line, lsn, &store)?;
-        // The pure rebuild of the same image, before it was opened.
+        // The pure rebuild of the same image, made before the image was opened.
         match &pure {
             Err(_) if created => {}
             Err(damage) => {
@@ -198,7 +199,7 @@ impl<'a> Explorer<'a> {
             Ok(pure) => agree(&found, lsn, pure)?,
         }
 
-        // What an open returned is there for good: a power cut that spares nothing pending spares it.
+        // The state that an open returned is permanent: a power cut that spares nothing pending spares it.
         let driver = Driver::new(disk.clone(), self.options.clone(), line.clone(), floors);
         driver.adopt(&store);
         let cut = disk.after_power_cut();
@@ -237,7 +238,7 @@ impl<'a> Explorer<'a> {
         }
         same(&driver.line(), lsn + 1, &store)?;
         let line = driver.line();
-        // A named snapshot is exact, and stays without the log behind it: only its own batch can be seen.
+        // A named snapshot is exact, and stays without the log after it: only its own batch can be seen.
         let snapshots = store.snapshots();
         let (named, others): (Vec<_>, Vec<_>) = snapshots.iter().partition(|kept| kept.name.is_some());
         let oldest = others.first().or(named.last()).map_or(0, |snapshot| snapshot.end.0);
@@ -247,7 +248,7 @@ impl<'a> Explorer<'a> {
     }
 }
 
-/// Looks at an earlier state, beside the open store.
+/// Looks at an earlier state while the store is open.
 fn look(disk: &SimDisk, line: &Line, lsn: u64) -> Result<(), Violation> {
     let refused =
         |error: remanent::Error| Violation::new(Kind::Refused, format!("a look at batch {lsn}: {error}"));
@@ -314,7 +315,7 @@ fn fleeting(violation: Violation) -> Violation {
     Violation { kind: Kind::Fleeting, what, ..violation }
 }
 
-/// The crash, with what happened around it.
+/// Describes the crash, with the events around it.
 fn tell(disk: &SimDisk, image: &CrashImage) -> String {
     let history = disk.history();
     let at = image.moment.event;

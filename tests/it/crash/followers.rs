@@ -1,8 +1,8 @@
-//! Followers beside a writer that recycles, and what they find after a crash.
+//! Followers of a writer that recycles, and what they find after a crash.
 //!
-//! A follower remembers where it was: it may look at the store before anybody recovers it, and again beside
-//! the next writer. Each time it goes on without a gap, or is told why it cannot: *overtaken* only if no kept
-//! snapshot needs the log behind its position, *diverged* if and only if the crash took its batch.
+//! A follower remembers its position: it may look at the store before an open recovers it, and again while
+//! the next writer works. Each time it goes on without a gap, or is told why it cannot: *overtaken* only if
+//! no kept snapshot needs the log after its position, *diverged* if and only if the crash took its batch.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,7 @@ enum End {
     Diverged,
 }
 
-/// Those who followed a work.
+/// The followers of a work.
 #[derive(Default)]
 pub struct Followers {
     options: Options,
@@ -36,7 +36,7 @@ impl Followers {
         Self { options: options.clone(), followed: driver.followed() }
     }
 
-    /// One of those who had been there before the crash goes on after it. `number` chooses.
+    /// One of the followers from before the crash goes on after it. `number` chooses.
     pub fn judge(&self, image: &CrashImage, line: &Line, number: usize) -> Result<(), Violation> {
         let there: Vec<&Replica> = self
             .followed
@@ -52,14 +52,14 @@ impl Followers {
 
     fn go_on(&self, disk: &SimDisk, crash: Crash, line: &Line, replica: &Replica) -> Result<(), Violation> {
         let shared: Arc<dyn Disk> = Arc::new(disk.clone());
-        // Before anybody has opened what the crash left.
+        // Before any open of the files that the crash left.
         let mut early = replica.clone();
         let end = catch_up(&shared, &mut early, line)?;
         if crash == Crash::Kill && end == End::Diverged {
             return Err(Violation::new(Kind::Wrong, "diverged, and a kill takes no batch"));
         }
 
-        // Beside the next writer: both the one who looked and the one who did not.
+        // While the next writer works: both the follower that looked early and the one that did not.
         let store =
             open(disk, &self.options).map_err(|error| Violation::new(Kind::Refused, format!("{error}")))?;
         let survived = store.recovered().position.lsn;
@@ -86,7 +86,8 @@ impl Followers {
         Ok(())
     }
 
-    /// Whether nothing that is kept needs the log behind a batch; then whoever starts over must get there.
+    /// Whether nothing that is kept needs the log after a batch; a follower that starts over must then get
+    /// there.
     fn may_be_overtaken(
         &self,
         disk: &Arc<dyn Disk>,
@@ -104,7 +105,7 @@ impl Followers {
     }
 }
 
-/// Follows from the replica's position for as long as there is something, and holds every state against the
+/// Follows from the replica's position for as long as there are batches, and compares every state with the
 /// model.
 fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<End, Violation> {
     let ended = |error: Error| match error {
@@ -139,10 +140,11 @@ fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<
     }
 }
 
-/// A quick follower, a slow one, one that comes once and one that starts over; a writer that recycles what they
+/// A quick follower, a slow one, one that comes once and one that starts over; a writer that recycles batches
+/// that they have not read, and restores an earlier state.
 /// have not read, and goes back to an earlier state.
 #[test]
-fn followers_beside_recycling_go_on_or_are_told_why_not() {
+fn followers_during_recycling_go_on_or_are_told_why_not() {
     suite(options().snapshots_kept(1), 3400, |driver, random| {
         let disk: Arc<dyn Disk> = Arc::new(driver.disk.clone());
         let follow = |replica: &mut Replica| {

@@ -1,8 +1,8 @@
 //! Forks: two directories, and a crash in either.
 //!
-//! A fork writes nothing into its source, so a crash leaves the source as it leaves any store. What the two
-//! have in common is image files under two names, which nobody writes to any more. So the crashes of one disk
-//! say all about it, whatever those of the other one leave, and each disk is explored by itself.
+//! A fork writes nothing into its source, so a crash leaves the source as it leaves any store. The two share
+//! image files under two names, which are never written to again. So the crashes of one disk say all about
+//! it, in whatever state those of the other one leave the other, and each disk is explored by itself.
 
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, FileName, Metadata, PageId, Store};
@@ -11,8 +11,8 @@ use super::model::{Act, Target};
 use super::work::{Driver, Random};
 use super::{Lives, options, suite};
 
-/// Pages with images of a snapshot, two with images that were written ahead of their batch, and three that
-/// changed since.
+/// Makes pages with images of a snapshot, two with images that were written ahead of their batch, and three
+/// that changed since.
 pub fn pages_to_share(driver: &Driver, store: &Store, random: &mut Random) -> Result<Vec<PageId>, Error> {
     let mut pages = driver.create_pages(store, random, 12, 300)?;
     driver.snapshot(store)?;
@@ -26,12 +26,13 @@ pub fn pages_to_share(driver: &Driver, store: &Store, random: &mut Random) -> Re
     Ok(pages)
 }
 
-/// The image files that a fork got by linking.
+/// The number of image files that a fork got by linking.
 fn linked(disk: &SimDisk) -> usize {
     disk.history().iter().filter(|event| event.starts_with("link pages/")).count()
 }
 
-/// A fork of a closed store, its own life and a fork of it; meanwhile the source lets go of what they share.
+/// A fork of a closed store, its own life and a fork of it; meanwhile the source drops the files that they
+/// share.
 #[test]
 fn a_fork_is_whole_or_not_there_and_its_source_is_as_it_was() {
     suite(options().snapshots_kept(1), 7800, |driver, random| {
@@ -45,7 +46,7 @@ fn a_fork_is_whole_or_not_there_and_its_source_is_as_it_was() {
         assert_eq!(driver.disk.events(), events, "a fork writes nothing into its source");
         assert_eq!(linked(&fork.disk), 2);
 
-        // The source changes everything, and its image files go.
+        // The source changes everything, and its image files are removed.
         let store = driver.open()?;
         for _ in 0..2 {
             driver.change(&store, random, &pages)?;

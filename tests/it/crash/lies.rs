@@ -1,8 +1,8 @@
-//! A medium that lies: a sector that it said it wrote keeps its older self, or what was meant for it lands in
-//! another one, or is there and is not what the next read gives. One lie at a time, in every sector that any sync
-//! of a work made durable.
+//! A medium that lies. A sector that it said it wrote keeps its older self, or the bytes meant for it land in
+//! another one, or they are there and the next read gives others. One lie at a time, in every sector that any
+//! sync of a work made durable.
 //!
-//! The store was closed, so that a mark covers every batch. Whoever opens it then finds everything, or is told
+//! The store was closed, so that a mark covers every batch. The next open then finds everything, or is told
 //! what is damaged. Only a loss that looks like a torn tail may be cut, and is reported.
 
 use remanent::testing::sim_disk::{Lie, LieKind, SimDisk};
@@ -14,10 +14,10 @@ use super::model::Line;
 use super::work::{Driver, Floors, Random, Writer, open};
 use super::{from_env, options};
 
-/// What an open made of a lie.
+/// The outcome of an open after a lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
-    /// All is there.
+    /// All acknowledged batches are there.
     Harmless,
     /// The store is refused as damaged.
     Refused,
@@ -28,7 +28,7 @@ enum Outcome {
 fn judge(lie: &Lie, options: &Options, line: &Line) -> Result<Outcome, String> {
     let store = match open(&lie.disk, options) {
         Ok(store) => store,
-        // What was read wrong once is right the next time: nothing was changed meanwhile.
+        // A wrong read is right the next time: nothing was changed meanwhile.
         Err(Error::Damaged(_)) if lie.kind == LieKind::Stale => {
             let store = open(&lie.disk, options).map_err(|error| format!("once more: {error}"))?;
             same(line, line.last(), &store).map_err(|violation| format!("once more: {violation}"))?;
@@ -61,7 +61,7 @@ fn work(driver: &Driver, random: &mut Random) -> Result<(), Error> {
     let store = driver.open()?;
     driver.change(&store, random, &pages[..3])?;
     driver.snapshot(&store)?;
-    // Most of the log is behind the last snapshot, and frames are longer than a sector.
+    // Most of the log is after the last snapshot, and frames are longer than a sector.
     driver.create_pages(&store, random, 8, 1500)?;
     driver.change(&store, random, &pages)?;
     driver.close(store)

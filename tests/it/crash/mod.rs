@@ -2,17 +2,17 @@
 //! middle of every write, with every part of what was pending kept or lost.
 //!
 //! Each workload runs once, on real threads. Then every state that a death of the process or a power cut
-//! could have left is opened. Whatever is found must be the model's state at the Lsn that recovery reports;
-//! that Lsn must not be below anything acknowledged at the level which the crash spares; nothing may be
-//! refused; the pure `rebuild` must find the same; and what the open returned must survive a power cut at
-//! once, and carry a new commit. In a part of the images the recovery, and the commits after it, are
-//! themselves crashed, three deep. All suites together open at least 80,000 images: each asserts its part.
+//! could have left is opened. Its content must be the model's state at the Lsn that recovery reports; that
+//! Lsn must not be below anything acknowledged at the level that the crash spares; no store may be refused;
+//! the pure `rebuild` must agree; and the state that the open returned must survive a power cut at once, and
+//! carry a new commit. In a part of the images the recovery, and the commits after it, are themselves
+//! crashed, three deep. All suites together open at least 80,000 images: each asserts its part.
 //!
-//! [`model`] says what must be there, [`work`] drives the store and notes what was acknowledged,
-//! [`explore`] opens and judges. The works are in [`commits`], [`snapshots`], [`scrubs`], [`forks`] and
-//! [`followers`], whose followers are asked after each crash, too. [`lies`] has a medium that does not write what it
-//! says. [`syncs`] leaves out one sync after the other and shows that this is seen; [`trouble`] has one call after
-//! the other fail.
+//! [`model`] says what must be there, [`work`] drives the store and notes acknowledgements, [`explore`] opens
+//! and judges. The works are in [`commits`], [`snapshots`], [`scrubs`], [`forks`] and [`followers`], whose
+//! followers are asked after each crash, too. [`lies`] has a medium that does not write what it says.
+//! [`syncs`] leaves out one sync after the other and shows that this is seen; [`trouble`] makes one call
+//! after the other fail.
 //!
 //! # The long run
 //!
@@ -20,10 +20,11 @@
 //! CRASH_EFFORT=5 CRASH_THREADS=4 cargo test -p remanent --test it crash:: -- --nocapture
 //! ```
 //!
-//! looks at more of the same, lets every call of every work fail, and says how many images that were in a [`table`]:
-//! the last one printed has all works. `CRASH_EFFORT` multiplies the ways to tear a write, the images of one moment
-//! and the share of recoveries that are crashed; from 5 on no call is left out. `CRASH_THREADS` is how many threads
-//! share one work, beside the works that the test harness runs at a time; `CRASH_SEED` makes other works.
+//! looks at more of the same, lets every call of every work fail, and counts the images in a [`table`]: the
+//! last one printed has all works. `CRASH_EFFORT` multiplies the ways to tear a write, the images of one
+//! moment and the share of recoveries that are crashed; from 5 on no call is left out. `CRASH_THREADS` is the
+//! number of threads that share one work, while the test harness runs several works at a time; `CRASH_SEED`
+//! makes other works.
 
 mod model;
 mod work;
@@ -47,8 +48,8 @@ use explore::{Explorer, Level, Violation};
 use model::Line;
 use work::{Driver, Floors, Random};
 
-/// Segments as short as they can be, so that a few batches cross every boundary; no snapshots and no scrubs but
-/// those that a work asks for.
+/// Segments as short as they can be, so that a few batches cross every boundary; no snapshots and no scrubs
+/// but those that a work asks for.
 fn options() -> Options {
     let options = Options::default().segment_len(16 << 10).reserve_bytes(0);
     options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
@@ -62,17 +63,18 @@ const LEVELS: &[Level] = &[
     Level { tears: Tears::None, images_max: 4, closely_of: 16, nest_of: 1 },
 ];
 
-/// With the usual effort one call in so many fails; with some times that all of them, one after the other.
+/// The usual effort makes one call in this number fail; a multiple of it makes all of them fail, one after
+/// the other.
 const FAULTS_ONE_OF: u64 = 40;
 
-/// A number from the environment, 1 if it is not given: which choices are made, and how many times the
-/// usual effort.
+/// A number from the environment, 1 if it is not given: the choice of works, or a multiple of the usual
+/// effort.
 fn from_env(name: &str) -> u64 {
     std::env::var(name).ok().map_or(1, |number| number.parse().expect("a number"))
 }
 
-/// A run of the work, all of its crashes, and at least so many images; then the work again and again, each time with
-/// another call that fails.
+/// A run of the work, all of its crashes, and at least this number of images; then the work again and again,
+/// each time with another call that fails.
 fn suite<Work>(options: Options, at_least: usize, work: Work)
 where
     Work: Fn(Driver, &mut Random) -> Result<Lives, Error> + Sync,
@@ -80,7 +82,7 @@ where
     suite_at(LEVELS, options, at_least, work);
 }
 
-/// The same, as thoroughly as told.
+/// The same, with these levels.
 fn suite_at<Work>(levels: &[Level], options: Options, at_least: usize, work: Work)
 where
     Work: Fn(Driver, &mut Random) -> Result<Lives, Error> + Sync,
@@ -92,7 +94,7 @@ where
     let started = Instant::now();
     let driver = Driver::new(SimDisk::new(), options.clone(), Line::default(), Floors::default());
     let Lives(lives) = work(driver, &mut Random(seed)).expect("the work itself meets no fault");
-    // The path of the test: it is the one that the work was written in.
+    // The path of the test in which the work was written.
     let test = std::any::type_name::<Work>().trim_start_matches("it::").trim_end_matches("::{{closure}}");
     let again = |violation| -> Vec<usize> {
         panic!(
@@ -117,7 +119,7 @@ where
     table::add(table::Row { test: test.to_owned(), events, images, faults, elapsed: started.elapsed() });
 }
 
-/// Does the parts of something, each in a thread of its own, and adds up what they counted.
+/// Does the parts, each in a thread of its own, and adds up their counts.
 fn in_parts(
     parts: usize,
     work: impl Fn((usize, usize)) -> Result<Vec<usize>, Violation> + Sync,
@@ -135,7 +137,7 @@ fn in_parts(
     })
 }
 
-/// What a work did between its own deaths: a disk for each life.
+/// The lives of a work between its own deaths: a disk for each.
 struct Lives(Vec<Driver>);
 
 impl From<Driver> for Lives {

@@ -1,4 +1,5 @@
-//! What a store should hold: a plain model with one state for every Lsn. It shares no code with the engine.
+//! The expected content of a store: a plain model with one state for every Lsn. It shares no code with the
+//! engine.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ pub enum Target {
 }
 
 impl Target {
-    /// Its id; `new` are those of the pages that its batch creates.
+    /// The page's id; `new` are those of the pages that its batch creates.
     fn id(self, new: &[PageId]) -> PageId {
         match self {
             Target::Page(page) => page,
@@ -42,7 +43,7 @@ pub enum Act {
     RemoveRoot { name: String },
 }
 
-/// The batch for some acts.
+/// Builds the batch of some acts.
 pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
     let mut batch = store.batch();
     let mut new: Vec<NewPage> = Vec::new();
@@ -214,7 +215,7 @@ impl State {
         page
     }
 
-    /// The first difference in words.
+    /// The first difference, in words.
     pub fn difference(&self, found: &State) -> Option<String> {
         for page in self.pages.keys().chain(found.pages.keys()) {
             let (expected, found) = (self.pages.get(page), found.pages.get(page));
@@ -232,7 +233,7 @@ fn page_of(info: &PageInfo, bytes: Vec<u8>) -> Page {
     Page { key, epoch: epoch.0, lsn: lsn.0, place, metadata: (*metadata).clone(), bytes }
 }
 
-/// What a store holds, read through its public face.
+/// The state of a store, read through its public interface.
 pub fn read(store: &Store) -> remanent::Result<State> {
     let mut state = State { root: (*store.root()?).clone(), ..State::default() };
     for info in store.pages()? {
@@ -245,7 +246,7 @@ pub fn read(store: &Store) -> remanent::Result<State> {
     Ok(state)
 }
 
-/// What a state on disk holds.
+/// The state that a view shows.
 pub fn looked_at(old: &View) -> remanent::Result<State> {
     let mut state = State { root: (**old.root()).clone(), ..State::default() };
     for info in old.pages() {
@@ -257,7 +258,7 @@ pub fn looked_at(old: &View) -> remanent::Result<State> {
     Ok(state)
 }
 
-/// What a follower's replica holds.
+/// The state that a follower's replica holds.
 pub fn replicated(replica: &Replica) -> State {
     let pages = replica.pages().map(|info| {
         let bytes = replica.bytes(info.page).expect("a replica has the bytes of its pages").to_vec();
@@ -266,7 +267,7 @@ pub fn replicated(replica: &Replica) -> State {
     State { pages: pages.collect(), root: (**replica.root()).clone() }
 }
 
-/// What the pure `rebuild` found.
+/// The state that the pure `rebuild` computed.
 pub fn rebuilt(rebuilt: &remanent_format::state::rebuild::RebuiltStore) -> State {
     let pages = rebuilt.table.pages().map(|info| {
         let bytes = rebuilt.contents[&info.page].clone();
@@ -275,14 +276,14 @@ pub fn rebuilt(rebuilt: &remanent_format::state::rebuild::RebuiltStore) -> State
     State { pages: pages.collect(), root: (**rebuilt.table.root()).clone() }
 }
 
-/// What one Lsn stands for.
+/// The change that one Lsn stands for.
 #[derive(Clone, Debug)]
 pub enum Step {
     Batch {
         acts: Vec<Act>,
         new: Vec<PageId>,
     },
-    /// A restore of the state at an Lsn.
+    /// A restore of the state at an earlier Lsn.
     Restore {
         to: u64,
     },
@@ -292,7 +293,7 @@ pub enum Step {
 #[derive(Clone, Debug)]
 pub struct Line {
     states: Vec<Arc<State>>,
-    /// Where the store begins: a fork never was what its source was before.
+    /// The Lsn at which the store begins: a fork never had the earlier states of its source.
     first: u64,
 }
 
@@ -303,7 +304,7 @@ impl Default for Line {
 }
 
 impl Line {
-    /// The last Lsn.
+    /// The last Lsn of the line.
     pub fn last(&self) -> u64 {
         self.states.len() as u64 - 1
     }
@@ -323,7 +324,7 @@ impl Line {
         &self.states[usize::try_from(lsn).expect("as many states as batches")]
     }
 
-    /// Forgets what came after an Lsn: a crash took it.
+    /// Forgets the states after an Lsn: a crash took them.
     pub fn cut(&mut self, lsn: u64) {
         self.states.truncate(usize::try_from(lsn).expect("as many states as batches") + 1);
         self.first = self.first.min(lsn);
@@ -339,8 +340,8 @@ impl Line {
         self.states.push(Arc::new(next));
     }
 
-    /// Pages that changed since get this Lsn and an epoch above all that were ever given; those that only moved
-    /// get the Lsn alone.
+    /// The state after a restore. Pages that changed since get this Lsn and an epoch above all that were ever
+    /// given; those that only moved get the Lsn alone.
     fn restored(&self, lsn: u64, to: u64) -> State {
         let pages = self.states.iter().flat_map(|state| state.pages.values());
         let epoch = pages.map(|page| page.epoch).max().unwrap_or(0) + 1;

@@ -1,5 +1,5 @@
-//! Scrubs that find damage: whatever moment a crash strikes, what was acknowledged is there, and once the scrub
-//! has returned nothing needs the damaged bytes.
+//! Scrubs that find damage: at whatever moment a crash strikes, acknowledged batches are there, and once the
+//! scrub has returned no file needs the damaged bytes.
 
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, FileName, PageId, SnapshotId, SnapshotInfo};
@@ -16,9 +16,9 @@ fn image_of(disk: &SimDisk, snapshot: &SnapshotInfo, page: PageId) -> ImageRef {
     entry.image.expect("the page is not empty")
 }
 
-/// One snapshot and the log from its beginning: an image of the one or a batch of the other can be done without,
-/// so that no crash on the way is refused. First the image is damaged, then the log. States of the past are not
-/// looked at: one that needs the damaged bytes is refused when it comes to them.
+/// One snapshot and the log from its beginning: an image of the one or a batch of the other can be done
+/// without, so that no crash on the way is refused. First the image is damaged, then the log. Earlier states
+/// are not looked at: one that needs the damaged bytes is refused when a view or a restore asks for it.
 #[test]
 fn a_scrub_that_mends_survives() {
     let levels: Vec<Level> = LEVELS.iter().map(|level| Level { closely_of: usize::MAX, ..*level }).collect();

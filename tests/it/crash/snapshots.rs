@@ -1,20 +1,20 @@
-//! Snapshots, what they share and what they replace; and restores.
+//! Snapshots, the files that they share and replace; and restores.
 
 use remanent::{Ack, Error, Metadata, PageLoad, Place};
 
 use super::model::{Act, Target};
-use super::work::{Random, Writer, beside};
+use super::work::{Random, Writer, commit_concurrently};
 use super::{Lives, options, suite};
 
 #[test]
-fn snapshots_beside_commits() {
+fn snapshots_during_commits() {
     suite(options(), 3300, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
         for _ in 0..4 {
             driver.commit(&store, &mut writer, Ack::Logged)?;
         }
-        beside(&driver, &store, [other], [Ack::Logged; 10], || {
+        commit_concurrently(&driver, &store, [other], [Ack::Logged; 10], || {
             (0..2).try_for_each(|_| {
                 driver.snapshot(&store)?;
                 driver.commit(&store, &mut writer, Ack::Logged).map(drop)
@@ -26,8 +26,8 @@ fn snapshots_beside_commits() {
     });
 }
 
-/// Snapshots that several threads write, each to a file of its own, of which a crash leaves some or none; each page is
-/// longer than a chunk, and written in pieces, its head last.
+/// Several threads write a snapshot, each to a file of its own, of which a crash leaves some or none. Each
+/// page is longer than a chunk, and written in pieces, its head last.
 #[test]
 fn snapshots_of_several_files_survive() {
     const LEN: usize = 400;
@@ -35,7 +35,7 @@ fn snapshots_of_several_files_survive() {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 6, LEN)?;
         driver.snapshot(&store)?;
-        beside(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 3], || {
+        commit_concurrently(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 3], || {
             driver.change(&store, random, &pages[..4])?;
             driver.snapshot(&store).map(drop)
         })?;
@@ -52,13 +52,13 @@ fn snapshots_of_several_files_survive() {
     });
 }
 
-/// As many snapshots as the log has them taken, while two threads commit.
+/// Snapshots as often as the growth of the log makes them due, while two threads commit.
 #[test]
-fn background_snapshots_beside_commits() {
+fn background_snapshots_during_commits() {
     suite(options(), 5500, |driver, random| {
         let store = driver.open_with(options().snapshot_log_bytes(5000))?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
-        beside(&driver, &store, writers, [Ack::Logged; 6], || Ok(()))?;
+        commit_concurrently(&driver, &store, writers, [Ack::Logged; 6], || Ok(()))?;
         let mut writer = Writer::new("c", random.next());
         while store.stats().snapshots.taken < 2 {
             driver.commit(&store, &mut writer, Ack::Durable)?;
@@ -72,14 +72,14 @@ fn background_snapshots_beside_commits() {
 
 /// Exact snapshots while another thread commits: each alone, without the log, is the state of its Lsn.
 #[test]
-fn exact_snapshots_beside_commits() {
+fn exact_snapshots_during_commits() {
     suite(options(), 2900, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
         for _ in 0..3 {
             driver.commit(&store, &mut writer, Ack::Logged)?;
         }
-        beside(&driver, &store, [other], [Ack::Logged; 8], || {
+        commit_concurrently(&driver, &store, [other], [Ack::Logged; 8], || {
             (0..2).try_for_each(|_| {
                 driver.snapshot_exact(&store)?;
                 driver.commit(&store, &mut writer, Ack::Logged).map(drop)
@@ -91,7 +91,7 @@ fn exact_snapshots_beside_commits() {
     });
 }
 
-/// Snapshots that are durable before they are verified: what they take the place of stays until they are.
+/// Snapshots that are durable before they are verified: the files that they replace stay until they are.
 #[test]
 fn snapshots_verified_in_the_background() {
     suite(options().snapshots_kept(1), 2000, |driver, random| {
@@ -109,7 +109,7 @@ fn snapshots_verified_in_the_background() {
     });
 }
 
-/// Thin snapshots: the disk is full, all pages have changed, and each that is deleted gives back what it took.
+/// Thin snapshots: the disk is full, all pages have changed, and each deleted page gives its space back.
 #[test]
 fn thin_snapshots_on_a_full_disk_survive() {
     const LEN: usize = 20_000;
@@ -148,8 +148,8 @@ fn thin_snapshots_on_a_full_disk_survive() {
     });
 }
 
-/// Stores that are in use before their pages are loaded: every crash of one, and every one that is opened like that
-/// behind a crash.
+/// Stores that are in use before their pages are loaded: every crash of one, and every one that is opened
+/// like that after a crash.
 #[test]
 fn stores_loaded_on_demand_survive() {
     suite(options().snapshots_kept(1).page_load(PageLoad::OnDemand), 3000, |driver, random| {
@@ -164,7 +164,7 @@ fn stores_loaded_on_demand_survive() {
         let second = driver.killed();
         drop(store);
         let store = second.open()?;
-        // A cold page is changed, and snapshots are taken beside those that nobody asks for.
+        // An unloaded page is changed, and snapshots are taken by hand and in the background.
         second.commit_acts(&store, write(5, random), Ack::Logged)?;
         second.snapshot(&store)?;
         second.commit_acts(&store, write(4, random), Ack::Durable)?;
@@ -180,11 +180,12 @@ fn stores_loaded_on_demand_survive() {
     });
 }
 
-/// Pages that move between snapshots, beside them and alone or with changes in one batch; and a restore to before.
+/// Pages that move between snapshots, during them, and alone or with changes in one batch; and a restore to a
+/// state before the moves.
 #[test]
 fn moves_survive() {
     const PLACES: [Place; 3] = [Place::Pinned, Place::Device(0), Place::Host];
-    // The restore goes back to before the older of two snapshots.
+    // The restore takes the store to a state before the older of two snapshots.
     let options = options().log_kept(1 << 30);
     suite(options, 3900, |driver, random| {
         let store = driver.open()?;
@@ -202,7 +203,7 @@ fn moves_survive() {
             driver.commit_acts(&store, acts, Ack::Logged).map(drop)
         };
         round(0, random)?;
-        beside(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 4], || {
+        commit_concurrently(&driver, &store, [Writer::new("a", random.next())], [Ack::Logged; 4], || {
             driver.snapshot(&store)?;
             (1..5).try_for_each(|number| round(number, random))?;
             driver.snapshot_exact(&store)?;
@@ -218,7 +219,7 @@ fn moves_survive() {
     });
 }
 
-/// Pages that are worth compressing, in snapshots and in a restore.
+/// Compressible pages, in snapshots and in a restore.
 #[test]
 fn compressed_images_survive() {
     suite(options(), 2300, |driver, random| {
@@ -285,7 +286,7 @@ fn names_pruning_and_compaction_survive() {
         assert_eq!(store.snapshots()[0].id, named.id);
         let pruned = store.prune(&store.retention().give_up("first"))?;
         assert_eq!(pruned.snapshots, [named]);
-        // Two thirds of the first image file are named no more: the next snapshot writes what is left of it.
+        // Two thirds of the first image file are named no more: the next snapshot rewrites the rest of it.
         let emptying = driver.snapshot(&store)?;
         assert_eq!(emptying.bytes_written, 10 * 1000);
         driver.change(&store, random, &pages[..1])?;
@@ -339,7 +340,7 @@ fn a_restore_survives() {
     });
 }
 
-/// Between two snapshots, and over a restore that went another way.
+/// A view between two snapshots, and over a restore that went another way.
 #[test]
 fn a_restore_to_a_batch_survives() {
     suite(options(), 2900, |driver, random| {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// What became of one work.
+/// The counts of one work.
 pub struct Row {
     pub test: String,
     /// Events of the work itself.

@@ -1,9 +1,10 @@
-//! Faults in the middle of the works: every call that writes, syncs or changes names fails once, one after the
-//! other, in whichever life of a work it is made.
+//! Faults in the middle of the works: every call that writes, syncs or changes names fails once, one after
+//! the other, in each life of a work.
 //!
-//! The work ends with the error, or gets by without what failed. Either way what was acknowledged before must be
-//! there: after a death of the process, and after a power cut that takes what a failed sync has left unwritten,
-//! though each later sync says that it succeeds. So an acknowledgement after a failed sync is found as a loss.
+//! The work ends with the error, or gets by without the failed call. Either way, batches acknowledged before
+//! must be there: after a death of the process, and after a power cut that takes what a failed sync has left
+//! unwritten, though each later sync says that it succeeds. So an acknowledgement after a failed sync is
+//! found as a loss.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,7 +17,8 @@ use super::explore::{Explorer, Level, Violation};
 use super::model::Line;
 use super::work::{Driver, Floors, Random};
 
-/// What fails, with the errors that it may fail with. Reads are struck in `faults/disk_errors.rs`.
+/// Operations that fail, with the errors that they may fail with. Reads are struck in
+/// `faults/disk_errors.rs`.
 const TROUBLES: [(Operation, &[i32]); 9] = [
     (Operation::Create, &[EIO, ENOSPC]),
     (Operation::Link, &[EIO, ENOSPC]),
@@ -29,10 +31,10 @@ const TROUBLES: [(Operation, &[i32]); 9] = [
     (Operation::SyncWindow, &[EIO, ENOSPC]),
 ];
 
-/// From the fault on: the crashes of what the process still did. `closely_of` is the work's own.
+/// The level for crashes of the work after the fault. `closely_of` is the work's own.
 const LEVEL: Level = Level { tears: Tears::None, images_max: 4, closely_of: usize::MAX, nest_of: usize::MAX };
 
-/// A fault in one of the lives of a work, and whom it strikes.
+/// A fault in one of the lives of a work, and the drivers that it strikes.
 pub struct Trouble {
     /// The life, from 0, and the fault; none if the calls are to be counted only.
     fault: Option<(usize, DiskFault)>,
@@ -45,7 +47,7 @@ impl Trouble {
         Arc::new(Self { fault, lives: AtomicUsize::new(0), drivers: Mutex::default() })
     }
 
-    /// A life begins.
+    /// Counts a life that begins, and strikes it if it is its turn.
     pub fn join(&self, driver: &Driver) {
         let life = self.lives.fetch_add(1, Ordering::SeqCst);
         if let Some((_, fault)) = self.fault.filter(|(struck, _)| *struck == life) {
@@ -56,8 +58,8 @@ impl Trouble {
     }
 }
 
-/// Strikes the work at one call in `one_of` of those that it makes, as far as they are this part's. Returns how many
-/// faults struck, and how many of their crashes were looked at.
+/// Strikes the work at one call in `one_of` of those that it makes, as far as they are this part's. Returns
+/// how many faults struck, and how many of their crashes were looked at.
 pub fn strike<Work>(
     options: &Options,
     seed: u64,
@@ -94,8 +96,8 @@ where
     Ok(vec![struck, images])
 }
 
-/// Looks at the crashes of whoever was struck, from the fault on. Threads of the engine may make fewer calls than
-/// they did when they were counted: then nobody was.
+/// Looks at the crashes of the driver that was struck, from the fault on. Threads of the engine may make
+/// fewer calls than they did when they were counted: then no driver was struck.
 fn judge(
     options: &Options,
     seed: u64,

@@ -37,17 +37,17 @@ impl Random {
     }
 }
 
-/// What must survive a crash.
+/// The least that must survive a crash.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Floors {
-    /// An open has returned.
+    /// An open has returned, so the store must exist.
     pub exists: bool,
     pub logged: u64,
     pub durable: u64,
 }
 
 impl Floors {
-    /// With acknowledgements that were noted on a disk.
+    /// The floors with acknowledgements that were noted on a disk.
     pub fn with(mut self, acks: &[u64]) -> Self {
         for ack in acks {
             let lsn = ack >> 1;
@@ -60,7 +60,7 @@ impl Floors {
         self
     }
 
-    /// After a crash: a power cut spares only what was durable.
+    /// The floors after a crash: a power cut spares only what was durable.
     pub fn after(self, crash: Crash) -> Self {
         match crash {
             Crash::Kill => self,
@@ -85,7 +85,7 @@ impl Writer {
         Self { name, random: Random(seed), pages: Vec::new(), keys: 0 }
     }
 
-    /// Over the pages that there are at the end of a line, with keys that were not used before.
+    /// A writer over the pages that there are at the end of a line, with keys that were not used before.
     pub fn over(self, line: &Line) -> Self {
         let state = line.at(line.last());
         let pages =
@@ -105,7 +105,7 @@ impl Writer {
             };
             self.act(kind, &mut created, &mut acts);
         }
-        // Every batch says something in the root, so that no two states are alike.
+        // Every batch sets something in the root, so that no two states are alike.
         acts.push(Act::SetRoot { name: self.name.to_owned(), value: self.random.next() });
         acts
     }
@@ -189,9 +189,9 @@ pub fn open(disk: &SimDisk, options: &Options) -> Result<Store, Error> {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options.clone())
 }
 
-/// Lets each of the writers commit from a thread of its own, once for each ack, while this thread does something
-/// else.
-pub fn beside(
+/// Lets each of the writers commit from a thread of its own, once for each ack, while this thread runs
+/// `meanwhile`.
+pub fn commit_concurrently(
     driver: &Driver,
     store: &Store,
     writers: impl IntoIterator<Item = Writer>,
@@ -212,22 +212,22 @@ pub fn beside(
     })
 }
 
-/// Drives a store on one disk. Clones drive the same one.
+/// A driver of a store on one disk. Clones drive the same one.
 #[derive(Clone)]
 pub struct Driver {
     pub disk: SimDisk,
-    /// What had to survive when this disk began.
+    /// The least that had to survive when this disk began.
     pub floors: Floors,
     options: Options,
     notes: Arc<Notes>,
-    /// What this life, or one that comes after it, is to suffer.
+    /// The fault that strikes this life, or one that comes after it.
     trouble: Option<Arc<Trouble>>,
 }
 
-/// What a driver writes down.
+/// The book and the notes of a driver.
 struct Notes {
     book: Mutex<Book>,
-    /// A step was written into the book.
+    /// Signals that a step was written into the book.
     written: Condvar,
     /// Replicas of followers, each with the number of events before it was there.
     followed: Mutex<Vec<(usize, Replica)>>,
@@ -235,9 +235,9 @@ struct Notes {
 
 struct Book {
     line: Line,
-    /// What was committed since: two threads may report in another order than the log's.
+    /// Steps committed since: two threads may report in another order than the log's.
     steps: BTreeMap<u64, Step>,
-    /// As noted on the disk.
+    /// Acknowledgements as noted on the disk.
     acks: Vec<u64>,
 }
 
@@ -248,14 +248,14 @@ impl Driver {
         Self { disk, floors, options, notes, trouble: None }
     }
 
-    /// One of its lives is to suffer a fault: this one, or one that comes after it.
+    /// The driver with a fault that strikes one of its lives: this one, or one that comes after it.
     pub fn in_trouble(self, trouble: &Arc<Trouble>) -> Self {
         let driver = Self { trouble: Some(trouble.clone()), ..self };
         trouble.join(&driver);
         driver
     }
 
-    /// The same driver, whose next lives suffer nothing.
+    /// The same driver, whose next lives suffer no fault.
     pub fn out_of_trouble(self) -> Self {
         Self { trouble: None, ..self }
     }
@@ -269,21 +269,21 @@ impl Driver {
         }
     }
 
-    /// The disk as a death of the process leaves it now, with what a power cut could still take.
+    /// The disk as a death of the process leaves it now, with all that a power cut could still take.
     pub fn killed(&self) -> Self {
         let disk = self.disk.after_kill(Moment { event: self.disk.events(), tear: None });
         let floors = self.floors.with(&self.notes.book.lock().unwrap().acks).after(Crash::Kill);
         self.next_life(disk, self.line(), floors)
     }
 
-    /// The disk as a power cut leaves it now that spares nothing pending.
+    /// The disk after a power cut now that spares nothing pending.
     pub fn cut_off(&self) -> Self {
         let floors = self.floors.with(&self.notes.book.lock().unwrap().acks).after(Crash::Power);
         self.next_life(self.disk.after_power_cut(), self.line(), floors)
     }
 
-    /// The disk as a death of the process leaves it right after the last event whose description begins
-    /// so.
+    /// The disk as a death of the process leaves it right after the last event whose description begins with
+    /// `event`.
     ///
     /// # Panics
     /// If there is no such event.
@@ -303,14 +303,14 @@ impl Driver {
         Ok(store)
     }
 
-    /// Opens the store.
+    /// Opens the store with the driver's options.
     pub fn open(&self) -> Result<Store, Error> {
         let store = open(&self.disk, &self.options)?;
         self.adopt(&store);
         Ok(store)
     }
 
-    /// Goes on from what an open found: it is durable, and what a crash took is forgotten.
+    /// Goes on from the state that an open found: it is durable, and batches that a crash took are forgotten.
     pub fn adopt(&self, store: &Store) {
         let lsn = store.recovered().position.lsn;
         let mut line = self.line();
@@ -331,7 +331,7 @@ impl Driver {
         Ok(lsn)
     }
 
-    /// Commits these acts.
+    /// Commits these acts as one batch.
     pub fn commit_acts(&self, store: &Store, acts: Vec<Act>, ack: Ack) -> Result<(Lsn, Vec<PageId>), Error> {
         let ticket = store.submit(batch(store, &acts))?;
         let (lsn, new) = (ticket.position().lsn, ticket.pages().to_vec());
@@ -352,7 +352,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Takes a snapshot; what it stands for is durable.
+    /// Takes a snapshot; the state that it stands for is durable.
     pub fn snapshot(&self, store: &Store) -> Result<SnapshotInfo, Error> {
         let info = store.snapshot()?;
         self.acked(Ack::Durable, info.end);
@@ -387,7 +387,7 @@ impl Driver {
         Ok(info)
     }
 
-    /// Creates pages of so many bytes, a batch each.
+    /// Creates pages of `len` bytes, a batch each.
     pub fn create_pages(
         &self,
         store: &Store,
@@ -419,12 +419,12 @@ impl Driver {
         self.restored(store, end.0, || store.restore(&StatePoint::Snapshot(SnapshotId(id.0))))
     }
 
-    /// Goes back to the state behind a batch.
+    /// Restores the state after a batch.
     pub fn restore_to(&self, store: &Store, to: u64) -> Result<(), Error> {
         self.restored(store, to, || store.restore(&StatePoint::Lsn(Lsn(to))))
     }
 
-    /// Written down before it is done: one that fails may all the same be in the log.
+    /// A restore is written down before it is done: one that fails may all the same be in the log.
     fn restored(
         &self,
         store: &Store,
@@ -433,12 +433,13 @@ impl Driver {
     ) -> Result<(), Error> {
         let lsn = Lsn(store.lsn().0 + 1);
         self.notes.book.lock().unwrap().steps.insert(lsn.0, Step::Restore { to });
-        assert_eq!(restore()?.lsn, lsn, "nobody else commits meanwhile");
+        assert_eq!(restore()?.lsn, lsn, "no other thread commits meanwhile");
         self.acked(Ack::Durable, lsn);
         Ok(())
     }
 
-    /// Forks the state behind a batch to an empty disk, which has to answer for it once that has returned.
+    /// Forks the state after a batch to an empty disk, which has to answer for that state once the fork has
+    /// returned.
     pub fn fork(&self, lsn: u64, target: SimDisk) -> Result<Self, Error> {
         let line = self.line_up_to(lsn).forked(lsn);
         let target = self.next_life(target, line, Floors::default());
@@ -448,13 +449,13 @@ impl Driver {
         Ok(target)
     }
 
-    /// Notes what a follower has read until now. After every crash from now on it must be able to go on, or be
-    /// told why not.
+    /// Notes the position of a follower. After every crash from now on it must be able to go on, or be told
+    /// why not.
     pub fn note_follower(&self, replica: &Replica) {
         self.notes.followed.lock().unwrap().push((self.disk.events(), replica.clone()));
     }
 
-    /// What followers had read, each with the number of events before.
+    /// The followers' replicas, each with the number of events before.
     pub fn followed(&self) -> Vec<(usize, Replica)> {
         self.notes.followed.lock().unwrap().clone()
     }
@@ -480,7 +481,7 @@ impl Driver {
     }
 
     /// The state after every Lsn up to this one. A batch may be in the log, and in a snapshot, before the
-    /// thread that commits it has written it down: that is waited for.
+    /// thread that commits it has written it down: this waits until it is.
     fn line_up_to(&self, last: u64) -> Line {
         let mut book = self.notes.book.lock().unwrap();
         let is_there = |book: &Book| {

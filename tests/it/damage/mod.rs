@@ -1,12 +1,12 @@
 //! Damage everywhere: bits flipped, sectors zeroed, files cut, removed, swapped, extended and replaced, in a
 //! store that was closed cleanly and in one whose process was killed.
 //!
-//! The rule (I4): what comes out is the final state, or the state after an earlier batch with the cut
-//! reported and no mark over it, or a refusal. A store that was closed cleanly has a mark over everything, so
-//! there it is the final state or a refusal, nothing else. The states are those that callers saw in the open
-//! store, batch by batch: they come from memory, not from the files under test.
+//! The rule (I4): an open gives the final state, or the state after an earlier batch with the cut reported
+//! and no mark over it, or a refusal. A store that was closed cleanly has a mark over everything, so there it
+//! is the final state or a refusal, nothing else. The states are those that callers saw in the open store,
+//! batch by batch: they come from memory, not from the files under test.
 //!
-//! `sweeps.rs` says how everything is damaged in every way.
+//! `sweeps.rs` chooses how much is damaged.
 
 mod sweeps;
 mod verdicts;
@@ -25,12 +25,12 @@ use remanent_format::{Damage, ReadAt};
 use crate::files::{Files, State, open, open_with, small};
 use sweeps::{Count, at_least, bits, here, is_long, sweep};
 
-/// A store's files, and what is known of them.
+/// A store's files, and the states that are known of them.
 pub struct Victim {
     pub files: Files,
     /// The state after each batch.
     pub states: BTreeMap<Lsn, State>,
-    /// The last batch.
+    /// The last batch of the store.
     pub last: Lsn,
     /// The last batch that a mark covers.
     pub marked: Lsn,
@@ -38,21 +38,21 @@ pub struct Victim {
     pub older: Vec<Files>,
 }
 
-/// What came of a damaged store.
+/// The outcome of opening or rebuilding a damaged store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// The final state.
+    /// The final state is there.
     Whole,
     /// An earlier state, and the cut is reported.
     Cut(Lsn),
-    /// An earlier state that no mark covers, with no trace left of what came after it.
+    /// An earlier state that no mark covers, with no trace left of the batches after it.
     Traceless(Lsn),
-    /// Nothing, with a reason.
+    /// No state, with a reason.
     Refused,
 }
 
 impl Victim {
-    /// A store with two snapshots and log behind each, closed cleanly and opened again on the way.
+    /// A store with two snapshots and log after each, closed cleanly and opened again on the way.
     pub fn closed() -> Self {
         let (disk, states, older) = Self::build();
         Self::of(Files::of(&disk), states, older)
@@ -112,11 +112,12 @@ impl Victim {
                 commit(&store, &pages, number);
                 states.insert(store.lsn(), State::of(&store));
                 if number % 8 == 0 || is_long() {
-                    // The disk itself changes under one's hands while the store is open.
+                    // The disk itself changes while the store is open.
                     let then = disk.after_kill(Moment { event: disk.events(), tear: None });
                     older.push(Files::of(&then));
                 }
-                // However slow or fast the machine, at most three batches are left to the keeper's clock.
+                // However slow or fast the machine, at most three batches are left to the timer of the log's
+                // thread.
                 if left == 3 {
                     store.wait_durable(store.lsn()).unwrap();
                 }
@@ -133,7 +134,7 @@ impl Victim {
         (disk, states, older)
     }
 
-    /// Holds the result of a rebuild or an open against the rule.
+    /// Judges the result of a rebuild or an open by the rule.
     fn judge(&self, what: &str, state: &State, lsn: Lsn, torn: Option<&TornTail>) -> Verdict {
         let expected = self.states.get(&lsn).unwrap_or_else(|| panic!("{what}: no state at {lsn}"));
         assert!(state == expected, "{what}: a wrong state at {lsn}");
@@ -159,7 +160,7 @@ impl Victim {
         Ok(self.judge(what, &State::rebuilt(&rebuilt), end.accepted.lsn, end.torn.as_ref()))
     }
 
-    /// Opens the files, and again what the first open made of them.
+    /// Opens the files, and again the files that the first open made of them.
     fn open(&self, what: &str, files: &Files) -> Verdict {
         let disk = files.disk();
         match open(&disk) {
@@ -184,12 +185,12 @@ impl Victim {
     }
 }
 
-/// Opens a store that holds no space back, so that there is little to damage but what matters.
+/// Opens a store that holds no space back, so that most bytes of its files matter.
 fn open_victim(disk: &SimDisk) -> Store {
     open_with(disk, small().reserve_bytes(0)).unwrap()
 }
 
-/// One batch with a bit of everything.
+/// Commits one batch with operations of every kind.
 fn commit(store: &Store, pages: &[PageId], number: u64) {
     let byte = number as u8;
     let place = if number.is_multiple_of(2) { Place::Pinned } else { Place::Device(0) };
@@ -220,7 +221,7 @@ pub fn mix(number: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The file and the offset of byte `number` of all files together.
+/// The place of byte `number` of all files together: its file and offset.
 fn place(files: &Files, mut number: usize) -> (FileName, usize) {
     for (file, bytes) in &files.0 {
         if number < bytes.len() {
@@ -228,15 +229,15 @@ fn place(files: &Files, mut number: usize) -> (FileName, usize) {
         }
         number -= bytes.len();
     }
-    panic!("there are only so many bytes");
+    panic!("no file has that byte");
 }
 
 fn flip(files: &mut Files, (file, offset): (FileName, usize), bit: u64) {
     files.0.get_mut(&file).unwrap()[offset] ^= 1 << bit;
 }
 
-/// Flips a bit of every byte of every file, one at a time. What is refused is refused with the file that is damaged,
-/// and with a structure that begins where the bit lies or before.
+/// Flips a bit of every byte of every file, one at a time. A refusal names the file that is damaged, and a
+/// structure that begins at the bit or before.
 fn flip_every_byte(victim: &Victim) -> [usize; 4] {
     let count = Count::default();
     sweep(&victim.files, victim.files.bytes_len(), |files, number| {
@@ -288,7 +289,7 @@ fn open_flipped(victim: &Victim, files: &mut Files, place: (FileName, usize), bi
 fn opening_and_rebuilding_give_the_same_verdict_on_a_flipped_bit() {
     for victim in [Victim::closed(), Victim::killed(), Victim::reopened()] {
         let count = Count::default();
-        // Half of them strike where something is written, or was.
+        // Half of them strike bytes that are written, or were.
         let written = |place: &(FileName, usize)| victim.files.0[&place.0][place.1] != 0;
         let places: Vec<_> =
             (0..victim.files.bytes_len()).map(|number| place(&victim.files, number)).collect();
@@ -313,7 +314,7 @@ fn opening_and_rebuilding_give_the_same_verdict_on_a_flipped_bit() {
     }
 }
 
-/// Damages one file in every way but a flipped bit, and calls `each` with what is left.
+/// Damages one file in every way but a flipped bit, and calls `each` with the result.
 pub fn mutilate(whole: &Files, foreign: &Files, each: impl Fn(&str, &Files)) {
     let each = here(each);
     for (file, bytes) in &whole.0 {
@@ -394,8 +395,8 @@ fn mutilated_files_of_a_killed_store_cost_only_what_no_mark_covers() {
     );
 }
 
-/// Puts wrong sectors into the places of others, one at a time or two swapped, and calls `each` with what is left:
-/// writes that were lost, or went elsewhere.
+/// Puts wrong sectors into the places of others, one at a time or two swapped, and calls `each` with the
+/// result: writes that were lost, or went elsewhere.
 fn misplace(victim: &Victim, each: impl Fn(&str, &Files)) {
     let each = here(each);
     let with = |what: &str, sectors: &[((FileName, usize), &[u8])]| {
@@ -440,13 +441,13 @@ fn a_sector_of_long_ago_or_in_another_ones_place_is_noticed_or_not_needed() {
             count.add(verdict);
         });
         let [whole, cut, traceless, refused] = count.get("a sector stale or misplaced, opened");
-        // As where a sector is zeroed, what no mark covers may go without a trace.
+        // As for zeroed sectors, batches that no mark covers may go without a trace.
         assert!(whole >= at_least(100) && refused >= at_least(50), "{whole} whole, {refused} refused");
         assert!(victim.marked < victim.last || cut + traceless == 0, "{cut} cut, {traceless} traceless");
     }
 }
 
-/// Files of which one sector cannot be read.
+/// Files with one sector that cannot be read.
 struct BadSector<'a> {
     files: &'a Files,
     file: FileName,
@@ -488,7 +489,7 @@ fn a_sector_that_cannot_be_read_is_never_taken_for_the_end_of_the_log() {
 }
 
 #[test]
-fn a_bad_sector_behind_the_log_costs_nothing_that_lies_before_it() {
+fn a_bad_sector_after_the_log_costs_nothing_that_lies_before_it() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let mut batch = store.batch();
@@ -512,7 +513,7 @@ fn the_victims_are_what_the_sweeps_need() {
         let survey = Survey::read(&victim.files).unwrap();
         assert_eq!(survey.links.len(), 2);
         let [older, newer] = [1, 2].map(|id| survey.snapshot(SnapshotId(id)).unwrap());
-        assert!(older.end < newer.redo.lsn && newer.end < victim.last, "log lies behind both");
+        assert!(older.end < newer.redo.lsn && newer.end < victim.last, "log lies after both");
         assert!(survey.log.newest().unwrap().number > newer.redo.incarnation.number, "it was opened again");
         let len = victim.files.bytes_len();
         assert!((64 << 10..512 << 10).contains(&len), "{len} bytes");

@@ -1,9 +1,10 @@
-//! How much is damaged: some of everything, or everything in every way, or a part of that.
+//! The amount of damage: some of everything, or everything in every way, or a part of that.
 //!
-//! With `REMANENT_DAMAGE=every` each bit of every byte is flipped, by rebuild and by open, each file is cut to every
-//! length, and each sector is replaced by every older self; each sweep prints a row of what came of it. That takes
-//! hours of a processor. `REMANENT_DAMAGE=3/16` does the third of sixteen parts of it: processes of one thread each
-//! (`taskset --cpu-list 3`) are faster than threads of one process, which wait for each other to map memory.
+//! With `REMANENT_DAMAGE=every` each bit of every byte is flipped, by rebuild and by open, each file is cut
+//! to every length, and each sector is replaced by every older self; each sweep prints a row of its counts.
+//! That takes hours of a processor. `REMANENT_DAMAGE=3/16` does the third of sixteen parts of it: processes
+//! of one thread each (`taskset --cpu-list 3`) are faster than threads of one process, which wait for each
+//! other to map memory.
 
 use std::cell::Cell;
 use std::num::NonZeroUsize;
@@ -14,7 +15,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::{Verdict, mix};
 use crate::files::Files;
 
-/// Which part of how many is damaged, from 0, if everything is damaged in every way, rather than some of it.
+/// The part that is damaged, from 0, and the number of parts, if everything is damaged in every way; `None`
+/// if only some of it is.
 static LONG: LazyLock<Option<(usize, usize)>> = LazyLock::new(|| {
     let told = std::env::var("REMANENT_DAMAGE").ok()?;
     let part = || {
@@ -46,7 +48,7 @@ pub fn bits(number: usize) -> Range<u64> {
     if is_long() { 0..8 } else { random..random + 1 }
 }
 
-/// What a part must come to, if everything comes to so many.
+/// The count that a part must come to, if everything comes to `count`.
 pub fn at_least(count: usize) -> usize {
     LONG.map_or(count, |(_, parts)| count / parts)
 }
@@ -82,7 +84,7 @@ pub fn sweep(files: &Files, count: usize, each: impl Fn(&mut Files, usize) + Syn
     });
 }
 
-/// How often each verdict was given.
+/// Counts of the verdicts.
 #[derive(Debug, Default)]
 pub struct Count {
     whole: AtomicUsize,
@@ -102,7 +104,7 @@ impl Count {
         count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whole, cut, traceless, refused; printed too, for who runs the long form.
+    /// The counts of whole, cut, traceless and refused; printed too, for the long form.
     #[expect(clippy::print_stdout, reason = "a row of the table that the long form comes to")]
     pub fn get(&self, sweep: &str) -> [usize; 4] {
         let counts = [&self.whole, &self.cut, &self.traceless, &self.refused];

@@ -1,6 +1,6 @@
-//! The judge's verdict beside the engine's: what `remanent_format::judge` says of damaged files, and what an open of
-//! the same files does. Also in stores with named, exact and restored snapshots, in a fork, and where snapshots were
-//! given up.
+//! The judge's verdict against the engine's: what `remanent_format::judge` says of damaged files, and what an
+//! open of the same files does. Also in stores with named, exact and restored snapshots, in a fork, and where
+//! snapshots were given up.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,10 +19,10 @@ use super::sweeps::sweep;
 use super::{flip, mix};
 use crate::files::{Files, State, open_with, small};
 
-/// What became of an open.
+/// The outcome of an open.
 pub type Opened<'a> = Result<&'a RecoveryReport, &'a Damage>;
 
-/// Holds the verdict on the files against what an open of them did.
+/// Compares the verdict on the files with what an open of them did.
 pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, Verdict)> {
     let survey = match Survey::read(files) {
         Ok(survey) => survey,
@@ -48,7 +48,8 @@ pub fn agrees(what: &str, files: &Files, opened: Opened<'_>) -> Option<(Survey, 
             }
             for said in &recovered.harmless {
                 let mut judged = passed_over.iter().copied().chain(&verdict.lost).chain(&end.harmless);
-                // Whoever looks for one thing names the batch that wants it, and whoever reads all of a file does not.
+                // A reader that looks for one thing names the batch that wants it; a reader of a whole file
+                // does not.
                 let is_it = |damage: &Damage| {
                     (damage.file, damage.offset, &damage.defect) == (said.file, said.offset, &said.defect)
                 };
@@ -157,7 +158,7 @@ fn exact() -> Subject {
     work.commit(3);
     work.store.snapshot_with(SnapshotOptions::new().exact()).unwrap();
     work.commit(2);
-    work.close("an exact snapshot behind another one")
+    work.close("an exact snapshot after another one")
 }
 
 fn restored() -> Subject {
@@ -165,9 +166,9 @@ fn restored() -> Subject {
     let good = work.commit(3);
     work.store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
     work.commit(3);
-    work.restore_to(good);
+    work.restore(&StatePoint::Lsn(good));
     work.commit(2);
-    work.close("a restored state, and log behind it")
+    work.close("a restored state, and log after it")
 }
 
 fn restored_in_the_log() -> Subject {
@@ -176,12 +177,12 @@ fn restored_in_the_log() -> Subject {
     work.store.snapshot().unwrap();
     let good = work.commit(2);
     work.commit(2);
-    work.restore_to(good);
+    work.restore(&StatePoint::Lsn(good));
     work.commit(1);
     work = work.reopen();
     work.commit(1);
-    let subject = work.close("a restore that no snapshot stands behind");
-    // What a crash right after the restore leaves: its own snapshot is not there yet.
+    let subject = work.close("a restore with no snapshot of its own");
+    // The files after a crash right after the restore: its own snapshot is not there yet.
     let newest = subject.files.names(|file| matches!(file, FileName::Manifest(_)));
     let mut files = subject.files;
     files.0.remove(newest.last().unwrap());
@@ -277,7 +278,7 @@ fn damage_all(subject: &Subject) -> [usize; 3] {
     counts.map(AtomicUsize::into_inner)
 }
 
-/// One damaged store: the verdict, the open, and each snapshot that is said to stand.
+/// Judges one damaged store: the verdict, the open, and each snapshot that is said to stand.
 fn check(subject: &Subject, what: &str, files: &Files, [opened, refused, stood]: &[AtomicUsize; 3]) {
     let disk = files.disk();
     let judged = match open_with(&disk, small().reserve_bytes(0)) {

@@ -1,4 +1,4 @@
-//! Budgets, and memory that runs out: exact figures, and nothing changed.
+//! Budgets, and memory that runs out: exact figures, and no change in the store.
 
 use remanent::disk::Disk;
 use remanent::{Budget, FileName, SnapshotId, StatePoint, View};
@@ -80,7 +80,7 @@ fn recovery_refuses_a_final_table_over_the_budget_before_it_allocates() {
     let opened = Store::open_on(Arc::new(disk.clone()), device.clone(), within(399));
     over_budget(opened, (400, 399, 399));
     assert_eq!(device.allocations.load(Ordering::SeqCst), 0);
-    // On the way there was more than this, but never in memory.
+    // The log passes through more than this, but never in memory.
     let store = Store::open_on(Arc::new(disk.clone()), device.clone(), within(400)).unwrap();
     assert_eq!(store.lsn().0, 2);
     assert_eq!(allocated(&store), (400, 2));
@@ -93,7 +93,7 @@ fn recovery_refuses_a_final_table_over_the_budget_before_it_allocates() {
     store.commit(batch).unwrap();
 }
 
-/// It was a terabyte long, says its log, in which a shorter length was replaced.
+/// The page was a terabyte long, says its log, in which a shorter length was replaced.
 #[test]
 fn a_page_that_was_long_on_its_way_is_loaded_within_a_budget_for_what_it_is_now() {
     const LONG: u64 = 54_321;
@@ -152,16 +152,16 @@ fn memory_that_runs_out_leaves_everything_as_it_was() {
     let store = open(&disk, device.clone()).unwrap();
     let mut line = Line::begin(&store);
     line.commits(&store, 5).unwrap();
-    // Nothing left for the first page of a batch, for its second.
+    // No allocation succeeds for the first page of a batch, then for its second.
     for left in [0, 1] {
         device.allow(left);
         let error = create(&store, &[10, 20, 30]).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
-        // The pages of before; what they replaced was reaped on the way.
+        // Only the earlier pages are live; memory that they replaced was reaped on the way.
         assert_eq!((device.live(), store.lsn().0), (2, line.logged));
     }
     device.allow(0);
-    // A snapshot that finds no memory beside the pages does without.
+    // A snapshot that finds no memory in addition to the pages does without.
     store.snapshot().unwrap();
     line.check(&store, line.logged);
     device.allow(u64::MAX);
@@ -170,19 +170,20 @@ fn memory_that_runs_out_leaves_everything_as_it_was() {
     drop(store);
     assert_eq!(device.live(), 0);
 
-    // While pages are loaded, too.
+    // Memory runs out while pages are loaded, too.
     device.allow(1);
     assert!(matches!(open(&disk, device.clone()), Err(Error::OutOfMemory { .. })));
     assert_eq!(device.live(), 0);
     line.check(&open_on_host(&disk).unwrap(), line.logged);
 }
 
-/// An older snapshot would need as much: that a page has no memory is said, whatever was found of another's image.
+/// An older snapshot would need as much: a page without memory is reported, whatever was found of another's
+/// image.
 #[test]
 fn memory_that_runs_out_while_images_are_loaded_is_no_damage() {
     let disk = SimDisk::new();
     let store = open_with(&disk, Gauge::host(), small().snapshots_kept(1)).unwrap();
-    // More than are allocated together.
+    // More pages than are allocated together.
     create(&store, &[8; 300]).unwrap();
     store.snapshot().unwrap();
     store.close().unwrap();

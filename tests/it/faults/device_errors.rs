@@ -66,7 +66,7 @@ fn an_error_of_the_device_stops_the_store_and_the_log_has_it_all() {
             let remedy = if fault.context_lost { Remedy::NewProcess } else { Remedy::Reopen };
             assert_eq!((error.remedy(), cause.remedy()), (remedy, remedy));
         }
-        // What is still read is right: a list that was lost must not show as old bytes.
+        // All bytes that can still be read are right: a list that was lost must not show as old bytes.
         let read = line.check_read(&store);
         assert!(read.as_ref().err().is_none_or(is_the_fault), "{read:?}");
         let struck = device.struck();
@@ -82,7 +82,8 @@ fn an_error_of_the_device_stops_the_store_and_the_log_has_it_all() {
     });
 }
 
-/// Pages that are loaded while the store is in use: each is right, or the error is told, and nobody waits for ever.
+/// Pages that are loaded while the store is in use: each is right, or the error is told, and no thread waits
+/// for ever.
 #[test]
 fn an_error_of_the_device_while_pages_are_loaded_stops_the_store() {
     let calls = [DeviceCall::Staging, DeviceCall::Submit, DeviceCall::Wait];
@@ -102,15 +103,15 @@ fn an_error_of_the_device_while_pages_are_loaded_stops_the_store() {
         match opened {
             Ok(store) => {
                 assert!(store.recovered().unloaded_pages > 0);
-                let warm = store.wait_loaded();
-                assert!(warm.as_ref().err().is_none_or(is_the_fault), "{warm:?}");
+                let loaded = store.wait_loaded();
+                assert!(loaded.as_ref().err().is_none_or(is_the_fault), "{loaded:?}");
                 let read = line.check_read(&store);
                 assert!(read.as_ref().err().is_none_or(is_the_fault), "{read:?}");
-                if let Err(error) = warm {
+                if let Err(error) = loaded {
                     assert!(is_the_fault(&poisoned(&store)), "{error}");
                     assert!(read.is_err(), "a page that is not loaded was read");
                 }
-                // What strikes the last list of all leaves nobody to say when memory is free.
+                // A fault at the last list of all leaves no later list to say when memory is free.
                 may_keep |= !device.struck();
             }
             Err(error) => assert!(is_the_fault(&error), "{error}"),
@@ -142,7 +143,7 @@ fn an_error_of_the_device_during_an_open_changes_nothing() {
         let device = Arc::new(FaultyDevice::new(gauge.clone()));
         device.arm(fault);
         let opened = open(&disk, device.clone());
-        // Where nothing more can be asked of the device, or nobody knows what still runs, memory stays.
+        // Where the device takes no more calls, or work of unknown extent still runs, memory stays.
         let may_keep = fault.context_lost
             || opened.is_ok()
             || matches!(fault.call, Some(DeviceCall::Release | DeviceCall::Wait));

@@ -21,9 +21,9 @@ const OPERATIONS: [Operation; 11] = [
     Operation::SyncWindow,
 ];
 
-/// Runs `case` with the first, the second, … operation of each kind failing, once and for good, until
-/// there are no more of them. `case` says whether the fault struck. (An open reads by several threads, so which read is the
-/// fifth is not the same each time.)
+/// Runs `case` with the first, the second, … operation of each kind failing, once and for good, until there
+/// are no more of them. `case` says whether the fault struck. (An open reads by several threads, so which
+/// read is the fifth is not the same each time.)
 fn at_every_operation(
     operations: &[Operation],
     case: impl Fn(DiskFault) -> bool + Send + Sync + Copy + 'static,
@@ -40,7 +40,7 @@ fn an_error_of_the_disk_stops_the_store_and_loses_nothing() {
     at_every_operation(&OPERATIONS, |fault| stops_and_loses_nothing(fault, small()));
 }
 
-/// What was put is in nobody's page cache.
+/// Bytes written by a `Put` are not in the page cache.
 #[test]
 fn an_error_of_a_direct_write_stops_the_store_and_loses_nothing() {
     let operations = [Operation::Put, Operation::SyncWindow];
@@ -82,8 +82,8 @@ fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
             }
         }
     }
-    // What was read before is still read, and is still right. But a restore that cannot read again what it
-    // proved before has overwritten a part of memory: then nobody reads it.
+    // Bytes that were read before are still read, and are still right. But a restore that cannot read again
+    // what it proved before has overwritten a part of memory, which is then not read.
     if let Err(error) = line.check_read(&store) {
         assert!(is_of_a_read(fault), "{error}");
         assert!(is_the_fault(&error), "{error}");
@@ -101,14 +101,14 @@ fn stops_and_loses_nothing(fault: DiskFault, options: Options) -> bool {
 
 #[test]
 fn an_error_of_the_disk_during_an_open_loses_nothing() {
-    // Images of a snapshot that is verified are read by an open alone.
+    // Only an open reads the images of a verified snapshot.
     let operations = [&OPERATIONS[..9], &[Operation::ReadProven]].concat();
     at_every_operation(&operations, |fault| {
         let (disk, line) = killed();
         disk.fail(fault);
         let device = Gauge::host();
         match open(&disk, device.clone()) {
-            // Opening got by without it, or it struck one of the threads later.
+            // The open got by without it, or it struck one of the threads later.
             Ok(store) => line.check(&store, line.logged),
             Err(error) => assert!(is_the_fault(&error), "{error}"),
         }
@@ -140,7 +140,7 @@ fn killed() -> (SimDisk, Line) {
     let now = Moment { event: disk.events(), tear: None };
     let left = disk.after_kill(now);
     drop(store);
-    // Something to clear away, whatever the store's threads were at.
+    // A file that an open must clear away, whatever the store's threads were at.
     left.create(FileName::Temporary(Folder::Log, 99)).unwrap();
     (left, line)
 }

@@ -1,4 +1,4 @@
-//! A full disk: commits fail cleanly, everything else goes on, and nothing has to be opened anew.
+//! A full disk: commits fail cleanly, everything else goes on, and no store has to be opened anew.
 
 use remanent::disk::Disk;
 use remanent::{Compression, FileName, Folder, PageInfo};
@@ -6,13 +6,13 @@ use remanent::{Compression, FileName, Folder, PageInfo};
 use super::*;
 use crate::files::{Files, HELD_FOR_OPENS, State};
 
-/// What a store takes from the disk at a time.
+/// The length of the segments that a store takes from the disk.
 const SEGMENT: u64 = 16 << 10;
 /// Spares of the reserve. Segments of this length hold three groups, so that seals and deletes take more
 /// of them than those of the usual length; an open takes two.
 const RESERVE: usize = 4;
 
-/// A store with two snapshots, commits behind them and its reserve, and then only so many bytes more.
+/// A store with two snapshots, later commits and its reserve, on a disk with `free` bytes more.
 fn filled(free: u64) -> (SimDisk, Store, Line) {
     let disk = SimDisk::new();
     let store = open_with_reserve(&disk).unwrap();
@@ -67,7 +67,8 @@ fn spares(disk: &SimDisk) -> usize {
 /// Commits until the disk is full; checks that the commit that failed changed nothing.
 fn fill(store: &Store, line: &mut Line) {
     for _ in 0..200 {
-        // What a batch gives up counts until it is applied; a read waits until the last one is, for all change this page.
+        // Memory that a batch gives up counts until it is applied. A read waits until the last one is,
+        // because all change this page.
         store.read(line.page, 0, &mut [0]).unwrap();
         let before = (store.lsn(), pages(store), store.stats().places);
         match line.commit(store, Ack::Logged) {
@@ -149,7 +150,7 @@ fn on_a_full_disk_deletes_take_the_reserve_and_closing_works() {
     });
 }
 
-/// As [`remanent::Options::reserve_bytes`] promises.
+/// The deletes that [`remanent::Options::reserve_bytes`] promises.
 #[test]
 fn the_reserve_takes_a_batch_of_deletes_for_each_block() {
     const DELETES: usize = 100;
@@ -161,7 +162,8 @@ fn the_reserve_takes_a_batch_of_deletes_for_each_block() {
     }
 }
 
-/// A store on a disk with so many bytes left, which no user's batch fits, takes so many batches of deletes.
+/// A store on a disk with `free` bytes left, where no user's batch fits, takes this number of batches of
+/// deletes.
 fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
     let disk = SimDisk::new();
     let options = small().segment_len(segment_len).reserve_bytes(RESERVE as u64 * segment_len);
@@ -198,7 +200,8 @@ fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
     }
 }
 
-/// The crash came between the publication of a snapshot and the frame that records it: the open publishes its manifest anew.
+/// The crash came between the publication of a snapshot and the frame that records it: the open publishes its
+/// manifest anew.
 #[test]
 fn an_open_on_a_full_disk_publishes_a_manifest_anew() {
     at_every_level(|free| {
@@ -229,7 +232,7 @@ fn an_open_on_a_full_disk_publishes_a_manifest_anew() {
 fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
     watched("every level", || {
         let mut outcomes = [0, 0];
-        // One image file and one manifest: both may be what does not fit.
+        // One image file and one manifest: either may be the file that does not fit.
         for free in (0..20_000).step_by(1000) {
             let (disk, store, mut line) = filled(free);
             let allocated =
@@ -267,9 +270,10 @@ fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
 
 #[test]
 fn a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later() {
-    // A snapshot has images of all pages; between two of them, those that have changed get images for the restore.
+    // A snapshot has images of all pages; between two of them, those that have changed get images for the
+    // restore.
     for batches_behind in [0, 2] {
-        watched(&format!("{batches_behind} batches behind a snapshot, every level"), move || {
+        watched(&format!("{batches_behind} batches after a snapshot, every level"), move || {
             restores_at_every_level(batches_behind);
         });
     }
@@ -347,8 +351,8 @@ fn a_store_that_cannot_open_for_lack_of_space_opens_when_there_is_some() {
     });
 }
 
-/// Where no image fits, what deleted pages take comes back all the same, page by page, until a snapshot fits again; the
-/// store can be closed and opened after each step.
+/// Where no image fits, the space of deleted pages comes back all the same, page by page, until a snapshot
+/// fits again; the store can be closed and opened after each step.
 #[test]
 fn deleted_pages_give_their_space_back_where_no_image_fits() {
     for kept in [1, 2] {
@@ -372,7 +376,7 @@ fn give_back(kept: usize) {
             page
         })
         .collect();
-    // All are changed, so that a snapshot has to write all that are left.
+    // All change, so that a snapshot has to write all pages that are left.
     let mut batch = store.batch();
     pages.iter().for_each(|page| _ = batch.write(*page, 8, b"changed"));
     store.commit(batch).unwrap();
@@ -394,7 +398,7 @@ fn give_back(kept: usize) {
             Err(error) => panic!("{error}"),
         }
         fits.push(taken.is_ok());
-        // The one before the newest names the page, too.
+        // The snapshot before the newest names the page, too.
         store.prune(&store.retention().snapshots_kept(1)).unwrap();
         if taken.is_err() {
             assert_eq!(names(&disk, Folder::Pages).len(), images - 1, "{page} gave nothing back");

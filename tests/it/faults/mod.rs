@@ -1,5 +1,5 @@
-//! What fails, fails in order: with a typed error, without a wait for ever, and with everything that was
-//! acknowledged still there afterwards.
+//! Failures come in order: with a typed error, without a wait for ever, and with all acknowledged batches
+//! still there afterwards.
 //!
 //! The cases drive a small store whose every state is known by its Lsn ([`Line`]), on a simulated disk and
 //! on devices that fail on purpose. Each case runs under a watch: a hang is a failure too.
@@ -11,7 +11,7 @@ mod disk_full;
 mod refusals;
 mod shortages;
 mod spares;
-mod waiting;
+mod waiters;
 
 use std::panic::resume_unwind;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ use remanent::{
 /// Length of the page whose bytes tell the state.
 const PAGE_LEN: u64 = 3000;
 
-/// Runs a case in a thread of its own, whose name a panic tells. A minute is a thousand times what it takes.
+/// Runs a case in a thread of its own, whose name a panic tells. A minute is a thousand times its usual time.
 pub fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
     let (sender, done) = channel::<()>();
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
@@ -44,8 +44,8 @@ pub fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Runs `case` with the first, the second, … of these operations failing, each for so many times and by this error,
-/// until there are no more of them. `case` says whether the fault struck.
+/// Runs `case` with the first, the second, … of these operations failing, each this number of times and with
+/// this error, until there are no more of them. `case` says whether the fault struck.
 fn at_every_fault(
     operations: &[Operation],
     kinds: &[(usize, i32)],
@@ -166,7 +166,7 @@ impl Line {
 
     /// Commits that roll, snapshots that recycle, a restore: the first error ends it.
     fn work(&mut self, store: &Store) -> Result<()> {
-        // Longer than what came before: no staging that lies idle will do.
+        // Longer than any batch before: no idle staging is long enough.
         self.commit_with_note(store, Ack::Logged, 5000)?;
         for _ in 0..3 {
             self.commits(store, 7)?;
@@ -185,7 +185,7 @@ impl Line {
         self.check_read(store).unwrap();
     }
 
-    /// Reads everything: it is right, or it is refused.
+    /// Reads everything: the bytes are right, or the read is refused.
     fn check_read(&self, store: &Store) -> Result<()> {
         let lsn = store.lsn();
         let step = self.steps[lsn.0 as usize];
@@ -214,12 +214,12 @@ fn poisoned(store: &Store) -> Arc<Error> {
     committed
 }
 
-/// A device that counts what is allocated, and refuses, lags or panics when it is told to.
+/// A device that counts allocations, and refuses, lags or panics when it is told to.
 pub struct Gauge {
     inner: Arc<dyn Device>,
-    /// Allocations that were not released.
+    /// The number of allocations that were not released.
     live: AtomicI64,
-    /// Allocations made.
+    /// The number of allocations made.
     allocations: AtomicU64,
     /// Allocations that succeed before one is out of memory.
     allocations_left: AtomicU64,
@@ -245,7 +245,7 @@ impl Gauge {
         self.live.load(Ordering::SeqCst)
     }
 
-    /// Lets so many more allocations succeed.
+    /// Lets this number of further allocations succeed.
     pub fn allow(&self, allocations: u64) {
         self.allocations_left.store(allocations, Ordering::SeqCst);
     }

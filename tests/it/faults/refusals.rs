@@ -1,4 +1,4 @@
-//! Stores that may not be opened, and what every error tells.
+//! Stores that may not be opened, and the content of every error.
 
 use std::io;
 
@@ -20,7 +20,7 @@ fn a_store_is_opened_only_as_what_it_is() {
     assert!(matches!(other, Error::LayoutMismatch { found: Some(found) } if found == [7; 32]), "{other}");
     let changed = disk.history()[events..].iter().any(|event| !event.starts_with("sync folder"));
     assert!(!changed, "{:#?}", &disk.history()[events..]);
-    // Who does not ask is not compared.
+    // An option that is not given is not compared.
     drop(opened(small()).unwrap());
     drop(opened(own.create(Create::Never)).unwrap());
 
@@ -75,7 +75,7 @@ fn options_that_cannot_be_used_are_named_and_touch_nothing() {
 }
 
 #[test]
-fn a_second_writer_is_told_who_has_the_store() {
+fn a_second_writer_is_told_the_holder_of_the_store() {
     let directory = tempfile::tempdir().unwrap();
     let _store = Store::open(directory.path(), small()).unwrap();
     let second = Store::open_on(Arc::new(DirDisk::new(directory.path())), Gauge::host(), small());

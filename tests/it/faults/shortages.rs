@@ -1,5 +1,6 @@
-//! A system that is short of something for a while: open files, memory, threads. What cannot be done then fails alone,
-//! and the same store goes on when the shortage ends. `docs/failures.md` lists what poisons a store and what does not.
+//! A system that is short of something for a while: open files, memory, threads. The call that cannot be done
+//! then fails alone, and the same store goes on when the shortage ends. `docs/failures.md` lists what poisons
+//! a store and what does not.
 
 use std::path::Path;
 
@@ -10,15 +11,15 @@ use remanent::{
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
-use crate::direct;
+use crate::direct_io;
 use crate::files::HELD_FOR_OPENS;
 use crate::machine::alone;
 
-/// Too many open files; no memory.
+/// The error of too many open files, and that of no memory.
 const EMFILE: i32 = 24;
 const ENOMEM: i32 = 12;
 
-/// What opens a file, or maps one.
+/// The operations that open a file, or map one.
 const OPERATIONS: [Operation; 3] = [Operation::Create, Operation::Open, Operation::Window];
 /// The length of a note whose batch needs a segment of its own.
 const LONG: usize = 20_000;
@@ -28,8 +29,8 @@ fn is_the_shortage(error: &Error) -> bool {
     text.contains("os error 24") || text.contains("os error 12")
 }
 
-/// Runs `case` with every operation of these kinds failing, the first, the second, … of them first, for one time or
-/// until the shortage ends. `case` says whether the fault struck.
+/// Runs `case` with every operation of these kinds failing, the first, the second, … of them first, for one
+/// time or until the shortage ends. `case` says whether the fault struck.
 fn at_every_moment(case: impl Fn(DiskFault) -> bool + Send + Sync + Copy + 'static) {
     at_every_fault(&OPERATIONS, &[(1, EMFILE), (usize::MAX, EMFILE), (2, ENOMEM)], case);
 }
@@ -77,8 +78,8 @@ fn a_shortage_fails_one_call_and_the_store_goes_on() {
     at_every_moment(|fault| fails_one_call_and_goes_on(fault, small()));
 }
 
-/// The segment that a long frame was to have took the place of a short one. A frame that went to the short one would be in no
-/// file that has a name.
+/// The segment that a long frame was to have took the place of a short one. A frame that went to the short
+/// one would be in no file that has a name.
 #[test]
 fn a_long_segment_that_cannot_be_mapped_takes_no_place() {
     for io in [LogIo::Mapped, LogIo::Direct] {
@@ -87,7 +88,7 @@ fn a_long_segment_that_cannot_be_mapped_takes_no_place() {
             let store = open_with(&disk, Gauge::host(), small().log_io(io)).unwrap();
             let mut line = Line::begin(&store);
             line.commits(&store, 3).unwrap();
-            // No segment is made behind our back.
+            // No segment is made while the test looks on.
             while held(&disk) < 2 + HELD_FOR_OPENS {
                 std::thread::yield_now();
             }
@@ -111,11 +112,12 @@ fn held(disk: &SimDisk) -> usize {
 
 #[test]
 fn a_shortage_in_the_background_fails_nothing() {
-    // Every second segment has a snapshot made.
+    // A snapshot comes with every second segment.
     at_every_moment(|fault| fails_one_call_and_goes_on(fault, small().snapshot_log_bytes(24 << 10)));
 }
 
-/// What could not be looked at is neither damaged nor gone: no older snapshot takes its place, and nothing is removed.
+/// A file that could not be looked at is neither damaged nor gone: no older snapshot takes its place, and
+/// nothing is removed.
 #[test]
 fn a_shortage_during_an_open_fails_that_open() {
     at_every_moment(|fault| {
@@ -252,7 +254,7 @@ fn without_descriptors<T>(work: impl FnOnce() -> T) -> T {
 #[test]
 fn a_process_out_of_descriptors_loses_calls_and_no_store() {
     alone(|| {
-        for log_io in [LogIo::Mapped, LogIo::Buffered, direct::log_io()] {
+        for log_io in [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()] {
             let directory = tempfile::tempdir().unwrap();
             out_of_descriptors(directory.path(), log_io);
         }
@@ -269,7 +271,7 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
             // A segment that is full gives its descriptor back, so commits may find one each time.
             let commits = (0..50).find_map(|_| line.commits(&store, 3).err());
             assert!(commits.as_ref().is_none_or(is_the_shortage), "{log_io}: {commits:?}");
-            // What the commits gave back.
+            // All descriptors that the commits gave back.
             let _all: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
             let kept = store.snapshots();
             let refusals = [
@@ -298,7 +300,7 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
         line.check_read(&store).unwrap();
         assert!(store.scrub().unwrap().damage.is_empty());
     }
-    // Closed without descriptors, it has sealed what it could.
+    // A store that was closed without descriptors has sealed what it could.
     without_descriptors(|| store.close()).unwrap();
     line.check(&Store::open(path, options()).unwrap(), line.logged);
 }

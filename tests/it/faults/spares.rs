@@ -1,4 +1,5 @@
-//! Segments that nothing needs any more wait to be used again, and give way to whatever finds the disk full.
+//! Segments that are not needed any more wait to be used again, and give way to any call that finds the disk
+//! full.
 
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation};
@@ -9,7 +10,7 @@ use crate::files::HELD_FOR_OPENS;
 
 const SEGMENT: u64 = 16 << 10;
 const RESERVE: usize = 2;
-/// With those that are held for opens.
+/// The reserve, with the spares that are held for opens.
 const HELD: usize = RESERVE + HELD_FOR_OPENS;
 /// Commits between two snapshots: they fill more than two segments.
 const COMMITS: usize = 16;
@@ -33,13 +34,14 @@ fn spares(disk: &SimDisk) -> usize {
     names.into_iter().filter(is_spare).count()
 }
 
-/// What the disk was told since.
+/// The number of calls of this kind that the disk got since an event.
 fn told(disk: &SimDisk, from: usize, verb: &str, file: &str) -> usize {
     let is_told = |event: &&String| event.starts_with(verb) && event.ends_with(file);
     disk.history()[from..].iter().filter(is_told).count()
 }
 
-/// How many segments a round takes depends on how often the keeper syncs and seals; what becomes of them does not.
+/// The number of segments that a round takes depends on how often the log's thread syncs and seals; their
+/// fate does not.
 #[test]
 fn a_segment_is_made_anew_only_where_no_spare_lies_beyond_the_reserve() {
     watched("rounds", || {
@@ -66,13 +68,13 @@ fn a_segment_is_made_anew_only_where_no_spare_lies_beyond_the_reserve() {
     });
 }
 
-/// What lies in them is of no account: the log goes on behind the opening as if there were zeros.
+/// Their old bytes do not matter: the log goes on after the opening as if there were zeros.
 #[test]
 fn an_open_makes_no_segment_where_there_are_spares() {
     watched("opens", || {
         let (disk, mut store, mut line) = recycled();
         for _ in 0..4 {
-            // The maker fills the reserve.
+            // The thread that makes segments fills the reserve.
             while spares(&disk) < HELD {
                 std::thread::yield_now();
             }
@@ -93,7 +95,7 @@ fn an_open_makes_no_segment_where_there_are_spares() {
     });
 }
 
-/// Nothing lies under the name of what could not be made, nor is anything else removed for it.
+/// A file that could not be made leaves no bytes under its name, and no other file is removed for it.
 #[test]
 fn an_opening_segment_that_was_not_made_is_not_removed() {
     for (operation, with_spares) in [(Operation::Rename, true), (Operation::Create, false)] {
@@ -160,7 +162,7 @@ fn whatever_needs_space_gets_that_of_segments_beyond_the_reserve() {
 }
 
 #[test]
-fn who_prunes_gets_the_space_of_segments_beyond_the_reserve() {
+fn a_prune_frees_the_space_of_segments_beyond_the_reserve() {
     watched("pruning", || {
         let (disk, store, line) = recycled();
         assert!(spares(&disk) > HELD);

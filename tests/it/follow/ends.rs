@@ -15,10 +15,10 @@ fn recycle_up_to(writer: &mut Writer, disk: &SimDisk) {
 }
 
 #[test]
-fn who_falls_behind_is_told_where_to_start() {
+fn a_follower_that_is_overtaken_is_told_where_to_start() {
     let (sim, disk) = sim();
-    // A restore takes a snapshot of its own: with the next one there are two behind it, and with no more than
-    // these its table would be gone before anybody looks.
+    // A restore takes a snapshot of its own: with the next one there are two after it, and with no more than
+    // these its table would be gone before a follower looks.
     let mut writer = Writer::open(&disk, options().snapshots_kept(3));
     let mut reader = Reader::open(&disk);
     writer.commit(5);
@@ -27,7 +27,7 @@ fn who_falls_behind_is_told_where_to_start() {
     recycle_up_to(&mut writer, &sim);
     let newest = writer.store.snapshots().last().unwrap().id;
 
-    // The one that reads, the one that comes back, and the one that wants it all.
+    // The follower that reads, the one that comes back, and the one that wants the whole log.
     let errors = [
         loop {
             match reader.step() {
@@ -87,7 +87,7 @@ fn a_segment_that_comes_back_alone_does_not_look_like_damage() {
 }
 
 #[test]
-fn whoever_is_at_the_end_is_not_overtaken_by_recycling() {
+fn a_follower_at_the_end_is_not_overtaken_by_recycling() {
     let (sim, disk) = sim();
     for _ in 0..4 {
         let mut writer = Writer::open(&disk, options());
@@ -151,11 +151,11 @@ fn what_a_power_cut_takes_has_diverged() {
     diverged(lost, Some(Lsn(3)));
     writer.commit(6);
     diverged(lost, Some(Lsn(3)));
-    // Whoever had not read what was lost goes on.
+    // A follower that had not read the lost batches goes on.
     let mut follower = Follower::open_on(cut.clone(), durable.into()).unwrap();
     assert_eq!(follower.next(Duration::ZERO).unwrap().unwrap().lsn(), Lsn(4));
 
-    // Positions that never were the store's.
+    // Positions that the store never had.
     for forged in [
         FollowerPosition { chain: durable.chain ^ 1, ..durable },
         FollowerPosition { lsn: Lsn(0), ..durable },
@@ -170,7 +170,7 @@ fn what_a_power_cut_takes_has_diverged() {
     diverged(Follower::open_on(other_store(), FollowFrom::Snapshot).unwrap().position(), None);
 }
 
-/// A store of its own, in its first incarnation.
+/// Another store, in its first incarnation.
 fn other_store() -> Arc<dyn Disk> {
     let (_, disk) = sim();
     let mut writer = Writer::open(&disk, options());

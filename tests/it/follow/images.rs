@@ -111,14 +111,14 @@ fn an_image_that_is_gone_was_overtaken_or_is_lost() {
     let batch = next(&mut follower);
     let file = image_file(&sim);
     let bytes = sim.bytes(file).unwrap();
-    // Nothing says that nobody needs it.
+    // No mark says that the file is not needed.
     sim.remove(file).unwrap();
     let mut replica = Replica::default();
     let Err(Error::Damaged(damage)) = replica.apply(&batch) else { panic!("an image is lost") };
     assert_eq!(damage.file, file);
     sim.create(file).unwrap().write_at(0, &bytes).unwrap();
 
-    // Every page changes, and the log is recycled with what it names.
+    // Every page changes, and the log is recycled with the images that it names.
     let mut turn = 0;
     while sim.bytes(file).is_some() {
         turn += 1;
@@ -143,7 +143,7 @@ fn an_image_that_is_gone_was_overtaken_or_is_lost() {
     assert_eq!(replica.bytes(pages[0]).unwrap()[..9], [&[turn; 8][..], &content(0)[8..9]].concat());
 }
 
-/// The only image file.
+/// The name of the only image file.
 fn image_file(disk: &SimDisk) -> FileName {
     let names = disk.list(Folder::Pages).unwrap();
     let [name] = &names[..] else { panic!("one image file: {names:?}") };

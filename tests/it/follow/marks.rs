@@ -1,10 +1,10 @@
-//! What is not whole: not there yet, or damaged. A durable mark makes the difference.
+//! Incomplete frames: not there yet, or damaged. A durable mark makes the difference.
 
 use remanent::FileName;
 
 use super::*;
 
-/// A closed store of six batches, all under the mark of the last seal, and where the frame of batch `lsn` lies.
+/// A closed store of six batches, all under the mark of the last seal.
 fn closed_store() -> SimDisk {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
@@ -28,7 +28,7 @@ fn frames(disk: &SimDisk) -> Vec<(FileName, u64, u64)> {
     frames
 }
 
-/// The same disk, of which a part of one file is overwritten.
+/// The same disk, with a part of one file overwritten.
 fn with(disk: &SimDisk, file: FileName, offset: u64, bytes: &[u8]) -> Arc<dyn Disk> {
     let copy = disk.after_kill(Moment { event: disk.events(), tear: None });
     copy.damage(file, offset, bytes);
@@ -40,7 +40,7 @@ fn a_frame_half_written_is_not_there_yet() {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
     writer.commit(4);
-    // As it is before a sync or a seal says anything about the last batch.
+    // The disk before a sync or a seal says anything about the last batch.
     let now = sim.after_kill(Moment { event: sim.events(), tear: None });
     let &(file, offset, len) = frames(&now).last().unwrap();
     let whole = now.bytes(file).unwrap()[offset as usize..][..len as usize].to_vec();
@@ -60,9 +60,9 @@ fn a_frame_half_written_is_not_there_yet() {
             let disk: Arc<dyn Disk> = Arc::new(copy.clone());
             let mut reader = Reader::open(&disk);
             assert_eq!(reader.catch_up().unwrap(), Lsn(3), "{part:?}");
-            // Long enough for it to become suspicious.
+            // Long enough for the follower to become suspicious.
             assert!(reader.follower.next(Duration::from_millis(25)).unwrap().is_none());
-            // The rest comes.
+            // The rest of the frame comes.
             copy.damage(file, offset, &whole);
             assert_eq!(reader.catch_up().unwrap(), Lsn(4), "{part:?}");
         }
@@ -81,13 +81,13 @@ fn damage_under_a_mark_is_reported_with_its_place() {
             let disk = with(&sim, file, offset + at, &[byte ^ 0x10]);
             check_damage(&disk, lsn, Some((file, offset)));
         }
-        // Nothing is left that says where the frame was: only that it is missing.
+        // No bytes are left that say where the frame was: only that it is missing.
         let disk = with(&sim, file, offset, &vec![0; len as usize]);
         check_damage(&disk, lsn, None);
     }
 }
 
-/// What comes before the damage is handed over; the damage is named, and again when asked again.
+/// Batches before the damage are handed over. The damage is named, and again when asked again.
 fn check_damage(disk: &Arc<dyn Disk>, lsn: Lsn, place: Option<(FileName, u64)>) {
     let mut reader = Reader::open(disk);
     for _ in 1..lsn.0 {

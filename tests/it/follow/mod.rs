@@ -1,4 +1,4 @@
-//! Following a store: every batch once, in order, byte for byte, whatever becomes of the writer; and a typed
+//! Following a store: every batch once, in order, byte for byte, whatever happens to the writer; and a typed
 //! error where that cannot be.
 //!
 //! The batches are those of the kill suite's workload, so that the state after every Lsn is known. The other
@@ -31,7 +31,7 @@ fn options() -> Options {
     Options::default().segment_len(16 << 10).reserve_bytes(0)
 }
 
-/// An open store that commits the workload, and what it must hold.
+/// An open store that commits the workload, with the content that it must have.
 struct Writer {
     store: Store,
     shape: Shape,
@@ -45,7 +45,7 @@ impl Writer {
         Self { store, shape, next }
     }
 
-    /// Commits so many batches of the workload.
+    /// Commits `count` batches of the workload.
     fn commit(&mut self, count: usize) {
         for _ in 0..count {
             if is_restore(self.next) {
@@ -70,7 +70,7 @@ fn shape(store: &Store) -> Shape {
     store.pages().unwrap().map(|info| (info.page, info.len)).collect()
 }
 
-/// A follower with a replica that is held against the model after each batch.
+/// A follower with a replica that is compared with the model after each batch.
 struct Reader {
     follower: Follower,
     replica: Replica,
@@ -83,7 +83,7 @@ impl Reader {
         Self { follower, replica: Replica::default(), model: Model::new() }
     }
 
-    /// The state of the newest snapshot, and the follower behind it.
+    /// The state of the newest snapshot, and the follower after it.
     fn from_snapshot(disk: &Arc<dyn Disk>) -> Self {
         Self::try_from_snapshot(disk).unwrap()
     }
@@ -110,7 +110,7 @@ impl Reader {
         assert_eq!(batch.lsn(), self.model.lsn.next(), "each batch once, in order");
         assert_eq!(batch.position(), self.follower.position());
         assert!(batch.durable() <= batch.lsn());
-        // The images that it names may go while it is on its way.
+        // The images that it names may be removed while it is on its way.
         self.replica.apply(&batch)?;
         self.model.advance(batch.lsn());
         same(&self.replica, &self.model);
@@ -152,7 +152,7 @@ fn every_batch_comes_once_and_in_order() {
             assert_eq!(reader.catch_up().unwrap(), writer.store.lsn());
         }
         assert!(writer.store.stats().log.rolls > 5, "{:?}", writer.store.stats().log);
-        // From the beginning it is the same, and so it is for a store that nobody has open.
+        // From the beginning it is the same, and so it is for a store that no process has open.
         assert_eq!(Reader::open(&disk).catch_up().unwrap(), writer.store.lsn());
         let lsn = writer.store.lsn();
         drop(writer);
@@ -198,7 +198,7 @@ fn incarnations_are_crossed_without_repeating_a_batch() {
         let mut writer = Writer::open(&disk, options());
         let reader = reader.get_or_insert_with(|| Reader::open(&disk));
         let late = late.get_or_insert_with(|| Reader::open(&disk));
-        // Some lives leave nothing behind, and some followers see an incarnation begin before its first batch.
+        // Some lives commit nothing, and some followers see an incarnation begin before its first batch.
         if life % 2 == 0 {
             assert!(reader.step().unwrap().is_none());
             assert_eq!(reader.follower.position().incarnation.number, life + 1);
@@ -220,8 +220,8 @@ fn incarnations_are_crossed_without_repeating_a_batch() {
     assert_eq!(late.follower.position(), reader.follower.position());
 }
 
-/// An incarnation that committed nothing is left out of the line by the next open; whoever was in it is judged by Lsn
-/// and chain hash.
+/// The next open leaves an incarnation that committed nothing out of the line. A follower that was in it is
+/// judged by Lsn and chain hash.
 #[test]
 fn positions_survive_in_incarnations_that_were_left_out() {
     let (sim, disk) = sim();
@@ -245,7 +245,7 @@ fn positions_survive_in_incarnations_that_were_left_out() {
             Ok::<_, Error>(follower.next(Duration::ZERO)?.map(|batch| batch.position().lsn))
         };
         assert_eq!(from(position).unwrap(), Some(Lsn(5)), "from {position}");
-        // One that a crash took there, and one that was never the store's.
+        // A batch that a crash took there, and one that the store never had.
         let (lsn, chain) = (Lsn(5), position.chain ^ 1);
         for wrong in [FollowerPosition { lsn, ..position }, FollowerPosition { chain, ..position }] {
             let answer = from(wrong);
@@ -262,7 +262,7 @@ fn copies_of_a_tail_are_not_handed_over_again() {
         let mut writer = Writer::open(&disk, options());
         let mut reader = Reader::open(&disk);
         writer.commit(6);
-        // So soon after a batch no mark covers it: recovery copies it into the next incarnation.
+        // This soon after a batch no mark covers it: recovery copies it into the next incarnation.
         let killed: Arc<dyn Disk> = Arc::new(sim.after_kill(Moment { event: sim.events(), tear: None }));
         for _ in 0..handed {
             assert!(reader.step().unwrap().is_some());
@@ -356,7 +356,7 @@ fn a_follower_writes_nothing_and_locks_nothing() {
     reader.reopen(&disk).unwrap();
     assert_eq!(reader.catch_up().unwrap(), Lsn(23));
     assert_eq!(sim.events(), events, "{:#?}", &sim.history()[events..]);
-    // A writer may come while it is there.
+    // A writer may come while the follower is there.
     Writer::open(&disk, options()).commit(1);
     assert_eq!(reader.catch_up().unwrap(), Lsn(24));
 }

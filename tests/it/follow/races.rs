@@ -1,19 +1,20 @@
-//! A writer that strikes between any two reads of a follower: it recycles what the follower has just seen, or
-//! dies and recovers. The follower goes on or is overtaken; what it meets is never taken for damage.
+//! A writer that strikes between any two reads of a follower: it recycles the segments that the follower has
+//! just seen, or dies and recovers. The follower goes on or is overtaken, and never takes what it meets for
+//! damage.
 
 use std::sync::Mutex;
 
 use remanent::{FileName, Folder};
 
 use super::*;
-use crate::interrupted::Interrupted;
+use crate::interrupted_reads::InterruptedDisk;
 
-/// What the writer does in one go.
+/// The writer's action between two reads.
 type Strike = fn(&mut Option<Writer>, &SimDisk);
 
 const STRIKES: [(&str, Strike); 4] = [
     ("recycles", |writer, _| recycle(writer, 1)),
-    // No snapshot that there was before is there behind this.
+    // No earlier snapshot is left after this.
     ("recycles all", |writer, _| recycle(writer, 3)),
     ("restarts", |writer, disk| restart(writer, disk)),
     ("restarts and recycles", |writer, disk| {
@@ -37,7 +38,7 @@ fn restart(writer: &mut Option<Writer>, disk: &SimDisk) {
     writer.as_mut().expect("just opened").commit(2);
 }
 
-/// What a follower is doing meanwhile; its state at the end, if it came that far.
+/// The follower's work meanwhile; its state at the end, if it came that far.
 type Doing = fn(Reader, &Arc<dyn Disk>) -> Result<Reader, Error>;
 
 const DOINGS: [(&str, Doing); 2] = [
@@ -53,7 +54,7 @@ const DOINGS: [(&str, Doing); 2] = [
     }),
 ];
 
-/// A store of several segments and two snapshots, with batches behind them, as a kill leaves it.
+/// A store of several segments and two snapshots, with later batches, as a kill leaves it.
 fn left_by_a_kill() -> SimDisk {
     let (sim, disk) = sim();
     let mut writer = Writer::open(&disk, options());
@@ -78,14 +79,14 @@ fn a_writer_that_strikes_between_two_reads_is_taken_for_no_damage() {
                 let writer = Arc::new(Mutex::new(Some(Writer::open(&disk, options()))));
                 let reader = Reader::from_snapshot(&disk);
                 let striking = (writer.clone(), sim.clone());
-                let interrupted = Arc::new(Interrupted::new(&sim, at, move || {
+                let interrupted = Arc::new(InterruptedDisk::new(&sim, at, move || {
                     strike(&mut striking.0.lock().unwrap(), &striking.1);
                 }));
-                // What comes behind the last read is seen by the next one.
+                // Batches after the last read are seen by the next one.
                 let outcome = follow(reader, &(interrupted.clone() as Arc<dyn Disk>))
                     .and_then(|mut reader| reader.catch_up().map(|_| reader));
                 if interrupted.reads() <= at {
-                    assert!(outcome.is_ok(), "{doing}, beside a writer at rest");
+                    assert!(outcome.is_ok(), "{doing}, with a writer at rest");
                     break;
                 }
                 let outcome = outcome.and_then(|mut reader| reader.catch_up().map(|_| reader));
@@ -106,12 +107,12 @@ fn a_writer_that_strikes_between_two_reads_is_taken_for_no_damage() {
             (all_overtaken, all_went_on) = (all_overtaken + overtaken, all_went_on + went_on);
         }
     }
-    // Strikes that change nothing would prove nothing, and so would those that leave nobody to go on.
+    // Strikes that change nothing would prove nothing, and so would strikes after which no follower goes on.
     assert!(all_overtaken > 200 && all_went_on > 200, "{all_overtaken} {all_went_on}");
 }
 
-/// A power cut may take the segment behind a follower's own, and leave that one: nothing needs it any more. A follower is
-/// told so at once, also where somebody makes room while it looks.
+/// A power cut may take the segment after a follower's own, and leave that one: neither is needed any more. A
+/// follower is told so at once, also where a writer makes room while it looks.
 #[test]
 fn names_that_change_hide_no_gap() {
     let (sim, disk) = sim();
@@ -134,7 +135,7 @@ fn names_that_change_hide_no_gap() {
     for at in 0.. {
         let sim = sim.after_kill(Moment { event: sim.events(), tear: None });
         let striking = sim.clone();
-        let interrupted = Arc::new(Interrupted::new(&sim, at, move || {
+        let interrupted = Arc::new(InterruptedDisk::new(&sim, at, move || {
             Disk::create(&striking, FileName::Spare(99)).unwrap();
         }));
         let disk: Arc<dyn Disk> = interrupted.clone();

@@ -1,17 +1,20 @@
-//! Forked children of this process: what a child does with what it inherited, and how its parent hears of it.
+//! Forked children of this process: a child's use of inherited handles, and how its parent hears of it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// A child that has not ended after this many seconds hangs. Long, for a machine may be busy with other work.
+/// A child that has not ended after this many seconds hangs. Long, because a machine may be busy with other
+/// work.
 const PATIENCE_SECONDS: u32 = 120;
 
-/// Runs `life` in a forked child and waits for the end of the child. `Err` says what went wrong there. The child has
-/// copies of all that `life` reaches: what it takes out or drops is still there for the parent.
+/// Runs `life` in a forked child and waits for the end of the child. `Err` says what went wrong there. The
+/// child has copies of all that `life` reaches: a value that it takes out or drops is still there for the
+/// parent.
 ///
 /// The process has one thread that forks, and no other test runs in it (`machine::alone`).
 pub fn in_child(mut life: impl FnMut() -> Result<(), String>) -> Result<(), String> {
-    // SAFETY: the C library makes its own locks, those of `malloc` among them, usable in the child. The child runs
-    // `life`, which must not wait for a lock that another thread held: a child that does is ended by its alarm.
+    // SAFETY: the C library makes its own locks, those of `malloc` among them, usable in the child. The child
+    // runs `life`, which must not wait for a lock that another thread held: a child that does is ended by its
+    // alarm.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "{}", std::io::Error::last_os_error());
     if child == 0 {

@@ -1,5 +1,5 @@
-//! A forked child has the parent's handles and none of its threads: every handle refuses, before it writes a byte or
-//! waits for a lock, and what the child inherited keeps nobody out and frees nothing.
+//! A forked child has the parent's handles and none of its threads. Every handle refuses, before it writes a
+//! byte or waits for a lock. Handles that the child inherited lock no process out and free nothing.
 
 mod children;
 
@@ -16,7 +16,7 @@ use remanent::{
     Replica, Shadow, SnapshotOptions, SnapshotPhase, StatePoint, Store, Width, WriteBatch,
 };
 
-use crate::direct;
+use crate::direct_io;
 use crate::machine::alone;
 use children::in_child;
 
@@ -41,7 +41,7 @@ fn a_forked_child_can_neither_use_the_store_nor_keep_it_locked() {
             && forked(inherited.submit(inherited.batch()).map(drop))
             && forked(inherited.snapshot().map(drop))
             && forked(inherited.pages().map(drop));
-        // What the child returns here is what `spawn` returns in the parent.
+        // The child's return value here is what `spawn` returns in the parent.
         if refused { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
     };
     // SAFETY: between fork and exec only calls that are safe after a fork may be made. Each of these asks
@@ -50,7 +50,7 @@ fn a_forked_child_can_neither_use_the_store_nor_keep_it_locked() {
     unsafe { command.pre_exec(use_in_the_child) };
     let mut child = command.spawn().expect("every call in the child is refused as forked");
 
-    // The parent's handle is what it was.
+    // The parent's handle is unchanged.
     let mut bytes = [1; 16];
     assert_eq!(store.read(page, 0, &mut bytes).unwrap(), Lsn(1));
     assert_eq!(bytes, [0; 16]);
@@ -90,27 +90,27 @@ fn number_in(store: &Store, page: PageId) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// How often the parent forks, over all ways to write the log; and between two openings of its store.
+/// The number of the parent's forks, over all ways to write the log; and between two openings of its store.
 const FORKS: usize = 1000;
 const FORKS_BETWEEN_OPENINGS: usize = 20;
 
 #[test]
-fn a_thousand_children_change_nothing_beside_durable_commits() {
+fn a_thousand_children_change_nothing_during_durable_commits() {
     alone(|| {
-        let ways = [LogIo::Mapped, LogIo::Buffered, direct::log_io()];
+        let ways = [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()];
         for log_io in ways {
             let directory = tempfile::tempdir().unwrap();
             let mut told = Vec::new();
             for _ in 0..FORKS.div_ceil(ways.len() * FORKS_BETWEEN_OPENINGS) {
-                told = fork_beside_commits(directory.path(), log_io, &told);
+                told = fork_during_commits(directory.path(), log_io, &told);
             }
         }
     });
 }
 
-/// Opens the store, which must hold what was acknowledged; forks some children beside threads that commit. Returns
-/// what each of the three pages was acknowledged to hold.
-fn fork_beside_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
+/// Opens the store, which must hold what was acknowledged, and forks some children while threads commit.
+/// Returns the acknowledged content of each of the three pages.
+fn fork_during_commits(path: &Path, log_io: LogIo, told: &[u64]) -> Vec<u64> {
     let options = Options::default().segment_len(64 << 10).log_io(log_io).ack(Ack::Durable);
     let store = Store::open(path, options).unwrap_or_else(|error| panic!("{log_io}: {error}"));
     let mut pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
@@ -244,12 +244,12 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("reload", here.reload(&copy))?;
                 refused("audit", here.audit())?;
                 refused("fork", here.fork(&fork, &StatePoint::Lsn(Lsn(1))))?;
-                // These have no way to refuse: they say nothing, and wait for nobody.
+                // These have no way to refuse: they say nothing, and wait for no thread.
                 let stats = here.stats();
-                let (lsn, snapshots, cold) = (here.lsn(), here.snapshots(), here.unloaded_pages());
-                let nothing = (lsn, stats.logged, snapshots.len(), cold.pages) == (Lsn(0), Lsn(0), 0, 0);
+                let (lsn, snapshots, unloaded) = (here.lsn(), here.snapshots(), here.unloaded_pages());
+                let nothing = (lsn, stats.logged, snapshots.len(), unloaded.pages) == (Lsn(0), Lsn(0), 0, 0);
                 if !nothing {
-                    return Err(format!("{lsn} {stats:?} {snapshots:?} {cold:?}\n"));
+                    return Err(format!("{lsn} {stats:?} {snapshots:?} {unloaded:?}\n"));
                 }
                 here.reset_peaks();
                 here.wait_for_snapshots(u64::MAX);
@@ -286,7 +286,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("Lease::end", lease.end())?;
                 drop(pin);
                 refused("close", temporary.take().unwrap().close())?;
-                // A child opens what nobody has open, and is refused the rest.
+                // A child opens stores that no process has open, and is refused the rest.
                 let own = Store::temporary(small()).map_err(|error| error.to_string())?;
                 own.commit(own.batch()).map_err(|error| error.to_string())?;
                 own.close().map_err(|error| error.to_string())?;
@@ -295,14 +295,14 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                     other => Err(format!("{other:?}\n")),
                 }
             });
-            // What the parent had is as it was.
+            // The parent's handles are unchanged.
             assert!(lease.unwrap().bytes().unwrap()[..128 << 10] == [7; 128 << 10]);
             assert_eq!(pin.unwrap().page(), pages[2]);
             assert!(as_of.unwrap().contains(pages[0]) && listed.unwrap().eq(here.pages().unwrap()));
             outcome
         };
         everything(&mut store).unwrap();
-        // So is what a child closes and drops: the whole store at the end.
+        // They stay so after a child closes and drops its copies: the whole store at the end.
         in_child(|| refused("close", store.take().unwrap().close())).unwrap();
 
         let store = store.unwrap();
@@ -327,7 +327,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
     });
 }
 
-/// A replica is memory, and nobody else's: a child goes on with its copy, by a follower of its own.
+/// A replica is memory of its own process: a child goes on with its copy, by a follower of its own.
 #[test]
 fn a_child_goes_on_with_its_copy_of_a_replica() {
     alone(|| {
@@ -356,8 +356,8 @@ fn a_child_goes_on_with_its_copy_of_a_replica() {
     });
 }
 
-/// A lock of the child's store must not know the threads that waited in the parent when it forked: their stacks are the
-/// child's to give to threads of its own.
+/// A lock of the child's store must not know the threads that waited in the parent when it forked: the child
+/// may give their stacks to threads of its own.
 #[test]
 fn a_child_works_with_a_store_of_its_own_while_threads_of_the_parent_wait() {
     alone(|| {

@@ -1,6 +1,6 @@
-//! What worker and parent share while the worker lives, and the parent reads after its death: a few words
-//! of a mapped file. Stores into it cost nanoseconds, so that watching disturbs the worker as little as
-//! can be, and an acknowledgement is told the moment it is given.
+//! The memory that worker and parent share while the worker lives, and that the parent reads after its death:
+//! a few words of a mapped file. Stores into it cost nanoseconds, so that watching disturbs the worker as
+//! little as possible, and an acknowledgement is told the moment it is given.
 
 use std::fs::OpenOptions;
 use std::path::Path;
@@ -22,7 +22,7 @@ pub const PHASES: [Phase; 8] = [
     Phase::WriteAhead,
 ];
 
-/// Words 1 to 8 say how many threads are in each phase; these follow.
+/// Words 1 to 8 count the threads in each phase; the other words follow.
 const BEGUN: usize = 9;
 const LOGGED: usize = 10;
 const DURABLE: usize = 11;
@@ -70,7 +70,7 @@ impl Board {
         self.word(OPENED).store(lsn.0 + 1, Ordering::SeqCst);
     }
 
-    /// Up to where the worker recovered the store, once it has.
+    /// The batch up to which the worker recovered the store, once it has.
     pub fn opened(&self) -> Option<Lsn> {
         self.word(OPENED).load(Ordering::SeqCst).checked_sub(1).map(Lsn)
     }
@@ -110,8 +110,8 @@ impl Board {
         Lsn([LOGGED, DURABLE].map(|word| self.word(word).load(Ordering::SeqCst)).into_iter().max().unwrap())
     }
 
-    /// Before a worker starts: it is in no phase and has opened nothing. What earlier ones were promised
-    /// stands.
+    /// Resets the board before a worker starts: it is in no phase and has opened nothing. Promises to earlier
+    /// workers stand.
     pub fn start_over(&self) {
         for phase in PHASES {
             self.word(phase as usize).store(0, Ordering::SeqCst);

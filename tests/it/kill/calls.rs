@@ -9,8 +9,8 @@ use super::*;
 use crate::machine::skipped;
 use crate::machine::strace::{self, Fault, Injection, Strace};
 
-/// Kinds of calls, by the names that `strace` has for them; each thread of a worker counts its own. The last one
-/// is every call whatever.
+/// Kinds of calls, by the names that `strace` has for them; each thread of a worker counts its own. The last
+/// one is every call.
 const CALLS: [&str; 12] = [
     "pwrite64",
     "pread64",
@@ -36,7 +36,7 @@ fn nothing_acknowledged_is_lost_by_a_kill_at_a_system_call() {
     println!("{total} kills at system calls");
 }
 
-/// The scripts, and what each of them finds, to be met by faults.
+/// The scripts, each with the store that it finds, to be met by faults.
 pub struct Sweep<'a> {
     before: Vec<Ground>,
     faults: &'a [Fault],
@@ -47,7 +47,7 @@ pub struct Sweep<'a> {
 type Struck = Vec<Vec<usize>>;
 
 impl<'a> Sweep<'a> {
-    /// `None`, and said so, where there is no `strace`.
+    /// A sweep; `None`, and said so, where there is no `strace`.
     pub fn new(name: &str, faults: &'a [Fault], part: Part) -> Option<Self> {
         if let Some(reason) = strace::missing() {
             skipped(name, reason);
@@ -57,8 +57,9 @@ impl<'a> Sweep<'a> {
         Some(Self { before: in_parallel(&scripts, |script| Ground::before(*script)), faults, part })
     }
 
-    /// Runs worker after worker, one for each script, or so many in all, prints how many met a fault, and
-    /// returns it. `check` is told which kind of fault was before each, how it ended, and where that was.
+    /// Runs worker after worker, one for each script, or the number that the environment gives, prints how
+    /// many met a fault, and returns it. `check` is told which kind of fault was before each, how it ended,
+    /// and where that was.
     #[expect(clippy::print_stdout, reason = "the figures of the long run")]
     pub fn run(&self, enough: Option<usize>, check: impl Fn(usize, ExitStatus, &str) + Sync) -> usize {
         let strike = |script: usize, fault: usize, nth| {
@@ -114,7 +115,8 @@ impl<'a> Sweep<'a> {
         })
     }
 
-    /// At the first call of each kind in each script, at the second, … until there are no more, or enough.
+    /// At the first call of each kind in each script, at the second, … until there are no more, or the number
+    /// is reached.
     fn at_call_after_call(&self, enough: usize, strike: impl Fn(usize, usize, u64) -> bool + Sync) -> Struck {
         let mut struck = vec![vec![0; self.faults.len()]; SCRIPTS.len()];
         let kinds = |script| (0..self.faults.len()).map(move |fault| (script, fault));
@@ -129,12 +131,12 @@ impl<'a> Sweep<'a> {
                 return struck;
             }
         }
-        unreachable!("no worker makes so many calls");
+        unreachable!("no worker makes this many calls");
     }
 }
 
 impl Ground {
-    /// What a script finds.
+    /// The store that a script finds.
     fn before(script: usize) -> Self {
         let mut ground = Self::new(SCRIPTS[script].log_io());
         if SCRIPTS[script].before > Lsn(0) {
@@ -146,18 +148,18 @@ impl Ground {
         ground
     }
 
-    /// Another directory, with the same in it.
+    /// Another directory, with the same content.
     fn copy(&self) -> Self {
         let directory = tempfile::tempdir().unwrap().keep();
-        left::copy_folder(&self.directory, &directory);
+        leftovers::copy_folder(&self.directory, &directory);
         let (board, diary) = (Board::open(&directory.join("board")), directory.join("diary"));
         let (model, diary) = (self.model.of_copy(&diary), Diary::open(&diary));
         let Self { log_io, diary_checked, .. } = *self;
         Self { directory, log_io, board, diary, diary_checked, model, random: Random(0), forks: 0, names: 0 }
     }
 
-    /// Runs the script on a copy with this fault before it, and checks what is left, struck or not. Returns
-    /// whether a call met the fault.
+    /// Runs the script on a copy with this fault before it, and checks the files afterwards, struck or not.
+    /// Returns whether a call met the fault.
     fn strike(
         &self,
         script: usize,
@@ -187,7 +189,8 @@ impl Worker {
         Self(command.env(ERRAND_PART, format!("{script} {part:?}")).spawn().unwrap())
     }
 
-    /// Lets it begin with a fault before it, and waits for its end. Returns whether a call met the fault, too.
+    /// Lets it begin with a fault before it, and waits for its end. Returns whether a call met the fault,
+    /// too.
     fn begin_under(mut self, ground: &Ground, injection: &Injection) -> (ExitStatus, bool) {
         self.wait_until("readiness", || ground.board.is_ready());
         let strace = Strace::attach(self.0.id(), injection, &ground.directory.join("strace")).unwrap();
@@ -202,7 +205,7 @@ impl Worker {
         (ended, struck)
     }
 
-    /// Waits for its end.
+    /// Waits for the worker's end.
     fn ended(&mut self) -> ExitStatus {
         // The pipe is not closed, as `Child::wait` would.
         let stdin = self.0.stdin.take();

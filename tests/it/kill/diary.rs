@@ -1,5 +1,5 @@
-//! What a worker did that the Lsn does not tell: one line each, whole or not there, for a kill spares what was
-//! written.
+//! The acts of a worker that the Lsn does not tell: one line each, complete or not there, because a kill
+//! spares what was written.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 
 use remanent::{Lsn, PageId};
 
-/// One thing that a worker did, or is about to do.
+/// One act of a worker, done or about to be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
-    /// It is about to submit the restore `lsn`, back to `target`. Of several that say so of one `lsn` the last
-    /// one holds: the others were killed before they submitted anything.
+    /// It is about to submit the restore `lsn`, back to `target`. Of several entries for one `lsn` the last
+    /// one holds: the other workers were killed before they submitted anything.
     Restore { lsn: Lsn, target: Lsn },
     /// It was told that this snapshot is taken.
     Named { name: String, end: Lsn },
@@ -20,8 +20,8 @@ pub enum Entry {
     GiveUp { name: String },
     /// It was told that a fork of the state at `lsn` is made.
     Forked { lsn: Lsn },
-    /// The batch `lsn` was refused before it was taken, and its new pages begin with this one: the ids that it had then
-    /// are a gap.
+    /// The batch `lsn` was refused before it was taken, and its new pages begin with this one: the ids that
+    /// it had then are a gap.
     Numbered { lsn: Lsn, first: PageId },
 }
 
@@ -69,7 +69,7 @@ impl Diary {
         self.read().into_iter().filter_map(numbered).collect()
     }
 
-    /// To which batch the restore `lsn` went back, if a worker said so.
+    /// The batch to which the restore `lsn` went back, if a worker said so.
     pub fn restored(&self, lsn: Lsn) -> Option<Lsn> {
         self.read().into_iter().rev().find_map(|entry| match entry {
             Entry::Restore { lsn: of, target } if of == lsn => Some(target),

@@ -1,6 +1,6 @@
-//! A call of the system that fails, or is interrupted: the first of its kind, the second, … What fails, fails with
-//! a typed error; a store that is poisoned by it acknowledges nothing more, one that is not goes on; and what was
-//! acknowledged is there when the store is opened anew.
+//! A call of the system that fails, or is interrupted: the first of its kind, the second, … The failure is a
+//! typed error. A store that is poisoned by it acknowledges nothing more, and another one goes on.
+//! Acknowledged batches are there when the store is opened anew.
 
 use std::sync::Mutex;
 
@@ -17,8 +17,8 @@ const EIO: &str = "error=EIO";
 const ENOSPC: &str = "error=ENOSPC";
 const EINTR: &str = "error=EINTR";
 
-/// Calls, and what they are made to return. A mapping that is refused is left out: the system's own allocator and
-/// its threads live by them.
+/// Calls, and the results that they are made to return. A refused mapping is left out: the system's own
+/// allocator and its threads live by mappings.
 const FAULTS: [Fault; 17] = [
     fault("pwrite64", EIO),
     fault("pread64", EIO),

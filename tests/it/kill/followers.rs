@@ -1,10 +1,10 @@
-//! Followers of a writer that is killed and started again, over and over: whatever they are handed is, byte for
-//! byte, the workload's state at that Lsn, each batch once and in order; restores and batches that name images
-//! are among them.
+//! Followers of a writer that is killed and started again, over and over. Each batch that they are handed
+//! gives, byte for byte, the workload's state at that Lsn, once and in order; restores and batches that name
+//! images are among them.
 //!
-//! The workers snapshot and recycle without a pause, so any follower may be overtaken; then it starts over from
-//! the newest snapshot, as it is told. A kill takes nothing that a follower may have read, so none ever diverges;
-//! whoever went on with a fork has.
+//! The workers snapshot and recycle without a pause, so any follower may be overtaken; then it starts over
+//! from the newest snapshot, as it is told. A kill takes nothing that a follower may have read, so none ever
+//! diverges. A follower that went on with a fork has diverged.
 
 use remanent::{Error, FollowFrom, FollowedBatch, Follower, Op, Replica};
 
@@ -12,7 +12,7 @@ use super::*;
 
 const ROUNDS: usize = 8;
 
-/// A follower with its pages, and how it came along.
+/// A follower with its pages, and the way it came.
 struct Seen {
     store: PathBuf,
     follower: Follower,
@@ -135,8 +135,8 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
             }
             slow[0].step();
             worker.kill();
-            // What the kill left is what they all arrive at, the slow one in the last round.
-            ground.check_what_is_left("beside followers");
+            // They all arrive at the state that the kill left, the slow one in the last round.
+            ground.check_what_is_left("while followed");
             let arriving = if round + 1 == ROUNDS { 3 } else { 2 };
             for seen in &mut followers[..arriving] {
                 while seen.step() {}
@@ -158,7 +158,8 @@ fn followers_see_every_batch_of_a_writer_that_is_killed() {
     }
 }
 
-/// Whoever is where the fork began may go on with either store; whoever went on has diverged from the other.
+/// A follower at the start of the fork may go on with either store; one that went on has diverged from the
+/// other.
 fn check_fork(directory: &Path, seen: &Seen) {
     let fork = directory.join("fork");
     Store::open_read_only(&seen.store).unwrap().fork(&fork).unwrap();

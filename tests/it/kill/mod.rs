@@ -1,18 +1,18 @@
-//! Death by SIGKILL, in every phase of the engine. A worker process runs a real workload on a real
-//! directory and says on a shared board which phases its threads are in and what was acknowledged; the
-//! parent kills it while a wanted phase lasts, and then demands two things: every acknowledged batch is
-//! there, and the state is, byte for byte, that of the workload after the batch that recovery reached.
-//! The next worker goes on from the directory as the kill left it.
+//! Death by SIGKILL, in every phase of the engine. A worker process runs a real workload on a real directory.
+//! It says on a shared board which phases its threads are in, and which batches were acknowledged. The parent
+//! kills it while a wanted phase lasts, and then demands two things: every acknowledged batch is there, and
+//! the state is, byte for byte, that of the workload after the batch that recovery reached. The next worker
+//! goes on from the directory as the kill left it.
 //!
 //! With `REMANENT_KILLS=N` there are about N kills, half of them here and half at system calls ([`calls`]).
-//! With `REMANENT_KILL_DEVICE=cuda:0` pages live on that GPU, the workers' and those of who checks.
+//! With `REMANENT_KILL_DEVICE=cuda:0` pages live on that GPU, those of the workers and of the checks.
 
 mod board;
 mod calls;
 mod diary;
 mod errors;
 mod followers;
-mod left;
+mod leftovers;
 pub mod model;
 mod power;
 mod scripts;
@@ -33,13 +33,13 @@ use model::Model;
 use worker::Manner;
 use workload::Random;
 
-use crate::direct;
+use crate::direct_io;
 use crate::machine::{effort, in_parallel};
 
 /// How the log is written, and kills wanted in each phase. The default log is a mapped one wherever the
 /// file system allows it.
 fn plans() -> [(Option<LogIo>, usize); 3] {
-    [(None, 12), (Some(LogIo::Buffered), 7), (Some(direct::log_io()), 7)]
+    [(None, 12), (Some(LogIo::Buffered), 7), (Some(direct_io::log_io()), 7)]
 }
 
 /// The sum over all plans and phases.
@@ -50,7 +50,8 @@ const ERRAND_DIRECTORY: &str = "REMANENT_KILL_DIRECTORY";
 const ERRAND_LOG_IO: &str = "REMANENT_KILL_LOG_IO";
 const ERRAND_BACKGROUND: &str = "REMANENT_KILL_BACKGROUND";
 const ERRAND_PART: &str = "REMANENT_KILL_PART";
-/// A worker that does not reach a phase for so long hangs. Long, for a machine may be busy with other work.
+/// A worker that does not reach a phase for this long hangs. Long, because a machine may be busy with other
+/// work.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
@@ -119,7 +120,7 @@ fn a_creation_cut_short_is_started_over() {
     }
 }
 
-/// What happened on the grounds of a plan.
+/// Counts of the events on the grounds of a plan.
 #[derive(Default)]
 struct Tally {
     label: String,
@@ -127,7 +128,7 @@ struct Tally {
     kills: [usize; PHASES.len()],
     /// Kills that came when the phase was over. They are checked like the others and not counted.
     late: usize,
-    /// Forks and named snapshots that were held against the model.
+    /// Forks and named snapshots that were compared with the model.
     forks: usize,
     names: usize,
     batches: u64,
@@ -146,13 +147,13 @@ impl Tally {
     }
 }
 
-/// A store that one worker after another works on, and what it must hold.
+/// A store that one worker after another works on, and the content that it must have.
 struct Ground {
     directory: PathBuf,
     log_io: Option<LogIo>,
     board: Board,
     diary: Diary,
-    /// Entries of the diary that were held against what a kill left.
+    /// Entries of the diary that were compared with the files after a kill.
     diary_checked: usize,
     model: Model,
     random: Random,
@@ -163,7 +164,7 @@ struct Ground {
 
 impl Ground {
     fn new(log_io: Option<LogIo>) -> Self {
-        // Kept until all went well: a failure leaves it for whoever looks into it.
+        // Kept until all went well: a failure leaves it to be looked into.
         let directory = tempfile::tempdir().unwrap().keep();
         let (board, diary) = (Board::open(&directory.join("board")), directory.join("diary"));
         let (model, diary) = (Model::with_diary(&diary), Diary::open(&diary));
@@ -190,11 +191,11 @@ impl Ground {
                 self.check_what_is_left(&format!("in {phase:?}"));
             }
         }
-        // The directory itself, after all that was done to it.
+        // The directory itself, after all these kills.
         let store = Store::open(self.directory.join("store"), worker::options(self.log_io)).unwrap();
         self.check_store(&store, "after all kills");
         let label = store.recovered().log_io.clone();
-        // Before the directory goes: the store's threads still make segments there.
+        // Dropped before the directory goes: the store's threads still make segments there.
         drop(store);
         std::fs::remove_dir_all(&self.directory).unwrap();
         let Self { forks, names, model, .. } = self;
@@ -281,14 +282,14 @@ impl Worker {
         }
     }
 
-    /// It lives.
+    /// Asserts that the worker lives.
     fn check(&mut self) {
         let ended = self.0.try_wait().unwrap();
         assert!(ended.is_none(), "the worker ended by itself: {ended:?}");
     }
 
-    /// What each thread waits for, as far as the kernel tells. A hang that is seen once in a thousand kills, on
-    /// another machine, has to be understood from what it printed.
+    /// The place where each thread waits, as far as the kernel tells. A hang that is seen once in a thousand
+    /// kills, on another machine, has to be understood from what it printed.
     fn threads(&self) -> String {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).into_iter().flatten().flatten();
         let told = tasks.map(|task| {
@@ -298,7 +299,7 @@ impl Worker {
         told.collect()
     }
 
-    /// SIGKILL, and nothing else, ends it.
+    /// Ends the worker by SIGKILL, and by nothing else.
     fn kill(mut self) {
         self.0.kill().unwrap();
         let status = self.0.wait().unwrap();
@@ -308,7 +309,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // After `kill` there is nobody left, and that is no failure.
+        // A process that has ended already is no failure.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,4 +1,4 @@
-//! What a store holds after any batch of the workload, worked out by plain means.
+//! The content of a store after any batch of the workload, worked out by plain means.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,7 +9,7 @@ use remanent::{Epoch, Lsn, Metadata, PageId, PageInfo, Value};
 use super::diary::Diary;
 use super::workload::{Change, born, changes, is_restore, place, restore_target};
 
-/// So many earlier states are remembered.
+/// The number of earlier states that are remembered.
 pub const PAST_MAX: usize = 1000;
 
 /// Pages and root. A copy shares all bytes.
@@ -27,7 +27,7 @@ pub struct Model {
     past: BTreeMap<Lsn, State>,
     next_page: PageId,
     epoch_high: Epoch,
-    /// Where the writer says to which batches its restores go back.
+    /// The diary in which the writer notes the targets of its restores.
     diary: Option<Diary>,
 }
 
@@ -76,7 +76,7 @@ impl Model {
         }
     }
 
-    /// Goes back, forward: what changed since gets a new version, above all that ever were.
+    /// Goes back, forward: pages that changed since get a new version, above all that ever were.
     fn restore(&mut self, target: Lsn) {
         let now = std::mem::replace(&mut self.state, self.past[&target].clone());
         let epoch = Epoch(self.epoch_high.0 + 1);

@@ -1,27 +1,27 @@
-//! A power cut on real file systems: the worker works on one of its own, and what its device holds at a moment is
-//! mounted and opened beside it. What was acknowledged as durable before that moment is there, nothing is there
-//! that was not begun, and the worker never notices.
+//! A power cut on real file systems: the worker works on one of its own, and a clone of its device at a
+//! moment is mounted and opened while it goes on. Batches acknowledged as durable before that moment are
+//! there, no batch is there that was not begun, and the worker never notices.
 //!
-//! What is opened then gets batches of its own, and its power is cut, too: they are there.
+//! The opened store then gets batches of its own, and its power is cut, too: they are there.
 
 use super::*;
 use crate::machine::mounts::{self, Kind, Medium};
 use crate::machine::skipped;
 
-/// Where a worker works, and how.
+/// The place where a worker works, and how.
 struct Plan {
     kind: Kind,
     log_io: Option<LogIo>,
-    /// What [`remanent::RecoveryReport::log_io`] must say.
+    /// The value that [`remanent::RecoveryReport::log_io`] must have.
     says: &'static str,
     /// Cuts in the short form.
     cuts: usize,
-    /// Of so many cuts in the long form, so many are this one's.
+    /// This plan's part of the cuts in the long form, out of [`SHARES`].
     share: usize,
 }
 
 const SHARES: usize = 12;
-/// So many cuts of a store in its life; then another one begins.
+/// The number of cuts of a store in its life; then another one begins.
 const CUTS_MAX: usize = 25;
 
 fn plans() -> [Plan; 6] {
@@ -36,11 +36,11 @@ fn plans() -> [Plan; 6] {
     ]
 }
 
-/// What happened under a plan.
+/// Counts of the events under a plan.
 #[derive(Default)]
 struct Cuts {
     cuts: usize,
-    /// Cuts of what was opened after a cut.
+    /// Cuts of stores that were opened after a cut.
     again: usize,
     /// Batches that were begun and are not there. None was acknowledged as durable.
     gone: u64,
@@ -89,7 +89,7 @@ fn nothing_durable_is_lost_by_a_power_cut_on_a_real_file_system() {
 }
 
 impl Plan {
-    /// One worker, and so many moments of its life.
+    /// Cuts the power of one worker at this number of moments of its life.
     fn cut_power(&self, seed: u64, cuts: usize) -> Cuts {
         let mut ground = Ground::new(self.log_io);
         ground.random = Random(seed);
@@ -110,7 +110,7 @@ impl Plan {
     }
 
     fn cut(&self, ground: &mut Ground, medium: &mut Medium, done: &mut Cuts, at: &str) {
-        // What was told before the cut must be there, what is told after it need not.
+        // Names and forks told before the cut must be there, those told after it need not.
         let (durable, mut told) = (ground.board.durable(), ground.diary.read());
         let cut = medium.cut();
         let begun = ground.board.begun();
@@ -129,13 +129,13 @@ impl Plan {
         let mount_again = again.mount();
         let store_again = Store::open(&mount_again.path, worker::options(self.log_io)).unwrap();
         assert_eq!(store_again.lsn(), model.lsn, "{at}, once more");
-        left::check_open(&model.state, &store_again, &format!("{at}, once more"));
+        leftovers::check_open(&model.state, &store_again, &format!("{at}, once more"));
         done.again += 1;
         drop((store, store_again));
     }
 }
 
-/// Some durable batches, or none where the next one would be a restore.
+/// Commits some durable batches, or none where the next one would be a restore.
 fn go_on(store: &Store, model: &mut Model) {
     let mut shape = worker::shape(store).unwrap();
     for _ in 0..3 {

@@ -1,5 +1,5 @@
 //! Short lives of a worker, one step after the other, so that the same call of the system comes at the same
-//! point each time: each makes much of one part of the engine.
+//! point each time. Each makes much of one part of the engine.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use super::board::Board;
 use super::worker::{Manner, Work, end_with_the_parent};
 use super::{ERRAND_PART, PATIENCE};
 
-use crate::direct;
+use crate::direct_io;
 
-/// What a worker does next.
+/// The next act of a worker.
 #[derive(Clone, Copy)]
 pub enum Step {
     /// Commits, each waited for.
@@ -35,14 +35,14 @@ use Step::*;
 
 pub struct Script {
     pub name: &'static str,
-    /// `None`: what the file system allows best.
+    /// `None` stands for the best way that the file system allows.
     pub log_io: Option<LogIo>,
-    /// Snapshots are the store's own business, too.
+    /// The store takes snapshots on its own, too.
     pub background: bool,
-    /// So many batches are there before, in a store whose process was killed. 0: no store.
+    /// The number of batches that are there before, in a store whose process was killed. 0: no store.
     pub before: Lsn,
     pub steps: &'static [Step],
-    /// The store is closed then, opened again, and gets one more batch.
+    /// The store is then closed, opened again, and gets one more batch.
     pub reopens: bool,
 }
 
@@ -82,21 +82,21 @@ pub const SCRIPTS: [Script; 20] = [
 /// Each thread of a store may meet a fault once.
 const FAILURES_MAX: usize = 16;
 
-/// Which part of a script a worker does.
+/// The part of a script that a worker does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// What is there before.
+    /// The batches that are there before.
     Before,
     /// The steps, once it is told to begin.
     Steps,
-    /// The same, with a call of the system that will fail: what that means is checked, and told by [`End`].
+    /// The same, with a call of the system that will fail: its consequence is checked, and told by [`End`].
     Failing,
 }
 
-/// What a failing call came to, as the worker's exit status.
+/// The consequence of a failing call, as the worker's exit status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// Nobody noticed.
+    /// No call of the store failed.
     Unnoticed = 0,
     /// The store was not opened.
     NotOpened = 3,
@@ -104,7 +104,7 @@ pub enum End {
     Poisoned = 4,
     /// A call failed, and the store went on.
     WentOn = 5,
-    /// A fork failed, and its source went on: even a failed sync was of files that nobody has.
+    /// A fork failed, and its source went on: even a failed sync was of files that belong to no store.
     WithoutFork = 6,
 }
 
@@ -115,10 +115,10 @@ impl End {
 
 impl Script {
     pub fn log_io(&self) -> Option<LogIo> {
-        if self.log_io == DIRECT { Some(direct::log_io()) } else { self.log_io }
+        if self.log_io == DIRECT { Some(direct_io::log_io()) } else { self.log_io }
     }
 
-    /// The worker's whole life. Its store is not closed.
+    /// Runs the worker's whole life. Its store is not closed.
     pub fn perform(&self, directory: &Path, part: Part) -> ! {
         let board = Arc::new(Board::open(&directory.join("board")));
         let manner = Manner { log_io: self.log_io(), background: self.background };
@@ -132,7 +132,7 @@ impl Script {
         // One byte says: begin.
         std::io::Read::read_exact(&mut std::io::stdin(), &mut [0]).unwrap();
         end_with_the_parent();
-        // Whoever hangs is not killed by the call that never comes.
+        // A worker that hangs is not killed by the call that never comes.
         thread::spawn(|| {
             thread::park_timeout(PATIENCE);
             panic!("the worker hangs");
@@ -175,7 +175,7 @@ impl Script {
         }
     }
 
-    /// What comes after the steps.
+    /// The end of the life after the steps.
     fn end(&self, work: Work<'_>, manner: Manner) -> Result<()> {
         if self.reopens {
             work.reopen(manner)?.commit(Ack::Durable)?;
@@ -184,7 +184,7 @@ impl Script {
     }
 }
 
-/// A call that the system refused is not the caller's fault, and damage only where something cannot be read.
+/// A refused call is not the caller's fault, and it is damage only where bytes cannot be read.
 fn check_remedy(error: &Error) {
     match error {
         Error::Poisoned(cause) => check_remedy(cause),
@@ -203,7 +203,7 @@ pub fn told() -> Option<(&'static Script, Part)> {
 }
 
 impl Work<'_> {
-    /// A snapshot half way.
+    /// Takes a snapshot half way.
     fn prepare(&self, until: Lsn) -> Result<()> {
         while self.store.lsn() < until {
             self.commit(Ack::Logged)?;

@@ -1,6 +1,6 @@
-//! The process that is killed: it opens the store, commits the workload from several threads, and does beside it
-//! what a store is asked for in a long life: snapshots one after another or of its own accord, named ones,
-//! pruning, forks, restores. For as long as it is left alive.
+//! The process that is killed. It opens the store, commits the workload from several threads, and meanwhile
+//! uses it as in a long life: snapshots one after another or on the store's own, named ones, pruning, forks,
+//! restores. It goes on for as long as it is left alive.
 
 use std::io::Read;
 use std::path::Path;
@@ -17,22 +17,22 @@ use super::diary::{Diary, Entry};
 use super::model::PAST_MAX;
 use super::workload::{Shape, changes, device, fill, is_restore, reshape, restore_target};
 
-/// So many batches apart a snapshot gets a name, and a fork is made.
+/// The number of batches between two named snapshots, or forks.
 const NAME_EVERY: u64 = 83;
 const FORK_EVERY: u64 = 131;
-/// So many names are kept.
+/// The number of names that are kept.
 const NAMES_MAX: usize = 2;
 
-/// How a worker goes about it.
+/// The manner in which a worker goes about it.
 #[derive(Clone, Copy, Default)]
 pub struct Manner {
     pub log_io: Option<LogIo>,
-    /// Snapshots are the store's own business, not the worker's.
+    /// The store takes snapshots on its own; the worker takes none.
     pub background: bool,
 }
 
 /// Small segments, so that rolls, snapshots and recycling never stop. `None` is what the file system allows.
-/// So much log is kept that the last few batches can always be gone back to.
+/// The log is kept long enough that each of the last few batches can be restored.
 pub fn options(log_io: Option<LogIo>) -> Options {
     let options = Options::default().device(device()).segment_len(64 << 10).log_kept(256 << 10);
     let options = options.snapshot_log_bytes(None).snapshot_interval(None);
@@ -42,22 +42,22 @@ pub fn options(log_io: Option<LogIo>) -> Options {
     }
 }
 
-/// The next batch, and what it depends on. Batches are written and submitted under a lock, which gives
-/// them their Lsn; they are waited for outside of it, so that they share syncs.
+/// The next batch, and the state that it depends on. Batches are written and submitted under a lock, which
+/// gives them their Lsn; they are waited for outside of it, so that they share syncs.
 struct Line {
     next: Lsn,
     shape: Shape,
     refused: Option<WriteBatch>,
 }
 
-/// What the threads of a worker share.
+/// The state that the threads of a worker share.
 pub struct Work<'a> {
     directory: &'a Path,
     pub store: Store,
     board: Arc<Board>,
     diary: Diary,
     line: Mutex<Line>,
-    /// Whether a fork failed: what its source is worth then is as before.
+    /// Whether a fork failed: the source's promises are then unchanged.
     pub fork_failed: AtomicBool,
 }
 
@@ -80,7 +80,7 @@ pub fn work(directory: &Path, manner: Manner) -> ! {
             }
         }
     });
-    unreachable!("nobody ends before the kill");
+    unreachable!("no thread ends before the kill");
 }
 
 /// The pages of a store.
@@ -139,7 +139,7 @@ impl<'a> Work<'a> {
         Ok(Some(ticket))
     }
 
-    /// Waits for a batch, and does what is due after it.
+    /// Waits for a batch, and takes the steps that are due after it.
     pub fn wait(&self, ticket: &Ticket, ack: Ack) -> Result<()> {
         ticket.wait(ack)?;
         let lsn = ticket.position().lsn;
@@ -161,7 +161,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Goes back to a snapshot, any one that is remembered, or by a few batches.
+    /// Restores a snapshot, any one that is remembered, or goes back by a few batches.
     fn restore(&self, line: &mut Line) -> Result<()> {
         let n = line.next;
         let snapshots = self.store.snapshots();
@@ -187,8 +187,8 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Goes back to a batch, or to the oldest one that there is: the seals of a hundred snapshots between two
-    /// batches fill the log that is kept.
+    /// Restores the state of a batch, or of the oldest one that there is: the seals of a hundred snapshots
+    /// between two batches fill the log that is kept.
     fn restore_to(&self, n: Lsn, mut target: Lsn) -> Result<Position> {
         loop {
             self.diary.write(&Entry::Restore { lsn: n, target });
@@ -215,14 +215,15 @@ impl<'a> Work<'a> {
     /// Makes a fork of the state at this batch.
     pub fn fork(&self, lsn: Lsn) -> Result<()> {
         let forks = self.directory.join("forks");
-        // Not asked for where it is, for a call of the worker's own may be the one that fails.
+        // The folder is made only if it is missing, because a call of the worker's own may be the one that
+        // fails.
         if !forks.is_dir() {
             std::fs::create_dir_all(&forks).unwrap();
         }
         let directory = forks.join(lsn.to_string());
         match self.store.fork(&directory, &StatePoint::Lsn(lsn)) {
             Ok(_) => self.diary.write(&Entry::Forked { lsn }),
-            // The other threads have gone on that far.
+            // Meanwhile the other threads have gone on, and the batch is outside of the window.
             Err(Error::OutsideWindow { oldest, .. }) if oldest > lsn => {}
             Err(error) => {
                 self.fork_failed.store(true, Ordering::Relaxed);

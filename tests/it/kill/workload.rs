@@ -1,6 +1,6 @@
-//! A workload that is a function of the Lsn: batch `n` follows from `n` and from the pages that there are,
-//! so that the state after any Lsn can be computed by whoever knows the Lsn. Some batches are restores; to
-//! which batch they went back, only their writer knows.
+//! A workload that is a function of the Lsn: batch `n` follows from `n` and from the pages that there are, so
+//! that the state after any Lsn can be computed from the Lsn. Some batches are restores; only their writer
+//! knows their targets.
 
 use std::collections::BTreeMap;
 
@@ -9,14 +9,15 @@ use remanent::{DeviceChoice, Key, Lsn, Metadata, PageId, Place, Value, Width, Wr
 /// The pages there are, with their lengths: all of the state that the next batch depends on.
 pub type Shape = BTreeMap<PageId, u64>;
 
-/// Between these counts of pages a batch creates and deletes as it likes.
+/// The fewest pages: between this and the most, a batch creates and deletes as it likes.
 const PAGES_MIN: usize = 16;
 const PAGES_MAX: usize = 24;
 /// A page that no segment of 64 KiB can take in one frame.
 const LONG_LEN: u64 = 80 << 10;
 /// A page long enough for a batch to write it ahead, to an image file, where segments have 64 KiB.
 const BULK_LEN: u64 = 16 << 10;
-/// So many batches apart there is a restore, a page of [`LONG_LEN`], one of [`BULK_LEN`] or longer.
+/// The number of batches from one restore to the next; pages of [`LONG_LEN`], and of [`BULK_LEN`] or longer,
+/// have numbers of their own.
 const RESTORE_EVERY: u64 = 61;
 const LONG_EVERY: u64 = 211;
 const BULK_EVERY: u64 = 29;
@@ -51,7 +52,7 @@ pub enum Change {
     Clone {
         source: PageId,
     },
-    /// All bytes of a page, and as many as there are here.
+    /// All bytes of a page; the new length is the number of bytes here.
     Replace {
         page: PageId,
         content: Vec<u8>,
@@ -61,14 +62,14 @@ pub enum Change {
         offset: u64,
         bytes: Vec<u8>,
     },
-    /// Elements of 4 bytes.
+    /// A masked write of elements of 4 bytes.
     WriteMasked {
         page: PageId,
         offset: u64,
         mask: Vec<u8>,
         bytes: Vec<u8>,
     },
-    /// Elements of 8 bytes.
+    /// A scatter of elements of 8 bytes.
     Scatter {
         page: PageId,
         indices: Vec<u32>,
@@ -98,12 +99,12 @@ pub fn is_restore(n: Lsn) -> bool {
     n.0.is_multiple_of(RESTORE_EVERY)
 }
 
-/// To which batch the restore `n` goes back, where its writer has not chosen another.
+/// The batch to which the restore `n` goes back, where its writer has not chosen another.
 pub fn restore_target(n: Lsn) -> Lsn {
     Lsn(n.0 - 2)
 }
 
-/// What holds the pages: the host, unless `REMANENT_KILL_DEVICE` names a GPU.
+/// The device that holds the pages: the host, unless `REMANENT_KILL_DEVICE` names a GPU.
 pub fn device() -> DeviceChoice {
     match std::env::var("REMANENT_KILL_DEVICE") {
         Ok(device) => device.parse().unwrap(),
@@ -111,7 +112,7 @@ pub fn device() -> DeviceChoice {
     }
 }
 
-/// Where on it they live.
+/// The place on that device where they live.
 pub fn place() -> Place {
     if matches!(device(), DeviceChoice::Cuda(_)) { Place::Device(0) } else { Place::Host }
 }

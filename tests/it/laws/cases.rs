@@ -43,7 +43,7 @@ pub fn table(every: usize) -> Vec<Case> {
     cases
 }
 
-/// What takes any length, at one length and offset.
+/// Adds the commands that take any length, at one length and offset.
 fn moves(len: usize, offset: usize, cases: &mut Vec<Case>) {
     let name = |what: &str| format!("{what} of {len} bytes at {offset}");
     let page = |seed| bytes(seed, offset + len + MARGIN);
@@ -74,7 +74,7 @@ fn moves(len: usize, offset: usize, cases: &mut Vec<Case>) {
     push("checksum", vec![page(1)], vec![bytes(4, 9)], Command::Crc { sources: vec![here], target: sum });
 }
 
-/// What takes whole elements, at one count, offset and width.
+/// Adds the commands that take whole elements, at one count, offset and width.
 fn elements(count: usize, offset: usize, width: Width, cases: &mut Vec<Case>) {
     let name = |what: &str| format!("{what} of {count} elements of {width:?} at {offset}");
     let len = count * width.bytes();
@@ -191,7 +191,7 @@ fn selections() -> Case {
     Case::new("selections".to_owned(), vec![bits, bytes(26, room + MARGIN)], staging, vec![select])
 }
 
-/// Ranges of many cuts, and the indices of what differs.
+/// Ranges of many lengths, and the indices of elements that differ.
 fn long_diff() -> Case {
     let len = 600_003;
     let (left, mut right) = (bytes(22, len), bytes(22, len));
@@ -261,7 +261,7 @@ fn overlapping_pieces() -> Case {
     )
 }
 
-/// What was gathered and scattered back is as it was, although the pages were overwritten between.
+/// Bytes that were gathered and scattered back are as before, although the pages were overwritten between.
 fn gather_and_scatter_back() -> Case {
     let parts = [(span(0, 0, 17), 0), (span(1, 3, 4096), 32), (span(0, 20, 0), 4128), (span(2, 1, 15), 4129)];
     let gather = Command::Gather { sources: parts.to_vec(), target: span(3, 16, 4200) };
@@ -361,7 +361,7 @@ pub fn drawn(seed: u64) -> Case {
     Case { name: format!("seed {seed}"), memories, lists }
 }
 
-/// SplitMix64.
+/// A generator of random numbers: SplitMix64.
 struct Random(u64);
 
 impl Random {
@@ -421,7 +421,7 @@ impl Random {
             6 => {
                 let count = target.len as usize / width.bytes();
                 let right = like(self.below(room));
-                // In the memory that is neither.
+                // In the third memory, which is neither.
                 let third = 3 - memory - other;
                 let bits_at = self.below(memories[third].len() - count.div_ceil(8) + 1);
                 Command::Diff { left: target, right, width, target: span(third, bits_at, count.div_ceil(8)) }

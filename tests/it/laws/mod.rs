@@ -83,8 +83,8 @@ fn a_gpu_keeps_the_laws() {
     keeps_the_laws(&LateDevice::seeded(gpu, 4));
 }
 
-/// Memory that is not the device's own: each page lies between canaries, full of junk, and what becomes of it is
-/// told.
+/// Memory that is not the device's own: each page lies between canaries, is full of junk at first, and its
+/// releases are recorded.
 #[test]
 fn a_gpu_keeps_the_laws_in_guarded_memory() {
     if gpu::device().is_none() {
@@ -97,7 +97,7 @@ fn a_gpu_keeps_the_laws_in_guarded_memory() {
     let of_pages = |gpu: &CudaDevice| gpu.memory_stats()[0].1;
     let receipt = run_laws(&gpu, SHORT_EVERY);
     assert_eq!(receipt.results(), run_laws(&HostDevice::new(), SHORT_EVERY).results());
-    // What a list used is given back with the next one.
+    // Resources of a list are given back with the next one.
     for lane in Lane::ALL {
         gpu.submit(lane, CommandList::default()).unwrap().finish(&gpu).unwrap();
     }
@@ -108,8 +108,8 @@ fn a_gpu_keeps_the_laws_in_guarded_memory() {
     let address = gpu.address(kept).unwrap();
     assert_eq!((guarded.live(), of_pages(&gpu).used_bytes > 0), (vec![(address, 1000)], true));
 
-    // A kernel that writes one byte past the end of a page.
-    // SAFETY: the canary lies there, and nobody else uses it.
+    // A kernel that writes one byte after the end of a page.
+    // SAFETY: the canary lies there, and no other command uses it.
     unsafe { driver().write(address + 1000, &[0]) }.unwrap();
     let broken = gpu.release(kept).unwrap_err();
     assert!(broken.to_string().contains("byte 0 past the end"), "{broken}");
@@ -188,7 +188,7 @@ fn a_receipt_tells_what_ran_and_what_came_of_it() {
     assert!(text.contains("cases    1: fill 1\n") && text.ends_with(&sum), "{text}");
 }
 
-#[expect(clippy::print_stdout, reason = "the receipt is for who ran the laws, on whatever device")]
+#[expect(clippy::print_stdout, reason = "the receipt is for the one run of the laws, on its device")]
 fn keeps_the_laws(device: &dyn Device) {
     let every = match std::env::var("REMANENT_LAWS").as_deref() {
         Ok("short") => SHORT_EVERY,
@@ -198,7 +198,7 @@ fn keeps_the_laws(device: &dyn Device) {
     println!("{}", run_laws(device, every));
 }
 
-/// Runs one in `every` of the cases of which there are many, and all others.
+/// Runs one in `every` of the cases that come in grids, and all others.
 fn run_laws(device: &dyn Device, every: usize) -> Receipt {
     let mut receipt = Receipt::new(device);
     let drawn = (0..DRAWN_CASES).step_by(every).map(cases::drawn);
@@ -209,7 +209,7 @@ fn run_laws(device: &dyn Device, every: usize) -> Receipt {
     receipt
 }
 
-/// Runs the case and compares what the model knows, which is returned.
+/// Runs the case and compares the bytes that the model knows, which are returned.
 fn agree(device: &dyn Device, case: &Case) -> Outcome {
     let (found, expected) = (run(device, case), case.outcome());
     let label = format!("{} on {}", case.name, device.label());
@@ -259,7 +259,7 @@ fn run(device: &dyn Device, case: &Case) -> Outcome {
     Outcome { memories, staging }
 }
 
-/// Page memory with these bytes.
+/// Makes page memory with these bytes.
 fn page(device: &dyn Device, place: Place, bytes: &[u8]) -> MemoryId {
     let memory = device.allocate(place, bytes.len() as u64).unwrap();
     let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
@@ -277,7 +277,7 @@ fn content(device: &dyn Device, memory: MemoryId, len: usize) -> Vec<u8> {
     device.submit(Lane::Apply, list).unwrap().finish(device).unwrap()[0].to_vec()
 }
 
-/// Staging with these bytes.
+/// Makes staging with these bytes.
 fn staged(device: &dyn Device, bytes: &[u8]) -> Staging {
     let mut staging = device.staging(bytes.len()).unwrap();
     assert!(staging.iter().all(|byte| *byte == 0), "staging comes zeroed");

@@ -1,45 +1,45 @@
-//! What a list of commands means, one byte at a time. Slow and short, so that it can be checked by eye.
+//! The meaning of a list of commands, one byte at a time. Slow and short, so that it can be checked by eye.
 
 use remanent::device::{Command, Lane, Payload, Piece, PieceKind, Selection, Span, StagingSpan};
 
 /// Lists, and the memory on which they run. Page memory `n` of the case is `MemoryId(n)`.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// What a failure is reported as.
+    /// The name under which a failure is reported.
     pub name: String,
-    /// What the page memory holds at first.
+    /// The content of the page memory at first.
     pub memories: Vec<Vec<u8>>,
     /// The lists, in the order in which they must seem to run.
     pub lists: Vec<CaseList>,
 }
 
-/// A list of a case.
+/// One list of a case.
 #[derive(Clone, Debug)]
 pub struct CaseList {
-    /// Where it is submitted.
+    /// The lane that it is submitted to.
     pub lane: Lane,
-    /// What it does.
+    /// The commands that it runs.
     pub commands: Vec<Command>,
-    /// What its staging holds at first.
+    /// The content of its staging at first.
     pub staging: Vec<Vec<u8>>,
 }
 
-/// What must be there afterwards.
+/// The expected content afterwards.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The page memory.
+    /// The content of the page memory.
     pub memories: Vec<Vec<u8>>,
     /// Each list's staging; `None` for bytes that the list read, which come back unspecified.
     pub staging: Vec<Vec<Vec<Option<u8>>>>,
 }
 
 impl Case {
-    /// One list, on the lane of deltas.
+    /// A case of one list, on the lane of deltas.
     pub fn new(name: String, memories: Vec<Vec<u8>>, staging: Vec<Vec<u8>>, commands: Vec<Command>) -> Self {
         Self { name, memories, lists: vec![CaseList { lane: Lane::Apply, commands, staging }] }
     }
 
-    /// What the case must lead to.
+    /// The outcome that the case must lead to.
     pub fn outcome(&self) -> Outcome {
         let mut outcome = Outcome { memories: self.memories.clone(), staging: Vec::new() };
         for list in &self.lists {
@@ -59,7 +59,7 @@ impl Case {
     }
 }
 
-/// One list being run.
+/// One list that is being run.
 struct Run<'a> {
     memories: &'a mut [Vec<u8>],
     staging: Vec<Vec<u8>>,

@@ -1,7 +1,7 @@
-//! What a run of the laws says of itself: which code, which kernels, which device, how many cases, and a checksum
-//! of all that was found. Receipts from two machines are of the same laws if they differ in the device alone.
+//! The summary of a run of the laws: which code, which kernels, which device, how many cases, and a checksum
+//! of all results. Receipts from two machines are of the same laws if they differ in the device alone.
 //!
-//! The commit is what the environment said when these tests were built:
+//! The commit is the one that the environment named when these tests were built:
 //! `REMANENT_COMMIT=$(git describe --always --dirty --abbrev=40) cargo test --test it --no-run`.
 
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use remanent::device::{Command, Device, PieceKind};
 use super::model::{Case, Outcome};
 use crate::gpu;
 
-/// What agreed with the model on one device.
+/// The cases that agreed with the model on one device.
 pub struct Receipt {
     device: String,
     cases: u64,
@@ -23,12 +23,12 @@ pub struct Receipt {
 }
 
 impl Receipt {
-    /// Nothing has run yet.
+    /// A receipt before the first case.
     pub fn new(device: &dyn Device) -> Self {
         Self { device: device.label(), cases: 0, ran: BTreeMap::new(), results: Default::default() }
     }
 
-    /// The case led to `outcome` on the device.
+    /// Adds a case that led to `outcome` on the device.
     pub fn agreed(&mut self, case: &Case, outcome: &Outcome) {
         self.cases += 1;
         for command in case.lists.iter().flat_map(|list| &list.commands) {
@@ -45,7 +45,7 @@ impl Receipt {
         self.ran.keys().copied()
     }
 
-    /// The checksum of the bytes that were found: page memory, and what came back in staging.
+    /// The checksum of all results: page memory, and staging that came back.
     pub fn results(&self) -> u32 {
         self.results.clone().finalize()
     }
@@ -70,7 +70,7 @@ impl Display for Receipt {
     }
 }
 
-/// What a command is called, and what its pieces are.
+/// The name of a command, and those of its pieces.
 fn names(command: &Command) -> Vec<&'static str> {
     let name = match command {
         Command::Upload { .. } => "upload",

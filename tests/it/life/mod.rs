@@ -1,12 +1,13 @@
-//! Long lives: what a store is after thousands of commits, overwrites, snapshots, restarts, kills and shortages.
+//! Long lives: a store's state after thousands of commits, overwrites, snapshots, restarts, kills and
+//! shortages.
 //!
-//! A worker process holds the store and does what it is told. The test draws what to tell it, keeps a plain model of
-//! what must be there, and kills the worker now and then while a command is under way. After each step it holds the
-//! directory against one rule: bytes on disk ≤ 2 × (images that kept snapshots name, and those of the next one) + the
-//! kept log with its images written ahead + a constant. Every few steps, and after each opening, it compares every
-//! byte.
+//! A worker process holds the store and does what it is told. The test draws what to tell it, keeps a plain
+//! model of what must be there, and kills the worker now and then while a command is under way. After each
+//! step it checks the directory by one rule: bytes on disk ≤ 2 × (images that kept snapshots name, and those
+//! of the next one) + the kept log with its images written ahead + a constant. Every few steps, and after
+//! each opening, it compares every byte.
 //!
-//! What is drawn follows from a seed, and the moments of kills from the machine. A failure prints the seed and the
+//! The draws follow from a seed, and the moments of kills from the machine. A failure prints the seed and the
 //! last commands, and keeps the directory.
 //!
 //! | file | what it holds |
@@ -15,8 +16,9 @@
 //! | [`worker`] | the process that holds the store |
 //! | [`model`] | what must be there, and what it may take |
 //!
-//! `REMANENT_LIFE_SECONDS=N` has each life last that long instead of a number of steps, and `REMANENT_LIFE_ROUNDS=N`
-//! has N lives for each way to write the log, as many at a time as there are processors.
+//! `REMANENT_LIFE_SECONDS=N` makes each life last that long instead of a number of steps, and
+//! `REMANENT_LIFE_ROUNDS=N` runs N lives for each way to write the log, as many at a time as there are
+//! processors.
 
 pub mod model;
 pub mod text;
@@ -32,7 +34,7 @@ use std::time::{Duration, Instant};
 
 use remanent::{Error, LogIo, Lsn, StatePoint, Store};
 
-use crate::direct;
+use crate::direct_io;
 use crate::kill::workload::Random;
 use crate::machine::filler::Filler;
 use crate::machine::mounts::{self, Kind as FileSystem, Mount};
@@ -44,7 +46,7 @@ const TEST: &str = "life::a_long_life_stays_within_its_bounds";
 const ERRAND_DIRECTORY: &str = "REMANENT_LIFE_DIRECTORY";
 /// The steps of a life that no environment variable makes longer.
 const STEPS: u64 = 1000;
-/// A command that takes so long hangs. Long, for a machine may be busy with other work.
+/// A command that takes this long hangs. Long, because a machine may be busy with other work.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Commands that a failure prints.
 const COMMANDS_TOLD: usize = 40;
@@ -57,13 +59,14 @@ const PAGES_MIN: usize = 8;
 const PAGES_MAX: usize = 24;
 /// How long the segments of an opening may be.
 const SEGMENT_LENS: [u64; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
-/// The disk of a life, of which its bound is a small part.
+/// The length of a life's disk. The bound of the life is a small part of it.
 const DISK_LEN: u64 = 512 << 20;
 /// Spare segments that are being made, or not yet, when a store is closed.
 const SPARES_MADE_MAX: u64 = 4;
 /// A full disk has up to this much left.
 const LEFT_MAX: u64 = 256 << 10;
-/// A process that runs short of memory gets this much more: at least what small allocations and a thread take, which
+/// A process that runs short of memory gets this much more: at least the small allocations and a thread's
+/// memory, which nothing can refuse.
 /// nothing can refuse.
 const MEMORY_LEFT_MIN: u64 = 4 << 20;
 const MEMORY_LEFT_MAX: u64 = 20 << 20;
@@ -71,14 +74,14 @@ const MEMORY_LEFT_MAX: u64 = 20 << 20;
 const TRIES_MAX: u64 = 8;
 const NAMES: [&str; 3] = ["first", "second", "third"];
 
-/// Openings behind a snapshot that make the next one due, and what each of them takes at least.
+/// Openings after a snapshot that make the next one due, and the least bytes that each of them takes.
 const RESTARTS_MAX: u64 = 16;
 const FIRST_SEGMENT_LEN: u64 = 256 << 10;
 
-/// An empty store with its reserve.
+/// The bytes of an empty store with its reserve.
 const EMPTY_BYTES: u64 = 4 << 20;
-/// Memory beside the pages: what streams, and what the runner of tests takes.
-const MEMORY_BESIDE_PAGES: u64 = 256 << 20;
+/// Memory in addition to the pages: for streams, and for the runner of tests.
+const MEMORY_OVER_PAGES: u64 = 256 << 20;
 
 #[test]
 fn a_long_life_stays_within_its_bounds() {
@@ -87,7 +90,7 @@ fn a_long_life_stays_within_its_bounds() {
         worker::work(Path::new(&directory));
     }
     let seconds = effort("REMANENT_LIFE_SECONDS").map(|seconds| Duration::from_secs(seconds as u64));
-    let ways = [LogIo::Mapped, LogIo::Buffered, direct::log_io()];
+    let ways = [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()];
     let lives = effort("REMANENT_LIFE_ROUNDS").unwrap_or(1) * ways.len();
     let jobs: Vec<(u64, LogIo)> = (1..).zip(ways.into_iter().cycle()).take(lives).collect();
     let tallies = in_parallel(&jobs, |(seed, log_io)| {
@@ -108,7 +111,7 @@ fn a_long_life_stays_within_its_bounds() {
     assert!(tallies.iter().any(|tally| tally.refused > 5), "{tallies:?}");
 }
 
-/// What happened in a life.
+/// Counts of the events in a life.
 #[derive(Clone, Debug, Default)]
 struct Tally {
     steps: u64,
@@ -144,10 +147,10 @@ impl std::fmt::Display for Tally {
     }
 }
 
-/// Where a store lies: on a file system of its own, so that it can be full, or in a temporary folder.
+/// The place of a store: a file system of its own, so that it can be full, or a temporary folder.
 struct Ground {
     folder: PathBuf,
-    /// Goes before the folder in which it is mounted.
+    /// Dropped before the folder in which it is mounted.
     mount: Option<Mount>,
 }
 
@@ -177,7 +180,7 @@ impl Ground {
     }
 }
 
-/// A store, the process that holds it, and what must be in it.
+/// A store, the process that holds it, and the model of its content.
 struct Life {
     seed: u64,
     random: Random,
@@ -235,7 +238,7 @@ impl Life {
         self.worker.tell(command);
     }
 
-    /// What the worker answers: the words after `ok`, or the refusal.
+    /// The worker's answer: the words after `ok`, or the refusal.
     fn try_ask(&mut self, command: &Command) -> Result<String, String> {
         self.tell(command);
         match self.worker.answer() {
@@ -247,7 +250,7 @@ impl Life {
         }
     }
 
-    /// The answer to a command that nothing may refuse.
+    /// The answer to a command that must not be refused.
     fn ask(&mut self, command: &Command) -> String {
         self.try_ask(command).unwrap_or_else(|refusal| self.fail(&refusal))
     }
@@ -258,7 +261,7 @@ impl Life {
         lsn.parse().unwrap()
     }
 
-    /// One command, or one that a kill cuts short, and what must hold after it.
+    /// Runs one command, or one that a kill cuts short, and checks what must hold after it.
     fn step(&mut self) {
         self.tally.steps += 1;
         match self.random.below(100) {
@@ -314,7 +317,7 @@ impl Life {
                 });
                 continue;
             }
-            // One change a page and batch: what several do to one is the model suite's business.
+            // One change a page and batch: several changes to one page are the model suite's business.
             let (page, page_len) = pages.swap_remove(random.below(pages.len() as u64) as usize);
             changes.push(match random.below(10) {
                 0..=1 => Change::Delete { page },
@@ -371,8 +374,8 @@ impl Life {
         self.with.snapshot_log_bytes.is_some()
     }
 
-    /// A batch in the window that the store promises: from the oldest snapshot that keeps its log on, or the end of
-    /// a named one.
+    /// A batch in the window that the store promises: from the oldest snapshot that keeps its log on, or the
+    /// end of a named one.
     fn draw_past(&mut self) -> Option<u64> {
         let kept = self.kept();
         let oldest = kept.iter().filter(|kept| kept.name.is_none()).map(|kept| kept.end).min()?;
@@ -407,8 +410,9 @@ impl Life {
         self.compare();
     }
 
-    /// Opens that commit nothing leave the disk as it was, but for spare segments, of which a close may meet the making.
-    /// The snapshot comes first because so many openings make one due, which would write the images of what changed.
+    /// Opens that commit nothing leave the disk as it was, but for spare segments: a close may come while
+    /// they are made. The snapshot comes first because this number of openings makes one due, which would
+    /// write the images of changed pages.
     fn open_and_close_often(&mut self) {
         self.reopen();
         self.ask(&Command::Snapshot(Kind::Fuzzy));
@@ -420,7 +424,7 @@ impl Life {
         }
     }
 
-    /// What the directory of the closed store takes after so many closes and opens more.
+    /// The bytes of the closed store's directory after this number of further closes and opens.
     fn disk_bytes_after_opens(&mut self, opens: usize) -> u64 {
         for _ in 0..opens {
             self.ask(&Command::Close);
@@ -432,7 +436,7 @@ impl Life {
         taken
     }
 
-    /// SIGKILL at some moment of a command, and what the next process finds.
+    /// SIGKILL at some moment of a command, and the state that the next process finds.
     fn kill(&mut self) {
         let changes = self.draw_batch();
         let command = match self.random.below(5) {
@@ -496,7 +500,7 @@ impl Life {
 
     /// A command of a process that may open few more files is done or refused, and costs the store nothing.
     fn run_short_of_files(&mut self) {
-        // Who needs a page that is not loaded waits until the shortage ends.
+        // A caller that needs a page that is not loaded waits until the shortage ends.
         self.compare();
         let left = self.random.below(6);
         self.ask(&Command::FilesLeft(Some(left)));
@@ -506,7 +510,7 @@ impl Life {
         self.compare();
     }
 
-    /// The same of a process that gets little more memory.
+    /// The same for a process that gets little more memory.
     fn run_short_of_memory(&mut self) {
         self.compare();
         let left = MEMORY_LEFT_MIN + self.random.below(MEMORY_LEFT_MAX - MEMORY_LEFT_MIN);
@@ -540,7 +544,8 @@ impl Life {
         self.tally.refused += 1;
     }
 
-    /// On a full disk each command is done or refused, and costs the store nothing; an opening and a close are done.
+    /// On a full disk each command is done or refused, and costs the store nothing; an opening and a close
+    /// are done.
     fn run_short_of_space(&mut self) {
         if self.ground.mount.is_none() {
             return;
@@ -572,7 +577,7 @@ impl Life {
         self.commit();
     }
 
-    /// Every page, every byte.
+    /// Compares every byte of every page.
     fn compare(&mut self) {
         let found = self.ask(&Command::State);
         let expected = self.model.now().line(self.model.lsn());
@@ -583,8 +588,9 @@ impl Life {
 
     fn check_disk(&mut self) {
         let kept = self.kept();
-        // What a segment in use, the one after it and spares are short of full, of the longest that any opening chose;
-        // the spares that wait; the runs behind two snapshots, of which each begins with a segment that may be empty.
+        // Added are the bytes that the segment in use, the one after it and spares are short of full, of the
+        // longest that any opening chose; the spares that wait; and the runs after two snapshots. Each run
+        // begins with a segment that may be empty.
         let longest = SEGMENT_LENS.into_iter().max().expect("there are some");
         let spares = DISK_LEN / 100 + longest;
         let constant = EMPTY_BYTES + 8 * longest + spares + 2 * (RESTARTS_MAX + 1) * FIRST_SEGMENT_LEN;
@@ -600,7 +606,7 @@ impl Life {
     fn check_memory(&mut self) {
         let found: u64 = self.ask(&Command::Peak).parse().unwrap();
         self.tally.memory_bytes_max = self.tally.memory_bytes_max.max(found);
-        let bound = MEMORY_BESIDE_PAGES + LONG_PAGE_LEN_MAX * PAGES_MAX as u64;
+        let bound = MEMORY_OVER_PAGES + LONG_PAGE_LEN_MAX * PAGES_MAX as u64;
         if found > bound {
             self.fail(&format!(
                 "the process took {found} bytes, and its pages {}",
@@ -610,7 +616,7 @@ impl Life {
     }
 }
 
-/// Other options at each opening.
+/// Draws other options for each opening.
 fn open_with(random: &mut Random, log_io: LogIo) -> OpenWith {
     OpenWith {
         log_io: log_io.to_string(),
@@ -621,7 +627,7 @@ fn open_with(random: &mut Random, log_io: LogIo) -> OpenWith {
     }
 }
 
-/// What the files of a directory take.
+/// The bytes that the files of a directory take.
 fn disk_bytes(directory: &Path) -> u64 {
     let mut sum = 0;
     // A file that goes meanwhile takes nothing.
@@ -632,7 +638,7 @@ fn disk_bytes(directory: &Path) -> u64 {
     sum
 }
 
-/// The process that holds the store.
+/// The process that holds the store, with its pipes.
 struct Worker {
     process: Child,
     input: ChildStdin,

@@ -1,4 +1,5 @@
-//! What a store should hold, written from its promises: pages as layers of patterns, one state for each batch.
+//! The expected content of a store, written from its promises: pages as layers of patterns, one state for
+//! each batch.
 //!
 //! A page's bytes follow from its layers, so the model of a store of many GiB takes a few KiB.
 
@@ -11,7 +12,7 @@ use super::worker::checksum_of;
 
 /// Groups, chunks and manifests begin at multiples of this.
 const BLOCK_LEN: u64 = 4096;
-/// What a page takes in a manifest: its entry, its key and its metadata, in two copies.
+/// The bytes of a page in a manifest: its entry, its key and its metadata, in two copies.
 const ENTRY_BYTES: u64 = 2 * 256;
 
 /// A page of one state.
@@ -19,7 +20,7 @@ const ENTRY_BYTES: u64 = 2 * 256;
 pub struct Page {
     pub len: u64,
     pub key: Option<String>,
-    /// The batch that changed its bytes last: one image a page and version is what is needed of it.
+    /// The batch that changed its bytes last: a store needs one image a page and version.
     version: u64,
     /// From the oldest to the newest, none outside the page.
     layers: Arc<Vec<(Range<u64>, Pattern)>>,
@@ -73,19 +74,19 @@ impl Page {
         sum
     }
 
-    /// What its image takes at most: the payload, its header, and a chunk of its own.
+    /// The most bytes that its image takes: the payload, its header, and a chunk of its own.
     fn image_bytes(&self) -> u64 {
         if self.len == 0 { 0 } else { self.len.next_multiple_of(BLOCK_LEN) + 2 * BLOCK_LEN }
     }
 }
 
-/// The store after one batch.
+/// The store's state after one batch.
 #[derive(Clone, Debug, Default)]
 pub struct State {
     pub pages: BTreeMap<u64, Page>,
     pub root: u64,
     next_page: u64,
-    /// What the batch that made it takes in the log and in images ahead of it, at most.
+    /// The most bytes that the batch that made it takes in the log and in images ahead of it.
     log_bytes: u64,
 }
 
@@ -116,8 +117,8 @@ pub struct Kept {
 /// Every state since the store began.
 pub struct Model {
     states: Vec<State>,
-    /// The number that the open store gives the next page: a refused batch keeps those of its pages until the store is
-    /// opened again.
+    /// The number that the open store gives the next page: a refused batch keeps those of its pages until the
+    /// store is opened again.
     next_page: u64,
 }
 
@@ -172,18 +173,18 @@ impl Model {
         self.states.push(state);
     }
 
-    /// A batch was refused.
+    /// Notes that a batch was refused.
     pub fn refuse(&mut self, changes: &[Change]) {
         let is_new = |change: &&Change| matches!(change, Change::Create { .. } | Change::CreateFrom { .. });
         self.next_page += changes.iter().filter(is_new).count() as u64;
     }
 
-    /// The store was opened anew.
+    /// Notes that the store was opened anew.
     pub fn reopen(&mut self) {
         self.next_page = self.now().next_page;
     }
 
-    /// One batch more, whose state is that of an earlier one.
+    /// Adds one batch, whose state is that of an earlier one.
     pub fn restore(&mut self, lsn: u64) {
         let mut state = self.states[lsn as usize].clone();
         state.next_page = self.now().next_page;
@@ -191,8 +192,9 @@ impl Model {
         self.states.push(state);
     }
 
-    /// The most that the directory may take: twice the images that the kept snapshots name and that the next one
-    /// makes, the log since the oldest snapshot that keeps it with the images ahead of that log, and `constant`.
+    /// The most that the directory may take: twice the images that the kept snapshots name and that the next
+    /// one makes, the log since the oldest snapshot that keeps it with the images ahead of that log, and
+    /// `constant`.
     pub fn disk_bytes_max(&self, kept: &[Kept], constant: u64) -> u64 {
         let mut named = BTreeMap::new();
         let now = self.lsn();

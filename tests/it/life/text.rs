@@ -1,4 +1,4 @@
-//! The words of a life: what the test tells its worker to do, one line a command, and the batches in it.
+//! The words of a life: the commands of the test to its worker, one line each, and the batches in them.
 //!
 //! Both sides of the pipe read these types, so a batch means the same to the store and to the model.
 
@@ -7,16 +7,16 @@ use std::str::FromStr;
 
 use crate::kill::workload::Random;
 
-/// Bytes that follow from a seed and from their place in the page, so that nobody has to store them.
+/// Bytes that follow from a seed and from their place in the page, so that they need not be stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pattern(pub u64);
 
 impl Pattern {
-    /// Zeros: what a new page holds.
+    /// Zeros: the content of a new page.
     pub const ZEROS: Self = Self(0);
 
-    /// Fills `out` with the pattern's bytes from `offset` of the page on. Odd seeds make noise, even ones make
-    /// runs of equal bytes, which compress.
+    /// Fills `out` with the pattern's bytes from `offset` of the page on. Odd seeds make noise, even ones
+    /// make runs of equal bytes, which compress.
     pub fn fill(self, offset: u64, out: &mut [u8]) {
         let mut at = offset;
         let mut rest = out;
@@ -38,7 +38,7 @@ impl Pattern {
         }
     }
 
-    /// So many bytes from the start of a page.
+    /// The first `len` bytes of a page from `offset` on.
     pub fn bytes(self, offset: u64, len: u64) -> Vec<u8> {
         let mut bytes = vec![0; usize::try_from(len).unwrap()];
         self.fill(offset, &mut bytes);
@@ -49,12 +49,12 @@ impl Pattern {
 /// One operation of a batch. Pages are named by their ids.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// A page of zeros.
+    /// A new page of zeros.
     Create {
         len: u64,
         key: Option<String>,
     },
-    /// A page that is written whole as it is created.
+    /// A page that is written as a whole when it is created.
     CreateFrom {
         len: u64,
         key: Option<String>,
@@ -126,7 +126,7 @@ impl FromStr for Change {
     }
 }
 
-/// What a worker is told to do.
+/// A command to the worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
     Open(OpenWith),
@@ -144,7 +144,8 @@ pub enum Command {
     ForkProcess,
     /// From now on the process may open this many files more than it has open.
     FilesLeft(Option<u64>),
-    /// From now on the process may map this many bytes more than it has mapped, during a commit or a snapshot.
+    /// From now on the process may map this many bytes more than it has mapped, during a commit or a
+    /// snapshot.
     MemoryLeft(Option<u64>),
     State,
     Snapshots,
@@ -153,7 +154,7 @@ pub enum Command {
     Close,
 }
 
-/// How a snapshot is asked for.
+/// The way in which a snapshot is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kind {
     Fuzzy,
@@ -162,14 +163,14 @@ pub enum Kind {
     Named(String),
 }
 
-/// What a store is opened with.
+/// The options that a store is opened with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenWith {
     pub log_io: String,
     pub segment_len: u64,
     pub on_demand: bool,
     pub compressed: bool,
-    /// After how much log the store takes a snapshot by itself.
+    /// The length of the log after which the store takes a snapshot by itself.
     pub snapshot_log_bytes: Option<u64>,
 }
 

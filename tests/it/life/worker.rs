@@ -1,6 +1,6 @@
 //! The process that holds the store: it does what it is told, line by line, and answers each line with one.
 //!
-//! It knows nothing of what should be there. So a kill at any moment costs the test no knowledge.
+//! It knows nothing of the expected content. So a kill at any moment costs the test no knowledge.
 
 use std::io::{BufRead, Write};
 use std::os::unix::process::CommandExt;
@@ -16,14 +16,14 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::text::{Change, Command, Kind, OpenWith};
 
-/// What begins an answer, among the lines that the test's own runner prints.
+/// The word that begins an answer, among the lines that the test's own runner prints.
 pub const ANSWER: &str = "answer: ";
 /// The root's entry that the test changes.
 const ROOT_ENTRY: &str = "step";
 /// A page is read and compared this many bytes at a time.
 const READ_LEN: u64 = 1 << 20;
 
-/// How a store is opened in a life.
+/// The options of a store in a life.
 pub fn options(with: &OpenWith) -> Options {
     let log_io = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct].into_iter();
     let log_io = log_io.clone().find(|io| io.to_string() == with.log_io).expect("a way to write the log");
@@ -36,7 +36,7 @@ pub fn options(with: &OpenWith) -> Options {
 struct Worker {
     directory: PathBuf,
     store: Option<Arc<Store>>,
-    /// Goes on from where it is across reopenings of the store.
+    /// Goes on from its position across reopenings of the store.
     replica: Replica,
     last_ticket: Option<Ticket>,
     /// How many bytes more than it has mapped the process may map during commits and snapshots.
@@ -121,7 +121,8 @@ impl Worker {
                 Ok(String::new())
             }
             Command::MemoryLeft(left) => {
-                // A GPU's driver takes address space as it likes, and lists that find no pinned memory stop the store.
+                // A GPU's driver takes address space as it likes, and lists that find no pinned memory stop
+                // the store.
                 let has_driver = std::fs::read_to_string("/proc/self/maps").unwrap().contains("libcuda.so");
                 self.memory_left = left.filter(|_| !has_driver);
                 Ok(String::new())
@@ -184,7 +185,7 @@ impl Worker {
         Ok(answer)
     }
 
-    /// Brings the replica to the store's newest batch and holds every byte of it against the store.
+    /// Brings the replica to the store's newest batch and compares every byte of it with the store.
     fn follow(&mut self) -> Result<String, Error> {
         let newest = self.store().lsn();
         if self.replica.lsn() == newest {
@@ -242,12 +243,12 @@ impl Worker {
                 && refused(store.submit(store.batch()).map(drop))
                 && refused(store.snapshot().map(drop))
                 && ticket.as_ref().is_none_or(|ticket| refused(ticket.wait(Ack::Durable)));
-            // What the child returns here is what `spawn` returns in the parent.
+            // The child's return value here is what `spawn` returns in the parent.
             if is_refused { Ok(()) } else { Err(std::io::ErrorKind::InvalidData.into()) }
         };
         let mut command = std::process::Command::new("true");
-        // SAFETY: each of these calls asks for the process's id first and returns an error that owns no memory; no
-        // lock is taken and nothing is allocated.
+        // SAFETY: each of these calls asks for the process's id first and returns an error that owns no
+        // memory; no lock is taken and nothing is allocated.
         unsafe { command.pre_exec(refusals) };
         assert!(command.status().expect("the child is refused everything").success());
     }
@@ -310,7 +311,7 @@ fn limit_files(left: Option<u64>) {
     setrlimit(Resource::Nofile, Rlimit { current, maximum }).unwrap();
 }
 
-/// Does this while the process may map so many bytes more than it has mapped.
+/// Does this while the process may map this number of bytes more than it has mapped.
 fn with_memory<T>(left: Option<u64>, work: impl FnOnce() -> T) -> T {
     let Some(left) = left else { return work() };
     let Rlimit { maximum, .. } = getrlimit(Resource::As);

@@ -13,9 +13,9 @@ impl Filler {
         let file = File::create(&path).unwrap();
         let mut len = 0;
         loop {
-            // With what is kept for root, as whom the tests that fill a disk run.
+            // With the space that is kept for root: the tests that fill a disk run as root.
             let free = rustix::fs::statvfs(folder).map(|told| told.f_bfree * told.f_frsize).unwrap();
-            // What the file system keeps of its own accord is not had by asking for less of it.
+            // Space that the file system keeps on its own cannot be had by asking for less of it.
             let wanted = free.saturating_sub(left) / 4096 * 4096;
             let flags = rustix::fs::FallocateFlags::empty();
             if wanted == 0 || rustix::fs::fallocate(&file, flags, len, wanted).is_err() {
@@ -40,7 +40,7 @@ impl Filler {
         filler
     }
 
-    /// Gives up so many bytes.
+    /// Gives up this number of bytes.
     pub fn leave(&self, bytes: u64) {
         let file = File::options().write(true).open(&self.0).unwrap();
         file.set_len(file.metadata().unwrap().len().checked_sub(bytes).unwrap()).unwrap();

@@ -1,6 +1,6 @@
-//! What some tests need of the machine beside a file system: `strace`, root, loop devices, programs that make
-//! file systems. Where it is missing they say so, past the capture of their output, and do nothing: a run
-//! without them is never taken for one with them.
+//! The machine's parts that some tests need in addition to a file system: `strace`, root, loop devices,
+//! programs that make file systems. Where one is missing they say so, past the capture of their output, and
+//! do nothing: a run without them is never taken for one with them.
 
 pub mod filler;
 pub mod mounts;
@@ -47,7 +47,7 @@ pub fn effort(name: &str) -> Option<usize> {
     std::env::var(name).ok().map(|number| number.parse().expect("a number"))
 }
 
-/// Does all jobs, as many at a time as there are processors, and returns what each came to, in their order.
+/// Does all jobs, as many at a time as there are processors, and returns their outcomes in order.
 pub fn in_parallel<Job: Sync, Outcome: Send>(
     jobs: &[Job],
     run: impl Fn(&Job) -> Outcome + Sync,

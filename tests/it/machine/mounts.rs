@@ -1,7 +1,8 @@
-//! File systems of a test's own, on loop devices over files in memory, and what their devices hold at a moment.
+//! File systems of a test's own, on loop devices over files in memory, and the content of their devices at a
+//! moment.
 //!
-//! The file behind a loop device lies on a file system that can clone files. A clone is one moment of the device,
-//! taken while it is written to: a power cut, as far as the file system above it can tell.
+//! The file behind a loop device lies on a file system that can clone files. A clone is one moment of the
+//! device, taken while it is written to: a power cut, as far as the file system above it can tell.
 
 #[path = "../../../tools/src/torture/loop_mounts.rs"]
 mod loop_mounts;
@@ -22,8 +23,8 @@ pub enum Kind {
 impl Kind {
     pub const ALL: [Self; 4] = [Self::Ext4, Self::Xfs, Self::XfsWithoutReflinks, Self::Btrfs];
 
-    /// The program that makes it, its options, the least bytes that it takes, options to mount a copy of one
-    /// that is mounted.
+    /// The program that makes it, its options, the least bytes that it takes, options to mount a copy of a
+    /// mounted one.
     fn recipe(self) -> (&'static str, &'static [&'static str], u64, &'static str) {
         match self {
             Self::Ext4 => ("mkfs.ext4", &["-q", "-F"], 64 << 20, "loop"),
@@ -36,14 +37,14 @@ impl Kind {
     }
 }
 
-/// Something mounted, for as long as this lives.
+/// A mounted file system, for as long as this lives.
 #[derive(Debug)]
 pub struct Mount {
     pub path: PathBuf,
 }
 
 impl Mount {
-    /// Mounts; the folder is made if need be.
+    /// Mounts a file system; the folder is made if need be.
     pub fn new(what: &Path, path: PathBuf, arguments: &[&str]) -> Result<Self, String> {
         loop_mounts::mount(what, &path, arguments)?;
         Ok(Self { path })
@@ -71,7 +72,7 @@ pub struct Medium {
 impl Medium {
     /// Makes one, mounted at `path`, with nothing in it.
     pub fn new(kind: Kind, path: PathBuf) -> Result<Self, String> {
-        // In memory: what is tested is which writes arrive, not how fast.
+        // In memory: the test is about which writes arrive, not how fast.
         let folder = tempfile::tempdir_in("/dev/shm").map_err(|error| format!("/dev/shm: {error}"))?;
         let outer = make(Kind::Xfs, &folder.path().join("outer"), 8 << 30)?;
         let outer = Mount::new(&outer, folder.path().join("mounted"), &["-o", "loop"])?;
@@ -85,12 +86,12 @@ impl Medium {
         Ok(Self { _mount: mount, kind, clones: 0, _outer: outer, folder })
     }
 
-    /// What the device holds at this moment.
+    /// The device's content at this moment.
     pub fn cut(&mut self) -> Cut {
         self.cut_of(&self.image("image"))
     }
 
-    /// What the device of an earlier cut holds at this moment.
+    /// The content of an earlier cut's device at this moment.
     pub fn cut_again(&mut self, cut: &Cut) -> Cut {
         self.cut_of(&cut.image)
     }
@@ -125,7 +126,7 @@ impl Cut {
 
 impl Drop for Cut {
     fn drop(&mut self) {
-        // What stays goes with the folder.
+        // The rest goes with the folder.
         let _ = std::fs::remove_file(&self.image);
     }
 }
@@ -136,7 +137,7 @@ pub fn make(kind: Kind, path: &Path, len: u64) -> Result<PathBuf, String> {
     loop_mounts::make(path, len, program, options)
 }
 
-/// Why this kind of file system cannot be had here, if so: one is made.
+/// The reason why this kind of file system cannot be had here, if so: one is made to find out.
 pub fn missing(kind: Kind) -> Option<&'static str> {
     static REASONS: [OnceLock<Option<String>>; Kind::ALL.len()] =
         [const { OnceLock::new() }; Kind::ALL.len()];

@@ -1,6 +1,6 @@
 //! `strace` at a process that runs: it changes what the n-th system call of a kind does.
 //!
-//! It is attached to a process that waits, so that only what comes afterwards is counted. Each thread counts for
+//! It is attached to a process that waits, so that only later calls are counted. Each thread counts for
 //! itself; the first one that comes to its n-th call of the kind meets the fault.
 
 use std::io::{BufRead, BufReader};
@@ -8,20 +8,20 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::OnceLock;
 
-/// What happens to calls of a kind.
+/// A fault for the calls of a kind.
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
     /// System calls, as `strace` names them: `pwrite64`, `/^rename`, `all`.
     pub calls: &'static str,
-    /// `signal=KILL`, `error=EIO`.
+    /// The fault in the words of `strace`: `signal=KILL`, `error=EIO`.
     pub fault: &'static str,
 }
 
-/// What happens to one call.
+/// A fault for one call.
 #[derive(Clone, Copy, Debug)]
 pub struct Injection {
     pub fault: Fault,
-    /// Which call, from 1.
+    /// The number of the call, from 1.
     pub nth: u64,
 }
 
@@ -37,7 +37,7 @@ pub struct Strace {
     process: Child,
     /// Where it writes down the calls of the kind.
     log: PathBuf,
-    /// Kept open: what it says of every new thread must go somewhere.
+    /// Kept open, because `strace` needs a place for its word about every new thread.
     _said: BufReader<ChildStderr>,
 }
 
@@ -71,7 +71,7 @@ impl Drop for Strace {
     }
 }
 
-/// Why there is no `strace` here, if so: it is asked to attach to a process.
+/// The reason why there is no `strace` here, if so: it is asked to attach to a process.
 pub fn missing() -> Option<&'static str> {
     static REASON: OnceLock<Option<String>> = OnceLock::new();
     let ask = || {

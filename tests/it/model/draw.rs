@@ -7,7 +7,7 @@ use remanent::{Place, Value, Width};
 
 use super::history::{Action, Bad, KEYS, NAMES, SNAPSHOT_NAMES, Step};
 
-/// A whole history.
+/// Draws a whole history.
 pub fn history() -> impl Strategy<Value = Vec<Action>> {
     let action = prop_oneof![
         16 => vec(step(), 0..10).prop_map(Action::Commit),

@@ -1,5 +1,5 @@
-//! Histories: what happens, with raw numbers that the model makes fit its state. `draw.rs` draws them at random;
-//! a fuzzer's bytes make them here.
+//! Histories: a list of actions, with raw numbers that the model makes fit its state. `draw.rs` draws them at
+//! random; a fuzzer's bytes make them here.
 
 use arbitrary::{Arbitrary, Result, Unstructured};
 use remanent::{Place, Value, Width};
@@ -13,7 +13,7 @@ pub const NAMES: [&str; 3] = ["step", "dtype", ""];
 /// Names that snapshots may have.
 pub const SNAPSHOT_NAMES: [&str; 3] = ["first", "before tuning", "\u{1F4CC}"];
 
-/// What happens to a store.
+/// An action on a store.
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Action {
     Commit(Vec<Step>),
@@ -22,15 +22,15 @@ pub enum Action {
     },
     /// A snapshot with one of the names.
     Name(#[arbitrary(with = snapshot_name)] usize),
-    /// One of the names is given up, and what nothing keeps is removed.
+    /// One of the names is given up, and snapshots that are not kept otherwise are removed.
     GiveUp(#[arbitrary(with = snapshot_name)] usize),
-    /// Back to one of the kept snapshots.
+    /// A restore of one of the kept snapshots.
     Restore(#[arbitrary(with = pick)] usize),
-    /// Back to the state behind any batch of the window.
+    /// A restore of the state after any batch of the window.
     RestoreTo(#[arbitrary(with = pick)] usize),
-    /// A look at the state behind any batch.
+    /// A look at the state after any batch.
     Look(#[arbitrary(with = pick)] usize),
-    /// A new store of the state behind any batch of the window.
+    /// A new store of the state after any batch of the window.
     Fork(#[arbitrary(with = pick)] usize),
     /// A page, and two ends of a range.
     Read(#[arbitrary(with = pick)] usize, u16, u16),
@@ -95,7 +95,7 @@ pub enum Step {
         #[arbitrary(with = len)]
         len: u16,
     },
-    /// All bytes of a page, and so many: enough of them to be written ahead of the batch.
+    /// All bytes of a page, and its new length: enough of them to be written ahead of the batch.
     Replace {
         #[arbitrary(with = pick)]
         page: usize,
@@ -151,7 +151,7 @@ pub enum Step {
     Bad(Bad),
 }
 
-/// What makes a batch be refused.
+/// A step that makes a batch be refused.
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Bad {
     /// A precondition that does not hold.
@@ -232,12 +232,12 @@ pub enum Bad {
     LongNote,
 }
 
-/// Which of however many there are: a byte is enough.
+/// The choice of one of any number: a byte is enough.
 fn pick(raw: &mut Unstructured) -> Result<usize> {
     u8::arbitrary(raw).map(usize::from)
 }
 
-/// Mostly short, as [`super::draw`] would have it.
+/// Draws a length that is mostly short, like [`super::draw`].
 fn len(raw: &mut Unstructured) -> Result<u16> {
     let len = u16::arbitrary(raw)?;
     Ok(if len.is_multiple_of(8) { len % 20_000 } else { len % 600 })
@@ -275,7 +275,7 @@ fn value(raw: &mut Unstructured) -> Result<Value> {
     value_within(raw, 3)
 }
 
-/// A value with at most so many levels.
+/// Draws a value with at most this number of levels.
 fn value_within(raw: &mut Unstructured, levels: u32) -> Result<Value> {
     let kinds = if levels == 0 { 7 } else { 9 };
     Ok(match raw.int_in_range(0..=kinds - 1)? {

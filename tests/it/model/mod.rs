@@ -1,11 +1,12 @@
 //! Random histories of a store against a plain model in memory.
 //!
-//! A history is batches of every operation, valid and not, snapshots with and without names, pruning, restores,
-//! forks, clean reopenings and crashes; in one of the runs the store takes snapshots of its own accord, too. A
-//! crash forgets the store and opens a copy of its directory, as it lies there in the middle of things: that is
-//! what the death of a process leaves. `plain.rs` is the model, written from the promises and not from the
-//! engine; `history.rs` says what a history is, `draw.rs` draws one, `run.rs` runs it. After every opening, and
-//! at the end, the store, the pure `rebuild` of its directory, and the model must agree on everything.
+//! A history is batches of every operation, valid and not, snapshots with and without names, pruning,
+//! restores, forks, clean reopenings and crashes; in one of the runs the store takes snapshots on its own,
+//! too. A crash forgets the store and opens a copy of its directory, as it lies there in the middle of its
+//! work: so does the death of a process leave it. `plain.rs` is the model, written from the promises and not
+//! from the engine; `history.rs` says what a history is, `draw.rs` draws one, `run.rs` runs it. After every
+//! opening, and at the end, the store, the pure `rebuild` of its directory, and the model must agree on
+//! everything.
 //!
 //! The fuzzer makes histories of its own, and runs them on simulated disks (`fuzz/src/histories.rs`).
 //!
@@ -30,7 +31,7 @@ use remanent::{Error, LogIo, Options, PageLoad, StatePoint, Store};
 use remanent_format::ReadAt;
 use tempfile::TempDir;
 
-use crate::{direct, gpu};
+use crate::{direct_io, gpu};
 use draw::history;
 use history::Action;
 use plain::Refusal;
@@ -44,7 +45,7 @@ fn the_store_is_what_the_model_says() {
     let tally = std::cell::RefCell::new(Tally::default());
     let asked: Option<u64> = std::env::var("REMANENT_SEED").ok().map(|seed| seed.parse().unwrap());
     let has_gpu = gpu::device().is_some();
-    let direct = direct::log_io();
+    let direct = direct_io::log_io();
     for seed in asked.map_or(SEEDS, |seed| seed..seed + 1) {
         let config =
             Config { cases: 2, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
@@ -73,12 +74,13 @@ fn the_store_is_what_the_model_says() {
             Err(TestError::Abort(reason)) => panic!("seed {seed}: {reason}"),
         }
     }
-    // The seeds lead everywhere: a change to how histories are drawn must not make this test idle.
+    // The seeds must lead everywhere: a change to how histories are drawn must not make this test idle.
     let tally = tally.into_inner();
-    let Tally { commits, crashes, restores, looks, forks, names, given_up, images, background, cold, .. } =
-        tally;
+    let Tally {
+        commits, crashes, restores, looks, forks, names, given_up, images, background, unloaded, ..
+    } = tally;
     let enough = commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && forks >= 30;
-    let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1 && cold >= 50;
+    let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1 && unloaded >= 50;
     assert!(asked.is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
 }
 
@@ -124,18 +126,18 @@ impl Ground for Directory {
 
     fn begin(&mut self, _floors: Floors) {}
 
-    /// A copy of the directory, as it lies there in the middle of things.
+    /// A copy of the directory, as it lies there in the middle of its work.
     fn crash(self, store: Store, _pick: u64) -> Left<Self> {
         let ground = copy_as_it_lies(&store, &self.path);
         let floors = Floors::of(&store);
-        // Its threads live on and may still write; nobody reads that.
+        // Its threads live on and may still write; this directory is not read again.
         std::mem::forget(store);
         Left { ground, floors, is_between: true }
     }
 }
 
-/// Copies a store directory in use. The store's own threads may be making a segment or writing a seal, so
-/// what is copied is taken only if nothing of that kind happened meanwhile: it existed at one moment.
+/// Copies a store directory in use. The store's own threads may be making a segment or writing a seal, so a
+/// copy is used only if nothing of that kind happened meanwhile: it existed at one moment.
 fn copy_as_it_lies(store: &Store, source: &Path) -> Directory {
     let moment = || {
         let mut names: Vec<_> = walk(source).into_iter().map(|(path, _)| path).collect();

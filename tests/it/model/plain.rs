@@ -1,5 +1,5 @@
-//! The model: pages in a map, changed one step at a time. A draft is a batch and what it would make of
-//! the model, built side by side.
+//! The model: pages in a map, changed one step at a time. A draft is a batch and the state that it would lead
+//! to, built side by side.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use remanent::{
 
 use super::history::{Bad, KEYS, NAMES, Step};
 
-/// A page.
+/// A page with all that a store says of it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Page {
     pub key: Option<Key>,
@@ -21,7 +21,7 @@ pub struct Page {
     pub bytes: Vec<u8>,
 }
 
-/// A store's whole state, and what it must remember.
+/// A store's whole state, and the history that it must remember.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
     pub pages: BTreeMap<PageId, Page>,
@@ -29,21 +29,21 @@ pub struct Model {
     pub lsn: u64,
     /// Pages that once were and are not now.
     pub gone: Vec<PageId>,
-    /// The batches behind which the kept snapshots stand.
+    /// The kept snapshots, with the batches that they were taken after.
     pub snapshots: BTreeMap<SnapshotId, u64>,
     /// The names that some of them have.
     pub names: BTreeMap<SnapshotId, String>,
-    /// Whether the store takes snapshots of its own accord: then it is the one who says which there are.
+    /// Whether the store takes snapshots on its own: then the store says which there are.
     pub in_background: bool,
-    /// The states behind earlier batches.
+    /// The states after earlier batches.
     past: BTreeMap<u64, Past>,
     /// The highest epoch that any page ever had.
     epoch_high: u64,
-    /// The highest id ever given.
+    /// The highest page id ever given.
     page_high: PageId,
 }
 
-/// The state behind an earlier batch, with what had been given away until then.
+/// The state after an earlier batch, with the numbers that had been given away until then.
 #[derive(Clone, Debug)]
 struct Past {
     pages: BTreeMap<PageId, Page>,
@@ -84,7 +84,7 @@ impl Refusal {
 }
 
 impl Model {
-    /// Makes what a committed batch changed real. `created` are the ids that the store gave.
+    /// Makes a committed batch's changes real. `created` are the ids that the store gave.
     pub fn install(&mut self, changed: Changed, created: &[PageId]) {
         self.leave();
         assert_eq!(created.len(), changed.created, "one id for each create and clone");
@@ -116,7 +116,7 @@ impl Model {
         self.root = changed.root;
     }
 
-    /// Keeps the present state as a snapshot, and only so many of them, besides those with names.
+    /// Keeps the present state as a snapshot, and only `count` of them, besides those with names.
     pub fn keep(&mut self, snapshot: SnapshotId, name: Option<&str>, count: usize) {
         if self.in_background {
             return;
@@ -127,8 +127,8 @@ impl Model {
         self.retain(count, None);
     }
 
-    /// Removes what neither the count nor a name keeps. A name that is given up is there still if the count keeps
-    /// its snapshot.
+    /// Removes snapshots that neither the count nor a name keeps. A name that is given up is there still if
+    /// the count keeps its snapshot.
     pub fn retain(&mut self, count: usize, given_up: Option<&str>) {
         let counted = self.snapshots.len().saturating_sub(count);
         let oldest_counted = self.snapshots.keys().nth(counted).copied();
@@ -138,7 +138,7 @@ impl Model {
         self.names.retain(|id, _| self.snapshots.contains_key(id));
     }
 
-    /// Takes over which snapshots there are. Those with names are among them.
+    /// Takes over the list of snapshots. Those with names are among them.
     pub fn adopt(&mut self, listed: &[SnapshotInfo]) {
         for (id, name) in &self.names {
             let info =
@@ -154,7 +154,7 @@ impl Model {
         self.snapshots.keys().nth(pick % self.snapshots.len().max(1)).copied()
     }
 
-    /// The present state becomes a past one.
+    /// Makes the present state a past one.
     fn leave(&mut self) {
         let past = Past {
             pages: self.pages.clone(),
@@ -167,7 +167,7 @@ impl Model {
         self.lsn += 1;
     }
 
-    /// What a crash took never was: the batches behind `lsn`. Which snapshots are left only the store can say;
+    /// Forgets the batches after `lsn`, which a crash took. Only the store can say which snapshots are left;
     /// from now on it is believed.
     pub fn lose(&mut self, lsn: u64, listed: &[SnapshotInfo]) {
         if lsn < self.lsn {
@@ -180,7 +180,7 @@ impl Model {
         self.adopt(listed);
     }
 
-    /// The state behind a batch, as a model of its own.
+    /// The state after a batch, as a model of its own.
     pub fn at(&self, lsn: u64) -> Self {
         let (pages, root) = match self.past.get(&lsn) {
             Some(past) => (past.pages.clone(), past.root.clone()),
@@ -189,15 +189,15 @@ impl Model {
         Self { pages, root, lsn, in_background: true, ..Self::default() }
     }
 
-    /// The oldest batch from which on one can go back to any for certain: of the older snapshots with names the log
-    /// may be gone.
+    /// The oldest batch from which on every batch can be restored for certain: of the older snapshots with
+    /// names the log may be gone.
     pub fn oldest(&self) -> u64 {
         let last = self.snapshots.values();
         last.clone().rev().nth(1).or(last.clone().next()).copied().unwrap_or(0)
     }
 
-    /// Goes back to an earlier state, in one batch. What changed since gets an epoch above all others, and what
-    /// only moved keeps its own.
+    /// Goes back to an earlier state, in one batch. Pages that changed since get an epoch above all others,
+    /// and those that only moved keep their own.
     pub fn restore(&mut self, lsn: u64) {
         self.leave();
         let epoch = self.epoch_high + 1;
@@ -220,7 +220,7 @@ impl Model {
     }
 }
 
-/// What a batch would make of the model.
+/// The changes that a batch would make to the model.
 pub struct Changed {
     slots: Vec<Slot>,
     created: usize,
@@ -231,7 +231,7 @@ pub struct Changed {
 #[derive(Clone, Debug)]
 struct Slot {
     name: Name,
-    /// `None` once deleted.
+    /// The page, or `None` once it is deleted.
     page: Option<Page>,
     touched: bool,
     moved: bool,
@@ -240,7 +240,7 @@ struct Slot {
 #[derive(Clone, Copy, Debug)]
 enum Name {
     Old(PageId),
-    /// With its place among the pages that the batch creates.
+    /// A new page, with its place among the pages that the batch creates.
     New(NewPage, usize),
 }
 
@@ -253,7 +253,7 @@ impl From<Name> for PageRef {
     }
 }
 
-/// A batch under construction.
+/// A batch under construction, with its changes.
 pub struct Draft<'a> {
     model: &'a Model,
     batch: WriteBatch,
@@ -273,8 +273,8 @@ impl<'a> Draft<'a> {
         Self { model, batch: WriteBatch::default(), changed }
     }
 
-    /// The batch, and what it makes of the model. One that is to be refused goes on a little behind the
-    /// step that is wrong, with what would be seen if any of it were done.
+    /// The batch, and its changes to the model. A batch that is to be refused goes on a little after the
+    /// wrong step, with changes that would be seen if any of it were done.
     pub fn finish(mut self, refusal: Option<Refusal>) -> (WriteBatch, Changed) {
         if refusal.is_some() {
             self.batch.set_root("refused", true);
@@ -516,7 +516,7 @@ impl<'a> Draft<'a> {
             }
             Bad::LongMetadata { page } => {
                 let (name, _) = self.named(*page)?;
-                // Each entry is short enough, the two together are not.
+                // Each entry is short enough; the two together are not.
                 for entry in ["one", "two"] {
                     self.batch.set_metadata(name, entry, vec![0u8; 40 << 10]);
                 }

@@ -1,4 +1,4 @@
-//! Runs a history on a store and on the model, wherever it takes place.
+//! Runs a history on a store and on the model, on any ground.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::plain::{Draft, Model, Page, Refusal};
 /// Snapshots that a store keeps by default.
 const SNAPSHOTS_KEPT: usize = 2;
 
-/// What the histories came to.
+/// Counts of what the histories did.
 #[derive(Debug, Default)]
 pub struct Tally {
     pub commits: usize,
@@ -31,15 +31,15 @@ pub struct Tally {
     pub given_up: usize,
     /// Pages that were written whole.
     pub images: usize,
-    /// Snapshots that the store took of its own accord.
+    /// Snapshots that the store took on its own.
     pub background: u64,
-    /// Pages that were cold when an opening returned.
-    pub cold: u64,
+    /// Pages that were unloaded when an opening returned.
+    pub unloaded: u64,
 }
 
-/// Where a history takes place.
+/// The ground on which a history takes place.
 pub trait Ground: Sized {
-    /// The disk for a store, or for a look beside it.
+    /// The disk for a store, or for a look at it while it is open.
     fn disk(&self) -> Arc<dyn Disk>;
 
     /// The files, as a process sees them.
@@ -48,43 +48,43 @@ pub trait Ground: Sized {
     /// A new store of an earlier state, in a place of its own.
     fn fork(&self, store: &Store, point: &StatePoint) -> Result<Self, Error>;
 
-    /// An action begins, or an opening: a crash may come in the middle of it. `floors` is what must have
-    /// survived by then.
+    /// An action begins, or an opening: a crash may come in the middle of it. `floors` must have survived by
+    /// then.
     fn begin(&mut self, floors: Floors);
 
-    /// What a crash leaves; the store is not to be seen again. `pick` chooses among what it could leave.
+    /// The ground after a crash; the store is not to be seen again. `pick` chooses among the possible ones.
     fn crash(self, store: Store, pick: u64) -> Left<Self>;
 }
 
-/// The newest batches of which no crash of a kind may take anything.
+/// The newest batches that no crash of a kind may take.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Floors {
-    /// What survives the death of the process.
+    /// The newest batch that survives the death of the process.
     pub logged: Lsn,
-    /// What survives a power cut.
+    /// The newest batch that survives a power cut.
     pub durable: Lsn,
 }
 
 impl Floors {
-    /// What an open store has promised so far.
+    /// The promises of an open store so far.
     pub fn of(store: &Store) -> Self {
         Self { durable: store.stats().durable, logged: store.lsn() }
     }
 }
 
-/// What a crash left.
+/// The ground after a crash.
 pub struct Left<G> {
     pub ground: G,
-    /// What must have survived: after a power cut, no more than what was durable was logged.
+    /// Batches that must have survived: after a power cut, no more than the durable ones were logged.
     pub floors: Floors,
     /// Whether it came between two actions: then everything is there, and nothing is torn.
     pub is_between: bool,
 }
 
-/// How the store of a history is opened.
+/// The way in which the store of a history is opened.
 pub struct Setting<'a> {
     pub options: Options,
-    /// Whether it takes snapshots of its own accord.
+    /// Whether it takes snapshots on its own.
     pub in_background: bool,
     /// Gives a new device for each opening.
     pub device: &'a dyn Fn() -> Arc<dyn Device>,
@@ -99,7 +99,7 @@ impl Setting<'_> {
     }
 }
 
-/// Runs a history, and holds the store against the model all the way.
+/// Runs a history, and compares the store with the model all the way.
 pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tally: &mut Tally) {
     let in_background = setting.in_background;
     let mut model = Model::default();
@@ -255,7 +255,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 let expected = left.floors.logged..=Lsn(model.lsn);
                 assert!(expected.contains(&lsn), "batch {lsn} is the last one, of {expected:?}");
                 tally.lost += usize::from(lsn < Lsn(model.lsn));
-                // What was about to get a name, or to lose it, may or may not have it.
+                // A snapshot that was about to get a name, or to lose it, may or may not have it.
                 model.names.retain(|id, _| names_before.contains_key(id));
                 model.lose(lsn.0, &store.snapshots());
                 match rebuilt {
@@ -274,7 +274,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
     compare_opened(&setting.open(&ground), &model);
 }
 
-/// Follows a restore to the state behind batch `lsn`.
+/// Follows a restore to the state after batch `lsn`.
 fn restored(store: &Store, model: &mut Model, position: Position, lsn: u64) {
     model.restore(lsn);
     assert_eq!(position.lsn, Lsn(model.lsn), "a restore is one batch more");
@@ -284,21 +284,21 @@ fn restored(store: &Store, model: &mut Model, position: Position, lsn: u64) {
     compare(store, model);
 }
 
-/// One of the batches that can be gone back to.
+/// One of the batches that can be restored.
 fn in_window(model: &Model, pick: usize) -> u64 {
     let oldest = model.oldest();
     oldest + pick as u64 % (model.lsn - oldest + 1)
 }
 
-/// Looks at an earlier state, beside the open store.
+/// Looks at an earlier state while the store is open.
 fn look(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
     match View::open_on(disk, Some(&StatePoint::Lsn(Lsn(lsn)))) {
         Ok(old) => compare_snapshot(&old, &model.at(lsn)),
-        // What is older than the window may be there still.
+        // A state that is older than the window may be there still.
         Err(Error::OutsideWindow { asked, oldest, newest, .. }) => {
             assert_eq!((asked, newest), (Lsn(lsn), Lsn(model.lsn)));
             assert!(Lsn(lsn) < oldest);
-            // Of its own accord the store may have moved the window on.
+            // The store may have moved the window on by a snapshot of its own.
             if !model.in_background {
                 assert!(lsn < model.oldest(), "batch {lsn} is in the window from {}", model.oldest());
                 assert!(oldest <= Lsn(model.oldest()), "{oldest}");
@@ -309,7 +309,7 @@ fn look(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
     compare_snapshot(&View::open_on(disk, None).unwrap(), model);
 }
 
-/// Compares everything that a state on disk can be asked.
+/// Compares all answers of a state on disk.
 fn compare_snapshot(old: &View, model: &Model) {
     assert_eq!(old.lsn(), Lsn(model.lsn));
     assert_eq!(**old.root(), model.root);
@@ -336,10 +336,10 @@ fn compare_recovered(store: &Store, model: &Model) {
     assert_eq!((&recovered.torn, &recovered.harmless[..]), (&None, &[][..]));
 }
 
-/// Compares after an opening in the middle of a history. Where pages are cold, their bytes are looked at later: so
-/// the history goes on with cold pages.
+/// Compares after an opening in the middle of a history. Bytes of unloaded pages are compared later, so that
+/// the history goes on with unloaded pages.
 fn compare_reopened(store: &Store, model: &Model, tally: &mut Tally) {
-    tally.cold += store.recovered().unloaded_pages;
+    tally.unloaded += store.recovered().unloaded_pages;
     compare_recovered(store, model);
     compare_table(store, model);
     if store.recovered().unloaded_pages == 0 {
@@ -347,14 +347,14 @@ fn compare_reopened(store: &Store, model: &Model, tally: &mut Tally) {
     }
 }
 
-/// What [`compare_reopened`] has left.
+/// Compares the rest that [`compare_reopened`] has left.
 fn compare_late(store: &Store, model: &Model) {
     if store.recovered().unloaded_pages > 0 {
         compare(store, model);
     }
 }
 
-/// Compares everything that a store can be asked.
+/// Compares all answers of a store.
 fn compare(store: &Store, model: &Model) {
     compare_table(store, model);
     for (page, expected) in &model.pages {
@@ -375,7 +375,7 @@ fn compare(store: &Store, model: &Model) {
     }
 }
 
-/// Compares what takes no page's bytes.
+/// Compares all that needs no page's bytes.
 fn compare_table(store: &Store, model: &Model) {
     assert_eq!(store.lsn(), Lsn(model.lsn));
     assert_eq!(*store.root().unwrap(), model.root);
@@ -399,14 +399,14 @@ fn compare_infos(found: &[PageInfo], model: &Model) {
     }
 }
 
-/// Compares the pure rebuild of the files, of which nothing is damaged.
+/// Compares the pure rebuild of the files, none of which is damaged.
 fn compare_rebuilt(ground: &impl Ground, model: &Model) {
     let rebuilt = rebuild(&*ground.files(), &RebuildOptions::default()).unwrap();
     compare_state(&rebuilt, model);
     assert_eq!(rebuilt.passed_over, []);
 }
 
-/// Compares a rebuilt state.
+/// Compares a rebuilt state with the model.
 fn compare_state(rebuilt: &RebuiltStore, model: &Model) {
     assert_eq!(rebuilt.table.lsn(), Lsn(model.lsn));
     assert_eq!(**rebuilt.table.root(), model.root);

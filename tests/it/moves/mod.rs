@@ -1,9 +1,9 @@
-//! Pages that move from one place to another: the bytes and the epoch stay, the place changes, and everything
+//! Pages that move from one place to another: the bytes and the epoch stay, the place changes, and every part
 //! that knows pages knows it afterwards.
 //!
-//! Whatever can be is held on every device there is: two host devices as one, two late ones, two GPUs.
+//! Tests run on every device there is, where they can: two host devices as one, two late ones, two GPUs.
 
-mod beside;
+mod concurrent;
 
 use std::sync::Arc;
 
@@ -19,11 +19,11 @@ use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::files::{Files, State, small};
 use crate::gpu;
-use crate::several::{host, late, two_of};
+use crate::multi_device::{host, late, two_of};
 
-/// No multiple of anything, and longer than what is copied at one go.
+/// A length that is no multiple of anything, and longer than one copy.
 const LEN: u64 = 70_001;
-/// There and back again, by every way there is between two places.
+/// There and back again, by every way between two places.
 const WAY: [Place; 9] = [
     Place::Device(1),
     Place::Pinned,
@@ -36,7 +36,7 @@ const WAY: [Place; 9] = [
     Place::Host,
 ];
 
-/// Devices with two slots: one that binds both, two of a kind, and GPUs where there are so many.
+/// Devices with two slots: one that binds both, two of a kind, and GPUs where there are two.
 fn devices() -> Vec<Arc<dyn Device>> {
     let mut devices = vec![host(), late(1), two_of(host(), host()), two_of(late(2), late(3))];
     let pairs: Vec<_> = [gpu::two(), gpu::two_apart()].into_iter().flatten().collect();
@@ -72,14 +72,15 @@ fn bytes(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Bytes of pages in use by places, those of places without any left out. Who wants them behind a batch reads
-/// before: memory is given up when the batch is applied, not when it is logged.
+/// Bytes of pages in use by places, those of places without any left out. A test that wants them after a
+/// batch reads first: memory is given up when the batch is applied, not when it is logged.
 fn allocated(store: &Store) -> Vec<(Place, u64)> {
     let places = store.stats().places.into_iter().map(|(place, usage)| (place, usage.allocated_bytes));
     places.filter(|(_, bytes)| *bytes > 0).collect()
 }
 
-/// The directory gives the state that the store shows, by the pure way and by an open on another device.
+/// Demands that the directory gives the state that the store shows, by the pure way and by an open on another
+/// device.
 fn assert_survives(store: Store, disk: &SimDisk, device: &Arc<dyn Device>) -> Store {
     let state = State::of(&store);
     let rebuilt = rebuild(&Files::of(disk), &RebuildOptions::default()).unwrap();
@@ -121,7 +122,7 @@ fn a_page_moves_with_all_it_has_but_its_place() {
                 _ => {}
             }
         }
-        // Where it is already: nothing is allocated, even where there is no room for two of it.
+        // A move to the page's own place: nothing is allocated, even where there is no room for two of it.
         store = assert_survives(store, &disk, &host());
         drop(store);
         let store = open(&disk, &device, small().budget(Budget::default().with(Place::Host, LEN)));
@@ -169,7 +170,7 @@ fn a_move_takes_its_turn_among_the_operations_of_its_batch() {
             [place(page), place(pages[0]), place(pages[1])],
             [Place::Pinned, Place::Device(0), Place::Device(0)]
         );
-        // However many operations: one batch, one epoch.
+        // However many operations it has: one batch, one epoch.
         assert_eq!(store.page(page).unwrap().epoch.0, epoch.0 + 1);
         assert!(matches!(store.page(gone), Err(Error::UnknownPage { .. })));
         assert_eq!(allocated(&store), [(Place::Device(0), LEN + 16), (Place::Pinned, LEN + 9)]);
@@ -241,7 +242,7 @@ fn a_move_that_cannot_be_is_refused_and_nothing_has_changed() {
     let error = refused(&|batch| _ = batch.move_to(page, Place::Pinned));
     assert!(matches!(error, Error::Leased { page: found } if found == page), "{error}");
     drop(pin);
-    // One of them fits.
+    // One of the pages fits.
     move_to(&store, page, Place::Pinned).unwrap();
     assert_eq!(bytes(&store, page), content);
     assert_eq!(allocated(&store), [(Place::Pinned, LEN), (Place::Host, LEN)]);
@@ -312,7 +313,7 @@ fn an_earlier_state_has_its_places_and_only_what_changed_gets_an_epoch() {
         }
         assert_eq!(bytes(&store, moved), content);
         let store = assert_survives(store, &disk, &device);
-        // What is kept of the log leads through the moves to every state.
+        // The kept log leads through the moves to every state.
         move_to(&store, moved, Place::Host).unwrap();
         let state = State::of(&store);
         let fork = SimDisk::new();

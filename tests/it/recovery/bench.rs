@@ -1,4 +1,4 @@
-//! Stores in the state of a row, and what an open must say of one that it refuses.
+//! Stores in the state of a row, and the report that an open must give of one that it refuses.
 
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::{CrashPlan, SimDisk, Tears};
@@ -36,7 +36,7 @@ pub fn stepped(steps: u8) -> (SimDisk, PageId, State) {
     (disk, page, state)
 }
 
-/// A closed store with two snapshots, log behind each, and no log left from before the first.
+/// A closed store with two snapshots, log after each, and no log left from before the first.
 pub fn with_snapshots() -> (SimDisk, State) {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
@@ -54,7 +54,7 @@ pub fn with_snapshots() -> (SimDisk, State) {
     (disk, state)
 }
 
-/// The disk as the process left it when it died at the last moment of which `wanted` says true.
+/// The disk as the process left it when it died at the last moment that `wanted` accepts.
 pub fn killed_when(disk: &SimDisk, wanted: impl Fn(&RebuiltStore) -> bool) -> SimDisk {
     let mut found = None;
     disk.kill_images(&CrashPlan { tears: Tears::None, ..CrashPlan::default() }, |image| {
@@ -66,7 +66,7 @@ pub fn killed_when(disk: &SimDisk, wanted: impl Fn(&RebuiltStore) -> bool) -> Si
 }
 
 /// The disk at which `count` batches are logged, and no mark covers the last one.
-pub fn killed_behind(disk: &SimDisk, count: u64) -> SimDisk {
+pub fn killed_after_batch(disk: &SimDisk, count: u64) -> SimDisk {
     killed_when(disk, |rebuilt| {
         let end = rebuilt.end.as_ref().unwrap();
         end.accepted.lsn == Lsn(count) && end.proven.lsn < Lsn(count)
@@ -104,7 +104,7 @@ pub fn remove(disk: &SimDisk, file: FileName) {
     disk.sync_folder(file.folder()).unwrap();
 }
 
-/// Opening fails, and nothing is changed by that.
+/// Demands that opening fails, and that nothing is changed by that.
 pub fn refused(disk: &SimDisk, options: Options) -> Error {
     let before = Files::of(disk);
     let error = open_with(disk, options).expect_err("the store is refused");
@@ -112,7 +112,7 @@ pub fn refused(disk: &SimDisk, options: Options) -> Error {
     error
 }
 
-/// Opening fails because of damage, here.
+/// Demands that opening fails because of damage, here.
 pub fn refused_at(disk: &SimDisk, file: FileName, offset: u64, lsn: Option<Lsn>) -> Defect {
     let error = refused(disk, small());
     assert_eq!((error.file(), error.offset(), error.lsn()), (Some(file), Some(offset), lsn), "{error}");

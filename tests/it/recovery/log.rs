@@ -8,13 +8,13 @@ use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use remanent_format::state::survey::Survey;
 
 use super::bench::{
-    create_page, flip, frame_of, frame_where, killed_behind, refused_at, remove, step, stepped,
+    create_page, flip, frame_of, frame_where, killed_after_batch, refused_at, remove, step, stepped,
 };
 use crate::files::{Files, State, open, open_with, small};
 
-/// A store that died behind its third batch, of which only two are covered by a mark, with the state
-/// after two. All of it lies in one segment, also where each batch is synced and sealed by itself, as on a busy
-/// machine: a segment with nothing but what is cut would be recycled.
+/// A store that died after its third batch, only two of which are covered by a mark, with the state after
+/// two. All of it lies in one segment, also where each batch is synced and sealed by itself, as on a busy
+/// machine: a segment with only cut frames would be recycled.
 fn torn() -> (SimDisk, State) {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(64 << 10)).unwrap();
@@ -24,7 +24,7 @@ fn torn() -> (SimDisk, State) {
     let state = State::of(&store);
     step(&store, page, 2);
     store.close().unwrap();
-    (killed_behind(&disk, 3), state)
+    (killed_after_batch(&disk, 3), state)
 }
 
 #[test]
@@ -51,12 +51,12 @@ fn torn_tail_is_cut() {
         let torn = recovered.torn.as_ref().unwrap_or_else(|| panic!("{what}: the cut is not reported"));
         assert_eq!((FileName::Segment(torn.segment), torn.offset), (segment, offset), "{what}");
         assert_eq!((torn.first, torn.last), (Lsn(3), Lsn(3)), "{what}");
-        // The number is given again: nobody was told that the first batch 3 was durable.
+        // The number is given again: no caller was told that the first batch 3 was durable.
         assert_eq!(create_page(&store), PageId(2), "{what}");
         assert_eq!(store.lsn(), Lsn(3), "{what}");
     }
 
-    // Whole, it is not torn, but copied: a mark does not cover it.
+    // A complete frame is not torn, but copied: a mark does not cover it.
     let store = open(&whole).unwrap();
     assert_eq!((store.recovered().position.lsn, &store.recovered().torn), (Lsn(3), &None));
     assert_eq!(store.recovered().copied_batches, 1);
@@ -75,7 +75,7 @@ fn damage_under_a_mark_is_refused() {
             assert_eq!(matches!(defect, Defect::Checksum { what: "payload", .. }), within == 80, "{defect}");
         }
     }
-    // The last seal covers nothing that lies behind it.
+    // The last seal covers nothing that lies after it.
     let (segment, offset) = frame_where(&whole, |header| header.kind == FrameKind::Seal);
     let disk = whole.disk();
     flip(&disk, segment, offset);
@@ -88,7 +88,7 @@ fn damage_under_a_mark_is_refused() {
     let page = create_page(&store);
     step(&store, page, 0);
     store.close().unwrap();
-    let whole = Files::of(&killed_behind(&disk, 2));
+    let whole = Files::of(&killed_after_batch(&disk, 2));
     let (segment, offset) = frame_of(&whole, 2);
     let disk = whole.disk();
     let third = append(&disk, segment, offset, true, Lsn(1));
@@ -123,15 +123,15 @@ fn unreadable_log_is_refused() {
     let (whole, _) = torn();
     let expected = State::of(&open(&Files::of(&whole).disk()).unwrap());
     let (mut refused, mut opened) = (0, 0);
-    // What cannot be read is read once more: only a few failures in a row are the end of a walk, and not of what it
-    // looks at then.
+    // Unreadable bytes are read once more. Only a few failures in a row end a walk, and they do not end the
+    // look that follows it.
     for times in [1, 2, 3, 4, 5, 6, usize::MAX] {
         for skip in 0..40 {
             let disk = Files::of(&whole).disk();
             disk.fail(DiskFault { operation: Operation::Read, skip, times, errno: EIO });
             match open(&disk) {
                 Ok(store) => {
-                    // What failed was read again, or not needed; it is not taken for the log's end.
+                    // The failed read was repeated, or not needed; it is not taken for the log's end.
                     assert_eq!(store.recovered().torn, None, "read {skip}");
                     assert_eq!(store.lsn(), Lsn(3), "read {skip}");
                     opened += 1;
@@ -158,7 +158,7 @@ fn cut_frames_stay_cut() {
     let page = create_page(&store);
     let state = State::of(&store);
     store.close().unwrap();
-    // The medium gives the old bytes back: they lie past their incarnation's end, where nobody reads.
+    // The medium gives the old bytes back: they lie past their incarnation's end, where no open reads.
     flip(&disk, segment, offset + 80);
     for incarnation in 3..6 {
         let store = open(&disk).unwrap();
@@ -187,12 +187,12 @@ fn missing_newest_segment_is_refused() {
     assert_eq!(defect, Defect::Missing);
     // With the last frames' own segment gone as well, the one before it misses its successor.
     remove(&disk, FileName::Segment(last));
-    let defect = refused_at(&disk, FileName::Segment(last), 0, None.or(lost_behind(&whole, last - 1)));
+    let defect = refused_at(&disk, FileName::Segment(last), 0, None.or(lost_after(&whole, last - 1)));
     assert_eq!(defect, Defect::Missing);
 }
 
 /// The batch after the last one in a segment.
-fn lost_behind(files: &Files, segment: u64) -> Option<Lsn> {
+fn lost_after(files: &Files, segment: u64) -> Option<Lsn> {
     let bytes = &files.0[&FileName::Segment(segment)];
     let lsns = (0..bytes.len() - FrameHeaderRaw::LEN).step_by(16).filter_map(|at| {
         let frame = UncheckedFrame::decode(&bytes[at..]).ok()?;
@@ -207,7 +207,7 @@ fn missing_segment_is_refused() {
     let whole = Files::of(&disk);
     let (file, _) = frame_of(&whole, 50);
     let FileName::Segment(number) = file else { unreachable!("frames lie in segments") };
-    let lost = lost_behind(&whole, number - 1);
+    let lost = lost_after(&whole, number - 1);
 
     let disk = whole.disk();
     remove(&disk, file);
@@ -244,7 +244,7 @@ fn bad_segment_header_is_refused() {
     for number in with_frames {
         let disk = whole.disk();
         flip(&disk, FileName::Segment(number), 20);
-        let lost = if openings.contains(&number) { None } else { lost_behind(&whole, number - 1) };
+        let lost = if openings.contains(&number) { None } else { lost_after(&whole, number - 1) };
         let defect = refused_at(&disk, FileName::Segment(number), 0, lost);
         assert!(matches!(defect, Defect::Checksum { what: "segment header", .. }), "{defect}");
     }

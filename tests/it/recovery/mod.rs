@@ -1,8 +1,8 @@
 //! The decision table of recovery: one test a row, under the name that the table gives it.
 //!
-//! Each test brings a store into the row's state by a crash or by damage, opens it, and looks at all that
-//! the caller is told: the error with file, offset, Lsn and remedy, or what `recovered()` reports. A store
-//! that is refused must be left as it was, to the byte.
+//! Each test brings a store into the row's state by a crash or by damage, opens it, and looks at all that the
+//! caller is told: the error with file, offset, Lsn and remedy, or the report of `recovered()`. A store that
+//! is refused must be left as it was, to the byte.
 
 mod bench;
 mod log;
@@ -54,7 +54,7 @@ fn foreign_directory_is_refused() {
     assert_eq!(error.remedy(), Remedy::ChangeCall);
     let names: Vec<_> =
         std::fs::read_dir(directory.path()).unwrap().map(|file| file.unwrap().path()).collect();
-    assert_eq!(names, [directory.path().join("thesis.tex")], "not even a LOCK is left behind");
+    assert_eq!(names, [directory.path().join("thesis.tex")], "not even a LOCK is left there");
 
     let error = refused(&SimDisk::new(), small().create(Create::Never));
     assert!(matches!(error, Error::NoStore { .. }), "{error}");
@@ -84,8 +84,8 @@ fn creation_cut_short_starts_over() {
     assert!(unfinished > 100 && finished > 0, "{unfinished} unfinished, {finished} finished");
 }
 
-/// The files of a fork without STORE are what a crash just before its last rename leaves, if STORE is there
-/// under its temporary name; without that they are a store that lost its STORE.
+/// The files of a fork without STORE are those that a crash just before its last rename leaves, if STORE is
+/// there under its temporary name; without that they are a store that lost its STORE.
 #[test]
 fn fork_cut_short_starts_over() {
     let (source, ..) = stepped(3);
@@ -116,7 +116,7 @@ fn missing_store_file_is_refused() {
     remove(&disk, FileName::Store);
     missing(&disk);
 
-    // A batch behind a seal in one group, so that no batch lies at a group's start.
+    // A batch after a seal in one group, so that no batch lies at a group's start.
     let disk = SimDisk::new();
     open(&disk).unwrap().close().unwrap();
     let segment = FileName::Segment(1);
@@ -138,7 +138,7 @@ fn missing_store_file_is_refused() {
     remove(&disk, FileName::Store);
     missing(&disk);
 
-    // Nothing of the log, but images or a manifest.
+    // All of the log is lost, but images or a manifest are there.
     for lost in [Folder::Snapshots, Folder::Pages] {
         let (disk, _) = with_snapshots();
         for file in Files::of(&disk).names(|file| file.folder() == Folder::Log || file.folder() == lost) {
@@ -182,7 +182,7 @@ fn damaged_store_file_is_refused() {
     assert!(matches!(defect, Defect::Version { version: 2, features: 0 }), "{defect}");
 }
 
-/// The store of the disk with STORE as a build wrote it that knew no feature.
+/// Writes STORE like a build that knew no feature.
 fn without_features(disk: &SimDisk) -> Vec<u8> {
     let whole = disk.bytes(FileName::Store).unwrap();
     let file = StoreFile::decode(&whole).unwrap();
@@ -208,7 +208,7 @@ fn features_are_added_to_an_older_store_before_anything_else_is_written() {
         files.0
     };
     let before = lasting();
-    // The first name that the open gives is that of STORE: until then nothing has another content.
+    // The first name that the open gives is that of STORE: until then no file has another content.
     for operation in [Operation::Create, Operation::Write, Operation::Sync, Operation::Rename] {
         disk.fail(DiskFault { operation, skip: 0, times: 1, errno: EIO });
         open(&disk).map(|_| ()).unwrap_err();
@@ -218,7 +218,7 @@ fn features_are_added_to_an_older_store_before_anything_else_is_written() {
     assert_eq!(disk.bytes(FileName::Store).unwrap(), whole);
     assert_eq!(State::of(&store), state);
     store.close().unwrap();
-    // Not again.
+    // The open does not publish it again.
     let published = || {
         let from = disk.history().len();
         open(&disk).unwrap().close().unwrap();
@@ -265,7 +265,7 @@ fn temporary_files_are_removed() {
     for file in temporaries {
         disk.create(file).unwrap().write_at(0, b"half a file").unwrap();
     }
-    // They are nobody's, but a store that is refused stays as it is.
+    // They belong to no store, but a store that is refused stays as it is.
     let whole = disk.bytes(FileName::Store).unwrap();
     let (segment, offset) = frame_of(&Files::of(&disk), 1);
     flip(&disk, segment, offset);
@@ -298,7 +298,7 @@ fn unnamed_images_are_removed() {
     assert!(disk.bytes(FileName::Pages(78)).is_some());
 }
 
-/// A closed store on whose only page a batch wrote whole, and the image.
+/// A closed store whose only page a batch wrote whole, and the page's image.
 fn with_image_of_a_batch() -> (SimDisk, State, ImageRef) {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
@@ -317,7 +317,7 @@ fn with_image_of_a_batch() -> (SimDisk, State, ImageRef) {
 #[test]
 fn images_of_batches_stay() {
     let (disk, state, image) = with_image_of_a_batch();
-    // The other one is as a crash leaves it that strikes before the batch is logged.
+    // The other image is left by a crash before its batch was logged.
     let (named, unnamed) = (FileName::Pages(image.file), FileName::Pages(77));
     let store = Survey::read(&Files::of(&disk)).unwrap().store.store;
     let header = ImageFileHeader { store, file: 77, purpose: ImagePurpose::Batch };

@@ -16,7 +16,7 @@ fn line(disk: &SimDisk) -> Vec<u32> {
     survey.log.line().iter().map(|(_, opening)| opening.incarnation.number).collect()
 }
 
-/// Bytes of the files of a closed store, and how many there are.
+/// The bytes of a closed store's files, and how many there are.
 fn disk_use(disk: &SimDisk) -> (usize, usize) {
     let files = Files::of(disk);
     (files.bytes_len(), files.0.len())
@@ -49,7 +49,7 @@ fn opens_that_commit_nothing_leave_the_disk_as_it_was() {
         // Segments that are made ahead may be there by the time of a close, or not.
         let most = (settled.0 + 4 * (16 << 10), settled.1 + 4);
         assert!(bytes <= most.0 && files <= most.1, "{steps:?}: {settled:?} became {bytes}, {files}");
-        // What is committed then has its place behind all of them.
+        // Later batches have their place after all of them.
         let store = open(&disk).unwrap();
         let page = create_page(&store);
         step(&store, page, 7);
@@ -59,7 +59,7 @@ fn opens_that_commit_nothing_leave_the_disk_as_it_was() {
     }
 }
 
-/// Two crashes deep, whatever was being built, renamed or recycled.
+/// Two crashes deep, while files are built, renamed or recycled.
 #[test]
 fn a_crash_while_an_incarnation_is_left_out_costs_nothing() {
     let (disk, _, state) = stepped(3);
@@ -115,7 +115,7 @@ fn an_incarnation_in_which_a_replay_begins_stays() {
     let source: Arc<dyn Disk> = Arc::new(source);
     let forked = SimDisk::new();
     View::open_on(&source, None).unwrap().fork_on(&(Arc::new(forked.clone()) as Arc<dyn Disk>)).unwrap();
-    // And so does that of a snapshot before which nothing was committed.
+    // And so does that of a snapshot before the first commit.
     let (quiet, ..) = stepped(3);
     let store = open(&quiet).unwrap();
     store.snapshot().unwrap();

@@ -42,11 +42,11 @@ fn bad_manifest_falls_back() {
     assert_eq!(falls_back(&disk), [manifest]);
 
     let disk = whole.disk();
-    // The log says that it was there: nothing else would show that a kept snapshot is gone.
+    // The log says that it was there: no other file would show that a kept snapshot is gone.
     remove(&disk, manifest);
     assert_eq!(falls_back(&disk), [manifest]);
 
-    // Both bad: the log behind them does not reach back to the beginning.
+    // Both are bad: the log after them does not reach back to the beginning.
     let disk = whole.disk();
     disk.damage_len(manifest, 100);
     disk.damage_len(FileName::Manifest(1), 100);
@@ -54,7 +54,8 @@ fn bad_manifest_falls_back() {
     assert!(matches!(defect, Defect::Truncated { .. }), "{defect}");
 }
 
-/// Its name is in its manifest and nowhere else, and recovery starts from a newer one: the record of it says what is gone.
+/// Its name is in its manifest and nowhere else, and recovery starts from a newer one. The newer one's record
+/// says what is gone.
 #[test]
 fn missing_manifest_of_a_kept_snapshot_is_reported() {
     let disk = SimDisk::new();
@@ -117,14 +118,14 @@ fn lost_link_is_a_lost_snapshot() {
     for link in 1..=4 {
         let disk = whole.disk();
         remove(&disk, FileName::Manifest(link));
-        // What does not follow the link is there to start from, if the log behind it still is.
+        // A snapshot that does not follow the link is there to start from, if the log after it still is.
         match open(&disk) {
             Ok(store) => {
                 assert_eq!(
                     (store.recovered().snapshot, State::of(&store)),
                     (link.checked_sub(1).filter(|id| *id > 0).map(SnapshotId), state.clone())
                 );
-                // What goes on from here follows no link that is not there.
+                // Later snapshots follow no link that is not there.
                 let next = store.snapshot().unwrap();
                 store.close().unwrap();
                 assert_eq!(open(&disk).unwrap().recovered().snapshot, Some(next.id));
@@ -215,7 +216,7 @@ fn unrecorded_manifest_is_published_anew() {
     assert!(store.snapshots()[0].verified);
     let published = dead.history().iter().filter(|event| event.ends_with(&format!("to {manifest}"))).count();
     assert_eq!(published, 1, "it is published anew, once");
-    assert_eq!(dead.calls(Operation::ReadProven), 0, "nobody had read its images back");
+    assert_eq!(dead.calls(Operation::ReadProven), 0, "no thread had read its images back");
     let cut = dead.after_power_cut();
     assert_eq!(cut.bytes(manifest), Some(whole));
     let store = open(&cut).unwrap();

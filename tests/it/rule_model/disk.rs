@@ -54,15 +54,15 @@ impl<T: Clone> Versions<T> {
 pub enum Name {
     /// A segment of the log.
     Segment(u64),
-    /// Nobody's: removed by the next open.
+    /// A file of no store: removed by the next open.
     Temporary(u8),
 }
 
 /// A file without its name: blocks that are written, and torn, one by one.
 pub type File = Vec<Versions<Block>>;
 
-/// A folder and its files. Cloning it is the death of the process: all that was written stays visible,
-/// and what was pending stays pending.
+/// A folder and its files. Cloning it is the death of the process: all writes stay visible, and all that was
+/// pending stays pending.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 pub struct Disk {
     files: Vec<File>,
@@ -101,7 +101,7 @@ impl Disk {
         self.file(name).iter_mut().for_each(Versions::fail_sync);
     }
 
-    /// Two entries change; a power cut may keep either change without the other.
+    /// Changes two entries; a power cut may keep either change without the other.
     pub fn rename(&mut self, source: Name, target: Name) {
         let file = *self.names[&source].visible();
         self.bind(target, file);

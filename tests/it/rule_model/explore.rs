@@ -1,4 +1,4 @@
-//! Every crash image of a scenario, to a depth, and what recovery makes of each.
+//! Every crash image of a scenario, to a depth, and the state that recovery makes of each.
 
 use std::collections::HashSet;
 
@@ -7,10 +7,10 @@ use super::log::{Batch, Refused};
 use super::rule::Rule;
 use super::run::{Promised, Run, Step};
 
-/// A disk after a crash, and what must be on it.
+/// A disk after a crash, and the promises that it must keep.
 pub type Image = (Disk, Promised);
 
-/// What was found over all images.
+/// The counts over all images.
 #[derive(Debug, Default)]
 pub struct Verdict {
     /// Different images that were recovered.
@@ -82,7 +82,7 @@ fn add_images(images: &mut HashSet<Image>, crashes: Vec<Image>) {
     }
 }
 
-/// Recovers an image and then once more; counts what is wrong with it.
+/// Recovers an image and then once more; counts its faults.
 fn check(verdict: &mut Verdict, rule: Rule, disk: &Disk, promised: &Promised) -> bool {
     let before = verdict.failures();
     match recovered(rule, disk) {

@@ -1,4 +1,4 @@
-//! The log of the model: what is written, and how it is read after a crash.
+//! The log of the model: its blocks, and how they are read after a crash.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -13,7 +13,7 @@ pub struct Incarnation {
     pub random: u32,
 }
 
-/// What a batch does, reduced to a name of its own: the run that committed it, and its Lsn there.
+/// The effect of a batch, reduced to a name of its own: the run that committed it, and its Lsn there.
 pub type Batch = (u32, u64);
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -36,7 +36,7 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// What the next frame must name. It covers the header, which covers the payload's checksum.
+    /// The value that the next frame must name. It covers the header, which covers the payload's checksum.
     pub fn chain(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         Frame { whole: true, ..*self }.hash(&mut hasher);
@@ -63,11 +63,11 @@ pub enum Block {
     Ahead { segment: u64, incarnation: Option<Incarnation> },
     /// The header of an incarnation's first segment.
     Opening { segment: u64, incarnation: Incarnation, predecessor: Point, accepted: u64 },
-    /// A frame.
+    /// One frame of the log.
     Frame(Frame),
 }
 
-/// Why an open is refused.
+/// A reason why an open is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
     /// A segment is missing between two others.
@@ -84,7 +84,7 @@ pub enum Refused {
     UnderMark,
 }
 
-/// What the log says.
+/// The content of the log, as recovery reads it.
 pub struct Log {
     /// The newest incarnation.
     pub incarnation: Incarnation,
@@ -98,7 +98,8 @@ pub struct Log {
     pub batches: Vec<Batch>,
     /// The end of T, for the wrong rule that trusts it in place.
     pub accepted: Point,
-    /// The newest incarnation's own predecessor, what it accepted from there, and whether it has a batch of its own.
+    /// The newest incarnation's own predecessor, the Lsn that it accepted from there, and whether it has a
+    /// batch of its own.
     pub opening: (Point, u64),
     pub is_batchless: bool,
 }
@@ -153,7 +154,7 @@ pub fn read(disk: &Disk, rule: Rule) -> Result<Log, Refused> {
     Ok(Log { incarnation, newest, read, proven, batches, accepted, opening, is_batchless })
 }
 
-/// What holds for the segments as files, before any frame is believed.
+/// Checks the segments as files, before any frame is believed.
 fn check_segments(segments: &Segments) -> Result<(), Refused> {
     for (&segment, file) in segments {
         match *file[0].visible() {
@@ -171,8 +172,8 @@ fn check_segments(segments: &Segments) -> Result<(), Refused> {
     }
 }
 
-/// From the newest opening on no segment may be missing. Before it one may, where an incarnation was left out; one that
-/// is needed there is missed when its frames are read.
+/// From the newest opening on no segment may be missing. Before it one may, where an incarnation was left
+/// out; a segment that is needed there is missed when its frames are read.
 fn check_gaps(segments: &Segments, first: u64) -> Result<(), Refused> {
     let present = segments.range(first..).map(|(&segment, _)| segment);
     if present.zip(first..).all(|(segment, expected)| segment == expected) {

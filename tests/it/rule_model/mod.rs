@@ -1,8 +1,8 @@
 //! The recovery rule, first in prose and then as a model that is run over every crash.
 //!
-//! The model is small enough to be read whole and shares no code with the engine: a disk whose blocks and
-//! names are written now and durable later ([`disk`]), the log and its reader ([`log`]), a process that
-//! recovers and commits ([`run`]), and the enumeration of what a crash can leave ([`explore`]).
+//! The model is small enough to be read as a whole and shares no code with the engine: a disk whose blocks
+//! and names are written now and durable later ([`disk`]), the log and its reader ([`log`]), a process that
+//! recovers and commits ([`run`]), and the enumeration of all that a crash can leave ([`explore`]).
 //!
 //! # The rule
 //!
@@ -20,9 +20,9 @@
 //! frames, the Lsn that the opening segment says it accepted, and those of frames beyond the damage whose
 //! header, incarnation, own position and higher Lsn hold.
 //!
-//! **Recovering.** D is the last batch under a mark, T the last that was read. What lies between may be in
-//! the page cache only, even after a sync that succeeded, if one failed before it (I6). So a new
-//! incarnation begins with a segment of its own (I5):
+//! **Recovering.** D is the last batch under a mark, T the last that was read. Batches between them may be in
+//! the page cache only, even after a sync that succeeded, if one failed before it (I6). So a new incarnation
+//! begins with a segment of its own (I5):
 //!
 //! 1. remove temporary files;
 //! 2. write the opening segment under a temporary name: D as predecessor, the batches after D up to T, a
@@ -32,8 +32,8 @@
 //! 5. sync the folder; only now append and acknowledge;
 //! 6. remove the segments between the predecessor's end and the opening.
 //!
-//! An incarnation that accepted no batch, not even a copied one, is left out of the line: its successor takes its
-//! predecessor in 2, and so its segments go in 6.
+//! An incarnation that accepted no batch, not even a copied one, is left out of the line: its successor takes
+//! its predecessor in 2, and so its segments go in 6.
 //!
 //! # What the model covers
 //!
@@ -62,7 +62,7 @@ const SCENARIOS: &[&[Step]] = &[
     &[Group(1), Group(1)],
     &[Group(2)],
     &[Group(1), Group(2)],                     // the group lies on both sides of a roll
-    &[Group(2), Group(1), Group(1)],           // commits behind a roll
+    &[Group(2), Group(1), Group(1)],           // commits after a roll
     &[Group(2), Group(1), Group(2), Group(1)], // commits in a segment that a roll made
     &[Group(1), Seal, Group(1)],
     &[Group(1), FailedGroup],
@@ -96,7 +96,7 @@ fn the_rule_holds_when_commits_after_recovery_roll_and_crash() {
     assert!(verdict.images >= 10_000, "the enumeration has shrunk: {verdict:?}");
 }
 
-/// Each sync of the rule is there for an image that the model finds: without it, an acknowledged batch is
+/// Each sync of the rule is there for an image that the model finds. Without it, an acknowledged batch is
 /// gone, or a store that only crashed is refused, which to its owner is the same.
 #[test]
 fn leaving_out_any_sync_loses_commits_or_refuses_a_sound_store() {
@@ -108,15 +108,16 @@ fn leaving_out_any_sync_loses_commits_or_refuses_a_sound_store() {
     let rows = [
         // A name that only the dead process saw is believed; its successor's name outlives it: a gap.
         (Sync::OpenFolder, Cost::Refusal),
-        // The name is durable, the bytes behind it are not.
+        // The name is durable, and the bytes that it names are not.
         (Sync::OpeningFile, Cost::Loss),
-        // Frames are durable behind a header that is not.
+        // Frames are durable in a segment whose header is not.
         (Sync::NextFile, Cost::Refusal),
         (Sync::RollFile, Cost::Refusal),
-        // The rename arrives, the empty segment behind it does not: the newest seems to be missing.
+        // The rename arrives, the empty segment after it does not: the newest seems to be missing.
         (Sync::NextFolder, Cost::Refusal),
         (Sync::RollFolder, Cost::Refusal),
-        // The power cut takes the rename back, and with it what was appended and acknowledged behind it.
+        // The power cut takes the rename back, and with it all later frames that were appended and
+        // acknowledged.
         (Sync::RenameFolder, Cost::Loss),
         (Sync::Group, Cost::Loss),
     ];
@@ -152,8 +153,8 @@ fn syncing_the_tail_in_place_loses_commits_after_a_failed_sync() {
     assert!(failed.lost + failed.refused > 0, "{failed:?}");
 }
 
-/// Until the folder is synced, a power cut may take the name of the opening back: then the incarnation before it is the
-/// newest one again, and its segments must be there.
+/// Until the folder is synced, a power cut may take the name of the opening back: then the incarnation before
+/// it is the newest one again, and its segments must be there.
 #[test]
 fn removing_an_incarnation_before_its_successor_is_durable_refuses_a_sound_store() {
     let rule = Rule { batchless: Batchless::RemovedEarly, ..Rule::RIGHT };
@@ -161,15 +162,15 @@ fn removing_an_incarnation_before_its_successor_is_durable_refuses_a_sound_store
     assert!(verdict.refused + verdict.lost > 0, "{verdict:?}");
 }
 
-/// The batches that it copied lie in its segments, and nowhere else for certain: the opening that takes its place says
-/// that it accepted them, and they are not there.
+/// The batches that it copied lie in its segments, and nowhere else for certain: the opening that takes its
+/// place says that it accepted them, and they are not there.
 #[test]
 fn leaving_out_an_incarnation_with_copied_batches_refuses_a_sound_store() {
     let verdict = explore_all(Rule { batchless: Batchless::WithCopies, ..Rule::RIGHT }, &[], 1);
     assert!(verdict.refused > 0, "{verdict:?}");
 }
 
-/// Opens that commit nothing, each crashed everywhere.
+/// Opens that commit nothing, each crashed at every point.
 #[test]
 fn the_rule_holds_for_incarnations_without_a_batch() {
     for (after, depth) in [(&[][..], 2), (&[Seal][..], 1)] {
@@ -193,7 +194,7 @@ fn vouching_for_an_unsynced_seal_refuses_a_sound_store() {
     assert!(verdict.refused > 0, "{verdict:?}");
 }
 
-/// The other half of I4: what is cut as a torn tail is never something that a mark covers.
+/// The other half of I4: a mark never covers frames that are cut as a torn tail.
 #[test]
 fn damage_under_a_mark_is_refused_and_damage_elsewhere_costs_nothing() {
     let (mut refused, mut harmless) = (0, 0);

@@ -1,6 +1,6 @@
 //! The rule, and the wrong rules that the tests must catch.
 
-/// What the writer and recovery do. [`Rule::RIGHT`] is the rule; each field can be made wrong.
+/// The behaviour of the writer and of recovery. [`Rule::RIGHT`] is the rule; each field can be made wrong.
 #[derive(Clone, Copy)]
 pub struct Rule {
     pub newest: Newest,
@@ -11,7 +11,7 @@ pub struct Rule {
     pub left_out: Option<Sync>,
 }
 
-/// Which incarnation is taken for the newest.
+/// The incarnation that is taken for the newest.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Newest {
     /// That of the highest segment that opens one or holds a frame of its own position.
@@ -20,7 +20,7 @@ pub enum Newest {
     ByHeader,
 }
 
-/// What becomes of the batches that were read but that no mark proves.
+/// The fate of the batches that were read but that no mark proves.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tail {
     /// They are copied into the opening segment.
@@ -31,7 +31,7 @@ pub enum Tail {
     SyncedInPlace,
 }
 
-/// How the new incarnation takes its place.
+/// The way in which the new incarnation takes its place.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     /// First the next empty segment, then the rename.
@@ -40,23 +40,23 @@ pub enum Order {
     RenameThenNext,
 }
 
-/// Where the part ends that a new incarnation vouches for.
+/// The end of the part that a new incarnation vouches for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Proven {
-    /// Behind the last batch under a mark.
+    /// After the last batch under a mark.
     EndOfBatch,
-    /// Wrong: behind the last frame whose Lsn is under a mark, although a seal repeats an older Lsn.
+    /// Wrong: after the last frame whose Lsn is under a mark, although a seal repeats an older Lsn.
     EndOfFrame,
 }
 
-/// What becomes of an incarnation that accepted no batch.
+/// The fate of an incarnation that accepted no batch.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Batchless {
     /// Its successor takes its place on the line, and its segments go when that is durable.
     LeftOut,
     /// Wrong: its segments go while a power cut may still take the successor's name back.
     RemovedEarly,
-    /// Wrong: one that copied batches is taken for one without any, for none is its own.
+    /// Wrong: one that copied batches is taken for one without any, because none is its own.
     WithCopies,
 }
 

@@ -7,21 +7,21 @@ use super::rule::{Batchless, Newest, Order, Rule, Sync, Tail};
 /// Blocks of a segment: its header and three frames, so that a few commits cross every boundary.
 const SEGMENT_BLOCKS: usize = 4;
 
-/// What callers were told.
+/// The promises that callers were given.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 pub struct Promised {
     /// Every batch handed to the log on the surviving line, in order.
     pub line: Vec<Batch>,
-    /// So many of them survive the death of the process.
+    /// The number of them that survives the death of the process.
     pub logged: usize,
-    /// So many of them survive a power cut.
+    /// The number of them that survives a power cut.
     pub durable: usize,
 }
 
 /// Work for a writer.
 #[derive(Clone, Copy)]
 pub enum Step {
-    /// So many batches that share a sync.
+    /// A group of this number of batches that share a sync.
     Group(usize),
     /// A batch whose sync fails; the process ends after it.
     FailedGroup,
@@ -40,7 +40,7 @@ pub struct Run {
     number: u32,
 }
 
-/// Where the log goes on.
+/// The place where the log goes on.
 pub struct Writer {
     incarnation: Incarnation,
     segment: u64,
@@ -52,7 +52,7 @@ pub struct Writer {
 }
 
 impl Run {
-    /// `number` tells the runs apart: it is what a real process draws at random.
+    /// A process on this disk; `number` tells the runs apart: a real process draws it at random.
     pub fn new(disk: Disk, promised: Promised, rule: Rule, number: u32) -> Self {
         Self { disk, promised, crashes: Vec::new(), recording: true, rule, number }
     }
@@ -72,7 +72,7 @@ impl Run {
 
     /// I5 and I6, step by step. Only after the last one may anything be acknowledged or appended.
     pub fn recover(&mut self) -> Result<Writer, Refused> {
-        // 1. No name is believed before it is durable. Temporary files are nobody's.
+        // 1. No name is believed before it is durable. Temporary files belong to no store.
         self.sync_folder(Sync::OpenFolder);
         let temporary = |(name, _)| matches!(name, Name::Temporary(_)).then_some(name);
         for name in self.disk.list().filter_map(temporary).collect::<Vec<_>>() {
@@ -96,9 +96,9 @@ impl Run {
         let opening = log.newest;
         let accepted = if log.is_batchless { log.opening.1 } else { log.accepted.lsn };
 
-        // 2. The opening segment is whole and synced before it has a name that anyone reads.
+        // 2. The opening segment is complete and synced before it has a name that is ever read.
         let writer = self.build_opening(incarnation, opening, predecessor, accepted, tail);
-        // 3. The segment after it exists before the opening does, for the opening holds frames (I8).
+        // 3. The segment after it exists before the opening does, because the opening holds frames (I8).
         // 4. The rename is the commit point: before it the old incarnation stands.
         if self.rule.order == Order::NextThenRename {
             self.make_segment(opening + 1, incarnation, Sync::NextFile, Sync::NextFolder);
@@ -107,13 +107,13 @@ impl Run {
             self.rename(Name::Temporary(0), Name::Segment(opening));
             self.make_segment(opening + 1, incarnation, Sync::NextFile, Sync::NextFolder);
         }
-        // 5. Until now a power cut may take the rename back, and everything appended behind it.
+        // 5. Until now a power cut may take the rename back, and every frame appended after it.
         if self.rule.batchless == Batchless::RemovedEarly {
             self.remove_between(predecessor.segment, opening);
         }
         self.sync_folder(Sync::RenameFolder);
         self.crash_point();
-        // 6. What lies between the predecessor's end and the opening is nobody's.
+        // 6. Segments between the predecessor's end and the opening belong to no incarnation on the line.
         self.remove_between(predecessor.segment, opening);
 
         let count = log.batches.len();
@@ -189,8 +189,8 @@ impl Run {
             let frame = writer.frame(Kind::Batch(batch));
             self.disk.write(name, frame.position, Block::Frame(frame));
         }
-        // Whoever reads the opening seal reads a file that was synced before it got its name: its mark is
-        // true although it is written first.
+        // A reader of the opening seal reads a file that was synced before it got its name: its mark is true
+        // although it is written first.
         writer.lsn = accepted;
         writer.durable = accepted;
         let seal = writer.frame(Kind::Seal);

@@ -1,7 +1,7 @@
-//! What snapshots cost, what they share, how long their files stay.
+//! The cost of snapshots, the files that they share, and how long those stay.
 
-mod kept;
-mod rotten;
+mod retention;
+mod damage;
 
 use std::collections::BTreeSet;
 use std::num::NonZero;
@@ -18,7 +18,7 @@ use remanent_format::state::survey::Survey;
 use crate::files::{self, Files, State, open_with};
 
 const PAGE_LEN: u64 = 1000;
-/// A chunk for each page, and another file for each page, if there are threads for so many.
+/// A chunk for each page, and another file for each page, if there are threads enough.
 const CHUNK_LEN: u64 = PAGE_LEN / 8;
 
 /// The smallest segments, and images as long as their pages.
@@ -26,7 +26,7 @@ fn small() -> Options {
     files::small().compression(Compression::Off)
 }
 
-/// A store of so many pages, each of them written.
+/// A store of this number of pages, each of them written.
 fn store_of(disk: &SimDisk, options: Options, pages: usize) -> (Store, Vec<PageId>) {
     let store = open_with(disk, options).unwrap();
     let mut created = Vec::new();
@@ -47,7 +47,7 @@ fn change(store: &Store, pages: &[PageId], value: u32) {
     }
 }
 
-/// Every kept snapshot can be rebuilt from the files, to the state that it was taken of.
+/// Demands that every kept snapshot can be rebuilt from the files, to the state that it was taken of.
 fn check_kept(disk: &SimDisk, expected: &[(SnapshotId, State)]) {
     let files = Files::of(disk);
     for (id, state) in expected {
@@ -89,7 +89,7 @@ fn a_snapshot_writes_what_changed_and_names_the_rest() {
     store.close().unwrap();
     assert_eq!(chain(&disk, SnapshotId(4)), [4, 3, 2, 1].map(SnapshotId));
 
-    // The next open knows what its snapshot has.
+    // The next open knows the pages of its snapshot.
     let store = open_with(&disk, small()).unwrap();
     assert_eq!(State::of(&store), state);
     assert_eq!(store.recovered().snapshot, Some(last.id));
@@ -109,7 +109,8 @@ fn a_chain_is_folded_when_it_is_long_or_much_changed() {
         lens.push(chain(&disk, taken.id).len());
         check_kept(&disk, &[(taken.id, State::of(&store))]);
     }
-    // The ninth takes the place of all changes since the base; their links go with the snapshots that they are.
+    // The ninth takes the place of all changes since the base; their links go with the snapshots that they
+    // are.
     assert_eq!(lens, [1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5]);
     change(&store, &pages[..14], 78);
     let much = store.snapshot().unwrap();
@@ -142,7 +143,7 @@ fn links_and_images_stay(options: impl Fn() -> Options) {
         states.retain(|(id, _)| kept.contains(&id.0));
         assert_eq!(states.len(), kept.len().min(2), "round {round}");
         check_kept(&disk, &states);
-        // Nothing else stays.
+        // No other file stays.
         let survey = Survey::read(&Files::of(&disk)).unwrap();
         let needed: BTreeSet<SnapshotId> = kept.iter().flat_map(|id| chain(&disk, SnapshotId(*id))).collect();
         assert_eq!(survey.links.keys().copied().collect::<BTreeSet<_>>(), needed, "round {round}");
@@ -170,7 +171,7 @@ fn threads_write_files_side_by_side() {
     let (store, pages) = store_of(&disk, options(), 160);
     let there = || Files::of(&disk).names(|file| matches!(file, FileName::Pages(_)));
     let files = |numbers: Range<u64>| numbers.map(FileName::Pages).collect::<Vec<_>>();
-    // Which file has what is up to the threads; none is empty.
+    // The threads decide which file has which page; none is empty.
     let own = |store: &Store, numbers: Range<u64>| {
         let survey = Survey::read(&Files::of(&disk)).unwrap();
         let last = store.snapshots().last().unwrap().id;
@@ -183,7 +184,7 @@ fn threads_write_files_side_by_side() {
     };
     assert_eq!(store.snapshot().unwrap().bytes_written, 160 * PAGE_LEN);
     assert_eq!((there(), own(&store, 1..threads + 1)), (files(1..threads + 1), 160));
-    // What fits into a few chunks is one file.
+    // Pages that fit into a few chunks are one file.
     let next = threads + 1;
     change(&store, &pages[5..6], 1);
     assert_eq!(store.snapshot().unwrap().bytes_written, PAGE_LEN);
@@ -205,8 +206,8 @@ fn threads_write_files_side_by_side() {
     let kept = [&kept[1..], &[taken]].concat();
     assert_eq!(store.snapshots(), kept);
     store.close().unwrap();
-    // Each as it was when it was taken. The link before the oldest is gone, so as many files count as its own as a
-    // snapshot may have: where one thread writes, that of the first snapshot, too.
+    // Each is as it was when it was taken. The link before the oldest is gone, so as many files count as its
+    // own as a snapshot may have: where one thread writes, that of the first snapshot, too.
     let store = open_with(&disk, options()).unwrap();
     let mut found = store.snapshots();
     assert_eq!(found[0].bytes_written, if threads == 1 { 160 } else { 130 } * PAGE_LEN);
@@ -259,7 +260,7 @@ fn a_file_of_which_little_is_named_is_emptied_and_goes() {
     store.snapshot().unwrap();
     let file = FileName::Pages(1);
     assert!(disk.bytes(file).is_some());
-    // A third of it is named still: the next snapshot writes that, too, and then nothing names the file.
+    // A third of it is still named: the next snapshot writes that, too, and then the file is named no more.
     change(&store, &pages[..40], 1);
     assert_eq!(store.snapshot().unwrap().bytes_written, 40 * PAGE_LEN);
     assert!(disk.bytes(file).is_some());

@@ -41,7 +41,7 @@ pub unsafe fn launch_apply(kernel: Kernel, parts: &[PartRow], pieces: &[PieceRow
     unsafe { launch_with(kernel, parts.as_ptr().cast(), parts.len(), pieces.as_ptr().cast(), seed) }
 }
 
-/// A kernel touched memory that is not there. What it did before stays done.
+/// A kernel touched memory that is not there. Its earlier writes stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IllegalAddress;
 
@@ -54,8 +54,8 @@ pub struct IllegalAddress;
 /// If there is no kernel of this name.
 ///
 /// # Safety
-/// The arguments are those of the kernel's signature, and every address behind them is valid for what the
-/// kernel does with it, or not mapped at all.
+/// The arguments are those of the kernel's signature, and every address in them is valid for what the kernel
+/// does with it, or not mapped at all.
 pub unsafe fn launch_by_name(
     name: &CStr,
     blocks: u32,
@@ -64,8 +64,8 @@ pub unsafe fn launch_by_name(
     seed: u64,
 ) -> Result<(), IllegalAddress> {
     let _machine = MACHINE.lock();
-    // SAFETY: the arguments live until the call returns, which is when the kernel is done; what they point to
-    // is the caller's promise.
+    // SAFETY: the arguments live until the call returns, which is when the kernel is done; the caller answers
+    // for the addresses in them.
     match unsafe { launch_on_cpu(name.as_ptr(), blocks, threads, arguments.as_mut_ptr(), seed) } {
         0 => Ok(()),
         -2 => Err(IllegalAddress),
@@ -73,8 +73,10 @@ pub unsafe fn launch_by_name(
     }
 }
 
+/// Launches a kernel of the store's, by its shape.
+///
 /// # Safety
-/// As those two say.
+/// The same as for [`launch`] and [`launch_apply`].
 unsafe fn launch_with(kernel: Kernel, rows: *const c_void, count: usize, pieces: *const c_void, seed: u64) {
     let name = CString::new(kernel.name).expect("a name without a zero byte");
     let (mut rows, mut count, mut pieces) = (rows, count as u32, pieces);

@@ -1,20 +1,20 @@
-//! Durable commits by eight threads, each store in turn, beside a raw loop that writes and syncs groups and does
-//! nothing else; and how many syncs the system saw.
+//! Durable commits by eight threads, each store in turn, compared with a raw loop that writes and syncs
+//! groups and does nothing else; and the number of syncs that the system saw.
 //!
 //! ```text
-//! cargo run --release --manifest-path tests/peers/Cargo.toml --target-dir target/peers -- commits DIR [ROUNDS SECONDS]
-//! cargo run --release --manifest-path tests/peers/Cargo.toml --target-dir target/peers -- running DIR [ROUNDS SECONDS [KIB]]
+//! cargo run --release --manifest-path tests/peers/Cargo.toml --target-dir target/peers -- \
+//!     commits|running DIR [ROUNDS SECONDS [KIB]]
 //! ```
 //!
-//! `commits` opens a new store for each turn, and counts from its first commit. `running` opens each once, has it
-//! commit [`WARM_UP`] bytes, as records of 64 KiB, so that it has come to use its files again if it ever does, and
-//! keeps it open from turn to turn; before each a quarter of its time goes by uncounted, for what the store before it
-//! still does behind its commits.
+//! `commits` opens a new store for each turn, and counts from its first commit. `running` opens each once,
+//! has it commit [`WARM_UP`] bytes, as records of 64 KiB, so that it has come to use its files again if it
+//! ever does, and keeps it open from turn to turn. Before each turn a quarter of its time goes by uncounted,
+//! because the store before it still has work left from its commits. `KIB` is for `running` alone.
 //!
-//! Every store has its strictest durability. A commit is one record under a key of its thread's own. Syncs are
-//! counted by `strace`, in a run of their own, for it slows down what it watches: a store that makes fewer of them
-//! than there are commits lets commits share them, and with eight threads no sync serves more than eight. What makes
-//! fewer than that is not durable, and ends the program with a failure.
+//! Every store has its strictest durability. A commit is one record under a key of its thread's own. Syncs
+//! are counted by `strace`, in a run of their own, because it slows down what it watches. A store that makes
+//! fewer of them than there are commits lets commits share them. With eight threads no sync serves more than
+//! eight. A store that makes fewer syncs than that is not durable, and ends the program with a failure.
 
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
@@ -32,11 +32,12 @@ const THREADS: usize = 8;
 /// Commits of each thread while syncs are counted.
 const COUNTED: u64 = 25;
 const LENS: [usize; 2] = [4 << 10, 64 << 10];
-/// The raw loops.
+/// The raw loops, with the way in which each writes.
 const RAW: [(&str, Way); 2] =
     [("raw, pwrite + fdatasync", WriteMethod::Synced), ("raw, O_DIRECT + O_DSYNC", WriteMethod::Direct)];
 
-/// Bytes of records that a running store was given. Remanent's first segments come back after 600 MiB of them.
+/// Bytes of records that a running store was given. Remanent's first segments come back after 600 MiB of
+/// them.
 const WARM_UP: u64 = 1 << 30;
 
 /// A log that keeps what Remanent keeps of it.
@@ -48,7 +49,7 @@ impl Commit for RawLog {
     }
 }
 
-/// All that take their turns.
+/// The names of all that take their turns.
 fn names() -> impl Iterator<Item = &'static str> {
     RAW.into_iter().map(|(name, _)| name).chain(PEERS.iter().map(|peer| peer.name)).chain([KEEPS_LOG])
 }
@@ -88,7 +89,7 @@ pub fn compare(directory: &Path, rounds: usize, time: Duration) -> ExitCode {
     if are_all_durable { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Measures stores that have been running, with records of so many bytes, or of all lengths.
+/// Measures stores that have been running, with records of `len` bytes, or of all lengths.
 pub fn compare_running(directory: &Path, rounds: usize, time: Duration, len: Option<usize>) -> ExitCode {
     let longest = LENS[LENS.len() - 1];
     let stores: Vec<Running> = names().map(|name| Running::open(name, directory, longest)).collect();
@@ -108,14 +109,14 @@ pub fn compare_running(directory: &Path, rounds: usize, time: Duration, len: Opt
     ExitCode::SUCCESS
 }
 
-/// Of the rounds of one store.
+/// The medians of one store's rounds.
 struct Medians {
     rate: f64,
-    /// Of the faster raw loop of the same round.
+    /// The share of the faster raw loop of the same round.
     share: f64,
 }
 
-/// Has each of [`names`] take its turn, round by round.
+/// Lets each of [`names`] take its turn, round by round.
 fn take_turns(rounds: usize, turn: impl Fn(usize) -> f64) -> Vec<Medians> {
     let rounds: Vec<Vec<f64>> = (0..rounds).map(|_| (0..names().count()).map(&turn).collect()).collect();
     let of_store = |store: usize| {
@@ -134,7 +135,7 @@ struct Running {
 }
 
 impl Running {
-    /// A new one, for records of so many bytes at most.
+    /// Opens a new store, for records of at most `len` bytes.
     fn open(name: &'static str, directory: &Path, len: usize) -> Self {
         let directory = tempfile::tempdir_in(directory).expect("a directory for a store");
         Self { name, store: open(name, directory.path(), len), _directory: directory }
@@ -144,7 +145,7 @@ impl Running {
         commit(self.name, &*self.store, thread, count, len);
     }
 
-    /// Commits a second, once the beginning is over.
+    /// The commits a second, once the beginning is over.
     fn rate(&self, len: usize, beginning: Duration, time: Duration) -> f64 {
         let (over, total) = (AtomicBool::new(false), AtomicU64::new(0));
         let started = Instant::now();
@@ -165,11 +166,11 @@ impl Running {
     }
 }
 
-/// A child's work: so many commits by each thread.
+/// A child's work: `count` commits by each thread.
 pub fn commit_some(name: &str, directory: &Path, len: usize, count: u64) -> ExitCode {
     let store = open(name, directory, len);
     each_thread(|thread| (0..count).for_each(|count| commit(name, &*store, thread, count, len)));
-    // What a store does when it is closed is no part of its commits.
+    // The work of a store that is closed is no part of its commits.
     std::process::exit(0)
 }
 
@@ -197,13 +198,13 @@ fn count_syncs(name: &str, directory: &Path, len: usize) -> Option<u64> {
         strace.args(["-f", "-e", syncs::CALLS, "-o"]).arg(&trace).arg(std::env::current_exe().ok()?);
         strace.args(["commit", name]).arg(&store).args([len.to_string(), count.to_string()]);
         let status = strace.stdin(Stdio::null()).status().ok()?;
-        assert!(status.success(), "{name} does not commit beside strace: {status}");
+        assert!(status.success(), "{name} does not commit under strace: {status}");
         Some(syncs::count(&std::fs::read_to_string(trace).expect("strace wrote a trace")))
     };
     Some(of(COUNTED)?.saturating_sub(of(0)?))
 }
 
-/// The upper one of two in the middle.
+/// The median: the upper one of two in the middle.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]

@@ -1,33 +1,34 @@
-//! One flipped bit after an unclean exit: what do stores make of it?
+//! One flipped bit after an unclean exit: the answers of several stores.
 //!
-//! For each store a child process writes 50 records, each of them acknowledged as durable before the next, and is
-//! killed. Then, as often as asked, one bit of what was written is flipped in a copy of what it left, and a second
-//! child opens the copy and reads all records. Processes of their own, because some answers are a crash.
+//! For each store a child process writes 50 records, each of them acknowledged as durable before the next,
+//! and is killed. Then, as often as asked, one bit of the written bytes is flipped in a copy of its files,
+//! and a second child opens the copy and reads all records. They are processes of their own, because some
+//! answers are a crash.
 //!
 //! ```text
 //! cargo run --release --manifest-path tests/peers/Cargo.toml --target-dir target/peers -- [TRIALS] [SEED]
 //! ```
 //!
-//! The bit lies in the file of which most is written: in the log where there is one. Stretches of zeros, which are
-//! padding or were never written, are left alone. What it does to a store is one of four:
+//! The bit lies in the file with the most written bytes: in the log where there is one. Stretches of zeros,
+//! which are padding or were never written, are left alone. Its effect on a store is one of four:
 //!
 //! - *harmless*: all records are there, and right;
 //! - *detected*: an error, a report that something was cut, or a crash;
 //! - *silently lost*: records are missing, and nothing says so;
-//! - *silently wrong*: a record is there that nobody wrote.
+//! - *silently wrong*: a record is there that was never written.
 //!
-//! `commits` or `running` as the first argument compares their durable commits instead: see `commits.rs`. `rings` compares ways to
-//! write and read files: see `rings/mod.rs`.
+//! `commits` or `running` as the first argument compares their durable commits instead: see `commits.rs`.
+//! `rings` compares ways to write and read files: see `rings/mod.rs`.
 
 // The raw loop is the one of `remanent bench commit`.
 #[path = "../../../tools/src/cli/aligned_buf.rs"]
 mod aligned_buf;
-/// Where the raw loop looks for it.
+/// The path by which the raw loop imports it.
 mod cli {
     pub(crate) use crate::aligned_buf;
 }
 mod commits;
-mod left;
+mod leftovers;
 mod peers;
 #[path = "../../../tools/src/bench/raw.rs"]
 mod raw;
@@ -47,9 +48,9 @@ use std::time::Duration;
 use peers::{Found, PEERS, Peer};
 use trial::{Child, Counts};
 
-/// The exit code of a child that says what it found on its standard output.
+/// The exit code of a child that gives its records on its standard output.
 const FOUND: u8 = 0;
-/// That of one that says that it was told of damage.
+/// The exit code of a child that was told of damage.
 const TOLD: u8 = 10;
 
 fn main() -> ExitCode {
@@ -116,9 +117,9 @@ fn write(peer: &Peer, directory: &Path) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Reads all records, and says what they are.
+/// Reads all records, and prints how they compare.
 fn read(peer: &Peer, directory: &Path) -> ExitCode {
-    // Who never answers has noticed something; the parent need not wait for it.
+    // A child that never answers has noticed the damage; the parent need not wait for it.
     let (answered, answer) = mpsc::channel::<()>();
     thread::spawn(move || {
         if answer.recv_timeout(trial::PATIENCE) == Err(RecvTimeoutError::Timeout) {

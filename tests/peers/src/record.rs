@@ -1,15 +1,15 @@
-//! The records that every store is given, and what to say of those that it gives back.
+//! The records that every store is given, and the comparison with those that it gives back.
 
 use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
-/// A key and a value.
+/// A record: a key and a value.
 pub type Record = (Vec<u8>, Vec<u8>);
 
-/// How many there are.
+/// The number of records.
 pub const COUNT: u64 = 50;
-/// Bytes of each.
+/// The length of each, in bytes.
 const LEN: u64 = 200;
 
 /// The bytes of record `number`: no two records have eight bytes in common at the same place.
@@ -25,12 +25,12 @@ pub fn mix(number: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// What was read, beside what was written.
+/// The counts of records that were read, compared with those that were written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Comparison {
     /// Records that are right.
     pub right: u64,
-    /// Records that nobody wrote.
+    /// Records that were never written.
     pub wrong: u64,
 }
 
@@ -41,7 +41,7 @@ pub fn compare(found: &[Record]) -> Comparison {
         number.is_ok_and(|number| number < COUNT && *value == bytes(number))
     };
     let (right, wrong): (Vec<_>, Vec<_>) = found.iter().partition(is_right);
-    // One that comes twice does not stand for one that is missing.
+    // A record that comes twice does not stand for one that is missing.
     let right: BTreeSet<_> = right.into_iter().collect();
     Comparison { right: right.len() as u64, wrong: wrong.len() as u64 }
 }

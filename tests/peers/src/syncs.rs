@@ -1,19 +1,20 @@
-//! What `strace` saw of syncs.
+//! The syncs that `strace` saw.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The calls to look at: those that sync, those that write to files which sync with each write, and those by which
-/// such files are opened and closed.
+/// The calls to look at: those that sync, those that write to files which sync with each write, and those by
+/// which such files are opened and closed.
 pub const CALLS: &str = "trace=openat,close,fsync,fdatasync,msync,sync,syncfs,write,pwrite64,writev,pwritev,pwritev2,io_uring_setup";
 
-/// How many syncs a trace of `strace -f` has: calls to sync, and writes to files opened with `O_DSYNC` or `O_SYNC`.
+/// The number of syncs in a trace of `strace -f`: calls to sync, and writes to files opened with `O_DSYNC` or
+/// `O_SYNC`.
 ///
 /// # Panics
 /// On an `io_uring`, whose writes no trace shows.
 pub fn count(trace: &str) -> u64 {
     let mut count = 0;
     let mut synced_files = BTreeSet::new();
-    // Whether what a thread is opening will sync.
+    // Whether the file that a thread is opening will sync.
     let mut opening = BTreeMap::new();
     for line in trace.lines() {
         let Some((thread, call)) = line.split_once(' ') else { continue };
@@ -46,7 +47,7 @@ pub fn count(trace: &str) -> u64 {
     count
 }
 
-/// The file that a call is about: the number behind the bracket.
+/// The file that a call is about: the number after the bracket.
 fn descriptor(call: &str) -> Option<u32> {
     let behind = call.split_once('(')?.1;
     behind[..behind.find(|c: char| !c.is_ascii_digit())?].parse().ok()

@@ -1,4 +1,4 @@
-//! Trials: a bit is flipped in a copy, and a child is asked what it finds.
+//! Trials: a bit is flipped in a copy, and a child reads the store.
 
 use std::env;
 use std::io::{BufRead, BufReader};
@@ -10,14 +10,14 @@ use std::thread;
 use std::time::Duration;
 
 use crate::FOUND;
-use crate::left::Left;
+use crate::leftovers::Leftovers;
 use crate::peers::Peer;
 use crate::record::{COUNT, Comparison, mix};
 
-/// How long a store may take to open and be read.
+/// The longest time for a store to open and be read.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What became of the trials.
+/// The counts of the trials' outcomes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counts {
     pub harmless: u64,
@@ -26,7 +26,7 @@ pub struct Counts {
     pub wrong: u64,
 }
 
-/// What one trial came to.
+/// The outcome of one trial.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
     Harmless,
@@ -35,7 +35,7 @@ enum Outcome {
     Wrong,
 }
 
-/// A process of this program.
+/// A child process of this program.
 pub struct Child;
 
 impl Child {
@@ -46,8 +46,8 @@ impl Child {
         command
     }
 
-    /// Has all records written, and kills who wrote them.
-    pub fn write(peer: &Peer) -> Left {
+    /// Lets a child write all records, and kills it.
+    pub fn write(peer: &Peer) -> Leftovers {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let mut child = Self::command("write", peer, directory.path()).spawn().expect("a child");
         let mut line = String::new();
@@ -56,13 +56,13 @@ impl Child {
         assert_eq!(line, "written\n", "{} wrote nothing", peer.name);
         child.kill().expect("it waits to be killed");
         child.wait().expect("it was killed");
-        Left::read(directory.path()).expect("what it left can be read")
+        Leftovers::read(directory.path()).expect("what it left can be read")
     }
 
     fn read(peer: &Peer, directory: &Path) -> Outcome {
         let mut command = Self::command("read", peer, directory);
         let output = command.stderr(Stdio::null()).output().expect("a child");
-        // A crash, a panic and an error are all noticed.
+        // A crash, a panic and an error all count as noticed.
         if output.status.code() != Some(FOUND.into()) {
             return Outcome::Detected;
         }
@@ -75,8 +75,8 @@ impl Child {
     }
 }
 
-/// As many trials as asked, on all processors.
-pub fn run(peer: &Peer, left: &Left, trials: u64, seed: u64) -> Counts {
+/// Runs this number of trials, on all processors.
+pub fn run(peer: &Peer, left: &Leftovers, trials: u64, seed: u64) -> Counts {
     let whole = tempfile::tempdir().expect("a temporary directory");
     left.copy_to(whole.path(), None).expect("there is room for a copy");
     assert_eq!(Child::read(peer, whole.path()), Outcome::Harmless, "{}: nothing was damaged yet", peer.name);

@@ -1,14 +1,14 @@
-//! Commits: groups, the hand-over to the applier, rolls, and failures that everybody must hear of.
+//! Commits: groups, the hand-over to the applier, rolls, and failures that every committer must hear of.
 
 use std::time::Duration;
 
-use remanent::testing::sim_disk::{EIO, DiskFault, Operation};
+use remanent::testing::sim_disk::{DiskFault, EIO, Operation};
 use remanent::{Ack, Epoch, Error, LogIo, Lsn, Place};
 
 use crate::ground::{Ground, PAGE_LEN, options};
 use crate::runner::{at_once, explore};
 
-/// How the log is written, and what a batch is read at.
+/// The ways to write the log.
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 #[test]
@@ -49,7 +49,7 @@ fn logged_batches_become_durable_by_themselves() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
         ground.count_to(2, 0, Ack::Logged);
-        // Nobody waits for a sync but the clock.
+        // No thread waits for a sync, so only the clock makes it due.
         let durable = || ground.after_power_cut().1[&0];
         while durable() < 2 {
             pass(Duration::from_millis(5));
@@ -58,11 +58,11 @@ fn logged_batches_become_durable_by_themselves() {
     });
 }
 
-/// Lets so much time go by.
+/// Lets this much time go by.
 fn pass(time: Duration) {
-    let (lock, nobody) = (remanent::testing::sync::Mutex::new(()), remanent::testing::sync::Condvar::new());
+    let (lock, unused) = (remanent::testing::sync::Mutex::new(()), remanent::testing::sync::Condvar::new());
     let until = remanent::testing::sync::Instant::now() + time;
-    nobody.wait_until(&mut lock.lock(), until);
+    unused.wait_until(&mut lock.lock(), until);
 }
 
 #[test]
@@ -83,9 +83,9 @@ fn segments_roll_under_two_writers() {
     });
 }
 
-/// Who has the submission lock logs for those who wait for it: each gets its own outcome.
+/// The holder of the submission lock logs for the threads that wait for it: each gets its own outcome.
 #[test]
-fn a_batch_that_is_refused_is_nobody_elses_matter() {
+fn a_refused_batch_changes_no_other_outcome() {
     explore(|time| {
         let ground = Ground::new(time, options(), 3);
         let pages = ground.pages(2);
@@ -106,7 +106,7 @@ fn a_batch_that_is_refused_is_nobody_elses_matter() {
 }
 
 #[test]
-fn everybody_hears_of_a_failed_sync() {
+fn every_committer_hears_of_a_failed_sync() {
     explore(|time| {
         let ground = Ground::new(time, options(), 2);
         ground.disk.fail(DiskFault { operation: Operation::SyncWindow, skip: 1, times: 1, errno: EIO });

@@ -1,4 +1,4 @@
-//! A store on a simulated disk, whose writers count, and what a crash would leave of it.
+//! A store on a simulated disk, whose writers count, and the state that a crash would leave of it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 use crate::archive::Files;
 use crate::runner::Time;
 
-/// What each page is long.
+/// The length of each page, in bytes.
 pub const PAGE_LEN: u64 = 64;
 
-/// A store and its disk.
+/// A store, its disk, and what was acknowledged.
 pub struct Ground {
     pub disk: SimDisk,
     pub store: Store,
@@ -29,13 +29,13 @@ pub struct Ground {
     writers: Vec<[PageId; 2]>,
 }
 
-/// Small segments, and nothing of the store's own accord.
+/// Small segments, and no snapshots or scrubs of the store's own.
 pub fn options() -> Options {
     let options = Options::default().segment_len(16 << 10).reserve_bytes(0);
     options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
 }
 
-/// What a store holds: by writer, its count.
+/// The content of a store: by writer, its count.
 type Counts = BTreeMap<usize, u64>;
 
 impl Ground {
@@ -58,7 +58,7 @@ impl Ground {
         Self { disk, store, time, began: Instant::now(), acked: Mutex::default(), writers }
     }
 
-    /// A writer's pages.
+    /// The two pages of a writer.
     pub fn pages(&self, writer: usize) -> [PageId; 2] {
         self.writers[writer]
     }
@@ -73,7 +73,8 @@ impl Ground {
         batch
     }
 
-    /// Commits a count, waits for the acknowledgement, and looks at what a crash would leave just now.
+    /// Commits a count, waits for the acknowledgement, and checks the state that a crash would leave just
+    /// now.
     pub fn count(&self, writer: usize, count: u64, ack: Ack) -> remanent::Result<Lsn> {
         let ticket = self.store.submit(self.batch(writer, count))?;
         ticket.wait(Ack::Logged)?;
@@ -103,7 +104,7 @@ impl Ground {
         self.check();
     }
 
-    /// What a death of the process would leave now.
+    /// The state that a death of the process would leave now.
     pub fn after_kill(&self) -> (Lsn, Counts) {
         let now = self.disk.events();
         let moment = self.disk.moments(now..now, Tears::None).pop().expect("now");
@@ -115,7 +116,7 @@ impl Ground {
         counts(&self.disk.after_power_cut(), &self.writers)
     }
 
-    /// What a crash would leave now holds what was acknowledged before.
+    /// Demands that a crash now would leave all that was acknowledged before.
     pub fn check(&self) {
         let acked = self.acked.lock().clone();
         let (_, killed) = self.after_kill();
@@ -134,14 +135,14 @@ impl Ground {
         count_in(rebuilt, writer, &self.writers[writer])
     }
 
-    /// Bytes of page memory that nobody has given up.
+    /// Bytes of page memory that were not given up.
     pub fn used_bytes(&self) -> u64 {
         let stats = self.store.stats();
         stats.places.iter().map(|(_, usage)| usage.allocated_bytes).sum()
     }
 
-    /// Reads a writer's first page, and finds what was read on what a death of the process would leave. Returns the
-    /// count.
+    /// Reads a writer's first page, and demands that a death of the process would leave the count that was
+    /// read. Returns the count.
     pub fn read(&self, writer: usize) -> u64 {
         let mut read = vec![0; PAGE_LEN as usize];
         let lsn = self.store.read(self.pages(writer)[0], 0, &mut read).unwrap();
@@ -153,13 +154,13 @@ impl Ground {
         count
     }
 
-    /// Nothing took longer than that, unless any work may take any time.
+    /// Demands that no work took longer than that, unless any work may take any time.
     pub fn took_at_most(&self, time: Duration) {
         took_at_most(self.time, self.began, time);
     }
 
-    /// Closes the store: then a power cut leaves all of it, up to the batch that was submitted last. Until then no
-    /// more than so much time has passed.
+    /// Closes the store: then a power cut leaves all of it, up to the batch that was submitted last. Until
+    /// then no more than `time` has passed.
     pub fn close(self, newest: Lsn, time: Duration) {
         self.store.close().unwrap();
         took_at_most(self.time, self.began, time);
@@ -173,10 +174,10 @@ impl Ground {
 
 fn took_at_most(time: Time, since: Instant, at_most: Duration) {
     let took = since.elapsed();
-    assert!(time == Time::Hasty || took <= at_most, "{took:?} went by before somebody was woken");
+    assert!(time == Time::Hasty || took <= at_most, "{took:?} went by before a thread was woken");
 }
 
-/// What a disk holds.
+/// The state that a disk holds.
 fn counts(disk: &SimDisk, writers: &[[PageId; 2]]) -> (Lsn, Counts) {
     let rebuilt = rebuild(&files(disk), &RebuildOptions::default()).expect("nothing is damaged");
     let counts =
@@ -194,7 +195,7 @@ fn count_in(rebuilt: &RebuiltStore, writer: usize, pages: &[PageId; 2]) -> u64 {
     count
 }
 
-/// The files of a disk that nobody else uses: read from here on, they give the scheduler nothing to do.
+/// The files of a disk that no thread uses: read from here on, they give the scheduler nothing to do.
 pub fn files(disk: &SimDisk) -> Files {
     let folders = [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots];
     let names = folders.into_iter().flat_map(|folder| {

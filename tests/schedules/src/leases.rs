@@ -1,4 +1,4 @@
-//! Leases beside commits: what a lease shows stays, and memory that a page left comes back.
+//! Leases during commits: the bytes that a lease shows stay, and memory that a page left comes back.
 
 use std::sync::Arc;
 use std::time::Duration;

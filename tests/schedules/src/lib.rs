@@ -1,23 +1,24 @@
 //! The engine under schedules that a scheduler draws.
 //!
-//! It is the engine as it is, on a simulated disk and the host's memory; only its locks, waits, atomics, threads and
-//! its clock are the scheduler's (`src/sync` in the engine). A test is a few threads that commit, read, take
-//! snapshots or lease; it runs under many schedules, and in each of them
+//! It is the engine as it is, on a simulated disk and the host's memory; only its locks, waits, atomics,
+//! threads and its clock are the scheduler's (`src/base/sync` in the engine). A test is a few threads that
+//! commit, read, take snapshots or lease. It runs under many schedules, and in each of them
 //!
-//! - what was acknowledged is on what a crash would leave at that moment, whole and in order;
-//! - what was read is there, too (I1);
-//! - nobody waits for good: the scheduler knows when no thread can go on;
-//! - nobody is woken by time alone who should have been called: the clock tells.
+//! - acknowledged batches are in the state that a crash would leave at that moment, whole and in order;
+//! - bytes that were read are there, too (I1);
+//! - no thread waits for good: the scheduler knows when no thread can go on;
+//! - no thread that should have been called is woken by time alone: the clock tells.
 //!
 //! Run by
 //!
-//!     RUSTFLAGS="--cfg shuttle" cargo test --manifest-path tests/schedules/Cargo.toml --target-dir target/schedules
+//!     RUSTFLAGS="--cfg shuttle" cargo test --manifest-path tests/schedules/Cargo.toml \
+//!         --target-dir target/schedules
 //!
-//! `REMANENT_SCHEDULES=N` tries N schedules a test, `REMANENT_SEED=N` others than the usual ones. A failure prints
-//! the schedule; `REMANENT_SCHEDULE=…` with the test's name runs that one alone.
+//! `REMANENT_SCHEDULES=N` tries N schedules a test, `REMANENT_SEED=N` others than the usual ones. A failure
+//! prints the schedule; `REMANENT_SCHEDULE=…` with the test's name runs that one alone.
 //!
-//! What this cannot show: the scheduler's atomics are all sequentially consistent, and what the system does is not in
-//! it (mapped files, real syncs, the GPU). The kill suites and the sanitizers look there.
+//! The limits: the scheduler's atomics are all sequentially consistent, and the system's work is not in it
+//! (mapped files, real syncs, the GPU). The kill suites and the sanitizers look there.
 
 #[cfg(all(test, not(shuttle)))]
 compile_error!("build with RUSTFLAGS=\"--cfg shuttle\": without it there is no scheduler");

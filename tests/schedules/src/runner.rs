@@ -1,4 +1,4 @@
-//! Runs a test's work under many schedules.
+//! Runs the work of a test under many schedules.
 
 use std::env::{self, VarError};
 use std::num::NonZero;
@@ -7,25 +7,25 @@ use remanent::testing::sync::sleeps_until;
 use shuttle::scheduler::{PctScheduler, RandomScheduler, ReplayScheduler, Schedule, Scheduler, Task, TaskId};
 use shuttle::{Config, Runner, thread};
 
-/// The schedules a test tries unless told otherwise.
+/// The number of schedules that a test tries unless told otherwise.
 const SCHEDULES: usize = 300;
 const SEED: u64 = 1;
 /// The engine's calls are deeper than the scheduler expects of a thread.
 const STACK_BYTES: usize = 1 << 20;
-/// How many changes of mind a schedule of the second kind holds.
+/// The number of changes of mind that a schedule of the second kind holds.
 const DEPTH: usize = 3;
 
-/// How a wait ends that may end by time.
+/// The end of a wait that may end by time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Time {
-    /// When nobody else can go on: as if all work took no time.
+    /// When no other thread can go on: as if all work took no time.
     Patient,
     /// Whenever the scheduler draws it: as if any work could take any time.
     Hasty,
 }
 
-/// Runs `work` under so many schedules of each kind: threads drawn at each step, with patience and without; and
-/// threads with priorities that change now and then, which finds what takes long to come about.
+/// Runs `work` under a number of schedules of each kind: threads drawn at each step, with patience and
+/// without; and threads with priorities that change now and then, which finds orders that come about rarely.
 pub fn explore(work: fn(Time)) {
     if let Some(schedule) = variable::<String>("REMANENT_SCHEDULE") {
         // A schedule that was drawn with patience tells so first.
@@ -43,7 +43,8 @@ pub fn explore(work: fn(Time)) {
     run(PctScheduler::new_from_seed(seed, DEPTH, share), Time::Hasty, work);
 }
 
-/// Does all of it at once. Who begins it does nothing meanwhile: the end of a scope wakes him wherever he waits.
+/// Does all of it at once. The calling thread does nothing meanwhile: the end of a scope wakes it wherever it
+/// waits.
 pub fn at_once(works: &[&(dyn Fn() + Sync)]) {
     thread::scope(|scope| {
         for work in works {
@@ -55,7 +56,7 @@ pub fn at_once(works: &[&(dyn Fn() + Sync)]) {
 fn run(scheduler: impl Scheduler + 'static, time: Time, work: fn(Time)) {
     let mut config = Config::new();
     config.stack_size = STACK_BYTES;
-    // Said in the library's head.
+    // The head of the library says it.
     config.silence_warnings = true;
     eprintln!(
         "schedules of {time:?} time; REMANENT_SCHEDULE begins with `{}:`",
@@ -73,7 +74,8 @@ fn variable<T: std::str::FromStr>(name: &str) -> Option<T> {
     }
 }
 
-/// Leaves who waits for a time asleep as long as anybody else can go on; then wakes the one whose time comes first.
+/// Leaves a thread that waits for a time asleep as long as any other can go on; then wakes the one whose time
+/// comes first.
 #[derive(Debug)]
 struct Patient<S>(S);
 
@@ -93,7 +95,7 @@ impl<S: Scheduler> Scheduler for Patient<S> {
         if !awake.is_empty() {
             return self.0.next_task(&awake, current, is_yielding);
         }
-        let first = *runnable.iter().min_by_key(|task| sleeps_until(task.id())).expect("somebody can go on");
+        let first = *runnable.iter().min_by_key(|task| sleeps_until(task.id())).expect("a thread can go on");
         self.0.next_task(&[first], current, is_yielding)
     }
 

@@ -36,7 +36,7 @@ fn a_scrub_brings_no_snapshot_back_that_is_pruned_meanwhile() {
     explore(|time| {
         let ground = Ground::new(time, options().snapshots_kept(1), 1);
         ground.store.snapshot().unwrap();
-        // One copy of its manifest: the scrub means to write the file anew.
+        // One copy of its manifest is damaged: the scrub means to write the file anew.
         let manifest = FileName::Manifest(1);
         let byte = ground.disk.bytes(manifest).expect("it was published")[300];
         ground.disk.damage(manifest, 300, &[byte ^ 1]);
@@ -58,7 +58,7 @@ fn a_scrub_brings_no_snapshot_back_that_is_pruned_meanwhile() {
     });
 }
 
-/// Where recovery would find the first page of a writer if the power failed now, but for the log.
+/// The place where recovery would find the first page of a writer if the power failed now, but for the log.
 fn image(ground: &Ground, writer: usize) -> ImageRef {
     let survey = Survey::read(&files(&ground.disk.after_power_cut())).unwrap();
     let newest = survey.snapshot(*survey.links.keys().next_back().expect("one was taken")).unwrap();
@@ -76,7 +76,7 @@ fn no_snapshot_that_is_taken_meanwhile_stands_on_an_image_that_a_scrub_found_dam
     explore(|time| {
         let ground = Ground::new(time, options().snapshots_kept(1), 2);
         ground.store.snapshot().unwrap();
-        // Of a page that never changes: every snapshot names it.
+        // The image of a page that never changes: every snapshot names it.
         let damaged = image(&ground, 1);
         let file = FileName::Pages(damaged.file);
         let byte = ground.disk.bytes(file).expect("it was published")[damaged.offset as usize];
@@ -100,7 +100,8 @@ fn no_snapshot_that_is_taken_meanwhile_stands_on_an_image_that_a_scrub_found_dam
 #[test]
 fn a_scrub_takes_nothing_that_is_recycled_meanwhile_for_damaged() {
     explore(|time| {
-        // A scrub takes longer than the time between two, so that one follows the other; and it waits after each frame.
+        // A scrub takes longer than the time between two, so that one follows the other; and it waits after
+        // each frame.
         let slow = options().scrub_interval(Duration::from_millis(1)).scrub_bytes_per_second(1000);
         let ground = Ground::new(time, slow.snapshots_kept(1), 1);
         // A segment each.

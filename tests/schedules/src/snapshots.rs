@@ -1,4 +1,4 @@
-//! Snapshots beside commits, of the store's own accord, and where memory is short.
+//! Snapshots during commits, on the store's own, and where memory is short.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::ground::{Ground, PAGE_LEN, files, options};
 use crate::runner::{at_once, explore};
 
 #[test]
-fn a_snapshot_beside_commits_holds_whole_batches() {
+fn a_snapshot_during_commits_holds_whole_batches() {
     explore(|time| {
         let ground = Ground::new(time, options(), 1);
         let write = || ground.count_to(3, 0, Ack::Logged);
@@ -88,7 +88,7 @@ fn a_snapshot_taken_by_itself_is_heard_of() {
 }
 
 #[test]
-fn a_snapshot_in_short_memory_is_in_nobodys_way() {
+fn a_snapshot_in_short_memory_stops_no_commit() {
     explore(|time| {
         // Both pages and one more.
         let options = options().budget(Budget::default().with(Place::Host, 3 * PAGE_LEN));

@@ -1,5 +1,5 @@
-//! Lookups and views beside commits: all of a batch is seen at once, only what is logged, and whatever a returned call
-//! was told is logged.
+//! Lookups and views during commits: all of a batch is seen at once, only logged batches are seen, and a
+//! batch that a returned call was told of is logged.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::runner::{at_once, explore};
 
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
-/// A writer's count by the root.
+/// The count of a writer in the root.
 fn count(root: &remanent::Metadata, writer: usize) -> u64 {
     match root.get(&writer.to_string()) {
         Some(Value::U64(count)) => *count,
@@ -34,14 +34,15 @@ fn a_view_is_one_batch_and_that_is_logged() {
                 for _ in 0..2 {
                     let view = ground.store.view().unwrap();
                     let (left, _) = ground.after_kill();
-                    assert!(left >= view.lsn(), "batch {} was seen, and a kill leaves {left}", view.lsn()); // I1
+                    // I1
+                    assert!(left >= view.lsn(), "batch {} was seen, and a kill leaves {left}", view.lsn());
                     // Batch 1 made the pages, batch n + 1 counted to n in both.
                     let lsns = ground.pages(0).map(|page| view.page(page).unwrap().lsn);
                     assert_eq!(lsns, [view.lsn(); 2]);
                     assert_eq!((count(&view.root(), 0), view.page_count()), (view.lsn().0 - 1, 2));
                     assert!(view.pages().all(|info| info.lsn == view.lsn()));
                 }
-                // Whatever was cut off since, not what this one wants.
+                // The state of its own batch, whatever was cut off since.
                 let lsns = ground.pages(0).map(|page| early.page(page).unwrap().lsn);
                 assert_eq!((lsns, count(&early.root(), 0)), ([early.lsn(); 2], early.lsn().0 - 1));
             };

@@ -1,6 +1,6 @@
-//! What makes batches and snapshots durable: each sync, the marks, what is kept until something else is durable.
-//! Which sync of which work matters is enumerated in `tests/it/crash/syncs/mod.rs`; here each is missing wherever its
-//! line of code is run.
+//! Defences that make batches and snapshots durable: each sync, the marks, the files that are kept until
+//! others are durable. Which sync of which work matters is enumerated in `tests/it/crash/syncs/mod.rs`; here
+//! each is missing wherever its line of code is run.
 
 use super::{Defence, Test, check, defence, it, refusal};
 
@@ -31,26 +31,26 @@ pub const LIST: &[Defence] = &[
         "self.make_durable()",
         it("faults::disk_errors::an_error_of_the_disk_stops_the_store_and_loses_nothing"),
     ),
-    // A mark that lags costs nothing until something is damaged, which then looks like a torn tail.
+    // A mark that lags costs nothing until bytes are damaged, which then look like a torn tail.
     defence(
         "frames carry the mark (I4)",
         WRITER,
         "header.encode()",
         "FrameHeader { durable: Lsn(0), ..header }.encode()",
-        it("durable::every_frame_carries_the_newest_durable_batch"),
+        it("durable_marks::every_frame_carries_the_newest_durable_batch"),
     ),
     defence(
         "the mark of batches advances (I4)",
         WRITER,
         "header.encode()",
         "FrameHeader { durable: if kind == FrameKind::Seal { header.durable } else { Lsn(0) }, ..header }.encode()",
-        it("durable::every_frame_carries_the_newest_durable_batch"),
+        it("durable_marks::every_frame_carries_the_newest_durable_batch"),
     ),
     refusal(
         "a busy period ends with a seal (I4)",
         KEEPER,
         "!state.sealed || (state.stop && state.seal_missed)",
-        it("durable::a_closed_log_ends_with_a_seal_that_covers_it"),
+        it("durable_marks::a_closed_log_ends_with_a_seal_that_covers_it"),
     ),
     defence(
         "two segments are ahead of a roll (I8)",
@@ -115,7 +115,7 @@ pub const LIST: &[Defence] = &[
         "a long page's bytes are kept aside until they are gathered",
         "src/applier/worker.rs",
         "catch.before_write(range, memory, &self.arena, &mut self.list);",
-        it("beside::long::a_long_page_is_caught_at_one_moment_whatever_is_written_to_it"),
+        it("concurrent::long::a_long_page_is_caught_at_one_moment_whatever_is_written_to_it"),
     ),
     defence(
         "all image files of a snapshot are synced (I7)",
@@ -138,12 +138,12 @@ pub const LIST: &[Defence] = &[
         "Ok(())",
         OF_SNAPSHOTS,
     ),
-    // Snapshots, and what they let go.
+    // Snapshots, and the files that they let go.
     check(
         "the log is durable up to a snapshot's end (I7)",
         SNAPSHOT,
         "self.log.wait_durable(manifest.end)?;",
-        it("crash::snapshots::snapshots_beside_commits"),
+        it("crash::snapshots::snapshots_during_commits"),
     ),
     defence(
         "images are read back past the cache (I7)",
@@ -163,13 +163,13 @@ pub const LIST: &[Defence] = &[
         "a record is durable before anything goes (I7)",
         WRITER,
         "state.seals_durable <= seals",
-        it("snapshots::kept::a_kill_between_a_snapshot_and_its_record_forgets_no_other"),
+        it("snapshots::retention::a_kill_between_a_snapshot_and_its_record_forgets_no_other"),
     ),
     check(
         "what a reader holds stays (I8)",
         RETAIN,
         "held.insert(*id);",
-        it("past::what_is_held_is_kept_until_it_is_let_go"),
+        it("earlier_states::what_is_held_is_kept_until_it_is_let_go"),
     ),
     defence(
         "links that others follow stay (I8)",

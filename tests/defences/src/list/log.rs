@@ -1,4 +1,5 @@
-//! The log and the snapshots as they are read: the order, the marks, the line of incarnations, the chain of links.
+//! The log and the snapshots as they are read: the order, the marks, the line of incarnations, the chain of
+//! links.
 
 use super::{Defence, check, defence, it, refusal, stores};
 
@@ -12,7 +13,7 @@ const REPLAY: &str = "format/src/state/replay.rs";
 const CHAIN: &str = "format/src/manifest/chain.rs";
 
 pub const LIST: &[Defence] = &[
-    // Which frame is the next one.
+    // The choice of the next frame.
     refusal(
         "a group starts on its boundary",
         ORDER,
@@ -32,7 +33,7 @@ pub const LIST: &[Defence] = &[
         stores("the_end_of_the_log_is_judged_row_by_row"),
     ),
     refusal(
-        "walk ends behind the predecessor (I5)",
+        "walk ends after the predecessor (I5)",
         WALK,
         "passed || self.point.lsn > last.lsn",
         stores("an_opening_is_believed_by_itself"),
@@ -57,7 +58,7 @@ pub const LIST: &[Defence] = &[
         "true",
         stores("the_end_of_the_log_is_judged_row_by_row"),
     ),
-    // Marks (I4): what they cover is damage, not a torn tail.
+    // Marks (I4): bad frames under a mark are damage, not a torn tail.
     check(
         "mark of a valid frame (I4)",
         WALK,
@@ -121,7 +122,7 @@ pub const LIST: &[Defence] = &[
         "format/src/frame.rs",
         "!is_earlier && matches.into_iter().filter(|matches| *matches).count() >= 2",
         "matches.into_iter().filter(|matches| *matches).count() >= 2",
-        it("fuzzed::inputs_of_the_repository_pass_the_target_for_histories"),
+        it("fuzz_inputs::inputs_of_the_repository_pass_the_target_for_histories"),
     ),
     // Segments that must be there (I8).
     defence(
@@ -177,7 +178,7 @@ pub const LIST: &[Defence] = &[
         stores("snapshots::damage_to_a_snapshot_costs_time_and_not_data"),
     ),
     check(
-        "a change begins behind the link before, or where it begins",
+        "a change begins after the link before, or where it begins",
         CHAIN,
         r#"check_limit("end of the link before", previous.end.0, reached.0)?;"#,
         stores("snapshots::a_thin_change_begins_where_the_link_before_does"),

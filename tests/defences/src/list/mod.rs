@@ -1,9 +1,9 @@
-//! The list: every defence, what is left of the code without it, and the test that then goes red.
+//! The list: every defence, the code that is left without it, and the test that then goes red.
 //!
-//! A row names a piece of the sources by its text, which occurs once in its file, and what stands in its place
-//! while the defence is off: for a statement mostly nothing, for a condition its weakest answer. Whoever adds a
-//! defence to the store adds a row here. Not on the list are those that another one makes up for when they are off
-//! alone: nothing shows then.
+//! A row names a piece of the sources by its text, which occurs once in its file, and the text that replaces
+//! it while the defence is off: for a statement mostly nothing, for a condition its weakest answer. A change
+//! that adds a defence to the store adds a row here. A defence that another one makes up for is not on the
+//! list: switched off alone, it shows nothing.
 
 mod durable;
 mod log;
@@ -16,13 +16,13 @@ mod structures;
 
 /// A defence, and how it is switched off.
 pub struct Defence {
-    /// Its name, unique.
+    /// The defence's name, which is unique.
     pub name: &'static str,
     /// The source file, from the root of the repository.
     pub file: &'static str,
     /// The defence as it is written there: a statement or an expression.
     pub code: &'static str,
-    /// What stands there without it.
+    /// The code that replaces it while it is off.
     pub instead: &'static str,
     /// The test that goes red without it.
     pub killed_by: Test,
@@ -37,7 +37,7 @@ pub struct Test {
     pub name: &'static str,
 }
 
-/// A row.
+/// A row of the list.
 const fn defence(
     name: &'static str,
     file: &'static str,
@@ -48,12 +48,12 @@ const fn defence(
     Defence { name, file, code, instead, killed_by }
 }
 
-/// A check that is a statement of its own, of which nothing is left.
+/// A check that is a statement of its own, and is left out as a whole.
 const fn check(name: &'static str, file: &'static str, code: &'static str, killed_by: Test) -> Defence {
     defence(name, file, code, "", killed_by)
 }
 
-/// A condition under which something is refused, which never holds.
+/// A condition under which a call or file is refused; switched off, it never holds.
 const fn refusal(name: &'static str, file: &'static str, code: &'static str, killed_by: Test) -> Defence {
     defence(name, file, code, "false", killed_by)
 }
@@ -71,7 +71,7 @@ const fn stores(name: &'static str) -> Test {
 /// The golden files of damaged structures: each names the defect that must be found.
 const GOLDEN: Test = Test { binary: "golden", name: "every_defect_is_named" };
 
-/// All defences.
+/// All defences of the list.
 pub fn all() -> impl Iterator<Item = &'static Defence> {
     [
         structures::LIST,

@@ -1,4 +1,4 @@
-//! What a store does while it is open: pages that are cold yet, pages that callers use, scrubs, a full disk.
+//! Defences of an open store: pages that are not loaded yet, pages that callers use, scrubs, a full disk.
 
 use super::{Defence, Test, check, defence, it, refusal};
 
@@ -15,22 +15,22 @@ const SCRUBS: Test = it("crash::scrubs::a_scrub_that_mends_survives");
 const ROWS: Test = it("scrub::damage_is_named_and_mended_row_by_row");
 
 pub const LIST: &[Defence] = &[
-    // What readers hold beside the store that is open.
+    // Files that readers hold while the store is open.
     defence(
-        "the log behind a name is kept for its reader (I8)",
+        "the log after a name is kept for its reader (I8)",
         PLAN,
         "(is_cut && log.reaches(kept))",
         "(is_cut && !is_cut)",
-        it("snapshots::kept::the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it"),
+        it("snapshots::retention::the_log_after_a_named_snapshot_stays_while_a_reader_holds_it"),
     ),
     defence(
         "what a link needs is kept for its reader (I8)",
         RETAIN,
         "self.links_alone()?",
         "Vec::<SnapshotId>::new()",
-        it("snapshots::kept::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
+        it("snapshots::retention::what_is_read_from_a_link_stays_until_its_reader_has_gone"),
     ),
-    // What is said of a store that is only read.
+    // Reports on a store that is only read.
     refusal(
         "what a writer has under way is not said to be unneeded",
         "src/store/history.rs",
@@ -41,7 +41,7 @@ pub const LIST: &[Defence] = &[
         "what a reader holds is not said to be unneeded",
         "src/snapshot/retain.rs",
         "!is_free(*id)?",
-        it("snapshots::kept::what_a_reader_holds_stays"),
+        it("snapshots::retention::what_a_reader_holds_stays"),
     ),
     refusal(
         "the process that holds the lock looks at it without opening its file",
@@ -49,23 +49,23 @@ pub const LIST: &[Defence] = &[
         "registry.contains(&(metadata.dev(), metadata.ino()))",
         Test { binary: "remanent", name: "disk::lock::tests::to_look_at_the_lock_takes_nothing" },
     ),
-    // Pages that an open leaves on disk: what could stand in for them stays until all are loaded.
+    // Pages that an open leaves on disk: files that could stand in for them stay until all are loaded.
     defence(
-        "only what was proven stays cold (I7)",
+        "only what was proven stays unloaded (I7)",
         SORTING,
         "may_be_unloaded && is_proven && is_unchanged()",
         "may_be_unloaded && is_unchanged()",
         it("on_demand::a_snapshot_that_nothing_records_is_loaded_at_once"),
     ),
     defence(
-        "only what no batch has changed stays cold",
+        "only what no batch has changed stays unloaded",
         SORTING,
         "table.get(page).is_some_and(|info| info.lsn == base.lsn)",
         "table.get(page).is_some()",
         it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
     ),
     refusal(
-        "nothing goes while a page is cold",
+        "nothing goes while a page is unloaded",
         "src/snapshot/retain.rs",
         "self.applier.unloaded().is_any()",
         it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
@@ -78,12 +78,12 @@ pub const LIST: &[Defence] = &[
         it("on_demand::damage_is_told_by_its_page_and_found_again_by_an_eager_open"),
     ),
     check(
-        "no batch is logged for a page that is cold",
+        "no batch is logged for an unloaded page",
         "src/write/commit/mod.rs",
         "self.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;",
-        it("on_demand::whoever_needs_a_page_waits_for_it"),
+        it("on_demand::an_access_to_an_unloaded_page_waits_for_it"),
     ),
-    // Pages that callers use: they read no bytes that are not the page's.
+    // Pages that callers use: they read no bytes but the page's.
     check(
         "a leased page is not pinned",
         LEASES,
@@ -104,7 +104,7 @@ pub const LIST: &[Defence] = &[
         "state.pages.iter().find_map(open)",
         PIN,
     ),
-    // Scrubs: nothing that is kept stands on what is damaged.
+    // Scrubs: nothing that is kept depends on damaged files.
     check("an image that rotted is written anew", PASS, "catalog.known.spoil(*page, image);", SCRUBS),
     check("a snapshot with damage counts as none", SCRUB, "kept.holds = false;", SCRUBS),
     refusal(
@@ -119,12 +119,12 @@ pub const LIST: &[Defence] = &[
         "batches.iter().any(|lsn| kept.redo.lsn < *lsn)",
         ROWS,
     ),
-    check("recovery begins behind a rotten batch", PASS, "self.found.batches.push(lost);", SCRUBS),
-    check("and behind one whose image rotted", PASS, "self.found.batches.extend(*batch);", ROWS),
+    check("recovery begins after a rotten batch", PASS, "self.found.batches.push(lost);", SCRUBS),
+    check("and after one whose image rotted", PASS, "self.found.batches.extend(*batch);", ROWS),
     check("no snapshot follows a rotten link", SCRUB, "catalog.known.unlink();", ROWS),
-    // A full disk costs nothing but the batch that does not fit, and what frees space still works.
+    // A full disk costs nothing but the batch that does not fit, and calls that free space still work.
     defence(
-        "the reserve is for those who free space",
+        "the reserve is for calls that free space",
         SEGMENTS,
         "purpose != SpacePurpose::User",
         "true",
@@ -135,14 +135,14 @@ pub const LIST: &[Defence] = &[
         SEGMENTS,
         "self.count.load(Ordering::Acquire) + ahead >= purpose.leaves()",
         "true",
-        it("cramped::a_store_opens_again_whatever_was_done_on_a_full_disk"),
+        it("full_file_systems::a_store_opens_again_whatever_was_done_on_a_full_disk"),
     ),
     defence(
         "a name that finds no space is refused and stops nothing",
         SEGMENTS,
         "if error.is_no_space() { Error::DiskFull { file: target, needed: FOLDER_BLOCK } } else { error }",
         "error",
-        it("cramped::a_life_on_a_simulated_disk_with_any_space_left"),
+        it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
     ),
     defence(
         "what an unfinished segment took is given back",
@@ -156,7 +156,7 @@ pub const LIST: &[Defence] = &[
         "src/snapshot/thin_snapshot.rs",
         "self.tombstones_after(redo.lsn, previous, newest_end)?",
         "Vec::new()",
-        it("beside::long::a_thin_snapshot_repeats_the_tombstones_of_the_one_before"),
+        it("concurrent::long::a_thin_snapshot_repeats_the_tombstones_of_the_one_before"),
     ),
     defence(
         "what deleted pages take is given back where no image fits",
@@ -176,7 +176,7 @@ pub const LIST: &[Defence] = &[
         "a restore proves every image that its table names",
         "src/history/restore.rs",
         "prove(&source, wanted(pages, &images))?;",
-        it("snapshots::rotten::a_restore_over_a_rotten_image_is_refused_and_changes_nothing"),
+        it("snapshots::damage::a_restore_over_a_rotten_image_is_refused_and_changes_nothing"),
     ),
     refusal(
         "what an unfinished restore took is given back",
@@ -184,13 +184,13 @@ pub const LIST: &[Defence] = &[
         "present.contains(&file.name())",
         it("faults::disk_full::a_restore_on_a_full_disk_fails_cleanly_and_succeeds_later"),
     ),
-    // Threads that end: nobody waits for them, or takes what they left half done for done.
+    // Threads that end: no caller waits for them, or takes their half-done work for done.
     check(
         "a sync that panicked has failed",
         "src/log/writer.rs",
         "if std::thread::panicking() {\n            \
          let file = FileName::Segment(self.log.current_segment());\n            \
          self.log.fail(Error::io(\"sync\", file, None, io::Error::other(\"a thread panicked\")));\n        }",
-        it("faults::waiting::a_panic_of_one_who_syncs_for_all_is_heard_of"),
+        it("faults::waiters::a_panic_of_the_syncing_thread_reaches_every_waiter"),
     ),
 ];

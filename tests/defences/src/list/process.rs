@@ -1,9 +1,9 @@
-//! What keeps the process around a store from harming it: forked children, and shortages that pass.
+//! Defences against the process around a store: forked children, and shortages that pass.
 
 use super::{Defence, Test, defence, it};
 
 const PROCESS: &str = "src/base/process.rs";
-const FORKS: Test = it("fork::a_thousand_children_change_nothing_beside_durable_commits");
+const FORKS: Test = it("fork::a_thousand_children_change_nothing_during_durable_commits");
 const ENTRIES: Test = it("fork::every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents");
 
 pub const LIST: &[Defence] = &[

@@ -1,4 +1,5 @@
-//! What readers see without a lock: whole batches, logged ones, and bytes of one version (docs of `src/versions`).
+//! Lookups and reads without a lock: whole batches, logged ones, and bytes of one version (docs of
+//! `src/versions`).
 
 use super::{Defence, Test, defence, it, refusal};
 
@@ -30,7 +31,7 @@ pub const LIST: &[Defence] = &[
     ),
 ];
 
-/// A test beside the engine's sources.
+/// A unit test in the engine's sources.
 const fn engine(name: &'static str) -> Test {
     Test { binary: "remanent", name }
 }

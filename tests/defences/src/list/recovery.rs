@@ -1,10 +1,11 @@
-//! Recovery: what an open refuses, what it proves past the cache, what it copies, what it leaves alone.
+//! Recovery: the stores that an open refuses, the bytes that it proves past the cache, those that it copies
+//! and those that it leaves alone.
 
 use super::{Defence, Test, check, defence, it, refusal, stores};
 
 const RECOVERY: &str = "src/recovery/mod.rs";
 const CREATE: &str = "src/recovery/create.rs";
-const KEEPING: &str = "src/recovery/catalog.rs";
+const CATALOG: &str = "src/recovery/catalog.rs";
 const LOAD: &str = "src/recovery/load.rs";
 const SOURCE: &str = "src/disk/source.rs";
 const OPENING: &str = "src/recovery/opening.rs";
@@ -34,7 +35,7 @@ pub const LIST: &[Defence] = &[
         "",
         stores("limits::testimony_moves_the_proven_end_of_the_log"),
     ),
-    // What is left out of the line.
+    // Incarnations that are left out of the line.
     defence(
         "an incarnation with batches stays on the line",
         RECOVERY,
@@ -56,7 +57,7 @@ pub const LIST: &[Defence] = &[
         "true",
         it("recovery::opens::an_unreadable_manifest_keeps_every_incarnation"),
     ),
-    // What is no store, or not the caller's.
+    // Directories that are no store, or not the caller's.
     defence(
         "a foreign directory is no store",
         CREATE,
@@ -118,23 +119,24 @@ pub const LIST: &[Defence] = &[
         LOAD,
         "DiskSource::past_cache(recovery.disk.clone())",
         "DiskSource::new(recovery.disk.clone())",
-        it("durable::an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open"),
+        it("durable_marks::an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
     defence(
         "sealed frames that the cache had are read past it (I6)",
         LOAD,
         "source.past_cache_once()",
         "DiskSource::new(self.recovery.disk.clone())",
-        it("durable::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
+        it("durable_marks::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
     defence(
-        "bytes behind what was uncached are read past the cache (I6)",
+        "bytes after an uncached one are read past the cache (I6)",
         SOURCE,
         "ranges.partition_point(|uncached| uncached.end < range.end)",
         "0",
-        it("durable::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
+        it("durable_marks::what_a_sync_did_not_write_is_noticed_at_the_next_open"),
     ),
-    // The page cache is trusted with the tail: the predecessor ends where the reading did, and nothing is copied.
+    // The page cache is trusted with the tail: the predecessor ends where the reading did, and nothing is
+    // copied.
     defence(
         "the unproven tail is copied (I6)",
         WALK,
@@ -191,13 +193,13 @@ pub const LIST: &[Defence] = &[
     // Files that must stay, and the budget.
     refusal(
         "images that batches may name stay (I8)",
-        KEEPING,
+        CATALOG,
         "may_be_for_a_batch(source, number, survey)",
         it("recovery::images_of_batches_stay"),
     ),
     defence(
         "images that something names stay (I8)",
-        KEEPING,
+        CATALOG,
         "named.contains(&number)",
         "false",
         it("recovery::unnamed_images_are_removed"),

@@ -1,4 +1,4 @@
-//! Salvage: nothing counts that does not prove itself, wherever it lies.
+//! Salvage: a batch or image that does not prove itself does not count, wherever it lies.
 
 use super::{Defence, Test, check, defence, it, refusal, stores};
 
@@ -8,8 +8,8 @@ const GUARDS: Test = stores("salvage::a_salvage_takes_nothing_that_never_was");
 const MANY: Test = it("salvage::many_lost_sectors_and_files_give_no_wrong_bytes");
 
 pub const LIST: &[Defence] = &[
-    // The three guards: no batch that a recovery cut, no version of which a change is missing, no table of a
-    // restore that never came.
+    // The three guards: no batch that a recovery cut, no version with a missing change, no table of a restore
+    // that never came.
     defence("left behind by a recovery", KNOWN, "!is_left_behind(&header, &openings)", "true", GUARDS),
     refusal("the epoch names a version", PAGES, "info.epoch != wanted.epoch", MANY),
     defence(
@@ -28,7 +28,7 @@ pub const LIST: &[Defence] = &[
         }",
         GUARDS,
     ),
-    // The rest.
+    // The other checks.
     check("checksum of a salvaged payload", KNOWN, "check_payload(header, &payload)?;", MANY),
     refusal("a frame is durable or follows one", KNOWN, "!is_durable && !follows", GUARDS),
     defence("a mark above its own frame is none", KNOWN, "header.durable <= header.lsn", "true", GUARDS),

@@ -291,7 +291,7 @@ pub const LIST: &[Defence] = &[
         GOLDEN,
     ),
     check(
-        "manifest redo behind its end",
+        "manifest redo after its end",
         CHECK,
         r#"check_limit("redo lsn", self.redo.lsn.0, self.end.0)?;"#,
         GOLDEN,

@@ -13,18 +13,17 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// The driver, loaded; one test at a time has it, for the count of calls is the process's.
+    /// The driver, loaded; one test at a time has it, because the count of calls is the process's.
     pub fn get() -> (&'static Self, MutexGuard<'static, ()>) {
         static DRIVER: OnceLock<Driver> = OnceLock::new();
         static TURN: Mutex<()> = Mutex::new(());
-        // What a test that failed left behind is no reason for another one to fail.
+        // The state that a failed test left is no reason for another one to fail.
         let turn = TURN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let driver = DRIVER.get_or_init(|| {
             // SAFETY: the library runs nothing when it is loaded.
-            let library =
-                unsafe { Library::new(built()) }.expect("the driver that is built beside this test");
-            // Whether there is a driver is asked once a process, so that answer is not to fail here; drivers that
-            // do not start have a test beside the store's own.
+            let library = unsafe { Library::new(built()) }.expect("the driver that is built with this test");
+            // Whether there is a driver is asked once a process, so that answer must not fail here. Drivers
+            // that do not start have a test among the store's own.
             CudaDevice::count().expect("a driver that starts");
             Driver { library }
         });
@@ -52,28 +51,28 @@ impl Driver {
         disarm() == 0
     }
 
-    /// How many streams, events and allocations of a device are alive.
+    /// The number of a device's streams, events and allocations that are alive.
     pub fn alive(&self, device: u32) -> u64 {
         // SAFETY: the same.
         let alive: Symbol<extern "C" fn(u32) -> u64> = unsafe { self.own(b"fake_driver_alive") };
         alive(device)
     }
 
-    /// Takes back what is left of a device whose context is lost.
+    /// Takes back the leftovers of a device whose context is lost.
     pub fn forget(&self, device: u32) {
         // SAFETY: the same.
         let forget: Symbol<extern "C" fn(u32)> = unsafe { self.own(b"fake_driver_forget") };
         forget(device);
     }
 
-    /// Lets the process see so many devices.
+    /// Lets the process see `count` devices.
     pub fn set_devices(&self, count: u32) {
         // SAFETY: the same.
         let set_devices: Symbol<extern "C" fn(u32)> = unsafe { self.own(b"fake_driver_set_devices") };
         set_devices(count);
     }
 
-    /// How many copies went straight from one device to another.
+    /// The number of copies that went straight from one device to another.
     pub fn peer_copies(&self) -> u64 {
         // SAFETY: the same.
         let copies: Symbol<extern "C" fn() -> u64> = unsafe { self.own(b"fake_driver_peer_copies") };
@@ -92,7 +91,7 @@ impl Driver {
         CallerStream { driver: self, device, raw }
     }
 
-    /// Does something in a device's context.
+    /// Runs `work` in a device's context.
     fn within(&self, device: u32, work: impl FnOnce()) {
         let mut context = std::ptr::null_mut();
         // SAFETY: CUDA's signature.
@@ -108,6 +107,8 @@ impl Driver {
         assert_eq!(pop(&mut context), 0);
     }
 
+    /// An entry point by its name.
+    ///
     /// # Safety
     /// The entry point has this signature.
     unsafe fn own<F>(&self, name: &[u8]) -> Symbol<'_, F> {
@@ -116,7 +117,7 @@ impl Driver {
     }
 }
 
-/// A stream of a program that uses a store. Whoever forgets a device whose context is lost forgets its streams.
+/// A stream of a program that uses a store. Forgetting a device whose context is lost forgets its streams.
 pub struct CallerStream {
     driver: &'static Driver,
     device: u32,
@@ -127,13 +128,13 @@ pub struct CallerStream {
 unsafe impl Send for CallerStream {}
 
 impl CallerStream {
-    /// As the store takes it.
+    /// The stream as the store takes it.
     pub fn raw(&self) -> RawStream {
-        // SAFETY: the stream is of the device on which the store is, and is dropped behind it.
+        // SAFETY: the stream is of the device on which the store is, and is dropped after it.
         unsafe { RawStream::from_cuda(self.raw as u64) }
     }
 
-    /// Gives it back.
+    /// Gives the stream back to the driver.
     pub fn destroy(self) {
         self.driver.within(self.device, || {
             // SAFETY: CUDA's signature.
@@ -144,7 +145,7 @@ impl CallerStream {
     }
 }
 
-/// Where cargo puts the library: beside the tests, or one folder up.
+/// The place where cargo puts the library: next to the tests, or one folder up.
 fn built() -> PathBuf {
     let test = std::env::current_exe().expect("a test knows where it is");
     let folders: Vec<&Path> = test.ancestors().skip(1).take(2).collect();

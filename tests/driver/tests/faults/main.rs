@@ -1,5 +1,5 @@
-//! Every call of the driver fails once: each fault is a typed error or of no consequence, never a panic, a hang
-//! or a leak, and what was acknowledged before it is there afterwards.
+//! Every call of the driver fails once: each fault is a typed error or of no consequence, never a panic, a
+//! hang or a leak, and batches that were acknowledged before are there afterwards.
 //!
 //! The driver is loaded before the store looks for one, so the store finds it.
 
@@ -30,14 +30,14 @@ const SPARE_GPU: u32 = 1 << 16;
 /// The limit only turns a hang into a failure.
 const HANG: Duration = Duration::from_secs(120);
 
-/// What a store lives through on a GPU, or on several: plainly, or with kernels beside it.
+/// The life of a store on a GPU, or on several: plainly, or while kernels run.
 #[derive(Clone, Copy, PartialEq)]
 enum Life<'g> {
     Plain(&'g [u32]),
     WithKernels(u32),
 }
 
-/// Lives through a fault; whether it struck.
+/// Lives through a fault, and says whether it struck.
 fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) -> bool {
     let (done, finished) = channel();
     let label = format!("call {nth} fails with {code}");
@@ -49,7 +49,7 @@ fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) ->
         let arm = || driver.arm(nth, code);
         let lived = catch_unwind(AssertUnwindSafe(|| work.live(&gpus, arm)));
         let struck = driver.disarm();
-        done.send((struck, lived, work)).expect("somebody waits, or the test has failed");
+        done.send((struck, lived, work)).expect("the test waits, or has failed");
     });
     let (struck, lived, work) = match finished.recv_timeout(HANG) {
         Ok(lived) => lived,
@@ -60,12 +60,12 @@ fn live_through(driver: &'static Driver, life: Life<'_>, nth: u64, code: u32) ->
     let result = lived.unwrap_or_else(|_| panic!("{label}: a panic, told above"));
     if let Err(error) = &result {
         assert!(struck, "{label}: an error without a fault: {error}");
-        // A device that never was opened is another one's to find.
+        // A device that was never opened may be found by another test.
         let is_new_process = error.remedy() == Remedy::NewProcess;
         let never_opened = matches!(error, Error::DeviceUnavailable { .. });
         assert!(never_opened || is_new_process == (code == LAUNCH_FAILED), "{label}: {error}");
     }
-    // What was acknowledged is on the disk whatever became of the GPU.
+    // All acknowledged batches are on the disk whatever became of the GPU.
     let host = work.open(Arc::new(HostDevice::new()));
     host.and_then(|store| work.check(&store)).unwrap_or_else(|error| panic!("{label}: {error}"));
     if !(struck && code == LAUNCH_FAILED) {
@@ -84,11 +84,12 @@ fn a_refused_call_is_an_error_or_nothing_and_leaks_nothing() {
 }
 
 #[test]
-fn a_refused_call_beside_kernels_is_an_error_or_nothing_and_leaks_nothing() {
+fn a_refused_call_among_kernels_is_an_error_or_nothing_and_leaks_nothing() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let gpu = SPARE_GPU + 2000;
-    // Of so many calls one: most of them only look whether the GPU is done, and a life takes a tenth of a second.
+    // One of seven or eleven calls: most of them only look whether the GPU is done, and a life takes a tenth
+    // of a second.
     for (code, gpu, stride) in [(INVALID_VALUE, gpu, 7), (OUT_OF_MEMORY, gpu + 1, 11)] {
         refuse_calls(driver, Life::WithKernels(gpu), (gpu, code), stride);
     }
@@ -101,7 +102,7 @@ fn refuse_calls(driver: &'static Driver, life: Life<'_>, (gpu, code): (u32, u32)
     assert_eq!(driver.alive(gpu), 0, "a store that was closed leaves nothing");
     let (mut nth, mut left) = (1, 0);
     while live_through(driver, life, nth, code) {
-        // What the driver refuses to take back stays, and nothing else: one thing a fault.
+        // A resource that the driver refuses to take back stays, and nothing else: one a fault.
         let now = driver.alive(gpu);
         assert!(now <= left + 1, "call {nth} fails with {code}: {now} things are alive, {left} before");
         (nth, left) = (nth + stride, now);
@@ -113,7 +114,7 @@ fn refuse_calls(driver: &'static Driver, life: Life<'_>, (gpu, code): (u32, u32)
 #[test]
 fn a_fault_asks_for_a_new_process_and_loses_nothing() {
     let (driver, _turn) = Driver::get();
-    // A GPU for each: a context that is lost stays lost.
+    // A GPU for each case: a context that is lost stays lost.
     driver.set_devices(1 << 20);
     let mut nth = 1;
     while live_through(driver, Life::Plain(&[1 + nth as u32]), nth, LAUNCH_FAILED) {
@@ -122,13 +123,13 @@ fn a_fault_asks_for_a_new_process_and_loses_nothing() {
     }
     println!("{nth} calls failed with {LAUNCH_FAILED}");
     assert!(nth > 100, "{nth} calls");
-    // The same beside kernels, one call in so many.
+    // The same while kernels run, one call in 13.
     let (first, mut nth) = (SPARE_GPU / 2, 1);
     while live_through(driver, Life::WithKernels(first + nth as u32), nth, LAUNCH_FAILED) {
         driver.forget(first + nth as u32);
         nth += 13;
     }
-    println!("{nth} calls beside kernels failed with {LAUNCH_FAILED}");
+    println!("{nth} calls among kernels failed with {LAUNCH_FAILED}");
     assert!(nth > 100, "{nth} calls");
     driver.set_devices(2);
 }
@@ -145,7 +146,7 @@ fn what_a_fault_leaves_opens_on_another_gpu_and_on_the_host() {
         for _ in 0..round {
             work.step(&store).unwrap();
         }
-        // A kernel that is not the store's reads where there is nothing, while the store's own are under way.
+        // Another program's kernel reads where there is nothing, while the store's own are under way.
         driver.lose(lost, ILLEGAL_ADDRESS);
         let noticed = (0..1000).find_map(|_| work.step(&store).err()).expect("a fault is noticed");
         assert_eq!(noticed.remedy(), Remedy::NewProcess, "{noticed}");
@@ -192,15 +193,15 @@ fn bytes_go_from_one_gpu_to_another_by_the_way_that_there_is() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let first = SPARE_GPU + 1000;
-    // Neighbours reach each other's memory; the others' bytes go by way of the host.
+    // Neighbours reach each other's memory; the bytes of other pairs go by way of the host.
     for (gpus, is_way) in [([first, first + 1], true), ([first + 1, first + 2], false)] {
         let before = driver.peer_copies();
         assert!(!live_through(driver, Life::Plain(&gpus), u64::MAX, INVALID_VALUE));
         assert_eq!(driver.peer_copies() > before, is_way, "between {gpus:?}");
         assert_eq!(gpus.map(|gpu| driver.alive(gpu)), [0; 2]);
     }
-    // First the way is known before the first fault, then the driver is asked for it under faults, too, and says yes
-    // or no.
+    // At first the driver has answered before the first fault whether they are connected. Then it is asked
+    // under faults, too, and says yes or no.
     for (gpus, from) in [([first, first + 1], 1), ([first + 4, first + 5], 40), ([first + 7, first + 8], 40)]
     {
         let mut nth = from;

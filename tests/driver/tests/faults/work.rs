@@ -1,4 +1,4 @@
-//! A store's life on a GPU, or on several, each step once, and what must be there afterwards.
+//! A store's life on a GPU, or on several, each step once, and the state that must be there afterwards.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,13 +12,13 @@ use remanent::{Ack, Lease, Lsn, Options, PageId, PageInfo, Place, Result, Shadow
 use crate::driver::CallerStream;
 
 const PLACES: [Place; 3] = [Place::Device(0), Place::Pinned, Place::Unified];
-/// Length of each page: more than one warp writes, and no multiple of anything.
+/// The length of each page: more than one warp writes, and a multiple of nothing.
 const LEN: u64 = 3001;
-/// Length of one page more, which goes to the host in three pieces.
+/// The length of one more page, which goes to the host in three pieces.
 const LONG_LEN: u64 = (2 << 20) + 5000;
-/// So many of its bytes change: more than what has a bitmap that is short.
+/// The number of its bytes that change: more than a short bitmap covers.
 const CHANGED_LEN: usize = 540_000;
-/// One of so many of those is the step's, all others are 0.
+/// The distance between bytes that get the step; all others are 0.
 const CHANGED_EVERY: usize = 1000;
 
 fn device(gpus: &[u32]) -> Result<Arc<dyn Device>> {
@@ -29,18 +29,18 @@ fn device(gpus: &[u32]) -> Result<Arc<dyn Device>> {
 
 pub struct Work {
     directory: tempfile::TempDir,
-    /// On the first GPU, for what the store does on a caller's stream.
+    /// A stream on the first GPU, for the store's work on a caller's stream.
     stream: Option<CallerStream>,
-    /// How many GPUs there are for pages.
+    /// The number of GPUs for pages.
     slots: u32,
     pages: Vec<PageId>,
     long: Option<PageId>,
-    /// The newest step that was acknowledged, and the newest that was tried.
+    /// The newest step that was acknowledged; the newest that was tried follows.
     acknowledged: i64,
     tried: i64,
 }
 
-/// All that there is to know of a store's state.
+/// A store's state, as far as a caller can know it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
     lsn: Lsn,
@@ -50,14 +50,14 @@ pub struct State {
 
 impl Work {
     pub fn new() -> Self {
-        // In memory where that can be: what a disk does is not the question.
+        // In memory where that is possible: the disk is not under test.
         let memory = Path::new("/dev/shm");
         let root = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
         let directory = tempfile::tempdir_in(root).expect("a folder for a store");
         Self { directory, stream: None, slots: 1, pages: Vec::new(), long: None, acknowledged: 0, tried: 0 }
     }
 
-    /// With a page that is long, and with what a program does that has kernels and a stream of its own.
+    /// A work with a long page, and with a program's kernels and a stream of its own.
     pub fn with_kernels(stream: CallerStream) -> Self {
         Self { stream: Some(stream), ..Self::new() }
     }
@@ -92,13 +92,13 @@ impl Work {
         self.check(&store)?;
         store.trim()?;
         store.close()?;
-        // Recovery: images, and the log behind them.
+        // Recovery reads images, and the log after them.
         let store = self.open(device(gpus)?)?;
         self.check(&store)?;
         store.close()
     }
 
-    /// What the plain life has not.
+    /// The steps that the plain life does not have.
     fn live_with_kernels(&mut self, gpus: &[u32], stream: RawStream, arm: impl FnOnce()) -> Result<()> {
         let store = self.open(device(gpus)?)?;
         self.begin(&store)?;
@@ -110,12 +110,12 @@ impl Work {
         store.close()
     }
 
-    /// Everywhere that a page can be.
+    /// All places where a page can be.
     fn places(&self) -> Vec<Place> {
         PLACES.into_iter().chain((1..self.slots).map(Place::Device)).collect()
     }
 
-    /// The pages, each a place.
+    /// Creates the pages, one for each place.
     pub fn begin(&mut self, store: &Store) -> Result<()> {
         let mut batch = store.batch();
         for place in self.places() {
@@ -131,8 +131,8 @@ impl Work {
         Ok(())
     }
 
-    /// A batch that changes every byte of every page, by fill, write and scatter, and moves each to the next place
-    /// on its way.
+    /// A batch that changes every byte of every page, by fill, write and scatter, and moves each to the next
+    /// place on its way.
     pub fn step(&mut self, store: &Store) -> Result<()> {
         self.tried += 1;
         let byte = self.tried as u8;
@@ -150,8 +150,8 @@ impl Work {
         Ok(())
     }
 
-    /// The next step, of bytes that the device alone has seen: written, scattered, captured. What it changes is
-    /// leased meanwhile, on the stream.
+    /// The next step, of bytes that the device alone has seen: written, scattered, captured. The pages that
+    /// it changes are leased meanwhile, on the stream.
     fn step_by_kernels(&mut self, store: &Store, stream: RawStream) -> Result<()> {
         self.tried += 1;
         let byte = self.tried as u8;
@@ -176,7 +176,7 @@ impl Work {
         changed.iter_mut().step_by(CHANGED_EVERY).for_each(|changed| *changed = byte);
         long_copy.bytes().write(0, &changed)?;
         copy.bytes().write(0, &vec![byte; LEN as usize])?;
-        // Of all threads this one may not change what it has leased.
+        // Only this thread may not change a page that it has leased.
         let mut batch = store.batch();
         let range = 0..CHANGED_LEN as u64;
         batch.capture_ranges(&long_copy, &[range]).capture(&copy);
@@ -193,11 +193,11 @@ impl Work {
         self.acknowledged = self.tried;
         let mut copied = vec![0; CHANGED_LEN];
         long_copy.bytes().read(0, &mut copied)?;
-        assert!(copied == changed, "a working copy that nobody wrote to is another one");
+        assert!(copied == changed, "a working copy without a write is another one");
         leases.into_iter().try_for_each(Lease::end)
     }
 
-    /// What lies in the store now, read back page by page.
+    /// The content of the store now, read back page by page.
     pub fn state(&self, store: &Store) -> Result<State> {
         let with_bytes = |info: PageInfo| {
             let mut bytes = vec![0; info.len as usize];
@@ -211,7 +211,8 @@ impl Work {
         })
     }
 
-    /// The store is at one step in all its pages, no older than the newest that was acknowledged.
+    /// Demands that the store is at one step in all its pages, no older than the newest that was
+    /// acknowledged.
     pub fn check(&self, store: &Store) -> Result<()> {
         let root = store.root()?;
         let Some(Value::I64(step)) = root.get("step") else {

@@ -1,9 +1,9 @@
-//! Every sync, left out: behind each acknowledgement stands a chain of syncs, and this table leaves out one
-//! of them at a time. The crashes of the same work must then show a loss, or the engine must notice on the
-//! spot, because it reads back past the cache what it depends on. Where a sync cannot matter the row says
-//! why, and the same enumeration finds nothing.
+//! Every sync, left out: each acknowledgement rests on a chain of syncs, and this table leaves out one of
+//! them at a time. The crashes of the same work must then show a loss, or the engine must notice on the spot,
+//! because it reads back past the cache what it depends on. Where a sync cannot matter the row says why, and
+//! the same enumeration finds nothing.
 //!
-//! [`scenes`] are the works, [`rule`] says which sync is meant.
+//! [`scenes`] are the works, and [`rule`] chooses the sync.
 
 mod rule;
 mod scenes;
@@ -19,13 +19,13 @@ use super::work::Driver;
 use rule::{Rule, Sync, after, nth};
 use scenes::Bench;
 
-/// What becomes of a sync that is left out.
+/// The consequence of a sync that is left out.
 enum Fate {
     /// Something acknowledged is lost, or a sound store is refused.
     Seen,
     /// The engine reads back past the cache what it has written, and stops.
     NoticedAtOnce,
-    /// Nothing: this is why.
+    /// No consequence, for this reason.
     Harmless(&'static str),
 }
 use Fate::{Harmless, NoticedAtOnce, Seen};
@@ -48,12 +48,12 @@ impl Row {
     }
 }
 
-/// Rows of stores that come into being.
+/// Rows of stores that are created.
 fn creations() -> Vec<Row> {
     use scenes::{creation, rolling_at_once, second_creation};
     let root = Sync::Folder(Folder::Root);
     let segment = Sync::Temporary(Folder::Log);
-    let nobodys = || Harmless("there are only temporary files to remove, which are nobody's");
+    let unnamed = || Harmless("there are only temporary files to remove, which no store names");
     vec![
         row("folders of a new store", creation, nth(1, root), Seen),
         row("first opening segment", creation, nth(1, segment), NoticedAtOnce),
@@ -70,13 +70,13 @@ fn creations() -> Vec<Row> {
             "removal of an unfinished creation's images",
             second_creation,
             nth(1, Sync::Folder(Folder::Pages)),
-            nobodys(),
+            unnamed(),
         ),
         row(
             "removal of an unfinished creation's manifests",
             second_creation,
             nth(1, Sync::Folder(Folder::Snapshots)),
-            nobodys(),
+            unnamed(),
         ),
     ]
 }
@@ -181,7 +181,8 @@ fn commits() -> Vec<Row> {
     ]
 }
 
-/// Rows of snapshots, of which one is kept: what it replaces is gone as soon as possible. And of restores.
+/// Rows of snapshots, one of which is kept: files that it replaces are removed as soon as possible. And of
+/// restores.
 fn snapshots() -> Vec<Row> {
     use scenes::{change_link, first_snapshot, folding, restoring, second_snapshot};
     let names = Sync::Folder(Folder::Snapshots);
@@ -196,7 +197,7 @@ fn snapshots() -> Vec<Row> {
             "record that a snapshot is verified",
             first_snapshot,
             after(1, names, Sync::Window),
-            // Not for the record's own sake, but because the frames after it follow it in the chain.
+            // Not for the record's own sake: the frames after it follow it in the chain.
             Seen,
         ),
         row(
@@ -209,7 +210,7 @@ fn snapshots() -> Vec<Row> {
             "removal of the images before",
             second_snapshot,
             nth(2, image_names),
-            Harmless("an image file that comes back is nobody's"),
+            Harmless("an image file that comes back is named by nothing"),
         ),
         row(
             "recycling",
@@ -239,7 +240,7 @@ fn snapshots() -> Vec<Row> {
     of_one_kept.chain(restores).collect()
 }
 
-/// Rows of forks, to a directory that holds nothing.
+/// Rows of forks, to an empty directory.
 fn forks() -> Vec<Row> {
     use scenes::forking;
     let (root, log, pages) =
@@ -266,7 +267,7 @@ fn forks() -> Vec<Row> {
             forking,
             nth(2, segment),
             Harmless(
-                "no frame comes behind the first segment before an open, which puts another in its place",
+                "no frame comes after the first segment before an open, which puts another in its place",
             ),
         ),
         row(
@@ -282,16 +283,16 @@ fn forks() -> Vec<Row> {
     ]
 }
 
-/// Crashes of the work alone: recovery is not what is tried here.
+/// Crashes of the work alone: recovery is not under test here.
 const LEVELS: &[Level] =
     &[Level { tears: Tears::None, images_max: 40, closely_of: usize::MAX, nest_of: usize::MAX }];
 
-/// What came of a run.
+/// The outcome of a run.
 enum Verdict {
     Clean,
     /// The work itself failed.
     Stopped(Error),
-    /// A crash of it showed something that must never be.
+    /// A crash of the work showed a violation.
     Found(Violation),
 }
 

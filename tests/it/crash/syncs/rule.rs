@@ -1,4 +1,4 @@
-//! Which sync is left out.
+//! The choice of the sync that is left out.
 
 use remanent::testing::sim_disk::SyncPoint;
 use remanent::{FileName, Folder};
@@ -6,9 +6,9 @@ use remanent::{FileName, Folder};
 /// A kind of sync.
 #[derive(Clone, Copy, Debug)]
 pub enum Sync {
-    /// A window of the log.
+    /// A sync of a window of the log.
     Window,
-    /// An image file.
+    /// A sync of an image file.
     Images,
     /// A spare segment, by its own name.
     Spare,
@@ -36,7 +36,7 @@ impl Sync {
     }
 }
 
-/// One sync of a work: the n-th of its kind once so many of another kind have been.
+/// One sync of a work: the n-th of its kind, counted once a number of another kind have been.
 #[derive(Clone, Copy, Debug)]
 pub struct Rule {
     nth: usize,
@@ -55,7 +55,7 @@ pub fn after(n: usize, other: Sync, sync: Sync) -> Rule {
 }
 
 impl Rule {
-    /// Asked of each sync in turn: whether it is the one.
+    /// A predicate that is asked of each sync in turn: whether it is the one.
     pub fn chooses(self) -> impl FnMut(SyncPoint) -> bool + Send + 'static {
         let (mut to_wait_for, mut seen) = (self.after.map_or(0, |(count, _)| count), 0);
         move |point| {

@@ -1,4 +1,4 @@
-//! The works in which a sync is left out. Each says where that begins to count.
+//! The works in which a sync is left out. Each says from which event on that counts.
 
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::{DiskFault, ENOSPC, Operation, SimDisk};
@@ -9,10 +9,10 @@ use super::super::model::{Act, Line, Target};
 use super::super::work::{Driver, Floors, Random, Writer};
 use super::rule::Rule;
 
-/// A chain of so many links is folded by the next snapshot.
+/// The length of a chain of links that the next snapshot folds.
 const LINKS_MAX: usize = 8;
 
-/// Where a scene is played.
+/// The stage on which a scene is played.
 pub struct Bench {
     options: Options,
     /// The sync that is left out; where there is none, the same work must be beyond reproach.
@@ -26,7 +26,7 @@ impl Bench {
         Self { options, rule, from: 0 }
     }
 
-    /// The store that another scene leaves, with all of its syncs.
+    /// The store after another scene, with all of its syncs.
     fn after_scene(&self, scene: fn(&mut Bench) -> Result<Driver, Error>) -> Result<Driver, Error> {
         scene(&mut Bench::new(self.options.clone(), None))
     }
@@ -39,17 +39,17 @@ impl Bench {
     /// current segment and one more, so that an open finds nothing to tidy up.
     fn killed_store(&self) -> Result<Driver, Error> {
         let driver = self.new_store();
-        // The opening segment, the one after it, STORE; the keeper gets no further segment.
+        // The opening segment, the one after it, STORE; the log's thread gets no further segment.
         no_files_after(&driver.disk, 3);
         let store = driver.open()?;
-        // One, so that there is room for it however often the keeper syncs and seals meanwhile.
+        // One, so that there is room for it however often the log's thread syncs and seals meanwhile.
         driver.commit(&store, &mut Writer::new("before", 1), Ack::Logged)?;
         let killed = driver.killed();
         drop(store);
         Ok(killed)
     }
 
-    /// The same, with two spares, which hold whatever segments held before.
+    /// The same, with two spares, which hold the bytes of earlier segments.
     fn killed_store_with_spares(&self) -> Result<Driver, Error> {
         let driver = self.killed_store()?;
         for number in 0..2 {
@@ -69,7 +69,7 @@ impl Bench {
         }
     }
 
-    /// From now on the sync is left out: of an open and so many durable commits.
+    /// From now on the sync is left out: in an open and `commits` durable commits.
     fn open_and_commit(&mut self, driver: Driver, commits: usize) -> Result<Driver, Error> {
         self.leave_out(&driver.disk);
         let store = driver.open()?;
@@ -79,24 +79,24 @@ impl Bench {
     }
 }
 
-/// Lets the disk make so many more files, and none after them.
+/// Lets the disk make `count` more files, and none after them.
 fn no_files_after(disk: &SimDisk, count: usize) {
     disk.fail(DiskFault { operation: Operation::Create, skip: count, times: usize::MAX, errno: ENOSPC });
 }
 
-/// So many durable commits: three fill a segment.
+/// Makes `count` durable commits: three fill a segment.
 fn commit_durably(driver: &Driver, store: &Store, count: usize) -> Result<(), Error> {
     let mut writer = Writer::new("durable", 2);
     (0..count).try_for_each(|_| driver.commit(store, &mut writer, Ack::Durable).map(drop))
 }
 
-/// A batch that no usual segment has room for. It writes all bytes of its page but one: those of a whole page
-/// would go to an image file.
+/// Commits a batch that no usual segment has room for. It writes all bytes of its page but one: those of a
+/// whole page would go to an image file.
 fn commit_a_long_frame(driver: &Driver, store: &Store) -> Result<(), Error> {
     commit_a_page(driver, store, 1)
 }
 
-/// A batch that creates a page and writes its bytes from an offset on.
+/// Commits a batch that creates a page and writes its bytes from an offset on.
 fn commit_a_page(driver: &Driver, store: &Store, offset: usize) -> Result<(), Error> {
     let page = Target::New(0);
     let len = 20 << 10;
@@ -118,7 +118,7 @@ pub fn rolling_at_once(bench: &mut Bench) -> Result<Driver, Error> {
     bench.open_and_commit(driver, 8)
 }
 
-/// Creates a store over what a creation left that was cut short just before STORE got its name.
+/// Creates a store over the files of a creation that was cut short just before STORE got its name.
 pub fn second_creation(bench: &mut Bench) -> Result<Driver, Error> {
     let first = bench.new_store();
     drop(first.open()?);
@@ -126,8 +126,8 @@ pub fn second_creation(bench: &mut Bench) -> Result<Driver, Error> {
     bench.open_and_commit(driver, 1)
 }
 
-/// Opens a killed store and commits. The keeper makes no segment: its sync of the folder would make up for one
-/// that was left out.
+/// Opens a killed store and commits. The log's thread makes no segment: its sync of the folder would make up
+/// for one that was left out.
 pub fn opening(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store()?;
     no_files_after(&driver.disk, 2);
@@ -178,7 +178,7 @@ pub fn rolling(bench: &mut Bench) -> Result<Driver, Error> {
     bench.open_and_commit(driver, 9)
 }
 
-/// Commits to an open store.
+/// Commits batches to an open store.
 pub fn committing(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
@@ -188,8 +188,8 @@ pub fn committing(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Commits a frame that is longer than a segment, to a new store. The keeper makes no segment after it: that
-/// one's sync of the folder would make up for one that was left out.
+/// Commits a frame that is longer than a segment, to a new store. The log's thread makes no segment after it:
+/// that one's sync of the folder would make up for one that was left out.
 pub fn long_frame(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     bench.leave_out(&driver.disk);
@@ -211,7 +211,7 @@ pub fn whole_page(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Snapshots, between which segments are filled, so that what is recycled is used again.
+/// Snapshots, between which segments are filled, so that recycled segments are used again.
 pub fn recycling_rounds(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     bench.leave_out(&driver.disk);
@@ -227,7 +227,7 @@ pub fn recycling_rounds(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Opens a killed store and commits until the keeper has found the time to fill the reserve, and on.
+/// Opens a killed store and commits until the log's thread has found the time to fill the reserve, and on.
 pub fn filling_the_reserve(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.killed_store()?;
     bench.leave_out(&driver.disk);
@@ -277,7 +277,7 @@ pub fn second_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// Goes back to a snapshot.
+/// Restores the state of a snapshot.
 pub fn restoring(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;
@@ -294,17 +294,17 @@ pub fn restoring(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
-/// A snapshot, which is the base of a chain, and one that follows it: its manifest names what changed.
+/// A snapshot, which is the base of a chain, and one that follows it: its manifest names the changes.
 pub fn change_link(bench: &mut Bench) -> Result<Driver, Error> {
     following_snapshots(bench, 1)
 }
 
-/// As many snapshots that follow the first one as a chain has room for, and the one that folds it.
+/// A chain of snapshots that is as long as it may be, and the one that folds it.
 pub fn folding(bench: &mut Bench) -> Result<Driver, Error> {
     following_snapshots(bench, LINKS_MAX)
 }
 
-/// The sync is left out of the last one, or behind it.
+/// The sync is left out of the last one, or after it.
 fn following_snapshots(bench: &mut Bench, count: usize) -> Result<Driver, Error> {
     let driver = bench.new_store();
     let store = driver.open()?;

@@ -21,7 +21,7 @@ use remanent::{Place, Width};
 
 const WIDTHS: [Width; 5] = [Width::W1, Width::W2, Width::W4, Width::W8, Width::W16];
 
-/// What the host device makes of a page, after a command on it.
+/// The bytes that a command of the host device leaves in a page.
 fn on_host(page: &[u8], payload: &[u8], commands: impl FnOnce(Span) -> Vec<Command>) -> Vec<u8> {
     let device = HostDevice::new();
     let memory = device.allocate(Place::Host, page.len() as u64).unwrap();
@@ -37,11 +37,11 @@ fn on_host(page: &[u8], payload: &[u8], commands: impl FnOnce(Span) -> Vec<Comma
 
 /// A delta, as a command and as a row.
 struct Delta {
-    /// The range of the page.
+    /// The offset of its range in the page.
     offset: usize,
     len: usize,
     kind: DeltaKind,
-    /// Where its parts lie in the payload.
+    /// The place of its parts in the payload.
     payload_at: usize,
     values_at: usize,
 }
@@ -54,7 +54,7 @@ enum DeltaKind {
 }
 
 impl Delta {
-    /// A random one; its bytes go behind the payload.
+    /// A random delta; its bytes go to the end of the payload.
     fn random(random: &mut Random, page_len: usize, payload: &mut Vec<u8>) -> Self {
         let width = WIDTHS[random.below(5)];
         let bytes = width.bytes();
@@ -205,7 +205,7 @@ fn parts_of_a_piece_make_the_whole() {
     }
 }
 
-/// Elements, each from where its index says.
+/// Elements, each from the place that its index gives.
 #[test]
 fn picked_elements_are_the_host_devices() {
     for seed in 0..300 {
@@ -246,7 +246,7 @@ fn picked_elements_are_the_host_devices() {
     }
 }
 
-/// Four bytes each, at a multiple of four.
+/// Memory of four bytes each, at a multiple of four.
 fn words(count: usize) -> Fenced {
     Fenced::zeroed(count * size_of::<u32>())
 }
@@ -292,7 +292,7 @@ fn checksums_of_chunks_combine() {
     let chunk_len = CRC_CHUNK_LEN as usize;
     for (seed, chunks) in [2, 3, 31, 32, 33, 70].into_iter().enumerate() {
         let random = &mut Random(seed as u64);
-        // The first chunk may be so short that the initial ones reach into the second.
+        // The first chunk may be so short that the initial ones of the checksum reach into the second.
         let first_len = [1, 2, 3, 7, 1000, chunk_len][seed];
         let source = Fenced::of(&random.bytes(first_len + (chunks - 1) * chunk_len));
         let (remainders, sum) = (words(chunks), words(1));
@@ -393,7 +393,7 @@ fn set_bits_are_numbered() {
             let expected: Vec<u32> = set.iter().copied().chain([0; 3]).take(room).collect();
             let cut = 4 * (1 + random.below(700));
             let count = bitmap.len().div_ceil(cut);
-            // Off its boundary as often as not.
+            // As often as not, off its boundary.
             let gap = random.below(4);
             let bits = Fenced::of(&[vec![0xff; gap], bitmap.clone()].concat());
             let (target, numbers, sum) = (words(room), words(count), words(1));

@@ -1,4 +1,4 @@
-//! Memory of which the first byte too far is a fault, and numbers from a seed.
+//! Memory that ends at a fence, so that the first byte too far is a fault; and numbers from a seed.
 
 use std::ops::{Deref, DerefMut};
 
@@ -6,7 +6,7 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, m
 
 const GRANULE: usize = 64 << 10;
 
-/// Bytes that end where memory ends: a kernel that reads or writes behind them faults.
+/// Bytes that end where memory ends: a kernel that reads or writes past them faults.
 pub struct Fenced {
     mapping: *mut u8,
     mapping_len: usize,
@@ -19,7 +19,7 @@ impl Fenced {
         let room = len.next_multiple_of(GRANULE);
         let mapping_len = room + GRANULE;
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of anybody else.
+        // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
         let mapping = unsafe { mmap_anonymous(std::ptr::null_mut(), mapping_len, access, MapFlags::PRIVATE) }
             .expect("memory can be mapped")
             .cast::<u8>();
@@ -38,7 +38,7 @@ impl Fenced {
         fenced
     }
 
-    /// Its first byte's address, as a table names it.
+    /// The address of its first byte, as a table names it.
     pub fn address(&self) -> u64 {
         self.begin as u64
     }
@@ -66,7 +66,7 @@ impl Drop for Fenced {
     }
 }
 
-/// SplitMix64.
+/// A generator of random numbers: SplitMix64.
 pub struct Random(pub u64);
 
 impl Random {
@@ -77,7 +77,7 @@ impl Random {
         mixed ^ mixed >> 31
     }
 
-    /// A number below a bound.
+    /// A random number below a bound.
     pub fn below(&mut self, bound: usize) -> usize {
         (self.next() % bound.max(1) as u64) as usize
     }

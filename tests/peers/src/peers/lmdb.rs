@@ -12,7 +12,8 @@ use crate::record;
 fn map(directory: &Path) -> Result<Env> {
     let mut options = EnvOpenOptions::new();
     options.map_size(64 << 20);
-    // SAFETY: nobody else has the directory's files open, and nobody changes them while this process maps them.
+    // SAFETY: no other process has the directory's files open, and none changes them while this process maps
+    // them.
     Ok(unsafe { options.open(directory)? })
 }
 

@@ -16,10 +16,10 @@ use crate::record::Record;
 
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// What a store gives back.
+/// The records that a store gives back.
 pub struct Found {
     pub records: Vec<Record>,
-    /// What it told of damage without refusing to open.
+    /// The damage that it told of without refusing to open.
     pub told: Option<String>,
 }
 
@@ -43,14 +43,14 @@ fn key(thread: usize, count: u64) -> [u8; 8] {
     (thread as u64 * RECORDS + count % RECORDS).to_be_bytes()
 }
 
-/// A store.
+/// A store under test.
 pub struct Peer {
     pub name: &'static str,
     /// Writes every record durably, one after the other, and calls back with the store still open.
     pub write: fn(&Path, &dyn Fn()) -> Result<()>,
-    /// Opens and reads everything.
+    /// Opens the store and reads everything.
     pub read: fn(&Path) -> Result<Found>,
-    /// Opens an empty one for so many threads that commit at once.
+    /// Opens an empty one for this number of threads that commit at once.
     pub open: fn(&Path, usize) -> Result<Box<dyn Commit>>,
 }
 

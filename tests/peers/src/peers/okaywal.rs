@@ -1,4 +1,4 @@
-//! okaywal: an entry a record, its key and its value as two chunks, each held against its checksum.
+//! okaywal: an entry a record, its key and its value as two chunks, each compared with its checksum.
 
 use std::io;
 use std::path::Path;
@@ -23,7 +23,7 @@ pub fn write(directory: &Path, done: &dyn Fn()) -> Result<()> {
     Ok(())
 }
 
-/// Collects what is recovered.
+/// Collects the recovered records.
 #[derive(Clone, Debug, Default)]
 struct Collector(Arc<Mutex<Vec<Record>>>);
 
@@ -65,8 +65,8 @@ pub fn open(directory: &Path, _: usize) -> Result<Box<dyn Commit>> {
     Ok(Box::new(WriteAheadLog::recover(directory, LogVoid)?))
 }
 
-/// One that keeps as much log as Remanent does between two snapshots, in place of 768 KiB: it fills files that are new,
-/// rather than one that it has just made free.
+/// Opens a log that keeps as much as Remanent does between two snapshots, in place of 768 KiB: it fills files
+/// that are new, rather than one that it has just made free.
 pub fn open_keeping_log(directory: &Path) -> Result<Box<dyn Commit>> {
     const KEPT: u32 = 256 << 20;
     let configuration = Configuration::default_for(directory);

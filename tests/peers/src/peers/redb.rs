@@ -1,4 +1,4 @@
-//! redb: a key a record, a transaction each; read behind a check of the whole file's integrity.
+//! redb: a key a record, a transaction each; read after a check of the whole file's integrity.
 
 use std::path::Path;
 

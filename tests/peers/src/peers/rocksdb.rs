@@ -1,6 +1,7 @@
-//! RocksDB as the system has it, by its C interface: a key a record, each written with `sync`, all else as it is by
-//! default. Its writers make groups of their own. The log is recovered up to the first damage, as by default: what
-//! refuses any damage (`kAbsoluteConsistency`) refuses what a power cut leaves as well.
+//! RocksDB as the system has it, by its C interface: a key a record, each written with `sync`, all other
+//! settings as by default. Its writers make groups of their own. The log is recovered up to the first damage,
+//! as by default: the setting that refuses any damage (`kAbsoluteConsistency`) refuses the files of a power
+//! cut as well.
 
 use std::ffi::{CStr, CString, c_char, c_uchar, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -10,7 +11,7 @@ use std::ptr;
 use super::{Commit, Found, Result};
 use crate::record;
 
-/// Some object of RocksDB's.
+/// An object of RocksDB's.
 type Object = *mut c_void;
 
 #[link(name = "rocksdb")]
@@ -45,20 +46,21 @@ unsafe extern "C" {
     fn rocksdb_free(memory: *mut c_void);
 }
 
-/// An open store, and how it is written to.
+/// An open store, and its options for writing.
 struct Database {
     database: Object,
     synced: Object,
 }
 
-// SAFETY: RocksDB locks what several threads use at once, and options that nobody changes may be read by all.
+// SAFETY: RocksDB locks its own state, and options that do not change may be read by all threads.
 unsafe impl Sync for Database {}
 
 impl Database {
     fn open(directory: &Path) -> Result<Self> {
         let path = CString::new(directory.as_os_str().as_bytes())?;
         let mut error = ptr::null_mut();
-        // SAFETY: the options live until they are destroyed behind the call that reads them; the path ends with a zero.
+        // SAFETY: the options live until they are destroyed after the call that reads them; the path ends
+        // with a zero.
         let database = unsafe {
             let options = rocksdb_options_create();
             rocksdb_options_set_create_if_missing(options, 1);
@@ -77,7 +79,7 @@ impl Database {
     fn put(&self, key: &[u8], value: &[u8]) -> Result<()> {
         let mut error = ptr::null_mut();
         let (at, of) = (key.as_ptr().cast(), value.as_ptr().cast());
-        // SAFETY: both live as long as this, and key and value are as long as is said.
+        // SAFETY: both live as long as this, and key and value have these lengths.
         unsafe { rocksdb_put(self.database, self.synced, at, key.len(), of, value.len(), &mut error) };
         refused(error)
     }
@@ -85,8 +87,8 @@ impl Database {
     fn records(&self) -> Result<Vec<record::Record>> {
         let mut records = Vec::new();
         let mut error = ptr::null_mut();
-        // SAFETY: the iterator is used between being made and being destroyed, while the database is open; keys and
-        // values, which are as long as it says, are copied before it goes on.
+        // SAFETY: the iterator is used between being made and being destroyed, while the database is open;
+        // keys and values, which have the lengths that it says, are copied before it goes on.
         unsafe {
             let options = rocksdb_readoptions_create();
             let iterator = rocksdb_create_iterator(self.database, options);
@@ -111,7 +113,7 @@ impl Database {
 
 impl Drop for Database {
     fn drop(&mut self) {
-        // SAFETY: nobody uses either any more.
+        // SAFETY: neither is used any more.
         unsafe {
             rocksdb_close(self.database);
             rocksdb_writeoptions_destroy(self.synced);
@@ -119,14 +121,14 @@ impl Drop for Database {
     }
 }
 
-/// What RocksDB said of a call, if it said anything.
+/// The error that RocksDB gave for a call, if it gave one.
 fn refused(error: *mut c_char) -> Result<()> {
     if error.is_null() {
         return Ok(());
     }
     // SAFETY: it is a text that ends with a zero, and ours to free.
     let text = unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned();
-    // SAFETY: nobody looks at it any more.
+    // SAFETY: the text is not used any more.
     unsafe { rocksdb_free(error.cast()) };
     Err(text.into())
 }

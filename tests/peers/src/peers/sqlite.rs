@@ -1,4 +1,4 @@
-//! SQLite with a write-ahead log and `synchronous = FULL`: a row a record, a transaction each; read behind
+//! SQLite with a write-ahead log and `synchronous = FULL`: a row a record, a transaction each; read after
 //! `integrity_check`.
 
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Ways to make a group of the log durable: one write to a file that was written before, past the page cache, which
-//! returns when the medium has it.
+//! Ways to make a group of the log durable: one write to a file that was written before, past the page cache,
+//! which returns when the medium has it.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -38,7 +38,7 @@ fn ways(path: &Path, len: usize) -> Vec<Way> {
     ]
 }
 
-/// The file, wholly written.
+/// The file of a segment, with every byte written.
 fn segment(path: &Path) -> io::Result<File> {
     if !path.exists() {
         let file = File::create_new(path)?;
@@ -65,7 +65,7 @@ fn ring(path: &Path, len: usize, told: Told, time: Duration) -> io::Result<Sampl
     })
 }
 
-/// Writes at one offset behind the other, in a circle.
+/// Writes at one offset after the other, in a circle.
 fn one_by_one(
     len: usize,
     time: Duration,

@@ -34,7 +34,7 @@ impl Cache {
     }
 }
 
-/// Reading first past the cache, before anybody has read through it.
+/// Reading past the cache comes first, before any read goes through it.
 pub fn groups(directory: &Path) -> Vec<Group> {
     let mut groups = Vec::new();
     for (cache, name) in [(Cache::Past, "past the page cache"), (Cache::Through, "from the page cache")] {
@@ -112,7 +112,7 @@ fn to_read(directory: &Path, cache: Cache) -> io::Result<Vec<File>> {
     Ok(files)
 }
 
-/// Which file the n-th piece of all is in, and where.
+/// The file and the offset of the n-th piece of all.
 fn place(number: u64) -> (usize, u64) {
     let number = number % (FILES as u64 * PIECES_READ);
     ((number / PIECES_READ) as usize, number % PIECES_READ * LEN as u64)
@@ -153,8 +153,8 @@ fn read_by_ring(files: &[File], depth: usize, told: Told, time: Duration) -> io:
     Ok(sample)
 }
 
-/// Begins transfers as long as one may be begun, each at its place, with as many under way as the ring is deep; ends
-/// when all are over, and says how many there were.
+/// Begins transfers as long as one may be begun, each at its place, with as many under way as the ring is
+/// deep; ends when all are over, and says how many there were.
 fn keep_full(
     ring: &mut Ring<'_>,
     what: What,
@@ -203,7 +203,7 @@ fn to_write(path: &Path, cache: Cache) -> io::Result<File> {
     Ok(file)
 }
 
-/// Each file by a thread of its own.
+/// Writes each file by a thread of its own.
 fn write_by_threads(files: &[File], sample: &mut Sample) -> io::Result<()> {
     let pieces: Vec<_> = (0..FILES as u64).map(|number| piece(number, LEN)).collect();
     sample.during(|sample| {
@@ -221,7 +221,7 @@ fn write_by_threads(files: &[File], sample: &mut Sample) -> io::Result<()> {
     })
 }
 
-/// All files by one thread, a piece of each in turn; then all are synced at once.
+/// Writes all files by one thread, a piece of each in turn; then all are synced at once.
 fn write_by_ring<const DEPTH: usize>(files: &[File], sample: &mut Sample) -> io::Result<()> {
     let mut ring = Ring::new(files, DEPTH, LEN, Told::default())?;
     sample.during(|sample| {

@@ -1,35 +1,38 @@
-//! What a ring of the kernel's (`io_uring`) gains over plain calls, in the places where a store waits for its disk.
+//! The gain of a ring of the kernel's (`io_uring`) over plain calls, where a store waits for its disk.
 //!
 //! ```text
 //! cargo run --release --manifest-path tests/peers/Cargo.toml --target-dir target/peers -- \
 //!     rings DIR [--seconds N] [--group WORDS] [--json]
 //! ```
 //!
-//! All ways to do the same take turns of 0.2 s, round by round, as many rounds as there is time for. With `--group`
-//! only groups are measured that have these words in their names. A share is that of the fastest way without a ring
-//! in the same round; all figures are medians of the rounds. Time of processors is the whole machine's, which should
-//! do nothing else. What a kernel or a file system refuses is left out, and said.
+//! All ways to do the same take turns of 0.2 s, round by round, as many rounds as there is time for. With
+//! `--group` only groups are measured that have these words in their names. A share is that of the fastest
+//! way without a ring in the same round; all figures are medians of the rounds. Time of processors is the
+//! whole machine's, which should do nothing else. A way that a kernel or a file system refuses is left out,
+//! and named.
 //!
-//! Transfers only: no checksum, no copy to a device. A thread that drives a ring could do neither beside it.
+//! Transfers only: no checksum, no copy to a device. A thread that drives a ring could do neither at the same
+//! time.
 //!
 //! # What was expected
 //!
-//! Written down before the first run; `tools/README.md` has what came out.
+//! Written down before the first run; `tools/README.md` has the results.
 //!
 //! - A group's write: nothing over 1.05. One write is under way, so a ring saves no call. `O_DSYNC` costs it
-//!   something: a plain call syncs on the thread that waits, a ring has it done by a worker of the kernel and is
-//!   woken. At 4 KiB 0.90 to 1.00 of the rate, at 256 KiB 0.97 to 1.00; registered files and memory gain less than
-//!   0.02.
-//! - Images read past the cache: a ring of 16 within 0.95 to 1.05 of the faster of 4 and 12 threads, with less
-//!   processor time; deeper gains nothing.
+//!   something: a plain call syncs on the thread that waits, a ring has it done by a worker of the kernel and
+//!   is woken. At 4 KiB 0.90 to 1.00 of the rate, at 256 KiB 0.97 to 1.00; registered files and memory gain
+//!   less than 0.02.
+//! - Images read past the cache: a ring of 16 within 0.95 to 1.05 of the faster of 4 and 12 threads, with
+//!   less processor time; deeper gains nothing.
 //! - From the cache: 0.4 to 0.6 on 2 cores, 0.15 to 0.3 on 16. The thread that submits copies the bytes.
-//! - Images written past the cache: 0.95 to 1.05. Through it 0.9 to 1.05: the kernel's workers do what threads would.
+//! - Images written past the cache: 0.95 to 1.05. Through it 0.9 to 1.05: the kernel's workers do what
+//!   threads would.
 
 mod group;
 mod images;
 mod ring;
 mod sample;
-mod shown;
+mod report;
 
 use std::io;
 use std::path::Path;
@@ -49,11 +52,11 @@ pub struct Group {
     ways: Vec<Way>,
 }
 
-/// One of them.
+/// One of the ways.
 pub struct Way {
     name: String,
     has_ring: bool,
-    /// Takes about so long.
+    /// Takes a turn of about this time.
     turn: Box<dyn Fn(Duration) -> io::Result<Sample>>,
 }
 
@@ -67,14 +70,14 @@ impl Way {
     }
 }
 
-/// What became of the turns of one way.
+/// The turns of one way, or why it has none.
 pub struct Turns {
     name: String,
     has_ring: bool,
     samples: io::Result<Vec<Sample>>,
 }
 
-/// Bytes that are no other piece's.
+/// Bytes that are different from those of any other piece.
 fn piece(number: u64, len: usize) -> Aligned {
     let mut bytes = Aligned::new(len);
     for (at, word) in bytes.chunks_exact_mut(8).enumerate() {
@@ -83,11 +86,11 @@ fn piece(number: u64, len: usize) -> Aligned {
     bytes
 }
 
-/// What the caller wants to know.
+/// The arguments of a comparison.
 pub struct Asked {
-    /// How long all of it takes, about.
+    /// The time that all of it takes, about.
     pub seconds: u64,
-    /// Words in the names of the groups.
+    /// The words in the names of the groups.
     pub group: String,
     pub is_json: bool,
 }
@@ -111,7 +114,7 @@ pub fn compare(directory: &Path, asked: &Asked) -> ExitCode {
     }
     for group in groups {
         let turns = take_turns(&group.ways, rounds);
-        if asked.is_json { shown::objects(&group.name, turns) } else { shown::table(&group.name, turns) }
+        if asked.is_json { report::objects(&group.name, turns) } else { report::table(&group.name, turns) }
     }
     ExitCode::SUCCESS
 }

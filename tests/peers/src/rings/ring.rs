@@ -1,4 +1,5 @@
-//! A ring of the kernel's (`io_uring`) whose transfers all have the same length, and memory of the ring's own.
+//! A ring of the kernel's (`io_uring`) whose transfers all have the same length, and memory of the ring's
+//! own.
 
 use std::fs::File;
 use std::io;
@@ -11,23 +12,24 @@ use io_uring::{IoUring, opcode};
 use super::piece;
 use crate::aligned_buf::Aligned;
 
-/// What the kernel is asked to do.
+/// A transfer that the kernel is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     Read,
     Write,
-    /// All of the file; no bytes are moved.
+    /// A sync of all of the file; no bytes are moved.
     Sync,
 }
 
-/// What the kernel is told of beforehand.
+/// The resources that the kernel is told of beforehand.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Told {
-    /// Of the files, once for all transfers.
+    /// It is told of the files, once for all transfers.
     pub files: bool,
-    /// Of the memory likewise.
+    /// It is told of the memory likewise.
     pub memory: bool,
-    /// To leave each transfer to a worker of its own, and not to try it first on the thread that submits.
+    /// It is told to leave each transfer to a worker of its own, and not to try it first on the thread that
+    /// submits.
     pub workers: bool,
 }
 
@@ -37,18 +39,19 @@ pub struct Ring<'f> {
     files: &'f [File],
     told: Told,
     pieces: Vec<Aligned>,
-    /// What each piece is used for.
+    /// The transfer that each piece is used for.
     under_way: Vec<Option<What>>,
 }
 
 impl<'f> Ring<'f> {
-    /// A ring for transfers of so many bytes, between these files and memory.
+    /// A ring for transfers of `len` bytes, between these files and memory.
     ///
     /// # Errors
-    /// What the kernel says: some have no rings, and some refuse them.
+    /// Those of the kernel: some have no rings, and some refuse them.
     pub fn new(files: &'f [File], depth: usize, len: usize, told: Told) -> io::Result<Self> {
         let entries = u32::try_from(depth).expect("a small number");
-        // One thread submits, and completions wait until it asks: the least work, where a kernel knows of it (6.1).
+        // One thread submits, and completions wait until it asks: the least work, where a kernel knows of it
+        // (6.1).
         let frugal = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
         let ring = frugal.or_else(|error| match error.raw_os_error() {
             Some(libc::EINVAL) => IoUring::new(entries),
@@ -62,13 +65,13 @@ impl<'f> Ring<'f> {
         if told.memory {
             let area = |piece: &Aligned| libc::iovec { iov_base: piece.as_ptr() as *mut _, iov_len: len };
             let areas: Vec<_> = pieces.iter().map(area).collect();
-            // SAFETY: each piece is `len` bytes long and goes behind the ring.
+            // SAFETY: each piece is `len` bytes long and is dropped after the ring.
             unsafe { ring.submitter().register_buffers(&areas)? };
         }
         Ok(Self { ring, files, told, under_way: vec![None; depth], pieces })
     }
 
-    /// How many transfers can be under way.
+    /// The number of transfers that can be under way.
     pub fn depth(&self) -> usize {
         self.pieces.len()
     }
@@ -78,8 +81,8 @@ impl<'f> Ring<'f> {
     pub fn begin(&mut self, what: What, piece: usize, file: usize, offset: u64) {
         assert!(self.under_way[piece].is_none(), "a piece is in one transfer at a time");
         let entry = self.entry(what, piece, file, offset).user_data(piece as u64);
-        // SAFETY: the file lives as long as the ring; so does the piece, whose drop waits for what is under way, and
-        // which nobody else looks at.
+        // SAFETY: the file lives as long as the ring. So does the piece, whose drop waits for transfers under
+        // way; no other code looks at it.
         unsafe { self.ring.submission().push(&entry) }.expect("there is an entry for each piece");
         self.under_way[piece] = Some(what);
     }
@@ -132,7 +135,7 @@ impl Drop for Ring<'_> {
         while self.under_way.iter().any(Option::is_some) {
             let before = self.under_way.clone();
             if self.finish_one().is_err() && self.under_way == before {
-                // What is under way can be waited for no more: its memory is never used again.
+                // Transfers under way can be waited for no more: their memory is never used again.
                 std::mem::forget(std::mem::take(&mut self.pieces));
                 return;
             }

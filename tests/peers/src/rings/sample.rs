@@ -1,22 +1,22 @@
-//! What was counted in one turn of one way.
+//! The counts of one turn of one way.
 
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Transfers and what they took.
+/// Transfers and their costs.
 #[derive(Debug, Default)]
 pub struct Sample {
     pub bytes: u64,
     pub transfers: u64,
     pub took: Duration,
-    /// Time of processors.
+    /// Time used on all processors.
     pub cpu: Duration,
-    /// How long each took, where they are made one after the other.
+    /// The time of each transfer, where they are made one after the other.
     pub times: Vec<Duration>,
 }
 
 impl Sample {
-    /// Counts what is done meanwhile.
+    /// Counts the time that passes during the work.
     pub fn during(&mut self, work: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
         let (cpu, started) = (cpu_time()?, Instant::now());
         work(self)?;
@@ -25,7 +25,7 @@ impl Sample {
         Ok(())
     }
 
-    /// That so many transfers were made of so many bytes each.
+    /// Adds this number of transfers of `len` bytes each.
     pub fn add(&mut self, transfers: u64, len: usize) {
         self.transfers += transfers;
         self.bytes += transfers * len as u64;
@@ -47,8 +47,8 @@ impl Sample {
     }
 }
 
-/// Of the whole machine, so it should be idle: what the kernel does on workers of its own is no process's. In steps of
-/// 10 ms.
+/// The time of the whole machine, so it should be idle: the kernel's work on workers of its own is no
+/// process's. In steps of 10 ms.
 fn cpu_time() -> io::Result<Duration> {
     let stat = std::fs::read_to_string("/proc/stat")?;
     let busy = busy_ticks(&stat).ok_or_else(|| io::Error::other("/proc/stat says nothing of processors"))?;

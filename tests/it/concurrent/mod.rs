@@ -1,5 +1,5 @@
-//! What is committed beside a snapshot or a long read, at moments that the test chooses: when bytes that were
-//! copied aside go to the host.
+//! Commits during a snapshot or a long read, at moments that the test chooses: when bytes that were copied
+//! aside go to the host.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -21,7 +21,8 @@ use remanent_format::state::survey::Survey;
 
 mod long;
 
-/// Called by the thread that takes the snapshot, or reads, with the store and the number of ranges gathered so far.
+/// Called by the thread that takes the snapshot, or reads, with the store and the number of ranges gathered
+/// so far.
 type Between = Box<dyn FnMut(&Store, usize) + Send>;
 
 /// A device that calls back whenever a gathered area goes to the host.
@@ -29,7 +30,7 @@ struct Gathering {
     inner: Box<dyn Device>,
     gathered: AtomicUsize,
     between: Mutex<Option<Between>>,
-    /// The thread that is called back just now.
+    /// The thread that is inside the callback now.
     inside: Mutex<Option<ThreadId>>,
     store: OnceLock<Weak<Store>>,
 }
@@ -44,7 +45,7 @@ impl Device for Gathering {
             }
         }
         if lane == Lane::Drain {
-            // One gathering thread after the other, and not for what is committed meanwhile.
+            // One gathering thread after the other, and not for batches that the callback commits.
             let here = Some(std::thread::current().id());
             if *self.inside.lock().unwrap() != here
                 // A store that is being opened takes no snapshot.
@@ -69,7 +70,7 @@ fn open(
     open_over(Box::new(HostDevice::new()), directory, options, between)
 }
 
-/// The same over this device. Long reads are interrupted too, where the device is none of the host's.
+/// The same over this device. Long reads are interrupted too, unless the device is the host's.
 fn open_over(
     inner: Box<dyn Device>,
     directory: &std::path::Path,
@@ -79,7 +80,7 @@ fn open_over(
     open_on(Arc::new(DirDisk::new(directory)), inner, options, between)
 }
 
-/// The same on any disk.
+/// The same on this disk.
 fn open_on(
     disk: Arc<dyn Disk>,
     inner: Box<dyn Device>,
@@ -104,8 +105,8 @@ fn bytes(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// A restore writes anew what changed between its capture and the snapshot's end: here every page, more of
-/// them than one chunk may have.
+/// A restore writes all pages anew that changed between its capture and the snapshot's end: here every page,
+/// more of them than one chunk may have.
 #[test]
 fn a_restore_of_many_tiny_pages_fills_several_chunks() {
     const COUNT: usize = 70_000;
@@ -142,7 +143,7 @@ fn a_restore_of_many_tiny_pages_fills_several_chunks() {
     check(&Store::open(directory.path(), Options::default()).unwrap(), 1);
 }
 
-/// Whatever happens beside it, an exact snapshot alone, without the log, is the state of one batch.
+/// An exact snapshot alone, without the log, is the state of one batch, whatever is committed during it.
 #[test]
 fn an_exact_snapshot_is_the_state_of_one_moment() {
     const COUNT: u64 = 600;
@@ -151,8 +152,8 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
     let (mut interrupted, mut created) = (0, Vec::new());
     let store = open(directory.path(), Options::default(), move |store, gathered| {
         interrupted += 1;
-        // Pages that are gathered and pages that are not: written, resized, deleted, moved, with new metadata; and
-        // one that is new.
+        // Pages that are gathered and pages that are not: written, resized, deleted, moved, with new
+        // metadata; and one that is new.
         let mut batch = store.batch();
         for page in (interrupted..=COUNT).step_by(7) {
             let page = PageId(page);
@@ -163,7 +164,7 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
                 0 => batch.delete(page),
                 1 => batch.resize(page, 2 * LEN as u64).fill(page, 0, 8, &[0xbb]),
                 2 => batch.set_metadata(page, "gathered", gathered as u64),
-                // Every page was created in the host's place.
+                // Every page was created in host memory.
                 3 => batch.move_to(page, if page.0.is_multiple_of(2) { Place::Host } else { Place::Unified }),
                 _ => batch.fill(page, 0, 100, &[0xcc]).scatter(page, remanent::Width::W1, &[500], &[1]),
             };
@@ -210,7 +211,7 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
     assert!(images == before.0, "the images are the pages at batch 2");
     assert_eq!(manifest.root, before.1);
 
-    // What was kept aside is given back; the store goes on, and the log behind the snapshot holds the rest.
+    // Memory for copies is given back; the store goes on, and the log after the snapshot holds the rest.
     store.snapshot().unwrap();
     let now = state(&store);
     let after = store.stats().places;
@@ -227,12 +228,12 @@ fn an_exact_snapshot_is_the_state_of_one_moment() {
     assert!(restored.map(|(page, _, place, metadata, bytes)| (page, place, metadata, bytes)).eq(old));
 }
 
-/// Where there is no room for a copy, the snapshot fails and the batch does not.
+/// Where a copy finds no room, the snapshot fails and the batch does not.
 #[test]
 fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    // Room for all that is gathered but for the last page, and not for a copy of that one. It comes so late that
-    // it is not gathered yet when the first call back is, however many threads gather.
+    // Room for all gathered pages but the last one, and not for a copy of that one. The page comes so late
+    // that it is not gathered yet at the first callback, however many threads gather.
     const CHUNK: u64 = 2 << 20;
     const LAST: u64 = 16 << 20;
     let budget = Budget::default().with(Place::Host, 5 * CHUNK + LAST + LAST - 1);
@@ -261,7 +262,7 @@ fn an_exact_snapshot_without_room_for_copies_changes_nothing() {
     store.snapshot().unwrap();
 }
 
-/// What is gathered is memory like any other: in the budget, under a purpose of its own, and given back.
+/// Gathered bytes take memory like any others: in the budget, under a purpose of its own, and given back.
 #[test]
 fn gathered_pages_count_in_the_budget() {
     let directory = tempfile::tempdir().unwrap();
@@ -289,7 +290,7 @@ fn gathered_pages_count_in_the_budget() {
     assert_eq!((usage.used(), usage.bytes_for(Purpose::Gather)), (3_000_000, 0));
     drop(store);
 
-    // A budget that is full: pages are brought to the host without any memory beside them.
+    // The budget is full: pages are brought to the host without any memory in addition to theirs.
     seen.lock().unwrap().clear();
     let budget = Budget::default().with(Place::Host, 3_500_000);
     let store =
@@ -309,9 +310,10 @@ fn gathered_pages_count_in_the_budget() {
     assert!(state(&store) == now);
 }
 
-/// A budget with room for one page more: a snapshot that gathers there gives it up when a batch asks for it.
+/// A budget with room for one page more: a snapshot that gathers there gives the room up when a batch asks
+/// for it.
 #[test]
-fn a_batch_that_fits_is_not_refused_beside_snapshots() {
+fn a_batch_that_fits_is_not_refused_during_snapshots() {
     const LEN: u64 = 100_000;
     const LONG: u64 = 2_000_000;
     let directory = tempfile::tempdir().unwrap();
@@ -386,7 +388,7 @@ fn a_long_read_holds_up_no_batch() {
     assert!(bytes(&store, long) == [3; LEN as usize]);
 }
 
-/// It takes long to make, and what is copied aside by then would be in the way of who needs the room.
+/// It takes long to make, and pages copied aside by then would take the room that batches need.
 #[test]
 fn staging_is_made_before_anything_is_copied_aside() {
     const LEN: u64 = 5 << 20;
@@ -413,7 +415,7 @@ fn staging_is_made_before_anything_is_copied_aside() {
 
 type Pages = Vec<(PageId, remanent::Epoch, Place, Metadata, Vec<u8>)>;
 
-/// Everything but keys.
+/// The state of a store, without keys.
 fn state(store: &Store) -> (Pages, Arc<Metadata>) {
     let pages = store.pages().unwrap();
     let pages = pages

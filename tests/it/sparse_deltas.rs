@@ -1,5 +1,5 @@
-//! What a sparse delta costs: versions of weights are kept as deltas, so the log must grow by little more
-//! than what changed.
+//! The cost of sparse deltas: versions of weights are kept as deltas, so the log must grow by little more
+//! than the changed elements.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,8 @@ use remanent_format::state::survey::Survey;
 
 use crate::kill::workload::Random;
 
-/// The length of a batch's frame, and how far the batch moved the log's end: the start of a new group included.
+/// The length of a batch's frame, and how far the batch moved the log's end: the start of a new group
+/// included.
 struct Growth {
     frame_len: u64,
     log_len: u64,
@@ -79,8 +80,8 @@ fn one_changed_element_in_a_hundred_costs_little_more_than_itself() {
         println!("{width:?}, page of {} bytes: {factor:.3} of {plain}", expected.len());
         // Four bytes an index would be 1; a gap takes 1.3.
         assert!(factor <= 0.70, "{width:?} in {} bytes: {factor}", expected.len());
-        // Whether the log was synced just before, so that a new group begins, is a matter of time: then up to a
-        // group's alignment is lost.
+        // Whether the log was synced just before, so that a new group begins, is a matter of time. If it was,
+        // up to a group's alignment is lost.
         assert!((frame_len..frame_len + GROUP_ALIGN).contains(&log_len), "{log_len} for {frame_len}");
         assert!(log_len as f64 <= 1.05 * plain, "{width:?} in {} bytes: {log_len}", expected.len());
     }

@@ -1,4 +1,4 @@
-//! How long snapshots stay, with their files and the log behind them.
+//! How long snapshots stay, with their files and the log after them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use remanent::{Folder, Lsn, SnapshotOptions, StatePoint, View};
 
 use super::*;
 
-/// A read-only handle shows these pages' bytes.
+/// Demands that a read-only handle shows these pages' bytes.
 fn check_seen(seen: &View, state: &State) {
     for (page, expected) in &state.contents {
         let mut bytes = vec![0; expected.len()];
@@ -55,7 +55,7 @@ fn a_named_snapshot_stays_until_its_name_is_given_up() {
     store.snapshot().unwrap();
     store.snapshot().unwrap();
 
-    let given_up = store.retention().give_up("before").give_up("nobody's");
+    let given_up = store.retention().give_up("before").give_up("unknown");
     // Segments are made ahead meanwhile.
     let is_settled = |file: &FileName| file.folder() != Folder::Log;
     let listed = || Files::of(&disk).0.into_keys().filter(is_settled).collect::<BTreeSet<_>>();
@@ -91,7 +91,7 @@ fn what_a_reader_holds_stays() {
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
     let held = store.snapshot().unwrap();
     let state = State::of(&store);
-    let Hold::Held(hold) = disk.hold(held.id).unwrap() else { panic!("nobody takes it away") };
+    let Hold::Held(hold) = disk.hold(held.id).unwrap() else { panic!("no thread takes it away") };
     for round in 0..3 {
         change(&store, &pages, round);
         store.snapshot().unwrap();
@@ -105,9 +105,9 @@ fn what_a_reader_holds_stays() {
     assert_eq!(ids(&store), [4]);
 }
 
-/// A name keeps a snapshot's own state. A later one is made of the log behind it, and who reads that holds both.
+/// A name keeps a snapshot's own state. A later state is made of the log after it, and its reader holds both.
 #[test]
-fn the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it() {
+fn the_log_after_a_named_snapshot_stays_while_a_reader_holds_it() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
     let named = store.snapshot_with(SnapshotOptions::new().name("named")).unwrap();
@@ -126,11 +126,11 @@ fn the_log_behind_a_snapshot_with_a_name_stays_while_somebody_reads_it() {
     assert!(pruned.files.iter().any(|(file, _)| matches!(file, FileName::Segment(_))), "{pruned:?}");
     let gone = View::open_on(&shared, Some(&at)).unwrap_err();
     assert!(matches!(gone, Error::OutsideWindow { .. }), "{gone}");
-    // What the name keeps is there all the time.
+    // The state that the name keeps is there all the time.
     View::open_on(&shared, Some(&StatePoint::Snapshot(named.id))).unwrap();
 }
 
-/// It is there only for the snapshot that follows it.
+/// The link is there only for the snapshot that follows it.
 #[test]
 fn what_is_read_from_a_link_stays_until_its_reader_has_gone() {
     let disk = SimDisk::new();
@@ -141,7 +141,8 @@ fn what_is_read_from_a_link_stays_until_its_reader_has_gone() {
     store.snapshot().unwrap();
     assert!(!ids(&store).contains(&link.id.0), "no rule keeps it");
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
-    // Nobody begins there any more, but a reader that looked around before the floor was above it may hold it now.
+    // No reader begins there any more, but one that looked around before the floor was above it may hold it
+    // now.
     let outside = View::open_on(&shared, Some(&at)).unwrap_err();
     assert!(matches!(outside, Error::OutsideWindow { .. }), "{outside}");
     let Hold::Held(seen) = shared.hold(link.id).unwrap() else { panic!("nothing is going") };
@@ -160,7 +161,7 @@ fn what_is_read_from_a_link_stays_until_its_reader_has_gone() {
 }
 
 #[test]
-fn snapshots_are_kept_for_their_age_and_for_the_log_behind_them() {
+fn snapshots_are_kept_for_their_age_and_for_the_log_after_them() {
     for (options, expected) in [
         (small().snapshots_kept(1), vec![6]),
         (small().snapshots_kept(1).snapshots_kept_for(Duration::from_secs(3600)), vec![1, 2, 3, 4, 5, 6]),
@@ -177,7 +178,7 @@ fn snapshots_are_kept_for_their_age_and_for_the_log_behind_them() {
         let kept = ids(&store);
         if expected.len() == 2 {
             assert!(kept.len() >= 2 && kept.len() < 6 && kept.ends_with(&[6]), "{options:?}: {kept:?}");
-            // Every state since the older one can be gone back to.
+            // Every state since the older one can be restored.
             let (files, from) = (Files::of(&disk), store.snapshots()[0].end);
             let last = store.lsn();
             for lsn in [from, from.next(), last] {
@@ -187,13 +188,13 @@ fn snapshots_are_kept_for_their_age_and_for_the_log_behind_them() {
         } else if expected.len() == 1 {
             assert_eq!(kept, expected, "{options:?}");
         } else {
-            // The base of all log that there is; what lies between may go, unless it is young.
+            // The base of all log that there is; snapshots in between may go, unless they are young.
             assert_eq!((kept.first(), kept.last()), (expected.first(), expected.last()), "{options:?}");
         }
     }
 }
 
-/// The newest snapshot's record may be missing, and no seal lie behind its redo: then the record of the ones
+/// The newest snapshot's record may be missing, and no seal lie after its redo: then the record of the ones
 /// before lies before it.
 #[test]
 fn a_kill_between_a_snapshot_and_its_record_forgets_no_other() {
@@ -217,10 +218,10 @@ fn a_kill_between_a_snapshot_and_its_record_forgets_no_other() {
     assert!(unrecorded > 1, "no kill struck between the snapshot and its record");
 }
 
-/// A link that is there for those that follow it has lost images that none of them names: what lies behind it is
+/// A link that is kept for those that follow it has lost images that none of them names: states after it are
 /// reached from the kept snapshot before.
 #[test]
-fn a_state_behind_a_link_that_is_not_kept_is_reached_from_before() {
+fn a_state_after_a_link_that_is_not_kept_is_reached_from_before() {
     let disk = SimDisk::new();
     let (store, pages) = store_of(&disk, small().snapshots_kept(1).log_kept(1 << 20), 10);
     let first = store.snapshot().unwrap();
@@ -245,9 +246,9 @@ fn a_state_behind_a_link_that_is_not_kept_is_reached_from_before() {
     assert_eq!(State::of(&store).contents, state.contents);
 }
 
-/// As above, but no older snapshot is kept, and the log begins behind the one that could be followed from.
+/// As above, but no older snapshot is kept, and the log begins after the one that could be followed from.
 #[test]
-fn a_state_behind_a_link_whose_images_went_is_outside_the_window() {
+fn a_state_after_a_link_whose_images_went_is_outside_the_window() {
     let disk = SimDisk::new();
     let options = small().segment_len(64 << 10).snapshots_kept(1);
     let (store, pages) = store_of(&disk, options, 24);
@@ -266,8 +267,8 @@ fn a_state_behind_a_link_whose_images_went_is_outside_the_window() {
     assert_eq!(chain(&disk, kept.id), [kept.id, link.id, base.id]);
     let survey = Survey::read(&Files::of(&disk)).unwrap();
     let log_of = |id: SnapshotId| survey.links[&id].as_ref().unwrap().0.redo.segment;
-    assert!(survey.log.segments().contains_key(&log_of(link.id)), "the log behind it is there");
-    assert!(!survey.log.segments().contains_key(&log_of(base.id)), "and that behind the base is not");
+    assert!(survey.log.segments().contains_key(&log_of(link.id)), "the log after it is there");
+    assert!(!survey.log.segments().contains_key(&log_of(base.id)), "and that after the base is not");
 
     let shared: Arc<dyn Disk> = Arc::new(disk.clone());
     let outside = |asked: Lsn, error: Error| match error {
@@ -278,7 +279,7 @@ fn a_state_behind_a_link_whose_images_went_is_outside_the_window() {
     };
     outside(link.end, View::open_on(&shared, Some(&StatePoint::Lsn(link.end))).unwrap_err());
     outside(link.end, store.restore(&StatePoint::Lsn(link.end)).unwrap_err());
-    // Not even what lies before it makes the window begin there.
+    // Not even the batch before it begins the window there.
     let before = Lsn(link.end.0 - 1);
     outside(before, View::open_on(&shared, Some(&StatePoint::Lsn(before))).unwrap_err());
 }

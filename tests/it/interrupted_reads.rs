@@ -1,6 +1,6 @@
-//! A disk on which something happens between two reads of whoever looks at it: at a moment that a test chooses,
-//! and so at every moment, one after the other. Or one whose cache is damaged, and not its medium. It knows who read
-//! past the cache.
+//! A disk on which something happens between two reads: at a moment that a test chooses, and so at every
+//! moment, one after the other. Or a disk whose cache is damaged, and not its medium. It records which
+//! threads read past the cache.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,8 +13,8 @@ use remanent::{FileName, Folder, LogIo, Result, SnapshotId};
 
 type Strike = Box<dyn FnOnce() + Send>;
 
-/// Reads the files of `inner`. Before the read of number `at`, counted from 0, the strike runs.
-pub struct Interrupted {
+/// A disk that reads the files of `inner`. Before the read of number `at`, counted from 0, the strike runs.
+pub struct InterruptedDisk {
     inner: SimDisk,
     moment: Arc<Moment>,
 }
@@ -28,29 +28,29 @@ struct Moment {
     past_cache: Mutex<HashSet<ThreadId>>,
 }
 
-impl Interrupted {
+impl InterruptedDisk {
     pub fn new(inner: &SimDisk, at: usize, strike: impl FnOnce() + Send + 'static) -> Self {
         let moment = Moment { at, strike: Mutex::new(Some(Box::new(strike))), ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
-    /// Nothing strikes.
+    /// A disk on which nothing strikes.
     pub fn never(inner: &SimDisk) -> Self {
         Self::new(inner, usize::MAX, || {})
     }
 
-    /// Nothing strikes, but whatever comes from the cache is wrong.
+    /// A disk on which nothing strikes, but all bytes from the cache are wrong.
     pub fn with_damaged_cache(inner: &SimDisk) -> Self {
         let moment = Moment { at: usize::MAX, cache_is_damaged: true, ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
-    /// The threads that have read past the cache since this was asked last.
+    /// The threads that have read past the cache since the last call.
     pub fn past_cache(&self) -> HashSet<ThreadId> {
         std::mem::take(&mut self.moment.past_cache.lock().unwrap())
     }
 
-    /// How many reads there were. Where there are no more than `at`, nothing struck.
+    /// The number of reads so far. If it is at most `at`, nothing struck.
     pub fn reads(&self) -> usize {
         self.moment.reads.load(Ordering::SeqCst)
     }
@@ -65,7 +65,7 @@ impl Moment {
     }
 }
 
-impl Disk for Interrupted {
+impl Disk for InterruptedDisk {
     fn label(&self) -> String {
         self.inner.label()
     }

@@ -1,4 +1,4 @@
-//! Restores over what is damaged on disk: refused, with nothing changed.
+//! Restores over damaged files: refused, with nothing changed.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn flip(disk: &SimDisk, file: FileName, offset: usize) {
     disk.damage(file, offset as u64, &[byte ^ 0x10]);
 }
 
-/// A restore is refused for damage, and the store goes on as if it had not been asked for.
+/// Demands that a restore is refused for damage, and that the store goes on as if it had not been asked for.
 fn check_refused(disk: &SimDisk, store: &Store, id: SnapshotId, pages: &[PageId]) {
     let (lsn, state, before) = (store.lsn(), State::of(store), Files::of(disk));
     let refused = store.restore(&remanent::StatePoint::Snapshot(id)).unwrap_err();

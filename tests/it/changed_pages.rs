@@ -1,9 +1,9 @@
-//! A snapshot looks at what changed and at nothing else: so whatever changes a page must be seen to, and stay seen
-//! to until a snapshot has it that was published.
+//! A snapshot looks at changed pages and at no others. So each kind of change must mark its page, and the
+//! mark must stay until a snapshot that has the page was published.
 //!
-//! Each case begins with pages of which the newest snapshot has all and nothing is left to be looked at. What it does
-//! to some of them must be in the next snapshot, which is rebuilt from the files: a change that it missed lies before
-//! its `redo`, and would be lost. And its link must speak of these pages alone.
+//! Each case begins with pages that are all in the newest snapshot, and with none left to look at. Pages that
+//! the case changes must be in the next snapshot, which is rebuilt from the files: a change that it missed
+//! lies before its `redo`, and would be lost. Its link must name these pages alone.
 
 use std::collections::BTreeSet;
 
@@ -31,7 +31,7 @@ fn commit(store: &Store, change: impl FnOnce(&mut WriteBatch)) -> Vec<PageId> {
     store.commit(batch).unwrap().pages
 }
 
-/// A store of pages that are all settled.
+/// A store whose pages are all in a snapshot.
 fn settled(disk: &SimDisk) -> (Store, Vec<PageId>) {
     let store = open_with(disk, small()).unwrap();
     let pages = commit(&store, |batch| {
@@ -40,13 +40,13 @@ fn settled(disk: &SimDisk) -> (Store, Vec<PageId>) {
             batch.fill(page, 0, PAGE_LEN, &[number]).set_metadata(page, "old", "old");
         }
     });
-    // The first has them all, the second has seen that.
+    // The first has them all, and the second has seen that none changed.
     store.snapshot().unwrap();
     store.snapshot().unwrap();
     (store, pages)
 }
 
-/// The pages of which a snapshot's own link speaks.
+/// The pages that a snapshot's own link names.
 fn link(disk: &SimDisk, info: &SnapshotInfo) -> BTreeSet<PageId> {
     let survey = Survey::read(&Files::of(disk)).unwrap();
     let (link, _) = survey.links[&info.id].as_ref().unwrap();
@@ -54,7 +54,7 @@ fn link(disk: &SimDisk, info: &SnapshotInfo) -> BTreeSet<PageId> {
     link.entries.iter().map(|entry| entry.page).chain(tombstones).collect()
 }
 
-/// The next snapshot is the store's state, and its link speaks of these pages alone.
+/// Demands that the next snapshot is the store's state, and that its link names these pages alone.
 fn check(disk: &SimDisk, store: &Store, why: &str, expected: &[PageId]) {
     let state = State::of(store);
     let info = store.snapshot().unwrap();
@@ -62,7 +62,7 @@ fn check(disk: &SimDisk, store: &Store, why: &str, expected: &[PageId]) {
     let options = RebuildOptions { base: Some(info.id), until: Some(info.end), ..RebuildOptions::default() };
     let rebuilt = rebuild(&Files::of(disk), &options).unwrap();
     assert!(State::rebuilt(&rebuilt) == state, "{why}: the snapshot is not the state");
-    // And then there is nothing left to tell.
+    // Afterwards no change is left to tell.
     let next = store.snapshot().unwrap();
     assert_eq!(link(disk, &next), BTreeSet::new(), "{why}: again");
 }
@@ -115,7 +115,7 @@ fn whatever_changes_a_page_is_in_the_next_snapshot() {
                 batch.create_from(content, PLACE);
             });
             changed.extend(&pages[30..31]);
-            commit(store, |batch| _ = batch.write(pages[30], 0, b"beside it"));
+            commit(store, |batch| _ = batch.write(pages[30], 0, b"meanwhile"));
             changed
         }),
         ("a restore", |store, pages| {
@@ -123,7 +123,7 @@ fn whatever_changes_a_page_is_in_the_next_snapshot() {
             commit(store, |batch| _ = batch.write(pages[1], 0, b"undone").delete(pages[2]));
             commit(store, |batch| _ = batch.create(10, PLACE).page());
             store.restore(&StatePoint::Lsn(before)).unwrap();
-            // It has taken a snapshot of itself.
+            // The store has taken a snapshot on its own.
             Vec::new()
         }),
     ];
@@ -137,8 +137,8 @@ fn whatever_changes_a_page_is_in_the_next_snapshot() {
 
 #[test]
 fn changes_are_not_forgotten_by_a_snapshot_that_fails() {
-    // Returns whether it failed for want of space. Where it can do without, or has poisoned the store, it is another
-    // test's.
+    // Returns whether it failed for want of space. A call that succeeds without space, or poisons the store,
+    // is another test's matter.
     let fails = |what: &str, strike: &dyn Fn(&SimDisk)| {
         let disk = SimDisk::new();
         let (store, pages) = settled(&disk);
@@ -151,7 +151,7 @@ fn changes_are_not_forgotten_by_a_snapshot_that_fails() {
         true
     };
     assert!(fails("a full disk", &|disk| disk.set_capacity(Some(0))));
-    // Once, and perhaps of a call of who makes segments beside it.
+    // Once, and perhaps in a call of the thread that makes segments.
     for operation in [Operation::Create, Operation::Write, Operation::SyncFolder] {
         for skip in 0..3 {
             let fault = DiskFault { operation, skip, times: 1, errno: ENOSPC };
@@ -177,7 +177,7 @@ fn what_was_replayed_is_in_the_next_snapshot() {
     commit(&store, |batch| _ = batch.write(pages[20], 0, b"since"));
     check(&killed, &store, "replayed, and since", &[pages[0], pages[1], pages[20], new[0]]);
 
-    // A restore that is replayed, for its own snapshot never came to be.
+    // A restore that is replayed, because its own snapshot was never published.
     let disk = SimDisk::new();
     let (store, pages) = settled(&disk);
     let before = store.lsn();

@@ -1,5 +1,5 @@
-//! The fuzzer's targets that take a whole store, without the fuzzer: on every input that the repository keeps, and
-//! on stores and histories that must make them fail if the store were wrong.
+//! The fuzzer's targets that take a whole store, without the fuzzer: on every input that the repository
+//! keeps, and on stores and histories that must make them fail if the store were wrong.
 
 #[path = "../../fuzz/src/directories.rs"]
 mod directories;
@@ -39,8 +39,8 @@ fn inputs_of_the_repository_pass_the_target_for_histories() {
     inputs.iter().for_each(|input| histories::history(input));
 }
 
-/// They are the fuzzer's seeds, too, written with `REMANENT_GOLDEN=write`. Their ids differ from run to run, so
-/// those in the repository are others.
+/// The stores are the fuzzer's seeds, too, written with `REMANENT_GOLDEN=write`. Their ids differ from run to
+/// run, so the seeds in the repository are others.
 #[test]
 fn whole_stores_open_in_the_target_for_directories() {
     let write = std::env::var_os("REMANENT_GOLDEN").is_some_and(|value| value == "write");

@@ -1,4 +1,4 @@
-//! Who waits when the store fails, or goes, is told.
+//! A waiting thread is told when the store fails, or goes.
 
 use std::sync::Barrier;
 use std::sync::mpsc::sync_channel;
@@ -9,7 +9,7 @@ use remanent::testing::sim_disk::{EIO, Operation, SyncPoint};
 
 use super::*;
 
-/// Two threads submit a batch each and wait for it; returns what they were told, or that they panicked.
+/// Two threads submit a batch each and wait for it. Returns what they were told, or that they panicked.
 fn two_try(store: &Store, ack: Ack) -> Vec<std::thread::Result<Result<()>>> {
     let start = Barrier::new(2);
     std::thread::scope(|scope| {
@@ -27,12 +27,12 @@ fn two_try(store: &Store, ack: Ack) -> Vec<std::thread::Result<Result<()>>> {
     })
 }
 
-/// The same, where nobody panics.
+/// The same, where no thread panics.
 fn two_wait(store: &Store, ack: Ack) -> Vec<Result<()>> {
     two_try(store, ack).into_iter().map(|told| told.unwrap()).collect()
 }
 
-/// Nobody was told that all is well, and everybody was told why not.
+/// No thread was told that all is well, and each was told the reason.
 fn all_told(outcomes: &[Result<()>], reason: &str) {
     for outcome in outcomes {
         let error = outcome.as_ref().unwrap_err();
@@ -41,7 +41,7 @@ fn all_told(outcomes: &[Result<()>], reason: &str) {
 }
 
 #[test]
-fn all_who_wait_for_a_sync_hear_that_it_failed() {
+fn every_waiter_for_a_sync_hears_that_it_failed() {
     for round in 0..50 {
         watched(&format!("round {round}"), || {
             let disk = SimDisk::new();
@@ -60,7 +60,7 @@ fn all_who_wait_for_a_sync_hear_that_it_failed() {
 }
 
 #[test]
-fn all_who_wait_for_the_device_hear_that_it_failed() {
+fn every_waiter_for_the_device_hears_that_it_failed() {
     for round in 0..50 {
         watched(&format!("round {round}"), || {
             let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
@@ -71,7 +71,7 @@ fn all_who_wait_for_the_device_hear_that_it_failed() {
                 context_lost: false,
             });
             all_told(&two_wait(&store, Ack::Applied), "failed as arranged");
-            // The log is sound: what it took becomes durable all the same.
+            // The log is sound: the batches that it took become durable all the same.
             store.wait_durable(store.lsn()).unwrap();
         });
     }
@@ -87,7 +87,7 @@ fn a_panic_of_the_applier_is_heard_of_and_costs_nothing() {
         let outcomes = two_wait(&store, Ack::Applied);
         all_told(&outcomes, "the applier's thread panicked");
         assert!(matches!(store.read(line.page, 0, &mut [0; 8]), Err(Error::Poisoned(_))));
-        // What pages are is no matter of the applier's, and what was logged is logged.
+        // The page table is no matter of the applier's, and logged batches are logged.
         assert!(store.contains(line.page).unwrap());
         poisoned(&store);
         let logged = store.lsn();
@@ -110,7 +110,7 @@ fn a_panic_of_the_keeper_is_heard_of() {
                 panic!("as arranged")
             }
         });
-        // Nobody waits for it, so that it is the keeper who syncs it when it is due.
+        // No thread waits for it, so the log's own thread syncs it when it is due.
         let mut batch = store.batch();
         batch.create(10, Place::Host);
         store.submit(batch).unwrap();
@@ -122,7 +122,7 @@ fn a_panic_of_the_keeper_is_heard_of() {
 }
 
 #[test]
-fn a_panic_of_one_who_syncs_for_all_is_heard_of() {
+fn a_panic_of_the_syncing_thread_reaches_every_waiter() {
     watched("a disk that panics", || {
         let disk = SimDisk::new();
         let store = open_on_host(&disk).unwrap();
@@ -159,7 +159,7 @@ fn a_store_that_is_dropped_makes_durable_what_others_wait_for() {
 }
 
 #[test]
-fn nobody_can_wait_for_a_batch_that_does_not_exist() {
+fn a_wait_for_a_batch_that_does_not_exist_is_refused() {
     watched("the future", || {
         let store = open_on_host(&SimDisk::new()).unwrap();
         Line::begin(&store);

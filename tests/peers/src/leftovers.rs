@@ -1,24 +1,25 @@
-//! What a killed process left in its directory.
+//! The files that a killed process left in its directory.
 
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// A file, of which the zeros at the end are only counted: logs are made long before they are written.
+/// A file. Zeros at its end are only counted: logs are made long before they are written.
 struct Content {
     path: PathBuf,
-    /// Up to the last byte that is not zero.
+    /// The bytes up to the last one that is not zero.
     written: Vec<u8>,
     len: u64,
 }
 
-/// Bytes may be damaged in lines of so many bytes that are not all zero: the others are padding, or were never
+/// The length of the lines in which bytes may be damaged if not all are zero. Other lines are padding, or
+/// were never written, and would only add to the harmless cases.
 /// written, and would only add to what is harmless.
 const LINE: usize = 64;
 
 impl Content {
-    /// Offsets of the bytes that may be damaged.
+    /// The offsets of the bytes that may be damaged.
     fn places(&self) -> Vec<usize> {
         let is_used = |at: &usize| {
             let line = at / LINE * LINE;
@@ -28,21 +29,21 @@ impl Content {
     }
 }
 
-/// All files of a directory.
-pub struct Left {
+/// The files of a directory.
+pub struct Leftovers {
     folders: Vec<PathBuf>,
     files: Vec<Content>,
-    /// The one of which most is written.
+    /// The file with the most written bytes.
     target: usize,
     /// Offsets of its bytes that may be damaged.
     places: Vec<usize>,
 }
 
-impl Left {
-    /// Reads a directory.
+impl Leftovers {
+    /// Reads all files of a directory.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system's calls.
     pub fn read(directory: &Path) -> io::Result<Self> {
         let (mut folders, mut files) = (Vec::new(), Vec::new());
         let mut to_read = vec![directory.to_path_buf()];
@@ -67,12 +68,12 @@ impl Left {
         Ok(Self { folders, files, target, places })
     }
 
-    /// The file to damage.
+    /// The path of the file to damage.
     pub fn target(&self) -> &Path {
         &self.files[self.target].path
     }
 
-    /// How many of its bytes may be damaged.
+    /// The number of its bytes that may be damaged.
     pub fn places(&self) -> u64 {
         self.places.len() as u64
     }
@@ -81,7 +82,7 @@ impl Left {
     /// damaged, if there is one to flip.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system's calls.
     pub fn copy_to(&self, directory: &Path, flipped_bit: Option<u64>) -> io::Result<()> {
         self.folders.iter().try_for_each(|folder| fs::create_dir_all(directory.join(folder)))?;
         for (index, content) in self.files.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Moves beside everything else: other committers, leases, snapshots that are being taken.
+//! Moves during other work: other committers, leases, snapshots that are being taken.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,8 +10,8 @@ use remanent::{Ack, Lsn, Result, SnapshotInfo, SnapshotOptions, WriteBatch};
 
 use super::*;
 
-/// Committers that move, resize, write and clone the same page, each of its own accord: whatever order the log
-/// gives them, memory is what the log says.
+/// Committers move, resize, write and clone the same page, each on its own: whatever order the log gives
+/// them, memory is what the log says.
 #[test]
 fn committers_that_move_resize_and_write_one_page_never_meet_in_a_wrong_place() {
     const ROUNDS: u64 = 60;
@@ -59,7 +59,7 @@ fn committers_that_move_resize_and_write_one_page_never_meet_in_a_wrong_place() 
     }
 }
 
-/// A host device that, once, calls back before it allocates: a committer has looked where pages are then, and
+/// A host device that, once, calls back before it allocates. A committer has then looked where pages are, and
 /// holds no lock yet.
 struct Meddling {
     inner: HostDevice,
@@ -81,8 +81,8 @@ impl Device for Meddling {
     }
 }
 
-/// Between the moment at which a committer looks where a page is and the one at which it logs, another batch moves
-/// the page, or changes its length: memory of the wrong kind is never used.
+/// Between the moment at which a committer looks where a page is and the one at which it logs, another batch
+/// moves the page, or changes its length: memory of the wrong kind is never used.
 #[test]
 fn a_page_that_moves_under_a_committers_hands_goes_where_the_log_says() {
     type Change = fn(&mut WriteBatch, PageId);
@@ -124,12 +124,12 @@ fn a_page_that_moves_under_a_committers_hands_goes_where_the_log_says() {
         let behind = std::thread::scope(|scope| {
             let committer = scope.spawn(|| {
                 let committed = commit(&store, change);
-                // With it goes the sender.
+                // With the callback goes the sender.
                 drop(device.before.lock().unwrap().take());
                 committed
             });
-            has_meddled.recv().unwrap_or_else(|_| panic!("{what}: nobody meddled"));
-            // Leased where it is by now, too: the committer has spare memory for where it was.
+            has_meddled.recv().unwrap_or_else(|_| panic!("{what}: no batch meddled"));
+            // Leased in its new place, too: the committer has spare memory for the old one.
             let behind = lease();
             go_on.send(()).unwrap();
             committer.join().unwrap().unwrap();
@@ -141,20 +141,21 @@ fn a_page_that_moves_under_a_committers_hands_goes_where_the_log_says() {
         bytes(&store, page);
         assert_eq!(allocated(&store), [(place, len)], "{what}");
         commit(&store, to_host).unwrap();
-        assert_survives(Arc::into_inner(store).expect("nobody else has it"), &disk, &host());
+        assert_survives(Arc::into_inner(store).expect("no other thread has it"), &disk, &host());
     }
 }
 
-/// What a page is behind each batch, while snapshots of both kinds are taken: each of them shows the state of its
-/// Lsn, wherever the page was when it was caught.
+/// The page's state after each batch, while snapshots of both kinds are taken. Each snapshot shows the state
+/// of its Lsn, wherever the page was when it was caught.
 #[test]
-fn snapshots_beside_moves_show_every_page_where_it_was() {
+fn snapshots_during_moves_show_every_page_where_it_was() {
     const PAGES: u8 = 12;
     const SNAPSHOTS_MIN: usize = 6;
     const BATCHES_MIN: usize = 20;
     for device in devices() {
         let disk = SimDisk::new();
-        // Else batches are logged faster than a device applies them, and a snapshot waits for more and more of them.
+        // Without this, batches are logged faster than a device applies them, and a snapshot waits for a
+        // growing number of them.
         let store = open(&disk, &device, small().snapshots_kept(1000).ack(Ack::Applied));
         let pages: Vec<PageId> =
             (0..PAGES).map(|number| create(&store, Place::Device(0), number).0).collect();

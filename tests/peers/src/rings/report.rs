@@ -6,7 +6,7 @@ use super::Turns;
 use super::sample::Sample;
 use crate::commits::median;
 
-/// What a turn came to.
+/// The figures of a turn.
 struct Turn {
     rate: f64,
     p50_us: Option<f64>,
@@ -32,7 +32,7 @@ struct Way {
     turns: Result<Vec<Turn>, String>,
 }
 
-/// A median, and the median of its shares where there is something to compare with.
+/// A median, and the median of its shares where there is another way to compare with.
 struct Figure {
     median: f64,
     share: Option<f64>,
@@ -52,7 +52,7 @@ impl Way {
     }
 }
 
-/// Of each round the fastest turn without a ring; of none, if none is complete.
+/// The fastest turn of each round without a ring; none, if no round is complete.
 fn fastest(ways: &[Way]) -> Vec<&Turn> {
     let without: Vec<&Vec<Turn>> =
         ways.iter().filter(|way| !way.has_ring).filter_map(|way| way.turns.as_ref().ok()).collect();
@@ -65,7 +65,7 @@ fn fastest(ways: &[Way]) -> Vec<&Turn> {
 
 type Of = fn(&Turn) -> Option<f64>;
 
-/// What is shown of a turn: its heading, and the name of its field.
+/// The figures of a turn: heading, and name of the field.
 const FIGURES: [(&str, &str, Of); 4] = [
     ("MB/s", "mb_per_s", |turn| Some(turn.rate)),
     ("p50, us", "p50_us", |turn| turn.p50_us),
@@ -73,7 +73,7 @@ const FIGURES: [(&str, &str, Of); 4] = [
     ("processors, us each", "cpu_us_each", |turn| Some(turn.cpu_us_each)),
 ];
 
-/// As a table.
+/// Prints the turns as a table.
 pub fn table(group: &str, turns: Vec<Turns>) {
     let ways: Vec<Way> = turns.into_iter().map(Way::new).collect();
     let fastest = fastest(&ways);
@@ -94,7 +94,7 @@ pub fn table(group: &str, turns: Vec<Turns>) {
     }
 }
 
-/// As one object for each way.
+/// Prints the turns as one object for each way.
 pub fn objects(group: &str, turns: Vec<Turns>) {
     let ways: Vec<Way> = turns.into_iter().map(Way::new).collect();
     let fastest = fastest(&ways);

@@ -1,5 +1,5 @@
-//! Long logs without a snapshot: all that is there when the store is opened was replayed, by a thread that reads and
-//! one that uses what was read.
+//! Long logs without a snapshot: the whole state was replayed when the store was opened, by one thread that
+//! reads and one that applies what was read.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,7 +12,7 @@ use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Error, LogIo, Options, PageId, Place, Result, Store, Width};
 
-use crate::interrupted::Interrupted;
+use crate::interrupted_reads::InterruptedDisk;
 use crate::kill::workload::Random;
 
 const PAGE_LEN: u64 = 256 << 10;
@@ -23,8 +23,9 @@ fn open(disk: impl Disk, device: Arc<dyn Device>, segment_len: u64) -> Result<St
     Store::open_on(Arc::new(disk), device, options)
 }
 
-/// Commits batches whose frames take `bytes` together, and returns what the pages hold then. Most batches are small;
-/// some are longer than what is read ahead. Elements with gaps between their indices are staged apart.
+/// Commits batches whose frames take `bytes` together, and returns what the pages hold then. Most batches are
+/// small; some are longer than the part that is read ahead. Elements with gaps between their indices are
+/// staged apart.
 fn write(store: &Store, random: &mut Random, bytes: u64) -> Vec<(PageId, Vec<u8>)> {
     let mut batch = store.batch();
     (0..PAGES).for_each(|_| _ = batch.create(PAGE_LEN, Place::Host).page());
@@ -104,7 +105,7 @@ fn a_panic_of_the_thread_that_reads_ahead_is_an_error_of_the_open() {
     for at in (0..).step_by(7) {
         let before = panics.load(Ordering::SeqCst);
         let counted = panics.clone();
-        let interrupted = Interrupted::new(&disk, at, move || {
+        let interrupted = InterruptedDisk::new(&disk, at, move || {
             if std::thread::current().name() == Some("remanent-ahead") {
                 counted.fetch_add(1, Ordering::SeqCst);
                 panic!("as this test wants it");
@@ -114,7 +115,7 @@ fn a_panic_of_the_thread_that_reads_ahead_is_an_error_of_the_open() {
         if panics.load(Ordering::SeqCst) > before {
             assert!(matches!(opened, Err(Error::Device { context_lost: false, .. })), "read {at}");
         } else if before > 0 {
-            // Where no read is its own any more, all of the log was read. Nothing was written before.
+            // When no read is left to strike, all of the log was read. Nothing was written before.
             check(&opened.unwrap(), &pages);
             assert!(before > 5, "panicked {before} times");
             return;
@@ -128,13 +129,13 @@ fn a_fault_of_the_device_in_the_middle_of_a_replay_is_its_own_error() {
     let (disk, pages) = many_segments();
     let mut failed = 0;
     let calls = [DeviceCall::Staging, DeviceCall::Submit];
-    // A device that goes on as if nothing had been says it once.
+    // A device that goes on after a fault as if nothing had happened reports it once.
     for (call, is_lost) in calls.into_iter().flat_map(|call| [(call, false), (call, true)]) {
         for nth in [1, 2, 3, 10] {
             let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
             device.arm(DeviceFault { call: Some(call), nth, context_lost: is_lost });
             match open(disk.clone(), device.clone(), 64 << 10) {
-                // An open has fewer such calls, or got what it needs when it asked once more.
+                // This open has fewer such calls, or its second attempt got what it needs.
                 Ok(store) => {
                     device.arm(DeviceFault { call: Some(call), nth: NEVER, context_lost: is_lost });
                     check(&store, &pages);

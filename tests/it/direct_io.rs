@@ -1,12 +1,12 @@
-//! Direct logs, where the folder for temporary files can have them. Where it cannot, tests say so past the
-//! capture of their output and write a buffered log instead.
+//! Direct logs, where the folder for temporary files supports them. Elsewhere tests write a buffered log
+//! instead and say so, past the capture of their output.
 
 use std::io::Write;
 
 use remanent::LogIo;
 use remanent::disk::{Disk, dir::DirDisk};
 
-/// How a direct log is written here.
+/// The way in which tests write a direct log here.
 pub fn log_io() -> LogIo {
     match DirDisk::new(std::env::temp_dir()).refuses(LogIo::Direct).unwrap() {
         None => LogIo::Direct,

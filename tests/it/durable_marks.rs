@@ -1,5 +1,5 @@
-//! Whatever is durable says so, and what says so is durable: the marks that later opens judge damage by (I4), and
-//! the reads past the cache that find out a disk whose syncs do nothing (I6).
+//! Durable batches are marked as durable, and marked batches are durable. Later opens judge damage by these
+//! marks (I4). The reads past the cache find out a disk whose syncs do nothing (I6).
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ fn commit(store: &Store, ack: Ack) -> Lsn {
     ticket.position().lsn
 }
 
-/// The headers of all frames that lie in the log.
+/// The headers of all frames in the log.
 fn frames(disk: &SimDisk) -> Vec<FrameHeader> {
     let survey = Survey::read(disk).unwrap();
     let of_segment = |number: &u64| frames_of_segment(disk, survey.store.store, *number);
@@ -37,17 +37,18 @@ fn frames(disk: &SimDisk) -> Vec<FrameHeader> {
     frames.map(|frame| *frame.unproven()).collect()
 }
 
-/// As a death of the process leaves it now.
+/// The disk as a death of the process would leave it now.
 fn killed(disk: &SimDisk) -> SimDisk {
     disk.after_kill(Moment { event: disk.events(), tear: None })
 }
 
-/// A mark that lags costs nothing as long as nothing is damaged, and no crash shows it. So each is looked at.
+/// A mark that lags costs nothing as long as nothing is damaged, and no crash shows it. So each mark is
+/// checked.
 #[test]
 fn every_frame_carries_the_newest_durable_batch() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
-    // By batch: what was known to be durable before it was submitted.
+    // By batch: the newest batch that was known to be durable before it was submitted.
     let (mut known, mut durable) = (vec![Lsn(0)], Lsn(0));
     for step in 0..40 {
         known.push(durable);
@@ -74,7 +75,7 @@ fn a_busy_period_ends_with_a_seal_that_covers_it() {
     let store = open(&disk).unwrap();
     for _ in 0..3 {
         let lsn = commit(&store, Ack::Logged);
-        // Nobody asks for anything: the log does this by itself.
+        // No call asks for it: the log seals by itself.
         let covers = |frame: &FrameHeader| frame.kind == FrameKind::Seal && frame.durable == lsn;
         while !frames(&disk).iter().any(covers) {
             std::thread::yield_now();
@@ -82,7 +83,7 @@ fn a_busy_period_ends_with_a_seal_that_covers_it() {
     }
 }
 
-/// A batch that comes after a pause finds as much made as one that comes without.
+/// A batch that comes after a pause finds as many segments made as one that comes without.
 #[test]
 fn a_seal_that_enters_a_segment_has_another_one_made() {
     watched("a roll", || {
@@ -93,7 +94,7 @@ fn a_seal_that_enters_a_segment_has_another_one_made() {
                 std::thread::yield_now();
             }
         };
-        // So much is made before anything is committed.
+        // These are made before anything is committed.
         wait_for(&[FileName::Segment(3), FileName::Spare(0), FileName::Spare(1)]);
         let mut batch = store.batch();
         batch.note("x".repeat(5000));
@@ -132,7 +133,7 @@ fn what_a_sync_did_not_write_is_noticed_at_the_next_open() {
     }
 }
 
-/// The reads past the cache of an open whose log has at least so many segments.
+/// The reads past the cache of an open whose log has at least `segments_min` segments.
 fn reads_past_the_cache(segments_min: usize) -> usize {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
@@ -142,20 +143,20 @@ fn reads_past_the_cache(segments_min: usize) -> usize {
     }
     let last = commit(&store, Ack::Durable);
     store.close().unwrap();
-    let cold = disk.after_power_cut();
-    let store = open(&cold).unwrap();
+    let reopened = disk.after_power_cut();
+    let store = open(&reopened).unwrap();
     assert_eq!(store.lsn(), last);
-    cold.calls(Operation::ReadPastCache)
+    reopened.calls(Operation::ReadPastCache)
 }
 
-/// Who follows the log to its end takes from the medium what the page cache does not have; who replays it then need
-/// not do so again.
+/// A follower that reads the log to its end takes from the medium what the page cache does not have. The
+/// replay of the same log does not need to do so again.
 #[test]
 fn a_log_is_read_from_the_medium_once() {
     assert_eq!(reads_past_the_cache(20), reads_past_the_cache(5));
 }
 
-/// The images that a snapshot names, and the record of it, vouch for no others.
+/// The images that a snapshot names, and the record of it, vouch for no other images.
 #[test]
 fn an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open() {
     let disk = SimDisk::new();
@@ -176,16 +177,18 @@ fn an_image_of_a_batch_that_a_sync_did_not_write_is_noticed_at_the_next_open() {
     }
 }
 
-/// Page faults of this thread so far that took no reading: the tenth field of its `stat`, of which the second is a name.
+/// This thread's page faults so far that needed no read: the tenth field of its `stat`. The second field is a
+/// name.
 fn faults() -> u64 {
     let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
     let (_, behind_name) = stat.rsplit_once(')').unwrap();
     behind_name.split_whitespace().nth(7).unwrap().parse().unwrap()
 }
 
-/// On a busy disk a fault waits for it, and with the thread that takes it all who commit.
+/// On a busy disk a page fault waits for the disk, and all committers wait for the thread that takes the
+/// fault.
 #[test]
-fn who_commits_finds_the_memory_of_a_busy_log_brought_in() {
+fn a_committer_finds_the_memory_of_a_busy_log_brought_in() {
     let directory = tempfile::tempdir().unwrap();
     if let Some(refusal) = DirDisk::new(directory.path()).refuses(LogIo::Mapped).unwrap() {
         println!("SKIPPED: no log is mapped here: {refusal}");
@@ -212,7 +215,7 @@ fn who_commits_finds_the_memory_of_a_busy_log_brought_in() {
         (0..20).for_each(write);
         of_rounds.push(faults() - before);
     }
-    // Of 11 pages each.
+    // Of 11 pages each round.
     let all: u64 = of_rounds.iter().sum();
     assert!(all < 2 * of_rounds.len() as u64, "{of_rounds:?}");
 }

@@ -1,4 +1,4 @@
-//! Several devices as one: pages on each of them, and what goes from one to another.
+//! Several devices as one: pages on each of them, and copies from one to another.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
@@ -40,7 +40,7 @@ fn late_pair() -> ([Arc<LateDevice>; 2], Arc<dyn Device>) {
     ([one.clone(), other.clone()], two_of(one, other))
 }
 
-/// Memory of so many bytes on each of two devices.
+/// Memory of `len` bytes on each of two devices.
 fn memories(pair: &Arc<dyn Device>, len: u64) -> [Span; 2] {
     let memory = |slot| pair.allocate(Place::Device(slot), len).unwrap();
     [0, 1].map(|slot| Span { memory: memory(slot), offset: 0, len })
@@ -54,13 +54,14 @@ fn submit(device: &Arc<dyn Device>, lane: Lane, commands: Vec<Command>) -> reman
     device.submit(lane, CommandList { commands, staging: vec![device.staging(64)?] })
 }
 
-/// Two GPUs, with a way between them and, on the fake driver, without one; as many as there are.
+/// Pairs of GPUs that can copy to each other and, on the fake driver, a pair that cannot; as many pairs as
+/// there are.
 fn pairs_of_gpus() -> Vec<Arc<dyn Device>> {
     let pairs = [gpu::two(), gpu::two_apart()].into_iter().flatten();
     pairs.map(|[one, other]| two_of(one, other)).collect()
 }
 
-/// Two host devices, two late ones, and two GPUs where there are so many.
+/// Two host devices, two late ones, and two GPUs where there are two.
 fn pairs() -> Vec<Arc<dyn Device>> {
     let mut pairs = vec![two_of(host(), host()), two_of(late(1), late(2))];
     pairs.extend(pairs_of_gpus());
@@ -68,7 +69,7 @@ fn pairs() -> Vec<Arc<dyn Device>> {
 }
 
 fn options() -> Options {
-    // What is gone back to is older than two snapshots.
+    // The state that a restore returns to is older than two snapshots.
     let options = Options::default().segment_len(64 << 10).snapshots_kept(100);
     options.snapshot_log_bytes(None).snapshot_interval(None)
 }
@@ -83,7 +84,8 @@ fn bytes(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Batches that change pages of both devices, together and by turns, in every way; what the pages hold then.
+/// Commits batches that change pages of both devices, together and by turns, in every way. Returns the pages'
+/// bytes.
 fn work(store: &Store) -> Vec<(PageId, Vec<u8>)> {
     let mut batch = store.batch();
     let new: Vec<_> = [0, 1, 0, 1].map(|slot| batch.create(LEN, Place::Device(slot)).page()).into();
@@ -186,7 +188,7 @@ fn long_copies_go_from_one_device_to_another_in_pieces() {
         let commands = vec![
             Command::Upload { source: staged, target: whole(memories[0]) },
             Command::Copy { source: whole(memories[0]), target: whole(memories[1]) },
-            // Behind the copy: it does not show in it.
+            // This comes after the copy, and so does not show in it.
             Command::Fill { target: whole(memories[0]), pattern: [0xEE; 16], width: Width::W1 },
         ];
         let list = CommandList { commands, staging: vec![staging] };
@@ -208,7 +210,7 @@ fn long_copies_go_from_one_device_to_another_in_pieces() {
 
 /// The first GPU stands still until all is queued, whichever way bytes go.
 #[test]
-fn who_has_bytes_go_from_one_gpu_to_another_waits_for_neither() {
+fn a_copy_between_gpus_waits_for_neither() {
     const LONG: u64 = (9 << 20) + 5;
     gpu::alone(|| {
         let Some(caller) = Caller::new() else { return };
@@ -227,7 +229,7 @@ fn who_has_bytes_go_from_one_gpu_to_another_waits_for_neither() {
             let commands = vec![
                 fill(first, 1),
                 copy(first, second),
-                // Behind the copy: it does not show in it.
+                // This comes after the copy, and so does not show in it.
                 fill(first, 2),
                 copy(second, first_too),
                 copy(second, pinned),
@@ -236,7 +238,7 @@ fn who_has_bytes_go_from_one_gpu_to_another_waits_for_neither() {
             ];
             let list = submit(&pair, Lane::Callers, commands).unwrap();
             assert!(!stream.is_done() && pair.reached(Lane::Callers) < list.fence().value);
-            // Who waits behind the list in another lane of the first GPU waits for copies from it, too.
+            // Another lane of the first GPU that waits for the list waits for copies from that GPU, too.
             pair.after(Lane::Stage, list.fence()).unwrap();
             submit(&pair, Lane::Stage, vec![fill(first, 4)]).unwrap();
             hold.let_go();
@@ -256,9 +258,10 @@ fn who_has_bytes_go_from_one_gpu_to_another_waits_for_neither() {
     });
 }
 
-/// Both from an earlier part of the list, which ended where bytes went from one device to the other.
+/// A list is split where bytes go from one device to the other: a later part reads staging that an earlier
+/// part wrote.
 #[test]
-fn what_was_written_to_staging_before_bytes_went_across_is_read_behind_it() {
+fn staging_that_was_written_before_a_copy_between_devices_is_read_after_it() {
     for pair in pairs() {
         let [here, there] = memories(&pair, 8);
         let staged = |offset| StagingSpan { index: 0, offset, len: 8 };
@@ -298,7 +301,7 @@ fn what_one_device_writes_to_staging_another_one_reads() {
 }
 
 #[test]
-fn a_lease_on_the_second_device_waits_for_nobody() {
+fn a_lease_on_the_second_device_waits_for_no_lane() {
     let second = Arc::new(LateDevice::new(host()));
     let pair = two_of(Arc::new(LateDevice::new(host())), second.clone());
     let store = open(&SimDisk::new(), &pair).unwrap();
@@ -383,7 +386,7 @@ fn a_list_is_done_when_every_device_is_done_with_it() {
     assert_eq!(
         (pair.reached(Lane::Apply), other.reached(Lane::Apply)),
         (0, 0),
-        "nobody asked for the second"
+        "no command was for the second"
     );
     other.wait(first).unwrap();
     assert_eq!(pair.reached(Lane::Apply), 1);
@@ -391,7 +394,7 @@ fn a_list_is_done_when_every_device_is_done_with_it() {
 }
 
 #[test]
-fn who_waits_behind_another_lane_waits_for_all_of_its_devices() {
+fn a_wait_for_another_lane_covers_all_of_its_devices() {
     let ([one, other], pair) = late_pair();
     let spans = memories(&pair, 8);
     let applied = submit(&pair, Lane::Apply, vec![fill(spans[1], 1)]).unwrap().fence();
@@ -410,8 +413,8 @@ fn a_stream_of_one_device_waits_for_the_others() {
     let list = submit(&pair, Lane::Apply, spans.map(|span| fill(span, 1)).into()).unwrap();
     let stream = one.stream();
     pair.signal_external(stream, list.fence()).unwrap();
-    // The second device cannot tell that stream to wait, so the host has waited for it; the first one's part is
-    // the stream's to wait for.
+    // The second device cannot tell that stream to wait, so the host has waited for it. For the first one's
+    // part the stream itself waits.
     assert_eq!([&one, &other].map(|part| part.reached(Lane::Apply)), [0, 1]);
     one.synchronize(stream).unwrap();
     assert_eq!(one.reached(Lane::Apply), 1);
@@ -471,7 +474,7 @@ fn pieces_read_what_another_device_wrote_to_staging_before_them() {
     let commands = vec![
         fill(here, 5),
         Command::Download { source: Span { len: 4, ..here }, target: staged },
-        // The one reads nothing that was written, the other what the first device wrote.
+        // One list reads nothing that was written, the other reads what the first device wrote.
         piece(half(0), 16),
         piece(half(4), 0),
     ];
@@ -497,7 +500,7 @@ fn areas_are_kept_to_across_devices() {
     }
 }
 
-/// A device whose memory is used up, unless one waits for what it has to do.
+/// A device whose memory is used up until a caller waits for its queued work.
 struct Busy {
     inner: HostDevice,
 }
@@ -511,7 +514,7 @@ impl Device for Busy {
 }
 
 #[test]
-fn who_asks_for_memory_at_once_waits_for_no_device_within() {
+fn an_immediate_allocation_waits_for_no_inner_device() {
     let busy = || Arc::new(Busy { inner: HostDevice::new() }) as Arc<dyn Device>;
     for device in [two_of(busy(), busy()), Arc::new(FaultyDevice::new(busy()))] {
         let refused = device.allocate_at_once(Place::Device(0), LEN).unwrap_err();

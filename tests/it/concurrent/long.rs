@@ -15,10 +15,10 @@ fn options() -> Options {
     Options::default().chunk_len(PIECE / 2)
 }
 
-/// A page as each batch left it.
+/// A page's bytes as each batch left them.
 type Versions = Arc<Mutex<BTreeMap<Lsn, Vec<u8>>>>;
 
-/// Commits, and notes what the page is then.
+/// Commits, and notes the page's bytes after it.
 fn commit(store: &Store, page: PageId, versions: &Versions, change: impl FnOnce(&mut remanent::WriteBatch)) {
     let mut batch = store.batch();
     change(&mut batch);
@@ -26,7 +26,7 @@ fn commit(store: &Store, page: PageId, versions: &Versions, change: impl FnOnce(
     versions.lock().unwrap().insert(lsn, bytes(store, page));
 }
 
-/// What the newest snapshot says of the only page, with the bytes of its image.
+/// The newest snapshot's entry of the only page, with the bytes of its image.
 fn entry(directory: &std::path::Path) -> (ManifestEntry, Vec<u8>) {
     let reader = DirReader::new(directory);
     let survey = Survey::read(&reader).unwrap();
@@ -47,8 +47,8 @@ fn noise(seed: u64) -> Vec<u8> {
     (0..LEN).map(next).collect()
 }
 
-/// Takes a snapshot of one page of these bytes, during which `between` is called with how often it was before.
-/// Returns the versions of the page, and the snapshot's.
+/// Takes a snapshot of one page of these bytes. `between` is called during it, with the number of its calls
+/// so far. Returns the versions of the page, and the snapshot's entry and image.
 fn life(
     content: &[u8],
     options: Options,
@@ -78,7 +78,7 @@ fn life(
     assert_eq!((usage.bytes_for(Purpose::Aside), usage.bytes_for(Purpose::Gather)), (0, 0));
     let newest = bytes(&store, page);
     drop(store);
-    // The image with the log behind it gives the page as it was in the end.
+    // The image and the log after it give the page as it was in the end.
     let store = Store::open(directory.path(), options).unwrap();
     assert!(bytes(&store, page) == newest);
     drop(store);
@@ -90,7 +90,8 @@ fn versions_begun(versions: &Versions) -> bool {
     !versions.lock().unwrap().is_empty()
 }
 
-/// Ahead of what is gathered and behind it, across pieces and within them, twice the same.
+/// Writes before and after the part that is being gathered, across pieces and within them, the same bytes
+/// twice.
 fn scribble(store: &Store, page: PageId, versions: &Versions, called: u64) {
     commit(store, page, versions, |batch| {
         for step in 0..5 {
@@ -113,7 +114,7 @@ fn a_long_page_is_caught_at_one_moment_whatever_is_written_to_it() {
     }
 }
 
-/// A page whose first samples promise that it compresses is begun with twice: it is still of one moment.
+/// A page whose first samples promise that it compresses is begun twice: its image is still of one moment.
 #[test]
 fn a_long_page_that_does_not_pay_to_compress_is_of_one_moment_too() {
     let mut content = noise(2);
@@ -143,7 +144,7 @@ fn scribble_short(store: &Store, page: PageId, versions: &Versions, called: u64)
     commit(store, page, versions, |batch| _ = batch.fill(page, at, 8, &[called as u8]));
 }
 
-/// Where nothing can be kept aside and all of the page changes all the time, it is gathered whole in the end.
+/// A page that can be kept aside nowhere and that changes all the time is gathered as a whole in the end.
 #[test]
 fn a_long_page_that_never_stands_still_is_gathered_all_the_same() {
     let budget = Budget::default().with(Place::Host, LEN + (64 << 10) - 1);
@@ -154,7 +155,7 @@ fn a_long_page_that_never_stands_still_is_gathered_all_the_same() {
     assert!(versions[&entry.lsn] == image);
 }
 
-/// One that is deleted while it is gathered is in no snapshot.
+/// A page that is deleted while it is gathered is in no snapshot.
 #[test]
 fn a_long_page_that_is_deleted_meanwhile_is_left_out() {
     let directory = tempfile::tempdir().unwrap();
@@ -175,8 +176,9 @@ fn a_long_page_that_is_deleted_meanwhile_is_left_out() {
     assert_eq!(store.pages().unwrap().map(|info| info.page).collect::<Vec<_>>(), [PageId(2)]);
 }
 
-/// A page is changed and deleted while a snapshot is taken, which so begins below its end. On a full disk a thin one begins
-/// there, too: replay meets the change of a page that neither has, and must be told.
+/// A page is changed and deleted while a snapshot is taken, whose redo is therefore below its end. On a full
+/// disk a thin snapshot begins there, too: replay meets the change of a page that neither snapshot has, and
+/// must be told.
 #[test]
 fn a_thin_snapshot_repeats_the_tombstones_of_the_one_before() {
     let disk = SimDisk::new();
@@ -185,7 +187,7 @@ fn a_thin_snapshot_repeats_the_tombstones_of_the_one_before() {
         options.snapshot_log_bytes(None).snapshot_interval(None)
     };
     let store = open_on(Arc::new(disk.clone()), Box::new(HostDevice::new()), options(), |store, gathered| {
-        // The third snapshot's: the first two have gathered less.
+        // In the third snapshot: the first two have gathered less.
         if gathered > 140 && store.page(PageId(3)).is_ok() {
             let mut batch = store.batch();
             batch.write(PageId(3), 0, b"gone");

@@ -1,7 +1,8 @@
 //! Small file systems that are really full: ext4 and XFS on loop devices, and tmpfs.
 //!
-//! What a simulated disk refuses by a rule, these refuse as they come to it: in the middle of a write, or only when
-//! room that was promised is asked for. One life is led on all, with every number of bytes free.
+//! A simulated disk refuses by a rule. These file systems refuse when they run out: in the middle of a write,
+//! or only when space that was promised is asked for. One life is led on all of them, with every number of
+//! bytes free.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,12 +24,12 @@ use crate::machine::{alone, effort, in_parallel, skipped};
 const PAGE_LEN: u64 = 100_000;
 const WRITERS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
-/// Bytes that nothing compresses.
+/// Bytes that no codec compresses.
 fn noise(seed: u64, len: u64) -> Vec<u8> {
     (0..len).map(|at| mix(seed << 32 | at) as u8).collect()
 }
 
-/// What a commit, a bulk create and a snapshot are refused with; none of them changes anything.
+/// Demands that a commit, a bulk create and a snapshot are refused; none of them changes anything.
 fn refuses_everything(store: &Store, page: PageId) {
     let is_refused = |what: &str, refused: Result<(), Error>| {
         let error = refused.expect_err(what);
@@ -53,7 +54,7 @@ fn refuses_everything(store: &Store, page: PageId) {
     assert_eq!(store.snapshots().len(), 1);
 }
 
-/// All three on a store that has room again.
+/// Demands that all three work on a store that has room again.
 fn goes_on(store: &Store, page: PageId) {
     let mut batch = store.batch();
     batch.write(page, 0, b"there is room again");
@@ -88,7 +89,7 @@ fn a_full_file_system(name: &str, root: &Path) {
         let state = State::of(&store);
         store.close().unwrap();
 
-        // By the reserve, and with nothing to try on whether the disk can be written to in this way.
+        // By the reserve, which leaves no space to try whether the disk can be written to in this way.
         let filler = Filler::all(root);
         let store = Store::open(&directory, options.clone().create(Create::Never)).unwrap();
         assert_eq!(State::of(&store), state, "{io} on a full {name}");
@@ -101,8 +102,8 @@ fn a_full_file_system(name: &str, root: &Path) {
     }
 }
 
-// Each in a process of its own: a child that some other test forks keeps files that are removed here, and gives their
-// space back when it ends.
+// Each in a process of its own: a child that another test forks keeps removed files open, and their space
+// returns only when it ends.
 
 fn a_full_loop_device(name: &'static str, kind: Kind, len: u64, least_free: u64) {
     let folder = tempfile::tempdir().unwrap();
@@ -122,8 +123,9 @@ fn on_a_full_ext4_the_same_store_goes_on_when_space_returns() {
     alone(|| a_full_loop_device("ext4", Kind::Ext4, 16 << 20, 0));
 }
 
-/// It refuses even to rename. New files it may refuse while more than 100 KiB are free, because it makes inodes by the
-/// chunk: then an open is refused, too, until some space is freed, and no life can be led there.
+/// XFS refuses even to rename. It may refuse new files while more than 100 KiB are free, because it makes
+/// inodes by the chunk. An open is then refused, too, until some space is freed, and no life can be led
+/// there.
 #[test]
 fn on_a_full_xfs_the_same_store_goes_on_when_space_returns() {
     alone(|| a_full_loop_device("XFS", Kind::XfsWithoutReflinks, 320 << 20, 256 << 10));
@@ -147,7 +149,7 @@ fn on_a_full_tmpfs_the_same_store_goes_on_when_space_returns() {
 /// Length of the pages of a [`life`], in bytes.
 const LIFE_LEN: u64 = 64 << 10;
 
-/// What may be refused on a full disk, and then changes nothing.
+/// Runs a call that may be refused on a full disk, and then changes nothing.
 fn changes_nothing_if_refused<T>(why: &str, store: &Store, call: impl FnOnce() -> Result<T, Error>) -> bool {
     let before = State::of(store);
     match call() {
@@ -160,8 +162,9 @@ fn changes_nothing_if_refused<T>(why: &str, store: &Store, call: impl FnOnce() -
     }
 }
 
-/// A life on a disk on which `fill` leaves little: whatever is refused changes nothing, and batches that only delete,
-/// prunes, closes and opens are not refused. At its end all that is deleted has given its space back.
+/// A life on a disk on which `fill` leaves little space. A refused call changes nothing, and batches that
+/// only delete, prunes, closes and opens are not refused. At its end all deleted pages have given their space
+/// back.
 fn life(why: &str, open: &dyn Fn() -> Result<Store, Error>, fill: impl FnOnce()) {
     let create = |store: &Store, seed: u64| {
         let mut batch = store.batch();
@@ -174,7 +177,7 @@ fn life(why: &str, open: &dyn Fn() -> Result<Store, Error>, fill: impl FnOnce())
         batch.write(page, 8, &noise(seed, 2000));
         store.commit(batch)
     };
-    // Of those that have a name only the newest stays.
+    // Of the named snapshots only the newest stays.
     let prune = |store: &Store| {
         let names = store.snapshots().into_iter().filter_map(|info| info.name);
         let retention = names.fold(store.retention(), |retention, name| retention.give_up(name));
@@ -244,8 +247,8 @@ fn a_life_on_a_simulated_disk_with_any_space_left() {
     }
 }
 
-/// Batches, snapshots and opens in any order on a disk on which `fill` leaves little: whatever is refused changes nothing,
-/// and a store that is closed opens again.
+/// Batches, snapshots and opens in any order on a disk on which `fill` leaves little space: a refused call
+/// changes nothing, and a store that is closed opens again.
 fn life_in_any_order(why: &str, seed: u64, open: &dyn Fn() -> Result<Store, Error>, fill: impl FnOnce(u64)) {
     let mut random = Random(seed);
     let mut store = open().unwrap();
@@ -303,7 +306,8 @@ fn a_store_opens_again_whatever_was_done_on_a_full_disk() {
     });
 }
 
-/// Lives on a real file system: the one with some numbers of bytes free, the other by some seeds.
+/// Lives on a real file system: [`life`] with some numbers of bytes free, [`life_in_any_order`] with some
+/// seeds.
 fn lives(name: &str, root: &Path, least_free: u64) {
     for io in WRITERS {
         let directory = root.join(format!("{io:?}"));

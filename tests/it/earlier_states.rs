@@ -1,4 +1,5 @@
-//! Looking at earlier states, read-only: beside a writer, on damaged stores, and where nothing can be locked.
+//! Looking at earlier states, read-only: while a writer works, on damaged stores, and where nothing can be
+//! locked.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +16,7 @@ use crate::files::{open, open_with, small};
 
 const LEN: usize = 600;
 
-/// A store of three pages.
+/// Creates the three pages of a store.
 fn three_pages(store: &Store) -> Vec<PageId> {
     let mut batch = store.batch();
     for key in ["a", "b", "c"] {
@@ -24,7 +25,7 @@ fn three_pages(store: &Store) -> Vec<PageId> {
     store.commit(batch).unwrap().pages
 }
 
-/// What batch `lsn` writes to all of a page.
+/// The bytes that batch `lsn` writes to all of a page.
 fn content(page: PageId, lsn: u64) -> Vec<u8> {
     (0..LEN as u64).map(|at| (page.0 * 31 + lsn * 7 + at) as u8).collect()
 }
@@ -48,7 +49,7 @@ fn newest(disk: &SimDisk) -> Result<View> {
     View::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), None)
 }
 
-/// All bytes are those of the handle's own batch.
+/// Demands that all bytes are those of the handle's own batch.
 fn check(old: &View, pages: &[PageId]) {
     for page in pages {
         let mut bytes = vec![0; LEN];
@@ -100,7 +101,7 @@ fn every_batch_of_the_window_can_be_looked_at() {
     );
     let gone = at(&disk, &StatePoint::Snapshot(SnapshotId(99))).unwrap_err();
     assert!(matches!(gone, Error::NoSnapshot { snapshot: SnapshotId(99) }), "{gone}");
-    let unknown = at(&disk, &StatePoint::Name("nobody's".to_owned())).unwrap_err();
+    let unknown = at(&disk, &StatePoint::Name("unknown".to_owned())).unwrap_err();
     assert!(matches!(unknown, Error::NoSnapshotNamed { .. }), "{unknown}");
     assert_eq!(disk.events(), events, "a look writes nothing");
 }
@@ -135,13 +136,13 @@ fn damage_takes_only_the_page_that_it_strikes() {
     let error = old.read(pages[1], 0, &mut out).unwrap_err();
     assert_eq!((error.file(), error.offset()), (Some(file), Some(place as u64)), "{error}");
     check(&old, &[pages[0], pages[2]]);
-    // What is mended can be read.
+    // A mended image can be read.
     disk.damage(file, place as u64 + 17, &[wanted[17]]);
     check(&old, &pages);
 }
 
 #[test]
-fn damage_to_the_log_takes_only_the_states_behind_it() {
+fn damage_to_the_log_takes_only_the_states_after_it() {
     let disk = SimDisk::new();
     let store = open(&disk).unwrap();
     let pages = three_pages(&store);
@@ -165,16 +166,16 @@ fn damage_to_the_log_takes_only_the_states_behind_it() {
     }
 }
 
-/// Readers beside a writer that commits, snapshots and recycles without end: what they read is what was
-/// there at their batch.
+/// Readers run while a writer commits, snapshots and recycles without end: they read what was there at their
+/// batch.
 #[test]
-fn readers_beside_a_writer_that_recycles_see_one_state() {
+fn readers_see_one_state_while_a_writer_recycles() {
     let disk = SimDisk::new();
-    beside(&disk, || newest(&disk), false);
+    read_while_written(&disk, || newest(&disk), false);
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("store");
     let store = Store::open(&path, small().snapshots_kept(1)).unwrap();
-    beside_store(store, || Store::open_read_only(&path), false);
+    read_while_store_commits(store, || Store::open_read_only(&path), false);
 }
 
 /// The same where the readers can hold nothing: they may be overtaken.
@@ -182,14 +183,14 @@ fn readers_beside_a_writer_that_recycles_see_one_state() {
 fn readers_that_hold_nothing_are_overtaken_or_right() {
     let disk = SimDisk::new();
     let unheld: Arc<dyn Disk> = Arc::new(Unlockable(disk.clone()));
-    beside(&disk, || View::open_on(&unheld, None), true);
+    read_while_written(&disk, || View::open_on(&unheld, None), true);
 }
 
-fn beside(disk: &SimDisk, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
-    beside_store(open_with(disk, small().snapshots_kept(1)).unwrap(), look, overtaken_allowed);
+fn read_while_written(disk: &SimDisk, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
+    read_while_store_commits(open_with(disk, small().snapshots_kept(1)).unwrap(), look, overtaken_allowed);
 }
 
-fn beside_store(store: Store, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
+fn read_while_store_commits(store: Store, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
     const STATES: usize = 12;
     let pages = three_pages(&store);
     rewrite(&store, &pages);
@@ -234,7 +235,7 @@ fn beside_store(store: Store, look: impl Fn() -> Result<View> + Sync, overtaken_
     assert!(seen.into_inner().unwrap().len() >= STATES, "the writer ended first");
 }
 
-/// Says that its thread ended, even by a panic.
+/// Says that its thread ended, even after a panic.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -243,7 +244,7 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// A disk on which nothing can be held, as on media that nobody can write to; nor can its files be linked.
+/// A disk on which nothing can be held, like read-only media; nor can its files be linked.
 pub struct Unlockable(pub SimDisk);
 
 impl Disk for Unlockable {
@@ -304,7 +305,7 @@ impl Disk for Unlockable {
     }
 }
 
-/// A held state outlives retention; once let go, it is removed.
+/// A held state outlives retention; once released, it is removed.
 #[test]
 fn what_is_held_is_kept_until_it_is_let_go() {
     let disk = SimDisk::new();
@@ -322,7 +323,7 @@ fn what_is_held_is_kept_until_it_is_let_go() {
         }
         store.snapshot().unwrap();
     }
-    // Read for the first time now: nothing was taken away.
+    // Read for the first time now: no file was taken away.
     check(&old, &pages);
     check(&other, &pages);
     drop(old);
@@ -333,7 +334,7 @@ fn what_is_held_is_kept_until_it_is_let_go() {
     drop(other);
     rewrite(&store, &pages);
     store.snapshot().unwrap();
-    assert!(disk.bytes(manifest).is_none(), "nobody holds it any more");
+    assert!(disk.bytes(manifest).is_none(), "no reader holds it any more");
     let window = at(&disk, &StatePoint::Lsn(first.end)).unwrap_err();
     assert!(matches!(window, Error::OutsideWindow { .. }), "{window}");
 }
@@ -359,7 +360,7 @@ fn the_beginning_is_held_too() {
     assert!(matches!(at(&disk, &StatePoint::Lsn(Lsn(2))), Err(Error::OutsideWindow { .. })));
 }
 
-/// A restore keeps what it leaves: one can go back to where one came from.
+/// A restore keeps the state that it leaves, so that a later restore can return to it.
 #[test]
 fn a_restore_can_be_gone_back_on() {
     let disk = SimDisk::new();

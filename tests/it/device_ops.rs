@@ -1,5 +1,5 @@
-//! Deltas that are born on a device: the log and the page get the bytes that the device had, and the device
-//! looks at the indices first.
+//! Deltas whose bytes are made on a device: the log and the page get the bytes that the device had, and the
+//! device checks the indices first.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ pub fn open(disk: &SimDisk, device: Arc<dyn Device>) -> Store {
     Store::open_on(Arc::new(disk.clone()), device, options).unwrap()
 }
 
-/// A page of these bytes.
+/// Creates a page of these bytes.
 pub fn page(store: &Store, bytes: &[u8]) -> PageId {
     let mut batch = store.batch();
     batch.create_from(bytes, PLACE);
@@ -45,7 +45,7 @@ pub fn content(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
-/// Device memory with these bytes.
+/// Makes device memory with these bytes.
 fn born(store: &Store, bytes: &[u8]) -> DeviceBytes {
     let memory = store.device_bytes(bytes.len() as u64, PLACE).unwrap();
     memory.write(0, bytes).unwrap();
@@ -71,7 +71,7 @@ fn operation(
             let len = random.below(page_len + 1).min([10, 100, page_len][random.below(3) as usize]);
             let (offset, bytes) = (random.below(page_len - len + 1), random.bytes(len));
             known.write(page, offset, &bytes);
-            // The range is not all of the memory.
+            // The range is only a part of the memory.
             let memory = born(store, &[&[9, 9, 9][..], &bytes, &[9]].concat());
             blank.write_device(page, offset, &memory.part(3..3 + len).unwrap());
         }
@@ -97,7 +97,7 @@ fn bytes_from_a_device_are_written_as_bytes_from_the_host_are() {
         let (disk, host) = (SimDisk::new(), SimDisk::new());
         let (store, plain) = (open(&disk, device), open(&host, Arc::new(HostDevice::new())));
         let mut random = Random(11);
-        // Longer than what goes to a GPU and back by its short ways.
+        // Longer than the device's short ways for small copies.
         let lens = [100_u64, 4096, 5000, 200_001];
         let begin = lens.map(|len| random.bytes(len));
         let pages = begin.each_ref().map(|bytes| (page(&store, bytes), page(&plain, bytes)).0);
@@ -134,7 +134,7 @@ fn what_is_logged_is_what_is_merged_however_long_the_caller_writes_on() {
             batch.write_device(page, 0, &memory);
             store.submit(batch).unwrap();
             memory.write(0, &[step; 4096]).unwrap();
-            // What the batch took is what the memory was when it was submitted.
+            // The batch took the memory as it was at submission.
             assert_eq!(content(&store, page), [step - 1; 4096], "seed {seed}");
         }
         let live = content(&store, page);
@@ -184,7 +184,7 @@ fn memory_for_callers_is_zero_at_first() {
     for device in devices() {
         let store = open(&SimDisk::new(), device);
         for _ in 0..2 {
-            // What was there before shows nowhere.
+            // The bytes from before show nowhere.
             let memory = store.device_bytes(1000, PLACE).unwrap();
             let mut bytes = [1; 1000];
             memory.read(0, &mut bytes).unwrap();
@@ -274,7 +274,7 @@ fn a_page_that_grows_in_the_batch_takes_elements_at_its_new_length() {
 }
 
 #[test]
-fn memory_beside_pages_counts_in_the_budget_and_is_given_back() {
+fn device_bytes_count_in_the_budget_and_are_given_back() {
     let device: Arc<dyn Device> = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
     let options = Options::default().budget(Budget::default().with(PLACE, 3000));
     let store = Store::open_on(Arc::new(SimDisk::new()), device, options).unwrap();

@@ -1,4 +1,4 @@
-//! What must hold of what a kill left: the store, the snapshots that have names, the forks.
+//! The promises that must hold after a kill: of the store, of the snapshots that have names, of the forks.
 
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -11,14 +11,13 @@ use super::model::State;
 use super::{Ground, worker};
 
 impl Ground {
-    /// Demands what was promised of what the kill left: from the pure rebuild, which reads the directory
-    /// itself, and from the engine, which opens a copy, so that the next worker has the same crash to
-    /// recover from.
+    /// Demands the promises after the kill: from the pure rebuild, which reads the directory itself, and from
+    /// the engine, which opens a copy, so that the next worker has the same crash to recover from.
     pub fn check_what_is_left(&mut self, killed: &str) {
         let at = format!("killed {killed}, in {}", self.directory.display());
         let left = self.directory.join("store");
         let copy = tempfile::tempdir().unwrap();
-        // Who died early enough has not made it.
+        // A worker that died early enough has not made it.
         if left.exists() {
             copy_folder(&left, copy.path());
         }
@@ -29,7 +28,7 @@ impl Ground {
         self.check_forks(&at);
     }
 
-    /// Rebuilds the store in a directory, and opens it: both are what the model says, and the first of these
+    /// Rebuilds the store in a directory, and opens it: both give the model's state, and the first of these
     /// batches is there, and none after the last one.
     pub fn check_opening(&mut self, path: &Path, certain: RangeInclusive<Lsn>, at: &str) -> Store {
         // Without STORE there is no store yet, and nothing to rebuild.
@@ -56,14 +55,14 @@ impl Ground {
         store
     }
 
-    /// An open store is what the model says.
+    /// Demands that an open store is in the model's state.
     pub fn check_store(&self, store: &Store, at: &str) {
         assert_eq!(store.lsn(), self.model.lsn, "{at}");
         check_open(&self.model.state, store, at);
     }
 
-    /// Every name that the diary tells of, and is not about to be given up, has its snapshot, and that is the
-    /// state of its batch.
+    /// Demands that every name in the diary that is not about to be given up has its snapshot, in the state
+    /// of its batch.
     pub fn check_names(&mut self, diary: &[Entry], snapshots: &[SnapshotInfo], path: &Path, at: &str) {
         let stays = |name: &str| {
             let given_up = Entry::GiveUp { name: name.to_owned() };
@@ -90,7 +89,7 @@ impl Ground {
         }
     }
 
-    /// Every fork that was told is there, and each that is there is whole; then they are removed.
+    /// Demands that every fork that was told is there, and each that is there is complete; then removes them.
     fn check_forks(&mut self, at: &str) {
         let forks = self.directory.join("forks");
         let diary = self.diary.read();
@@ -108,7 +107,7 @@ impl Ground {
             let store = Store::open(&fork, worker::options(self.log_io))
                 .unwrap_or_else(|error| panic!("the fork at {lsn}: {error}, {at}"));
             assert_eq!(store.lsn(), lsn, "{at}");
-            // A worker that was left alone for long has gone on too far for this one to be remembered.
+            // A worker that lived for long has gone on too far for this state to be remembered.
             if let Some(state) = self.model.at(lsn) {
                 check_open(state, &store, at);
                 self.forks += 1;
@@ -118,7 +117,7 @@ impl Ground {
     }
 }
 
-/// An open store is in this state.
+/// Demands that an open store is in this state.
 pub fn check_open(state: &State, store: &Store, at: &str) {
     let read = |info: &PageInfo| {
         let mut bytes = vec![0; info.len as usize];
