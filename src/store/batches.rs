@@ -1,24 +1,14 @@
 //! Changing pages: batches on their way in.
 
-use remanent_format::{Lsn, PageId, Position};
+use remanent_format::{Lsn, Position};
 
-use super::ticket::{Ticket, wait};
+use super::ticket::{CommitReceipt, Ticket, wait};
 use super::{Store, StoreParts};
 use crate::error::{Error, Result};
 use crate::write::batch::WriteBatch;
 
 #[cfg(doc)]
 use crate::options::{LogIo, Options};
-
-/// A committed batch.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct CommitReceipt {
-    /// Its place in the log.
-    pub position: Position,
-    /// The pages that it created, in the order of its creates and clones.
-    pub pages: Vec<PageId>,
-}
 
 impl Store {
     /// An empty batch.

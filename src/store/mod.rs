@@ -40,11 +40,10 @@ use crate::snapshot::{BackgroundSnapshots, Scrub, Scrubber, Snapshots};
 use crate::versions::Versions;
 use crate::write::commit::Committer;
 
-pub use batches::CommitReceipt;
 pub use pages::UnloadedPages;
 pub use read_pages::ReadPages;
 pub use stats::Stats;
-pub use ticket::{Acknowledged, Ticket};
+pub use ticket::{Acknowledged, CommitReceipt, Ticket};
 pub use view::{LiveView, Pages};
 
 /// A store directory, open for reading and writing: pages, root, log, snapshots.

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use remanent_format::{Lsn, PageId, Position};
 
-use super::batches::CommitReceipt;
 use crate::applier::{Applier, Leases};
 use crate::base::process::ForkGuard;
 use crate::base::sync::Instant;
@@ -19,6 +18,16 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::log::Log;
 use crate::options::Ack;
+
+/// A committed batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CommitReceipt {
+    /// Its place in the log.
+    pub position: Position,
+    /// The pages that it created, in the order of its creates and clones.
+    pub pages: Vec<PageId>,
+}
 
 /// A submitted batch, to wait for.
 ///

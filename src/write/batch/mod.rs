@@ -193,7 +193,7 @@ impl WriteBatch {
     /// ```
     pub fn create_from(&mut self, bytes: impl Into<Vec<u8>>, place: Place) -> CreatePage<'_> {
         let bytes = bytes.into();
-        let CreatePage { step, page, .. } = self.create(bytes.len() as u64, place).page();
+        let CreatePage { step, page, .. } = self.create(bytes.len() as u64, place);
         if !bytes.is_empty() {
             self.step(BatchStep::Write { page: page.into(), offset: 0, bytes });
         }

@@ -274,7 +274,7 @@ impl<'a> ImportVersion<'a> {
                 None => {
                     let key = key_of(&tensor.name, |key| keys.contains(key));
                     keys.insert(key.clone());
-                    version.create(key, tensor).page()?;
+                    version.create(key, tensor)?;
                 }
             }
             bar.inc(tensor.len);
