@@ -134,7 +134,7 @@ fn entries_that_are_encoded_apart_are_the_same_bytes() {
     }
 }
 
-/// Has pieces of so many entries decoded, the last one first.
+/// Has pieces of that number of entries decoded, the last one first.
 struct Pieces(usize);
 
 impl Share for Pieces {
@@ -346,7 +346,7 @@ fn sound_checksums_over_wrong_fields_are_refused() {
         ("reserved manifest bytes is 1", |header, _| header.reserved_3[11] = 1),
         ("first image file ahead is 4, over the limit of 3", |header, _| header.ahead_from = 4),
         ("snapshot name length is 65", |header, _| header.name_len = 65),
-        ("bytes behind the snapshot's name is 101", |header, _| header.name_len = 15),
+        ("bytes after the snapshot's name is 101", |header, _| header.name_len = 15),
         ("byte of a snapshot's name that is no UTF-8 is 255", |header, _| header.name[3] = 0xff),
         ("manifest kind is 4", |header, _| header.kind = 4),
         ("previous link of a manifest that follows none is 6", |header, _| header.kind = KIND_BASE),

@@ -14,8 +14,8 @@ const PLAIN_LEN: usize = size_of::<u32>();
 /// Bytes of the longest gap: 32 bits, seven a byte.
 const GAP_LEN_MAX: usize = 5;
 
-/// The elements that a sparse delta replaces, in either encoding. Whoever has one knows that it is whole:
-/// gaps are checked where they are read.
+/// The elements that a sparse delta replaces, in either encoding. A value of this type is whole: gaps are
+/// checked when it is made.
 ///
 /// ```
 /// use remanent_format::op::{Indices, gap_coded};

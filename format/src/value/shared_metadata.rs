@@ -1,4 +1,4 @@
-//! Metadata as pages have it: that of most is empty, and takes no memory of its own.
+//! Metadata as pages have it: most pages have none, and then it takes no memory of its own.
 
 use std::fmt;
 use std::ops::Deref;
