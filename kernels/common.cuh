@@ -14,7 +14,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// One delta, fill or copy. Whatever moves bytes is a piece, so many commands become one launch.
+// One delta, fill or copy. All work that moves bytes is a piece, so one launch serves many commands.
 struct __align__(16) PieceRow {
     u64 target;
     u64 payload;

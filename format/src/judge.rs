@@ -9,10 +9,10 @@
 //!
 //! | it | means | asked by |
 //! |---|---|---|
-//! | is a *start* | its chain, the log after it, and all images of the final state hold | [`Start::blocked_by`] |
+//! | is a *start* | its chain, the log after it, and all final images hold | [`Start::blocked_by`] |
 //! | *stands* | its own state can be computed, with the log up to its end | [`Start::lost_by`] |
 //! | is *recorded* | the newest seal names it, so no crash can have taken it away | [`Record::names`] |
-//! | is a *link alone* | a newer one is recorded and it is not: later links need it | [`Record::is_link_alone`] |
+//! | is a *link alone* | a newer one is recorded, and it is not | [`Record::is_link_alone`] |
 
 use std::collections::BTreeMap;
 

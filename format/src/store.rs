@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn feature_bits_and_versions_decide_who_may_read_and_write() {
+    fn feature_bits_and_versions_decide_which_builds_read_and_write() {
         let compatible = StoreFile::decode(&with_header(|raw| raw.compatible = 1)).unwrap();
         assert!(compatible.is_writable());
         assert_eq!(compatible.features.compatible, 1);

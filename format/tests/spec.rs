@@ -1,4 +1,4 @@
-//! SPEC.md says what the code says: every table of the page is read and held against the constants.
+//! SPEC.md agrees with the code: every table of the page is read and compared with the constants.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -119,7 +119,7 @@ fn sources_in(folder: &Path) -> Vec<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { sources_in(&path) } else { vec![path] }).collect()
 }
 
-/// Where the bytes of each field of a composite lie, found by changing one field at a time.
+/// The place of each field of a composite, found by changing one field at a time.
 fn check_composite<T: Field>(name: &str, zero: &T, changed: &[(&str, T)]) {
     let (len, rows) = &structures()[name];
     assert_eq!(*len, T::SIZE, "{name}");
@@ -354,7 +354,8 @@ fn annotated_examples_are_those_of_the_golden_files() {
     }
 }
 
-/// The labels that the page gives, sorted: list items, rows of the verdicts, and W1, which stands inside a sentence.
+/// The labels that the page gives, sorted: list items, rows of the verdicts, and W1, which stands inside a
+/// sentence.
 fn labels() -> Vec<String> {
     let given = |line: &str| {
         let label = line.strip_prefix("- **").and_then(|rest| rest.split_once("**")).map(|(label, _)| label);

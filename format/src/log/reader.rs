@@ -330,7 +330,7 @@ mod tests {
     /// Ranges forward and back, short and longer than what is read ahead; every third one is held on to.
     #[test]
     #[cfg_attr(miri, ignore = "it compares gigabytes")]
-    fn what_somebody_holds_on_to_stays_and_all_else_is_what_the_file_says() {
+    fn held_buffers_stay_and_all_other_bytes_are_the_files() {
         let file =
             OneFile((0..5_000_003_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect());
         let mut reader = SegmentReader::new(&file, 1);

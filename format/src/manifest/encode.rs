@@ -74,7 +74,7 @@ impl Manifest {
         assert!(end == Some(self.entries.len()) && !entries.is_empty(), "all entries, in their order");
         let mut body_crc = crc32fast::Hasher::new();
         entries.iter().for_each(|piece| body_crc.combine(&piece.crc));
-        let behind = self.encode_behind()?;
+        let behind = self.encode_rest()?;
         body_crc.update(&behind);
         let body_len = entries.iter().map(|piece| piece.bytes.len()).sum::<usize>() + behind.len();
         check_limit("manifest body length", body_len as u64, MANIFEST_BODY_LEN_MAX)?;
@@ -137,7 +137,7 @@ impl Manifest {
     }
 
     /// The bytes that follow the entries.
-    fn encode_behind(&self) -> Result<Vec<u8>, Defect> {
+    fn encode_rest(&self) -> Result<Vec<u8>, Defect> {
         let mut out = Vec::with_capacity(self.tombstones.len() * TombstoneRaw::LEN);
         for tombstone in &self.tombstones {
             out.extend_from_slice(&TombstoneRaw { page: tombstone.page, lsn: tombstone.lsn }.to_bytes());

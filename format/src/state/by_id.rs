@@ -333,6 +333,8 @@ impl<K: Number, T> ById<K, T> {
 impl<K: Number, T> Index<K> for ById<K, T> {
     type Output = T;
 
+    /// The item with this number.
+    ///
     /// # Panics
     /// If there is no item with this number.
     fn index(&self, key: K) -> &T {

@@ -15,7 +15,7 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Completions {
-    /// The shell
+    /// The shell to complete for
     shell: Shell,
 }
 

@@ -1,6 +1,6 @@
-//! As much of a store as can be made out, sound or not. What `rebuild` computes or refuses as a whole is
-//! here in parts: the state before the first damage in the log, pages whose bytes are lost beside pages
-//! whose bytes are there.
+//! The readable parts of a store, sound or not. `rebuild` computes a state or refuses it as a whole. This
+//! view has it in parts: the state before the first damage in the log, pages whose bytes are lost together
+//! with pages whose bytes are there.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub struct PartialView {
     pub survey: Survey,
     /// The newest state that the log leads to; `None` if there is no way to any.
     pub state: Option<Resolution>,
-    /// What stood in the way, the gravest first.
+    /// The damage in the way, the gravest first.
     pub damage: Vec<Damage>,
 }
 
@@ -169,8 +169,8 @@ fn look(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
     }
 }
 
-/// Which store it is. A damaged STORE is worked around: every other file names the store too; what else it said
-/// is lost.
+/// The store's identity. A damaged STORE is worked around: every other file names the store too; the rest of
+/// its content is lost.
 pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> {
     let read = dir.read_whole(FileName::Store).map_err(|error| Defect::Unreadable(error.to_string()));
     let read = read.and_then(|bytes| StoreFile::decode(&bytes.ok_or(Defect::Missing)?));

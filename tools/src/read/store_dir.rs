@@ -39,7 +39,7 @@ impl StoreDir {
         let mut files = Vec::new();
         for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
             for name in self.list(folder)? {
-                // A writer beside us may have removed the file, or renamed it, since its name was listed.
+                // A writer may have removed the file, or renamed it, since its name was listed.
                 let metadata = match fs::symlink_metadata(self.path.join(folder.name()).join(&name)) {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                     metadata => metadata?,
