@@ -408,7 +408,7 @@ __device__ __forceinline__ void apply_masked(const PieceRow &piece, u64 begin, u
                                      reinterpret_cast<const Bytes16 *>(values), begin, whole, piece.width, thread);
         begin = whole;
     }
-    // What is left, fewer than sixteen bytes, or all of it where the two sides lie differently. The width is
+    // The rest, fewer than sixteen bytes, or all of the part if the two sides lie differently. The width is
     // a template argument here, so that an element is one access and not a loop.
     switch (piece.width) {
     case 1: return merge_elements<THREADS, 1>(target, bitmap, values, begin, end, thread);

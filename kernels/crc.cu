@@ -1,10 +1,10 @@
 // CRC-32 of many ranges, equal to crc32fast's: polynomial 0x04c11db7, reflected, all ones in and out.
 //
-// Nearly all of the work needs no tables. Over GF(2) squaring goes term by term, so P(x)^512 = P(x^512). What
-// P says of bits, that one bit counts as much as 14 of the 32 after it, therefore holds for rows of 512 bits
-// too. Sixteen lanes, a team, read rows of 64 bytes, four bytes a lane. They replace each row by adding it to
-// 14 of the 32 rows after it, until the last 32 rows are left. Horner's rule sums those up with weights
-// x^512, and the lanes' sums are added with weights x^32.
+// Nearly all of the work needs no tables. Over GF(2) squaring goes term by term, so P(x)^512 = P(x^512). By
+// P, one bit counts as much as 14 of the 32 bits after it; so one row of 512 bits counts as much as 14 of the
+// 32 rows after it. Sixteen lanes, a team, read rows of 64 bytes, four bytes a lane. They replace each row by
+// adding it to 14 of the 32 rows after it, until the last 32 rows are left. Horner's rule sums those up with
+// weights x^512, and the lanes' sums are added with weights x^32.
 //
 // The last 32 rows cost more than all others of a short chunk. With fewer lanes a team, many short chunks are
 // faster and a few long ones slower. Measured on an H200 against a kernel that only reads: with 32 lanes,

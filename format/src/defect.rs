@@ -193,7 +193,7 @@ pub(crate) fn check_zeros(what: &'static str, bytes: &[u8]) -> Result<(), Defect
     check_zero(what, bytes.iter().find(|&&byte| byte != 0).map_or(0, |&byte| byte.into()))
 }
 
-/// Refuses a field that does not hold what its place demands.
+/// Refuses a field without the value that its place demands.
 pub(crate) fn check_equal(what: &'static str, found: u64, expected: u64) -> Result<(), Defect> {
     if found == expected { Ok(()) } else { Err(Defect::Mismatch { what, found, expected }) }
 }

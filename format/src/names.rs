@@ -50,7 +50,7 @@ pub enum FileName {
     Pages(u64),
     /// `pages/<n>.table`: the table of an old state that a restore record names.
     Table(u64),
-    /// `snapshots/<n>.manifest`: what snapshot n consists of.
+    /// `snapshots/<n>.manifest`: the pages and images of snapshot n.
     Manifest(u64),
     /// `<folder>/<n>.tmp`: being built; left over after a crash.
     Temporary(Folder, u64),

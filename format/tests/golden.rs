@@ -1,5 +1,5 @@
 //! The bytes of version 1, pinned. `golden/` holds one file for each structure and one for each kind of
-//! defect, with a text beside it that explains every byte, or what differs from the sound file.
+//! defect, with a text next to it that explains every byte, or the difference from the sound file.
 //!
 //! The files are made by this test, and by nothing else:
 //!

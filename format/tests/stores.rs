@@ -1,4 +1,4 @@
-//! Whole stores, sound and damaged: what SPEC.md says under "reading the log" and "the state of a store",
+//! Whole stores, sound and damaged: the rules of SPEC.md under "reading the log" and "the state of a store",
 //! row by row.
 
 #[path = "support/maker.rs"]
@@ -158,7 +158,7 @@ fn an_image_is_all_that_a_batch_does_to_its_page() {
     let new = PageId(2);
     let create = Op::Create { page: new, len, place: Place::Host, key: None, metadata: Metadata::new() };
     let of_new = Op::Image { page: new, len, image };
-    let alone = Some("an image of page 1 stands beside other changes of its bytes");
+    let alone = Some("an image of page 1 comes with other changes of its bytes");
     let too_long = Some("an image of 64 bytes for page 1 of 63 bytes");
     for (why, ops, refusal) in [
         ("alone", vec![&named], None),

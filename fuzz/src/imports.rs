@@ -83,8 +83,8 @@ pub fn import(data: &[u8]) {
     room.history(&versions(data));
 }
 
-/// A file whose first length is its header's, as far as that is JSON, and whose length is as its tensors say;
-/// `None` if it holds no JSON.
+/// A file whose first length is its header's, as far as that is JSON, and which is as long as its tensors
+/// say; `None` if it holds no JSON.
 fn fit(data: &[u8]) -> Option<Vec<u8>> {
     let json = data.get(LEN_LEN..)?;
     let mut values = Deserializer::from_slice(json).into_iter::<Value>();

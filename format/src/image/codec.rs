@@ -15,7 +15,7 @@ const CODEC_ZSTD: u8 = 1;
 /// A writer compresses a page in frames of at most this many bytes of the page, so that many threads can
 /// work on a long one.
 pub const COMPRESSED_PIECE_LEN: usize = 1 << 20;
-/// A frame's window is at most 2 to this power bytes: what a reader must be able to hold.
+/// A frame's window is at most 2 to this power bytes: a reader must be able to hold it.
 const WINDOW_LOG_MAX: u32 = 23;
 /// The shortest block has 4 bytes and stands for at most 128 KiB.
 pub(super) const EXPANSION_MAX: u64 = (128 << 10) / 4;

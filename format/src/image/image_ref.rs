@@ -81,8 +81,8 @@ impl ImageRef {
         }
     }
 
-    /// Refuses a payload from which a page of length `len` cannot be had. Takes a little memory, whatever
-    /// the length.
+    /// Refuses a payload that does not give a page of length `len`. It takes little memory, whatever the
+    /// length.
     ///
     /// # Errors
     /// As for [`ImageRef::decode`].

@@ -51,7 +51,7 @@ pub struct LogMap {
 }
 
 impl LogMap {
-    /// Reads all segment headers, and as much of the segments as it takes to find their frames.
+    /// Reads all segment headers, and the parts of the segments that are needed to find their frames.
     ///
     /// # Errors
     /// [`Damage`] if a file cannot be read at all. Damaged bytes are recorded, not refused.

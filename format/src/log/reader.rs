@@ -18,7 +18,7 @@ const READ_AHEAD: u64 = 1 << 20;
 /// alone.
 const FIRST_LOOK: u64 = 64 << 10;
 /// The length of its further reads. A blank segment of 16 MiB is looked through in 1.8 ms (with a mebibyte at
-/// a time in 2.2), of which copying it out of the page cache takes 1.2.
+/// a time in 2.2). Copying it out of the page cache takes 1.2 of these.
 const NEXT_LOOK: u64 = 256 << 10;
 /// The longest read. If frames are longer, the length of the longest one so far is read at a time, up to
 /// this.
@@ -288,7 +288,7 @@ mod tests {
         }
     }
 
-    /// Around each end of what is read at once, too.
+    /// Also around each end of a single read.
     #[test]
     fn frames_are_found_at_every_place_and_nowhere_else() {
         const STORE: StoreId = StoreId([7; 16]);

@@ -82,7 +82,7 @@ impl Manifest {
         Self::decode_first_by(half, &SingleThread)
     }
 
-    /// The same by several threads. `None` if anything is wrong: [`Manifest::decode`] says what.
+    /// The same by several threads. `None` if anything is wrong: [`Manifest::decode`] gives the defect.
     #[must_use]
     pub fn decode_first_by(half: &[u8], threads: &impl Share) -> Option<(Self, u32)> {
         let is_half = Self::copy_len(array(half, 0).ok()?) == Some(half.len() as u64);

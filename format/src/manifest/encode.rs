@@ -128,7 +128,7 @@ impl Manifest {
         raw
     }
 
-    /// The checksum by which what [`Manifest::encode`] gave is known.
+    /// The checksum that names a file which [`Manifest::encode`] made.
     ///
     /// # Errors
     /// [`Defect::Truncated`] if it cannot have been given by that.

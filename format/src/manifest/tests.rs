@@ -109,7 +109,7 @@ fn manifest_round_trips_to_the_same_bytes() {
     }
 }
 
-/// However the entries are shared out, the bytes are the same; and each share refuses what all of them would.
+/// However the entries are shared out, the bytes are the same, and each share refuses the same defects.
 #[test]
 fn entries_that_are_encoded_apart_are_the_same_bytes() {
     let entries: Vec<ManifestEntry> = (1..900).map(|page| entry(page, 7)).collect();
@@ -175,7 +175,7 @@ fn entries_that_are_decoded_apart_are_the_same() {
             assert_eq!((&decoded, crc), (&manifest, Manifest::header_crc(&bytes).unwrap()), "{at_once}");
         }
     }
-    // Sound checksums over a wrong length of metadata, or over what no entry holds.
+    // Sound checksums over a wrong length of metadata, or over bytes that no entry holds.
     type Change = fn(&mut ManifestHeaderRaw, &mut [u8]);
     let changes: [Change; 4] = [
         |_, body| body[68] = 0xff,
@@ -242,7 +242,7 @@ fn changes_replace_add_and_remove_pages() {
     assert_eq!(pages, [(2, 4), (3, 6), (8, 6)]);
     let entries = merged.entries.clone();
     assert_eq!(merged, Manifest { kind: ManifestKind::Base, entries, ..third.clone() });
-    // What is merged is a snapshot that could stand alone.
+    // The merged manifest is a snapshot that could stand alone.
     assert_eq!(Manifest::decode(&merged.encode().unwrap()).unwrap().0, merged);
     assert_eq!(merge(&[&third, &second]), Err(Defect::Missing));
     assert_eq!(merge(&[]), Err(Defect::Missing));

@@ -144,7 +144,7 @@ pub fn gap_coded_len(indices: &[u32]) -> Option<usize> {
     Some(len)
 }
 
-/// Adds what [`gap_coded`] makes of strictly ascending indices to `out`.
+/// Adds strictly ascending indices to `out`, coded as [`gap_coded`] does.
 pub fn gap_code(indices: &[u32], out: &mut Vec<u8>) {
     let mut next = 0_u64;
     for &index in indices {

@@ -118,8 +118,8 @@ pub enum PageRemains {
 }
 
 impl<'s> Salvage<'s> {
-    /// Looks through a store: all of the log, all manifests and tables, but no image. `store` is what STORE
-    /// says; where that is lost the id is enough. Pages longer than `page_bytes_max` are not put together.
+    /// Looks through a store: all of the log, all manifests and tables, but no image. `store` is the content
+    /// of STORE; if that is lost, the id is enough. Pages longer than `page_bytes_max` are not put together.
     ///
     /// # Errors
     /// [`Damage`] if a folder cannot be listed, or the length of a segment cannot be asked.

@@ -120,7 +120,7 @@ impl Salvage<'_> {
     }
 
     /// The newest version below `wanted` that can be proven: one that a manifest or a table tells of, or the
-    /// page's first, and what known batches without a hole make of it.
+    /// page's first, followed by known batches without a hole.
     fn newest_before(&self, wanted: &PageInfo) -> Option<(PageInfo, Vec<u8>)> {
         let is_before = |fact: &&Fact| fact.info.lsn < wanted.lsn && fact.info.epoch < wanted.epoch;
         let known = self.facts_of(wanted.page).iter().filter(is_before);

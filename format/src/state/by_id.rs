@@ -412,7 +412,7 @@ mod tests {
     use super::*;
     use crate::ids::PageId;
 
-    /// Whatever is done to them, they are what an ordinary map and an ordinary set are.
+    /// Whatever is done to the map and its marks, they equal an ordinary map and an ordinary set.
     #[test]
     fn items_are_found_under_their_numbers_and_in_order() {
         let ids = [1, 63, 64, 255, 256, 257, 70_000, u64::MAX - 1, u64::MAX, 2, 0];

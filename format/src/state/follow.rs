@@ -239,8 +239,7 @@ impl Survey {
         following.finish(walk.end().cloned(), walk.point())
     }
 
-    /// Loads the bytes of a state, each page on its own: what damage to an image takes from one page it does
-    /// not take from the others.
+    /// Loads the bytes of a state, each page on its own: damage to an image costs its page and no other.
     ///
     /// # Errors
     /// [`Damage`] in the log, which held when the state was resolved; or the pages take more than

@@ -224,7 +224,7 @@ fn check_file(manifest: &Manifest, file: FileName, store: &StoreFile) -> Result<
     Ok(())
 }
 
-/// The manifest of a file of two equal copies, as nearly every one is. Of the second copy, up to one piece is
+/// The manifest of a file of two equal copies, as nearly every one is. Only one piece of the second copy is
 /// held at a time. `None` if anything is not as it should be: then reading the whole file gives the defect.
 fn read_copies(source: &dyn ReadAt, file: FileName) -> Option<(Manifest, CopyHealth)> {
     let len = source.len(file).ok()??;

@@ -22,7 +22,7 @@ static EMPTY: Metadata = Metadata::new();
 pub struct SharedMetadata(Option<Arc<Metadata>>);
 
 impl SharedMetadata {
-    /// The metadata for changing it; what others share stays as it is.
+    /// The metadata for changing it; copies that others share stay as they are.
     pub fn make_mut(&mut self) -> &mut Metadata {
         Arc::make_mut(self.0.get_or_insert_default())
     }

@@ -14,7 +14,7 @@ fn salvage(maker: &Maker) -> Salvage<'_> {
     Salvage::read(&maker.files, store, 1 << 20).unwrap()
 }
 
-/// The guards of a salvage, one by one: what looks like a batch, or like a version, and never was one.
+/// The guards of a salvage, one by one: bytes that look like a batch, or like a version, and never were one.
 #[test]
 fn a_salvage_takes_nothing_that_never_was() {
     let salvaged = |maker: &Maker| {
@@ -58,7 +58,7 @@ fn a_salvage_takes_nothing_that_never_was() {
 }
 
 /// A snapshot needs a batch that is lost, and so does the log's beginning. The snapshot's version of the page
-/// is proven, but no structure tells of which state it was.
+/// is proven, but no structure names the state.
 #[test]
 fn nothing_is_exact_where_no_state_is_known() {
     let mut maker = four();

@@ -105,7 +105,7 @@ const PAGE_LEN_MIN: u64 = 1 << 20;
 const LOG_BYTES_MAX: u64 = 64 << 20;
 /// Values of the course of one round.
 const COURSE_STEPS: u32 = 20;
-/// More than any machine logs a second; what a round may write is reckoned by it.
+/// More than any machine logs a second; it bounds the bytes that a round may write.
 const LOG_BYTES_PER_SECOND: f64 = 1e9;
 
 impl Measure for CommitBench {

@@ -57,7 +57,7 @@ pub struct TimeSeries {
     /// Time from one value to the next.
     pub step: Duration,
     pub values: Vec<f64>,
-    /// Moments, and what began then.
+    /// Moments, with the name of the event that began then.
     pub marks: Vec<(Duration, &'static str)>,
 }
 

@@ -1,4 +1,4 @@
-//! `remanent bench growth`: what a store costs as its pages become many.
+//! `remanent bench growth`: the cost of a store as its pages become many.
 
 use std::hint::black_box;
 use std::path::Path;

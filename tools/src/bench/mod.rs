@@ -101,7 +101,7 @@ trait Measure {
     fn bytes_needed(&self) -> u64;
     /// How often it calls [`Room::step`].
     fn steps(&self) -> u64;
-    /// Refuses what makes no sense, before anything is made.
+    /// Refuses options that make no sense, before any file is made.
     fn check(&self) -> Result<(), Failure>;
     /// Runs the measurement in a room.
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop>;

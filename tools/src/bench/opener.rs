@@ -16,7 +16,7 @@ use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::output::Output;
 
-/// Open the store that DIR is, and say what that took
+/// Open the store that DIR is, and report the cost
 #[derive(clap::Args)]
 pub struct Opener {
     dir: PathBuf,

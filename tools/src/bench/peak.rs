@@ -110,7 +110,7 @@ impl Watch {
         Ok(Self { look, start, end, thread })
     }
 
-    /// The most that there was of each above what there was in the beginning.
+    /// The peak of each kind above its use in the beginning.
     pub fn end(self) -> io::Result<Split> {
         let most = self.look.again()?;
         drop(self.end);

@@ -22,7 +22,7 @@ use crate::cli::interrupt::Interrupt;
 use crate::cli::progress;
 use crate::cli::size::Size;
 
-/// Left over beyond what a benchmark asks for, in bytes: a disk that is full to the brim is measured as such.
+/// Bytes left free beyond a benchmark's own: a disk that is full to the brim is measured as such.
 const SPARE_BYTES: u64 = 256 << 20;
 
 /// A benchmark is over before its end.
@@ -52,7 +52,7 @@ impl From<std::io::Error> for BenchStop {
     }
 }
 
-/// The place where a benchmark runs. All that it made is removed with it.
+/// The place where a benchmark runs. Its files are removed with it.
 pub struct Room {
     dir: TempDir,
     pub device: Arc<dyn Device>,

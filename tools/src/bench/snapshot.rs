@@ -26,7 +26,7 @@ Examples:
   remanent bench snapshot /mnt/fast
   remanent bench snapshot /mnt/fast --bytes 16GiB --page-len 2MiB,64KiB,16KiB --device cuda:0 --rounds 3";
 
-/// Snapshots: their rate, what an incremental one costs, and what commits notice of one
+/// Snapshots: their rate, the cost of an incremental one, and their effect on commits
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct SnapshotBench {

@@ -1,4 +1,4 @@
-//! `remanent completions`: what a shell needs to complete the command.
+//! `remanent completions`: the script that a shell needs to complete the command.
 
 use clap_complete::Shell;
 

@@ -3,7 +3,7 @@
 //! | code | meaning |
 //! |---|---|
 //! | 0 | fine; also when the reader of standard output went away, as `head` does |
-//! | 1 | the store is damaged, or differs from what it should hold |
+//! | 1 | the store is damaged, or differs from its expected content |
 //! | 2 | the call or its surroundings are wrong: options, files, space, permissions |
 //! | 3 | another process has the store open |
 //! | 130 | Ctrl-C |

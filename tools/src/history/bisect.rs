@@ -159,7 +159,7 @@ impl Bisect {
     /// Runs the command on a file; `None` if Ctrl-C was pressed meanwhile.
     fn verdict(&self, file: &Path, interrupt: &Interrupt) -> Result<Option<BisectVerdict>, Failure> {
         let cannot = |error: io::Error| Failure::Environment(format!("cannot run {:?}: {error}", self.run));
-        // As an argument of the shell the path needs no quoting, whatever is in it.
+        // As an argument of the shell, the path needs no quoting, whatever its characters.
         let script = if self.run.contains("{}") {
             self.run.replace("{}", "\"$1\"")
         } else {

@@ -59,7 +59,7 @@ enum Cause {
     Batch,
     /// A restore of an older state.
     Restore,
-    /// It was so in a snapshot; what led there is not kept any more.
+    /// It was so in a snapshot; the batches before are not kept any more.
     Snapshot,
 }
 

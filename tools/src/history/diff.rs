@@ -1,4 +1,4 @@
-//! `remanent diff`: what makes one kept state out of another, page by page.
+//! `remanent diff`: the changes between two kept states, page by page.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

@@ -54,7 +54,7 @@ Examples:
   remanent salvage store --to rescued
   remanent salvage store --to rescued --older --json > report";
 
-/// Carry over what a damaged store still proves into a new one
+/// Carry pages that a damaged store still proves over into a new one
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Salvage {

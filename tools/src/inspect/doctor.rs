@@ -1,4 +1,4 @@
-//! `remanent doctor`: what a store would do on this machine, in this directory, and why.
+//! `remanent doctor`: the choices of a store on this machine, in this directory, and their reasons.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;

@@ -99,7 +99,7 @@ impl References {
         }
     }
 
-    /// Finds what batches name: tables, and images that were written ahead of them.
+    /// Finds the files that batches name: tables, and images that were written ahead of them.
     fn read_log(&mut self, dir: &StoreDir, view: &PartialView) {
         for frame in Scan::new(dir, view.survey.store.store, &view.survey.log) {
             let payload = frame.payload.unwrap_or_default();

@@ -1,4 +1,4 @@
-//! `remanent info`: what a store is, where it stands, and why each of its files is there.
+//! `remanent info`: a store's identity, its state, and the purpose of each of its files.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ Examples:
   remanent info store
   remanent info store --json";
 
-/// Show what a store holds, and why each of its files is kept
+/// Show a store's content, and why each of its files is kept
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Info {

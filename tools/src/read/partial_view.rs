@@ -21,7 +21,7 @@ use crate::read::store_dir::StoreDir;
 /// The bytes of each page, or why they are lost.
 pub type Contents = BTreeMap<PageId, Result<Vec<u8>, Damage>>;
 
-/// How often a store that is being written to is looked at before what looks damaged is called so.
+/// Number of looks at a store that is being written to, before damage in it is reported.
 pub const LOOKS_AT_AN_OPEN_STORE: usize = 5;
 
 /// A store, as far as it can be made out.
@@ -38,8 +38,8 @@ impl PartialView {
     /// Looks at a directory. The images are left for later.
     pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
         let mut view = Self::take_once(dir)?;
-        // While a process writes, files come and go between two reads of ours: that is no damage, and a
-        // moment later it looks whole, or something else looks damaged. Damage is what every look finds.
+        // While a process writes, files come and go between two reads: that is no damage, and a moment later
+        // the store looks whole, or another file looks damaged. Only damage that every look finds counts.
         for _ in 1..LOOKS_AT_AN_OPEN_STORE {
             if view.damage.is_empty() || dir.holder().is_none() {
                 break;

@@ -1,8 +1,8 @@
 //! Every frame that lies in the log, in the order of segments and offsets, whether or not it still counts.
 //!
-//! Recovery walks the log and stops at the first frame that is not valid. To inspect a damaged store, a person
-//! needs the frames beyond, too. So this scan asks each frame only to lie where it was written, and says of
-//! each how it relates to the one before.
+//! Recovery walks the log and stops at the first frame that is not valid. To inspect a damaged store, a
+//! person needs the frames beyond, too. So this scan asks each frame only to lie where it was written, and
+//! says of each how it relates to the one before.
 
 use remanent_format::frame::{
     FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, UncheckedFrame, check_payload,

@@ -100,7 +100,7 @@ impl StoreDir {
 impl ReadAt for StoreDir {
     fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         match fs::read_dir(self.path.join(folder.name())) {
-            // A name that is no UTF-8 is no name of ours, whatever becomes of it here.
+            // A name that is no UTF-8 is no file of a store, so it may be shown inexactly.
             Ok(entries) => {
                 entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
             }

@@ -58,7 +58,7 @@ pub enum WatchEnd {
 }
 
 impl Errand {
-    /// Starts a replay that goes on from wherever the store is.
+    /// Starts a replay that goes on from the store's last request.
     pub fn start(&self) -> Result<Replayer, Failure> {
         let program = std::env::current_exe().map_err(|error| cannot("find this program", &error))?;
         let log_io = self.log_io.map(|log_io| ["--log-io".to_owned(), log_io.to_string()]);

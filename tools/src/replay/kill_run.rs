@@ -62,7 +62,7 @@ pub struct CheckReport {
 pub enum KillRunStop {
     /// Ctrl-C was pressed.
     Interrupted,
-    /// The store does not hold what it should; these are the differences.
+    /// The store differs from its expected content; these are the differences.
     Differs(Vec<String>),
     /// Any other failure.
     Failed(Failure),
@@ -194,8 +194,8 @@ impl KillRun {
         Ok(CheckReport { lived, acknowledged, found: self.simulation.last_request(), rebuilt })
     }
 
-    /// Holds what recovery finds in a directory against the simulation: it ends between two requests, both
-    /// inclusive, and is right, byte for byte. Returns the simulation there.
+    /// Compares the state that recovery finds in a directory with the simulation: it ends between two
+    /// requests, both inclusive, and is right, byte for byte. Returns the simulation there.
     pub fn check_at(
         &self,
         store: &Path,
@@ -256,7 +256,7 @@ impl KillRun {
     }
 }
 
-/// Fails if a store is not what a simulation says.
+/// Fails if a store differs from a simulation.
 fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Result<(), KillRunStop> {
     let differences = check::compare(simulation, epochs, rebuilt);
     if differences.is_empty() {

@@ -47,7 +47,7 @@ Examples:
   remanent replay store trace.jsonl.zst --limit 2000 --resume  up to 2,000, from wherever the store is
   remanent replay store trace.jsonl.zst --check                does the store hold what it should?";
 
-/// Drive a store with a cache trace, or check what a trace made of it
+/// Drive a store with a cache trace, or check the store of a trace
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Replay {
@@ -55,11 +55,11 @@ pub struct Replay {
     dir: PathBuf,
     /// The trace: one JSON object with `hash_ids` a line, plain or compressed with zstd
     trace: PathBuf,
-    /// Bytes of a page [default: 4096, or what the store was made with]
+    /// Bytes of a page [default: 4096, or the value that the store was made with]
     #[arg(long, value_name = "B")]
     page_len: Option<usize>,
     /// Pages that stay after a request; at least as many as the longest request names [default: 4096, or
-    /// what the store was made with]
+    /// the value that the store was made with]
     #[arg(long, value_name = "N")]
     pages_max: Option<usize>,
     /// The acknowledgement that each request waits for: `logged` survives a kill, `durable` a power cut

@@ -1,4 +1,4 @@
-//! Power cuts: what a device holds at one moment of a store's life, file system and all.
+//! Power cuts: the content of a device at one moment of a store's life, file system included.
 
 use super::mounts::Medium;
 use super::{Chamber, TortureTable};

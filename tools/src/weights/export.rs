@@ -118,7 +118,8 @@ impl ExportVersion {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
             _ => Path::new("."),
         };
-        // Dropped before it is renamed, the file is removed. The umask takes away what others may not.
+        // If it is dropped before it is renamed, the file is removed. The umask takes away permissions of
+        // others.
         let beside = tempfile::Builder::new()
             .prefix(".remanent-export-")
             .permissions(Permissions::from_mode(0o666))

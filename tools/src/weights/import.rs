@@ -256,7 +256,7 @@ impl<'a> ImportVersion<'a> {
         let mut old = version.tensors_before(&pages, header)?;
         let mut keys: BTreeSet<Key> = pages.iter().filter_map(|info| info.key.clone()).collect();
 
-        // First what goes, so that its keys are free.
+        // Deleted tensors come first, so that their keys are free.
         let stays: BTreeSet<&str> = file.header.tensors.iter().map(|tensor| &tensor.name[..]).collect();
         for info in old.iter().filter(|(name, _)| !stays.contains(*name)).map(|(_, info)| info) {
             version.batch.delete(info.page);
@@ -285,8 +285,8 @@ impl<'a> ImportVersion<'a> {
         Ok(Some(version))
     }
 
-    /// The pages of the version that the store holds, by their tensors' names. Other pages are not ours to
-    /// touch, whatever they are called.
+    /// The pages of the version that the store holds, by their tensors' names. Other pages are not
+    /// touched, whatever their keys.
     fn tensors_before<'p>(
         &self,
         pages: &'p [PageInfo],
@@ -332,7 +332,7 @@ impl<'a> ImportVersion<'a> {
         Ok(())
     }
 
-    /// Puts what changed of a tensor's bytes into the batch; gives the number of changed elements.
+    /// Puts the changes of a tensor's bytes into the batch; returns the number of changed elements.
     fn content(&mut self, before: PageSource, tensor: &Tensor) -> Result<u64, Failure> {
         let mut changes = Changes::new(dtype::width(tensor.dtype));
         let mut at = 0;

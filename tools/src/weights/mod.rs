@@ -73,8 +73,8 @@ pub struct Header {
 }
 
 impl Header {
-    /// Reads a header. Everything in it was held against everything else when this returns: the tensors cover
-    /// what follows the header without gaps or overlaps, and each is as long as shape and dtype say.
+    /// Reads a header. When this returns, its parts are known to agree: the tensors cover the bytes after the
+    /// header without gaps or overlaps, and each is as long as shape and dtype say.
     pub fn parse(bytes: Vec<u8>) -> Result<Self, String> {
         let json = bytes.get(LEN_LEN as usize..).ok_or("its header is cut short")?;
         let metadata: safetensors::tensor::Metadata =

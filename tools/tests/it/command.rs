@@ -1,4 +1,4 @@
-//! Runs the command and holds what came back.
+//! Runs the command and keeps its output and exit code.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;

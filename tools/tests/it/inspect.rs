@@ -29,7 +29,7 @@ pub fn files(dir: &str) -> BTreeMap<PathBuf, (Vec<u8>, SystemTime)> {
     found
 }
 
-/// Copies a store as it lies on disk: what a kill would leave.
+/// Copies a store as it lies on disk, as a kill would leave it.
 pub fn copy(from: &str, to: &str) {
     for (path, (bytes, _)) in files(from) {
         let target = Path::new(to).join(path.strip_prefix(from).unwrap());

@@ -187,7 +187,7 @@ fn damage_is_told_once() {
     store.snapshot().unwrap();
     store.close().unwrap();
     let path = scratch.store();
-    // The newest manifest, and what only the older one leads past.
+    // Damages the newest manifest, and an image that the older snapshot needs.
     let manifest = newest(&path, "snapshots", "manifest");
     let mut bytes = fs::read(&manifest).unwrap();
     let half = bytes.len() / 2;

@@ -1,5 +1,5 @@
-//! Import and export: files of weights come back byte for byte, versions cost what changed, and a version is
-//! there whole or not at all.
+//! Import and export: files of weights come back byte for byte, a version costs its changes, and it is there
+//! whole or not at all.
 
 use std::fs;
 use std::path::Path;
@@ -54,7 +54,7 @@ pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     words.flat_map(u64::to_le_bytes).take(len).collect()
 }
 
-/// One tensor of every dtype, and what else a header may hold.
+/// One tensor of every dtype, and all other parts of a header.
 fn all_kinds() -> Vec<Tensor> {
     let long = "model.layers.".repeat(9);
     let dtypes = [

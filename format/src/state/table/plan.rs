@@ -76,7 +76,7 @@ pub enum Refusal {
         limit: u64,
     },
     /// An image is not all that a batch does to the bytes of its page.
-    #[error("an image of page {0} stands beside other changes of its bytes")]
+    #[error("an image of page {0} comes with other changes of its bytes")]
     ImageNotAlone(PageId),
     /// An image is not as long as its page.
     #[error("an image of {len} bytes for page {page} of {page_len} bytes")]
