@@ -418,8 +418,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
                 note(frame.unproven(), &mut mark);
             }
         }
-        // Bytes that the medium refuses to give say nothing about the log; the next attempt may succeed (SPEC
-        // E5 and E6).
+        // Bytes that the medium refuses to give say nothing about the log; the next attempt may succeed
+        // (SPEC E5 and E6).
         if mark >= lost || at_break.defect.is_unreadable() {
             return Err(at_break.damage(lost));
         }
