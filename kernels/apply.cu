@@ -1,24 +1,36 @@
 // Deltas, fills and copies: pieces of a table, merged into page memory.
 //
-// Grid: a warp (`apply_by_warp`) or a block (`apply_by_block`) a part, that is, a run of consecutive pieces,
-// or a cut of one long piece. The two differ in nothing else; the launcher gives little work to a warp.
+// Grid: each part is worked through by one warp (`apply_by_warp`, four warps a block) or by one block of 256
+// threads (`apply_by_block`). A part is a run of consecutive pieces, or a cut of one long piece. The two
+// kernels are the same template and differ in nothing else. The launcher gives a part to a warp if it moves
+// up to 16 KiB: on an H200, 65,536 pieces of 16 KiB took 541 us by warps and 687 us by blocks, where a device
+// copy of the same bytes took 509 us. A block waits longer for its rows than it copies.
 //
-// Owner: a byte of a target belongs to one part. Where pieces overlap they are in one part, which applies
-// them in order with a barrier between two, or in launches one after the other. Within a piece each thread
-// writes bytes of its own: the indices of a sparse piece are all different. Sixteen bytes are read, changed
-// and written back only where all of them lie in the part. So no result depends on scheduling.
+// Owner: every byte of a target belongs to one part of a launch. Pieces that overlap lie in one part, which
+// applies them in order with a barrier between two, or in launches one after the other. Within a piece, each
+// thread writes bytes of its own, because the indices of a sparse piece are all different.
+//
+// Why the result is deterministic: no two threads write one byte between two barriers, and no kernel uses an
+// atomic. The one read-change-write is of sixteen bytes at a time, and only where all sixteen lie in the
+// part. A shorter access that was widened to sixteen bytes could write back a neighbour's old bytes.
 //
 // Checked before: all ranges lie within their memory; indices are below the range's end and different; no
 // payload lies in a range that the same launch writes.
 //
-// Bytes moved: dense, twice the length. Fill, the length. Masked, the bitmap, and for every sixteen bytes
-// with a bit set their values, their old content unless all bits are set, and their new content. Sparse,
-// four bytes an index, the values, and one sector of 32 bytes read and written an element at worst. Picked,
-// the same, with the sector only read.
+// Bytes moved: a dense piece moves twice its length, a fill its length. A masked piece moves its bitmap; for
+// every sixteen bytes with a bit set it moves their values, their old content unless all bits are set, and
+// their new content. A sparse piece moves four bytes an index, the values, and at worst one sector of 32
+// bytes read and written for each element. A pick moves the same, with the sector only read.
+//
+// Measured on an H200, against a device copy in the same run: a dense merge of 1 GiB reaches 95 %, a masked
+// one with half of the 16-bit elements set 98 % of the bytes touched, and a gather of 16 KiB pieces 95 %.
 
 #include "common.cuh"
 
-// Where `THREADS` threads, one warp or one block, wait for each other and see what the others wrote.
+// A barrier for the `THREADS` threads, one warp or one block, that work on one part.
+//
+// After it, each of them sees what the others wrote. The next piece of a part may overlap the one before, so
+// without the barrier an old piece could overwrite a newer one.
 template <u32 THREADS>
 __device__ __forceinline__ void meet() {
     if (THREADS == 32) {
@@ -28,7 +40,11 @@ __device__ __forceinline__ void meet() {
     }
 }
 
-// Vectors of sixteen bytes, both sides on their boundary. Four loads are on their way before the first store.
+// Copies vectors of sixteen bytes, both sides on their boundary.
+//
+// Neighbouring threads take neighbouring vectors, so a warp reads 512 bytes in one access. Four loads of a
+// thread are under way before its first store. With one at a time, the latency of the memory and not its
+// bandwidth would set the pace.
 template <u32 THREADS>
 __device__ __forceinline__ void copy_vectors(Bytes16 *target, const Bytes16 *source, u64 count, u32 thread) {
     u64 i = thread;
@@ -43,12 +59,16 @@ __device__ __forceinline__ void copy_vectors(Bytes16 *target, const Bytes16 *sou
             target[i + k * THREADS] = moved[k];
         }
     }
+    // The last vectors, fewer than four a thread.
     for (; i < count; i += THREADS) {
         target[i] = source[i];
     }
 }
 
 // Sixteen bytes that begin `WORDS` words and `bits` bits after `low`, and end within `high`.
+//
+// `WORDS` is a template argument, so that the index into `word` is known when it is compiled. An index known
+// only at run time would move the array from registers to local memory.
 template <u32 WORDS>
 __device__ __forceinline__ Bytes16 shifted(const Bytes16 &low, const Bytes16 &high, u32 bits) {
     const u32 word[8] = {low.word[0],  low.word[1],  low.word[2],  low.word[3],
@@ -61,7 +81,11 @@ __device__ __forceinline__ Bytes16 shifted(const Bytes16 &low, const Bytes16 &hi
     return result;
 }
 
-// Vectors `first` to `end` of the target; vector i is made of vectors i and i + 1 of the source.
+// Copies to vectors `first` to `end` of the target: vector i is made of vectors i and i + 1 of the source.
+//
+// The target is on its boundary and the source is not. Reading whole vectors of the source and shifting them
+// keeps every access sixteen bytes wide. Each vector is read twice, but by neighbouring threads at the same
+// time, so the second read is served by the cache.
 template <u32 THREADS, u32 WORDS>
 __device__ __forceinline__ void copy_shifted(Bytes16 *target, const Bytes16 *source, u64 first, u64 end, u32 bits, u32 thread) {
     u64 i = first + thread;
@@ -76,6 +100,9 @@ __device__ __forceinline__ void copy_shifted(Bytes16 *target, const Bytes16 *sou
     }
 }
 
+// Copies bytes of any alignment. The target decides where vectors begin, because a store that straddles two
+// vectors would touch bytes that another part may own. Up to fifteen bytes before the first boundary (the
+// head) and after the last one (the tail) are copied one a thread.
 template <u32 THREADS>
 __device__ __forceinline__ void copy_bytes(u8 *target, const u8 *source, u64 len, u32 thread) {
     const u32 head = least(-u64(target) & 15, len);
@@ -92,6 +119,7 @@ __device__ __forceinline__ void copy_bytes(u8 *target, const u8 *source, u64 len
     }
     Bytes16 *vectors = reinterpret_cast<Bytes16 *>(target);
     const u32 shift = u64(source) & 15;
+    // Both sides lie alike: no shift is needed.
     if (shift == 0) {
         copy_vectors<THREADS>(vectors, reinterpret_cast<const Bytes16 *>(source), count, thread);
         return;
@@ -99,8 +127,9 @@ __device__ __forceinline__ void copy_bytes(u8 *target, const u8 *source, u64 len
     if (count == 0) {
         return;
     }
-    // Whole vectors of the source are read, so those that reach out of it are left to single bytes: the
-    // first if fewer than `shift` bytes lie before it, the last if too few lie behind it.
+    // Only whole vectors of the source are read, and one that reaches out of the range may lie outside of the
+    // memory. Those are left to single bytes: the first if fewer than `shift` bytes lie before it, the last
+    // if too few lie after it.
     const u64 first = head < shift ? 1 : 0;
     const u64 end = tail + shift < 16 ? count - 1 : count;
     if (first == 1 && thread < 16) {
@@ -110,6 +139,7 @@ __device__ __forceinline__ void copy_bytes(u8 *target, const u8 *source, u64 len
         target[16 * end + thread] = source[16 * end + thread];
     }
     const Bytes16 *around = reinterpret_cast<const Bytes16 *>(source - shift);
+    // A shift of whole words is a template argument, the rest of it a funnel shift by `bits`.
     const u32 bits = 8 * (shift & 3);
     switch (shift / 4) {
     case 0: return copy_shifted<THREADS, 0>(vectors, around, first, end, bits, thread);
@@ -124,6 +154,9 @@ __device__ __forceinline__ u8 pattern_byte(u64 low, u64 high, u64 at) {
     return (at & 8 ? high : low) >> (8 * (at & 7));
 }
 
+// Fills `begin` to `end` with the pattern, which repeats from byte 0 of the *piece*, not of the part. So the
+// bytes do not depend on where the launcher cut the piece. Every element width divides sixteen, so a pattern
+// of sixteen bytes serves all widths.
 template <u32 THREADS>
 __device__ __forceinline__ void fill(u8 *target, u64 low, u64 high, u64 begin, u64 end, u32 thread) {
     const u64 head = least(-u64(target + begin) & 15, end - begin);
@@ -136,7 +169,8 @@ __device__ __forceinline__ void fill(u8 *target, u64 low, u64 high, u64 begin, u
     if (rest + thread < end) {
         target[rest + thread] = pattern_byte(low, high, rest + thread);
     }
-    // The pattern as it lies from a boundary on.
+    // The pattern as it lies from a boundary on. It is the same for every vector, because vectors are sixteen
+    // bytes apart.
     u64 turned[2] = {0, 0};
 #pragma unroll
     for (u32 byte = 0; byte < 16; byte++) {
@@ -149,11 +183,14 @@ __device__ __forceinline__ void fill(u8 *target, u64 low, u64 high, u64 begin, u
     }
 }
 
+// One load and one store of the width of `T`.
 template <typename T>
 __device__ __forceinline__ void copy_as(u8 *target, const u8 *source) {
     *reinterpret_cast<T *>(target) = *reinterpret_cast<const T *>(source);
 }
 
+// Copies an element of any alignment. An element off its boundary is copied byte by byte, because the device
+// refuses a misaligned access. No byte outside of the element is touched: it may belong to another thread.
 template <u32 WIDTH>
 __device__ __forceinline__ void copy_element(u8 *target, const u8 *source) {
     if (!aligned(u64(target), u64(source), WIDTH)) {
@@ -172,8 +209,10 @@ __device__ __forceinline__ void copy_element(u8 *target, const u8 *source) {
     }
 }
 
-// 32 bits of a bitmap from bit `first` on, a multiple of 32; those from `end` on are 0, and not read beyond
-// their byte.
+// 32 bits of a bitmap from bit `first` on, a multiple of 32; bits from `end` on are 0.
+//
+// A byte of the bitmap past `end` is never read, because the bitmap may end with its memory. The word is read
+// whole only where it is aligned and all of its bits count.
 __device__ __forceinline__ u32 bits_from(const u8 *bitmap, u64 first, u64 end) {
     if (first >= end) {
         return 0;
@@ -192,6 +231,9 @@ __device__ __forceinline__ u32 bits_from(const u8 *bitmap, u64 first, u64 end) {
 }
 
 // Which bits of word `word` of a vector belong to elements whose bit is 1.
+//
+// An element of 8 or 16 bytes covers several words: with 8 bytes, words 0 and 1 share a bit. With 16 bytes a
+// vector has one bit. It is then 0 or all set, and such vectors do not come here.
 __device__ __forceinline__ u32 word_mask(u32 bits, u32 word, u32 width) {
     switch (width) {
     case 1: {
@@ -208,8 +250,10 @@ __device__ __forceinline__ u32 word_mask(u32 bits, u32 word, u32 width) {
     }
 }
 
-// `COUNT` vectors a lane from `vector` on, neighbouring lanes' vectors side by side. Every load that is needed
-// is on its way before the first store.
+// Merges `COUNT` vectors a lane from `vector` on, neighbouring lanes' vectors side by side.
+//
+// Every load that is needed is under way before the first store. A vector without a bit set moves no byte,
+// and one with all bits set is not read from the target, which saves a third of its traffic.
 template <u32 COUNT>
 __device__ __forceinline__ void merge_vectors(Bytes16 *target, const Bytes16 *values, u64 vector,
                                               const u32 (&bits)[COUNT], u32 all, u32 width) {
@@ -229,6 +273,8 @@ __device__ __forceinline__ void merge_vectors(Bytes16 *target, const Bytes16 *va
             continue;
         }
         if (bits[k] != all) {
+            // The vector is this lane's alone, so reading it and writing it back loses no other thread's
+            // bytes.
 #pragma unroll
             for (u32 word = 0; word < 4; word++) {
                 const u32 mask = word_mask(bits[k], word, width);
@@ -239,18 +285,28 @@ __device__ __forceinline__ void merge_vectors(Bytes16 *target, const Bytes16 *va
     }
 }
 
-// Elements `begin` to `end`, whole vectors of sixteen bytes, both sides on their boundary. A warp reads a word
-// of the bitmap a lane, four of them ahead, and passes over what has no bit set.
+// Merges elements `begin` to `end`: whole vectors of sixteen bytes, both sides on their boundary.
+//
+// A warp takes 1024 elements a round: each lane reads one word of the bitmap, 32 elements, and four words
+// ahead. If no lane has a bit set, the warp passes over all of their bytes. That made an all-zero bitmap
+// twice as fast as a look at each vector's bits.
+//
+// The lanes then exchange their words by shuffles. Neighbouring lanes thus merge neighbouring vectors, and an
+// access of the warp covers 512 bytes in one piece. Without the exchange each lane would merge the vectors of
+// its own word, `2 * width` vectors away from its neighbour's.
 template <u32 THREADS>
 __device__ __forceinline__ void merge_whole_vectors(Bytes16 *target, const u8 *bitmap, const Bytes16 *values,
                                                     u64 begin, u64 end, u32 width, u32 thread) {
-    // How many vectors a lane merges at a time, of those that its warp's words speak of.
+    // Vectors that a lane merges at a time, of those that its warp's words describe. Each takes eight
+    // registers for its values and its old content.
     constexpr u32 COUNT = 2;
     constexpr u32 ROUND = 32 * THREADS;
     const u32 elements = 16 / width;
     const u32 vectors = 2 * width;
     const u32 all = (1u << elements) - 1;
     const u32 lane = thread % 32;
+    // The same bounds for all lanes of a warp: every lane takes part in the shuffles, and lanes past `end`
+    // have words of 0.
     for (u64 first = begin + 32 * (thread - lane); first < end; first += 4 * ROUND) {
         u32 word[4];
 #pragma unroll
@@ -259,6 +315,7 @@ __device__ __forceinline__ void merge_whole_vectors(Bytes16 *target, const u8 *b
         }
 #pragma unroll 1
         for (u32 i = 0; i < 4; i++) {
+            // A choice among four names, and no index: `word` stays in registers.
             const u32 own = i < 2 ? (i == 0 ? word[0] : word[1]) : (i == 2 ? word[2] : word[3]);
             if (!__any_sync(EVERYONE, own != 0)) {
                 continue;
@@ -269,6 +326,8 @@ __device__ __forceinline__ void merge_whole_vectors(Bytes16 *target, const u8 *b
                 u32 bits[COUNT];
 #pragma unroll
                 for (u32 j = 0; j < COUNT; j++) {
+                    // The bits of one vector, from the lane that holds them. A vector's bits never cross a
+                    // word.
                     const u32 bit = (32 * (k + j) + lane) * elements;
                     bits[j] = __shfl_sync(EVERYONE, own, bit / 32) >> (bit % 32) & all;
                 }
@@ -278,7 +337,10 @@ __device__ __forceinline__ void merge_whole_vectors(Bytes16 *target, const u8 *b
     }
 }
 
-// Elements `begin` to `end`, one by one.
+// Merges elements `begin` to `end` one by one.
+//
+// A thread takes a whole byte of the bitmap, so that no bit is read by two threads. The first and the last
+// byte may hold bits of a neighbouring part, which the comparison leaves out.
 template <u32 THREADS, u32 WIDTH>
 __device__ __forceinline__ void merge_elements(u8 *target, const u8 *bitmap, const u8 *values, u64 begin, u64 end,
                                                u32 thread) {
@@ -292,7 +354,11 @@ __device__ __forceinline__ void merge_elements(u8 *target, const u8 *bitmap, con
     }
 }
 
-// Elements and indices on their boundaries. Four of each are on their way before the first store.
+// Scatters elements, with elements and indices on their boundaries.
+//
+// Four of each are under way before the first store. The stores of a warp go to different sectors in general:
+// on an H200, 5.4 million elements of 2 bytes take 239 us with rising indices and 339 us with shuffled ones.
+// Indices are all different, so the order of stores does not show.
 template <u32 THREADS, typename T>
 __device__ __forceinline__ void scatter_aligned(T *target, const u32 *indices, const T *values, u64 begin, u64 end, u32 thread) {
     u64 i = begin + thread;
@@ -314,6 +380,7 @@ __device__ __forceinline__ void scatter_aligned(T *target, const u32 *indices, c
     }
 }
 
+// Scatters elements of any alignment: off their boundaries, indices are put together byte by byte.
 template <u32 THREADS, u32 WIDTH, typename T>
 __device__ __forceinline__ void merge_sparse(u8 *target, const u8 *indices, const u8 *values, u64 begin, u64 end, u32 thread) {
     if (aligned(u64(target), u64(values), WIDTH) && aligned(u64(indices), 0, 4)) {
@@ -328,17 +395,21 @@ __device__ __forceinline__ void merge_sparse(u8 *target, const u8 *indices, cons
     }
 }
 
+// Applies a masked piece: whole vectors where target and values lie alike, the rest by elements.
 template <u32 THREADS>
 __device__ __forceinline__ void apply_masked(const PieceRow &piece, u64 begin, u64 end, u32 thread) {
     u8 *target = at<u8>(piece.target);
     const u8 *bitmap = at<u8>(piece.payload), *values = at<u8>(piece.values);
     if (aligned(piece.target, piece.values, 16)) {
         // `begin` is a multiple of MASK_STEPS, so it is a whole number of vectors and of bytes of the bitmap.
+        // Two parts of one piece thus share neither a vector nor a byte of the bitmap.
         const u64 whole = end * piece.width / 16 * 16 / piece.width;
         merge_whole_vectors<THREADS>(reinterpret_cast<Bytes16 *>(target), bitmap,
                                      reinterpret_cast<const Bytes16 *>(values), begin, whole, piece.width, thread);
         begin = whole;
     }
+    // The rest, fewer than sixteen bytes, or all of the part if the two sides lie differently. The width is
+    // a template argument here, so that an element is one access and not a loop.
     switch (piece.width) {
     case 1: return merge_elements<THREADS, 1>(target, bitmap, values, begin, end, thread);
     case 2: return merge_elements<THREADS, 2>(target, bitmap, values, begin, end, thread);
@@ -348,6 +419,7 @@ __device__ __forceinline__ void apply_masked(const PieceRow &piece, u64 begin, u
     }
 }
 
+// Applies a sparse piece: an index counts elements of the piece's width.
 template <u32 THREADS>
 __device__ __forceinline__ void apply_sparse(const PieceRow &piece, u64 begin, u64 end, u32 thread) {
     u8 *target = at<u8>(piece.target);
@@ -361,7 +433,10 @@ __device__ __forceinline__ void apply_sparse(const PieceRow &piece, u64 begin, u
     }
 }
 
-// Elements `begin` to `end` of the target, each from where its index says.
+// Copies elements to `begin` to `end` of the target, each from where its index says.
+//
+// The target is written in order and the source read at random. The loop is not unrolled: as it is, picking
+// costs the apply kernels no register.
 template <u32 THREADS, u32 WIDTH>
 __device__ __forceinline__ void pick_elements(u8 *target, const u8 *indices, const u8 *source, u64 begin, u64 end,
                                               u32 thread) {
@@ -375,6 +450,8 @@ __device__ __forceinline__ void pick_elements(u8 *target, const u8 *indices, con
     }
 }
 
+// Applies a pick. Its source may be page memory, and its target staging: then a delta that only the device
+// has seen is gathered.
 template <u32 THREADS>
 __device__ __forceinline__ void pick(const PieceRow &piece, u64 begin, u64 end, u32 thread) {
     u8 *target = at<u8>(piece.target);
@@ -388,13 +465,19 @@ __device__ __forceinline__ void pick(const PieceRow &piece, u64 begin, u64 end, 
     }
 }
 
+// Applies one part: its pieces one after the other, each by all threads of the warp or block.
+//
+// All threads read the same row and branch alike. So no thread misses a barrier, and no lane a shuffle.
 template <u32 THREADS>
 __device__ __forceinline__ void apply(const PartRow &part, const PieceRow *pieces, u32 thread) {
     for (u32 i = 0; i < part.piece_count; i++) {
+        // The piece before may overlap this one (see `meet`).
         if (i > 0) {
             meet<THREADS>();
         }
         const PieceRow piece = pieces[part.piece_first + i];
+        // A cut of a long piece has one piece; in a part of several, `begin` is 0 and `end` is beyond all of
+        // them.
         const u64 begin = part.begin, end = least(part.end, piece.steps);
         if (begin >= end) {
             continue;
@@ -411,6 +494,10 @@ __device__ __forceinline__ void apply(const PartRow &part, const PieceRow *piece
     }
 }
 
+// One warp a part, four parts a block. Six blocks of 128 threads fit a multiprocessor if a thread takes at
+// most 80 registers. `compiled/record.txt` counts 64 and no spill.
+//
+// A warp without a part ends at once: no barrier here spans more than one warp.
 extern "C" __global__ void __launch_bounds__(128, 6)
     apply_by_warp(const PartRow *parts, u32 part_count, const PieceRow *pieces) {
     const u32 row = 4 * blockIdx.x + threadIdx.x / 32;
@@ -419,6 +506,7 @@ extern "C" __global__ void __launch_bounds__(128, 6)
     }
 }
 
+// One block a part: 256 threads, and three blocks a multiprocessor, which are as many threads as above.
 extern "C" __global__ void __launch_bounds__(256, 3)
     apply_by_block(const PartRow *parts, u32 part_count, const PieceRow *pieces) {
     apply<256>(parts[blockIdx.x], pieces, threadIdx.x);

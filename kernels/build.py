@@ -4,12 +4,12 @@
     kernels/build.py            writes kernels/compiled/
     kernels/build.py --check    compiles again and fails if anything differs from what is committed
 
-The compiler is NVRTC of exactly one version, from its wheel on PyPI: the PTX version follows the compiler and
+The compiler is NVRTC of exactly one version, from its wheel on PyPI. The PTX version follows the compiler, and
 a driver refuses PTX that is newer than itself, so a newer compiler would shut out older drivers. The wheel is
 fetched once into $REMANENT_NVRTC, or target/nvrtc, and its hash is checked.
 
-Of each .cu file come two files: PTX for the oldest architecture supported, and machine code for the newest.
-`record.txt` beside them says what they were made from, and what each kernel costs in registers and spills.
+Each .cu file gives two files: PTX for the oldest architecture supported, and machine code for the newest.
+`record.txt` beside them has the checksums of sources and outputs, and each kernel's registers and spills.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ COMPILED = KERNELS / "compiled"
 
 
 def fetch():
-    """The compiler's library, with what it needs beside it."""
+    """Loads the compiler's library; fetches the wheel first if it is not there."""
     cache = pathlib.Path(os.environ.get("REMANENT_NVRTC") or KERNELS.parent / "target" / "nvrtc").resolve()
     wheel = cache / WHEEL
     if not wheel.exists():
@@ -54,7 +54,7 @@ def fetch():
                 target = cache / pathlib.Path(name).name
                 if not target.exists():
                     target.write_bytes(archive.read(name))
-    # The compiler looks for its second library by name; loaded before, it is found.
+    # The compiler looks for its second library by name, and finds it only if it is loaded already.
     ctypes.CDLL(str(next(cache.glob("libnvrtc-builtins.so.*"))), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(cache / "libnvrtc.so.12"))
 
@@ -96,7 +96,7 @@ def log(nvrtc, program):
 
 
 def costs(name, text):
-    """A line for each kernel, from what the assembler says about it."""
+    """A line for each kernel: its registers, stack and spills, from the assembler's report."""
     pattern = re.compile(
         r"Compiling entry function '(\w+)' for '\w+'.*?"
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
@@ -113,7 +113,7 @@ def costs(name, text):
 
 
 def build():
-    """Every file of `compiled/`, by name."""
+    """Compiles all kernels: every file of `compiled/`, by name."""
     nvrtc = fetch()
     files, lines = {}, [f"nvrtc {VERSION}"]
     for path in [HEADER, *[f"{name}.cu" for name in MODULES]]:

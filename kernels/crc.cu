@@ -1,34 +1,46 @@
-// CRC-32 of many ranges, the same as crc32fast's: polynomial 0x04c11db7, reflected, all ones in and out.
+// CRC-32 of many ranges, equal to crc32fast's: polynomial 0x04c11db7, reflected, all ones in and out.
 //
-// Without tables for the bulk of the work. Over GF(2), squaring goes term by term, so P(x)^512 = P(x^512): what
-// P says of bits, that one bit counts as much as 14 of the 32 behind it, holds for rows of 512 bits too. Sixteen
-// lanes, a team, read rows of 64 bytes, four bytes a lane, and replace each row by adding it to 14 of the 32
-// behind it, until the last 32 rows are left. These are summed up with weights x^512 by Horner's rule, and the
-// lanes' sums with weights x^32. The last 32 rows cost more than all others of a short chunk, so fewer lanes make
-// many short chunks faster and a few long ones slower: with 32, chunks of 16 KiB reached 75 % of the bandwidth
-// of reading and chunks of 64 KiB 94 %; with 8, 91 % and 89 %.
+// Nearly all of the work needs no tables. Over GF(2) squaring goes term by term, so P(x)^512 = P(x^512). By
+// P, one bit counts as much as 14 of the 32 bits after it; so one row of 512 bits counts as much as 14 of the
+// 32 rows after it. Sixteen lanes, a team, read rows of 64 bytes, four bytes a lane. They replace each row by
+// adding it to 14 of the 32 rows after it, until the last 32 rows are left. Horner's rule sums those up with
+// weights x^512, and the lanes' sums are added with weights x^32.
+//
+// The last 32 rows cost more than all others of a short chunk. With fewer lanes a team, many short chunks are
+// faster and a few long ones slower. Measured on an H200 against a kernel that only reads: with 32 lanes,
+// chunks of 16 KiB reached 75 % of its bandwidth and chunks of 64 KiB 94 %; with 8 lanes, 91 % and 89 %; with
+// the 16 of today, 86 to 89 % and 89 to 91 %.
 //
 // A word holds a polynomial reflected: bit 31 is the coefficient of x^0. The remainder of a chunk M of n
 // bytes is M x^32 mod P, plus x^8n times the initial ones if it is the first.
 //
-// Grid: a team a chunk (`crc_chunks`), and a block a source of several chunks (`crc_combine`).
-// Owner: the first thread of a team, or of a block, writes the four bytes of its row.
-// Why the result is deterministic: exclusive-or in any order is the same sum.
-// Checked before: all ranges lie within their memory.
-// Bytes moved: each byte is read once, by loads of four bytes a lane, 2 KiB a team on their way at a time;
-// sources whose end is not on a boundary of four bytes add up to three single bytes.
+// Grid: `crc_chunks` gives a chunk to a team, eight teams a block of 128 threads. `crc_combine` gives a
+// source of several chunks to a block of 256 threads.
+//
+// Owner: the first thread of a team, or of a block, writes the four bytes of its row. No other thread writes.
+//
+// Why the result is deterministic: exclusive-or is the same sum in any order, and a team always adds the same
+// words.
+//
+// Checked before: all ranges lie within their memory; targets are multiples of 4; no chunk is longer than
+// CRC_CHUNK_LEN, and only the first of a source is shorter.
+//
+// Bytes moved: each byte is read once, by loads of four bytes a lane, with 2 KiB of a team under way at a
+// time. If the source does not end on a boundary of four bytes, up to three single bytes are added.
 
 #include "common.cuh"
 
-// x^32 mod P, reflected.
+// The remainder of x^32 modulo P, reflected.
 constexpr u32 P = 0xedb88320u;
 constexpr u32 ONE = 0x80000000u;
 
+// The product with x: reflected, that is a shift towards bit 0, and the bit that falls out stands for x^32.
 __host__ __device__ constexpr u32 times_x(u32 a) {
     return a >> 1 ^ ((a & 1) != 0 ? P : 0);
 }
 
-// The product modulo P.
+// The product of two polynomials modulo P. It takes 32 steps, so the device computes few of them: one a lane,
+// and one for each chunk that is combined.
 __host__ __device__ constexpr u32 product(u32 a, u32 b) {
     u32 sum = 0;
     for (u32 bit = 0; bit < 32; bit++) {
@@ -38,7 +50,7 @@ __host__ __device__ constexpr u32 product(u32 a, u32 b) {
     return sum;
 }
 
-// x to the power of 2^n.
+// The power x^(2^n) modulo P, by squaring n times.
 __host__ __device__ constexpr u32 x_squared(u32 n) {
     u32 power = ONE >> 1;
     for (u32 i = 0; i < n; i++) {
@@ -47,7 +59,9 @@ __host__ __device__ constexpr u32 x_squared(u32 n) {
     return power;
 }
 
+// Lanes of a team. A half warp is the middle between the two measurements above.
 constexpr u32 TEAM = 16;
+// One row: a word of each lane, so that a team reads it in one access of 64 bytes.
 constexpr u32 ROW_LEN = 4 * TEAM;
 constexpr u32 BLOCK_THREADS = 128;
 constexpr u32 COMBINE_THREADS = 256;
@@ -55,13 +69,14 @@ constexpr u32 COMBINE_THREADS = 256;
 constexpr u32 X_32 = x_squared(5);
 constexpr u32 X_ROW = x_squared(9);
 static_assert(8 * ROW_LEN == 1u << 9, "X_ROW");
-// What a chunk's remainder is multiplied by for each chunk behind it: 2^16 bytes are 2^19 bits.
+// The factor of a chunk's remainder for each chunk after it: 2^16 bytes are 2^19 bits. It is one constant
+// because all chunks but a source's first have one length.
 constexpr u32 X_CHUNK = x_squared(19);
 constexpr u32 X_CHUNK_A_THREAD = x_squared(27);
 static_assert(8ull * CRC_CHUNK_LEN == 1ull << 19, "X_CHUNK");
 static_assert(8ull * CRC_CHUNK_LEN * COMBINE_THREADS == 1ull << 27, "X_CHUNK_A_THREAD");
 
-// The product of x^512 and each value of each of the eight nibbles of a word.
+// The products of x^512 with each value of each of the eight nibbles of a word: 8 times 16 words, 512 bytes.
 struct Nibbles {
     u32 product_of[8][16];
 };
@@ -76,7 +91,7 @@ __host__ __device__ constexpr Nibbles nibbles_by_x_row() {
     return nibbles;
 }
 
-// factor^(COUNT - 1 - index), times `last`.
+// The weights factor^(COUNT - 1 - index), times `last`.
 template <u32 COUNT>
 struct Weights {
     u32 of[COUNT];
@@ -92,12 +107,15 @@ __host__ __device__ constexpr Weights<COUNT> weights(u32 factor, u32 last) {
     return weights;
 }
 
-// In global memory: constant memory serves one address a warp at a time.
+// In global memory: constant memory serves one address a warp at a time, and each lane has another one.
 __device__ const Nibbles NIBBLES = nibbles_by_x_row();
 __device__ const Weights<TEAM> WORD_WEIGHTS = weights<TEAM>(X_32, X_32);
 __device__ const Weights<COMBINE_THREADS> CHUNK_WEIGHTS = weights<COMBINE_THREADS>(X_CHUNK, ONE);
 
-// The product with x^512. In each of the eight tables sixteen neighbouring banks serve a warp's 32 lanes.
+// The product with x^512, by eight look-ups in shared memory and no branch.
+//
+// Each of the eight tables lies in sixteen neighbouring banks: lanes with different values read different
+// banks, and lanes with one value share a read.
 __device__ __forceinline__ u32 times_x_row(const Nibbles &nibbles, u32 a) {
     u32 sum = 0;
 #pragma unroll
@@ -107,7 +125,7 @@ __device__ __forceinline__ u32 times_x_row(const Nibbles &nibbles, u32 a) {
     return sum;
 }
 
-// The remainder with `len` more bytes behind it.
+// The remainder with `len` more bytes after it, bit by bit. It is used for at most seven bytes.
 __device__ u32 append_bytes(u32 remainder, const u8 *bytes, u32 len) {
     for (u32 i = 0; i < len; i++) {
         remainder ^= bytes[i];
@@ -118,7 +136,10 @@ __device__ u32 append_bytes(u32 remainder, const u8 *bytes, u32 len) {
     return remainder;
 }
 
-// The sum of the values of `LANES` neighbouring lanes, in all of them. The whole warp takes part.
+// The sum of the values of `LANES` neighbouring lanes, in all of them.
+//
+// The whole warp takes part, so a team without a row must come here too. Both teams of a warp add up at once:
+// with distances below `LANES`, no value leaves its team.
 template <u32 LANES>
 __device__ __forceinline__ u32 sum_of_lanes(u32 value) {
 #pragma unroll
@@ -128,8 +149,11 @@ __device__ __forceinline__ u32 sum_of_lanes(u32 value) {
     return value;
 }
 
-// The word at `address`, of which bytes before `begin` count as 0, with the initial ones added to the first
-// four bytes from `begin` on if `first`.
+// The word at `address`, where bytes before `begin` count as 0. If `first`, the initial ones are added to the
+// first four bytes from `begin` on.
+//
+// Bytes before `begin` are not read, as they may lie outside of the memory. A word before `begin + 4` is put
+// together from single bytes; all others are one load.
 __device__ u32 word_near_begin(u64 address, u64 begin, bool first) {
     if (address >= begin + 4) {
         return *at<u32>(address);
@@ -145,13 +169,17 @@ __device__ u32 word_near_begin(u64 address, u64 begin, bool first) {
     return word;
 }
 
-// How far behind it a row is added when it is replaced: 32 - k for each term x^k of P but the first.
+// How far after it a row is added when it is replaced: 32 - k for each term x^k of P but x^32.
 constexpr u32 DISTANCES[14] = {6, 9, 10, 16, 20, 21, 22, 24, 25, 27, 28, 30, 31, 32};
 
 // The lane's share of the remainder of the words from `begin` to `end`, a multiple of 4; at least four bytes.
 //
-// Rows end at `end` and begin so far before `begin` that they are whole blocks of 32; what lies before `begin`
-// counts as 0, as leading zeros change nothing. Each row but the last 32 is replaced.
+// Rows end at `end`. They begin before `begin`, as far as it takes for whole blocks of 32; bytes before
+// `begin` count as 0, because leading zeros change nothing. So the count of rows depends on the length only,
+// and no row needs a case of its own. Each row but the last 32 is replaced.
+//
+// A block of 32 rows stays in registers, one word of each row a lane, while the next one is on its way: 64 of
+// the 95 registers.
 __device__ u32 remainder_of_words(const Nibbles &nibbles, u64 begin, u64 end, bool first, u32 lane) {
     constexpr u32 BLOCK = 32 * ROW_LEN;
     const u32 blocks = u32((end - begin + BLOCK - 1) / BLOCK);
@@ -191,6 +219,7 @@ __device__ u32 remainder_of_words(const Nibbles &nibbles, u64 begin, u64 end, bo
         }
         row[r] = sum;
     }
+    // Horner's rule over the 32 rows that are left, from the first to the last.
     u32 sum = row[0];
 #pragma unroll
     for (u32 r = 1; r < 32; r++) {
@@ -199,40 +228,54 @@ __device__ u32 remainder_of_words(const Nibbles &nibbles, u64 begin, u64 end, bo
     return product(sum, WORD_WEIGHTS.of[lane]);
 }
 
+// The checksums or remainders of chunks, one a team.
+//
+// Five blocks of 128 threads fit a multiprocessor if a thread takes at most 96 registers.
+// `compiled/record.txt` counts 95 and no spill.
 extern "C" __global__ void __launch_bounds__(128, 5) crc_chunks(const CrcRow *rows, u32 row_count) {
     __shared__ Nibbles nibbles;
+    // Each thread copies one entry of the tables; the barrier makes all of them visible to the block.
     static_assert(sizeof(Nibbles) == BLOCK_THREADS * sizeof(u32), "one entry a thread");
     (&nibbles.product_of[0][0])[threadIdx.x] = (&NIBBLES.product_of[0][0])[threadIdx.x];
     __syncthreads();
     const u32 index = (BLOCK_THREADS / TEAM) * blockIdx.x + threadIdx.x / TEAM;
     const u32 lane = threadIdx.x % TEAM;
-    // Teams without a row stay with their warp, which adds up together.
+    // A team without a row stays with its warp, because the warp adds up together.
     const CrcRow row = index < row_count ? rows[index] : CrcRow{0, 0, 0, 0};
     const bool first = (row.flags & CRC_FIRST) != 0;
-    // With fewer bytes the initial ones would reach beyond the words.
+    // With fewer bytes the initial ones would reach past the words.
     const bool by_words = row.len >= 8;
     const u64 end = row.source + row.len;
     const u32 tail = by_words ? end & 3 : row.len;
     const u32 share = by_words ? remainder_of_words(nibbles, row.source, end - tail, first, lane) : 0;
     u32 remainder = sum_of_lanes<TEAM>(share);
     if (lane != 0 || index >= row_count) {
+        // The bytes after the last whole word are appended by one thread. A row that is a whole source is
+        // inverted here; the remainder of one chunk of several stays as it is, for `crc_combine`.
         return;
     }
     remainder = append_bytes(by_words || !first ? remainder : 0xffffffffu, at<u8>(end - tail), tail);
     *at<u32>(row.target) = row.flags == (CRC_FIRST | CRC_LAST) ? ~remainder : remainder;
 }
 
+// The checksum of each source of several chunks, from their remainders.
+//
+// A thread sums every 256th chunk by Horner's rule, with a weight of 256 chunks between two. Its weight among
+// the threads is a table's. So a source of n chunks takes n / 256 rounds, and neighbouring threads read
+// neighbouring remainders.
 extern "C" __global__ void __launch_bounds__(256) crc_combine(const CombineRow *rows, u32 row_count) {
     __shared__ u32 sum_of_warp[COMBINE_THREADS / 32];
     const CombineRow row = rows[blockIdx.x];
     const u32 *remainders = at<u32>(row.remainders);
-    // Whole rounds of a chunk a thread, filled up with zeros in front.
+    // Whole rounds of a chunk a thread, filled up with zeros in front. Leading zeros change nothing, so the
+    // last chunk falls to the last thread, as the weights demand.
     const u32 missing = -row.count % COMBINE_THREADS;
     u32 sum = 0;
     for (u32 chunk = threadIdx.x; chunk < row.count + missing; chunk += COMBINE_THREADS) {
         sum = product(sum, X_CHUNK_A_THREAD) ^ (chunk < missing ? 0 : remainders[chunk - missing]);
     }
     sum = sum_of_lanes<32>(product(sum, CHUNK_WEIGHTS.of[threadIdx.x]));
+    // Eight warps, one sum each; one thread adds these up.
     if (threadIdx.x % 32 == 0) {
         sum_of_warp[threadIdx.x / 32] = sum;
     }

@@ -1,4 +1,4 @@
-//! What can be wrong with bytes: the defect itself, and the place where it was found.
+//! Defects of bytes, and the place where each was found.
 
 use std::{fmt, io};
 
@@ -6,7 +6,7 @@ use crate::ids::{LogPoint, Lsn};
 use crate::limits::{NUMBER_MAX, SEGMENT_LEN_MAX};
 use crate::names::FileName;
 
-/// Why bytes are not what they should be.
+/// The reason why bytes are not as they should be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Defect {
@@ -27,7 +27,7 @@ pub enum Defect {
     /// A checksum does not match.
     #[error("{what} checksum is {found:#010x}, the bytes give {computed:#010x}")]
     Checksum {
-        /// What the checksum covers.
+        /// The bytes that the checksum covers.
         what: &'static str,
         /// The checksum on disk.
         found: u32,
@@ -48,7 +48,7 @@ pub enum Defect {
     /// A length or count is over its limit.
     #[error("{what} is {found}, over the limit of {limit}")]
     Limit {
-        /// What is too large.
+        /// The length or count that is too large.
         what: &'static str,
         /// The value found.
         found: u64,
@@ -58,7 +58,7 @@ pub enum Defect {
     /// A field holds a value that it must not hold.
     #[error("{what} is {found}")]
     Field {
-        /// The field.
+        /// The field's name.
         what: &'static str,
         /// The value found.
         found: u64,
@@ -66,7 +66,7 @@ pub enum Defect {
     /// A field does not hold the value that its place demands.
     #[error("{what} is {found}, expected {expected}")]
     Mismatch {
-        /// The field.
+        /// The field's name.
         what: &'static str,
         /// The value found.
         found: u64,
@@ -76,7 +76,7 @@ pub enum Defect {
     /// Encoded metadata does not decode.
     #[error("metadata does not decode: {0}")]
     Metadata(String),
-    /// What zstd says of a compressed image.
+    /// An error of zstd about a compressed image.
     #[error("zstd: {0}")]
     Compression(String),
     /// A batch cannot follow the state before it.
@@ -94,7 +94,7 @@ pub enum Defect {
     /// The medium reported an error.
     #[error("cannot be read: {0}")]
     Unreadable(String),
-    /// The system was short of what a reading takes, such as open files: that says nothing of the bytes.
+    /// The system lacked something that reading takes, such as open files. That says nothing of the bytes.
     #[error("cannot be read now: {}", io::Error::from_raw_os_error(*.errno))]
     Shortage {
         /// The system's error number, one of [`SHORTAGES`].
@@ -102,19 +102,19 @@ pub enum Defect {
     },
 }
 
-/// The system's error numbers for what passes: EAGAIN, ENOMEM, ENFILE, EMFILE.
+/// The system's error numbers for a passing shortage: EAGAIN, ENOMEM, ENFILE, EMFILE.
 pub const SHORTAGES: [i32; 4] = [11, 12, 23, 24];
 
 /// A defect and where it lies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Damage {
-    /// The file.
+    /// The file's name.
     pub file: FileName,
     /// The offset of the damaged structure, in bytes from the file's start.
     pub offset: u64,
     /// The batch that is affected, where it is known.
     pub lsn: Option<Lsn>,
-    /// What is wrong.
+    /// The defect found there.
     pub defect: Defect,
 }
 
@@ -131,7 +131,7 @@ impl fmt::Display for Damage {
 impl std::error::Error for Damage {}
 
 impl Defect {
-    /// What the system said of a reading: the medium's fault, or a shortage.
+    /// The defect of a failed read: the medium's fault, or a shortage of the system.
     #[must_use]
     pub fn unreadable(error: &io::Error) -> Self {
         match error.raw_os_error() {
@@ -193,13 +193,13 @@ pub(crate) fn check_zeros(what: &'static str, bytes: &[u8]) -> Result<(), Defect
     check_zero(what, bytes.iter().find(|&&byte| byte != 0).map_or(0, |&byte| byte.into()))
 }
 
-/// Refuses a field that does not hold what its place demands.
+/// Refuses a field without the value that its place demands.
 pub(crate) fn check_equal(what: &'static str, found: u64, expected: u64) -> Result<(), Defect> {
     if found == expected { Ok(()) } else { Err(Defect::Mismatch { what, found, expected }) }
 }
 
-/// Refuses a point in the log whose numbers are over their limits. A point that another structure names need not exist;
-/// but no arithmetic on it overflows.
+/// Refuses a point in the log whose numbers are over their limits. A point that another structure names need
+/// not exist; but no arithmetic on it overflows.
 ///
 /// # Errors
 /// [`Defect::Limit`].

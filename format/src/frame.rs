@@ -23,17 +23,17 @@ const KIND_SEAL: u8 = 2;
 layout! {
     /// The bytes of a frame header.
     pub struct FrameHeaderRaw: 80 {
-        /// `RMFR`.
+        /// The magic `RMFR`.
         0 => magic: [u8; 4],
         /// 1: batch, 2: seal.
         4 => kind: u8,
         /// Bit 0: first frame of a group.
         5 => flags: u8,
-        /// Zero.
+        /// Reserved, always zero.
         6 => reserved: u16,
         /// The run of the log that wrote the frame.
         8 => incarnation: Incarnation,
-        /// The store.
+        /// The store's id.
         16 => store: StoreId,
         /// Own position: the segment's number.
         32 => segment: u64,
@@ -54,7 +54,7 @@ layout! {
     }
 }
 
-/// What a frame holds.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameKind {
     /// The operations of one batch.
@@ -63,7 +63,7 @@ pub enum FrameKind {
     Seal,
 }
 
-/// What a frame says of itself.
+/// The content of a frame's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameHeader {
     /// Batch or seal.
@@ -72,7 +72,7 @@ pub struct FrameHeader {
     pub group_start: bool,
     /// The run of the log that wrote the frame.
     pub incarnation: Incarnation,
-    /// The store.
+    /// The store's id.
     pub store: StoreId,
     /// Own position: the segment's number.
     pub segment: u64,
@@ -131,7 +131,7 @@ impl FrameHeader {
         frame_len(u64::from(self.payload_len))
     }
 
-    /// Where the frame ends, padding included.
+    /// The frame's end, padding included.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.offset.saturating_add(self.frame_len())
@@ -194,7 +194,8 @@ impl UncheckedFrame {
         &self.header
     }
 
-    /// The header, if the frame follows `before` in the order of the log (I3, but for the payload).
+    /// The header, if the frame follows `before` in the order of the log (I3 without the payload, SPEC F1 to
+    /// F5).
     ///
     /// # Errors
     /// [`Defect::Mismatch`] with the first field that breaks the order.
@@ -237,7 +238,7 @@ impl UncheckedFrame {
     }
 }
 
-/// Refuses a payload that is not the header's.
+/// Refuses a payload whose checksum is not the header's (SPEC F7).
 ///
 /// # Errors
 /// [`Defect::Checksum`].
@@ -248,12 +249,12 @@ pub fn check_payload(header: &FrameHeader, payload: &[u8]) -> Result<(), Defect>
 /// A snapshot that was read back past the cache, as seals record it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VerifiedSnapshot {
-    /// The snapshot.
+    /// The snapshot's number.
     pub snapshot: SnapshotId,
     /// The checksum of its manifest's header.
     pub manifest_crc: u32,
-    /// Whether the log after its `redo` is kept, so that replay may start from it. While no snapshot of a seal says
-    /// so, no floor was recorded: see [`crate::reach`].
+    /// Whether the log after its `redo` is kept, so that replay may start from it. While no snapshot of a
+    /// seal says so, no floor was recorded: see [`crate::reach`].
     pub log_kept: bool,
 }
 
@@ -263,7 +264,7 @@ const LOG_KEPT: u32 = 1;
 layout! {
     /// One entry of a seal's payload.
     pub struct VerifiedSnapshotRaw: 16 {
-        /// The snapshot.
+        /// The snapshot's number.
         0 => snapshot: SnapshotId,
         /// The checksum of its manifest's header.
         8 => manifest_crc: u32,
@@ -305,9 +306,9 @@ pub fn decode_seal(payload: &[u8]) -> Result<Vec<VerifiedSnapshot>, Defect> {
         .collect()
 }
 
-/// Whether a frame of incarnation `running` was written at this place: it is whole, or enough of its header is left to
-/// say so. A frame of another place, whole or torn, is what a recycled segment held before. For reports only; nothing
-/// is decided on it.
+/// Whether a frame of incarnation `running` was written at this place: it is whole, or enough of its header
+/// is left to say so. A frame of another place, whole or torn, was there before the segment was recycled. The
+/// answer is for reports only, and decides nothing.
 #[must_use]
 pub fn resembles_frame(
     bytes: &[u8],

@@ -9,9 +9,9 @@ use crate::limits::KEY_LEN_MAX;
 
 /// A number under which things are found.
 pub trait Number: Copy {
-    /// The number.
+    /// The plain number.
     fn number(self) -> u64;
-    /// The same, as what it is.
+    /// The id with this number.
     fn of(number: u64) -> Self;
 }
 
@@ -101,8 +101,8 @@ impl Field for StoreId {
     }
 }
 
-/// One run of the log, begun by every writable open. The number rises by one; the random part tells
-/// apart two attempts at the same number, of which a crash let only one become real.
+/// One run of the log, begun by every writable open. The number rises by one. The random part tells apart two
+/// attempts at the same number: a crash let only one of them become real.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Incarnation {
     /// Rising from 1; 0 is none.
@@ -133,7 +133,7 @@ impl Field for Incarnation {
 pub struct Position {
     /// The incarnation in which the batch was committed.
     pub incarnation: Incarnation,
-    /// Its number.
+    /// The batch's number.
     pub lsn: Lsn,
 }
 
@@ -143,8 +143,8 @@ impl fmt::Display for Position {
     }
 }
 
-/// Where in the log a batch ends, and how the next one proves that it follows: all that a reader needs
-/// to go on from there.
+/// A point in the log: the end of a batch, and the chain hash by which the next one proves that it follows. A
+/// reader needs nothing else to go on from there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogPoint {
     /// The incarnation whose bytes end here.
@@ -267,7 +267,7 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Where a page lives.
+/// The kind of memory that a page lives in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Place {
@@ -356,7 +356,7 @@ pub struct UnknownPlace(pub String);
 /// Width of a page's elements, for masked and sparse deltas and for fills.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Width {
-    /// 1 byte.
+    /// Elements of 1 byte.
     W1,
     /// 2 bytes: bf16, f16.
     W2,
@@ -381,7 +381,7 @@ impl Width {
         }
     }
 
-    /// The width of so many bytes, if it is one of the five.
+    /// The width of that number of bytes, if it is one of the five.
     #[must_use]
     pub const fn from_bytes(bytes: usize) -> Option<Self> {
         match bytes {

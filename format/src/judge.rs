@@ -1,18 +1,18 @@
 //! The verdict on a store: where recovery starts, what blocks it elsewhere, which snapshots stand for
-//! themselves, and which of those that should be there are lost.
+//! themselves, and which snapshots are lost that should be there.
 //!
-//! Recovery, views of earlier states and inspectors ask here, so that what one of them says of a store is what the
-//! others do. Recovery stops at the first candidate that holds; [`judge`] looks at all of them, in the same order and by
-//! the same rules.
+//! Recovery, views of earlier states and inspectors ask here, so that all of them say the same of a store.
+//! Recovery stops at the first candidate that holds. [`judge`] looks at all candidates, in the same order and
+//! by the same rules.
 //!
-//! What a snapshot is good for:
+//! The uses of a snapshot:
 //!
 //! | it | means | asked by |
 //! |---|---|---|
-//! | is a *start* | recovery can begin there: its chain, the log behind it up to the end, all images of the final state | [`Start::blocked_by`] |
-//! | *stands* | its own state can be had, with as much of the log as lies up to its end | [`Start::lost_by`] |
-//! | is *recorded* | the newest seal names it: it is kept, and a crash cannot have taken it away | [`Record::names`] |
-//! | is a *link alone* | a newer one is recorded and it is not: its manifest is there for those that follow it | [`Record::is_link_alone`] |
+//! | is a *start* | its chain, the log after it, and all final images hold | [`Start::blocked_by`] |
+//! | *stands* | its own state can be computed, with the log up to its end | [`Start::lost_by`] |
+//! | is *recorded* | the newest seal names it, so no crash can have taken it away | [`Record::names`] |
+//! | is a *link alone* | a newer one is recorded, and it is not | [`Record::is_link_alone`] |
 
 use std::collections::BTreeMap;
 
@@ -37,16 +37,16 @@ impl Record<'_> {
         self.0.iter().any(|entry| entry.snapshot == snapshot)
     }
 
-    /// Whether a link is there only for snapshots that follow it. A snapshot that is newer than all that are named
-    /// waits for its seal.
+    /// Whether a link is there only for snapshots that follow it. A snapshot that is newer than all named
+    /// ones waits for its seal.
     #[must_use]
     pub fn is_link_alone(self, snapshot: SnapshotId) -> bool {
         !self.names(snapshot) && self.0.iter().any(|entry| entry.snapshot > snapshot)
     }
 
-    /// What is wrong with the files of snapshots that are named: a manifest that is missing, unreadable, or another one
-    /// than the one that was verified. A snapshot's name is in its manifest and nowhere else, so a named one is lost
-    /// with it. Nothing else shows that: recovery starts from another one.
+    /// Damage to the manifests of named snapshots: one is missing, unreadable, or another one than was
+    /// verified. A snapshot's name is in its manifest and nowhere else, so a named snapshot's name is lost
+    /// with it. Nothing else shows the loss, because recovery starts from another one.
     #[must_use]
     pub fn lost(self, survey: &Survey) -> Vec<Damage> {
         let mut lost: Vec<Damage> = Vec::new();
@@ -78,11 +78,11 @@ pub struct Start {
     pub snapshot: Option<SnapshotId>,
     /// Whether it is a link alone: nothing promises that it can be started from.
     pub is_link_alone: bool,
-    /// Whether it was caught at one moment: then it stands without the log behind it.
+    /// Whether it was caught at one moment: then it stands without the log after it.
     pub is_exact: bool,
-    /// What keeps recovery from starting here.
+    /// The damage that keeps recovery from starting here.
     pub blocked_by: Vec<Damage>,
-    /// What keeps the store from going back to just this state. Not asked of a link alone.
+    /// The damage that keeps the store from going back to just this state. It is not asked of a link alone.
     pub lost_by: Vec<Damage>,
 }
 
@@ -91,23 +91,23 @@ pub struct Start {
 pub struct Verdict {
     /// All candidates, in the order in which recovery tries them.
     pub starts: Vec<Start>,
-    /// What recovery starts from, an index into `starts`; `None` if the store cannot be opened.
+    /// The candidate that recovery starts from, an index into `starts`; `None` if the store cannot be opened.
     pub opens_from: Option<usize>,
     /// The state that recovery finds.
     pub state: Option<Resolution>,
-    /// What is wrong with snapshots that the log records.
+    /// Damage to snapshots that the log records.
     pub lost: Vec<Damage>,
 }
 
 impl Verdict {
-    /// What recovery starts from.
+    /// The candidate that recovery starts from.
     #[must_use]
     pub fn start(&self) -> Option<&Start> {
         self.opens_from.map(|index| &self.starts[index])
     }
 }
 
-/// Images that were read, each once, with what is wrong with them.
+/// Proofs of images: each image is read once, and its defect is remembered.
 pub struct ImageProofs<'s> {
     source: &'s dyn ReadAt,
     read: BTreeMap<(u64, u64, u64, u32), Option<Defect>>,
@@ -121,7 +121,7 @@ impl<'s> ImageProofs<'s> {
         Self { source, read: BTreeMap::new(), bytes: 0 }
     }
 
-    /// What is wrong with the image of a page of length `len`.
+    /// Damage to the image of a page of length `len`.
     pub fn check(&mut self, lsn: Lsn, image: Option<ImageRef>, len: u64) -> Option<Damage> {
         let image = image?;
         let name = (image.file, image.offset, image.stored_len, image.stored_crc);
@@ -137,7 +137,7 @@ impl<'s> ImageProofs<'s> {
         defect.map(|defect| defect.at_lsn(FileName::Pages(image.file), image.offset, lsn))
     }
 
-    /// Forgets images that did not hold: beside a writer, they may have been on their way out.
+    /// Forgets images that did not hold: while a writer is at work, they may have been about to be deleted.
     pub fn forget_damaged(&mut self) {
         self.read.retain(|_, defect| defect.is_none());
     }
@@ -194,7 +194,7 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
     let end = verdict.state.as_ref().and_then(|state| state.end.as_ref());
     let record = Record(end.map(|end| &end.verified[..]).unwrap_or_default());
     verdict.lost = record.lost(survey);
-    // What the floor leaves out is promised by nothing, whether or not it is still there.
+    // A start that the floor leaves out is promised by no seal, whether or not it is still there.
     if end.is_some_and(|end| !Reach::of(survey, &end.verified).is_start(None)) {
         verdict.starts.retain(|start| start.snapshot.is_some());
     }
@@ -218,7 +218,7 @@ impl Survey {
     }
 }
 
-/// What is wrong with the images that a state is made from.
+/// Damage to the images that a state is made from.
 fn images_of(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<Damage> {
     let bases = state.resolved.bases.iter();
     bases.filter_map(|(_, base)| images.check(base.lsn, base.image, base.len)).collect()

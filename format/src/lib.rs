@@ -1,4 +1,4 @@
-//! The bytes of a Remanent store. `SPEC.md` beside this crate is the same in prose.
+//! The bytes of a Remanent store. `SPEC.md` in this crate's folder is the same in prose.
 //!
 //! No I/O and no unsafe code here: an inspector built on this crate opens what the engine refuses.
 //!
@@ -6,11 +6,11 @@
 //!
 //! A folder or file imports only from those below it.
 //!
-//! | folder | what it is for |
+//! | folder | purpose |
 //! |---|---|
 //! | `judge.rs` | the verdict on a store: where recovery starts, what is lost |
 //! | `reach.rs` | how far back a store goes |
-//! | `salvage/` | what a damaged store still proves |
+//! | `salvage/` | the pages that a damaged store still proves |
 //! | `state/` | from bytes to a state: table, log, survey, rebuild |
 //! | `manifest/` | snapshots: bases, changes, chains |
 //! | `op/` | a batch's operations |
@@ -20,7 +20,7 @@
 //! | `frame.rs` | the header of a frame |
 //! | `segment.rs` | the header of a segment |
 //! | `value/` | metadata values |
-//! | `defect.rs` | what can be wrong with bytes |
+//! | `defect.rs` | defects of bytes |
 //! | `names.rs` | the files of a store |
 //! | `ids.rs` | newtypes: pages, versions, positions |
 //! | `layout.rs` | tables of fixed little-endian fields |
@@ -54,7 +54,7 @@ pub use names::{FileName, Folder, ReadAt};
 pub use state::table::{PageInfo, PageTable};
 pub use value::{Metadata, SharedMetadata, Value};
 
-/// From one case to the next where a test tries every bit or byte: an interpreter takes a thousand times as long for
-/// each, and tries some.
+/// The step between cases of a test that tries every bit or byte. An interpreter takes a thousand times as
+/// long for each case, so it tries only some.
 #[cfg(test)]
 const CASES_STEP: usize = if cfg!(miri) { 61 } else { 1 };

@@ -42,7 +42,7 @@ pub const STORE_RECORD_LEN_MAX: usize = IDENTITY_LEN_MAX + 16 * ANCESTORS_MAX + 
 pub const CHUNK_IMAGES_MAX: u32 = 1 << 16;
 /// The longest chunk: one page of the largest length always fits.
 pub const CHUNK_LEN_MAX: u64 = 2 * PAGE_LEN_MAX;
-/// The most links of a snapshot, its base among them: so much is read before a chain is given up.
+/// The most links of a snapshot, its base among them: up to that number are read before a chain is given up.
 pub const CHAIN_LINKS_MAX: usize = 64;
 /// The longest name of a snapshot.
 pub const SNAPSHOT_NAME_LEN_MAX: usize = 64;

@@ -9,11 +9,11 @@ use crate::limits::NUMBER_MAX;
 pub enum Folder {
     /// The store directory itself.
     Root,
-    /// Log segments.
+    /// The folder of log segments.
     Log,
-    /// Images.
+    /// The folder of images and tables.
     Pages,
-    /// Manifests.
+    /// The folder of manifests.
     Snapshots,
 }
 
@@ -50,9 +50,9 @@ pub enum FileName {
     Pages(u64),
     /// `pages/<n>.table`: the table of an old state that a restore record names.
     Table(u64),
-    /// `snapshots/<n>.manifest`: what snapshot n consists of.
+    /// `snapshots/<n>.manifest`: the pages and images of snapshot n.
     Manifest(u64),
-    /// `<folder>/<n>.tmp`: being built; nobody's after a crash.
+    /// `<folder>/<n>.tmp`: being built; left over after a crash.
     Temporary(Folder, u64),
 }
 
@@ -125,19 +125,19 @@ pub trait ReadAt {
     /// The names in a folder, in any order; empty if the folder does not exist.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Any error of the medium.
     fn list(&self, folder: Folder) -> std::io::Result<Vec<String>>;
 
     /// A file's length in bytes; `None` if there is no such file.
     ///
     /// # Errors
-    /// What the medium reports.
+    /// Any error of the medium.
     fn len(&self, file: FileName) -> std::io::Result<Option<u64>>;
 
     /// Fills `out` from `offset`.
     ///
     /// # Errors
-    /// `UnexpectedEof` if the file ends before; else what the medium reports.
+    /// `UnexpectedEof` if the file ends before; else any error of the medium.
     fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> std::io::Result<()>;
 }
 

@@ -1,15 +1,15 @@
 //! How far back a store goes: from which snapshots replay may start, and which stand for their own end only.
 //!
-//! What lies on disk does not tell. A segment may be there of which the batches' images are gone, and a link of
-//! which only those that follow it are kept. The log's last seal tells: it records the snapshots that are kept, and
-//! marks those after which the log is kept. The oldest `redo` of a marked one is the **floor**.
+//! The files on disk do not tell. A segment may be there when the images of its batches are gone, and a link
+//! may be there only for the links that follow it. The log's last seal tells: it records the snapshots that
+//! are kept, and marks those after which the log is kept. The oldest `redo` of a marked one is the **floor**.
 //!
 //! | the last seal | a snapshot is | the log's beginning is a start |
 //! |---|---|---|
 //! | marks some | as its own entry says | no |
 //! | marks none | a start, if the log after it is there | yes, if it is there |
 //!
-//! Recovery, states of the past, retention, scrubs and the inspectors ask here and nowhere else.
+//! Recovery, views of earlier states, retention, scrubs and the inspectors ask here and nowhere else.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,28 +22,29 @@ use crate::names::{FileName, ReadAt};
 use crate::state::follow::Resolution;
 use crate::state::survey::Survey;
 
-/// What a link on disk stands for.
+/// The part that a link on disk plays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Every state from its end on: the log after it is kept, with all that the log names.
     Start,
     /// Its own end only: it was caught at one moment, and the log after it is not promised.
     OwnEnd,
-    /// Nothing: it is there for the snapshots that follow it, or it is on its way out. Its images may be gone.
+    /// No state: it is there for the snapshots that follow it, or is about to be deleted. Its images may be
+    /// gone.
     Link,
 }
 
 /// How far back a store goes, as its last seal says.
 #[derive(Clone, Debug)]
 pub struct Reach {
-    /// Of the links that can be read, with their ends.
+    /// The roles of the links that can be read, with their ends.
     roles: BTreeMap<SnapshotId, (Role, Lsn)>,
     beginning: Option<LogPoint>,
     floor: Option<Lsn>,
 }
 
 impl Reach {
-    /// What `recorded`, the entries of the log's last seal, says of the links of a survey.
+    /// The reach that `recorded`, the entries of the log's last seal, gives to the links of a survey.
     #[must_use]
     pub fn of(survey: &Survey, recorded: &[VerifiedSnapshot]) -> Self {
         let has_floor = recorded.iter().any(|entry| entry.log_kept);
@@ -68,7 +69,8 @@ impl Reach {
         Self { roles, beginning, floor }
     }
 
-    /// What the log's last seal says, and the newest batch; `None` if no candidate leads to the log's end.
+    /// The reach that the log's last seal gives, and the newest batch; `None` if no candidate leads to the
+    /// log's end.
     #[must_use]
     pub fn at_the_end(survey: &Survey, source: &dyn ReadAt) -> Option<(Lsn, Self)> {
         let end_from = |base: Option<Arc<Manifest>>| survey.resolve(source, base.as_ref(), None).ok();
@@ -77,10 +79,12 @@ impl Reach {
         Some((resolution.resolved.table.lsn(), Self::of(survey, &end.verified)))
     }
 
-    /// Follows the log from a candidate to its end, as an open does: the last seal there must leave it a start.
+    /// Follows the log from a candidate to its end, as an open does: the last seal there must leave it a
+    /// start.
     ///
     /// # Errors
-    /// [`Damage`]: as for [`Survey::resolve`]; the log after it is missing, as far as anything promises it.
+    /// [`Damage`]: as for [`Survey::resolve`]; or the log after the candidate is missing, because no seal
+    /// promises it.
     pub fn follow(
         survey: &Survey,
         source: &dyn ReadAt,
@@ -92,7 +96,7 @@ impl Reach {
         Ok(resolution)
     }
 
-    /// What a link stands for; nothing if it cannot be read.
+    /// The role of a link; `None` if it cannot be read.
     #[must_use]
     pub fn role(&self, snapshot: SnapshotId) -> Role {
         self.roles.get(&snapshot).map_or(Role::Link, |(role, _)| *role)
@@ -104,8 +108,8 @@ impl Reach {
         base.map_or(self.beginning.is_some(), |base| self.role(base) == Role::Start)
     }
 
-    /// Whether a candidate leads to the state at batch `until`, or to the newest one, as far as the seal promises it:
-    /// replay may start there, or it stands for just this state.
+    /// Whether a candidate leads to the state at batch `until`, or to the newest one, with the seal's
+    /// promise: replay may start there, or the candidate stands for just this state.
     #[must_use]
     pub fn leads_to(&self, base: Option<SnapshotId>, until: Option<Lsn>) -> bool {
         let Some(base) = base else { return self.beginning.is_some() };
@@ -116,11 +120,11 @@ impl Reach {
         }
     }
 
-    /// Refuses a start that the floor leaves out: what is passed on the way from there may lack its images, and the log
-    /// after it may go at any moment.
+    /// Refuses a start that the floor leaves out. Batches after it may lack their images, and the log after
+    /// it may be deleted at any moment.
     ///
     /// # Errors
-    /// [`Damage`]: the log after it is missing, as far as anything promises it.
+    /// [`Damage`]: the log after it is missing, because no seal promises it.
     pub fn check_start(&self, base: Option<&Manifest>) -> Result<(), Damage> {
         if self.is_start(base.map(|base| base.snapshot)) {
             return Ok(());
@@ -141,8 +145,8 @@ impl Reach {
         self.floor
     }
 
-    /// The oldest state of the window, in which every state can be computed up to the newest; `None` if there is no
-    /// start.
+    /// The oldest state of the window in which every state can be computed up to the newest; `None` if there
+    /// is no start.
     #[must_use]
     pub fn opens_at(&self) -> Option<Lsn> {
         let starts = self.roles.values().filter(|(role, _)| *role == Role::Start).map(|(_, end)| *end);

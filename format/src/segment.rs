@@ -22,13 +22,13 @@ pub const FLAG_OPENING: u32 = 1;
 layout! {
     /// The bytes of a segment header.
     pub struct SegmentHeaderRaw: 128 {
-        /// `RMNTSEGM`.
+        /// The magic `RMNTSEGM`.
         0 => magic: [u8; 8],
         /// Format version, 1.
         8 => version: u32,
         /// Bit 0: opening segment.
         12 => flags: u32,
-        /// The store.
+        /// The store's id.
         16 => store: StoreId,
         /// The segment's own number, as in its name.
         32 => segment: u64,
@@ -36,23 +36,23 @@ layout! {
         40 => segment_len: u64,
         /// The incarnation that this segment opens; zero if it opens none.
         48 => incarnation: Incarnation,
-        /// Where the incarnation before it ends: its last proven batch. Zero if there was none.
+        /// The end of the incarnation before it: its last proven batch. Zero if there was none.
         56 => predecessor: LogPoint,
         /// The last batch accepted from the incarnation before it.
         92 => accepted: Lsn,
         /// The chain hash of that batch's frame, as the incarnation before it wrote it.
         100 => accepted_chain: u32,
-        /// Zero.
+        /// Reserved, always zero.
         104 => reserved: [u8; 20],
         /// CRC-32 of the bytes before.
         124 => header_crc: u32,
     }
 }
 
-/// What a segment says of itself.
+/// The content of a segment's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentHeader {
-    /// The store.
+    /// The store's id.
     pub store: StoreId,
     /// The segment's own number.
     pub segment: u64,
@@ -65,9 +65,9 @@ pub struct SegmentHeader {
 /// How an incarnation begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opening {
-    /// The incarnation.
+    /// The incarnation that begins.
     pub incarnation: Incarnation,
-    /// Where its predecessor ends: the last batch that a durable mark proved. Zero for a new store.
+    /// The end of its predecessor: the last batch that a durable mark proved. Zero for a new store.
     pub predecessor: LogPoint,
     /// The last batch that recovery accepted. Batches after the predecessor's end up to this one were
     /// copied into this segment, so this is a durable mark.
@@ -113,10 +113,11 @@ impl SegmentHeader {
         raw.to_bytes()
     }
 
-    /// Reads the header of segment `number` of this store, whose file has this length.
+    /// Reads the header of segment `number` of this store, whose file has this length (SPEC S1 to S5).
     ///
     /// # Errors
-    /// A [`Defect`]: that of [`SegmentHeader::decode`], or it is another segment's, or another store's.
+    /// A [`Defect`]: one of [`SegmentHeader::decode`], or the header is of another segment, or of another
+    /// store.
     pub fn decode_at(bytes: &[u8], store: StoreId, number: u64, file_len: u64) -> Result<Self, Defect> {
         let header = Self::decode(bytes)?;
         check_equal("segment's number", header.segment, number)?;
@@ -124,7 +125,7 @@ impl SegmentHeader {
         if header.store == store { Ok(header) } else { Err(Defect::Foreign) }
     }
 
-    /// Reads a header from the start of a segment.
+    /// Reads a header from the start of a segment (SPEC S1 to S4).
     ///
     /// # Errors
     /// A [`Defect`]: too short, not a segment, a wrong checksum, an unknown version, fields out of range.

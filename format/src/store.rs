@@ -1,19 +1,19 @@
-//! The STORE file: who the store is, and which builds may touch it.
+//! The STORE file: the store's identity, and the builds that may touch it.
 //!
 //! A fixed header of 64 bytes, then a record encoded by serde and bincode. The header keeps its place and
 //! meaning in all versions to come, so that an old build can always say why it refuses:
 //!
-//! | found | what a build does |
+//! | found | a build |
 //! |---|---|
-//! | a version above its own, or an incompatible feature that it does not know | it refuses: [`Defect::Version`] |
-//! | a read-compatible feature that it does not know | it reads, and must not write: [`StoreFile::is_writable`] |
-//! | a compatible feature that it does not know | it ignores the bit, and keeps it |
+//! | a version above its own, or an unknown incompatible feature | refuses: [`Defect::Version`] |
+//! | an unknown read-compatible feature | may read, must not write: [`StoreFile::is_writable`] |
+//! | an unknown compatible feature | ignores the bit, and keeps it |
 //!
 //! STORE is written last when a store is created, so its presence is the proof that creation ended.
 //!
-//! A store is created with the features of what this build writes, and a writer that opens an older one adds them
-//! to STORE, durably, before it writes anything else ([`Features::with_written`]). A new feature is one line in the
-//! list below, and one row of SPEC.md's table.
+//! A store is created with the features that this build writes. A writer that opens an older store adds them
+//! to STORE, durably, before it writes anything else ([`Features::with_written`]). A new feature is one line
+//! in the list below, and one row of SPEC.md's table.
 
 use serde::{Deserialize, Serialize};
 
@@ -49,7 +49,7 @@ const fn bits(features: &[(u32, &str)]) -> u32 {
 layout! {
     /// The bytes of STORE's header.
     pub struct StoreHeaderRaw: 64 {
-        /// `RMNTSTOR`.
+        /// The magic `RMNTSTOR`.
         0 => magic: [u8; 8],
         /// Format version, 1.
         8 => version: u32,
@@ -59,13 +59,13 @@ layout! {
         16 => read_compatible: u32,
         /// Features that a build must know.
         20 => incompatible: u32,
-        /// The store.
+        /// The store's id.
         24 => store: StoreId,
         /// Length of the record, which follows the header.
         40 => record_len: u32,
         /// CRC-32 of the record.
         44 => record_crc: u32,
-        /// Zero.
+        /// Reserved, always zero.
         48 => reserved: [u8; 12],
         /// CRC-32 of the bytes before.
         60 => header_crc: u32,
@@ -84,12 +84,12 @@ pub struct Features {
 }
 
 impl Features {
-    /// The features of what this build writes.
+    /// The features that this build writes.
     pub const WRITTEN: Self =
         Self { compatible: 0, read_compatible: KNOWN_READ_COMPATIBLE, incompatible: KNOWN_INCOMPATIBLE };
 
-    /// These features together with those of what this build writes: what STORE must say before this build writes
-    /// anything else.
+    /// These features together with those that this build writes. STORE must have them before this build
+    /// writes anything else.
     #[must_use]
     pub const fn with_written(self) -> Self {
         Self {
@@ -106,7 +106,7 @@ impl Features {
     }
 }
 
-/// What the creator said of the store.
+/// The creator's own part of STORE.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRecord {
     /// A fingerprint of how the caller lays out data in pages; checked at open, where there is one.
@@ -142,11 +142,11 @@ impl StoreRecord {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreFile {
-    /// The store.
+    /// The store's id.
     pub store: StoreId,
     /// The features it uses.
     pub features: Features,
-    /// What its creator said.
+    /// The creator's own part.
     pub record: StoreRecord,
 }
 
@@ -233,7 +233,7 @@ mod tests {
             features: Features::default(),
             record: StoreRecord {
                 layout_fingerprint: Some([9; 32]),
-                identity: b"who".to_vec(),
+                identity: b"mine".to_vec(),
                 created_unix_ms: 1_700_000_000_123,
                 ancestors: vec![StoreId([1; 16]), StoreId([2; 16])],
             },
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn feature_bits_and_versions_decide_who_may_read_and_write() {
+    fn feature_bits_and_versions_decide_which_builds_read_and_write() {
         let compatible = StoreFile::decode(&with_header(|raw| raw.compatible = 1)).unwrap();
         assert!(compatible.is_writable());
         assert_eq!(compatible.features.compatible, 1);

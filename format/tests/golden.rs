@@ -1,5 +1,5 @@
 //! The bytes of version 1, pinned. `golden/` holds one file for each structure and one for each kind of
-//! defect, with a text beside it that explains every byte, or what differs from the sound file.
+//! defect, with a text next to it that explains every byte, or the difference from the sound file.
 //!
 //! The files are made by this test, and by nothing else:
 //!
@@ -54,7 +54,7 @@ fn read_and_write(structure: Structure, bytes: &[u8]) -> Result<Vec<u8>, Defect>
         Structure::Frame => Ok(read_frame(bytes, &BEFORE, FRAME_AT.1)?.0),
         Structure::Groups => {
             let (mut out, mut point) = (Vec::new(), BEFORE);
-            // The next frame lies right behind the last one, or else at the next boundary.
+            // The next frame lies right after the last one, or else at the next boundary.
             while out.len() < bytes.len() {
                 let frame = read_frame(&bytes[out.len()..], &point, FRAME_AT.1 + out.len() as u64);
                 if frame.is_err() && out.len() % 4096 != 0 {
@@ -89,7 +89,7 @@ fn read_and_write(structure: Structure, bytes: &[u8]) -> Result<Vec<u8>, Defect>
     }
 }
 
-/// Reads the frame behind a point, and writes it again; gives the point behind it.
+/// Reads the frame after a point, and writes it again; returns the point after it.
 fn read_frame(bytes: &[u8], before: &LogPoint, offset: u64) -> Result<(Vec<u8>, LogPoint), Defect> {
     let (header, end) = UncheckedFrame::decode(bytes)?.follow(before, STORE, FRAME_AT.0, offset)?;
     let needed = FrameHeaderRaw::LEN + header.payload_len as usize;
@@ -139,7 +139,7 @@ fn write(kind: &str, name: &str, bytes: &[u8], text: &str) {
     std::fs::write(folder(kind).join(format!("{name}.txt")), text).unwrap();
 }
 
-/// The file on disk, which must be what the code makes, as must its text.
+/// Reads the file on disk, which must be the bytes that the code makes; so must its text.
 fn read(kind: &str, name: &str, bytes: &[u8], text: &str) -> Vec<u8> {
     let on_disk = std::fs::read(folder(kind).join(format!("{name}.bin"))).unwrap();
     assert!(on_disk == bytes, "{kind}/{name}.bin is not what the encoder makes");

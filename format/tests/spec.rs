@@ -1,6 +1,6 @@
-//! SPEC.md says what the code says: every table of the page is read and held against the constants.
+//! SPEC.md agrees with the code: every table of the page is read and compared with the constants.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshotRaw};
@@ -119,7 +119,7 @@ fn sources_in(folder: &Path) -> Vec<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { sources_in(&path) } else { vec![path] }).collect()
 }
 
-/// Where the bytes of each field of a composite lie, found by changing one field at a time.
+/// The place of each field of a composite, found by changing one field at a time.
 fn check_composite<T: Field>(name: &str, zero: &T, changed: &[(&str, T)]) {
     let (len, rows) = &structures()[name];
     assert_eq!(*len, T::SIZE, "{name}");
@@ -194,7 +194,7 @@ fn magics_and_versions_are_those_of_the_code() {
 
 #[test]
 fn feature_bits_are_those_of_the_code() {
-    let table = SPEC.split("| bit | name | what it stands for |\n|---|---|---|\n").nth(1).unwrap();
+    let table = SPEC.split("| bit | name | feature |\n|---|---|---|\n").nth(1).unwrap();
     let rows = table.lines().take_while(|line| line.starts_with('|')).map(|line| {
         let mut cells = line.split('|').skip(1).map(str::trim);
         (cells.next().unwrap().parse().unwrap(), cells.next().unwrap().trim_matches('`'))
@@ -340,10 +340,10 @@ fn the_crc_is_the_one_that_the_page_names() {
     assert_eq!(crc32fast::hash(b"123456789"), 0xcbf4_3926);
 }
 
-/// What the page shows of a segment and of a frame is what the golden files beside it hold.
+/// The page's annotated bytes of STORE, of a segment and of a frame are those of the golden files.
 #[test]
 fn annotated_examples_are_those_of_the_golden_files() {
-    let golden = ["segment-opening", "frame-batch"];
+    let golden = ["store", "segment-opening", "frame-batch"];
     let shown: Vec<&str> =
         SPEC.split("```dump\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
     assert_eq!(shown.len(), golden.len());
@@ -354,23 +354,31 @@ fn annotated_examples_are_those_of_the_golden_files() {
     }
 }
 
-/// A label is given once, and every label that the page cites is one.
-#[test]
-fn labels_are_given_once() {
+/// The labels that the page gives, sorted: list items, rows of the verdicts, and W1, which stands inside a
+/// sentence.
+fn labels() -> Vec<String> {
     let given = |line: &str| {
         let label = line.strip_prefix("- **").and_then(|rest| rest.split_once("**")).map(|(label, _)| label);
         let of_row = line.strip_prefix("| E").and_then(|rest| rest.split_once(" |"));
         label.map(str::to_owned).or(of_row.map(|(number, _)| format!("E{number}")))
     };
-    let is_label = |text: &str| {
-        text.len() == 2
-            && text.starts_with(|c| "SFWECMLR".contains(c))
-            && text.ends_with(|c: char| c.is_ascii_digit())
-    };
     let mut labels: Vec<String> = SPEC.lines().filter_map(given).filter(|label| is_label(label)).collect();
     labels.push("W1".to_owned());
-    let count = labels.len();
     labels.sort_unstable();
+    labels
+}
+
+fn is_label(text: &str) -> bool {
+    text.len() == 2
+        && text.starts_with(|c| "SFWEHCMLR".contains(c))
+        && text.ends_with(|c: char| c.is_ascii_digit())
+}
+
+/// A label is given once, and every label that the page cites is one.
+#[test]
+fn labels_are_given_once() {
+    let mut labels = labels();
+    let count = labels.len();
     labels.dedup();
     assert_eq!(labels.len(), count, "{labels:?}");
     assert!(count > 40, "{labels:?}");
@@ -378,4 +386,35 @@ fn labels_are_given_once() {
     let unknown: Vec<&str> =
         words.filter(|word| is_label(word) && !labels.iter().any(|label| label == word)).collect();
     assert_eq!(unknown, Vec::<&str>::new());
+}
+
+/// A comment in the sources cites every label, as `SPEC F6`, and cites no label that the page does not give.
+#[test]
+fn the_code_that_checks_a_condition_cites_its_label() {
+    let mut cited = BTreeSet::new();
+    for file in sources_in(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src")) {
+        let text = std::fs::read_to_string(file).unwrap();
+        let comments = text.lines().filter_map(|line| line.split_once("//").map(|(_, comment)| comment));
+        for citation in comments.flat_map(|comment| comment.split("SPEC ").skip(1)) {
+            let words = citation.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+            let list = words.take_while(|word| is_label(word) || ["to", "and"].contains(word));
+            let mut before: Option<(&str, bool)> = None;
+            for word in list {
+                match (word, before) {
+                    ("to" | "and", Some((label, _))) => before = Some((label, word == "to")),
+                    (_, Some((first, true))) => {
+                        let digit = |label: &str| label.as_bytes()[1];
+                        let run = digit(first)..=digit(word);
+                        cited.extend(run.map(|digit| format!("{}{}", &first[..1], char::from(digit))));
+                        before = Some((word, false));
+                    }
+                    _ => {
+                        cited.insert(word.to_owned());
+                        before = Some((word, false));
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(cited, labels().into_iter().collect());
 }

@@ -1,4 +1,4 @@
-//! Whole stores, sound and damaged: what SPEC.md says under "reading the log" and "the state of a store",
+//! Whole stores, sound and damaged: the rules of SPEC.md under "reading the log" and "the state of a store",
 //! row by row.
 
 #[path = "support/maker.rs"]
@@ -52,7 +52,7 @@ fn a_batch_may_name_an_image_that_was_written_ahead() {
     check_state("the first of the two", &rebuild(&maker.files, &until).unwrap(), 5);
 
     maker.files.0.remove(&FileName::Pages(11));
-    check("nobody needs the first of the two for what is newer", &maker, &Clean(6));
+    check("no newer state needs the first of the two", &maker, &Clean(6));
     maker.files.0.get_mut(&FileName::Pages(12)).unwrap()[4096 + 128] ^= 1;
     check("a rotten one is named", &maker, &Refused("000000000000000c.pages at offset 4224: image checksum"));
 }
@@ -71,7 +71,7 @@ fn moved() -> Maker {
     maker
 }
 
-/// Place, epoch and bytes of that page behind a batch; the bytes are those that this batch wrote.
+/// Place, epoch and bytes of that page after a batch; the bytes are those that this batch wrote.
 fn moved_at(lsn: u64) -> (Place, Epoch, u64) {
     match lsn {
         1 | 2 => (Place::Host, Epoch(lsn), lsn),
@@ -81,7 +81,7 @@ fn moved_at(lsn: u64) -> (Place, Epoch, u64) {
     }
 }
 
-/// A snapshot of that store which caught the page behind batch `caught`.
+/// A snapshot of that store which caught the page after batch `caught`.
 fn snapshot_of_moved(maker: &mut Maker, redo: u64, caught: u64, end: u64) {
     let (place, epoch, written) = moved_at(caught);
     let mut manifest = maker.manifest(1, redo, caught, end);
@@ -158,7 +158,7 @@ fn an_image_is_all_that_a_batch_does_to_its_page() {
     let new = PageId(2);
     let create = Op::Create { page: new, len, place: Place::Host, key: None, metadata: Metadata::new() };
     let of_new = Op::Image { page: new, len, image };
-    let alone = Some("an image of page 1 stands beside other changes of its bytes");
+    let alone = Some("an image of page 1 comes with other changes of its bytes");
     let too_long = Some("an image of 64 bytes for page 1 of 63 bytes");
     for (why, ops, refusal) in [
         ("alone", vec![&named], None),
@@ -324,13 +324,13 @@ fn frames_of_one_group_stand_or_fall_alone() {
     stray.frame_at(2)[5] = 1;
     resum(stray.frame_at(2));
     check("the second says that it starts a group", &stray, &Torn(1, 3));
-    // The frame behind the break is found off a boundary too: the report says that it was cut.
+    // The frame after the break is found off a boundary too: the report says that it was cut.
     let mut torn = maker;
     torn.frame_at(2)[90] ^= 1;
     check("the second is torn", &torn, &Torn(1, 3));
 }
 
-/// Where the start of a group is gone, what lies inside of it still says what was durable.
+/// If the start of a group is gone, frames inside the group still say what was durable.
 #[test]
 fn a_frame_inside_of_a_group_testifies_alone() {
     let mut maker = Maker::new();
@@ -411,7 +411,7 @@ fn an_incarnation_goes_on_where_its_predecessor_was_proven() {
     check("the copied tail is durable", &copied, &Refused("(lsn 3): payload checksum"));
 }
 
-/// Nothing but the opening says where the incarnation before it ends, and that what it accepted is durable.
+/// Only the opening says where the incarnation before it ends, and that the batches it accepted are durable.
 #[test]
 fn an_opening_is_believed_by_itself() {
     let mut maker = four();
@@ -443,7 +443,7 @@ fn only_the_newest_incarnation_testifies() {
     let mut stale = maker.frame_at(2)[..80].to_vec();
     maker.reopen(2);
     maker.batch();
-    // A frame of the incarnation before, at its own place behind the end, whose mark covers everything.
+    // A frame of the incarnation before, at its own place after the end, whose mark covers everything.
     let at = 12288_u64;
     stale[32..40].copy_from_slice(&3_u64.to_le_bytes());
     stale[40..48].copy_from_slice(&at.to_le_bytes());

@@ -23,9 +23,9 @@ const FILE_MANIFEST: u8 = 4;
 const PIECE: u8 = 5;
 
 impl Files {
-    /// Reads an archive: records of 6 bytes, which are a kind in 1, a number in 1, and *a* and *b* in 2
-    /// bytes each. A file is named by kind and number, 4096 *a* + *b* bytes long, and zero. A piece is *b*
-    /// bytes, which follow it, for offset 16 *a* of the file before it. What does not fit is left out, so
+    /// Reads an archive of records of 6 bytes: a kind in 1, a number in 1, and *a* and *b* in 2 bytes each. A
+    /// file is named by kind and number, 4096 *a* + *b* bytes long, and zero. A piece is *b* bytes, which
+    /// follow the record, for offset 16 *a* of the file before it. A record that does not fit is left out, so
     /// every input is an archive.
     pub fn from_archive(mut data: &[u8]) -> Self {
         let mut files = BTreeMap::new();

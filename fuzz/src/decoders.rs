@@ -1,10 +1,10 @@
-//! What every fuzz target holds, as plain functions of bytes: so that the ordinary tests can run them on
+//! The promises of every decoder, as plain functions of bytes, so that the ordinary tests can run them on
 //! golden files and on inputs that once failed, without the fuzzer.
 //!
-//! All targets hold the same promises: no panic, no allocation or loop beyond what the input's length
-//! justifies (the fuzzer's limits on memory and time see to that), and what decodes encodes to the same
-//! bytes. Each input is tried as it is, and once more with its checksums made to fit, or mutation would
-//! never get behind them.
+//! All targets hold the same promises: no panic; no allocation or loop beyond what the input's length
+//! justifies (the fuzzer's limits on memory and time check that); and bytes that decode encode to the same
+//! bytes. Each input is tried as it is, and once more with its checksums made to fit: mutation would never
+//! get past them otherwise.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ use crate::fit::{fit_header, fit_images, fit_manifest, fit_payload, fit_store};
 /// Pages longer than this together are not built.
 const PAGE_BYTES_MAX: u64 = 1 << 16;
 
-/// A target: its name, and what it does with an input.
+/// A target: its name, and the function that takes an input.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets by name.
@@ -57,7 +57,7 @@ pub fn value(data: &[u8]) {
     }
 }
 
-/// STORE.
+/// The STORE file.
 pub fn store_file(data: &[u8]) {
     let mut fitted = data.to_vec();
     fit_store(&mut fitted);
@@ -108,7 +108,7 @@ pub fn frame(data: &[u8]) {
     }
 }
 
-/// A batch's payload: its operations, what they change in an empty store, and the bytes that they leave.
+/// A batch's payload: its operations, their changes in an empty store, and the bytes that they leave.
 pub fn payload(data: &[u8]) {
     let mut fitted = data.to_vec();
     fit_payload(&mut fitted);
@@ -143,7 +143,7 @@ pub fn payload(data: &[u8]) {
     }
 }
 
-/// The header of an image file, and of the chunk behind it.
+/// The header of an image file, and of the chunk after it.
 pub fn image(data: &[u8]) {
     let mut fitted = data.to_vec();
     fit_images(&mut fitted);
@@ -167,7 +167,8 @@ pub fn image(data: &[u8]) {
     }
 }
 
-/// What an image gives, with the checksum as it is stored made to fit, so that the decompressor is reached.
+/// The content of an image, with the checksum of the stored bytes made to fit, so that the decompressor is
+/// reached.
 fn content(header: &ImageHeader, stored: &[u8]) {
     if header.len > CONTENT_LEN_MAX {
         return;

@@ -1,8 +1,9 @@
-//! Whole store directories, made up, through everything that opens one.
+//! Made-up store directories, through everything that opens one.
 //!
-//! The promises: nothing panics, hangs, or takes more memory than the budget and the files justify. The ways to
-//! read a store agree: the pure rebuild, a read-only look, a salvage that calls pages exact, and the engine show
-//! the same state wherever two of them show one. A store that opens takes a batch, closes, and opens again with
+//! The promises: nothing panics, hangs, or takes more memory than the budget and the files justify. The ways
+//! to read a store agree: the pure rebuild, a read-only look, a salvage that calls pages exact, and the
+//! engine show the same state wherever two of them show one. A store that opens takes a batch, closes, and
+//! opens again with it. A store that is refused for its bytes is left as it was.
 //! it; a store that is refused for its bytes is left as it was.
 
 use std::sync::Arc;
@@ -38,8 +39,8 @@ pub fn examine(files: &Files) -> bool {
     let options = RebuildOptions { page_bytes_max: PAGE_BYTES_MAX, ..RebuildOptions::default() };
     let rebuilt = rebuild(files, &options).ok();
     let pure = rebuilt.as_ref().map(State::rebuilt);
-    // A look and a salvage take the newest snapshot whatever became of its images, and miss what is damaged. Where
-    // a rebuild passed it over, files that are made up may say another thing behind an older one.
+    // A look and a salvage take the newest snapshot whatever became of its images, and miss damage in them.
+    // If a rebuild passed it over, made-up files may say another thing after an older one.
     let newest = pure.as_ref().filter(|_| rebuilt.is_some_and(|rebuilt| rebuilt.passed_over.is_empty()));
     let disk = files.disk();
     look(&disk, newest);
@@ -74,7 +75,7 @@ fn open(disk: &SimDisk) -> Result<Store, Error> {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
 }
 
-/// What opened takes another batch and a snapshot, and has them when it is opened again.
+/// A store that opened takes another batch and a snapshot, and has them when it is opened again.
 fn go_on(disk: &SimDisk, store: Store, state: State) {
     let mut batch = store.batch();
     batch.set_root("opened", true);
@@ -104,7 +105,7 @@ fn go_on(disk: &SimDisk, store: Store, state: State) {
     assert_eq!(State::rebuilt(&rebuilt), after, "the rebuild of what the engine wrote");
 }
 
-/// A read-only look. A page that it shows is what the rebuild says.
+/// A read-only look shows each page as the rebuild made it.
 fn look(disk: &SimDisk, newest: Option<&State>) {
     let disk: Arc<dyn Disk> = Arc::new(disk.clone());
     let Ok(seen) = View::open_on(&disk, None) else { return };
@@ -122,7 +123,7 @@ fn look(disk: &SimDisk, newest: Option<&State>) {
     }
 }
 
-/// What salvage calls exact is what the rebuild says.
+/// A page that salvage calls exact is the page of the rebuild.
 fn salvage(files: &Files, newest: Option<&State>) {
     let Some(Ok(store)) = files.0.get(&FileName::Store).map(|bytes| StoreFile::decode(bytes)) else { return };
     let Ok(salvage) = Salvage::read(files, store, PAGE_BYTES_MAX) else { return };

@@ -1,4 +1,4 @@
-//! Makes checksums fit again after a mutation, or mutation would never get behind them.
+//! Makes checksums fit again after a mutation; without that, mutation would never get past them.
 
 use remanent_format::FileName;
 use remanent_format::frame::FrameHeaderRaw;

@@ -1,9 +1,9 @@
 //! Histories of a store, with crashes in the middle of any action, against the model of the ordinary tests.
 //!
-//! What the fuzzer adds to those tests: its inputs are steered by which code they reach, and the disk is a
-//! simulated one, so that a crash comes before any of the disk's events or tears it, and a power cut leaves any
-//! choice of what was not synced. Whatever comes out must be the state behind some batch, and none that was
-//! acknowledged may be missing.
+//! The fuzzer adds two things to those tests. Its inputs are steered by the code that they reach. The disk is
+//! a simulated one, so that a crash comes before any of the disk's events or tears it, and a power cut keeps
+//! any choice of the writes that were not synced. The result must be the state after some batch, and no
+//! acknowledged batch may be missing.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::model::run::{Floors, Ground, Left, Setting, Tally, run};
 
 /// Actions of one history: an input that is longer finds nothing more for its time.
 const ACTIONS_MAX: usize = 40;
-/// Disks that a power cut at one moment is taken to leave, of which one is chosen.
+/// The number of disks that a power cut at one moment may leave; one of them is chosen.
 const IMAGES_MAX: usize = 8;
 
 /// How a store is opened.
@@ -33,7 +33,7 @@ struct Choices {
     in_background: bool,
 }
 
-/// A history.
+/// Plays one history.
 pub fn history(data: &[u8]) {
     let mut raw = Unstructured::new(data);
     let Ok(choices) = Choices::arbitrary(&mut raw) else { return };
@@ -60,7 +60,7 @@ fn live_through(actions: &[Action], choices: Choices) -> Tally {
     tally
 }
 
-/// A simulated disk, and what was promised on it when the action in hand began.
+/// A simulated disk, and the promises made on it before the current action began.
 #[derive(Default)]
 struct Simulation {
     disk: SimDisk,
@@ -89,7 +89,7 @@ impl Ground for Simulation {
         (self.floors, self.events) = (floors, self.disk.events());
     }
 
-    /// The crash comes at any of the disk's events since the action began, or behind the last one.
+    /// The crash comes at any of the disk's events since the action began, or after the last one.
     fn crash(self, store: Store, pick: u64) -> Left<Self> {
         let floors_now = Floors::of(&store);
         let last = self.disk.events();
@@ -112,8 +112,8 @@ impl Ground for Simulation {
     }
 }
 
-/// Histories drawn at random, for the test that this target can fail: how many crashes there were, and how many
-/// of them took batches.
+/// Counts the crashes of histories drawn at random, and the crashes that took batches, for the test that this
+/// target can fail.
 pub fn crashes(actions: &[Action]) -> (usize, usize) {
     let choices = Choices { log_io: 0, is_durable: false, is_late: false, in_background: false };
     let Tally { crashes, lost, .. } = live_through(actions, choices);

@@ -1,8 +1,9 @@
 //! Files of weights through import and export.
 //!
-//! The promises: whatever a file says of itself, it is imported or refused, without a panic and without memory that its
-//! length does not justify; a sound store is not blamed for it. What was imported is exported byte for byte, each
-//! version as it was, whichever came before and after it; what is imported twice makes no second version.
+//! The promises: whatever a file says of itself, it is imported or refused, without a panic and without
+//! memory that its length does not justify; a sound store is not blamed for it. An imported file is exported
+//! byte for byte, each version as it was, whichever came before and after it. A file that is imported twice
+//! makes no second version.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,8 +28,8 @@ const LEN_LEN: usize = 8;
 /// Bytes of tensors that a file is given for its header.
 const DATA_LEN_MAX: u64 = 1 << 16;
 
-/// What tensors are called: names that are keys, that are too long for one, that look like one made from another
-/// name, and the one that no tensor's page gets.
+/// The names of tensors: names that are keys, that are too long for one, that look like one made from
+/// another name, and the one that no tensor's page gets.
 const NAMES: [&str; 10] = [
     "",
     "w",
@@ -51,11 +52,11 @@ struct Tensor {
     name: u8,
     dtype: u8,
     count: u16,
-    /// Its bytes follow from this, so that versions have most of them in common,
+    /// The seed of its bytes, so that versions have most of them in common.
     seed: u8,
-    /// but for one in so many,
+    /// One byte in this number plus one differs from the others.
     stride: u8,
-    /// which is this.
+    /// The value of a differing byte.
     changed: u8,
 }
 
@@ -71,8 +72,8 @@ impl Tensor {
     }
 }
 
-/// A file as the fuzzer made it up: any bytes, as they are and with lengths that fit; and what those bytes draw, as a
-/// history of versions.
+/// A file as the fuzzer made it up: any bytes, as they are and with lengths that fit; and a history of
+/// versions that those bytes draw.
 pub fn import(data: &[u8]) {
     let room = Room::new();
     room.any(data);
@@ -82,8 +83,8 @@ pub fn import(data: &[u8]) {
     room.history(&versions(data));
 }
 
-/// A file in which the first length is its header's, as far as that is JSON, and that is as long as its tensors say;
-/// `None` if it holds no JSON.
+/// A file whose first length is its header's, as far as that is JSON, and which is as long as its tensors
+/// say; `None` if it holds no JSON.
 fn fit(data: &[u8]) -> Option<Vec<u8>> {
     let json = data.get(LEN_LEN..)?;
     let mut values = Deserializer::from_slice(json).into_iter::<Value>();
@@ -97,7 +98,7 @@ fn fit(data: &[u8]) -> Option<Vec<u8>> {
     Some([&(json.len() as u64).to_le_bytes(), json, &data].concat())
 }
 
-/// The history that bytes draw: files of weights. Where the bytes end, zeros are drawn.
+/// The history that bytes draw: files of weights. After the last byte, zeros are drawn.
 pub fn versions(data: &[u8]) -> Vec<Vec<u8>> {
     let mut raw = Unstructured::new(data);
     let mut version = || -> arbitrary::Result<Vec<u8>> {
@@ -108,8 +109,8 @@ pub fn versions(data: &[u8]) -> Vec<Vec<u8>> {
     (0..VERSIONS_MAX).map_while(|_| version().ok()).collect()
 }
 
-/// A file of these tensors, of which each name's first counts; the header names them in another order, with spaces
-/// behind it.
+/// A file of these tensors; the first one of each name counts. The header names them in another order, with
+/// spaces after it.
 fn file(turn: u8, tensors: &[Tensor]) -> Vec<u8> {
     let (mut names, mut data, mut entries) = (Vec::new(), Vec::new(), Vec::new());
     for tensor in tensors {
@@ -136,7 +137,7 @@ fn file(turn: u8, tensors: &[Tensor]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &data].concat()
 }
 
-/// Where files lie while they are imported and exported.
+/// The folder of files while they are imported and exported.
 struct Room(tempfile::TempDir);
 
 impl Room {
@@ -182,7 +183,7 @@ impl Room {
         self.export(&disk, store, &held);
     }
 
-    /// Closes a store, and takes each version out of what is left.
+    /// Closes a store, and exports each version from the disk that is left.
     fn export(&self, disk: &SimDisk, store: Store, versions: &[(Lsn, Vec<u8>)]) {
         store.close().unwrap_or_else(|error| panic!("a store of weights does not close: {error}"));
         let dir = self.0.path().join("store");

@@ -1,8 +1,8 @@
-//! Whole store directories, made up, through the inspecting commands.
+//! Made-up store directories, through the inspecting commands.
 //!
-//! The promises: every command comes to an end with one of its exit codes, whatever it finds, in the memory that it
-//! is given, and leaves the directory as it was. Where `verify` says that all is well, the pure rebuild makes a state,
-//! and the other commands show that state.
+//! The promises: every command ends with one of its exit codes, whatever it finds, in the memory that it is
+//! given, and leaves the directory as it was. If `verify` says that all is well, the pure rebuild makes a
+//! state, and the other commands show that state.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,7 @@ const MEMORY_MAX: &str = "65536";
 /// Pages of one store that are dumped and blamed.
 const PAGES_MAX: usize = 3;
 
-/// Each is run as it is here; the directory comes in behind the command's name.
+/// Each command is run as it is here; the directory follows the command's name.
 const COMMANDS: [&[&str]; 13] = [
     &["info"],
     &["info", "--json"],
@@ -60,7 +60,7 @@ pub fn inspect(files: &Files) -> bool {
     let rebuilt = rebuild(files, &options).ok();
     let (is_sound, _) = ended(&["verify", "--memory-max", MEMORY_MAX], dir.path());
     assert!(!is_sound || rebuilt.is_some(), "`verify` finds nothing in what cannot be rebuilt");
-    // Where the newest snapshot was passed over, `pages` still shows what it says, and complains.
+    // If the newest snapshot was passed over, `pages` still shows its state, and complains.
     if let Some(rebuilt) = rebuilt.filter(|rebuilt| rebuilt.passed_over.is_empty()) {
         shows(&rebuilt, dir.path(), is_sound);
     }
@@ -68,7 +68,7 @@ pub fn inspect(files: &Files) -> bool {
     is_sound
 }
 
-/// What is shown of each page is what was rebuilt.
+/// Each page is shown as it was rebuilt.
 fn shows(rebuilt: &RebuiltStore, dir: &Path, is_sound: bool) {
     let (listed, lines) = ended(&["pages", "--json", "--memory-max", MEMORY_MAX], dir);
     assert!(listed || !is_sound, "`verify` finds nothing, but `pages` does");
@@ -88,8 +88,8 @@ fn shows(rebuilt: &RebuiltStore, dir: &Path, is_sound: bool) {
     }
 }
 
-/// Runs a command, which may find what it likes but neither a lock nor a Ctrl-C. Returns whether all is well, and what
-/// it says.
+/// Runs a command, which may find anything except a lock or a Ctrl-C. Returns whether all is well, and the
+/// command's output.
 fn ended(arguments: &[&str], dir: &Path) -> (bool, Vec<u8>) {
     let dir = dir.to_str().expect("a temporary directory's name is UTF-8");
     let mut out = Vec::new();

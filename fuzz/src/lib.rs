@@ -1,8 +1,8 @@
-//! Fuzz targets, as plain functions of bytes, so that the ordinary tests run them without the fuzzer, on every
-//! input that the repository keeps: those of [`decoders`], [`directories`] and [`histories`], and those of the
-//! command, [`inspections`] and [`imports`].
+//! Fuzz targets, as plain functions of bytes. The ordinary tests run them without the fuzzer, on every input
+//! that the repository keeps: the targets of [`decoders`], [`directories`] and [`histories`], and those of
+//! the command, [`inspections`] and [`imports`].
 //!
-//! [`archive`] and [`fit`] are what inputs are made of. What the targets compare with is the ordinary tests' own.
+//! Inputs are made of [`archive`] and [`fit`]. The targets compare with models that the ordinary tests own.
 
 pub mod archive;
 pub mod fit;

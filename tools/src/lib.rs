@@ -4,20 +4,21 @@
 //!
 //! Each folder is a family of commands, and imports only from those below it.
 //!
-//! | folder | what it is for |
+//! | folder | purpose |
 //! |---|---|
 //! | `torture/` | kills, damage and power cuts on the user's own disk and GPU |
-//! | `bench/` | what a machine does with a store, beside what it does without |
+//! | `bench/` | the speed of a machine with a store, compared with its speed without |
 //! | `replay/` | a cache trace driven through a store, killed and checked; the demo |
 //! | `history/` | comparing, naming, going back to and branching from kept states |
 //! | `weights/` | files of weights and their versions |
-//! | `inspect/` | what lies in a store; reads without the engine, and opens what it refuses |
+//! | `inspect/` | the content of a store; reads without the engine, and opens what it refuses |
 //! | `read/` | a store directory as those commands see it |
-//! | `cli/` | what every command needs: its end, its output, its interruption |
+//! | `cli/` | the tools of every command: its end, its output, its interruption |
 //!
 //! # As a library
 //!
-//! A library, so that a test can run commands by the thousand without a process each: [`run`], [`import()`].
+//! The command is also a library, so that a test can run commands by the thousand without a process each:
+//! [`run`], [`import()`].
 
 mod torture;
 mod bench;
@@ -106,7 +107,7 @@ impl Command {
         )
     }
 
-    /// Runs it.
+    /// Runs the chosen command.
     fn run(&self, out: &mut Output) -> Outcome {
         let outcome = match self {
             Command::Demo(command) => command.run(out),
@@ -133,13 +134,14 @@ impl Command {
             Command::Bench(command) => command.run(out),
             Command::Completions(command) => command.run(Cli::command(), out),
         };
-        // What was found is shown even where the command then failed.
+        // Results found so far are shown even if the command then failed.
         out.flush()?;
         outcome
     }
 }
 
-/// The command as this process was called: what it finds goes to standard output, why it failed to standard error.
+/// The command as this process was called: results go to standard output, the reason of a failure to standard
+/// error.
 pub fn main() -> ExitCode {
     exit::code(run_here(&Cli::parse()))
 }
@@ -152,13 +154,13 @@ fn run_here(cli: &Cli) -> Outcome {
     cli.command.run(&mut Output::stdout())
 }
 
-/// Runs a command for a caller that goes on after it. `arguments` are what follows the program's name; what would
-/// go to standard output goes to `out`.
+/// Runs a command for a caller that goes on after it. `arguments` are those after the program's name. The
+/// results go to `out` instead of standard output.
 ///
 /// # Errors
 ///
-/// What a process would say on standard error before it ends with an exit code of its own; also arguments that
-/// are none.
+/// The failure that a process would report on standard error before it ends with an exit code of its own;
+/// also wrong arguments.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,4 +1,4 @@
-//! The `remanent` command. What it does is in the library beside it, which tests call without a process.
+//! The `remanent` command. Its work is done by the library, which tests call without a process.
 
 fn main() -> std::process::ExitCode {
     remanent_tools::main()

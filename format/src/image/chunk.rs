@@ -14,9 +14,9 @@ pub const CHUNK_MAGIC: [u8; 8] = *b"RMNTCHNK";
 layout! {
     /// The bytes of a chunk's header; the table follows.
     pub struct ChunkHeaderRaw: 64 {
-        /// `RMNTCHNK`.
+        /// The magic `RMNTCHNK`.
         0 => magic: [u8; 8],
-        /// The store.
+        /// The store's id.
         8 => store: StoreId,
         /// Own position: the image file's number.
         24 => file: u64,
@@ -48,7 +48,7 @@ layout! {
         24 => len: u64,
         /// Length of the payload as it is stored.
         32 => stored_len: u64,
-        /// Where the payload lies: bytes from the file's start.
+        /// The payload's offset, in bytes from the file's start.
         40 => offset: u64,
         /// CRC-32 of the payload as it is stored.
         48 => stored_crc: u32,
@@ -56,7 +56,7 @@ layout! {
         52 => raw_crc: u32,
         /// 0: stored as it is. 1: zstd.
         56 => codec: u8,
-        /// Zero.
+        /// Reserved, always zero.
         57 => reserved: [u8; 7],
     }
 }
@@ -72,9 +72,9 @@ pub struct NewImage {
     pub lsn: Lsn,
     /// Number of bytes, at least one.
     pub len: u64,
-    /// Their CRC-32.
+    /// CRC-32 of these bytes.
     pub crc: u32,
-    /// What is stored in their place, if they are compressed.
+    /// The bytes stored in their place, if they are compressed.
     pub compressed: Option<CompressedBytes>,
 }
 
@@ -83,11 +83,11 @@ pub struct NewImage {
 pub struct CompressedBytes {
     /// Number of bytes, fewer than the page has.
     pub len: u64,
-    /// Their CRC-32.
+    /// CRC-32 of these bytes.
     pub crc: u32,
 }
 
-/// What a chunk's table says of one image.
+/// The entry of one image in a chunk's table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageHeader {
     /// The page; zero if it was not known.
@@ -98,7 +98,7 @@ pub struct ImageHeader {
     pub lsn: Lsn,
     /// The page's length.
     pub len: u64,
-    /// Where the payload lies, and its checksums.
+    /// The place of the payload, and its checksums.
     pub image: ImageRef,
 }
 
@@ -212,14 +212,14 @@ impl Chunk {
         Ok(Self { file, offset, len, images: headers })
     }
 
-    /// How many bytes header and table of so many images take: the first payload lies behind them.
+    /// The length of header and table for `image_count` images: the first payload lies after them.
     #[must_use]
     pub fn head_len(image_count: u64) -> u64 {
         payloads_at(0, image_count)
     }
 
     /// The bytes of header and table: the chunk's first bytes. The payloads follow at the offsets in
-    /// `images`; what lies between and behind them is zero.
+    /// `images`; bytes between and after them are zero.
     #[must_use]
     pub fn encode(&self, store: StoreId) -> Vec<u8> {
         let table: Vec<u8> = self.images.iter().flat_map(|image| image.to_raw().to_bytes()).collect();
@@ -241,10 +241,10 @@ impl Chunk {
     }
 }
 
-/// What a chunk's header says; the table is still unproven.
+/// The content of a chunk's header; the table is still unproven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkHeader {
-    /// The store.
+    /// The store's id.
     pub store: StoreId,
     /// Own position: the image file's number.
     pub file: u64,
@@ -258,7 +258,7 @@ pub struct ChunkHeader {
 }
 
 impl ChunkHeader {
-    /// Reads a header from the start of a chunk.
+    /// Reads a header from the start of a chunk (SPEC C1).
     ///
     /// # Errors
     /// A [`Defect`].
@@ -284,7 +284,7 @@ impl ChunkHeader {
         })
     }
 
-    /// Refuses a chunk that was not written at this place of this store.
+    /// Refuses a chunk that was not written at this place of this store (SPEC C2).
     ///
     /// # Errors
     /// [`Defect::Foreign`] or [`Defect::Mismatch`].
@@ -302,7 +302,7 @@ impl ChunkHeader {
         ChunkHeaderRaw::LEN + self.image_count as usize * ImageHeaderRaw::LEN
     }
 
-    /// Reads the table; `bytes` starts with the header, as for [`ChunkHeader::decode`].
+    /// Reads the table (SPEC C3 to C6); `bytes` starts with the header, as for [`ChunkHeader::decode`].
     ///
     /// # Errors
     /// A [`Defect`], also if the payloads do not lie exactly as [`Chunk::plan`] lays them out.
@@ -335,12 +335,12 @@ fn check_image_count(count: u64) -> Result<(), Defect> {
     if count == 0 { Err(Defect::Field { what: "image count", found: 0 }) } else { Ok(()) }
 }
 
-/// Where a chunk's first payload lies.
+/// The offset of a chunk's first payload.
 fn payloads_at(offset: u64, image_count: u64) -> u64 {
     offset + ChunkHeaderRaw::LEN as u64 + image_count * ImageHeaderRaw::LEN as u64
 }
 
-/// Where the next payload lies, or the chunk's padding.
+/// The offset of the next payload, or of the chunk's padding.
 fn payload_end(image: &ImageRef) -> u64 {
     align_up(image.offset + image.stored_len, FRAME_ALIGN)
 }

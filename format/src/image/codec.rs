@@ -1,7 +1,8 @@
 //! How the bytes of a page become an image's payload, and back.
 //!
-//! A compressed payload is zstd frames (RFC 8878), back to back, without a dictionary. Whoever reads one
-//! has checked it as it is stored, so what zstd sees here was written by us, or is a checksum's accident.
+//! A compressed payload is zstd frames (RFC 8878), back to back, without a dictionary. A reader checks the
+//! payload as it is stored first. So the bytes that zstd sees were written by a store, or are a checksum's
+//! accident.
 
 use std::io::{BufRead, Read};
 use std::ops::ControlFlow;
@@ -14,7 +15,7 @@ const CODEC_ZSTD: u8 = 1;
 /// A writer compresses a page in frames of at most this many bytes of the page, so that many threads can
 /// work on a long one.
 pub const COMPRESSED_PIECE_LEN: usize = 1 << 20;
-/// A frame's window is at most 2 to this power bytes: what a reader must be able to hold.
+/// A frame's window is at most 2 to this power bytes: a reader must be able to hold it.
 const WINDOW_LOG_MAX: u32 = 23;
 /// The shortest block has 4 bytes and stands for at most 128 KiB.
 pub(super) const EXPANSION_MAX: u64 = (128 << 10) / 4;
@@ -30,7 +31,7 @@ pub enum Codec {
     /// The page's bytes as they are.
     #[default]
     Raw,
-    /// Zstd frames.
+    /// Frames of zstd.
     Zstd,
 }
 
@@ -69,10 +70,11 @@ impl Compressor {
         zstd::bulk::Compressor::new(level).map(Self).map_err(compression)
     }
 
-    /// One frame of at most [`COMPRESSED_PIECE_LEN`] bytes.
+    /// Compresses up to [`COMPRESSED_PIECE_LEN`] bytes to one frame.
     ///
     /// # Errors
-    /// [`Defect::Limit`] if there are more bytes; [`Defect::Memory`] or [`Defect::Compression`] if there is no memory.
+    /// [`Defect::Limit`] if there are more bytes; [`Defect::Memory`] or [`Defect::Compression`] if there is
+    /// no memory.
     pub fn frame(&mut self, bytes: &[u8]) -> Result<Vec<u8>, Defect> {
         check_limit("length of a piece to compress", bytes.len() as u64, COMPRESSED_PIECE_LEN as u64)?;
         let mut frame = Vec::new();

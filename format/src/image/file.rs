@@ -13,24 +13,24 @@ pub const IMAGE_FILE_MAGIC: [u8; 8] = *b"RMNTPAGE";
 layout! {
     /// The bytes of an image file's header; the rest of its block is zero.
     pub struct ImageFileHeaderRaw: 64 {
-        /// `RMNTPAGE`.
+        /// The magic `RMNTPAGE`.
         0 => magic: [u8; 8],
         /// Format version, 1.
         8 => version: u32,
-        /// What the file was written for.
+        /// The purpose that the file was written for.
         12 => purpose: u32,
-        /// The store.
+        /// The store's id.
         16 => store: StoreId,
         /// The file's own number, as in its name.
         32 => file: u64,
-        /// Zero.
+        /// Reserved, always zero.
         40 => reserved: [u8; 20],
         /// CRC-32 of the bytes before.
         60 => header_crc: u32,
     }
 }
 
-/// What an image file was written for: where no manifest or table names it, this says whether the log may.
+/// The purpose of an image file: if no manifest or table names the file, this says whether the log may.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ImagePurpose {
@@ -63,14 +63,14 @@ impl ImagePurpose {
     }
 }
 
-/// What an image file says of itself.
+/// The content of an image file's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageFileHeader {
-    /// The store.
+    /// The store's id.
     pub store: StoreId,
     /// The file's own number.
     pub file: u64,
-    /// What it was written for.
+    /// The purpose that it was written for.
     pub purpose: ImagePurpose,
 }
 
@@ -91,8 +91,8 @@ impl ImageFileHeader {
         raw.to_bytes()
     }
 
-    /// Reads a header from the start of an image file. Whether the file is this store's, and has the
-    /// number in its name, the caller compares.
+    /// Reads a header from the start of an image file (SPEC H1). The caller compares the store with STORE
+    /// (SPEC H2) and the number with the file's name (SPEC H3).
     ///
     /// # Errors
     /// A [`Defect`].

@@ -1,4 +1,4 @@
-//! What others say of an image: where it lies, how it is stored, what proves it.
+//! References to an image: where it lies, how it is stored, and the checksums that prove it.
 
 use std::borrow::Cow;
 
@@ -10,12 +10,12 @@ use crate::limits::{CHUNK_LEN_MAX, FRAME_ALIGN, PAGE_LEN_MAX};
 /// The highest offset at which a chunk may start; sums of offsets and lengths cannot overflow below it.
 pub(super) const CHUNK_OFFSET_MAX: u64 = 1 << 62;
 
-/// Where an image lies, and how its bytes are proven: what manifests and frames say of it.
+/// The place and the checksums of an image, as manifests and frames give them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageRef {
     /// The image file's number.
     pub file: u64,
-    /// Where the payload lies: bytes from the file's start.
+    /// The payload's offset, in bytes from the file's start.
     pub offset: u64,
     /// Length of the payload as it is stored.
     pub stored_len: u64,
@@ -28,7 +28,7 @@ pub struct ImageRef {
 }
 
 impl ImageRef {
-    /// Refuses an image that cannot be a page's of length `len`.
+    /// Refuses an image that cannot be one of a page of length `len` (SPEC C4 and M7).
     ///
     /// # Errors
     /// The defect.
@@ -40,7 +40,8 @@ impl ImageRef {
                 check_equal("raw checksum of a raw image", self.raw_crc.into(), self.stored_crc.into())
             }
             Codec::Zstd => {
-                // Whoever compresses keeps only what is shorter, and no zstd frame stands for more.
+                // A writer keeps a compressed payload only if it is shorter, and no zstd frame stands for
+                // more.
                 check_limit("stored length of a compressed image", self.stored_len, len - 1)?;
                 check_limit(
                     "length of a compressed image",
@@ -60,8 +61,8 @@ impl ImageRef {
         check_crc("image", self.stored_crc, stored)
     }
 
-    /// The page's bytes, `len` of them, from its payload: checked as it is stored before anything is made of
-    /// it, and once more as what it gives. No more than `len` bytes are ever held.
+    /// The page's bytes, `len` of them, from its payload. The payload is checked as it is stored before
+    /// anything is made of it, and its result is checked once more. No more than `len` bytes are ever held.
     ///
     /// # Errors
     /// A [`Defect`].
@@ -80,8 +81,8 @@ impl ImageRef {
         }
     }
 
-    /// Refuses a payload from which a page of length `len` cannot be had. Takes a little memory, whatever
-    /// the length.
+    /// Refuses a payload that does not give a page of length `len`. It takes little memory, whatever the
+    /// length.
     ///
     /// # Errors
     /// As for [`ImageRef::decode`].
@@ -89,8 +90,8 @@ impl ImageRef {
         self.content_pieces(stored, len, |_| {})
     }
 
-    /// As [`ImageRef::check_content`], and hands the page's bytes to `sink`, piece by piece. They are proven when
-    /// this returns, and not before.
+    /// As [`ImageRef::check_content`], and hands the page's bytes to `sink`, piece by piece. They are proven
+    /// when this returns, and not before.
     pub(crate) fn content_pieces(
         &self,
         stored: &[u8],

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A manifest entry names an image by file, offset, length and checksum, and is the authority on it; the
-//! table in front of the payloads records what was known when they were written, for inspection and for
+//! table in front of the payloads records the facts known when they were written, for inspection and for
 //! salvage. A page of length 0 has no image.
 
 mod file;

@@ -1,5 +1,5 @@
-//! Reading images: whole, by their first bytes, or piece by piece. Whatever is handed out is proven by the time that the
-//! reading returns.
+//! Reading images: whole, by their first bytes, or piece by piece. All bytes that are handed out are proven
+//! by the time that the reading returns.
 
 use std::borrow::Cow;
 use std::io::{self, BufReader};
@@ -13,8 +13,8 @@ use crate::names::{FileName, ReadAt};
 /// Bytes of an image that are checked at a time.
 pub(crate) const CHECKED_AT_ONCE: u64 = 1 << 20;
 
-/// Checks the image of a page of length `len`: for who needs only to know that it is sound. One that is
-/// stored as it is is read piece by piece.
+/// Checks the image of a page of length `len`, for a caller that needs no bytes of it. An uncompressed image
+/// is read piece by piece.
 ///
 /// # Errors
 /// [`Damage`] if it is missing, cut short or damaged.
@@ -22,8 +22,8 @@ pub fn check_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<()
     stream_image(source, image, len, |_| Ok(()))
 }
 
-/// Reads the image of a page of length `len`, checks all of its bytes, and keeps the first `len_max` of them, if
-/// there are as many: memory for more is not asked for.
+/// Reads the image of a page of length `len`, checks all of its bytes, and keeps up to `len_max` of the first
+/// ones. No memory for more is asked for.
 ///
 /// # Errors
 /// [`Damage`] if it is missing, cut short or damaged.
@@ -46,12 +46,13 @@ pub(crate) fn read_image_head(
     Ok(head)
 }
 
-/// Hands the bytes of a page of length `len` to `sink`, in their order and piece by piece, as its image has them:
-/// however long the page is, memory is held for one piece. They are proven when this returns `Ok`, and not before,
-/// so until then nobody may see them. A compressed image is read twice, for it is checked as it is stored first.
+/// Hands the bytes of a page of length `len` to `sink`, in their order and piece by piece, as its image has
+/// them. However long the page is, memory is held for one piece. The bytes are proven when this returns `Ok`,
+/// and not before; until then no reader may see them. A compressed image is read twice, because it is checked
+/// as it is stored first.
 ///
 /// # Errors
-/// [`Damage`] if the image is missing, cut short or damaged; what `sink` returns.
+/// [`Damage`] if the image is missing, cut short or damaged; an error that `sink` returns.
 pub fn stream_image<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -65,7 +66,7 @@ pub fn stream_image<E: From<Damage>>(
         if found == computed { Ok(()) } else { Err(at(Defect::Checksum { what, found, computed })) }
     };
     image.check(len).map_err(at)?;
-    // Asked of the whole first, so that what is cut short is said as such.
+    // The whole range is checked first, so that an image that is cut short is reported as such.
     check_range(source, file, offset, image.stored_len).map_err(at)?;
     let read_stored = |sink: &mut dyn FnMut(&[u8]) -> Result<(), E>| {
         let mut sum = crc32fast::Hasher::new();
@@ -135,8 +136,8 @@ impl io::Read for StoredBytes<'_> {
 pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec<u8>, Damage> {
     let file = FileName::Pages(image.file);
     let at = |defect: Defect| defect.at(file, image.offset);
-    // Of what is stored as it is, the bytes that are read are the page's. Of what is compressed, no more than a piece
-    // is held beside them.
+    // The bytes read of an uncompressed image are the page's. With a compressed one, up to one piece is held
+    // as well.
     if image.codec != Codec::Raw && len > CHECKED_AT_ONCE {
         let mut bytes = Vec::new();
         stream_image(source, image, len, |piece| -> Result<(), Damage> {

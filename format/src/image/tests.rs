@@ -1,4 +1,4 @@
-//! What image files, chunks and references hold to.
+//! The promises of image files, chunks and references.
 
 use super::*;
 use crate::defect::Defect;

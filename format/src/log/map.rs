@@ -19,14 +19,14 @@ pub struct Segment {
     pub header: Result<SegmentHeader, Defect>,
     /// The incarnation of the frames that were written at their place in this file, if there are any.
     pub frames: Option<Incarnation>,
-    /// Whether all of it was read, and no frame was written at its place anywhere, not inside of a group either: so
-    /// nothing in it testifies (I4), and it need not be looked through once more. What a living writer has put there
-    /// since is for the next map.
+    /// Whether all of it was read, and no own frame lies in it at any multiple of 16. Then nothing in it
+    /// testifies (I4), and it need not be looked through once more. Frames that a living writer puts there
+    /// later are for the next map.
     pub(super) is_blank: bool,
 }
 
 impl Segment {
-    /// What is wrong with it, if its file is shorter than its header says.
+    /// The defect of its header, if the file is shorter than the header says.
     pub(crate) fn cut_short(&self) -> Option<&Defect> {
         let defect = self.header.as_ref().err()?;
         let &Defect::Mismatch { found, expected, .. } = defect else { return None };
@@ -51,7 +51,7 @@ pub struct LogMap {
 }
 
 impl LogMap {
-    /// Reads all segment headers, and as much of the segments as it takes to find their frames.
+    /// Reads all segment headers, and the parts of the segments that are needed to find their frames.
     ///
     /// # Errors
     /// [`Damage`] if a file cannot be read at all. Damaged bytes are recorded, not refused.
@@ -118,7 +118,8 @@ impl LogMap {
     #[must_use]
     pub fn beginning(&self) -> Option<LogPoint> {
         let (segment, opening) = self.line.first()?;
-        // A store that was founded on a state of another log begins with what came before it.
+        // A store that was created from the seed of another log's state has no beginning: its pages came from
+        // a manifest.
         (opening.predecessor == LogPoint::default()).then(|| opening.start(*segment))
     }
 
@@ -154,7 +155,7 @@ fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Opti
     if let Err(defect @ Defect::Shortage { .. }) = header {
         return Err(defect.at(file, 0));
     }
-    // Nearly always the first one starts a group. Where it does not, its group's start is damaged.
+    // The first frame nearly always starts a group. If it does not, its group's start is damaged.
     let mut own = own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK);
     let first = own.next();
     let starts_group = |frame: &UncheckedFrame| frame.unproven().offset.is_multiple_of(GROUP_ALIGN);

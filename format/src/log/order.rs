@@ -1,5 +1,5 @@
-//! The order of the log, one step of it: where the next frame may lie, and whether a header there is
-//! the next one (I3). The walk goes by these rules, and so does whoever reads a log that is being written.
+//! The order of the log, one step of it: where the next frame may lie, and whether a header there is the next
+//! one (I3). The walk goes by these rules, and so does a follower that reads a log while it is written.
 
 use crate::defect::Defect;
 use crate::frame::{FrameHeader, UncheckedFrame};
@@ -7,8 +7,9 @@ use crate::ids::{LogPoint, StoreId};
 use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// The places, as segment and offset, at which the frame behind a point may lie: right behind it, at the next
-/// group boundary, at the start of the next segment. The first at which a frame is valid counts.
+/// The places, as segment and offset, at which the frame after a point may lie (SPEC W3): right after it, at
+/// the next group boundary, at the start of the next segment. The first place at which a frame is valid
+/// counts.
 #[must_use]
 pub fn places(point: &LogPoint) -> [(u64, u64); 3] {
     [
@@ -18,8 +19,8 @@ pub fn places(point: &LogPoint) -> [(u64, u64); 3] {
     ]
 }
 
-/// The header in `bytes`, if it is that of the frame behind `before`, read at `offset` of `segment`; and the
-/// point behind the frame. The payload is for [`crate::frame::check_payload`].
+/// The header in `bytes`, read at `offset` of `segment`, if it is the header of the frame after `before`
+/// (SPEC F1 to F6), and the point after that frame. The payload is for [`crate::frame::check_payload`].
 ///
 /// # Errors
 /// A [`Defect`]: the header is not readable, or breaks the order.
@@ -31,7 +32,7 @@ pub fn header_in_order(
     offset: u64,
 ) -> Result<(FrameHeader, LogPoint), Defect> {
     let (header, end) = UncheckedFrame::decode(bytes)?.follow(before, store, segment, offset)?;
-    // A group begins at a boundary; a frame that does not begin one follows its group's last frame.
+    // A group begins at a boundary; a frame that does not begin one follows its group's last frame (SPEC F6).
     if header.group_start && !offset.is_multiple_of(GROUP_ALIGN) {
         return Err(Defect::Field { what: "start of a group", found: offset });
     }

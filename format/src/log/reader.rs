@@ -11,26 +11,27 @@ use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::names::{FileName, ReadAt};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// How much of a segment is read at a time, at least. (A quarter or half of it, which the second cache of a processor
-/// holds together with what is read ahead, leaves the page cache hardly faster, at 6.7 GB/s where this does at 6.2, and a
-/// replay takes as long.)
+/// The least that is read of a segment at a time. A quarter or half of it, which stays in a processor's
+/// second cache, reads the page cache hardly faster (6.7 GB/s against 6.2), and a replay takes as long.
 const READ_AHEAD: u64 = 1 << 20;
-/// How much of one is read first by whoever looks for its frames, and mostly needs its beginning alone.
+/// The length of the first read of a reader that looks for frames: it mostly needs the segment's beginning
+/// alone.
 const FIRST_LOOK: u64 = 64 << 10;
-/// How much of one is read at a time by whoever looks on. (Of less memory less is to be had: a blank segment of 16 MiB is
-/// looked through in 1.8 ms, where a mebibyte at a time takes 2.2, and copying it out of the page cache 1.2.)
+/// The length of its further reads. A blank segment of 16 MiB is looked through in 1.8 ms (with a mebibyte at
+/// a time in 2.2). Copying it out of the page cache takes 1.2 of these.
 const NEXT_LOOK: u64 = 256 << 10;
-/// Where frames are longer, as much as the longest one so far is read at a time, but no more than this.
+/// The longest read. If frames are longer, the length of the longest one so far is read at a time, up to
+/// this.
 const READ_AHEAD_MAX: u64 = 8 << 20;
 
-/// Gives memory of at least so many bytes to read into; what it holds does not matter.
+/// Gives memory of at least that length to read into; its content does not matter.
 pub type Supply<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
 
-/// Longer memory may be refused. Shorter one never is: whoever looks for frames skips what cannot be read, and must not
-/// skip a sound one for want of memory.
+/// Requests up to this length are never refused. A reader that looks for frames skips bytes that it cannot
+/// read, and must not skip a sound frame for want of memory.
 const NEVER_REFUSED_LEN: usize = 1 << 20;
 
-/// The memory of whoever has no wishes.
+/// Ordinary memory, for callers without a supply of their own.
 pub(super) const ORDINARY: Supply<'static, Vec<u8>> = &|len| {
     if len <= NEVER_REFUSED_LEN {
         return Ok(vec![0; len]);
@@ -41,14 +42,14 @@ pub(super) const ORDINARY: Supply<'static, Vec<u8>> = &|len| {
     Ok(bytes)
 };
 
-/// Reads one segment through a buffer, which it reads into again unless somebody shares it.
+/// Reads one segment through a buffer, which it reads into again unless a caller still shares it.
 pub(super) struct SegmentReader<'s, B = Vec<u8>> {
     source: &'s dyn ReadAt,
     number: u64,
     file_len: Option<u64>,
     supply: Supply<'s, B>,
     buffer: Option<Arc<B>>,
-    /// What the buffer holds of the file.
+    /// The range of the file that the buffer holds.
     held: Range<u64>,
     read_ahead: u64,
 }
@@ -69,7 +70,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         Self { source, number, file_len: None, supply, buffer: None, held: 0..0, read_ahead: READ_AHEAD }
     }
 
-    /// Forgets what was read ahead.
+    /// Forgets the bytes that were read ahead.
     pub fn forget(&mut self) {
         self.held = 0..0;
     }
@@ -90,8 +91,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         Ok(&(**buffer).as_ref()[at..at + len])
     }
 
-    /// As [`bytes`](Self::bytes): the buffer in which they lie, and where. While somebody else holds on to it, it
-    /// stays as it is, and what comes next is read into another one.
+    /// As [`bytes`](Self::bytes): the buffer in which the bytes lie, and their place in it. While a caller
+    /// holds on to the buffer, it stays as it is, and later bytes are read into another one.
     pub fn shared(&mut self, offset: u64, len: usize) -> Result<(&Arc<B>, usize), Defect> {
         let file_len = self.file_len()?;
         let end = offset.saturating_add(len as u64);
@@ -110,7 +111,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         self.read_ahead > 0
     }
 
-    /// What it has read from `offset` on; nothing if it has not read that yet.
+    /// The bytes that it has read from `offset` on; none if it has not read there yet.
     fn held_from(&self, offset: u64) -> &[u8] {
         let held = self.buffer.as_ref().filter(|_| self.held.contains(&offset));
         held.map_or(&[], |buffer| {
@@ -119,26 +120,28 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         })
     }
 
-    /// Reads these bytes, and some more. They begin and end on blocks, which direct reads take without a copy.
+    /// Reads these bytes, and some more. Reads begin and end on blocks, which direct reads take without a
+    /// copy.
     fn fill(&mut self, offset: u64, end: u64, file_len: u64) -> Result<(), Defect> {
         let start = offset - offset % GROUP_ALIGN;
         if self.read_ahead > 0 {
-            // The next header, and what lies before it up to a block, fit behind the longest frame.
+            // The next header, and the bytes before it up to a block, fit after the longest frame.
             self.read_ahead = self.read_ahead.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
             let ahead = align_up(end.max(start.saturating_add(self.read_ahead)), GROUP_ALIGN);
             if self.read(start..ahead.min(file_len)).is_ok() {
                 self.read_ahead = self.read_ahead.max(NEXT_LOOK);
                 return Ok(());
             }
-            // A sector that cannot be read must not cost what lies before it.
+            // A sector that cannot be read must not cost the bytes before it.
             self.read_ahead = 0;
         }
-        // Whole blocks, or else no more than what is asked for.
+        // Whole blocks, or else no more than the caller asked for.
         let blocks_end = align_up(end, GROUP_ALIGN).min(file_len);
         self.read(start..blocks_end).or_else(|_| self.read(offset..end))
     }
 
-    /// Fills the buffer with this range. What it has of it by now is moved and not read again.
+    /// Fills the buffer with this range. Bytes of it that the buffer has already are moved and not read
+    /// again.
     fn read(&mut self, range: Range<u64>) -> Result<(), Defect> {
         let len = (range.end - range.start) as usize;
         let held = std::mem::replace(&mut self.held, 0..0);
@@ -174,7 +177,8 @@ fn unreadable(error: io::Error) -> Defect {
     }
 }
 
-/// The frames from `offset` on that were written at their place. What cannot be read is skipped.
+/// The own frames from `offset` on: those that were written at their place. Bytes that cannot be read are
+/// skipped.
 pub(super) fn own_frames<'r>(
     reader: &'r mut SegmentReader<'_>,
     store: StoreId,
@@ -208,9 +212,9 @@ pub(super) fn own_frames<'r>(
     })
 }
 
-/// How far one can go from place to place through these bytes before something begins as a frame does, or they end.
-/// Most places are nobody's, and there are many: many are looked at before anything is asked. (As numbers, for then the
-/// processor compares several at once: 16 MiB in 0.2 ms, where it takes 0.6 by bytes.)
+/// The distance through these bytes to the next place that begins as a frame does, or to their end. At most
+/// places no frame begins, so 64 places are compared at once before any is looked at. Comparing them as
+/// numbers lets the processor compare several at a time: 16 MiB in 0.2 ms, against 0.6 ms by bytes.
 fn passed(bytes: &[u8]) -> usize {
     const STEP: usize = FRAME_ALIGN as usize;
     const LOOK: usize = 64;
@@ -230,7 +234,7 @@ pub fn frames_of_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Ve
     let mut end = 0;
     own_frames(&mut reader, store, number, SEGMENT_HEADER_BLOCK)
         .filter(|frame| {
-            // What lies inside of a frame is payload, whatever it looks like.
+            // Bytes inside a frame are payload, whatever they look like.
             let header = frame.unproven();
             let is_outside = header.offset >= end;
             end = end.max(header.end());
@@ -265,10 +269,10 @@ mod tests {
     fn what_is_passed_over_begins_no_frame() {
         const STEP: usize = FRAME_ALIGN as usize;
         for len in [0, 1, 3, 4, 80, 63 * STEP, 64 * STEP, 64 * STEP + 1, 130 * STEP + 3, 130 * STEP + 4] {
-            // Of zeros, and of bytes that are nearly the first of a frame everywhere.
+            // Zeros, and bytes that are nearly the first of a frame everywhere.
             for nearly in [[0; 4], [b'R', b'M', b'F', 0], [0, b'M', b'F', b'R']] {
                 let mut bytes: Vec<u8> = nearly.iter().copied().cycle().take(len).collect();
-                // What is too short to tell is asked for with what lies behind it.
+                // Bytes too short to tell are asked for again with the bytes after them.
                 let whole = len / STEP * STEP;
                 assert_eq!(passed(&bytes), whole, "{len}");
                 for at in (0..whole).step_by(STEP) {
@@ -284,7 +288,7 @@ mod tests {
         }
     }
 
-    /// Around each end of what is read at once, too.
+    /// Also around each end of a single read.
     #[test]
     fn frames_are_found_at_every_place_and_nowhere_else() {
         const STORE: StoreId = StoreId([7; 16]);
@@ -326,7 +330,7 @@ mod tests {
     /// Ranges forward and back, short and longer than what is read ahead; every third one is held on to.
     #[test]
     #[cfg_attr(miri, ignore = "it compares gigabytes")]
-    fn what_somebody_holds_on_to_stays_and_all_else_is_what_the_file_says() {
+    fn held_buffers_stay_and_all_other_bytes_are_the_files() {
         let file =
             OneFile((0..5_000_003_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect());
         let mut reader = SegmentReader::new(&file, 1);

@@ -1,4 +1,4 @@
-//! The walk along the log: the frames that are valid in order (I3), and the judgement where the
+//! The walk along the log: the frames that are valid in order (I3), and the judgement at the point where the
 //! order ends (I4).
 
 use std::sync::Arc;
@@ -19,13 +19,14 @@ use crate::segment::SEGMENT_HEADER_BLOCK;
 /// A frame that is valid in the order of the log.
 #[derive(Debug)]
 pub struct Frame<'w, B = Vec<u8>> {
-    /// Its header.
+    /// The frame's header.
     pub header: FrameHeader,
-    /// Its payload.
+    /// The frame's payload.
     pub payload: &'w [u8],
-    /// The memory in which the payload lies. Whoever clones this keeps it as it is; the walk reads on elsewhere.
+    /// The memory in which the payload lies. A clone of it keeps it as it is: the walk then reads on into
+    /// other memory.
     pub memory: &'w Arc<B>,
-    /// Where the payload begins in it.
+    /// The payload's place in that memory.
     pub payload_at: usize,
     /// The point at its end.
     pub end: LogPoint,
@@ -38,37 +39,37 @@ pub struct Frame<'w, B = Vec<u8>> {
 pub struct LogEnd {
     /// The last valid frame of a batch.
     pub accepted: LogPoint,
-    /// The last batch that a durable mark proves; what lies between the two may be in a cache only (I6).
+    /// The last batch that a durable mark proves. Batches between the two may be in a cache only (I6).
     pub proven: LogPoint,
     /// Frames after `accepted` that were cut.
     pub torn: Option<TornTail>,
     /// The snapshots that the last seal of the walk records as verified; none if it met no seal.
     pub verified: Vec<VerifiedSnapshot>,
-    /// Damage that costs nothing, such as that of an empty segment's header.
+    /// Damage that costs nothing, such as an invalid header of an empty segment.
     pub harmless: Vec<Damage>,
 }
 
-/// What was cut from the end of the log. Nothing acknowledged as durable was in it; damage inside the
-/// last groups that no mark covers yet looks the same, so it is reported.
+/// The end of the log that was cut. Nothing acknowledged as durable was in it. Damage inside the last groups
+/// that no mark covers yet looks the same, so it is reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TornTail {
     /// The segment in which the first cut frame lies.
     pub segment: u64,
-    /// Where it lies, in bytes from the segment's start.
+    /// The frame's offset, in bytes from the segment's start.
     pub offset: u64,
     /// The first batch cut.
     pub first: Lsn,
-    /// The last batch of which a trace was found.
+    /// The last batch that left a trace.
     pub last: Lsn,
     /// Why the first one is not valid.
     pub defect: Defect,
 }
 
-/// Where the order ends: the place at which the next frame should be, and what is wrong there.
+/// The place where the order ends: where the next frame should be, and what is wrong there.
 struct Break {
     segment: u64,
     offset: u64,
-    /// Whether a frame was written there, or nobody can tell: then this is the place to report.
+    /// Whether a frame was written there, or its bytes cannot be read: then this is the place to report.
     resembles: bool,
     defect: Defect,
 }
@@ -168,7 +169,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
         self.cross_to_successors()?;
         let found = self.find_next().or_else(|_| {
-            // Beside a living writer, what was read ahead may be older than what lies there now.
+            // While a writer is at work, bytes read ahead may be older than the bytes that lie there now.
             self.reader.forget();
             self.find_next()
         });
@@ -208,7 +209,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         &self.verified
     }
 
-    /// Jumps to the opening of the next incarnation where this one's surviving frames end.
+    /// Jumps to the opening of the next incarnation where this one's surviving frames end (SPEC W2).
     fn cross_to_successors(&mut self) -> Result<(), Damage> {
         while let Some((segment, opening)) = self.map.successor(self.point.incarnation) {
             let last = opening.predecessor;
@@ -253,7 +254,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
     }
 
-    /// The next frame in order, with its payload checked.
+    /// The next frame in order, with its payload checked (SPEC W3).
     fn find_next(&mut self) -> Result<(FrameHeader, LogPoint), Break> {
         let [(here, after), (_, group), (next, start)] = places(&self.point);
         let mut at_break = match self.try_or_break(here, after) {
@@ -295,6 +296,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         })
     }
 
+    /// The frame at a place, if it is valid in the order (SPEC F7): its header, and the point after it.
     fn try_at(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Defect> {
         let bytes = self.reader.bytes(offset, FrameHeaderRaw::LEN)?;
         let (header, end) = header_in_order(bytes, &self.point, self.map.store, segment, offset)?;
@@ -318,7 +320,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
                     .bytes(header.offset + FRAME_HEADER_LEN, header.payload_len as usize)
                     .and_then(decode_seal)
                     .map_err(|defect| defect.at_lsn(file, header.offset, header.lsn))?;
-                // Who wrote the seal had read the snapshots back before, so it need not be under a mark.
+                // The snapshots were read back before the seal was written, so the seal need not be under a
+                // mark.
                 self.verified = payload;
             }
         }
@@ -335,7 +338,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
     }
 
-    /// Whether `segment` can be read at all.
+    /// Whether `segment` is there with a valid header (SPEC F8).
     fn check_segment(&self, segment: u64) -> Result<(), Damage> {
         let file = FileName::Segment(segment);
         match self.map.segments.get(&segment) {
@@ -347,7 +350,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         }
     }
 
-    /// Whether the walk begins where a frame can end: elsewhere nothing would be found, and nothing missed.
+    /// Whether the walk begins where a frame can end (SPEC W1): elsewhere it would find no frame and miss
+    /// none.
     fn check_start(&self) -> Result<(), Damage> {
         let LogPoint { segment, offset, lsn, .. } = self.point;
         let file_len = self.map.segments.get(&segment).map_or(0, |segment| segment.file_len);
@@ -358,15 +362,15 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         Err(defect.at_lsn(FileName::Segment(segment), 0, lsn.next()))
     }
 
-    /// Torn tail or damage (I4).
+    /// Decides whether the break is a torn tail or damage (I4, SPEC E1 to E7).
     fn judge(&mut self, at_break: Break) -> Result<LogEnd, Damage> {
         let break_at = align_up(self.point.offset, FRAME_ALIGN);
         let lost = self.point.lsn.next();
         let highest = self.map.segments.keys().next_back().copied().unwrap_or(0);
         let mut harmless = Vec::new();
 
-        // 1. In an older incarnation the order must go on to the predecessor's end. The reason may be a
-        //    segment in between that is missing or damaged.
+        // 1. In an older incarnation the order must go on to the predecessor's end (SPEC E1). The reason may
+        //    be a segment in between that is missing or damaged.
         if Some(self.point.incarnation) != self.map.newest {
             let next = self.point.segment.saturating_add(1);
             let in_reach =
@@ -376,13 +380,14 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             }
             return Err(at_break.damage(lost));
         }
-        // 2. A segment that holds frames has a successor, made and synced before its first frame (I8).
+        // 2. A segment that holds frames has a successor, made and synced before its first frame (I8, SPEC E2
+        //    and E3).
         for number in self.point.segment..=highest.max(self.point.segment.saturating_add(1)) {
             let file = FileName::Segment(number);
             match self.map.segments.get(&number) {
                 None => return Err(Defect::Missing.at_lsn(file, 0, lost)),
                 Some(Segment { header: Err(defect), frames, .. }) => {
-                    // The newest segment is empty, so a damaged header there costs nothing.
+                    // The newest segment is empty, so a damaged header there costs nothing (SPEC E4).
                     if number < highest || frames.is_some() {
                         return Err(defect.clone().at_lsn(file, 0, lost));
                     }
@@ -413,13 +418,15 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
                 note(frame.unproven(), &mut mark);
             }
         }
-        // What the medium refuses to give says nothing about the log; the next attempt may succeed.
+        // Bytes that the medium refuses to give say nothing about the log; the next attempt may succeed
+        // (SPEC E5 and E6).
         if mark >= lost || at_break.defect.is_unreadable() {
             return Err(at_break.damage(lost));
         }
         self.mark = mark;
         self.settle();
-        // 4. Nothing that a mark covers is missing: the log ends here. Report what was cut.
+        // 4. Nothing that a mark covers is missing: the log ends here (SPEC E7). Report the bytes that were
+        //    cut.
         let torn = (last_seen.is_some() || at_break.resembles).then(|| TornTail {
             segment: at_break.segment,
             offset: at_break.offset,

@@ -1,9 +1,9 @@
-//! The chain of links: a base and the changes that follow it are one snapshot.
+//! The chain of links: a base and the changes that follow it are one snapshot (SPEC L1 to L4).
 //!
-//! A change says what became of the pages since the link before; everything else in it, `redo` and `end`, the
-//! root and the numbers, is the snapshot's own. So merging copies pages only, and tombstones of older links
-//! have done their work once the pages are gone: replay starts at the newest link's `redo`, behind them. A change that
-//! begins at the `redo` of the link before repeats those that replay may still meet.
+//! A change lists the pages that changed since the link before. All else in it, `redo` and `end`, the root
+//! and the numbers, is the snapshot's own. So merging copies pages only. Tombstones of older links have done
+//! their work once the pages are gone: replay starts at the newest link's `redo`, after them. A change that
+//! begins at the `redo` of the link before repeats the tombstones that replay may still meet.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +12,11 @@ use crate::defect::{Defect, check_equal, check_limit};
 use crate::ids::PageId;
 use crate::limits::{CHAIN_LINKS_MAX, MANIFEST_ENTRIES_MAX};
 
-/// Whether `previous`, whose header checksum is `previous_crc`, is the link that `change` follows.
+/// Whether `previous`, whose header checksum is `previous_crc`, is the link that `change` follows (SPEC L2
+/// and L3).
 ///
 /// # Errors
-/// What does not fit: the checksum, the store, the batches, or a number that went back.
+/// The first field that does not fit: the checksum, the store, the batches, or a number that went back.
 pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> Result<(), Defect> {
     let ManifestKind::Change { previous: number, previous_crc: named_crc } = change.kind else {
         return Err(Defect::Field { what: "manifest kind", found: change.kind.to_raw().into() });
@@ -25,9 +26,9 @@ pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> 
     }
     check_equal("number of the link before", previous.snapshot.0, number.0)?;
     check_equal("checksum of the link before", previous_crc.into(), named_crc.into())?;
-    // What the link before caught is caught for this one too, and no number goes back: so what holds for each
-    // link on its own holds for the merged manifest.
-    // One that begins where the link before does has its tombstones, too, and so reaches no less far.
+    // A page that the link before caught is caught for this one too, and no number goes back. So every
+    // condition that holds for each link on its own holds for the merged manifest. A change that begins where
+    // the link before does repeats its tombstones, and reaches no less far.
     let reached = if change.redo == previous.redo { change.end } else { change.redo.lsn };
     check_limit("end of the link before", previous.end.0, reached.0)?;
     check_limit("next page id of the link before", previous.next_page, change.next_page)?;
@@ -35,12 +36,12 @@ pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> 
     check_limit("next image file of the link before", previous.next_file, change.next_file)
 }
 
-/// The whole snapshot of which `links` consist, the newest first and the base last, each of them checked to
-/// follow the next one by [`check_link`].
+/// The whole snapshot that `links` make up, the newest first and the base last. Each of them was checked by
+/// [`check_link`] to follow the next one.
 ///
 /// # Errors
-/// [`Defect::Limit`] if there are more than [`CHAIN_LINKS_MAX`], or too many pages; [`Defect::Missing`] if the
-/// last one is not a base.
+/// [`Defect::Limit`] if there are more than [`CHAIN_LINKS_MAX`] (SPEC L1), or too many pages (SPEC L4);
+/// [`Defect::Missing`] if the last one is not a base.
 pub fn merge(links: &[&Manifest]) -> Result<Manifest, Defect> {
     let merged = merged_entries(links)?;
     // As many as there can be: memory that is not touched costs nothing, and a vector that grows is copied.
@@ -50,7 +51,7 @@ pub fn merge(links: &[&Manifest]) -> Result<Manifest, Defect> {
     Ok(Manifest { kind: ManifestKind::Base, entries, ..links[0].without_entries() })
 }
 
-/// The pages of that snapshot, in the order of their ids: for who needs no snapshot of his own.
+/// The pages of that snapshot, in the order of their ids, for a caller that needs no merged manifest.
 ///
 /// # Errors
 /// As for [`merge`], but that there may be too many pages.
@@ -76,7 +77,7 @@ pub(crate) fn merged_entries<'m>(
     Ok(overlaid(of_base, changed.into_iter()).map(|(_, entry)| entry))
 }
 
-/// What became of pages, where anything did: none is there any more that is gone. Both ascend.
+/// Entries with changes laid over them; a page that is gone has no entry any more. Both ascend.
 pub(crate) fn overlaid<T>(
     before: impl Iterator<Item = (PageId, T)>,
     changes: impl Iterator<Item = (PageId, Option<T>)>,

@@ -10,7 +10,8 @@ use crate::limits::{
 };
 
 impl Manifest {
-    /// Refuses fields that contradict each other, but for what [`check_entries`](Self::check_entries) looks at.
+    /// Refuses fields that contradict each other (SPEC M2, M4 and M6), except for those that
+    /// [`check_entries`](Self::check_entries) looks at.
     pub(super) fn check_around(&self) -> Result<(), Defect> {
         if let ManifestKind::Change { previous, .. } = self.kind {
             if previous.0 == 0 {
@@ -48,13 +49,13 @@ impl Manifest {
         self.tombstones.iter().try_for_each(|tombstone| self.check_range(tombstone.page, tombstone.lsn))
     }
 
-    /// Refuses some of the entries, each for itself or for the one before it.
+    /// Refuses some of the entries, each for itself (SPEC M6 and M7) or for the one before it (SPEC M5).
     pub(super) fn check_entries(&self, range: Range<usize>) -> Result<(), Defect> {
         self.check_order(range.clone())?;
         self.entries[range].iter().try_for_each(|entry| self.check_entry(entry))
     }
 
-    /// Pages ascend strictly.
+    /// Refuses pages that do not ascend strictly.
     fn check_order(&self, range: Range<usize>) -> Result<(), Defect> {
         let with_before = &self.entries[range.start.saturating_sub(1)..range.end];
         match with_before.windows(2).find(|pair| pair[0].page >= pair[1].page) {
@@ -63,8 +64,8 @@ impl Manifest {
         }
     }
 
-    /// Deleted pages ascend strictly, and none is there: ids are never used again. Of entries out of order it may miss
-    /// one; those are refused anyway.
+    /// Checks that deleted pages ascend strictly and none of them has an entry: ids are never used again
+    /// (SPEC M5). Among entries out of order it may miss one; those are refused anyway.
     fn check_tombstones(&self) -> Result<(), Defect> {
         if let Some(pair) = self.tombstones.windows(2).find(|pair| pair[0].page >= pair[1].page) {
             return descends("tombstone that does not ascend", pair[1].page);
@@ -95,7 +96,7 @@ impl Manifest {
         }
     }
 
-    /// A page that exists below `next_page`, and a batch up to `end`.
+    /// Refuses a page that is not below `next_page`, or a batch above `end`.
     fn check_range(&self, page: PageId, lsn: Lsn) -> Result<(), Defect> {
         check_limit("page id", page.0, self.next_page.saturating_sub(1))?;
         check_limit("page's lsn", lsn.0, self.end.0)?;

@@ -16,15 +16,15 @@ use crate::limits::{
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, SharedMetadata, decode_metadata};
 
-/// How the work on many entries is shared out: who has threads brings them.
+/// Shares the work on many entries out among threads, if the caller has some.
 pub trait Share {
     /// Entries of one piece of work, at least one.
     fn at_once(&self) -> usize;
 
-    /// Does `work` with each piece, several at once, and returns what it gave in the order of the pieces.
+    /// Does `work` with each piece, several at once, and returns the results in the order of the pieces.
     ///
     /// # Errors
-    /// One that `work` gave.
+    /// One that `work` returned.
     fn share<P: Send, T: Send, E: Send>(
         &self,
         pieces: Vec<P>,
@@ -35,7 +35,7 @@ pub trait Share {
     fn both<A: Send, B>(&self, beside: impl FnOnce() -> A + Send, here: impl FnOnce() -> B) -> (A, B);
 }
 
-/// One thread.
+/// All work on the calling thread.
 pub(crate) struct SingleThread;
 
 impl Share for SingleThread {
@@ -76,21 +76,21 @@ impl Manifest {
         }
     }
 
-    /// Reads the first half of a file, which is all of the first copy if that is good; gives its header checksum with
-    /// it.
+    /// Reads the first half of a file, which is all of the first copy if it is good; returns its header
+    /// checksum too.
     pub(crate) fn decode_first(half: &[u8]) -> Option<(Self, u32)> {
         Self::decode_first_by(half, &SingleThread)
     }
 
-    /// The same by several threads. `None` if anything is wrong: [`Manifest::decode`] says what.
+    /// The same by several threads. `None` if anything is wrong: [`Manifest::decode`] gives the defect.
     #[must_use]
     pub fn decode_first_by(half: &[u8], threads: &impl Share) -> Option<(Self, u32)> {
         let is_half = Self::copy_len(array(half, 0).ok()?) == Some(half.len() as u64);
         is_half.then(|| Self::decode_copy_by(half, 0, threads).ok()).flatten()
     }
 
-    /// How long each copy is, padding included, if these are the first bytes of one: nobody need read a copy to know
-    /// whether its file has the length of two.
+    /// The length of each copy, padding included, if these are the first bytes of one. With it a caller knows
+    /// whether the file has the length of two copies, without reading one.
     #[must_use]
     pub fn copy_len(header: &[u8; ManifestHeaderRaw::LEN]) -> Option<u64> {
         let raw = ManifestHeaderRaw::from_bytes(header);
@@ -98,8 +98,8 @@ impl Manifest {
         (is_proven && raw.body_len <= MANIFEST_BODY_LEN_MAX).then(|| copy_len(raw.body_len))
     }
 
-    /// Reads one copy, 0 or 1, and gives its header checksum with it. The copies are of one length, so the
-    /// second is found even where the first is lost.
+    /// Reads one copy, 0 or 1, and returns its header checksum too (SPEC M1 to M7). The copies are of one
+    /// length, so the second is found even if the first is lost.
     ///
     /// # Errors
     /// A [`Defect`].
@@ -148,7 +148,7 @@ impl Manifest {
         Ok((manifest, raw.header_crc))
     }
 
-    /// Whether the second copy equals the first, which is good; if not, what is wrong with it.
+    /// Whether the second copy equals the first, which is good; if not, its defect.
     fn check_second(bytes: &[u8]) -> Result<(), Defect> {
         let header = ManifestHeaderRaw::from_bytes(array(bytes, 0)?);
         let (at, len) = (copy_at(bytes, 1), ManifestHeaderRaw::LEN + header.body_len as usize);
@@ -162,7 +162,7 @@ impl Manifest {
 }
 
 impl ManifestEntry {
-    /// What lies where an entry is yet to be.
+    /// A placeholder where an entry is yet to be decoded.
     fn blank() -> Self {
         Self {
             page: PageId(0),
@@ -227,7 +227,7 @@ fn decode_image(raw: &ManifestEntryRaw) -> Result<Option<ImageRef>, Defect> {
 fn decode_name(raw: &ManifestHeaderRaw) -> Result<Option<String>, Defect> {
     check_limit("snapshot name length", raw.name_len.into(), SNAPSHOT_NAME_LEN_MAX as u64)?;
     let (name, rest) = raw.name.split_at(raw.name_len.into());
-    check_zeros("bytes behind the snapshot's name", rest)?;
+    check_zeros("bytes after the snapshot's name", rest)?;
     let name = str::from_utf8(name).map_err(|error| Defect::Field {
         what: "byte of a snapshot's name that is no UTF-8",
         found: name[error.valid_up_to()].into(),
@@ -262,8 +262,9 @@ type Body = (ManifestKind, Vec<ManifestEntry>, Vec<Tombstone>, Metadata);
 fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Result<Body, Defect> {
     // Each takes its fixed part at least, so no count can make us reserve more than there is.
     let fits = |len: usize| (body.len() / len) as u64;
-    // Memory for the entries takes longer to come by than to prove the body and to find the entries in it. So that is done
-    // beside, and each entry is put where it stays: to gather them from elsewhere took a fifth of reading a link.
+    // Getting memory for the entries takes longer than proving the body and finding the entries in it. So the
+    // memory is allocated at the same time, and each entry is decoded at its final place. Collecting entries
+    // from elsewhere took a fifth of reading a link.
     let at_once = threads.at_once();
     let proven = || {
         check_crc("manifest body", raw.body_crc, body)?;
@@ -289,7 +290,7 @@ fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Re
     Ok((kind, entries, tombstones, root))
 }
 
-/// Memory for so many entries.
+/// Memory for `count` entries.
 fn blank_entries(count: u64) -> Result<Vec<ManifestEntry>, Defect> {
     let needed = count * size_of::<ManifestEntry>() as u64;
     let mut entries = Vec::new();
@@ -298,7 +299,7 @@ fn blank_entries(count: u64) -> Result<Vec<ManifestEntry>, Defect> {
     Ok(entries)
 }
 
-/// Reads so many entries, the first of which starts at `at`, and says where what follows them starts.
+/// Decodes as many entries as the slice has, from `at` on, and returns the offset after them.
 fn decode_entries(body: &[u8], mut at: usize, entries: &mut [ManifestEntry]) -> Result<usize, Defect> {
     for entry in entries {
         (*entry, at) = ManifestEntry::decode(body, at)?;
@@ -306,8 +307,8 @@ fn decode_entries(body: &[u8], mut at: usize, entries: &mut [ManifestEntry]) -> 
     Ok(at)
 }
 
-/// Where each piece of so many entries starts. Of the entries before the last piece no more is looked at than how long
-/// they are.
+/// The offset at which each piece of `count` entries starts. For entries before the last piece, only their
+/// lengths are looked at.
 fn starts(body: &[u8], count: usize, at_once: usize) -> Result<Vec<usize>, Defect> {
     let mut starts = Vec::new();
     let mut at = 0;
@@ -325,8 +326,8 @@ fn starts(body: &[u8], count: usize, at_once: usize) -> Result<Vec<usize>, Defec
     Ok(starts)
 }
 
-/// Where a copy starts. The first copy's header says where the second is; where that header is lost, the
-/// file's length does, unless the file was cut as well.
+/// The offset at which a copy starts. The first copy's header gives the second one's offset. If that header
+/// is lost, the file's length gives it, unless the file was cut as well.
 fn copy_at(bytes: &[u8], which: usize) -> usize {
     if which == 0 {
         return 0;

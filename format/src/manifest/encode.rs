@@ -1,4 +1,4 @@
-//! Writing manifests.
+//! How manifests are written.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use crate::limits::{MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, SNAPS
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, encode_metadata};
 
-/// Entries that are encoded, with what is needed to go on behind them.
+/// Encoded entries, with the numbers needed to go on after them.
 #[derive(Debug)]
 pub struct EncodedEntries {
     bytes: Vec<u8>,
@@ -36,7 +36,8 @@ impl Manifest {
         Ok(out)
     }
 
-    /// Some of the entries, for [`Manifest::encode_around`]: of many, several threads each encode their share.
+    /// Encodes some of the entries, for [`Manifest::encode_around`], so that several threads can each encode
+    /// their share.
     ///
     /// # Errors
     /// As for [`Manifest::encode`], as far as these entries are concerned.
@@ -58,8 +59,8 @@ impl Manifest {
         Ok(EncodedEntries { bytes, crc, range })
     }
 
-    /// One copy, in as many pieces as `entries`, of which there is at least one: together they are all, in their order.
-    /// The file is that twice.
+    /// One copy, in as many pieces as `entries`. There is at least one piece, and together they are all
+    /// entries in their order. The file is that copy twice.
     ///
     /// # Errors
     /// As for [`Manifest::encode`].
@@ -73,7 +74,7 @@ impl Manifest {
         assert!(end == Some(self.entries.len()) && !entries.is_empty(), "all entries, in their order");
         let mut body_crc = crc32fast::Hasher::new();
         entries.iter().for_each(|piece| body_crc.combine(&piece.crc));
-        let behind = self.encode_behind()?;
+        let behind = self.encode_rest()?;
         body_crc.update(&behind);
         let body_len = entries.iter().map(|piece| piece.bytes.len()).sum::<usize>() + behind.len();
         check_limit("manifest body length", body_len as u64, MANIFEST_BODY_LEN_MAX)?;
@@ -127,7 +128,7 @@ impl Manifest {
         raw
     }
 
-    /// The checksum by which what [`Manifest::encode`] gave is known.
+    /// The checksum that names a file which [`Manifest::encode`] made.
     ///
     /// # Errors
     /// [`Defect::Truncated`] if it cannot have been given by that.
@@ -135,8 +136,8 @@ impl Manifest {
         Ok(ManifestHeaderRaw::from_bytes(array(encoded, 0)?).header_crc)
     }
 
-    /// What comes behind the entries.
-    fn encode_behind(&self) -> Result<Vec<u8>, Defect> {
+    /// The bytes that follow the entries.
+    fn encode_rest(&self) -> Result<Vec<u8>, Defect> {
         let mut out = Vec::with_capacity(self.tombstones.len() * TombstoneRaw::LEN);
         for tombstone in &self.tombstones {
             out.extend_from_slice(&TombstoneRaw { page: tombstone.page, lsn: tombstone.lsn }.to_bytes());
@@ -147,8 +148,8 @@ impl Manifest {
 }
 
 impl ManifestEntry {
-    /// Appends the entry to others, which begin on a multiple of the alignment of entries. `no_metadata` is what
-    /// stands for none.
+    /// Appends the entry to others, which begin on a multiple of the alignment of entries. `no_metadata`
+    /// stands for empty metadata.
     fn encode(&self, body: &mut Vec<u8>, no_metadata: &[u8]) -> Result<(), Defect> {
         let metadata: Cow<'_, [u8]> = if self.metadata.is_empty() {
             no_metadata.into()

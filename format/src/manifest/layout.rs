@@ -16,13 +16,13 @@ pub(super) const KIND_TABLE: u32 = 3;
 layout! {
     /// The bytes of a manifest's header; the body follows.
     pub struct ManifestHeaderRaw: 256 {
-        /// `RMNTMANI`.
+        /// The magic `RMNTMANI`.
         0 => magic: [u8; 8],
         /// Format version, 1.
         8 => version: u32,
         /// 1: base, 2: change, 3: table of an old state.
         12 => kind: u32,
-        /// The store.
+        /// The store's id.
         16 => store: StoreId,
         /// The snapshot's number, or the table's, as in the file's name.
         32 => snapshot: SnapshotId,
@@ -30,15 +30,15 @@ layout! {
         40 => previous: SnapshotId,
         /// The header checksum of the link before; zero unless this is a change.
         48 => previous_crc: u32,
-        /// Zero.
+        /// Reserved, always zero.
         52 => flags: u32,
         /// When the manifest was written, in milliseconds since 1970.
         56 => created_unix_ms: u64,
-        /// Where replay starts: every batch up to here is in the images.
+        /// The point where replay starts: every batch up to here is in the images.
         64 => redo: LogPoint,
-        /// Zero.
+        /// Reserved, always zero.
         100 => reserved: u32,
-        /// Where replay must arrive at least.
+        /// The Lsn that replay must reach at least.
         104 => end: Lsn,
         /// The next page id; all ids below it are used.
         112 => next_page: u64,
@@ -56,13 +56,14 @@ layout! {
         160 => body_crc: u32,
         /// Length of the name; zero if there is none.
         164 => name_len: u8,
-        /// The name, zeros behind it.
+        /// The name, then zeros.
         165 => name: [u8; 64],
-        /// Zero.
+        /// Reserved, always zero.
         229 => reserved_2: [u8; 3],
-        /// Image files of batches below this number belong to batches up to `redo`; zero if that is not known.
+        /// Image files of batches below this number belong to batches up to `redo`; zero if that is not
+        /// known.
         232 => ahead_from: u64,
-        /// Zero.
+        /// Reserved, always zero.
         240 => reserved_3: [u8; 12],
         /// CRC-32 of the bytes before; the link's own checksum.
         252 => header_crc: u32,
@@ -72,17 +73,17 @@ layout! {
 layout! {
     /// The fixed start of an entry; key, metadata envelope and zeros up to a multiple of 8 follow.
     pub struct ManifestEntryRaw: 80 {
-        /// The page.
+        /// The page's id.
         0 => page: PageId,
         /// Its epoch in the image.
         8 => epoch: Epoch,
         /// The newest batch that changed or moved it, in the image.
         16 => lsn: Lsn,
-        /// Its length.
+        /// The page's length.
         24 => len: u64,
         /// The image file's number; zero, as all fields of the image, if the page is empty.
         32 => image_file: u64,
-        /// Where the payload lies: bytes from the image file's start.
+        /// The payload's offset, in bytes from the image file's start.
         40 => image_offset: u64,
         /// Length of the payload as it is stored.
         48 => stored_len: u64,
@@ -100,7 +101,7 @@ layout! {
         73 => place_kind: u8,
         /// Length of the key; zero if there is none.
         74 => key_len: u8,
-        /// Zero.
+        /// Reserved, always zero.
         75 => reserved: [u8; 5],
     }
 }

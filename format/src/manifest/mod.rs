@@ -1,4 +1,4 @@
-//! Manifests: what a snapshot consists of.
+//! Manifests: the files that say which pages and images a snapshot consists of.
 //!
 //! A snapshot is a base, or a base and a chain of changes; each is one file, and each names the link
 //! before it by number and checksum. The table of an old state, which a restore record names, has the
@@ -10,9 +10,9 @@
 //! half   the same copy again
 //! ```
 //!
-//! `redo` and `end` make a fuzzy snapshot exact: every batch up to `redo` is in the images, replay starts
-//! behind that point, and only once replay has reached `end` does every page stand at one Lsn. A manifest
-//! is published after everything it names is synced (I7).
+//! `redo` and `end` make a fuzzy snapshot exact. Every batch up to `redo` is in the images, and replay starts
+//! after that point. Only once replay has reached `end` do all pages stand at one Lsn. A manifest is
+//! published after everything that it names is synced (I7).
 
 mod chain;
 mod check;
@@ -40,7 +40,7 @@ use self::layout::{KIND_BASE, KIND_CHANGE, KIND_TABLE};
 /// Which part a manifest plays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ManifestKind {
-    /// All pages.
+    /// A base names all pages.
     Base,
     /// The pages that changed since the link before.
     Change {
@@ -68,19 +68,19 @@ impl ManifestKind {
 /// A page as its snapshot caught it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManifestEntry {
-    /// The page.
+    /// The page's id.
     pub page: PageId,
     /// The user's name for it.
     pub key: Option<Key>,
     /// Its length in bytes.
     pub len: u64,
-    /// Its epoch.
+    /// The page's epoch.
     pub epoch: Epoch,
     /// The newest batch that changed or moved it.
     pub lsn: Lsn,
-    /// Where it lives.
+    /// The page's place.
     pub place: Place,
-    /// Its metadata.
+    /// The page's metadata.
     pub metadata: SharedMetadata,
     /// Its bytes; none if and only if the page is empty.
     pub image: Option<ImageRef>,
@@ -89,7 +89,7 @@ pub struct ManifestEntry {
 /// A page that was deleted while the snapshot was taken, or since the link before: replay skips it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tombstone {
-    /// The page.
+    /// The page's id.
     pub page: PageId,
     /// The batch that deleted it.
     pub lsn: Lsn,
@@ -98,9 +98,9 @@ pub struct Tombstone {
 /// One link of a snapshot, or the table of an old state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    /// Its part.
+    /// The part that the file plays in a snapshot.
     pub kind: ManifestKind,
-    /// The store.
+    /// The store's id.
     pub store: StoreId,
     /// The snapshot's number, or the table's.
     pub snapshot: SnapshotId,
@@ -108,7 +108,7 @@ pub struct Manifest {
     pub name: Option<String>,
     /// When it was written, in milliseconds since 1970.
     pub created_unix_ms: u64,
-    /// Every batch up to this point is in the images; replay starts behind it.
+    /// Every batch up to this point is in the images; replay starts after it.
     pub redo: LogPoint,
     /// Replay must reach at least this batch; it is a durable mark (I4).
     pub end: Lsn,
@@ -118,9 +118,9 @@ pub struct Manifest {
     pub epoch_high: Epoch,
     /// The next number of an image file.
     pub next_file: u64,
-    /// No image file of a batch with a lower number was under way, or named by a frame above `redo`, when the snapshot
-    /// began: what was written ahead in such files belongs to batches up to `redo`. Zero if that is not known, as in a
-    /// table and in what older builds wrote.
+    /// No image file of a batch with a lower number was under way when the snapshot began, and no frame above
+    /// `redo` names one. So images written ahead in such files belong to batches up to `redo`. Zero if that
+    /// is not known, as in a table and in manifests of older builds.
     pub ahead_from: u64,
     /// The pages, ascending.
     pub entries: Vec<ManifestEntry>,
@@ -133,7 +133,7 @@ pub struct Manifest {
 /// The state of a manifest's two copies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyHealth {
-    /// What is wrong with the first and the second copy.
+    /// The defects of the first and the second copy.
     pub defects: [Option<Defect>; 2],
     /// The header checksum of the copy that was taken: the name under which the next link and the seals
     /// know this one.
@@ -141,7 +141,7 @@ pub struct CopyHealth {
 }
 
 impl CopyHealth {
-    /// That of two good copies.
+    /// The health of a manifest with two good copies.
     pub(crate) fn whole(header_crc: u32) -> Self {
         Self { defects: [None, None], header_crc }
     }
@@ -154,7 +154,7 @@ impl CopyHealth {
 }
 
 impl Manifest {
-    /// How many pages the manifest speaks of: of a change, that is what it costs to read and to keep.
+    /// The number of pages that the manifest names. For a change, that is its cost to read and to keep.
     #[must_use]
     pub fn changes(&self) -> usize {
         self.entries.len() + self.tombstones.len()

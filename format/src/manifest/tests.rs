@@ -109,7 +109,7 @@ fn manifest_round_trips_to_the_same_bytes() {
     }
 }
 
-/// However the entries are shared out, the bytes are the same; and each share refuses what all of them would.
+/// However the entries are shared out, the bytes are the same, and each share refuses the same defects.
 #[test]
 fn entries_that_are_encoded_apart_are_the_same_bytes() {
     let entries: Vec<ManifestEntry> = (1..900).map(|page| entry(page, 7)).collect();
@@ -134,7 +134,7 @@ fn entries_that_are_encoded_apart_are_the_same_bytes() {
     }
 }
 
-/// Has pieces of so many entries decoded, the last one first.
+/// Has pieces of that number of entries decoded, the last one first.
 struct Pieces(usize);
 
 impl Share for Pieces {
@@ -175,7 +175,7 @@ fn entries_that_are_decoded_apart_are_the_same() {
             assert_eq!((&decoded, crc), (&manifest, Manifest::header_crc(&bytes).unwrap()), "{at_once}");
         }
     }
-    // Sound checksums over a wrong length of metadata, or over what no entry holds.
+    // Sound checksums over a wrong length of metadata, or over bytes that no entry holds.
     type Change = fn(&mut ManifestHeaderRaw, &mut [u8]);
     let changes: [Change; 4] = [
         |_, body| body[68] = 0xff,
@@ -242,7 +242,7 @@ fn changes_replace_add_and_remove_pages() {
     assert_eq!(pages, [(2, 4), (3, 6), (8, 6)]);
     let entries = merged.entries.clone();
     assert_eq!(merged, Manifest { kind: ManifestKind::Base, entries, ..third.clone() });
-    // What is merged is a snapshot that could stand alone.
+    // The merged manifest is a snapshot that could stand alone.
     assert_eq!(Manifest::decode(&merged.encode().unwrap()).unwrap().0, merged);
     assert_eq!(merge(&[&third, &second]), Err(Defect::Missing));
     assert_eq!(merge(&[]), Err(Defect::Missing));
@@ -346,7 +346,7 @@ fn sound_checksums_over_wrong_fields_are_refused() {
         ("reserved manifest bytes is 1", |header, _| header.reserved_3[11] = 1),
         ("first image file ahead is 4, over the limit of 3", |header, _| header.ahead_from = 4),
         ("snapshot name length is 65", |header, _| header.name_len = 65),
-        ("bytes behind the snapshot's name is 101", |header, _| header.name_len = 15),
+        ("bytes after the snapshot's name is 101", |header, _| header.name_len = 15),
         ("byte of a snapshot's name that is no UTF-8 is 255", |header, _| header.name[3] = 0xff),
         ("manifest kind is 4", |header, _| header.kind = 4),
         ("previous link of a manifest that follows none is 6", |header, _| header.kind = KIND_BASE),

@@ -14,8 +14,8 @@ const PLAIN_LEN: usize = size_of::<u32>();
 /// Bytes of the longest gap: 32 bits, seven a byte.
 const GAP_LEN_MAX: usize = 5;
 
-/// The elements that a sparse delta replaces, in either encoding. Whoever has one knows that it is whole:
-/// gaps are checked where they are read.
+/// The elements that a sparse delta replaces, in either encoding. A value of this type is whole: gaps are
+/// checked when it is made.
 ///
 /// ```
 /// use remanent_format::op::{Indices, gap_coded};
@@ -144,7 +144,7 @@ pub fn gap_coded_len(indices: &[u32]) -> Option<usize> {
     Some(len)
 }
 
-/// Adds what [`gap_coded`] makes of strictly ascending indices to `out`.
+/// Adds strictly ascending indices to `out`, coded as [`gap_coded`] does.
 pub fn gap_code(indices: &[u32], out: &mut Vec<u8>) {
     let mut next = 0_u64;
     for &index in indices {

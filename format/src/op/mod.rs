@@ -45,9 +45,9 @@ layout! {
     pub struct PayloadHeadRaw: 16 {
         /// Number of operations.
         0 => op_count: u32,
-        /// Zero.
+        /// Reserved, always zero.
         4 => reserved: u32,
-        /// Zero.
+        /// Reserved, always zero.
         8 => reserved_2: u64,
     }
 }
@@ -55,7 +55,7 @@ layout! {
 layout! {
     /// The header of an operation.
     pub struct OpHeaderRaw: 32 {
-        /// Which operation.
+        /// The kind of operation.
         0 => kind: u16,
         /// Element width in bytes, where the operation has elements; else zero.
         2 => width: u8,
@@ -79,13 +79,13 @@ layout! {
         0 => place_kind: u8,
         /// Length of the key; zero if there is none.
         1 => key_len: u8,
-        /// Zero.
+        /// Reserved, always zero.
         2 => reserved: u16,
         /// The place's ordinal.
         4 => place_ordinal: u32,
         /// Length of the metadata envelope.
         8 => metadata_len: u32,
-        /// Zero.
+        /// Reserved, always zero.
         12 => reserved_2: u32,
     }
 }
@@ -97,7 +97,7 @@ layout! {
         0 => restored: Lsn,
         /// The checksum of the table's header.
         8 => table_crc: u32,
-        /// Zero.
+        /// Reserved, always zero.
         12 => reserved: u32,
     }
 }
@@ -107,7 +107,7 @@ layout! {
     pub struct ImageBodyRaw: 40 {
         /// The image file's number.
         0 => file: u64,
-        /// Where the payload lies: bytes from the file's start.
+        /// The payload's offset, in bytes from the file's start.
         8 => offset: u64,
         /// Length of the payload as it is stored.
         16 => stored_len: u64,
@@ -117,7 +117,7 @@ layout! {
         28 => raw_crc: u32,
         /// How the payload is stored, as in an image header.
         32 => codec: u8,
-        /// Zero.
+        /// Reserved, always zero.
         33 => reserved: [u8; 7],
     }
 }
@@ -128,29 +128,29 @@ layout! {
 pub enum Op<'a> {
     /// A new page of zeros.
     Create {
-        /// Its id.
+        /// The page's id.
         page: PageId,
         /// Its length in bytes.
         len: u64,
-        /// Where it lives.
+        /// The page's place.
         place: Place,
         /// The user's name for it.
         key: Option<Key>,
-        /// Its metadata.
+        /// The page's metadata.
         metadata: Metadata,
     },
     /// Bytes replace a range.
     Write {
-        /// The page.
+        /// The page's id.
         page: PageId,
         /// First byte of the range.
         offset: u64,
-        /// The bytes.
+        /// The bytes written.
         bytes: &'a [u8],
     },
     /// Elements of a range are replaced where a bit is set.
     Masked {
-        /// The page.
+        /// The page's id.
         page: PageId,
         /// First byte of the range.
         offset: u64,
@@ -158,12 +158,12 @@ pub enum Op<'a> {
         width: Width,
         /// One bit an element, lowest bit first; bits past the last element are zero.
         mask: &'a [u8],
-        /// Bytes of the whole range; those of elements that are not replaced are zero.
+        /// Bytes of the whole range; bytes of elements that are not replaced are zero.
         bytes: &'a [u8],
     },
     /// Elements are replaced one by one.
     Scatter {
-        /// The page.
+        /// The page's id.
         page: PageId,
         /// The elements' width.
         width: Width,
@@ -171,12 +171,12 @@ pub enum Op<'a> {
         base: u64,
         /// Element indices, all different.
         indices: Indices<'a>,
-        /// The elements.
+        /// The elements' bytes, one after the other.
         values: &'a [u8],
     },
     /// A pattern is repeated over a range.
     Fill {
-        /// The page.
+        /// The page's id.
         page: PageId,
         /// First byte of the range.
         offset: u64,
@@ -187,28 +187,28 @@ pub enum Op<'a> {
     },
     /// The page is cut, or extended by zeros.
     Resize {
-        /// The page.
+        /// The page's id.
         page: PageId,
         /// Its new length in bytes.
         len: u64,
     },
     /// The page and its key are gone.
     Delete {
-        /// The page.
+        /// The page's id.
         page: PageId,
     },
     /// One entry of the page's metadata is set.
     SetMetadata {
-        /// The page.
+        /// The page's id.
         page: PageId,
         /// The entry's name.
         name: String,
-        /// Its value.
+        /// The entry's value.
         value: Value,
     },
     /// One entry of the page's metadata is removed, if it is there.
     RemoveMetadata {
-        /// The page.
+        /// The page's id.
         page: PageId,
         /// The entry's name.
         name: &'a str,
@@ -217,7 +217,7 @@ pub enum Op<'a> {
     SetRoot {
         /// The entry's name.
         name: String,
-        /// Its value.
+        /// The entry's value.
         value: Value,
     },
     /// One entry of the root is removed, if it is there.
@@ -227,25 +227,25 @@ pub enum Op<'a> {
     },
     /// A remark that travels with the batch.
     Note {
-        /// The text.
+        /// The note's text.
         text: &'a str,
     },
     /// An image becomes the page's whole content. It is durable before the batch is logged, so that the bytes
     /// are written once. No other operation of the batch changes the page's bytes, and it has its length by
     /// then.
     Image {
-        /// The page.
+        /// The page's id.
         page: PageId,
         /// The page's length in bytes.
         len: u64,
-        /// The image.
+        /// The image to take the bytes from.
         image: ImageRef,
     },
     /// The page lives elsewhere from now on; its bytes and its epoch stay as they are.
     Move {
-        /// The page.
+        /// The page's id.
         page: PageId,
-        /// Where it lives.
+        /// The page's place.
         place: Place,
     },
     /// Everything is replaced by an earlier state, which a table file names. The only operation of its
@@ -263,7 +263,7 @@ pub enum Op<'a> {
 /// An operation, and where its body lies in the payload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpAt<'a> {
-    /// The operation.
+    /// The operation itself.
     pub op: Op<'a>,
     /// Offset of the body from the payload's first byte.
     pub body_at: usize,
@@ -358,7 +358,7 @@ pub const fn masked_bytes_at(mask_len: usize) -> usize {
     align_up(mask_len as u64, FRAME_ALIGN) as usize
 }
 
-/// Offset of a sparse delta's values from the start of its body, behind so many bytes of indices.
+/// Offset of a sparse delta's values from the start of its body: after the bytes of its indices, padded.
 #[must_use]
 pub const fn scatter_values_at(indices_len: usize) -> usize {
     align_up(indices_len as u64, FRAME_ALIGN) as usize

@@ -19,7 +19,8 @@ use crate::value::{decode_entry, decode_metadata};
 /// Reads the operations of a payload.
 ///
 /// # Errors
-/// A [`Defect`] if the payload is not exactly a head and so many well-formed operations.
+/// A [`Defect`] if the payload is not exactly a head and the number of well-formed operations that the head
+/// gives.
 pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     let head = PayloadHeadRaw::from_bytes(array(payload, 0)?);
     check_zero("reserved payload bytes", u64::from(head.reserved) | head.reserved_2)?;
@@ -29,9 +30,10 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     let mut at = PAYLOAD_HEAD_LEN;
     let mut op_len = 0;
     for _ in 0..head.op_count {
-        // A log that another core has read is in that one's cache, and where the next operation lies is known only
-        // once this one's header is here. Mostly it is as far away as the last time: where it proves to be, the place
-        // that was foretold is taken, so that a processor which expects that need not wait.
+        // A log that another core has read is in that core's cache, and the next operation's place is known
+        // only once this one's header is here. It is mostly as far away as the last time. If that guess is
+        // right, the guessed place is used, so that a processor which predicts the branch need not wait for
+        // the header.
         let foretold = at + op_len;
         let unseen = black_box(foretold);
         let (header, body, end) = take(payload, at)?;
@@ -91,7 +93,7 @@ fn take(payload: &[u8], at: usize) -> Result<(OpHeaderRaw, &[u8], usize), Defect
     Ok((header, body, body_at + padded_len))
 }
 
-/// What holds for operations of every kind.
+/// The conditions of operations of every kind.
 #[inline(always)]
 fn check_header(header: &OpHeaderRaw) -> Result<(), Defect> {
     if header.kind != SCATTER {

@@ -10,15 +10,15 @@ use crate::ids::Key;
 use crate::limits::{FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, ROOT_LEN_MAX, align_up};
 use crate::value::{encode_entry, encode_metadata};
 
-/// What a payload is written to: bytes that grow at their end.
+/// The target of a payload: bytes that grow at their end.
 pub trait PayloadBytes: AsMut<[u8]> {
     /// How many there are.
     fn byte_len(&self) -> usize;
 
-    /// Adds bytes.
+    /// Appends these bytes.
     fn append(&mut self, bytes: &[u8]);
 
-    /// Adds so many zeros.
+    /// Appends `count` zeros.
     fn append_zeros(&mut self, count: usize);
 }
 
@@ -67,7 +67,7 @@ impl Default for PayloadWriter {
 }
 
 impl<B: PayloadBytes> PayloadWriter<B> {
-    /// An empty payload on bytes of which there are none yet.
+    /// An empty payload, written to bytes that are empty so far.
     #[must_use]
     pub fn on(mut bytes: B) -> Self {
         assert_eq!(bytes.byte_len(), 0, "a payload begins with its head");
@@ -78,8 +78,8 @@ impl<B: PayloadBytes> PayloadWriter<B> {
     /// Appends an operation.
     ///
     /// # Errors
-    /// [`Defect::Limit`] if a part of it is longer than the format allows; what [`ImageRef::check`] says of an
-    /// image.
+    /// [`Defect::Limit`] if a part of it is longer than the format allows; any error of [`ImageRef::check`]
+    /// for an image.
     ///
     /// [`ImageRef::check`]: crate::image::ImageRef::check
     pub fn push(&mut self, op: &Op<'_>) -> Result<(), Defect> {
@@ -209,7 +209,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.op_count == 0
     }
 
-    /// The payload.
+    /// Returns the finished payload.
     #[must_use]
     pub fn finish(mut self) -> B {
         let head = PayloadHeadRaw { op_count: self.op_count, reserved: 0, reserved_2: 0 };

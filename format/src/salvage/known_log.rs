@@ -1,12 +1,13 @@
-//! The known log: batches whose frames prove themselves and lie on the store's line, whatever became
-//! of the frames around them.
+//! The known log: batches whose frames prove themselves and lie on the store's line, whatever became of the
+//! frames around them.
 //!
-//! The walk of [`crate::log`] must judge what a crash left, so it stops at the first frame that does not follow
-//! the one before. Here most frames follow nothing any more. One counts if its header, its place and its payload
-//! hold, and besides
+//! The walk of [`crate::log`] must judge the remains of a crash, so it stops at the first frame that does not
+//! follow the one before. Here most frames follow nothing any more. A frame counts if its header, its place
+//! and its payload hold, and if also
 //!
-//! - something of its own incarnation says that it was durable: no recovery ever cuts such a batch (I5); or
-//! - it follows, by its chain hash, a frame that counts, and does not lie behind the end of its incarnation.
+//! - some structure of its own incarnation says that it was durable: no recovery ever cuts such a batch (I5);
+//!   or
+//! - it follows, by its chain hash, a frame that counts, and does not lie after the end of its incarnation.
 //!
 //! So a batch that a recovery cut never counts, and a lost seal breaks nothing.
 
@@ -41,7 +42,7 @@ pub(super) struct KnownLog {
     restores: BTreeSet<Lsn>,
     /// The operations that touch each page, in their order.
     touches: HashMap<PageId, Vec<OpPlace>>,
-    /// See [`super::LogRemainder`].
+    /// The newest durable batch: see [`super::LogRemainder`].
     pub durable: Lsn,
     pub seen: Lsn,
     pub hidden: Option<Damage>,
@@ -75,7 +76,7 @@ impl KnownLog {
             };
             let is_durable = marks.get(&header.incarnation).is_some_and(|mark| header.lsn <= *mark);
             let follows =
-                points.contains(&(lsn_before, header.chain_prev)) && !is_left_behind(&header, &openings);
+                points.contains(&(lsn_before, header.chain_prev)) && !lies_past_end(&header, &openings);
             if !is_durable && !follows {
                 continue;
             }
@@ -119,7 +120,7 @@ impl KnownLog {
         }
     }
 
-    /// As [`KnownLog::reach`], but stops before a restore, behind which a page may be another one.
+    /// As [`KnownLog::reach`], but stops before a restore: after it a page may be another one.
     pub fn reach_before_restore(&self, lsn: Lsn) -> Lsn {
         let reach = self.reach(lsn);
         self.restores.range(lsn.next()..).next().map_or(reach, |restore| reach.min(Lsn(restore.0 - 1)))
@@ -136,7 +137,7 @@ impl KnownLog {
         Ok((read_payload(source, &batch.header).map_err(at)?, batch.end))
     }
 
-    /// The known operations that touch a page, behind batch `after` and up to batch `until`.
+    /// The known operations that touch a page, after batch `after` and up to batch `until`.
     pub fn touches(&self, page: PageId, after: Lsn, until: Lsn) -> &[OpPlace] {
         let places = self.touches.get(&page).map_or(&[][..], Vec::as_slice);
         let start = places.partition_point(|place| place.lsn <= after);
@@ -154,7 +155,7 @@ impl KnownLog {
         self.restores.iter().filter_map(|lsn| self.batches[lsn].restores)
     }
 
-    /// That batch `lsn` is not known, at the place where it should be.
+    /// The damage that batch `lsn` is not known, at the place where it should be.
     pub fn hole(&self, lsn: Lsn) -> Damage {
         let (segment, offset) = self
             .batches
@@ -214,20 +215,20 @@ fn starts(openings: &[(u64, Opening)], survey: &Survey) -> HashSet<(Lsn, u32)> {
         .collect()
 }
 
-/// Whether a frame lies behind the end of its incarnation, as the one after that gives it.
-fn is_left_behind(header: &FrameHeader, openings: &[(u64, Opening)]) -> bool {
+/// Whether a frame lies after the end of its incarnation, as the next opening gives that end.
+fn lies_past_end(header: &FrameHeader, openings: &[(u64, Opening)]) -> bool {
     openings.iter().map(|(_, opening)| opening.predecessor).any(|end| {
         end.incarnation == header.incarnation && (header.segment, header.offset) >= (end.segment, end.offset)
     })
 }
 
-/// The first segment that should be there, or hold frames, and does not (I8), from that of the last frame found on:
-/// where its file is cut short, frames may have been cut off that nothing else tells of.
+/// The first segment that should be there, or hold frames, and does not (I8), from the segment of the last
+/// frame on. If a file is cut short there, frames may have been cut off that nothing else tells of.
 fn hidden(survey: &Survey, frames: &[UncheckedFrame]) -> Option<Damage> {
     let segments = survey.log.segments();
     let highest = segments.keys().next_back().copied().unwrap_or(0);
     let last = frames.iter().map(|frame| frame.unproven().segment).max().unwrap_or(0);
-    // Where replay from a snapshot begins there was a frame before it.
+    // There was a frame before the point from which a snapshot is replayed.
     let redo = survey.readable().map(|manifest| manifest.redo.segment).max().unwrap_or(0);
     if let Some(defect) = segments.get(&last).and_then(Segment::cut_short) {
         return Some(defect.clone().at(FileName::Segment(last), 0));

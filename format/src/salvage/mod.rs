@@ -1,17 +1,19 @@
-//! What a damaged store still proves, page by page.
+//! The pages that a damaged store still proves, each on its own.
 //!
-//! [`crate::state::rebuild`] asks for one way that is clear from a snapshot to the log's end, and refuses where there
-//! is none. Here nothing is refused: every structure that proves itself counts, wherever it lies.
+//! [`crate::state::rebuild`] asks for one way that is clear from a snapshot to the log's end, and refuses if
+//! there is none. Salvage refuses nothing: every structure that proves itself counts, wherever it lies.
 //!
-//! 1. **The known log**: all frames that prove themselves, in whatever segment they are found (`known.rs`).
+//! 1. **The known log**: all frames that prove themselves, in whatever segment they are found
+//!    (`known_log.rs`).
 //! 2. **The state**: the newest one whose page table can be followed, from any snapshot that can be read or
 //!    from the log's beginning, over known batches without a hole.
 //! 3. **The pages** of that state, each on its own (`pages.rs`): from any image of it that some manifest or
 //!    table names, over the known batches that touch it. A page's epoch rises by one with every batch that
-//!    changes it. So where image and batches arrive at the epoch and the batch that the table gives, nothing
-//!    was left out, even where batches between them are lost: those changed other pages.
+//!    changes it. So if image and batches arrive at the epoch and the batch that the table gives, nothing was
+//!    left out, even if batches between them are lost: those changed other pages.
 //!
-//! What does not arrive there may still prove an earlier version. No byte is taken that no checksum covers.
+//! A page that does not arrive there may still prove an earlier version. No byte is taken that no checksum
+//! covers.
 //!
 //! ```
 //! # use remanent_format::{FileName, Folder, ReadAt};
@@ -27,7 +29,7 @@
 //! use remanent_format::salvage::{PageRemains, Salvage};
 //! use remanent_format::store::{Features, StoreFile, StoreRecord};
 //! use remanent_format::StoreId;
-//! // What STORE says, or a guess where it is lost.
+//! The content of STORE, or a guess if it is lost.
 //! let store =
 //!     StoreFile { store: StoreId([7; 16]), features: Features::default(), record: StoreRecord::default() };
 //! let salvage = Salvage::read(&source, store, 1 << 30)?;
@@ -65,7 +67,7 @@ pub struct Salvage<'s> {
     source: &'s dyn ReadAt,
     survey: Survey,
     log: KnownLog,
-    /// What manifests and tables say of each page, the newest version first.
+    /// The versions of each page that manifests and tables name, the newest first.
     facts: HashMap<PageId, Vec<Fact>>,
     page_bytes_max: u64,
     state: State,
@@ -85,30 +87,30 @@ pub struct State {
     pub is_whole: bool,
 }
 
-/// What is known of the log behind the state.
+/// The known batches after the state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogRemainder {
     /// The newest batch that anything says was durable: above the state's, batches are lost.
     pub durable: Lsn,
-    /// The newest batch of which a frame was found. Above `durable`, that is a torn tail.
+    /// The newest batch with a frame anywhere. Above `durable`, that is a torn tail.
     pub seen: Lsn,
-    /// A segment that must be there, and is not, is cut short, or does not say what it is: there may be, or may
-    /// have been, batches in it of which nothing else tells.
+    /// A segment that must be there, and is missing, cut short, or has no valid header. It may hold, or have
+    /// held, batches that nothing else tells of.
     pub hidden: Option<Damage>,
 }
 
-/// What is left of a page.
+/// The remains of a page.
 #[derive(Clone, Debug)]
 pub enum PageRemains {
     /// Its bytes, as they are in the state.
     Exact(Vec<u8>),
     /// An earlier version of it.
     Older {
-        /// That version.
+        /// The version that the bytes are.
         version: crate::state::table::PageInfo,
-        /// Its bytes.
+        /// The bytes of that version.
         bytes: Vec<u8>,
-        /// What is in the way of the state's own version.
+        /// The damage in the way of the state's own version.
         why: Damage,
     },
     /// Nothing that is proven.
@@ -116,8 +118,8 @@ pub enum PageRemains {
 }
 
 impl<'s> Salvage<'s> {
-    /// Looks through a store: all of the log, all manifests and tables, but no image. `store` is what STORE
-    /// says; where that is lost the id is enough. Pages longer than `page_bytes_max` are not put together.
+    /// Looks through a store: all of the log, all manifests and tables, but no image. `store` is the content
+    /// of STORE; if that is lost, the id is enough. Pages longer than `page_bytes_max` are not put together.
     ///
     /// # Errors
     /// [`Damage`] if a folder cannot be listed, or the length of a segment cannot be asked.
@@ -138,7 +140,7 @@ impl<'s> Salvage<'s> {
         &self.state
     }
 
-    /// What is known of the log behind the state.
+    /// The known batches after the state.
     #[must_use]
     pub fn beyond(&self) -> LogRemainder {
         LogRemainder { durable: self.log.durable, seen: self.log.seen, hidden: self.log.hidden.clone() }
@@ -151,7 +153,8 @@ impl<'s> Salvage<'s> {
         for base in snapshots.map(Some).chain([None]) {
             let (from, end) = base.as_ref().map_or_else(Default::default, |base| (base.redo.lsn, base.end));
             let reach = self.log.reach(from);
-            // The store was empty at the log's beginning: that is a way only if the log is there, or never was.
+            // The store was empty at the log's beginning: that is a way only if the log is there, or never
+            // was.
             let is_way = base.is_some() || reach > from || self.log.seen == Lsn(0);
             if is_way && reach >= end && best.as_ref().is_none_or(|best| best.table.lsn() < reach) {
                 let followed = self.follow(base.as_ref(), reach);
@@ -165,15 +168,15 @@ impl<'s> Salvage<'s> {
         best
     }
 
-    /// Follows known batches from a snapshot up to `until`, or as far as they can be followed; `None` if that is
-    /// not as far as the snapshot needs.
+    /// Follows known batches from a snapshot up to `until`, or as far as they can be followed; `None` if that
+    /// is not as far as the snapshot needs.
     fn follow(&self, base: Option<&Arc<Manifest>>, until: Lsn) -> Option<State> {
         let mut resolver = base.map_or_else(Resolver::new, Resolver::from_manifest);
         let mut point = base.map_or_else(LogPoint::default, |manifest| manifest.redo);
         while point.lsn < until {
             match self.step(&mut resolver, point.lsn.next()) {
                 Ok(end) => point = end,
-                // What was readable a moment ago is not, or names a table that is lost: up to here, then.
+                // A batch that was readable a moment ago no longer is, or names a lost table: stop before it.
                 Err(_) => break,
             }
         }
@@ -194,8 +197,8 @@ impl<'s> Salvage<'s> {
         Ok(end)
     }
 
-    /// Where no state can be known: every page at the newest version that something tells of. The root is that
-    /// of the newest link.
+    /// If no state can be known: every page at the newest version that any structure tells of. The root is
+    /// the newest link's.
     fn pieces(&self) -> State {
         let newest = self.survey.readable().max_by_key(|link| link.end);
         let pages = self.pages_known();

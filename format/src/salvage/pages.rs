@@ -1,4 +1,4 @@
-//! What is left of a page: every way from an image of it, or from its creation, to a version of it.
+//! The remains of a page: every way from an image of it, or from its creation, to a version of it.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -18,16 +18,16 @@ use crate::state::survey::Survey;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 use crate::state::trail::OpPlace;
 
-/// What a manifest or a table says of a page: a version of it, and where its bytes lie.
+/// A version of a page that a manifest or a table names, and the place of its bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Fact {
     info: PageInfo,
     image: Option<ImageRef>,
 }
 
-/// All that manifests and tables say, the newest version of each page first. A link counts also where the chain
-/// that it belongs to is broken. A table counts only if a known restore names it: one that was written for a
-/// restore that never came tells of versions that never were.
+/// All versions that manifests and tables name, the newest of each page first. A link counts even if the
+/// chain that it belongs to is broken. A table counts only if a known restore names it: a table that was
+/// written for a restore that never came tells of versions that never were.
 pub(super) fn facts(source: &dyn ReadAt, survey: &Survey, log: &KnownLog) -> HashMap<PageId, Vec<Fact>> {
     let mut facts: HashMap<PageId, Vec<Fact>> = HashMap::new();
     let mut note = |entry: &ManifestEntry| {
@@ -50,7 +50,7 @@ pub(super) fn facts(source: &dyn ReadAt, survey: &Survey, log: &KnownLog) -> Has
 }
 
 impl Salvage<'_> {
-    /// What is left of a page of the state.
+    /// The remains of a page of the state.
     #[must_use]
     pub fn find(&self, info: &PageInfo) -> PageRemains {
         let why = match self.prove(info) {
@@ -91,8 +91,8 @@ impl Salvage<'_> {
             None => self.touches_from_creation(page, wanted.lsn)?,
         };
         let info = self.outcome(page, start.map(|fact| &fact.info), places)?;
-        // One batch less, and the epoch would be lower: so all batches between are there, but for moves, which
-        // change no bytes. The epoch names what the page holds, its length and its metadata.
+        // With one batch less the epoch would be lower. So all batches between are there, except for moves,
+        // which change no bytes. The epoch names the page's content, its length and its metadata.
         if info.epoch != wanted.epoch {
             let (what, found, expected) =
                 ("epoch that the batches found lead to", info.epoch.0, wanted.epoch.0);
@@ -109,7 +109,7 @@ impl Salvage<'_> {
             None => Err(hole),
         };
         let bytes = self.bytes(start, places, info.len)?;
-        // Where somebody knows the checksum of the bytes, they are held against it once more.
+        // If any structure gives the checksum of these bytes, they are compared with it once more.
         for fact in self.facts_of(info.page).iter().filter(|fact| fact.info.epoch == wanted.epoch) {
             if let Some(image) = fact.image {
                 check_crc("page", image.raw_crc, &bytes)
@@ -120,7 +120,7 @@ impl Salvage<'_> {
     }
 
     /// The newest version below `wanted` that can be proven: one that a manifest or a table tells of, or the
-    /// page's first, and what known batches without a hole make of it.
+    /// page's first, followed by known batches without a hole.
     fn newest_before(&self, wanted: &PageInfo) -> Option<(PageInfo, Vec<u8>)> {
         let is_before = |fact: &&Fact| fact.info.lsn < wanted.lsn && fact.info.epoch < wanted.epoch;
         let known = self.facts_of(wanted.page).iter().filter(is_before);
@@ -161,8 +161,8 @@ impl Salvage<'_> {
         Ok(self.log.touches(page, Lsn(created.0 - 1), until))
     }
 
-    /// What known operations make of a version of a page, but for its bytes. What a batch means, and that its
-    /// ranges lie within the page, the plan says.
+    /// The version that known operations make of another one, except for its bytes. The plan says what a
+    /// batch means, and that its ranges lie within the page.
     fn outcome(
         &self,
         page: PageId,
@@ -189,8 +189,8 @@ impl Salvage<'_> {
         table.get(page).ok_or_else(|| at(gone()))
     }
 
-    /// The bytes of the version to which that leads, `final_len` of them. An image and a create make them anew,
-    /// whatever became of those before.
+    /// The bytes of the version to which these operations lead, `final_len` of them. An image or a create
+    /// makes all bytes anew, whatever became of the bytes before.
     fn bytes(
         &self,
         start: Result<PageHead, Damage>,
@@ -232,7 +232,7 @@ impl Salvage<'_> {
         PageHead::new(Vec::new(), 0, final_len)
     }
 
-    /// Refuses a page that is longer than what the caller wants put together.
+    /// Refuses a page that is longer than the caller wants put together.
     fn check_len(&self, final_len: u64) -> Result<(), Defect> {
         check_limit("page length", final_len, self.page_bytes_max)
     }
@@ -241,8 +241,8 @@ impl Salvage<'_> {
         self.facts.get(&page).map_or(&[], Vec::as_slice)
     }
 
-    /// Every page that something tells of, at the newest version that is known, but for those that are known to
-    /// be gone: for a table where no state is known.
+    /// Every page that any structure tells of, at the newest version that is known, except for those that are
+    /// known to be gone. For a table if no state is known.
     pub(super) fn pages_known(&self) -> Vec<PageInfo> {
         let pages: HashSet<PageId> = self.facts.keys().copied().chain(self.log.pages()).collect();
         let mut deleted: HashMap<PageId, Lsn> = HashMap::new();
@@ -253,14 +253,14 @@ impl Salvage<'_> {
         let newest = |page| self.newest_known(page, deleted.get(&page).copied());
         let mut known: Vec<PageInfo> = pages.into_iter().filter_map(newest).collect();
         known.sort_by_key(|info| std::cmp::Reverse((info.lsn, info.page)));
-        // A key is one page's at a time: who had it before is gone.
+        // A key belongs to one page at a time: the page that had it before is gone.
         let mut keys: HashSet<Key> = HashSet::new();
         known.retain(|info| info.key.clone().is_none_or(|key| keys.insert(key)));
         known
     }
 
-    /// The newest version of a page that is known, whatever is left of its bytes; `deleted` is the batch of its
-    /// newest tombstone.
+    /// The newest version of a page that is known, whatever remains of its bytes; `deleted` is the batch of
+    /// its newest tombstone.
     fn newest_known(&self, page: PageId, deleted: Option<Lsn>) -> Option<PageInfo> {
         let fact = self.facts_of(page).first().map(|fact| fact.info.clone());
         let from = fact.as_ref().map(|info| info.lsn).or_else(|| self.creation(page))?;
@@ -276,7 +276,7 @@ impl Salvage<'_> {
         self.outcome(page, fact.as_ref(), places).ok().or(fact)
     }
 
-    /// Whether a snapshot that was begun behind batch `lsn` does not name the page any more.
+    /// Whether a snapshot that was begun after batch `lsn` does not name the page any more.
     fn is_passed_over(&self, page: PageId, lsn: Lsn) -> bool {
         self.survey.readable().rev().any(|link| {
             link.kind == ManifestKind::Base

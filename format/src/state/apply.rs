@@ -1,11 +1,11 @@
-//! What an operation does to a page's bytes, as plainly as it can be said. `rebuild` uses this;
-//! devices are held against it.
+//! The effect of an operation on a page's bytes, in the plainest code. `rebuild` uses it, and tests compare
+//! devices with it.
 
 use crate::op::Op;
 
-/// Applies an operation to the bytes of its page. Bounds were checked by [`crate::state::table::PageTable::plan`];
-/// operations that change no bytes do nothing, nor
-/// does one that names an image: whoever follows the log starts the page from there.
+/// Applies an operation to the bytes of its page. [`crate::state::table::PageTable::plan`] has checked bounds
+/// before. Operations that change no bytes do nothing. Nor does one that names an image: a reader of the log
+/// starts the page from there.
 ///
 /// # Panics
 /// If the operation does not fit the page.
@@ -22,8 +22,8 @@ pub(crate) fn assert_fits(op: &Op<'_>, page_len: u64) {
     }
 }
 
-/// Applies an operation to those bytes of its page that `content` holds, its first ones. They never become more
-/// than `len_max`; of an element that lies across their end, the bytes before it count.
+/// Applies an operation to the first bytes of its page, which `content` holds. They never become more than
+/// `len_max`; of an element that lies across their end, the bytes before it count.
 pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, len_max: u64) {
     match op {
         Op::Write { offset, bytes, .. } => {
@@ -57,7 +57,7 @@ pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, len_max: u64) {
         }
         Op::Resize { len, .. } => content.resize((*len).min(len_max) as usize, 0),
         Op::Delete { .. } => content.clear(),
-        // Its bytes lie elsewhere: they are what the page is made from, and this batch is in them.
+        // Its bytes lie elsewhere: the page is made from them, and this batch is in them.
         Op::Image { .. }
         | Op::Move { .. }
         | Op::SetMetadata { .. }
@@ -69,7 +69,7 @@ pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, len_max: u64) {
     }
 }
 
-/// What `content` holds of a range of its page.
+/// The part of a page's range that `content` holds.
 fn held(content: &mut [u8], offset: u64, len: u64) -> &mut [u8] {
     let end = content.len() as u64;
     let range = offset.min(end)..offset.saturating_add(len).min(end);

@@ -1,5 +1,5 @@
-//! What pages are made from. Of nearly all of them that is what a snapshot says, and so nothing is kept of those
-//! here.
+//! The bases of a state's pages: the image and batches that each is made from. For nearly all pages the
+//! snapshot already says it, so only the exceptions are stored here.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::image::ImageRef;
 use crate::manifest::{Manifest, ManifestEntry, overlaid};
 use crate::state::by_id::ById;
 
-/// What a page's bytes are made from: an image or zeros, and the batches after that.
+/// The base of a page's bytes: an image or zeros, and the batches after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Base {
     /// The image, of a snapshot or of a batch; zeros if there is none.
@@ -21,15 +21,15 @@ pub struct Base {
     pub resized: bool,
 }
 
-/// What each page of a state is made from. The manifest that says so stays in memory as long as this does.
+/// The bases of all pages of a state. The manifest that gives them stays in memory as long as this does.
 #[derive(Clone, Debug, Default)]
 pub struct Bases {
     named: Option<ManifestPages>,
-    /// What became of pages since: none is made from anything that is gone.
+    /// Bases that changed since; `None` for a page that is gone.
     since: ById<PageId, Option<Base>>,
 }
 
-/// What a manifest says of its pages.
+/// The pages of a manifest, as bases.
 #[derive(Clone, Debug)]
 struct ManifestPages {
     manifest: Arc<Manifest>,
@@ -38,7 +38,7 @@ struct ManifestPages {
 }
 
 impl ManifestPages {
-    /// Those of these two pages, and of the ones between them, that the manifest names.
+    /// The bases of these two pages, and of the pages between them, that the manifest names.
     fn between(&self, first: PageId, last: PageId) -> impl Iterator<Item = (PageId, Base)> {
         let entries = &self.manifest.entries;
         let from = entries.partition_point(|entry| entry.page < first);
@@ -59,19 +59,19 @@ impl ManifestPages {
 }
 
 impl Bases {
-    /// Those of a snapshot, whole.
+    /// The bases of a whole snapshot.
     #[must_use]
     pub fn of_snapshot(manifest: Arc<Manifest>) -> Self {
         Self { named: Some(ManifestPages { manifest, restored: None }), since: ById::default() }
     }
 
-    /// Those of the state that a restore, the batch `lsn`, went back to.
+    /// The bases of the state to which a restore, the batch `lsn`, went back.
     #[must_use]
     pub fn of_restore(lsn: Lsn, table: Arc<Manifest>) -> Self {
         Self { named: Some(ManifestPages { manifest: table, restored: Some(lsn) }), since: ById::default() }
     }
 
-    /// What a page is made from.
+    /// The base of a page.
     #[must_use]
     pub fn get(&self, page: PageId) -> Option<Base> {
         match self.since.get(page) {
@@ -104,7 +104,7 @@ impl Bases {
         };
     }
 
-    /// Keeps the pages that are wanted, of which there are few.
+    /// Keeps the bases of the pages that are wanted, which are few.
     pub fn retain(&mut self, wanted: impl Fn(PageId) -> bool) {
         let kept = self.iter().filter(|(page, _)| wanted(*page));
         let since = kept.map(|(page, base)| (page, Some(base))).collect();

@@ -1,9 +1,9 @@
-//! Things by numbers that rise. Ids are given out one after the other, so what they name lies together by
-//! the 256: among ten million one is found with as few misses of the cache as among a thousand, nearly, and beside
-//! each lie no more than a few bytes. (A tree of single pages took 2.8 times as long for a commit among a million
-//! as among a thousand, and half of it was empty: ids that rise fill its nodes half.)
+//! A map from rising numbers to items. Ids are given out one after the other, so items lie together by the
+//! 256. Among ten million items, one is found with nearly as few cache misses as among a thousand, and each
+//! takes no more than a few bytes beyond its own. (A tree of single pages took 2.8 times as long for a commit
+//! among a million as among a thousand, and half of it was empty: rising ids fill its nodes half.)
 //!
-//! Some can be *marked*: as what is to be looked at later. A number stays marked when what it names is gone.
+//! Numbers can be *marked* for a later look. A number stays marked after its item is gone.
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
@@ -82,8 +82,8 @@ impl<T> Default for Row<T> {
 }
 
 impl<T> Row<T> {
-    /// Where an item is, or where it would be. Most rows are full: there the bits need not be looked at, which would be
-    /// one more miss of the cache.
+    /// An item's index, or the index where it would be. Most rows are full: then the bits need not be looked
+    /// at, which would be one more cache miss.
     fn position(&self, number: u64) -> Result<usize, usize> {
         if self.items.len() as u64 == ROW {
             return Ok((number % ROW) as usize);
@@ -134,11 +134,12 @@ struct IdChunk<T> {
 /// Items in the order of their numbers.
 #[derive(Clone, Debug)]
 pub struct ById<K, T> {
-    /// Rows of chunks, by the first number divided by the square of [`ROW`]. None is empty, and no chunk is without
-    /// an item or a mark.
+    /// Rows of chunks, by the first number divided by the square of [`ROW`]. No row is empty, and no chunk is
+    /// without an item or a mark.
     rows: BTreeMap<u64, Row<IdChunk<T>>>,
     count: usize,
-    /// The chunks in which any number is marked, and some in which none is any more, in the order of their marks.
+    /// Chunks that may hold marked numbers, in the order of their marks. In some, no number is marked any
+    /// more.
     marked: Vec<u64>,
     numbers: PhantomData<K>,
 }
@@ -236,7 +237,7 @@ impl<K: Number, T> ById<K, T> {
         self.rows.values().flat_map(Row::iter)
     }
 
-    /// All items.
+    /// All items, ascending by number.
     pub fn values(&self) -> impl ExactSizeIterator<Item = &T> {
         CountedIter { items: self.chunks().flat_map(|chunk| chunk.row.iter()), left: self.count }
     }
@@ -274,7 +275,8 @@ impl<K: Number, T> ById<K, T> {
         gone.into_iter().for_each(|key| _ = self.remove(key));
     }
 
-    /// Takes over the items of another one. Where these lie apart from those here, by whole rows, none is looked at.
+    /// Takes over the items of another map. If those lie apart from the ones here, by whole rows, no item is
+    /// looked at.
     pub fn absorb(&mut self, other: Self) {
         for chunk in other.rows.into_values().flat_map(|row| row.items) {
             let first = chunk.number * ROW;
@@ -331,6 +333,8 @@ impl<K: Number, T> ById<K, T> {
 impl<K: Number, T> Index<K> for ById<K, T> {
     type Output = T;
 
+    /// The item with this number.
+    ///
     /// # Panics
     /// If there is no item with this number.
     fn index(&self, key: K) -> &T {
@@ -349,18 +353,19 @@ impl<K: Number, T: PartialEq> PartialEq for ById<K, T> {
 }
 
 impl<K: Number, T> Extend<(K, T)> for ById<K, T> {
-    /// Of items with the same number the last one stays.
+    /// Among items with the same number, the last one stays.
     fn extend<I: IntoIterator<Item = (K, T)>>(&mut self, items: I) {
         let mut items = items.into_iter().peekable();
         while let Some((key, item)) = items.next() {
             let number = key.number() / ROW;
             let chunk = self.chunk_or_new(key.number());
-            // Numbers that were given out one after the other fill it: so it neither grows, nor keeps room to grow.
+            // Numbers that were given out one after the other fill the chunk. So it neither grows, nor keeps
+            // room to grow.
             if chunk.row.items.is_empty() {
                 chunk.row.items.reserve_exact(ROW as usize);
             }
             let mut count = usize::from(chunk.row.insert(key.number(), item).is_none());
-            // Those that follow into the same chunk find it without a search.
+            // Items that follow into the same chunk find it without a search.
             while let Some((key, item)) = items.next_if(|(key, _)| key.number() / ROW == number) {
                 count += usize::from(chunk.row.insert(key.number(), item).is_none());
             }
@@ -378,7 +383,7 @@ impl<K: Number, T> FromIterator<(K, T)> for ById<K, T> {
     }
 }
 
-/// An iterator of which one knows how many it has left.
+/// An iterator that knows how many items are left.
 struct CountedIter<I> {
     items: I,
     left: usize,
@@ -407,7 +412,7 @@ mod tests {
     use super::*;
     use crate::ids::PageId;
 
-    /// Whatever is done to them, they are what an ordinary map and an ordinary set are.
+    /// Whatever is done to the map and its marks, they equal an ordinary map and an ordinary set.
     #[test]
     fn items_are_found_under_their_numbers_and_in_order() {
         let ids = [1, 63, 64, 255, 256, 257, 70_000, u64::MAX - 1, u64::MAX, 2, 0];
@@ -457,7 +462,8 @@ mod tests {
         assert_eq!((items.rows.len(), items.chunks().count()), (1, 1), "what is empty takes no room");
     }
 
-    /// Wherever they are parted, among rows or within one, and whichever is taken over: no item and no mark is lost.
+    /// Wherever the items are parted, among rows or within one, and whichever map is taken over: no item and
+    /// no mark is lost.
     #[test]
     fn items_that_were_apart_come_together() {
         let numbers = [0, 1, 255, 256, 300, 511, 70_000, 70_001, u64::MAX];
@@ -477,7 +483,7 @@ mod tests {
                 assert_eq!(items.marked(), expected.clone().marked(), "{parted}");
             }
         }
-        // What is taken over is newer.
+        // The item that is taken over is newer.
         let mut items: ById<PageId, u64> = [(PageId(1), 1), (PageId(2), 1)].into_iter().collect();
         items.absorb([(PageId(2), 2), (PageId(3), 2)].into_iter().collect());
         assert_eq!(
@@ -486,7 +492,8 @@ mod tests {
         );
     }
 
-    /// Where a row is full an item is where its number says, and where it is not, before that by as many as are missing.
+    /// In a full row, an item's index is its number's place. In any other, it is lower by the number of items
+    /// that are missing before it.
     #[test]
     fn rows_are_filled_and_thinned_out() {
         let numbers = || (0..5 * ROW).map(PageId);

@@ -1,5 +1,5 @@
-//! Following the log from a snapshot, batch by batch, to a state without its bytes. Whoever walks the log
-//! hands each batch over; so the walk may run on a thread of its own.
+//! Following the log from a snapshot, batch by batch, to a state without its bytes. The caller walks the log
+//! and hands each batch over, so the walk may run on a thread of its own.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,12 +20,12 @@ use crate::state::survey::{Survey, read_manifest};
 pub struct Resolution {
     /// The snapshot from which it was followed; `None` is the log's beginning.
     pub base: Option<SnapshotId>,
-    /// The state.
+    /// The state reached.
     pub resolved: ResolvedState,
     /// The end of the log; `None` if the walk stopped before, at the batch asked for. Its record of verified
     /// snapshots is the last one there is, also where that lies before the base.
     pub end: Option<LogEnd>,
-    /// Batches replayed.
+    /// Number of batches replayed.
     pub batches: u64,
     /// Bytes of their frames.
     pub bytes: u64,
@@ -108,7 +108,7 @@ impl<'s> StateWalk<'s> {
         })
     }
 
-    /// Where the walk begins.
+    /// The point at which the walk begins.
     #[must_use]
     pub fn start(&self) -> LogPoint {
         self.start
@@ -160,7 +160,7 @@ impl<'s> StateWalk<'s> {
         self.resolve(end, |defect| defect.at_lsn(here, point.offset, point.lsn.next()))
     }
 
-    /// The snapshot's own state, for whoever needs no log: it was caught at one moment.
+    /// The snapshot's own state, for a caller that needs no log: the snapshot was caught at one moment.
     ///
     /// # Errors
     /// [`Damage`] if it was not, or two pages have one key.
@@ -183,9 +183,9 @@ impl<'s> StateWalk<'s> {
         })
     }
 
-    /// The last record of verified snapshots before a snapshot's redo: a snapshot is recorded before the next one
-    /// begins, so that it lies behind the redo of one of those before. A crash between a snapshot and its own
-    /// record, where no other seal lies behind its redo, must not make the others forgotten.
+    /// The last record of verified snapshots before a snapshot's redo. A snapshot is recorded before the next
+    /// one begins, so its record lies after the redo of an earlier one. After a crash between a snapshot and
+    /// its own record, no other seal may lie after its redo; the other snapshots must not be forgotten then.
     fn recorded_before(&self, base: &Manifest) -> Vec<VerifiedSnapshot> {
         let Self { survey, source, .. } = self;
         let place = |point: LogPoint| (point.segment, point.offset);
@@ -239,8 +239,7 @@ impl Survey {
         following.finish(walk.end().cloned(), walk.point())
     }
 
-    /// Loads the bytes of a state, each page on its own: what damage to an image takes from one page it does
-    /// not take from the others.
+    /// Loads the bytes of a state, each page on its own: damage to an image costs its page and no other.
     ///
     /// # Errors
     /// [`Damage`] in the log, which held when the state was resolved; or the pages take more than

@@ -16,7 +16,7 @@ use crate::state::follow::Resolution;
 use crate::state::survey::Survey;
 use crate::state::table::PageTable;
 
-/// What to rebuild.
+/// The options of a rebuild.
 #[derive(Clone, Copy, Debug)]
 pub struct RebuildOptions {
     /// Start from this snapshot and no other.
@@ -24,8 +24,8 @@ pub struct RebuildOptions {
     /// Stop after this batch; the base must not have later ones.
     pub until: Option<Lsn>,
     /// Refuse a state whose pages take more memory than this together, in bytes. A length on disk may be any
-    /// up to [`crate::limits::PAGE_LEN_MAX`], and zeros take no space there: who reads what a stranger wrote
-    /// sets this.
+    /// up to [`crate::limits::PAGE_LEN_MAX`], and zeros take no space there. A caller that reads a stranger's
+    /// files sets this.
     pub page_bytes_max: u64,
 }
 
@@ -46,7 +46,7 @@ pub struct RebuiltStore {
     pub contents: BTreeMap<PageId, Vec<u8>>,
     /// The end of the log; `None` if the rebuild stopped before, at the batch asked for.
     pub end: Option<LogEnd>,
-    /// Batches replayed behind the base.
+    /// Batches replayed after the base.
     pub batches: u64,
     /// Snapshots that could not be used, newest first; time was lost, not data.
     pub passed_over: Vec<Damage>,

@@ -1,10 +1,10 @@
-//! From a snapshot and the log behind it to the final page table: the part of recovery that
-//! needs no page's bytes.
+//! From a snapshot and the log after it to the final page table: the part of recovery that needs no page's
+//! bytes.
 //!
-//! A snapshot is fuzzy: each page was caught at its own Lsn. Replay skips what an image already has, skips
-//! pages that were deleted before they could be caught (tombstones), and takes any other page that it does
-//! not know for damage. The table is resolved first, so that budgets are checked and pages are loaded at
-//! their final length (I10).
+//! A snapshot is fuzzy: each page was caught at its own Lsn. Replay skips operations that an image already
+//! has, skips pages that were deleted before they could be caught (tombstones), and takes any other page that
+//! it does not know for damage (SPEC R2). The table is resolved first, so that budgets are checked and pages
+//! are loaded at their final length (I10).
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -36,7 +36,7 @@ pub struct Resolver {
 pub struct ResolvedState {
     /// Pages, root, and the numbers that never go back.
     pub table: PageTable,
-    /// What each page of the table is made from.
+    /// The base of each page of the table.
     pub bases: Bases,
 }
 
@@ -174,7 +174,7 @@ impl Resolver {
         self.table.lsn()
     }
 
-    /// The final state.
+    /// The final state, if the log has reached the snapshot's end (SPEC R3).
     ///
     /// # Errors
     /// [`Defect::Batch`] if the snapshot's end was not reached, or two pages have one key.

@@ -1,4 +1,4 @@
-//! All that lies in a store directory, as far as it can be read: STORE, the log, the links of snapshots.
+//! A survey of a store directory, as far as it can be read: STORE, the log, the links of snapshots.
 //!
 //! A [`Survey`] looks at every file and judges none. `follow` goes on from it to a state.
 
@@ -16,23 +16,23 @@ use crate::manifest::{
 use crate::names::{FileName, Folder, ReadAt};
 use crate::store::StoreFile;
 
-/// All that lies in a store directory, as far as it can be read.
+/// The readable parts of a store directory.
 #[derive(Debug)]
 pub struct Survey {
     /// The store's identity.
     pub store: StoreFile,
-    /// The log.
+    /// The map of the log.
     pub log: LogMap,
-    /// The links of snapshots. What a snapshot consists of, [`Survey::snapshot`] says.
+    /// The links of snapshots. [`Survey::snapshot`] puts a snapshot together from them.
     pub links: Links,
 }
 
-/// The links of snapshots, one a file: the manifest with the health of its copies, or why it cannot be read. A link may be
-/// there for the snapshots that follow it only.
+/// The links of snapshots, one a file: the manifest with the health of its copies, or why it cannot be read.
+/// A link may be there for the snapshots that follow it only.
 pub type Links = BTreeMap<SnapshotId, Result<(Arc<Manifest>, CopyHealth), Damage>>;
 
-/// Reads a link of which both copies are good; gives its header checksum with it. `None` if anything is not as it should
-/// be.
+/// Reads a link whose copies are both good, and returns its header checksum too. `None` if anything is not as
+/// it should be.
 pub type LinkReader<'a> = &'a dyn Fn(FileName) -> Option<(Manifest, u32)>;
 
 /// A place to start from: a snapshot, whole, or the log's beginning, which is `None`.
@@ -70,7 +70,7 @@ impl Survey {
         self.links.values().filter_map(|read| read.as_ref().ok()).map(|(manifest, _)| manifest)
     }
 
-    /// The links of which a snapshot consists: its own first, its base last.
+    /// The links that make up a snapshot: its own first, its base last (SPEC L1 and L2).
     ///
     /// # Errors
     /// [`Damage`] to one of them: it is missing, unreadable, or not the one that is followed; or there are
@@ -91,8 +91,8 @@ impl Survey {
         Ok(chain)
     }
 
-    /// A snapshot, whole: its chain of links merged. A base is given as it is; what is merged is made anew
-    /// with each call, as large as all of its links together at most.
+    /// A whole snapshot: its chain of links merged. A base is given as it is. A merged one is made anew with
+    /// each call, as large as all of its links together at most.
     ///
     /// # Errors
     /// As for [`Survey::chain`].
@@ -105,8 +105,8 @@ impl Survey {
         merge(&links).map(Arc::new).map_err(|defect| defect.at(FileName::Manifest(snapshot.0), 0))
     }
 
-    /// The pages of a snapshot, whole, in the order of their ids: what [`Survey::snapshot`] has, where nothing
-    /// else of it is wanted. No entry is copied.
+    /// The pages of a whole snapshot, in the order of their ids, for a caller that needs nothing else of
+    /// [`Survey::snapshot`]. No entry is copied.
     ///
     /// # Errors
     /// As for [`Survey::chain`].
@@ -122,8 +122,9 @@ impl Survey {
         }
     }
 
-    /// Where a recovery may start, best first: the newest snapshot, older ones, the log's beginning, which is
-    /// `None`. A snapshot that cannot be read is there as its damage; each is merged when it is asked for.
+    /// The candidates that a recovery may start from (SPEC R1), best first: the newest snapshot, older ones,
+    /// the log's beginning, which is `None`. A snapshot that cannot be read is there as its damage; each is
+    /// merged when it is asked for.
     pub fn candidates(&self) -> impl Iterator<Item = Result<Option<Arc<Manifest>>, Damage>> + '_ {
         self.named_candidates().map(|(_, candidate)| candidate)
     }
@@ -144,7 +145,7 @@ impl Survey {
     }
 }
 
-/// Reads STORE.
+/// Reads the STORE file.
 ///
 /// # Errors
 /// [`Damage`] if it is missing or unreadable.
@@ -153,8 +154,8 @@ pub fn read_store(source: &dyn ReadAt) -> Result<StoreFile, Damage> {
     StoreFile::decode(&bytes).map_err(|defect| defect.at(FileName::Store, 0))
 }
 
-/// Reads the links of all snapshots. For who has a faster way to read one of which nothing is wrong: where that gives
-/// none, the ordinary one says what is.
+/// Reads the links of all snapshots. `faster` may read one in which nothing is wrong; if it returns `None`,
+/// the link is read the ordinary way, which names the defect.
 ///
 /// # Errors
 /// [`Damage`] if their folder cannot be listed; [`Defect::Shortage`] of any of them.
@@ -171,8 +172,8 @@ pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>
                 None => read_manifest(source, file, store),
             };
             match read {
-                // A link that nobody has looked at must not be taken for a damaged one: an older snapshot would take its
-                // place.
+                // A link that could not be read now must not be taken for a damaged one: an older snapshot
+                // would take its place.
                 Err(damage @ Damage { defect: Defect::Shortage { .. }, .. }) => return Err(damage),
                 // A writer removed it after the folder was listed.
                 Err(Damage { defect: Defect::Missing, .. }) => continue,
@@ -184,8 +185,8 @@ pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>
     Ok(links)
 }
 
-/// Reads one link of a snapshot, or a table of the same form. A change alone is no state: [`Survey::snapshot`]
-/// follows the chain.
+/// Reads one link of a snapshot, or a table of the same form. A change alone is no state:
+/// [`Survey::snapshot`] follows the chain.
 ///
 /// # Errors
 /// [`Damage`] if neither copy is whole, or it is another store's or another file's.
@@ -223,8 +224,8 @@ fn check_file(manifest: &Manifest, file: FileName, store: &StoreFile) -> Result<
     Ok(())
 }
 
-/// The manifest of a file of two copies that are alike, as nearly every one is: of the second one no more than a piece
-/// is held at a time. `None` if anything is not as it should be: then the whole file says what.
+/// The manifest of a file of two equal copies, as nearly every one is. Only one piece of the second copy is
+/// held at a time. `None` if anything is not as it should be: then reading the whole file gives the defect.
 fn read_copies(source: &dyn ReadAt, file: FileName) -> Option<(Manifest, CopyHealth)> {
     let len = source.len(file).ok()??;
     let mut header = [0; ManifestHeaderRaw::LEN];

@@ -1,12 +1,12 @@
-//! Single pages of a state, without loading all of it: where the operations lie that make a page
-//! from its base.
+//! Single pages of a state, without loading all of it: the places of the operations that make a page from its
+//! base.
 //!
 //! [`Survey::resolve`] walks the log once and keeps only the table. [`Trails::follow`] does the same, and
-//! also notes for each page the places of its operations: some 32 bytes each, whatever they hold. Then
+//! also notes for each page the places of its operations: some 32 bytes each, however long they are. Then
 //! [`Trails::load`] reads a page's base and its own operations, and nothing of other pages.
 //!
-//! A place keeps the checksum of the bytes that the walk proved there. So whoever reads them later, beside a
-//! writer that recycles, gets these bytes or an error.
+//! A place keeps the checksum of the bytes that the walk proved there. A later read, while a writer recycles
+//! segments, gets these bytes or an error.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::state::head::load_base;
 use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
 
-/// Where an operation lies in the log.
+/// The place of an operation in the log.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpPlace {
     segment: u64,

@@ -84,7 +84,7 @@ where
     Ok((decode_all(seed, content)?, ENVELOPE_HEAD_LEN + content.len()))
 }
 
-/// Decodes `content`, of which nothing may be left over.
+/// Decodes `content`; refuses it if any bytes are left over.
 pub(crate) fn decode_all<'a, S>(seed: S, content: &'a [u8]) -> Result<S::Value, Defect>
 where
     S: DeserializeSeed<'a>,

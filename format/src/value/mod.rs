@@ -38,7 +38,7 @@ pub(crate) use seed::deserialize_bytes;
 /// ```
 #[derive(Clone, Debug, Serialize)]
 pub enum Value {
-    /// Nothing.
+    /// No value at all.
     Null,
     /// True or false.
     Bool(bool),
@@ -46,11 +46,11 @@ pub enum Value {
     I64(i64),
     /// An unsigned integer.
     U64(u64),
-    /// A float; every bit is kept, those of a NaN too.
+    /// A float; every bit is kept, also the payload of a NaN.
     F64(f64),
-    /// Text.
+    /// Text in UTF-8.
     String(String),
-    /// Bytes.
+    /// Bytes of any content.
     Bytes(#[serde(serialize_with = "serialize_bytes")] Vec<u8>),
     /// Values in order.
     List(Vec<Value>),

@@ -1,4 +1,4 @@
-//! Metadata as pages have it: that of most is empty, and takes no memory of its own.
+//! Metadata as pages have it: most pages have none, and then it takes no memory of its own.
 
 use std::fmt;
 use std::ops::Deref;
@@ -22,7 +22,7 @@ static EMPTY: Metadata = Metadata::new();
 pub struct SharedMetadata(Option<Arc<Metadata>>);
 
 impl SharedMetadata {
-    /// The metadata for changing it; what others share stays as it is.
+    /// The metadata for changing it; copies that others share stay as they are.
     pub fn make_mut(&mut self) -> &mut Metadata {
         Arc::make_mut(self.0.get_or_insert_default())
     }

@@ -90,7 +90,8 @@ fn no_file_of_a_store_has_a_number_above_the_highest() {
     assert_eq!(FileName::parse(Folder::Log, "ffffffffffffffff.log"), None);
 }
 
-/// A store that was founded on a salvaged state has no incarnation before its first one, but batches.
+/// A store that was created from the seed of a salvaged state has no incarnation before its first one, but
+/// batches.
 #[test]
 fn a_store_that_begins_with_a_state_has_no_empty_beginning() {
     let with_predecessor = |predecessor: LogPoint| {
@@ -116,7 +117,8 @@ fn a_store_that_begins_with_a_state_has_no_empty_beginning() {
     }
 }
 
-/// A manifest's `redo` is where the walk begins: past its segment there is no next frame, and nothing would look for one.
+/// A manifest's `redo` is where the walk begins: past its segment there is no next frame, and no walk would
+/// look for one.
 #[test]
 fn a_walk_begins_within_its_segment() {
     let publish = |change: fn(&mut Manifest)| {
@@ -191,7 +193,7 @@ fn an_epoch_and_a_page_id_do_not_count_past_the_highest_number() {
     assert!(rebuilt(&past).unwrap_err().contains("page id"));
 }
 
-/// A frame beyond the end that may testify says what is durable, as every frame of the order does.
+/// A frame beyond the end that may testify gives a durable mark, as every frame of the order does.
 #[test]
 fn testimony_moves_the_proven_end_of_the_log() {
     let mut maker = Maker::new();

@@ -1,4 +1,4 @@
-//! What a salvage takes of a damaged store, and what it does not.
+//! Salvage of damaged stores: the pages that it takes, and those that it leaves.
 
 use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::Op;
@@ -14,7 +14,7 @@ fn salvage(maker: &Maker) -> Salvage<'_> {
     Salvage::read(&maker.files, store, 1 << 20).unwrap()
 }
 
-/// The guards of a salvage, one by one: what looks like a batch, or like a version, and never was one.
+/// The guards of a salvage, one by one: bytes that look like a batch, or like a version, and never were one.
 #[test]
 fn a_salvage_takes_nothing_that_never_was() {
     let salvaged = |maker: &Maker| {
@@ -27,7 +27,7 @@ fn a_salvage_takes_nothing_that_never_was() {
     };
     assert_eq!(salvaged(&four()), 4);
 
-    // A batch behind the end that the next incarnation gives is cut, and follows its predecessor all the same.
+    // A batch after the end that the next incarnation gives is cut, and follows its predecessor all the same.
     let mut cut = four();
     let mut longer = cut.clone();
     longer.batch();
@@ -57,8 +57,8 @@ fn a_salvage_takes_nothing_that_never_was() {
     assert_eq!(salvaged(&maker), 5);
 }
 
-/// A snapshot needs a batch that is lost, and so does the log's beginning. What the snapshot has of the page is
-/// proven, but nobody knows of which state it was.
+/// A snapshot needs a batch that is lost, and so does the log's beginning. The snapshot's version of the page
+/// is proven, but no structure names the state.
 #[test]
 fn nothing_is_exact_where_no_state_is_known() {
     let mut maker = four();
@@ -73,7 +73,7 @@ fn nothing_is_exact_where_no_state_is_known() {
     assert_eq!((version.lsn, bytes), (Lsn(3), content(3)));
 }
 
-/// Memory is asked for what a version is in the end; how long the page was before is no reason to lose it.
+/// Memory is asked for the final length of a version. A page that was longer before is not lost for that.
 #[test]
 fn a_page_that_was_long_on_its_way_is_salvaged() {
     let long = |len| Op::Resize { page: PAGE, len };

@@ -1,4 +1,4 @@
-//! What snapshots lead to, and restores: the same state from wherever they start, and none that is wrong.
+//! Snapshots and restores lead to the same state from wherever replay starts, and to none that is wrong.
 
 use std::io;
 
@@ -216,8 +216,8 @@ fn pages_deleted_while_a_snapshot_was_taken_stay_deleted() {
     assert_eq!(found.contents[&PAGE], content(4));
 }
 
-/// A snapshot that begins where the one before does, and says only what is gone since. Page 1 goes with batch 8; page 2 is
-/// changed by batch 6 and goes with 7, while the first one was taken.
+/// A snapshot that begins where the one before does, and says only which pages are gone since. Page 1 goes
+/// with batch 8; page 2 is changed by batch 6 and goes with 7, while the first one was taken.
 #[test]
 fn a_thin_change_begins_where_the_link_before_does() {
     let other = PageId(2);
@@ -244,7 +244,7 @@ fn a_thin_change_begins_where_the_link_before_does() {
     let found_with = |manifest: &Manifest| {
         let mut maker = maker.clone();
         maker.publish(FileName::Manifest(2), manifest);
-        // What it took the place of is a link alone.
+        // The snapshot whose place it took is a link alone.
         maker.files.0.remove(&FileName::Pages(1));
         rebuilt(&maker)
     };
@@ -254,7 +254,7 @@ fn a_thin_change_begins_where_the_link_before_does() {
     assert_eq!((found.table.pages().len(), found.table.lsn()), (0, Lsn(9)));
     assert_eq!(found.table.next_page(), 3);
 
-    // Where it forgets what the one before said of page 2, or is not thin but goes back, the one before is left.
+    // If it forgets the tombstone of page 2, or is not thin but goes back, the one before is used.
     for (why, wrong) in [
         ("there is no page 2", thin(vec![gone])),
         ("end of the link before is 7, over the limit of 6", Manifest { end: Lsn(6), ..thin(vec![]) }),

@@ -1,16 +1,16 @@
-//! What reading a store must give, and the store of four batches that most rows begin with.
+//! The expected results of reading a store, and the store of four batches that most rows begin with.
 
 use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 use remanent_format::{Epoch, FileName, Lsn};
 
 use crate::maker::{Maker, PAGE, content, root};
 
-/// What reading a store must give.
+/// The expected result of reading a store.
 #[derive(Debug)]
 pub enum Verdict {
     /// The state at this Lsn; nothing was cut.
     Clean(u64),
-    /// The state at this Lsn; what is cut begins with the batch behind it and was seen up to the second.
+    /// The state at this Lsn; the cut begins with the batch after it and was seen up to the second.
     Torn(u64, u64),
     /// Refused; the damage reads so.
     Refused(&'static str),

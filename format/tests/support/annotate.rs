@@ -1,4 +1,4 @@
-//! Bytes with a comment on each: the text that lies beside a golden file.
+//! Bytes with a comment on each: the text next to a golden file.
 
 use std::fmt::Write;
 
@@ -16,7 +16,7 @@ impl<'a> Annotate<'a> {
         Self { bytes, at: 0, text: format!("{title}\n{} bytes\n", bytes.len()) }
     }
 
-    /// A heading.
+    /// Adds a heading.
     pub fn head(&mut self, text: &str) -> &mut Self {
         writeln!(self.text, "\n{text}").unwrap();
         self
@@ -116,7 +116,7 @@ impl<'a> Annotate<'a> {
         }
     }
 
-    /// A length in 8 bytes, then so many bytes.
+    /// A length in 8 bytes, then that number of bytes.
     fn text(&mut self, comment: &str) -> &mut Self {
         let len = self.peek(8) as usize;
         self.part(8, &format!("{comment}length {len}"));
@@ -133,12 +133,12 @@ impl<'a> Annotate<'a> {
     }
 }
 
-/// Whether a number is a checksum or a chain hash, of which the decimal says nothing.
+/// Whether a number is a checksum or a chain hash: its decimal says nothing.
 fn is_hash(name: &str) -> bool {
     name.contains("crc") || name.contains("chain")
 }
 
-/// What differs between a sound file and a damaged one.
+/// The difference between a sound file and a damaged one.
 pub fn difference(title: &str, sound: &[u8], damaged: &[u8]) -> String {
     let mut text = format!("{title}\n");
     if sound.len() != damaged.len() {

@@ -1,4 +1,4 @@
-//! One file for each kind of defect: a sound one, and what is done to it.
+//! One file for each kind of defect: a sound file, and the change that is made to it.
 
 use crate::annotate::difference;
 use crate::samples::{Sound, Structure};
@@ -62,8 +62,8 @@ fn in_chunk(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
     resum(chunk, 0, 60);
 }
 
-/// Applies a change to the compressed payload of a chunk, whose image header is the second one; checksums
-/// of what is stored are made to fit.
+/// Applies a change to the compressed payload of a chunk, whose image header is the second one; checksums of
+/// the stored bytes are made to fit.
 fn in_frames(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
     in_chunk(bytes, |chunk| {
         let offset = u64::from_le_bytes(chunk[128 + 40..128 + 48].try_into().unwrap()) as usize - 4096;
@@ -74,7 +74,7 @@ fn in_frames(bytes: &mut [u8], change: impl FnOnce(&mut [u8])) {
     });
 }
 
-/// One fault: name, sound file, what is done to it, and how the defect reads.
+/// One fault: name, sound file, the change, and the defect's text.
 type Fault = (&'static str, &'static str, fn(&mut Vec<u8>), &'static str);
 
 #[rustfmt::skip]

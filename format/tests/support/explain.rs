@@ -1,4 +1,4 @@
-//! The text beside a golden file: what each byte of a structure is.
+//! The text next to a golden file: the meaning of each byte of a structure.
 
 use remanent_format::frame::{FrameHeaderRaw, VerifiedSnapshotRaw};
 use remanent_format::image::{ChunkHeaderRaw, ImageFileHeaderRaw, ImageHeaderRaw};
@@ -10,7 +10,7 @@ use remanent_format::store::StoreHeaderRaw;
 use crate::annotate::Annotate;
 use crate::samples::{Structure, compressed_contents, contents};
 
-/// The text beside a sound file.
+/// The text next to a sound file.
 pub fn explain(structure: Structure, title: &str, bytes: &[u8]) -> String {
     let mut text = Annotate::new(title, bytes);
     match structure {

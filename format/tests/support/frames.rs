@@ -1,6 +1,6 @@
 //! Zstd frames written by hand (RFC 8878), so that no version of a compressor changes a pinned byte.
 
-/// One frame of a block for each run: so many times that byte. At most 255 bytes in all.
+/// One frame with a block for each run: a byte, and how often it repeats. At most 255 bytes in all.
 pub fn runs(runs: &[(u8, usize)]) -> Vec<u8> {
     let len: usize = runs.iter().map(|(_, count)| count).sum();
     // The magic; a descriptor that says: one segment, its length in one byte; the length.

@@ -27,7 +27,7 @@ pub const PAGE_LEN: usize = 64;
 #[derive(Clone)]
 struct Batch {
     payload: Vec<u8>,
-    /// Where its frame lies.
+    /// The place of its frame.
     at: LogPoint,
     /// The point at its end.
     end: LogPoint,
@@ -37,9 +37,9 @@ struct Batch {
 #[derive(Clone)]
 pub struct Maker {
     pub files: Files,
-    /// The point behind the last frame.
+    /// The point after the last frame.
     point: LogPoint,
-    /// What the next frames claim to be durable.
+    /// The mark that the next frames claim to be durable.
     durable: Lsn,
     batches: Vec<Batch>,
     /// Whether images are compressed.
@@ -141,7 +141,7 @@ impl Maker {
         self.batch_of(&self.next_ops(), true)
     }
 
-    /// The next batch, right behind the last frame.
+    /// The next batch, right after the last frame.
     pub fn batch_in_group(&mut self) -> &mut Self {
         self.batch_of(&self.next_ops(), false)
     }
@@ -179,7 +179,7 @@ impl Maker {
         self
     }
 
-    /// Where a batch's frame lies: segment and offset.
+    /// The place of a batch's frame: segment and offset.
     pub fn at(&self, lsn: u64) -> (u64, usize) {
         let batch = self.batches.iter().find(|batch| batch.end.lsn == Lsn(lsn)).expect("a batch");
         (batch.at.segment, batch.at.offset as usize)
@@ -225,7 +225,7 @@ impl Maker {
         self.batch_of(&ops, true)
     }
 
-    /// What manifest `number` says of the page as batch `caught` left it, with its image file made.
+    /// A manifest of this number that names the page as batch `caught` left it, with its image file made.
     pub fn manifest(&mut self, number: u64, redo: u64, caught: u64, end: u64) -> Manifest {
         let image = self.image(number, ImagePurpose::Snapshot, caught);
         let entry = ManifestEntry {

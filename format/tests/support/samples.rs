@@ -1,4 +1,4 @@
-//! What the golden files hold: each structure of the format once, and each of its forms.
+//! The content of the golden files: each structure of the format once, and each of its forms.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use remanent_format::{
 use crate::explain::explain;
 use crate::frames;
 
-/// What a golden file holds, and so how it is read.
+/// The structure in a golden file, and so the way to read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Structure {
     Metadata,
@@ -43,10 +43,10 @@ pub struct Sound {
 pub const STORE: StoreId = StoreId(*b"sixteen bytes id");
 const INCARNATION: Incarnation = Incarnation { number: 3, random: 0x5eed_1234 };
 
-/// The point behind which the frames of the golden files lie.
+/// The point after which the frames of the golden files lie.
 pub const BEFORE: LogPoint =
     LogPoint { incarnation: INCARNATION, lsn: Lsn(41), segment: 7, offset: 8000, chain: 0x0102_0304 };
-/// Where they lie.
+/// The place of these frames: segment and offset.
 pub const FRAME_AT: (u64, u64) = (7, 8192);
 /// The image file, and the chunk's offset in it.
 pub const CHUNK_AT: (u64, u64) = (2, 4096);
@@ -133,13 +133,13 @@ pub fn payload(ops: &[Op<'_>]) -> Vec<u8> {
     writer.finish()
 }
 
-/// A frame, whole, as it lies behind [`BEFORE`].
+/// A whole frame, as it lies after [`BEFORE`].
 fn frame(kind: FrameKind, payload: &[u8]) -> Vec<u8> {
-    frame_behind(&BEFORE, FRAME_AT.1, true, kind, payload).0
+    frame_after(&BEFORE, FRAME_AT.1, true, kind, payload).0
 }
 
-/// A frame, whole, at an offset of the same segment, and the point behind it.
-fn frame_behind(
+/// A whole frame at an offset of the same segment, and the point after it.
+fn frame_after(
     before: &LogPoint,
     offset: u64,
     group_start: bool,
@@ -181,7 +181,7 @@ fn groups() -> Vec<u8> {
             bytes.resize(bytes.len().next_multiple_of(4096), 0);
         }
         let offset = FRAME_AT.1 + bytes.len() as u64;
-        let (frame, end) = frame_behind(&point, offset, group_start, kind, &payload);
+        let (frame, end) = frame_after(&point, offset, group_start, kind, &payload);
         bytes.extend_from_slice(&frame);
         point = end;
     }

@@ -1,4 +1,4 @@
-//! `remanent bench ceilings`: what the machine does without a store.
+//! `remanent bench ceilings`: the speed of the machine without a store.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ const EXAMPLES: &str = "\
 Disk: 4 threads write random bytes to files of their own, past the page cache, and sync them; 4 threads read them \
 back past the cache, and through it. Host: a copy, and a CRC-32, by one thread. Device: copies of 64 MiB between \
 pinned host memory and the device, and on the device; a list of one delta, from its submission to its fence, which \
-is the least that Applied can take; a list of 10,000 deltas; a copy of 4 KiB to the host beside long ones.
+is the least that Applied can take; a list of 10,000 deltas; a copy of 4 KiB to the host during long ones.
 
 The raw group-commit loop, the ceiling of durable commits, is measured where they are: `remanent bench commit`.
 
@@ -26,7 +26,7 @@ Examples:
   remanent bench ceilings /mnt/fast
   remanent bench ceilings /mnt/fast --bytes 4GiB --device cuda:0";
 
-/// What disk, host and device do without a store
+/// The speed of disk, host and device without a store
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct CeilingsBench {
@@ -149,8 +149,8 @@ fn device(room: &Room, rounds: u32) -> Result<Group, BenchStop> {
         room.step("device")?;
         let (source, target) = (pages.whole(0), pages.whole(1));
         let staged = StagingSpan { index: 0, offset: 0, len: COPY_LEN };
-        // Each on the lane that long ones take; that to and from the host is done in turns, a MiB each, so that
-        // short ones need not wait.
+        // Each runs on the lane that long copies take. A copy to or from the host is done in turns, a MiB
+        // each, so that short ones need not wait.
         for (figure, lane, command, moved) in [
             (&mut up, Lane::Drain, Command::Upload { source: staged, target }, COPY_LEN),
             (&mut down, Lane::Drain, Command::Download { source, target: staged }, COPY_LEN),
@@ -167,7 +167,7 @@ fn device(room: &Room, rounds: u32) -> Result<Group, BenchStop> {
         }
         many_lists(&mut one, LISTS, || pages.deltas(device, 1))?;
         many_lists(&mut many, 20, || pages.deltas(device, DELTAS))?;
-        short_beside_long(device, &pages, &mut beside)?;
+        short_while_long(device, &pages, &mut beside)?;
     }
     pages.release(device)?;
     let mut context = Figure::new("context and kernels", Unit::Seconds);
@@ -193,7 +193,7 @@ impl DevicePages {
         Span { memory: self.long[index], offset: 0, len: COPY_LEN as u64 }
     }
 
-    /// How long a list takes of so many deltas, each to a page of its own.
+    /// The time that a list of `count` deltas takes, each to a page of its own.
     fn deltas(&self, device: &dyn Device, count: usize) -> Result<Duration, BenchStop> {
         let piece = |(number, memory): (usize, &remanent::device::MemoryId)| Piece {
             target: Span { memory: *memory, offset: 64, len: DELTA_LEN as u64 },
@@ -244,7 +244,7 @@ fn many_lists(
 }
 
 /// Short copies to the host on one lane while long ones run on another.
-fn short_beside_long(device: &dyn Device, pages: &DevicePages, figure: &mut Figure) -> Result<(), BenchStop> {
+fn short_while_long(device: &dyn Device, pages: &DevicePages, figure: &mut Figure) -> Result<(), BenchStop> {
     let (long, short) = (pages.whole(0), Span { len: SHORT_LEN as u64, ..pages.whole(1) });
     std::thread::scope(|scope| {
         let downloads = scope.spawn(move || -> Result<(), BenchStop> {

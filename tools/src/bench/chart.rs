@@ -1,12 +1,12 @@
-//! Charts as SVG: lines over two axes, and bars beside a ceiling. Colours are classes, which the page defines for
-//! light and for dark.
+//! Charts as SVG: lines over two axes, and bars next to a ceiling. Colours are classes, which the page
+//! defines for light and for dark.
 
 use std::fmt::Write;
 
 /// Width and height of a chart, in its own units; the page scales it.
 const WIDTH: f64 = 720.0;
 const HEIGHT: f64 = 260.0;
-/// What is left for the labels around the plot.
+/// The room left for the labels around the plot.
 const LEFT: f64 = 78.0;
 const RIGHT: f64 = 28.0;
 const TOP: f64 = 14.0;
@@ -51,7 +51,7 @@ impl Scale {
         Scale::Log { min: 10_f64.powf(min), max: 10_f64.powf(if max > min { max } else { min + 1.0 }) }
     }
 
-    /// Where a value lies: 0 at the beginning of the axis, 1 at its end.
+    /// The place of a value: 0 at the beginning of the axis, 1 at its end.
     fn place(self, value: f64) -> f64 {
         match self {
             Scale::Linear { max } => value / max,
@@ -74,7 +74,7 @@ impl Scale {
     }
 }
 
-/// A round number of which a handful make `max`.
+/// A round number that fits into `max` a handful of times.
 fn step_of(max: f64) -> f64 {
     let power = 10_f64.powf(max.log10().floor());
     match max / power {
@@ -151,14 +151,14 @@ pub fn lines(x: &Axis, y: &Axis, lines: &[ChartLine], marks: &[(f64, &str)]) -> 
     svg + "</svg>\n"
 }
 
-/// One bar: its name, its share of a ceiling, and what it is as text.
+/// One bar: its name, its share of a ceiling, and its value as text.
 pub struct Bar {
     pub name: String,
     pub share: f64,
     pub value: String,
 }
 
-/// Bars beside a line at 1, the ceiling.
+/// Bars next to a line at 1, the ceiling.
 pub fn bars(bars: &[Bar]) -> String {
     // A name stands above its bar, where there is room for all of it.
     const ROW: f64 = 44.0;

@@ -1,4 +1,4 @@
-//! `remanent bench commit`: batches of one delta, beside the raw group-commit loop.
+//! `remanent bench commit`: batches of one delta, compared with the raw group-commit loop.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -16,10 +16,10 @@ use crate::cli::exit::Failure;
 use crate::cli::size::Size;
 
 const EXAMPLES: &str = "\
-Each thread writes deltas to a page of its own, one a batch, and waits for each. The ceiling of what is durable is \
-the faster of two raw loops, which put records into a queue and write and sync what is queued in one piece; one \
-by pwrite and fdatasync, one by O_DIRECT and O_DSYNC. What is logged or applied has a copy with a checksum under a lock \
-as its ceiling. The first thread count of a figure with one thread is what one commit alone costs.
+Each thread writes deltas to a page of its own, one a batch, and waits for each. The ceiling of durable commits is the \
+faster of two raw loops, which put records into a queue and write and sync the whole queue in one piece: one by pwrite \
+and fdatasync, one by O_DIRECT and O_DSYNC. The ceiling of logged or applied commits is a copy with a checksum under a \
+lock. A figure with one thread shows the cost of one commit alone.
 
 Examples:
   remanent bench commit /mnt/fast
@@ -38,7 +38,7 @@ pub struct CommitBench {
     /// Bytes of a delta; a list
     #[arg(long, value_name = "BYTES", value_delimiter = ',', default_value = "256,4KiB,64KiB")]
     len: Vec<Size>,
-    /// What each commit waits for; a list
+    /// The acknowledgement that each commit waits for; a list
     #[arg(long, value_enum, value_delimiter = ',', default_value = "durable,logged")]
     ack: Vec<Level>,
     /// How the log is written; a list [default: as a store chooses]
@@ -105,7 +105,7 @@ const PAGE_LEN_MIN: u64 = 1 << 20;
 const LOG_BYTES_MAX: u64 = 64 << 20;
 /// Values of the course of one round.
 const COURSE_STEPS: u32 = 20;
-/// More than any machine logs a second; what a round may write is reckoned by it.
+/// More than any machine logs a second; it bounds the bytes that a round may write.
 const LOG_BYTES_PER_SECOND: f64 = 1e9;
 
 impl Measure for CommitBench {
@@ -121,7 +121,7 @@ impl Measure for CommitBench {
             return refuse("--len lies between 1 and 1MiB: a delta is a part of a page");
         }
         if self.longest() * self.most_threads() as u64 > raw::FILE_LEN_MAX {
-            return refuse("so many threads with such deltas fill the raw loop's file at once");
+            return refuse("that many threads with such deltas fill the raw loop's file at once");
         }
         Ok(())
     }
@@ -312,7 +312,7 @@ impl CommitSubject {
         }
     }
 
-    /// Leaves nothing behind that the next one's time would have to pay for.
+    /// Leaves no work over that the next one's time would have to pay for.
     fn settle(&self) -> Result<(), BenchStop> {
         if let CommitSubject::Store(committing) = self {
             let store = &committing.store;

@@ -1,4 +1,4 @@
-//! `remanent bench create`: new pages in bulk, beside a file written and synced as often.
+//! `remanent bench create`: new pages in bulk, compared with a file written and synced as often.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,9 +11,9 @@ use crate::cli::exit::Failure;
 use crate::cli::size::Size;
 
 const EXAMPLES: &str = "\
-Pages of random bytes are created, so many to a batch, and each batch is waited for until it is durable. The ceiling is \
-a file that takes the same bytes by one thread, synced as often. Bytes that a batch has much of go to an image file \
-once, and the log and the next snapshot only name them: so all that was written, a snapshot included, is shown as a \
+Pages of random bytes are created, --batch bytes to a batch, and each batch is waited for until it is durable. The \
+ceiling is a file that takes the same bytes by one thread, synced as often. A long batch's bytes go to an image file \
+once, and the log and the next snapshot only name them. All bytes written, a snapshot included, are shown as a \
 multiple of the pages' bytes.
 
 Examples:

@@ -1,4 +1,4 @@
-//! What a run found: figures in groups, each beside the ceiling that was taken in turn with it.
+//! The results of a run: figures in groups, each with the ceiling that was taken in turn with it.
 //!
 //! The table for people, `--json` and the report are three views of this.
 
@@ -12,39 +12,39 @@ use crate::cli::json::object;
 use crate::cli::output::Output;
 use crate::cli::table;
 
-/// Behind a multiple of which a higher one is better, as of a rate.
+/// The sign after a multiple if a higher one is better, as of a rate.
 pub const HIGHER: &str = "\u{2191}";
-/// Behind a multiple of which a lower one is better, as of a time.
+/// The sign after a multiple if a lower one is better, as of a time.
 pub const LOWER: &str = "\u{2193}";
-/// What the two signs mean.
+/// The meaning of the two signs.
 pub const BETTER: &str = "\u{2191} higher is better, \u{2193} lower is better";
 
-/// What one run found.
+/// The results of one run.
 pub struct Findings {
-    /// The benchmark.
+    /// The benchmark's name.
     pub bench: &'static str,
-    /// Where, on what and with which settings, by name.
+    /// The machine, the directory and the settings, by name.
     pub settings: Vec<(&'static str, String)>,
     pub groups: Vec<Group>,
-    /// What could not be measured here, and why.
+    /// Measurements that are not possible here, with the reason.
     pub left_out: Vec<String>,
 }
 
 /// Figures that took turns.
 pub struct Group {
-    /// What they have in common.
+    /// The common title of the figures.
     pub title: String,
     pub figures: Vec<Figure>,
 }
 
-/// What is measured in one way, once a round.
+/// One measurement, taken once a round.
 pub struct Figure {
     /// Unlike all others of its group.
     pub name: String,
     pub unit: Unit,
     /// One value a round, in the base of the unit.
     pub rounds: Vec<f64>,
-    /// Of single operations, those of all rounds.
+    /// The latencies of single operations, over all rounds.
     pub latency: Option<Latency>,
     pub course: Option<TimeSeries>,
     /// The figure of the same group, and of the same unit, that no store can beat.
@@ -57,11 +57,11 @@ pub struct TimeSeries {
     /// Time from one value to the next.
     pub step: Duration,
     pub values: Vec<f64>,
-    /// Moments, and what began then.
+    /// Moments, with the name of the event that began then.
     pub marks: Vec<(Duration, &'static str)>,
 }
 
-/// What a figure counts.
+/// The unit of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Operations of this name a second.
@@ -90,7 +90,7 @@ impl Unit {
         matches!(self, Unit::PerSecond(_) | Unit::BytesPerSecond)
     }
 
-    /// Which way is better, as a sign behind a multiple of a ceiling.
+    /// The better direction, as a sign after a multiple of a ceiling.
     pub fn better(self) -> &'static str {
         if self.is_rate() { HIGHER } else { LOWER }
     }
@@ -111,7 +111,7 @@ impl Unit {
     }
 }
 
-/// A whole number with its thousands apart; small ones with a digit behind the point.
+/// A whole number with its thousands apart; small ones with a digit after the point.
 fn grouped(value: f64) -> String {
     if value.abs() < 100.0 && value.fract() != 0.0 {
         return format!("{value:.1}");
@@ -169,7 +169,7 @@ impl Group {
         self.figures.iter().find(|other| other.name == *name)
     }
 
-    /// A figure as a multiple of its ceiling: the middle of what the rounds give, each with its own ceiling, for
+    /// A figure as a multiple of its ceiling: the median over the rounds, each with its own ceiling, because
     /// a machine that slows down slows both down.
     pub fn ratio(&self, figure: &Figure) -> Option<f64> {
         let ceiling = self.ceiling(figure)?;
@@ -180,7 +180,7 @@ impl Group {
         Some(median(rounds.map(|(value, ceiling)| value / ceiling).collect()))
     }
 
-    /// The middle latency of a figure as a multiple of that of its ceiling.
+    /// The median latency of a figure as a multiple of its ceiling's.
     pub fn latency_ratio(&self, figure: &Figure) -> Option<f64> {
         let ceiling = self.ceiling(figure)?.latency.as_ref()?;
         Some(figure.latency.as_ref()?.quantile(0.5) / ceiling.quantile(0.5))
@@ -188,7 +188,7 @@ impl Group {
 }
 
 impl Findings {
-    /// For people.
+    /// Prints the figures for people.
     pub fn print(&self, out: &mut Output) -> Result<(), Failure> {
         for (name, value) in &self.settings {
             out.line(format_args!("{name:<11} {value}"))?;

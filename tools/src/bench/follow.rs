@@ -16,13 +16,14 @@ use crate::cli::exit::Failure;
 const EXAMPLES: &str = "\
 One thread commits deltas of 256 bytes, one a batch; a follower in another thread takes them in. A batch is late by the \
 time from the return of its commit until the follower has it, and not at all if it has it before. A log in a mapping is \
-looked at in turns, one that is written by system calls wakes who waits. Last, what waiting for nothing costs.
+polled; a log that is written by system calls wakes the waiting follower. The last figure is the cost of waiting for \
+nothing.
 
 Examples:
   remanent bench follow /mnt/fast
   remanent bench follow /mnt/fast --batches 5000 --idle 10";
 
-/// How late batches come to a follower, and what it costs while nothing comes
+/// How late batches come to a follower, and its cost while nothing comes
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct FollowBench {
@@ -43,7 +44,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Bytes of the page, and of a delta.
 const PAGE_LEN: u64 = 64 << 10;
 const DELTA_LEN: u64 = 256;
-/// How the log is written, and what a commit waits for.
+/// The way the log is written, and the acknowledgement that a commit waits for.
 const WAYS: [(&str, LogIo, Ack); 2] =
     [("logged, mapped", LogIo::Mapped, Ack::Logged), ("durable, buffered", LogIo::Buffered, Ack::Durable)];
 

@@ -1,4 +1,4 @@
-//! `remanent bench growth`: what a store costs as its pages become many.
+//! `remanent bench growth`: the cost of a store as its pages become many.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -16,9 +16,9 @@ use crate::replay::simulate::SplitMix64;
 const EXAMPLES: &str = "\
 Stores of more and more short pages take turns: commits of 8 bytes to pages drawn at random, a snapshot after one page \
 changed, a snapshot after one in a hundred did, and an open in a process of its own, whose host memory beyond the \
-pages' bytes, which lie there too, is shown a page. What did not change should cost nothing: the first two should not \
-depend on how many pages there are, but for what the processor takes to find one byte among so many, which is shown \
-beside them.
+pages' bytes, which lie there too, is shown a page. Unchanged pages should cost nothing: the first two should not \
+depend on the number of pages, except for the time that the processor takes to find one byte among that many. That \
+time is shown with them.
 
 Examples:
   remanent bench growth /mnt/fast
@@ -26,15 +26,15 @@ Examples:
 
 /// Pages that are created in one batch.
 const BATCH_PAGES: u64 = 10_000;
-/// So many snapshots that write nothing one after the other show that nothing is left to be written: one more than are
-/// kept.
+/// Number of idle snapshots in a row that show that nothing is left to be written: one more than are kept.
 const IDLE_SNAPSHOTS: u32 = 3;
 /// Bytes that a commit writes.
 const WRITTEN: usize = 8;
-/// A page takes more than its bytes on disk: headers of images, entries of manifests, the log until it is recycled.
+/// Bytes that a page takes on disk beyond its own: headers of images, entries of manifests, the log until it
+/// is recycled.
 const DISK_BYTES_BESIDE: u64 = 1024;
 
-/// What a store costs as its pages become many
+/// The cost of a store as its pages become many
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct GrowthBench {
@@ -51,7 +51,7 @@ pub struct GrowthBench {
     commits: u64,
 }
 
-/// A store, and what was measured on it.
+/// A store, and its measurements.
 struct GrownStore {
     name: String,
     pages: Vec<PageId>,
@@ -107,8 +107,8 @@ impl GrownStore {
         Ok(took)
     }
 
-    /// Finds and changes a byte as often: of as many pages, without a store. Which one is next is known only when the
-    /// one before is there.
+    /// Finds and changes a byte as often, in the same number of pages, without a store. Which page is next is
+    /// known only when the one before is there.
     fn touch(&mut self, page_len: usize, count: u64) -> Duration {
         const CONTENT: u8 = 7;
         let mut bytes = vec![CONTENT; page_len * self.pages.len()];
@@ -136,8 +136,8 @@ impl GrownStore {
         let store = room.open(&self.name, room::options())?;
         let took = self.commit(&store, commits)?;
         self.commit.push(took.as_secs_f64() / commits as f64);
-        // Not to be measured are what the commits changed, the last look at it, and what of their files is written again
-        // once the snapshots are gone that name more of them.
+        // The measurement leaves out changes of the commits, the last look at them, and files that are
+        // written again once the snapshots are gone that name more of them.
         let mut idle = 0;
         while idle < IDLE_SNAPSHOTS {
             idle = if store.snapshot()?.bytes_written > 0 { 0 } else { idle + 1 };
@@ -151,7 +151,7 @@ impl GrownStore {
     }
 
     fn measure_open(&mut self, path: &Path, page_len: u64) -> Result<(), BenchStop> {
-        // Also where pages live on a GPU, this is about what the store itself takes.
+        // Also if pages live on a GPU, this measures the memory that the store itself takes.
         let opened = opener::open(path, DeviceChoice::Host, false)?;
         let count = self.pages.len() as f64;
         self.open.push(opened.seconds / count);

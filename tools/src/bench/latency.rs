@@ -9,17 +9,17 @@ use hdrhistogram::Histogram;
 pub struct Latency(Histogram<u64>);
 
 impl Latency {
-    /// None yet.
+    /// An empty histogram.
     pub fn new() -> Self {
         Self(Histogram::new_with_bounds(1, 1 << 40, 3).expect("one nanosecond to a quarter of an hour"))
     }
 
-    /// One more.
+    /// Records one more operation.
     pub fn record(&mut self, time: Duration) {
         self.0.saturating_record(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 
-    /// Those of another thread or round, too.
+    /// Adds the operations of another thread or round.
     pub fn add(&mut self, other: &Self) {
         self.0.add(&other.0).expect("both have the same bounds");
     }
@@ -74,7 +74,7 @@ mod tests {
         near(half, 500e-6);
         assert!((above - 0.5).abs() < 2e-3);
         assert_eq!(curve.last().map(|(_, above)| *above), Some(0.0));
-        // What the histogram has no room for is the longest that it has.
+        // A time that the histogram has no room for is recorded as the longest that it has.
         latency.record(Duration::MAX);
         assert!(latency.worst() > 1000.0);
     }

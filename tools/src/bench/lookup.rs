@@ -1,4 +1,4 @@
-//! `remanent bench lookup`: pages looked up and read by several threads, alone and beside durable commits.
+//! `remanent bench lookup`: pages looked up and read by several threads, alone and during durable commits.
 
 use std::collections::HashMap;
 use std::hint::black_box;
@@ -15,8 +15,8 @@ use crate::cli::exit::Failure;
 
 const EXAMPLES: &str = "\
 Threads look up pages at random, by id and by key, and the root, and read a part of a page. The ceiling of a lookup is \
-one in a map of the standard library that nobody changes. One lookup in 64 is timed. Beside them two threads commit \
-deltas of 256 bytes to the same pages, each waiting until its batch is durable; and then none does.
+one in a map of the standard library that no thread changes. One lookup in 64 is timed. Meanwhile two threads commit \
+deltas of 256 bytes to the same pages, each waiting until its batch is durable; in a second part, none does.
 
 Examples:
   remanent bench lookup /mnt/fast
@@ -39,7 +39,7 @@ pub struct LookupBench {
     seconds: f64,
 }
 
-/// Bytes of a page, of a delta and of what is read.
+/// Bytes of a page, of a delta and of a read.
 const PAGE_LEN: u64 = 256;
 /// Threads that commit.
 const WRITERS: usize = 2;
@@ -48,7 +48,7 @@ const TIMED: u64 = 64;
 /// Pages of one batch.
 const CREATED_MAX: u64 = 10_000;
 
-/// What a thread does again and again.
+/// The operation that a thread repeats.
 #[derive(Clone, Copy)]
 enum Work {
     Map,
@@ -59,7 +59,7 @@ enum Work {
 }
 
 const WORKS: [(Work, &str); 5] = [
-    (Work::Map, "a map that nobody changes"),
+    (Work::Map, "a map that no thread changes"),
     (Work::Page, "page"),
     (Work::Key, "page_by_key"),
     (Work::Root, "root"),

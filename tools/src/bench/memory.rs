@@ -1,9 +1,9 @@
-//! What no store can beat whose records need not survive more than the process.
+//! The ceiling of a store whose records need not survive more than the process.
 
 use std::sync::{Mutex, PoisonError};
 
-/// The least that makes records survive the process in order, had it shared memory to put them into: each is summed
-/// by its own thread, and copied behind the last one under a lock.
+/// The least work that makes records survive the process in order, if it had shared memory to put them into:
+/// each record is summed by its own thread, and copied after the last one under a lock.
 pub struct RawMemory(Mutex<(Vec<u8>, usize)>);
 
 impl RawMemory {

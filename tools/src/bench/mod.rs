@@ -1,8 +1,9 @@
-//! `remanent bench`: what a store costs on this machine, each figure beside what the machine does without it.
+//! `remanent bench`: the cost of a store on this machine, each figure compared with the machine's speed
+//! without one.
 //!
-//! Read first `figures.rs` (what a run finds), `room.rs` (where it runs), `raw.rs`, `memory.rs` and `transfer.rs` (the
-//! ceilings),
-//! then one file a benchmark. What is compared takes turns, round by round.
+//! Read first `figures.rs` (the results of a run), `room.rs` (the place of a run), `raw.rs`, `memory.rs` and
+//! `transfer.rs` (the ceilings), then one file a benchmark. Measurements that are compared take turns, round
+//! by round.
 
 mod latency;
 mod figures;
@@ -39,17 +40,17 @@ use crate::cli::interrupt::Interrupt;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-Everything is made in a temporary directory inside DIR, whose file system and disk are what is measured, and \
-removed at the end, also on Ctrl-C. Each figure stands beside a ceiling: what a loop does on the same disk that \
-makes bytes survive and nothing else. Both take turns, and the ratio is the median of those of the rounds, so that \
-a machine that slows down slows both down. Absolute figures of two runs compare two moments of the machine.
+All files are made in a temporary directory inside DIR, and removed at the end, also on Ctrl-C: the file system and \
+disk of DIR are measured. Each figure has a ceiling: the speed of a loop on the same disk that makes bytes survive and \
+does nothing else. Both take turns, and the ratio is the median over the rounds, so that a machine that slows down \
+slows both down. Absolute figures of two runs compare two moments of the machine.
 
 Examples:
   remanent bench commit /mnt/fast
   remanent bench snapshot /mnt/fast --report snapshot.html
   remanent bench ceilings /mnt/fast --device cuda:0";
 
-/// Measure what a store costs here, beside what the machine could do
+/// Measure the cost of a store here, compared with the speed that the machine could reach
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Bench {
@@ -73,7 +74,7 @@ enum BenchKind {
     Open(opener::Opener),
 }
 
-/// What all benchmarks are told.
+/// The options that all benchmarks share.
 #[derive(clap::Args)]
 pub struct Common {
     /// The directory whose disk is measured; it must exist
@@ -92,22 +93,22 @@ pub struct Common {
     report: Option<PathBuf>,
 }
 
-/// One benchmark.
+/// One benchmark of the command.
 trait Measure {
-    /// What it was told.
+    /// The shared options that it was given.
     fn common(&self) -> &Common;
     /// Bytes of disk that it takes at most.
     fn bytes_needed(&self) -> u64;
     /// How often it calls [`Room::step`].
     fn steps(&self) -> u64;
-    /// Refuses what makes no sense, before anything is made.
+    /// Refuses options that make no sense, before any file is made.
     fn check(&self) -> Result<(), Failure>;
-    /// Measures.
+    /// Runs the measurement in a room.
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop>;
 }
 
 impl Bench {
-    /// Measures.
+    /// Runs the benchmark and shows its results.
     pub fn run(&self, out: &mut Output) -> Outcome {
         match &self.what {
             BenchKind::Commit(what) => run(what, out),
@@ -125,7 +126,7 @@ impl Bench {
     }
 }
 
-/// Refuses a time that measures nothing, or that nobody waits for.
+/// Refuses a time that is too short to measure or too long to wait for.
 fn check_seconds(flag: &str, seconds: f64) -> Result<(), Failure> {
     if (0.001..=3600.0).contains(&seconds) {
         return Ok(());

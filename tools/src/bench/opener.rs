@@ -1,5 +1,5 @@
-//! A process of its own that opens one store, and says what that took. In a process that has done other things before,
-//! memory that these left behind is used once more, and the open seems to take none.
+//! A process of its own that opens one store, and reports the cost. A process that has done other work before
+//! uses the memory of that work once more, and the open seems to take none.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -16,7 +16,7 @@ use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::output::Output;
 
-/// Open the store that DIR is, and say what that took
+/// Open the store that DIR is, and report the cost
 #[derive(clap::Args)]
 pub struct Opener {
     dir: PathBuf,
@@ -27,11 +27,11 @@ pub struct Opener {
     watched: bool,
 }
 
-/// What an open took, beyond what the device had taken before.
+/// The cost of an open, beyond the memory that the device had taken before.
 #[derive(Serialize, Deserialize)]
 pub struct OpenCost {
     pub seconds: f64,
-    /// Bytes of host memory behind it.
+    /// Bytes of host memory in use after it.
     pub resident: u64,
     pub most: Option<PeakMemory>,
 }
@@ -40,7 +40,8 @@ pub struct OpenCost {
 #[derive(Serialize, Deserialize)]
 pub struct PeakMemory {
     pub all: u64,
-    /// Without what is mapped of the log: that is the page cache's, and goes when somebody needs it.
+    /// Without mappings of the log: their memory is the page cache's, and the system takes it back when it is
+    /// short.
     pub own: u64,
     pub windows: u64,
 }

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// How often a watch looks. A look takes some milliseconds of one core; who maps memory meanwhile may wait for it.
+/// The interval of a watch. A look takes some milliseconds of one core; a thread that maps memory meanwhile
+/// may wait for it.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
 /// Bytes of host memory that the process has in use.
@@ -32,12 +33,12 @@ fn status_bytes(what: &str) -> io::Result<u64> {
     kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other(format!("the system does not tell {what}")))
 }
 
-/// Bytes of host memory in use, by what they hold.
+/// Bytes of host memory in use, by their content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Split {
     /// Files of one folder that are mapped.
     pub mapped: u64,
-    /// Everything else.
+    /// All other memory.
     pub other: u64,
 }
 
@@ -46,7 +47,8 @@ impl Split {
         Ok(Self::of(&std::fs::read_to_string("/proc/self/smaps")?, folder))
     }
 
-    /// What the system tells of the process's mappings: of each a line that ends with its file, and more lines.
+    /// Reads the system's list of the process's mappings: for each a line that ends with its file, and more
+    /// lines.
     fn of(smaps: &str, folder: &Path) -> Self {
         let mut split = Self::default();
         let mut is_in_folder = false;
@@ -66,8 +68,8 @@ impl Split {
     }
 }
 
-/// Looks again and again at how much memory is in use, and for what, until it is told to end: the system keeps a
-/// peak of the sum alone.
+/// Looks again and again at how much memory is in use, by content, until it is told to end: the system keeps
+/// a peak of the sum alone.
 pub struct Watch {
     look: Arc<MemorySample>,
     start: Split,
@@ -108,7 +110,7 @@ impl Watch {
         Ok(Self { look, start, end, thread })
     }
 
-    /// The most that there was of each above what there was in the beginning.
+    /// The peak of each kind above its use in the beginning.
     pub fn end(self) -> io::Result<Split> {
         let most = self.look.again()?;
         drop(self.end);
@@ -123,10 +125,10 @@ mod tests {
 
     use remanent::{Options, Place, Store};
 
-    /// Enough that what other tests take beside is nothing.
+    /// Long enough that the memory of other tests does not count.
     const LEN: usize = 256 << 20;
 
-    /// For tests that take so much.
+    /// A lock for tests that take that much memory.
     fn alone() -> impl Drop {
         static ALONE: Mutex<()> = Mutex::new(());
         ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -161,7 +163,7 @@ Rss:                 100 kB
         const COUNT: u64 = 64;
         const PAGE_LEN: usize = 64 << 10;
         const SEGMENT_LEN: u64 = 16 << 20;
-        // Where nothing else is behind a file than memory, every log can be mapped.
+        // On a file system in memory, every log can be mapped.
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let store = Store::open(dir.path(), Options::default().segment_len(SEGMENT_LEN)).unwrap();
         let mut batch = store.batch();
@@ -187,7 +189,7 @@ Rss:                 100 kB
         let watch = Watch::begin(dir.path()).unwrap();
         let held = std::hint::black_box(vec![1_u8; LEN]);
         while watch.look.most.lock().unwrap().other < watch.start.other + LEN as u64 / 2 {
-            assert!(!watch.thread.is_finished(), "nobody looks");
+            assert!(!watch.thread.is_finished(), "the watch has ended");
             thread::yield_now();
         }
         drop(held);

@@ -1,16 +1,16 @@
-//! What no store can beat: the least that makes records survive.
+//! The ceiling of every store: the least work that makes records survive.
 //!
 //! # The raw group-commit loop
 //!
-//! One file, wholly written and synced beforehand, as a log segment is, and used in a circle. A thread puts its
-//! record into a queue. The first thread that finds no leader leads: it takes all that is queued, writes it in one
-//! piece to the next multiple of 4096 bytes, filled up to such a multiple, and syncs once; then it wakes all others,
-//! and the next thread leads. No checksum, no header, no order beyond that of the queue. Two ways to write: `pwrite`
-//! and `fdatasync`, or one `pwrite` to a file opened with `O_DIRECT` and `O_DSYNC`. `tools/README.md` has it beside
-//! fio.
+//! One file, wholly written and synced beforehand, as a log segment is, and used in a circle. A thread puts
+//! its record into a queue. The first thread that finds no leader leads: it takes the whole queue, writes it
+//! in one piece to the next multiple of 4096 bytes, filled up to such a multiple, and syncs once. Then it
+//! wakes all others, and the next thread leads. There is no checksum, no header, and no order beyond the
+//! queue's. There are two ways to write: `pwrite` and `fdatasync`, or one `pwrite` to a file opened with
+//! `O_DIRECT` and `O_DSYNC`. `tools/README.md` compares it with fio.
 //!
-//! A store whose log goes into segments that were used before writes no more than that. One that has none of them yet
-//! writes each byte twice, the first time as a zero.
+//! A store whose log goes into segments that were used before writes no more than that. A store that has none
+//! of them yet writes each byte twice, the first time as a zero.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -38,7 +38,7 @@ pub enum WriteMethod {
     Direct,
 }
 
-/// The loop.
+/// The group-commit loop.
 pub struct RawLog {
     file: File,
     file_len: u64,
@@ -51,7 +51,7 @@ struct RawLogState {
     queue: Aligned,
     /// Bytes in the queue.
     filled: usize,
-    /// What the last leader wrote from, for the next one to swap in.
+    /// The buffer that the last leader wrote from, for the next one to swap in.
     spare: Option<Aligned>,
     /// Records queued and records durable since the beginning.
     queued: u64,
@@ -62,7 +62,8 @@ struct RawLogState {
 }
 
 impl RawLog {
-    /// A loop over a new file. At most `group_len_max` bytes are ever queued at once, [`FILE_LEN_MAX`] or less.
+    /// A loop over a new file. At most `group_len_max` bytes are ever queued at once, [`FILE_LEN_MAX`] or
+    /// less.
     pub fn new(path: &Path, way: WriteMethod, group_len_max: usize) -> io::Result<Self> {
         let mut file = OpenOptions::new().write(true).create_new(true).open(path)?;
         let file_len = (GROUPS * group_len_max as u64).clamp(FILE_LEN_MIN, FILE_LEN_MAX);

@@ -1,4 +1,4 @@
-//! `remanent bench replay`: opening a store whose log holds all there is, beside reading that log.
+//! `remanent bench replay`: opening a store whose log holds all of it, compared with reading that log.
 
 use std::time::Instant;
 
@@ -11,9 +11,9 @@ use crate::cli::size::Size;
 use crate::replay::simulate::SplitMix64;
 
 const EXAMPLES: &str = "\
-A store without a snapshot is opened, so that all of its log is replayed: deltas of one length, so many to a batch, to \
-pages drawn at random. Cold, its files were dropped from the page cache; the ceiling is reading them past it by 4 \
-threads. Warm, all are in the cache, and the ceiling is reading them through it. Bytes are those of the deltas.
+A store without a snapshot is opened, so that all of its log is replayed: deltas of one length, a fixed number to a \
+batch, to pages drawn at random. Cold: its files were dropped from the page cache, and the ceiling is reading them past \
+it by 4 threads. Warm: all are in the cache, and the ceiling is reading them through it. Only the deltas' bytes count.
 
 Examples:
   remanent bench replay /mnt/fast

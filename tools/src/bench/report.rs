@@ -13,7 +13,7 @@ use super::figures::{BETTER, Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use crate::cli::exit::Failure;
 
-/// Where the page will be. It is there whole or not at all.
+/// The target of the HTML page. It is there whole or not at all.
 pub struct HtmlReport {
     path: PathBuf,
     file: NamedTempFile,
@@ -65,7 +65,7 @@ fn page(findings: &Findings) -> String {
     html + "</body>\n</html>\n"
 }
 
-/// What stands under a ceiling, in one chart.
+/// All figures under a ceiling, in one chart.
 fn shares(findings: &Findings) -> String {
     let mut bars = Vec::new();
     for group in &findings.groups {
@@ -179,7 +179,7 @@ fn latencies(group: &Group) -> String {
     charted("Latency: how many took longer (lower is better)", &lines, &svg)
 }
 
-/// How what is counted in one unit went over time.
+/// Figures of one unit over time.
 fn courses(group: &Group, unit: Unit) -> String {
     let mut lines = Vec::new();
     let mut marks = Vec::new();

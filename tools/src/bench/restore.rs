@@ -1,4 +1,4 @@
-//! `remanent bench restore`: opening a store, beside reading its files.
+//! `remanent bench restore`: opening a store, compared with reading its files.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -13,13 +13,13 @@ use super::{Common, Measure, opener};
 use crate::cli::exit::Failure;
 
 const EXAMPLES: &str = "\
-A store of random pages is closed behind a snapshot, and opened: cold, with them dropped from the page cache, \
-and warm, with all of them in it. Opening proves every byte. The ceiling of the cold one is reading the same files past \
-the page cache by 4 threads, that of the warm one reading them through it. The first page is there when it was read, \
-counted from the beginning of the open; the device is there already, and what it took stands in `bench ceilings`. \
-On demand, the store is in use before its pages are loaded, and the page that is read is the last one that would be. \
-With a GPU, a process of its own opens the store once more, and the most host memory that it takes beyond what the \
-driver took before is told; what of it is mapped log, and what is not, as it is seen every ten milliseconds.
+A store of random pages is closed after a snapshot, and opened: cold, with its files dropped from the page cache, and \
+warm, with all of them in it. Opening proves every byte. The ceiling of a cold open is reading the same files past the \
+page cache by 4 threads, the ceiling of a warm one reading them through it. The first page counts from the beginning of \
+the open until it was read; the device is there already, and `bench ceilings` has its cost. On demand, the store is in \
+use before its pages are loaded, and the page that is read is the last one that would be loaded. With a GPU, a process \
+of its own opens the store once more, and its peak of host memory beyond the driver's is shown, split into mapped log \
+and all other memory, as seen every ten milliseconds.
 
 Examples:
   remanent bench restore /mnt/fast
@@ -133,7 +133,7 @@ impl RestoreBench {
             page_len,
         };
         let mut temperatures = [Cache::Past, Cache::Through].map(Temperature::new);
-        // Only where pages lie elsewhere: else their own bytes are most of it, and what is left is noise.
+        // Only if pages lie elsewhere: otherwise their own bytes are most of it, and the rest is noise.
         let mut memory = room.is_gpu().then(OpenMemory::new);
         for _ in 0..self.common.rounds {
             for temperature in &mut temperatures {
@@ -169,7 +169,7 @@ impl ClosedStore<'_> {
     /// Reads the files, and opens the store.
     fn open(&self, room: &Room, temperature: &mut Temperature) -> Result<(), BenchStop> {
         let bytes = self.count as u64 * self.page_len;
-        // Its log is empty behind the snapshot.
+        // Its log is empty after the snapshot.
         let files = room::files(&self.dir, &["pages", "snapshots"])?;
         let all: u64 = files.iter().map(|(_, len)| len).sum();
         match temperature.cache {

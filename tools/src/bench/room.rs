@@ -1,4 +1,5 @@
-//! Where a benchmark runs: a temporary directory in the one that the user named, a device, and Ctrl-C.
+//! The place where a benchmark runs: a temporary directory in the one that the user named, a device, and
+//! Ctrl-C.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,12 +22,12 @@ use crate::cli::interrupt::Interrupt;
 use crate::cli::progress;
 use crate::cli::size::Size;
 
-/// Left over beyond what a benchmark asks for, in bytes: a disk that is full to the brim is measured as such.
+/// Bytes left free beyond a benchmark's own: a disk that is full to the brim is measured as such.
 const SPARE_BYTES: u64 = 256 << 20;
 
 /// A benchmark is over before its end.
 pub enum BenchStop {
-    /// Ctrl-C.
+    /// Ctrl-C was pressed.
     Interrupted,
     Failed(Failure),
 }
@@ -51,11 +52,11 @@ impl From<std::io::Error> for BenchStop {
     }
 }
 
-/// Where a benchmark runs. All that it made is removed with it.
+/// The place where a benchmark runs. Its files are removed with it.
 pub struct Room {
     dir: TempDir,
     pub device: Arc<dyn Device>,
-    /// Where pages live.
+    /// The place of pages.
     pub place: Place,
     /// How long the device took to be there: on a GPU its context and the kernels.
     pub device_took: Duration,
@@ -64,7 +65,8 @@ pub struct Room {
 }
 
 impl Room {
-    /// A place to measure in, if there is so much space. `steps` is how often [`Room::step`] will be called.
+    /// A place to measure in, if the directory has that space. `steps` is how often [`Room::step`] will be
+    /// called.
     pub fn new(common: &Common, interrupt: Interrupt, bytes: u64, steps: u64) -> Result<Self, Failure> {
         let Common { dir, device, .. } = common;
         let shown = dir.display();
@@ -125,7 +127,7 @@ impl Room {
         Ok(())
     }
 
-    /// What anybody who reads the figures asks first.
+    /// The settings that a reader of the figures asks first.
     pub fn settings(&self, common: &Common) -> Vec<(&'static str, String)> {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         vec![
@@ -171,7 +173,7 @@ pub fn open_device(choice: DeviceChoice) -> Result<(Arc<dyn Device>, Place), Fai
     }
 }
 
-/// What the kernel calls itself.
+/// The kernel's name and version.
 fn kernel() -> String {
     let uname = rustix::system::uname();
     format!("{} {}", uname.sysname().to_string_lossy(), uname.release().to_string_lossy())
@@ -181,7 +183,8 @@ fn kernel() -> String {
 fn utc(time: SystemTime) -> String {
     let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Eras of 400 years that begin on the first of March: Hinnant, chrono-compatible low-level date algorithms.
+    // Eras of 400 years that begin on the first of March: Hinnant, chrono-compatible low-level date
+    // algorithms.
     let shifted = days + 719_468;
     let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
     let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
@@ -193,7 +196,7 @@ fn utc(time: SystemTime) -> String {
     format!("{year}-{month:02}-{day:02} {:02}:{:02} UTC", second / 3600, second / 60 % 60)
 }
 
-/// What the processor calls itself.
+/// The processor's model name.
 fn cpu_model() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("model name"));
@@ -213,7 +216,7 @@ pub fn files(store: &Path, folders: &[&str]) -> std::io::Result<Vec<(PathBuf, u6
     Ok(files)
 }
 
-/// So many bytes, for a title.
+/// A number of bytes, for a title.
 pub fn size(bytes: u64) -> String {
     Size(bytes).to_string()
 }

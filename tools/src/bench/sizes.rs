@@ -1,4 +1,5 @@
-//! Stores of random pages: how many bytes, in pages of which lengths, for the benchmarks that measure whole stores.
+//! Stores of random pages: the number of bytes, and the lengths of pages, for the benchmarks that measure
+//! whole stores.
 
 use remanent::{PageId, Store};
 
@@ -12,7 +13,7 @@ pub const DELTA_LEN: usize = 256;
 /// Bytes of pages that are created in one batch.
 const BATCH_BYTES: u64 = 64 << 20;
 
-/// What is asked for.
+/// The sizes asked for.
 #[derive(clap::Args)]
 pub struct Sizes {
     /// Bytes of all pages together
@@ -29,7 +30,7 @@ impl Sizes {
         self.bytes.0
     }
 
-    /// Steps of all stores, if each takes so many.
+    /// Steps of all stores, if each takes `of_each`.
     pub fn steps(&self, of_each: u64) -> u64 {
         of_each * self.page_len.len() as u64
     }
@@ -46,12 +47,12 @@ impl Sizes {
         }
     }
 
-    /// What `measure` finds with pages of each length, in their order.
+    /// The results of `measure` with pages of each length, in their order.
     pub fn each<T>(&self, measure: impl FnMut(u64) -> Result<T, BenchStop>) -> Result<Vec<T>, BenchStop> {
         self.page_len.iter().map(|len| len.0).map(measure).collect()
     }
 
-    /// What a store with pages of this length is called.
+    /// The title of a store with pages of this length.
     pub fn title(&self, page_len: u64) -> String {
         format!("{} in pages of {}", size(self.bytes.0), size(page_len))
     }

@@ -1,5 +1,5 @@
-//! `remanent bench snapshot`: full and incremental snapshots beside plain writing, and what a hot page's commits
-//! notice of one.
+//! `remanent bench snapshot`: full and incremental snapshots compared with plain writing, and their effect on
+//! a hot page's commits.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -17,16 +17,16 @@ use crate::cli::exit::Failure;
 const EXAMPLES: &str = "\
 All pages hold random bytes, so that nothing can be compressed, and each was changed since the snapshot before, so \
 that all are written. The ceiling is the same number of bytes, written to new files by 4 threads past the page cache, \
-and synced. A snapshot is durable when it is published; reading it back and removing older ones come behind.
+and synced. A snapshot is durable when it is published; reading it back and removing older ones come after that.
 
 A snapshot after one page in a hundred changed is shown as a share of the full one of its round. Commits to a hot page \
-wait for Applied, one after the other, first beside nothing, then beside a full snapshot.
+wait for Applied, one after the other, first alone, then during a full snapshot.
 
 Examples:
   remanent bench snapshot /mnt/fast
   remanent bench snapshot /mnt/fast --bytes 16GiB --page-len 2MiB,64KiB,16KiB --device cuda:0 --rounds 3";
 
-/// Snapshots: their rate, what an incremental one costs, and what commits notice of one
+/// Snapshots: their rate, the cost of an incremental one, and their effect on commits
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct SnapshotBench {
@@ -36,7 +36,7 @@ pub struct SnapshotBench {
     sizes: Sizes,
 }
 
-/// Bytes of what is written to a page to make it differ.
+/// Bytes that are written to a page to make it differ.
 const TOUCH_LEN: usize = 64;
 /// How often a snapshot is asked how far it has come.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
@@ -120,7 +120,7 @@ impl SnapshotBench {
     }
 }
 
-/// What is measured of one kind of pages.
+/// The figures of pages of one length.
 struct Figures {
     raw: Figure,
     full: Figure,
@@ -169,12 +169,12 @@ fn full(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) ->
     Ok(())
 }
 
-/// A snapshot of one page in a hundred, behind the full one of this round.
+/// A snapshot of one page in a hundred, after the full one of this round.
 fn part(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
     let full = |figure: &Figure| figure.rounds.last().copied().unwrap_or(f64::NAN);
     let all_bytes = store.snapshots().last().map_or(f64::NAN, |info| info.bytes as f64);
     let all_time = all_bytes / full(&figures.full);
-    // The first one behind a full one also removes the images of the full one before.
+    // The first one after a full one also removes the images of the full one before.
     for is_measured in [false, true] {
         touch(store, pages.iter().copied().skip(round % 100).step_by(100), round)?;
         let taken = watch(store)?;
@@ -188,7 +188,7 @@ fn part(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) ->
     Ok(())
 }
 
-/// Commits to one page, for as long as a snapshot of all of them takes: first without it, then beside it.
+/// Commits to one page, for as long as a snapshot of all of them takes: first without it, then during it.
 fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
     let full_seconds = figures
         .verified
@@ -219,7 +219,7 @@ fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) 
     })
 }
 
-/// Commits until told that it is enough. The course is that of the first round: the longest time of each step.
+/// Commits until told to end. The time series is the first round's: the longest time of each step.
 fn hammer(
     store: &Store,
     page: PageId,
@@ -297,7 +297,7 @@ fn course(taken: &SnapshotTrace, step: Duration) -> TimeSeries {
     TimeSeries { unit: Unit::BytesPerSecond, step, values, marks: Vec::new() }
 }
 
-/// Shows another round behind those before.
+/// Appends another round to the series shown.
 fn append(shown: &mut TimeSeries, taken: &SnapshotTrace) {
     let end = shown.step * shown.values.len() as u32;
     shown.marks.push((end, "next round"));

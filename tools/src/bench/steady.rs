@@ -16,16 +16,16 @@ use crate::cli::size::Size;
 use crate::replay::simulate::SplitMix64;
 
 const EXAMPLES: &str = "\
-Each thread keeps a window of blocks: a commit creates one, written whole, and deletes the oldest, as a cache does that \
-is full. Lengths take turns. The store runs with its default options, so that it takes snapshots and gives space back \
+Each thread keeps a window of blocks: a commit creates one, written whole, and deletes the oldest, as a full cache \
+does. Lengths take turns. The store runs with its default options, so that it takes snapshots and gives space back \
 on its own. After each round its directory, its memory and the time that another process takes to open it are measured: \
-what a store costs should follow from what it holds, not from how long it has run.
+the cost of a store should follow from its content, not from how long it has run.
 
 Examples:
   remanent bench steady /mnt/fast
   remanent bench steady /mnt/fast --rounds 30 --seconds 60 --report steady.html";
 
-/// What lies in the directory beside blocks: segments, manifests, chunks that are half full.
+/// Files besides blocks: segments, manifests, chunks that are half full.
 const BYTES_BESIDE: u64 = 1 << 30;
 
 /// Disk, memory, open time and commits of a cache at a steady state
@@ -213,7 +213,7 @@ fn add(figure: &mut Figure, value: f64) {
     }
 }
 
-/// What the files of a directory take on disk.
+/// The bytes that the files of a directory take on disk.
 fn disk_bytes(directory: &Path) -> std::io::Result<u64> {
     use std::os::unix::fs::MetadataExt;
     let mut sum = 0;

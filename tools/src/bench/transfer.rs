@@ -1,5 +1,4 @@
-//! What the disk gives to threads that do nothing but write and read in pieces, past the page cache where that is
-//! possible.
+//! The speed of the disk for threads that only write and read in pieces, past the page cache if possible.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -52,7 +51,8 @@ pub fn random(len: usize) -> Aligned {
     bytes
 }
 
-/// Writes so many random bytes to new files, one a thread, and syncs them. Returns the files, and how long it took.
+/// Writes `bytes` random bytes to new files, one a thread, and syncs them. Returns the files, and how long it
+/// took.
 pub fn write(dir: &Path, bytes: u64) -> io::Result<(Vec<(PathBuf, u64)>, Duration)> {
     std::fs::create_dir_all(dir)?;
     let len = (bytes / THREADS as u64).next_multiple_of(ALIGN as u64);
@@ -122,7 +122,7 @@ fn read_pieces(files: &[(File, u64)], thread: usize, mut piece: Aligned) -> io::
     Ok(())
 }
 
-/// Asks the kernel to drop what it has cached of files, which are synced first.
+/// Asks the kernel to drop its cache of files, which are synced first.
 pub fn forget(files: &[(PathBuf, u64)]) -> io::Result<()> {
     for (path, _) in files {
         let file = File::open(path)?;
@@ -132,7 +132,7 @@ pub fn forget(files: &[(PathBuf, u64)]) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes files.
+/// Removes these files.
 pub fn remove(files: &[(PathBuf, u64)]) -> io::Result<()> {
     files.iter().try_for_each(|(path, _)| std::fs::remove_file(path))
 }

@@ -13,7 +13,7 @@ pub struct Aligned {
 }
 
 impl Aligned {
-    /// So many bytes.
+    /// A buffer of `len` bytes.
     pub fn new(len: usize) -> Self {
         let room = vec![0; len + ALIGN];
         let start = room.as_ptr().align_offset(ALIGN);

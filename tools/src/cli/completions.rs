@@ -1,4 +1,4 @@
-//! `remanent completions`: what a shell needs to complete the command.
+//! `remanent completions`: the script that a shell needs to complete the command.
 
 use clap_complete::Shell;
 
@@ -15,7 +15,7 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Completions {
-    /// The shell
+    /// The shell to complete for
     shell: Shell,
 }
 

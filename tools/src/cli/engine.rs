@@ -1,4 +1,4 @@
-//! How commands that change a store open it, what the engine says of one that is only read, and what its errors mean.
+//! How commands open a store with the engine, ask it about one that is only read, and map its errors.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -7,21 +7,21 @@ use remanent::{Create, Error, FileName, Options, Retention, Store};
 
 use crate::cli::exit::Failure;
 
-/// Opens a store to bring history into it, or to change it. All snapshots and all of the log are kept, so that
-/// every batch can be returned to.
+/// Opens a store to bring history into it, or to change it. All snapshots and all of the log are kept, so
+/// that every batch can be returned to.
 pub fn open(dir: &Path, create: Create) -> Result<Store, Failure> {
     let options = Options::default().create(create).snapshots_kept(usize::MAX).log_kept(u64::MAX);
     Store::open(dir, options).map_err(engine_failure)
 }
 
-/// The files that nothing needs any more, which an open or a prune takes away. None where the engine refuses the store:
-/// all of its files are evidence then.
+/// The files that nothing needs any more, which an open or a prune removes. There are none if the engine
+/// refuses the store: all of its files are evidence then.
 pub fn unneeded(dir: &Path) -> BTreeSet<FileName> {
     let pruned = Store::would_prune_at(dir, &Retention::default().names_only(true));
     pruned.map(|pruned| pruned.files.into_iter().map(|(file, _)| file).collect()).unwrap_or_default()
 }
 
-/// What an engine's error means for the command.
+/// The failure of the command for an error of the engine.
 pub fn engine_failure(error: Error) -> Failure {
     match &error {
         Error::Locked { .. } => Failure::Locked(error.to_string()),

@@ -3,7 +3,7 @@
 //! | code | meaning |
 //! |---|---|
 //! | 0 | fine; also when the reader of standard output went away, as `head` does |
-//! | 1 | the store is damaged, or differs from what it should hold |
+//! | 1 | the store is damaged, or differs from its expected content |
 //! | 2 | the call or its surroundings are wrong: options, files, space, permissions |
 //! | 3 | another process has the store open |
 //! | 130 | Ctrl-C |
@@ -18,16 +18,16 @@ pub enum Ending {
     Fine,
     /// Damage or a difference was found and listed.
     Difference,
-    /// Ctrl-C; what was in hand was finished.
+    /// Ctrl-C; the step under way was finished.
     Interrupted,
 }
 
 /// A command that stopped, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// Nobody reads standard output any more. No fault of anyone's.
+    /// The reader of standard output has gone away. That is no fault.
     ClosedPipe,
-    /// The store's bytes are not what they should be.
+    /// The store's bytes are damaged.
     Damage(String),
     /// The call, or the world around it, does not allow the command.
     Environment(String),
@@ -35,7 +35,7 @@ pub enum Failure {
     Locked(String),
 }
 
-/// What a command returns.
+/// The result of a command.
 pub type Outcome = Result<Ending, Failure>;
 
 /// The exit code of Ctrl-C: 128 and the number of SIGINT.
@@ -52,7 +52,7 @@ pub fn code(outcome: Outcome) -> ExitCode {
         Err(Failure::Locked(message)) => (3, Some(message)),
     };
     if let Some(message) = message {
-        // Where standard error is closed there is nobody to tell.
+        // If standard error is closed, the message has no reader.
         let _ = writeln!(std::io::stderr(), "remanent: {message}");
     }
     ExitCode::from(code)

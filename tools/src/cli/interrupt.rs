@@ -1,4 +1,4 @@
-//! Ctrl-C. Commands that only read end at once; commands that drive a store finish what is in hand.
+//! Ctrl-C: commands that only read end at once, and commands that drive a store finish the step under way.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -23,7 +23,7 @@ pub fn end_at_once() -> Result<(), Failure> {
 #[derive(Clone)]
 pub struct Interrupt(Arc<InterruptGuard>);
 
-/// What Ctrl-C does until this is dropped.
+/// The handling of Ctrl-C until this is dropped.
 struct InterruptGuard {
     noted: Arc<AtomicBool>,
     /// Has something to read from when Ctrl-C was pressed.
@@ -45,7 +45,7 @@ impl Interrupt {
         let (pressed, told) = UnixStream::pair().map_err(cannot_listen)?;
         let noted = Arc::new(AtomicBool::new(false));
         let first = flag::register(SIGINT, noted.clone()).map_err(cannot_listen)?;
-        // Registered second, it tells of what is noted by then.
+        // The handler registered second runs after the first one has noted the signal.
         let second = low_level::pipe::register(SIGINT, told).map_err(cannot_listen)?;
         Ok(Self(Arc::new(InterruptGuard { noted, pressed, registered: [first, second] })))
     }

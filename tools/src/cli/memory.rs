@@ -6,7 +6,7 @@ use std::fs;
 /// The memory that pages may take.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct MemoryLimit {
-    /// Bytes of memory that the pages may take together; what is available, if it is not given
+    /// Bytes of memory that the pages may take together [default: the available memory]
     #[arg(long, value_name = "BYTES")]
     memory_max: Option<u64>,
 }
@@ -18,7 +18,7 @@ impl MemoryLimit {
     }
 }
 
-/// What the kernel says that programs may still take without swapping.
+/// The memory that programs may still take without swapping, as the kernel estimates it.
 pub fn available() -> u64 {
     fs::read_to_string("/proc/meminfo").ok().and_then(|text| parse(&text)).unwrap_or(u64::MAX)
 }

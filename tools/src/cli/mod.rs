@@ -1,4 +1,4 @@
-//! What every command needs: how it ends, what it prints, how it is interrupted, how it opens a store.
+//! The tools of every command: its end, its output, its interruption, opening a store.
 
 pub(crate) mod exit;
 pub(crate) mod output;

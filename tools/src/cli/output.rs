@@ -1,11 +1,12 @@
-//! Standard output, or what stands in for it: buffered lines; a reader that goes away ends the command quietly.
+//! Standard output, or another writer in its place: buffered lines. A reader that goes away ends the command
+//! quietly.
 
 use std::fmt;
 use std::io::{self, BufWriter, ErrorKind, Write};
 
 use crate::cli::exit::Failure;
 
-/// Where a command's results go. Messages and progress go to standard error instead.
+/// The target of a command's results. Messages and progress go to standard error instead.
 pub struct Output<'a>(BufWriter<Box<dyn Write + 'a>>);
 
 impl<'a> Output<'a> {
@@ -35,7 +36,7 @@ impl<'a> Output<'a> {
     }
 }
 
-/// What a failed write to standard output means.
+/// The meaning of a failed write to standard output.
 fn lost(error: io::Error) -> Failure {
     match error.kind() {
         ErrorKind::BrokenPipe => Failure::ClosedPipe,

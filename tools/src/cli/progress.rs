@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Whether no bar is to be drawn, wherever standard error goes.
+/// Whether no bar is drawn, even on a terminal.
 static QUIET: AtomicBool = AtomicBool::new(false);
 
 /// From now on draws no bars.
@@ -12,7 +12,7 @@ pub fn be_quiet() {
     QUIET.store(true, Ordering::Relaxed);
 }
 
-/// A bar that counts to `total` of `what`. It draws only where standard error is a terminal.
+/// A bar that counts to `total` of `what`. It draws only if standard error is a terminal.
 pub fn bar(total: u64, what: &str) -> ProgressBar {
     let style = ProgressStyle::with_template("{msg:28} [{bar:32}] {human_pos}/{human_len} {elapsed}")
         .expect("the template is a constant")

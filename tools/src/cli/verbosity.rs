@@ -1,5 +1,5 @@
-//! How much is said on standard error beside a command's failure. Nothing here or elsewhere is ever coloured, so
-//! `NO_COLOR` has nothing to turn off.
+//! The level of messages on standard error besides a command's failure. Nothing here or elsewhere is ever
+//! coloured, so `NO_COLOR` has nothing to turn off.
 
 use std::io;
 
@@ -19,7 +19,7 @@ pub struct Verbosity {
 }
 
 impl Verbosity {
-    /// From now on says so much. Where warnings are what the command is after, they are no news.
+    /// Sets the level from now on. If the command is after warnings, they are no news.
     pub fn begin(self, expects_warnings: bool) {
         if self.quiet {
             progress::be_quiet();

@@ -25,7 +25,7 @@ use crate::weights::export::ExportVersion;
 
 const EXAMPLES: &str = "\
 Each version that is tried is exported to a temporary file. CMD is run by the shell with the file's path in the \
-place of {}, or behind it; what it prints goes to standard error. Its exit code is the verdict: 0 is good, 125 \
+place of {}, or after it; its output goes to standard error. Its exit code is the verdict: 0 is good, 125 \
 cannot be told, 1 to 127 else is bad; above that, or killed by a signal, the search stops.
 
 Examples:
@@ -54,7 +54,7 @@ pub struct Bisect {
     memory: MemoryLimit,
 }
 
-/// What the command says of a version.
+/// The command's verdict on a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BisectVerdict {
     Good,
@@ -89,7 +89,7 @@ impl Search {
 }
 
 impl Bisect {
-    /// Searches.
+    /// Runs `remanent bisect`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
@@ -159,13 +159,13 @@ impl Bisect {
     /// Runs the command on a file; `None` if Ctrl-C was pressed meanwhile.
     fn verdict(&self, file: &Path, interrupt: &Interrupt) -> Result<Option<BisectVerdict>, Failure> {
         let cannot = |error: io::Error| Failure::Environment(format!("cannot run {:?}: {error}", self.run));
-        // As an argument of the shell the path needs no quoting, whatever is in it.
+        // As an argument of the shell, the path needs no quoting, whatever its characters.
         let script = if self.run.contains("{}") {
             self.run.replace("{}", "\"$1\"")
         } else {
             format!("{} \"$1\"", self.run)
         };
-        // Standard output is for what was found.
+        // Standard output is for the result of the search.
         let stdout = io::stderr().as_fd().try_clone_to_owned().map_err(cannot)?;
         let mut child = Command::new("sh")
             .args(["-c", &script, "sh"])
@@ -226,7 +226,7 @@ fn note_of(past: &KeptStates<'_>, lsn: Lsn) -> Result<Option<String>, Failure> {
 mod tests {
     use super::*;
 
-    /// The versions tried, and what is found, where versions from `first_bad` on are bad.
+    /// The versions tried, and the result, if versions from `first_bad` on are bad.
     fn search(bad: u64, first_bad: u64, skipped: &[u64]) -> (usize, u64, u64) {
         let mut search = Search { good: 0, bad, skipped: BTreeSet::new() };
         let mut tried = 0;

@@ -1,4 +1,4 @@
-//! `remanent blame`: the batches that made an element what it is.
+//! `remanent blame`: the batches that gave an element its value.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ Examples:
 pub struct Blame {
     /// The store's directory; it is only read
     dir: PathBuf,
-    /// The element
+    /// The element to look for
     #[arg(value_name = "KEY[INDEX]")]
     element: ElementName,
     /// The last state that is looked at: lsn:N, snapshot:N or name:S [default: the newest]
@@ -55,11 +55,11 @@ pub struct Blame {
 /// How a value came to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cause {
-    /// A batch.
+    /// A batch changed it.
     Batch,
     /// A restore of an older state.
     Restore,
-    /// It was so in a snapshot; what led there is not kept any more.
+    /// It was so in a snapshot; the batches before are not kept any more.
     Snapshot,
 }
 
@@ -75,7 +75,7 @@ struct Event {
 }
 
 impl Blame {
-    /// Lists.
+    /// Runs `remanent blame`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let (element, events) = KeptStates::look(&dir, |past| {
@@ -104,7 +104,7 @@ impl Blame {
     }
 }
 
-/// What is looked through.
+/// The history that is searched.
 struct History<'h> {
     past: &'h KeptStates<'h>,
     element: &'h Element,
@@ -136,7 +136,7 @@ impl<'h> History<'h> {
         let mut stopped_by = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
         for start in starts {
             let mut follower = Follower::new(self);
-            // What older snapshots say of the time before.
+            // Older snapshots tell of the time before.
             let older =
                 |manifest: &&Arc<Manifest>| start.is_some_and(|start| manifest.snapshot <= start.snapshot);
             let attempt = snapshots
@@ -181,7 +181,7 @@ impl<'h> Follower<'h> {
         self.head.as_ref().and_then(|head| self.history.element.of(head.bytes())).map(<[u8]>::to_vec)
     }
 
-    /// Notes an event if the value is not what it was.
+    /// Notes an event if the value has changed.
     fn note(&mut self, lsn: Lsn, cause: Cause, before: Option<Vec<u8>>, note: Option<String>) {
         let after = self.value();
         if before != after {
@@ -229,7 +229,7 @@ impl<'h> Follower<'h> {
         for op in ops.iter().map(|at| &at.op) {
             match op {
                 Op::Note { text } => note = Some((*text).to_owned()),
-                // The root of a snapshot is that of its end.
+                // The root of a snapshot is its state's at the end.
                 Op::SetRoot { name, value } if lsn > self.root_lsn => {
                     Arc::make_mut(&mut self.root).insert(name.clone(), value.clone());
                 }

@@ -1,4 +1,4 @@
-//! `remanent diff`: what makes one kept state out of another, page by page.
+//! `remanent diff`: the changes between two kept states, page by page.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -20,8 +20,8 @@ use crate::weights::dtype;
 use crate::weights::{dtype_of, label};
 
 const EXAMPLES: &str = "\
-Elements are compared bit by bit, by the dtype in a page's metadata; bytes are, where there is none. The largest \
-change is that of the values, for floats; it is NaN where a value became one. Ends with 0 if both states are the \
+Elements are compared bit by bit, by the dtype in a page's metadata; without one, bytes are compared. The largest \
+change is the largest difference of values, for floats; it is NaN if a value became NaN. Ends with 0 if both states are the \
 same, with 1 if they differ.
 
 Examples:
@@ -47,7 +47,7 @@ pub struct Diff {
     memory: MemoryLimit,
 }
 
-/// What became of a page.
+/// The difference between two states of a page.
 enum Change {
     Created,
     Deleted,
@@ -61,7 +61,7 @@ struct ContentDiff {
     metadata: bool,
     /// Elements that both have.
     elements: u64,
-    /// Those that differ.
+    /// Number of elements that differ.
     changed: u64,
     /// The largest change of a value, for floats.
     largest: Option<f64>,
@@ -77,7 +77,7 @@ struct DiffLine {
 type RootLine = (String, Option<Value>, Option<Value>);
 
 impl Diff {
-    /// Compares.
+    /// Runs `remanent diff`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let (pages, root) = KeptStates::look(&dir, |past| self.compare(past))?;

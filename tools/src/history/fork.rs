@@ -36,9 +36,9 @@ pub struct Fork {
 }
 
 impl Fork {
-    /// Forks.
+    /// Runs `remanent fork`.
     pub fn run(&self, out: &mut Output) -> Outcome {
-        // A fork that has begun is finished: what it made before is not left behind.
+        // A fork that has begun is finished, so that no half of it stays.
         let interrupt = Interrupt::listen()?;
         let state = match &self.at {
             Some(at) => Store::open_at(&self.dir, at),

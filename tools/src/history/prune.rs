@@ -1,4 +1,4 @@
-//! `remanent prune`: removes what is not to be kept any longer, or says what that would be.
+//! `remanent prune`: removes snapshots and log that need not be kept any longer, or lists them.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -18,14 +18,14 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-A snapshot stays if one of the rules keeps it, and with it the log that leads from it to now. Named snapshots stay \
-until their names are given up: --name alone gives up the snapshots of these names, and nothing else. Without --yes \
-the store is only read, and may be open elsewhere.
+A snapshot stays if one of the rules keeps it, and with it the log from it to now. Named snapshots stay until their \
+names are given up: --name alone gives up the snapshots of these names, and no other. Without --yes the store is only \
+read, and may be open elsewhere.
 
 Examples:
   remanent prune store                                       what would go if two snapshots stay
   remanent prune store --snapshots 5 --age 7d --yes          five, and all of the last week
-  remanent prune store --log-bytes 1000000000                and so much log to go back in
+  remanent prune store --log-bytes 1000000000                and that much log to go back in
   remanent prune store --name before-tuning --yes            a name that keeps its snapshot no longer";
 
 /// Remove old snapshots and log, or say what would go
@@ -34,19 +34,19 @@ Examples:
 pub struct Prune {
     /// The store's directory
     dir: PathBuf,
-    /// Keep so many of the newest snapshots [default: 2, or all with --name alone]
+    /// Keep this number of the newest snapshots [default: 2, or all with --name alone]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     snapshots: Option<u32>,
     /// Keep snapshots that are younger: a number and s, m, h or d
     #[arg(long, value_name = "AGE", value_parser = parse_age)]
     age: Option<Duration>,
-    /// Keep so many bytes of log
+    /// Keep this number of bytes of log
     #[arg(long, value_name = "BYTES")]
     log_bytes: Option<u64>,
     /// Give this name up, and the snapshot that has it
     #[arg(long, value_name = "NAME")]
     name: Vec<String>,
-    /// Remove
+    /// Remove; without this, only say what would go
     #[arg(long)]
     yes: bool,
     /// One JSON object
@@ -131,7 +131,7 @@ impl Prune {
             out.line(format_args!("snapshot {}: lsn {}{name}", info.id, info.end))?;
         }
         for id in &pruned.held {
-            out.line(format_args!("snapshot {id} stays: somebody reads it"))?;
+            out.line(format_args!("snapshot {id} stays: a reader holds it"))?;
         }
         for (file, bytes) in &pruned.files {
             out.line(format_args!("{file}  {bytes}"))?;

@@ -14,7 +14,7 @@ use crate::read::states::{KeptStates, StateName};
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-This is one more batch: what came after the state stays in the log, and can be returned to in the same way. \
+This is one more batch: later batches stay in the log, and can be returned to in the same way. \
 Pages that change get an epoch that was never given before.
 
 Examples:
@@ -36,7 +36,7 @@ pub struct Restore {
 }
 
 impl Restore {
-    /// Restores.
+    /// Runs `remanent restore`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;

@@ -1,15 +1,15 @@
-//! `remanent salvage`: what a damaged store still proves, in a new store.
+//! `remanent salvage`: the pages that a damaged store still proves, in a new store.
 //!
-//! What is proven, and how, the format crate says; the engine only writes the new store, as a fork is made: so
-//! pages keep their ids, epochs and Lsns, and whoever knows the old store finds his way in the new one. It has an
-//! identity of its own, because it may lack what the old one had.
+//! The format crate says which pages are proven, and how. The engine only writes the new store, as it makes a
+//! fork. So pages keep their ids, epochs and Lsns, and a user of the old store finds them in the new
+//! one. The new store has an identity of its own, because it may lack pages of the old one.
 //!
-//! Each page is proven twice: once to say what is left of it, before anything is written, and once more as its
-//! bytes are written. So no more than one page is in memory at a time, and a medium that gets worse meanwhile
-//! ends the command instead of the page.
+//! Each page is proven twice: once to say which version is left, before anything is written, and once more as
+//! its bytes are written. So no more than one page is in memory at a time. If the medium gets worse
+//! meanwhile, the command ends; no page is written damaged.
 //!
-//! A page of which only an earlier version is left stays behind unless it is asked for: among pages of one moment
-//! it would be a wrong answer that nothing marks.
+//! A page with only an earlier version left is not carried over unless it is asked for: among pages of one
+//! moment it would be a wrong answer that nothing marks.
 
 use std::path::{Path, PathBuf};
 
@@ -43,7 +43,7 @@ are left. A page is
   older  if only an earlier version is proven; it is carried over with --older only;
   lost   if nothing is proven.
 
-Pages that are not exact are listed, and batches that are lost behind the state. Without --to nothing is written. \
+Pages that are not exact are listed, and batches that are lost after the state. Without --to nothing is written. \
 The new store keeps page ids, epochs, keys and metadata, and has an identity of its own. The damaged store is only \
 read. A salvage that is cut short leaves no store in NEWDIR, and may be run again.
 
@@ -54,7 +54,7 @@ Examples:
   remanent salvage store --to rescued
   remanent salvage store --to rescued --older --json > report";
 
-/// Carry over what a damaged store still proves into a new one
+/// Carry pages that a damaged store still proves over into a new one
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Salvage {
@@ -63,7 +63,7 @@ pub struct Salvage {
     /// The new store's directory, missing or empty [default: only say what is left]
     #[arg(long, value_name = "NEWDIR")]
     to: Option<PathBuf>,
-    /// Carry over pages of which only an earlier version is left, too
+    /// Carry over pages with only an earlier version left, too
     #[arg(long)]
     older: bool,
     /// One JSON object a line: the pages that are not exact, then a summary
@@ -82,7 +82,7 @@ struct InexactPage {
     why: Damage,
 }
 
-/// What is left of all pages.
+/// The remains of all pages.
 #[derive(Default)]
 struct Remains {
     exact: Vec<PageInfo>,
@@ -109,7 +109,7 @@ struct SalvagedStore {
 }
 
 impl Salvage {
-    /// Salvages.
+    /// Runs `remanent salvage`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
@@ -257,11 +257,11 @@ fn load(
     Ok(bytes)
 }
 
-/// All that is to be said.
+/// The report of a salvage.
 struct SalvageReport<'a> {
     search: &'a Search<'a>,
     remains: &'a Remains,
-    /// What is wrong with STORE.
+    /// The damage to STORE.
     unnamed: Option<&'a Damage>,
     new: Option<SalvagedStore>,
 }
@@ -271,7 +271,7 @@ impl SalvageReport<'_> {
         self.search.state().table.lsn()
     }
 
-    /// The first and the last batch that are known to be lost behind the state.
+    /// The first and the last batch that are known to be lost after the state.
     fn lost_batches(&self) -> Option<(u64, u64)> {
         let LogRemainder { durable, seen, .. } = self.search.beyond();
         (durable > self.lsn()).then(|| (self.lsn().0 + 1, durable.max(seen).0))

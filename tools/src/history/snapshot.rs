@@ -1,4 +1,4 @@
-//! `remanent snapshot`: takes a snapshot of a store that nobody has open.
+//! `remanent snapshot`: takes a snapshot of a store that no process has open.
 
 use std::path::PathBuf;
 
@@ -39,7 +39,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Takes it.
+    /// Runs `remanent snapshot`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let store = engine::open(&self.dir, Create::Never)?;

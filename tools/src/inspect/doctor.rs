@@ -1,4 +1,4 @@
-//! `remanent doctor`: what a store would do on this machine, in this directory, and why.
+//! `remanent doctor`: the choices of a store on this machine, in this directory, and their reasons.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -20,7 +20,7 @@ use crate::cli::memory::available;
 use crate::cli::output::Output;
 
 const EXAMPLES: &str = "\
-A small store is made in the directory and removed again; so what is said of the log and the device is what a \
+A small store is made in the directory and removed again; so the report on the log and the device is what a \
 store there really chooses. Figures are those of a moment, of one thread.
 
 Examples:
@@ -31,7 +31,7 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Doctor {
-    /// Where the store would be; a directory that exists
+    /// The directory for a store; it must exist
     #[arg(default_value = ".")]
     dir: PathBuf,
     /// One JSON object
@@ -39,10 +39,10 @@ pub struct Doctor {
     json: bool,
 }
 
-/// One finding.
+/// One finding of the doctor.
 struct DoctorFinding {
     name: &'static str,
-    /// For programs.
+    /// The value, for programs.
     value: Value,
     /// For a person.
     text: String,
@@ -53,9 +53,9 @@ fn finding(name: &'static str, value: impl Into<Value>, text: impl Into<String>)
 }
 
 impl Doctor {
-    /// Looks.
+    /// Runs `remanent doctor`.
     pub fn run(&self, out: &mut Output) -> Outcome {
-        // It does not last, and what it made is removed.
+        // The look is short, and it removes the files that it made.
         let interrupt = Interrupt::listen()?;
         let findings = self.findings()?;
         if interrupt.noted() {
@@ -115,7 +115,7 @@ impl Doctor {
     }
 }
 
-/// What a store chose.
+/// The ways that a store chose.
 struct Choices {
     log: String,
     device: String,

@@ -24,7 +24,7 @@ pub struct Dump {
     dir: PathBuf,
     /// The page: its number, or `key:` and its key as `pages` shows it
     page: Selector,
-    /// Where the bytes go; `-` is standard output
+    /// The file to write the bytes to; `-` is standard output
     #[arg(short, long, value_name = "FILE", default_value = "-")]
     output: PathBuf,
     #[command(flatten)]
@@ -32,7 +32,7 @@ pub struct Dump {
 }
 
 impl Dump {
-    /// Writes.
+    /// Runs `remanent dump`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         if self.output != Path::new("-") {

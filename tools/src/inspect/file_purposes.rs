@@ -11,24 +11,24 @@ use crate::read::partial_view::PartialView;
 use crate::read::scan::Scan;
 use crate::read::store_dir::StoreDir;
 
-/// A file and what it is for.
+/// A file and its purpose.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reason {
     /// Path within the store directory.
     pub file: String,
     /// Length in bytes.
     pub bytes: u64,
-    /// What it is for.
+    /// The file's purpose.
     pub why: String,
     /// Whether nothing is lost without it. Deleting it by hand is safe only while the store is closed.
     pub may_go: bool,
 }
 
-/// What refers to files: snapshots to images and segments, restores to tables.
+/// References to files: from snapshots to images and segments, from restores to tables.
 struct References {
     /// Readable snapshots, and the segment from which each needs the log.
     log_from: BTreeMap<SnapshotId, u64>,
-    /// Image files, and who names them.
+    /// Image files, and the snapshots and batches that name them.
     images: BTreeMap<u64, BTreeSet<String>>,
     /// Tables, and the batches that restore them.
     restores: BTreeMap<u64, Lsn>,
@@ -36,7 +36,7 @@ struct References {
     last_segment: Option<u64>,
     /// The highest segment that holds frames.
     last_frames: u64,
-    /// What an open removes, or a prune of nothing but what nothing needs.
+    /// Files that an open removes, or a prune without rules.
     unneeded: BTreeSet<FileName>,
     /// Whether a process has the store open.
     is_open: bool,
@@ -81,7 +81,7 @@ impl References {
         let of_state = view.state.iter().flat_map(|state| state.resolved.bases.iter());
         let images: Vec<u64> = of_state.filter_map(|(_, base)| base.image).map(|image| image.file).collect();
         references.name_images(images.into_iter(), "the current state");
-        // What the log names is found by reading all of it. Mostly nothing is left to be found.
+        // Finding the files that the log names takes reading all of it. Mostly no file is left to be found.
         let is_open = |file: FileName| match file {
             FileName::Pages(number) => !references.images.contains_key(&number),
             FileName::Table(_) => true,
@@ -99,7 +99,7 @@ impl References {
         }
     }
 
-    /// Finds what batches name: tables, and images that were written ahead of them.
+    /// Finds the files that batches name: tables, and images that were written ahead of them.
     fn read_log(&mut self, dir: &StoreDir, view: &PartialView) {
         for frame in Scan::new(dir, view.survey.store.store, &view.survey.log) {
             let payload = frame.payload.unwrap_or_default();
@@ -119,14 +119,14 @@ impl References {
         }
     }
 
-    /// What a file is for, and whether it may go.
+    /// The purpose of a file, and whether it may go.
     fn why(&self, view: &PartialView, file: FileName) -> (String, bool) {
-        // An open removes what its own writer left; that of a writer at work is not ours to judge.
-        let is_left_behind = matches!(file, FileName::Temporary(..)) && !self.is_open;
+        // An open removes files that its own writer left. A file of a writer at work is not judged.
+        let is_leftover = matches!(file, FileName::Temporary(..)) && !self.is_open;
         let is_unneeded = self.unneeded.contains(&file);
         let what_for = self.what_for(view, file);
         let why = if is_unneeded { format!("not needed any more: {what_for}") } else { what_for };
-        (why, is_left_behind || is_unneeded)
+        (why, is_leftover || is_unneeded)
     }
 
     fn what_for(&self, view: &PartialView, file: FileName) -> String {
@@ -152,7 +152,7 @@ impl References {
             },
             FileName::Manifest(number) => self.why_manifest(view, SnapshotId(number)),
             FileName::Temporary(..) if self.is_open => "being built".to_owned(),
-            FileName::Temporary(..) => "was being built when its writer stopped; nobody's".to_owned(),
+            FileName::Temporary(..) => "left over: its writer stopped while building it".to_owned(),
         }
     }
 
@@ -166,10 +166,10 @@ impl References {
             }
             _ if empty && number > self.last_frames => "empty, made ahead".to_owned(),
             (Some((snapshot, from)), _) if number >= *from => {
-                format!("log behind snapshot {snapshot}, which recovery replays")
+                format!("log after snapshot {snapshot}, which recovery replays")
             }
             (_, Some((snapshot, from))) if number >= *from => {
-                format!("log behind snapshot {snapshot}, should a newer one be damaged")
+                format!("log after snapshot {snapshot}, should a newer one be damaged")
             }
             (Some(_), _) => "log from before the oldest snapshot".to_owned(),
             (None, _) => "log since the beginning: there is no snapshot".to_owned(),

@@ -15,13 +15,13 @@ use crate::cli::output::Output;
 const EXAMPLES: &str = "\
 Nothing is locked and nothing is written; the store may be open in another process, or in none. A batch is \
 shown once it is logged, so a power cut may still take it: `durable` is the newest one that was known to \
-survive when it was logged. Whoever goes on from a position gets each batch once, also across restarts of \
+survive when it was logged. A follower that goes on from a position gets each batch once, also across restarts of \
 the writer. If the log went on without the follower, or a crash took the batch at its position, the command \
 ends with code 1 and says where to start.
 
 Examples:
   remanent follow store                      every batch from now on, after those that are kept
-  remanent follow store --from snapshot      those behind the newest snapshot
+  remanent follow store --from snapshot      those after the newest snapshot
   remanent follow store --count 1 --json     the next one, with the position to go on from
   remanent follow store --from 3-0badcafe:17:5eedf00d --timeout 0
                                              what was logged since, and no waiting";
@@ -35,10 +35,10 @@ const SLICE: Duration = Duration::from_millis(100);
 pub struct Follow {
     /// The store's directory; it is only read
     dir: PathBuf,
-    /// Where to begin: `beginning`, `snapshot`, or a position that was shown before
+    /// The position to begin at: `beginning`, `snapshot`, or a position that was shown before
     #[arg(long, value_name = "FROM", default_value = "beginning")]
     from: From,
-    /// End after so many batches
+    /// End after this number of batches
     #[arg(long, value_name = "N")]
     count: Option<u64>,
     /// End when no batch came for so long
@@ -49,7 +49,7 @@ pub struct Follow {
     json: bool,
 }
 
-/// Where to begin, as it is written.
+/// The position to begin at, as the user wrote it.
 #[derive(Clone, Copy)]
 struct From(FollowFrom);
 
@@ -69,7 +69,7 @@ impl FromStr for From {
 }
 
 impl Follow {
-    /// Follows.
+    /// Runs `remanent follow`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let mut follower = Follower::open(&self.dir, self.from.0).map_err(failure)?;
@@ -93,7 +93,7 @@ impl Follow {
         Ok(Ending::Fine)
     }
 
-    /// Shows a batch, at once: somebody may wait for it.
+    /// Shows a batch at once: a reader may wait for it.
     fn show(&self, batch: &FollowedBatch, out: &mut Output) -> Result<(), Failure> {
         if self.json {
             out.line(batch_json(batch))?;
@@ -104,7 +104,7 @@ impl Follow {
     }
 }
 
-/// What ends a following.
+/// The failure that ends a following.
 fn failure(error: Error) -> Failure {
     match error {
         Error::Damaged(_) | Error::Overtaken { .. } | Error::Diverged { .. } => {

@@ -1,4 +1,4 @@
-//! `remanent info`: what a store is, where it stands, and why each of its files is there.
+//! `remanent info`: a store's identity, its state, and the purpose of each of its files.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,14 +21,14 @@ use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
 `lsn` is the last batch that recovery would find now, `durable` the last one that is known to survive a \
-power cut. A torn tail is what a crash left unfinished at the end of the log: the next writable open cuts it, \
+power cut. A torn tail is an unfinished end of the log, as a crash leaves it: the next writable open cuts it, \
 and nothing in it was acknowledged as durable. Images are not read; `remanent verify` reads everything.
 
 Examples:
   remanent info store
   remanent info store --json";
 
-/// Show what a store holds, and why each of its files is kept
+/// Show a store's content, and why each of its files is kept
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Info {
@@ -39,7 +39,7 @@ pub struct Info {
     json: bool,
 }
 
-/// All that is shown.
+/// All parts of the report.
 struct InfoReport {
     view: PartialView,
     files: Vec<Reason>,
@@ -47,7 +47,7 @@ struct InfoReport {
 }
 
 impl Info {
-    /// Shows.
+    /// Runs `remanent info`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let view = PartialView::take(&dir)?;

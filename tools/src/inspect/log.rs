@@ -47,7 +47,7 @@ pub struct Log {
     json: bool,
 }
 
-/// What a frame's payload says.
+/// The content of a frame's payload.
 struct FrameContent {
     /// Number of operations by kind.
     kinds: BTreeMap<&'static str, u64>,
@@ -57,7 +57,7 @@ struct FrameContent {
 }
 
 impl Log {
-    /// Lists.
+    /// Runs `remanent log`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let view = PartialView::take(&dir)?;
@@ -91,7 +91,7 @@ impl Log {
         Ok(if view.damage.is_empty() { Ending::Fine } else { Ending::Difference })
     }
 
-    /// Says how the log ends. As JSON only what is not as it should be: every other line is a frame.
+    /// Reports how the log ends. As JSON only an end with defects is reported: every other line is a frame.
     fn report_end(&self, view: &PartialView, end: Option<&LogEnd>, out: &mut Output) -> Result<(), Failure> {
         for damage in &view.damage {
             match self.json {
@@ -127,7 +127,7 @@ fn content(frame: &ScannedFrame) -> Result<FrameContent, Defect> {
     Ok(content)
 }
 
-/// Whether a frame lies in what is cut.
+/// Whether a frame lies in the part that is cut.
 fn is_torn(torn: &TornTail, header: &FrameHeader) -> bool {
     (header.segment, header.offset) >= (torn.segment, torn.offset)
 }
@@ -148,7 +148,7 @@ fn chain(chain: &Chain) -> &'static str {
     }
 }
 
-/// What is wrong with a frame, if anything is.
+/// The defect of a frame, if there is one.
 fn defect<'f>(frame: &'f ScannedFrame, content: &'f Result<FrameContent, Defect>) -> Option<&'f Defect> {
     match &frame.chain {
         Chain::Broken(defect) => Some(defect),
@@ -211,7 +211,7 @@ fn frame_line(frame: &ScannedFrame, content: &Result<FrameContent, Defect>, torn
     )
 }
 
-/// Where the torn tail lies, as JSON; null if there is none.
+/// The place of the torn tail, as JSON; null if there is none.
 pub fn torn_json(torn: Option<&TornTail>) -> serde_json::Value {
     torn.map_or(serde_json::Value::Null, |torn| {
         json!({
@@ -224,7 +224,7 @@ pub fn torn_json(torn: Option<&TornTail>) -> serde_json::Value {
     })
 }
 
-/// Where the torn tail lies, for people.
+/// The place of the torn tail, for people.
 pub fn torn_line(torn: &TornTail) -> String {
     let batches = match (torn.first, torn.last) {
         (first, last) if first == last => format!("lsn {first}"),

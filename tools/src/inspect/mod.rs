@@ -1,4 +1,5 @@
-//! The commands that show what lies in a store. They read without the engine, and so open what it refuses.
+//! The commands that show the content of a store. They read without the engine, and so open stores that it
+//! refuses.
 
 pub(crate) mod file_purposes;
 pub(crate) mod info;

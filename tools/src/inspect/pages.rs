@@ -15,8 +15,8 @@ use crate::read::partial_view::{Contents, PartialView};
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-The pages are those that recovery would find now: the newest snapshot and the log behind it, but for a torn \
-tail. `crc32` is computed from a page's bytes. What is damaged is said on standard error; the pages that can \
+The pages are those that recovery would find now: the newest snapshot and the log after it, except for a torn \
+tail. `crc32` is computed from a page's bytes. Damage is reported on standard error; the pages that can \
 be made out are listed all the same, with null for the checksum of bytes that are lost or find no memory.
 
 Examples:
@@ -37,7 +37,7 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// Lists.
+    /// Runs `remanent pages`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let (view, contents) = PartialView::with_contents(&dir, self.memory.limit())?;

@@ -17,8 +17,8 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-A snapshot stands for the state after its last batch. `links` counts the files it consists of: a base, and what \
-changed since, step by step. `bytes` are those of all images it names, which others may name too. It is \
+A snapshot stands for the state after its last batch. `links` counts the files it consists of: a base, and the \
+changes since, step by step. `bytes` counts all images it names, which others may name too. It is \
 `verified` if the log records that it was read back past the cache.
 
 Examples:
@@ -40,12 +40,12 @@ pub struct Snapshots {
 struct SnapshotLine {
     snapshot: SnapshotId,
     is_verified: bool,
-    /// What it is, or what keeps it from being read.
+    /// The snapshot, or the damage that keeps it from being read.
     content: Result<(Arc<Manifest>, usize), Damage>,
 }
 
 impl Snapshots {
-    /// Lists.
+    /// Runs `remanent snapshots`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let view = PartialView::take(&dir)?;

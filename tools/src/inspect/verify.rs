@@ -1,4 +1,4 @@
-//! `remanent verify`: reads everything that the store needs, and says of each defect what it costs.
+//! `remanent verify`: reads everything that the store needs, and says the cost of each defect.
 
 use std::path::PathBuf;
 
@@ -16,8 +16,8 @@ use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
 Checked are STORE, both copies of every manifest, every image that a kept snapshot names, the log from each \
-snapshot to its end, and that each snapshot is there which the log records as kept. A torn tail is what a crash \
-leaves and no damage. Each finding says what it costs: nothing, time (recovery takes an older snapshot), the way \
+snapshot to its end, and that each snapshot is there which the log records as kept. A torn tail is left by a crash \
+and is no damage. Each finding says what it costs: nothing, time (recovery takes an older snapshot), the way \
 back to a snapshot, or the store. While a process writes to the store, what looks wrong is read again.
 
 Examples:
@@ -37,14 +37,14 @@ pub struct Verify {
     memory: MemoryLimit,
 }
 
-/// A defect, and what it costs.
+/// A defect, and its cost.
 struct VerifyFinding {
     damage: Damage,
     cost: String,
 }
 
 impl Verify {
-    /// Checks.
+    /// Runs `remanent verify`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
         let mut images = ImageProofs::new(&dir);
@@ -130,15 +130,15 @@ impl Verify {
     }
 }
 
-/// What a look at a store found.
+/// The result of a look at a store.
 struct VerifyReport {
     view: PartialView,
     verdict: Verdict,
     findings: Vec<VerifyFinding>,
 }
 
-/// Looks at a store. While a process writes to it, files come and go between two reads of ours, and frames are read that
-/// are half written: what is found then counts only if every one of some looks finds the same at the same place.
+/// Looks at a store. While a process writes to it, files come and go between two reads, and frames are read
+/// half written. A finding then counts only if every one of some looks finds the same at the same place.
 fn look(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyReport, Failure> {
     let mut looked = look_once(dir, images, None)?;
     for _ in 1..LOOKS_AT_AN_OPEN_STORE {
@@ -151,7 +151,7 @@ fn look(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyReport, Fa
     Ok(looked)
 }
 
-/// One look, at what was found `before` too, if that is given.
+/// One look, which also looks again at the findings of `before`, if given.
 fn look_once(
     dir: &StoreDir,
     images: &mut ImageProofs<'_>,
@@ -215,8 +215,8 @@ fn findings(
             (None, false) => "the store: it cannot be opened".to_owned(),
             _ => format!("nothing now: {name} could not stand in for a newer one"),
         };
-        // Of a link alone, log and images may be gone, and so may be the log behind a named snapshot: that is the way
-        // back to its own batch. Where nothing opens, all of it is looked for.
+        // The log and images of a link alone may be gone. So may be the log after a named snapshot: it leads
+        // back to the snapshot's own batch only. If nothing opens, all of it is looked for.
         let is_promised = !start.is_link_alone && !is_named_and_exact(view, start);
         if is_promised || verdict.state.is_none() {
             for damage in &start.blocked_by {
@@ -254,13 +254,13 @@ fn findings(
     findings
 }
 
-/// Whether a snapshot stays without the log behind it.
+/// Whether a snapshot stays without the log after it.
 fn is_named_and_exact(view: &PartialView, start: &Start) -> bool {
     let link = start.snapshot.and_then(|snapshot| view.survey.links.get(&snapshot)?.as_ref().ok());
     start.is_exact && link.is_some_and(|(link, _)| link.name.is_some())
 }
 
-/// Damaged copies of manifests of which the other copy is whole.
+/// Damaged copies of manifests whose other copy is whole.
 fn second_copies(dir: &StoreDir, view: &PartialView) -> Vec<Damage> {
     let mut found = Vec::new();
     for (snapshot, read) in &view.survey.links {
@@ -274,7 +274,7 @@ fn second_copies(dir: &StoreDir, view: &PartialView) -> Vec<Damage> {
     found
 }
 
-/// What is wrong with the header of an image file, if it is there.
+/// The damage to the header of an image file, if the file is there.
 fn image_file_damage(dir: &StoreDir, view: &PartialView, number: u64) -> Option<Damage> {
     let file = FileName::Pages(number);
     let mut bytes = [0; ImageFileHeaderRaw::LEN];

@@ -1,6 +1,6 @@
-//! As much of a store as can be made out, sound or not. What `rebuild` computes or refuses as a whole is
-//! here in parts: the state before the first damage in the log, pages whose bytes are lost beside pages
-//! whose bytes are there.
+//! The readable parts of a store, sound or not. `rebuild` computes a state or refuses it as a whole. This
+//! view has it in parts: the state before the first damage in the log, pages whose bytes are lost together
+//! with pages whose bytes are there.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::read::store_dir::StoreDir;
 /// The bytes of each page, or why they are lost.
 pub type Contents = BTreeMap<PageId, Result<Vec<u8>, Damage>>;
 
-/// How often a store that is being written to is looked at before what looks damaged is called so.
+/// Number of looks at a store that is being written to, before damage in it is reported.
 pub const LOOKS_AT_AN_OPEN_STORE: usize = 5;
 
 /// A store, as far as it can be made out.
@@ -30,7 +30,7 @@ pub struct PartialView {
     pub survey: Survey,
     /// The newest state that the log leads to; `None` if there is no way to any.
     pub state: Option<Resolution>,
-    /// What stood in the way, the gravest first.
+    /// The damage in the way, the gravest first.
     pub damage: Vec<Damage>,
 }
 
@@ -38,8 +38,8 @@ impl PartialView {
     /// Looks at a directory. The images are left for later.
     pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
         let mut view = Self::take_once(dir)?;
-        // While a process writes, files come and go between two reads of ours: that is no damage, and a
-        // moment later it looks whole, or something else looks damaged. Damage is what every look finds.
+        // While a process writes, files come and go between two reads: that is no damage, and a moment later
+        // the store looks whole, or another file looks damaged. Only damage that every look finds counts.
         for _ in 1..LOOKS_AT_AN_OPEN_STORE {
             if view.damage.is_empty() || dir.holder().is_none() {
                 break;
@@ -169,8 +169,8 @@ fn look(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
     }
 }
 
-/// Which store it is. A damaged STORE is worked around: every other file names the store too; what else it said
-/// is lost.
+/// The store's identity. A damaged STORE is worked around: every other file names the store too; the rest of
+/// its content is lost.
 pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> {
     let read = dir.read_whole(FileName::Store).map_err(|error| Defect::Unreadable(error.to_string()));
     let read = read.and_then(|bytes| StoreFile::decode(&bytes.ok_or(Defect::Missing)?));

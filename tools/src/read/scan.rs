@@ -1,7 +1,7 @@
 //! Every frame that lies in the log, in the order of segments and offsets, whether or not it still counts.
 //!
-//! Recovery walks the log and stops at the first frame that is not valid; a person who looks at a damaged
-//! store wants to see what lies beyond. So this scan asks each frame only to lie where it was written, and
+//! Recovery walks the log and stops at the first frame that is not valid. To inspect a damaged store, a
+//! person needs the frames beyond, too. So this scan asks each frame only to lie where it was written, and
 //! says of each how it relates to the one before.
 
 use remanent_format::frame::{
@@ -21,7 +21,7 @@ pub enum Chain {
     First,
     /// It does not follow the frame before it.
     Broken(Defect),
-    /// It lies past the end of its incarnation: a later open left it behind.
+    /// It lies past the end of its incarnation: a later open cut it.
     LeftBehind {
         /// The incarnation that goes on instead.
         by: Incarnation,
@@ -31,7 +31,7 @@ pub enum Chain {
 /// A frame that lies where it was written.
 #[derive(Clone, Debug)]
 pub struct ScannedFrame {
-    /// What it says of itself.
+    /// The frame's header.
     pub header: FrameHeader,
     /// How it relates to the frames before it.
     pub chain: Chain,
@@ -141,7 +141,7 @@ impl Iterator for Scan<'_> {
                 continue;
             }
             let Some(frame) = self.frame_here() else {
-                // A frame stands right behind the one before it or begins a group.
+                // A frame stands right after the one before it or begins a group.
                 self.offset = align_up(self.offset + 1, GROUP_ALIGN);
                 continue;
             };
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scan_goes_on_behind_damage() {
+    fn the_scan_goes_on_after_damage() {
         let [mut first, second] = two_incarnations();
         first[4096 + 200 - 120] ^= 1;
         first[8192 + 3] ^= 1;

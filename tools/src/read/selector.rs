@@ -7,9 +7,9 @@ use remanent_format::{Key, PageId, PageInfo};
 /// A page, as it was typed: its number, or `key:` and its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selector {
-    /// The number.
+    /// The page's number.
     Number(PageId),
-    /// The key: its text, or its bytes as `0x` and hexadecimal digits, or with what cannot be printed escaped.
+    /// The key: its text, or its bytes as `0x` and hexadecimal digits, or with unprintable bytes escaped.
     Key(String),
 }
 

@@ -1,6 +1,6 @@
-//! A store's kept states: what `--at` names, and how such a state is put together.
+//! A store's kept states: the ones that `--at` names, and how such a state is put together.
 //!
-//! The state at a batch is the newest snapshot that ends at or before it, and the log from there up to it. Where
+//! The state at a batch is the newest snapshot that ends at or before it, and the log from there up to it. If
 //! an image of that snapshot is damaged, an older one gives the same state.
 
 use std::cell::OnceCell;
@@ -54,7 +54,7 @@ impl fmt::Display for StateName {
     }
 }
 
-/// All that is kept in a directory.
+/// All kept states of a directory.
 pub struct KeptStates<'d> {
     dir: &'d StoreDir,
     /// Every file, looked at and not judged.
@@ -70,8 +70,8 @@ pub struct KeptState {
 }
 
 impl<'d> KeptStates<'d> {
-    /// Does something with what a directory keeps. While a process writes, files come and go between two reads
-    /// of ours; then what looks damaged is looked at again.
+    /// Calls a function with the kept states of a directory. While a process writes, files come and go
+    /// between two reads. A state that looks damaged then is looked at again.
     pub fn look<T>(
         dir: &'d StoreDir,
         mut look: impl FnMut(&KeptStates<'d>) -> Result<T, Failure>,
@@ -95,7 +95,7 @@ impl<'d> KeptStates<'d> {
         Ok(Self { dir, survey })
     }
 
-    /// The files.
+    /// The store's directory.
     pub fn dir(&self) -> &'d StoreDir {
         self.dir
     }
@@ -148,7 +148,7 @@ impl<'d> KeptStates<'d> {
         until: Option<Lsn>,
         finish: impl Fn(Resolution) -> Result<T, Damage>,
     ) -> Result<T, Failure> {
-        // What the floor leaves out is not kept, whether or not its files are still there.
+        // A state that the floor leaves out is not kept, whether or not its files are still there.
         let kept = OnceCell::new();
         let kept = || kept.get_or_init(|| Reach::at_the_end(&self.survey, self.dir)).as_ref();
         let newest = self.survey.readable().next_back().map(|link| link.snapshot);

@@ -39,7 +39,7 @@ impl StoreDir {
         let mut files = Vec::new();
         for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
             for name in self.list(folder)? {
-                // A writer beside us may have removed the file, or renamed it, since its name was listed.
+                // A writer may have removed the file, or renamed it, since its name was listed.
                 let metadata = match fs::symlink_metadata(self.path.join(folder.name()).join(&name)) {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                     metadata => metadata?,
@@ -100,7 +100,7 @@ impl StoreDir {
 impl ReadAt for StoreDir {
     fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
         match fs::read_dir(self.path.join(folder.name())) {
-            // A name that is no UTF-8 is no name of ours, whatever becomes of it here.
+            // A name that is no UTF-8 is no file of a store, so it may be shown inexactly.
             Ok(entries) => {
                 entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
             }

@@ -1,4 +1,4 @@
-//! A store beside what the trace says it must hold: the exact set of pages, epochs and bytes.
+//! Compares a store with the state that the trace gives: the exact set of pages, epochs and bytes.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,24 +20,24 @@ pub const REQUEST: &str = "request";
 /// A page as a store holds it.
 #[derive(Clone, Copy, Debug)]
 struct FoundPage<'a> {
-    /// Its number.
+    /// The page's number.
     page: PageId,
     /// Its key: a hash id in decimal, if `replay` made it.
     key: Option<&'a Key>,
-    /// Its version.
+    /// The page's version.
     epoch: Epoch,
-    /// Its bytes.
+    /// The page's bytes.
     bytes: &'a [u8],
 }
 
-/// Where a store is not as it should be.
+/// A difference between a store and its expected state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Difference {
     /// The root names another request.
     Root {
         /// The request that it should name.
         expected: Option<u64>,
-        /// What it names.
+        /// The request that the root names.
         found: Option<Value>,
     },
     /// A page is missing.
@@ -46,7 +46,7 @@ pub enum Difference {
     Unexpected(PageId, Option<Key>),
     /// A page has the wrong epoch.
     Epoch {
-        /// The page.
+        /// The page's hash id.
         hash_id: u64,
         /// The epoch that it should have.
         expected: u64,
@@ -55,7 +55,7 @@ pub enum Difference {
     },
     /// A page has the wrong length.
     Len {
-        /// The page.
+        /// The page's hash id.
         hash_id: u64,
         /// The length that it should have, in bytes.
         expected: usize,
@@ -64,7 +64,7 @@ pub enum Difference {
     },
     /// A page has the wrong bytes.
     Bytes {
-        /// The page.
+        /// The page's hash id.
         hash_id: u64,
         /// The first wrong byte.
         offset: usize,
@@ -213,7 +213,7 @@ fn differences<'a>(
     differences
 }
 
-/// What is wrong with one page: its epoch, and its length or its bytes.
+/// The differences of one page: its epoch, and its length or its bytes.
 fn page_differences(
     page_len: usize,
     epochs: Epochs,

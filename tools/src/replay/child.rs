@@ -15,12 +15,12 @@ use crate::replay::simulate::Rule;
 /// How long Ctrl-C may go unnoticed while a replay acknowledges nothing.
 const NOTICE: Duration = Duration::from_millis(10);
 
-/// What the replays of a course have in common.
+/// The parameters that the replays of a course have in common.
 #[derive(Clone)]
 pub struct Errand {
     /// The store's directory.
     pub store: PathBuf,
-    /// The trace.
+    /// The trace's file.
     pub trace: PathBuf,
     /// How long pages are, and how many stay.
     pub rule: Rule,
@@ -28,9 +28,9 @@ pub struct Errand {
     pub limit: u64,
     /// Requests between snapshots.
     pub snapshot_every: u64,
-    /// Where pages live.
+    /// The device of the pages.
     pub device: DeviceChoice,
-    /// Whether what is acknowledged survives a power cut.
+    /// Whether acknowledged requests survive a power cut.
     pub durable: bool,
     /// How the log is written; as the store would have it, if nothing is said. With [`LogIo::Direct`] every
     /// acknowledgement is a durable one.
@@ -58,7 +58,7 @@ pub enum WatchEnd {
 }
 
 impl Errand {
-    /// Starts a replay that goes on from wherever the store is.
+    /// Starts a replay that goes on from the store's last request.
     pub fn start(&self) -> Result<Replayer, Failure> {
         let program = std::env::current_exe().map_err(|error| cannot("find this program", &error))?;
         let log_io = self.log_io.map(|log_io| ["--log-io".to_owned(), log_io.to_string()]);
@@ -74,7 +74,7 @@ impl Errand {
             .args(["--device", &self.device.to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            // Not the terminal: whoever started it shows the progress of the whole.
+            // Not the terminal: the parent shows the progress of the whole.
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| cannot("start a replay", &error))?;
@@ -152,7 +152,7 @@ impl Replayer {
         self.process.kill().map_err(|error| cannot("kill a replay", &error))?;
         let lived = self.started.elapsed();
         self.process.wait().map_err(|error| cannot("wait for a killed replay", &error))?;
-        // What it acknowledged and we have not heard yet counts.
+        // Acknowledgements that have not been read yet count.
         while self.listen(Duration::MAX) {}
         Ok(lived)
     }
@@ -176,7 +176,7 @@ impl Replayer {
     pub fn failure(&mut self, status: ExitStatus) -> Failure {
         let mut said = String::new();
         if let Some(stderr) = &mut self.process.stderr {
-            // What cannot be read is not missed: the exit code says the essential.
+            // Unreadable output is not missed: the exit code says the essential.
             let _ = stderr.read_to_string(&mut said);
         }
         let message = format!("the replay stopped ({status}): {}", said.trim_end());
@@ -189,7 +189,7 @@ impl Replayer {
 }
 
 impl Drop for Replayer {
-    /// No replay outlives who started it. Errors mean that it is gone already.
+    /// No replay outlives its parent. Errors mean that it is gone already.
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();

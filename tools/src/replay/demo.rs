@@ -1,6 +1,6 @@
-//! `remanent demo`: a replay is killed at random moments, and every byte of what is left is checked.
+//! `remanent demo`: a replay is killed at random moments, and every byte that is left is checked.
 //!
-//! `course.rs` runs, kills and checks; here it is told.
+//! `kill_run.rs` runs, kills and checks; this file reports it.
 
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Demo {
-    /// Where the store is made, and kept; without it a temporary directory is used, and removed
+    /// The directory in which the store is made, and kept; without it a temporary one is used, and removed
     dir: Option<PathBuf>,
     /// How often to kill
     #[arg(long, value_name = "N", default_value_t = 12)]
@@ -61,7 +61,7 @@ struct DemoRun<'o, 'w> {
 }
 
 impl Demo {
-    /// Shows.
+    /// Runs `remanent demo`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let scratch = tempfile::Builder::new()
@@ -223,7 +223,7 @@ impl DemoRun<'_, '_> {
     }
 }
 
-/// A seed that nobody chose.
+/// A seed from the clock, for runs without a chosen one.
 pub fn seed_from_clock() -> u64 {
     let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     // Short enough to be typed again.

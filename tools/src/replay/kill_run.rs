@@ -1,8 +1,8 @@
-//! A replay that is killed again and again, and the simulation that its store is held against: what `demo` shows
-//! and `torture` counts.
+//! A replay that is killed again and again, and the simulation that its store is compared with: `demo` shows
+//! it and `torture` counts it.
 //!
-//! The work is done by `remanent replay` in processes of their own, which is also what an outsider would run.
-//! Between them the directory is only read, without the engine.
+//! The work is done by `remanent replay` in processes of their own, which a user could run too. Between them
+//! the directory is only read, without the engine.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,21 +19,21 @@ use crate::replay::child::{Errand, Replayer, WatchEnd};
 use crate::replay::simulate::{Simulation, SplitMix64};
 use crate::replay::trace::Trace;
 
-/// A store, the replays that work on it, and what it must hold.
+/// A store, the replays that work on it, and its expected content.
 pub struct KillRun {
-    /// What every replay is told.
+    /// The parameters of every replay.
     pub errand: Errand,
     /// Moments of death are drawn from here.
     pub random: SplitMix64,
     requests: Vec<Vec<u64>>,
-    /// What the store should hold, at the last request that was checked.
+    /// The expected content of the store, at the last request that was checked.
     simulation: Simulation,
     interrupt: Interrupt,
     bar: ProgressBar,
     totals: KillRunTotals,
 }
 
-/// What the replays of a course did.
+/// The counts of a course's replays.
 #[derive(Clone, Debug, Default)]
 pub struct KillRunTotals {
     /// Time that replays ran.
@@ -44,7 +44,7 @@ pub struct KillRunTotals {
     pub back_after: Vec<Duration>,
 }
 
-/// What was found after a replay, and found right.
+/// The result of a check that found everything right.
 #[derive(Debug)]
 pub struct CheckReport {
     /// How long the replay lived.
@@ -60,11 +60,11 @@ pub struct CheckReport {
 /// A course is over before its end.
 #[derive(Debug)]
 pub enum KillRunStop {
-    /// Ctrl-C.
+    /// Ctrl-C was pressed.
     Interrupted,
-    /// The store does not hold what it should; these are the differences.
+    /// The store differs from its expected content; these are the differences.
     Differs(Vec<String>),
-    /// Something else.
+    /// Any other failure.
     Failed(Failure),
 }
 
@@ -95,24 +95,25 @@ impl KillRun {
         })
     }
 
-    /// What the store holds, as far as it was checked.
+    /// The content of the store, as far as it was checked.
     pub fn simulation(&self) -> &Simulation {
         &self.simulation
     }
 
-    /// What was done so far.
+    /// The counts so far.
     pub fn totals(&self) -> &KillRunTotals {
         &self.totals
     }
 
-    /// Lets a replay run and kills it, the `kill`-th time of `kills`. `None` if it reached its end first; the store
-    /// is checked then, too.
+    /// Lets a replay run and kills it, the `kill`-th time of `kills`. `None` if it reached its end first; the
+    /// store is checked then, too.
     pub fn run_and_kill(&mut self, kill: u64, kills: u64) -> Result<Option<CheckReport>, KillRunStop> {
         let done = self.run_until_then_kill(kill, kills, |_| Ok(()))?;
         Ok(done.map(|((), checked)| checked))
     }
 
-    /// The same, and does something at the moment before the kill, knowing the last request acknowledged by then.
+    /// The same, and calls `at_the_moment` at the moment before the kill, with the last request acknowledged
+    /// by then.
     pub fn run_until_then_kill<T>(
         &mut self,
         kill: u64,
@@ -121,8 +122,8 @@ impl KillRun {
     ) -> Result<Option<(T, CheckReport)>, KillRunStop> {
         let from = self.simulation.next_request();
         let left = self.errand.limit - from;
-        // On the average the kills share evenly what is left. One in four strikes at a moment counted from
-        // the start instead, while the process opens the store.
+        // On average the kills share the rest of the trace evenly. One in four strikes at a moment counted
+        // from the start instead, while the process opens the store.
         let target = from + self.random.below(2 * left / (kills - kill + 2) + 1);
         let early = (self.random.below(4) == 0).then(|| Duration::from_micros(self.random.below(60_000)));
         let late = Duration::from_micros(self.random.below(3_000));
@@ -177,13 +178,13 @@ impl KillRun {
         }
     }
 
-    /// Reads the directory and holds it against the simulation: all that was acknowledged, at most the one
-    /// request in flight beside it, and nothing else.
+    /// Reads the directory and compares it with the simulation: it must hold all acknowledged requests, at
+    /// most the one request in flight, and nothing else.
     fn check(&mut self, lived: Duration, replayer: &Replayer) -> Result<CheckReport, KillRunStop> {
         let before = self.simulation.next_request();
         let acknowledged = replayer.last_ack();
         self.totals.back_after.extend(replayer.first_ack_after());
-        // What an earlier check found must still be there, acknowledged or not.
+        // Requests that an earlier check found must still be there, acknowledged or not.
         let certain = acknowledged.max(self.simulation.last_request());
         let in_flight = certain.map_or(0, |request| request + 1);
         let (simulation, rebuilt) = self.check_at(&self.errand.store, certain, Some(in_flight))?;
@@ -193,8 +194,8 @@ impl KillRun {
         Ok(CheckReport { lived, acknowledged, found: self.simulation.last_request(), rebuilt })
     }
 
-    /// Holds what recovery finds in a directory against the simulation: it ends between two requests, both
-    /// inclusive, and is right, byte for byte. Returns the simulation there.
+    /// Compares the state that recovery finds in a directory with the simulation: it ends between two
+    /// requests, both inclusive, and is right, byte for byte. Returns the simulation there.
     pub fn check_at(
         &self,
         store: &Path,
@@ -224,10 +225,10 @@ impl KillRun {
         Ok((simulation, rebuilt))
     }
 
-    /// The simulation after the request that a store's root names: of any state that the store was in since it was
-    /// made, or went back.
+    /// The simulation after the request that a store's root names, for any state that the store was in since
+    /// it was made, or went back.
     pub fn simulation_at(&self, last: Option<u64>) -> Simulation {
-        // What it was at the last check has the epochs that a restore left.
+        // The simulation of the last check has the epochs that a restore left.
         let is_ahead = last >= self.simulation.last_request();
         let mut simulation =
             if is_ahead { self.simulation.clone() } else { Simulation::new(self.simulation.rule()) };
@@ -245,7 +246,7 @@ impl KillRun {
         let request = last_request(rebuilt.table.root()).map_err(Failure::Damage)?;
         self.simulation = self.simulation_at(request);
         hold(&self.simulation, Epochs::AtLeast, &rebuilt)?;
-        // What the restore changed has epochs above all that were ever given; from here on they count on.
+        // Pages that the restore changed have epochs above all that were ever given, and count on from there.
         for info in rebuilt.table.pages() {
             if let Some(hash_id) = info.key.as_ref().and_then(hash_id) {
                 self.simulation.set_epoch(hash_id, info.epoch.0);
@@ -255,7 +256,7 @@ impl KillRun {
     }
 }
 
-/// Fails if a store is not what a simulation says.
+/// Fails if a store differs from a simulation.
 fn hold(simulation: &Simulation, epochs: Epochs, rebuilt: &RebuiltStore) -> Result<(), KillRunStop> {
     let differences = check::compare(simulation, epochs, rebuilt);
     if differences.is_empty() {

@@ -1,8 +1,8 @@
 //! `remanent replay`: drives a store with a cache trace, one batch a request.
 //!
-//! What a request does is decided in `simulate.rs`; here it is done. The process may be killed at any
-//! instruction: the root's entry `request` names the last request that is in the store, and from that and
-//! the trace everything else follows.
+//! `simulate.rs` decides the steps of a request; this file does them. The process may be killed at any
+//! instruction. The root's entry `request` names the last request that is in the store, and from that and the
+//! trace everything else follows.
 
 pub(crate) mod check;
 pub(crate) mod child;
@@ -46,7 +46,7 @@ Examples:
   remanent replay store trace.jsonl.zst --limit 2000 --resume  up to 2,000, from wherever the store is
   remanent replay store trace.jsonl.zst --check                does the store hold what it should?";
 
-/// Drive a store with a cache trace, or check what a trace made of it
+/// Drive a store with a cache trace, or check the store of a trace
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Replay {
@@ -54,14 +54,14 @@ pub struct Replay {
     dir: PathBuf,
     /// The trace: one JSON object with `hash_ids` a line, plain or compressed with zstd
     trace: PathBuf,
-    /// Bytes of a page [default: 4096, or what the store was made with]
+    /// Bytes of a page [default: 4096, or the value that the store was made with]
     #[arg(long, value_name = "B")]
     page_len: Option<usize>,
     /// Pages that stay after a request; at least as many as the longest request names [default: 4096, or
-    /// what the store was made with]
+    /// the value that the store was made with]
     #[arg(long, value_name = "N")]
     pages_max: Option<usize>,
-    /// What each request waits for: `logged` survives a kill, `durable` a power cut
+    /// The acknowledgement that each request waits for: `logged` survives a kill, `durable` a power cut
     #[arg(long, value_enum, default_value_t = AckLevel::Logged)]
     ack: AckLevel,
     /// Where the store's pages live: `auto` (a GPU if there is one), `host`, `cuda:0`, `cuda:1`, …
@@ -82,7 +82,7 @@ pub struct Replay {
     /// Go on after the last request that the store holds
     #[arg(long)]
     resume: bool,
-    /// Write nothing: compare the store with what the trace makes of it
+    /// Write nothing: compare the store with the state that the trace gives
     #[arg(long)]
     check: bool,
 }
@@ -210,17 +210,17 @@ impl Replay {
 /// How many differences are listed; the rest is counted.
 const DIFFERENCES_SHOWN: usize = 20;
 
-/// A store, and the simulation beside it.
+/// A store, and the simulation that runs along with it.
 struct Driver {
     store: Store,
-    /// Where new pages live.
+    /// The place of new pages.
     place: Place,
     simulation: Simulation,
     pages: HashMap<u64, PageId>,
     totals: ReplayTotals,
 }
 
-/// What a replay did.
+/// The counts of a replay.
 #[derive(Clone, Copy, Default)]
 struct ReplayTotals {
     created: u64,
@@ -294,7 +294,7 @@ impl Driver {
         Ok(committed.position)
     }
 
-    /// Says what was done.
+    /// Reports the counts.
     fn report(&self, first: u64, took: Duration, out: &mut Output) -> Result<(), Failure> {
         let ReplayTotals { created, hits, evicted, snapshots } = self.totals;
         let Some(last) = self.simulation.last_request().filter(|last| *last >= first) else {
@@ -331,7 +331,7 @@ fn recovery_line(recovered: &RecoveryReport) -> String {
     )
 }
 
-/// The file that says what was acknowledged.
+/// The file of acknowledged requests.
 struct AckFile {
     file: File,
     path: PathBuf,
@@ -350,7 +350,7 @@ impl AckFile {
         }
     }
 
-    /// Appends a line in one write, so that whoever reads meanwhile never sees half of one.
+    /// Appends a line in one write, so that a reader never sees half of one.
     fn append(&mut self, position: Position, request: u64) -> Result<(), Failure> {
         let line = format!("{} {request}\n", position.lsn);
         self.file
@@ -361,5 +361,5 @@ impl AckFile {
 
 /// The pages are not those that the trace makes.
 fn differs() -> Failure {
-    Failure::Damage("the store's pages are not those that the trace makes; --check lists them".to_owned())
+    Failure::Damage("the store's pages differ from those that the trace makes; --check lists them".to_owned())
 }

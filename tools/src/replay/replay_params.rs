@@ -27,7 +27,7 @@ fn parse(identity: &[u8]) -> Option<Rule> {
     (self::identity(rule) == text).then_some(rule)
 }
 
-/// The rule to use in a directory: the store's own, if there is a store, else what is asked for.
+/// The parameters to use in a directory: the store's own, if there is a store, else those asked for.
 pub fn choose(dir: &Path, page_len: Option<usize>, pages_max: Option<usize>) -> Result<Rule, Failure> {
     let own = if dir.exists() { own_rule(&StoreDir::open(dir)?)? } else { None };
     let base = own.unwrap_or(DEFAULT);

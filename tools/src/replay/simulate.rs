@@ -1,11 +1,11 @@
-//! What a replayed trace makes of a store, computed without one.
+//! The state of a store after a replayed trace, computed without a store.
 //!
-//! Request *i*, from 0, is one batch. Each of its hash ids in order: if the page is there, it is a hit:
-//! the page becomes the most recently used, and its first 64 bytes are written; else the page is
-//! created, as the most recently used. After the last id the least recently used pages go until no more
-//! than `pages_max` are left. A page created in request *i* holds the words of SplitMix64 seeded with
-//! `hash_id ^ (i << 32)`; a hit in request *j* overwrites the first eight words with those of the seed
-//! `hash_id ^ (j << 32)`. So a page's bytes follow from two numbers, and none are kept here.
+//! Request *i*, from 0, is one batch. It takes each of its hash ids in order. If the page is there, it is a
+//! hit: the page becomes the most recently used, and its first 64 bytes are written. Else the page is
+//! created, as the most recently used. After the last id the least recently used pages go until no more than
+//! `pages_max` are left. A page created in request *i* holds the words of SplitMix64 seeded with `hash_id ^
+//! (i << 32)`; a hit in request *j* overwrites the first eight words with words of the seed `hash_id ^ (j <<
+//! 32)`. So a page's bytes follow from two numbers, and none are kept here.
 //!
 //! `replay` drives the store with the steps that this file gives; `replay --check` and the demo compare
 //! a store with the pages that it expects.
@@ -41,7 +41,7 @@ impl Rule {
     }
 }
 
-/// What a request does with one page, in the order in which it happens.
+/// The steps of a request on one page, in the order in which they happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// The page is created with all its bytes.
@@ -93,7 +93,7 @@ impl Simulation {
         Self { rule, requests: 0, pages: HashMap::new(), by_use: BTreeMap::new(), uses: 0 }
     }
 
-    /// The rule.
+    /// The simulation's own parameters.
     pub fn rule(&self) -> Rule {
         self.rule
     }
@@ -113,7 +113,7 @@ impl Simulation {
         &self.pages
     }
 
-    /// Takes the next request, and says what it does.
+    /// Takes the next request, and returns its steps.
     pub fn request(&mut self, hash_ids: &[u64]) -> Vec<Step> {
         let request = self.requests;
         self.requests += 1;
@@ -146,8 +146,8 @@ impl Simulation {
         Step::Hit(hash_id)
     }
 
-    /// Goes on from another epoch of a page: going back to a snapshot raises the epochs of what it
-    /// changes above all that were ever given.
+    /// Goes on from another epoch of a page: going back to a snapshot raises the epochs of changed pages
+    /// above all that were ever given.
     pub fn set_epoch(&mut self, hash_id: u64, epoch: u64) {
         if let Some(page) = self.pages.get_mut(&hash_id) {
             page.epoch = epoch;

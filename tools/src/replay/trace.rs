@@ -1,7 +1,7 @@
 //! A cache trace: one JSON object a line, plain or zstd-compressed, read as a stream.
 //!
-//! Of each request only `hash_ids` is used: the blocks of the prompt's cache, in order. A trace is a
-//! stranger's file: lines are bounded in length, and what does not parse is named by file and line.
+//! Only `hash_ids` of each request is used: the blocks of the prompt's cache, in order. A trace is a
+//! stranger's file: lines are bounded in length, and a line that does not parse is named by file and number.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -43,7 +43,7 @@ pub struct Trace {
     left: u64,
 }
 
-/// What one pass over a trace finds.
+/// The counts of one pass over a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Survey {
     /// Number of requests.
@@ -95,7 +95,7 @@ impl Trace {
         }
     }
 
-    /// The next request, or what is wrong with its line.
+    /// The next request, or the defect of its line.
     fn request(&mut self) -> Result<Option<Vec<u64>>, String> {
         let Some(line) = self.line()? else { return Ok(None) };
         let line: TraceLine = serde_json::from_slice(&line).map_err(|error| error.to_string())?;

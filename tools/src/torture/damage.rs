@@ -1,8 +1,8 @@
-//! Damage: something of a store's copy is destroyed, and the store is right nevertheless, or refused.
+//! Damage: a part of a store's copy is destroyed, and the store is right nevertheless, or is refused.
 //!
-//! Two victims: a store that was closed, where a mark covers everything, and one whose process was killed, whose
-//! last requests may be cut. Each damaged copy is read without the engine, and one in [`ENGINE_EVERY`] is opened
-//! with it, so that its pages reach the device.
+//! There are two victims: a store that was closed, so that a mark covers everything, and one whose process
+//! was killed, so that its last requests may be cut. Each damaged copy is read without the engine. One in
+//! [`ENGINE_EVERY`] is also opened with it, so that its pages reach the device.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -24,7 +24,7 @@ use crate::replay::simulate::SplitMix64;
 const ENGINE_EVERY: u64 = 10;
 const SECTOR_LEN: u64 = 512;
 const DRAWS: usize = 64;
-/// So many kills make the life of a victim.
+/// Number of kills in the life of a victim.
 const KILLS: u64 = 3;
 
 /// A way to destroy something.
@@ -51,7 +51,7 @@ impl Kind {
     ];
 }
 
-/// What came of it.
+/// The result of one damage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DamageVerdict {
     /// All is there.
@@ -206,7 +206,7 @@ impl<'c> Victim<'c> {
                 let earlier = self.earlier.join(file);
                 let stale = fs::File::open(earlier).and_then(|file| file.read_exact_at(&mut bytes, sector));
                 if stale.is_err() {
-                    // What did not exist then was zeros.
+                    // A file that did not exist then was zeros.
                     bytes.fill(0);
                 }
             }
@@ -228,7 +228,7 @@ impl<'c> Victim<'c> {
         Ok(format!("{name} at offset {sector}"))
     }
 
-    /// An offset where something was written, as far as a few draws find one: most of a log's segment is zeros.
+    /// A written offset, if a few draws find one: most of a log's segment is zeros.
     fn written(&self, file: &Path, len: u64, random: &mut SplitMix64) -> Result<u64, Failure> {
         let path = self.original.join(file);
         let told = |error: std::io::Error| cannot("read", &path, &error);
@@ -253,7 +253,7 @@ impl<'c> Victim<'c> {
         copied.map(drop).map_err(|error| cannot("copy", file, &error))
     }
 
-    /// What a reader without the engine makes of it.
+    /// The verdict of a reader without the engine.
     fn judge_decoder(&self) -> Result<DamageVerdict, Failure> {
         let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
         let Ok(rebuilt) = rebuild(&StoreDir::open(&self.copy)?, &options) else {
@@ -265,7 +265,7 @@ impl<'c> Victim<'c> {
         Ok(self.judge(found, accepted, is_exact))
     }
 
-    /// What the engine makes of it, which may refuse what the reader takes, never the other way round.
+    /// The verdict of the engine. It may refuse a copy that the reader takes, never the other way round.
     fn judge_engine(
         &self,
         device: remanent::DeviceChoice,
@@ -300,8 +300,8 @@ impl<'c> Victim<'c> {
     }
 }
 
-/// What to say of a store that was opened: of the request with which it ends and that with which it should, of the
-/// batch with which it ends and the last one that a mark covers, and of its pages.
+/// The verdict on an opened store, from the request with which it ends and the one with which it should, from
+/// the batch with which it ends and the last one that a mark covers, and from its pages.
 fn judge(
     (found, last): (Option<u64>, Option<u64>),
     (accepted, marked): (Lsn, Lsn),
@@ -318,7 +318,7 @@ fn judge(
     }
 }
 
-/// The engine says that the store's files are not what they should be, and not that it could not look.
+/// Whether the engine says that the store's files are damaged, and not that it could not look.
 fn is_refusal(error: &Error) -> bool {
     matches!(
         error,
@@ -342,7 +342,7 @@ mod tests {
         assert_eq!(judge(Some(7), 8, true), DamageVerdict::Cut);
         assert_eq!(judge(Some(6), 7, true), DamageVerdict::Lost);
         assert_eq!(judge(None, 0, true), DamageVerdict::Lost);
-        // Of a state that never was, or not yet, nothing is right.
+        // Pages of a state that never was, or is not yet, are all wrong.
         assert_eq!(judge(Some(9), 10, false), DamageVerdict::Wrong);
         assert_eq!(judge(Some(10), 11, true), DamageVerdict::Wrong);
     }

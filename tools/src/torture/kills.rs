@@ -7,9 +7,9 @@ use crate::cli::engine::engine_failure;
 use crate::cli::exit::Failure;
 use crate::replay::kill_run::KillRunStop;
 
-/// So many kills in the life of one store.
+/// Number of kills in the life of one store.
 const KILLS_A_COURSE: u64 = 20;
-/// So many ways are there to write a log.
+/// The three ways to write a log.
 const WAYS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
 
 impl Chamber<'_> {

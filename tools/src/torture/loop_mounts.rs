@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Makes a file with a file system in it. Holes in it take no space: what is used is what is written.
+/// Makes a file with a file system in it. Holes in it take no space, so it uses only the bytes written.
 pub fn make(path: &Path, len: u64, program: &str, options: &[&str]) -> Result<PathBuf, String> {
     let made = File::create(path).and_then(|file| file.set_len(len));
     made.map_err(|error| format!("cannot make {}: {error}", path.display()))?;
@@ -19,13 +19,14 @@ pub fn mount(what: &Path, at: &Path, arguments: &[&str]) -> Result<(), String> {
     run(Command::new("mount").args(arguments).arg(what).arg(at))
 }
 
-/// Unmounts. What is busy still, such as under a process that has just been killed, goes when it is not.
+/// Unmounts a file system. One that is still busy, such as under a process that has just been killed, goes as
+/// soon as it is not.
 pub fn unmount(at: &Path) -> Result<(), String> {
     run(Command::new("umount").arg("--lazy").arg(at))
 }
 
-/// Makes a file of what another one holds at this moment, which may be written to. Both lie on a file system that can
-/// do so.
+/// Makes a file with the content of another one at this moment, while that is written to. Both lie on a file
+/// system that can clone files.
 pub fn clone(source: &Path, target: &Path) -> io::Result<()> {
     let target = OpenOptions::new().write(true).create_new(true).open(target)?;
     Ok(rustix::fs::ioctl_ficlone(&target, File::open(source)?)?)

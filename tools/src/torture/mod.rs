@@ -1,9 +1,9 @@
-//! `remanent torture`: stores on this disk, with pages on this device, are killed, damaged and cut off from power,
-//! and every byte of what is left is checked.
+//! `remanent torture`: stores on this disk, with pages on this device, are killed, damaged and cut off from
+//! power, and every byte that is left is checked.
 //!
-//! `kills.rs`, `damage.rs` and `power.rs` are the three tortures; `mounts.rs` is what the last of them needs, and
-//! `loop_mounts.rs` how that is mounted. What a store must hold is computed by a simulation, never read from the
-//! store.
+//! `kills.rs`, `damage.rs` and `power.rs` are the three tortures. `mounts.rs` has the file systems that the
+//! last one needs, and `loop_mounts.rs` mounts them. A simulation computes what a store must hold; that is
+//! never read from the store.
 
 mod kills;
 mod damage;
@@ -32,13 +32,13 @@ use crate::replay::trace::Trace;
 
 const EXAMPLES: &str = "\
 Kills: a process that replays a cache trace is killed with SIGKILL, again and again, with each way to write \
-the log that the file system allows. After each kill every acknowledged request must be there, at most the one \
-in flight beside it, and every byte must be right.
+the log that the file system allows. After each kill every acknowledged request must be there, at most one more \
+that was in flight, and every byte must be right.
 Damage: a bit, a sector, an end or a whole file of a store's copy is destroyed. The store must be right \
-nevertheless, or be refused with file and offset; where the log had not reached the disk yet, the end may be cut.
-Power cuts: the store lies on an ext4 of its own, on a loop device over a file here; what the device holds at \
+nevertheless, or be refused with file and offset; if the log had not reached the disk yet, the end may be cut.
+Power cuts: the store lies on an ext4 of its own, on a loop device over a file here. The device's content at \
 one moment is mounted and must hold every durable request. Needs root, mkfs.ext4 and mkfs.xfs, and is skipped \
-where they are missing. It cuts off the file system, not the disk: whether a disk lies about a sync shows only \
+if they are missing. It cuts off the file system, not the disk: whether a disk lies about a sync shows only \
 when its plug is pulled.
 
 Everything happens in a folder of its own in DIR, which is removed at the end; if something is found, it stays.
@@ -48,7 +48,7 @@ Examples:
   remanent torture /mnt/nvme --kills 10000 --damages 20000 --power-cuts 500
   remanent torture /mnt/nvme --device cuda:0 --json        with pages in GPU memory, for a machine to read";
 
-/// Kill, damage and cut off stores on your disk, and check every byte of what is left
+/// Kill, damage and cut off stores on your disk, and check every byte that is left
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Torture {
@@ -77,9 +77,9 @@ pub struct Torture {
     json: bool,
 }
 
-/// What all tortures share.
+/// The settings and tools that all tortures share.
 struct Chamber<'t> {
-    /// Theirs, and nobody else's.
+    /// A folder for the tortures alone.
     folder: PathBuf,
     trace: PathBuf,
     /// Distinct pages that the longest request names.
@@ -90,20 +90,20 @@ struct Chamber<'t> {
     random: SplitMix64,
 }
 
-/// A table of a torture's report: what was done, and what came of it.
+/// A table of a torture's report: the attempts, and their results.
 struct TortureTable {
     name: &'static str,
-    /// What a row counts, in its columns' order.
+    /// The counts of a row, in the order of its columns.
     columns: &'static [&'static str],
     rows: Vec<(String, Vec<u64>)>,
-    /// What was not done, and why.
+    /// The attempts that were left out, with the reason.
     skipped: Vec<String>,
-    /// What must not be, each in a sentence. Empty is what everyone hopes for.
+    /// Violations, each in a sentence. It is empty if all went well.
     wrong: Vec<String>,
 }
 
 impl Torture {
-    /// Tortures.
+    /// Runs `remanent torture`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let cannot = |what: &str, error: std::io::Error| {
@@ -203,7 +203,7 @@ impl Chamber<'_> {
         KillRun::new(errand, random, self.interrupt.clone(), ProgressBar::hidden())
     }
 
-    /// What the stores' pages lie in.
+    /// The name of the device that the stores' pages lie in.
     fn device(&self) -> Result<String, Failure> {
         let folder = self.folder.join("asks");
         let store =
@@ -257,7 +257,7 @@ impl TortureTable {
     }
 }
 
-/// What could not be done to a file or folder.
+/// The failure of an operation on a file or folder.
 fn cannot(what: &str, path: &Path, error: &std::io::Error) -> Failure {
     Failure::Environment(format!("cannot {what} {}: {error}", path.display()))
 }
@@ -280,7 +280,7 @@ fn remove_file(file: &Path) -> Result<(), Failure> {
     std::fs::remove_file(file).map_err(|error| cannot("remove", file, &error))
 }
 
-/// Copies a folder and all in it, in place of what is there.
+/// Copies a folder and all in it, in place of any earlier copy.
 fn copy(from: &Path, to: &Path) -> Result<(), Failure> {
     remove(to)?;
     make(to)?;

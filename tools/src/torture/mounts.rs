@@ -1,7 +1,7 @@
-//! A file system of our own on a loop device, and what its device holds at a moment.
+//! A file system of our own on a loop device, and the content of its device at one moment.
 //!
-//! The device's file lies on an XFS, which can clone files: a clone is one moment of the device, taken while it is
-//! written to. Both are mounted for as long as this lives, also when Ctrl-C ends the command.
+//! The device's file lies on an XFS, which can clone files. A clone is one moment of the device, taken while
+//! it is written to. Both stay mounted for as long as this value lives, also when Ctrl-C ends the command.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use crate::cli::exit::Failure;
 const OUTER_LEN: u64 = 64 << 30;
 const INNER_LEN: u64 = 4 << 30;
 
-/// Something mounted.
+/// One mounted file system.
 struct Mount(PathBuf);
 
 /// An ext4 whose moments can be kept. Fields in the order in which they must go.
@@ -37,12 +37,12 @@ impl Medium {
         Ok(Self { inner, clones: 0, outer })
     }
 
-    /// Where it is mounted.
+    /// The folder where it is mounted.
     pub fn path(&self) -> &Path {
         &self.inner.0
     }
 
-    /// What the device holds at this moment.
+    /// Takes the content of the device at this moment.
     pub fn cut(&mut self) -> Result<PowerCut, Failure> {
         self.clones += 1;
         let image = self.outer.0.join(format!("clone-{}", self.clones));
@@ -73,7 +73,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // Nobody is there to be told of a failure; whoever removes the folder meets it.
+        // A drop cannot report a failure; the caller that removes the folder meets it.
         let _ = unmount(&self.0);
     }
 }

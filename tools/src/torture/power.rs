@@ -1,10 +1,10 @@
-//! Power cuts: what a device holds at one moment of a store's life, file system and all.
+//! Power cuts: the content of a device at one moment of a store's life, file system included.
 
 use super::mounts::Medium;
 use super::{Chamber, TortureTable};
 use crate::replay::kill_run::{KillRun, KillRunStop};
 
-/// So many cuts in the life of one store.
+/// Number of power cuts in the life of one store.
 const CUTS_A_COURSE: u64 = 12;
 
 impl Chamber<'_> {
@@ -48,8 +48,8 @@ impl Chamber<'_> {
     }
 }
 
-/// Cuts the power of a running replay, and kills it then. Returns how many requests the cut took that had reached
-/// the page cache, or nothing if the replay was at its end before.
+/// Cuts the power of a running replay, and kills it then. Returns the number of requests that had reached the
+/// page cache and that the cut took, or `None` if the replay had ended before.
 fn cut_power(
     course: &mut KillRun,
     medium: &mut Medium,

@@ -1,11 +1,11 @@
-//! What makes one version of a page out of another, said in few bytes: single elements, and ranges where
-//! changed elements lie close together.
+//! The changes that make one version of a page out of another, in few bytes: single elements, and ranges that
+//! hold several changed elements close together.
 
 use remanent::{PageRef, Width, WriteBatch};
 
-/// Bytes that a range costs beside its own: an operation's header, and padding.
+/// Bytes that a range costs beyond its own: an operation's header, and padding.
 const RANGE_COST: u64 = 40;
-/// Bytes that the index of an element costs where the one before is near, which is what a range competes with.
+/// Bytes that the index of an element costs if the one before is near. A range competes with that.
 const INDEX_COST: u64 = 1;
 /// Unchanged bytes that a range may bridge: no more than a range of its own would cost.
 const BRIDGED_MAX: u64 = RANGE_COST;
@@ -17,7 +17,7 @@ pub struct Changes {
     width: Width,
     /// Changed elements so far.
     count: u64,
-    /// What they cost in the log so far, about.
+    /// The approximate cost of the changes in the log so far.
     cost: u64,
     indices: Vec<u32>,
     values: Vec<u8>,
@@ -57,8 +57,8 @@ impl Changes {
         Self { width, count: 0, cost: 0, indices, values, ranges, open: None }
     }
 
-    /// Compares a piece of both versions; `offset` is where it begins in the page, the end of the piece before.
-    /// A last element that is not whole counts as one.
+    /// Compares a piece of both versions; `offset` is its place in the page, the end of the piece before. A
+    /// last element that is not whole counts as one.
     pub fn compare(&mut self, offset: u64, before: &[u8], after: &[u8]) {
         let width = self.width.bytes();
         if before == after {
@@ -71,7 +71,7 @@ impl Changes {
             }
             self.count += 1;
             let bridged = self.open.as_ref().map(|open| at - open.end());
-            // What lies between is still at hand only if it lies in this piece.
+            // The bytes between are still at hand only if they lie in this piece.
             if bridged.is_some_and(|bridged| bridged > BRIDGED_MAX || bridged > at - offset) {
                 self.settle();
             }
@@ -123,7 +123,7 @@ impl Changes {
         self.count
     }
 
-    /// What the changes cost in the log, about, in bytes.
+    /// The approximate cost of the changes in the log, in bytes.
     pub fn cost(&mut self) -> u64 {
         self.settle();
         self.cost
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
     use remanent::{Options, Place, Store};
 
-    /// Compares in pieces, and shows what a store makes of the changes and how many of which kind they are.
+    /// Compares in pieces, and returns what a store makes of the changes, with their number by kind.
     fn check(width: Width, piece: usize, before: &[u8], after: &[u8]) -> (u64, usize, usize) {
         let mut changes = Changes::new(width);
         for (index, (old, new)) in before.chunks(piece).zip(after.chunks(piece)).enumerate() {

@@ -1,4 +1,4 @@
-//! The elements of a tensor: how wide they are, what they say.
+//! The elements of a tensor: their width, and their values as text.
 
 use remanent_format::Width;
 use safetensors::Dtype;

@@ -35,19 +35,19 @@ impl FromStr for ElementName {
 /// An element of a page that exists.
 #[derive(Clone, Debug)]
 pub struct Element {
-    /// Its page.
+    /// The element's page.
     pub info: PageInfo,
     /// Its dtype; none where the page says none, and elements are bytes.
     pub dtype: Option<Dtype>,
-    /// Where it lies, in bytes from the page's start.
+    /// Its offset, in bytes from the page's start.
     pub offset: u64,
     /// Its width in bytes.
     pub width: usize,
 }
 
 impl ElementName {
-    /// Whether a page is the one that is meant: by its tensor's name, by its key, also behind `key:` and as it is shown,
-    /// or by `page:` and its number.
+    /// Whether the name means this page: by its tensor's name, by its key, also after `key:` and as it is
+    /// shown, or by `page:` and its number.
     pub fn means(&self, info: &PageInfo) -> bool {
         let is_key = |text: &str| info.key.as_ref().is_some_and(|key| fit(key, text) != Fit::No);
         name_of(info) == Some(&self.page)
@@ -86,7 +86,7 @@ impl ElementName {
 }
 
 impl Element {
-    /// Where it ends, in bytes from the page's start.
+    /// Its end, in bytes from the page's start.
     pub fn end(&self) -> u64 {
         self.offset + self.width as u64
     }

@@ -19,7 +19,7 @@ use crate::read::store_dir::StoreDir;
 use crate::weights::{Header, is_header, name_of};
 
 const EXAMPLES: &str = "\
-The file is that which was imported, byte for byte, or what programs made of its tensors since. It is written \
+The file is the imported one, byte for byte, with the changes that programs have made to its tensors since. It is written \
 beside its final place, synced and renamed: there is all of it or nothing.
 
 Examples:
@@ -33,7 +33,7 @@ Examples:
 pub struct Export {
     /// The store's directory; it is only read
     dir: PathBuf,
-    /// Where the weights go; replaced if it is there
+    /// The file to write the weights to; replaced if it is there
     file: PathBuf,
     /// The version: lsn:N, snapshot:N or name:S [default: the newest]
     #[arg(long)]
@@ -46,7 +46,7 @@ pub struct Export {
 }
 
 impl Export {
-    /// Exports.
+    /// Runs `remanent export`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
@@ -77,7 +77,7 @@ pub struct ExportVersion {
 }
 
 impl ExportVersion {
-    /// Takes the version after a batch from what is kept.
+    /// Takes the version after a batch from the kept states.
     pub fn take(past: &KeptStates<'_>, until: Option<Lsn>, page_bytes_max: u64) -> Result<Self, Failure> {
         let state = past.state(until, page_bytes_max, |info| is_header(info) || name_of(info).is_some())?;
         let none =
@@ -118,7 +118,8 @@ impl ExportVersion {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
             _ => Path::new("."),
         };
-        // Dropped before it is renamed, the file is removed. The umask takes away what others may not.
+        // If it is dropped before it is renamed, the file is removed. The umask takes away permissions of
+        // others.
         let beside = tempfile::Builder::new()
             .prefix(".remanent-export-")
             .permissions(Permissions::from_mode(0o666))

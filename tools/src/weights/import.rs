@@ -1,8 +1,9 @@
 //! `remanent import`: a file of weights becomes the newest version in a store, in one batch.
 //!
-//! The store is the only writer's while this runs, so what was compared is what is replaced. All of a version
-//! is one batch: whoever reads the store sees the version before or this one, and a kill at any instruction
-//! leaves one of the two. Importing again then finds what is missing, be it everything or nothing.
+//! The command is the store's only writer while it runs, so the bytes that it compared are the bytes that it
+//! replaces. All of a version is one batch: a reader of the store sees the version before or this one, and a
+//! kill at any instruction leaves one of the two. Importing again then finds what is missing, be it
+//! everything or nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -25,7 +26,7 @@ use crate::weights::dtype;
 use crate::weights::{HEADER_KEY, Header, Tensor, WeightsFile, is_header, key_of, name_of};
 
 const EXAMPLES: &str = "\
-Each tensor is a page: its name is the page's key, or lies in the page's metadata where it is longer than 64 \
+Each tensor is a page: its name is the page's key, or lies in the page's metadata if it is longer than 64 \
 bytes; dtype and shape lie there too. One more page keeps the file's header, so that `remanent export` gives \
 the file back byte for byte. Imported again, only the elements that changed are logged; tensors that came, \
 went or have another length are created, deleted and resized. All of it is one batch: a version is there \
@@ -51,16 +52,16 @@ pub struct Import {
     json: bool,
 }
 
-/// What a version brings along.
+/// The entries that a version brings along.
 #[derive(clap::Args)]
 struct ImportExtras {
     /// A remark that stays with the version in the log
     #[arg(long, value_name = "TEXT")]
     note: Option<String>,
-    /// An entry of the store's root, set in the same batch; a number or a bool where it reads as one, else text
+    /// An entry of the store's root, set in the same batch; a number or a bool if it reads as one, else text
     #[arg(long, value_name = "NAME=VALUE", value_parser = parse_root)]
     root: Vec<(String, Value)>,
-    /// Where new tensors live: host, pinned, or device:N; others stay where they are
+    /// The place of new tensors: host, pinned, or device:N; others stay where they are
     #[arg(long, value_name = "PLACE", default_value_t = Place::Host)]
     place: Place,
 }
@@ -81,7 +82,7 @@ const PIECE_LEN: usize = 1 << 20;
 /// A page is written whole where its changes cost more than this share of it, in eighths.
 const WHOLE_FROM_EIGHTHS: u64 = 7;
 
-/// What an import did.
+/// The result of an import.
 struct ImportReport {
     /// Whether the store did not hold the version yet.
     is_new: bool,
@@ -98,10 +99,10 @@ struct ImportTotals {
 }
 
 impl Import {
-    /// Imports.
+    /// Runs `remanent import`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
-        // A file that cannot be imported leaves no store behind.
+        // A file that cannot be imported leaves no store.
         let file = WeightsFile::open(&self.file)?;
         let was_there = self.dir.exists();
         let store = engine::open(&self.dir, Create::IfEmpty)?;
@@ -154,8 +155,8 @@ impl Import {
     }
 }
 
-/// Removes a store that was made just now and holds nothing: only files of a store go, and the folders that are empty then.
-/// What cannot be removed stays; why the import failed is what the caller asks.
+/// Removes a store that was made just now and is empty: only a store's own files, and the folders that are
+/// empty then. Files that cannot be removed stay, because the caller reports why the import failed.
 fn remove_empty_store(dir: &Path, was_there: bool) {
     for folder in Folder::INNER.into_iter().chain([Folder::Root]) {
         let path = dir.join(folder.name());
@@ -171,13 +172,13 @@ fn remove_empty_store(dir: &Path, was_there: bool) {
     }
 }
 
-/// Brings a file of weights into an open store, as the command does. Returns whether that made a new version: not if
-/// the store held this one, and not if Ctrl-C was pressed meanwhile.
+/// Brings a file of weights into an open store, as the command does. Returns whether that made a new version:
+/// it did not if the store had this one already, or Ctrl-C was pressed meanwhile.
 ///
 /// # Errors
 ///
-/// [`Failure::Environment`] for a file that is none of weights or cannot be read, and for a store that refuses;
-/// [`Failure::Damage`] for a store in which an earlier file is not whole.
+/// [`Failure::Environment`] for a file that is none of weights or cannot be read, and for a store that
+/// refuses; [`Failure::Damage`] for a store in which an earlier file is not whole.
 pub fn import(store: &Store, file: &Path) -> Result<bool, Failure> {
     let interrupt = Interrupt::listen()?;
     let along = ImportExtras { note: None, root: Vec::new(), place: Place::Host };
@@ -217,7 +218,7 @@ fn bring(
 struct ImportVersion<'a> {
     store: &'a Store,
     file: &'a WeightsFile,
-    /// Of new tensors.
+    /// The place of new tensors.
     place: Place,
     batch: WriteBatch,
     is_new: bool,
@@ -227,13 +228,13 @@ struct ImportVersion<'a> {
     after: Vec<u8>,
 }
 
-/// What a page of the new version is made from.
+/// The source of a page of the new version.
 #[derive(Clone, Copy)]
 struct PageSource {
     page: PageRef,
     /// The page's number, unless it is a new one.
     old: Option<PageId>,
-    /// Its length; what the new version has beyond it is zeros so far.
+    /// Its length; bytes of the new version beyond it are zeros so far.
     len: u64,
 }
 
@@ -254,7 +255,7 @@ impl<'a> ImportVersion<'a> {
         let mut old = version.tensors_before(&pages, header)?;
         let mut keys: BTreeSet<Key> = pages.iter().filter_map(|info| info.key.clone()).collect();
 
-        // First what goes, so that its keys are free.
+        // Deleted tensors come first, so that their keys are free.
         let stays: BTreeSet<&str> = file.header.tensors.iter().map(|tensor| &tensor.name[..]).collect();
         for info in old.iter().filter(|(name, _)| !stays.contains(*name)).map(|(_, info)| info) {
             version.batch.delete(info.page);
@@ -283,8 +284,8 @@ impl<'a> ImportVersion<'a> {
         Ok(Some(version))
     }
 
-    /// The pages of the version that the store holds, by their tensors' names. Other pages are not ours to
-    /// touch, whatever they are called.
+    /// The pages of the version that the store holds, by their tensors' names. Other pages are not
+    /// touched, whatever their keys.
     fn tensors_before<'p>(
         &self,
         pages: &'p [PageInfo],
@@ -330,7 +331,7 @@ impl<'a> ImportVersion<'a> {
         Ok(())
     }
 
-    /// Puts what changed of a tensor's bytes into the batch; gives the number of changed elements.
+    /// Puts the changes of a tensor's bytes into the batch; returns the number of changed elements.
     fn content(&mut self, before: PageSource, tensor: &Tensor) -> Result<u64, Failure> {
         let mut changes = Changes::new(dtype::width(tensor.dtype));
         let mut at = 0;

@@ -1,9 +1,9 @@
-//! What a file of weights and a store have in common: tensors, their names and keys, the file's header.
+//! Common to files of weights and a store: tensors, their names and keys, the file's header.
 //!
 //! A safetensors file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes back to
-//! back. In a store each tensor is a page, with `dtype` and `shape` in its metadata; one more page holds the
-//! header with its 8 bytes, exactly as they were. So the file comes back byte for byte, whatever order, spaces
-//! or metadata its header has, and a version's header is kept like a version of any page.
+//! back. In a store each tensor is a page, with `dtype` and `shape` in its metadata. One more page holds the
+//! header with its 8 bytes, exactly as they were. So the file comes back byte for byte, whatever order,
+//! spaces or metadata its header has, and a version's header is kept like a version of any page.
 
 pub(crate) mod changes;
 pub(crate) mod dtype;
@@ -24,14 +24,14 @@ use crate::cli::exit::Failure;
 /// The key of the page that holds the header of the file. No tensor gets it, whatever its name.
 pub const HEADER_KEY: &str = "safetensors header";
 
-/// The longest header, in bytes: that of the safetensors library.
+/// The longest header, in bytes: the limit of the safetensors library.
 const HEADER_LEN_MAX: u64 = 100_000_000;
 /// The length of a header's length.
 const LEN_LEN: u64 = 8;
 
 /// The page's metadata that says how its elements are to be read.
 const DTYPE: &str = "dtype";
-/// Its shape.
+/// The metadata entry of a tensor's shape.
 const SHAPE: &str = "shape";
 /// The tensor's full name, which is the page's key too where it can be one.
 const NAME: &str = "name";
@@ -43,11 +43,11 @@ pub struct Tensor {
     pub name: String,
     /// The kind of its elements.
     pub dtype: Dtype,
-    /// Its shape.
+    /// The tensor's shape.
     pub shape: Vec<u64>,
-    /// Where its bytes lie, from the file's start.
+    /// The offset of its bytes, from the file's start.
     pub offset: u64,
-    /// Their number.
+    /// The number of its bytes.
     pub len: u64,
 }
 
@@ -73,8 +73,8 @@ pub struct Header {
 }
 
 impl Header {
-    /// Reads a header. Everything in it was held against everything else when this returns: the tensors cover
-    /// what follows the header without gaps or overlaps, and each is as long as shape and dtype say.
+    /// Reads a header. When this returns, its parts are known to agree: the tensors cover the bytes after the
+    /// header without gaps or overlaps, and each is as long as shape and dtype say.
     pub fn parse(bytes: Vec<u8>) -> Result<Self, String> {
         let json = bytes.get(LEN_LEN as usize..).ok_or("its header is cut short")?;
         let metadata: safetensors::tensor::Metadata =
@@ -103,7 +103,7 @@ impl Header {
 
 /// A file of weights, open for reading.
 pub struct WeightsFile {
-    /// What is in it.
+    /// The header, read and checked.
     pub header: Header,
     file: File,
     path: PathBuf,

@@ -1,4 +1,4 @@
-//! `remanent bench`: what it says, and that it leaves nothing behind.
+//! `remanent bench`: its output, and that it leaves no file.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
@@ -25,7 +25,7 @@ const SMALL: &[(&str, &[&str])] = &[
     ("ceilings", &["--bytes", "1MiB"]),
 ];
 
-/// Those whose figures have nothing to stand under.
+/// Benchmarks whose figures have no ceiling.
 const WITHOUT_CEILING: [&str; 4] = ["ceilings", "follow", "growth", "steady"];
 
 fn small<'a>(what: &'a str, dir: &'a str, own: &[&'a str]) -> Vec<&'a str> {
@@ -33,7 +33,7 @@ fn small<'a>(what: &'a str, dir: &'a str, own: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn every_figure_is_there_once_a_round_beside_its_ceiling_and_nothing_is_left() {
+fn every_figure_is_there_once_a_round_with_its_ceiling_and_nothing_is_left() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().to_str().unwrap();
     for (what, own) in SMALL {

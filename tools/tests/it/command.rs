@@ -1,4 +1,4 @@
-//! Runs the command and holds what came back.
+//! Runs the command and keeps its output and exit code.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -10,13 +10,13 @@ use tempfile::TempDir;
 /// The trace that comes with the tool.
 pub const TRACE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/mooncake_conversation_trace.jsonl.zst");
 
-/// What a run of the command left behind.
+/// The result of a run of the command.
 pub struct Run {
     /// The exit code.
     pub code: i32,
-    /// Standard output.
+    /// Text on standard output.
     pub out: String,
-    /// Standard error.
+    /// Text on standard error.
     pub err: String,
 }
 
@@ -122,7 +122,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Reads acknowledgements until that of `request`.
+    /// Reads acknowledgements up to the one of `request`.
     pub fn until(&mut self, request: u64) {
         while self.last_ack < Some(request) {
             assert!(self.read(), "the replay ended before request {request}");

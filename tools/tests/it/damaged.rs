@@ -1,7 +1,7 @@
-//! What the inspecting commands say of a damaged store, wherever the damage is.
+//! The inspecting commands on a damaged store, wherever the damage is.
 //!
-//! They come to an end with 0 or 1, whatever they find: no panic, no signal, and not the caller's fault. `verify`
-//! says 0 only where nothing that is shown has changed; the damaged store stays as it is.
+//! They end with 0 or 1, whatever they find: no panic, no signal, and not the caller's fault. `verify` says 0
+//! only if nothing that is shown has changed; the damaged store stays as it is.
 
 use std::fs;
 use std::num::NonZero;
@@ -12,9 +12,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::command::{Scratch, command};
 use crate::inspect::{copy, files, small_store};
 
-/// Damages, spread evenly over what is written.
+/// Number of damages, spread evenly over the written bytes.
 const DAMAGES: usize = 2000;
-/// One damage in so many takes a whole file away; the others flip a bit, zero a sector or cut a file, in turn.
+/// One damage in this number takes a whole file away; the others flip a bit, zero a sector or cut a file, in
+/// turn.
 const MISSING_OF: usize = 50;
 const SECTOR_LEN: usize = 512;
 
@@ -92,7 +93,7 @@ fn commands_come_to_an_end_whatever_is_damaged() {
             let code = output.status.code();
             assert!(matches!(code, Some(0 | 1)), "{command}: {}, {how}: {code:?}: {said}", name.display());
         }
-        // A log is shown with what nobody needs any more, and what is said of the store counts its files.
+        // A log is shown with files that no state needs any more, and the report on the store counts them.
         if verified.status.code() == Some(0) && !matches!(args[0], "log" | "info") {
             assert!(shown.stdout == sound.stdout, "{}: {}, {how}, and all is well", args[0], name.display());
         }

@@ -1,5 +1,5 @@
-//! `remanent follow`, in a process of its own each time: positions that another process goes on from, a writer
-//! that lives in yet another one, and the ways in which it ends.
+//! `remanent follow`, in a process of its own each time: positions that another process goes on from, a
+//! writer in yet another process, and the ways in which it ends.
 
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;

@@ -1,4 +1,4 @@
-//! The fuzzer's targets that are about the command, without the fuzzer: on every input that the repository keeps, and on
+//! The fuzzer's targets for the command, without the fuzzer: on every input that the repository keeps, and on
 //! stores and files that must make them fail if the command were wrong.
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Looking for what went wrong: which batch changed an element, and which version is the first bad one.
+//! Searching history: which batch changed an element, and which version is the first bad one.
 
 use std::fs;
 use std::path::Path;
@@ -40,7 +40,7 @@ fn imported(count: usize) -> Weights {
     weights
 }
 
-/// What `blame --json` lists: Lsn, cause, values, step and note.
+/// The rows of `blame --json`: Lsn, cause, values, step and note.
 fn blame(weights: &Weights, element: &str, more: &[&str]) -> Vec<String> {
     let store = weights.scratch.store();
     let lines = run(&[&["blame", &store, element, "--json"], more].concat()).expect(0).json();
@@ -90,7 +90,7 @@ fn blame_goes_back_to_the_oldest_snapshot_where_the_log_is_gone() {
     assert!(text.contains("the log before is not kept"), "{text}");
 }
 
-/// No operation reads a page's bytes: what lies past the element is never needed, and takes no memory.
+/// No operation reads a page's bytes: bytes past the element are never needed, and take no memory.
 #[test]
 fn blame_needs_memory_up_to_the_element_only_however_long_its_page_was() {
     const LONG: usize = 1 << 20;
@@ -117,7 +117,7 @@ fn blame_needs_memory_up_to_the_element_only_however_long_its_page_was() {
             store.snapshot().unwrap();
             expected[0].1 = "snapshot";
         }
-        // A write of which the element is in the middle, and one past its end.
+        // A write with the element in its middle, and one past its end.
         let mut batch = store.batch();
         batch.write(page, 4, &[20; 3]).write(page, LONG as u64 - 1, &[21]);
         store.commit(batch).unwrap();

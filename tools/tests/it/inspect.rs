@@ -29,7 +29,7 @@ pub fn files(dir: &str) -> BTreeMap<PathBuf, (Vec<u8>, SystemTime)> {
     found
 }
 
-/// Copies a store as it lies on disk: what a kill would leave.
+/// Copies a store as it lies on disk, as a kill would leave it.
 pub fn copy(from: &str, to: &str) {
     for (path, (bytes, _)) in files(from) {
         let target = Path::new(to).join(path.strip_prefix(from).unwrap());
@@ -51,8 +51,8 @@ pub fn newest(store: &str, folder: &str, extension: &str) -> PathBuf {
     files.filter(|path| path.extension().is_some_and(|found| found == extension)).max().unwrap()
 }
 
-/// A store of three batches and a snapshot after the second; segments are short, and images are stored as they
-/// are, so that tests know where a page's bytes lie.
+/// A store of three batches and a snapshot after the second. Segments are short, and images are stored
+/// uncompressed, so that tests know where a page's bytes lie.
 pub fn small_store(scratch: &Scratch) -> Store {
     let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
     let store = Store::open(scratch.store(), options).unwrap();
@@ -146,7 +146,7 @@ fn info_says_where_the_store_stands_and_why_each_file_is_kept() {
     for file in listed {
         assert!(text.contains(file["file"].as_str().unwrap()), "{file} is not in:\n{text}");
     }
-    // What may go is not missed.
+    // A file that may go is not missed.
     fs::remove_file(Path::new(&store).join(may_go[0])).unwrap();
     fs::remove_file(Path::new(&store).join("notes.txt")).unwrap();
     let reopened = Store::open(&store, Options::default()).unwrap();

@@ -1,4 +1,4 @@
-//! Replay: what an outsider relies on when he kills it and checks what is left.
+//! Replay: a user kills it at any moment, and relies on the check of its store.
 
 use std::fs;
 
@@ -39,7 +39,7 @@ fn acknowledgements_are_appended_one_line_a_request() {
 fn after_a_kill_all_that_was_acknowledged_is_there_and_at_most_one_request_more() {
     let scratch = Scratch::new();
     for request in [0, 7, 31, 32, 60, 99] {
-        // The replay runs ahead of what we read, so the trace's end must be far.
+        // The replay runs ahead of the output that was read, so the trace's end must be far.
         let mut replay = scratch.start_replay(12_000, &["--snapshot-every", "20"]);
         replay.until(scratch.last_request().map_or(request, |last| last + 1 + request));
         let status = replay.signal(Signal::KILL);
@@ -116,7 +116,7 @@ fn a_bad_trace_is_named_by_line_before_anything_is_written() {
     let bad = run(&["replay", &store, &trace]).expect(2);
     assert!(bad.err.contains(&format!("{trace}:2: ")), "{}", bad.err);
     assert!(fs::metadata(&store).is_err(), "a refused replay made a store");
-    // What lies behind the limit is not looked at.
+    // Requests after the limit are not looked at.
     run(&["replay", &store, &trace, "--limit", "1"]).expect(0);
 }
 

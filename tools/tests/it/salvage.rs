@@ -1,4 +1,5 @@
-//! `remanent salvage`: what is carried over, what is said of the rest, and that the damaged store stays as it is.
+//! `remanent salvage`: the pages carried over, the report on the rest, and that the damaged store stays as it
+//! is.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -187,7 +188,7 @@ fn one_lost_file_or_sector_ends_with_a_report_and_leaves_the_store_alone() {
             let ended = run(&["salvage", &hurt, "--to", &new]);
             assert!([0, 1].contains(&ended.code), "{path:?}: {}", ended.err);
             assert!(files(&hurt) == before, "{path:?}");
-            // Whatever is there is as it was, and what is called whole is.
+            // Every page that is there is as it was, and every page that is called whole is.
             let carried = run(&["pages", &new, "--json"]).expect(0).out;
             let of_one = |state: &String| carried.lines().all(|line| state.contains(line));
             assert!(states.iter().any(of_one), "{path:?}: {carried}");

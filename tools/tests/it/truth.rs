@@ -1,4 +1,5 @@
-//! What the command says is true: it agrees with what an open of the same store does, and it takes what it shows.
+//! The command tells the truth: it agrees with an open of the same store, and it takes the names that it
+//! shows.
 
 use std::fs;
 use std::path::Path;
@@ -37,7 +38,7 @@ fn commit(store: &Store, step: u64) {
 }
 
 #[test]
-fn a_named_snapshot_stands_for_its_own_batch_and_for_no_log_behind_it() {
+fn a_named_snapshot_stands_for_its_own_batch_and_for_no_log_after_it() {
     let scratch = Scratch::new();
     let store = open(&scratch.store());
     commit(&store, 1);
@@ -128,7 +129,7 @@ fn giving_up_a_name_takes_its_snapshot_and_nothing_else() {
     let expected: Vec<u64> = all.iter().copied().filter(|id| *id != given_up).collect();
     assert_eq!(ids(&path), expected);
     run(&["verify", &path]).expect(0);
-    // With rules beside it, those are applied too.
+    // Rules given together with it are applied too.
     let path = sound.store();
     let both = run(&["prune", &path, "--name", name, "--snapshots", "1", "--yes", "--json"]).expect(0);
     assert!(both.json()[0]["snapshots"].as_array().unwrap().len() > 1, "{}", both.out);
@@ -186,7 +187,7 @@ fn damage_is_told_once() {
     store.snapshot().unwrap();
     store.close().unwrap();
     let path = scratch.store();
-    // The newest manifest, and what only the older one leads past.
+    // Damages the newest manifest, and an image that the older snapshot needs.
     let manifest = newest(&path, "snapshots", "manifest");
     let mut bytes = fs::read(&manifest).unwrap();
     let half = bytes.len() / 2;
@@ -277,14 +278,14 @@ fn what_is_asked_of_a_store_is_not_written_into_it() {
         run(args).expect(0);
     }
     assert!(files(&path) == before);
-    // Nor is it kept from who writes to it.
+    // Nor is it kept from a writer.
     let store = Store::open(&path, Options::default()).unwrap();
     run(&["prune", &path, "--snapshots", "1"]).expect(0);
     run(&["prune", &path, "--snapshots", "1", "--yes"]).expect(3);
     store.close().unwrap();
 }
 
-/// What `info` marks is what an open and a prune take away, and nothing else is marked.
+/// `info` marks the files that an open and a prune remove, and no others.
 #[test]
 fn what_may_go_goes() {
     let scratch = Scratch::new();
@@ -310,7 +311,7 @@ fn what_may_go_goes() {
         listed.map(|file| file["file"].as_str().unwrap().to_owned()).collect()
     };
     let there = |name: &String| Path::new(&path).join(name).exists();
-    // What a crash leaves: a file under construction, images that no snapshot names.
+    // Files that a crash leaves: one under construction, images that no snapshot names.
     let images = fs::read_dir(Path::new(&path).join("pages")).unwrap().map(|entry| entry.unwrap().path());
     let image = fs::read(images.min().unwrap()).unwrap();
     fs::write(Path::new(&path).join("pages/00000000000000f0.tmp"), b"cut short").unwrap();

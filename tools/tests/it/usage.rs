@@ -1,4 +1,5 @@
-//! What every command has in common: help, exit codes, how much is said; and what the machine is asked.
+//! Common to every command: help, exit codes, the level of messages; and the doctor's questions to the
+//! machine.
 
 use crate::command::run;
 

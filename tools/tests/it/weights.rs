@@ -1,5 +1,5 @@
-//! Import and export: files of weights come back byte for byte, versions cost what changed, and a version is
-//! there whole or not at all.
+//! Import and export: files of weights come back byte for byte, a version costs its changes, and it is there
+//! whole or not at all.
 
 use std::fs;
 use std::path::Path;
@@ -12,20 +12,20 @@ use crate::command::{Scratch, command, run};
 /// A tensor of a generated file.
 #[derive(Clone)]
 pub struct Tensor {
-    /// Its name.
+    /// The tensor's name.
     pub name: String,
     /// Its dtype and shape, as the header spells them.
     pub kind: (&'static str, &'static str),
-    /// Its bytes.
+    /// The tensor's bytes.
     pub bytes: Vec<u8>,
 }
 
-/// A tensor.
+/// Makes one tensor.
 pub fn tensor(name: &str, dtype: &'static str, shape: &'static str, bytes: impl Into<Vec<u8>>) -> Tensor {
     Tensor { name: name.to_owned(), kind: (dtype, shape), bytes: bytes.into() }
 }
 
-/// A file of tensors. The header names them last to first, with odd spaces in it and behind it.
+/// A file of tensors. The header names them last to first, with odd spaces in it and after it.
 pub fn file(tensors: &[Tensor]) -> Vec<u8> {
     let mut entries = Vec::new();
     let mut data = Vec::new();
@@ -54,7 +54,7 @@ pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     words.flat_map(u64::to_le_bytes).take(len).collect()
 }
 
-/// One tensor of every dtype, and what else a header may hold.
+/// One tensor of every dtype, and all other parts of a header.
 fn all_kinds() -> Vec<Tensor> {
     let long = "model.layers.".repeat(9);
     let dtypes = [
@@ -101,7 +101,7 @@ fn all_kinds() -> Vec<Tensor> {
 
 /// A directory with a store, and files to bring into it.
 pub struct Weights {
-    /// The directory.
+    /// The temporary directory.
     pub scratch: Scratch,
 }
 
@@ -118,7 +118,7 @@ impl Weights {
         path
     }
 
-    /// Imports a file; gives what the command says.
+    /// Imports a file; returns the command's output.
     #[track_caller]
     pub fn import(&self, bytes: &[u8], more: &[&str]) -> serde_json::Value {
         let path = self.write(bytes);
@@ -312,7 +312,7 @@ fn a_killed_import_leaves_one_version_whole_and_the_next_one_goes_on() {
         (0..6).map(|seed| tensor(&format!("t{seed}"), "F32", "[1000000]", noise(seed, 4_000_000))).collect();
     let mut before: Option<Vec<u8>> = None;
     let mut found_before = 0;
-    // An import makes files in the log as it goes: the kill comes after so many more.
+    // An import makes files in the log as it goes: the kill comes after this number of new ones.
     for (round, more_files) in [0, 1, 2, 3, 4, 1, 2, 3].into_iter().enumerate() {
         // Everything, then one element in ten.
         let step = if round == 0 { 1 } else { 40 };

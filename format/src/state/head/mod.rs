@@ -1,4 +1,4 @@
-//! A page on its way to a state, of which only those bytes are kept that the state shows.
+//! The first bytes of a page during replay: only those that the final state shows are kept.
 
 use crate::defect::{Damage, Defect, reserve};
 use crate::image::read::{read_image_head, zeros};
@@ -7,10 +7,10 @@ use crate::op::Op;
 use crate::state::apply::{apply_clipped, assert_fits};
 use crate::state::bases::Base;
 
-/// The first bytes of a page while operations make a state of it: never more than it has there in the end.
+/// The first bytes of a page while operations make a state of it: never more than the page has in the end.
 ///
-/// No operation reads a page's bytes. So what lies past the final length never shows, however long the page is
-/// on its way: memory is asked for once, and for no more than the final page table says (I10).
+/// No operation reads a page's bytes. So bytes past the final length never show, however long the page is for
+/// a while. Memory is asked for once, and for no more than the final page table says (I10).
 ///
 /// ```
 /// use remanent_format::PageId;
@@ -33,8 +33,8 @@ pub struct PageHead {
 }
 
 impl PageHead {
-    /// A page of `page_len` bytes that has `final_len` in the end. `bytes` are its first ones, all that it has or
-    /// at least `final_len`. Applying what follows asks for no more memory.
+    /// A page of `page_len` bytes that has `final_len` in the end. `bytes` are its first ones: all that it
+    /// has, or at least `final_len`. Applying operations later asks for no more memory.
     ///
     /// # Errors
     /// [`Defect::Memory`].
@@ -78,7 +78,7 @@ impl PageHead {
         &self.bytes
     }
 
-    /// The bytes.
+    /// Returns the finished bytes.
     #[must_use]
     pub fn into_bytes(self) -> Vec<u8> {
         self.bytes
@@ -88,8 +88,8 @@ impl PageHead {
 #[cfg(test)]
 mod tests;
 
-/// What a page is made from that is `final_len` bytes long in the end: its image is proven whole, and no more of
-/// it is kept than that.
+/// Loads the base of a page that is `final_len` bytes long in the end. The whole image is proven, and no more
+/// of it is kept than that.
 ///
 /// # Errors
 /// [`Damage`] in its image, or there is no memory.

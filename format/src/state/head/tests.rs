@@ -25,7 +25,7 @@ impl Random {
     }
 }
 
-/// Adds an operation that fits a page of `len` bytes. Returns the page's length behind it.
+/// Adds an operation that fits a page of `len` bytes. Returns the page's length after it.
 fn draw(random: &mut Random, ops: &mut PayloadWriter, len: u64) -> u64 {
     let width = Width::from_bytes(1 << random.below(5)).unwrap();
     let element = width.bytes() as u64;

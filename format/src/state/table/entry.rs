@@ -1,5 +1,5 @@
-//! A page as the table holds it: half of what a [`PageInfo`] takes, for there is one a page, in each table of
-//! an open store.
+//! A page as the table holds it: half the size of a [`PageInfo`], because each table of an open store has one
+//! a page.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::value::SharedMetadata;
 
 use super::{PageInfo, Refusal};
 
-/// What is known of a page, without its id: that says where the entry lies.
+/// The table's entry of a page, without its id: its place in the table gives that.
 #[derive(Clone, Debug)]
 pub struct PageEntry {
     /// The page's version.
@@ -18,7 +18,7 @@ pub struct PageEntry {
     pub lsn: Lsn,
     /// The length, and where that cannot reach the place.
     len_and_place: u64,
-    /// What few pages have.
+    /// The parts that few pages have.
     named: Option<Arc<NamedEntry>>,
 }
 
@@ -49,7 +49,7 @@ impl PageEntry {
         self.len_and_place & ((1 << PLACE_BIT) - 1)
     }
 
-    /// Where the page lives.
+    /// The page's place.
     #[must_use]
     pub fn place(&self) -> Place {
         let kind = self.len_and_place >> PLACE_BIT & ((1 << KIND_BITS) - 1);
@@ -67,7 +67,7 @@ impl PageEntry {
         self.named.as_ref().map(|named| named.metadata.clone()).unwrap_or_default()
     }
 
-    /// All that is known of the page.
+    /// The page as a [`PageInfo`].
     #[must_use]
     pub fn info(&self, page: PageId) -> PageInfo {
         PageInfo {
@@ -81,8 +81,8 @@ impl PageEntry {
         }
     }
 
-    /// Becomes a newer state of the same page, with the same key. What both share is left alone: others share it
-    /// too, and counting them in and out is dear where threads do it at once.
+    /// Becomes a newer state of the same page, with the same key. Parts that both share are left alone:
+    /// others share them too, and their reference counts are dear to change if several threads do it at once.
     pub fn become_newer(&mut self, newer: &PageInfo) {
         let PageInfo { page: _, key: _, len, epoch, lsn, place, metadata } = newer;
         (self.epoch, self.lsn, self.len_and_place) = (*epoch, *lsn, pack(*len, *place));
@@ -95,7 +95,7 @@ impl PageEntry {
         }
     }
 
-    /// Whether a newer state of the page is another one by its epoch and its batch alone, so far as that is known
+    /// Whether a newer state of the page differs by its epoch and its batch alone, as far as that is known
     /// without a look at the metadata.
     #[must_use]
     pub fn is_same_but_numbers(&self, newer: &PageInfo) -> bool {
@@ -121,7 +121,7 @@ impl From<&PageInfo> for PageEntry {
     }
 }
 
-/// Where nothing is named that is as good as a name and metadata that are empty.
+/// An entry without named parts equals one whose name and metadata are empty.
 impl PartialEq for PageEntry {
     fn eq(&self, other: &Self) -> bool {
         let numbers = |entry: &Self| (entry.epoch, entry.lsn, entry.len_and_place);
@@ -172,7 +172,7 @@ mod tests {
                 let info = PageInfo { len, place, epoch, lsn, ..info.clone() };
                 let entry = PageEntry::from(&info);
                 assert_eq!((entry.info(info.page), entry.len()), (info.clone(), len));
-                // It becomes what it was made of, whatever it was before.
+                // It becomes the state that it was made from, whatever it was before.
                 for metadata in [named(None, None), named(None, Some("other"))].map(|info| info.metadata) {
                     let before = PageInfo { metadata, len: 5, place: Place::Host, ..info.clone() };
                     let mut newer = PageEntry::from(&before);

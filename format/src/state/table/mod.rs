@@ -18,23 +18,23 @@ use crate::op::{Op, OpAt};
 use crate::state::by_id::ById;
 use crate::value::{Metadata, SharedMetadata};
 
-/// What is known of a page besides its bytes.
+/// The properties of a page besides its bytes.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PageInfo {
-    /// Its id.
+    /// The page's id.
     pub page: PageId,
     /// The user's name for it.
     pub key: Option<Key>,
     /// Its length in bytes.
     pub len: u64,
-    /// Its version.
+    /// The page's version.
     pub epoch: Epoch,
     /// The batch that changed it last, or moved it.
     pub lsn: Lsn,
-    /// Where it lives.
+    /// The page's place.
     pub place: Place,
-    /// Its metadata.
+    /// The page's metadata.
     pub metadata: SharedMetadata,
 }
 
@@ -67,7 +67,7 @@ pub struct PageTable {
     lsn: Lsn,
 }
 
-/// Who watches is no part of the state.
+/// Which pages are watched is no part of the state.
 impl PartialEq for PageTable {
     fn eq(&self, other: &Self) -> bool {
         let numbers = |table: &Self| (table.next_page, table.epoch_high, table.lsn);
@@ -106,7 +106,7 @@ impl PageTable {
         Self { pages, is_watched: false, keys: HashMap::new(), root, next_page, epoch_high, lsn }
     }
 
-    /// This one with the pages of another, too, which lie behind its own.
+    /// This table with the pages of another one, whose ids are all above its own.
     #[must_use]
     pub(crate) fn joined(mut self, behind: Self) -> Self {
         self.pages.absorb(behind.pages);
@@ -115,7 +115,7 @@ impl PageTable {
         self
     }
 
-    /// A page.
+    /// Looks up a page.
     #[must_use]
     pub fn get(&self, page: PageId) -> Option<PageInfo> {
         Some(self.pages.get(page)?.info(page))
@@ -137,7 +137,8 @@ impl PageTable {
         self.pages.iter()
     }
 
-    /// Where all pages live, and how long they are, in the order of their ids: what takes memory, without the rest.
+    /// Places and lengths of all pages, in the order of their ids: the parts that take memory, without the
+    /// rest.
     pub fn lens(&self) -> impl ExactSizeIterator<Item = (PageId, Place, u64)> {
         self.pages.iter().map(|(page, entry)| (page, entry.place(), entry.len()))
     }
@@ -152,7 +153,7 @@ impl PageTable {
         self.pages.iter().map(|(page, entry)| (page, entry.lsn))
     }
 
-    /// The root.
+    /// The root's metadata.
     #[must_use]
     pub fn root(&self) -> &Arc<Metadata> {
         &self.root
@@ -195,7 +196,7 @@ impl PageTable {
             self.epoch_high = self.epoch_high.max(info.epoch);
             match self.pages.get_mut(*page) {
                 Some(old) if old.key() == info.key.as_ref() => old.become_newer(info),
-                // A new page; and a log that nobody here wrote may create one anew.
+                // A new page. A log that another program wrote may create a page that is there.
                 _ => {
                     self.pages.insert(*page, PageEntry::from(info));
                     if let Some(key) = &info.key {
@@ -211,10 +212,10 @@ impl PageTable {
         self.lsn = self.lsn.max(changes.lsn);
     }
 
-    /// What [`PageTable::plan`] and [`PageTable::install`] do with a batch that changes bytes and nothing else, as
-    /// nearly all of a long log do: on the pages as they lie. In a profile of the replay of 256-byte deltas copies of
-    /// their states, and the map of those, took an eighth of all time. `None`, with nothing done, if the batch does
-    /// more. No page has a batch as late as this one.
+    /// As [`PageTable::plan`] and [`PageTable::install`], for a batch that changes bytes and nothing else, as
+    /// nearly all batches of a long log do: it works on the pages in place. In a profile of the replay of
+    /// 256-byte deltas, copies of their states, and the map of those copies, took an eighth of all time.
+    /// `None`, with nothing done, if the batch does more. No page has a batch as late as this one.
     ///
     /// # Errors
     /// A [`Refusal`]; nothing is changed.
@@ -262,21 +263,21 @@ impl PageTable {
         }
     }
 
-    /// From here on notes which pages change: whatever [`PageTable::install`] and [`PageTable::replace`] touch.
-    /// These pages count as changed already.
+    /// Begins to note which pages [`PageTable::install`] and [`PageTable::replace`] change. These pages count
+    /// as changed already.
     pub fn watch(&mut self, changed: impl IntoIterator<Item = PageId>) {
         self.is_watched = true;
         changed.into_iter().for_each(|page| self.pages.mark(page));
     }
 
-    /// The pages that changed, or are gone, and were not settled since; ascending. None of a table that is not
+    /// The pages that changed, or are gone, and were not settled since; ascending. None if the table is not
     /// watched.
     #[must_use]
     pub fn changed(&mut self) -> Vec<PageId> {
         self.pages.marked()
     }
 
-    /// Whoever wants to know of changes knows these pages as they are.
+    /// Forgets that these pages changed: the caller knows them as they are now.
     pub fn settle(&mut self, pages: impl IntoIterator<Item = PageId>) {
         pages.into_iter().for_each(|page| self.pages.unmark(page));
     }

@@ -1,4 +1,4 @@
-//! What a batch does to a page table: one pure function says what it changes, or why it cannot.
+//! The plan of a batch: one pure function says what the batch changes in a page table, or why it cannot.
 
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
@@ -13,13 +13,13 @@ use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, NUMBER_MAX, PAGE_LEN_M
 use crate::op::{Op, OpAt};
 use crate::value::{Metadata, encode_metadata};
 
-/// What one batch changes: the final state of every page that it touches.
+/// The changes of one batch: the final state of every page that it touches.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Changes {
-    /// The batch.
+    /// The batch's number.
     pub lsn: Lsn,
-    /// Inline where they are one, as most often. A commit's thread makes them and the applier's drops them: memory
-    /// that one thread gives back for another costs both of them waits for the allocator's lock.
+    /// Inline if it is one page, as most often. A committer's thread makes these and the applier drops them.
+    /// If one thread frees memory that another allocated, both wait for the allocator's lock.
     pages: SmallVec<[(PageId, Option<PageInfo>); 1]>,
     /// The root, if it changed.
     pub root: Option<Arc<Metadata>>,
@@ -48,9 +48,9 @@ pub enum Refusal {
     /// A range does not lie within its page.
     #[error("bytes {offset}..+{len} are outside page {page} of {page_len} bytes")]
     OutOfBounds {
-        /// The page.
+        /// The page's id.
         page: PageId,
-        /// First byte.
+        /// The first byte of the range.
         offset: u64,
         /// Number of bytes.
         len: u64,
@@ -60,28 +60,28 @@ pub enum Refusal {
     /// Another page has the key.
     #[error("key {key} is page {holder}'s")]
     KeyTaken {
-        /// The key.
+        /// The key asked for.
         key: Key,
-        /// Its holder.
+        /// The page that holds it.
         holder: PageId,
     },
     /// A length is over its limit.
     #[error("{what} is {found}, over the limit of {limit}")]
     Limit {
-        /// What is too large.
+        /// The value that is too large.
         what: &'static str,
-        /// Its size.
+        /// The size found.
         found: u64,
-        /// The limit.
+        /// The limit exceeded.
         limit: u64,
     },
     /// An image is not all that a batch does to the bytes of its page.
-    #[error("an image of page {0} stands beside other changes of its bytes")]
+    #[error("an image of page {0} comes with other changes of its bytes")]
     ImageNotAlone(PageId),
     /// An image is not as long as its page.
     #[error("an image of {len} bytes for page {page} of {page_len} bytes")]
     ImageLen {
-        /// The page.
+        /// The page's id.
         page: PageId,
         /// The image's length.
         len: u64,
@@ -109,24 +109,25 @@ struct Overlay<'a> {
     lsn: Lsn,
     /// In the order of their first mention.
     touched: SmallVec<[TouchedPage; 1]>,
-    /// Where each page is among them. Kept where they are many: most batches touch one page or two.
+    /// The index of each page among them. It is kept only if they are many: most batches touch one page or
+    /// two.
     index: HashMap<PageId, usize>,
 }
 
-/// So many touched pages are looked through one by one.
+/// Up to this number of touched pages are searched one by one.
 const UNINDEXED_MAX: usize = 8;
 
 /// A page that a batch touches.
 struct TouchedPage {
     page: PageId,
-    /// What it is by now; `None` if it is gone.
+    /// The page's state so far; `None` if it is gone.
     state: Option<PageInfo>,
     content: Content,
-    /// Whether its epoch is that of this batch already.
+    /// Whether this batch has raised its epoch already.
     is_raised: bool,
 }
 
-/// What a batch did to a page's bytes by now.
+/// The effect of a batch on a page's bytes so far.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Content {
     /// At most its length changed.
@@ -227,7 +228,7 @@ impl Overlay<'_> {
 }
 
 impl PageTable {
-    /// What a batch with number `lsn` changes.
+    /// The changes of a batch with number `lsn` (SPEC R2).
     ///
     /// # Errors
     /// A [`Refusal`], with the operation's index; nothing is changed.
@@ -253,8 +254,9 @@ impl PageTable {
                     Op::Create { page, len, place, key, metadata } => {
                         check_page_len(*len)?;
                         check_place(*place)?;
-                        // Nor does an id come back in the batch that deletes its page: whoever starts a page from
-                        // its create has all of this batch to apply, and would take the old page's changes for its.
+                        // Nor does an id come back in the batch that deletes its page. A reader that starts a
+                        // page from its create has all of this batch to apply, and would apply the old page's
+                        // changes to the new one.
                         let is_used = overlay.position(*page).is_some() || self.pages.get(*page).is_some();
                         if is_used {
                             return Err(Refusal::PageExists(*page));
@@ -355,7 +357,7 @@ fn check_place(place: Place) -> Result<(), Refusal> {
     }
 }
 
-/// The epoch behind another one.
+/// The epoch after this one.
 pub(super) fn next_epoch(epoch: Epoch) -> Result<Epoch, Refusal> {
     check_number("page's epoch", epoch.0.saturating_add(1), NUMBER_MAX)?;
     Ok(Epoch(epoch.0 + 1))

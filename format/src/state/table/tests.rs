@@ -1,4 +1,4 @@
-//! What changes bytes alone, against what any batch does.
+//! Compares the fast way for batches that change bytes alone with the general one.
 
 use super::*;
 use crate::ids::Width;

@@ -8,9 +8,9 @@ const GUARDS: Test = stores("salvage::a_salvage_takes_nothing_that_never_was");
 const MANY: Test = it("salvage::many_lost_sectors_and_files_give_no_wrong_bytes");
 
 pub const LIST: &[Defence] = &[
-    // The three guards: no batch that a recovery cut, no version with a missing change, no table of a restore
-    // that never came.
-    defence("left behind by a recovery", KNOWN, "!is_left_behind(&header, &openings)", "true", GUARDS),
+    // The three guards: no batch that a recovery cut, no version with a missing change, no table of a
+    // restore that never came.
+    defence("left behind by a recovery", KNOWN, "!lies_past_end(&header, &openings)", "true", GUARDS),
     refusal("the epoch names a version", PAGES, "info.epoch != wanted.epoch", MANY),
     defence(
         "a table counts by its restore",
