@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use remanent::{SnapshotOptions, Ack, Budget, Lsn, Place, ScrubReport};
+use remanent::{Ack, Budget, Lsn, Place, ScrubReport, SnapshotOptions};
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use crate::ground::{Ground, PAGE_LEN, files, options};

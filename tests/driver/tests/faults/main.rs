@@ -14,7 +14,7 @@ use std::time::Duration;
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
-use remanent::{StatePoint, Error, Remedy, Result, SnapshotId};
+use remanent::{Error, Remedy, Result, SnapshotId, StatePoint};
 
 use self::driver::{CallerStream, Driver};
 use self::work::Work;
@@ -29,6 +29,11 @@ const SPARE_GPU: u32 = 1 << 16;
 
 /// The limit only turns a hang into a failure.
 const HANG: Duration = Duration::from_secs(120);
+
+/// One call after the other with `REMANENT_DRIVER_CALLS=every`; else one of three, which takes minutes less.
+fn stride() -> u64 {
+    if std::env::var("REMANENT_DRIVER_CALLS").is_ok_and(|calls| calls == "every") { 1 } else { 3 }
+}
 
 /// The life of a store on a GPU, or on several: plainly, or while kernels run.
 #[derive(Clone, Copy, PartialEq)]
@@ -79,7 +84,7 @@ fn a_refused_call_is_an_error_or_nothing_and_leaks_nothing() {
     let (driver, _turn) = Driver::get();
     // One GPU loads machine code, the other text.
     for (code, gpu) in [(INVALID_VALUE, 0), (OUT_OF_MEMORY, 1)] {
-        refuse_calls(driver, Life::Plain(&[gpu]), (gpu, code), 1);
+        refuse_calls(driver, Life::Plain(&[gpu]), (gpu, code), stride());
     }
 }
 
@@ -88,10 +93,10 @@ fn a_refused_call_among_kernels_is_an_error_or_nothing_and_leaks_nothing() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let gpu = SPARE_GPU + 2000;
-    // One of seven or eleven calls: most of them only look whether the GPU is done, and a life takes a tenth
+    // At most one of seven or eleven calls: most of them only look whether the GPU is done, and a life takes a tenth
     // of a second.
-    for (code, gpu, stride) in [(INVALID_VALUE, gpu, 7), (OUT_OF_MEMORY, gpu + 1, 11)] {
-        refuse_calls(driver, Life::WithKernels(gpu), (gpu, code), stride);
+    for (code, gpu, one_of) in [(INVALID_VALUE, gpu, 7), (OUT_OF_MEMORY, gpu + 1, 11)] {
+        refuse_calls(driver, Life::WithKernels(gpu), (gpu, code), one_of * stride());
     }
     driver.set_devices(2);
 }
@@ -119,15 +124,15 @@ fn a_fault_asks_for_a_new_process_and_loses_nothing() {
     let mut nth = 1;
     while live_through(driver, Life::Plain(&[1 + nth as u32]), nth, LAUNCH_FAILED) {
         driver.forget(1 + nth as u32);
-        nth += 1;
+        nth += stride();
     }
     println!("{nth} calls failed with {LAUNCH_FAILED}");
     assert!(nth > 100, "{nth} calls");
-    // The same while kernels run, one call in 13.
+    // The same while kernels run, one call in 13 or 39.
     let (first, mut nth) = (SPARE_GPU / 2, 1);
     while live_through(driver, Life::WithKernels(first + nth as u32), nth, LAUNCH_FAILED) {
         driver.forget(first + nth as u32);
-        nth += 13;
+        nth += 13 * stride();
     }
     println!("{nth} calls among kernels failed with {LAUNCH_FAILED}");
     assert!(nth > 100, "{nth} calls");
