@@ -221,7 +221,7 @@ pub use snapshot::{PruneReport, ScrubReport, ScrubStats, SnapshotPhase, Snapshot
 pub use store::{
     Acknowledged, CommitReceipt, LiveView, Pages, ReadPages, Stats, Store, Ticket, UnloadedPages,
 };
-pub use write::batch::{CreatePage, NewPage, PageRef, WorkingCopy, WriteBatch};
+pub use write::batch::{CreatePage, NewPage, PageChanges, PageRef, WorkingCopy, WriteBatch};
 pub use write::commit::{Direction, Shadow};
 
 use device::Device;

@@ -8,6 +8,7 @@ mod create_page;
 mod device_ops;
 mod changed_ranges;
 mod encode;
+mod page_changes;
 mod sparse;
 mod whole_pages;
 mod working_copy;
@@ -19,6 +20,7 @@ pub(crate) use changed_ranges::ElementChanges;
 pub use create_page::CreatePage;
 pub(crate) use device_ops::{CapturedPart, DeviceFill, FillSource};
 pub(crate) use encode::BatchFacts;
+pub use page_changes::PageChanges;
 pub(crate) use whole_pages::{OpImages, WholePage};
 pub use working_copy::WorkingCopy;
 

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use remanent::{
-    Create, FileName, Folder, Key, Lsn, PageId, PageInfo, PageRef, Place, Store, Value, Width, WriteBatch,
+    Create, FileName, Folder, Key, Lsn, PageChanges, PageId, PageInfo, PageRef, Place, Store, Value, Width,
+    WriteBatch,
 };
 
 use crate::cli::engine;
@@ -21,7 +22,6 @@ use crate::cli::interrupt::Interrupt;
 use crate::cli::json::object;
 use crate::cli::output::Output;
 use crate::cli::progress;
-use crate::weights::changes::Changes;
 use crate::weights::dtype;
 use crate::weights::{HEADER_KEY, Header, Tensor, WeightsFile, is_header, key_of, name_of};
 
@@ -333,7 +333,7 @@ impl<'a> ImportVersion<'a> {
 
     /// Puts the changes of a tensor's bytes into the batch; returns the number of changed elements.
     fn content(&mut self, before: PageSource, tensor: &Tensor) -> Result<u64, Failure> {
-        let mut changes = Changes::new(dtype::width(tensor.dtype));
+        let mut changes = PageChanges::new(dtype::width(tensor.dtype));
         let mut at = 0;
         while at < tensor.len {
             let len = (tensor.len - at).min(PIECE_LEN as u64) as usize;
@@ -380,7 +380,7 @@ impl<'a> ImportVersion<'a> {
             self.batch.resize(info.page, bytes.len() as u64);
             before.resize(bytes.len(), 0);
         }
-        let mut changes = Changes::new(Width::W1);
+        let mut changes = PageChanges::new(Width::W1);
         changes.compare(0, &before, bytes);
         changes.put(&mut self.batch, info.page);
         Ok(())

@@ -5,7 +5,6 @@
 //! header with its 8 bytes, exactly as they were. So the file comes back byte for byte, whatever order,
 //! spaces or metadata its header has, and a version's header is kept like a version of any page.
 
-pub(crate) mod changes;
 pub(crate) mod dtype;
 pub(crate) mod element;
 pub(crate) mod export;

@@ -1,7 +1,9 @@
 //! The changes that make one version of a page out of another, in few bytes: single elements, and ranges that
 //! hold several changed elements close together.
 
-use remanent::{PageRef, Width, WriteBatch};
+use remanent_format::Width;
+
+use super::{PageRef, WriteBatch};
 
 /// Bytes that a range costs beyond its own: an operation's header, and padding.
 const RANGE_COST: u64 = 40;
@@ -12,8 +14,30 @@ const BRIDGED_MAX: u64 = RANGE_COST;
 /// Elements after which a range is settled, so that it is not collected twice over.
 const SETTLED_AFTER: u64 = 4096;
 
-/// The changes of one page, collected from its start to its end.
-pub struct Changes {
+/// The changes of one page, collected piece by piece from its start to its end: for a page of which both versions
+/// are never in memory at once. [`WriteBatch::write_changes`] does all of it for one whose versions are.
+///
+/// ```
+/// use remanent::{Options, PageChanges, Place, Store, Width};
+/// let store = Store::temporary(Options::default())?;
+/// let (before, after) = ([7; 4096], { let mut after = [7; 4096]; after[100] = 8; after });
+/// let mut batch = store.batch();
+/// batch.create_from(before, Place::Host);
+/// let page = store.commit(batch)?.pages[0];
+///
+/// let mut changes = PageChanges::new(Width::W1);
+/// for (index, (old, new)) in before.chunks(1024).zip(after.chunks(1024)).enumerate() {
+///     changes.compare(index as u64 * 1024, old, new);
+/// }
+/// assert_eq!(changes.count(), 1);
+/// let mut batch = store.batch();
+/// changes.put(&mut batch, page);
+/// store.commit(batch)?;
+/// assert_eq!(store.read_to_vec(page)?, after);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct PageChanges {
     width: Width,
     /// Changed elements so far.
     count: u64,
@@ -21,19 +45,21 @@ pub struct Changes {
     cost: u64,
     indices: Vec<u32>,
     values: Vec<u8>,
-    ranges: Vec<Range>,
+    ranges: Vec<ChangedRange>,
     open: Option<OpenRange>,
 }
 
 /// Bytes that replace others.
-struct Range {
+#[derive(Clone, Debug)]
+struct ChangedRange {
     offset: u64,
     bytes: Vec<u8>,
 }
 
 /// A range that may still grow, or fall into single elements.
+#[derive(Clone, Debug)]
 struct OpenRange {
-    range: Range,
+    range: ChangedRange,
     /// The changed elements in it; empty once it is settled that it stays a range.
     changed: Vec<u64>,
     settled: bool,
@@ -50,8 +76,9 @@ impl OpenRange {
     }
 }
 
-impl Changes {
+impl PageChanges {
     /// No changes yet, of a page with elements of this width.
+    #[must_use]
     pub fn new(width: Width) -> Self {
         let (indices, values, ranges) = (Vec::new(), Vec::new(), Vec::new());
         Self { width, count: 0, cost: 0, indices, values, ranges, open: None }
@@ -76,7 +103,7 @@ impl Changes {
                 self.settle();
             }
             let open = self.open.get_or_insert_with(|| OpenRange {
-                range: Range { offset: at, bytes: Vec::new() },
+                range: ChangedRange { offset: at, bytes: Vec::new() },
                 changed: Vec::new(),
                 settled: false,
             });
@@ -119,6 +146,7 @@ impl Changes {
     }
 
     /// Number of changed elements.
+    #[must_use]
     pub fn count(&self) -> u64 {
         self.count
     }
@@ -142,14 +170,53 @@ impl Changes {
     }
 }
 
+impl WriteBatch {
+    /// Makes the bytes of `before` on a page those of `after`, with as few bytes of log as single elements and
+    /// ranges take. Both start at the page's start and are equally long; elements are `width` bytes wide. Only what
+    /// differs is written: `before` should be what the page holds.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store, Width};
+    /// let store = Store::temporary(Options::default())?;
+    /// let before = vec![1; 1 << 20];
+    /// let mut batch = store.batch();
+    /// batch.create_from(before.clone(), Place::Host);
+    /// let page = store.commit(batch)?.pages[0];
+    ///
+    /// let mut after = before.clone();
+    /// (0..1 << 20).step_by(1000).for_each(|at| after[at] = 2);
+    /// let logged = store.stats().log.bytes;
+    /// store.commit(store.batch().write_changes(page, Width::W1, &before, &after))?;
+    /// assert_eq!(store.read_to_vec(page)?, after);
+    /// assert!(store.stats().log.bytes - logged < 8192, "a mebibyte, of which one byte in a thousand changed");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Panics
+    /// If `before` and `after` are not equally long.
+    pub fn write_changes(
+        &mut self,
+        page: impl Into<PageRef>,
+        width: Width,
+        before: &[u8],
+        after: &[u8],
+    ) -> &mut Self {
+        assert_eq!(before.len(), after.len(), "both versions of a page are equally long");
+        let mut changes = PageChanges::new(width);
+        changes.compare(0, before, after);
+        changes.put(self, page);
+        self
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use remanent::{Options, Place, Store};
+    use crate::{Options, Place, Store};
 
     /// Compares in pieces, and returns what a store makes of the changes, with their number by kind.
     fn check(width: Width, piece: usize, before: &[u8], after: &[u8]) -> (u64, usize, usize) {
-        let mut changes = Changes::new(width);
+        let mut changes = PageChanges::new(width);
         for (index, (old, new)) in before.chunks(piece).zip(after.chunks(piece)).enumerate() {
             changes.compare((index * piece) as u64, old, new);
         }
