@@ -297,8 +297,8 @@ fn a_task_that_waits_hears_of_a_failure() {
         let disk = SimDisk::new();
         let options = Options::default().log_io(io).segment_len(64 << 10);
         let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
-        disk.fail(DiskFault { operation: Operation::Sync, skip: 0, times: usize::MAX, errno: 5 });
-        let Ok(ticket) = store.submit(store.batch().set_root("step", 1u64)) else { continue };
+        disk.fail(DiskFault { operation: Operation::SyncWindow, skip: 0, times: usize::MAX, errno: 5 });
+        let ticket = store.submit(store.batch().set_root("step", 1u64)).unwrap();
         let (waited, _) = block_on(ticket.acknowledged(Ack::Durable));
         assert!(matches!(waited, Err(Error::Poisoned(_))), "{io}: {waited:?}");
         assert!(matches!(ticket.is(Ack::Durable), Err(Error::Poisoned(_))));
