@@ -43,7 +43,7 @@ const LANE: Lane = Lane::Drain;
 /// The pause after a shortage, before the next try.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
-/// What the page loader works with.
+/// The parts of a store that the page loader works with.
 pub(crate) struct PageLoaderParts {
     pub disk: Arc<dyn Disk>,
     pub device: Arc<dyn Device>,

@@ -36,7 +36,7 @@ pub(super) struct SourceSorter<'a> {
     pub from: Lsn,
 }
 
-/// What pages are made from, each kind in the order of its pages.
+/// The sources of pages, each kind in the order of its pages.
 #[derive(Default)]
 pub(super) struct PageSources {
     pub images: ImageGroup,

@@ -63,7 +63,7 @@ impl Mark {
     }
 }
 
-/// What the thread does next.
+/// The thread's next action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     Take,

@@ -1,5 +1,5 @@
-//! Which snapshots stay, and from where on the log is needed. These are rules over what is known: no disk
-//! is asked, so that a test can hold them against thousands of random lives.
+//! The snapshots that stay, and the log that they need. These are rules over known facts: no disk is
+//! asked, so that a test can hold them against thousands of random lives.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -269,7 +269,7 @@ mod tests {
         let read_from_the_beginning = plan(&snapshots, &rules(1, 0, 0), &log, 0, &BTreeSet::new(), true);
         assert_eq!(read_from_the_beginning.log_from, None);
 
-        // What was found damaged does not count, and stays only for its name, or for a reader.
+        // A damaged snapshot does not count, and stays only for its name, or for a reader.
         let spoil = |(id, kept): (SnapshotId, RetainedSnapshot)| {
             (id, RetainedSnapshot { holds: ![4, 7].contains(&id.0), ..kept })
         };
