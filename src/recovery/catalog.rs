@@ -198,6 +198,8 @@ impl Recovery<'_> {
         // all files stay for it, until the next snapshot. The locks are held until the removal is over,
         // so that none begins meanwhile.
         let starts = |id: &SnapshotId| catalog.snapshots.get(id).is_some_and(|kept| catalog.reaches(kept));
+        // Every manifest that was there at the survey, and the log's beginning: a reader may have begun
+        // at any of these.
         let begun = [SnapshotId(0)].into_iter().chain(survey.links.keys().copied());
         let mut going = Vec::new();
         for id in begun.filter(|id| !starts(id)) {
@@ -211,6 +213,7 @@ impl Recovery<'_> {
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
         let floor = catalog.floor.unwrap_or_default();
         for name in self.disk.list(Folder::Pages)? {
+            // Tables stay here: the next retention judges them.
             let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name) else {
                 continue;
             };

@@ -223,10 +223,14 @@ const SPARE_BYTES_MAX: u64 = 512 << 20;
 
 /// The parts of a store that a recovery works with.
 pub(crate) struct Recovery<'a> {
+    /// The directory, whose lock the caller holds.
     pub disk: Arc<dyn Disk>,
     pub device: Arc<dyn Device>,
+    /// Page memory, with the budget that holds for it (I10).
     pub arena: &'a Arena,
+    /// Host memory that lanes copy through.
     pub staging: &'a StagingPool,
+    /// The caller's wishes: budget, identity, what may be loaded later.
     pub options: &'a Options,
     /// How the log will be written.
     pub log_io: LogIo,
@@ -592,9 +596,11 @@ fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let is_without_batches = opening.accepted == began.lsn && end.accepted.lsn == began.lsn;
     let all_is_readable = survey.links.values().all(Result::is_ok);
     let begins_replay = || survey.readable().any(|manifest| manifest.redo.incarnation == newest);
+    // One of these is enough: what was said in it may be what a replay, or an acknowledgement, goes by.
     if !is_without_batches || !all_is_readable || begins_replay() {
         return None;
     }
+    // The new opening begins as the one left out began: with its batches, and its chain hash.
     let accepted = LogPoint { lsn: opening.accepted, chain: opening.accepted_chain, ..began };
     Some(LogEnd { accepted, proven: began, ..end.clone() })
 }

@@ -82,7 +82,7 @@ pub(crate) struct Predecessor {
     pub newest: Incarnation,
     /// Where the log ends, on the line; `None` for a new store.
     pub end: Option<LogEnd>,
-    /// The payloads of the batches to copy.
+    /// The payloads of the batches to copy: accepted, and above the last mark (I6).
     pub tail: Vec<Vec<u8>>,
 }
 
@@ -119,6 +119,8 @@ fn opening_frames(
     let mut point = opening.start(segment);
     let mut push = |kind, lsn, durable, payload: &[u8], chain_prev| {
         let offset = SEGMENT_HEADER_BLOCK + bytes.len() as u64;
+        // A copied frame says what a new one says, its own place included: a frame that was only moved
+        // would not be valid (I3).
         let header = FrameHeader {
             kind,
             group_start: bytes.is_empty(),
@@ -135,6 +137,7 @@ fn opening_frames(
         let (encoded, chain) = header.encode();
         bytes.extend_from_slice(&encoded);
         bytes.extend_from_slice(payload);
+        // Zeros up to the next frame's boundary.
         bytes.resize((offset - SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64)) as usize, 0);
         (header.end(), chain)
     };

@@ -200,6 +200,7 @@ mod tests {
         (info.id, RetainedSnapshot { info, redo, next_file: 1, files, links, manifest_crc: 0, holds: true })
     }
 
+    /// A table of rules: each row is one promise, or two that meet.
     #[test]
     fn rules_keep_snapshots_and_the_log_after_them() {
         // Snapshot 2 has a name and its log is gone; 4 has one, too.
@@ -292,6 +293,8 @@ mod tests {
     /// segments, and a snapshot is taken, with a name or without, at one moment or not, or a thin one.
     type Step = (i64, u64, bool, bool, bool);
 
+    /// Rules, and lives under them. Now and then the clock jumps, as it does when a machine has the wrong
+    /// time for a while.
     fn lives() -> impl Strategy<Value = (Retention, Vec<Step>)> {
         let rules = (1..4usize, 0..50u64, 0..600u64).prop_map(|(count, seconds, log_kept)| Retention {
             snapshots_kept: count,
