@@ -1,8 +1,8 @@
-//! What an open keeps of the files on disk: snapshots, tables of old states, the files that they need,
+//! The files on disk that an open keeps: snapshots, tables of old states, the files that they need,
 //! and the images that need not be written again. None of it is needed to load pages, so it is put
 //! together while they are loaded.
 //!
-//! Looking changes nothing. What nothing names is removed only when the new incarnation has begun:
+//! Looking changes nothing. Files that nothing names are removed only when the new incarnation has begun:
 //! before, a refused open would have touched the store, and a crash would find less than it could have
 //! used.
 
@@ -25,7 +25,7 @@ use crate::error::Result;
 use crate::images::IMAGE_FILES_MAX;
 use crate::images::numbers::ImageFiles;
 
-/// What will be kept on disk, if the pages can be loaded.
+/// The files that will be kept on disk, if the pages can be loaded.
 pub(super) struct CatalogDraft<'s> {
     /// The snapshots that the new incarnation records as verified.
     pub verified: Vec<VerifiedSnapshot>,
@@ -198,6 +198,8 @@ impl Recovery<'_> {
         // all files stay for it, until the next snapshot. The locks are held until the removal is over,
         // so that none begins meanwhile.
         let starts = |id: &SnapshotId| catalog.snapshots.get(id).is_some_and(|kept| catalog.reaches(kept));
+        // Every manifest that was there at the survey, and the log's beginning: a reader may have begun
+        // at any of these.
         let begun = [SnapshotId(0)].into_iter().chain(survey.links.keys().copied());
         let mut going = Vec::new();
         for id in begun.filter(|id| !starts(id)) {
@@ -206,12 +208,12 @@ impl Recovery<'_> {
                 None => return Ok(()),
             }
         }
-        // Files are judged by their names alone: what they hold was judged when the pages were loaded.
         // Files are judged by their numbers: which are named, and which are a batch's, is known by now.
         let named = catalog.named_files();
         let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(1);
         let floor = catalog.floor.unwrap_or_default();
         for name in self.disk.list(Folder::Pages)? {
+            // Tables stay here: the next retention judges them.
             let Some(file @ FileName::Pages(number)) = FileName::parse(Folder::Pages, &name) else {
                 continue;
             };
@@ -224,7 +226,7 @@ impl Recovery<'_> {
                 self.disk.remove(file)?;
             }
         }
-        // What only batches up to the floor named need not be remembered.
+        // Files that only batches up to the floor named need not be remembered.
         catalog.files.recycled(floor);
         Ok(())
     }

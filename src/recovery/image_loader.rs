@@ -33,6 +33,7 @@ const COPIES_MAX: usize = 12;
 pub(super) struct ImageLoader<'a> {
     pub device: &'a dyn Device,
     pub staging: &'a StagingPool,
+    /// Where images are read: past the cache, or through it, as the caller knows of them (I6).
     pub source: &'a DiskSource,
     /// The lanes on which the bytes go up, in turns: between two lists of one lane the bus is idle for a
     /// while.
@@ -106,11 +107,13 @@ impl ImageLoader<'_> {
 
     /// Loads a run: images that lie close to each other in a file, read at one go.
     fn load_run(&self, run: &ImageRun<'_>, copies: &PendingCopies<'_>) -> Result<()> {
+        // Straight into staging, whole blocks of the medium: the bytes that count lie somewhere within.
         let read = run.read(self.source, |len| self.staging.take(len))?;
         // Pages that are stored as they are go up from where they were read. Decompressed bytes are
         // gathered, and go up together.
         let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
         for page in run.pages(&read) {
+            // Proven by its checksum here, before a byte of it goes up.
             let (page, at, content) = page?;
             let target = (self.target)(page)?;
             match content {
@@ -168,6 +171,7 @@ impl ImageLoader<'_> {
         let ImageRef { file, offset, .. } = wanted.image;
         // I9: the image's length is held against the page's before any of it is used.
         wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
+        // Only a part: it is proven with the others, when all have gone up.
         let in_file = offset + range.start..offset + range.end;
         let (read, checksum) =
             FilePiece::read_summed(self.source, file, in_file, |len| self.staging.take(len))?;
@@ -182,11 +186,13 @@ impl ImageLoader<'_> {
 #[derive(Default)]
 struct StagingFill {
     staged: Option<StagingBuf>,
+    /// How many bytes of it are filled.
     filled: usize,
 }
 
 /// Copies from staging to pages that are under way.
 struct PendingCopies<'a> {
+    /// Whose device and staging the copies use.
     loader: &'a ImageLoader<'a>,
     /// Counts the lists that were submitted, so that lanes take turns.
     begun: AtomicUsize,

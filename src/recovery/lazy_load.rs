@@ -43,12 +43,15 @@ const LANE: Lane = Lane::Drain;
 /// The pause after a shortage, before the next try.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
-/// What the page loader works with.
+/// The parts of a store that the page loader works with.
 pub(crate) struct PageLoaderParts {
+    /// Where the images lie.
     pub disk: Arc<dyn Disk>,
     pub device: Arc<dyn Device>,
+    /// Takes the memory back of pages that are never loaded.
     pub arena: Arc<Arena>,
     pub staging: Arc<StagingPool>,
+    /// The owner of the pages' state, and of the set of pages that are not loaded.
     pub applier: Arc<Applier>,
     /// Set when an image does not hold: retention asks it before anything goes.
     pub poison: Arc<Poison>,

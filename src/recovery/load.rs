@@ -40,6 +40,7 @@ const IN_FLIGHT_MAX: usize = 8;
 /// Loaded pages that no list uses any more. If the open fails after all, dropping this gives their memory
 /// back, so that an older snapshot finds the whole budget (I10).
 pub(super) struct LoadedPages<'a> {
+    /// The arena that the memory goes back to.
     arena: &'a Arena,
     pages: PageSet,
     /// The payloads of the batches that no mark proves, in order. The new incarnation copies them (I5, I6).
@@ -186,6 +187,7 @@ struct Loader<'a> {
 struct SubmittedLists<'a> {
     device: &'a dyn Device,
     staging: &'a StagingPool,
+    /// The oldest list first.
     pending: VecDeque<Pending>,
 }
 
@@ -197,7 +199,9 @@ struct SubmittedLists<'a> {
 /// the end of the page that the image holds.
 #[derive(Default)]
 struct NewerBases {
+    /// The newest batch that the base of each such page holds.
     pages: ById<PageId, Lsn>,
+    /// The newest of these batches: after it, every batch applies to every page.
     newest: Lsn,
 }
 

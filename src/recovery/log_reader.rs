@@ -58,7 +58,7 @@ pub(super) struct StopPoint {
 }
 
 impl LoggedBatch {
-    /// What is wrong with the batch, with its place in the log.
+    /// Damage to the batch, with its place in the log.
     pub fn damage(&self, defect: Defect) -> Damage {
         defect.at_lsn(FileName::Segment(self.header.segment), self.header.offset, self.header.lsn)
     }

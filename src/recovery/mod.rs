@@ -114,7 +114,7 @@ use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{LogIo, Options};
 
-/// What an open found, and what it did about it.
+/// The report of an open: the state that it found, and the steps that it took.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RecoveryReport {
@@ -134,7 +134,7 @@ pub struct RecoveryReport {
     pub copied_batches: u64,
     /// Pages that were yet to be loaded when the open returned ([`Options::page_load`]).
     pub unloaded_pages: u64,
-    /// What was cut from the end of the log, if anything.
+    /// The frames that were cut from the end of the log, if any.
     pub torn: Option<TornTail>,
     /// Damage that cost nothing of the newest state: snapshots passed over, kept snapshots whose
     /// manifests are missing, an empty segment's header. A lost snapshot is reported by the open that
@@ -148,7 +148,7 @@ pub struct RecoveryReport {
     pub elapsed: Duration,
 }
 
-/// What recovery hands to the store that is opened.
+/// A recovered store, as recovery hands it over.
 pub(crate) struct RecoveredStore {
     /// STORE, with the features of what this build writes.
     pub store: StoreFile,
@@ -166,7 +166,7 @@ pub(crate) struct RecoveredStore {
     pub catalog: Catalog,
     /// How much log lies after the newest snapshot.
     pub behind: ReplayBacklog,
-    /// What the caller is told of it.
+    /// The report for the caller.
     pub recovered: RecoveryReport,
 }
 
@@ -221,12 +221,16 @@ const SPARE_SHARE: u64 = 100;
 /// Spares beyond the reserve take at most this number of bytes, unless the options say otherwise.
 const SPARE_BYTES_MAX: u64 = 512 << 20;
 
-/// What a recovery works with.
+/// The parts of a store that a recovery works with.
 pub(crate) struct Recovery<'a> {
+    /// The directory, whose lock the caller holds.
     pub disk: Arc<dyn Disk>,
     pub device: Arc<dyn Device>,
+    /// Page memory, with the budget that holds for it (I10).
     pub arena: &'a Arena,
+    /// Host memory that lanes copy through.
     pub staging: &'a StagingPool,
+    /// The caller's wishes: budget, identity, what may be loaded later.
     pub options: &'a Options,
     /// How the log will be written.
     pub log_io: LogIo,
@@ -325,7 +329,7 @@ impl Recovery<'_> {
         assert!(position.lsn == end.accepted.lsn); // I5: every batch that could be read is carried on.
         assert!(position.incarnation.number > newest.number); // I5: no incarnation begins twice.
 
-        // 5. What the crash left half done, and what was left out of the line. Only now: before the
+        // 5. Remains of the crash, and the incarnation that was left out of the line. Only now: before the
         //    rename nothing was ours to change, and until its folder is synced a power cut may bring the
         //    incarnation back. Segments that such an incarnation needs would be gone then.
         let readers_held_off = if is_left_out { self.hold_off_readers(&survey) } else { Some(Vec::new()) };
@@ -592,9 +596,11 @@ fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     let is_without_batches = opening.accepted == began.lsn && end.accepted.lsn == began.lsn;
     let all_is_readable = survey.links.values().all(Result::is_ok);
     let begins_replay = || survey.readable().any(|manifest| manifest.redo.incarnation == newest);
+    // One of these is enough: what was said in it may be what a replay, or an acknowledgement, goes by.
     if !is_without_batches || !all_is_readable || begins_replay() {
         return None;
     }
+    // The new opening begins as the one left out began: with its batches, and its chain hash.
     let accepted = LogPoint { lsn: opening.accepted, chain: opening.accepted_chain, ..began };
     Some(LogEnd { accepted, proven: began, ..end.clone() })
 }

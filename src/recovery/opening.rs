@@ -42,12 +42,11 @@ pub(crate) fn begin(
     let segment = pool.build_opening(number, opening, &frames.bytes)?;
     // 2. Read back past the cache: a sync that lied is found before anything depends on it. After the
     //    rename the tail would be here alone, because the end of the predecessor is cut.
-    // What may be as long as the tail is asked for fallibly: a lack of memory refuses the open.
+    // Memory as long as the tail is asked for fallibly: a lack of memory refuses the open.
     let mut found = Vec::new();
     make_room(&mut found, frames.bytes.len())?;
     found.resize(frames.bytes.len(), 0);
     segment.file.read_past_cache(SEGMENT_HEADER_BLOCK, &mut found)?;
-    // All of it: a checksum would be made of the same bytes that may be wrong.
     if found != frames.bytes {
         let defect = Defect::Field { what: "opening segment that differs from the one written", found: 0 };
         return Err(defect.at(FileName::Temporary(Folder::Log, number), SEGMENT_HEADER_BLOCK).into());
@@ -83,13 +82,13 @@ pub(crate) struct Predecessor {
     pub newest: Incarnation,
     /// Where the log ends, on the line; `None` for a new store.
     pub end: Option<LogEnd>,
-    /// The payloads of the batches to copy.
+    /// The payloads of the batches to copy: accepted, and above the last mark (I6).
     pub tail: Vec<Vec<u8>>,
 }
 
 impl Predecessor {
-    /// What the new opening says of its predecessor. It ends where it was proven (I6): what lies after it
-    /// may be in the cache only, and is never read again.
+    /// The new opening, with its account of its predecessor. That one ends where it was proven (I6):
+    /// frames after it may be in the cache only, and are never read again.
     fn opening(&self, incarnation: Incarnation) -> Opening {
         let (predecessor, accepted) =
             self.end.as_ref().map_or_else(Default::default, |end| (end.proven, end.accepted));
@@ -120,6 +119,8 @@ fn opening_frames(
     let mut point = opening.start(segment);
     let mut push = |kind, lsn, durable, payload: &[u8], chain_prev| {
         let offset = SEGMENT_HEADER_BLOCK + bytes.len() as u64;
+        // A copied frame says what a new one says, its own place included: a frame that was only moved
+        // would not be valid (I3).
         let header = FrameHeader {
             kind,
             group_start: bytes.is_empty(),
@@ -136,6 +137,7 @@ fn opening_frames(
         let (encoded, chain) = header.encode();
         bytes.extend_from_slice(&encoded);
         bytes.extend_from_slice(payload);
+        // Zeros up to the next frame's boundary.
         bytes.resize((offset - SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64)) as usize, 0);
         (header.end(), chain)
     };

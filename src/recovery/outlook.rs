@@ -1,5 +1,5 @@
-//! What an open would keep of a store, for callers that only want to know. Nothing is written, no lock is
-//! taken, no page is loaded.
+//! The catalog that an open would make of a store, for callers that only want to know. Nothing is
+//! written, no lock is taken, no page is loaded.
 //!
 //! The rules are those of an open: it puts together the same catalog, and the code that prunes judges it.
 //! Images are not read. Where those of the newest snapshot turn out damaged, an open begins from an older
@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 /// How often the files are looked at anew if a writer changes them meanwhile.
 const ATTEMPTS: usize = 16;
 
-/// What an open would keep, and which files a writer may be about to name.
+/// The catalog that an open would make, and the files that a writer may be about to name.
 pub(crate) struct Outlook {
     pub catalog: Catalog,
     /// The segment in which the log ends.

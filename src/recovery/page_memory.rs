@@ -174,10 +174,13 @@ mod tests {
         PageTable::from_parts((1..1000).map(info), Arc::default(), 1, Epoch(1), Lsn(1))
     }
 
+    /// An arena of ordinary host memory, without a limit.
     fn arena() -> Arena {
         Arena::new(Arc::new(HostDevice::new()), Budget::default())
     }
 
+    /// A loading thread may be ahead of the allocation. It waits, and gets the memory that the page then
+    /// has: with any other span it would load over another page.
     #[test]
     fn a_thread_that_wants_a_page_waits_until_its_memory_is_there() {
         let (arena, table) = (arena(), table(Place::Host));
@@ -203,6 +206,8 @@ mod tests {
         memory.into_items().for_each(|(_, memory)| arena.discard(memory).unwrap());
     }
 
+    /// Threads share the parts: a page in none of them would never be loaded, and one in two would be
+    /// loaded twice.
     #[test]
     fn the_parts_are_all_pages_and_none_twice() {
         // Two in each row.
@@ -218,6 +223,8 @@ mod tests {
         }
     }
 
+    /// A thread that waits for a page after the refused one must hear of the refusal: otherwise the open
+    /// sleeps for ever.
     #[test]
     fn pages_after_a_refused_one_are_refused() {
         // No device has memory there.

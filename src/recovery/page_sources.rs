@@ -36,7 +36,7 @@ pub(super) struct SourceSorter<'a> {
     pub from: Lsn,
 }
 
-/// What pages are made from, each kind in the order of its pages.
+/// The sources of pages, each kind in the order of its pages.
 #[derive(Default)]
 pub(super) struct PageSources {
     pub images: ImageGroup,
@@ -76,6 +76,7 @@ impl PageSources {
 impl SourceSorter<'_> {
     /// Sorts all pages of the table, in the parts in which their memory is allocated.
     pub fn sort(&self, memories: &PageMemories<'_>) -> PageSources {
+        // A thread is worth starting only for thousands of pages.
         let threads = parallel::threads(THREADS_MAX).min(self.table.lens().len().div_ceil(PAGES_MIN)).max(1);
         // One part a thread. Many small ones would leave their images all over the heap, among memory
         // that stays.
@@ -147,9 +148,12 @@ mod tests {
     use super::*;
     use crate::catalog::{entry, sample};
 
+    /// Enough pages for each kind to occur in each part.
     const PAGES: u64 = 1000;
+    /// The batch after which the replay begins.
     const REDO: Lsn = Lsn(500);
 
+    /// An image for a page, in one of three files.
     fn image(page: u64) -> ImageRef {
         let (file, offset) = (1 + page % 3, 64 * page);
         ImageRef { file, offset, stored_len: 64, stored_crc: 1, raw_crc: 1, codec: Codec::Raw }
@@ -162,6 +166,7 @@ mod tests {
         info
     }
 
+    /// A snapshot without every eleventh page, which the log creates.
     fn snapshot() -> Manifest {
         // Some were gathered after the point at which replay begins.
         let named = |page| entry(&info(page, if page % 7 == 0 { 501 } else { 400 }), Some(image(page)));

@@ -106,6 +106,7 @@ mod tests {
         of_empty_pages(4 * ENTRIES_AT_ONCE as u64 + 7)
     }
 
+    /// A disk on which a link has these bytes.
     fn disk_with(bytes: &[u8]) -> SimDisk {
         let disk = SimDisk::new();
         disk.make_folder(Folder::Snapshots).unwrap();
@@ -113,10 +114,12 @@ mod tests {
         disk
     }
 
+    /// The link with these bytes, as several threads read it.
     fn read_from(bytes: &[u8]) -> Option<(Manifest, u32)> {
         read_link(&DiskSource::new(Arc::new(disk_with(bytes))), FILE)
     }
 
+    /// Threads read only links without a fault: whatever is wrong, one place decides what can still be had.
     #[test]
     fn a_link_is_read_only_where_nothing_is_wrong_with_either_copy() {
         let manifest = manifest();
@@ -139,6 +142,7 @@ mod tests {
         assert_eq!(read_link(&DiskSource::new(Arc::new(SimDisk::new())), FILE), None, "no such file");
     }
 
+    /// A damaged length must not make a thread take memory for it (I9).
     #[test]
     fn of_a_file_that_is_not_as_long_as_its_header_says_no_more_is_read() {
         let whole = manifest().encode().unwrap();

@@ -63,7 +63,7 @@ impl Mark {
     }
 }
 
-/// What the thread does next.
+/// The thread's next action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Next {
     Take,
@@ -206,6 +206,8 @@ impl SnapshotLoop {
 mod tests {
     use super::*;
 
+    /// All cases in which the thread decides, as a table. A snapshot without a commit before it would
+    /// make a store that is not used write for ever.
     #[test]
     fn a_snapshot_is_due_by_bytes_or_by_time_and_never_without_a_commit() {
         let begun = Instant::now();

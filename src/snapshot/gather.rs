@@ -331,6 +331,7 @@ impl Snapshots {
 mod tests {
     use super::*;
 
+    /// Threads finish their chunks in any order; a manifest's entries must ascend, or an open refuses it.
     #[test]
     fn entries_come_in_the_order_of_their_chunks() {
         let chunk = |number: u64| {

@@ -185,7 +185,7 @@ impl Snapshots {
         })
     }
 
-    /// Phases 1 to 5, and then what `then` says. What fails in `then` for a passing reason costs no snapshot.
+    /// Phases 1 to 5, and then `then`. A passing failure in `then` costs no snapshot.
     fn take_then(
         &self,
         catalog: &mut Catalog,
@@ -412,8 +412,8 @@ impl Snapshots {
         })
     }
 
-    /// Puts the manifest together: what is known from before, what was gathered, and what was deleted
-    /// meanwhile.
+    /// Puts the manifest together: entries that were known before, those that were gathered, and
+    /// tombstones of pages that were deleted meanwhile.
     #[expect(clippy::too_many_arguments, reason = "a manifest says all of this, and is put together once")]
     fn manifest(
         &self,

@@ -1,5 +1,5 @@
-//! Which snapshots stay, and from where on the log is needed. These are rules over what is known: no disk
-//! is asked, so that a test can hold them against thousands of random lives.
+//! The snapshots that stay, and the log that they need. These are rules over known facts: no disk is
+//! asked, so that a test can hold them against thousands of random lives.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -200,6 +200,7 @@ mod tests {
         (info.id, RetainedSnapshot { info, redo, next_file: 1, files, links, manifest_crc: 0, holds: true })
     }
 
+    /// A table of rules: each row is one promise, or two that meet.
     #[test]
     fn rules_keep_snapshots_and_the_log_after_them() {
         // Snapshot 2 has a name and its log is gone; 4 has one, too.
@@ -269,7 +270,7 @@ mod tests {
         let read_from_the_beginning = plan(&snapshots, &rules(1, 0, 0), &log, 0, &BTreeSet::new(), true);
         assert_eq!(read_from_the_beginning.log_from, None);
 
-        // What was found damaged does not count, and stays only for its name, or for a reader.
+        // A damaged snapshot does not count, and stays only for its name, or for a reader.
         let spoil = |(id, kept): (SnapshotId, RetainedSnapshot)| {
             (id, RetainedSnapshot { holds: ![4, 7].contains(&id.0), ..kept })
         };
@@ -292,6 +293,8 @@ mod tests {
     /// segments, and a snapshot is taken, with a name or without, at one moment or not, or a thin one.
     type Step = (i64, u64, bool, bool, bool);
 
+    /// Rules, and lives under them. Now and then the clock jumps, as it does when a machine has the wrong
+    /// time for a while.
     fn lives() -> impl Strategy<Value = (Retention, Vec<Step>)> {
         let rules = (1..4usize, 0..50u64, 0..600u64).prop_map(|(count, seconds, log_kept)| Retention {
             snapshots_kept: count,

@@ -15,11 +15,11 @@ pub enum SnapshotPhase {
     Idle,
     /// Pages are copied aside and written.
     Gather,
-    /// What was written is synced, and named by a manifest.
+    /// The image files are synced, and a manifest names them.
     Publish,
     /// It is read back past the cache.
     Verify,
-    /// What it makes superfluous is removed or reused.
+    /// Files that it makes superfluous are removed or reused.
     Recycle,
 }
 

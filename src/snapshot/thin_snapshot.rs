@@ -52,7 +52,7 @@ impl Snapshots {
         if self.applier.unloaded().is_any() {
             return Ok(false);
         }
-        // What it replaces goes only after it is verified (I7): `prune` sees to that.
+        // The snapshot that it replaces goes only after it is verified (I7): `prune` sees to that.
         self.pool.with_surplus(|| self.write_thin(catalog))?;
         let pruned = self.prune(catalog, &self.retention);
         self.catalog.tell(catalog);
@@ -69,7 +69,7 @@ impl Snapshots {
         let Some(RetainedSnapshot { redo, info, .. }) = newest else { return Ok(()) };
         // Its `redo` stays: no image is written, so the log from there on is still needed.
         let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);
-        // A restore replaced everything since. What came before it is gone, and no snapshot reaches across.
+        // A restore replaced everything since. The state before it is gone, and no snapshot reaches across.
         if catalog.tables.values().any(|table| table.restored_at > redo.lsn) {
             return Ok(());
         }

@@ -41,7 +41,7 @@ use crate::catalog::{Catalog, RetainedSnapshot};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
-/// What a scrub read, and the damage that it found.
+/// The report of a scrub: how much it read, and the damage that it found.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ScrubReport {
@@ -53,7 +53,7 @@ pub struct ScrubReport {
     pub batches: u64,
     /// Bytes of these batches' frames.
     pub log_bytes: u64,
-    /// What is damaged, in the order in which it was found.
+    /// The damage, in the order in which it was found.
     pub damage: Vec<Damage>,
     /// The snapshot that was taken for it, so that the newest state needs none of what is damaged; or why it
     /// could not be taken. `None` if no snapshot was needed.

@@ -1,4 +1,5 @@
-//! One pass over the files on disk. What it should find is fixed when it begins, and then read at a pace.
+//! One pass over the files on disk. The batches and images to look at are fixed when it begins, and then
+//! read at a pace.
 //!
 //! Meanwhile snapshots are taken, and what they replace is recycled: a pass takes long at its pace, and
 //! must hold nothing up. Numbers of image files are never used again, so a file that is gone was not
@@ -28,7 +29,7 @@ use crate::images::read::{ImageRequest, runs};
 /// The damage that a pass found.
 #[derive(Default)]
 pub(super) struct ScrubFindings {
-    /// What is told to the caller.
+    /// The report for the caller.
     pub scrubbed: ScrubReport,
     /// Whether STORE itself is damaged.
     pub store: bool,

@@ -1,4 +1,4 @@
-//! A batch under construction: what the caller asked for, checked and turned into a payload.
+//! A batch under construction: the operations that a caller asked for, checked and turned into a payload.
 //!
 //! Building never fails, so that calls can be chained. A batch that found no memory for a copy says so
 //! when it is committed. `encode` checks everything that can be checked without looking at a page, before

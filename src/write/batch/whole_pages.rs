@@ -28,7 +28,7 @@ pub(crate) struct WholePage<'a> {
 /// Images that hold what some operations of a batch write, by the operations' indices.
 pub(crate) type OpImages = HashMap<usize, ImageRef>;
 
-/// What the steps so far make of a page's bytes and length.
+/// A page's bytes and length, as the steps so far make them.
 struct Fate {
     len_before: Option<u64>,
     len: Option<u64>,

@@ -1,6 +1,6 @@
 //! A working copy: a page's bytes where the caller's kernels may write them, and the page's epoch that
 //! they were taken from.
-//! A caller never writes the page itself. What changed in the copy becomes a delta, which is logged
+//! A caller never writes the page itself. Changes in the copy become a delta, which is logged
 //! before it reaches the page (I1).
 
 use std::sync::Arc;

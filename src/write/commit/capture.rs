@@ -46,7 +46,7 @@ struct Capture<'a> {
     staged: StageMemory,
 }
 
-/// Which way bytes go when a caller's memory becomes a working copy.
+/// The direction in which bytes go when a caller's memory becomes a working copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// The page's bytes are copied to the memory at once.
@@ -55,7 +55,7 @@ pub enum Direction {
     Store,
 }
 
-/// What a working copy is compared with to find what changed.
+/// The bytes that a working copy is compared with, to find its changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Shadow {
     /// The page itself. This takes no memory; it is done in the queue of deltas, between two of them.

@@ -175,6 +175,7 @@ mod tests {
     use crate::log::SpacePurpose;
     use crate::memory::staging::StagingPool;
 
+    /// A draft that is told from others by its checksum.
     fn draft(payload_crc: u32) -> Draft {
         let pool = StagingPool::new(Arc::new(HostDevice::new()), 0);
         Draft {
@@ -190,10 +191,12 @@ mod tests {
         }
     }
 
+    /// Whether the committer alone has the place: then the holder is done with it.
     fn is_alone(place: &Arc<Place>) -> bool {
         Arc::strong_count(place) == 1
     }
 
+    /// The order of the queue is the order of the log. A draft that two holders took would be logged twice.
     #[test]
     fn a_holder_takes_all_that_wait_in_their_order_and_once() {
         let waiting = CombineQueue::new();
@@ -211,6 +214,8 @@ mod tests {
         assert_eq!(waiting.take().len(), 1);
     }
 
+    /// The committer of a draft that a panic took along must not wait for ever, nor take the draft for
+    /// logged.
     #[test]
     fn what_a_holder_left_undone_has_no_outcome() {
         let waiting = CombineQueue::new();

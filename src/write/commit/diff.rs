@@ -1,4 +1,4 @@
-//! Which elements of staged ranges changed.
+//! The changed elements of staged ranges: how they are found, and brought to the host.
 //!
 //! 1. **Mark** them on the device: a bit an element, 1 where the staged bytes differ from the page, in
 //!    the lane of deltas, or from the copy's shadow.

@@ -116,8 +116,8 @@ impl Committer {
         Ok(Some((point, changes)))
     }
 
-    /// Makes the table, and readers' versions, those after a draft that was appended, and has it applied.
-    /// `then` comes before it is applied.
+    /// Installs an appended draft in the table and in the readers' versions, and has it applied. `then`
+    /// runs before it is applied.
     ///
     /// Under the same lock as the append: the next draft must be planned on this table.
     pub(super) fn hand_over(

@@ -225,7 +225,7 @@ impl Committer {
         held: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
-        // Decoded as recovery will: what does not decode must not reach the log.
+        // Decoded as recovery will: a payload that does not decode must not reach the log.
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
         // Before an Lsn is taken: the applier waits for no page. A batch in the log cannot be put off, so
         // the applier would hold up all that come after it, too.

@@ -83,6 +83,7 @@ pub(super) fn check_epoch(page: PageId, expected: Epoch, found: Epoch) -> Result
 mod tests {
     use super::*;
 
+    /// Ranges as callers give them: empty, overlapping, in any order, reversed, past the end.
     #[test]
     fn ranges_are_widened_merged_and_cut() {
         let of = |ranges: &[Range<u64>], len| parts(PageId(1), Some(ranges), len).unwrap();
