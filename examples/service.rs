@@ -4,9 +4,10 @@
 //! cargo run --example service
 //! ```
 //!
-//! Submitting a batch and looking pages up wait for no disk, so tasks do both themselves. Waiting for durability is a
-//! future: one sync of the store serves all tasks that wait, and no thread of the runtime blocks. Calls that wait for a
-//! disk, such as opening or a snapshot, belong on `spawn_blocking`.
+//! Looking pages up waits for nothing, and submitting a small batch hardly ever for the disk, so tasks do
+//! both themselves. Waiting for durability is a future: one sync of the store serves all tasks that wait, and
+//! no thread of the runtime blocks. Calls that wait for a disk, such as opening or a snapshot, belong on
+//! `spawn_blocking`.
 
 use std::sync::Arc;
 

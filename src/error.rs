@@ -46,7 +46,7 @@ pub enum Error {
     Folder {
         /// What was tried.
         action: &'static str,
-        /// The path.
+        /// The path that was refused.
         path: String,
         /// What the system said.
         source: Arc<io::Error>,
@@ -80,13 +80,13 @@ pub enum Error {
     /// There is no store in the directory, and `Create::Never` was asked for.
     #[error("there is no store in {path}")]
     NoStore {
-        /// The directory.
+        /// The directory of the store.
         path: String,
     },
     /// The directory holds something else. Nothing was touched.
     #[error("no store can be made in {path}, which is not empty (it holds {found}): give an empty directory")]
     ForeignDirectory {
-        /// The directory.
+        /// The directory of the store.
         path: String,
         /// The name of one foreign file.
         found: String,
@@ -106,21 +106,21 @@ pub enum Error {
     /// An option's value cannot be used.
     #[error("option {option}: {reason}")]
     InvalidOption {
-        /// The option.
+        /// The name of the option.
         option: &'static str,
-        /// Why not.
+        /// The reason why not.
         reason: String,
     },
     /// No page has this id.
     #[error("there is no page {page}")]
     UnknownPage {
-        /// The id.
+        /// The id asked for.
         page: PageId,
     },
     /// No page has this key.
     #[error("there is no page with key {key}")]
     UnknownKey {
-        /// The key.
+        /// The key in question.
         key: Key,
     },
     /// The bytes given as a key are none.
@@ -129,9 +129,9 @@ pub enum Error {
     /// The range does not lie within the page.
     #[error("bytes {offset}..{offset}+{len} are outside page {page}, which is {page_len} bytes long")]
     OutOfBounds {
-        /// The page.
+        /// The page in question.
         page: PageId,
-        /// First byte.
+        /// The first byte asked for.
         offset: u64,
         /// Number of bytes.
         len: u64,
@@ -141,7 +141,7 @@ pub enum Error {
     /// Another page has this key.
     #[error("key {key} is page {holder}'s")]
     KeyTaken {
-        /// The key.
+        /// The key in question.
         key: Key,
         /// The page that has it.
         holder: PageId,
@@ -149,7 +149,7 @@ pub enum Error {
     /// A precondition does not hold: another batch changed the page first. Nothing changed.
     #[error("page {page} is at epoch {found}, the batch demands {expected}")]
     Conflict {
-        /// The page.
+        /// The page in question.
         page: PageId,
         /// The epoch demanded; 0 demands that there is no such page.
         expected: Epoch,
@@ -161,7 +161,7 @@ pub enum Error {
     InvalidOperation {
         /// The operation's place in the batch, from 0.
         index: usize,
-        /// Why not.
+        /// The reason why not.
         reason: String,
     },
     /// A length or count is over the format's limit.
@@ -171,27 +171,27 @@ pub enum Error {
         what: &'static str,
         /// Its size; `u64::MAX` if it cannot be told.
         found: u64,
-        /// The limit.
+        /// The limit that holds.
         limit: u64,
     },
     /// The place has no room left in its budget. Nothing changed.
     #[error("{asked} bytes in place {place} are over the budget: {available} of {budget} left")]
     OverBudget {
-        /// The place.
+        /// The place in question.
         place: Place,
         /// Bytes asked for.
         asked: u64,
-        /// Bytes left.
+        /// Bytes that are left.
         available: u64,
-        /// The budget.
+        /// The budget of the place.
         budget: u64,
     },
     /// Pages cannot live in this place here.
     #[error("no page can live in place {place}: {reason}")]
     PlaceUnavailable {
-        /// The place.
+        /// The place in question.
         place: Place,
-        /// Why not.
+        /// The reason why not.
         reason: &'static str,
     },
     /// The device asked for cannot be used on this machine.
@@ -205,16 +205,16 @@ pub enum Error {
     /// A stream of the caller's cannot be waited for, nor told to wait. Nothing changed.
     #[error("stream {stream:#x} cannot be used: {reason}")]
     StreamRefused {
-        /// Its handle.
+        /// The handle of the stream.
         stream: u64,
-        /// Why not.
+        /// The reason why not.
         reason: &'static str,
     },
     /// The page is leased, and a restore would replace it or a pin would hold it where it is; or it is
     /// pinned, and would not stay where it is. Nothing changed.
     #[error("page {page} is leased or pinned: end that first")]
     Leased {
-        /// The page.
+        /// The page in question.
         page: PageId,
     },
     /// Memory of a caller's, or a range of it, is not what the call needs. Nothing changed.
@@ -222,27 +222,27 @@ pub enum Error {
     MemoryRefused {
         /// How many bytes.
         len: u64,
-        /// Why not.
+        /// The reason why not.
         reason: String,
     },
     /// Another snapshot that is kept has this name.
     #[error("snapshot {snapshot} is named {name:?}")]
     NameTaken {
-        /// The name.
+        /// The name in question.
         name: String,
-        /// Its holder.
+        /// The snapshot that has it.
         snapshot: SnapshotId,
     },
     /// There is no such snapshot, or it is not kept any more.
     #[error("there is no snapshot {snapshot}")]
     NoSnapshot {
-        /// The snapshot.
+        /// The snapshot asked for.
         snapshot: SnapshotId,
     },
     /// No snapshot that is kept has this name.
     #[error("there is no snapshot named {name:?}")]
     NoSnapshotNamed {
-        /// The name.
+        /// The name in question.
         name: String,
     },
     /// The state asked for cannot be computed any more, or there is no such batch yet.
@@ -272,7 +272,7 @@ pub enum Error {
     /// A follower's position is not on the store's line: a crash took the batch, or it is another store's.
     #[error("batch {position} is not in the store's history{}", Survived(*.survived))]
     Diverged {
-        /// The position.
+        /// The position asked for.
         position: Position,
         /// The last batch of that incarnation that survived, where it is still known.
         survived: Option<Lsn>,
@@ -280,7 +280,7 @@ pub enum Error {
     /// A replica was given a batch that does not follow its last one.
     #[error("batch {lsn} does not follow: batch {expected} is the next one")]
     OutOfOrder {
-        /// The batch.
+        /// The batch in question.
         lsn: Lsn,
         /// The one that would follow.
         expected: Lsn,
@@ -288,7 +288,7 @@ pub enum Error {
     /// A call to the device failed.
     #[error("device: {reason}")]
     Device {
-        /// What failed.
+        /// A description of what failed.
         reason: String,
         /// Whether the process's device context went with it.
         context_lost: bool,
@@ -296,7 +296,7 @@ pub enum Error {
     /// The device's memory, or the host's, is exhausted. Nothing changed.
     #[error("cannot allocate {len} bytes in place {place}")]
     OutOfMemory {
-        /// The place.
+        /// The place in question.
         place: Place,
         /// Bytes asked for.
         len: u64,
@@ -349,7 +349,7 @@ impl fmt::Display for Remedy {
 }
 
 impl Error {
-    /// What helps.
+    /// The remedy that helps.
     #[must_use]
     pub fn remedy(&self) -> Remedy {
         match self {

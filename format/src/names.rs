@@ -46,7 +46,7 @@ pub enum FileName {
     Segment(u64),
     /// `log/<n>.spare`: a segment file waiting to be used.
     Spare(u64),
-    /// `pages/<n>.pages`: images.
+    /// `pages/<n>.pages`: a file of images.
     Pages(u64),
     /// `pages/<n>.table`: the table of an old state that a restore record names.
     Table(u64),

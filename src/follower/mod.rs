@@ -413,8 +413,8 @@ pub struct Batches<'f> {
 }
 
 impl Follower {
-    /// The batches that come, one after the other, as an iterator. It waits for each one as [`Follower::next`] does
-    /// without a limit of time, and ends after the first error.
+    /// The batches that come, one after the other, as an iterator. It waits for each one as
+    /// [`Follower::next`] does without a limit of time, and ends after the first error.
     ///
     /// ```
     /// use remanent::{FollowFrom, Follower, Options, Store};

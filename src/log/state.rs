@@ -99,7 +99,8 @@ pub(super) struct LogState {
     /// Whether the keeper sleeps until it is woken. If not, it looks again by itself before the next frame is
     /// due, and an append saves a system call.
     pub keeper_asleep: bool,
-    /// Whether a task, or a thread with a time limit, waits for the next sync, which the keeper begins at once then.
+    /// Whether a task, or a thread with a time limit, waits for the next sync, which the keeper begins at
+    /// once then.
     pub sync_wanted: bool,
     /// Whether the last frame is a seal that covers everything before it.
     pub sealed: bool,

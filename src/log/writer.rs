@@ -285,8 +285,8 @@ impl Log {
         }
     }
 
-    /// As [`wait_durable`](Self::wait_durable), up to a time; whether the batch is durable then. The keeper syncs: a sync
-    /// cannot be given up halfway.
+    /// As [`wait_durable`](Self::wait_durable), up to a time; whether the batch is durable then. The keeper
+    /// syncs: a sync cannot be given up halfway.
     pub fn wait_durable_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
         self.ask_for_sync();
         let mut state = self.state.lock();

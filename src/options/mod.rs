@@ -15,11 +15,12 @@ pub use self::retention::Retention;
 pub use self::snapshot::SnapshotOptions;
 use crate::error::{Error, Result};
 
-/// What an acknowledgement promises; each level includes the ones before it in the log's order.
+/// What an acknowledgement promises. `Durable` includes `Logged`; a batch is `Applied` only once it is
+/// logged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Ack {
-    /// Later reads and kernels on the store's lanes see the batch. Survives nothing by itself.
+    /// Later reads and kernels on the store's lanes see the batch. Survives what `Logged` does.
     Applied,
     /// Survives the death of the process at any instruction.
     #[default]
@@ -56,15 +57,15 @@ impl fmt::Display for LogIo {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DeviceChoice {
-    /// The first GPU if this build and this machine have one, else the host. [`Recovered::device`] says which
-    /// it is, and why not a GPU.
+    /// The first GPU if this build and this machine have one, else the host. [`RecoveryReport::device`] says
+    /// which it is, and why not a GPU.
     ///
-    /// [`Recovered::device`]: crate::RecoveryReport::device
+    /// [`RecoveryReport::device`]: crate::RecoveryReport::device
     #[default]
     Auto,
     /// The GPU with this number among those that the process sees; no other will do.
     Cuda(u32),
-    /// Host memory.
+    /// Ordinary host memory.
     Host,
 }
 
@@ -112,7 +113,7 @@ pub enum Create {
     /// Create one, but only where no foreign file lies.
     #[default]
     IfEmpty,
-    /// Fail.
+    /// Fail with an error.
     Never,
 }
 
@@ -132,7 +133,7 @@ pub enum PageLoad {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Compression {
-    /// Never.
+    /// Images stay uncompressed.
     Off,
     /// Each page for itself, with zstd at its first level, if a quick test says that it saves at least 12 %.
     #[default]
@@ -281,7 +282,8 @@ impl Options {
     /// let options = Options::default().slots([DeviceChoice::Host, DeviceChoice::Host]);
     /// let store = Store::temporary(options)?;
     /// let mut batch = store.batch();
-    /// let (one, other) = (batch.create(4, Place::Device(0)).page(), batch.create(4, Place::Device(1)).page());
+    /// let one = batch.create(4, Place::Device(0)).page();
+    /// let other = batch.create(4, Place::Device(1)).page();
     /// batch.write(one, 0, b"here").write(other, 0, b"more");
     /// store.commit(batch)?;
     /// # Ok::<(), remanent::Error>(())

@@ -15,7 +15,7 @@
 //! 7. **Recycle** what neither a kept snapshot nor the log after the oldest of them needs (I8).
 //!
 //! An exact snapshot ends where it begins: pages that a batch is about to change are kept aside until
-//! they are gathered (`applier/cut.rs`), and all of phase 1 is one turn, with phase 3 in it.
+//! they are gathered (`applier/exact_cut.rs`), and all of phase 1 is one turn, with phase 3 in it.
 //!
 //! A crash in 1 to 4 leaves image files that nothing names; in 5 to 7, a snapshot that the next open
 //! publishes and verifies again. No space in 2 to 5 is a clean failure, and so is a system that is short

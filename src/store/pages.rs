@@ -18,7 +18,7 @@ use crate::options::PageLoad;
 pub struct UnloadedPages {
     /// How many there are.
     pub pages: u64,
-    /// Their bytes.
+    /// Bytes of these pages.
     pub bytes: u64,
 }
 

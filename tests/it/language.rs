@@ -132,8 +132,9 @@ fn comment_faults(source: &str) -> Vec<(usize, String)> {
         if comment.width > WIDTH_MAX && !comment.text.trim_start().starts_with('|') {
             faults.push((comment.line, format!("{} columns", comment.width)));
         }
+        // An empty first line goes on after a `#[doc]` attribute.
         let count = comment.text.split_whitespace().filter(|w| w.contains(char::is_alphanumeric)).count();
-        if ["///", "//!"].contains(&comment.mark) && !goes_on && count < FIRST_LINE_WORDS_MIN {
+        if ["///", "//!"].contains(&comment.mark) && !goes_on && (1..FIRST_LINE_WORDS_MIN).contains(&count) {
             faults.push((comment.line, format!("a first line of few words:{}", comment.text)));
         }
         before = Some(comment);

@@ -111,8 +111,8 @@ impl From<usize> for Value {
     }
 }
 
-/// What a value is, where it is of the kind asked for. Integers convert where they fit, whichever of the two kinds they
-/// were stored as; nothing else converts.
+/// What a value is, where it is of the kind asked for. Integers convert where they fit, whichever of the two
+/// kinds they were stored as; nothing else converts.
 ///
 /// ```
 /// use remanent_format::Value;
@@ -122,7 +122,7 @@ impl From<usize> for Value {
 /// assert_eq!(Value::from(0.5_f32).as_f64(), Some(0.5));
 /// ```
 impl Value {
-    /// True or false.
+    /// True or false, if it is a boolean.
     #[must_use]
     pub fn as_bool(&self) -> Option<bool> {
         if let Value::Bool(value) = self { Some(*value) } else { None }
@@ -148,19 +148,19 @@ impl Value {
         }
     }
 
-    /// A float.
+    /// A float, if it is one.
     #[must_use]
     pub fn as_f64(&self) -> Option<f64> {
         if let Value::F64(value) = self { Some(*value) } else { None }
     }
 
-    /// A text.
+    /// A text, if it is one.
     #[must_use]
     pub fn as_str(&self) -> Option<&str> {
         if let Value::String(value) = self { Some(value) } else { None }
     }
 
-    /// A run of bytes.
+    /// Bytes, if it is bytes.
     #[must_use]
     pub fn as_bytes(&self) -> Option<&[u8]> {
         if let Value::Bytes(value) = self { Some(value) } else { None }

@@ -5,7 +5,8 @@ use remanent_format::{Key, Metadata};
 use super::{BatchStep, NewPage, WriteBatch};
 use crate::error::Error;
 
-/// The creation of one page in a batch: key and metadata may follow, [`page`](Self::page) names it for later calls.
+/// The creation of one page in a batch: key and metadata may follow, [`page`](Self::page) names it for later
+/// calls.
 ///
 /// ```
 /// use remanent::{Metadata, Options, Place, Store};
@@ -31,8 +32,8 @@ impl<'b> CreatePage<'b> {
         Self { batch, step, page }
     }
 
-    /// Gives the page a key, which must be no other page's. Bytes or text of 1 to 64 bytes will do: with any other
-    /// length the commit fails with [`Error::InvalidKey`].
+    /// Gives the page a key, which must be no other page's. Bytes or text of 1 to 64 bytes will do: with any
+    /// other length the commit fails with [`Error::InvalidKey`].
     pub fn key<K>(self, key: K) -> Self
     where
         K: TryInto<Key>,

@@ -95,8 +95,8 @@ pub struct WriteBatch {
     steps: Vec<BatchStep>,
     new_pages: usize,
     expectations: Vec<(PageId, Epoch)>,
-    /// Why the batch cannot be committed: the system refused the memory for a copy of what the caller gave, or a key is
-    /// none.
+    /// Why the batch cannot be committed: the system refused the memory for a copy of what the caller gave,
+    /// or a key is none.
     refused: Option<Error>,
 }
 
@@ -169,8 +169,8 @@ impl WriteBatch {
         NewPage { batch: self.number, index: self.new_pages - 1 }
     }
 
-    /// Creates a page of `len` zeros. Key and metadata follow in the same chain, [`CreatePage::page`] names the page for
-    /// the calls after it.
+    /// Creates a page of `len` zeros. Key and metadata follow in the same chain, [`CreatePage::page`] names
+    /// the page for the calls after it.
     pub fn create(&mut self, len: u64, place: Place) -> CreatePage<'_> {
         self.step(BatchStep::Create { len, place, key: None, metadata: Metadata::new() });
         let (step, page) = (self.steps.len() - 1, self.new_page());
@@ -360,8 +360,8 @@ impl WriteBatch {
     }
 }
 
-/// Takes the operations out of a batch that calls were chained on, and leaves an empty one: so a chain can be committed
-/// as it stands.
+/// Takes the operations out of a batch that calls were chained on, and leaves an empty one: so a chain can be
+/// committed as it stands.
 ///
 /// ```
 /// use remanent::{Options, Store};

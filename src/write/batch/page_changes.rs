@@ -14,8 +14,9 @@ const BRIDGED_MAX: u64 = RANGE_COST;
 /// Elements after which a range is settled, so that it is not collected twice over.
 const SETTLED_AFTER: u64 = 4096;
 
-/// The changes of one page, collected piece by piece from its start to its end: for a page of which both versions
-/// are never in memory at once. [`WriteBatch::write_changes`] does all of it for one whose versions are.
+/// The changes of one page, collected piece by piece from its start to its end: for a page of which both
+/// versions are never in memory at once. [`WriteBatch::write_changes`] does all of it for one whose versions
+/// are.
 ///
 /// ```
 /// use remanent::{Options, PageChanges, Place, Store, Width};
@@ -171,9 +172,9 @@ impl PageChanges {
 }
 
 impl WriteBatch {
-    /// Makes the bytes of `before` on a page those of `after`, with as few bytes of log as single elements and
-    /// ranges take. Both start at the page's start and are equally long; elements are `width` bytes wide. Only what
-    /// differs is written: `before` should be what the page holds.
+    /// Makes the bytes of `before` on a page those of `after`, with as few bytes of log as single elements
+    /// and ranges take. Both start at the page's start and are equally long; elements are `width` bytes wide.
+    /// Only what differs is written: `before` should be what the page holds.
     ///
     /// ```
     /// use remanent::{Options, Place, Store, Width};
