@@ -425,7 +425,7 @@ impl Follower {
     ///     store.commit(store.batch().set_root("step", step))?;
     /// }
     /// let mut follower = Follower::open(&path, FollowFrom::Beginning)?;
-    /// for (batch, lsn) in follower.batches().zip(1..=3) {
+    /// for (lsn, batch) in (1..=3).zip(follower.batches()) {
     ///     assert_eq!(batch?.lsn().0, lsn);
     /// }
     /// assert_eq!(follower.position().lsn, store.lsn());
