@@ -313,7 +313,7 @@ impl Store {
     /// listed, too; what a writer has under way is not. Images are not read.
     ///
     /// ```
-    /// use remanent::{Options, Retention, Store};
+    /// use remanent::{Options, Retention, SnapshotOptions, Store};
     /// # let directory = tempfile::tempdir().unwrap();
     /// # let path = directory.path().join("mystore");
     /// let store = Store::open(&path, Options::default())?;

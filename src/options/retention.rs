@@ -11,7 +11,7 @@ use super::Options;
 /// place.
 ///
 /// ```
-/// use remanent::{Options, Store};
+/// use remanent::{Options, SnapshotOptions, Store};
 /// let store = Store::temporary(Options::default().snapshots_kept(1))?;
 /// store.commit({
 ///     let mut batch = store.batch();
@@ -88,7 +88,7 @@ impl Retention {
     /// Lets only the snapshots go whose names are given up; no other rule is applied.
     ///
     /// ```
-    /// use remanent::{Options, Store};
+    /// use remanent::{Options, SnapshotOptions, Store};
     /// let store = Store::temporary(Options::default())?;
     /// for name in ["first", "second"] {
     ///     store.snapshot_with(SnapshotOptions::new().name(name))?;

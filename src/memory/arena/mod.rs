@@ -161,24 +161,6 @@ impl Arena {
     /// Puts by the bytes that these allocations take of the budget, each by its place and its length. Where
     /// only retired memory stands in the way, this waits for its fences and asks once more.
     ///
-    /// ```
-    /// use std::sync::Arc;
-    /// use remanent::{Arena, Purpose};
-    /// use remanent::device::host::HostDevice;
-    /// use remanent::{Budget, Error, Place};
-    ///
-    /// let budget = Budget::default().with(Place::Host, 100);
-    /// let arena = Arena::new(Arc::new(HostDevice::new()), budget);
-    /// let reserved = arena.reserve(Purpose::Page, &[(Place::Host, 60), (Place::Host, 30)])?;
-    /// let page = reserved.allocate(Place::Host, 60)?;
-    /// // The rest is spoken for, and free again when the reservation goes.
-    /// assert_eq!(arena.available(Place::Host), 10);
-    /// drop(reserved);
-    /// assert_eq!(arena.available(Place::Host), 40);
-    /// arena.discard(page)?;
-    /// # Ok::<(), Error>(())
-    /// ```
-    ///
     /// # Errors
     /// `OverBudget` tells the sum that they ask of a place, and the bytes left there; a device error. Nothing
     /// is put by then.

@@ -338,3 +338,15 @@ fn threads_never_exceed_the_budget_together() {
     let (allocated, retired, peak, count) = usage(&arena);
     assert!((allocated, retired, count) == (0, 0, 0) && peak <= 1000, "{:?}", arena.usage(PLACE));
 }
+
+#[test]
+fn what_a_reservation_has_not_used_is_free_again_when_it_goes() {
+    let budget = Budget::default().with(Place::Host, 100);
+    let arena = Arena::new(Arc::new(HostDevice::new()), budget);
+    let reserved = arena.reserve(Purpose::Page, &[(Place::Host, 60), (Place::Host, 30)]).unwrap();
+    let page = reserved.allocate(Place::Host, 60).unwrap();
+    assert_eq!(arena.available(Place::Host), 10);
+    drop(reserved);
+    assert_eq!(arena.available(Place::Host), 40);
+    arena.discard(page).unwrap();
+}
