@@ -733,6 +733,11 @@ impl SegmentPool {
         }
     }
 
+    /// Wakes those who follow the log: a batch came to segment `number` by stores into a mapping.
+    pub fn tell_followers(&self, number: u64) {
+        self.disk.tell_watchers(FileName::Segment(number));
+    }
+
     /// Gives up one spare so that a small file finds space, if one can be spared while `ahead` segments of the log are
     /// empty. Returns whether it did.
     pub fn release_one(&self, ahead: usize, purpose: SpacePurpose) -> Result<bool> {

@@ -142,6 +142,8 @@ impl Log {
             }
         };
         let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc)?;
+        let now = state.last_append;
+        let is_to_tell = self.io == LogIo::Mapped && state.ends_silence(now);
         // A wake-up is a system call. A keeper that has yet to seal looks again in time for this frame.
         if state.dirty_since.is_none() {
             state.dirty_since = Some(state.last_append);
@@ -153,6 +155,10 @@ impl Log {
         }
         if state.watch.is_reached(state.point.lsn, state.replay_bytes()) {
             self.grown.notify_one();
+        }
+        drop(state);
+        if is_to_tell {
+            self.pool.tell_followers(point.segment);
         }
         Ok(point)
     }

@@ -87,6 +87,8 @@ struct SimCore {
     stale: Option<Stale>,
     /// Files of which something was read, so that a page cache would have them.
     read_ahead: BTreeSet<FileId>,
+    /// How often watchers were told of a file.
+    tells: u64,
 }
 
 impl SimCore {
@@ -184,6 +186,12 @@ impl SimDisk {
     /// new name. It takes none of them.
     pub fn set_name_bytes(&self, bytes: u64) {
         self.shared.lock().name_bytes = bytes;
+    }
+
+    /// How often watchers were told of a file, as if a system call had written it.
+    #[must_use]
+    pub fn tells(&self) -> u64 {
+        self.shared.lock().tells
     }
 
     /// Bytes that the files take.
@@ -296,6 +304,10 @@ impl Disk for SimDisk {
             files.chain(entries.folders.iter().map(|folder| folder.name().to_owned())).collect();
         names.sort_unstable();
         Ok(names)
+    }
+
+    fn tell_watchers(&self, _file: FileName) {
+        self.shared.lock().tells += 1;
     }
 
     fn make_folder(&self, folder: Folder) -> Result<()> {
