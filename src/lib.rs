@@ -190,7 +190,7 @@ pub use applier::pin::Pin;
 pub use catalog::SnapshotInfo;
 pub use catalog::retention::Retention;
 pub use device::{CallerMemory, DeviceBytes, RawStream};
-pub use error::{Error, Remedy, Result};
+pub use error::{Error, Remedy, Result, StoreDamage};
 pub use follower::{
     FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica, RestoredState,
 };
@@ -206,8 +206,8 @@ pub use recovery::RecoveryReport;
 pub use remanent_format::log::TornTail;
 pub use remanent_format::op::{Indices, Op};
 pub use remanent_format::{
-    Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, LogPoint, Lsn, Metadata, PageId, PageInfo,
-    Place, Position, SharedMetadata, SnapshotId, StoreId, UnknownPlace, Value, Width,
+    Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, KeyLenError, LogPoint, Lsn, Metadata, PageId,
+    PageInfo, Place, Position, SharedMetadata, SnapshotId, StoreId, UnknownPlace, Value, Width,
 };
 pub use snapshot::{PruneReport, ScrubReport, ScrubStats, SnapshotPhase, SnapshotStats};
 pub use store::{CommitReceipt, LiveView, Pages, Stats, Store, Ticket, UnloadedPages};
@@ -309,7 +309,7 @@ impl Store {
     pub fn temporary(options: Options) -> Result<Self> {
         let directory = tempfile::tempdir().map_err(|source| Error::Folder {
             action: "make",
-            path: "a temporary directory".to_owned(),
+            path: format!("a directory in {}", std::env::temp_dir().display()),
             source: Arc::new(source),
         })?;
         let device = device_of(&options)?;

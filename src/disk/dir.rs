@@ -88,7 +88,7 @@ impl DirDisk {
     fn trial_failed(&self, source: io::Error) -> Error {
         let error = self.folder_error("write past the page cache below", Folder::Log, source);
         if error.is_no_space() {
-            Error::DiskFull { file: FileName::Temporary(Folder::Log, 0), needed: GROUP_ALIGN }
+            Error::disk_full(FileName::Temporary(Folder::Log, 0), GROUP_ALIGN)
         } else {
             error
         }

@@ -153,7 +153,7 @@ impl Follower {
         // I7: the log is durable up to the end of a snapshot that is published.
         let mut follower = Self::at(disk, store.clone(), end, redo, position);
         while follower.position.lsn < end {
-            follower.next(Duration::MAX)?;
+            follower.wait_for_batch(Duration::MAX)?;
         }
         Ok(follower)
     }
@@ -207,6 +207,10 @@ impl Follower {
     pub fn next(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
         // A child would take what the system tells the parent.
         self.opener.check()?;
+        self.wait_for_batch(timeout).map_err(|error| error.in_store(&self.disk.label()))
+    }
+
+    fn wait_for_batch(&mut self, timeout: Duration) -> Result<Option<FollowedBatch>> {
         let deadline = Instant::now().checked_add(timeout);
         let mut pauses = Pauses::new();
         loop {

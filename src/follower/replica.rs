@@ -42,7 +42,7 @@ impl Replica {
     #[doc(hidden)]
     pub fn from_snapshot_on(disk: &Arc<dyn Disk>) -> Result<Self> {
         // Whatever goes wrong while the snapshot is recycled: a newer one is there.
-        ask(
+        let asked = ask(
             disk,
             Lsn(1),
             |_| true,
@@ -51,7 +51,8 @@ impl Replica {
                 None if survey.log.beginning().is_some() => Ok(Self::default()),
                 None => Err(missing(disk, LogPoint { segment: 1, ..LogPoint::default() })),
             },
-        )
+        );
+        asked.map_err(|error| error.in_store(&disk.label()))
     }
 
     fn load(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<Self> {

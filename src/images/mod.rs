@@ -338,7 +338,7 @@ fn new_image(info: &PageInfo, bytes: &[u8], frames: Option<&[u8]>) -> NewImage {
 
 /// Where images are made, no space is a clean failure.
 fn no_space(number: u64, needed: u64, error: Error) -> Error {
-    if error.is_no_space() { Error::DiskFull { file: FileName::Pages(number), needed } } else { error }
+    if error.is_no_space() { Error::disk_full(FileName::Pages(number), needed) } else { error }
 }
 
 #[cfg(test)]

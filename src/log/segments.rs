@@ -335,7 +335,7 @@ impl SegmentPool {
                 // The maker may have been faster.
                 Err(Error::DiskFull { .. }) if self.is_held(ahead, purpose) => break,
                 Err(Error::DiskFull { needed, .. }) => {
-                    return Err(Error::DiskFull { file: FileName::Segment(number), needed });
+                    return Err(Error::disk_full(FileName::Segment(number), needed));
                 }
                 Err(error) => return Err(error),
             }
@@ -376,7 +376,7 @@ impl SegmentPool {
         }
         let needed = len.saturating_add(lacking.saturating_mul(self.first_len()));
         if self.free_bytes() < needed {
-            return Err(Error::DiskFull { file: FileName::Segment(number), needed });
+            return Err(Error::disk_full(FileName::Segment(number), needed));
         }
         Ok(())
     }
@@ -564,11 +564,7 @@ impl SegmentPool {
         let temporary = FileName::Temporary(Folder::Log, number);
         let remove = |_: &Error| self.remove_unfinished(temporary);
         make(temporary).and_then(|made| write(made).inspect_err(remove)).map_err(|error| {
-            if error.is_no_space() {
-                Error::DiskFull { file: FileName::Segment(number), needed: len }
-            } else {
-                error
-            }
+            if error.is_no_space() { Error::disk_full(FileName::Segment(number), len) } else { error }
         })
     }
 
@@ -580,9 +576,9 @@ impl SegmentPool {
 
     /// No space for the name is a clean failure: nothing has changed.
     fn rename(&self, source: FileName, target: FileName) -> Result<()> {
-        self.disk.rename(source, target).map_err(|error| {
-            if error.is_no_space() { Error::DiskFull { file: target, needed: FOLDER_BLOCK } } else { error }
-        })
+        self.disk
+            .rename(source, target)
+            .map_err(|error| if error.is_no_space() { Error::disk_full(target, FOLDER_BLOCK) } else { error })
     }
 
     /// Gives the opening segment `number`, which is wholly written and synced, its name, for good. A spare gives way

@@ -14,12 +14,11 @@
 //! Lock order: the store's submission lock, then `growth`, then `state`. The keeper takes no submission
 //! lock, so a committer that waits for a sync cannot block it.
 
-use std::io;
 use std::sync::Arc;
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, frame_len};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
-use remanent_format::{FileName, LogPoint, Lsn, StoreId};
+use remanent_format::{LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentPool, SpacePurpose};
 use super::state::{AHEAD, DirtyRange, LogStart, LogState, LogStats, Room, live};
@@ -103,11 +102,7 @@ impl Log {
             let _heard_of = LogThreadGuard(&log);
             life(&log);
         });
-        let thread = thread.map_err(|error| Error::Folder {
-            action: "start the log's threads for",
-            path: "the store".to_owned(),
-            source: Arc::new(error),
-        })?;
+        let thread = thread.map_err(|error| Error::thread("one of the log's threads", error))?;
         self.threads.lock().push(thread);
         Ok(())
     }
@@ -502,8 +497,7 @@ impl Drop for SyncGuard<'_> {
     /// Whoever waits for it goes on: it is durable, or the log has failed, or one of them syncs.
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let file = FileName::Segment(self.log.current_segment());
-            self.log.fail(Error::io("sync", file, None, io::Error::other("a thread panicked")));
+            self.log.fail(Error::panicked("a thread that syncs the log"));
         }
         let mut state = self.log.state.lock();
         state.syncing = false;
@@ -531,8 +525,7 @@ struct LogThreadGuard<'a>(&'a Log);
 impl Drop for LogThreadGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let file = FileName::Segment(self.0.current_segment());
-            self.0.fail(Error::io("go on with", file, None, io::Error::other("a thread panicked")));
+            self.0.fail(Error::panicked("one of the log's threads"));
         }
     }
 }

@@ -61,10 +61,7 @@ impl LoggedBatch {
 
 impl From<ProducerPanic> for Error {
     fn from(_: ProducerPanic) -> Self {
-        Error::Device {
-            reason: "the thread that reads the log ahead panicked".to_owned(),
-            context_lost: false,
-        }
+        Error::panicked("the thread that reads the log ahead")
     }
 }
 

@@ -412,7 +412,7 @@ impl Snapshots {
 /// What a snapshot needs that does not fit: the images that it writes, and not only those of the chunk that failed.
 fn needing(bytes: u64, error: Error) -> Error {
     match error {
-        Error::DiskFull { file, needed } => Error::DiskFull { file, needed: needed.max(bytes) },
+        Error::DiskFull { file, needed, store } => Error::DiskFull { file, needed: needed.max(bytes), store },
         error => error,
     }
 }

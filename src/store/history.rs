@@ -32,7 +32,7 @@ impl Store {
     /// not `verified`: the next one makes up for it.
     pub fn snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
-        self.parts.snapshots.take(SnapshotRequest::default())
+        self.in_store(self.parts.snapshots.take(SnapshotRequest::default()))
     }
 
     /// Takes a snapshot as [`Store::snapshot`] does, and returns when it is published: it is durable then, and what
@@ -56,7 +56,7 @@ impl Store {
     /// As for [`Store::snapshot`].
     pub fn publish_snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
-        self.parts.snapshots.take_unverified(SnapshotRequest::default())
+        self.in_store(self.parts.snapshots.take_unverified(SnapshotRequest::default()))
     }
 
     /// Waits until all snapshots that are published are verified, and what they take the place of is removed.
@@ -71,7 +71,7 @@ impl Store {
         if catalog.snapshots.values().all(|kept| kept.info.verified) {
             return Ok(());
         }
-        snapshots.finish(&mut catalog)
+        self.in_store(snapshots.finish(&mut catalog))
     }
 
     /// Takes a snapshot of the state at one moment: that of the newest batch submitted before the call, or of
@@ -97,7 +97,9 @@ impl Store {
     /// [`Error::OutOfMemory`] change nothing; any other failure poisons the store.
     pub fn snapshot_exact(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
-        self.parts.snapshots.take(SnapshotRequest { exact: true, ..SnapshotRequest::default() })
+        self.in_store(
+            self.parts.snapshots.take(SnapshotRequest { exact: true, ..SnapshotRequest::default() }),
+        )
     }
 
     /// Waits until so many snapshots have ended since the store was opened, well or not: for tests, which
@@ -126,7 +128,7 @@ impl Store {
         if let Some(holder) = holder {
             return Err(Error::NameTaken { name: name.to_owned(), snapshot: holder.info.id });
         }
-        self.parts.snapshots.take_named(&mut catalog, name.to_owned())
+        self.in_store(self.parts.snapshots.take_named(&mut catalog, name.to_owned()))
     }
 
     /// What the store keeps of the past: the rules of the options with which it was opened.
@@ -142,7 +144,7 @@ impl Store {
     /// What the system says.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         self.check_process()?;
-        self.parts.snapshots.would_prune(retention)
+        self.in_store(self.parts.snapshots.would_prune(retention))
     }
 
     /// As [`Store::would_prune_at`], on any disk: the way in for tests, which bring simulated ones.
@@ -184,7 +186,7 @@ impl Store {
             // Who prunes wants the space, and not segments that are ready.
             snapshots.pool.release_surplus().map(|_| pruned)
         });
-        pruned.map_err(|error| if error.is_passing() { error } else { poison.set(error) })
+        self.in_store(pruned.map_err(|error| if error.is_passing() { error } else { poison.set(error) }))
     }
 
     /// The snapshots kept, oldest first; none in a forked child. It waits for nothing: one that is being taken is not
@@ -206,7 +208,7 @@ impl Store {
         self.parts.poison.check()?;
         let mut catalog = self.parts.snapshots.catalog.lock();
         let end = catalog.snapshots.get(&snapshot).ok_or(Error::NoSnapshot { snapshot })?.info.end;
-        self.restore(end, &mut catalog)
+        self.in_store(self.restore(end, &mut catalog))
     }
 
     /// Takes all pages and the root back to the state right behind batch `lsn`. This goes forward: it is one
@@ -237,13 +239,14 @@ impl Store {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutsideWindow`], [`Error::Damaged`], [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::DiskFull`],
+    /// [`Error::OutsideWindow`], [`Error::Damaged`], [`Error::Overtaken`] if a file that the state is made of is gone,
+    /// [`Error::OverBudget`], [`Error::OutOfMemory`], [`Error::DiskFull`],
     /// [`Error::Io`] where the system is short of something and, while any page is leased or pinned, [`Error::Leased`]
     /// change nothing; a failure later poisons the store, whose directory then holds the restored state.
     pub fn restore_to(&self, lsn: Lsn) -> Result<Position> {
         self.check_process()?;
         let mut catalog = self.parts.snapshots.catalog.lock();
-        self.restore(lsn, &mut catalog)
+        self.in_store(self.restore(lsn, &mut catalog))
     }
 
     fn restore(&self, lsn: Lsn, catalog: &mut Catalog) -> Result<Position> {

@@ -93,7 +93,7 @@ impl Store {
         } = opened;
         recovered.log_io = log_io_reason;
         disk.keep_folders_open()?;
-        let poison = Arc::new(Poison::default());
+        let poison = Arc::new(Poison::none_in(disk.label()));
         // That of the applier alone: from it snapshots are taken.
         applied.table.watch(changed);
         let log = Log::start(store.store, log_io, pool.clone(), poison.clone(), log)?;

@@ -261,7 +261,7 @@ impl Disk for SimDisk {
     fn lock(&self) -> Result<Box<dyn DiskLock>> {
         let mut shared = self.shared.lock();
         if shared.locked {
-            return Err(Error::Locked { holder: "this process".to_owned() });
+            return Err(Error::Locked { holder: "this process".to_owned(), store: None });
         }
         shared.locked = true;
         Ok(Box::new(SimLock::new(self, SimLockKind::Store)))
