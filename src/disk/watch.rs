@@ -21,7 +21,7 @@ use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 
 use super::{PlainSleep, Watch};
 use crate::base::process::{ForkGuard, PerProcess};
-use crate::base::sync::thread;
+use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex};
 
 /// What a write makes, and what a writer does that tells of stores into a mapping.
@@ -98,7 +98,7 @@ impl Hub {
         let watch = inotify::add_watch(&*inotify, path, names | writes | WatchFlags::ONLYDIR)?;
         let news = Arc::new(WatchState::default());
         let (source, told) = (inotify.clone(), news.clone());
-        thread::Builder::new().name("remanent-watch".to_owned()).spawn(move || report(&source, &told))?;
+        threads::start("remanent-watch", move || report(&source, &told))?;
         Ok(Self { inotify, watch, news })
     }
 }

@@ -26,8 +26,8 @@ use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::poison::Poison;
 use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::error::{Error, Result};
 use crate::options::LogIo;
@@ -98,7 +98,7 @@ impl Log {
 
     fn spawn(self: &Arc<Self>, name: &str, life: impl FnOnce(&Self) + Send + 'static) -> Result<()> {
         let log = self.clone();
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
+        let thread = threads::start(name, move || {
             let _heard_of = LogThreadGuard(&log);
             life(&log);
         });
