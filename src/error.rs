@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::ops::Deref;
 use std::sync::Arc;
 
 use remanent_format::{
@@ -36,7 +37,7 @@ pub enum Error {
         file: FileName,
         /// The offset in the file, in bytes, where one is known.
         offset: Option<u64>,
-        /// The store's directory, where a store was being opened.
+        /// The store's directory.
         store: Option<Arc<str>>,
         /// What the system said.
         source: Arc<io::Error>,
@@ -55,21 +56,52 @@ pub enum Error {
     /// returns. Batches that only delete have a reserve; what pages took that were deleted comes back with
     /// the next [snapshot](crate::Store::snapshot), once no kept snapshot needs it:
     /// [`Store::prune`](crate::Store::prune) gives up older ones.
-    #[error("no space for {file} ({needed} bytes): free some space or delete pages, then try again")]
+    #[error(
+        "no space for {file}{} ({needed} bytes): free some space or delete pages, then try again",
+        StoreDisplay(.store.as_deref())
+    )]
     DiskFull {
         /// The file that could not be made.
         file: FileName,
         /// Bytes that it needs.
         needed: u64,
+        /// The store's directory.
+        store: Option<Arc<str>>,
     },
     /// Bytes on disk are not what they should be, and more than a torn tail.
-    #[error("the store is damaged: {0}; `remanent verify` lists all damage")]
-    Damaged(Box<Damage>),
+    #[error("the store{store} is damaged: {0}; `remanent verify` lists all damage", store = PathDisplay(.0.store.as_deref()))]
+    Damaged(Box<StoreDamage>),
     /// Another process, or another handle in this one, has the store open.
-    #[error("the store is open in {holder}")]
+    #[error("the store{} is open in {holder}", PathDisplay(.store.as_deref()))]
     Locked {
         /// The holder, as it described itself.
         holder: String,
+        /// The store's directory.
+        store: Option<Arc<str>>,
+    },
+    /// A thread could not be started. Nothing happened.
+    #[error("cannot start {thread}{}: {source}", StoreDisplay(.store.as_deref()))]
+    Thread {
+        /// The thread.
+        thread: &'static str,
+        /// The store's directory.
+        store: Option<Arc<str>>,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+    /// A thread panicked, so that its work is left half done.
+    #[error("{thread}{} panicked", StoreDisplay(.store.as_deref()))]
+    Panicked {
+        /// The thread.
+        thread: &'static str,
+        /// The store's directory.
+        store: Option<Arc<str>>,
+    },
+    /// The system gave no random bytes, of which identities are made. Nothing happened.
+    #[error("cannot draw random bytes for an identity: {source}")]
+    Randomness {
+        /// What the system said.
+        source: Arc<io::Error>,
     },
     /// The handle was inherited by a forked child. Only the process that opened a store may use it.
     #[error("the store was opened by process {opener}; a forked child must open it itself")]
@@ -117,15 +149,15 @@ pub enum Error {
         /// The id asked for.
         page: PageId,
     },
+    /// A key cannot be that long, or that short.
+    #[error(transparent)]
+    InvalidKey(#[from] KeyLenError),
     /// No page has this key.
     #[error("there is no page with key {key}")]
     UnknownKey {
         /// The key in question.
         key: Key,
     },
-    /// The bytes given as a key are none.
-    #[error(transparent)]
-    InvalidKey(#[from] KeyLenError),
     /// The range does not lie within the page.
     #[error("bytes {offset}..{offset}+{len} are outside page {page}, which is {page_len} bytes long")]
     OutOfBounds {
@@ -309,6 +341,30 @@ pub enum Error {
     Closed,
 }
 
+/// Damage, and the store that it was found in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StoreDamage {
+    /// What is damaged, and where.
+    pub damage: Damage,
+    /// The store's directory.
+    pub store: Option<Arc<str>>,
+}
+
+impl Deref for StoreDamage {
+    type Target = Damage;
+
+    fn deref(&self) -> &Damage {
+        &self.damage
+    }
+}
+
+impl fmt::Display for StoreDamage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.damage.fmt(f)
+    }
+}
+
 /// What helps against an [`Error`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -355,12 +411,12 @@ impl Error {
         match self {
             Error::UnknownPage { .. }
             | Error::UnknownKey { .. }
+            | Error::InvalidKey(_)
             | Error::OutOfBounds { .. }
             | Error::KeyTaken { .. }
             | Error::InvalidOperation { .. }
             | Error::InvalidOption { .. }
             | Error::Limit { .. }
-            | Error::InvalidKey(_)
             | Error::PlaceUnavailable { .. }
             | Error::DeviceUnavailable { .. }
             | Error::StreamRefused { .. }
@@ -384,9 +440,11 @@ impl Error {
             Error::Io { source, .. } | Error::Folder { source, .. } if is_the_systems(source) => {
                 Remedy::Permit
             }
-            Error::Io { .. } | Error::Folder { .. } | Error::Device { context_lost: false, .. } => {
-                Remedy::Reopen
-            }
+            Error::Thread { .. } | Error::Randomness { .. } => Remedy::Permit,
+            Error::Io { .. }
+            | Error::Folder { .. }
+            | Error::Panicked { .. }
+            | Error::Device { context_lost: false, .. } => Remedy::Reopen,
             Error::Device { context_lost: true, .. } => Remedy::NewProcess,
             Error::Overtaken { .. } | Error::Diverged { .. } => Remedy::StartOver,
             Error::Damaged(_) => Remedy::Inspect,
@@ -436,18 +494,43 @@ impl Error {
         Error::Io { action, file, offset, store: None, source: Arc::new(source) }
     }
 
-    /// The error with the directory of the store that was being opened.
+    /// There is no space for a file of so many bytes.
     #[must_use]
-    pub(crate) fn in_store(self, directory: &str) -> Self {
+    pub(crate) fn disk_full(file: FileName, needed: u64) -> Self {
+        Error::DiskFull { file, needed, store: None }
+    }
+
+    /// A thread could not be started.
+    #[must_use]
+    pub(crate) fn thread(thread: &'static str, source: io::Error) -> Self {
+        Error::Thread { thread, store: None, source: Arc::new(source) }
+    }
+
+    /// A thread panicked.
+    #[must_use]
+    pub(crate) fn panicked(thread: &'static str) -> Self {
+        Error::Panicked { thread, store: None }
+    }
+
+    /// The error with the directory of the store that it is about. What is in [`Error::Poisoned`] has it
+    /// since the store was poisoned.
+    #[must_use]
+    pub(crate) fn in_store(mut self, directory: &str) -> Self {
+        if let Some(store @ None) = self.store_mut() {
+            *store = Some(directory.into());
+        }
+        self
+    }
+
+    fn store_mut(&mut self) -> Option<&mut Option<Arc<str>>> {
         match self {
-            Error::Io { action, file, offset, store: None, source } => {
-                Error::Io { action, file, offset, store: Some(directory.into()), source }
-            }
-            // A thread that could not be started.
-            Error::Folder { action, path, source } if path == "the store" => {
-                Error::Folder { action, path: format!("the store in {directory}"), source }
-            }
-            error => error,
+            Error::Io { store, .. }
+            | Error::DiskFull { store, .. }
+            | Error::Locked { store, .. }
+            | Error::Thread { store, .. }
+            | Error::Panicked { store, .. } => Some(store),
+            Error::Damaged(damage) => Some(&mut damage.store),
+            _ => None,
         }
     }
 
@@ -457,8 +540,9 @@ impl Error {
     #[must_use]
     pub(crate) fn is_shortage(&self) -> bool {
         match self {
-            Error::Io { action, source, .. } | Error::Folder { action, source, .. } => {
-                *action != "sync" && source.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
+            Error::Io { action: "sync", .. } | Error::Folder { action: "sync", .. } => false,
+            Error::Io { source, .. } | Error::Folder { source, .. } | Error::Thread { source, .. } => {
+                source.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
             }
             _ => false,
         }
@@ -500,7 +584,7 @@ impl From<Damage> for Error {
             Defect::Shortage { errno } => {
                 Error::io("read", damage.file, Some(damage.offset), io::Error::from_raw_os_error(errno))
             }
-            _ => Error::Damaged(Box::new(damage)),
+            _ => Error::Damaged(Box::new(StoreDamage { damage, store: None })),
         }
     }
 }
@@ -574,6 +658,15 @@ struct StoreDisplay<'a>(Option<&'a str>);
 impl fmt::Display for StoreDisplay<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |store| write!(f, " of the store in {store}"))
+    }
+}
+
+/// Shows where a store lies.
+struct PathDisplay<'a>(Option<&'a str>);
+
+impl fmt::Display for PathDisplay<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |store| write!(f, " in {store}"))
     }
 }
 

@@ -195,7 +195,7 @@ pub use applier::lease::Lease;
 pub use applier::pin::Pin;
 pub use catalog::SnapshotInfo;
 pub use device::{CallerMemory, DeviceBytes, RawStream};
-pub use error::{Error, Remedy, Result};
+pub use error::{Error, Remedy, Result, StoreDamage};
 pub use follower::{
     Batches, FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica,
     RestoredState,
@@ -340,7 +340,7 @@ impl Store {
     pub fn temporary(options: Options) -> Result<Self> {
         let directory = tempfile::tempdir().map_err(|source| Error::Folder {
             action: "make",
-            path: "a temporary directory".to_owned(),
+            path: format!("a directory in {}", std::env::temp_dir().display()),
             source: Arc::new(source),
         })?;
         let device = device_of(&options)?;

@@ -36,8 +36,8 @@ pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 use self::queue::Requests;
 use self::worker::Worker;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
-use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
@@ -83,6 +83,19 @@ pub(crate) struct AppliedState {
     pub cut: Option<ExactCut>,
     /// Pages that a snapshot has gathered in part.
     pub catches: HashMap<PageId, Catch>,
+}
+
+impl AppliedState {
+    /// Gives back the memory of all pages, of a store that does not open after all. No list names it any
+    /// more.
+    pub fn give_back(self, arena: &Arena) {
+        let loaded = self.memory.into_items().map(|(_, memory)| memory);
+        for memory in loaded.chain(self.unloaded.take_memory()) {
+            if let Err(error) = arena.discard(memory) {
+                tracing::warn!(%error, "cannot give page memory back");
+            }
+        }
+    }
 }
 
 /// The parts of a store that the applier works with.
@@ -175,18 +188,22 @@ impl Applier {
             unloaded: applied.unloaded.clone(),
             thread: Mutex::new(None),
         });
-        let thread = thread::Builder::new().name("remanent-apply".to_owned()).spawn({
-            let shared = applier.clone();
+        let arena = parts.arena.clone();
+        // Where the thread is not started, the pages are still here to be given back.
+        let handed = Arc::new(Mutex::new(Some(applied)));
+        let thread = threads::start("remanent-apply", {
+            let (shared, handed) = (applier.clone(), handed.clone());
             move || {
                 let _end_guard = ApplierGuard(shared.clone());
+                let Some(applied) = handed.lock().take() else { return };
                 let wait_logged = Box::new(wait_logged);
                 Worker::new(shared, parts, wait_logged, applied).run();
             }
         });
-        let thread = thread.map_err(|error| Error::Folder {
-            action: "start the applier's thread for",
-            path: "the store".to_owned(),
-            source: Arc::new(error),
+        let thread = thread.map_err(|error| {
+            let applied = handed.lock().take();
+            applied.into_iter().for_each(|applied| applied.give_back(&arena));
+            Error::thread("the applier's thread", error)
         })?;
         *applier.thread.lock() = Some(thread);
         Ok(applier)
@@ -357,8 +374,7 @@ struct ApplierGuard(Arc<Applier>);
 impl Drop for ApplierGuard {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let reason = "the applier's thread panicked".to_owned();
-            self.0.poison.set(Error::Device { reason, context_lost: false });
+            self.0.poison.set(Error::panicked("the applier's thread"));
             self.0.progress(|progress| progress.lost = true);
         }
         self.0.requests.end();

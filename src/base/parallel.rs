@@ -10,6 +10,7 @@ use std::sync::mpsc;
 use std::thread::ScopedJoinHandle;
 
 use crate::base::sync::thread;
+use crate::base::sync::threads;
 
 /// The number of threads that can run at once, but at most `at_most`.
 pub(crate) fn threads(at_most: usize) -> usize {
@@ -52,7 +53,7 @@ pub(crate) fn map_indexed<W, T: Send, E: Send>(
     };
     let mut done = std::thread::scope(|scope| {
         let helpers: Vec<_> = (1..threads.min(count))
-            .map_while(|_| std::thread::Builder::new().spawn_scoped(scope, run).ok())
+            .map_while(|_| threads::start_scoped(scope, "remanent-crew", run).ok())
             .collect();
         let mut done = run();
         for helper in helpers {
@@ -86,8 +87,7 @@ pub(crate) fn join<A: Send, B>(there: impl FnOnce() -> A + Send, here: impl FnOn
     let run = || there.lock().unwrap_or_else(PoisonError::into_inner).take().map(|there| there());
     let (done, here) = std::thread::scope(|scope| {
         let may_start = threads(2) > 1;
-        let helper = may_start
-            .then(|| std::thread::Builder::new().name("remanent-both".to_owned()).spawn_scoped(scope, run));
+        let helper = may_start.then(|| threads::start_scoped(scope, "remanent-both", run));
         let here = here();
         let join = |helper: ScopedJoinHandle<'_, _>| {
             helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -119,8 +119,9 @@ pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
         let (sender, pieces) = mpsc::sync_channel(count_max);
         let make = &make;
         let maker = (threads > 1).then(|| {
-            let maker = std::thread::Builder::new().name("remanent-ahead".to_owned());
-            maker.spawn_scoped(scope, move || make(&mut |piece| sender.send(piece).is_ok()))
+            threads::start_scoped(scope, "remanent-ahead", move || {
+                make(&mut |piece| sender.send(piece).is_ok())
+            })
         });
         let Some(Ok(maker)) = maker else {
             let mut taken = Ok(());

@@ -9,12 +9,21 @@ use crate::error::{Error, Result};
 
 /// The error that poisons a store: set once, by the first thread that fails.
 #[derive(Debug, Default)]
-pub(crate) struct Poison(OnceLock<Arc<Error>>);
+pub(crate) struct Poison {
+    cause: OnceLock<Arc<Error>>,
+    /// The store's directory.
+    store: String,
+}
 
 impl Poison {
+    /// A sound store in this directory.
+    pub fn none_in(store: String) -> Self {
+        Self { cause: OnceLock::new(), store }
+    }
+
     /// Fails if the store is poisoned.
     pub fn check(&self) -> Result<()> {
-        self.0.get().map_or(Ok(()), |cause| Err(Error::Poisoned(cause.clone())))
+        self.cause.get().map_or(Ok(()), |cause| Err(Error::Poisoned(cause.clone())))
     }
 
     /// Poisons the store, unless it is already poisoned, and returns the error that every caller sees from
@@ -22,17 +31,18 @@ impl Poison {
     pub fn set(&self, error: Error) -> Error {
         let error = match error {
             Error::Poisoned(cause) => cause,
-            error => Arc::new(error),
+            error => Arc::new(error.in_store(&self.store)),
         };
-        if self.0.set(error.clone()).is_ok() {
+        if self.cause.set(error.clone()).is_ok() {
             tracing::error!(%error, remedy = ?error.remedy(), "the store is poisoned");
         }
-        Error::Poisoned(self.0.get().unwrap_or(&error).clone())
+        Error::Poisoned(self.cause.get().unwrap_or(&error).clone())
     }
 
-    /// Poisons the store if a call to the device failed. Every other error is for the caller alone.
+    /// Poisons the store if a call to the device failed or a thread panicked. Every other error is for the
+    /// caller alone.
     pub fn set_by_device(&self, error: Error) -> Error {
-        if matches!(error, Error::Device { .. }) { self.set(error) } else { error }
+        if matches!(error, Error::Device { .. } | Error::Panicked { .. }) { self.set(error) } else { error }
     }
 }
 
@@ -46,8 +56,7 @@ pub(crate) struct PanicPoisons {
 impl Drop for PanicPoisons {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let reason = format!("the {} panicked", self.thread);
-            self.poison.set(Error::Device { reason, context_lost: false });
+            self.poison.set(Error::panicked(self.thread));
         }
     }
 }

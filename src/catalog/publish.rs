@@ -113,7 +113,7 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
     let rename = |()| disk.rename(temporary, file);
     let written = disk.create(temporary).and_then(|open| write(open).and_then(rename).inspect_err(remove));
     written.map_err(|error| {
-        if error.is_no_space() { Error::DiskFull { file, needed: byte_len(bytes) as u64 } } else { error }
+        if error.is_no_space() { Error::disk_full(file, byte_len(bytes) as u64) } else { error }
     })?;
     disk.sync_folder(file.folder())
 }

@@ -115,14 +115,15 @@ pub trait Device: Any + Send + Sync {
     /// host.
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes>;
 
-    /// Whether [`Device::read_now`] reads: lists run inside `submit`, and memory of pages is the host's.
+    /// Whether [`Device::read_now`] may read any memory.
     fn reads_now(&self) -> bool {
         false
     }
 
     /// Copies bytes of page memory from `offset` on to `out`, on the caller's thread and while lanes go on.
-    /// The bytes are those of one moment between two commands. Returns whether it did: not where the memory
-    /// has been released, or is shorter.
+    /// The bytes are those of one moment between two commands. Returns at once whether it did: not where the
+    /// memory has been released, is shorter, or does not lie in memory of the host, nor where a list that may
+    /// write to it has yet to pass.
     fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
         let _ = (memory, offset, out);
         false

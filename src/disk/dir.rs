@@ -88,7 +88,7 @@ impl DirDisk {
     fn trial_failed(&self, source: io::Error) -> Error {
         let error = self.folder_error("write past the page cache below", Folder::Log, source);
         if error.is_no_space() {
-            Error::DiskFull { file: FileName::Temporary(Folder::Log, 0), needed: GROUP_ALIGN }
+            Error::disk_full(FileName::Temporary(Folder::Log, 0), GROUP_ALIGN)
         } else {
             error
         }
@@ -267,6 +267,15 @@ impl Disk for DirDisk {
 
     fn watch(&self, folder: Folder) -> Box<dyn Watch> {
         watch::watch(&self.folder_path(folder))
+    }
+
+    /// Closing a file that was open for writing is an event. It costs two system calls and changes nothing on
+    /// disk.
+    fn tell_watchers(&self, file: FileName) {
+        refuse_lock_file(file);
+        if let Err(error) = OpenOptions::new().write(true).open(self.file_path(file)) {
+            tracing::debug!(%error, %file, "followers are not told of a batch");
+        }
     }
 
     fn refuses(&self, io: LogIo) -> Result<Option<String>> {

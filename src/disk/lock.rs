@@ -61,7 +61,9 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
         .map_err(failed("open"))?;
     match rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}
-        Err(Errno::AGAIN | Errno::ACCESS) => return Err(Error::Locked { holder: holder(&file) }),
+        Err(Errno::AGAIN | Errno::ACCESS) => {
+            return Err(Error::Locked { holder: holder(&file), store: None });
+        }
         Err(errno) => return Err(failed("lock")(errno.into())),
     }
     // 3. The description, for a process that is refused from now on. It need not survive anything, and may be
@@ -118,6 +120,7 @@ impl RegistryEntry {
         if !LOCKED_HERE.get().lock().insert(directory) {
             return Err(Error::Locked {
                 holder: format!("this process ({})", Description::of_this_process()),
+                store: None,
             });
         }
         Ok(Self { directory })
@@ -243,7 +246,7 @@ mod tests {
     fn holder_of(directory: &Path) -> Option<String> {
         match acquire(directory) {
             Ok(_) => None,
-            Err(Error::Locked { holder }) => Some(holder),
+            Err(Error::Locked { holder, .. }) => Some(holder),
             Err(error) => panic!("{error}"),
         }
     }

@@ -169,6 +169,13 @@ pub trait Disk: Any + Send + Sync {
         Box::new(PlainSleep)
     }
 
+    /// Has every [watch](Self::watch) of the folder end its wait, in all processes, as if `file` had been
+    /// written by a system call. The file stays as it is. Stores into a mapping make no event of their own.
+    /// An advice: where it cannot be followed, watchers look of their own accord.
+    fn tell_watchers(&self, file: FileName) {
+        let _ = file;
+    }
+
     /// Why a log here must not be written this way, if so. Buffered is always possible.
     ///
     /// # Errors
@@ -313,7 +320,8 @@ pub trait Window: Send + Sync {
 
 /// Waits for changes in a folder.
 pub trait Watch: Send {
-    /// Whether changes end a wait early. Stores into a mapping never do.
+    /// Whether changes end a wait early. Stores into a mapping do not, unless the writer
+    /// [tells](Disk::tell_watchers).
     fn tells(&self) -> bool;
 
     /// Waits until something changes, or for `timeout`. Returns whether names changed, or may have changed.

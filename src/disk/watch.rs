@@ -4,8 +4,9 @@
 //! and one thread that reads from it ([`Hub`]). A forked child has no such thread, and the parent's watch
 //! belongs to the parent: the child begins with none.
 //!
-//! This is a help and no promise. Stores into a mapping make no event, and some file systems make none at
-//! all. Where the system has no more watches to give, a wait takes its whole time.
+//! This is a help and no promise. Stores into a mapping make no event, so their writer makes one
+//! ([`super::Disk::tell_watchers`]), and some file systems make none at all. Where the system has no more
+//! watches to give, a wait takes its whole time.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,8 +22,11 @@ use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 
 use super::{PlainSleep, Watch};
 use crate::base::process::{ForkGuard, PerProcess};
-use crate::base::sync::thread;
+use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex};
+
+/// What a write makes, and what a writer does that tells of stores into a mapping.
+const WRITES: ReadFlags = ReadFlags::MODIFY.union(ReadFlags::CLOSE_WRITE);
 
 /// Room for a few dozen events at a time.
 const EVENTS_LEN: usize = 4096;
@@ -91,10 +95,11 @@ impl Hub {
     fn start(path: &Path) -> io::Result<Self> {
         let inotify = Arc::new(inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?);
         let names = WatchFlags::CREATE | WatchFlags::MOVED_FROM | WatchFlags::MOVED_TO | WatchFlags::DELETE;
-        let watch = inotify::add_watch(&*inotify, path, names | WatchFlags::MODIFY | WatchFlags::ONLYDIR)?;
+        let writes = WatchFlags::MODIFY | WatchFlags::CLOSE_WRITE;
+        let watch = inotify::add_watch(&*inotify, path, names | writes | WatchFlags::ONLYDIR)?;
         let news = Arc::new(WatchState::default());
         let (source, told) = (inotify.clone(), news.clone());
-        thread::Builder::new().name("remanent-watch".to_owned()).spawn(move || report(&source, &told))?;
+        threads::start("remanent-watch", move || report(&source, &told))?;
         Ok(Self { inotify, watch, news })
     }
 }
@@ -151,7 +156,7 @@ fn drain(inotify: &OwnedFd) -> rustix::io::Result<WatchEvents> {
     loop {
         match events.next() {
             Ok(event) => {
-                heard.names |= event.events() != ReadFlags::MODIFY;
+                heard.names |= !WRITES.contains(event.events());
                 heard.is_over |= event.events().contains(ReadFlags::IGNORED);
             }
             Err(rustix::io::Errno::INTR) => {}
@@ -193,6 +198,10 @@ impl Watch for Subscription {
 
 #[cfg(test)]
 mod tests {
+    use remanent_format::{FileName, Folder};
+
+    use super::super::Disk;
+    use super::super::dir::DirDisk;
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
@@ -211,6 +220,27 @@ mod tests {
         std::fs::remove_file(directory.path().join("new")).unwrap();
         assert!(watches.iter_mut().all(|watch| watch.wait(LONG)));
         assert!(!watches[0].wait(Duration::ZERO), "what was heard is not heard again");
+    }
+
+    #[test]
+    fn a_writer_that_tells_is_heard_and_changes_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let disk = DirDisk::new(directory.path());
+        let file = FileName::Temporary(Folder::Root, 1);
+        disk.create(file).unwrap().write_at(0, b"bytes").unwrap();
+        let path = directory.path().join(file.name());
+        let metadata = || std::fs::metadata(&path).unwrap();
+        let (modified, hub) = (metadata().modified().unwrap(), subscribe(directory.path()).unwrap());
+        disk.tell_watchers(file);
+        let mut count = hub.news.count.lock();
+        while count.events == 0 {
+            let until = Instant::now() + LONG;
+            assert!(!hub.news.changed.wait_until(&mut count, until).timed_out(), "nothing is heard");
+        }
+        assert_eq!((count.names, metadata().len(), metadata().modified().unwrap()), (0, 5, modified));
+        // There is no such file: nothing is made.
+        disk.tell_watchers(FileName::Temporary(Folder::Root, 2));
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
     }
 
     #[test]

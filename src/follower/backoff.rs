@@ -1,23 +1,23 @@
 //! When a follower looks again, and when it begins to suspect that the next frame is not late but damaged.
 //!
-//! A writer appends by stores into a mapping, and makes no event in the system that a process could wait for.
-//! So a follower looks again and again, after pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`].
-//! Directly after a batch the next one is near, and an idle log costs a hundred short reads a second. Where
-//! the system tells of files written, made and renamed, it ends a pause early: a writer that uses system
-//! calls is noticed at once.
+//! A follower looks again and again, after pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`], because a
+//! batch is near after another one. After that a pause is an eighth of the time for which nothing came, up to
+//! [`PAUSE_MAX_IDLE`]: a process may have some hundred followers of logs that stand still.
 //!
-//! Where the system tells of nothing, each look reads names and headers, too. There a follower that has been
-//! idle for long pauses for an eighth of that time, up to [`PAUSE_MAX_UNTOLD`].
+//! A pause ends early where the system tells that files were written, made or renamed. A buffered or a direct
+//! log is written by system calls, and each of its batches is noticed at once. Stores into a mapping make no
+//! event, so the writer of a mapped log makes one for the first batch after a silence
+//! ([`crate::disk::Disk::tell_watchers`]). That silence is shorter than the time for which a follower looks
+//! often.
 
 use std::time::{Duration, Instant};
 
 /// The first pause after a batch.
 const PAUSE_MIN: Duration = Duration::from_micros(50);
-/// The longest pause: an idle log's next batch is handed over late by about this time at most.
+/// The longest pause soon after a batch: the next one is handed over at most about this late.
 const PAUSE_MAX: Duration = Duration::from_millis(10);
-/// The longest pause of a follower that is idle and told of nothing. 300 of them take less than a hundredth
-/// of a core.
-const PAUSE_MAX_UNTOLD: Duration = Duration::from_secs(4);
+/// The longest pause of an idle follower: 300 of them take less than a hundredth of a core.
+const PAUSE_MAX_IDLE: Duration = Duration::from_secs(4);
 const IDLE_PART: u32 = 8;
 /// The pause between looks for new segments and incarnations where the system does not tell of them.
 const LOOK_AFTER: Duration = Duration::from_millis(10);
@@ -41,10 +41,10 @@ impl Pauses {
     }
 
     /// The next pause, given the time for which the log has been `idle`.
-    pub fn next(&mut self, idle: Duration, told: bool) -> Duration {
+    pub fn next(&mut self, idle: Duration) -> Duration {
         let pause = self.next;
         self.next = (2 * pause).min(PAUSE_MAX);
-        if told { pause } else { pause.max((idle / IDLE_PART).min(PAUSE_MAX_UNTOLD)) }
+        pause.max((idle / IDLE_PART).min(PAUSE_MAX_IDLE))
     }
 
     /// Whether it is time to look at the names in the folder: always at first.
@@ -108,33 +108,41 @@ impl Suspicion {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::log::TELL_AFTER;
 
     /// How often a follower looks at a log that is idle for this time.
-    fn looks(idle: Duration, told: bool) -> u32 {
+    fn looks(idle: Duration) -> u32 {
         let (mut pauses, mut passed, mut looks) = (Pauses::new(), Duration::ZERO, 0);
         while passed < idle {
-            passed += pauses.next(passed, told);
+            passed += pauses.next(passed);
             looks += 1;
         }
         looks
     }
 
     #[test]
-    fn an_idle_follower_that_is_told_of_nothing_looks_rarely() {
+    fn an_idle_follower_looks_rarely() {
         let hour = Duration::from_secs(3600);
         // A look takes some 100 us of a core, and 300 followers may take a hundredth of one.
         let allowed = hour.as_micros() / 100 / 300 / 100;
-        let untold = u128::from(looks(hour, false));
-        assert!(untold <= allowed, "{untold} looks an hour, of {allowed}");
-        assert!(looks(hour, true) > 300_000, "one that is told only looks at the next frame");
+        let looks = u128::from(looks(hour));
+        assert!(looks <= allowed, "{looks} looks an hour, of {allowed}");
     }
 
     #[test]
-    fn a_pause_is_short_behind_a_batch() {
-        for told in [true, false] {
-            let mut pauses = Pauses::new();
-            assert_eq!(pauses.next(Duration::ZERO, told), PAUSE_MIN);
-            assert!(looks(Duration::from_millis(10), told) > 5, "{told}");
+    fn a_pause_is_short_after_a_batch() {
+        assert_eq!(Pauses::new().next(Duration::ZERO), PAUSE_MIN);
+        assert!(looks(Duration::from_millis(10)) > 5);
+    }
+
+    /// A mapped log's batch makes no event where it comes sooner than that after another one.
+    #[test]
+    fn a_follower_looks_often_for_as_long_as_a_writer_may_be_silent_without_telling() {
+        let (mut pauses, mut passed) = (Pauses::new(), Duration::ZERO);
+        while passed < TELL_AFTER {
+            let pause = pauses.next(passed);
+            assert!(pause <= PAUSE_MAX, "{pause:?} after {passed:?}");
+            passed += pause;
         }
     }
 }

@@ -137,10 +137,12 @@ impl RestoredState {
 
 /// Reads an image that batch `lsn` names.
 fn read(disk: &Arc<dyn Disk>, lsn: Lsn, image: &ImageRef, len: u64) -> Result<Vec<u8>> {
-    read_image(&DiskSource::new(disk.clone()), image, len).map_err(|damage| match damage.defect {
+    let read = read_image(&DiskSource::new(disk.clone()), image, len);
+    read.map_err(|damage| match damage.defect {
         Defect::Missing => missing_file(disk, lsn, damage),
         _ => damage.into(),
     })
+    .map_err(|error: Error| error.in_store(&disk.label()))
 }
 
 impl fmt::Debug for FollowedBatch {

@@ -43,7 +43,7 @@ impl Replica {
     #[doc(hidden)]
     pub fn from_snapshot_on(disk: &Arc<dyn Disk>) -> Result<Self> {
         // An error while the snapshot is recycled is no answer: a newer snapshot is there.
-        ask(
+        let asked = ask(
             disk,
             Lsn(1),
             |_| true,
@@ -52,7 +52,8 @@ impl Replica {
                 None if survey.log.beginning().is_some() => Ok(Self::default()),
                 None => Err(missing(disk, LogPoint { segment: 1, ..LogPoint::default() })),
             },
-        )
+        );
+        asked.map_err(|error| error.in_store(&disk.label()))
     }
 
     fn load(disk: &Arc<dyn Disk>, survey: &Survey) -> Result<Self> {

@@ -15,7 +15,7 @@ use remanent_format::{FileName, PageId, ReadAt, StoreId};
 use super::seed::{Seed, SharedImages, create};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::history::state::PastState;
 
 /// Makes a store of a state; returns its id.
@@ -35,7 +35,8 @@ pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> 
         table: past.table().clone(),
         point: past.point(),
     };
-    let store = create(&origin, &shared, target, &mut |info| past.load(info.page))?;
+    let made = create(&origin, &shared, target, &mut |info| past.load(info.page));
+    let store = made.map_err(|error: Error| error.in_store(&target.label()))?;
     tracing::info!(%store, parent = %parent.store, lsn = %past.lsn(), "forked");
     Ok(store)
 }

@@ -355,7 +355,8 @@ impl PastState {
         match damage.defect {
             Defect::Memory { needed } => Err(Error::OutOfMemory { place: Place::Host, len: needed }),
             Defect::Missing if !self.is_kept()? => Err(self.overtaken()),
-            _ => Err(damage.into()),
+            // A fork has to do with another store, too.
+            _ => Err(Error::from(damage).in_store(&self.disk.label())),
         }
     }
 

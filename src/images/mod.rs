@@ -344,7 +344,7 @@ fn new_image(info: &PageInfo, bytes: &[u8], frames: Option<&[u8]>) -> NewImage {
 
 /// Turns a lack of space into a clean failure: where images are made, nothing names them yet.
 fn no_space(number: u64, needed: u64, error: Error) -> Error {
-    if error.is_no_space() { Error::DiskFull { file: FileName::Pages(number), needed } } else { error }
+    if error.is_no_space() { Error::disk_full(FileName::Pages(number), needed) } else { error }
 }
 
 #[cfg(test)]

@@ -18,4 +18,6 @@ mod watch;
 pub(crate) use segments::{SegmentPool, SegmentRules, SpacePurpose};
 pub(crate) use state::LogStart;
 pub use state::LogStats;
+#[cfg(test)]
+pub(crate) use state::TELL_AFTER;
 pub(crate) use writer::Log;

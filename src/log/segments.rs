@@ -365,7 +365,7 @@ impl SegmentPool {
                 // The maker may have filled the reserve first; then the full disk refused only the surplus.
                 Err(Error::DiskFull { .. }) if self.is_held(ahead, purpose) => break,
                 Err(Error::DiskFull { needed, .. }) => {
-                    return Err(Error::DiskFull { file: FileName::Segment(number), needed });
+                    return Err(Error::disk_full(FileName::Segment(number), needed));
                 }
                 Err(error) => return Err(error),
             }
@@ -410,7 +410,7 @@ impl SegmentPool {
         }
         let needed = len.saturating_add(lacking.saturating_mul(self.first_len()));
         if self.free_bytes() < needed {
-            return Err(Error::DiskFull { file: FileName::Segment(number), needed });
+            return Err(Error::disk_full(FileName::Segment(number), needed));
         }
         Ok(())
     }
@@ -615,11 +615,7 @@ impl SegmentPool {
         // Only of a file that was made: a `make` that failed left none, and its removal would fail as well.
         let remove = |_: &Error| self.remove_unfinished(temporary);
         make(temporary).and_then(|made| write(made).inspect_err(remove)).map_err(|error| {
-            if error.is_no_space() {
-                Error::DiskFull { file: FileName::Segment(number), needed: len }
-            } else {
-                error
-            }
+            if error.is_no_space() { Error::disk_full(FileName::Segment(number), len) } else { error }
         })
     }
 
@@ -631,9 +627,9 @@ impl SegmentPool {
 
     /// Renames a file of the log. A lack of space for the name is a clean failure: nothing has changed.
     fn rename(&self, source: FileName, target: FileName) -> Result<()> {
-        self.disk.rename(source, target).map_err(|error| {
-            if error.is_no_space() { Error::DiskFull { file: target, needed: FOLDER_BLOCK } } else { error }
-        })
+        self.disk
+            .rename(source, target)
+            .map_err(|error| if error.is_no_space() { Error::disk_full(target, FOLDER_BLOCK) } else { error })
     }
 
     /// Gives the opening segment `number`, which is wholly written and synced, its name, durably. This is the
@@ -794,6 +790,11 @@ impl SegmentPool {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Wakes the followers of the log: a batch came to segment `number` by stores into a mapping.
+    pub fn tell_followers(&self, number: u64) {
+        self.disk.tell_watchers(FileName::Segment(number));
     }
 
     /// Gives up one spare so that a small file finds space, if one can be spared while `ahead` segments of

@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
@@ -39,6 +40,11 @@ pub(crate) struct LogStart {
     /// Snapshots that the opening seal records as verified.
     pub verified: Vec<VerifiedSnapshot>,
 }
+
+/// A batch of a mapped log that comes this long after the one before is told to followers, because no system
+/// call of the log's does so. A follower looks often for longer than that, and at most 200 batches a second
+/// pay for it.
+pub(crate) const TELL_AFTER: Duration = Duration::from_millis(5);
 
 /// Bounds of [`LogState::sync_after_bytes`]. After a crash an open copies what no sync took, so the upper
 /// bound holds however long segments are.
@@ -108,6 +114,9 @@ pub(super) struct LogState {
     /// Whether a seal was given up that may take the reserve when the store closes.
     pub seal_missed: bool,
     pub last_append: Instant,
+    /// When the newest batch was appended, of those since the log was opened, as far as
+    /// [`Self::ends_silence`] knows.
+    last_batch: Option<Instant>,
     pub verified: Vec<VerifiedSnapshot>,
     pub grow_after: Option<Instant>,
     pub reserve_full: bool,
@@ -183,6 +192,7 @@ impl LogState {
             seal_now: false,
             seal_missed: false,
             last_append: now,
+            last_batch: None,
             verified: start.verified,
             grow_after: None,
             reserve_full: false,
@@ -224,6 +234,12 @@ impl LogState {
         self.group_open = false;
         self.stats.rolls += 1;
         Room::Ready
+    }
+
+    /// Whether a batch that was appended `now` is the first one in a while.
+    pub fn ends_silence(&mut self, now: Instant) -> bool {
+        let last = self.last_batch.replace(now);
+        last.is_none_or(|last| last + TELL_AFTER <= now)
     }
 
     /// How many bytes of frames may come until the keeper looks again. It is four times the bytes that no
@@ -294,8 +310,6 @@ impl GrowthWatch {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use remanent_format::{Folder, StoreId};
 
     use super::super::segments::{SegmentPool, SegmentRules, SpacePurpose};
@@ -328,6 +342,18 @@ mod tests {
             state.dirty_bytes = dirty_bytes;
             assert_eq!(state.more_until().is_some(), waits, "{dirty_bytes} bytes");
         }
+    }
+
+    /// A seal in between, which nobody is told of, is no batch.
+    #[test]
+    fn the_first_batch_and_those_after_a_silence_are_told() {
+        let mut state = opened();
+        let begun = state.last_append;
+        let mut tells = |after: u64| state.ends_silence(begun + Duration::from_micros(after));
+        assert_eq!(
+            [0, 1, 4_999, 9_998, 14_998, 14_999].map(&mut tells),
+            [true, false, false, false, true, false]
+        );
     }
 
     #[test]

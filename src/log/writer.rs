@@ -19,13 +19,12 @@
 //! Lock order: the store's submission lock, then `growth`, then `state`. The keeper takes no submission lock,
 //! so a committer that waits for a sync cannot block it.
 
-use std::io;
 use std::sync::Arc;
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, frame_len};
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
-use remanent_format::{FileName, LogPoint, Lsn, StoreId};
+use remanent_format::{LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentPool, SpacePurpose};
 use super::state::{AHEAD, DirtyRange, LogStart, LogState, LogStats, Room, live};
@@ -33,8 +32,8 @@ use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::poison::Poison;
 use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::base::wakers::Wakers;
 use crate::error::{Error, Result};
@@ -112,16 +111,12 @@ impl Log {
 
     fn spawn(self: &Arc<Self>, name: &str, life: impl FnOnce(&Self) + Send + 'static) -> Result<()> {
         let log = self.clone();
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
+        let thread = threads::start(name, move || {
             // A thread that panics poisons the store, so that no committer waits for it for ever.
             let _heard_of = LogThreadGuard(&log);
             life(&log);
         });
-        let thread = thread.map_err(|error| Error::Folder {
-            action: "start the log's threads for",
-            path: "the store".to_owned(),
-            source: Arc::new(error),
-        })?;
+        let thread = thread.map_err(|error| Error::thread("one of the log's threads", error))?;
         self.threads.lock().push(thread);
         Ok(())
     }
@@ -164,6 +159,8 @@ impl Log {
             }
         };
         let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc)?;
+        let now = state.last_append;
+        let is_to_tell = self.io == LogIo::Mapped && state.ends_silence(now);
         // A wake-up is a system call, so the keeper is woken only out of a sleep without an end. A keeper
         // that has yet to seal looks again in time for this frame.
         if state.dirty_since.is_none() {
@@ -177,6 +174,10 @@ impl Log {
         }
         if state.watch.is_reached(state.point.lsn, state.replay_bytes()) {
             self.grown.notify_one();
+        }
+        drop(state);
+        if is_to_tell {
+            self.pool.tell_followers(point.segment);
         }
         Ok(point)
     }
@@ -623,8 +624,7 @@ impl Drop for SyncGuard<'_> {
     /// the next sync.
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let file = FileName::Segment(self.log.current_segment());
-            self.log.fail(Error::io("sync", file, None, io::Error::other("a thread panicked")));
+            self.log.fail(Error::panicked("a thread that syncs the log"));
         }
         // The right is given back before the threads are woken, so that the first of them can begin the next
         // sync.
@@ -659,8 +659,7 @@ struct LogThreadGuard<'a>(&'a Log);
 impl Drop for LogThreadGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let file = FileName::Segment(self.0.current_segment());
-            self.0.fail(Error::io("go on with", file, None, io::Error::other("a thread panicked")));
+            self.0.fail(Error::panicked("one of the log's threads"));
         }
     }
 }

@@ -21,8 +21,8 @@ use crate::applier::{Applier, UnloadedPage, UnloadedSet};
 use crate::base::parallel;
 use crate::base::poison::{PanicPoisons, Poison};
 use crate::base::sync::Mutex;
-use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::threads;
 use crate::device::{CommandList, Device, Lane, Span};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
@@ -69,18 +69,14 @@ impl PageLoader {
     pub fn start(parts: PageLoaderParts) -> Result<Self> {
         let parts = Arc::new(parts);
         let thread = if parts.unloaded().is_any() {
-            let poisons = PanicPoisons { poison: parts.poison.clone(), thread: "thread that loads pages" };
+            let poisons =
+                PanicPoisons { poison: parts.poison.clone(), thread: "the thread that loads pages" };
             let life = LoaderLoop(parts.clone());
-            let thread = thread::Builder::new().name("remanent-load".to_owned());
-            let thread = thread.spawn(move || {
+            let thread = threads::start("remanent-load", move || {
                 let _poisons = poisons;
                 life.live();
             });
-            let thread = thread.map_err(|error| Error::Folder {
-                action: "start the thread that loads pages of",
-                path: "the store".to_owned(),
-                source: Arc::new(error),
-            });
+            let thread = thread.map_err(|error| Error::thread("the thread that loads pages", error));
             // Without the thread no page would ever be loaded: the open fails, and its memory is given back.
             Some(thread.inspect_err(|_| parts.give_back())?)
         } else {
@@ -189,6 +185,7 @@ impl PageLoaderParts {
     ///
     /// The store is poisoned first: a snapshot taken after this could let go of what stands in for the image.
     fn fail(&self, unloaded: UnloadedPage, error: Error) {
+        let error = error.in_store(&self.disk.label());
         tracing::error!(%error, page = %unloaded.page, "a page cannot be loaded");
         // Poisoned first: nothing is removed from disk after this.
         let poisoned = self.poison.set(error.clone());

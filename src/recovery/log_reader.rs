@@ -67,10 +67,7 @@ impl LoggedBatch {
 impl From<ProducerPanic> for Error {
     // A panic ahead fails the open; the process, and other stores in it, go on.
     fn from(_: ProducerPanic) -> Self {
-        Error::Device {
-            reason: "the thread that reads the log ahead panicked".to_owned(),
-            context_lost: false,
-        }
+        Error::panicked("the thread that reads the log ahead")
     }
 }
 

@@ -471,7 +471,7 @@ impl Recovery<'_> {
                 Ok(best) => return Ok(BestCandidate { harmless: passed_over, ..best }),
                 Err(Error::Damaged(damage)) => {
                     tracing::warn!(%damage, "a snapshot cannot be used");
-                    passed_over.push(*damage);
+                    passed_over.push(damage.damage);
                 }
                 Err(error) => return Err(error),
             }

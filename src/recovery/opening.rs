@@ -164,11 +164,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
             Ok(len) => filled += len,
             Err(rustix::io::Errno::INTR) => {}
             Err(errno) => {
-                return Err(Error::Folder {
-                    action: "draw random bytes for",
-                    path: "the store's identity".to_owned(),
-                    source: Arc::new(errno.into()),
-                });
+                return Err(Error::Randomness { source: Arc::new(errno.into()) });
             }
         }
     }

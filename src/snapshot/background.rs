@@ -20,8 +20,8 @@ use remanent_format::Lsn;
 
 use super::{SnapshotRequest, Snapshots};
 use crate::base::poison::PanicPoisons;
-use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::threads;
 use crate::base::sync::{Instant, Mutex};
 use crate::catalog::SnapshotInfo;
 use crate::error::{Error, Result};
@@ -122,18 +122,13 @@ impl BackgroundSnapshots {
         let thread = if rules.log_bytes.is_some() || rules.interval.is_some() {
             let life = SnapshotLoop(snapshots.clone());
             // A store whose snapshots have stopped would grow its log for ever: a panic must show.
-            let poisons = PanicPoisons { poison: snapshots.poison.clone(), thread: "thread for snapshots" };
-            let thread = thread::Builder::new().name("remanent-snapshot".to_owned());
-            let thread = thread.spawn(move || {
+            let poisons =
+                PanicPoisons { poison: snapshots.poison.clone(), thread: "the thread for snapshots" };
+            let thread = threads::start("remanent-snapshot", move || {
                 let _poisons = poisons;
                 life.live(rules);
             });
-            let thread = thread.map_err(|error| Error::Folder {
-                action: "start the thread for snapshots of",
-                path: "the store".to_owned(),
-                source: Arc::new(error),
-            })?;
-            Some(thread)
+            Some(thread.map_err(|error| Error::thread("the thread for snapshots", error))?)
         } else {
             None
         };

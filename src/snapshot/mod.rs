@@ -518,7 +518,7 @@ impl Snapshots {
 /// a caller would free too little, and fail again at the next chunk.
 fn needing(bytes: u64, error: Error) -> Error {
     match error {
-        Error::DiskFull { file, needed } => Error::DiskFull { file, needed: needed.max(bytes) },
+        Error::DiskFull { file, needed, store } => Error::DiskFull { file, needed: needed.max(bytes), store },
         error => error,
     }
 }

@@ -20,8 +20,8 @@ use remanent_format::SnapshotId;
 use super::{SnapshotRequest, Snapshots};
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::Mutex;
-use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::threads;
 use crate::catalog::publish::PublishedFile;
 use crate::catalog::{Catalog, CatalogGuard, SnapshotInfo};
 use crate::error::{Error, Result};
@@ -129,8 +129,8 @@ impl Snapshots {
             return Ok(info);
         }
         let snapshots = self.clone();
-        let thread = thread::Builder::new().name("remanent-verify".to_owned()).spawn(move || {
-            let thread = "thread that verifies snapshots";
+        let thread = threads::start("remanent-verify", move || {
+            let thread = "the thread that verifies snapshots";
             let _poisons = PanicPoisons { poison: snapshots.poison.clone(), thread };
             // A panic must not leave snapshots waiting in silence: it poisons.
             snapshots.attend();

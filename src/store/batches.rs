@@ -45,7 +45,7 @@ impl Store {
 
     fn log_batch(&self, batch: &WriteBatch) -> Result<CommitReceipt> {
         self.check_process()?;
-        let (point, pages) = self.parts.committer.submit(batch)?;
+        let (point, pages) = self.in_store(self.parts.committer.submit(batch))?;
         Ok(CommitReceipt { position: Position { incarnation: point.incarnation, lsn: point.lsn }, pages })
     }
 

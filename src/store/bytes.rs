@@ -3,8 +3,9 @@
 //! Where pages lie in memory of the host, the caller's thread reads them itself: piece by piece under the
 //! memory's lock, with a look after each piece whether the page is still at its version. A batch installs its
 //! versions before the applier touches a byte, so a page that still is at its version had its bytes to
-//! itself. A page that changes again and again is read by the applier, between two batches, and so is every
-//! page of a GPU.
+//! itself. Pinned pages beside a GPU are read so, too, while no list that writes to them is under way. A page
+//! that changes again and again is read by the applier, between two batches, and so is every page in a GPU's
+//! memory.
 
 use remanent_format::{Key, Lsn, PageId, PageInfo, Place};
 
@@ -23,7 +24,8 @@ impl Store {
     /// least every batch that any call was told is logged before this one began; see [`Store::page`].
     ///
     /// Pages in the host's own memory are read by the calling thread, which waits for batches of this page
-    /// that are logged and not yet applied, and for nothing else.
+    /// that are logged and not yet applied, and for nothing else. So are pinned pages beside one GPU, unless
+    /// the GPU is just writing to them; beside several GPUs all pages are read in the order of batches.
     ///
     /// More than 64 KiB of a GPU's memory are copied aside there first, so that commits go on while the bytes
     /// come to the host. Where the budget has no room for that, where the reads under way have copied 1 GiB

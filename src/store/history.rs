@@ -34,7 +34,7 @@ impl Store {
     /// takes, the snapshot stands and is not `verified`: the next one makes up for it.
     pub fn snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
-        self.parts.snapshots.take(SnapshotRequest::default())
+        self.in_store(self.parts.snapshots.take(SnapshotRequest::default()))
     }
 
     /// Takes a snapshot as [`Store::snapshot`] does, with a name, of one moment, or without waiting until it
@@ -63,9 +63,9 @@ impl Store {
             return Err(Error::NameTaken { name, snapshot: holder.info.id });
         }
         if only_published {
-            return snapshots.take_unverified(catalog, request);
+            return self.in_store(snapshots.take_unverified(catalog, request));
         }
-        snapshots.take_retaining(&mut catalog, request)
+        self.in_store(snapshots.take_retaining(&mut catalog, request))
     }
 
     /// Waits until all snapshots that are published are verified, and what they take the place of is removed.
@@ -81,7 +81,7 @@ impl Store {
         if catalog.snapshots.values().all(|kept| kept.info.verified) {
             return Ok(());
         }
-        snapshots.finish(&mut catalog)
+        self.in_store(snapshots.finish(&mut catalog))
     }
 
     /// Waits until `count` snapshots have ended since the store was opened, well or not: for tests, which
@@ -107,7 +107,7 @@ impl Store {
     /// What the system says.
     pub fn would_prune(&self, retention: &Retention) -> Result<PruneReport> {
         self.check_process()?;
-        self.parts.snapshots.would_prune(retention)
+        self.in_store(self.parts.snapshots.would_prune(retention))
     }
 
     /// As [`Store::would_prune_at`], on any disk: the way in for tests, which bring simulated ones.
@@ -149,7 +149,7 @@ impl Store {
             // A caller that prunes wants the space, not segments that are ready.
             snapshots.pool.release_surplus().map(|_| pruned)
         });
-        pruned.map_err(|error| if error.is_passing() { error } else { poison.set(error) })
+        self.in_store(pruned.map_err(|error| if error.is_passing() { error } else { poison.set(error) }))
     }
 
     /// The snapshots kept, oldest first; none in a forked child. It waits for nothing: one that is being
@@ -213,7 +213,7 @@ impl Store {
                 catalog.snapshots.values().find(named).ok_or_else(refused)?.info.end
             }
         };
-        self.restore_lsn(lsn, &mut catalog)
+        self.in_store(self.restore_lsn(lsn, &mut catalog))
     }
 
     fn restore_lsn(&self, lsn: Lsn, catalog: &mut Catalog) -> Result<Position> {

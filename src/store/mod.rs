@@ -145,6 +145,11 @@ impl Store {
         poison.check()
     }
 
+    /// A result for the caller: an error says which store it is about.
+    fn in_store<T>(&self, result: Result<T>) -> Result<T> {
+        result.map_err(|error| error.in_store(&self.parts.disk.label()))
+    }
+
     /// Threads do not survive a fork: in the child, nothing would answer. Comes first in every call: a lock
     /// may be held by a thread that is not there.
     pub(crate) fn check_process(&self) -> Result<()> {

@@ -92,11 +92,19 @@ impl Store {
             mut recovered,
         } = opened;
         recovered.log_io = log_io_reason;
-        disk.keep_folders_open()?;
-        let poison = Arc::new(Poison::default());
+        let poison = Arc::new(Poison::none_in(disk.label()));
         // That of the applier alone: from it snapshots are taken.
         applied.table.watch(changed);
-        let log = Log::start(store.store, log_io, pool.clone(), poison.clone(), log)?;
+        let started = disk
+            .keep_folders_open()
+            .and_then(|()| Log::start(store.store, log_io, pool.clone(), poison.clone(), log));
+        let log = match started {
+            Ok(log) => log,
+            Err(error) => {
+                applied.give_back(&arena);
+                return Err(error);
+            }
+        };
         let leases = Arc::new(Leases::new(device.clone(), arena.clone(), poison.clone()));
         let memory = |page| applied.memory.get(page).map(|memory| memory.span().memory);
         let versions = Arc::new(Versions::new(&submitted, log.logged_mark(), memory));

@@ -37,7 +37,7 @@ impl Store {
     /// keeps the snapshot from being taken is told in [`ScrubReport::mended`].
     pub fn scrub(&self) -> Result<ScrubReport> {
         self.check_process()?;
-        self.parts.scrub.run(&Pace::default(), SnapshotRequest::default())
+        self.in_store(self.parts.scrub.run(&Pace::default(), SnapshotRequest::default()))
     }
 
     /// Waits until `count` scrubs have ended since the store was opened, well or not: for tests, which must

@@ -10,3 +10,4 @@ pub mod sim_disk;
 pub use crate::base::phases;
 #[cfg(shuttle)]
 pub use crate::base::sync;
+pub use crate::base::sync::threads::refusals as thread_refusals;

@@ -4,10 +4,16 @@ use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
+use std::sync::Arc;
 
+use remanent::device::host::HostDevice;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::disk::{Disk, DiskFile};
-use remanent::{Create, Error, FileName, Folder, LogIo, Options, Remedy, Result, StatePoint, Store};
+use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
+use remanent::{
+    Create, Error, FileName, Folder, LogIo, Options, Place, Remedy, Result, SnapshotOptions, StatePoint,
+    Store, View,
+};
 use remanent_format::ReadAt;
 use rustix::thread::CapabilitySet;
 
@@ -269,4 +275,59 @@ fn messages_say_what_is_wrong() {
     let refused = store.fork(directory.path().join("store"), &StatePoint::Lsn(store.lsn())).unwrap_err();
     let text = refused.to_string();
     assert!(text.contains("not empty (it holds STORE)") && !text.contains("no file of a store"), "{text}");
+    let text = Store::open("", options()).unwrap_err().to_string();
+    assert!(text.starts_with("cannot make an empty path: "), "{text}");
+    let path = directory.path().join("another");
+    std::fs::create_dir_all(path.join("LOCK")).unwrap();
+    let text = Store::open(&path, options()).unwrap_err().to_string();
+    assert!(text.starts_with(&format!("cannot open LOCK of the store in {}: ", path.display())), "{text}");
+}
+
+/// An application may have many stores open: which one is meant, each error says.
+#[test]
+fn an_error_of_an_open_store_names_its_directory() {
+    let disk = SimDisk::new();
+    let options = Options::default().segment_len(16 << 10).reserve_bytes(0);
+    let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
+    let mut batch = store.batch();
+    let page = batch.create(4096, Place::Host).page();
+    batch.fill(page, 0, 4096, &[7]);
+    let page = store.commit(batch).unwrap().pages[0];
+    let snapshot = store.snapshot().unwrap();
+    let named = |error: Error| {
+        let text = error.to_string();
+        assert!(text.contains("the store in a simulated disk"), "{text}");
+        error
+    };
+    // No space.
+    disk.set_capacity(Some(disk.used_bytes()));
+    let full = (0..100).find_map(|_| {
+        let mut batch = store.batch();
+        batch.note("n".repeat(5000));
+        store.commit(batch).err()
+    });
+    assert!(matches!(named(full.unwrap()), Error::DiskFull { .. }));
+    assert!(matches!(
+        named(store.snapshot_with(SnapshotOptions::new().name("x")).unwrap_err()),
+        Error::DiskFull { .. }
+    ));
+    disk.set_capacity(None);
+    // Damage.
+    let images = FileName::Pages(1);
+    let len = disk.bytes(images).unwrap().len();
+    disk.damage(images, 4096, &vec![0xA5; len - 4096]);
+    let seen: Arc<dyn Disk> = Arc::new(disk.clone());
+    for refused in [
+        store.restore(&StatePoint::Snapshot(snapshot.id)).map(drop),
+        View::open_on(&seen, Some(&StatePoint::Snapshot(snapshot.id)))
+            .and_then(|view| view.read(page, 0, &mut [0; 8])),
+    ] {
+        assert!(matches!(named(refused.unwrap_err()), Error::Damaged(_)));
+    }
+    // The store stopped.
+    disk.fail(DiskFault { operation: Operation::SyncWindow, skip: 0, times: 1, errno: 5 });
+    let mut batch = store.batch();
+    batch.set_root("step", 1u64);
+    let stopped = store.submit(batch).and_then(|ticket| ticket.wait(remanent::Ack::Durable));
+    assert!(matches!(named(stopped.unwrap_err()), Error::Poisoned(_)));
 }

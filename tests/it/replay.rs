@@ -113,7 +113,7 @@ fn a_panic_of_the_thread_that_reads_ahead_is_an_error_of_the_open() {
         });
         let opened = open(interrupted, Arc::new(HostDevice::new()), 64 << 10);
         if panics.load(Ordering::SeqCst) > before {
-            assert!(matches!(opened, Err(Error::Device { context_lost: false, .. })), "read {at}");
+            assert!(matches!(opened, Err(Error::Panicked { .. })), "read {at}");
         } else if before > 0 {
             // When no read is left to strike, all of the log was read. Nothing was written before.
             check(&opened.unwrap(), &pages);

@@ -19,6 +19,7 @@ mod shared;
 #[cfg(shuttle)]
 #[path = "shared_scheduled.rs"]
 mod shared;
+pub mod threads;
 
 #[cfg(not(shuttle))]
 use std::num::NonZero;

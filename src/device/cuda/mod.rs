@@ -2,7 +2,8 @@
 //!
 //! Read in this order: `driver` (the calls, found at run time), `errors`, `context` (how calls are made),
 //! `resource`, `memory` and `staging`, `handles` (names of page memory), `caller_memory`, `completion`,
-//! `event`, `lane` and `stream` (fences, and the caller's streams), `translate` and `plan` (from commands to
+//! `event`, `lane` and `stream` (fences, and the caller's streams), `pinned_reads` (pinned pages read by a
+//! caller's thread), `translate` and `plan` (from commands to
 //! launches), `kernels`, `launch` and `bulk_copies` (how launches are carried out), `peer` and `peer_copy`
 //! (another GPU's memory). `abi` is the agreement between host and kernels, `modules` the kernels themselves.
 //! [`HostDevice`] defines the result of every list (I11).
@@ -30,6 +31,7 @@ mod launch;
 mod translate;
 mod memory;
 mod peer;
+mod pinned_reads;
 mod plan;
 mod staging;
 mod stream;
@@ -48,12 +50,13 @@ use self::kernels::Functions;
 use self::lane::{LaneTurn, Timeline};
 use self::launch::{Launcher, Layout};
 use self::memory::{DeviceBlock, PlaceMemory};
+use self::pinned_reads::{PinnedReads, WrittenStripes};
 use self::plan::LaunchPlan;
 use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
 use self::translate::{ScratchNeed, StagedBytes};
 use super::{
-    CallerMemory, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
-    ReturnedStaging, Span, Staging,
+    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
+    RawStream, ReturnedStaging, Span, Staging,
 };
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
@@ -72,6 +75,7 @@ pub struct CudaDevice {
     bulk: BulkQueue,
     functions: &'static Functions,
     pages: Handles,
+    pinned_reads: PinnedReads,
     on_gpu: PlaceMemory,
     managed: PlaceMemory,
     /// Memory for pages in host memory, for staging and for tables.
@@ -122,6 +126,7 @@ impl CudaDevice {
             bulk: BulkQueue::new(context),
             functions: Functions::of(context).map_err(|error| unavailable(error.to_string()))?,
             pages: Handles::new(),
+            pinned_reads: PinnedReads::new(),
             on_gpu: PlaceMemory::new(Place::Device(0), on_gpu),
             managed: PlaceMemory::new(Place::Unified, Arc::new(Pool::new(driver(Kind::Managed)))),
             pinned,
@@ -235,6 +240,28 @@ impl CudaDevice {
         Ok(Pending::new(Fence { lane, value }, returned))
     }
 
+    /// Queues lists that write what `commands` write, while no thread reads the pinned memory that is
+    /// written.
+    fn writing<T>(
+        &self,
+        lane: Lane,
+        commands: &[Command],
+        queue: impl FnOnce() -> Result<T>,
+        fence: impl Fn(&T) -> u64,
+    ) -> Result<T> {
+        let is_pinned = |memory| self.pages.get(memory).is_some_and(|page| page.kind == Kind::Pinned);
+        let written = WrittenStripes::of(commands, is_pinned);
+        self.pinned_reads.announce(written);
+        let queued = queue();
+        match &queued {
+            Ok(queued) => self.pinned_reads.queued(written, lane, fence(queued)),
+            Err(_) if self.check_running().is_ok() => self.pinned_reads.queued(written, lane, 0),
+            // How much of the list was queued is not known, so it never ends.
+            Err(_) => {}
+        }
+        queued
+    }
+
     /// Ends a list, and returns its fence. If a part could not be queued, nothing more is queued after it.
     fn end(
         &self,
@@ -287,7 +314,8 @@ impl Device for CudaDevice {
     }
 
     fn release(&self, memory: MemoryId) -> Result<()> {
-        let page = self.pages.remove(memory);
+        // A thread that reads it has found it by its name, and is done before the name is gone.
+        let page = self.pinned_reads.without_readers(memory, || self.pages.remove(memory));
         self.free(page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device")))
     }
 
@@ -318,7 +346,8 @@ impl Device for CudaDevice {
         let staged: Vec<StagedBytes<'_>> =
             staging.iter().map(|bytes| StagedBytes { bytes, address: staging::address_of(bytes) }).collect();
         let plan = translate::plan(&commands, &self.pages, &staged, scratch);
-        self.queue(lane, &plan, staging, blocks)
+        let queue = || self.queue(lane, &plan, staging, blocks);
+        self.writing(lane, &commands, queue, |pending| pending.fence().value)
     }
 
     fn reached(&self, lane: Lane) -> u64 {
@@ -376,7 +405,9 @@ impl Device for CudaDevice {
     ) -> Result<Option<Pending>> {
         self.check_running()?;
         let Some(other) = (other as &dyn Any).downcast_ref::<Self>() else { return Ok(None) };
-        peer_copy::copy(self, other, lane, source, target)
+        let queue = || peer_copy::copy(self, other, lane, source, target);
+        let fence = |queued: &Option<Pending>| queued.as_ref().map_or(0, |pending| pending.fence().value);
+        self.writing(lane, &[Command::Copy { source, target }], queue, fence)
     }
 
     fn trim(&self) -> Result<u64> {
@@ -389,6 +420,31 @@ impl Device for CudaDevice {
 
     fn bytes(&self, _memory: MemoryId) -> Option<PageBytes> {
         None
+    }
+
+    fn reads_now(&self) -> bool {
+        true
+    }
+
+    fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
+        let read = self.pinned_reads.read(memory, &self.lanes, || {
+            let Some(page) = self.pages.get(memory) else { return false };
+            let is_within = offset.checked_add(out.len() as u64).is_some_and(|end| end <= page.len);
+            if page.kind != Kind::Pinned || page.is_adopted || !is_within {
+                return false;
+            }
+            if !out.is_empty() {
+                let source = (page.address + offset) as *const u8;
+                // SAFETY: the range lies in pinned memory, which is the host's by the same address. It is
+                // allocated, for who releases it takes its name out of use first, and waits for this read
+                // with that. Nothing writes to it meanwhile: every list that does is done, the next one waits
+                // for this read, and callers' kernels have no right to. `out` is the caller's, and no part of
+                // it.
+                unsafe { std::ptr::copy_nonoverlapping(source, out.as_mut_ptr(), out.len()) };
+            }
+            true
+        });
+        read == Some(true)
     }
 }
 

@@ -10,8 +10,8 @@ use std::time::Duration;
 use super::super::SnapshotRequest;
 use super::Scrub;
 use crate::base::poison::PanicPoisons;
-use crate::base::sync::thread;
 use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::threads;
 use crate::base::sync::{Instant, Mutex};
 use crate::error::{Error, Result};
 
@@ -28,18 +28,13 @@ impl Scrubber {
             Some(interval) => {
                 let poison = scrub.snapshots.poison.clone();
                 // A panic must show: otherwise the store would go on unscrubbed in silence.
-                let poisons = PanicPoisons { poison, thread: "thread for scrubs" };
-                let thread = thread::Builder::new().name("remanent-scrub".to_owned());
+                let poisons = PanicPoisons { poison, thread: "the thread for scrubs" };
                 let scrub = scrub.clone();
-                let thread = thread.spawn(move || {
+                let thread = threads::start("remanent-scrub", move || {
                     let _poisons = poisons;
                     live(&scrub, interval);
                 });
-                Some(thread.map_err(|error| Error::Folder {
-                    action: "start the thread for scrubs of",
-                    path: "the store".to_owned(),
-                    source: Arc::new(error),
-                })?)
+                Some(thread.map_err(|error| Error::thread("the thread for scrubs", error))?)
             }
             None => None,
         };

@@ -87,6 +87,8 @@ struct SimCore {
     stale: Option<Stale>,
     /// Files that were read in part, so that a page cache would have them.
     read_ahead: BTreeSet<FileId>,
+    /// How often watchers were told of a file.
+    tells: u64,
 }
 
 impl SimCore {
@@ -186,6 +188,12 @@ impl SimDisk {
         self.shared.lock().name_bytes = bytes;
     }
 
+    /// How often watchers were told of a file, as if a system call had written it.
+    #[must_use]
+    pub fn tells(&self) -> u64 {
+        self.shared.lock().tells
+    }
+
     /// Bytes that the files take together.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
@@ -253,7 +261,7 @@ impl Disk for SimDisk {
     fn lock(&self) -> Result<Box<dyn DiskLock>> {
         let mut shared = self.shared.lock();
         if shared.locked {
-            return Err(Error::Locked { holder: "this process".to_owned() });
+            return Err(Error::Locked { holder: "this process".to_owned(), store: None });
         }
         shared.locked = true;
         Ok(Box::new(SimLock::new(self, SimLockKind::Store)))
@@ -296,6 +304,10 @@ impl Disk for SimDisk {
             files.chain(entries.folders.iter().map(|folder| folder.name().to_owned())).collect();
         names.sort_unstable();
         Ok(names)
+    }
+
+    fn tell_watchers(&self, _file: FileName) {
+        self.shared.lock().tells += 1;
     }
 
     fn make_folder(&self, folder: Folder) -> Result<()> {

@@ -109,10 +109,7 @@ impl Committer {
         if !self.is_logged_soon(&place) {
             self.log_waiting(&mut self.submitted.lock());
         }
-        outcome(place).ok_or_else(|| {
-            let reason = "a thread that logged the batches of others panicked".to_owned();
-            self.poison.set(Error::Device { reason, context_lost: false })
-        })
+        outcome(place).ok_or_else(|| self.poison.set(Error::panicked("a committer's thread")))
     }
 
     /// Looks for a while whether the holder is done with a draft. If the holder is gone instead, this

@@ -75,7 +75,7 @@ fn fill(store: &Store, line: &mut Line) {
             Ok(()) => {}
             Err(error) => {
                 assert!(
-                    matches!(error, Error::DiskFull { file: FileName::Segment(_), needed: SEGMENT }),
+                    matches!(error, Error::DiskFull { file: FileName::Segment(_), needed: SEGMENT, .. }),
                     "{error}"
                 );
                 assert_eq!(error.remedy(), remanent::Remedy::FreeSpace);

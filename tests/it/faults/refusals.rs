@@ -81,15 +81,17 @@ fn a_second_writer_is_told_the_holder_of_the_store() {
     let second = Store::open_on(Arc::new(DirDisk::new(directory.path())), Gauge::host(), small());
     let error = second.unwrap_err();
     assert!(
-        matches!(&error, Error::Locked { holder } if holder.contains(&std::process::id().to_string())),
+        matches!(&error, Error::Locked { holder, .. } if holder.contains(&std::process::id().to_string())),
         "{error}"
     );
+    assert!(error.to_string().contains(directory.path().to_str().unwrap()), "{error}");
 }
 
 /// Every error: its file, offset and Lsn, what helps, and a word that its text must hold.
 #[test]
 fn every_error_tells_where_and_what_helps() {
     let source = || Arc::new(io::Error::from_raw_os_error(5));
+    let short = || Arc::new(io::Error::from_raw_os_error(11));
     let (page, place) = (PageId(7), Place::Device(1));
     let key = || Key::new("weights").unwrap();
     let segment = FileName::Segment(3);
@@ -119,18 +121,45 @@ fn every_error_tells_where_and_what_helps() {
             "store/log",
         ),
         (
-            Error::DiskFull { file: segment, needed: 16384 },
+            Error::DiskFull { file: segment, needed: 16384, store: None },
             (Some(segment), None, None),
             Remedy::FreeSpace,
             "free some space",
         ),
         (
-            Error::Damaged(Box::new(damage)),
-            (Some(segment), Some(8192), Some(Lsn(9))),
-            Remedy::Inspect,
-            "remanent verify",
+            Error::DiskFull { file: segment, needed: 16384, store: Some("/srv/pages".into()) },
+            (Some(segment), None, None),
+            Remedy::FreeSpace,
+            "of the store in /srv/pages (16384 bytes)",
         ),
-        (Error::Locked { holder: "process 5".to_owned() }, nowhere, Remedy::Retry, "process 5"),
+        (
+            Error::Thread { thread: "a thread", store: Some("/srv/pages".into()), source: short() },
+            nowhere,
+            Remedy::Retry,
+            "cannot start a thread of the store in /srv/pages: ",
+        ),
+        (
+            Error::Thread { thread: "a thread", store: None, source: source() },
+            nowhere,
+            Remedy::Permit,
+            "cannot start a thread: ",
+        ),
+        (
+            Error::Panicked { thread: "a thread", store: Some("/srv/pages".into()) },
+            nowhere,
+            Remedy::Reopen,
+            "a thread of the store in /srv/pages panicked",
+        ),
+        (Error::Randomness { source: source() }, nowhere, Remedy::Permit, "random bytes"),
+        (Key::new("").unwrap_err().into(), nowhere, Remedy::ChangeCall, "1 to 64 bytes long"),
+        (Error::from(damage), (Some(segment), Some(8192), Some(Lsn(9))), Remedy::Inspect, "remanent verify"),
+        (Error::Locked { holder: "process 5".to_owned(), store: None }, nowhere, Remedy::Retry, "process 5"),
+        (
+            Error::Locked { holder: "process 5".to_owned(), store: Some("/srv/pages".into()) },
+            nowhere,
+            Remedy::Retry,
+            "the store in /srv/pages is open in process 5",
+        ),
         (Error::Forked { opener: 5 }, nowhere, Remedy::ChangeCall, "must open it itself"),
         (Error::NoStore { path: "store".to_owned() }, nowhere, Remedy::ChangeCall, "no store in store"),
         (
@@ -217,7 +246,7 @@ fn every_error_tells_where_and_what_helps() {
         ),
         (Error::Poisoned(Arc::new(lost)), nowhere, Remedy::NewProcess, "new process"),
         (
-            Error::Poisoned(Arc::new(Error::DiskFull { file: segment, needed: 16384 })),
+            Error::Poisoned(Arc::new(Error::DiskFull { file: segment, needed: 16384, store: None })),
             (Some(segment), None, None),
             Remedy::Reopen,
             "open it again",

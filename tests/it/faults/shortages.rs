@@ -5,6 +5,7 @@
 use std::path::Path;
 
 use remanent::testing::sim_disk::{DiskFault, Operation};
+use remanent::testing::thread_refusals;
 use remanent::{
     FileName, Folder, FollowFrom, Follower, LogIo, PageLoad, Remedy, SnapshotOptions, StatePoint,
 };
@@ -15,9 +16,12 @@ use crate::direct_io;
 use crate::files::HELD_FOR_OPENS;
 use crate::machine::alone;
 
-/// The error of too many open files, and that of no memory.
+/// Too many files open in the process, and in the system; no memory; no thread, or anything else that may
+/// come back.
 const EMFILE: i32 = 24;
+const ENFILE: i32 = 23;
 const ENOMEM: i32 = 12;
+const EAGAIN: i32 = 11;
 
 /// The operations that open a file, or map one.
 const OPERATIONS: [Operation; 3] = [Operation::Create, Operation::Open, Operation::Window];
@@ -26,13 +30,14 @@ const LONG: usize = 20_000;
 
 fn is_the_shortage(error: &Error) -> bool {
     let text = error.to_string();
-    text.contains("os error 24") || text.contains("os error 12")
+    [EMFILE, ENFILE, ENOMEM, EAGAIN].iter().any(|errno| text.contains(&format!("(os error {errno})")))
 }
 
 /// Runs `case` with every operation of these kinds failing, the first, the second, … of them first, for one
 /// time or until the shortage ends. `case` says whether the fault struck.
 fn at_every_moment(case: impl Fn(DiskFault) -> bool + Send + Sync + Copy + 'static) {
-    at_every_fault(&OPERATIONS, &[(1, EMFILE), (usize::MAX, EMFILE), (2, ENOMEM)], case);
+    let kinds = [(1, EMFILE), (usize::MAX, EMFILE), (2, ENOMEM), (1, ENFILE), (usize::MAX, EAGAIN)];
+    at_every_fault(&OPERATIONS, &kinds, case);
 }
 
 fn fails_one_call_and_goes_on(fault: DiskFault, options: Options) -> bool {
@@ -44,6 +49,9 @@ fn fails_one_call_and_goes_on(fault: DiskFault, options: Options) -> bool {
     let outcome = line.work(&store).and_then(|()| line.commit_with_note(&store, Ack::Logged, LONG));
     let struck = disk.faults_left() < fault.times;
     disk.clear_faults();
+    if let Err(error) = &outcome {
+        assert!(error.to_string().contains(" of the store in a simulated disk"), "{error}");
+    }
     match outcome {
         Ok(()) => {}
         // A restore that is logged must reach memory, and it could not read again what it had proven.
@@ -215,6 +223,95 @@ fn a_scrub_takes_a_shortage_for_no_damage() {
     });
 }
 
+/// Threads of this process.
+fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").unwrap().count()
+}
+
+#[test]
+fn an_open_that_cannot_start_a_thread_fails_alone_and_leaves_nothing() {
+    alone(|| {
+        let disk = SimDisk::new();
+        let store = open_on_host(&disk).unwrap();
+        let mut line = Line::begin(&store);
+        line.commits(&store, 3).unwrap();
+        store.snapshot().unwrap();
+        store.close().unwrap();
+        let hour = Some(Duration::from_secs(3600));
+        let options = || small().page_load(PageLoad::OnDemand).snapshot_interval(hour).scrub_interval(hour);
+        let before = threads();
+        for name in ["keeper", "maker", "apply", "warm", "snapshot", "scrub"] {
+            let device = Gauge::host();
+            thread_refusals::refuse(Some(&format!("remanent-{name}")));
+            let error = open_with(&disk, device.clone(), options()).unwrap_err();
+            assert_eq!(thread_refusals::refuse(None), 1, "{name}");
+            assert!(matches!(error, Error::Thread { .. }) && is_the_shortage(&error), "{error}");
+            assert_eq!(error.remedy(), Remedy::Retry, "{error}");
+            assert!(error.to_string().contains("of the store in a simulated disk"), "{error}");
+            assert_eq!((threads(), device.live()), (before, 0), "{name}");
+            let store = open_with(&disk, device.clone(), options()).unwrap();
+            line.check(&store, line.logged);
+            store.close().unwrap();
+            assert_eq!((threads(), device.live()), (before, 0), "{name}");
+        }
+    });
+}
+
+/// An open store has the threads that it needs. All others help, and their work is done without them.
+#[test]
+fn a_store_that_can_start_no_thread_goes_on() {
+    alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let [path, fork] = ["store", "fork"].map(|name| directory.path().join(name));
+        let options = || small().device(remanent::DeviceChoice::Host);
+        let store = Store::open(&path, options()).unwrap();
+        let mut line = Line::begin(&store);
+        thread_refusals::refuse(Some(""));
+        line.work(&store).unwrap();
+        store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
+        store.wait_verified().unwrap();
+        assert!(store.snapshots().iter().all(|snapshot| snapshot.verified));
+        store.prune(&store.retention()).unwrap();
+        assert!(store.scrub().unwrap().damage.is_empty());
+        assert!(store.audit().unwrap().changed.is_empty());
+        store.fork(&fork, &StatePoint::Lsn(store.lsn())).unwrap();
+        let view = Store::open_at(&path, &StatePoint::Lsn(store.lsn())).unwrap();
+        view.read(line.page, 0, &mut [0; 8]).unwrap();
+        // Nothing tells it of changes: it looks of its own accord.
+        let mut follower = Follower::open(&path, FollowFrom::Snapshot).unwrap();
+        while follower.next(Duration::ZERO).unwrap().is_some() {}
+        line.commit(&store, Ack::Logged).unwrap();
+        assert_eq!(follower.next(Duration::from_secs(60)).unwrap().unwrap().lsn(), store.lsn());
+        let refused = Store::open(&fork, options()).unwrap_err();
+        assert!(matches!(&refused, Error::Thread { .. }), "{refused}");
+        assert!(refused.to_string().contains(fork.to_str().unwrap()), "{refused}");
+        store.close().unwrap();
+        assert!(thread_refusals::refuse(None) > 10, "threads were refused");
+        line.check(&Store::open(&path, options()).unwrap(), line.logged);
+    });
+}
+
+#[test]
+fn threads_are_started_in_one_place() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let (mut folders, mut places) = (vec![root.clone()], Vec::new());
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let source = std::fs::read_to_string(&path).unwrap();
+                let engine = source.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+                if ["thread::Builder", "thread::spawn("].iter().any(|start| engine.contains(start)) {
+                    places.push(path.strip_prefix(&root).unwrap().to_owned());
+                }
+            }
+        }
+    }
+    assert_eq!(places, [Path::new("base/sync/threads.rs")]);
+}
+
 /// The tests that the table of failures names.
 fn tests_of_the_table(table: &str) -> Vec<String> {
     let rows = table.lines().filter(|line| line.starts_with("| ") && line.ends_with("` |"));
@@ -290,6 +387,10 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
         for (index, refused) in refused.into_iter().enumerate() {
             let refused = refused.unwrap_or_else(|| panic!("{log_io}: call {index} went through"));
             assert!(is_the_shortage(&refused), "{log_io}: call {index}: {refused}");
+            assert!(
+                refused.to_string().contains(path.to_str().unwrap()),
+                "{log_io}: call {index}: {refused}"
+            );
             assert!(
                 !matches!(refused, Error::Poisoned(_) | Error::Damaged(_)),
                 "{log_io}: {index}: {refused}"

@@ -85,7 +85,7 @@ fn a_panic_of_the_applier_is_heard_of_and_costs_nothing() {
         let line = Line::begin(&store);
         device.panics.store(true, Ordering::SeqCst);
         let outcomes = two_wait(&store, Ack::Applied);
-        all_told(&outcomes, "the applier's thread panicked");
+        all_told(&outcomes, "the applier's thread of the store in a simulated disk panicked");
         assert!(matches!(store.read(line.page, 0, &mut [0; 8]), Err(Error::Poisoned(_))));
         // The page table is no matter of the applier's, and logged batches are logged.
         assert!(store.contains(line.page).unwrap());
@@ -115,7 +115,7 @@ fn a_panic_of_the_keeper_is_heard_of() {
         batch.create(10, Place::Host);
         store.submit(batch).unwrap();
         struck.recv().unwrap();
-        all_told(&two_wait(&store, Ack::Durable), "a thread panicked");
+        all_told(&two_wait(&store, Ack::Durable), "syncs the log of the store in a simulated disk panicked");
         poisoned(&store);
         store.close().unwrap_err();
     });
@@ -131,7 +131,7 @@ fn a_panic_of_the_syncing_thread_reaches_every_waiter() {
         disk.skip_syncs(|point| matches!(point, SyncPoint::Window(_)) && panic!("as arranged"));
         let told: Vec<_> = two_try(&store, Ack::Durable).into_iter().filter_map(|told| told.ok()).collect();
         assert_eq!(told.len(), 1, "one of them panicked");
-        all_told(&told, "a thread panicked");
+        all_told(&told, "syncs the log of the store in a simulated disk panicked");
         poisoned(&store);
         store.close().unwrap_err();
     });

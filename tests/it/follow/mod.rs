@@ -6,6 +6,7 @@
 //! leaves.
 
 mod ends;
+mod idle;
 mod images;
 mod marks;
 mod races;

@@ -118,7 +118,7 @@ pub fn refused_at(disk: &SimDisk, file: FileName, offset: u64, lsn: Option<Lsn>)
     assert_eq!((error.file(), error.offset(), error.lsn()), (Some(file), Some(offset), lsn), "{error}");
     assert_eq!(error.remedy(), Remedy::Inspect);
     match error {
-        Error::Damaged(damage) => damage.defect,
+        Error::Damaged(damage) => damage.damage.defect,
         error => panic!("not damage: {error}"),
     }
 }

@@ -140,7 +140,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "a name that finds no space is refused and stops nothing",
         SEGMENTS,
-        "if error.is_no_space() { Error::DiskFull { file: target, needed: FOLDER_BLOCK } } else { error }",
+        "if error.is_no_space() { Error::disk_full(target, FOLDER_BLOCK) } else { error }",
         "error",
         it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
     ),
@@ -189,8 +189,7 @@ pub const LIST: &[Defence] = &[
         "a sync that panicked has failed",
         "src/log/writer.rs",
         "if std::thread::panicking() {\n            \
-         let file = FileName::Segment(self.log.current_segment());\n            \
-         self.log.fail(Error::io(\"sync\", file, None, io::Error::other(\"a thread panicked\")));\n        }",
+         self.log.fail(Error::panicked(\"a thread that syncs the log\"));\n        }",
         it("faults::waiters::a_panic_of_the_syncing_thread_reaches_every_waiter"),
     ),
 ];

@@ -1,0 +1,78 @@
+//! What followers cost that wait for nothing, and that the next batch reaches them all the same.
+
+use remanent::Ack;
+
+use super::*;
+use crate::machine::alone;
+
+/// How long the followers wait for nothing.
+const IDLE: Duration = Duration::from_millis(1500);
+/// How often one looks meanwhile: 40 times by the pace. One that looked every 10 ms would do so 150 times.
+const LOOKS_MAX: u64 = 75;
+
+/// How often each of `count` followers of a store looks while nothing comes.
+fn looks(disk: &Arc<dyn Disk>, options: Options, count: usize) -> Vec<u64> {
+    let mut writer = Writer::open(disk, options.segment_len(64 << 10));
+    writer.commit(1);
+    let mut followers: Vec<Follower> =
+        (0..count).map(|_| Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap()).collect();
+    for follower in &mut followers {
+        assert_eq!(follower.next(Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(1));
+    }
+    let looks = std::thread::scope(|scope| {
+        let waits: Vec<_> = followers
+            .iter_mut()
+            .map(|follower| {
+                scope.spawn(|| {
+                    let before = follower.looks();
+                    assert!(follower.next(IDLE).unwrap().is_none());
+                    follower.looks() - before
+                })
+            })
+            .collect();
+        waits.into_iter().map(|wait| wait.join().unwrap()).collect()
+    });
+    // Each has what comes next.
+    writer.commit(1);
+    for follower in &mut followers {
+        assert_eq!(follower.next(Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(2));
+    }
+    looks
+}
+
+#[test]
+fn three_hundred_idle_followers_look_rarely() {
+    alone(|| {
+        let (_, untold) = sim();
+        let directory = tempfile::tempdir().unwrap();
+        let told = |name: &str| -> Arc<dyn Disk> { Arc::new(DirDisk::new(directory.path().join(name))) };
+        for (name, disk, log_io) in [
+            ("past the limit, where nothing tells", untold, LogIo::Mapped),
+            ("mapped", told("mapped"), LogIo::Mapped),
+            ("buffered", told("buffered"), LogIo::Buffered),
+            ("direct", told("direct"), crate::direct_io::log_io()),
+        ] {
+            let looks = looks(&disk, options().log_io(log_io), 300);
+            let (least, most) = (looks.iter().min().unwrap(), looks.iter().max().unwrap());
+            assert!(*least > 1 && *most < LOOKS_MAX, "{name}: {least} to {most} looks");
+        }
+    });
+}
+
+/// Stores into a mapping make no event: the writer makes one where followers may not look for a while.
+#[test]
+fn a_batch_of_a_mapped_log_is_told_after_a_silence() {
+    for (log_io, told) in [(LogIo::Mapped, 1), (LogIo::Buffered, 0), (LogIo::Direct, 0)] {
+        let (sim, disk) = sim();
+        let mut writer = Writer::open(&disk, options().log_io(log_io).ack(Ack::Logged));
+        let mut follower = Follower::open_on(disk, FollowFrom::Beginning).unwrap();
+        for lsn in 1..=3 {
+            // Nothing comes for longer than the silence that is told.
+            assert!(follower.next(Duration::from_millis(10)).unwrap().is_none());
+            let before = sim.tells();
+            writer.commit(1);
+            assert_eq!(sim.tells() - before, told, "{log_io}");
+            assert_eq!(follower.next(Duration::from_secs(60)).unwrap().unwrap().lsn(), Lsn(lsn));
+        }
+    }
+}
