@@ -82,7 +82,7 @@ pub enum Error {
     /// A thread could not be started. Nothing happened.
     #[error("cannot start {thread}{}: {source}", StoreDisplay(.store.as_deref()))]
     Thread {
-        /// The thread.
+        /// The thread in question.
         thread: &'static str,
         /// The store's directory.
         store: Option<Arc<str>>,
@@ -92,7 +92,7 @@ pub enum Error {
     /// A thread panicked, so that its work is left half done.
     #[error("{thread}{} panicked", StoreDisplay(.store.as_deref()))]
     Panicked {
-        /// The thread.
+        /// The thread in question.
         thread: &'static str,
         /// The store's directory.
         store: Option<Arc<str>>,
@@ -494,7 +494,7 @@ impl Error {
         Error::Io { action, file, offset, store: None, source: Arc::new(source) }
     }
 
-    /// There is no space for a file of so many bytes.
+    /// There is no space for a file of this length.
     #[must_use]
     pub(crate) fn disk_full(file: FileName, needed: u64) -> Self {
         Error::DiskFull { file, needed, store: None }

@@ -344,7 +344,7 @@ mod tests {
         }
     }
 
-    /// A seal in between, which nobody is told of, is no batch.
+    /// A seal in between is no batch, and no follower is told of it.
     #[test]
     fn the_first_batch_and_those_after_a_silence_are_told() {
         let mut state = opened();

@@ -166,7 +166,7 @@ fn restored() -> Subject {
     let good = work.commit(3);
     work.store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
     work.commit(3);
-    work.restore(&StatePoint::Lsn(good));
+    work.restore_to(good);
     work.commit(2);
     work.close("a restored state, and log after it")
 }
@@ -177,7 +177,7 @@ fn restored_in_the_log() -> Subject {
     work.store.snapshot().unwrap();
     let good = work.commit(2);
     work.commit(2);
-    work.restore(&StatePoint::Lsn(good));
+    work.restore_to(good);
     work.commit(1);
     work = work.reopen();
     work.commit(1);

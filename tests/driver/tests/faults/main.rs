@@ -93,8 +93,8 @@ fn a_refused_call_among_kernels_is_an_error_or_nothing_and_leaks_nothing() {
     let (driver, _turn) = Driver::get();
     driver.set_devices(1 << 20);
     let gpu = SPARE_GPU + 2000;
-    // At most one of seven or eleven calls: most of them only look whether the GPU is done, and a life takes a tenth
-    // of a second.
+    // At most one of seven or eleven calls: most of them only look whether the GPU is done, and a life takes
+    // a tenth of a second.
     for (code, gpu, one_of) in [(INVALID_VALUE, gpu, 7), (OUT_OF_MEMORY, gpu + 1, 11)] {
         refuse_calls(driver, Life::WithKernels(gpu), (gpu, code), one_of * stride());
     }
