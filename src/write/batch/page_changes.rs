@@ -189,7 +189,7 @@ impl WriteBatch {
     /// let logged = store.stats().log.bytes;
     /// store.commit(store.batch().write_changes(page, Width::W1, &before, &after))?;
     /// assert_eq!(store.read_to_vec(page)?, after);
-    /// assert!(store.stats().log.bytes - logged < 8192, "a mebibyte, of which one byte in a thousand changed");
+    /// assert!(store.stats().log.bytes - logged < 8192, "one byte in a thousand changed");
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
