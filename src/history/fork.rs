@@ -36,7 +36,7 @@ pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> 
         table: past.table().clone(),
         point: past.point(),
     };
-    let store = create(&origin, &shared, target, &mut |info| past.load(info.page))?;
+    let store = create(&origin, &shared, target, &mut |info, offset, out| past.read(info.page, offset, out))?;
     tracing::info!(%store, parent = %parent.store, lsn = %past.lsn(), "forked");
     Ok(store)
 }

@@ -10,9 +10,9 @@ use remanent_format::op::decode_payload;
 use remanent_format::state::bases::Base;
 use remanent_format::state::by_id::ById;
 use remanent_format::state::follow::Resolution;
-use remanent_format::state::head::PageHead;
-use remanent_format::state::head::load_base;
 use remanent_format::state::survey::Survey;
+use remanent_format::state::window::PageWindow;
+use remanent_format::state::window::load_base;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
 
 use super::catalog::CatalogDraft;
@@ -154,7 +154,7 @@ struct Loader<'a> {
     pages: PageSet,
     /// Pages whose length changes during replay are put together in host memory: on the device they are
     /// allocated once, at their final length. Here, too, they take no more than that.
-    on_host: Mutex<HashMap<PageId, PageHead>>,
+    on_host: Mutex<HashMap<PageId, PageWindow>>,
     list: ListBuilder,
     in_flight: SubmittedLists<'a>,
     tail: Vec<Vec<u8>>,
@@ -190,7 +190,7 @@ impl NewerBases {
 /// Makes lists of batches, on the thread that reads them.
 struct Deltas<'l> {
     memory: &'l ById<PageId, PageMemory>,
-    on_host: &'l Mutex<HashMap<PageId, PageHead>>,
+    on_host: &'l Mutex<HashMap<PageId, PageWindow>>,
     late: &'l NewerBases,
     staging: &'l StagingPool,
 }

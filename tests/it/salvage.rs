@@ -279,23 +279,31 @@ fn a_founded_store_holds_what_was_salvaged_and_a_founding_cut_short_is_no_store(
         table: state.table.clone(),
         point: state.point,
     };
-    let bytes = |info: &PageInfo| match search.find(info) {
-        PageRemains::Exact(bytes) => bytes,
+    let read = |info: &PageInfo, offset: u64, out: &mut [u8]| match search.find(info) {
+        PageRemains::Exact(bytes) => out.copy_from_slice(&bytes[offset as usize..][..out.len()]),
         other => panic!("{other:?}"),
     };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("new");
     let mut left = 3;
-    let stopped = Store::create_at(&path, &origin, |info| -> Result<_, Error> {
+    let stopped = Store::create_at(&path, &origin, |info, offset, out| -> Result<_, Error> {
         left -= 1;
-        if left == 0 { Err(Defect::Missing.at(FileName::Pages(1), 0).into()) } else { Ok(bytes(info)) }
+        if left == 0 {
+            return Err(Defect::Missing.at(FileName::Pages(1), 0).into());
+        }
+        read(info, offset, out);
+        Ok(())
     });
     assert!(matches!(stopped, Err(Error::Damaged(_))), "{stopped:?}");
     let opened = Store::open(&path, small().create(Create::Never));
     assert!(matches!(opened, Err(Error::NoStore { .. })), "{opened:?}");
 
     Store::check_create_at(&path).unwrap();
-    let id = Store::create_at(&path, &origin, |info| Ok::<_, Error>(bytes(info))).unwrap();
+    let founded = Store::create_at(&path, &origin, |info, offset, out| {
+        read(info, offset, out);
+        Ok::<_, Error>(())
+    });
+    let id = founded.unwrap();
     assert!(matches!(Store::check_create_at(&path), Err(Error::ForeignDirectory { .. })));
     let store = Store::open(&path, small()).unwrap();
     assert_eq!(State::of(&store), victim.states[&victim.last]);

@@ -12,11 +12,11 @@ use crate::image::read::read_image_head;
 use crate::manifest::{ManifestEntry, ManifestKind};
 use crate::names::{FileName, ReadAt};
 use crate::op::{OP_HEADER_LEN, Op, OpAt, decode_single};
-use crate::state::head::PageHead;
 use crate::state::replay::page_info;
 use crate::state::survey::Survey;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 use crate::state::trail::OpPlace;
+use crate::state::window::PageWindow;
 
 /// What a manifest or a table says of a page: a version of it, and where its bytes lie.
 #[derive(Clone, Debug)]
@@ -142,7 +142,7 @@ impl Salvage<'_> {
         let later = || {
             let later = self.outcome(info.page, Some(&info), places).ok()?;
             self.check_len(later.len).ok()?;
-            let start = PageHead::new(bytes.clone(), info.len, later.len).ok()?;
+            let start = PageWindow::new(bytes.clone(), info.len, 0..later.len).ok()?;
             let bytes = self.bytes(Ok(start), places, later.len).ok()?;
             Some((later, bytes))
         };
@@ -193,7 +193,7 @@ impl Salvage<'_> {
     /// whatever became of those before.
     fn bytes(
         &self,
-        start: Result<PageHead, Damage>,
+        start: Result<PageWindow, Damage>,
         places: &[OpPlace],
         final_len: u64,
     ) -> Result<Vec<u8>, Damage> {
@@ -215,21 +215,21 @@ impl Salvage<'_> {
                 head.apply(&op);
             }
         }
-        head.map(PageHead::into_bytes)
+        head.map(PageWindow::into_bytes)
     }
 
     /// The page as an image has it.
-    fn load(&self, image: &ImageRef, len: u64, final_len: u64) -> Result<PageHead, Damage> {
+    fn load(&self, image: &ImageRef, len: u64, final_len: u64) -> Result<PageWindow, Damage> {
         let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
         self.check_len(final_len).map_err(at)?;
         let bytes = read_image_head(self.source, image, len, final_len)?;
-        PageHead::new(bytes, len, final_len).map_err(at)
+        PageWindow::new(bytes, len, 0..final_len).map_err(at)
     }
 
     /// The page while it has no bytes.
-    fn empty(&self, final_len: u64) -> Result<PageHead, Defect> {
+    fn empty(&self, final_len: u64) -> Result<PageWindow, Defect> {
         self.check_len(final_len)?;
-        PageHead::new(Vec::new(), 0, final_len)
+        PageWindow::new(Vec::new(), 0, 0..final_len)
     }
 
     /// Refuses a page that is longer than what the caller wants put together.

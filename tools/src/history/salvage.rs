@@ -18,7 +18,7 @@ use indicatif::ProgressBar;
 use remanent::{Error, Seed, Store, StoreId};
 use remanent_format::salvage::{LogRemainder, PageRemains, Salvage as Search};
 use remanent_format::store::StoreFile;
-use remanent_format::{Damage, Defect, Lsn, PageInfo, PageTable};
+use remanent_format::{Damage, Defect, Lsn, PageId, PageInfo, PageTable};
 use serde_json::json;
 
 use crate::cli::engine::engine_failure;
@@ -203,7 +203,15 @@ impl Salvage {
         let origin =
             Seed { features: store.features, record: store.record, table, point: search.state().point };
         let bar = progress::bytes(bytes, "writing");
-        let store = Store::create_at(new, &origin, |info| load(search, info, interrupt, &bar))?;
+        let mut held: Option<(PageId, Vec<u8>)> = None;
+        let store = Store::create_at(new, &origin, |info, offset, out| -> Result<_, SalvageStop> {
+            if held.as_ref().is_none_or(|(page, _)| *page != info.page) {
+                held = Some((info.page, load(search, info, interrupt, &bar)?));
+            }
+            let (_, bytes) = held.as_ref().expect("loaded just now");
+            out.copy_from_slice(&bytes[offset as usize..][..out.len()]);
+            Ok(())
+        })?;
         bar.finish_and_clear();
         Ok(SalvagedStore { store, pages: count, bytes })
     }

@@ -1,6 +1,6 @@
 //! The head of a page against the whole page, cut at its end.
 
-use super::PageHead;
+use super::PageWindow;
 use crate::defect::Defect;
 use crate::ids::{PageId, Place, Width};
 use crate::op::{Indices, Op, PayloadWriter, decode_payload, gap_coded};
@@ -114,7 +114,7 @@ fn the_head_of_a_page_is_the_whole_page_cut_at_its_end() {
         grown_again += usize::from(lens.iter().min() < Some(&final_len));
         let payload = writer.finish();
         let mut whole = base.clone();
-        let mut head = PageHead::new(base, base_len, final_len).unwrap();
+        let mut head = PageWindow::new(base, base_len, 0..final_len).unwrap();
         let memory = head.bytes.as_ptr();
         for at in decode_payload(&payload).unwrap() {
             if let Some(kind) = kinds.iter().position(|kind| *kind == at.op.kind()) {
@@ -137,20 +137,20 @@ fn the_head_of_a_page_is_the_whole_page_cut_at_its_end() {
 
 #[test]
 fn a_page_takes_memory_for_its_end_only() {
-    let mut head = PageHead::new(vec![1; 1000], 1000, 10).unwrap();
+    let mut head = PageWindow::new(vec![1; 1000], 1000, 0..10).unwrap();
     assert!(head.bytes.capacity() < 100, "{} bytes", head.bytes.capacity());
     for len in [1 << 40, 5, 1 << 40, 10] {
         head.apply(&Op::Resize { page: PAGE, len });
     }
     assert!(head.bytes.capacity() < 100, "{} bytes", head.bytes.capacity());
     assert_eq!(head.into_bytes(), [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]);
-    let too_much = PageHead::new(Vec::new(), 0, u64::MAX).unwrap_err();
+    let too_much = PageWindow::new(Vec::new(), 0, 0..u64::MAX).unwrap_err();
     assert_eq!(too_much, Defect::Memory { needed: u64::MAX });
 }
 
 #[test]
 #[should_panic(expected = "bytes 4..+2 of a page of 5 bytes")]
 fn what_does_not_fit_the_page_by_now_is_a_bug_however_long_its_head() {
-    let mut head = PageHead::new(vec![0; 5], 5, 3).unwrap();
+    let mut head = PageWindow::new(vec![0; 5], 5, 0..3).unwrap();
     head.apply(&Op::Write { page: PAGE, offset: 4, bytes: &[1; 2] });
 }
