@@ -2,8 +2,12 @@
 //! does not grow with it.
 
 use std::path::Path;
+use std::time::Duration;
 
-use remanent::{Options, PageId, Place, StatePoint, Store, View, Width, WriteBatch};
+use remanent::disk::dir::DirReader;
+use remanent::{Follower, Options, PageId, Place, Replica, StatePoint, Store, View, Width, WriteBatch};
+use remanent_format::salvage::{PageRemains, Salvage};
+use remanent_format::state::survey::read_store;
 
 use crate::allocator::{alone, peak};
 
@@ -194,10 +198,53 @@ fn history(content: Content) {
     let forked = place.path().join("forked");
     measure("a fork", 0, &mut || _ = store.fork(&forked, &StatePoint::Lsn(then)).unwrap());
     check_view(&Store::open_read_only(&forked).unwrap(), &expected);
+    measure("a salvage", 0, &mut || {
+        let source = DirReader::new(&directory);
+        let identity = read_store(&source).unwrap();
+        let salvage = Salvage::read(&source, identity, u64::MAX).unwrap();
+        let info = salvage.state().table.get(page).unwrap();
+        let PageRemains::Exact(bytes) = salvage.find(&info) else { panic!("{:?}", salvage.find(&info)) };
+        check_all(&expected, &|from, out| {
+            out.copy_from_slice(&salvage.window(&bytes, from..from + out.len() as u64).unwrap());
+        });
+    });
+
+    let mut replica = Replica::default();
+    let follow = |replica: &mut Replica| {
+        let mut follower = Follower::open(&directory, replica.position().into()).unwrap();
+        while let Some(batch) = follower.next(Duration::ZERO).unwrap() {
+            replica.apply(&batch).unwrap();
+        }
+    };
+    measure("a replica of a snapshot", LEN, &mut || {
+        replica = Replica::from_snapshot(&directory).unwrap();
+        follow(&mut replica);
+    });
+    assert!(replica.bytes(page) == Some(&expected[..]), "{content:?}: a replica");
+
     let mut later = expected.clone();
     change(&store, page, &mut later, 0x20);
     measure("a restore", 0, &mut || store.restore_to(then).map(drop).unwrap());
     check_all(&expected, &|from, out| _ = store.read(page, from, out).unwrap());
+    measure("a replica that follows a restore", 0, &mut || follow(&mut replica));
+    assert!(replica.bytes(page) == Some(&expected[..]), "{content:?}: a restored replica");
+
+    let mut batch = store.batch();
+    batch.write(page, 0, &later);
+    store.commit(batch).unwrap();
+    let mut follower = Follower::open(&directory, replica.position().into()).unwrap();
+    let batch = follower.next(Duration::ZERO).unwrap().unwrap();
+    measure("a batch that writes the whole page, streamed", 0, &mut || {
+        let mut at = 0;
+        let streamed = batch.stream_image(page, |piece| {
+            assert!(*piece == later[at..at + piece.len()], "{content:?}: a whole page at {at}");
+            at += piece.len();
+        });
+        streamed.unwrap();
+        assert_eq!(at as u64, LEN);
+    });
+    measure("a replica that follows a whole page", 0, &mut || replica.apply(&batch).unwrap());
+    assert!(replica.bytes(page) == Some(&later[..]), "{content:?}: a replica with a whole page");
     store.close().unwrap();
     assert!(failed.is_empty(), "{content:?}: {failed:#?}");
 }
