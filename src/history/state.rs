@@ -391,7 +391,7 @@ impl PastState {
                     proven
                 }
             };
-            self.twice(|source| self.trails.window(source, &proven, next.clone()))?
+            self.twice(|source| self.trails.window(source, &proven, &next))?
         };
         let bytes = Arc::new(bytes);
         self.windows.lock().insert(page, next.start, bytes.clone());

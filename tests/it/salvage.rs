@@ -56,11 +56,13 @@ fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
     for info in state.table.pages() {
         match salvage.find(&info) {
             PageRemains::Exact(bytes) => {
+                let bytes = salvage.window(&bytes, 0..info.len).unwrap();
                 assert!(bytes == states[&lsn].contents[&info.page], "{what}: wrong bytes in {}", info.page);
                 outcome.exact += 1;
             }
             PageRemains::Older { version, bytes, .. } => {
                 let then = &states[&version.lsn];
+                let bytes = salvage.window(&bytes, 0..version.len).unwrap();
                 assert!(then.pages.contains(&version), "{what}: {version:?} never was");
                 assert!(bytes == then.contents[&info.page], "{what}: older bytes of {} are wrong", info.page);
                 assert!(version.page == info.page && version.epoch <= info.epoch, "{what}: {version:?}");
@@ -280,7 +282,9 @@ fn a_founded_store_holds_what_was_salvaged_and_a_founding_cut_short_is_no_store(
         point: state.point,
     };
     let read = |info: &PageInfo, offset: u64, out: &mut [u8]| match search.find(info) {
-        PageRemains::Exact(bytes) => out.copy_from_slice(&bytes[offset as usize..][..out.len()]),
+        PageRemains::Exact(bytes) => {
+            out.copy_from_slice(&search.window(&bytes, offset..offset + out.len() as u64).unwrap());
+        }
         other => panic!("{other:?}"),
     };
     let folder = tempfile::tempdir().unwrap();

@@ -31,7 +31,7 @@ struct Piece {
 }
 
 /// An image that was proven whole, with the sums of its pieces.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ProvenImage {
     image: ImageRef,
     len: u64,

@@ -26,7 +26,6 @@ use crate::log::Frame;
 use crate::manifest::Manifest;
 use crate::names::{FileName, ReadAt};
 use crate::op::{OP_HEADER_LEN, Op, OpAt, decode_single};
-use crate::state::bases::Base;
 use crate::state::follow::Resolution;
 use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
@@ -144,9 +143,9 @@ impl OpPlace {
     }
 }
 
-/// The bytes of its page that an operation can change. One that makes the page longer or shorter counts everywhere:
-/// it says how long the page is by then.
-fn reach(op: &Op<'_>) -> Range<u64> {
+/// The bytes of its page that an operation can change. One that makes the page anew, longer or shorter counts
+/// everywhere: it says how long the page is by then.
+pub(crate) fn reach(op: &Op<'_>) -> Range<u64> {
     match (op, op.range()) {
         (Op::Scatter { width, base, indices, .. }, Some((_, len))) => {
             let first = indices.lowest().unwrap_or(0);
@@ -155,16 +154,44 @@ fn reach(op: &Op<'_>) -> Range<u64> {
         (Op::Write { .. } | Op::Masked { .. } | Op::Fill { .. }, Some((offset, len))) => {
             offset..offset.saturating_add(len)
         }
-        _ => 0..u64::MAX,
+        (Op::Create { .. } | Op::Resize { .. } | Op::Delete { .. }, _) => 0..u64::MAX,
+        _ => 0..0,
     }
 }
 
-/// A page of a state of which any window can be had: its image, if it is made from one, was proven.
-#[derive(Debug)]
+/// A page of which any window can be had: its image, if it is made from one, was proven.
+#[derive(Clone, Debug)]
 pub struct ProvenPage {
     page: PageId,
-    base: Base,
+    base_len: u64,
     image: Option<ProvenImage>,
+}
+
+impl ProvenPage {
+    /// Proves what a page is made from: an image of `base_len` bytes, or as many zeros.
+    pub(crate) fn prove(
+        source: &dyn ReadAt,
+        page: PageId,
+        image: Option<ImageRef>,
+        base_len: u64,
+    ) -> Result<Self, Damage> {
+        let image = image.map(|image| ProvenImage::prove(source, &image, base_len)).transpose()?;
+        Ok(Self { page, base_len, image })
+    }
+
+    /// A window of it, with these operations on top.
+    pub(crate) fn window(
+        &self,
+        source: &dyn ReadAt,
+        places: &[OpPlace],
+        window: &Range<u64>,
+    ) -> Result<Vec<u8>, Damage> {
+        let mut bytes = load_window(source, self.base_len, self.image.as_ref(), window.clone())?;
+        for place in places.iter().filter(|place| place.reaches(window)) {
+            place.apply(source, self.page, &mut bytes)?;
+        }
+        Ok(bytes.into_bytes())
+    }
 }
 
 /// The operations that a page's bytes need on top of its base, for all pages of a state.
@@ -271,8 +298,7 @@ impl Trails {
         page: PageId,
     ) -> Result<ProvenPage, Damage> {
         let base = resolved.bases.get(page).expect("a page of the table");
-        let image = base.image.map(|image| ProvenImage::prove(source, &image, base.len)).transpose()?;
-        Ok(ProvenPage { page, base, image })
+        ProvenPage::prove(source, page, base.image, base.len)
     }
 
     /// The bytes of a window of a page, which ends where the page does in this state or before.
@@ -284,14 +310,9 @@ impl Trails {
         &self,
         source: &dyn ReadAt,
         proven: &ProvenPage,
-        window: Range<u64>,
+        window: &Range<u64>,
     ) -> Result<Vec<u8>, Damage> {
-        let ProvenPage { page, base, image } = proven;
-        let mut bytes = load_window(source, base, image.as_ref(), window.clone())?;
-        let places = self.pages.get(page).into_iter().flatten();
-        for place in places.filter(|place| place.reaches(&window)) {
-            place.apply(source, *page, &mut bytes)?;
-        }
-        Ok(bytes.into_bytes())
+        let places = self.pages.get(&proven.page).map_or(&[][..], Vec::as_slice);
+        proven.window(source, places, window)
     }
 }

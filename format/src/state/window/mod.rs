@@ -109,22 +109,22 @@ pub fn load_base(source: &dyn ReadAt, base: &Base, final_len: u64) -> Result<Pag
     PageWindow::new(bytes, base.len, 0..final_len).map_err(at)
 }
 
-/// A window of what a page is made from, whose image, if it has one, was proven whole: no more of it is read than
-/// that takes.
+/// A window of what a page is made from, `base_len` bytes, whose image, if it has one, was proven whole: no more of it
+/// is read than that takes.
 ///
 /// # Errors
 /// [`Damage`] in the image, which held when it was proven, or there is no memory.
 pub fn load_window(
     source: &dyn ReadAt,
-    base: &Base,
+    base_len: u64,
     image: Option<&ProvenImage>,
     window: Range<u64>,
 ) -> Result<PageWindow, Damage> {
     let (file, offset) = image.map_or((FileName::Store, 0), ProvenImage::place);
-    let at = |defect: Defect| defect.at_lsn(file, offset, base.lsn);
-    let mut bytes = zeros(part_len(base.len, &window) as u64).map_err(at)?;
+    let at = |defect: Defect| defect.at(file, offset);
+    let mut bytes = zeros(part_len(base_len, &window) as u64).map_err(at)?;
     if let Some(image) = image {
         image.read(source, window.start, &mut bytes)?;
     }
-    PageWindow::new(bytes, base.len, window).map_err(at)
+    PageWindow::new(bytes, base_len, window).map_err(at)
 }

@@ -5,6 +5,7 @@ use crate::defect::Defect;
 use crate::ids::{PageId, Place, Width};
 use crate::op::{Indices, Op, PayloadWriter, decode_payload, gap_coded};
 use crate::state::apply::apply;
+use crate::state::trail::reach;
 use crate::value::Metadata;
 
 const PAGE: PageId = PageId(1);
@@ -114,20 +115,31 @@ fn the_head_of_a_page_is_the_whole_page_cut_at_its_end() {
         grown_again += usize::from(lens.iter().min() < Some(&final_len));
         let payload = writer.finish();
         let mut whole = base.clone();
+        let from = random.below(final_len + 1);
+        let within = from..from + random.below(final_len - from + 1);
+        let of_base = base[(from as usize).min(base.len())..].to_vec();
+        let mut window = PageWindow::new(of_base, base_len, within.clone()).unwrap();
         let mut head = PageWindow::new(base, base_len, 0..final_len).unwrap();
         let memory = head.bytes.as_ptr();
         for at in decode_payload(&payload).unwrap() {
             if let Some(kind) = kinds.iter().position(|kind| *kind == at.op.kind()) {
                 across[kind] += usize::from(straddles(&at.op, final_len));
             }
+            let (before, reach) = (whole.clone(), reach(&at.op));
             apply(&at.op, &mut whole);
             head.apply(&at.op);
+            window.apply(&at.op);
+            let differs = |at: &usize| before.get(*at) != whole.get(*at) && !reach.contains(&(*at as u64));
+            let outside = (0..before.len().max(whole.len())).find(differs);
+            assert_eq!(outside, None, "seed {seed}: {:?} reaches further than {reach:?}", at.op);
             // At every moment, not only at the end.
             let kept = whole.len().min(final_len as usize);
             assert_eq!(head.bytes(), &whole[..kept], "seed {seed}: {:?}", at.op);
             assert_eq!(head.page_len(), whole.len() as u64, "seed {seed}: {:?}", at.op);
         }
         assert_eq!(head.bytes.as_ptr(), memory, "seed {seed}: it asked for more memory");
+        let within = within.start as usize..within.end as usize;
+        assert_eq!(window.into_bytes(), whole[within.clone()], "seed {seed}: {within:?}");
         assert_eq!(head.into_bytes(), whole, "seed {seed}");
     }
     let enough = 400 / crate::CASES_STEP;
