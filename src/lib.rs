@@ -406,20 +406,21 @@ impl Store {
 }
 
 impl Store {
-    /// Makes a new store, with an id of its own, of a state that was put together outside of the engine, page
-    /// by page; `load` gives each page's bytes. This is the way in for salvage: the state of a store that
-    /// does not open any more. A crash, or a failure of `load`, leaves no store in the directory.
+    /// Makes a new store, with an id of its own, of a state that was put together outside of the engine, page by
+    /// page; `read` fills a slice with a page's bytes from an offset on, and may be asked twice. This is the way in for
+    /// salvage: the state of a store that does not open any more. A crash, or a failure of `read`, leaves no store in
+    /// the directory.
     ///
     /// # Errors
-    /// As for [`View::fork`]; what `load` fails with.
+    /// As for [`View::fork`]; what `read` fails with.
     #[doc(hidden)]
     pub fn create_at<E: From<Error>>(
         directory: impl AsRef<Path>,
         origin: &Seed,
-        mut load: impl FnMut(&PageInfo) -> Result<Vec<u8>, E>,
+        mut read: impl FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>,
     ) -> Result<StoreId, E> {
         let disk: Arc<dyn Disk> = Arc::new(DirDisk::new(directory));
-        history::seed::create_alone(origin, &disk, &mut load)
+        history::seed::create_alone(origin, &disk, &mut read)
     }
 
     /// Refuses a directory in which [`Store::create_at`] would find something, before the work is done.

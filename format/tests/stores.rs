@@ -32,8 +32,8 @@ use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::Op;
 use remanent_format::segment::SegmentHeader;
 use remanent_format::state::bases::Base;
-use remanent_format::state::head::load_base;
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::window::load_base;
 use remanent_format::{Epoch, FileName, Folder, Lsn, Metadata, PageId, Place, ReadAt, SnapshotId, Value};
 use verdict::{Clean, Refused, Torn, Verdict, check, check_state, four, rebuilt, resum, segment};
 

@@ -5,10 +5,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
-use remanent_format::image::read::read_image;
+use remanent_format::image::proven::ProvenImage;
+use remanent_format::image::read::{read_image, stream_image};
 use remanent_format::manifest::Manifest;
 use remanent_format::op::{Op, decode_payload};
-use remanent_format::{Defect, Lsn, Metadata, PageId, PageInfo};
+use remanent_format::{Damage, Defect, Lsn, Metadata, PageId, PageInfo};
 
 use super::position::FollowerPosition;
 use super::survey::missing_file;
@@ -67,12 +68,27 @@ impl FollowedBatch {
     /// [`Error::UnknownPage`] if no such operation names the page; [`Error::Overtaken`] if the file is not
     /// kept any more; [`Error::Damaged`].
     pub fn image(&self, page: PageId) -> Result<Vec<u8>> {
+        let (image, len) = self.image_named(page)?;
+        ImageSource::new(&self.disk, self.lsn()).read(&image, len)
+    }
+
+    /// As [`FollowedBatch::image`], for a follower that keeps no pages: hands the bytes to `sink`, in their order and
+    /// piece by piece. However long the page is, memory is held for one piece. The bytes are proven when this returns
+    /// `Ok`, and not before.
+    ///
+    /// # Errors
+    /// As for [`FollowedBatch::image`].
+    pub fn stream_image(&self, page: PageId, sink: impl FnMut(&[u8])) -> Result<()> {
+        let (image, len) = self.image_named(page)?;
+        ImageSource::new(&self.disk, self.lsn()).stream(&image, len, sink)
+    }
+
+    fn image_named(&self, page: PageId) -> Result<(ImageRef, u64)> {
         let named = self.operations().into_iter().find_map(|op| match op {
-            Op::Image { page: of, len, image } if of == page => Some((len, image)),
+            Op::Image { page: of, len, image } if of == page => Some((image, len)),
             _ => None,
         });
-        let (len, image) = named.ok_or(Error::UnknownPage { page })?;
-        read(&self.disk, self.lsn(), &image, len)
+        named.ok_or(Error::UnknownPage { page })
     }
 
     /// The remark that the batch carries; `None` if it carries none.
@@ -126,23 +142,75 @@ impl RestoredState {
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::Overtaken`] if the image is not kept any more; [`Error::Damaged`].
     pub fn read(&self, page: PageId) -> Result<Vec<u8>> {
+        match self.image_of(page)? {
+            Some((image, len)) => ImageSource::new(&self.disk, self.lsn).read(&image, len),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// As [`RestoredState::read`], for a follower that keeps no pages: hands the bytes to `sink`, in their order and
+    /// piece by piece. However long the page is, memory is held for one piece. The bytes are proven when this returns
+    /// `Ok`, and not before.
+    ///
+    /// # Errors
+    /// As for [`RestoredState::read`].
+    pub fn stream(&self, page: PageId, sink: impl FnMut(&[u8])) -> Result<()> {
+        match self.image_of(page)? {
+            Some((image, len)) => ImageSource::new(&self.disk, self.lsn).stream(&image, len, sink),
+            None => Ok(()),
+        }
+    }
+
+    /// The image of a page, and its length; a page of no bytes has none.
+    pub(super) fn image_of(&self, page: PageId) -> Result<Option<(ImageRef, u64)>> {
         let entries = &self.table.entries;
         let at = entries
             .binary_search_by_key(&page, |entry| entry.page)
             .map_err(|_| Error::UnknownPage { page })?;
-        let entry = &entries[at];
-        entry.image.as_ref().map_or(Ok(Vec::new()), |image| read(&self.disk, self.lsn, image, entry.len))
+        Ok(entries[at].image.map(|image| (image, entries[at].len)))
     }
 }
 
-/// Reads an image that batch `lsn` names.
-fn read(disk: &Arc<dyn Disk>, lsn: Lsn, image: &ImageRef, len: u64) -> Result<Vec<u8>> {
-    let read = read_image(&DiskSource::new(disk.clone()), image, len);
-    read.map_err(|damage| match damage.defect {
-        Defect::Missing => missing_file(disk, lsn, damage),
-        _ => damage.into(),
-    })
-    .map_err(|error: Error| error.in_store(&disk.label()))
+/// Reads images that a batch names. Files stay open between reads.
+pub(super) struct ImageSource<'d> {
+    disk: &'d Arc<dyn Disk>,
+    lsn: Lsn,
+    source: DiskSource,
+}
+
+impl<'d> ImageSource<'d> {
+    pub fn new(disk: &'d Arc<dyn Disk>, lsn: Lsn) -> Self {
+        Self { disk, lsn, source: DiskSource::new(disk.clone()) }
+    }
+
+    fn read(&self, image: &ImageRef, len: u64) -> Result<Vec<u8>> {
+        read_image(&self.source, image, len).map_err(|damage| self.error(damage))
+    }
+
+    fn stream(&self, image: &ImageRef, len: u64, mut sink: impl FnMut(&[u8])) -> Result<()> {
+        let streamed = stream_image(&self.source, image, len, |piece| {
+            sink(piece);
+            Ok(())
+        });
+        streamed.map_err(|damage| self.error(damage))
+    }
+
+    /// Proves an image, so that [`fill`](Self::fill) can be had of it.
+    pub fn prove(&self, image: &ImageRef, len: u64) -> Result<ProvenImage> {
+        ProvenImage::prove(&self.source, image, len).map_err(|damage| self.error(damage))
+    }
+
+    /// Reads all of a page.
+    pub fn fill(&self, image: &ProvenImage, out: &mut [u8]) -> Result<()> {
+        image.read(&self.source, 0, out).map_err(|damage| self.error(damage))
+    }
+
+    fn error(&self, damage: Damage) -> Error {
+        match damage.defect {
+            Defect::Missing => missing_file(self.disk, self.lsn, damage),
+            _ => damage.into(),
+        }
+    }
 }
 
 impl fmt::Debug for FollowedBatch {

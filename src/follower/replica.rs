@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use remanent_format::image::proven::ProvenImage;
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::state::apply::apply;
 use remanent_format::state::survey::Survey;
 use remanent_format::state::table::PlanMode;
-use remanent_format::{Defect, FileName, Key, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable};
+use remanent_format::{Defect, FileName, Key, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, Place};
 
 use super::Follower;
-use super::batch::{FollowedBatch, RestoredState};
+use super::batch::{FollowedBatch, ImageSource, RestoredState};
 use super::position::FollowerPosition;
 use super::survey::{ask, missing, newest_snapshot};
 use crate::disk::Disk;
@@ -70,41 +71,75 @@ impl Replica {
         Ok(Self { table: resolution.resolved.table, contents, position })
     }
 
-    /// Applies the next batch.
+    /// Applies the next batch. The images that it names are proven before anything is changed, and then read into the
+    /// pages' memory: beside that, memory is held for a piece of one.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] if it is not the next one; [`Error::Overtaken`] or [`Error::Damaged`] if a
-    /// restored page cannot be read. The replica is as it was.
+    /// [`Error::OutOfOrder`] if it is not the next one; [`Error::Overtaken`] or [`Error::Damaged`] if an image cannot be
+    /// read; [`Error::OutOfMemory`]. The replica is as it was. Only if an image that was just proven cannot be read
+    /// once more, the replica is empty, as [`Replica::default`] is.
     pub fn apply(&mut self, batch: &FollowedBatch) -> Result<()> {
         let (lsn, expected) = (batch.lsn(), self.table.lsn().next());
         if lsn != expected {
             return Err(Error::OutOfOrder { lsn, expected });
         }
-        match batch.restored() {
-            Some(restored) => self.restore(lsn, restored)?,
-            None => self.change(lsn, batch)?,
+        let source = ImageSource::new(&batch.disk, lsn);
+        let images = match batch.restored() {
+            Some(restored) => self.restore(lsn, restored, &source)?,
+            None => self.change(lsn, batch, &source)?,
+        };
+        for (page, image) in images {
+            let Some(content) = self.contents.get_mut(&page) else { continue };
+            if let Err(error) = source.fill(&image, content) {
+                // It is neither what it was nor what it should be.
+                *self = Self::default();
+                return Err(error);
+            }
         }
         self.position = batch.position();
         Ok(())
     }
 
-    /// Replaces everything by a restored state. A page that stays as it was is not read.
-    fn restore(&mut self, lsn: Lsn, restored: &RestoredState) -> Result<()> {
+    /// Replaces everything by a restored state; returns the images of pages that are now to be read, and have memory for
+    /// it. A page that is as it was need not be read.
+    fn restore(
+        &mut self,
+        lsn: Lsn,
+        restored: &RestoredState,
+        source: &ImageSource<'_>,
+    ) -> Result<Vec<(PageId, ProvenImage)>> {
         let version = |info: &PageInfo| (info.epoch, info.lsn);
-        let mut changed = BTreeMap::new();
-        for info in restored.pages() {
-            if self.table.get(info.page).as_ref().map(version) != Some(version(info)) {
-                changed.insert(info.page, restored.read(info.page)?);
+        let is_changed =
+            |info: &&PageInfo| self.table.get(info.page).as_ref().map(version) != Some(version(info));
+        let changed: Vec<&PageInfo> = restored.pages().iter().filter(is_changed).collect();
+        let mut images = Vec::new();
+        for info in &changed {
+            if let Some((image, len)) = restored.image_of(info.page)? {
+                images.push((info.page, source.prove(&image, len)?));
             }
+        }
+        let mut created = BTreeMap::new();
+        for info in &changed {
+            self.reserve(&mut created, info.page, info.len)?;
+        }
+        // From here on nothing fails.
+        self.contents.extend(created);
+        for info in &changed {
+            self.contents.get_mut(&info.page).expect("reserved").resize(info.len as usize, 0);
         }
         self.table.replace(lsn, restored.pages().iter().cloned(), restored.root().clone());
         self.table.index_keys().expect("the state that was restored had unique keys");
         self.contents.retain(|page, _| self.table.get(*page).is_some());
-        self.contents.extend(changed);
-        Ok(())
+        Ok(images)
     }
 
-    fn change(&mut self, lsn: Lsn, batch: &FollowedBatch) -> Result<()> {
+    /// Changes what the batch changes; returns the images of pages that are now to be read, and have memory for it.
+    fn change(
+        &mut self,
+        lsn: Lsn,
+        batch: &FollowedBatch,
+        source: &ImageSource<'_>,
+    ) -> Result<Vec<(PageId, ProvenImage)>> {
         let damaged =
             |defect: Defect| Error::from(defect.at_lsn(FileName::Segment(batch.segment), batch.offset, lsn));
         let ops = decode_payload(&batch.payload).map_err(damaged)?;
@@ -112,17 +147,16 @@ impl Replica {
             .table
             .plan(lsn, &ops, PlanMode::Commit)
             .map_err(|(_, refusal)| damaged(Defect::Batch(refusal.to_string())))?;
-        // All memory is taken and all files are read first: from then on nothing fails.
+        // All memory is taken and all images are proven first: from then on nothing fails.
         let mut created = BTreeMap::new();
-        let mut images = BTreeMap::new();
+        let mut images = Vec::new();
         for at in &ops {
-            if let Op::Image { page, .. } = at.op {
-                images.insert(page, batch.image(page)?);
-            }
-            if let Op::Create { page, len, .. } | Op::Resize { page, len } = at.op {
-                let old = self.contents.get_mut(&page);
-                let content = old.unwrap_or_else(|| created.entry(page).or_default());
-                reserve(content, len).ok_or_else(|| damaged(Defect::Memory { needed: len }))?;
+            match &at.op {
+                Op::Image { page, len, image } => images.push((*page, source.prove(image, *len)?)),
+                Op::Create { page, len, .. } | Op::Resize { page, len } => {
+                    self.reserve(&mut created, *page, *len)?;
+                }
+                _ => {}
             }
         }
         self.contents.extend(created);
@@ -131,15 +165,23 @@ impl Replica {
                 apply(&at.op, content);
             }
         }
-        // An image is the only change of bytes on its page in a batch; the page may be gone again.
-        self.contents.extend(images);
         self.table.install(&changes);
         for (page, state) in changes.pages() {
             if state.is_none() {
                 self.contents.remove(page);
             }
         }
-        Ok(())
+        // Each is the only change of bytes on its page in this batch; the page may be gone again.
+        Ok(images)
+    }
+
+    /// Makes room for `len` bytes in all of a page, in `created` if there is no such page yet.
+    fn reserve(&mut self, created: &mut BTreeMap<PageId, Vec<u8>>, page: PageId, len: u64) -> Result<()> {
+        let old = self.contents.get_mut(&page);
+        let content = old.unwrap_or_else(|| created.entry(page).or_default());
+        let refused = Error::OutOfMemory { place: Place::Host, len };
+        let Ok(whole) = usize::try_from(len) else { return Err(refused) };
+        content.try_reserve_exact(whole.saturating_sub(content.len())).map_err(|_| refused)
     }
 
     /// The position after the last batch applied: a follower for this replica goes on from it.
@@ -182,10 +224,4 @@ impl Replica {
     pub fn root(&self) -> &Arc<Metadata> {
         self.table.root()
     }
-}
-
-/// Makes room for `len` bytes in all; `None` if there is none.
-fn reserve(content: &mut Vec<u8>, len: u64) -> Option<()> {
-    let more = usize::try_from(len).ok()?.saturating_sub(content.len());
-    content.try_reserve_exact(more).ok()
 }

@@ -68,6 +68,9 @@ pub(crate) struct Auditor<'a> {
     pub catalog: &'a CatalogLock,
 }
 
+/// Bytes of a page that are compared at a time.
+const COMPARED_AT_ONCE: usize = 4 << 20;
+
 /// Checksums of pages, all as of one batch.
 struct PageSums {
     pages: Vec<(PageInfo, u32)>,
@@ -166,7 +169,12 @@ impl Auditor<'_> {
             }
             None => {
                 audit.by_replay += 1;
-                crc32fast::hash(&past.load(info.page)?)
+                let mut sum = crc32fast::Hasher::new();
+                past.stream(info.page, |_, bytes| {
+                    sum.update(bytes);
+                    Ok(())
+                })?;
+                sum.finalize()
             }
         };
         if implied != sum {
@@ -180,16 +188,33 @@ impl Auditor<'_> {
 
     /// Finds where a page begins to differ from a state on disk, if it is still of that version.
     fn first_difference(&self, past: &PastState, info: &PageInfo) -> Result<Option<u64>> {
-        let expected = past.load(info.page)?;
-        let read = self.applier.read(&**self.device, self.staging, info.page, info.len, |info| (0, info.len));
-        let (now, _, found) = match read {
-            Ok(read) => read,
-            Err(Error::UnknownPage { .. }) => return Ok(None),
-            Err(error) => return Err(error),
-        };
-        let differs = || expected.iter().zip(&*found).position(|(expected, found)| expected != found);
-        let first = if now.epoch == info.epoch { differs() } else { None };
-        self.staging.give(found.into_staging());
-        Ok(first.map(|at| at as u64))
+        let (mut first, mut has_changed) = (None, false);
+        past.stream(info.page, |at, expected| {
+            for (expected, at) in expected.chunks(COMPARED_AT_ONCE).zip((at..).step_by(COMPARED_AT_ONCE)) {
+                if first.is_some() || has_changed {
+                    break;
+                }
+                let (epoch, len) = (info.epoch, expected.len() as u64);
+                let range = move |now: &PageInfo| if now.epoch == epoch { (at, len) } else { (0, 0) };
+                let (now, _, found) =
+                    match self.applier.read(&**self.device, self.staging, info.page, len, range) {
+                        Ok(read) => read,
+                        Err(Error::UnknownPage { .. }) => {
+                            has_changed = true;
+                            break;
+                        }
+                        Err(error) => return Err(error),
+                    };
+                has_changed = now.epoch != epoch;
+                if !has_changed {
+                    let differs =
+                        expected.iter().zip(&*found).position(|(expected, found)| expected != found);
+                    first = differs.map(|within| at + within as u64);
+                }
+                self.staging.give(found.into_staging());
+            }
+            Ok(())
+        })?;
+        Ok(first.filter(|_| !has_changed))
     }
 }

@@ -35,7 +35,7 @@ pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> 
         table: past.table().clone(),
         point: past.point(),
     };
-    let made = create(&origin, &shared, target, &mut |info| past.load(info.page));
+    let made = create(&origin, &shared, target, &mut |info, offset, out| past.read(info.page, offset, out));
     let store = made.map_err(|error: Error| error.in_store(&target.label()))?;
     tracing::info!(%store, parent = %parent.store, lsn = %past.lsn(), "forked");
     Ok(store)

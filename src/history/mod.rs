@@ -7,3 +7,4 @@ pub(crate) mod restore;
 pub(crate) mod seed;
 pub(crate) mod state;
 pub(crate) mod view;
+pub(crate) mod windows;

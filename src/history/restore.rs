@@ -11,7 +11,8 @@
 //!    at the restored state.
 //! 4. Replace the tables, overwrite memory, a page at a time from its image. A failure here poisons: tables
 //!    and disk are right, memory is not, and is not read any more.
-//! So host memory holds no more of the old state at any moment than a chunk, or the longest page.
+//!
+//! So no more of the old state is in host memory at any moment than a few pieces of it, however long a page is.
 //!
 //! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before 3
 //! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage that 1 or
@@ -147,7 +148,7 @@ impl RestoreRun<'_> {
         let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
         let writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
         let written =
-            writer.write_pages(&stale, |index| Ok::<_, Error>(old.load(stale[index].page)?.into()))?;
+            writer.write_pages(&stale, &mut |info, offset, out| old.read(info.page, offset, out))?;
         writer.sync()?;
         writer.verify()?;
         images.extend(stale.iter().map(|info| info.page).zip(written));

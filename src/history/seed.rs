@@ -71,13 +71,16 @@ pub(crate) fn check_directory_is_free(target: &dyn Disk) -> Result<()> {
     Ok(())
 }
 
-/// Makes a store that begins at a state; returns its id. `load` gives the bytes of each page that has any and
-/// no shared image. An error of `load` ends the creation, and leaves no store.
+/// Fills the slice with a page's bytes from an offset on.
+pub(crate) type PageRead<'r, E> = &'r mut dyn FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>;
+
+/// Makes a store that begins at a state; returns its id. `read` gives the bytes of each page that has any and
+/// no shared image; an error of `read` ends the creation, and leaves no store.
 pub(crate) fn create<E: From<Error>>(
     origin: &Seed,
     shared: &SharedImages,
     target: &Arc<dyn Disk>,
-    load: &mut dyn FnMut(&PageInfo) -> Result<Vec<u8>, E>,
+    read: PageRead<'_, E>,
 ) -> Result<StoreId, E> {
     check_directory_is_free(&**target)?;
     target.make_folder(Folder::Root)?;
@@ -107,7 +110,7 @@ pub(crate) fn create<E: From<Error>>(
     let images = shared.images.iter().filter(|(_, image)| linked.contains(&image.file));
     let images: HashMap<PageId, ImageRef> = images.map(|(page, image)| (*page, *image)).collect();
     let number = linked.last().map_or(1, |last| last + 1);
-    let images = write_images(&origin.table, target, store.store, images, number, load)?;
+    let images = write_images(&origin.table, target, store.store, images, number, read)?;
     // 3.
     let point = origin.point;
     let end =
@@ -151,9 +154,9 @@ pub(crate) fn create<E: From<Error>>(
 pub(crate) fn create_alone<E: From<Error>>(
     origin: &Seed,
     target: &Arc<dyn Disk>,
-    load: &mut dyn FnMut(&PageInfo) -> Result<Vec<u8>, E>,
+    read: PageRead<'_, E>,
 ) -> Result<StoreId, E> {
-    create(origin, &SharedImages::default(), target, load)
+    create(origin, &SharedImages::default(), target, read)
 }
 
 /// Step 2: images of the pages that share none.
@@ -163,7 +166,7 @@ fn write_images<E: From<Error>>(
     store: StoreId,
     mut images: HashMap<PageId, ImageRef>,
     number: u64,
-    load: &mut dyn FnMut(&PageInfo) -> Result<Vec<u8>, E>,
+    read: PageRead<'_, E>,
 ) -> Result<HashMap<PageId, ImageRef>, E> {
     prove(&DiskSource::past_cache(target.clone()), wanted(table.pages(), &images))?;
     let is_missing = |info: &PageInfo| info.len > 0 && !images.contains_key(&info.page);
@@ -174,7 +177,7 @@ fn write_images<E: From<Error>>(
     }
     let (purpose, compression) = (ImagePurpose::Snapshot, Compression::default());
     let writer = ImageWriter::create(target.clone(), store, number, purpose, compression)?;
-    let written = writer.write_pages(&rest, |index| Ok::<_, E>(load(&rest[index])?.into()))?;
+    let written = writer.write_pages(&rest, read)?;
     writer.sync()?;
     writer.verify()?;
     images.extend(rest.iter().map(|info| info.page).zip(written));

@@ -14,7 +14,7 @@
 //! can be lost by a crash.
 
 use std::cell::OnceCell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
@@ -22,7 +22,7 @@ use remanent_format::manifest::Manifest;
 use remanent_format::reach::{Reach, Role};
 use remanent_format::state::replay::ResolvedState;
 use remanent_format::state::survey::Survey;
-use remanent_format::state::trail::Trails;
+use remanent_format::state::trail::{ProvenPage, Trails};
 use remanent_format::store::StoreFile;
 use remanent_format::{
     Damage, Defect, FileName, Folder, LogPoint, Lsn, PageId, PageTable, Place, SnapshotId,
@@ -33,6 +33,7 @@ use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock, Hold};
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
+use crate::history::windows::{Lookup, WHOLE_LEN_MAX, WINDOW_LEN_MIN, Windows};
 
 /// How often the files are surveyed anew, while a writer changes them faster than they are read.
 const ATTEMPTS: usize = 64;
@@ -49,6 +50,9 @@ pub(crate) struct PastState {
     trails: Trails,
     /// The source that pages are read from; its files stay open between reads.
     source: Mutex<Arc<DiskSource>>,
+    /// The long pages that were read: their images are proven once.
+    proven: Mutex<HashMap<PageId, Arc<ProvenPage>>>,
+    windows: Mutex<Windows>,
     hold: Option<Box<dyn DiskLock>>,
     /// Whether all image files that the state is made from were found.
     is_whole: bool,
@@ -266,6 +270,8 @@ impl PastState {
             resolved: resolution.resolved,
             trails: std::mem::take(trails),
             source: Mutex::new(Arc::new(DiskSource::new(disk.clone()))),
+            proven: Mutex::default(),
+            windows: Mutex::default(),
             hold,
             is_whole: false,
         };
@@ -329,25 +335,85 @@ impl PastState {
         self.trails.exact_image(&self.resolved, page)
     }
 
-    /// Puts a page's bytes together, from its image and its own operations in the log.
+    /// Fills `out` with a page's bytes from `offset` on. What is read of a long page is put together window by window,
+    /// each beside those that were read lately.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Damaged`] in the files that this page is made from;
-    /// [`Error::Overtaken`] if the state could not be held and is gone.
-    pub fn load(&self, page: PageId) -> Result<Vec<u8>> {
-        if self.table().get(page).is_none() {
-            return Err(Error::UnknownPage { page });
+    /// [`Error::UnknownPage`]; [`Error::OutOfBounds`]; [`Error::Damaged`] in what this page is made from;
+    /// [`Error::OutOfMemory`]; [`Error::Overtaken`] if the state could not be held and is gone.
+    pub fn read(&self, page: PageId, mut offset: u64, mut out: &mut [u8]) -> Result<()> {
+        let (len, page_len) = (out.len() as u64, self.page_len(page)?);
+        if offset.checked_add(len).is_none_or(|end| end > page_len) {
+            return Err(Error::OutOfBounds { page, offset, len, page_len });
         }
+        while !out.is_empty() {
+            let (from, bytes) = self.window(page, page_len, offset, out.len() as u64)?;
+            let bytes = &bytes[(offset - from) as usize..];
+            let (filled, rest) = out.split_at_mut(bytes.len().min(out.len()));
+            filled.copy_from_slice(&bytes[..filled.len()]);
+            offset += filled.len() as u64;
+            out = rest;
+        }
+        Ok(())
+    }
+
+    /// Hands all of a page's bytes to `sink`, in their order and piece by piece.
+    ///
+    /// # Errors
+    /// As for [`PastState::read`]; what `sink` returns.
+    pub fn stream(&self, page: PageId, mut sink: impl FnMut(u64, &[u8]) -> Result<()>) -> Result<()> {
+        let (mut at, page_len) = (0, self.page_len(page)?);
+        while at < page_len {
+            let (from, bytes) = self.window(page, page_len, at, WINDOW_LEN_MIN)?;
+            let bytes = &bytes[(at - from) as usize..];
+            sink(at, bytes)?;
+            at += bytes.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn page_len(&self, page: PageId) -> Result<u64> {
+        self.table().get(page).map(|info| info.len).ok_or(Error::UnknownPage { page })
+    }
+
+    /// A window of a page that has the byte at `offset`, and where it begins. `wanted` bytes will be read from there on.
+    fn window(&self, page: PageId, page_len: u64, offset: u64, wanted: u64) -> Result<(u64, Arc<Vec<u8>>)> {
+        let next = match self.windows.lock().get(page, page_len, offset, wanted) {
+            Lookup::Held(from, bytes) => return Ok((from, bytes)),
+            Lookup::Missing(next) => next,
+        };
+        // Others read meanwhile; at worst two threads put the same window together.
+        let bytes = if next == (0..page_len) && page_len <= WHOLE_LEN_MAX {
+            self.twice(|source| self.trails.load(source, &self.resolved, page))?
+        } else {
+            let proven = self.proven.lock().get(&page).cloned();
+            let proven = match proven {
+                Some(proven) => proven,
+                None => {
+                    let prove = |source: &DiskSource| self.trails.prove(source, &self.resolved, page);
+                    let proven = Arc::new(self.twice(prove)?);
+                    self.proven.lock().insert(page, proven.clone());
+                    proven
+                }
+            };
+            self.twice(|source| self.trails.window(source, &proven, &next))?
+        };
+        let bytes = Arc::new(bytes);
+        self.windows.lock().insert(page, next.start, bytes.clone());
+        Ok((next.start, bytes))
+    }
+
+    /// Reads something, and once more before it is called damaged, by name: an open file may be one that the writer
+    /// took for something else.
+    fn twice<T>(&self, read: impl Fn(&DiskSource) -> Result<T, Damage>) -> Result<T> {
         let source = self.source.lock().clone();
-        let damage = match self.trails.load(&*source, &self.resolved, page) {
-            Ok(bytes) => return Ok(bytes),
-            // Read twice before it is called damaged, and by name: an open file may be one that the writer
-            // took for something else.
+        let damage = match read(&source) {
+            Ok(read) => return Ok(read),
             Err(_) => {
                 let anew = Arc::new(DiskSource::new(self.disk.clone()));
                 *self.source.lock() = anew.clone();
-                match self.trails.load(&*anew, &self.resolved, page) {
-                    Ok(bytes) => return Ok(bytes),
+                match read(&anew) {
+                    Ok(read) => return Ok(read),
                     Err(damage) => damage,
                 }
             }

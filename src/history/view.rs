@@ -1,24 +1,18 @@
 //! Looking at a state of a store, read-only: nothing is written, no device is used, and a writer
 //! may go on meanwhile.
 //!
-//! [`crate::history::state`] finds the state and reads pages; here are the handle and its cache.
+//! [`crate::history::state`] finds the state and reads pages; here is the handle.
 
-use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, SnapshotId, StoreId};
 
 use crate::base::process::Process;
-use crate::base::sync::Mutex;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
-
-/// Bytes of pages that a handle keeps. A page that is longer is kept alone, so that reading it piece by
-/// piece puts it together once.
-const CACHE_BYTES: u64 = 64 << 20;
 
 /// A state of a store, to look at: pages, root and bytes as they were right after one batch.
 ///
@@ -27,13 +21,14 @@ const CACHE_BYTES: u64 = 64 << 20;
 /// removed while it lives. The exception are places where no lock can be taken, such as read-only media:
 /// there a writer elsewhere may remove files, and then reads fail with [`Error::Overtaken`].
 ///
-/// A page's bytes are put together when they are first read, from its image and its own operations in the
-/// log. At most 64 MiB of pages are kept for later reads, or one page that is longer. A page whose bytes on
-/// disk are damaged fails alone.
+/// A page's bytes are put together when they are read, from its image and its own operations in the
+/// log, and at most 64 MiB of them are kept for later reads. A page whose bytes on disk are damaged fails alone.
+///
+/// An image has one checksum. So the first read of a page longer than 4 MiB reads all of its image, to prove it, and
+/// holds no more than a piece of it at a time; later reads read what they need.
 pub struct View {
     opener: Process,
     past: PastState,
-    cache: Mutex<Cache>,
 }
 
 impl View {
@@ -44,11 +39,7 @@ impl View {
     #[doc(hidden)]
     pub fn open_on(disk: &Arc<dyn Disk>, point: Option<&StatePoint>) -> Result<Self> {
         let past = PastState::open(disk, point);
-        Ok(Self {
-            opener: Process::current(),
-            past: past.map_err(|error| error.in_store(&disk.label()))?,
-            cache: Mutex::default(),
-        })
+        Ok(Self { opener: Process::current(), past: past.map_err(|error| error.in_store(&disk.label()))? })
     }
 
     /// The state that it reads from, for the process that opened it. In a forked child, locks of the
@@ -112,23 +103,7 @@ impl View {
     /// made from are damaged, which says nothing of other pages; [`Error::Overtaken`];
     /// [`Error::OutOfMemory`]; [`Error::Forked`].
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
-        let (len, page_len) = (out.len() as u64, self.page(page)?.len);
-        if offset.checked_add(len).is_none_or(|end| end > page_len) {
-            return Err(Error::OutOfBounds { page, offset, len, page_len });
-        }
-        let bytes = self.bytes(page)?;
-        out.copy_from_slice(&bytes[offset as usize..][..out.len()]);
-        Ok(())
-    }
-
-    fn bytes(&self, page: PageId) -> Result<Arc<Vec<u8>>> {
-        if let Some(bytes) = self.cache.lock().get(page) {
-            return Ok(bytes);
-        }
-        // Others may read meanwhile; at worst two threads put the same page together.
-        let bytes = Arc::new(self.past.load(page)?);
-        self.cache.lock().insert(page, bytes.clone());
-        Ok(bytes)
+        self.past()?.read(page, offset, out)
     }
 }
 
@@ -139,82 +114,5 @@ impl fmt::Debug for View {
             .field("lsn", &self.lsn())
             .field("base", &self.base())
             .finish_non_exhaustive()
-    }
-}
-
-/// Pages that were read lately.
-#[derive(Default)]
-struct Cache {
-    pages: HashMap<PageId, (u64, Arc<Vec<u8>>)>,
-    /// The pages by the time of their last use.
-    used: BTreeMap<u64, PageId>,
-    now: u64,
-    bytes: u64,
-}
-
-impl Cache {
-    fn get(&mut self, page: PageId) -> Option<Arc<Vec<u8>>> {
-        let (used, bytes) = self.pages.get_mut(&page)?;
-        self.used.remove(used);
-        self.now += 1;
-        *used = self.now;
-        self.used.insert(self.now, page);
-        Some(bytes.clone())
-    }
-
-    fn insert(&mut self, page: PageId, bytes: Arc<Vec<u8>>) {
-        self.remove(page);
-        self.now += 1;
-        self.bytes += bytes.len() as u64;
-        self.pages.insert(page, (self.now, bytes));
-        self.used.insert(self.now, page);
-        while self.bytes > CACHE_BYTES && self.pages.len() > 1 {
-            let (_, oldest) = self.used.first_key_value().expect("each page was used once");
-            self.remove(*oldest);
-        }
-    }
-
-    fn remove(&mut self, page: PageId) {
-        if let Some((used, bytes)) = self.pages.remove(&page) {
-            self.used.remove(&used);
-            self.bytes -= bytes.len() as u64;
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn page(len: u64) -> Arc<Vec<u8>> {
-        Arc::new(vec![0; len as usize])
-    }
-
-    #[test]
-    fn the_cache_keeps_what_was_used_last_within_its_bound() {
-        let mut cache = Cache::default();
-        let third = CACHE_BYTES / 3;
-        for number in 1..=3 {
-            cache.insert(PageId(number), page(third));
-        }
-        assert!(cache.get(PageId(1)).is_some());
-        cache.insert(PageId(4), page(third));
-        assert!(cache.get(PageId(2)).is_none(), "the page that was not used longest goes first");
-        assert!([1, 3, 4].into_iter().all(|number| cache.get(PageId(number)).is_some()));
-        assert_eq!(cache.bytes, 3 * third);
-    }
-
-    #[test]
-    fn a_page_longer_than_the_bound_is_kept_alone() {
-        let mut cache = Cache::default();
-        cache.insert(PageId(1), page(10));
-        cache.insert(PageId(2), page(CACHE_BYTES + 1));
-        assert!(cache.get(PageId(1)).is_none());
-        assert!(cache.get(PageId(2)).is_some());
-        cache.insert(PageId(3), page(10));
-        assert!(cache.get(PageId(2)).is_none());
-        // The same page again takes its own place.
-        cache.insert(PageId(3), page(20));
-        assert_eq!((cache.bytes, cache.pages.len(), cache.used.len()), (20, 1, 1));
     }
 }

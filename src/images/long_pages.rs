@@ -37,8 +37,9 @@ pub(crate) enum ReadPass {
     Last,
 }
 
-/// Hands the bytes of a range of a page to a sink; `false` if the source has none any more.
-pub(crate) type PieceSource<'s> = &'s mut dyn FnMut(Range<u64>, ReadPass, Sink<'_>) -> Result<bool>;
+/// Hands the bytes of a range of a page to a sink; `false` if there are none any more.
+pub(crate) type PieceSource<'s, E = Error> =
+    &'s mut dyn FnMut(Range<u64>, ReadPass, Sink<'_>) -> Result<bool, E>;
 
 /// The ranges of a page's pieces.
 fn pieces(len: u64, piece_len: u64) -> impl Iterator<Item = Range<u64>> {
@@ -46,14 +47,14 @@ fn pieces(len: u64, piece_len: u64) -> impl Iterator<Item = Range<u64>> {
 }
 
 impl ImageWriter {
-    /// Writes one page, not an empty one, as a chunk of its own. `None` if the source had no bytes any more:
-    /// then no image was written.
-    pub fn write_long(
+    /// Writes one page, not an empty one, as a chunk of its own. `None` if the source had no bytes any more: then
+    /// no image was written.
+    pub fn write_long<E: From<Error>>(
         &self,
         info: &PageInfo,
         piece_len: u64,
-        source: PieceSource<'_>,
-    ) -> Result<Option<ImageRef>> {
+        source: PieceSource<'_, E>,
+    ) -> Result<Option<ImageRef>, E> {
         let _no_other_appends = self.tail.lock();
         if self.compression != Compression::Off {
             let mut samples = Vec::new();
@@ -84,19 +85,19 @@ impl ImageWriter {
     pub(super) fn write_long_page(&self, info: &PageInfo, bytes: &[u8]) -> Result<ImageRef> {
         assert!(info.len == bytes.len() as u64);
         let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
-            sink(&bytes[range.start as usize..range.end as usize]).map(|()| true)
+            sink(&bytes[range.start as usize..range.end as usize]).map(|()| true) as Result<bool>
         };
         let written = self.write_long(info, PIECE_BYTES, &mut source)?;
         Ok(written.expect("the bytes are at hand"))
     }
 
-    fn stream(
+    fn stream<E: From<Error>>(
         &self,
         info: &PageInfo,
         piece_len: u64,
-        source: PieceSource<'_>,
+        source: PieceSource<'_, E>,
         is_compressed: bool,
-    ) -> Result<Streamed> {
+    ) -> Result<Streamed, E> {
         let start = self.written.lock().end;
         let payload = start + Chunk::head_len(1);
         let full = |end: u64| move |error: Error| no_space(self.number, end, error);

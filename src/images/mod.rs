@@ -10,7 +10,7 @@ mod compress;
 mod long_pages;
 mod writers;
 
-use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 
 use remanent_format::image::{
@@ -124,25 +124,39 @@ impl ImageWriter {
         }
     }
 
-    /// Writes pages, none of them empty, chunk by chunk. `load` gives the bytes of each page by its index. No
-    /// more than a chunk of them is held at a time. The references come back in the same order.
-    pub fn write_pages<'b, E: From<Error>>(
+    /// Writes pages, none of them empty, chunk by chunk: `read` fills a slice with a page's bytes from an offset on. No
+    /// more than a chunk of them is held at a time, and of a long page a piece, which may be asked for twice. The
+    /// references come back in the same order.
+    pub fn write_pages<E: From<Error>>(
         &self,
         pages: &[PageInfo],
-        mut load: impl FnMut(usize) -> Result<Cow<'b, [u8]>, E>,
+        read: &mut dyn FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>,
     ) -> Result<Vec<ImageRef>, E> {
         let mut references = Vec::with_capacity(pages.len());
         for chunk in chunks(pages, CHUNK_BYTES, |info| info.len) {
-            let first = references.len();
             if let [long] = chunk
                 && long.len > PIECE_BYTES
             {
-                references.push(self.write_long_page(long, &load(first)?)?);
+                let mut piece = Vec::new();
+                let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
+                    resize(&mut piece, range.end - range.start)?;
+                    read(long, range.start, &mut piece)?;
+                    sink(&piece)?;
+                    Ok::<_, E>(true)
+                };
+                let written = self.write_long(long, PIECE_BYTES, &mut source)?;
+                references.push(written.expect("its bytes are there"));
                 continue;
             }
-            let contents = (first..first + chunk.len()).map(&mut load).collect::<Result<Vec<_>, E>>()?;
+            let mut contents = Vec::with_capacity(chunk.len());
+            for info in chunk {
+                let mut content = Vec::new();
+                resize(&mut content, info.len)?;
+                read(info, 0, &mut content)?;
+                contents.push(content);
+            }
             let images: Vec<(&PageInfo, &[u8])> =
-                chunk.iter().zip(contents.iter().map(Cow::as_ref)).collect();
+                chunk.iter().zip(contents.iter().map(Vec::as_slice)).collect();
             references.extend(self.write_chunk(&images)?);
         }
         Ok(references)
@@ -340,6 +354,13 @@ fn new_image(info: &PageInfo, bytes: &[u8], frames: Option<&[u8]>) -> NewImage {
         crc: crc32fast::hash(bytes),
         compressed,
     }
+}
+
+/// Makes a buffer `len` bytes long, if there is memory for it.
+fn resize(bytes: &mut Vec<u8>, len: u64) -> Result<()> {
+    make_room(bytes, (len as usize).saturating_sub(bytes.len()))?;
+    bytes.resize(len as usize, 0);
+    Ok(())
 }
 
 /// Turns a lack of space into a clean failure: where images are made, nothing names them yet.

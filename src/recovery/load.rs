@@ -11,9 +11,9 @@ use remanent_format::op::decode_payload;
 use remanent_format::state::bases::{Base, Bases};
 use remanent_format::state::by_id::ById;
 use remanent_format::state::follow::Resolution;
-use remanent_format::state::head::PageHead;
-use remanent_format::state::head::load_base;
 use remanent_format::state::survey::Survey;
+use remanent_format::state::window::PageWindow;
+use remanent_format::state::window::load_base;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
 
 use super::catalog::CatalogDraft;
@@ -172,10 +172,9 @@ fn sort_sources(
 struct Loader<'a> {
     recovery: &'a Recovery<'a>,
     pages: PageSet,
-    /// Pages whose length changes during replay are put together in host memory. On the device a page is
-    /// allocated once, at its final length. In host memory, too, it takes no more than that: a page may
-    /// be a TiB long for one batch only, and the log says so in a few bytes.
-    on_host: Mutex<HashMap<PageId, PageHead>>,
+    /// Pages whose length changes during replay are put together in host memory: on the device they are
+    /// allocated once, at their final length. Here, too, they take no more than that.
+    on_host: Mutex<HashMap<PageId, PageWindow>>,
     /// Commands that make pages of zeros.
     list: ListBuilder,
     /// Lists that the device may still work on: while there is one, no page memory is given back.
@@ -223,7 +222,7 @@ impl NewerBases {
 struct Deltas<'l> {
     /// Where pages lie on the device. Deleted and unloaded ones have none.
     memory: &'l ById<PageId, PageMemory>,
-    on_host: &'l Mutex<HashMap<PageId, PageHead>>,
+    on_host: &'l Mutex<HashMap<PageId, PageWindow>>,
     /// The batches that a page's base holds already.
     late: &'l NewerBases,
     staging: &'l StagingPool,

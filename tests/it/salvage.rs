@@ -58,11 +58,13 @@ fn salvage(what: &str, files: &Files, victim: &Victim) -> Outcome {
     for info in state.table.pages() {
         match salvage.find(&info) {
             PageRemains::Exact(bytes) => {
+                let bytes = salvage.window(&bytes, 0..info.len).unwrap();
                 assert!(bytes == states[&lsn].contents[&info.page], "{what}: wrong bytes in {}", info.page);
                 outcome.exact += 1;
             }
             PageRemains::Older { version, bytes, .. } => {
                 let then = &states[&version.lsn];
+                let bytes = salvage.window(&bytes, 0..version.len).unwrap();
                 assert!(then.pages.contains(&version), "{what}: {version:?} never was");
                 assert!(bytes == then.contents[&info.page], "{what}: older bytes of {} are wrong", info.page);
                 assert!(version.page == info.page && version.epoch <= info.epoch, "{what}: {version:?}");
@@ -281,23 +283,33 @@ fn a_founded_store_holds_what_was_salvaged_and_a_founding_cut_short_is_no_store(
         table: state.table.clone(),
         point: state.point,
     };
-    let bytes = |info: &PageInfo| match search.find(info) {
-        PageRemains::Exact(bytes) => bytes,
+    let read = |info: &PageInfo, offset: u64, out: &mut [u8]| match search.find(info) {
+        PageRemains::Exact(bytes) => {
+            out.copy_from_slice(&search.window(&bytes, offset..offset + out.len() as u64).unwrap());
+        }
         other => panic!("{other:?}"),
     };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("new");
     let mut left = 3;
-    let stopped = Store::create_at(&path, &origin, |info| -> Result<_, Error> {
+    let stopped = Store::create_at(&path, &origin, |info, offset, out| -> Result<_, Error> {
         left -= 1;
-        if left == 0 { Err(Defect::Missing.at(FileName::Pages(1), 0).into()) } else { Ok(bytes(info)) }
+        if left == 0 {
+            return Err(Defect::Missing.at(FileName::Pages(1), 0).into());
+        }
+        read(info, offset, out);
+        Ok(())
     });
     assert!(matches!(stopped, Err(Error::Damaged(_))), "{stopped:?}");
     let opened = Store::open(&path, small().create(Create::Never));
     assert!(matches!(opened, Err(Error::NoStore { .. })), "{opened:?}");
 
     Store::check_create_at(&path).unwrap();
-    let id = Store::create_at(&path, &origin, |info| Ok::<_, Error>(bytes(info))).unwrap();
+    let founded = Store::create_at(&path, &origin, |info, offset, out| {
+        read(info, offset, out);
+        Ok::<_, Error>(())
+    });
+    let id = founded.unwrap();
     assert!(matches!(Store::check_create_at(&path), Err(Error::ForeignDirectory { .. })));
     let store = Store::open(&path, small()).unwrap();
     assert_eq!(State::of(&store), victim.states[&victim.last]);

@@ -2,8 +2,12 @@
 //! the page's own does not grow with it.
 
 use std::path::Path;
+use std::time::Duration;
 
-use remanent::{Options, PageId, Place, StatePoint, Store};
+use remanent::disk::dir::DirReader;
+use remanent::{Follower, Options, PageId, Place, Replica, StatePoint, Store, View, Width, WriteBatch};
+use remanent_format::salvage::{PageRemains, Salvage};
+use remanent_format::state::survey::read_store;
 
 use crate::allocator::{alone, peak};
 
@@ -107,6 +111,152 @@ fn life(content: Content) {
         store.close().unwrap();
     });
     assert_bounded("an open on demand", content, taken, LEN);
+}
+
+/// What the batches behind a snapshot make of the page: writes of all kinds, some across the borders of windows and
+/// pieces, and two that take its end away and give it back. Each is a batch of its own.
+fn change(store: &Store, page: PageId, expected: &mut [u8], salt: u8) {
+    const MIB: u64 = 1 << 20;
+    let commit = |make: &dyn Fn(&mut WriteBatch)| {
+        let mut batch = store.batch();
+        make(&mut batch);
+        store.commit(batch).unwrap();
+    };
+    let long = vec![salt ^ 1; 3 * MIB as usize + 17];
+    commit(&|batch| _ = batch.write(page, 15 * MIB + 5, &long));
+    expected[15 * MIB as usize + 5..][..long.len()].copy_from_slice(&long);
+
+    commit(&|batch| _ = batch.fill(page, 32 * MIB - 8, 16, &[salt ^ 2, 3]));
+    expected[32 * MIB as usize - 8..][..16].copy_from_slice(&[salt ^ 2, 3].repeat(8));
+
+    // Elements all over the page.
+    let indices: Vec<u32> = (0..200).map(|n| n * 400_000 + 1).collect();
+    let values: Vec<u8> = (0..4 * indices.len()).map(|at| at as u8 ^ salt).collect();
+    commit(&|batch| _ = batch.scatter(page, Width::W4, &indices, &values));
+    for (index, value) in indices.iter().zip(values.chunks(4)) {
+        expected[4 * *index as usize..][..4].copy_from_slice(value);
+    }
+
+    let (mask, elements) = (vec![0b1010_0101; 1000], vec![salt ^ 5; 8000 * 2]);
+    commit(&|batch| _ = batch.write_masked(page, 100 * MIB - 7, Width::W2, &mask, &elements));
+    for index in (0..8000).filter(|index| 0b1010_0101 >> (index % 8) & 1 == 1) {
+        expected[100 * MIB as usize - 7 + 2 * index..][..2].fill(salt ^ 5);
+    }
+
+    commit(&|batch| _ = batch.resize(page, LEN - 5 * MIB));
+    commit(&|batch| _ = batch.resize(page, LEN));
+    expected[(LEN - 5 * MIB) as usize..].fill(0);
+    commit(&|batch| _ = batch.write(page, LEN - 100, &[salt ^ 9; 100]));
+    expected[LEN as usize - 100..].fill(salt ^ 9);
+}
+
+/// What looks at states, brings them back and copies them, at a state that no image has.
+fn history(content: Content) {
+    let _alone = alone();
+    let place = tempfile::tempdir().unwrap();
+    let directory = place.path().join("store");
+    let (store, page) = create(&directory, content);
+    let mut expected = content.piece(0, LEN);
+    store.snapshot().unwrap();
+    change(&store, page, &mut expected, 0x40);
+    let then = store.lsn();
+    let mut failed = Vec::new();
+    let mut measure = |what: &str, own: u64, work: &mut dyn FnMut()| {
+        let ((), taken) = peak(work);
+        let beside = taken.saturating_sub(own as usize);
+        if beside > BESIDE_MAX {
+            failed.push(format!("{what} takes {} MiB beside the page", beside >> 20));
+        }
+    };
+    let check_all = |expected: &[u8], read: &dyn Fn(u64, &mut [u8])| {
+        let mut found = vec![0; PIECE as usize];
+        for (from, to) in pieces() {
+            let found = &mut found[..(to - from) as usize];
+            read(from, found);
+            assert!(*found == expected[from as usize..to as usize], "{content:?} from {from} on");
+        }
+    };
+    let check_view = |view: &View, expected: &[u8]| {
+        check_all(expected, &|from, out| view.read(page, from, out).unwrap());
+    };
+
+    measure("a view of a few bytes", 0, &mut || {
+        let view = Store::open_read_only(&directory).unwrap();
+        for at in [LEN - 150, 15 << 20, 0, (100 << 20) - 50, LEN / 2] {
+            let mut found = [0; 100];
+            view.read(page, at, &mut found).unwrap();
+            assert_eq!(found, expected[at as usize..][..100], "{at}");
+        }
+    });
+    measure("a view of everything", 0, &mut || {
+        check_view(&Store::open_read_only(&directory).unwrap(), &expected);
+    });
+    measure("an audit", 0, &mut || {
+        let audit = store.audit().unwrap();
+        assert_eq!((audit.by_replay, audit.changed.len()), (1, 0));
+    });
+    let forked = place.path().join("forked");
+    measure("a fork", 0, &mut || _ = store.fork(&forked, &StatePoint::Lsn(then)).unwrap());
+    check_view(&Store::open_read_only(&forked).unwrap(), &expected);
+    measure("a salvage", 0, &mut || {
+        let source = DirReader::new(&directory);
+        let identity = read_store(&source).unwrap();
+        let salvage = Salvage::read(&source, identity, u64::MAX).unwrap();
+        let info = salvage.state().table.get(page).unwrap();
+        let PageRemains::Exact(bytes) = salvage.find(&info) else { panic!("{:?}", salvage.find(&info)) };
+        check_all(&expected, &|from, out| {
+            out.copy_from_slice(&salvage.window(&bytes, from..from + out.len() as u64).unwrap());
+        });
+    });
+
+    let mut replica = Replica::default();
+    let follow = |replica: &mut Replica| {
+        let mut follower = Follower::open(&directory, replica.position().into()).unwrap();
+        while let Some(batch) = follower.next(Duration::ZERO).unwrap() {
+            replica.apply(&batch).unwrap();
+        }
+    };
+    measure("a replica of a snapshot", LEN, &mut || {
+        replica = Replica::from_snapshot(&directory).unwrap();
+        follow(&mut replica);
+    });
+    assert!(replica.bytes(page) == Some(&expected[..]), "{content:?}: a replica");
+
+    let mut later = expected.clone();
+    change(&store, page, &mut later, 0x20);
+    measure("a restore", 0, &mut || store.restore(&StatePoint::Lsn(then)).map(drop).unwrap());
+    check_all(&expected, &|from, out| _ = store.read(page, from, out).unwrap());
+    measure("a replica that follows a restore", 0, &mut || follow(&mut replica));
+    assert!(replica.bytes(page) == Some(&expected[..]), "{content:?}: a restored replica");
+
+    let mut batch = store.batch();
+    batch.write(page, 0, &later);
+    store.commit(batch).unwrap();
+    let mut follower = Follower::open(&directory, replica.position().into()).unwrap();
+    let batch = follower.next(Duration::ZERO).unwrap().unwrap();
+    measure("a batch that writes the whole page, streamed", 0, &mut || {
+        let mut at = 0;
+        let streamed = batch.stream_image(page, |piece| {
+            assert!(*piece == later[at..at + piece.len()], "{content:?}: a whole page at {at}");
+            at += piece.len();
+        });
+        streamed.unwrap();
+        assert_eq!(at as u64, LEN);
+    });
+    measure("a replica that follows a whole page", 0, &mut || replica.apply(&batch).unwrap());
+    assert!(replica.bytes(page) == Some(&later[..]), "{content:?}: a replica with a whole page");
+    store.close().unwrap();
+    assert!(failed.is_empty(), "{content:?}: {failed:#?}");
+}
+
+#[test]
+fn a_long_page_that_compresses_has_a_history_that_takes_little() {
+    history(Content::Rising);
+}
+
+#[test]
+fn a_long_page_of_noise_has_a_history_that_takes_little() {
+    history(Content::Noise);
 }
 
 #[test]

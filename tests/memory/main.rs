@@ -4,6 +4,7 @@
 #[path = "../it/forward.rs"]
 mod forward;
 mod allocator;
+mod long_form;
 mod long_pages;
 mod new_pages;
 mod refusals;

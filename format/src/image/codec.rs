@@ -4,8 +4,10 @@
 //! payload as it is stored first. So the bytes that zstd sees were written by a store, or are a checksum's
 //! accident.
 
-use std::io::{BufRead, Read};
+use std::io::BufRead;
 use std::ops::ControlFlow;
+
+use zstd::stream::raw::{DParameter, Decoder, Operation};
 
 use crate::defect::{Defect, check_equal, check_limit, reserve};
 
@@ -98,20 +100,43 @@ pub(crate) fn decompress_from(
     len: u64,
     mut sink: impl FnMut(&[u8]) -> ControlFlow<()>,
 ) -> Result<(), Defect> {
-    let mut decoder = zstd::stream::read::Decoder::with_buffer(frames).map_err(compression)?;
-    decoder.window_log_max(WINDOW_LOG_MAX).map_err(compression)?;
+    decompress_frames(
+        frames,
+        len,
+        |piece, _| {
+            if piece.is_empty() { ControlFlow::Continue(()) } else { sink(piece) }
+        },
+    )
+}
+
+/// As [`decompress_from`]. `sink` is also told where a frame ends behind a piece: after how many bytes of the payload.
+pub(crate) fn decompress_frames(
+    mut frames: impl BufRead,
+    len: u64,
+    mut sink: impl FnMut(&[u8], Option<u64>) -> ControlFlow<()>,
+) -> Result<(), Defect> {
+    let mut decoder = Decoder::new().map_err(compression)?;
+    decoder.set_parameter(DParameter::WindowLogMax(WINDOW_LOG_MAX)).map_err(compression)?;
     let mut piece = vec![0; DECOMPRESSED_AT_ONCE];
-    let mut total = 0;
+    let (mut total, mut read, mut is_within_frame) = (0, 0, false);
     loop {
-        let count = decoder.read(&mut piece).map_err(compression)?;
-        if count == 0 {
+        let input = frames.fill_buf().map_err(compression)?;
+        let is_end = input.is_empty();
+        if is_end && !is_within_frame {
             return check_equal("length of what a compressed image gives", total, len);
         }
-        total += count as u64;
+        let step = decoder.run_on_buffers(input, &mut piece).map_err(compression)?;
+        frames.consume(step.bytes_read);
+        if is_end && step.bytes_written == 0 {
+            return Err(Defect::Compression("incomplete frame".to_owned()));
+        }
+        read += step.bytes_read as u64;
+        total += step.bytes_written as u64;
         if total > len {
             return check_limit("length of what a compressed image gives", total, len);
         }
-        if sink(&piece[..count]).is_break() {
+        is_within_frame = step.remaining > 0;
+        if sink(&piece[..step.bytes_written], (!is_within_frame).then_some(read)).is_break() {
             return Ok(());
         }
     }

@@ -16,6 +16,7 @@ mod image_ref;
 mod codec;
 mod chunk;
 pub mod read;
+pub mod proven;
 #[cfg(test)]
 mod tests;
 

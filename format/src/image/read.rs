@@ -61,32 +61,14 @@ pub fn stream_image<E: From<Damage>>(
 ) -> Result<(), E> {
     let (file, offset) = (FileName::Pages(image.file), image.offset);
     let at = |defect: Defect| E::from(defect.at(file, offset));
-    let check_sum = |what, found, sum: crc32fast::Hasher| {
-        let computed = sum.finalize();
-        if found == computed { Ok(()) } else { Err(at(Defect::Checksum { what, found, computed })) }
-    };
     image.check(len).map_err(at)?;
     // The whole range is checked first, so that an image that is cut short is reported as such.
     check_range(source, file, offset, image.stored_len).map_err(at)?;
-    let read_stored = |sink: &mut dyn FnMut(&[u8]) -> Result<(), E>| {
-        let mut sum = crc32fast::Hasher::new();
-        let mut piece = zeros(CHECKED_AT_ONCE.min(image.stored_len)).map_err(at)?;
-        let mut done = 0;
-        while done < image.stored_len {
-            let piece = &mut piece[..CHECKED_AT_ONCE.min(image.stored_len - done) as usize];
-            source.read_at(file, offset + done, piece).map_err(|error| at(unreadable(error)))?;
-            sum.update(piece);
-            sink(piece)?;
-            done += piece.len() as u64;
-        }
-        check_sum("image", image.stored_crc, sum)
-    };
     if image.codec == Codec::Raw {
-        return read_stored(&mut sink);
+        return stream_stored(source, image, sink);
     }
-    read_stored(&mut |_| Ok(()))?;
-    let end = offset + image.stored_len;
-    let mut stored = StoredBytes { source, file, at: offset, end, refused: None };
+    stream_stored(source, image, |_| Ok::<_, E>(()))?;
+    let mut stored = StoredBytes::of(source, image, 0);
     let (mut sum, mut refused) = (crc32fast::Hasher::new(), None);
     let buffered = BufReader::with_capacity(CHECKED_AT_ONCE as usize, &mut stored);
     let decompressed = decompress_from(buffered, len, |piece| {
@@ -104,26 +86,60 @@ pub fn stream_image<E: From<Damage>>(
         (None, Some(defect)) => Err(at(defect)),
         (None, None) => {
             decompressed.map_err(at)?;
-            check_sum("page", image.raw_crc, sum)
+            check_sum("page", image.raw_crc, sum).map_err(at)
         }
     }
 }
 
+/// Hands the payload of an image, as it is stored, to `sink` piece by piece. It is proven when this returns `Ok`.
+pub(super) fn stream_stored<E: From<Damage>>(
+    source: &dyn ReadAt,
+    image: &ImageRef,
+    mut sink: impl FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    let (file, offset) = (FileName::Pages(image.file), image.offset);
+    let at = |defect: Defect| E::from(defect.at(file, offset));
+    let mut sum = crc32fast::Hasher::new();
+    let mut piece = zeros(CHECKED_AT_ONCE.min(image.stored_len)).map_err(at)?;
+    let mut done = 0;
+    while done < image.stored_len {
+        let piece = &mut piece[..CHECKED_AT_ONCE.min(image.stored_len - done) as usize];
+        source.read_at(file, offset + done, piece).map_err(|error| at(unreadable(error)))?;
+        sum.update(piece);
+        sink(piece)?;
+        done += piece.len() as u64;
+    }
+    check_sum("image", image.stored_crc, sum).map_err(at)
+}
+
+fn check_sum(what: &'static str, found: u32, sum: crc32fast::Hasher) -> Result<(), Defect> {
+    let computed = sum.finalize();
+    if found == computed { Ok(()) } else { Err(Defect::Checksum { what, found, computed }) }
+}
+
 /// The payload of an image, for a reader that goes through it once.
-struct StoredBytes<'s> {
+pub(super) struct StoredBytes<'s> {
     source: &'s dyn ReadAt,
     file: FileName,
     at: u64,
     end: u64,
     /// Why they could not be read, if so.
-    refused: Option<Defect>,
+    pub refused: Option<Defect>,
+}
+
+impl<'s> StoredBytes<'s> {
+    /// Those of an image, but for the first ones.
+    pub fn of(source: &'s dyn ReadAt, image: &ImageRef, skipped: u64) -> Self {
+        let (file, end) = (FileName::Pages(image.file), image.offset + image.stored_len);
+        Self { source, file, at: image.offset + skipped, end, refused: None }
+    }
 }
 
 impl io::Read for StoredBytes<'_> {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         let len = (out.len() as u64).min(self.end - self.at);
         let read = self.source.read_at(self.file, self.at, &mut out[..len as usize]);
-        read.inspect_err(|error| self.refused = Some(Defect::Unreadable(error.to_string())))?;
+        read.inspect_err(|error| self.refused = Some(Defect::unreadable(error)))?;
         self.at += len;
         Ok(len as usize)
     }
@@ -154,7 +170,7 @@ pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec
 }
 
 /// Refuses a range that does not lie within its file.
-fn check_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<(), Defect> {
+pub(super) fn check_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<(), Defect> {
     let file_len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing)?;
     let end = offset.saturating_add(len);
     if end > file_len { Err(Defect::Truncated { needed: end, have: file_len }) } else { Ok(()) }
@@ -183,4 +199,15 @@ pub(crate) fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
     reserve(&mut bytes, len)?;
     bytes.resize(len as usize, 0);
     Ok(bytes)
+}
+
+/// Copies what two ranges of a page have in common: `bytes`, which begin at `bytes_at`, into `target`, which begins at
+/// `target_at`.
+pub(crate) fn copy_common(target: &mut [u8], target_at: u64, bytes: &[u8], bytes_at: u64) {
+    let end = target_at.saturating_add(target.len() as u64).min(bytes_at.saturating_add(bytes.len() as u64));
+    let start = target_at.max(bytes_at);
+    if start < end {
+        let within = |at: u64| (start - at) as usize..(end - at) as usize;
+        target[within(target_at)].copy_from_slice(&bytes[within(bytes_at)]);
+    }
 }

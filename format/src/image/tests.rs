@@ -1,9 +1,14 @@
 //! The promises of image files, chunks and references.
 
+use std::io;
+use std::ops::Range;
+
+use super::proven::ProvenImage;
 use super::*;
 use crate::defect::Defect;
 use crate::ids::{Epoch, Lsn, PageId, StoreId};
 use crate::limits::PAGE_LEN_MAX;
+use crate::names::{FileName, Folder, ReadAt};
 
 const STORE: StoreId = StoreId([0x5a; 16]);
 
@@ -196,6 +201,86 @@ fn a_window_beyond_the_bound_is_refused_and_not_allocated() {
     let image = ImageRef { stored_len: stored.0, stored_crc: stored.1, ..image };
     let refused = image.decode(frames.into(), content.len() as u64);
     assert!(matches!(refused, Err(Defect::Compression(_))), "{refused:?}");
+}
+
+/// An image file, from the payload's place on.
+struct Payload<'p>(&'p ImageRef, Vec<u8>);
+
+impl ReadAt for Payload<'_> {
+    fn list(&self, _: Folder) -> io::Result<Vec<String>> {
+        Ok(Vec::new())
+    }
+
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        Ok((file == FileName::Pages(self.0.file)).then_some(self.0.offset + self.1.len() as u64))
+    }
+
+    fn read_at(&self, _: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let from = (offset - self.0.offset) as usize;
+        let read = self.1.get(from..from + out.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
+        out.copy_from_slice(read);
+        Ok(())
+    }
+}
+
+/// Images of one page, each with its payload: as it is, in frames of several lengths, and in one longer than a writer of
+/// ours makes.
+fn images_of(content: &[u8]) -> Vec<(&'static str, ImageRef, Vec<u8>)> {
+    let new = NewImage { crc: crc32fast::hash(content), ..new_image(1, content.len() as u64) };
+    let raw = Chunk::plan(3, 8192, &[new]).unwrap().images[0].image;
+    let (short, short_frames) = compressed(content, 70_000);
+    let (ours, our_frames) = compressed(content, COMPRESSED_PIECE_LEN);
+    let one = zstd::bulk::compress(content, 1).unwrap();
+    let stored = CompressedBytes { len: one.len() as u64, crc: crc32fast::hash(&one) };
+    let long = Chunk::plan(3, 8192, &[NewImage { compressed: Some(stored), ..new }]).unwrap().images[0].image;
+    vec![
+        ("raw", raw, content.to_vec()),
+        ("short frames", short, short_frames),
+        ("frames", ours, our_frames),
+        ("one frame", long, one),
+    ]
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "zstd is C")]
+fn any_range_of_a_proven_image_is_what_was_proven_or_an_error() {
+    const MIB: usize = 1 << 20;
+    let content: Vec<u8> = (0..3 * MIB + 4099).map(|at| (at >> 6 ^ at >> 15) as u8).collect();
+    let len = content.len();
+    let ranges = [
+        0..0,
+        0..1,
+        0..len,
+        MIB - 1..MIB + 1,
+        MIB..2 * MIB,
+        MIB + 7..2 * MIB + 9,
+        3 * MIB..len,
+        len - 1..len,
+        len..len,
+    ];
+    for (what, image, payload) in images_of(&content) {
+        let mut source = Payload(&image, payload);
+        let proven = ProvenImage::prove(&source, &image, len as u64).unwrap();
+        let read = |source: &Payload<'_>, range: &Range<usize>| {
+            let mut found = vec![0xee; range.len()];
+            proven.read(source, range.start as u64, &mut found).map(|()| found)
+        };
+        for range in &ranges {
+            assert!(read(&source, range).unwrap() == content[range.clone()], "{what}, {range:?}");
+        }
+        // It was proven a moment ago. A part that is not what it was then is no part of the page.
+        let middle = source.1.len() / 2;
+        source.1[middle] ^= 1;
+        let refused = read(&source, &(0..len)).unwrap_err();
+        assert_eq!((refused.file, refused.offset), (FileName::Pages(3), image.offset), "{what}");
+        assert!(matches!(refused.defect, Defect::Checksum { .. } | Defect::Compression(_)), "{refused}");
+        if what != "one frame" {
+            assert!(read(&source, &(0..MIB)).unwrap() == content[..MIB], "{what}: the first piece is sound");
+        }
+        ProvenImage::prove(&source, &image, len as u64).unwrap_err();
+        source.1.truncate(middle);
+        ProvenImage::prove(&source, &image, len as u64).unwrap_err();
+    }
 }
 
 #[test]

@@ -89,6 +89,12 @@ impl<'a> Indices<'a> {
         self.highest
     }
 
+    /// The lowest one, if there is any. Plain ones are all looked at.
+    #[must_use]
+    pub fn lowest(&self) -> Option<u32> {
+        if self.is_gap_coded() { self.iter().next() } else { self.iter().min() }
+    }
+
     /// Whether they are stored as gaps: a device, which wants four bytes each, then needs a list of its own.
     #[must_use]
     pub fn is_gap_coded(&self) -> bool {
@@ -205,6 +211,7 @@ mod tests {
             assert!(plain.iter().eq(indices.iter().copied()), "{indices:?}");
             assert!(gaps.iter().eq(indices.iter().copied()), "{indices:?}");
             assert_eq!((plain.len(), plain.highest()), (gaps.len(), gaps.highest()), "{indices:?}");
+            assert_eq!((plain.lowest(), gaps.lowest()), (indices.first().copied(), indices.first().copied()));
         }
     }
 

@@ -35,7 +35,7 @@
 //! let salvage = Salvage::read(&source, store, 1 << 30)?;
 //! for info in salvage.state().table.pages() {
 //!     match salvage.find(&info) {
-//!         PageRemains::Exact(bytes) => assert_eq!(bytes.len() as u64, info.len),
+//!         PageRemains::Exact(bytes) => assert_eq!(salvage.window(&bytes, 0..info.len)?.len() as u64, info.len),
 //!         PageRemains::Older { version, .. } => assert!(version.epoch < info.epoch),
 //!         PageRemains::Lost(why) => println!("page {}: {why}", info.page),
 //!     }
@@ -52,6 +52,7 @@ use std::sync::Arc;
 
 use self::known_log::KnownLog;
 use self::pages::Fact;
+pub use self::pages::FoundBytes;
 use crate::defect::{Damage, Defect};
 use crate::ids::{Epoch, LogPoint, Lsn, PageId, SnapshotId};
 use crate::manifest::Manifest;
@@ -103,13 +104,13 @@ pub struct LogRemainder {
 #[derive(Clone, Debug)]
 pub enum PageRemains {
     /// Its bytes, as they are in the state.
-    Exact(Vec<u8>),
+    Exact(FoundBytes),
     /// An earlier version of it.
     Older {
         /// The version that the bytes are.
         version: crate::state::table::PageInfo,
         /// The bytes of that version.
-        bytes: Vec<u8>,
+        bytes: FoundBytes,
         /// The damage in the way of the state's own version.
         why: Damage,
     },

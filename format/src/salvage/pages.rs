@@ -1,22 +1,21 @@
 //! The remains of a page: every way from an image of it, or from its creation, to a version of it.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::known_log::KnownLog;
 use super::{PageRemains, Salvage};
-use crate::defect::{Damage, Defect, check_crc, check_limit};
+use crate::defect::{Damage, Defect, check_limit};
 use crate::ids::{Epoch, Key, Lsn, PageId};
 use crate::image::ImageRef;
-use crate::image::read::read_image_head;
 use crate::manifest::{ManifestEntry, ManifestKind};
 use crate::names::{FileName, ReadAt};
 use crate::op::{OP_HEADER_LEN, Op, OpAt, decode_single};
-use crate::state::head::PageHead;
 use crate::state::replay::page_info;
 use crate::state::survey::Survey;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
-use crate::state::trail::OpPlace;
+use crate::state::trail::{OpPlace, ProvenPage};
 
 /// A version of a page that a manifest or a table names, and the place of its bytes.
 #[derive(Clone, Debug)]
@@ -24,6 +23,24 @@ pub(super) struct Fact {
     info: PageInfo,
     image: Option<ImageRef>,
 }
+
+/// What a page's bytes are made from: an image, or as many zeros.
+#[derive(Clone, Copy, Debug)]
+struct Start {
+    image: Option<ImageRef>,
+    len: u64,
+}
+
+/// The bytes of a version of a page, all of them proven. [`Salvage::window`] reads them.
+#[derive(Clone, Debug)]
+pub struct FoundBytes {
+    start: Start,
+    proven: ProvenPage,
+    places: Vec<OpPlace>,
+}
+
+/// Bytes of a page that are summed at a time.
+const SUMMED_AT_ONCE: u64 = 16 << 20;
 
 /// All versions that manifests and tables name, the newest of each page first. A link counts even if the
 /// chain that it belongs to is broken. A table counts only if a known restore names it: a table that was
@@ -72,7 +89,7 @@ impl Salvage<'_> {
     }
 
     /// The bytes of just this version.
-    fn prove(&self, wanted: &PageInfo) -> Result<Vec<u8>, Damage> {
+    fn prove(&self, wanted: &PageInfo) -> Result<FoundBytes, Damage> {
         let mut first = None;
         let older = self.facts_of(wanted.page).iter().filter(|fact| fact.info.lsn <= wanted.lsn);
         for start in older.map(Some).chain([None]) {
@@ -85,7 +102,7 @@ impl Salvage<'_> {
     }
 
     /// The bytes of a version, if known batches lead to it from `start`, or from the page's creation.
-    fn lead(&self, page: PageId, start: Option<&Fact>, wanted: &PageInfo) -> Result<Vec<u8>, Damage> {
+    fn lead(&self, page: PageId, start: Option<&Fact>, wanted: &PageInfo) -> Result<FoundBytes, Damage> {
         let places = match start {
             Some(fact) => self.log.touches(page, fact.info.lsn, wanted.lsn),
             None => self.touches_from_creation(page, wanted.lsn)?,
@@ -99,29 +116,48 @@ impl Salvage<'_> {
             let hole = self.log.hole(self.log.reach(info.lsn).next());
             return Err(Damage { defect: Defect::Mismatch { what, found, expected }, ..hole });
         }
-        let hole = self.log.hole(wanted.lsn);
-        let start = match start {
-            Some(Fact { info: PageInfo { len, .. }, image: Some(image) }) => self.load(image, *len, info.len),
-            // A page of no bytes has no image.
-            Some(Fact { image: None, .. }) => {
-                self.empty(info.len).map_err(|defect| Damage { defect, ..hole })
-            }
-            None => Err(hole),
-        };
-        let bytes = self.bytes(start, places, info.len)?;
+        // A page of no bytes has no image.
+        let start = start.map(|fact| match fact.image {
+            Some(image) => Start { image: Some(image), len: fact.info.len },
+            None => Start { image: None, len: 0 },
+        });
+        let bytes = self.bytes(start.ok_or_else(|| self.log.hole(wanted.lsn)), page, places, info.len)?;
         // If any structure gives the checksum of these bytes, they are compared with it once more.
-        for fact in self.facts_of(info.page).iter().filter(|fact| fact.info.epoch == wanted.epoch) {
-            if let Some(image) = fact.image {
-                check_crc("page", image.raw_crc, &bytes)
-                    .map_err(|defect| defect.at_lsn(FileName::Pages(image.file), image.offset, wanted.lsn))?;
-            }
-        }
+        let mut known = self.facts_of(info.page).iter().filter(|fact| fact.info.epoch == wanted.epoch);
+        let mut computed = None;
+        known.by_ref().filter_map(|fact| fact.image).try_for_each(|image| {
+            let at = |defect: Defect| defect.at_lsn(FileName::Pages(image.file), image.offset, wanted.lsn);
+            let computed = match computed {
+                Some(computed) => computed,
+                None => *computed.insert(self.sum(&bytes, info.len)?),
+            };
+            let (what, found) = ("page", image.raw_crc);
+            if found == computed { Ok(()) } else { Err(at(Defect::Checksum { what, found, computed })) }
+        })?;
         Ok(bytes)
+    }
+
+    /// The checksum of a page's bytes.
+    fn sum(&self, bytes: &FoundBytes, len: u64) -> Result<u32, Damage> {
+        let mut sum = crc32fast::Hasher::new();
+        for from in (0..len).step_by(SUMMED_AT_ONCE as usize) {
+            sum.update(&self.window(bytes, from..len.min(from + SUMMED_AT_ONCE))?);
+        }
+        Ok(sum.finalize())
+    }
+
+    /// A window of a page's bytes, which ends where the page does or before. They are those that were found, or there is
+    /// an error: no more of the page is held than the window.
+    ///
+    /// # Errors
+    /// [`Damage`] that was not there when they were found, or there is no memory.
+    pub fn window(&self, bytes: &FoundBytes, window: Range<u64>) -> Result<Vec<u8>, Damage> {
+        bytes.proven.window(self.source, &bytes.places, &window)
     }
 
     /// The newest version below `wanted` that can be proven: one that a manifest or a table tells of, or the
     /// page's first, followed by known batches without a hole.
-    fn newest_before(&self, wanted: &PageInfo) -> Option<(PageInfo, Vec<u8>)> {
+    fn newest_before(&self, wanted: &PageInfo) -> Option<(PageInfo, FoundBytes)> {
         let is_before = |fact: &&Fact| fact.info.lsn < wanted.lsn && fact.info.epoch < wanted.epoch;
         let known = self.facts_of(wanted.page).iter().filter(is_before);
         let mut proven = known.filter_map(|fact| Some((fact.info.clone(), self.prove(&fact.info).ok()?)));
@@ -130,7 +166,7 @@ impl Salvage<'_> {
             let until = self.log.reach_before_restore(created).min(Lsn(wanted.lsn.0 - 1));
             let places = self.touches_from_creation(wanted.page, until).ok()?;
             let info = self.outcome(wanted.page, None, places).ok()?;
-            let bytes = self.bytes(Err(self.log.hole(until)), places, info.len).ok()?;
+            let bytes = self.bytes(Err(self.log.hole(until)), info.page, places, info.len).ok()?;
             Some((info, bytes))
         };
         let (info, bytes) = proven.next().or_else(from_creation)?;
@@ -141,9 +177,8 @@ impl Salvage<'_> {
         }
         let later = || {
             let later = self.outcome(info.page, Some(&info), places).ok()?;
-            self.check_len(later.len).ok()?;
-            let start = PageHead::new(bytes.clone(), info.len, later.len).ok()?;
-            let bytes = self.bytes(Ok(start), places, later.len).ok()?;
+            let places = [&bytes.places, places].concat();
+            let bytes = self.bytes(Ok(bytes.start), info.page, &places, later.len).ok()?;
             Some((later, bytes))
         };
         later().or_else(|| Some((info.clone(), bytes.clone())))
@@ -193,43 +228,28 @@ impl Salvage<'_> {
     /// makes all bytes anew, whatever became of the bytes before.
     fn bytes(
         &self,
-        start: Result<PageHead, Damage>,
+        start: Result<Start, Damage>,
+        page: PageId,
         places: &[OpPlace],
         final_len: u64,
-    ) -> Result<Vec<u8>, Damage> {
-        let mut head = start;
-        for place in places {
+    ) -> Result<FoundBytes, Damage> {
+        let (mut start, mut since) = (start, 0);
+        for (index, place) in places.iter().enumerate() {
             let stored = place.read(self.source)?;
-            let op = decode_single(&stored).map_err(|defect| place.at(defect))?;
-            match &op {
+            match decode_single(&stored).map_err(|defect| place.at(defect))? {
                 Op::Image { image, len, .. } => {
-                    head = self.load(image, *len, final_len);
-                    continue;
+                    (start, since) = (Ok(Start { image: Some(image), len }), index + 1);
                 }
-                Op::Create { .. } => {
-                    head = self.empty(final_len).map_err(|defect| place.at(defect));
-                }
+                Op::Create { .. } => (start, since) = (Ok(Start { image: None, len: 0 }), index),
                 _ => {}
             }
-            if let Ok(head) = &mut head {
-                head.apply(&op);
-            }
         }
-        head.map(PageHead::into_bytes)
-    }
-
-    /// The page as an image has it.
-    fn load(&self, image: &ImageRef, len: u64, final_len: u64) -> Result<PageHead, Damage> {
-        let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
-        self.check_len(final_len).map_err(at)?;
-        let bytes = read_image_head(self.source, image, len, final_len)?;
-        PageHead::new(bytes, len, final_len).map_err(at)
-    }
-
-    /// The page while it has no bytes.
-    fn empty(&self, final_len: u64) -> Result<PageHead, Defect> {
-        self.check_len(final_len)?;
-        PageHead::new(Vec::new(), 0, final_len)
+        let start = start?;
+        let place =
+            start.image.map_or((FileName::Store, 0), |image| (FileName::Pages(image.file), image.offset));
+        self.check_len(final_len).map_err(|defect| defect.at(place.0, place.1))?;
+        let proven = ProvenPage::prove(self.source, page, start.image, start.len)?;
+        Ok(FoundBytes { start, proven, places: places[since..].to_vec() })
     }
 
     /// Refuses a page that is longer than the caller wants put together.

@@ -1,6 +1,9 @@
 //! The effect of an operation on a page's bytes, in the plainest code. `rebuild` uses it, and tests compare
 //! devices with it.
 
+use std::ops::Range;
+
+use crate::image::read::copy_common;
 use crate::op::Op;
 
 /// Applies an operation to the bytes of its page. [`crate::state::table::PageTable::plan`] has checked bounds
@@ -11,7 +14,7 @@ use crate::op::Op;
 /// If the operation does not fit the page.
 pub fn apply(op: &Op<'_>, content: &mut Vec<u8>) {
     assert_fits(op, content.len() as u64);
-    apply_clipped(op, content, u64::MAX);
+    apply_clipped(op, content, &(0..u64::MAX));
 }
 
 /// Asserts that an operation fits a page of `page_len` bytes.
@@ -22,40 +25,37 @@ pub(crate) fn assert_fits(op: &Op<'_>, page_len: u64) {
     }
 }
 
-/// Applies an operation to the first bytes of its page, which `content` holds. They never become more than
-/// `len_max`; of an element that lies across their end, the bytes before it count.
-pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, len_max: u64) {
+/// Applies an operation to those bytes of its page that `content` holds: those of a window, as far as the page goes
+/// by now. Of an element that lies across an end of the window, the bytes within count.
+pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u64>) {
+    let from = window.start;
     match op {
-        Op::Write { offset, bytes, .. } => {
-            let target = held(content, *offset, bytes.len() as u64);
-            target.copy_from_slice(&bytes[..target.len()]);
-        }
+        Op::Write { offset, bytes, .. } => copy_common(content, from, bytes, *offset),
         Op::Masked { offset, width, mask, bytes, .. } => {
             let width = width.bytes();
-            let targets = held(content, *offset, bytes.len() as u64).chunks_mut(width);
-            for (index, (target, element)) in targets.zip(bytes.chunks_exact(width)).enumerate() {
+            let within = elements_within(content, from, *offset, bytes.len() as u64, width);
+            for (index, element) in within.clone().zip(bytes.chunks_exact(width).skip(within.start)) {
                 if mask[index / 8] >> (index % 8) & 1 == 1 {
-                    target.copy_from_slice(&element[..target.len()]);
+                    copy_common(content, from, element, offset + (index * width) as u64);
                 }
             }
         }
         Op::Scatter { width, base, indices, values, .. } => {
             let width = width.bytes();
             for (index, element) in indices.iter().zip(values.chunks_exact(width)) {
-                let target = held(content, base + u64::from(index) * width as u64, width as u64);
-                target.copy_from_slice(&element[..target.len()]);
+                copy_common(content, from, element, base + u64::from(index) * width as u64);
             }
         }
         Op::Fill { offset, len, pattern, .. } => {
-            for target in held(content, *offset, *len).chunks_mut(pattern.len()) {
-                target.copy_from_slice(&pattern[..target.len()]);
+            for index in elements_within(content, from, *offset, *len, pattern.len()) {
+                copy_common(content, from, pattern, offset + (index * pattern.len()) as u64);
             }
         }
         Op::Create { len, .. } => {
             content.clear();
-            content.resize((*len).min(len_max) as usize, 0);
+            content.resize(part_len(*len, window), 0);
         }
-        Op::Resize { len, .. } => content.resize((*len).min(len_max) as usize, 0),
+        Op::Resize { len, .. } => content.resize(part_len(*len, window), 0),
         Op::Delete { .. } => content.clear(),
         // Its bytes lie elsewhere: the page is made from them, and this batch is in them.
         Op::Image { .. }
@@ -69,9 +69,15 @@ pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, len_max: u64) {
     }
 }
 
-/// The part of a page's range that `content` holds.
-fn held(content: &mut [u8], offset: u64, len: u64) -> &mut [u8] {
-    let end = content.len() as u64;
-    let range = offset.min(end)..offset.saturating_add(len).min(end);
-    &mut content[range.start as usize..range.end as usize]
+/// How many bytes of a window a page of length `page_len` has.
+pub(crate) fn part_len(page_len: u64, window: &Range<u64>) -> usize {
+    page_len.min(window.end).saturating_sub(window.start) as usize
+}
+
+/// The elements, of which the first begins at `offset`, that `content` has a byte of. It begins at `from`.
+fn elements_within(content: &[u8], from: u64, offset: u64, len: u64, width: usize) -> Range<usize> {
+    let (width, to) = (width as u64, from + content.len() as u64);
+    let last = to.saturating_sub(offset).min(len).div_ceil(width);
+    let first = (from.saturating_sub(offset) / width).min(last);
+    first as usize..last as usize
 }

@@ -11,9 +11,9 @@ use crate::log::{Frame, LogEnd, LogWalk};
 use crate::manifest::{Manifest, ManifestKind, Share, SingleThread};
 use crate::names::{FileName, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
-use crate::state::head::{PageHead, load_base};
 use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::{Survey, read_manifest};
+use crate::state::window::{PageWindow, load_base};
 
 /// A state without its bytes.
 #[derive(Debug)]
@@ -213,7 +213,7 @@ impl Survey {
         base: Option<&Arc<Manifest>>,
         until: Option<Lsn>,
     ) -> Result<Resolution, Damage> {
-        self.follow(source, base, until, &mut |_, _, _| {})
+        self.follow(source, base, until, &mut |_, _, _| Ok(()))
     }
 
     /// As [`Survey::resolve`]; `note` sees each batch once it was followed.
@@ -222,7 +222,7 @@ impl Survey {
         source: &dyn ReadAt,
         base: Option<&Arc<Manifest>>,
         until: Option<Lsn>,
-        note: &mut dyn FnMut(&Resolver, &Frame<'_>, &[OpAt<'_>]),
+        note: &mut dyn FnMut(&Resolver, &Frame<'_>, &[OpAt<'_>]) -> Result<(), Damage>,
     ) -> Result<Resolution, Damage> {
         let mut following = StateWalk::new(self, source, base)?;
         if base.is_some_and(|manifest| Some(manifest.redo.lsn) == until) {
@@ -233,7 +233,7 @@ impl Survey {
             let Some(frame) = walk.next()? else { break };
             if frame.header.kind == FrameKind::Batch {
                 let ops = following.batch(&frame.header, frame.payload)?;
-                note(following.resolver(), &frame, &ops);
+                note(following.resolver(), &frame, &ops)?;
             }
         }
         following.finish(walk.end().cloned(), walk.point())
@@ -253,9 +253,10 @@ impl Survey {
         let resolved = &resolution.resolved;
         resolution.check_page_bytes(page_bytes_max)?;
         let load = |(page, base)| (page, load_base(source, &base, resolved.final_len(page)));
-        let mut heads: BTreeMap<PageId, Result<PageHead, Damage>> = resolved.bases.iter().map(load).collect();
-        let bytes = |heads: BTreeMap<PageId, Result<PageHead, Damage>>| {
-            heads.into_iter().map(|(page, head)| (page, head.map(PageHead::into_bytes))).collect()
+        let mut heads: BTreeMap<PageId, Result<PageWindow, Damage>> =
+            resolved.bases.iter().map(load).collect();
+        let bytes = |heads: BTreeMap<PageId, Result<PageWindow, Damage>>| {
+            heads.into_iter().map(|(page, head)| (page, head.map(PageWindow::into_bytes))).collect()
         };
         let base = resolution.base.and_then(|base| self.links.get(&base)?.as_ref().ok());
         let from = match base {

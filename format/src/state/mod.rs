@@ -3,7 +3,7 @@
 pub mod by_id;
 pub mod table;
 pub mod apply;
-pub mod head;
+pub mod window;
 pub mod bases;
 pub mod replay;
 pub mod survey;

@@ -2,7 +2,7 @@
 
 use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::Op;
-use remanent_format::salvage::{PageRemains, Salvage};
+use remanent_format::salvage::{FoundBytes, PageRemains, Salvage};
 use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{Epoch, FileName, Lsn};
 
@@ -14,6 +14,10 @@ fn salvage(maker: &Maker) -> Salvage<'_> {
     Salvage::read(&maker.files, store, 1 << 20).unwrap()
 }
 
+fn all(salvage: &Salvage<'_>, bytes: &FoundBytes, len: u64) -> Vec<u8> {
+    salvage.window(bytes, 0..len).unwrap()
+}
+
 /// The guards of a salvage, one by one: bytes that look like a batch, or like a version, and never were one.
 #[test]
 fn a_salvage_takes_nothing_that_never_was() {
@@ -22,7 +26,7 @@ fn a_salvage_takes_nothing_that_never_was() {
         let info = salvage.state().table.get(PAGE).expect("the page").clone();
         let PageRemains::Exact(bytes) = salvage.find(&info) else { panic!("{:?}", salvage.find(&info)) };
         assert_eq!(info.lsn, salvage.state().table.lsn());
-        assert_eq!(bytes, content(info.lsn.0), "the page at {}", info.lsn);
+        assert_eq!(all(&salvage, &bytes, info.len), content(info.lsn.0), "the page at {}", info.lsn);
         info.lsn.0
     };
     assert_eq!(salvaged(&four()), 4);
@@ -70,7 +74,7 @@ fn nothing_is_exact_where_no_state_is_known() {
     let PageRemains::Older { version, bytes, .. } = salvage.find(&info) else {
         panic!("{:?}", salvage.find(&info))
     };
-    assert_eq!((version.lsn, bytes), (Lsn(3), content(3)));
+    assert_eq!((version.lsn, all(&salvage, &bytes, version.len)), (Lsn(3), content(3)));
 }
 
 /// Memory is asked for the final length of a version. A page that was longer before is not lost for that.
@@ -85,23 +89,30 @@ fn a_page_that_was_long_on_its_way_is_salvaged() {
     let expected = [4, 4, 4, 4, 4, 0, 0, 0, 0];
     let find = |maker: &Maker| {
         let salvage = salvage(maker);
-        salvage.find(&salvage.state().table.get(PAGE).expect("the page"))
+        let info = salvage.state().table.get(PAGE).expect("the page");
+        let found = salvage.find(&info);
+        let bytes = match &found {
+            PageRemains::Exact(bytes) => all(&salvage, bytes, info.len),
+            PageRemains::Older { version, bytes, .. } => all(&salvage, bytes, version.len),
+            PageRemains::Lost(_) => Vec::new(),
+        };
+        (found, bytes)
     };
-    let found = find(&maker);
-    assert!(matches!(&found, PageRemains::Exact(bytes) if *bytes == expected), "{found:?}");
+    let (found, bytes) = find(&maker);
+    assert!(matches!(&found, PageRemains::Exact(_)) && bytes == expected, "{found:?}: {bytes:?}");
 
     // The newest version needs a file that is gone; the one before was long on its way, too.
     maker.batch_of(&[long(64)], true).batch_with_image(7);
     maker.files.0.remove(&FileName::Pages(7));
-    let found = find(&maker);
-    let PageRemains::Older { version, bytes, .. } = &found else { panic!("{found:?}") };
+    let (found, bytes) = find(&maker);
+    let PageRemains::Older { version, .. } = &found else { panic!("{found:?}") };
     assert_eq!((version.lsn, bytes.len(), &bytes[..9]), (Lsn(8), 64, &expected[..]));
 
     // It is the version asked for that must not be too long.
     let mut maker = four();
     maker.batch_of(&[long((1 << 20) + 1)], true);
-    let found = find(&maker);
-    let PageRemains::Older { version, bytes, why } = &found else { panic!("{found:?}") };
+    let (found, bytes) = find(&maker);
+    let PageRemains::Older { version, why, .. } = &found else { panic!("{found:?}") };
     assert!(why.to_string().contains("page length is 1048577, over the limit of 1048576"), "{why}");
-    assert_eq!((version.lsn, bytes), (Lsn(4), &content(4)));
+    assert_eq!((version.lsn, bytes), (Lsn(4), content(4)));
 }

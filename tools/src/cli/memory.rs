@@ -1,18 +1,24 @@
 //! How much memory an inspecting command may take. A page's length on disk may be anything up to a TiB
-//! while its zeros take no space there, so no length is believed before it was held against this.
+//! while its zeros take no space there, so where pages are put together no length is believed before it was held
+//! against this. Commands that read pages window by window need no limit, and keep to one that is given.
 
 use std::fs;
 
 /// The memory that pages may take.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub struct MemoryLimit {
-    /// Bytes of memory that the pages may take together [default: the available memory]
+    /// Bytes that the pages looked at may take together
     #[arg(long, value_name = "BYTES")]
     memory_max: Option<u64>,
 }
 
 impl MemoryLimit {
-    /// The limit in bytes.
+    /// The limit that was given, in bytes: for a command that takes no more memory for longer pages.
+    pub fn given(self) -> u64 {
+        self.memory_max.unwrap_or(u64::MAX)
+    }
+
+    /// The limit in bytes; what is available, if none was given.
     pub fn limit(self) -> u64 {
         self.memory_max.unwrap_or_else(available)
     }

@@ -112,7 +112,7 @@ impl Bisect {
         let mut search = Search { good, bad, skipped: BTreeSet::new() };
         while let Some(lsn) = search.next() {
             let version = KeptStates::look(&dir, |past| {
-                ExportVersion::take(past, Some(Lsn(lsn)), self.memory.limit())
+                ExportVersion::take(past, Some(Lsn(lsn)), self.memory.given())
             })?;
             if interrupt.noted() || !version.write_file(&file, &interrupt)? {
                 return Ok(Ending::Interrupted);

@@ -10,8 +10,8 @@ use remanent_format::log::LogWalk;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::state::bases::Base;
-use remanent_format::state::head::PageHead;
-use remanent_format::state::head::load_base;
+use remanent_format::state::window::PageWindow;
+use remanent_format::state::window::load_base;
 use remanent_format::{Damage, Defect, FileName, Lsn, Metadata};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
@@ -115,7 +115,7 @@ struct History<'h> {
 struct Follower<'h> {
     history: &'h History<'h>,
     /// The page's bytes up to the element's end; `None` while there is no page.
-    head: Option<PageHead>,
+    head: Option<PageWindow>,
     /// The batch up to which the bytes have everything.
     head_lsn: Lsn,
     root: Arc<Metadata>,
@@ -153,12 +153,12 @@ impl<'h> History<'h> {
     }
 
     /// The page as a manifest names it.
-    fn named(&self, entry: &ManifestEntry) -> Result<PageHead, Damage> {
+    fn named(&self, entry: &ManifestEntry) -> Result<PageWindow, Damage> {
         self.load(entry.image, entry.len, entry.lsn)
     }
 
     /// The page as an image has it.
-    fn load(&self, image: Option<ImageRef>, len: u64, lsn: Lsn) -> Result<PageHead, Damage> {
+    fn load(&self, image: Option<ImageRef>, len: u64, lsn: Lsn) -> Result<PageWindow, Damage> {
         let base = Base { image, len, lsn, resized: false };
         load_base(self.past.dir(), &base, self.element.end())
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use comfy_table::Table;
-use remanent_format::{Metadata, PageId, PageInfo, PageTable, Value};
+use remanent_format::{Damage, Metadata, PageId, PageInfo, PageTable, Value};
 use safetensors::Dtype;
 
 use crate::cli::exit::{Ending, Failure, Outcome};
@@ -14,7 +14,8 @@ use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::progress;
 use crate::cli::table::with_header;
-use crate::read::states::{KeptStates, StateName};
+use crate::read::page_bytes::{PageBytes, windows};
+use crate::read::states::{KeptStates, StateName, damaged};
 use crate::read::store_dir::StoreDir;
 use crate::weights::dtype;
 use crate::weights::{dtype_of, label};
@@ -110,12 +111,12 @@ impl Diff {
         let differs = |left: &PageTable, page: PageId, info: &PageInfo| {
             left.get(page).is_some_and(|other| other.epoch != info.epoch)
         };
-        let limit = self.memory.limit();
-        let before = past.state(from, limit, |info| differs(&new, info.page, info))?;
-        let used: u64 = before.contents.values().map(|bytes| bytes.len() as u64).sum();
-        let after = past.state(to, limit.saturating_sub(used), |info| differs(&old, info.page, info))?;
+        let limit = self.memory.given();
+        let before = past.bytes(from, limit, |info| differs(&new, info.page, info))?;
+        let after = past.bytes(to, limit, |info| differs(&old, info.page, info))?;
 
-        let bar = progress::bar(after.contents.len() as u64, "comparing");
+        let count = new.pages().filter(|info| differs(&old, info.page, info)).count();
+        let bar = progress::bar(count as u64, "comparing");
         let mut lines = Vec::new();
         for info in old.pages().filter(|info| new.get(info.page).is_none()) {
             lines.push(DiffLine { info, change: Change::Deleted });
@@ -126,8 +127,7 @@ impl Diff {
                 Some(old) if old.epoch == info.epoch => continue,
                 Some(old) => {
                     bar.inc(1);
-                    let (before, after) = (&before.contents[&info.page], &after.contents[&info.page]);
-                    Change::Content(content(&old, before, &info, after))
+                    Change::Content(content(&old, &before, &info, &after).map_err(damaged)?)
                 }
             };
             // A page that was changed and changed back differs in nothing but its epoch.
@@ -147,30 +147,39 @@ impl ContentDiff {
     }
 }
 
-/// Compares the bytes of a page.
-fn content(old: &PageInfo, before: &[u8], new: &PageInfo, after: &[u8]) -> ContentDiff {
+/// Compares the bytes of a page, window by window.
+fn content(
+    old: &PageInfo,
+    before: &PageBytes<'_>,
+    new: &PageInfo,
+    after: &PageBytes<'_>,
+) -> Result<ContentDiff, Damage> {
     // Elements are comparable as values only where both states say the same of them.
     let dtype = dtype_of(new).filter(|dtype| dtype_of(old) == Some(*dtype));
     let width = dtype.map_or(1, |dtype| dtype::width(dtype).bytes());
     let (mut elements, mut changed, mut largest) = (0, 0, None);
-    for (left, right) in before.chunks_exact(width).zip(after.chunks_exact(width)) {
-        elements += 1;
-        if left != right {
-            changed += 1;
-            if let Some(change) = dtype.and_then(|dtype| value_change(dtype, left, right)) {
-                // Nothing is larger than NaN.
-                let beaten = largest.is_none_or(|largest: f64| change.is_nan() || change > largest);
-                largest = if beaten { Some(change) } else { largest };
+    // A window is a whole number of elements, but for the last one.
+    for window in windows(old.len.min(new.len)) {
+        let (left, right) = (before.window(new.page, &window)?, after.window(new.page, &window)?);
+        for (left, right) in left.chunks_exact(width).zip(right.chunks_exact(width)) {
+            elements += 1;
+            if left != right {
+                changed += 1;
+                if let Some(change) = dtype.and_then(|dtype| value_change(dtype, left, right)) {
+                    // Nothing is larger than NaN.
+                    let beaten = largest.is_none_or(|largest: f64| change.is_nan() || change > largest);
+                    largest = if beaten { Some(change) } else { largest };
+                }
             }
         }
     }
-    ContentDiff {
-        len_before: (before.len() != after.len()).then_some(before.len() as u64),
+    Ok(ContentDiff {
+        len_before: (old.len != new.len).then_some(old.len),
         metadata: old.metadata != new.metadata && !old.metadata.is_same(&new.metadata),
         elements,
         changed,
         largest,
-    }
+    })
 }
 
 /// How far a float moved; `None` for other elements.

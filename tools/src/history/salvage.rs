@@ -4,9 +4,9 @@
 //! fork. So pages keep their ids, epochs and Lsns, and a user of the old store finds them in the new
 //! one. The new store has an identity of its own, because it may lack pages of the old one.
 //!
-//! Each page is proven twice: once to say which version is left, before anything is written, and once more as
-//! its bytes are written. So no more than one page is in memory at a time. If the medium gets worse
-//! meanwhile, the command ends; no page is written damaged.
+//! Each page is proven twice: once to say what is left of it, before anything is written, and once more as its
+//! bytes are written, piece by piece. So a medium that gets worse meanwhile ends the command instead of the page, and
+//! memory does not grow with a page's length.
 //!
 //! A page with only an earlier version left is not carried over unless it is asked for: among pages of one
 //! moment it would be a wrong answer that nothing marks.
@@ -16,9 +16,9 @@ use std::path::{Path, PathBuf};
 use comfy_table::Table;
 use indicatif::ProgressBar;
 use remanent::{Error, Seed, Store, StoreId};
-use remanent_format::salvage::{LogRemainder, PageRemains, Salvage as Search};
+use remanent_format::salvage::{FoundBytes, LogRemainder, PageRemains, Salvage as Search};
 use remanent_format::store::StoreFile;
-use remanent_format::{Damage, Defect, Lsn, PageInfo, PageTable};
+use remanent_format::{Damage, Defect, Lsn, PageId, PageInfo, PageTable};
 use serde_json::json;
 
 use crate::cli::engine::engine_failure;
@@ -203,7 +203,19 @@ impl Salvage {
         let origin =
             Seed { features: store.features, record: store.record, table, point: search.state().point };
         let bar = progress::bytes(bytes, "writing");
-        let store = Store::create_at(new, &origin, |info| load(search, info, interrupt, &bar))?;
+        let mut held: Option<(PageId, FoundBytes)> = None;
+        let store = Store::create_at(new, &origin, |info, offset, out| -> Result<_, SalvageStop> {
+            if held.as_ref().is_none_or(|(page, _)| *page != info.page) {
+                held = Some((info.page, find_again(search, info, &bar)?));
+            }
+            if interrupt.noted() {
+                return Err(SalvageStop::Interrupted);
+            }
+            let (_, found) = held.as_ref().expect("found just now");
+            let bytes = search.window(found, offset..offset + out.len() as u64);
+            out.copy_from_slice(&bytes.map_err(|damage| SalvageStop::Failed(damaged(damage)))?);
+            Ok(())
+        })?;
         bar.finish_and_clear();
         Ok(SalvagedStore { store, pages: count, bytes })
     }
@@ -233,15 +245,7 @@ fn look(search: &Search<'_>, interrupt: &Interrupt) -> Option<Remains> {
 }
 
 /// The bytes of a page that was found before.
-fn load(
-    search: &Search<'_>,
-    info: &PageInfo,
-    interrupt: &Interrupt,
-    bar: &ProgressBar,
-) -> Result<Vec<u8>, SalvageStop> {
-    if interrupt.noted() {
-        return Err(SalvageStop::Interrupted);
-    }
+fn find_again(search: &Search<'_>, info: &PageInfo, bar: &ProgressBar) -> Result<FoundBytes, SalvageStop> {
     let wanted = search.state().table.get(info.page).expect("it was found there");
     let (left, bytes) = match search.find(&wanted) {
         PageRemains::Exact(bytes) => (wanted, bytes),

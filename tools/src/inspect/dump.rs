@@ -1,11 +1,16 @@
 //! `remanent dump`: the bytes of one page.
 
-use std::fs;
+use std::fs::File;
+use std::io;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+
+use remanent_format::{Damage, PageInfo};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
+use crate::read::page_bytes::{PageBytes, windows};
 use crate::read::partial_view::PartialView;
 use crate::read::selector::Selector;
 use crate::read::store_dir::StoreDir;
@@ -38,28 +43,35 @@ impl Dump {
         if self.output != Path::new("-") {
             dir.refuse_to_write_into(&self.output)?;
         }
-        let (view, contents) = PartialView::with_contents(&dir, self.memory.limit())?;
+        let (view, bytes) = PartialView::with_bytes(&dir, self.memory.given())?;
         let Some(info) = self.page.find(view.pages()) else {
             // In a damaged store the page may have been there; then the damage is the answer.
             view.complain()?;
             return Err(Failure::Environment("there is no such page".to_owned()));
         };
-        match &contents[&info.page] {
-            Ok(bytes) => self.write(bytes, out)?,
-            Err(damage) => {
-                return Err(Failure::Damage(format!("page {} cannot be read: {damage}", info.page)));
-            }
-        }
+        let Some(bytes) = bytes else {
+            view.complain()?;
+            return Err(Failure::Damage(format!("page {} cannot be read", info.page)));
+        };
+        self.write(&bytes, &info, out)?;
         view.complain()?;
         Ok(Ending::Fine)
     }
 
-    fn write(&self, bytes: &[u8], out: &mut Output) -> Result<(), Failure> {
+    fn write(&self, bytes: &PageBytes<'_>, info: &PageInfo, out: &mut Output) -> Result<(), Failure> {
+        let lost = |damage: Damage| Failure::Damage(format!("page {} cannot be read: {damage}", info.page));
+        bytes.check(info.page).map_err(lost)?;
         if self.output == Path::new("-") {
-            out.bytes(bytes)?;
+            windows(info.len)
+                .try_for_each(|window| out.bytes(&bytes.window(info.page, &window).map_err(lost)?))?;
             return out.flush();
         }
-        fs::write(&self.output, bytes)
-            .map_err(|error| Failure::Environment(format!("cannot write {}: {error}", self.output.display())))
+        let cannot = |error: io::Error| {
+            Failure::Environment(format!("cannot write {}: {error}", self.output.display()))
+        };
+        let mut file = File::create(&self.output).map_err(cannot)?;
+        windows(info.len).try_for_each(|window| {
+            file.write_all(&bytes.window(info.page, &window).map_err(lost)?).map_err(cannot)
+        })
     }
 }

@@ -11,7 +11,8 @@ use crate::cli::json::object;
 use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::table::with_header;
-use crate::read::partial_view::{Contents, PartialView};
+use crate::read::page_bytes::PageBytes;
+use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -40,14 +41,14 @@ impl Pages {
     /// Runs `remanent pages`.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let dir = StoreDir::open(&self.dir)?;
-        let (view, contents) = PartialView::with_contents(&dir, self.memory.limit())?;
+        let (view, bytes) = PartialView::with_bytes(&dir, self.memory.given())?;
         let pages: Vec<PageInfo> = view.pages().collect();
         if self.json {
             for info in &pages {
-                out.line(page_json(info, crc32(&contents, info)))?;
+                out.line(page_json(info, crc32(bytes.as_ref(), info)))?;
             }
         } else if !pages.is_empty() {
-            out.line(table(&pages, &contents).trim_fmt())?;
+            out.line(table(&pages, bytes.as_ref()).trim_fmt())?;
         }
         out.flush()?;
         view.complain()?;
@@ -56,8 +57,8 @@ impl Pages {
 }
 
 /// The checksum of a page's bytes, if they are there.
-fn crc32(contents: &Contents, info: &PageInfo) -> Option<u32> {
-    contents.get(&info.page)?.as_ref().ok().map(|bytes| crc32fast::hash(bytes))
+fn crc32(bytes: Option<&PageBytes<'_>>, info: &PageInfo) -> Option<u32> {
+    bytes?.crc32(info).ok()
 }
 
 fn page_json(info: &PageInfo, crc32: Option<u32>) -> serde_json::Value {
@@ -73,7 +74,7 @@ fn page_json(info: &PageInfo, crc32: Option<u32>) -> serde_json::Value {
     }
 }
 
-fn table(pages: &[PageInfo], contents: &Contents) -> Table {
+fn table(pages: &[PageInfo], bytes: Option<&PageBytes<'_>>) -> Table {
     let mut table =
         with_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "PLACE", "CRC32", "METADATA"], [0, 2, 3, 4]);
     for info in pages {
@@ -88,7 +89,7 @@ fn table(pages: &[PageInfo], contents: &Contents) -> Table {
             info.epoch.to_string(),
             info.lsn.to_string(),
             info.place.to_string(),
-            crc32(contents, info).map_or("lost".to_owned(), |crc| format!("{crc:08x}")),
+            crc32(bytes, info).map_or("lost".to_owned(), |crc| format!("{crc:08x}")),
             metadata,
         ]);
     }

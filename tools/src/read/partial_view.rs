@@ -10,16 +10,14 @@ use remanent_format::manifest::Manifest;
 use remanent_format::reach::{Reach, Role};
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
 use remanent_format::state::follow::Resolution;
-use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 use remanent_format::state::survey::Survey;
+use remanent_format::state::trail::Trails;
 use remanent_format::store::{Features, StoreFile, StoreRecord};
-use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageId, PageInfo, ReadAt, SnapshotId, StoreId};
+use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageInfo, ReadAt, SnapshotId, StoreId};
 
 use crate::cli::exit::Failure;
+use crate::read::page_bytes::PageBytes;
 use crate::read::store_dir::StoreDir;
-
-/// The bytes of each page, or why they are lost.
-pub type Contents = BTreeMap<PageId, Result<Vec<u8>, Damage>>;
 
 /// Number of looks at a store that is being written to, before damage in it is reported.
 pub const LOOKS_AT_AN_OPEN_STORE: usize = 5;
@@ -88,39 +86,53 @@ impl PartialView {
     }
 
     /// Looks at a directory and its images: the view, and the bytes of all pages in it, if they take no more
-    /// than `page_bytes_max` together.
-    pub fn with_contents(dir: &StoreDir, page_bytes_max: u64) -> Result<(Self, Contents), Failure> {
+    /// than `page_bytes_max` together. If not, none is there.
+    pub fn with_bytes(dir: &StoreDir, page_bytes_max: u64) -> Result<(Self, Option<PageBytes<'_>>), Failure> {
         let mut view = Self::take(dir)?;
-        if let Ok(rebuilt) = rebuild(dir, &RebuildOptions { page_bytes_max, ..RebuildOptions::default() }) {
+        let mut passed_over = Vec::new();
+        let whole = view.survey.candidates().find_map(|candidate| {
+            let bytes = candidate.and_then(|base| view.bytes(dir, base.as_ref(), None, page_bytes_max));
+            bytes.and_then(PageBytes::whole).map_err(|damage| passed_over.push(damage)).ok()
+        });
+        if let Some(bytes) = whole {
             // The snapshot that was followed just now may be one whose images are damaged.
-            if view.state.as_ref().is_some_and(|state| state.base != rebuilt.base) {
-                rebuilt.passed_over.into_iter().for_each(|damage| view.add(damage));
+            if view.state.as_ref().is_some_and(|state| state.base != bytes.base()) {
+                passed_over.into_iter().for_each(|damage| view.add(damage));
             }
-            let contents = rebuilt.contents.into_iter().map(|(page, bytes)| (page, Ok(bytes))).collect();
-            return Ok((view, contents));
+            return Ok((view, Some(bytes)));
         }
-        let Some(state) = &view.state else { return Ok((view, Contents::new())) };
-        match view.survey.load(dir, state, page_bytes_max) {
-            Ok(contents) => {
-                let lost = contents.values().filter_map(|bytes| bytes.as_ref().err().cloned());
-                lost.collect::<Vec<_>>().into_iter().for_each(|damage| view.add(damage));
-                Ok((view, contents))
+        let Some(state) = &view.state else { return Ok((view, None)) };
+        let base = state.base.map(|base| view.survey.snapshot(base)).transpose();
+        let until = Some(state.resolved.table.lsn());
+        match base.and_then(|base| view.bytes(dir, base.as_ref(), until, page_bytes_max)) {
+            Ok(bytes) => {
+                bytes.damage().for_each(|damage| add(&mut view.damage, damage.clone()));
+                Ok((view, Some(bytes)))
             }
-            // There is no room for the pages; or the log, which held a moment ago, is being written to.
+            // There are more bytes than there may be; or the log, which held a moment ago, is being written to.
             Err(damage) => {
-                let pages = state.resolved.table.pages();
-                let contents = pages.map(|info| (info.page, Err(damage.clone()))).collect();
                 view.add(damage);
-                Ok((view, contents))
+                Ok((view, None))
             }
         }
     }
 
+    /// The pages' bytes as the log makes them from a base.
+    fn bytes<'d>(
+        &self,
+        dir: &'d StoreDir,
+        base: Option<&Arc<Manifest>>,
+        until: Option<Lsn>,
+        page_bytes_max: u64,
+    ) -> Result<PageBytes<'d>, Damage> {
+        let mut trails = Trails::default();
+        let resolution = trails.follow(&self.survey, dir, base, until)?;
+        PageBytes::prove(dir, resolution, trails, page_bytes_max, |_| true)
+    }
+
     /// Damage is told once, however many ways lead to it.
     fn add(&mut self, damage: Damage) {
-        if !self.damage.contains(&damage) {
-            self.damage.push(damage);
-        }
+        add(&mut self.damage, damage);
     }
 
     /// The pages in the state, in the order of their numbers.
@@ -157,6 +169,12 @@ impl PartialView {
     /// The newest batch that is known to be durable.
     pub fn durable(&self) -> Lsn {
         self.end().map_or_else(|| self.survey.mark(), |end| end.proven.lsn)
+    }
+}
+
+fn add(all: &mut Vec<Damage>, damage: Damage) {
+    if !all.contains(&damage) {
+        all.push(damage);
     }
 }
 

@@ -4,7 +4,6 @@
 //! an image of that snapshot is damaged, an older one gives the same state.
 
 use std::cell::OnceCell;
-use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
@@ -12,9 +11,11 @@ use remanent::Error;
 use remanent_format::reach::Reach;
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::survey::Survey;
-use remanent_format::{Damage, Defect, FileName, Lsn, PageId, PageInfo, PageTable, SnapshotId};
+use remanent_format::state::trail::Trails;
+use remanent_format::{Damage, Defect, FileName, Lsn, PageInfo, PageTable, SnapshotId};
 
 use crate::cli::exit::Failure;
+use crate::read::page_bytes::PageBytes;
 use crate::read::partial_view::LOOKS_AT_AN_OPEN_STORE;
 use crate::read::store_dir::StoreDir;
 
@@ -59,14 +60,6 @@ pub struct KeptStates<'d> {
     dir: &'d StoreDir,
     /// Every file, looked at and not judged.
     pub survey: Survey,
-}
-
-/// A state with the bytes of those pages that were asked for.
-pub struct KeptState {
-    /// Pages and root.
-    pub table: PageTable,
-    /// The bytes asked for.
-    pub contents: BTreeMap<PageId, Vec<u8>>,
 }
 
 impl<'d> KeptStates<'d> {
@@ -122,23 +115,18 @@ impl<'d> KeptStates<'d> {
 
     /// The pages and the root after a batch, without their bytes.
     pub fn table(&self, until: Option<Lsn>) -> Result<PageTable, Failure> {
-        self.first_that_holds(until, |resolution| Ok(resolution.resolved.table))
+        self.first_that_holds(until, |resolution, _| Ok(resolution.resolved.table))
     }
 
-    /// The state after a batch, with the bytes of the pages that are wanted.
-    pub fn state(
+    /// The bytes after a batch of the pages that are wanted, proven.
+    pub fn bytes(
         &self,
         until: Option<Lsn>,
         page_bytes_max: u64,
         wanted: impl Fn(&PageInfo) -> bool,
-    ) -> Result<KeptState, Failure> {
-        self.first_that_holds(until, |mut resolution| {
-            let resolved = &mut resolution.resolved;
-            resolved.bases.retain(|page| resolved.table.get(page).as_ref().is_some_and(&wanted));
-            let contents = self.survey.load(self.dir, &resolution, page_bytes_max)?;
-            let contents = contents.into_iter().map(|(page, bytes)| Ok((page, bytes?)));
-            let contents = contents.collect::<Result<_, Damage>>()?;
-            Ok(KeptState { table: resolution.resolved.table, contents })
+    ) -> Result<PageBytes<'d>, Failure> {
+        self.first_that_holds(until, |resolution, trails| {
+            PageBytes::prove(self.dir, resolution, trails, page_bytes_max, &wanted)?.whole()
         })
     }
 
@@ -146,7 +134,7 @@ impl<'d> KeptStates<'d> {
     fn first_that_holds<T>(
         &self,
         until: Option<Lsn>,
-        finish: impl Fn(Resolution) -> Result<T, Damage>,
+        finish: impl Fn(Resolution, Trails) -> Result<T, Damage>,
     ) -> Result<T, Failure> {
         // A state that the floor leaves out is not kept, whether or not its files are still there.
         let kept = OnceCell::new();
@@ -158,6 +146,7 @@ impl<'d> KeptStates<'d> {
             |snapshot| is_newest(snapshot) || kept().is_none_or(|(_, reach)| reach.leads_to(snapshot, until));
         let mut first_damage = None;
         for (snapshot, candidate) in self.survey.named_candidates() {
+            let mut trails = Trails::default();
             let attempt = match candidate {
                 Err(damage) => Err(damage),
                 Ok(base) => {
@@ -165,7 +154,7 @@ impl<'d> KeptStates<'d> {
                     if until.is_some_and(|until| end > until) || !leads_to(snapshot) {
                         continue;
                     }
-                    self.survey.resolve(self.dir, base.as_ref(), until)
+                    trails.follow(&self.survey, self.dir, base.as_ref(), until)
                 }
             };
             let reached = |resolution: &Resolution| resolution.resolved.table.lsn();
@@ -176,7 +165,7 @@ impl<'d> KeptStates<'d> {
                         "there is no such batch: the last is lsn {last}"
                     )));
                 }
-                Ok(resolution) => match finish(resolution) {
+                Ok(resolution) => match finish(resolution, trails) {
                     Ok(done) => return Ok(done),
                     Err(damage) => first_damage.get_or_insert(damage),
                 },

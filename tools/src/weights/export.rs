@@ -14,7 +14,8 @@ use crate::cli::json::object;
 use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::progress;
-use crate::read::states::{KeptState, KeptStates, StateName};
+use crate::read::page_bytes::{PageBytes, windows};
+use crate::read::states::{KeptStates, StateName, damaged};
 use crate::read::store_dir::StoreDir;
 use crate::weights::{Header, is_header, name_of};
 
@@ -53,7 +54,7 @@ impl Export {
         dir.refuse_to_write_into(&self.file)?;
         let version = KeptStates::look(&dir, |past| {
             let until = past.lsn(self.at.as_ref())?;
-            ExportVersion::take(past, until, self.memory.limit())
+            ExportVersion::take(past, until, self.memory.given())
         })?;
         if interrupt.noted() || !version.write_file(&self.file, &interrupt)? {
             return Ok(Ending::Interrupted);
@@ -68,26 +69,27 @@ impl Export {
     }
 }
 
-/// A version of the weights, in memory.
-pub struct ExportVersion {
+/// A version of the weights, all of it proven.
+pub struct ExportVersion<'d> {
     header: Header,
-    state: KeptState,
+    bytes: PageBytes<'d>,
     /// The pages in the order of the file: the header, then the tensors.
     pages: Vec<PageInfo>,
 }
 
-impl ExportVersion {
-    /// Takes the version after a batch from the kept states.
-    pub fn take(past: &KeptStates<'_>, until: Option<Lsn>, page_bytes_max: u64) -> Result<Self, Failure> {
-        let state = past.state(until, page_bytes_max, |info| is_header(info) || name_of(info).is_some())?;
+impl<'d> ExportVersion<'d> {
+    /// Takes the version after a batch from what is kept.
+    pub fn take(past: &KeptStates<'d>, until: Option<Lsn>, page_bytes_max: u64) -> Result<Self, Failure> {
+        let bytes = past.bytes(until, page_bytes_max, |info| is_header(info) || name_of(info).is_some())?;
         let none =
-            || Failure::Environment(format!("no weights were imported up to lsn {}", state.table.lsn()));
-        let infos: Vec<PageInfo> = state.table.pages().collect();
+            || Failure::Environment(format!("no weights were imported up to lsn {}", bytes.table().lsn()));
+        let infos: Vec<PageInfo> = bytes.table().pages().collect();
         let header_page = infos.iter().find(|info| is_header(info)).ok_or_else(none)?;
         let changed = |what: String| {
-            Failure::Environment(format!("lsn {} is no file of weights: {what}", state.table.lsn()))
+            Failure::Environment(format!("lsn {} is no file of weights: {what}", bytes.table().lsn()))
         };
-        let header = Header::parse(state.contents[&header_page.page].clone()).map_err(changed)?;
+        let header = bytes.window(header_page.page, &(0..header_page.len)).map_err(damaged)?;
+        let header = Header::parse(header).map_err(changed)?;
         let mut pages = vec![header_page.clone()];
         let named: BTreeMap<&str, &PageInfo> =
             infos.iter().filter_map(|info| Some((name_of(info)?, info))).collect();
@@ -102,12 +104,12 @@ impl ExportVersion {
                 Some(info) => pages.push((*info).clone()),
             }
         }
-        Ok(Self { header, state, pages })
+        Ok(Self { header, bytes, pages })
     }
 
     /// The batch after which the version stood.
     pub fn lsn(&self) -> Lsn {
-        self.state.table.lsn()
+        self.bytes.table().lsn()
     }
 
     /// Writes the file: all of it, or nothing and `false` if Ctrl-C was pressed meanwhile.
@@ -128,9 +130,9 @@ impl ExportVersion {
         let bar = progress::bytes(self.header.file_len(), "writing");
         let mut writer = BufWriter::new(beside.as_file());
         for info in &self.pages {
-            for piece in self.state.contents[&info.page].chunks(1 << 20) {
-                writer.write_all(piece).map_err(cannot)?;
-                bar.inc(piece.len() as u64);
+            for window in windows(info.len) {
+                writer.write_all(&self.bytes.window(info.page, &window).map_err(damaged)?).map_err(cannot)?;
+                bar.inc(window.end - window.start);
                 if interrupt.noted() {
                     return Ok(false);
                 }

@@ -15,6 +15,7 @@ mod imports;
 mod inspect;
 #[path = "../../../fuzz/src/inspections.rs"]
 mod inspections;
+mod long_pages;
 mod replay;
 mod salvage;
 mod torture;

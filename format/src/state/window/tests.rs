@@ -1,10 +1,11 @@
 //! The head of a page against the whole page, cut at its end.
 
-use super::PageHead;
+use super::PageWindow;
 use crate::defect::Defect;
 use crate::ids::{PageId, Place, Width};
 use crate::op::{Indices, Op, PayloadWriter, decode_payload, gap_coded};
 use crate::state::apply::apply;
+use crate::state::trail::reach;
 use crate::value::Metadata;
 
 const PAGE: PageId = PageId(1);
@@ -114,20 +115,31 @@ fn the_head_of_a_page_is_the_whole_page_cut_at_its_end() {
         grown_again += usize::from(lens.iter().min() < Some(&final_len));
         let payload = writer.finish();
         let mut whole = base.clone();
-        let mut head = PageHead::new(base, base_len, final_len).unwrap();
+        let from = random.below(final_len + 1);
+        let within = from..from + random.below(final_len - from + 1);
+        let of_base = base[(from as usize).min(base.len())..].to_vec();
+        let mut window = PageWindow::new(of_base, base_len, within.clone()).unwrap();
+        let mut head = PageWindow::new(base, base_len, 0..final_len).unwrap();
         let memory = head.bytes.as_ptr();
         for at in decode_payload(&payload).unwrap() {
             if let Some(kind) = kinds.iter().position(|kind| *kind == at.op.kind()) {
                 across[kind] += usize::from(straddles(&at.op, final_len));
             }
+            let (before, reach) = (whole.clone(), reach(&at.op));
             apply(&at.op, &mut whole);
             head.apply(&at.op);
+            window.apply(&at.op);
+            let differs = |at: &usize| before.get(*at) != whole.get(*at) && !reach.contains(&(*at as u64));
+            let outside = (0..before.len().max(whole.len())).find(differs);
+            assert_eq!(outside, None, "seed {seed}: {:?} reaches further than {reach:?}", at.op);
             // At every moment, not only at the end.
             let kept = whole.len().min(final_len as usize);
             assert_eq!(head.bytes(), &whole[..kept], "seed {seed}: {:?}", at.op);
             assert_eq!(head.page_len(), whole.len() as u64, "seed {seed}: {:?}", at.op);
         }
         assert_eq!(head.bytes.as_ptr(), memory, "seed {seed}: it asked for more memory");
+        let within = within.start as usize..within.end as usize;
+        assert_eq!(window.into_bytes(), whole[within.clone()], "seed {seed}: {within:?}");
         assert_eq!(head.into_bytes(), whole, "seed {seed}");
     }
     let enough = 400 / crate::CASES_STEP;
@@ -137,20 +149,20 @@ fn the_head_of_a_page_is_the_whole_page_cut_at_its_end() {
 
 #[test]
 fn a_page_takes_memory_for_its_end_only() {
-    let mut head = PageHead::new(vec![1; 1000], 1000, 10).unwrap();
+    let mut head = PageWindow::new(vec![1; 1000], 1000, 0..10).unwrap();
     assert!(head.bytes.capacity() < 100, "{} bytes", head.bytes.capacity());
     for len in [1 << 40, 5, 1 << 40, 10] {
         head.apply(&Op::Resize { page: PAGE, len });
     }
     assert!(head.bytes.capacity() < 100, "{} bytes", head.bytes.capacity());
     assert_eq!(head.into_bytes(), [1, 1, 1, 1, 1, 0, 0, 0, 0, 0]);
-    let too_much = PageHead::new(Vec::new(), 0, u64::MAX).unwrap_err();
+    let too_much = PageWindow::new(Vec::new(), 0, 0..u64::MAX).unwrap_err();
     assert_eq!(too_much, Defect::Memory { needed: u64::MAX });
 }
 
 #[test]
 #[should_panic(expected = "bytes 4..+2 of a page of 5 bytes")]
 fn what_does_not_fit_the_page_by_now_is_a_bug_however_long_its_head() {
-    let mut head = PageHead::new(vec![0; 5], 5, 3).unwrap();
+    let mut head = PageWindow::new(vec![0; 5], 5, 0..3).unwrap();
     head.apply(&Op::Write { page: PAGE, offset: 4, bytes: &[1; 2] });
 }

@@ -1,0 +1,192 @@
+//! An image that was proven whole once, and of which any range can then be read.
+//!
+//! An image has one checksum, so a part of it is proven only by all of it. The pass that proves it notes where its
+//! pieces lie and what each of them sums to: some 24 bytes for each mebibyte of the page. What is read later is held
+//! against these sums, so it is what was proven, or an error.
+//!
+//! Of an image that is stored as it is, a piece is a mebibyte. Of a compressed one it is the frames that make at least
+//! as much of the page: a frame is read from its beginning. Frames of another writer may be longer, and then more is
+//! decompressed than is asked for; memory is held for a few hundred KiB all the same.
+
+use std::io::BufReader;
+use std::ops::ControlFlow;
+
+use super::codec::decompress_frames;
+use super::read::{CHECKED_AT_ONCE, StoredBytes, check_range, copy_common, stream_stored, unreadable, zeros};
+use super::{Codec, ImageRef};
+use crate::defect::{Damage, Defect};
+use crate::names::{FileName, ReadAt};
+
+/// Bytes of the page that a piece has, at least, unless it is the last one.
+const PIECE_LEN: u64 = CHECKED_AT_ONCE;
+
+/// A part of an image that is proven on its own.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    /// Where it begins: bytes from the page's start, and from the payload's.
+    page_at: u64,
+    stored_at: u64,
+    /// CRC-32 of the page's bytes.
+    sum: u32,
+}
+
+/// An image that was proven whole, with the sums of its pieces.
+#[derive(Clone, Debug)]
+pub struct ProvenImage {
+    image: ImageRef,
+    len: u64,
+    pieces: Vec<Piece>,
+}
+
+impl ProvenImage {
+    /// Proves the image of a page of length `len`. A compressed one is read twice, for it is checked as it is stored
+    /// first.
+    ///
+    /// # Errors
+    /// [`Damage`] if it is missing, cut short or damaged, or there is no memory.
+    pub fn prove(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Self, Damage> {
+        let (file, offset) = (FileName::Pages(image.file), image.offset);
+        let at = |defect: Defect| defect.at(file, offset);
+        image.check(len).map_err(at)?;
+        check_range(source, file, offset, image.stored_len).map_err(at)?;
+        let mut pieces = Pieces::with_room(len).map_err(at)?;
+        if image.codec == Codec::Raw {
+            stream_stored(source, image, |piece| -> Result<(), Damage> {
+                pieces.add(piece);
+                pieces.end(pieces.page_at);
+                Ok(())
+            })?;
+        } else {
+            stream_stored(source, image, |_| -> Result<(), Damage> { Ok(()) })?;
+            let mut stored = StoredBytes::of(source, image, 0);
+            let buffered = BufReader::with_capacity(CHECKED_AT_ONCE as usize, &mut stored);
+            let decompressed = decompress_frames(buffered, len, |bytes, frame_end| {
+                pieces.add(bytes);
+                if let Some(stored_at) = frame_end
+                    && pieces.page_at - pieces.start.page_at >= PIECE_LEN
+                {
+                    pieces.end(stored_at);
+                }
+                ControlFlow::Continue(())
+            });
+            stored.refused.map_or(Ok(()), |defect| Err(at(defect)))?;
+            decompressed.map_err(at)?;
+            pieces.end(image.stored_len);
+        }
+        let (found, computed) = (image.raw_crc, pieces.whole.finalize());
+        if found != computed {
+            return Err(at(Defect::Checksum { what: "page", found, computed }));
+        }
+        Ok(Self { image: *image, len, pieces: pieces.done })
+    }
+
+    /// Its file, and where it begins there.
+    #[must_use]
+    pub fn place(&self) -> (FileName, u64) {
+        (FileName::Pages(self.image.file), self.image.offset)
+    }
+
+    /// Reads the page's bytes from `offset` on. They are those that were proven.
+    ///
+    /// # Errors
+    /// [`Damage`] if the image is not what it was. What `out` holds then does not count.
+    ///
+    /// # Panics
+    /// If the page does not have these bytes.
+    pub fn read(&self, source: &dyn ReadAt, offset: u64, out: &mut [u8]) -> Result<(), Damage> {
+        let end = offset.checked_add(out.len() as u64).filter(|end| *end <= self.len);
+        let end = end.expect("a range of the page");
+        if out.is_empty() {
+            return Ok(());
+        }
+        let (file, image_at) = self.place();
+        let at = |defect: Defect| defect.at(file, image_at);
+        let first = self.pieces.partition_point(|piece| piece.page_at <= offset) - 1;
+        let last = self.pieces.partition_point(|piece| piece.page_at < end);
+        let stop = self.pieces.get(last).map_or(self.len, |piece| piece.page_at);
+        let mut wanted = self.pieces[first..last].iter();
+        let start = wanted.as_slice()[0];
+        let (mut done, mut sum, mut refused) = (start.page_at, crc32fast::Hasher::new(), None);
+        let mut take = |mut bytes: &[u8]| {
+            while let Some(piece) = wanted.as_slice().first() {
+                let piece_end = wanted.as_slice().get(1).map_or(stop, |next| next.page_at);
+                let (of_piece, rest) = bytes.split_at(bytes.len().min((piece_end - done) as usize));
+                sum.update(of_piece);
+                copy_common(out, offset, of_piece, done);
+                done += of_piece.len() as u64;
+                if done < piece_end {
+                    return ControlFlow::Continue(());
+                }
+                let computed = std::mem::take(&mut sum).finalize();
+                if computed != piece.sum {
+                    refused = Some(Defect::Checksum { what: "piece of a page", found: piece.sum, computed });
+                    return ControlFlow::Break(());
+                }
+                (bytes, _) = (rest, wanted.next());
+            }
+            ControlFlow::Break(())
+        };
+        let read = if self.image.codec == Codec::Raw {
+            let mut piece = zeros(PIECE_LEN.min(stop - start.page_at)).map_err(at)?;
+            let mut from = start.page_at;
+            loop {
+                let piece = &mut piece[..PIECE_LEN.min(stop - from) as usize];
+                source.read_at(file, image_at + from, piece).map_err(|error| at(unreadable(error)))?;
+                from += piece.len() as u64;
+                if take(piece).is_break() {
+                    break Ok(());
+                }
+            }
+        } else {
+            let mut stored = StoredBytes::of(source, &self.image, start.stored_at);
+            let buffered = BufReader::with_capacity(DECOMPRESSED_FROM, &mut stored);
+            let decompressed = decompress_frames(buffered, self.len - start.page_at, |bytes, _| take(bytes));
+            stored.refused.map_or(decompressed, Err)
+        };
+        match refused {
+            Some(defect) => Err(at(defect)),
+            None => read.map_err(at),
+        }
+    }
+}
+
+/// Bytes of a compressed image that are read at a time where a part of it is wanted.
+const DECOMPRESSED_FROM: usize = 256 << 10;
+
+/// The pieces of an image while it is proven.
+struct Pieces {
+    done: Vec<Piece>,
+    start: Piece,
+    sum: crc32fast::Hasher,
+    /// The page's bytes so far.
+    page_at: u64,
+    whole: crc32fast::Hasher,
+}
+
+impl Pieces {
+    fn with_room(len: u64) -> Result<Self, Defect> {
+        let mut done = Vec::new();
+        let count = len.div_ceil(PIECE_LEN);
+        let needed = count * size_of::<Piece>() as u64;
+        done.try_reserve_exact(count as usize).map_err(|_| Defect::Memory { needed })?;
+        let start = Piece { page_at: 0, stored_at: 0, sum: 0 };
+        let (sum, whole) = (crc32fast::Hasher::new(), crc32fast::Hasher::new());
+        Ok(Self { done, start, sum, page_at: 0, whole })
+    }
+
+    fn add(&mut self, bytes: &[u8]) {
+        self.sum.update(bytes);
+        self.page_at += bytes.len() as u64;
+    }
+
+    /// Here a piece ends, if it has any bytes. The next one begins at `stored_at` in the payload.
+    fn end(&mut self, stored_at: u64) {
+        let Self { done, start, sum, page_at, whole } = self;
+        if start.page_at < *page_at {
+            let sum = std::mem::take(sum);
+            whole.combine(&sum);
+            done.push(Piece { sum: sum.finalize(), ..*start });
+            *start = Piece { page_at: *page_at, stored_at, sum: 0 };
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! The bytes of a state's pages, read window by window: what they are made from is proven before any of it is handed
+//! out, and memory is held for a window, however long a page is.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use remanent_format::state::follow::Resolution;
+use remanent_format::state::replay::ResolvedState;
+use remanent_format::state::trail::{ProvenPage, Trails};
+use remanent_format::{Damage, PageId, PageInfo, PageTable, SnapshotId};
+
+use crate::read::store_dir::StoreDir;
+
+/// Bytes of a page that are read at a time. Operations that set elements here and there are read for each window.
+const WINDOW_LEN: u64 = 32 << 20;
+
+/// The parts in which a page of this length is read.
+pub fn windows(len: u64) -> impl Iterator<Item = Range<u64>> {
+    (0..len).step_by(WINDOW_LEN as usize).map(move |from| from..len.min(from.saturating_add(WINDOW_LEN)))
+}
+
+/// A state's pages, as far as they are wanted, each proven or lost.
+pub struct PageBytes<'d> {
+    dir: &'d StoreDir,
+    base: Option<SnapshotId>,
+    resolved: ResolvedState,
+    trails: Trails,
+    pages: BTreeMap<PageId, Result<ProvenPage, Damage>>,
+}
+
+impl<'d> PageBytes<'d> {
+    /// Proves the pages of a state that are wanted, if they take no more than `page_bytes_max` together.
+    pub fn prove(
+        dir: &'d StoreDir,
+        resolution: Resolution,
+        trails: Trails,
+        page_bytes_max: u64,
+        wanted: impl Fn(&PageInfo) -> bool,
+    ) -> Result<Self, Damage> {
+        let mut resolution = resolution;
+        let Resolution { resolved, .. } = &mut resolution;
+        resolved.bases.retain(|page| resolved.table.get(page).as_ref().is_some_and(&wanted));
+        resolution.check_page_bytes(page_bytes_max)?;
+        let Resolution { base, resolved, .. } = resolution;
+        let pages = resolved.bases.iter().map(|(page, _)| (page, trails.prove(dir, &resolved, page)));
+        let pages = pages.collect();
+        Ok(Self { dir, base, resolved, trails, pages })
+    }
+
+    /// As they are if not one of them is lost.
+    pub fn whole(self) -> Result<Self, Damage> {
+        let first = self.damage().next().cloned();
+        first.map_or(Ok(self), Err)
+    }
+
+    /// Why pages are lost.
+    pub fn damage(&self) -> impl Iterator<Item = &Damage> {
+        self.pages.values().filter_map(|page| page.as_ref().err())
+    }
+
+    /// The snapshot from which the state was followed; `None` is the log's beginning.
+    pub fn base(&self) -> Option<SnapshotId> {
+        self.base
+    }
+
+    /// The state's pages and root.
+    pub fn table(&self) -> &PageTable {
+        &self.resolved.table
+    }
+
+    /// Fails if a page that was wanted is lost.
+    pub fn check(&self, page: PageId) -> Result<(), Damage> {
+        self.pages[&page].as_ref().map(drop).map_err(Clone::clone)
+    }
+
+    /// A window of a page that was wanted.
+    pub fn window(&self, page: PageId, window: &Range<u64>) -> Result<Vec<u8>, Damage> {
+        let proven = self.pages[&page].as_ref().map_err(Clone::clone)?;
+        self.trails.window(self.dir, proven, window)
+    }
+
+    /// Hands the bytes of a page that was wanted to `sink`, window by window.
+    pub fn stream<E: From<Damage>>(
+        &self,
+        info: &PageInfo,
+        mut sink: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.check(info.page)?;
+        windows(info.len).try_for_each(|window| sink(&self.window(info.page, &window)?))
+    }
+
+    /// The checksum of a page's bytes. Where an image holds just these, it is the image's.
+    pub fn crc32(&self, info: &PageInfo) -> Result<u32, Damage> {
+        self.check(info.page)?;
+        if let Some(image) = self.trails.exact_image(&self.resolved, info.page) {
+            return Ok(image.raw_crc);
+        }
+        let mut sum = crc32fast::Hasher::new();
+        self.stream(info, |bytes| -> Result<(), Damage> {
+            sum.update(bytes);
+            Ok(())
+        })?;
+        Ok(sum.finalize())
+    }
+}

@@ -1,0 +1,73 @@
+//! Commands that read pages hold a window of one: they end well where there is less memory than a page is long.
+
+use std::fs;
+
+use remanent::{Options, Place, Store, Width};
+use serde_json::json;
+
+use crate::command::{Run, Scratch, command, finished};
+
+const LEN: u64 = (320 << 20) + 4099;
+/// What a command may map, its code and its threads' stacks included.
+const MAPPED_MAX_KIB: u64 = 300 << 10;
+
+/// Runs the command with little memory.
+fn run(args: &[&str]) -> Run {
+    let whole = command(args);
+    let mut limited = std::process::Command::new("sh");
+    let program = whole.get_program().to_str().unwrap();
+    limited.args(["-c", &format!("ulimit -v {MAPPED_MAX_KIB} && exec \"$0\" \"$@\""), program]);
+    limited.args(whole.get_args());
+    finished(limited)
+}
+
+#[test]
+fn a_page_longer_than_the_memory_is_read_by_windows() {
+    let scratch = Scratch::new();
+    let path = scratch.store();
+    let options = Options::default().snapshot_log_bytes(None).snapshot_interval(None);
+    let store = Store::open(&path, options).unwrap();
+    // Half of it compresses, half does not.
+    let mut expected: Vec<u8> = (0..LEN).map(|at| (at >> 14) as u8).collect();
+    let noise = crate::weights::noise(7, LEN as usize / 2);
+    expected[..noise.len()].copy_from_slice(&noise);
+    let mut batch = store.batch();
+    let page = batch.create(LEN, Place::Host).page();
+    batch.write(page, 0, &expected);
+    let page = store.commit(batch).unwrap().pages[0];
+    store.snapshot().unwrap();
+    let before = store.lsn();
+    let mut batch = store.batch();
+    batch.write(page, (64 << 20) - 5, &[1; 10]).scatter(page, Width::W2, &[3, 100 << 20], &[7; 4]);
+    store.commit(batch).unwrap();
+    store.close().unwrap();
+    expected[(64 << 20) - 5..][..10].fill(1);
+    expected[6..8].fill(7);
+    expected[200 << 20..][..2].fill(7);
+
+    let pages = run(&["pages", &path, "--json"]).expect(0).json();
+    assert_eq!(pages[0]["crc32"], crc32fast::hash(&expected));
+    let (dumped, rescued) = (scratch.path("page"), scratch.path("rescued"));
+    run(&["dump", &path, "1", "-o", &dumped]).expect(0);
+    assert!(fs::read(&dumped).unwrap() == expected, "dump");
+    let diff = run(&["diff", &path, "--from", &format!("lsn:{before}"), "--json"]).expect(1).json();
+    assert_eq!(diff[0]["changed"], json!(14));
+    run(&["salvage", &path, "--to", &rescued]).expect(0);
+    run(&["dump", &rescued, "1", "-o", &dumped]).expect(0);
+    assert!(fs::read(&dumped).unwrap() == expected, "a rescued store's page");
+    run(&["fork", &path, &scratch.path("forked")]).expect(0);
+}
+
+#[test]
+fn a_tensor_longer_than_the_memory_is_exported_by_windows() {
+    let scratch = Scratch::new();
+    let (path, source, target) =
+        (scratch.store(), scratch.path("a.safetensors"), scratch.path("b.safetensors"));
+    let content = crate::weights::noise(3, 335_548_419);
+    let tensor = crate::weights::tensor("long", "U8", "[335548419]", content);
+    let file = crate::weights::file(&[tensor]);
+    fs::write(&source, &file).unwrap();
+    crate::command::run(&["import", &path, &source]).expect(0);
+    run(&["export", &path, &target]).expect(0);
+    assert!(fs::read(&target).unwrap() == file);
+}
