@@ -222,6 +222,14 @@ fn history(content: Content) {
     });
     assert!(replica.bytes(page) == Some(&expected[..]), "{content:?}: a replica");
 
+    store.close().unwrap();
+    let mut opened = None;
+    measure("an open whose log resizes the page", LEN, &mut || {
+        opened = Some(Store::open(&directory, options()).unwrap());
+    });
+    let store = opened.unwrap();
+    check_all(&expected, &|from, out| _ = store.read(page, from, out).unwrap());
+
     let mut later = expected.clone();
     change(&store, page, &mut later, 0x20);
     measure("a restore", 0, &mut || store.restore_to(then).map(drop).unwrap());
