@@ -25,7 +25,9 @@ use crate::history::state::PastState;
 /// log, and at most 64 MiB of them are kept for later reads. A page whose bytes on disk are damaged fails alone.
 ///
 /// An image has one checksum. So the first read of a page longer than 4 MiB reads all of its image, to prove it, and
-/// holds no more than a piece of it at a time; later reads read what they need.
+/// holds no more than a piece of it at a time; later reads read what they need, a mebibyte at least. Batches that set
+/// single elements all over the page are read again for each window, so a reader that goes on where it stopped gets
+/// longer ones, up to 32 MiB.
 pub struct View {
     opener: Process,
     past: PastState,

@@ -12,6 +12,7 @@ use remanent_format::state::bases::{Base, Bases};
 use remanent_format::state::by_id::ById;
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::survey::Survey;
+use remanent_format::state::trail::PageTrail;
 use remanent_format::state::window::PageWindow;
 use remanent_format::state::window::load_base;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
@@ -173,13 +174,26 @@ struct Loader<'a> {
     recovery: &'a Recovery<'a>,
     pages: PageSet,
     /// Pages whose length changes during replay are put together in host memory: on the device they are
-    /// allocated once, at their final length. Here, too, they take no more than that.
-    on_host: Mutex<HashMap<PageId, PageWindow>>,
+    /// allocated once, at their final length.
+    on_host: Mutex<HashMap<PageId, ResizedPage>>,
     /// Commands that make pages of zeros.
     list: ListBuilder,
     /// Lists that the device may still work on: while there is one, no page memory is given back.
     in_flight: SubmittedLists<'a>,
     tail: Vec<Vec<u8>>,
+}
+
+/// Bytes of pages that are put together in host memory at once.
+const ON_HOST_MAX: u64 = 64 << 20;
+/// Bytes of one page that are put together at once where all of it would be too much.
+const WINDOW_LEN: u64 = 8 << 20;
+
+/// A page whose length changes during replay.
+enum ResizedPage {
+    /// Its bytes: no more than it has in the end.
+    Whole(PageWindow),
+    /// It is put together after the replay, window by window.
+    Windows(PageTrail),
 }
 
 /// Lists that were submitted and not waited for.
@@ -222,7 +236,7 @@ impl NewerBases {
 struct Deltas<'l> {
     /// Where pages lie on the device. Deleted and unloaded ones have none.
     memory: &'l ById<PageId, PageMemory>,
-    on_host: &'l Mutex<HashMap<PageId, PageWindow>>,
+    on_host: &'l Mutex<HashMap<PageId, ResizedPage>>,
     /// The batches that a page's base holds already.
     late: &'l NewerBases,
     staging: &'l StagingPool,
@@ -242,18 +256,25 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Step 3, for pages whose length changes: puts them together in host memory, as the replay begins
-    /// with them.
+    /// Step 3, for pages whose length changes: puts them together in host memory, as the replay begins with
+    /// them, and as far as they fit.
     fn load_to_host(
         &mut self,
         sealed: &DiskSource,
         table: &PageTable,
         resized: &[(PageId, Base)],
     ) -> Result<()> {
+        let mut held = 0_u64;
         for (page, base) in resized {
             // I10: no more than the final length is kept, however long the page is on its way.
             let final_len = table.get(*page).expect("every base is a page's").len;
-            self.on_host.lock().insert(*page, load_base(sealed, base, final_len)?);
+            let resized = if held.saturating_add(final_len) <= ON_HOST_MAX {
+                held += final_len;
+                ResizedPage::Whole(load_base(sealed, base, final_len)?)
+            } else {
+                ResizedPage::Windows(PageTrail::prove(sealed, *page, base)?)
+            };
+            self.on_host.lock().insert(*page, resized);
         }
         Ok(())
     }
@@ -377,14 +398,27 @@ impl<'a> Loader<'a> {
         // be acknowledged by the new opening and be nowhere.
         assert!(tail.len() as u64 == end.accepted.lsn.0 - end.proven.lsn.0);
         let on_host = std::mem::take(&mut *self.on_host.lock());
-        for (page, head) in on_host {
-            self.upload(page, &head.into_bytes())?;
+        let table = &resolution.resolved.table;
+        for (page, resized) in on_host {
+            let trail = match resized {
+                ResizedPage::Whole(whole) => {
+                    self.upload(page, 0, &whole.into_bytes())?;
+                    continue;
+                }
+                ResizedPage::Windows(trail) => trail,
+            };
+            let len = table.get(page).expect("a page of the table").len;
+            for from in (0..len).step_by(WINDOW_LEN as usize) {
+                // All of it was proven, past the cache where it must be: a read now gives the same bytes, or an
+                // error.
+                self.upload(page, from, &trail.window(source, &(from..len.min(from + WINDOW_LEN)))?)?;
+            }
         }
         self.in_flight.drain(0)
     }
 
-    /// Queues the upload of a page that was put together in host memory.
-    fn upload(&mut self, page: PageId, bytes: &[u8]) -> Result<()> {
+    /// Queues the upload of a page's bytes from `offset` on, which were put together in host memory.
+    fn upload(&mut self, page: PageId, offset: u64, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
         }
@@ -393,6 +427,7 @@ impl<'a> Loader<'a> {
         let mut staged = self.recovery.staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
         let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
+        let target = self.pages.memory[page].part(offset, bytes.len() as u64);
         let commands = vec![Command::Upload { source, target }];
         self.in_flight.submit(CommandList { commands, staging: vec![staged.into_staging()] })
     }
@@ -428,7 +463,7 @@ impl Deltas<'_> {
             let lsn = batch.header.lsn;
             let payload = PayloadAt { index, offset: batch.payload.start };
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
-            for op in &ops {
+            for (index, op) in ops.iter().enumerate() {
                 // A page without memory is deleted by a later batch, or stays unloaded: then no batch
                 // here changes it.
                 let memory = op.op.page().and_then(|page| Some((page, self.memory.get(page)?)));
@@ -436,14 +471,18 @@ impl Deltas<'_> {
                 if !self.late.applies(page, lsn) {
                     continue;
                 }
-                if let Some(head) = on_host.get_mut(&page) {
-                    head.apply(&op.op);
-                } else {
-                    // No frame that names an image applies here: the image is its page's base from that
-                    // batch on.
-                    let aside = stage_aside(&op.op, &HashMap::new(), self.staging)?;
-                    list.data(op, payload, memory, aside);
-                    staged = true;
+                match on_host.get_mut(&page) {
+                    Some(ResizedPage::Whole(whole)) => whole.apply(&op.op),
+                    Some(ResizedPage::Windows(trail)) => trail
+                        .note(&batch.header, run.payload(batch), &ops, index)
+                        .map_err(|defect| batch.damage(defect))?,
+                    None => {
+                        // No frame that names an image applies here: the image is its page's base from that
+                        // batch on.
+                        let aside = stage_aside(&op.op, &HashMap::new(), self.staging)?;
+                        list.data(op, payload, memory, aside);
+                        staged = true;
+                    }
                 }
             }
         }

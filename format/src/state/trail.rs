@@ -26,6 +26,7 @@ use crate::log::Frame;
 use crate::manifest::Manifest;
 use crate::names::{FileName, ReadAt};
 use crate::op::{OP_HEADER_LEN, Op, OpAt, decode_single};
+use crate::state::bases::Base;
 use crate::state::follow::Resolution;
 use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
@@ -194,6 +195,62 @@ impl ProvenPage {
     }
 }
 
+/// One page with the operations on top of what it is made from, noted by a walk of the caller's own: for a page that is
+/// too long to be put together in memory.
+#[derive(Debug)]
+pub struct PageTrail {
+    proven: ProvenPage,
+    places: Vec<OpPlace>,
+}
+
+impl PageTrail {
+    /// Proves what the page is made from.
+    ///
+    /// # Errors
+    /// [`Damage`] in its image, or there is no memory.
+    pub fn prove(source: &dyn ReadAt, page: PageId, base: &Base) -> Result<Self, Damage> {
+        Ok(Self { proven: ProvenPage::prove(source, page, base.image, base.len)?, places: Vec::new() })
+    }
+
+    /// Notes operation `index` of a batch whose payload was checked: it is on this page, and after its base.
+    ///
+    /// # Errors
+    /// [`Defect::Memory`].
+    pub fn note(
+        &mut self,
+        header: &FrameHeader,
+        payload: &[u8],
+        ops: &[OpAt<'_>],
+        index: usize,
+    ) -> Result<(), Defect> {
+        note(&mut self.places, header, payload, ops, index)
+    }
+
+    /// A window of the page as it is after these operations, which ends where the page does or before.
+    ///
+    /// # Errors
+    /// [`Damage`] that was not there when the page was proven and its operations noted, or there is no memory.
+    pub fn window(&self, source: &dyn ReadAt, window: &Range<u64>) -> Result<Vec<u8>, Damage> {
+        self.proven.window(source, &self.places, window)
+    }
+}
+
+/// Adds the places of an operation.
+fn note(
+    places: &mut Vec<OpPlace>,
+    header: &FrameHeader,
+    payload: &[u8],
+    ops: &[OpAt<'_>],
+    index: usize,
+) -> Result<(), Defect> {
+    for place in OpPlace::parts(header, payload, ops, index) {
+        let needed = (2 * places.len() * size_of::<OpPlace>()) as u64;
+        places.try_reserve(1).map_err(|_| Defect::Memory { needed })?;
+        places.push(place);
+    }
+    Ok(())
+}
+
 /// The operations that a page's bytes need on top of its base, for all pages of a state.
 #[derive(Debug, Default)]
 pub struct Trails {
@@ -238,13 +295,9 @@ impl Trails {
             if !at.op.changes_bytes() {
                 continue;
             }
-            let refused = |count: usize| Defect::Memory { needed: (count * size_of::<OpPlace>()) as u64 };
-            self.pages.try_reserve(1).map_err(|_| refused(self.pages.len()))?;
-            let places = self.pages.entry(page).or_default();
-            for place in OpPlace::parts(&frame.header, frame.payload, ops, index) {
-                places.try_reserve(1).map_err(|_| refused(2 * places.len()))?;
-                places.push(place);
-            }
+            let needed = (self.pages.len() * size_of::<OpPlace>()) as u64;
+            self.pages.try_reserve(1).map_err(|_| Defect::Memory { needed })?;
+            note(self.pages.entry(page).or_default(), &frame.header, frame.payload, ops, index)?;
         }
         Ok(())
     }
