@@ -2,7 +2,7 @@
 //!
 //! A follower looks again and again, after pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`], because a
 //! batch is near after another one. After that a pause is an eighth of the time for which nothing came, up to
-//! [`PAUSE_MAX_IDLE`]: a process may have some hundred followers of logs that stand still.
+//! [`PAUSE_MAX_UNTOLD`] or [`PAUSE_MAX_TOLD`]: a process may have some hundred followers of logs that stand still.
 //!
 //! A pause ends early where the system tells that files were written, made or renamed. A buffered or a direct
 //! log is written by system calls, and each of its batches is noticed at once. Stores into a mapping make no
@@ -17,7 +17,9 @@ const PAUSE_MIN: Duration = Duration::from_micros(50);
 /// The longest pause soon after a batch: the next one is handed over at most about this late.
 const PAUSE_MAX: Duration = Duration::from_millis(10);
 /// The longest pause of an idle follower: 300 of them take less than a hundredth of a core.
-const PAUSE_MAX_IDLE: Duration = Duration::from_secs(4);
+const PAUSE_MAX_UNTOLD: Duration = Duration::from_secs(4);
+/// The same of one that is told of changes, and looks only because the system may be wrong.
+const PAUSE_MAX_TOLD: Duration = Duration::from_secs(8);
 const IDLE_PART: u32 = 8;
 /// The pause between looks for new segments and incarnations where the system does not tell of them.
 const LOOK_AFTER: Duration = Duration::from_millis(10);
@@ -41,10 +43,10 @@ impl Pauses {
     }
 
     /// The next pause, given the time for which the log has been `idle`.
-    pub fn next(&mut self, idle: Duration) -> Duration {
+    pub fn next(&mut self, idle: Duration, told: bool) -> Duration {
         let pause = self.next;
         self.next = (2 * pause).min(PAUSE_MAX);
-        pause.max((idle / IDLE_PART).min(PAUSE_MAX_IDLE))
+        pause.max((idle / IDLE_PART).min(if told { PAUSE_MAX_TOLD } else { PAUSE_MAX_UNTOLD }))
     }
 
     /// Whether it is time to look at the names in the folder: always at first.
@@ -111,10 +113,10 @@ mod tests {
     use crate::log::TELL_AFTER;
 
     /// How often a follower looks at a log that is idle for this time.
-    fn looks(idle: Duration) -> u32 {
+    fn looks(idle: Duration, told: bool) -> u32 {
         let (mut pauses, mut passed, mut looks) = (Pauses::new(), Duration::ZERO, 0);
         while passed < idle {
-            passed += pauses.next(passed);
+            passed += pauses.next(passed, told);
             looks += 1;
         }
         looks
@@ -125,14 +127,18 @@ mod tests {
         let hour = Duration::from_secs(3600);
         // A look takes some 100 us of a core, and 300 followers may take a hundredth of one.
         let allowed = hour.as_micros() / 100 / 300 / 100;
-        let looks = u128::from(looks(hour));
-        assert!(looks <= allowed, "{looks} looks an hour, of {allowed}");
+        for told in [true, false] {
+            let looks = u128::from(looks(hour, told));
+            assert!(looks <= allowed, "{looks} looks an hour, of {allowed}; told: {told}");
+        }
     }
 
     #[test]
     fn a_pause_is_short_after_a_batch() {
-        assert_eq!(Pauses::new().next(Duration::ZERO), PAUSE_MIN);
-        assert!(looks(Duration::from_millis(10)) > 5);
+        for told in [true, false] {
+            assert_eq!(Pauses::new().next(Duration::ZERO, told), PAUSE_MIN);
+            assert!(looks(Duration::from_millis(10), told) > 5, "{told}");
+        }
     }
 
     /// A mapped log's batch makes no event where it comes sooner than that after another one.
@@ -140,7 +146,7 @@ mod tests {
     fn a_follower_looks_often_for_as_long_as_a_writer_may_be_silent_without_telling() {
         let (mut pauses, mut passed) = (Pauses::new(), Duration::ZERO);
         while passed < TELL_AFTER {
-            let pause = pauses.next(passed);
+            let pause = pauses.next(passed, true);
             assert!(pause <= PAUSE_MAX, "{pause:?} after {passed:?}");
             passed += pause;
         }

@@ -48,27 +48,27 @@ pub mod refusals {
     /// "Resource temporarily unavailable": what the system says that has no thread left.
     const EAGAIN: i32 = 11;
 
-    static REFUSED: Mutex<Refused> = Mutex::new(Refused { name: None, count: 0 });
+    static REFUSED: Mutex<Refused> = Mutex::new(Refused { begin: None, names: Vec::new() });
 
     struct Refused {
         /// Those whose names begin so.
-        name: Option<String>,
-        /// How many were refused.
-        count: usize,
+        begin: Option<String>,
+        /// Those that were refused.
+        names: Vec<String>,
     }
 
-    /// Refuses all threads from now on whose names begin so; none, if there is no name. Returns how many were
-    /// refused since this was called last.
-    pub fn refuse(name: Option<&str>) -> usize {
+    /// Refuses all threads from now on whose names begin so; none, if nothing is given. Returns the names of
+    /// those that were refused since this was called last.
+    pub fn refuse(begin: Option<&str>) -> Vec<String> {
         let mut refused = REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
-        refused.name = name.map(str::to_owned);
-        std::mem::take(&mut refused.count)
+        refused.begin = begin.map(str::to_owned);
+        std::mem::take(&mut refused.names)
     }
 
     pub(super) fn strike(name: &str) -> io::Result<()> {
         let mut refused = REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
-        if refused.name.as_deref().is_some_and(|begin| name.starts_with(begin)) {
-            refused.count += 1;
+        if refused.begin.as_deref().is_some_and(|begin| name.starts_with(begin)) {
+            refused.names.push(name.to_owned());
             return Err(io::Error::from_raw_os_error(EAGAIN));
         }
         Ok(())
