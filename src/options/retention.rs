@@ -85,7 +85,8 @@ impl Retention {
         self
     }
 
-    /// Lets only the snapshots go whose names are given up; no other rule is applied.
+    /// Whether only the snapshots go whose names are given up, and no other rule is applied. The newest snapshot stays in
+    /// any case where the log's beginning is gone: without it nothing could be opened.
     ///
     /// ```
     /// use remanent::{Options, SnapshotOptions, Store};

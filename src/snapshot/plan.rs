@@ -79,15 +79,20 @@ pub(super) fn plan(
     held: &BTreeSet<SnapshotId>,
     beginning_held: bool,
 ) -> RetentionPlan {
-    if retention.names_only {
-        let stays = |kept: &&RetainedSnapshot| !is_given_up(kept, retention) || held.contains(&kept.info.id);
-        let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
-        return RetentionPlan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
-    }
     let with_log: Vec<&RetainedSnapshot> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
     // A snapshot that was found damaged stands in for no other.
     let mut starts: Vec<&RetainedSnapshot> = with_log.iter().copied().filter(|kept| kept.holds).collect();
+    if retention.names_only {
+        // Recovery starts from the newest one: where the log's beginning is gone, nothing opens without it.
+        let newest = starts.last().filter(|_| log.floor.is_some()).map(|kept| kept.info.id);
+        let stays = |kept: &&RetainedSnapshot| {
+            let id = kept.info.id;
+            !is_given_up(kept, retention) || held.contains(&id) || Some(id) == newest
+        };
+        let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
+        return RetentionPlan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
+    }
     let replaced = replaced(&starts);
     starts.retain(|kept| !replaced.contains(&kept.info.id));
     // Until there are as many as are wanted, the log from before the first of them stands in for the others.
@@ -289,9 +294,29 @@ mod tests {
         assert_eq!(found.log_from, Some((4, Lsn(40))));
     }
 
-    /// One step of a life: the clock goes on by a number of seconds, the log grows by a number of
-    /// segments, and a snapshot is taken, with a name or without, at one moment or not, or a thin one.
-    type Step = (i64, u64, bool, bool, bool);
+    /// What is done beside a snapshot, before retention is applied.
+    #[derive(Clone, Copy, Debug)]
+    enum Deed {
+        Nothing,
+        /// The name of one of the snapshots there are is given up, and perhaps no other rule is applied.
+        GiveUp {
+            which: usize,
+            names_only: bool,
+        },
+        /// One of them is found damaged: it stands in for nothing any more, and the window has a hole.
+        Damage {
+            which: usize,
+        },
+        /// Readers hold those whose bits are set, and perhaps the log's beginning.
+        Hold {
+            which: u16,
+            beginning: bool,
+        },
+    }
+
+    /// One step of a life: the clock goes on by seconds, the log grows by segments, and a snapshot is
+    /// taken, with a name or without, at one moment or not, or a thin one.
+    type Step = (i64, u64, bool, bool, bool, Deed);
 
     /// Rules, and lives under them. Now and then the clock jumps, as it does when a machine has the wrong
     /// time for a while.
@@ -305,22 +330,26 @@ mod tests {
         });
         let jump = prop_oneof![8 => 0..20i64, 1 => 1000..100_000i64, 1 => -100_000..-1000i64];
         let rarely = || prop::bool::weighted(0.2);
-        let step = (jump, 0..3u64, rarely(), any::<bool>(), rarely());
+        let deed = prop_oneof![
+            5 => Just(Deed::Nothing),
+            2 => (any::<usize>(), any::<bool>()).prop_map(|(which, names_only)| Deed::GiveUp { which, names_only }),
+            1 => any::<usize>().prop_map(|which| Deed::Damage { which }),
+            2 => (any::<u16>(), rarely()).prop_map(|(which, beginning)| Deed::Hold { which, beginning }),
+        ];
+        let step = (jump, 0..3u64, prop::bool::weighted(0.3), any::<bool>(), rarely(), deed);
         (rules, prop::collection::vec(step, 1..60))
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 512 }, failure_persistence: None, ..ProptestConfig::default() })]
+        #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 1024 }, failure_persistence: None, ..ProptestConfig::default() })]
 
         /// Each promise of [`Retention`], held against a plain account of the steps; and nothing stays
         /// that no promise wants, however the clock jumps.
         #[test]
-        fn every_promise_is_kept_over_random_lives((retention, steps) in lives()) {
+        fn every_promise_is_kept_over_random_lives((rules, steps) in lives()) {
             let (mut now, mut snapshots) = (1_000_000_000u64, BTreeMap::new());
             let mut log = LogOnDisk { segments: [(1, 100)].into(), current: 1, floor: None };
-            // All snapshots there ever were: when each was taken, as the clock said then.
-            let mut taken: Vec<(SnapshotId, u64)> = Vec::new();
-            for (number, (seconds, segments, has_name, is_exact, is_thin)) in (1u64..).zip(steps) {
+            for (number, (seconds, segments, has_name, is_exact, is_thin, deed)) in (1u64..).zip(steps) {
                 now = now.saturating_add_signed(seconds * 1000);
                 log.segments.extend((log.current..=log.current + segments).map(|number| (number, 100)));
                 log.current += segments;
@@ -333,57 +362,109 @@ mod tests {
                 taken_now.redo = redo;
                 (taken_now.info.redo, taken_now.info.created_unix_ms) = (redo.lsn, time);
                 snapshots.insert(id, taken_now);
-                taken.push((id, time));
+
+                let mut retention = rules.clone();
+                let (mut held, mut beginning_held) = (BTreeSet::new(), false);
+                let ids: Vec<SnapshotId> = snapshots.keys().copied().collect();
+                match deed {
+                    Deed::Nothing => {}
+                    Deed::GiveUp { which, names_only } => {
+                        let names: Vec<&String> = snapshots.values().filter_map(|kept| kept.info.name.as_ref()).collect();
+                        if !names.is_empty() {
+                            retention = retention.give_up(names[which % names.len()]).names_only(names_only);
+                        }
+                    }
+                    // The newest one was verified just now.
+                    Deed::Damage { which } if ids.len() > 1 => {
+                        snapshots.get_mut(&ids[which % (ids.len() - 1)]).unwrap().holds = false;
+                    }
+                    Deed::Damage { .. } => {}
+                    Deed::Hold { which, beginning } => {
+                        held = ids.iter().copied().filter(|id| which >> (id.0 % 16) & 1 == 1).collect();
+                        beginning_held = beginning;
+                    }
+                }
+                let names_only = retention.names_only;
+                let found = plan(&snapshots, &retention, &log, now, &held, beginning_held);
+                let floor = match found.log_from {
+                    Some((_, redo)) => log.floor.max(Some(redo).filter(|redo| redo.0 > 0)),
+                    None => log.floor,
+                };
 
                 let reached =
                     |id: &SnapshotId, floor: Option<Lsn>| floor.is_none_or(|floor| floor <= snapshots[id].redo.lsn);
                 // A snapshot that a thin one replaces counts no more.
                 let is_replaced = |id: &SnapshotId| {
                     let redo = snapshots[id].redo;
-                    snapshots.range(id..).skip(1).any(|(_, later)| later.redo == redo)
+                    snapshots.range(id..).skip(1).any(|(_, later)| later.redo == redo && later.holds)
                 };
-                let starts = snapshots.keys().filter(|id| reached(id, log.floor) && !is_replaced(id));
-                let starts: Vec<SnapshotId> = starts.copied().collect();
-                let found = plan(&snapshots, &retention, &log, now, &BTreeSet::new(), false);
-                let (segment, redo) = found.log_from.expect("no reader holds the beginning");
-                let floor = log.floor.max(Some(redo).filter(|redo| redo.0 > 0));
+                let is_start = |id: &SnapshotId| snapshots[id].holds && reached(id, log.floor) && !is_replaced(id);
+                let starts: Vec<SnapshotId> = ids.iter().copied().filter(is_start).collect();
+                let has_name = |id: &SnapshotId| {
+                    snapshots[id].info.name.as_ref().is_some_and(|name| !retention.names_given_up.contains(name))
+                };
+                let is_given_up = |id: &SnapshotId| snapshots[id].info.name.is_some() && !has_name(id);
+                let stays = |id: &SnapshotId| found.snapshots.contains(id);
 
-                // The newest ones, and the log since the oldest of them.
-                let newest: Vec<_> = starts.iter().rev().take(retention.snapshots_kept).collect();
-                for id in &newest {
-                    prop_assert!(found.snapshots.contains(id) && reached(id, floor), "{id} of the newest");
+                // Whatever the rules say, recovery has a start: one that holds, or the log's beginning.
+                let is_open = floor.is_none() || ids.iter().any(|id| stays(id) && snapshots[id].holds && reached(id, floor));
+                prop_assert!(is_open || starts.is_empty(), "nothing is left to start from");
+                // What readers hold, with the log that was there for them.
+                for id in &held {
+                    let has_log = !reached(id, log.floor) || reached(id, floor);
+                    prop_assert!(stays(id) && has_log, "{id} is held");
                 }
-                // As old as the oldest time that it or a later one names.
-                let age = |id: &SnapshotId| {
-                    let later = taken.iter().filter(|(later, _)| later >= id).map(|(_, time)| *time);
-                    now.saturating_sub(later.min().expect("itself"))
-                };
-                let age_max = retention.snapshots_kept_for.as_millis() as u64;
-                for id in starts.iter().filter(|id| age(id) < age_max) {
-                    prop_assert!(found.snapshots.contains(id) && reached(id, floor), "{id} is young");
-                }
-                // Snapshots with names stay.
-                for (id, kept) in snapshots.iter().filter(|(_, kept)| kept.info.name.is_some()) {
-                    prop_assert!(found.snapshots.contains(id), "{id} has a name");
+                prop_assert!(!beginning_held || floor == log.floor, "the log is read from its beginning");
+                // Names.
+                for id in ids.iter().filter(|id| has_name(id)) {
+                    prop_assert!(stays(id), "{id} has a name");
+                    let kept = &snapshots[id];
                     let needs_log = kept.info.redo < kept.info.end && reached(id, log.floor);
                     prop_assert!(!needs_log || reached(id, floor), "{id} is nothing without its log");
                 }
-                // That number of bytes of log, or all that there was.
-                let point = LogPoint { segment, lsn: redo, ..LogPoint::default() };
-                let is_all = floor == log.floor;
-                prop_assert!(is_all || log.bytes_after(point) >= retention.log_kept, "log from {redo}");
-                // And nothing else: a snapshot without a name stays if it is counted, young, or begins
-                // the log that is wanted.
-                let wanted = |id: &SnapshotId| newest.contains(&id) || age(id) < age_max;
-                let others = found.snapshots.iter().filter(|id| !wanted(id) && snapshots[*id].info.name.is_none());
-                let others: Vec<_> = others.collect();
-                let too_few = starts.len() < retention.snapshots_kept;
-                prop_assert!(too_few || others.len() <= usize::from(retention.log_kept > 0), "{others:?} stay");
-                // A kept snapshot has what it needs: the state of its end, by the log or alone.
+                // What is kept has what it needs: the state of its end, by the log or alone.
                 for id in &found.snapshots {
                     let kept = &snapshots[id];
                     prop_assert!(reached(id, floor) || kept.info.redo == kept.info.end || !reached(id, log.floor));
                 }
+                if names_only {
+                    prop_assert!(floor == log.floor, "no other rule is applied");
+                    for id in &ids {
+                        let must_go = is_given_up(id) && !held.contains(id) && starts.iter().any(|start| start > id);
+                        prop_assert!(is_given_up(id) || stays(id), "{id} was not given up");
+                        prop_assert!(!must_go || !stays(id), "{id} was given up");
+                    }
+                } else {
+                    // The newest ones, and the log since the oldest of them.
+                    let newest: Vec<_> = starts.iter().rev().take(retention.snapshots_kept).collect();
+                    for id in &newest {
+                        prop_assert!(stays(id) && reached(id, floor), "{id} of the newest");
+                    }
+                    // As old as the oldest time that it or a later one names.
+                    let age = |id: &SnapshotId| {
+                        let later = snapshots.range(id..).map(|(_, kept)| kept.info.created_unix_ms);
+                        now.saturating_sub(later.min().expect("itself"))
+                    };
+                    let age_max = retention.snapshots_kept_for.as_millis() as u64;
+                    for id in starts.iter().filter(|id| age(id) < age_max) {
+                        prop_assert!(stays(id) && reached(id, floor), "{id} is young");
+                    }
+                    // So many bytes of log, or all that there was: what lies before the oldest start is of no use.
+                    if let Some((segment, redo)) = found.log_from {
+                        let point = LogPoint { segment, lsn: redo, ..LogPoint::default() };
+                        let oldest = starts.first().map(|id| snapshots[id].redo.lsn);
+                        let is_all = floor == log.floor || Some(redo) == oldest;
+                        prop_assert!(is_all || log.bytes_after(point) >= retention.log_kept, "log from {redo}");
+                    }
+                    // And nothing else: what stays without a name or a reader is counted, young, or begins the log that
+                    // is wanted.
+                    let wanted = |id: &SnapshotId| newest.contains(&id) || age(id) < age_max;
+                    let others = found.snapshots.iter().filter(|id| !wanted(id) && !has_name(id) && !held.contains(id));
+                    let others: Vec<_> = others.collect();
+                    let too_few = starts.len() < retention.snapshots_kept;
+                    prop_assert!(too_few || others.len() <= usize::from(retention.log_kept > 0), "{others:?} stay");
+                }
+                let segment = found.log_from.map_or(0, |(segment, _)| segment);
                 snapshots.retain(|id, _| found.snapshots.contains(id));
                 log.segments.retain(|number, _| *number >= segment);
                 log.floor = floor;

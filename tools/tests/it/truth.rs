@@ -135,6 +135,26 @@ fn giving_up_a_name_takes_its_snapshot_and_nothing_else() {
     assert!(both.json()[0]["snapshots"].as_array().unwrap().len() > 1, "{}", both.out);
 }
 
+/// The newest snapshot has the name, and all log before it is gone: nothing else is left to open the store from.
+#[test]
+fn giving_up_the_last_snapshots_name_leaves_a_store() {
+    let scratch = Scratch::new();
+    let path = scratch.store();
+    let store = open(&path);
+    for step in 1..5 {
+        commit(&store, step);
+        store.snapshot().unwrap();
+    }
+    store.snapshot_named("last").unwrap();
+    store.close().unwrap();
+    run(&["prune", &path, "--snapshots", "1", "--log-bytes", "0", "--yes"]).expect(0);
+    let before = run(&["pages", &path, "--json"]).expect(0).out;
+    run(&["prune", &path, "--name", "last", "--yes"]).expect(0);
+    run(&["verify", &path]).expect(0);
+    assert_eq!(run(&["pages", &path, "--json"]).expect(0).out, before);
+    open(&path).close().unwrap();
+}
+
 #[test]
 fn keys_are_taken_as_they_are_shown() {
     let scratch = Scratch::new();
