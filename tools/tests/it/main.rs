@@ -21,4 +21,5 @@ mod salvage;
 mod torture;
 mod truth;
 mod usage;
+mod verdicts;
 mod weights;

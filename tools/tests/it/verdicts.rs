@@ -1,0 +1,309 @@
+//! What `verify` says of damaged stores, beside what an open of the same directory does: from where recovery starts, and
+//! whether anything is wrong at all. The stores are of the kinds that the engine's tests hold its judge against.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use remanent::{Compression, Error, Lsn, Options, Place, StatePoint, Store};
+
+use crate::command::{Scratch, run};
+use crate::inspect::{copy, files, newest};
+
+const SECTOR_LEN: usize = 512;
+/// Bits flipped, and sectors zeroed, of each subject. Each file is missing once.
+const FLIPS: usize = 25;
+const ZEROED: usize = 15;
+
+fn options() -> Options {
+    Options::default().segment_len(64 << 10).compression(Compression::Off).reserve_bytes(0)
+}
+
+fn open(path: &str) -> Result<Store, Error> {
+    Store::open(path, options())
+}
+
+/// A store at work in a directory of its own.
+struct Work {
+    scratch: Scratch,
+    store: Store,
+}
+
+impl Work {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let store = open(&scratch.store()).unwrap();
+        let mut batch = store.batch();
+        for len in [3000, 500, 100] {
+            batch.create(len, Place::Host);
+        }
+        store.commit(batch).unwrap();
+        Self { scratch, store }
+    }
+
+    fn commit(&self, batches: u64) -> Lsn {
+        let pages: Vec<_> = self.store.pages().unwrap().map(|info| info.page).collect();
+        for _ in 0..batches {
+            let lsn = self.store.lsn().0;
+            let mut batch = self.store.batch();
+            batch.fill(pages[(lsn % 3) as usize], lsn % 50, 50, &[lsn as u8 + 1]).set_root("step", lsn);
+            self.store.commit(batch).unwrap();
+        }
+        self.store.lsn()
+    }
+
+    fn reopen(self) -> Self {
+        self.store.close().unwrap();
+        Self { store: open(&self.scratch.store()).unwrap(), ..self }
+    }
+
+    fn close(self) -> Scratch {
+        self.store.close().unwrap();
+        self.scratch
+    }
+}
+
+fn named() -> Scratch {
+    let work = Work::new();
+    work.commit(3);
+    work.store.snapshot_named("good").unwrap();
+    work.commit(4);
+    work.close()
+}
+
+fn named_and_newer() -> Scratch {
+    let work = Work::new();
+    work.commit(3);
+    work.store.snapshot_named("good").unwrap();
+    for _ in 0..4 {
+        work.commit(3);
+        work.store.snapshot().unwrap();
+    }
+    work.commit(2);
+    work.close()
+}
+
+fn exact() -> Scratch {
+    let work = Work::new();
+    work.commit(3);
+    work.store.snapshot().unwrap();
+    work.commit(3);
+    work.store.snapshot_exact().unwrap();
+    work.commit(2);
+    work.close()
+}
+
+fn restored() -> Scratch {
+    let work = Work::new();
+    let good = work.commit(3);
+    work.store.snapshot_named("before").unwrap();
+    work.commit(3);
+    work.store.restore_to(good).unwrap();
+    work.commit(2);
+    work.close()
+}
+
+/// What a crash right after a restore leaves: its own snapshot is not there yet.
+fn restored_in_the_log() -> Scratch {
+    let work = Work::new();
+    work.commit(2);
+    work.store.snapshot().unwrap();
+    let good = work.commit(2);
+    work.commit(2);
+    work.store.restore_to(good).unwrap();
+    work.commit(1);
+    let work = work.reopen();
+    work.commit(1);
+    let scratch = work.close();
+    fs::remove_file(newest(&scratch.store(), "snapshots", "manifest")).unwrap();
+    scratch
+}
+
+fn forked() -> Scratch {
+    let work = Work::new();
+    work.commit(3);
+    work.store.snapshot().unwrap();
+    let at = work.commit(2);
+    let scratch = Scratch::new();
+    work.store.fork(scratch.store(), &StatePoint::Lsn(at)).unwrap();
+    let fork = Work { store: open(&scratch.store()).unwrap(), scratch };
+    fork.commit(3);
+    fork.close()
+}
+
+fn reopened() -> Scratch {
+    let mut work = Work::new();
+    work.commit(2);
+    work.store.snapshot().unwrap();
+    work = work.reopen();
+    work.commit(2);
+    work = work.reopen();
+    work.store.snapshot_named("late").unwrap();
+    work.commit(1);
+    work.reopen().close()
+}
+
+/// What is done to one file.
+#[derive(Clone, Copy, Debug)]
+enum Damage {
+    Nothing,
+    Missing,
+    /// A bit of the byte at this offset.
+    Flipped(usize),
+    /// The sector that begins here.
+    Zeroed(usize),
+}
+
+fn mix(number: usize) -> usize {
+    (number as u64 ^ 0x5bd1_e995).wrapping_mul(0x9e37_79b9_7f4a_7c15) as usize >> 20
+}
+
+/// All damages of a store: the files by their paths in it.
+fn damages(store: &str) -> Vec<(PathBuf, Damage)> {
+    let sound: Vec<(PathBuf, Vec<u8>)> = files(store)
+        .into_iter()
+        .map(|(path, (bytes, _))| (path.strip_prefix(store).unwrap().to_owned(), bytes))
+        .filter(|(path, _)| ![Path::new("LOCK"), Path::new("READERS")].contains(&path.as_path()))
+        .collect();
+    // Lines of 64 bytes that were written, and their sectors.
+    let lines: Vec<(usize, usize)> = sound
+        .iter()
+        .enumerate()
+        .flat_map(|(file, (_, bytes))| {
+            let is_written = move |at: &usize| bytes[*at..].iter().take(64).any(|byte| *byte != 0);
+            (0..bytes.len()).step_by(64).filter(is_written).map(move |at| (file, at))
+        })
+        .collect();
+    let mut all = vec![(sound[0].0.clone(), Damage::Nothing)];
+    all.extend(sound.iter().map(|(path, _)| (path.clone(), Damage::Missing)));
+    for number in 0..FLIPS + ZEROED {
+        let (file, line) = lines[mix(number) % lines.len()];
+        let damage = match number < FLIPS {
+            true => Damage::Flipped(sound[file].1.len().min(line + mix(number + 1) % 64 + 1) - 1),
+            false => Damage::Zeroed(line - line % SECTOR_LEN),
+        };
+        all.push((sound[file].0.clone(), damage));
+    }
+    all
+}
+
+fn inflict(damage: Damage, path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    match damage {
+        Damage::Nothing => return,
+        Damage::Missing => return fs::remove_file(path).unwrap(),
+        Damage::Flipped(at) => bytes[at] ^= 1 << (at % 8),
+        Damage::Zeroed(at) => {
+            let end = bytes.len().min(at + SECTOR_LEN);
+            bytes[at..end].fill(0);
+        }
+    }
+    fs::write(path, bytes).unwrap();
+}
+
+/// What the command says of a directory, and what an open of it does.
+fn agree(what: &str, path: &str) -> Verdict {
+    let said = run(&["verify", path, "--json"]);
+    let all = format!("{what}: ended with {}\n{}{}", said.code, said.out, said.err);
+    // From STORE the command has the store's id, so without it there is nothing to look at.
+    let summary = said.json().pop().filter(|line| line["kind"] == "summary");
+    let from = summary.as_ref().map_or(&serde_json::Value::Null, |line| &line["opens_from"]);
+    match open(path) {
+        Ok(store) => {
+            let recovered = store.recovered();
+            let expected =
+                recovered.snapshot.map_or("the log's beginning".to_owned(), |id| format!("snapshot {id}"));
+            assert_eq!(from, &serde_json::Value::from(expected), "{all}");
+            assert_eq!(summary.as_ref().unwrap()["lsn"], recovered.position.lsn.0, "{all}");
+            assert!(said.code == 1 || said.code == 0 && recovered.harmless.is_empty(), "{all}{recovered:?}");
+            if said.code == 0 { Verdict::Clean } else { Verdict::Opens }
+        }
+        Err(error @ (Error::Damaged(_) | Error::NoStore { .. } | Error::ForeignDirectory { .. })) => {
+            assert!(from.is_null(), "{all}\nbut {error}");
+            // A directory without STORE is no store, which is the caller's fault and no finding.
+            let code = if matches!(error, Error::Damaged(_)) { 1 } else { 2 };
+            assert_eq!(said.code, code, "{all}\nbut {error}");
+            Verdict::Refused
+        }
+        Err(error) => panic!("{all}\nbut {error}"),
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Verdict {
+    Clean,
+    Opens,
+    Refused,
+}
+
+#[test]
+fn the_command_says_what_an_open_does() {
+    let subjects: [(&str, fn() -> Scratch); 7] = [
+        ("a named snapshot, and more log", named),
+        ("a named snapshot that newer ones outlived", named_and_newer),
+        ("an exact snapshot after another one", exact),
+        ("a restored state, and log after it", restored),
+        ("a restore that no snapshot stands after", restored_in_the_log),
+        ("a fork, with log of its own", forked),
+        ("several incarnations", reopened),
+    ];
+    std::thread::scope(|scope| {
+        for (name, make) in subjects {
+            scope.spawn(move || {
+                let sound = make();
+                let counts = [(); 3].map(|()| AtomicUsize::new(0));
+                for (number, (file, damage)) in damages(&sound.store()).into_iter().enumerate() {
+                    let damaged = Scratch::new();
+                    copy(&sound.store(), &damaged.store());
+                    inflict(damage, &Path::new(&damaged.store()).join(&file));
+                    let what = format!("{name}, {}: {damage:?}", file.display());
+                    let verdict = agree(&what, &damaged.store());
+                    assert!(number > 0 || verdict != Verdict::Refused, "{what}");
+                    counts[verdict as usize].fetch_add(1, Ordering::Relaxed);
+                }
+                let [clean, opens, refused] = counts.map(AtomicUsize::into_inner);
+                // Of the one a snapshot is missing before anything is damaged.
+                let is_sound = name != "a restore that no snapshot stands after";
+                let is_enough = (clean > 0) == is_sound && opens > 2 && refused > 2;
+                assert!(is_enough, "{name}: {clean} clean, {opens} opened, {refused} refused");
+            });
+        }
+    });
+}
+
+/// Beyond what is kept, a restore's table is needed by nothing.
+#[test]
+fn a_restore_whose_table_is_not_kept_is_sound() {
+    let scratch = Scratch::new();
+    let store = Store::open(scratch.store(), options().snapshots_kept(1).log_kept(1 << 30)).unwrap();
+    let mut work = Work { scratch, store };
+    let mut batch = work.store.batch();
+    batch.create(3000, Place::Host);
+    batch.create(500, Place::Host);
+    batch.create(100, Place::Host);
+    work.store.commit(batch).unwrap();
+    let good = work.commit(3);
+    work.store.snapshot().unwrap();
+    work.commit(3);
+    work.store.restore_to(good).unwrap();
+    let tables = |path: &str| {
+        let pages = fs::read_dir(Path::new(path).join("pages")).unwrap().map(|entry| entry.unwrap().path());
+        pages.filter(|path| path.extension().is_some_and(|found| found == "table")).count()
+    };
+    let path = work.scratch.store();
+    assert_eq!(tables(&path), 1);
+    work.commit(3);
+    work.store.close().unwrap();
+    work.store = open(&path).unwrap();
+    for _ in 0..3 {
+        work.commit(2);
+        work.store.snapshot().unwrap();
+    }
+    work.store.prune(&remanent::Retention::default().snapshots_kept(1).log_kept(0)).unwrap();
+    assert_eq!(tables(&path), 0, "the table is not needed any more");
+    run(&["verify", &path]).expect(0);
+    work.store.close().unwrap();
+    run(&["verify", &path]).expect(0);
+    let before = Store::open_at(&path, &StatePoint::Lsn(good));
+    assert!(matches!(before, Err(Error::OutsideWindow { .. })), "{:?}", before.err());
+}
