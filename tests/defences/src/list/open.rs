@@ -178,6 +178,23 @@ pub const LIST: &[Defence] = &[
         "prove(&source, wanted(pages, &images))?;",
         it("snapshots::damage::a_restore_over_a_rotten_image_is_refused_and_changes_nothing"),
     ),
+    defence(
+        "an earlier restore whose table is damaged is no way back",
+        "format/src/state/follow.rs",
+        "let table = self.survey.read_table(self.source, *table, *table_crc)?;\n            \
+         self.resolver.restore(lsn, table).map_err(at)?;",
+        "match self.survey.read_table(self.source, *table, *table_crc) {\n                \
+         Ok(table) => self.resolver.restore(lsn, table).map_err(at)?,\n                \
+         Err(_) => self.resolver.batch(lsn, &[]).map_err(at)?,\n            }",
+        it("snapshots::rotten::a_restore_over_a_rotten_table_is_refused_and_changes_nothing"),
+    ),
+    defence(
+        "a restore that meets damage stops nothing",
+        "src/history/restore.rs",
+        "!error.is_passing() && !matches!(error, Error::Damaged(_))",
+        "!error.is_passing()",
+        it("snapshots::rotten::a_restore_over_a_rotten_image_is_refused_and_changes_nothing"),
+    ),
     refusal(
         "what an unfinished restore took is given back",
         "src/history/restore.rs",
