@@ -14,7 +14,7 @@ use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
 use remanent_format::state::survey::Survey;
 
 use crate::direct_io;
-use crate::files::{Files, HELD_FOR_OPENS, State, small};
+use crate::files::{Files, HELD_FOR_OPENS, State, open_with, small};
 
 /// The length of the first segments.
 const FIRST: u64 = 256 << 10;
@@ -104,6 +104,36 @@ fn an_empty_store_is_small_and_opens_leave_it_so() {
             assert!(bytes <= settled, "{log_io}, open {open}: {settled} bytes became {bytes}");
             assert!(files <= files_settled, "{log_io}, open {open}: {files_settled} files became {files}");
         }
+    }
+}
+
+/// A store that is started again and again, and does little or nothing each time.
+#[test]
+fn a_thousand_opens_in_a_row_leave_the_disk_as_it_was() {
+    const OPENS: usize = 1000;
+    let disk = SimDisk::new();
+    let options = || small().reserve_bytes(64 << 10);
+    let store = open_with(&disk, options()).unwrap();
+    let page = create(&store, 5000);
+    write(&store, page, 5000, 1);
+    store.snapshot().unwrap();
+    write(&store, page, 5000, 2);
+    let state = State::of(&store);
+    store.close().unwrap();
+    let mut most = (0, 0);
+    for open in 0..OPENS {
+        let store = open_with(&disk, options()).unwrap();
+        wait_until("the reserve", || has_reserve(&disk));
+        if open % 100 == 0 {
+            assert!(State::of(&store) == state, "open {open}");
+        }
+        store.close().unwrap();
+        let files = Files::of(&disk);
+        let found = (files.0.len(), files.bytes_len());
+        if open < 5 {
+            most = (most.0.max(found.0), most.1.max(found.1));
+        }
+        assert!(found.0 <= most.0 && found.1 <= most.1, "open {open}: {most:?} became {found:?}");
     }
 }
 

@@ -318,3 +318,48 @@ fn a_founded_store_holds_what_was_salvaged_and_a_founding_cut_short_is_no_store(
     batch.create(1, Place::Host);
     assert_eq!(store.commit(batch).unwrap().position.lsn, victim.last.next());
 }
+
+/// A salvaged store begins behind its snapshot, with neither a seal nor log of its own, as a fork does.
+#[test]
+fn a_salvaged_store_survives_a_hundred_opens() {
+    let victim = restored();
+    let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap();
+    let search = Salvage::read(&victim.files, store.clone(), 1 << 20).unwrap();
+    let state = search.state();
+    let origin = Seed {
+        features: store.features,
+        record: store.record,
+        table: state.table.clone(),
+        point: state.point,
+    };
+    let load = |info: &PageInfo| match search.find(info) {
+        PageRemains::Exact(bytes) => Ok::<_, Error>(bytes),
+        other => panic!("{other:?}"),
+    };
+    // One that is only opened, and one that commits at times and takes a snapshot late.
+    for is_busy in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new");
+        Store::create_at(&path, &origin, load).unwrap();
+        let mut expected = victim.states[&victim.last].clone();
+        let mut lsn = victim.last;
+        for open in 0..100 {
+            let store = Store::open(&path, small()).unwrap_or_else(|error| panic!("open {open}: {error}"));
+            assert_eq!(State::of(&store), expected, "open {open}");
+            assert_eq!(store.lsn(), lsn, "open {open}");
+            if is_busy && open % 7 == 3 {
+                let mut batch = store.batch();
+                batch.create(10, Place::Host);
+                store.commit(batch).unwrap();
+                (expected, lsn) = (State::of(&store), store.lsn());
+            }
+            if is_busy && open == 60 {
+                store.snapshot().unwrap();
+            }
+            // By a close or without one.
+            if open % 2 == 0 { store.close().unwrap() } else { drop(store) }
+        }
+        let segments = std::fs::read_dir(path.join("log")).unwrap().count();
+        assert!(segments < 60, "{segments} files of the log");
+    }
+}
