@@ -83,9 +83,9 @@ pub(crate) fn create<E: From<Error>>(
     read: PageRead<'_, E>,
 ) -> Result<StoreId, E> {
     check_directory_is_free(&**target)?;
-    target.make_folder(Folder::Root)?;
-    let _lock = target.lock()?;
-    start_over(target)?;
+    target.make_folder(Folder::Root).map_err(no_space)?;
+    let _lock = target.lock().map_err(no_space)?;
+    start_over(target).map_err(no_space)?;
     // 1.
     let ancestors: BTreeSet<[u8; 16]> = shared.writers.values().map(|store| store.0).collect();
     let store = StoreFile {
@@ -97,12 +97,12 @@ pub(crate) fn create<E: From<Error>>(
             ..origin.record.clone()
         },
     };
-    claim(target, &store)?;
+    claim(target, &store).map_err(no_space)?;
     // 2.
     let mut linked = BTreeSet::new();
     if let Some(disk) = &shared.disk {
         for number in shared.writers.keys() {
-            if target.link(&**disk, FileName::Pages(*number))? {
+            if target.link(&**disk, FileName::Pages(*number)).map_err(no_space)? {
                 linked.insert(*number);
             }
         }
@@ -144,10 +144,20 @@ pub(crate) fn create<E: From<Error>>(
     assert!(manifest.redo.lsn == manifest.end); // The state is exact.
     publish_manifest(target, &manifest, usize::MAX)?;
     // 5.
-    target.rename(CLAIM, FileName::Store)?;
+    target.rename(CLAIM, FileName::Store).map_err(no_space)?;
     target.sync_folder(Folder::Root)?;
     tracing::info!(store = %store.store, lsn = %table.lsn(), linked = linked.len(), "founded");
     Ok(store.store)
+}
+
+/// Turns a lack of space into a clean failure: the files left in the directory are no store.
+fn no_space(error: Error) -> Error {
+    match error {
+        Error::Io { .. } | Error::Folder { .. } if error.is_no_space() => {
+            Error::disk_full(FileName::Store, SEGMENT_LEN_MIN)
+        }
+        error => error,
+    }
 }
 
 /// Makes a store as [`create`] does, of a state that shares no files.
