@@ -406,10 +406,10 @@ impl Store {
 }
 
 impl Store {
-    /// Makes a new store, with an id of its own, of a state that was put together outside of the engine, page by
-    /// page; `read` fills a slice with a page's bytes from an offset on, and may be asked twice. This is the way in for
-    /// salvage: the state of a store that does not open any more. A crash, or a failure of `read`, leaves no store in
-    /// the directory.
+    /// Makes a new store, with an id of its own, of a state that was put together outside of the engine, page
+    /// by page; `read` fills a slice with a page's bytes from an offset on, and may be asked twice. This is
+    /// the way in for salvage: the state of a store that does not open any more. A crash, or a failure of
+    /// `read`, leaves no store in the directory.
     ///
     /// # Errors
     /// As for [`View::fork`]; what `read` fails with.

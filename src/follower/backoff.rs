@@ -2,7 +2,8 @@
 //!
 //! A follower looks again and again, after pauses that double from [`PAUSE_MIN`] to [`PAUSE_MAX`], because a
 //! batch is near after another one. After that a pause is an eighth of the time for which nothing came, up to
-//! [`PAUSE_MAX_UNTOLD`] or [`PAUSE_MAX_TOLD`]: a process may have some hundred followers of logs that stand still.
+//! [`PAUSE_MAX_UNTOLD`] or [`PAUSE_MAX_TOLD`]: a process may have some hundred followers of logs that stand
+//! still.
 //!
 //! A pause ends early where the system tells that files were written, made or renamed. A buffered or a direct
 //! log is written by system calls, and each of its batches is noticed at once. Stores into a mapping make no

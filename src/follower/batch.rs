@@ -72,9 +72,9 @@ impl FollowedBatch {
         ImageSource::new(&self.disk, self.lsn()).read(&image, len)
     }
 
-    /// As [`FollowedBatch::image`], for a follower that keeps no pages: hands the bytes to `sink`, in their order and
-    /// piece by piece. However long the page is, memory is held for one piece. The bytes are proven when this returns
-    /// `Ok`, and not before.
+    /// As [`FollowedBatch::image`], for a follower that keeps no pages: hands the bytes to `sink`, in their
+    /// order and piece by piece. However long the page is, memory is held for one piece. The bytes are proven
+    /// when this returns `Ok`, and not before.
     ///
     /// # Errors
     /// As for [`FollowedBatch::image`].
@@ -148,9 +148,9 @@ impl RestoredState {
         }
     }
 
-    /// As [`RestoredState::read`], for a follower that keeps no pages: hands the bytes to `sink`, in their order and
-    /// piece by piece. However long the page is, memory is held for one piece. The bytes are proven when this returns
-    /// `Ok`, and not before.
+    /// As [`RestoredState::read`], for a follower that keeps no pages: hands the bytes to `sink`, in their
+    /// order and piece by piece. However long the page is, memory is held for one piece. The bytes are proven
+    /// when this returns `Ok`, and not before.
     ///
     /// # Errors
     /// As for [`RestoredState::read`].

@@ -195,8 +195,8 @@ impl Follower {
     /// until the system tells of a change. Where the system does not tell (the user's inotify instances are
     /// used up, of which all followers of a store in a process need one; another machine writes the files;
     /// the writer of a mapped log has no descriptor left), the batch may come later by an eighth of the idle
-    /// time: 4 seconds at most, 8 where the system should have told. In any case 300 idle followers take about
-    /// a hundredth of a processor's time.
+    /// time: 4 seconds at most, 8 where the system should have told. In any case 300 idle followers take
+    /// about a hundredth of a processor's time.
     ///
     /// Batches come whole, in order, without a gap, each once: also across the death of the writer and the
     /// recovery after it. A batch is handed over once it is logged, so a power cut may still take it.

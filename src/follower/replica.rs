@@ -71,13 +71,13 @@ impl Replica {
         Ok(Self { table: resolution.resolved.table, contents, position })
     }
 
-    /// Applies the next batch. The images that it names are proven before anything is changed, and then read into the
-    /// pages' memory: beside that, memory is held for a piece of one.
+    /// Applies the next batch. The images that it names are proven before anything is changed, and then read
+    /// into the pages' memory: beside that, memory is held for a piece of one.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] if it is not the next one; [`Error::Overtaken`] or [`Error::Damaged`] if an image cannot be
-    /// read; [`Error::OutOfMemory`]. The replica is as it was. Only if an image that was just proven cannot be read
-    /// once more, the replica is empty, as [`Replica::default`] is.
+    /// [`Error::OutOfOrder`] if it is not the next one; [`Error::Overtaken`] or [`Error::Damaged`] if an
+    /// image cannot be read; [`Error::OutOfMemory`]. The replica is as it was. Only if an image that was just
+    /// proven cannot be read once more, the replica is empty, as [`Replica::default`] is.
     pub fn apply(&mut self, batch: &FollowedBatch) -> Result<()> {
         let (lsn, expected) = (batch.lsn(), self.table.lsn().next());
         if lsn != expected {
@@ -100,8 +100,8 @@ impl Replica {
         Ok(())
     }
 
-    /// Replaces everything by a restored state; returns the images of pages that are now to be read, and have memory for
-    /// it. A page that is as it was need not be read.
+    /// Replaces everything by a restored state; returns the images of pages that are now to be read, and have
+    /// memory for it. A page that is as it was need not be read.
     fn restore(
         &mut self,
         lsn: Lsn,
@@ -133,7 +133,8 @@ impl Replica {
         Ok(images)
     }
 
-    /// Changes what the batch changes; returns the images of pages that are now to be read, and have memory for it.
+    /// Changes what the batch changes; returns the images of pages that are now to be read, and have memory
+    /// for it.
     fn change(
         &mut self,
         lsn: Lsn,

@@ -12,7 +12,8 @@
 //! 4. Replace the tables, overwrite memory, a page at a time from its image. A failure here poisons: tables
 //!    and disk are right, memory is not, and is not read any more.
 //!
-//! So no more of the old state is in host memory at any moment than a few pieces of it, however long a page is.
+//! So no more of the old state is in host memory at any moment than a few pieces of it, however long a page
+//! is.
 //!
 //! The caller then takes a snapshot, so that a later open need not replay the restore. A crash before 3
 //! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage that 1 or

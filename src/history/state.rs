@@ -335,8 +335,8 @@ impl PastState {
         self.trails.exact_image(&self.resolved, page)
     }
 
-    /// Fills `out` with a page's bytes from `offset` on. What is read of a long page is put together window by window,
-    /// each beside those that were read lately.
+    /// Fills `out` with a page's bytes from `offset` on. What is read of a long page is put together window
+    /// by window, each beside those that were read lately.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::OutOfBounds`]; [`Error::Damaged`] in what this page is made from;
@@ -376,7 +376,8 @@ impl PastState {
         self.table().get(page).map(|info| info.len).ok_or(Error::UnknownPage { page })
     }
 
-    /// A window of a page that has the byte at `offset`, and where it begins. `wanted` bytes will be read from there on.
+    /// A window of a page that has the byte at `offset`, and where it begins. `wanted` bytes will be read
+    /// from there on.
     fn window(&self, page: PageId, page_len: u64, offset: u64, wanted: u64) -> Result<(u64, Arc<Vec<u8>>)> {
         let next = match self.windows.lock().get(page, page_len, offset, wanted) {
             Lookup::Held(from, bytes) => return Ok((from, bytes)),
@@ -403,8 +404,8 @@ impl PastState {
         Ok((next.start, bytes))
     }
 
-    /// Reads something, and once more before it is called damaged, by name: an open file may be one that the writer
-    /// took for something else.
+    /// Reads something, and once more before it is called damaged, by name: an open file may be one that the
+    /// writer took for something else.
     fn twice<T>(&self, read: impl Fn(&DiskSource) -> Result<T, Damage>) -> Result<T> {
         let source = self.source.lock().clone();
         let damage = match read(&source) {

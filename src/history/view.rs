@@ -21,13 +21,13 @@ use crate::history::state::PastState;
 /// removed while it lives. The exception are places where no lock can be taken, such as read-only media:
 /// there a writer elsewhere may remove files, and then reads fail with [`Error::Overtaken`].
 ///
-/// A page's bytes are put together when they are read, from its image and its own operations in the
-/// log, and at most 64 MiB of them are kept for later reads. A page whose bytes on disk are damaged fails alone.
+/// A page's bytes are put together when they are read, from its image and its own operations in the log, and
+/// at most 64 MiB of them are kept for later reads. A page whose bytes on disk are damaged fails alone.
 ///
-/// An image has one checksum. So the first read of a page longer than 4 MiB reads all of its image, to prove it, and
-/// holds no more than a piece of it at a time; later reads read what they need, a mebibyte at least. Batches that set
-/// single elements all over the page are read again for each window, so a reader that goes on where it stopped gets
-/// longer ones, up to 32 MiB.
+/// An image has one checksum. So the first read of a page longer than 4 MiB reads all of its image, to prove
+/// it, and holds no more than a piece of it at a time; later reads read what they need, a mebibyte at least.
+/// Batches that set single elements all over the page are read again for each window, so a reader that goes
+/// on where it stopped gets longer ones, up to 32 MiB.
 pub struct View {
     opener: Process,
     past: PastState,

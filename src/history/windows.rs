@@ -1,8 +1,8 @@
 //! Windows of past pages that were read lately: how long the next one is, and which are kept.
 //!
-//! A short page is one window. Of a long one a window has the bytes around what is asked for; one that follows right
-//! after another is twice as long, because all operations of the page are looked through for each window, and those
-//! that set elements here and there are read for each.
+//! A short page is one window. Of a long one a window has the bytes around what is asked for; one that
+//! follows right after another is twice as long, because all operations of the page are looked through for
+//! each window, and those that set elements here and there are read for each.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,7 +16,8 @@ const KEPT_BYTES: u64 = 64 << 20;
 pub(crate) const WINDOW_LEN_MIN: u64 = 1 << 20;
 /// The longest window.
 const WINDOW_LEN_MAX: u64 = 32 << 20;
-/// The longest page that is one window: to prove its image first and then read from it would be to read it twice.
+/// The longest page that is one window: to prove its image first and then read from it would be to read it
+/// twice.
 pub(crate) const WHOLE_LEN_MAX: u64 = 4 << 20;
 
 const _: () = assert!(2 * WINDOW_LEN_MAX <= KEPT_BYTES && WHOLE_LEN_MAX <= WINDOW_LEN_MAX);
@@ -41,7 +42,8 @@ pub(crate) enum Lookup {
 }
 
 impl Windows {
-    /// The window that has a byte of a page of length `page_len`, of which `wanted` bytes will be read from there on.
+    /// The window that has a byte of a page of length `page_len`, of which `wanted` bytes will be read from
+    /// there on.
     pub fn get(&mut self, page: PageId, page_len: u64, offset: u64, wanted: u64) -> Lookup {
         let before = self.kept.range(..=(page, offset)).next_back();
         let before = before.filter(|((of, _), _)| *of == page);
@@ -81,7 +83,7 @@ impl Windows {
         bytes.clone()
     }
 
-    /// Gives up those that were not used longest until the others have at most so many bytes.
+    /// Gives up the windows that were not used for longest, until the others are within the bound.
     fn shrink(&mut self, bytes_max: u64) {
         while self.bytes > bytes_max {
             let (_, oldest) = self.used.first_key_value().expect("each window was used once");

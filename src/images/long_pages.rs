@@ -47,8 +47,8 @@ fn pieces(len: u64, piece_len: u64) -> impl Iterator<Item = Range<u64>> {
 }
 
 impl ImageWriter {
-    /// Writes one page, not an empty one, as a chunk of its own. `None` if the source had no bytes any more: then
-    /// no image was written.
+    /// Writes one page, not an empty one, as a chunk of its own. `None` if the source had no bytes any more:
+    /// then no image was written.
     pub fn write_long<E: From<Error>>(
         &self,
         info: &PageInfo,

@@ -124,9 +124,9 @@ impl ImageWriter {
         }
     }
 
-    /// Writes pages, none of them empty, chunk by chunk: `read` fills a slice with a page's bytes from an offset on. No
-    /// more than a chunk of them is held at a time, and of a long page a piece, which may be asked for twice. The
-    /// references come back in the same order.
+    /// Writes pages, none of them empty, chunk by chunk: `read` fills a slice with a page's bytes from an
+    /// offset on. No more than a chunk of them is held at a time, and of a long page a piece, which may be
+    /// asked for twice. The references come back in the same order.
     pub fn write_pages<E: From<Error>>(
         &self,
         pages: &[PageInfo],

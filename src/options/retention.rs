@@ -85,8 +85,8 @@ impl Retention {
         self
     }
 
-    /// Whether only the snapshots go whose names are given up, and no other rule is applied. The newest snapshot stays in
-    /// any case where the log's beginning is gone: without it nothing could be opened.
+    /// Whether only the snapshots go whose names are given up, and no other rule is applied. The newest
+    /// snapshot stays in any case where the log's beginning is gone: without it nothing could be opened.
     ///
     /// ```
     /// use remanent::{Options, SnapshotOptions, Store};

@@ -409,8 +409,8 @@ impl<'a> Loader<'a> {
             };
             let len = table.get(page).expect("a page of the table").len;
             for from in (0..len).step_by(WINDOW_LEN as usize) {
-                // All of it was proven, past the cache where it must be: a read now gives the same bytes, or an
-                // error.
+                // All of it was proven, past the cache where it must be: a read now gives the same bytes, or
+                // an error.
                 self.upload(page, from, &trail.window(source, &(from..len.min(from + WINDOW_LEN)))?)?;
             }
         }

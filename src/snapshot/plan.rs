@@ -449,15 +449,16 @@ mod tests {
                     for id in starts.iter().filter(|id| age(id) < age_max) {
                         prop_assert!(stays(id) && reached(id, floor), "{id} is young");
                     }
-                    // So many bytes of log, or all that there was: what lies before the oldest start is of no use.
+                    // That number of bytes of log, or all that there was: what lies before the oldest start is of no
+                    // use.
                     if let Some((segment, redo)) = found.log_from {
                         let point = LogPoint { segment, lsn: redo, ..LogPoint::default() };
                         let oldest = starts.first().map(|id| snapshots[id].redo.lsn);
                         let is_all = floor == log.floor || oldest.is_none_or(|oldest| redo <= oldest);
                         prop_assert!(is_all || log.bytes_after(point) >= retention.log_kept, "log from {redo}");
                     }
-                    // And nothing else: what stays without a name or a reader is counted, young, or begins the log that
-                    // is wanted.
+                    // And nothing else: what stays without a name or a reader is counted, young, or begins
+                    // the log that is wanted.
                     let wanted = |id: &SnapshotId| newest.contains(&id) || age(id) < age_max;
                     let others = found.snapshots.iter().filter(|id| !wanted(id) && !has_name(id) && !held.contains(id));
                     let others: Vec<_> = others.collect();

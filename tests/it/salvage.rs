@@ -332,15 +332,18 @@ fn a_salvaged_store_survives_a_hundred_opens() {
         table: state.table.clone(),
         point: state.point,
     };
-    let load = |info: &PageInfo| match search.find(info) {
-        PageRemains::Exact(bytes) => Ok::<_, Error>(bytes),
+    let read = |info: &PageInfo, offset: u64, out: &mut [u8]| match search.find(info) {
+        PageRemains::Exact(bytes) => {
+            out.copy_from_slice(&search.window(&bytes, offset..offset + out.len() as u64).unwrap());
+            Ok::<_, Error>(())
+        }
         other => panic!("{other:?}"),
     };
     // One that is only opened, and one that commits at times and takes a snapshot late.
     for is_busy in [false, true] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new");
-        Store::create_at(&path, &origin, load).unwrap();
+        Store::create_at(&path, &origin, read).unwrap();
         let mut expected = victim.states[&victim.last].clone();
         let mut lsn = victim.last;
         for open in 0..100 {

@@ -1,6 +1,6 @@
-//! The long form: pages of gigabytes, each operation in a process of its own that may map the pages' own bytes and 2 GiB
-//! beside them. `REMANENT_LONG_PAGES=8192x1,1024x8` names lengths in MiB and counts; `REMANENT_TOOL` names the built
-//! command, whose inspections are measured, too. Prints a row each.
+//! The long form: pages of gigabytes, each operation in a process of its own that may map the pages' own
+//! bytes and 2 GiB beside them. `REMANENT_LONG_PAGES=8192x1,1024x8` names lengths in MiB and counts;
+//! `REMANENT_TOOL` names the built command, whose inspections are measured, too. Prints a row each.
 
 use std::path::Path;
 use std::process::Command;

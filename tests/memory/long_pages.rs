@@ -113,8 +113,8 @@ fn life(content: Content) {
     assert_bounded("an open on demand", content, taken, LEN);
 }
 
-/// What the batches behind a snapshot make of the page: writes of all kinds, some across the borders of windows and
-/// pieces, and two that take its end away and give it back. Each is a batch of its own.
+/// What the batches behind a snapshot make of the page: writes of all kinds, some across the borders of
+/// windows and pieces, and two that take its end away and give it back. Each is a batch of its own.
 fn change(store: &Store, page: PageId, expected: &mut [u8], salt: u8) {
     const MIB: u64 = 1 << 20;
     let commit = |make: &dyn Fn(&mut WriteBatch)| {

@@ -109,7 +109,8 @@ pub(crate) fn decompress_from(
     )
 }
 
-/// As [`decompress_from`]. `sink` is also told where a frame ends behind a piece: after how many bytes of the payload.
+/// As [`decompress_from`]. `sink` is also told where a frame ends behind a piece: after how many bytes of the
+/// payload.
 pub(crate) fn decompress_frames(
     mut frames: impl BufRead,
     len: u64,

@@ -1,12 +1,12 @@
 //! An image that was proven whole once, and of which any range can then be read.
 //!
-//! An image has one checksum, so a part of it is proven only by all of it. The pass that proves it notes where its
-//! pieces lie and what each of them sums to: some 24 bytes for each mebibyte of the page. What is read later is held
-//! against these sums, so it is what was proven, or an error.
+//! An image has one checksum, so a part of it is proven only by all of it. The pass that proves it notes
+//! where its pieces lie and what each of them sums to: some 24 bytes for each mebibyte of the page. What is
+//! read later is held against these sums, so it is what was proven, or an error.
 //!
-//! Of an image that is stored as it is, a piece is a mebibyte. Of a compressed one it is the frames that make at least
-//! as much of the page: a frame is read from its beginning. Frames of another writer may be longer, and then more is
-//! decompressed than is asked for; memory is held for a few hundred KiB all the same.
+//! Of an image that is stored as it is, a piece is a mebibyte. Of a compressed one it is the frames that make
+//! at least as much of the page: a frame is read from its beginning. Frames of another writer may be longer,
+//! and then more is decompressed than is asked for; memory is held for a few hundred KiB all the same.
 
 use std::io::BufReader;
 use std::ops::ControlFlow;
@@ -39,8 +39,8 @@ pub struct ProvenImage {
 }
 
 impl ProvenImage {
-    /// Proves the image of a page of length `len`. A compressed one is read twice, for it is checked as it is stored
-    /// first.
+    /// Proves the image of a page of length `len`. A compressed one is read twice, for it is checked as it is
+    /// stored first.
     ///
     /// # Errors
     /// [`Damage`] if it is missing, cut short or damaged, or there is no memory.

@@ -91,7 +91,8 @@ pub fn stream_image<E: From<Damage>>(
     }
 }
 
-/// Hands the payload of an image, as it is stored, to `sink` piece by piece. It is proven when this returns `Ok`.
+/// Hands the payload of an image, as it is stored, to `sink` piece by piece. It is proven when this returns
+/// `Ok`.
 pub(super) fn stream_stored<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
@@ -201,8 +202,8 @@ pub(crate) fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
     Ok(bytes)
 }
 
-/// Copies what two ranges of a page have in common: `bytes`, which begin at `bytes_at`, into `target`, which begins at
-/// `target_at`.
+/// Copies what two ranges of a page have in common: `bytes`, which begin at `bytes_at`, into `target`, which
+/// begins at `target_at`.
 pub(crate) fn copy_common(target: &mut [u8], target_at: u64, bytes: &[u8], bytes_at: u64) {
     let end = target_at.saturating_add(target.len() as u64).min(bytes_at.saturating_add(bytes.len() as u64));
     let start = target_at.max(bytes_at);

@@ -223,8 +223,8 @@ impl ReadAt for Payload<'_> {
     }
 }
 
-/// Images of one page, each with its payload: as it is, in frames of several lengths, and in one longer than a writer of
-/// ours makes.
+/// Images of one page, each with its payload: as it is, in frames of several lengths, and in one longer than
+/// a writer of ours makes.
 fn images_of(content: &[u8]) -> Vec<(&'static str, ImageRef, Vec<u8>)> {
     let new = NewImage { crc: crc32fast::hash(content), ..new_image(1, content.len() as u64) };
     let raw = Chunk::plan(3, 8192, &[new]).unwrap().images[0].image;

@@ -146,8 +146,8 @@ impl Salvage<'_> {
         Ok(sum.finalize())
     }
 
-    /// A window of a page's bytes, which ends where the page does or before. They are those that were found, or there is
-    /// an error: no more of the page is held than the window.
+    /// A window of a page's bytes, which ends where the page does or before. They are those that were found,
+    /// or there is an error: no more of the page is held than the window.
     ///
     /// # Errors
     /// [`Damage`] that was not there when they were found, or there is no memory.

@@ -25,8 +25,8 @@ pub(crate) fn assert_fits(op: &Op<'_>, page_len: u64) {
     }
 }
 
-/// Applies an operation to those bytes of its page that `content` holds: those of a window, as far as the page goes
-/// by now. Of an element that lies across an end of the window, the bytes within count.
+/// Applies an operation to those bytes of its page that `content` holds: those of a window, as far as the
+/// page goes by now. Of an element that lies across an end of the window, the bytes within count.
 pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u64>) {
     let from = window.start;
     match op {

@@ -2,12 +2,12 @@
 //! base.
 //!
 //! [`Survey::resolve`] walks the log once and keeps only the table. [`Trails::follow`] does the same, and
-//! also notes for each page the places of its operations: 56 bytes each, and as much for every mebibyte that one writes.
-//! Then [`Trails::load`] reads a page's base and its own operations, and nothing of other pages.
+//! also notes for each page the places of its operations: 56 bytes each, and as much for every mebibyte that
+//! one writes. Then [`Trails::load`] reads a page's base and its own operations, and nothing of other pages.
 //!
 //! Of a long page any window can be had without the rest: [`Trails::prove`] proves its image once, and
-//! [`Trails::window`] reads what the window has of it, and those operations that reach there. An operation that
-//! sets elements here and there is read for each window between its first and its last one.
+//! [`Trails::window`] reads what the window has of it, and those operations that reach there. An operation
+//! that sets elements here and there is read for each window between its first and its last one.
 //!
 //! A place keeps the checksum of the bytes that the walk proved there. A later read, while a writer recycles
 //! segments, gets these bytes or an error.
@@ -32,7 +32,8 @@ use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
 use crate::state::window::{PageWindow, load_base, load_window};
 
-/// More bytes of one write have several places, so that a window of the page reads no more of them than it has.
+/// More bytes of one write have several places, so that a window of the page reads no more of them than it
+/// has.
 const WRITTEN_AT_ONCE: usize = 1 << 20;
 
 /// Where an operation lies in the log, or a part of the bytes that one writes.
@@ -195,8 +196,8 @@ impl ProvenPage {
     }
 }
 
-/// One page with the operations on top of what it is made from, noted by a walk of the caller's own: for a page that is
-/// too long to be put together in memory.
+/// One page with the operations on top of what it is made from, noted by a walk of the caller's own: for a
+/// page that is too long to be put together in memory.
 #[derive(Debug)]
 pub struct PageTrail {
     proven: ProvenPage,
@@ -229,7 +230,8 @@ impl PageTrail {
     /// A window of the page as it is after these operations, which ends where the page does or before.
     ///
     /// # Errors
-    /// [`Damage`] that was not there when the page was proven and its operations noted, or there is no memory.
+    /// [`Damage`] that was not there when the page was proven and its operations noted, or there is no
+    /// memory.
     pub fn window(&self, source: &dyn ReadAt, window: &Range<u64>) -> Result<Vec<u8>, Damage> {
         self.proven.window(source, &self.places, window)
     }
@@ -336,8 +338,8 @@ impl Trails {
         Ok(whole.into_bytes())
     }
 
-    /// Proves what a page is made from, so that its bytes can be had window by window. Its operations were proven
-    /// where they were noted.
+    /// Proves what a page is made from, so that its bytes can be had window by window. Its operations were
+    /// proven where they were noted.
     ///
     /// # Errors
     /// [`Damage`] in its image.
@@ -357,8 +359,8 @@ impl Trails {
     /// The bytes of a window of a page, which ends where the page does in this state or before.
     ///
     /// # Errors
-    /// [`Damage`] in its image, which held when it was proven, or in one of its operations; [`Defect::Memory`] if
-    /// there is no room for it.
+    /// [`Damage`] in its image, which held when it was proven, or in one of its operations;
+    /// [`Defect::Memory`] if there is no room for it.
     pub fn window(
         &self,
         source: &dyn ReadAt,

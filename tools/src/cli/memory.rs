@@ -1,5 +1,5 @@
-//! How much memory an inspecting command may take. A page's length on disk may be anything up to a TiB
-//! while its zeros take no space there, so where pages are put together no length is believed before it was held
+//! How much memory an inspecting command may take. A page's length on disk may be anything up to a TiB while
+//! its zeros take no space there, so where pages are put together no length is believed before it was held
 //! against this. Commands that read pages window by window need no limit, and keep to one that is given.
 
 use std::fs;

@@ -4,9 +4,9 @@
 //! fork. So pages keep their ids, epochs and Lsns, and a user of the old store finds them in the new
 //! one. The new store has an identity of its own, because it may lack pages of the old one.
 //!
-//! Each page is proven twice: once to say what is left of it, before anything is written, and once more as its
-//! bytes are written, piece by piece. So a medium that gets worse meanwhile ends the command instead of the page, and
-//! memory does not grow with a page's length.
+//! Each page is proven twice: once to say what is left of it, before anything is written, and once more as
+//! its bytes are written, piece by piece. So a medium that gets worse meanwhile ends the command instead of
+//! the page, and memory does not grow with a page's length.
 //!
 //! A page with only an earlier version left is not carried over unless it is asked for: among pages of one
 //! moment it would be a wrong answer that nothing marks.

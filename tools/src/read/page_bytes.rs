@@ -1,5 +1,5 @@
-//! The bytes of a state's pages, read window by window: what they are made from is proven before any of it is handed
-//! out, and memory is held for a window, however long a page is.
+//! The bytes of a state's pages, read window by window: what they are made from is proven before any of it is
+//! handed out, and memory is held for a window, however long a page is.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,7 +11,8 @@ use remanent_format::{Damage, PageId, PageInfo, PageTable, SnapshotId};
 
 use crate::read::store_dir::StoreDir;
 
-/// Bytes of a page that are read at a time. Operations that set elements here and there are read for each window.
+/// Bytes of a page that are read at a time. Operations that set elements here and there are read for each
+/// window.
 const WINDOW_LEN: u64 = 32 << 20;
 
 /// The parts in which a page of this length is read.

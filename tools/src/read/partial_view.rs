@@ -109,7 +109,8 @@ impl PartialView {
                 bytes.damage().for_each(|damage| add(&mut view.damage, damage.clone()));
                 Ok((view, Some(bytes)))
             }
-            // There are more bytes than there may be; or the log, which held a moment ago, is being written to.
+            // There are more bytes than there may be; or the log, which held a moment ago, is being written
+            // to.
             Err(damage) => {
                 view.add(damage);
                 Ok((view, None))

@@ -145,7 +145,7 @@ fn giving_up_the_last_snapshots_name_leaves_a_store() {
         commit(&store, step);
         store.snapshot().unwrap();
     }
-    store.snapshot_named("last").unwrap();
+    store.snapshot_with(SnapshotOptions::new().name("last")).unwrap();
     store.close().unwrap();
     run(&["prune", &path, "--snapshots", "1", "--log-bytes", "0", "--yes"]).expect(0);
     let before = run(&["pages", &path, "--json"]).expect(0).out;

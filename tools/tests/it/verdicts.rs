@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use remanent::{Compression, Error, Lsn, Options, Place, StatePoint, Store};
+use remanent::{Compression, Error, Lsn, Options, Place, SnapshotOptions, StatePoint, Store};
 
 use crate::command::{Scratch, run};
 use crate::inspect::{copy, files, newest};
@@ -66,7 +66,7 @@ impl Work {
 fn named() -> Scratch {
     let work = Work::new();
     work.commit(3);
-    work.store.snapshot_named("good").unwrap();
+    work.store.snapshot_with(SnapshotOptions::new().name("good")).unwrap();
     work.commit(4);
     work.close()
 }
@@ -74,7 +74,7 @@ fn named() -> Scratch {
 fn named_and_newer() -> Scratch {
     let work = Work::new();
     work.commit(3);
-    work.store.snapshot_named("good").unwrap();
+    work.store.snapshot_with(SnapshotOptions::new().name("good")).unwrap();
     for _ in 0..4 {
         work.commit(3);
         work.store.snapshot().unwrap();
@@ -88,7 +88,7 @@ fn exact() -> Scratch {
     work.commit(3);
     work.store.snapshot().unwrap();
     work.commit(3);
-    work.store.snapshot_exact().unwrap();
+    work.store.snapshot_with(SnapshotOptions::new().exact()).unwrap();
     work.commit(2);
     work.close()
 }
@@ -96,9 +96,9 @@ fn exact() -> Scratch {
 fn restored() -> Scratch {
     let work = Work::new();
     let good = work.commit(3);
-    work.store.snapshot_named("before").unwrap();
+    work.store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
     work.commit(3);
-    work.store.restore_to(good).unwrap();
+    work.store.restore(&StatePoint::Lsn(good)).unwrap();
     work.commit(2);
     work.close()
 }
@@ -110,7 +110,7 @@ fn restored_in_the_log() -> Scratch {
     work.store.snapshot().unwrap();
     let good = work.commit(2);
     work.commit(2);
-    work.store.restore_to(good).unwrap();
+    work.store.restore(&StatePoint::Lsn(good)).unwrap();
     work.commit(1);
     let work = work.reopen();
     work.commit(1);
@@ -138,7 +138,7 @@ fn reopened() -> Scratch {
     work = work.reopen();
     work.commit(2);
     work = work.reopen();
-    work.store.snapshot_named("late").unwrap();
+    work.store.snapshot_with(SnapshotOptions::new().name("late")).unwrap();
     work.commit(1);
     work.reopen().close()
 }
@@ -285,7 +285,7 @@ fn a_restore_whose_table_is_not_kept_is_sound() {
     let good = work.commit(3);
     work.store.snapshot().unwrap();
     work.commit(3);
-    work.store.restore_to(good).unwrap();
+    work.store.restore(&StatePoint::Lsn(good)).unwrap();
     let tables = |path: &str| {
         let pages = fs::read_dir(Path::new(path).join("pages")).unwrap().map(|entry| entry.unwrap().path());
         pages.filter(|path| path.extension().is_some_and(|found| found == "table")).count()

@@ -10,10 +10,11 @@ use crate::op::Op;
 use crate::state::apply::{apply_clipped, assert_fits, part_len};
 use crate::state::bases::Base;
 
-/// The bytes of a window of a page while operations make a state of it: never more than it has there in the end.
+/// The bytes of a window of a page while operations make a state of it: never more than it has there in the
+/// end.
 ///
-/// No operation reads a page's bytes. So what lies outside of the window never shows, however long the page is
-/// on its way: memory is asked for once, and for no more than the window (I10).
+/// No operation reads a page's bytes. So what lies outside of the window never shows, however long the page
+/// is on its way: memory is asked for once, and for no more than the window (I10).
 ///
 /// ```
 /// use remanent_format::PageId;
@@ -36,9 +37,9 @@ pub struct PageWindow {
 }
 
 impl PageWindow {
-    /// A window, which ends where the page does in the end or before, of a page that has `page_len` bytes now. `bytes`
-    /// are those from the window's start on, all that the page has or at least the window's. Applying what follows
-    /// asks for no more memory.
+    /// A window, which ends where the page does in the end or before, of a page that has `page_len` bytes
+    /// now. `bytes` are those from the window's start on, all that the page has or at least the window's.
+    /// Applying what follows asks for no more memory.
     ///
     /// # Errors
     /// [`Defect::Memory`].
@@ -83,7 +84,7 @@ impl PageWindow {
         &self.bytes
     }
 
-    /// The bytes.
+    /// The bytes of the window.
     #[must_use]
     pub fn into_bytes(self) -> Vec<u8> {
         self.bytes
@@ -93,8 +94,8 @@ impl PageWindow {
 #[cfg(test)]
 mod tests;
 
-/// What a page is made from that is `final_len` bytes long in the end: its image is proven whole, and no more of
-/// it is kept than that.
+/// What a page is made from that is `final_len` bytes long in the end: its image is proven whole, and no more
+/// of it is kept than that.
 ///
 /// # Errors
 /// [`Damage`] in its image, or there is no memory.
@@ -109,8 +110,8 @@ pub fn load_base(source: &dyn ReadAt, base: &Base, final_len: u64) -> Result<Pag
     PageWindow::new(bytes, base.len, 0..final_len).map_err(at)
 }
 
-/// A window of what a page is made from, `base_len` bytes, whose image, if it has one, was proven whole: no more of it
-/// is read than that takes.
+/// A window of what a page is made from, `base_len` bytes, whose image, if it has one, was proven whole: no
+/// more of it is read than that takes.
 ///
 /// # Errors
 /// [`Damage`] in the image, which held when it was proven, or there is no memory.
