@@ -3,6 +3,7 @@
 //! ```sh
 //! cargo run --example crash_and_reopen
 //! ```
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 use std::process::Command;
 

@@ -3,6 +3,7 @@
 //! ```sh
 //! cargo run --example follow
 //! ```
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 use std::thread;
 use std::time::Duration;

@@ -3,6 +3,7 @@
 //! ```sh
 //! cargo run --example kv_cache
 //! ```
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 use std::collections::VecDeque;
 

@@ -6,6 +6,7 @@
 //!
 //! A page itself is never the caller's to write: a kernel writes a *working copy*, and a capture logs what changed there
 //! before the page changes. Without a GPU the example says so, and ends well.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 #[cfg(feature = "cuda")]
 fn main() -> remanent::Result<()> {

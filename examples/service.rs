@@ -8,6 +8,7 @@
 //! both themselves. Waiting for durability is a future: one sync of the store serves all tasks that wait, and
 //! no thread of the runtime blocks. Calls that wait for a disk, such as opening or a snapshot, belong on
 //! `spawn_blocking`.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 use std::sync::Arc;
 

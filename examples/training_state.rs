@@ -3,6 +3,7 @@
 //! ```sh
 //! cargo run --example training_state
 //! ```
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 use remanent::{
     Metadata, Options, PageId, Place, ReadPages, Result, SnapshotOptions, StatePoint, Store, Value, Width,

@@ -27,8 +27,8 @@ use crate::catalog::{entry, unix_ms};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::images::ImageWriter;
 use crate::images::read::{prove, wanted};
+use crate::images::{ImageWriter, PageRead};
 use crate::log::{SegmentPool, SegmentRules};
 use crate::options::{Compression, Create, LogIo};
 use crate::recovery::create::{CLAIM, check_directory, claim, start_over};
@@ -70,9 +70,6 @@ pub(crate) fn check_directory_is_free(target: &dyn Disk) -> Result<()> {
     }
     Ok(())
 }
-
-/// Fills the slice with a page's bytes from an offset on.
-pub(crate) type PageRead<'r, E> = &'r mut dyn FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>;
 
 /// Makes a store that begins at a state; returns its id. `read` gives the bytes of each page that has any and
 /// no shared image; an error of `read` ends the creation, and leaves no store.

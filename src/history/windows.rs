@@ -22,11 +22,14 @@ pub(crate) const WHOLE_LEN_MAX: u64 = 4 << 20;
 
 const _: () = assert!(2 * WINDOW_LEN_MAX <= KEPT_BYTES && WHOLE_LEN_MAX <= WINDOW_LEN_MAX);
 
+/// The page that a window belongs to, and where the window begins.
+type WindowKey = (PageId, u64);
+
 /// Windows that were read lately.
 #[derive(Default)]
 pub(crate) struct Windows {
     /// By page, and by where they begin there; with the time of the last use.
-    kept: BTreeMap<(PageId, u64), (u64, Arc<Vec<u8>>)>,
+    kept: BTreeMap<WindowKey, (u64, Arc<Vec<u8>>)>,
     /// By the time of the last use.
     used: BTreeMap<u64, (PageId, u64)>,
     now: u64,

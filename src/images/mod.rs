@@ -73,6 +73,9 @@ pub(crate) fn chunk_threads(longest: u64) -> usize {
     parallel::threads((fit as usize).clamp(1, THREADS_MAX))
 }
 
+/// Fills a slice with the bytes of a page from an offset on.
+pub(crate) type PageRead<'r, E> = &'r mut dyn FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>;
+
 /// Appends images to one new file. Threads share it: each thread writes its own chunks, which lie in the file
 /// in the order in which they were ready.
 pub(crate) struct ImageWriter {
@@ -130,7 +133,7 @@ impl ImageWriter {
     pub fn write_pages<E: From<Error>>(
         &self,
         pages: &[PageInfo],
-        read: &mut dyn FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>,
+        read: PageRead<'_, E>,
     ) -> Result<Vec<ImageRef>, E> {
         let mut references = Vec::with_capacity(pages.len());
         for chunk in chunks(pages, CHUNK_BYTES, |info| info.len) {

@@ -185,7 +185,7 @@ fn an_inspector_knows_what_would_be_pruned() {
                 3 => _ = store.snapshot().unwrap(),
                 4 if named < 3 => {
                     named += 1;
-                    _ = store.snapshot_with(SnapshotOptions::new().name(&named.to_string())).unwrap();
+                    _ = store.snapshot_with(SnapshotOptions::new().name(named.to_string())).unwrap();
                 }
                 _ => {
                     let newest = store.snapshots().last().map(|info| info.id);

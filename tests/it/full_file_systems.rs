@@ -208,7 +208,7 @@ fn life(why: &str, open: &dyn Fn() -> Result<Store, Error>, fill: impl FnOnce())
         changes_nothing_if_refused(why, &store, || store.snapshot());
         changes_nothing_if_refused(why, &store, || create(&store, 50 + left));
         changes_nothing_if_refused(why, &store, || {
-            store.snapshot_with(SnapshotOptions::new().name(&format!("with {left} left")))
+            store.snapshot_with(SnapshotOptions::new().name(format!("with {left} left")))
         });
         prune(&store);
         let state = State::of(&store);

@@ -1,6 +1,7 @@
 //! The long form: pages of gigabytes, each operation in a process of its own that may map the pages' own
 //! bytes and 2 GiB beside them. `REMANENT_LONG_PAGES=8192x1,1024x8` names lengths in MiB and counts;
 //! `REMANENT_TOOL` names the built command, whose inspections are measured, too. Prints a row each.
+#![allow(clippy::print_stdout, reason = "the long form prints a table")]
 
 use std::path::Path;
 use std::process::Command;
@@ -76,7 +77,7 @@ fn check(pages: Pages, salt: u8, read: &mut dyn FnMut(PageId, u64, &mut [u8])) {
         for mebibyte in (0..pages.len / MIB).filter(|at| at % 61 == 0 || is_changed(*at)) {
             read(page, mebibyte * MIB, &mut found);
             let mut expected = content(page, mebibyte, if is_changed(mebibyte) { salt } else { 0 });
-            for element in (0..1000).map(|n| 4 * (n * (pages.len / 4 / 1000) | 1)) {
+            for element in (0..1000).map(|n| 4 * ((n * (pages.len / 4 / 1000)) | 1)) {
                 if salt > 0 && element / MIB == mebibyte {
                     expected[(element % MIB) as usize..][..4].fill(salt);
                 }

@@ -201,6 +201,9 @@ impl<'s> StateWalk<'s> {
     }
 }
 
+/// Sees each batch once it was followed, with its operations.
+pub(crate) type BatchNote<'n> = &'n mut dyn FnMut(&Resolver, &Frame<'_>, &[OpAt<'_>]) -> Result<(), Damage>;
+
 impl Survey {
     /// Follows the log from `base`, a whole snapshot, to the log's end or to `until`. A snapshot that was
     /// caught at one moment, and at which the walk is to stop, needs no log at all.
@@ -222,7 +225,7 @@ impl Survey {
         source: &dyn ReadAt,
         base: Option<&Arc<Manifest>>,
         until: Option<Lsn>,
-        note: &mut dyn FnMut(&Resolver, &Frame<'_>, &[OpAt<'_>]) -> Result<(), Damage>,
+        note: BatchNote<'_>,
     ) -> Result<Resolution, Damage> {
         let mut following = StateWalk::new(self, source, base)?;
         if base.is_some_and(|manifest| Some(manifest.redo.lsn) == until) {

@@ -52,7 +52,6 @@ impl Scrubber {
         }
     }
 }
-/// The life of the thread. The interval counts from the begin of one pass to that of the next.
 
 /// The life of the thread. The interval counts from the begin of one pass to that of the next.
 ///

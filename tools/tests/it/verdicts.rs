@@ -238,7 +238,8 @@ enum Verdict {
 
 #[test]
 fn the_command_says_what_an_open_does() {
-    let subjects: [(&str, fn() -> Scratch); 7] = [
+    type Subject = (&'static str, fn() -> Scratch);
+    let subjects: [Subject; 7] = [
         ("a named snapshot, and more log", named),
         ("a named snapshot that newer ones outlived", named_and_newer),
         ("an exact snapshot after another one", exact),
