@@ -161,6 +161,10 @@ fn content(
     // A window is a whole number of elements, but for the last one.
     for window in windows(old.len.min(new.len)) {
         let (left, right) = (before.window(new.page, &window)?, after.window(new.page, &window)?);
+        if left == right {
+            elements += (left.len() / width) as u64;
+            continue;
+        }
         for (left, right) in left.chunks_exact(width).zip(right.chunks_exact(width)) {
             elements += 1;
             if left != right {
