@@ -9,9 +9,11 @@ use std::sync::Arc;
 use shuttle_parking_lot::Mutex;
 
 /// A place for a shared value, or for none.
+#[derive(Debug)]
 pub struct Swap<T>(Mutex<Option<Arc<T>>>);
 
 /// The content of a place at the moment of a look.
+#[derive(Debug)]
 pub struct SwapGuard<T>(Option<Arc<T>>);
 
 impl<T> Swap<T> {
@@ -50,6 +52,7 @@ impl<T> Deref for SwapGuard<T> {
 }
 
 /// A hash map under the scheduler.
+#[derive(Debug)]
 pub struct Map<K, V>(Mutex<HashMap<K, V>>);
 
 impl<K: Hash + Eq, V> Map<K, V> {
