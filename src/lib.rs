@@ -99,7 +99,7 @@
 //! | [`Store::page`], [`Store::page_by_key`], [`Store::root`], [`Store::view`] and other lookups | nothing |
 //! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before |
 //! | [`Store::snapshots`], [`Store::would_prune`], [`Store::stats`] | nothing, not even a running snapshot or scrub |
-//! | [`Store::snapshot`] and its kin, [`Store::prune`], [`Store::restore`] | each other, and a background snapshot, which goes on at full speed |
+//! | [`Store::snapshot`] and its kin, [`Store::prune`] | each other, and a background snapshot, which goes on at full speed |
 //! | [`Store::scrub`], [`Store::audit`] | the same; a scrub for another scrub |
 //! | [`Store::restore`] | the same, and commits wait for it |
 //!

@@ -275,7 +275,10 @@ impl PastState {
             hold,
             is_whole: false,
         };
-        Ok(Some(past))
+        // Between the survey and the hold, the writer may have removed the snapshot, or taken the first
+        // segment for something else: its bytes then read like a log that ends where it begins.
+        let was_there = survey.log.segments().contains_key(&redo.segment);
+        Ok((!was_there || past.is_there()?).then_some(past))
     }
 
     /// Whether the images are there that the pages are made from. If some are missing, there are three

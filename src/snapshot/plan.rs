@@ -449,8 +449,8 @@ mod tests {
                     for id in starts.iter().filter(|id| age(id) < age_max) {
                         prop_assert!(stays(id) && reached(id, floor), "{id} is young");
                     }
-                    // That number of bytes of log, or all that there was: what lies before the oldest start is of no
-                    // use.
+                    // That number of bytes of log, or all that there was: what lies before the oldest start
+                    // is of no use.
                     if let Some((segment, redo)) = found.log_from {
                         let point = LogPoint { segment, lsn: redo, ..LogPoint::default() };
                         let oldest = starts.first().map(|id| snapshots[id].redo.lsn);

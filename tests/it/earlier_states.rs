@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Once};
 
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
 use remanent::testing::sim_disk::SimDisk;
@@ -182,7 +182,7 @@ fn readers_see_one_state_while_a_writer_recycles() {
 #[test]
 fn readers_that_hold_nothing_are_overtaken_or_right() {
     let disk = SimDisk::new();
-    let unheld: Arc<dyn Disk> = Arc::new(Unlockable(disk.clone()));
+    let unheld = unlockable(&disk);
     read_while_written(&disk, || View::open_on(&unheld, None), true);
 }
 
@@ -245,9 +245,14 @@ impl Drop for Ends<'_> {
 }
 
 /// A disk on which nothing can be held, like read-only media; nor can its files be linked.
-pub struct Unlockable(pub SimDisk);
+pub fn unlockable(disk: &SimDisk) -> Arc<dyn Disk> {
+    Arc::new(HoldsBy(disk.clone(), |_| Ok(Hold::Impossible)))
+}
 
-impl Disk for Unlockable {
+/// A disk whose states are held by the given function; its files cannot be linked.
+struct HoldsBy<H>(SimDisk, H);
+
+impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync> Disk for HoldsBy<H> {
     fn label(&self) -> String {
         self.0.label()
     }
@@ -260,8 +265,8 @@ impl Disk for Unlockable {
         self.0.is_locked()
     }
 
-    fn hold(&self, _id: SnapshotId) -> Result<Hold> {
-        Ok(Hold::Impossible)
+    fn hold(&self, id: SnapshotId) -> Result<Hold> {
+        (self.1)(id)
     }
 
     fn is_held(&self, id: SnapshotId) -> Result<bool> {
@@ -337,6 +342,30 @@ fn what_is_held_is_kept_until_it_is_let_go() {
     assert!(disk.bytes(manifest).is_none(), "no reader holds it any more");
     let window = at(&disk, &StatePoint::Lsn(first.end)).unwrap_err();
     assert!(matches!(window, Error::OutsideWindow { .. }), "{window}");
+}
+
+/// The writer takes the first segment for something else after a reader surveyed the store, and before the
+/// reader holds the log's beginning: an open file must not read like a log that has just begun.
+#[test]
+fn a_beginning_that_went_before_it_was_held_is_no_state() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let pages = three_pages(&store);
+    rewrite(&store, &pages);
+    let goes_on = Once::new();
+    let (held, writer, rewritten) = (disk.clone(), store.clone(), pages.clone());
+    let overtaken: Arc<dyn Disk> = Arc::new(HoldsBy(disk.clone(), move |id| {
+        goes_on.call_once(|| {
+            for _ in 0..4 {
+                (0..12).for_each(|_| _ = rewrite(&writer, &rewritten));
+                writer.snapshot().unwrap();
+            }
+        });
+        held.hold(id)
+    }));
+    let old = View::open_on(&overtaken, None).unwrap();
+    assert!(store.lsn().0 > 40, "the writer went on in between");
+    check(&old, &pages);
 }
 
 /// The log's beginning is held as number 0.

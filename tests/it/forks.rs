@@ -8,7 +8,7 @@ use remanent::disk::Disk;
 use remanent::testing::sim_disk::{CrashPlan, SimDisk};
 use remanent::{Create, Error, FileName, Lsn, PageId, Place, StatePoint, Store, View};
 
-use crate::earlier_states::Unlockable;
+use crate::earlier_states::unlockable;
 use crate::files::{Files, State, open, open_with, small};
 
 const LEN: u64 = 3000;
@@ -59,7 +59,7 @@ fn a_fork_is_whole_or_not_there() {
     let (pages, lsn) = work(&store);
     let expected = State::of(&store);
     rewrite(&store, &pages);
-    let unlinkable: Arc<dyn Disk> = Arc::new(Unlockable(source.clone()));
+    let unlinkable = unlockable(&source);
     let copied = View::open_on(&unlinkable, Some(&StatePoint::Lsn(lsn))).unwrap();
     for (old, links) in [(at(&source, lsn), 1), (copied, 0)] {
         let target = SimDisk::new();

@@ -29,13 +29,15 @@
 //! use remanent_format::salvage::{PageRemains, Salvage};
 //! use remanent_format::store::{Features, StoreFile, StoreRecord};
 //! use remanent_format::StoreId;
-//! The content of STORE, or a guess if it is lost.
+//! // The content of STORE, or a guess if it is lost.
 //! let store =
 //!     StoreFile { store: StoreId([7; 16]), features: Features::default(), record: StoreRecord::default() };
 //! let salvage = Salvage::read(&source, store, 1 << 30)?;
 //! for info in salvage.state().table.pages() {
 //!     match salvage.find(&info) {
-//!         PageRemains::Exact(bytes) => assert_eq!(salvage.window(&bytes, 0..info.len)?.len() as u64, info.len),
+//!         PageRemains::Exact(bytes) => {
+//!             assert_eq!(salvage.window(&bytes, 0..info.len)?.len() as u64, info.len)
+//!         }
 //!         PageRemains::Older { version, .. } => assert!(version.epoch < info.epoch),
 //!         PageRemains::Lost(why) => println!("page {}: {why}", info.page),
 //!     }

@@ -245,7 +245,7 @@ fn an_open_that_cannot_start_a_thread_fails_alone_and_leaves_nothing() {
         let hour = Some(Duration::from_secs(3600));
         let options = || small().page_load(PageLoad::OnDemand).snapshot_interval(hour).scrub_interval(hour);
         let before = threads();
-        for name in ["keeper", "maker", "apply", "warm", "snapshot", "scrub"] {
+        for name in ["keeper", "maker", "apply", "load", "snapshot", "scrub"] {
             let device = Gauge::host();
             thread_refusals::refuse(Some(&format!("remanent-{name}")));
             let error = open_with(&disk, device.clone(), options()).unwrap_err();
