@@ -400,14 +400,17 @@ impl<'a> Loader<'a> {
         let on_host = std::mem::take(&mut *self.on_host.lock());
         let table = &resolution.resolved.table;
         for (page, resized) in on_host {
+            let len = table.get(page).expect("a page of the table").len;
             let trail = match resized {
                 ResizedPage::Whole(whole) => {
-                    self.upload(page, 0, &whole.into_bytes())?;
+                    let whole = whole.into_bytes();
+                    // I10: the page has the length that was claimed for it.
+                    assert!(whole.len() as u64 == len);
+                    self.upload(page, 0, &whole)?;
                     continue;
                 }
                 ResizedPage::Windows(trail) => trail,
             };
-            let len = table.get(page).expect("a page of the table").len;
             for from in (0..len).step_by(WINDOW_LEN as usize) {
                 // All of it was proven, past the cache where it must be: a read now gives the same bytes, or
                 // an error.
@@ -422,12 +425,10 @@ impl<'a> Loader<'a> {
         if bytes.is_empty() {
             return Ok(());
         }
-        let target = self.pages.memory[page].span();
-        assert!(target.len == bytes.len() as u64); // I10: the page has the length that was claimed for it.
+        let target = self.pages.memory[page].part(offset, bytes.len() as u64);
         let mut staged = self.recovery.staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
         let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
-        let target = self.pages.memory[page].part(offset, bytes.len() as u64);
         let commands = vec![Command::Upload { source, target }];
         self.in_flight.submit(CommandList { commands, staging: vec![staged.into_staging()] })
     }
