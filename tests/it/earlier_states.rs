@@ -252,7 +252,7 @@ pub fn unlockable(disk: &SimDisk) -> Arc<dyn Disk> {
 /// A disk whose states are held by the given function; its files cannot be linked.
 struct HoldsBy<H>(SimDisk, H);
 
-impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync> Disk for HoldsBy<H> {
+impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync + 'static> Disk for HoldsBy<H> {
     fn label(&self) -> String {
         self.0.label()
     }
@@ -349,7 +349,7 @@ fn what_is_held_is_kept_until_it_is_let_go() {
 #[test]
 fn a_beginning_that_went_before_it_was_held_is_no_state() {
     let disk = SimDisk::new();
-    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let store = Arc::new(open_with(&disk, small().snapshots_kept(1)).unwrap());
     let pages = three_pages(&store);
     rewrite(&store, &pages);
     let goes_on = Once::new();
