@@ -121,7 +121,7 @@ pub const LIST: &[Defence] = &[
         "all image files of a snapshot are synced (I7)",
         SIDE_BY_SIDE,
         "parallel::map_indexed(count, count, || (), sync)",
-        "parallel::map(count, 1, || (), sync)",
+        "parallel::map_indexed(count, 1, || (), sync)",
         it("crash::snapshots::snapshots_of_several_files_survive"),
     ),
     defence(

@@ -18,7 +18,7 @@ pub const LIST: &[Defence] = &[
         "for of_page in facts.values_mut() {\n        of_page.sort_by_key(|fact| std::cmp::Reverse(fact.info.lsn));\n    }",
         "for name in source.list(crate::names::Folder::Pages).unwrap_or_default() {
             if let Some(file @ FileName::Table(_)) = FileName::parse(crate::names::Folder::Pages, &name)
-                && let Ok((table, _)) = crate::rebuild::read_manifest(source, file, &survey.store)
+                && let Ok((table, _)) = crate::state::survey::read_manifest(source, file, &survey.store)
             {
                 table.entries.iter().for_each(&mut note);
             }
