@@ -10,7 +10,7 @@ use crate::write::batch::WorkingCopy;
 use crate::write::commit::{Direction, Shadow};
 
 #[cfg(doc)]
-use crate::write::batch::WriteBatch;
+use crate::{error::Error, write::batch::WriteBatch};
 
 impl Store {
     /// `len` zeros in the memory of the store's device, for kernels to write and for batches to take bytes
