@@ -108,7 +108,7 @@ impl SourceSorter<'_> {
             while named.next_if(|entry| entry.page < page).is_some() {}
             let named = named.next_if(|entry| entry.page == page);
             if base.lsn > from {
-                // The image holds batches after `redo`, for it was gathered while they went on: replay
+                // The image was gathered while batches went on, and holds some after `redo`: replay
                 // must pass them over.
                 sorted.late.push((page, base.lsn));
             }

@@ -203,7 +203,7 @@ impl Snapshots {
         let taken = written.and_then(|id| {
             match then(catalog) {
                 Ok(()) => Ok(catalog.snapshots[&id].info.clone()),
-                // It cannot be verified or recorded now. It stands all the same, for it is published;
+                // It cannot be verified or recorded now. It stands all the same, because it is published;
                 // only nothing is recycled for it as yet (I7).
                 Err(error) if error.is_passing() => {
                     tracing::warn!(%error, snapshot = %id, "published; the next snapshot does the rest");

@@ -271,24 +271,29 @@ fn a_lost_batch_costs_only_the_page_that_it_changed() {
     assert!(exact > 10 && older > 5, "all exact {exact} times, one older {older} times");
 }
 
+/// What a new store begins with that takes over all that was salvaged.
+fn seed(store: StoreFile, search: &Salvage) -> Seed {
+    let state = search.state();
+    Seed { features: store.features, record: store.record, table: state.table.clone(), point: state.point }
+}
+
+/// Reads a part of a page of which every byte is left.
+fn read_exact(search: &Salvage, info: &PageInfo, offset: u64, out: &mut [u8]) {
+    match search.find(info) {
+        PageRemains::Exact(bytes) => {
+            out.copy_from_slice(&search.window(&bytes, offset..offset + out.len() as u64).unwrap());
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
 #[test]
 fn a_founded_store_holds_what_was_salvaged_and_a_founding_cut_short_is_no_store() {
     let victim = restored();
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap();
     let search = Salvage::read(&victim.files, store.clone(), 1 << 20).unwrap();
-    let state = search.state();
-    let origin = Seed {
-        features: store.features,
-        record: store.record,
-        table: state.table.clone(),
-        point: state.point,
-    };
-    let read = |info: &PageInfo, offset: u64, out: &mut [u8]| match search.find(info) {
-        PageRemains::Exact(bytes) => {
-            out.copy_from_slice(&search.window(&bytes, offset..offset + out.len() as u64).unwrap());
-        }
-        other => panic!("{other:?}"),
-    };
+    let origin = seed(store, &search);
+    let read = |info: &PageInfo, offset, out: &mut [u8]| read_exact(&search, info, offset, out);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("new");
     let mut left = 3;
@@ -325,19 +330,10 @@ fn a_salvaged_store_survives_a_hundred_opens() {
     let victim = restored();
     let store = StoreFile::decode(&victim.files.0[&FileName::Store]).unwrap();
     let search = Salvage::read(&victim.files, store.clone(), 1 << 20).unwrap();
-    let state = search.state();
-    let origin = Seed {
-        features: store.features,
-        record: store.record,
-        table: state.table.clone(),
-        point: state.point,
-    };
-    let read = |info: &PageInfo, offset: u64, out: &mut [u8]| match search.find(info) {
-        PageRemains::Exact(bytes) => {
-            out.copy_from_slice(&search.window(&bytes, offset..offset + out.len() as u64).unwrap());
-            Ok::<_, Error>(())
-        }
-        other => panic!("{other:?}"),
+    let origin = seed(store, &search);
+    let read = |info: &PageInfo, offset: u64, out: &mut [u8]| {
+        read_exact(&search, info, offset, out);
+        Ok::<_, Error>(())
     };
     // One that is only opened, and one that commits at times and takes a snapshot late.
     for is_busy in [false, true] {

@@ -39,8 +39,8 @@ pub struct ProvenImage {
 }
 
 impl ProvenImage {
-    /// Proves the image of a page of length `len`. A compressed one is read twice, for it is checked as it is
-    /// stored first.
+    /// Proves the image of a page of length `len`. A compressed one is read twice, because it is
+    /// checked as it is stored first.
     ///
     /// # Errors
     /// [`Damage`] if it is missing, cut short or damaged, or there is no memory.

@@ -436,11 +436,9 @@ impl Device for CudaDevice {
             if !out.is_empty() {
                 let source = (page.address + offset) as *const u8;
                 // SAFETY: the range lies in pinned memory, which is the host's by the same address. It is
-                // allocated, because a release takes its name out of use first, and waits for this
-                // read
-                // with that. Nothing writes to it meanwhile: every list that does is done, the next one waits
-                // for this read, and callers' kernels have no right to. `out` is the caller's, and no part of
-                // it.
+                // allocated, because a release takes its name out of use first, and waits for this read with
+                // that. Nothing writes to it meanwhile: every list that does is done, the next one waits for
+                // this read, and callers' kernels have no right to. `out` is the caller's, and no part of it.
                 unsafe { std::ptr::copy_nonoverlapping(source, out.as_mut_ptr(), out.len()) };
             }
             true

@@ -13,7 +13,7 @@ use crate::device::cuda::errors::Code;
 use crate::error::{Error, Result};
 
 /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: for every GPU, at the same address. The host's
-/// caches stay on, for it reads downloaded bytes.
+/// caches stay on, because it reads downloaded bytes.
 const HOST_FLAGS: u32 = 3;
 /// `CU_MEM_ATTACH_GLOBAL`: every stream may use it.
 const MANAGED_FLAGS: u32 = 1;
