@@ -122,6 +122,7 @@
 //! | `write/` | a batch as the caller asks for it, and as it is checked, encoded, logged and handed over |
 //! | `recovery/` | the decision table of an open, and the recipe that follows it |
 //! | `snapshot/` | choosing, gathering, publishing and verifying snapshots; scrubs |
+//! | `engine.rs` | the parts of an open store that all its roads share |
 //! | `applier/` | the one thread that changes pages; leases and pins |
 //! | `follower/` | reading batches as they are logged |
 //! | `catalog/` | which snapshots, images and segments are kept, and why |
@@ -173,6 +174,7 @@ mod history;
 mod write;
 mod recovery;
 mod snapshot;
+mod engine;
 mod applier;
 mod follower;
 mod catalog;

@@ -13,19 +13,16 @@
 //!
 //! Nothing is written, so a crash loses nothing.
 
-use std::sync::Arc;
-
 use remanent_format::{Epoch, Key, Lsn, PageId, PageInfo};
 
-use crate::applier::Applier;
 use crate::catalog::CatalogLock;
-use crate::device::{Command, CommandList, Device, StagingSpan};
-use crate::disk::Disk;
+use crate::device::{Command, CommandList, StagingSpan};
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 use crate::images::{CHUNK_BYTES, chunks};
-use crate::memory::staging::{StagingBuf, StagingPool};
+use crate::memory::staging::StagingBuf;
 
 /// The outcome of an audit: how much was compared, and the pages that differ.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -60,10 +57,7 @@ pub struct ChangedPage {
 
 /// The parts of a store that an audit works with.
 pub(crate) struct Auditor<'a> {
-    pub disk: &'a Arc<dyn Disk>,
-    pub device: &'a Arc<dyn Device>,
-    pub staging: &'a Arc<StagingPool>,
-    pub applier: &'a Applier,
+    pub engine: &'a Engine,
     /// The lock under which nothing is recycled.
     pub catalog: &'a CatalogLock,
 }
@@ -123,7 +117,7 @@ impl Auditor<'_> {
 
     /// The pages that there are, with their lengths, and the batch as of which that is so.
     fn pages(&self) -> Result<(Vec<(PageId, u64)>, Lsn)> {
-        self.applier.turn(|turn| {
+        self.engine.applier.turn(|turn| {
             let pages = turn.applied.table.pages().map(|info| (info.page, info.len));
             Ok((pages.filter(|(_, len)| *len > 0).collect(), turn.applied.point.lsn))
         })
@@ -131,15 +125,15 @@ impl Auditor<'_> {
 
     /// The state on disk after a batch that is applied, and so logged.
     fn past(&self, lsn: Lsn) -> Result<PastState> {
-        PastState::open(self.disk, Some(&StatePoint::Lsn(lsn)))
+        PastState::open(&self.engine.disk, Some(&StatePoint::Lsn(lsn)))
     }
 
     /// Sums those of the pages that are still there, all as of one batch.
     fn sum(&self, pages: &[(PageId, u64)]) -> Result<PageSums> {
         let wanted: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
-        self.applier.unloaded().wait(wanted.iter().copied())?;
-        let staging = self.staging.take(4 * wanted.len())?.into_staging();
-        let (infos, lsn, pending) = self.applier.turn(move |turn| {
+        self.engine.applier.unloaded().wait(wanted.iter().copied())?;
+        let staging = self.engine.staging.take(4 * wanted.len())?.into_staging();
+        let (infos, lsn, pending) = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let known = wanted.into_iter().filter_map(|page| turn.applied.table.get(page));
             let infos: Vec<PageInfo> = known.filter(|info| info.len > 0).collect();
@@ -149,12 +143,12 @@ impl Auditor<'_> {
             let pending = turn.submit(CommandList { commands, staging: vec![staging] })?;
             Ok((infos, turn.applied.point.lsn, pending))
         })?;
-        let staging = pending.finish(&**self.device)?.pop().expect("one staging went in");
+        let staging = pending.finish(&*self.engine.device)?.pop().expect("one staging went in");
         let found = StagingBuf::new(staging, 4 * infos.len());
         let words =
             found.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")));
         let pages = infos.into_iter().zip(words).collect();
-        self.staging.give(found.into_staging());
+        self.engine.staging.give(found.into_staging());
         Ok(PageSums { pages, lsn })
     }
 
@@ -196,22 +190,27 @@ impl Auditor<'_> {
                 }
                 let (epoch, len) = (info.epoch, expected.len() as u64);
                 let range = move |now: &PageInfo| if now.epoch == epoch { (at, len) } else { (0, 0) };
-                let (now, _, found) =
-                    match self.applier.read(&**self.device, self.staging, info.page, len, range) {
-                        Ok(read) => read,
-                        Err(Error::UnknownPage { .. }) => {
-                            has_changed = true;
-                            break;
-                        }
-                        Err(error) => return Err(error),
-                    };
+                let (now, _, found) = match self.engine.applier.read(
+                    &*self.engine.device,
+                    &self.engine.staging,
+                    info.page,
+                    len,
+                    range,
+                ) {
+                    Ok(read) => read,
+                    Err(Error::UnknownPage { .. }) => {
+                        has_changed = true;
+                        break;
+                    }
+                    Err(error) => return Err(error),
+                };
                 has_changed = now.epoch != epoch;
                 if !has_changed {
                     let differs =
                         expected.iter().zip(&*found).position(|(expected, found)| expected != found);
                     first = differs.map(|within| at + within as u64);
                 }
-                self.staging.give(found.into_staging());
+                self.engine.staging.give(found.into_staging());
             }
             Ok(())
         })?;

@@ -26,26 +26,24 @@ use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::op::{Op, PayloadWriter};
 use remanent_format::{
-    Epoch, FileName, Folder, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, Place, SnapshotId, StoreId,
+    Epoch, FileName, Folder, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, Place, SnapshotId,
 };
 
-use crate::applier::{Applier, Turn};
-use crate::base::poison::Poison;
+use crate::applier::Turn;
 use crate::catalog::publish::publish_manifest;
 use crate::catalog::{Catalog, RetainedTable, entry, unix_ms};
 use crate::device::{Command, CommandList, Device, Pending, Span, StagingSpan};
-use crate::disk::Disk;
 use crate::disk::source::DiskSource;
+use crate::engine::Engine;
 use crate::error::{Error, Result, make_room};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 use crate::images::ImageWriter;
 use crate::images::read::{prove, read_runs, wanted};
-use crate::log::{Log, SpacePurpose};
+use crate::log::SpacePurpose;
 use crate::memory::arena::{PageMemory, Purpose};
 use crate::memory::staging::StagingPool;
 use crate::options::{Budget, Compression};
-use crate::versions::Versions;
 
 /// Lists in flight while memory is overwritten.
 const IN_FLIGHT_MAX: usize = 8;
@@ -55,16 +53,9 @@ const UPLOAD_BYTES: usize = 1 << 20;
 
 /// The parts of a store that a restore works with.
 pub(crate) struct RestoreRun<'a> {
-    pub disk: &'a Arc<dyn Disk>,
-    pub store: StoreId,
-    pub device: &'a Arc<dyn Device>,
-    pub staging: &'a Arc<StagingPool>,
-    pub applier: &'a Applier,
-    pub versions: &'a Versions,
-    pub log: &'a Log,
+    pub engine: &'a Engine,
     pub budget: &'a Budget,
     pub compression: Compression,
-    pub poison: &'a Poison,
 }
 
 /// The old state, whole on disk.
@@ -80,10 +71,10 @@ impl RestoreRun<'_> {
     /// Takes everything back to the state after batch `restored`; returns the restore's own place in the
     /// log.
     pub fn run(&self, restored: Lsn, submitted: &mut PageTable, catalog: &mut Catalog) -> Result<LogPoint> {
-        self.poison.check()?;
+        self.engine.poison.check()?;
         // 1.
-        self.log.wait_durable(submitted.lsn())?;
-        let old = PastState::open(self.disk, Some(&StatePoint::Lsn(restored)))?;
+        self.engine.log.wait_durable(submitted.lsn())?;
+        let old = PastState::open(&self.engine.disk, Some(&StatePoint::Lsn(restored)))?;
         self.budget.check(old.table().pages().map(|info| (info.place, info.len)))?;
         // 2.
         let lsn = submitted.lsn().next();
@@ -101,7 +92,7 @@ impl RestoreRun<'_> {
             let record = Op::Restore { table: number, table_crc, restored };
             payload.push(&record).map_err(|defect| Error::from(defect.at(FileName::Table(number), 0)))?;
             let payload = payload.finish();
-            let point = self.log.append(&payload, crc32fast::hash(&payload), SpacePurpose::User)?;
+            let point = self.engine.log.append(&payload, crc32fast::hash(&payload), SpacePurpose::User)?;
             Ok((point, target))
         });
         let (point, target) = logged.map_err(|error| self.give_up(number, error))?;
@@ -112,16 +103,16 @@ impl RestoreRun<'_> {
         for info in target.pages.iter().filter(|info| info.lsn == lsn) {
             catalog.known.note(info.page, lsn, target.images.get(&info.page).copied());
         }
-        self.log.wait_durable(point.lsn)?;
+        self.engine.log.wait_durable(point.lsn)?;
         // 4.
         let (pages, root) = (target.pages.clone(), target.root.clone());
         // Readers see the restored state from here on, and wait for the bytes of what it changes.
-        self.versions.replace(point.lsn, &pages, &root);
+        self.engine.versions.replace(point.lsn, &pages, &root);
         let overwritten = self.overwrite(target, point);
         // The log has the restore, so this is the state now, even if memory could not follow.
         submitted.replace(point.lsn, pages, root);
         submitted.index_keys().expect("the old state had unique keys");
-        overwritten.map_err(|error| self.poison.set(error))?;
+        overwritten.map_err(|error| self.engine.poison.set(error))?;
         tracing::info!(%restored, lsn = %point.lsn, "restored");
         Ok(point)
     }
@@ -141,13 +132,13 @@ impl RestoreRun<'_> {
                 None => stale.push(info.clone()),
             }
         }
-        let source = DiskSource::past_cache(self.disk.clone());
+        let source = DiskSource::past_cache(self.engine.disk.clone());
         prove(&source, wanted(pages, &images))?;
         if stale.is_empty() {
             return Ok(images);
         }
-        let (disk, purpose) = (self.disk.clone(), ImagePurpose::Snapshot);
-        let writer = ImageWriter::create(disk, self.store, number, purpose, self.compression)?;
+        let (disk, purpose) = (self.engine.disk.clone(), ImagePurpose::Snapshot);
+        let writer = ImageWriter::create(disk, self.engine.store, number, purpose, self.compression)?;
         let written =
             writer.write_pages(&stale, &mut |info, offset, out| old.read(info.page, offset, out))?;
         writer.sync()?;
@@ -169,7 +160,7 @@ impl RestoreRun<'_> {
             target.pages.iter().map(|info| entry(info, target.images.get(&info.page).copied())).collect();
         let table = Manifest {
             kind: ManifestKind::Table,
-            store: self.store,
+            store: self.engine.store,
             snapshot: SnapshotId(number),
             name: None,
             created_unix_ms: unix_ms(),
@@ -183,7 +174,7 @@ impl RestoreRun<'_> {
             tombstones: Vec::new(),
             root: target.root.clone(),
         };
-        publish_manifest(self.disk, &table, usize::MAX)
+        publish_manifest(&self.engine.disk, &table, usize::MAX)
     }
 
     /// Ends a restore of which nothing was logged. After a full disk, or if the old state is damaged or
@@ -191,12 +182,12 @@ impl RestoreRun<'_> {
     /// removes the files that are left, or nothing ever names them.
     fn give_up(&self, number: u64, error: Error) -> Error {
         if !error.is_passing() && !matches!(error, Error::Damaged(_)) {
-            return self.poison.set(error);
+            return self.engine.poison.set(error);
         }
-        let present = self.disk.list(Folder::Pages).unwrap_or_default();
+        let present = self.engine.disk.list(Folder::Pages).unwrap_or_default();
         for file in [FileName::Table(number), FileName::Pages(number)] {
             if present.contains(&file.name())
-                && let Err(error) = self.disk.remove(file)
+                && let Err(error) = self.engine.disk.remove(file)
             {
                 tracing::warn!(%error, "cannot remove what an unfinished restore wrote");
             }
@@ -206,9 +197,9 @@ impl RestoreRun<'_> {
 
     /// Step 4: memory becomes the old state.
     fn overwrite(&self, target: RestoreTarget, point: LogPoint) -> Result<()> {
-        let source = DiskSource::past_cache(self.disk.clone());
-        let (device, staging) = (self.device.clone(), self.staging.clone());
-        let overwritten = self.applier.turn(move |turn| {
+        let source = DiskSource::past_cache(self.engine.disk.clone());
+        let (device, staging) = (self.engine.device.clone(), self.engine.staging.clone());
+        let overwritten = self.engine.applier.turn(move |turn| {
             overwrite(turn, &source, &*device, &staging, &target, point).inspect_err(|error| turn.lose(error))
         });
         overwritten.map_err(|error| self.lose(error))
@@ -217,7 +208,7 @@ impl RestoreRun<'_> {
     /// Memory is neither the old state nor the new one: nothing may read it any more.
     fn lose(&self, error: Error) -> Error {
         let reason = error.clone();
-        let told = self.applier.turn(move |turn| {
+        let told = self.engine.applier.turn(move |turn| {
             turn.lose(&reason);
             Ok(())
         });

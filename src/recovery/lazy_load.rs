@@ -17,19 +17,16 @@ use std::time::Duration;
 use remanent_format::PageId;
 
 use super::image_loader::{ImageLoader, threads};
-use crate::applier::{Applier, UnloadedPage, UnloadedSet};
+use crate::applier::{UnloadedPage, UnloadedSet};
 use crate::base::parallel;
-use crate::base::poison::{PanicPoisons, Poison};
-use crate::base::sync::Mutex;
+use crate::base::poison::PanicPoisons;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
-use crate::device::{CommandList, Device, Lane, Span};
-use crate::disk::Disk;
+use crate::device::{CommandList, Lane, Span};
 use crate::disk::source::DiskSource;
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::images::read::{ImageRequest, RUN_BYTES};
-use crate::memory::arena::Arena;
-use crate::memory::staging::StagingPool;
 
 /// A caller that waits for a page has the pages after it in the file loaded, too, up to this number of
 /// bytes: few enough that it need not wait for them.
@@ -43,71 +40,59 @@ const LANE: Lane = Lane::Drain;
 /// The pause after a shortage, before the next try.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
 
-/// The parts of a store that the page loader works with.
-pub(crate) struct PageLoaderParts {
-    /// Where the images lie.
-    pub disk: Arc<dyn Disk>,
-    pub device: Arc<dyn Device>,
-    /// Takes the memory back of pages that are never loaded.
-    pub arena: Arc<Arena>,
-    pub staging: Arc<StagingPool>,
-    /// The owner of the pages' state, and of the set of pages that are not loaded.
-    pub applier: Arc<Applier>,
-    /// Set when an image does not hold: retention asks it before anything goes.
-    pub poison: Arc<Poison>,
-}
-
 /// The threads that load pages, as the store holds them.
 pub(crate) struct PageLoader {
-    parts: Arc<PageLoaderParts>,
+    loads: Loads,
     /// The thread that the others are helpers of; `None` if no page was unloaded.
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl PageLoader {
     /// Starts the threads, if any page is unloaded.
-    pub fn start(parts: PageLoaderParts) -> Result<Self> {
-        let parts = Arc::new(parts);
-        let thread = if parts.unloaded().is_any() {
-            let poisons =
-                PanicPoisons { poison: parts.poison.clone(), thread: "the thread that loads pages" };
-            let life = LoaderLoop(parts.clone());
+    pub fn start(engine: Arc<Engine>) -> Result<Self> {
+        let loads = Loads { engine };
+        let thread = if loads.unloaded().is_any() {
+            let poison = loads.engine.poison.clone();
+            let poisons = PanicPoisons { poison, thread: "the thread that loads pages" };
+            let life = LoaderLoop(loads.clone());
             let thread = threads::start("remanent-load", move || {
                 let _poisons = poisons;
                 life.live();
             });
             let thread = thread.map_err(|error| Error::thread("the thread that loads pages", error));
             // Without the thread no page would ever be loaded: the open fails, and its memory is given back.
-            Some(thread.inspect_err(|_| parts.give_back())?)
+            Some(thread.inspect_err(|_| loads.give_back())?)
         } else {
             None
         };
-        Ok(Self { parts, thread: Mutex::new(thread) })
+        Ok(Self { loads, thread })
     }
+}
 
+impl Drop for PageLoader {
     /// Ends the threads, when the pages that they have in hand are loaded. All other unloaded pages stay
     /// on disk.
-    pub fn stop(&self) {
-        let Some(thread) = self.thread.lock().take() else { return };
-        self.parts.unloaded().end(Error::Closed);
+    fn drop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        self.loads.unloaded().end(Error::Closed);
         if thread.join().is_err() {
             tracing::error!("the thread that loads pages panicked");
         }
         // Only now: a loader that still runs could write to the memory.
-        self.parts.give_back();
+        self.loads.give_back();
     }
 }
 
 /// The life of the loading threads. However it ends, a panic included, no caller waits for a page after it.
-struct LoaderLoop(Arc<PageLoaderParts>);
+struct LoaderLoop(Loads);
 
 impl LoaderLoop {
     /// Loads on several threads, and returns when no page is left, or the store closes.
     fn live(&self) {
-        let Self(parts) = self;
+        let Self(loads) = self;
         let threads = threads();
         let load_all = |(): &mut (), _| {
-            parts.load_all();
+            loads.load_all();
             Ok::<(), Infallible>(())
         };
         let Ok(_) = parallel::map_indexed(threads, threads, || (), load_all);
@@ -116,23 +101,29 @@ impl LoaderLoop {
 
 impl Drop for LoaderLoop {
     fn drop(&mut self) {
-        let Self(parts) = self;
-        parts.unloaded().end(parts.poison.check().err().unwrap_or(Error::Closed));
+        let Self(loads) = self;
+        loads.unloaded().end(loads.engine.poison.check().err().unwrap_or(Error::Closed));
     }
 }
 
-impl PageLoaderParts {
+/// Loading pages into the engine that is running: what each of the threads does.
+#[derive(Clone)]
+struct Loads {
+    engine: Arc<Engine>,
+}
+
+impl Loads {
     /// The pages that are not loaded. The applier has no memory for them: code that forgets to wait for
     /// one meets a panic, and no wrong bytes.
     fn unloaded(&self) -> &UnloadedSet {
-        self.applier.unloaded()
+        self.engine.applier.unloaded()
     }
 
     /// Loads pages until none is left.
     fn load_all(&self) {
         // Only pages whose images were proven on the medium once are ever left unloaded (I7): the cache
         // may serve them.
-        let proven = DiskSource::proven(self.disk.clone());
+        let proven = DiskSource::proven(self.engine.disk.clone());
         while let Some(pages) = self.unloaded().take(ASKED_BYTES, RUN_BYTES) {
             self.load(&proven, pages);
         }
@@ -148,7 +139,7 @@ impl PageLoaderParts {
             Ok(false) => self.unloaded().give_up(pages),
             Err(Error::Damaged(_)) => {
                 // Alone and past the cache: the damage has its page's name then, and is of the medium.
-                let medium = DiskSource::past_cache(self.disk.clone());
+                let medium = DiskSource::past_cache(self.engine.disk.clone());
                 for unloaded in pages {
                     match self.read_patiently(&medium, std::slice::from_ref(&unloaded)) {
                         Ok(true) => self.install(vec![unloaded]),
@@ -185,10 +176,10 @@ impl PageLoaderParts {
     ///
     /// The store is poisoned first: a snapshot taken after this could let go of what stands in for the image.
     fn fail(&self, unloaded: UnloadedPage, error: Error) {
-        let error = error.in_store(&self.disk.label());
+        let error = error.in_store(&self.engine.disk.label());
         tracing::error!(%error, page = %unloaded.page, "a page cannot be loaded");
         // Poisoned first: nothing is removed from disk after this.
-        let poisoned = self.poison.set(error.clone());
+        let poisoned = self.engine.poison.set(error.clone());
         if !matches!(error, Error::Damaged(_)) {
             self.unloaded().end(poisoned);
         }
@@ -209,8 +200,8 @@ impl PageLoaderParts {
             pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.span())).collect();
         let target = |page: PageId| Ok(targets[&page]);
         let loader = ImageLoader {
-            device: &*self.device,
-            staging: &self.staging,
+            device: &*self.engine.device,
+            staging: &self.engine.staging,
             source,
             lanes: &[LANE],
             target: &target,
@@ -225,7 +216,7 @@ impl PageLoaderParts {
     fn install(&self, pages: Vec<UnloadedPage>) {
         let loaded: Vec<(PageId, u64)> =
             pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.byte_len())).collect();
-        let installed = self.applier.turn(move |turn| {
+        let installed = self.engine.applier.turn(move |turn| {
             pages
                 .iter()
                 .for_each(|unloaded| turn.versions.moved(unloaded.page, unloaded.memory.span().memory));
@@ -247,13 +238,13 @@ impl PageLoaderParts {
         }
         // One more list, after all others in the lane, tells when the lists that name this memory are
         // done. If the device fails at that, the memory stays counted, and a warning says so.
-        let last = self.device.submit(LANE, CommandList::default());
-        if let Err(error) = last.and_then(|last| last.finish(&*self.device)) {
+        let last = self.engine.device.submit(LANE, CommandList::default());
+        if let Err(error) = last.and_then(|last| last.finish(&*self.engine.device)) {
             tracing::warn!(%error, "memory of pages that were not loaded stays allocated");
             return;
         }
         for memory in memory {
-            if let Err(error) = self.arena.discard(memory) {
+            if let Err(error) = self.engine.arena.discard(memory) {
                 tracing::warn!(%error, "cannot give page memory back");
             }
         }

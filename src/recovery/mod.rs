@@ -94,7 +94,7 @@ use remanent_format::{
 };
 
 use self::catalog::CatalogDraft;
-pub(crate) use self::lazy_load::{PageLoader, PageLoaderParts};
+pub(crate) use self::lazy_load::PageLoader;
 use self::load::{LoadedPages, PageSet, load};
 use self::log_reader::Frames;
 use self::opening::{Predecessor, begin};

@@ -20,9 +20,9 @@ use remanent_format::Lsn;
 
 use super::{SnapshotRequest, Snapshots};
 use crate::base::poison::PanicPoisons;
+use crate::base::sync::Instant;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
-use crate::base::sync::{Instant, Mutex};
 use crate::catalog::SnapshotInfo;
 use crate::error::{Error, Result};
 
@@ -113,7 +113,7 @@ impl Rules {
 pub(crate) struct BackgroundSnapshots {
     snapshots: Arc<Snapshots>,
     /// The thread; `None` if there is no rule, or once it was ended.
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl BackgroundSnapshots {
@@ -123,7 +123,7 @@ impl BackgroundSnapshots {
             let life = SnapshotLoop(snapshots.clone());
             // A store whose snapshots have stopped would grow its log for ever: a panic must show.
             let poisons =
-                PanicPoisons { poison: snapshots.poison.clone(), thread: "the thread for snapshots" };
+                PanicPoisons { poison: snapshots.engine.poison.clone(), thread: "the thread for snapshots" };
             let thread = threads::start("remanent-snapshot", move || {
                 let _poisons = poisons;
                 life.live(rules);
@@ -132,21 +132,24 @@ impl BackgroundSnapshots {
         } else {
             None
         };
-        Ok(Self { snapshots, thread: Mutex::new(thread) })
+        Ok(Self { snapshots, thread })
     }
+}
 
-    /// Ends the thread; a snapshot that it is gathering is given up.
-    pub fn stop(&self) {
+impl Drop for BackgroundSnapshots {
+    /// Ends the thread; a snapshot that it is gathering is given up. The snapshots that wait to be verified
+    /// are.
+    fn drop(&mut self) {
         // The pace first: a thread that waits for its turn to write hears of it there.
         self.snapshots.pace.call_off();
         // And one that waits for the log to grow, here.
-        self.snapshots.log.call_watcher();
-        let thread = self.thread.lock().take();
-        if let Some(thread) = thread
+        self.snapshots.engine.log.call_watcher();
+        if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
             tracing::error!("the thread for snapshots panicked");
         }
+        self.snapshots.unverified.join();
     }
 }
 
@@ -161,10 +164,10 @@ impl SnapshotLoop {
             // In this order: a snapshot that a caller takes in between puts the next one off. In the
             // other order the commits before it and after it would be counted together, and call for a
             // needless one.
-            let log = snapshots.log.length();
+            let log = snapshots.engine.log.length();
             let last = *snapshots.last.lock();
             match rules.next(log, last, again, Instant::now()) {
-                Next::Wait { lsn, bytes, until } => snapshots.log.watch(lsn, bytes, until),
+                Next::Wait { lsn, bytes, until } => snapshots.engine.log.watch(lsn, bytes, until),
                 // Looked at again once it may begin: a caller's snapshot that was being taken meanwhile
                 // may have made it needless.
                 Next::Take => match self.take(log.0, || {
@@ -192,7 +195,7 @@ impl SnapshotLoop {
     /// applier. `None` if the snapshot is not due any more when it could begin.
     fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
         // A snapshot begins at the last batch that is applied: without the wait it might not have this one.
-        self.0.applier.wait_applied(lsn)?;
+        self.0.engine.applier.wait_applied(lsn)?;
         self.0.take_if(SnapshotRequest { paced: true, ..SnapshotRequest::default() }, is_due)
     }
 }

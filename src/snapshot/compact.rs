@@ -67,7 +67,7 @@ impl Snapshots {
 
     /// Measures a file in bytes. A file that is gone has nothing left to give, and is for a scrub to notice.
     fn measure(&self, file: FileName) -> Result<u64> {
-        let len = DiskSource::new(self.disk.clone()).len(file);
+        let len = DiskSource::new(self.engine.disk.clone()).len(file);
         Ok(len.map_err(|source| Error::io("measure", file, None, source))?.unwrap_or(0))
     }
 }

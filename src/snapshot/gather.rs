@@ -125,7 +125,7 @@ impl Snapshots {
         keep_pace: &dyn Fn(u64) -> Result<()>,
     ) -> Result<Vec<ManifestEntry>> {
         let _phase = phases::enter(Phase::SnapshotGather);
-        self.applier.unloaded().wait([page])?;
+        self.engine.applier.unloaded().wait([page])?;
         // A page under constant writes may never be caught piece by piece: the tries are counted.
         for _ in 0..CATCHES_MAX {
             // It was deleted since it was chosen: the note of its delete becomes a tombstone.
@@ -140,7 +140,7 @@ impl Snapshots {
             };
             // Caught or given up, the applier need not watch the page any more: each batch of it would be
             // copied aside for nothing.
-            self.applier.turn(move |turn| {
+            self.engine.applier.turn(move |turn| {
                 if let Some(cut) = &mut turn.applied.cut {
                     cut.take(page)?;
                     // Pieces of the kept copy may still be on their way: its memory goes after them.
@@ -165,7 +165,7 @@ impl Snapshots {
 
     /// Begins to catch a page; `None` if it is gone. For an exact snapshot the cut keeps its bytes already.
     fn begin_catch(&self, page: PageId) -> Result<Option<PageInfo>> {
-        self.applier.turn(move |turn| {
+        self.engine.applier.turn(move |turn| {
             turn.intact()?;
             // The cut decides, if there is one: an exact snapshot is of its moment, not of this one.
             if let Some(cut) = &turn.applied.cut
@@ -196,8 +196,8 @@ impl Snapshots {
         // are.
         let mut piece = |range: Range<u64>, pass: ReadPass, sink: Sink<'_>| {
             let len = range.end - range.start;
-            let staged = self.staging.take(len as usize)?;
-            let drain = self.applier.turn(move |turn| {
+            let staged = self.engine.staging.take(len as usize)?;
+            let drain = self.engine.applier.turn(move |turn| {
                 turn.intact()?;
                 // The page is where the cut has it, if a batch changed it since; else where it always was.
                 let of_cut = match &turn.applied.cut {
@@ -223,10 +223,10 @@ impl Snapshots {
             })?;
             let Some(drain) = drain else { return Ok(false) };
             // Waited for without the lane: batches are applied meanwhile.
-            let drained = drain.finish(&*self.device)?;
+            let drained = drain.finish(&*self.engine.device)?;
             // The staging is given back before an error is looked at.
             let taken = sink(&drained);
-            self.staging.give(drained.into_staging());
+            self.engine.staging.give(drained.into_staging());
             taken?;
             // The pace counts what is gathered, before it is in the file.
             gathered += len;
@@ -246,14 +246,14 @@ impl Snapshots {
         }
         let _phase = phases::enter(Phase::SnapshotGather);
         // A page may be unloaded here though no batch changed it: its file is wasteful, or its image damaged.
-        self.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
+        self.engine.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
         // As long as the chunk in the file: head, payloads and padding. It is written from where it was
         // drained to.
         let len: u64 = chunk.iter().map(|(_, len)| align_up(*len, FRAME_ALIGN)).sum();
         let chunk_len = align_up(Chunk::head_len(chunk.len() as u64) + len, GROUP_ALIGN);
-        let staged = self.staging.take(chunk_len as usize)?;
+        let staged = self.engine.staging.take(chunk_len as usize)?;
         let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect(), staged)?;
-        let mut drained = caught.copies.finish(&*self.device)?;
+        let mut drained = caught.copies.finish(&*self.engine.device)?;
         // Empty pages have an entry, and no image.
         let images = caught.pages.iter().filter(|(info, _)| info.len > 0);
         let images: Vec<(&PageInfo, usize)> = images.map(|(info, at)| (info, *at)).collect();
@@ -262,7 +262,7 @@ impl Snapshots {
             true => Vec::new(),
             false => writers.append(|file| file.write_staged(&images, &mut drained))?,
         };
-        self.staging.give(drained.into_staging());
+        self.engine.staging.give(drained.into_staging());
         // Pages that were gone count, too: the figures must come to the total.
         self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
         // The images come in the order of the pages that have one.
@@ -277,8 +277,8 @@ impl Snapshots {
     fn gather(&self, pages: Vec<PageId>, staged: StagingBuf) -> Result<GatheredPages> {
         // The turn is the moment of the snapshot for these pages: table entries and bytes are taken in
         // it, together.
-        let staging = self.staging.clone();
-        self.applier.turn(move |turn| {
+        let staging = self.engine.staging.clone();
+        self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let mut caught = Vec::with_capacity(pages.len());
             for page in pages {

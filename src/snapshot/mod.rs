@@ -42,7 +42,7 @@ use std::sync::Arc;
 
 use remanent_format::image::ImagePurpose;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
-use remanent_format::{Epoch, LogPoint, Lsn, Metadata, PageId, SnapshotId, StoreId};
+use remanent_format::{Epoch, LogPoint, Lsn, Metadata, PageId, SnapshotId};
 
 pub(crate) use self::background::{BackgroundSnapshots, Mark, Rules};
 use self::compact::CARRY_BYTES_MAX;
@@ -53,42 +53,29 @@ pub(crate) use self::retain::Subject;
 pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubReport, ScrubStats};
 use self::verify::{UnverifiedSnapshots, WrittenSnapshot};
-use crate::applier::{AppliedState, Applier, ExactCut, Turn};
+use crate::applier::{AppliedState, ExactCut, Turn};
 use crate::base::pace::Pace;
 use crate::base::parallel;
 use crate::base::phases;
 use crate::base::phases::Phase;
-use crate::base::poison::Poison;
 use crate::base::sync::{Instant, Mutex};
 use crate::catalog::publish::{PublishedFile, publish_unchecked};
 use crate::catalog::{
     Beginning, Catalog, CatalogLock, ImageTotals, KnownImages, NewestSnapshot, RetainedSnapshot,
     SnapshotInfo, SnapshotWork, unix_ms,
 };
-use crate::device::{CommandList, Device};
-use crate::disk::Disk;
+use crate::device::CommandList;
 use crate::disk::source::DiskSource;
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::images::{ImageWriters, chunk_threads, file_count};
-use crate::log::{Log, SegmentPool, SpacePurpose};
-use crate::memory::staging::StagingPool;
+use crate::log::SpacePurpose;
 use crate::options::Compression;
 use crate::options::Retention;
 
 /// Takes snapshots and recycles what they make superfluous.
 pub(crate) struct Snapshots {
-    pub disk: Arc<dyn Disk>,
-    pub store: StoreId,
-    pub device: Arc<dyn Device>,
-    /// Host memory that pages are drained to.
-    pub staging: Arc<StagingPool>,
-    pub applier: Arc<Applier>,
-    /// The log, which must be durable up to a snapshot's end.
-    pub log: Arc<Log>,
-    /// Segments, to which recycled ones go.
-    pub pool: Arc<SegmentPool>,
-    /// Set by every failure after which it is unknown what lies on the disk.
-    pub poison: Arc<Poison>,
+    pub engine: Arc<Engine>,
     /// The rules by which snapshots and log stay.
     pub retention: Retention,
     pub compression: Compression,
@@ -149,7 +136,7 @@ impl Snapshots {
     /// takes a segment.
     pub fn take_at_close(&self) -> Result<()> {
         let last = *self.last.lock();
-        if last.is_in_pieces() && self.log.length().0 > last.lsn {
+        if last.is_in_pieces() && self.engine.log.length().0 > last.lsn {
             self.take(SnapshotRequest::default())?;
         }
         Ok(())
@@ -192,14 +179,14 @@ impl Snapshots {
         wanted: SnapshotRequest,
         then: impl FnOnce(&mut Catalog) -> Result<()>,
     ) -> Result<SnapshotInfo> {
-        self.poison.check()?;
+        self.engine.poison.check()?;
         // The length of the log before the snapshot begins: later commits count for the next one.
-        let (began, (_, log_bytes)) = (Instant::now(), self.log.length());
+        let (began, (_, log_bytes)) = (Instant::now(), self.engine.log.length());
         // Space that came back to a full disk is the reserve's first: without the reserve no delete could
         // free more.
-        self.pool.fill().map_err(|error| self.heard(error))?;
+        self.engine.log.pool.fill().map_err(|error| self.heard(error))?;
         // Superfluous spares give way to images.
-        let written = self.pool.with_surplus(|| self.write(catalog, wanted.clone()));
+        let written = self.engine.log.pool.with_surplus(|| self.write(catalog, wanted.clone()));
         let taken = written.and_then(|id| {
             match then(catalog) {
                 Ok(()) => Ok(catalog.snapshots[&id].info.clone()),
@@ -230,7 +217,7 @@ impl Snapshots {
             // does.
             Error::Closed | Error::OutOfMemory { .. } | Error::OverBudget { .. } => error,
             error if error.is_passing() => error,
-            error => self.poison.set(error),
+            error => self.engine.poison.set(error),
         }
     }
 
@@ -255,7 +242,7 @@ impl Snapshots {
     fn write(&self, catalog: &mut Catalog, wanted: SnapshotRequest) -> Result<SnapshotId> {
         let threads_max = wanted.threads_max();
         // 1.
-        catalog.known.prove(&DiskSource::past_cache(self.disk.clone()));
+        catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()));
         // 2.
         // Without space no image is written again only to empty its file.
         let wasteful = if wanted.spare { Vec::new() } else { self.wasteful_files(catalog)? };
@@ -306,7 +293,7 @@ impl Snapshots {
     fn begin(&self, catalog: &Catalog, wasteful: Vec<(u64, u64)>, exact: bool) -> Result<SnapshotStart> {
         let known = catalog.known.clone();
         if exact {
-            return self.applier.turn(move |turn| {
+            return self.engine.applier.turn(move |turn| {
                 let pages = beginning(turn);
                 let table = &mut turn.applied.table;
                 let look = |pages: Vec<PageId>| {
@@ -323,13 +310,13 @@ impl Snapshots {
         }
         // Deletes are noted from `redo` on, in the same turn: a delete in between would be noted nowhere,
         // and the gathering would miss a page of which nothing says that it is gone.
-        let (redo, pages) = self.applier.turn(|turn| {
+        let (redo, pages) = self.engine.applier.turn(|turn| {
             turn.applied.deleted = Some(HashMap::new());
             Ok((turn.applied.point, beginning(turn)))
         })?;
         let look = |pages: Vec<PageId>| {
             let known = known.clone();
-            self.applier.turn_ahead(move |turn| {
+            self.engine.applier.turn_ahead(move |turn| {
                 let AppliedState { table, deleted, .. } = turn.applied;
                 Ok(known.look(table, deleted.as_ref(), &pages))
             })
@@ -380,7 +367,7 @@ impl Snapshots {
         if pages.is_empty() {
             return Ok((None, Vec::new()));
         }
-        let (disk, store, purpose) = (self.disk.clone(), self.store, ImagePurpose::Snapshot);
+        let (disk, store, purpose) = (self.engine.disk.clone(), self.engine.store, ImagePurpose::Snapshot);
         let (compression, threads_max) = (self.compression, wanted.threads_max());
         // A pace, or a caller that waits: the same number of threads compresses and reads back.
         let writers = ImageWriters::create(disk, store, numbers, purpose, compression, threads_max)?;
@@ -395,12 +382,12 @@ impl Snapshots {
 
     /// Phase 3: the last batch applied, with the root and the numbers of that moment.
     fn end(&self) -> Result<End> {
-        self.applier.turn(|turn| Ok(End::here(turn)))
+        self.engine.applier.turn(|turn| Ok(End::here(turn)))
     }
 
     /// Ends what the applier does for a snapshot between its begin and its end.
     fn stop_watching(&self) -> Result<()> {
-        self.applier.turn(|turn| {
+        self.engine.applier.turn(|turn| {
             // Nothing notes deletes any more: the table of them would grow as long as the store is open.
             turn.applied.deleted = None;
             if let Some(cut) = turn.applied.cut.take() {
@@ -430,7 +417,7 @@ impl Snapshots {
             kind: sorted.follows.map_or(ManifestKind::Base, |(previous, previous_crc)| {
                 ManifestKind::Change { previous, previous_crc }
             }),
-            store: self.store,
+            store: self.engine.store,
             snapshot: SnapshotId(number),
             name,
             created_unix_ms: unix_ms(),
@@ -494,21 +481,21 @@ impl Snapshots {
     ) -> Result<PublishedFile> {
         assert!(manifest.redo.lsn <= manifest.end); // I7: a replay from `redo` comes to `end`.
         writers.map_or(Ok(()), ImageWriters::sync)?;
-        self.log.wait_durable(manifest.end)?;
-        assert!(manifest.end <= self.log.durable()); // I7: the manifest's end is a mark (I4).
+        self.engine.log.wait_durable(manifest.end)?;
+        assert!(manifest.end <= self.engine.log.durable()); // I7: the manifest's end is a mark (I4).
         self.publish_manifest(manifest, threads_max)
     }
 
     /// Publishes a manifest, by up to `threads_max` threads. On a full disk it may use the reserve.
     fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<PublishedFile> {
         let _phase = phases::enter(Phase::Publish);
-        let publish = || publish_unchecked(&self.disk, manifest, threads_max);
+        let publish = || publish_unchecked(&self.engine.disk, manifest, threads_max);
         // A manifest without images takes little, and gives back what deleted pages took. So it may go
         // deeper into the reserve, as a seal may.
         let purpose = if manifest.entries.is_empty() { SpacePurpose::Seal } else { SpacePurpose::User };
         match publish() {
             // It is small, and without it the images would have been written for nothing.
-            Err(Error::DiskFull { .. }) if self.log.release_one(purpose)? => publish(),
+            Err(Error::DiskFull { .. }) if self.engine.log.release_one(purpose)? => publish(),
             published => published,
         }
     }

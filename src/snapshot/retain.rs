@@ -62,13 +62,13 @@ impl Snapshots {
             manifest_crc: kept.manifest_crc,
             log_kept: floor.is_some_and(|floor| kept.redo.lsn >= floor),
         });
-        self.log.record_verified(record.collect())
+        self.engine.log.record_verified(record.collect())
     }
 
     /// The record of phase 6, and phase 7. While a page is unloaded only the record: if an image turns
     /// out damaged, an older snapshot and more log can stand in for it.
     pub fn retain(&self, catalog: &mut Catalog) -> Result<()> {
-        if self.applier.unloaded().is_any() {
+        if self.engine.applier.unloaded().is_any() {
             return self.record(catalog, catalog.floor, |_| true);
         }
         self.prune(catalog, &self.retention).map(drop)
@@ -102,7 +102,7 @@ impl Snapshots {
         let mut going = Vec::new();
         let (plan, pruned) = self.subject(catalog).plan(retention, &mut |id| {
             // The lock is kept until all is gone: a reader that begins meanwhile would find half of it.
-            let lock = self.disk.try_retire(id)?;
+            let lock = self.engine.disk.try_retire(id)?;
             let is_free = lock.is_some();
             going.extend(lock);
             Ok(is_free)
@@ -133,10 +133,10 @@ impl Snapshots {
         // 2. Manifests. Gone after their log or images, one that a crash spared would name what is
         //    missing. A failure poisons: a manifest that stays, and that the catalog does not know any
         //    more, would come back with the next open, when what it needs is gone.
-        self.remove_all(Folder::Snapshots, &pruned).map_err(|error| self.poison.set(error))?;
+        self.remove_all(Folder::Snapshots, &pruned).map_err(|error| self.engine.poison.set(error))?;
         // 3. Segments: before images, so that a batch which a crash spared still finds the images that it
         //    names.
-        self.pool.recycle(&segments)?;
+        self.engine.log.pool.recycle(&segments)?;
         // 4. Images and tables.
         files.recycled(floor.unwrap_or_default());
         self.remove_all(Folder::Pages, &pruned)?;
@@ -149,7 +149,7 @@ impl Snapshots {
         let Some(newest) = segments.iter().max() else { return };
         let redo = plan.log_from.map(|(_, redo)| redo).filter(|redo| redo.0 > 0);
         assert!(redo <= catalog.floor); // I8: the record, which is durable, says that nothing starts below.
-        assert!(*newest < self.log.current_segment()); // I8: frames enter the current segment.
+        assert!(*newest < self.engine.log.current_segment()); // I8: frames enter the current segment.
         // I8: each start keeps the segment in which its replay begins, and all after it.
         let mut starts = catalog.snapshots.values().filter(|kept| catalog.reaches(kept));
         assert!(starts.all(|kept| *newest < kept.redo.segment));
@@ -158,14 +158,14 @@ impl Snapshots {
     /// Removes the files of a folder that go, and syncs it: the next step must not outrun these on the disk.
     fn remove_all(&self, folder: Folder, pruned: &PruneReport) -> Result<()> {
         let files = || pruned.files.iter().map(|(file, _)| *file).filter(|file| file.folder() == folder);
-        files().try_for_each(|file| self.disk.remove(file))?;
+        files().try_for_each(|file| self.engine.disk.remove(file))?;
         // A folder from which nothing went needs no sync.
-        if files().next().is_some() { self.disk.sync_folder(folder) } else { Ok(()) }
+        if files().next().is_some() { self.engine.disk.sync_folder(folder) } else { Ok(()) }
     }
 
     /// The catalog with its disk, for the rules.
     fn subject<'a>(&'a self, catalog: &'a Catalog) -> Subject<'a> {
-        Subject { disk: &*self.disk, catalog, current_segment: self.log.current_segment() }
+        Subject { disk: &*self.engine.disk, catalog, current_segment: self.engine.log.current_segment() }
     }
 }
 

@@ -49,11 +49,11 @@ impl Snapshots {
     /// Gives back the space that only deleted pages need. Returns whether any file went.
     fn give_back(&self, catalog: &mut Catalog) -> Result<bool> {
         // If the image of an unloaded page turns out damaged, an older snapshot can stand in for it.
-        if self.applier.unloaded().is_any() {
+        if self.engine.applier.unloaded().is_any() {
             return Ok(false);
         }
         // The snapshot that it replaces goes only after it is verified (I7): `prune` sees to that.
-        self.pool.with_surplus(|| self.write_thin(catalog))?;
+        self.engine.log.pool.with_surplus(|| self.write_thin(catalog))?;
         let pruned = self.prune(catalog, &self.retention);
         self.catalog.tell(catalog);
         Ok(!pruned?.files.is_empty())
@@ -89,7 +89,7 @@ impl Snapshots {
         let next_file = catalog.files.next_number();
         let manifest = Manifest {
             kind: ManifestKind::Change { previous, previous_crc },
-            store: self.store,
+            store: self.engine.store,
             snapshot: SnapshotId(catalog.next_snapshot),
             name: None,
             // For retention it is as old as the snapshot whose place it takes.
@@ -124,14 +124,16 @@ impl Snapshots {
 
     /// Finds the pages of the newest snapshot that were deleted.
     fn gone(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
-        let changed = self.applier.turn(|turn| Ok(beginning(turn).changed))?;
+        let changed = self.engine.applier.turn(|turn| Ok(beginning(turn).changed))?;
         let mut gone = Vec::new();
         // Some at a time: a turn is a time in which no batch is applied.
         for pages in changed.chunks(LOOK_PAGES) {
             let (known, pages) = (catalog.known.clone(), Arc::new(pages.to_vec()));
             let looked_at = pages.clone();
-            let standings =
-                self.applier.turn(move |turn| Ok(known.look(&mut turn.applied.table, None, &looked_at)))?;
+            let standings = self
+                .engine
+                .applier
+                .turn(move |turn| Ok(known.look(&mut turn.applied.table, None, &looked_at)))?;
             let is_gone = pages.iter().zip(standings).filter(|(_, standing)| standing.is_gone());
             gone.extend(is_gone.map(|(page, _)| *page));
         }
@@ -145,7 +147,7 @@ impl Snapshots {
         if newest_end == redo {
             return Ok(Vec::new());
         }
-        let source = DiskSource::new(self.disk.clone());
+        let source = DiskSource::new(self.engine.disk.clone());
         let store = read_store(&source)?;
         let (manifest, _) = read_manifest(&source, FileName::Manifest(newest.0), &store)?;
         Ok(manifest.tombstones.into_iter().filter(|tombstone| tombstone.lsn > redo).collect())

@@ -131,7 +131,7 @@ impl Snapshots {
         let snapshots = self.clone();
         let thread = threads::start("remanent-verify", move || {
             let thread = "the thread that verifies snapshots";
-            let _poisons = PanicPoisons { poison: snapshots.poison.clone(), thread };
+            let _poisons = PanicPoisons { poison: snapshots.engine.poison.clone(), thread };
             // A panic must not leave snapshots waiting in silence: it poisons.
             snapshots.attend();
         });
@@ -154,7 +154,7 @@ impl Snapshots {
                 // Recorded and recycled by the same thread, in the order of publication.
                 Ok(()) => self.finish(&mut self.catalog.lock_patiently()),
                 Err(error) if error.is_passing() => Err(error),
-                Err(error) => Err(self.poison.set(error)),
+                Err(error) => Err(self.engine.poison.set(error)),
             };
             if let Err(error) = &finished {
                 tracing::error!(%error, "a snapshot that is published cannot be verified");
@@ -174,7 +174,7 @@ impl Snapshots {
             // No space to record it: nothing is recycled, as yet.
             Ok(()) | Err(Error::DiskFull { .. }) => Ok(()),
             Err(error) if error.is_passing() => Err(error),
-            Err(error) => Err(self.poison.set(error)),
+            Err(error) => Err(self.engine.poison.set(error)),
         }
     }
 

@@ -2,8 +2,8 @@
 
 use remanent_format::{Lsn, Position};
 
+use super::Store;
 use super::ticket::{CommitReceipt, Ticket, wait};
-use super::{Store, StoreParts};
 use crate::error::{Error, Result};
 use crate::write::batch::WriteBatch;
 
@@ -27,9 +27,7 @@ impl Store {
     /// [`Store::read`]. [`Error::Poisoned`] after a failure.
     pub fn submit(&self, batch: impl Into<WriteBatch>) -> Result<Ticket> {
         let committed = self.log_batch(&batch.into())?;
-        let StoreParts { log, applier, leases, .. } = &*self.parts;
-        let (log, applier, leases) = (log.clone(), applier.clone(), leases.clone());
-        Ok(Ticket::new(committed, log, applier, leases))
+        Ok(Ticket::new(committed, self.parts.engine.0.clone()))
     }
 
     /// Submits a batch and waits for the acknowledgement that [`Options::ack`] names.
@@ -37,9 +35,9 @@ impl Store {
     /// # Errors
     /// As for [`Store::submit`], and [`Error::Poisoned`] if the store fails while waiting.
     pub fn commit(&self, batch: impl Into<WriteBatch>) -> Result<CommitReceipt> {
-        // Without a ticket: what it holds is counted, and all threads count on the same three words.
+        // Without a ticket: the engine that it holds is counted, and all threads count on the same word.
         let committed = self.log_batch(&batch.into())?;
-        wait(self.ack, committed.position.lsn, &self.parts.log, &self.parts.applier)?;
+        wait(self.parts.options.ack, committed.position.lsn, self.engine())?;
         Ok(committed)
     }
 
@@ -59,7 +57,7 @@ impl Store {
         if lsn > newest {
             return Err(Error::Limit { what: "lsn to wait for", found: lsn.0, limit: newest.0 });
         }
-        self.parts.log.wait_durable(lsn)
+        self.engine().log.wait_durable(lsn)
     }
 
     /// The newest batch that is logged; 0 in a forked child, which knows of none.
@@ -68,6 +66,6 @@ impl Store {
         if self.check_process().is_err() {
             return Lsn(0);
         }
-        self.parts.versions.visible()
+        self.engine().versions.visible()
     }
 }

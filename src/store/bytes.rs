@@ -9,7 +9,8 @@
 
 use remanent_format::{Key, Lsn, PageId, PageInfo, Place};
 
-use super::{Store, StoreParts};
+use super::Store;
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 #[cfg(doc)]
 use crate::options::PageLoad;
@@ -120,7 +121,7 @@ impl Store {
                 return Ok(info);
             }
         }
-        let StoreParts { applier, device, staging, poison, .. } = &*self.parts;
+        let Engine { applier, device, staging, poison, .. } = self.engine();
         let read = applier.read(&**device, staging, page, buffer.len() as u64, |info| (0, info.len));
         let (info, _, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         make_room(buffer, info.len)?;
@@ -141,7 +142,7 @@ impl Store {
                 return Ok((info, lsn));
             }
         }
-        let StoreParts { applier, device, staging, poison, .. } = &*self.parts;
+        let Engine { applier, device, staging, poison, .. } = self.engine();
         let read = applier.read(&**device, staging, page, len, move |_| (offset, len));
         let (info, lsn, bytes) = read.map_err(|error| poison.set_by_device(error))?;
         out.copy_from_slice(&bytes);
@@ -156,7 +157,7 @@ impl Store {
     pub(super) fn read_as_of(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<()> {
         let PageInfo { page, lsn, .. } = *info;
         let overtaken = || Error::Overtaken { lsn, snapshot: None };
-        let StoreParts { versions, .. } = &*self.parts;
+        let Engine { versions, .. } = self.engine();
         for _ in 0..TRIES {
             if !versions.is_at(page, lsn) {
                 return Err(overtaken());
@@ -166,7 +167,7 @@ impl Store {
             }
         }
         let len = out.len() as u64;
-        let StoreParts { applier, device, staging, poison, .. } = &*self.parts;
+        let Engine { applier, device, staging, poison, .. } = self.engine();
         // It may be shorter by now, or gone: either way it is another version.
         let range = move |now: &PageInfo| if now.lsn == lsn { (offset, len) } else { (0, 0) };
         match applier.read(&**device, staging, page, len, range) {
@@ -189,7 +190,7 @@ impl Store {
     ///
     /// In any case the applier has come to this version when this returns.
     pub(super) fn read_version(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {
-        let StoreParts { applier, versions, device, .. } = &*self.parts;
+        let Engine { applier, versions, device, .. } = self.engine();
         applier.unloaded().wait([info.page])?;
         if !applier.has_applied(info.lsn) {
             applier.wait_applied(info.lsn)?;

@@ -8,6 +8,7 @@ use remanent_format::{FileName, Lsn, Position};
 use super::{Store, StoreParts};
 use crate::catalog::{Catalog, RetainedSnapshot, SnapshotInfo};
 use crate::disk::Disk;
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::restore::RestoreRun;
@@ -75,8 +76,8 @@ impl Store {
     /// otherwise.
     pub fn wait_verified(&self) -> Result<()> {
         self.check_process()?;
-        let StoreParts { snapshots, poison, .. } = &*self.parts;
-        poison.check()?;
+        let snapshots = &self.parts.snapshots;
+        self.engine().poison.check()?;
         let mut catalog = snapshots.catalog.lock();
         if catalog.snapshots.values().all(|kept| kept.info.verified) {
             return Ok(());
@@ -142,12 +143,13 @@ impl Store {
     /// next call removes the rest; any other failure poisons the store.
     pub fn prune(&self, retention: &Retention) -> Result<PruneReport> {
         self.check_process()?;
-        let StoreParts { snapshots, poison, applier, .. } = &*self.parts;
+        let snapshots = &self.parts.snapshots;
+        let Engine { poison, applier, .. } = self.engine();
         applier.unloaded().wait_all()?;
         poison.check()?;
         let pruned = snapshots.prune(&mut snapshots.catalog.lock(), retention).and_then(|pruned| {
             // A caller that prunes wants the space, not segments that are ready.
-            snapshots.pool.release_surplus().map(|_| pruned)
+            self.engine().log.pool.release_surplus().map(|_| pruned)
         });
         self.in_store(pruned.map_err(|error| if error.is_passing() { error } else { poison.set(error) }))
     }
@@ -199,7 +201,7 @@ impl Store {
     /// store, whose directory then holds the restored state.
     pub fn restore(&self, point: &StatePoint) -> Result<Position> {
         self.check_process()?;
-        self.parts.poison.check()?;
+        self.engine().poison.check()?;
         let mut catalog = self.parts.snapshots.catalog.lock();
         let lsn = match point {
             StatePoint::Lsn(lsn) => *lsn,
@@ -217,37 +219,15 @@ impl Store {
     }
 
     fn restore_lsn(&self, lsn: Lsn, catalog: &mut Catalog) -> Result<Position> {
-        let StoreParts {
-            committer,
-            snapshots,
-            options,
-            disk,
-            device,
-            staging,
-            applier,
-            versions,
-            leases,
-            log,
-            poison,
-            ..
-        } = &*self.parts;
+        let StoreParts { committer, snapshots, options, .. } = &*self.parts;
+        let engine = self.engine();
+        let Engine { applier, leases, log, poison, .. } = engine;
         // Memory is overwritten as a whole.
         applier.unloaded().wait_all()?;
         let mut submitted = committer.lock();
         leases.check_none().map_err(|error| poison.set_by_device(error))?;
-        let restore = RestoreRun {
-            disk,
-            store: self.id,
-            device,
-            staging,
-            applier,
-            versions,
-            log,
-            budget: &options.budget,
-            compression: options.compression,
-            poison,
-        };
-        let point = snapshots.pool.with_surplus(|| restore.run(lsn, &mut submitted, catalog))?;
+        let restore = RestoreRun { engine, budget: &options.budget, compression: options.compression };
+        let point = log.pool.with_surplus(|| restore.run(lsn, &mut submitted, catalog))?;
         // Still under both locks: this snapshot is exact, and later opens start from it.
         match snapshots.take_keeping_all(catalog) {
             // The restore stands without it: recovery replays the record.

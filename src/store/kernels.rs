@@ -136,6 +136,6 @@ impl Store {
     /// A device's failure concerns the whole store.
     fn of_device<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check_process()?;
-        self.in_store(call().map_err(|error| self.committer().poison.set_by_device(error)))
+        self.in_store(call().map_err(|error| self.engine().poison.set_by_device(error)))
     }
 }

@@ -22,22 +22,16 @@ use std::sync::Arc;
 
 use remanent_format::StoreId;
 
-use crate::applier::{Applier, Leases};
-use crate::base::poison::Poison;
 use crate::base::process::ForkGuard;
-use crate::device::Device;
 use crate::disk::{Disk, DiskLock};
+use crate::engine::{Engine, RunningEngine};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
 use crate::history::audit::Auditor;
-use crate::log::Log;
-use crate::memory::arena::Arena;
-use crate::memory::staging::StagingPool;
-use crate::options::{Ack, Options};
+use crate::options::Options;
 use crate::recovery::{PageLoader, RecoveryReport};
 use crate::snapshot::{BackgroundSnapshots, Scrub, Scrubber, Snapshots};
-use crate::versions::Versions;
 use crate::write::commit::Committer;
 
 pub use pages::UnloadedPages;
@@ -66,9 +60,9 @@ pub use view::{LiveView, Pages};
 /// # Ok::<(), remanent::Error>(())
 /// ```
 pub struct Store {
+    /// Not dropped in a forked child: the parent's threads are not there, and the files are the parent's
+    /// business.
     parts: ForkGuard<StoreParts>,
-    id: StoreId,
-    ack: Ack,
     recovered: RecoveryReport,
     /// Released last: until then no other process may open the directory.
     _lock: Box<dyn DiskLock>,
@@ -76,41 +70,47 @@ pub struct Store {
     _directory: ForkGuard<Option<Box<dyn Any + Send + Sync>>>,
 }
 
+/// The parts of an open store. The owners of threads are dropped in the order of the fields, so that no
+/// thread outlives a thread that it waits for.
 struct StoreParts {
+    /// First: called off, a snapshot in the background lets go of the catalog, for which a scrub may wait.
+    _background: BackgroundSnapshots,
+    _scrubber: Scrubber,
+    _loader: PageLoader,
+    /// After everything that gives turns to the applier.
+    engine: RunningEngine,
     committer: Committer,
     snapshots: Arc<Snapshots>,
-    background: BackgroundSnapshots,
     scrub: Arc<Scrub>,
-    scrubber: Scrubber,
-    loader: PageLoader,
     options: Options,
-    disk: Arc<dyn Disk>,
-    device: Arc<dyn Device>,
-    arena: Arc<Arena>,
-    staging: Arc<StagingPool>,
-    applier: Arc<Applier>,
-    versions: Arc<Versions>,
-    leases: Arc<Leases>,
-    log: Arc<Log>,
-    poison: Arc<Poison>,
+}
+
+impl StoreParts {
+    fn engine(&self) -> &Engine {
+        &self.engine.0
+    }
 }
 
 impl Store {
     /// The store's identity, drawn at random when it was created.
     #[must_use]
     pub fn id(&self) -> StoreId {
-        self.id
+        self.engine().store
     }
 
     /// Where it lies.
     pub(crate) fn disk(&self) -> &Arc<dyn Disk> {
-        &self.parts.disk
+        &self.engine().disk
+    }
+
+    /// The parts that all roads share.
+    pub(crate) fn engine(&self) -> &Engine {
+        self.parts.engine()
     }
 
     /// What looks whether memory is what the batches say.
     pub(crate) fn auditor(&self) -> Auditor<'_> {
-        let StoreParts { disk, device, staging, applier, snapshots, .. } = &*self.parts;
-        Auditor { disk, device, staging, applier, catalog: &snapshots.catalog }
+        Auditor { engine: self.engine(), catalog: &self.parts.snapshots.catalog }
     }
 
     /// What turns batches into commits.
@@ -132,8 +132,8 @@ impl Store {
     /// [`Error::Poisoned`] if the store failed, now or before. The directory is released all the same.
     pub fn close(self) -> Result<()> {
         self.check_process()?;
-        let StoreParts { poison, snapshots, options, .. } = &*self.parts;
-        let poison = poison.clone();
+        let StoreParts { snapshots, options, .. } = &*self.parts;
+        let poison = self.engine().poison.clone();
         if options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some() {
             match snapshots.take_at_close() {
                 Err(error) if error.is_passing() => tracing::warn!(%error, "no snapshot at the close"),
@@ -147,7 +147,7 @@ impl Store {
 
     /// A result for the caller: an error says which store it is about.
     fn in_store<T>(&self, result: Result<T>) -> Result<T> {
-        result.map_err(|error| error.in_store(&self.parts.disk.label()))
+        result.map_err(|error| error.in_store(&self.disk().label()))
     }
 
     /// Threads do not survive a fork: in the child, nothing would answer. Comes first in every call: a lock
@@ -157,25 +157,11 @@ impl Store {
     }
 }
 
-impl Drop for Store {
-    fn drop(&mut self) {
-        // In a forked child the parent's threads are not there, and the files are the parent's business.
-        if self.parts.is_own() {
-            self.parts.background.stop();
-            self.parts.scrubber.stop();
-            self.parts.snapshots.unverified.join();
-            self.parts.loader.stop();
-            self.parts.applier.stop();
-            self.parts.log.stop();
-        }
-    }
-}
-
 impl std::fmt::Debug for Store {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Store")
-            .field("id", &self.id)
-            .field("disk", &self.parts.disk.label())
+            .field("id", &self.id())
+            .field("disk", &self.disk().label())
             .finish_non_exhaustive()
     }
 }

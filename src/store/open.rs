@@ -6,26 +6,23 @@ use std::sync::Arc;
 use remanent_format::Lsn;
 
 use super::{Store, StoreParts};
-use crate::applier::{Applier, ApplierParts, Leases};
 use crate::base::pace::Pace;
-use crate::base::poison::Poison;
 use crate::base::process::ForkGuard;
 use crate::base::sync::atomic::AtomicU64;
 use crate::base::sync::{Instant, Mutex};
 use crate::catalog::CatalogLock;
 use crate::device::Device;
 use crate::disk::Disk;
+use crate::engine::{Engine, EngineStart};
 use crate::error::{Error, Result};
 use crate::images::CHUNK_BYTES;
-use crate::log::Log;
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::Retention;
 use crate::options::{Ack, Create, LogIo, Options};
 use crate::recovery::create::check_directory;
-use crate::recovery::{PageLoader, PageLoaderParts, RecoveredStore, Recovery};
+use crate::recovery::{PageLoader, RecoveredStore, Recovery};
 use crate::snapshot::{BackgroundSnapshots, Mark, Rules, Scrub, Scrubber, SnapshotProgress, Snapshots};
-use crate::versions::Versions;
 use crate::write::commit::{CombineQueue, Committer};
 
 /// A batch whose whole pages take more than one part in this number of a segment writes them to an image
@@ -92,64 +89,29 @@ impl Store {
             mut recovered,
         } = opened;
         recovered.log_io = log_io_reason;
-        let poison = Arc::new(Poison::none_in(disk.label()));
         // That of the applier alone: from it snapshots are taken.
         applied.table.watch(changed);
-        let started = disk
-            .keep_folders_open()
-            .and_then(|()| Log::start(store.store, log_io, pool.clone(), poison.clone(), log));
-        let log = match started {
-            Ok(log) => log,
-            Err(error) => {
-                applied.give_back(&arena);
-                return Err(error);
-            }
-        };
-        let leases = Arc::new(Leases::new(device.clone(), arena.clone(), poison.clone()));
-        let memory = |page| applied.memory.get(page).map(|memory| memory.span().memory);
-        let versions = Arc::new(Versions::new(&submitted, log.logged_mark(), memory));
-        let applier_parts = ApplierParts {
-            device: device.clone(),
-            arena: arena.clone(),
-            staging: staging.clone(),
-            poison: poison.clone(),
-            leases: leases.clone(),
-            versions: versions.clone(),
-        };
-        let applier = Applier::start(
-            applier_parts,
-            {
-                let log = log.clone();
-                move |lsn| log.wait_logged_last(lsn)
-            },
+        // From here on a failure drops what was started before it, the newest first.
+        let start = EngineStart {
+            store: store.store,
+            disk,
+            device,
+            arena,
+            staging,
+            log_io,
+            pool,
+            log,
             applied,
-        );
-        let applier = applier.inspect_err(|_| log.stop())?;
-        let loader = PageLoader::start(PageLoaderParts {
-            disk: disk.clone(),
-            device: device.clone(),
-            arena: arena.clone(),
-            staging: staging.clone(),
-            applier: applier.clone(),
-            poison: poison.clone(),
-        });
-        let loader = loader.inspect_err(|_| {
-            applier.stop();
-            log.stop();
-        })?;
+            submitted: &submitted,
+        };
+        let running = Engine::start(start)?;
+        let engine = &running.0;
+        let loader = PageLoader::start(engine.clone())?;
         let committer = Committer {
+            engine: engine.clone(),
             next_page: AtomicU64::new(submitted.next_page()),
             submitted: Mutex::new(submitted),
-            versions: versions.clone(),
             waiting: CombineQueue::new(),
-            store: store.store,
-            log: log.clone(),
-            applier: applier.clone(),
-            leases: leases.clone(),
-            device: device.clone(),
-            arena: arena.clone(),
-            staging: staging.clone(),
-            poison: poison.clone(),
             files: catalog.files.clone(),
             known: catalog.known.clone(),
             compression: options.compression,
@@ -157,14 +119,7 @@ impl Store {
         };
         let pace = Arc::new(Pace::new(options.snapshot_bytes_per_second));
         let snapshots = Arc::new(Snapshots {
-            disk: disk.clone(),
-            store: store.store,
-            device: device.clone(),
-            staging: staging.clone(),
-            applier: applier.clone(),
-            log: log.clone(),
-            pool,
-            poison: poison.clone(),
+            engine: engine.clone(),
             retention: Retention::of(&options),
             compression: options.compression,
             chunk_len: options.chunk_len.unwrap_or(CHUNK_BYTES),
@@ -180,40 +135,21 @@ impl Store {
             }),
         });
         let rules = Rules { log_bytes: options.snapshot_log_bytes, interval: options.snapshot_interval };
-        let background = BackgroundSnapshots::start(snapshots.clone(), rules).inspect_err(|_| {
-            loader.stop();
-            applier.stop();
-            log.stop();
-        })?;
+        let background = BackgroundSnapshots::start(snapshots.clone(), rules)?;
         let scrub_pace = Pace::new(options.scrub_bytes_per_second);
         let scrub = Arc::new(Scrub::new(snapshots.clone(), store.clone(), scrub_pace));
-        let scrubber = Scrubber::start(scrub.clone(), options.scrub_interval).inspect_err(|_| {
-            background.stop();
-            loader.stop();
-            applier.stop();
-            log.stop();
-        })?;
+        let scrubber = Scrubber::start(scrub.clone(), options.scrub_interval)?;
         Ok(Self {
-            id: store.store,
-            ack: options.ack,
             recovered,
             parts: ForkGuard::new(StoreParts {
+                _background: background,
+                _scrubber: scrubber,
+                _loader: loader,
+                engine: running,
                 committer,
                 snapshots,
-                background,
                 scrub,
-                scrubber,
-                loader,
                 options,
-                disk,
-                device,
-                arena,
-                staging,
-                applier,
-                versions,
-                leases,
-                log,
-                poison,
             }),
             _lock: lock,
             _directory: ForkGuard::new(directory),

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use remanent_format::{Key, Metadata, PageId, PageInfo};
 
-use super::{Pages, Store, StoreParts};
+use super::{Pages, Store};
 use crate::applier::lease::Lease;
 use crate::applier::pin::{Pin, PinSource};
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 
 #[cfg(doc)]
@@ -32,10 +33,10 @@ impl Store {
     /// [`Store::read`]; [`Error::Poisoned`] if the device failed, now or with a batch before.
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
         self.check_process()?;
-        let StoreParts { committer, applier, leases, device, poison, .. } = &*self.parts;
+        let Engine { applier, leases, device, poison, .. } = self.engine();
         applier.unloaded().wait([page])?;
         let id = {
-            let _every_later_batch_knows = committer.lock();
+            let _every_later_batch_knows = self.committer().lock();
             leases.begin(page)?
         };
         Lease::take(applier, leases, device, page, id).map_err(|error| poison.set_by_device(error))
@@ -49,10 +50,10 @@ impl Store {
     /// now or with a batch before.
     pub fn pin(&self, page: PageId) -> Result<Pin<'_>> {
         self.check_process()?;
-        let StoreParts { committer, applier, leases, device, poison, .. } = &*self.parts;
+        let Engine { applier, leases, device, poison, .. } = self.engine();
         applier.unloaded().wait([page])?;
         {
-            let _every_later_batch_knows = committer.lock();
+            let _every_later_batch_knows = self.committer().lock();
             leases.pin(page)?;
         }
         Pin::take(PinSource { applier, leases, device }, page).map_err(|error| poison.set_by_device(error))
@@ -65,7 +66,7 @@ impl Store {
         if self.check_process().is_err() {
             return UnloadedPages::default();
         }
-        let (pages, bytes) = self.parts.applier.unloaded().left();
+        let (pages, bytes) = self.engine().applier.unloaded().left();
         UnloadedPages { pages, bytes }
     }
 
@@ -76,7 +77,7 @@ impl Store {
     /// stopped.
     pub fn wait_loaded(&self) -> Result<()> {
         self.check_process()?;
-        self.parts.applier.unloaded().wait_all()
+        self.engine().applier.unloaded().wait_all()
     }
 
     /// A page's length, version, key and metadata. Waits for nothing: neither for batches under way nor for a
@@ -90,7 +91,7 @@ impl Store {
     /// [`Error::UnknownPage`]; [`Error::Forked`].
     pub fn page(&self, page: PageId) -> Result<PageInfo> {
         self.check_process()?;
-        let info = self.parts.versions.page(page, |entry| entry.info(page));
+        let info = self.engine().versions.page(page, |entry| entry.info(page));
         info.ok_or(Error::UnknownPage { page })
     }
 
@@ -100,7 +101,7 @@ impl Store {
     /// [`Error::UnknownKey`]; [`Error::Forked`].
     pub fn page_by_key(&self, key: &Key) -> Result<PageInfo> {
         self.check_process()?;
-        let info = self.parts.versions.page_by_key(key, |page, entry| entry.info(page));
+        let info = self.engine().versions.page_by_key(key, |page, entry| entry.info(page));
         info.ok_or_else(|| Error::UnknownKey { key: key.clone() })
     }
 
@@ -122,7 +123,7 @@ impl Store {
     /// [`Error::Forked`].
     pub fn contains(&self, page: PageId) -> Result<bool> {
         self.check_process()?;
-        Ok(self.parts.versions.page(page, |_| ()).is_some())
+        Ok(self.engine().versions.page(page, |_| ()).is_some())
     }
 
     /// Whether a page has this key. Waits for nothing, as [`Store::page`].
@@ -131,7 +132,7 @@ impl Store {
     /// [`Error::Forked`].
     pub fn contains_key(&self, key: &Key) -> Result<bool> {
         self.check_process()?;
-        Ok(self.parts.versions.page_by_key(key, |_, _| ()).is_some())
+        Ok(self.engine().versions.page_by_key(key, |_, _| ()).is_some())
     }
 
     /// How many pages there are. Waits for nothing, as [`Store::page`].
@@ -140,7 +141,7 @@ impl Store {
     /// [`Error::Forked`].
     pub fn page_count(&self) -> Result<u64> {
         self.check_process()?;
-        Ok(self.parts.versions.root(|_, page_count| page_count))
+        Ok(self.engine().versions.root(|_, page_count| page_count))
     }
 
     /// All pages as they are now, in the order of their ids. They are listed as they are asked for: batches
@@ -170,6 +171,6 @@ impl Store {
     /// [`Error::Forked`].
     pub fn root(&self) -> Result<Arc<Metadata>> {
         self.check_process()?;
-        Ok(self.parts.versions.root(|root, _| root.clone()))
+        Ok(self.engine().versions.root(|root, _| root.clone()))
     }
 }

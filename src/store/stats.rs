@@ -4,6 +4,7 @@ use remanent_format::{Lsn, Place};
 
 use super::{Store, StoreParts};
 use crate::device::MemoryStats;
+use crate::engine::Engine;
 use crate::error::Result;
 use crate::log::LogStats;
 use crate::memory::arena::PlaceUsage;
@@ -43,7 +44,8 @@ impl Store {
         if self.check_process().is_err() {
             return Stats::default();
         }
-        let StoreParts { log, applier, device, arena, staging, snapshots, scrub, .. } = &*self.parts;
+        let Engine { log, applier, device, arena, staging, .. } = self.engine();
+        let StoreParts { snapshots, scrub, .. } = &*self.parts;
         Stats {
             logged: self.lsn(),
             applied: applier.applied(),
@@ -84,7 +86,7 @@ impl Store {
     /// A device error.
     pub fn trim(&self) -> Result<u64> {
         self.check_process()?;
-        let StoreParts { applier, device, arena, staging, .. } = &*self.parts;
+        let Engine { applier, device, arena, staging, .. } = self.engine();
         // Behind the deletes submitted so far.
         applier.turn(|_| Ok(()))?;
         arena.reap_all()?;
@@ -96,7 +98,7 @@ impl Store {
     /// that was in use since.
     pub fn reset_peaks(&self) {
         if self.check_process().is_ok() {
-            self.parts.arena.reset_peaks();
+            self.engine().arena.reset_peaks();
         }
     }
 }

@@ -8,15 +8,14 @@ use std::time::Duration;
 
 use remanent_format::{Lsn, PageId, Position};
 
-use crate::applier::{Applier, Leases};
 use crate::base::process::ForkGuard;
 use crate::base::sync::Instant;
 use crate::base::wakers::Wakers;
 use crate::device::RawStream;
+use crate::engine::Engine;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
-use crate::log::Log;
 use crate::options::Ack;
 
 /// A committed batch.
@@ -43,15 +42,7 @@ pub struct CommitReceipt {
 #[derive(Clone, Debug)]
 pub struct Ticket {
     committed: CommitReceipt,
-    waits: ForkGuard<TicketWait>,
-}
-
-/// What a ticket waits at.
-#[derive(Clone)]
-struct TicketWait {
-    log: Arc<Log>,
-    applier: Arc<Applier>,
-    leases: Arc<Leases>,
+    engine: ForkGuard<Arc<Engine>>,
 }
 
 /// A task that waits until a batch is acknowledged: see [`Ticket::acknowledged`].
@@ -65,13 +56,8 @@ pub struct Acknowledged {
 }
 
 impl Ticket {
-    pub(super) fn new(
-        committed: CommitReceipt,
-        log: Arc<Log>,
-        applier: Arc<Applier>,
-        leases: Arc<Leases>,
-    ) -> Self {
-        Self { committed, waits: ForkGuard::new(TicketWait { log, applier, leases }) }
+    pub(super) fn new(committed: CommitReceipt, engine: Arc<Engine>) -> Self {
+        Self { committed, engine: ForkGuard::new(engine) }
     }
 
     /// Where the batch lies in the log.
@@ -91,7 +77,7 @@ impl Ticket {
     /// # Errors
     /// [`Error::Poisoned`] if it is not, and never will be; [`Error::Forked`].
     pub fn is(&self, ack: Ack) -> Result<bool> {
-        let TicketWait { log, applier, .. } = self.waits.check()?;
+        let Engine { log, applier, .. } = &**self.engine.check()?;
         let lsn = self.committed.position.lsn;
         match ack {
             Ack::Logged => log.is_logged(lsn),
@@ -105,8 +91,7 @@ impl Ticket {
     /// # Errors
     /// [`Error::Poisoned`] if the store failed before; [`Error::Forked`].
     pub fn wait(&self, ack: Ack) -> Result<()> {
-        let TicketWait { log, applier, .. } = self.waits.check()?;
-        wait(ack, self.committed.position.lsn, log, applier)
+        wait(ack, self.committed.position.lsn, self.engine.check()?)
     }
 
     /// Waits as [`Ticket::wait`] does, up to `timeout`; says whether the batch is acknowledged. The sync that
@@ -115,7 +100,7 @@ impl Ticket {
     /// # Errors
     /// As for [`Ticket::wait`].
     pub fn wait_timeout(&self, ack: Ack, timeout: Duration) -> Result<bool> {
-        let TicketWait { log, applier, .. } = self.waits.check()?;
+        let Engine { log, applier, .. } = &**self.engine.check()?;
         let Some(until) = Instant::now().checked_add(timeout) else { return self.wait(ack).map(|()| true) };
         let lsn = self.committed.position.lsn;
         match ack {
@@ -164,7 +149,7 @@ impl Ticket {
     /// if pages live in host memory; [`Error::Poisoned`] if the store failed before; [`Error::Forked`]; a
     /// device error.
     pub fn wait_on(&self, stream: RawStream) -> Result<()> {
-        let TicketWait { applier, leases, .. } = self.waits.check()?;
+        let Engine { applier, leases, .. } = &**self.engine.check()?;
         leases.signal(stream, applier.wait_applied(self.committed.position.lsn)?)
     }
 }
@@ -172,7 +157,7 @@ impl Ticket {
 impl Acknowledged {
     /// The tasks among which this one waits.
     fn wakers(&self) -> Result<&Wakers> {
-        let TicketWait { log, applier, .. } = self.ticket.waits.check()?;
+        let Engine { log, applier, .. } = &**self.ticket.engine.check()?;
         Ok(if self.ack == Ack::Applied { applier.wakers() } else { log.wakers() })
     }
 
@@ -185,7 +170,7 @@ impl Acknowledged {
         let id = self.id.unwrap_or_else(|| wakers.id());
         wakers.add(id, lsn, context.waker());
         self.id = Some(id);
-        let TicketWait { log, applier, .. } = self.ticket.waits.check()?;
+        let Engine { log, applier, .. } = &**self.ticket.engine.check()?;
         match self.ack {
             Ack::Applied => applier.hurry(lsn),
             Ack::Logged | Ack::Durable => log.ask_for_sync(),
@@ -215,14 +200,9 @@ impl Drop for Acknowledged {
     }
 }
 
-impl std::fmt::Debug for TicketWait {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("TicketWait").finish_non_exhaustive()
-    }
-}
-
 /// Waits until a batch that was submitted is acknowledged at this level.
-pub(super) fn wait(ack: Ack, lsn: Lsn, log: &Log, applier: &Applier) -> Result<()> {
+pub(super) fn wait(ack: Ack, lsn: Lsn, engine: &Engine) -> Result<()> {
+    let Engine { log, applier, .. } = engine;
     match ack {
         Ack::Logged => log.wait_logged(lsn),
         Ack::Applied => applier.wait_applied(lsn).map(drop),

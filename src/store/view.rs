@@ -62,7 +62,7 @@ impl Store {
     /// [`Error::Forked`].
     pub fn view(&self) -> Result<LiveView<'_>> {
         self.check_process()?;
-        Ok(LiveView { store: self, table: ForkGuard::new(self.parts.versions.view()) })
+        Ok(LiveView { store: self, table: ForkGuard::new(self.engine().versions.view()) })
     }
 }
 

@@ -10,15 +10,15 @@ use std::time::Duration;
 use super::super::SnapshotRequest;
 use super::Scrub;
 use crate::base::poison::PanicPoisons;
+use crate::base::sync::Instant;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
-use crate::base::sync::{Instant, Mutex};
 use crate::error::{Error, Result};
 
 /// The thread for scrubs, as the store holds it.
 pub(crate) struct Scrubber {
     scrub: Arc<Scrub>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Scrubber {
@@ -26,7 +26,7 @@ impl Scrubber {
     pub fn start(scrub: Arc<Scrub>, interval: Option<Duration>) -> Result<Self> {
         let thread = match interval {
             Some(interval) => {
-                let poison = scrub.snapshots.poison.clone();
+                let poison = scrub.snapshots.engine.poison.clone();
                 // A panic must show: otherwise the store would go on unscrubbed in silence.
                 let poisons = PanicPoisons { poison, thread: "the thread for scrubs" };
                 let scrub = scrub.clone();
@@ -38,14 +38,16 @@ impl Scrubber {
             }
             None => None,
         };
-        Ok(Self { scrub, thread: Mutex::new(thread) })
+        Ok(Self { scrub, thread })
     }
+}
 
+impl Drop for Scrubber {
     /// Ends the thread; the pass that it is reading is given up. A snapshot that it is taking must be
     /// called off before.
-    pub fn stop(&self) {
+    fn drop(&mut self) {
         self.scrub.pace.call_off();
-        if let Some(thread) = self.thread.lock().take()
+        if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
             tracing::error!("the thread for scrubs panicked");

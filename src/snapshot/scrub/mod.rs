@@ -132,7 +132,7 @@ impl Scrub {
     /// 2. Snapshots that need damaged bytes: marked, so that none of them stands in for a sound one.
     /// 3. A snapshot that needs none of it. Taken before 2, retention could keep a damaged one for it.
     fn read_and_mend(&self, pace: &Pace, wanted: SnapshotRequest) -> Result<ScrubReport> {
-        self.snapshots.poison.check()?;
+        self.snapshots.engine.poison.check()?;
         let ScrubFindings { mut scrubbed, store, copies, images, batches } =
             ScrubPass::begin(&self.snapshots, &self.store, pace)?.run()?;
         if scrubbed.damage.is_empty() {
@@ -151,10 +151,10 @@ impl Scrub {
         let copies: Vec<Manifest> = copies.into_iter().filter(is_kept).collect();
         self.mend_files(store, &copies, wanted.threads_max()).map_err(|error| match error {
             error if error.is_passing() => error,
-            error => self.snapshots.poison.set(error),
+            error => self.snapshots.engine.poison.set(error),
         })?;
         // 2. Surveyed once more: snapshots may have been taken meanwhile, or may have gone.
-        let source = DiskSource::past_cache(self.snapshots.disk.clone());
+        let source = DiskSource::past_cache(self.snapshots.engine.disk.clone());
         let survey = Survey::read_as(&source, self.store.clone())?;
         // Only images that this pass has read can be among them; a snapshot taken meanwhile names none of
         // these.
@@ -192,7 +192,7 @@ impl Scrub {
     fn mend_files(&self, store: bool, copies: &[Manifest], threads_max: usize) -> Result<()> {
         if store {
             let bytes = self.store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
-            publish(&self.snapshots.disk, FileName::Store, 0, &[&bytes])?;
+            publish(&self.snapshots.engine.disk, FileName::Store, 0, &[&bytes])?;
         }
         let mut copies = copies.iter();
         copies.try_for_each(|link| self.snapshots.publish_manifest(link, threads_max)?.check())

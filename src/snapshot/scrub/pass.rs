@@ -74,11 +74,11 @@ impl<'a> ScrubPass<'a> {
         // The pace of the pass counts from here.
         let began = Instant::now();
         let catalog = snapshots.catalog.lock();
-        let source = DiskSource::past_cache(snapshots.disk.clone());
+        let source = DiskSource::past_cache(snapshots.engine.disk.clone());
         let mut found = ScrubFindings::default();
         // Asked before the files are listed: a batch that becomes durable meanwhile may lie in a segment
         // that is not among them, and would look lost.
-        let until = snapshots.log.durable();
+        let until = snapshots.engine.log.durable();
         // A damaged STORE hides nothing: memory has what it should say, and all else is read by that.
         let survey = match Survey::read(&source) {
             Ok(survey) if survey.store == *store => survey,
@@ -181,7 +181,7 @@ impl<'a> ScrubPass<'a> {
         // A segment that is gone was recycled: no replay begins in it.
         let is_there = |point: &LogPoint| {
             let file = FileName::Segment(point.segment);
-            DiskSource::new(self.snapshots.disk.clone()).len(file).is_ok_and(|len| len.is_some())
+            DiskSource::new(self.snapshots.engine.disk.clone()).len(file).is_ok_and(|len| len.is_some())
         };
         // The log's beginning is a start only as long as no floor was recorded.
         let beginning = self.log.beginning().filter(|point| catalog.floor.is_none() && is_there(point));

@@ -108,7 +108,7 @@ impl Committer {
         copy: &'a WorkingCopy,
         ranges: Option<&[Range<u64>]>,
     ) -> Result<(Capture<'a>, Vec<CapturedPart>)> {
-        copy.bytes().check_device(&self.device)?;
+        copy.bytes().check_device(&self.engine.device)?;
         // Refused here already, a copy of an older state costs no comparison. The epoch is checked
         // again under the lock.
         let (page, epoch, width) = (copy.page(), copy.epoch(), copy.width());
@@ -148,9 +148,9 @@ impl Committer {
             });
             let list = CommandList { commands: copies.collect(), staging: Vec::new() };
             // The next use of the shadow is on the same lane, so it comes after this.
-            if let Err(error) = self.device.submit(Lane::Stage, list) {
+            if let Err(error) = self.engine.device.submit(Lane::Stage, list) {
                 copy.belongs_to(Epoch(0));
-                let error = self.poison.set_by_device(error);
+                let error = self.engine.poison.set_by_device(error);
                 tracing::error!(%error, page = %copy.page(), "a working copy's shadow is lost");
             }
         }
@@ -168,7 +168,7 @@ impl Committer {
         shadow: Shadow,
         direction: Direction,
     ) -> Result<WorkingCopy> {
-        memory.check_device(&self.device)?;
+        memory.check_device(&self.engine.device)?;
         let len = memory.byte_len();
         // Changes are found by elements, so the copy must be a whole number of them, on their boundary.
         if !len.is_multiple_of(width.bytes() as u64) {
@@ -193,7 +193,7 @@ impl Committer {
     /// # Errors
     /// `UnknownPage`, `MemoryRefused` if the page's length is not the copy's; a device error.
     pub fn load(&self, copy: &WorkingCopy, direction: Direction) -> Result<()> {
-        copy.bytes().check_device(&self.device)?;
+        copy.bytes().check_device(&self.engine.device)?;
         // Kernels that still write to it come before: their bytes would land on top of the page's.
         let memory = copy.bytes().arrived()?;
         let len = memory.len;
@@ -203,9 +203,9 @@ impl Committer {
         // Half loaded, it is of no state: a capture in between is refused.
         copy.belongs_to(Epoch(0));
         let page = copy.page();
-        self.applier.unloaded().wait([page])?;
+        self.engine.applier.unloaded().wait([page])?;
         // In one turn: epoch and bytes are of one state, in lane order with the batches.
-        let (epoch, pending) = self.applier.turn(move |turn| {
+        let (epoch, pending) = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
             if info.len != len {
@@ -216,7 +216,7 @@ impl Committer {
             let commands = targets.into_iter().map(|target| Command::Copy { source, target }).collect();
             Ok((info.epoch, turn.submit(CommandList { commands, staging: Vec::new() })?))
         })?;
-        pending.finish(&*self.device)?;
+        pending.finish(&*self.engine.device)?;
         copy.belongs_to(epoch);
         Ok(())
     }

@@ -109,7 +109,7 @@ impl Committer {
         if !self.is_logged_soon(&place) {
             self.log_waiting(&mut self.submitted.lock());
         }
-        outcome(place).ok_or_else(|| self.poison.set(Error::panicked("a committer's thread")))
+        outcome(place).ok_or_else(|| self.engine.poison.set(Error::panicked("a committer's thread")))
     }
 
     /// Looks for a while whether the holder is done with a draft. If the holder is gone instead, this

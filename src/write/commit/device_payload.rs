@@ -88,8 +88,8 @@ impl Committer {
     /// # Errors
     /// `MemoryRefused`; a device error.
     pub fn adopt(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
-        let (id, place) = self.device.adopt(memory)?;
-        let owner = CallerPayload { device: self.device.clone(), memory: id, _owner: memory.owner() };
+        let (id, place) = self.engine.device.adopt(memory)?;
+        let owner = CallerPayload { device: self.engine.device.clone(), memory: id, _owner: memory.owner() };
         Ok(self.caller_memory(id, place, memory.byte_len(), owner))
     }
 
@@ -101,10 +101,10 @@ impl Committer {
         len: u64,
         owner: impl Any + Send + Sync,
     ) -> DeviceBytes {
-        let poison = self.poison.clone();
+        let poison = self.engine.poison.clone();
         // An error in reading or writing it poisons the store: the device has failed, and with it the pages.
         let heard = move |error| poison.set_by_device(error);
-        DeviceBytes::new(self.device.clone(), memory, place, len, owner, heard)
+        DeviceBytes::new(self.engine.device.clone(), memory, place, len, owner, heard)
     }
 
     /// Allocates memory beside pages, of one length.
@@ -119,15 +119,18 @@ impl Committer {
         place: Place,
         lens: [u64; N],
     ) -> Result<[StageMemory; N]> {
-        let mut memory = self.arena.allocate_all(purpose, &lens.map(|len| (place, len)))?.into_iter();
-        let (device, arena) = (&self.device, &self.arena);
+        let mut memory = self.engine.arena.allocate_all(purpose, &lens.map(|len| (place, len)))?.into_iter();
+        let (device, arena) = (&self.engine.device, &self.engine.arena);
         Ok(lens.map(|_| StageMemory { device: device.clone(), arena: arena.clone(), memory: memory.next() }))
     }
 
     /// Runs commands on the lane for staging, and waits for them. Not in the lane of deltas: batches
     /// would wait for this one.
     pub(super) fn run(&self, commands: Vec<Command>, staging: Vec<Staging>) -> Result<Vec<Staging>> {
-        self.device.submit(Lane::Stage, CommandList { commands, staging })?.finish(&*self.device)
+        self.engine
+            .device
+            .submit(Lane::Stage, CommandList { commands, staging })?
+            .finish(&*self.engine.device)
     }
 
     /// Waits for the streams on which the batch's bytes are made. Returns the place in which they are put
@@ -137,12 +140,12 @@ impl Committer {
     pub(super) fn arrivals(&self, batch: &WriteBatch) -> Result<Option<Place>> {
         let mut streams = BTreeSet::new();
         for bytes in batch.device_bytes() {
-            bytes.check_device(&self.device)?;
+            bytes.check_device(&self.engine.device)?;
             streams.extend(bytes.stream());
         }
         // Each stream once, however many ranges are made on it.
         for stream in streams {
-            self.device.wait_stream(stream)?;
+            self.engine.device.wait_stream(stream)?;
         }
         let captured = batch.captures().map(|(_, copy, _)| copy.bytes());
         Ok(batch.device_bytes().chain(captured).next().map(DeviceBytes::place))
@@ -233,9 +236,9 @@ impl Committer {
         commands.push(Command::Crc { sources: vec![whole], target: results(0, 4) });
         commands.push(Command::Validate { lists, target: results(4, results_len - 4) });
         commands.push(Command::Download { source: whole, target: StagingSpan { index: 0, offset: 0, len } });
-        let mut indices_staged = self.staging.take(indices.len())?;
+        let mut indices_staged = self.engine.staging.take(indices.len())?;
         indices_staged.copy_from_slice(&indices);
-        let found = self.staging.take(results_len)?;
+        let found = self.engine.staging.take(results_len)?;
         let staging = [staged, found, indices_staged].map(StagingBuf::into_staging);
         let mut returned = self.run(commands, staging.into())?.into_iter();
         let mut next = |len| StagingBuf::new(returned.next().expect("as many as went in"), len);
@@ -247,12 +250,12 @@ impl Committer {
         // device: both are refused before the batch is logged.
         let wrong = steps.into_iter().zip((1..).map(word)).find(|(_, wrong)| *wrong != 0);
         for spare in [found, indices] {
-            self.staging.give(spare.into_staging());
+            self.engine.staging.give(spare.into_staging());
         }
         match wrong {
             None => Ok((staged, crc)),
             Some((index, wrong)) => {
-                self.staging.give(staged.into_staging());
+                self.engine.staging.give(staged.into_staging());
                 let reason = if wrong & INDEX_OUT_OF_BOUNDS != 0 {
                     "an index is not within the page: it counts elements from the page's start".to_owned()
                 } else {

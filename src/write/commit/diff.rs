@@ -96,8 +96,8 @@ impl Committer {
             // The shadow is the copy's own: no batch writes to it, so no turn is needed.
             Some(shadow) => commands = diffs(shadow.span()),
             None => {
-                self.applier.unloaded().wait([page])?;
-                let marked: Fence = self.applier.turn(move |turn| {
+                self.engine.applier.unloaded().wait([page])?;
+                let marked: Fence = self.engine.applier.turn(move |turn| {
                     turn.intact()?;
                     let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
                     // In the same turn as the comparison: a batch in between would show as a change of
@@ -107,7 +107,7 @@ impl Committer {
                     Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
                 })?;
                 // The rest is on the lane for staging: numbering and the way to the host hold up no delta.
-                self.device.after(Lane::Stage, marked)?;
+                self.engine.device.after(Lane::Stage, marked)?;
             }
         }
         // 2.
@@ -124,11 +124,11 @@ impl Committer {
         let len = INDEX_LEN as usize * marks.bitmaps.len();
         let target = StagingSpan { index: 0, offset: 0, len };
         commands.push(Command::Select { bitmaps: marks.bitmaps.clone(), target });
-        let staging = vec![self.staging.take(len)?.into_staging()];
+        let staging = vec![self.engine.staging.take(len)?.into_staging()];
         let mut returned = self.run(std::mem::take(commands), staging)?;
         let found = StagingBuf::new(returned.pop().expect("one staging went in"), len);
         let counts = indices(&found).map(u64::from).collect();
-        self.staging.give(found.into_staging());
+        self.engine.staging.give(found.into_staging());
         Ok(counts)
     }
 
@@ -152,7 +152,7 @@ impl Committer {
             brought.push((target, listed_len.is_some()));
             len += target.len;
         }
-        let staging = vec![self.staging.take(len)?.into_staging()];
+        let staging = vec![self.engine.staging.take(len)?.into_staging()];
         let mut returned = self.run(commands, staging)?;
         let found = StagingBuf::new(returned.pop().expect("one staging went in"), len);
         let changed = |(at, is_list): (StagingSpan, bool)| {
@@ -164,7 +164,7 @@ impl Committer {
             }
         };
         let changed = brought.into_iter().map(changed).collect();
-        self.staging.give(found.into_staging());
+        self.engine.staging.give(found.into_staging());
         Ok(changed)
     }
 }

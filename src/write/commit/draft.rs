@@ -69,7 +69,7 @@ impl Committer {
         draft: &Draft,
         ops: &[OpAt<'_>],
     ) -> Result<Option<AppendResult>> {
-        self.poison.check()?;
+        self.engine.poison.check()?;
         let home_of = |page| home_in(table, page);
         // A lease that is taken from now on shows the page after this batch. Only those that exist need a
         // spare.
@@ -79,11 +79,11 @@ impl Committer {
             };
             draft.spares.iter().any(is_its_own)
         };
-        if !self.leases.leased(changed_in_place(ops)).iter().all(has_spare) {
+        if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_spare) {
             return Ok(None);
         }
         // A pinned page keeps its address: callers have it in captured graphs.
-        self.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;
+        self.engine.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;
         // Its last change of any kind: a clone takes place and metadata as well.
         let lsn_of = |page| table.get(page).map(|info| info.lsn);
         let len_of = |page| home_of(page).map(|(_, len)| len);
@@ -111,7 +111,7 @@ impl Committer {
         let lsn = table.lsn().next();
         let planned = table.plan(lsn, ops, PlanMode::Commit);
         let changes = planned.map_err(|(index, refusal)| refused(index, refusal))?;
-        let point = self.log.append(&draft.payload, draft.payload_crc, draft.purpose)?;
+        let point = self.engine.log.append(&draft.payload, draft.payload_crc, draft.purpose)?;
         assert!(point.lsn == lsn); // I1: the table and the log count alike, and an Lsn has its frame.
         Ok(Some((point, changes)))
     }
@@ -136,10 +136,10 @@ impl Committer {
         assert!(table.lsn() == point.lsn); // I1: the table never runs ahead of the log.
         // Before the applier has it: a reader that finds a page's bytes changed must find its new
         // version, too.
-        self.versions.install(&changes);
+        self.engine.versions.install(&changes);
         then(point, &changes);
         let Draft { payload, memory, spares, asides, .. } = draft;
-        self.applier.push(ApplyWork { point, payload, changes, memory, spares, asides });
+        self.engine.applier.push(ApplyWork { point, payload, changes, memory, spares, asides });
         Outcome::Logged(point)
     }
 
@@ -147,7 +147,7 @@ impl Committer {
     pub(super) fn take_back(&self, draft: Draft) {
         let Draft { payload, memory, spares, asides, .. } = draft;
         for staged in asides.into_iter().chain([payload]) {
-            self.staging.give(staged.into_staging());
+            self.engine.staging.give(staged.into_staging());
         }
         self.discard(memory.into_iter().chain(spares.into_iter().map(|(_, spare)| spare)));
     }

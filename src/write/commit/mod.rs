@@ -26,22 +26,18 @@ use std::sync::Arc;
 
 use remanent_format::op::decode_payload;
 use remanent_format::state::table::Changes;
-use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable, StoreId};
+use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
-use crate::applier::{Applier, Leases, stage_aside};
-use crate::base::poison::Poison;
+use crate::applier::stage_aside;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
-use crate::device::Device;
+use crate::engine::Engine;
 use crate::error::{Error, Result, copied};
 use crate::images::AheadImages;
 use crate::images::numbers::ImageFiles;
 use crate::log::{Log, SpacePurpose};
-use crate::memory::arena::Arena;
-use crate::memory::staging::StagingPool;
 use crate::options::Compression;
-use crate::versions::Versions;
 use crate::write::batch::{BatchFacts, CloneSource, WholePage, WriteBatch};
 
 use capture::Captures;
@@ -54,23 +50,14 @@ const CLONE_TRIES: usize = 3;
 
 /// Turns batches into commits, for any number of threads.
 pub(crate) struct Committer {
+    pub engine: Arc<Engine>,
     /// The state after the last logged batch. Its lock is the submission lock.
     pub submitted: Mutex<PageTable>,
-    /// The same state, as readers see it.
-    pub versions: Arc<Versions>,
     /// Drafts that wait for the lock holder.
     pub waiting: CombineQueue,
     /// The next page id. Ids are taken before a batch is known to be good; a failed one leaves a gap,
     /// which costs nothing.
     pub next_page: AtomicU64,
-    pub store: StoreId,
-    pub log: Arc<Log>,
-    pub applier: Arc<Applier>,
-    pub leases: Arc<Leases>,
-    pub device: Arc<dyn Device>,
-    pub arena: Arc<Arena>,
-    pub staging: Arc<StagingPool>,
-    pub poison: Arc<Poison>,
     pub files: Arc<ImageFiles>,
     /// Images that the next snapshot need not write again.
     pub known: Arc<KnownImages>,
@@ -100,8 +87,8 @@ impl Committer {
 
     /// Logs a batch and hands it to the applier. Returns the end of its frame and its new pages.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
-        self.poison.check()?;
-        self.try_submit(batch).map_err(|error| self.poison.set_by_device(error))
+        self.engine.poison.check()?;
+        self.try_submit(batch).map_err(|error| self.engine.poison.set_by_device(error))
     }
 
     /// The steps of a submission, again from the staging on while the draft is stale by the time it has
@@ -131,10 +118,10 @@ impl Committer {
             let images = whole.iter().map(|whole| whole.step).zip(images).collect();
             let lens = self.lens(batch, held.as_deref());
             let found = BatchFacts { staged: contents, images, captured: &captures.found, lens };
-            let mut payload = self.staging.take_growing(batch.payload_len(&found))?;
+            let mut payload = self.engine.staging.take_growing(batch.payload_len(&found))?;
             let blanks = batch.encode(&pages, found, &mut payload)?;
             // Payload and checksum are complete before the draft can reach the lock (I1).
-            let (payload, payload_crc) = self.fill(self.staging.grown(payload)?, blanks, born_in)?;
+            let (payload, payload_crc) = self.fill(self.engine.staging.grown(payload)?, blanks, born_in)?;
             let only_deletes = batch.only_deletes();
             let draft = Draft {
                 payload,
@@ -189,13 +176,13 @@ impl Committer {
             return Ok((whole, None));
         }
         let contents: Vec<(PageId, &[u8])> = whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
-        let pool = &self.log.pool;
-        let write = || AheadImages::write(&self.files, self.store, self.compression, &contents);
+        let pool = &self.engine.log.pool;
+        let write = || AheadImages::write(&self.files, self.engine.store, self.compression, &contents);
         // The reserve is filled first: the image may not take the space that deletes need on a full disk.
         match pool.fill().and_then(|()| pool.with_surplus(write)) {
             Ok(ahead) => Ok((whole, Some(ahead))),
             Err(error) if error.is_passing() => Err(error),
-            Err(error) => Err(self.poison.set(error)),
+            Err(error) => Err(self.engine.poison.set(error)),
         }
     }
 
@@ -207,12 +194,13 @@ impl Committer {
             let len_in = |table: &PageTable| table.get(page).map_or(0, |info| info.len);
             let len = held.map_or_else(|| len_in(&self.submitted.lock()), len_in);
             let whole = |info: &PageInfo| (0, info.len);
-            let (info, _, bytes) = self.applier.read(&*self.device, &self.staging, page, len, whole)?;
+            let (info, _, bytes) =
+                self.engine.applier.read(&*self.engine.device, &self.engine.staging, page, len, whole)?;
             let metadata = (*info.metadata).clone();
             let copy = copied(&bytes)?;
             contents.insert(page, CloneSource { place: info.place, metadata, bytes: copy });
             versions.push((page, info.lsn));
-            self.staging.give(bytes.into_staging());
+            self.engine.staging.give(bytes.into_staging());
         }
         Ok((contents, versions))
     }
@@ -229,11 +217,12 @@ impl Committer {
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
         // Before an Lsn is taken: the applier waits for no page. A batch in the log cannot be put off, so
         // the applier would hold up all that come after it, too.
-        self.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
+        self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
         let whole: HashMap<PageId, &[u8]> = own.whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
         // Bytes that the applier cannot take from the payload are staged here: there, a lack of memory
         // would come too late.
-        let asides = ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.staging).transpose());
+        let asides =
+            ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.engine.staging).transpose());
         draft.asides = asides.collect::<Result<_>>()?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
         draft.memory = self.allocate(&ops, held.as_deref())?;
@@ -253,7 +242,8 @@ impl Committer {
         let outcome = match table {
             Some(mut table) => {
                 let appended = self.append(&table, &draft, &ops);
-                let then = |point, changes: &Changes| own.logged(&self.known, &self.log, point, changes);
+                let then =
+                    |point, changes: &Changes| own.logged(&self.known, &self.engine.log, point, changes);
                 let outcome = self.hand_over(&mut table, draft, appended, then);
                 // Before the lock goes: the drafts that came meanwhile are logged by this thread.
                 self.log_waiting(&mut table);

@@ -36,14 +36,14 @@ impl Committer {
 
     /// Allocates from the arena, again when the applier has caught up.
     fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
-        match self.arena.allocate_all(purpose, pages) {
+        match self.engine.arena.allocate_all(purpose, pages) {
             // Deletes that are logged may not have reached the applier yet. Whether a batch fits must not
             // depend on how far the applier has come.
             Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
                 // An empty turn: when it is over, the batches before it are applied, and what they
                 // deleted is given back.
-                self.applier.turn(|_| Ok(()))?;
-                self.arena.allocate_all(purpose, pages)
+                self.engine.applier.turn(|_| Ok(()))?;
+                self.engine.arena.allocate_all(purpose, pages)
             }
             other => other,
         }
@@ -58,7 +58,7 @@ impl Committer {
         // Looked at without the lock. A lease that is taken after this is seen under it, and the draft is
         // made anew.
         let mut spares = Vec::new();
-        for page in self.leases.leased(changed_in_place(ops)) {
+        for page in self.engine.leases.leased(changed_in_place(ops)) {
             let wanted =
                 held.map_or_else(|| home_in(&self.submitted.lock(), page), |table| home_in(table, page));
             // The plan refuses a page that is not there, with its operation.
@@ -67,7 +67,7 @@ impl Committer {
                 Ok(spare) => spares.extend(spare.into_iter().map(|spare| (page, spare))),
                 // Meanwhile the applier came to a batch that moved the page: no lease is on this memory
                 // any more.
-                Err(_) if self.leases.leased([page]).is_empty() => {}
+                Err(_) if self.engine.leases.leased([page]).is_empty() => {}
                 Err(error) => {
                     self.discard(spares.into_iter().map(|(_, spare)| spare));
                     return Err(error);
@@ -80,7 +80,7 @@ impl Committer {
     /// Gives back memory that no list has named yet.
     pub(super) fn discard(&self, memory: impl IntoIterator<Item = PageMemory>) {
         for page in memory {
-            if let Err(error) = self.arena.discard(page) {
+            if let Err(error) = self.engine.arena.discard(page) {
                 tracing::warn!(%error, "cannot give page memory back");
             }
         }

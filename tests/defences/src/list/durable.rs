@@ -142,7 +142,7 @@ pub const LIST: &[Defence] = &[
     check(
         "the log is durable up to a snapshot's end (I7)",
         SNAPSHOT,
-        "self.log.wait_durable(manifest.end)?;",
+        "self.engine.log.wait_durable(manifest.end)?;",
         it("crash::snapshots::snapshots_during_commits"),
     ),
     defence(

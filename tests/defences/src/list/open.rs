@@ -67,20 +67,20 @@ pub const LIST: &[Defence] = &[
     refusal(
         "nothing goes while a page is unloaded",
         "src/snapshot/retain.rs",
-        "self.applier.unloaded().is_any()",
+        "self.engine.applier.unloaded().is_any()",
         it("on_demand::a_store_is_in_use_before_its_pages_are_loaded"),
     ),
     defence(
         "nothing goes when a page cannot be loaded",
         "src/recovery/lazy_load.rs",
-        "self.poison.set(error.clone())",
+        "self.engine.poison.set(error.clone())",
         "error.clone()",
         it("on_demand::damage_is_told_by_its_page_and_found_again_by_an_eager_open"),
     ),
     check(
         "no batch is logged for an unloaded page",
         "src/write/commit/mod.rs",
-        "self.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;",
+        "self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;",
         it("on_demand::an_access_to_an_unloaded_page_waits_for_it"),
     ),
     // Pages that callers use: they read no bytes but the page's.
@@ -94,7 +94,7 @@ pub const LIST: &[Defence] = &[
     check(
         "a pinned page stays where it is",
         "src/write/commit/draft.rs",
-        "self.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;",
+        "self.engine.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;",
         PIN,
     ),
     defence(
@@ -161,7 +161,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "what deleted pages take is given back where no image fits",
         "src/snapshot/thin_snapshot.rs",
-        "self.pool.with_surplus(|| self.write_thin(catalog))?;",
+        "self.engine.log.pool.with_surplus(|| self.write_thin(catalog))?;",
         "",
         it("faults::disk_full::deleted_pages_give_their_space_back_where_no_image_fits"),
     ),

@@ -1,0 +1,128 @@
+//! The engine: the parts of an open store that all its roads share.
+//!
+//! Commits, reads, snapshots, restores, loads and tickets have types of their own. Each of them holds this
+//! one behind an `Arc`, so that all of them see the same disk, the same memory and the same poison, and a
+//! ticket counts one handle and not one for each part.
+//!
+//! Two of the parts have threads. The applier is started after the log and stopped before it: a batch is
+//! applied only once it is logged, and the applier waits at the log for that (I1).
+
+use std::sync::Arc;
+
+use remanent_format::{PageTable, StoreId};
+
+use crate::applier::{AppliedState, Applier, ApplierParts, Leases};
+use crate::base::poison::Poison;
+use crate::device::Device;
+use crate::disk::Disk;
+use crate::error::Result;
+use crate::log::{Log, LogStart, SegmentPool};
+use crate::memory::arena::Arena;
+use crate::memory::staging::StagingPool;
+use crate::options::LogIo;
+use crate::versions::Versions;
+
+/// The shared parts of an open store.
+pub(crate) struct Engine {
+    pub store: StoreId,
+    /// The directory that holds the files.
+    pub disk: Arc<dyn Disk>,
+    /// The device that the pages lie on.
+    pub device: Arc<dyn Device>,
+    /// Page memory, within its budget.
+    pub arena: Arc<Arena>,
+    /// Host memory that lanes copy through.
+    pub staging: Arc<StagingPool>,
+    pub log: Arc<Log>,
+    /// The owner of the pages' bytes.
+    pub applier: Arc<Applier>,
+    /// Page memory that callers use.
+    pub leases: Arc<Leases>,
+    /// Pages and root as lookups find them.
+    pub versions: Arc<Versions>,
+    /// Set by every failure after which it is unknown what lies on disk or in memory.
+    pub poison: Arc<Poison>,
+}
+
+/// What recovery leaves for an engine to start from.
+pub(crate) struct EngineStart<'a> {
+    pub store: StoreId,
+    pub disk: Arc<dyn Disk>,
+    pub device: Arc<dyn Device>,
+    pub arena: Arc<Arena>,
+    pub staging: Arc<StagingPool>,
+    pub log_io: LogIo,
+    /// The segments, to which recycled ones go.
+    pub pool: Arc<SegmentPool>,
+    /// Where the log goes on.
+    pub log: LogStart,
+    /// The pages and their memory.
+    pub applied: AppliedState,
+    /// The same pages, as committers and readers see them.
+    pub submitted: &'a PageTable,
+}
+
+impl Engine {
+    /// Starts the log and the applier. If one of them does not start, the pages' memory is given back.
+    ///
+    /// # Errors
+    /// What the disk says; [`Error::Io`](crate::Error::Io) where there is no thread.
+    pub fn start(start: EngineStart<'_>) -> Result<RunningEngine> {
+        let EngineStart { store, disk, device, arena, staging, log_io, pool, log, applied, submitted } =
+            start;
+        let poison = Arc::new(Poison::none_in(disk.label()));
+        let started =
+            disk.keep_folders_open().and_then(|()| Log::start(store, log_io, pool, poison.clone(), log));
+        let log = match started {
+            Ok(log) => log,
+            Err(error) => {
+                applied.give_back(&arena);
+                return Err(error);
+            }
+        };
+        let leases = Arc::new(Leases::new(device.clone(), arena.clone(), poison.clone()));
+        let memory = |page| applied.memory.get(page).map(|memory| memory.span().memory);
+        let versions = Arc::new(Versions::new(submitted, log.logged_mark(), memory));
+        let parts = ApplierParts {
+            device: device.clone(),
+            arena: arena.clone(),
+            staging: staging.clone(),
+            poison: poison.clone(),
+            leases: leases.clone(),
+            versions: versions.clone(),
+        };
+        let wait_logged = {
+            let log = log.clone();
+            move |lsn| log.wait_logged_last(lsn)
+        };
+        let applier = Applier::start(parts, wait_logged, applied).inspect_err(|_| log.stop())?;
+        Ok(RunningEngine(Arc::new(Self {
+            store,
+            disk,
+            device,
+            arena,
+            staging,
+            log,
+            applier,
+            leases,
+            versions,
+            poison,
+        })))
+    }
+}
+
+/// The owner of the engine's threads: they end when it is dropped, whatever else still holds the engine.
+pub(crate) struct RunningEngine(pub Arc<Engine>);
+
+impl Drop for RunningEngine {
+    fn drop(&mut self) {
+        self.0.applier.stop();
+        self.0.log.stop();
+    }
+}
+
+impl std::fmt::Debug for Engine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").field("disk", &self.disk.label()).finish_non_exhaustive()
+    }
+}
