@@ -15,6 +15,7 @@ mod unloaded;
 mod exact_cut;
 mod readback;
 mod lease_table;
+mod payload;
 mod commands;
 mod queue;
 mod worker;
@@ -30,6 +31,7 @@ pub(crate) use catch::Catch;
 pub(crate) use commands::{ListBuilder, PayloadAt, stage_aside};
 pub(crate) use exact_cut::ExactCut;
 pub(crate) use lease_table::{LeaseId, Leases};
+pub(crate) use payload::BatchPayload;
 pub(crate) use readback::Drain;
 pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 
@@ -55,8 +57,8 @@ const LIST_BYTES: usize = 256 << 10;
 pub(crate) struct ApplyWork {
     /// The end of the batch's frame.
     pub point: LogPoint,
-    /// The batch's payload, as logged.
-    pub payload: StagingBuf,
+    /// The batch's payload, as logged, and its operations.
+    pub payload: BatchPayload,
     /// The batch's changes to the table.
     pub changes: Changes,
     /// Memory for its creates and resizes, and for its moves to another place, in their order.

@@ -19,7 +19,7 @@ use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 
 pub(crate) use self::classify::{Beginning, LOOK_PAGES, SnapshotWork};
 pub(crate) use self::known_images::{KnownImages, ReplayImages};
-pub(crate) use self::lock::{CatalogGuard, CatalogLock};
+pub(crate) use self::lock::CatalogLock;
 pub(crate) use self::newest::{ImageTotals, NewestSnapshot};
 use crate::images::numbers::ImageFiles;
 

@@ -3,7 +3,7 @@
 mod retention;
 mod snapshot;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
@@ -200,9 +200,7 @@ pub struct Options {
     pub(crate) budget: Budget,
     pub(crate) identity: Option<Vec<u8>>,
     pub(crate) layout_fingerprint: Option<[u8; 32]>,
-    pub(crate) snapshots_kept: usize,
-    pub(crate) snapshots_kept_for: Duration,
-    pub(crate) log_kept: u64,
+    pub(crate) retention: Retention,
     pub(crate) compression: Compression,
     pub(crate) chunk_len: Option<u64>,
     pub(crate) page_load: PageLoad,
@@ -227,9 +225,7 @@ impl Default for Options {
             budget: Budget::default(),
             identity: None,
             layout_fingerprint: None,
-            snapshots_kept: 2,
-            snapshots_kept_for: Duration::ZERO,
-            log_kept: 0,
+            retention: Retention::default(),
             compression: Compression::default(),
             chunk_len: None,
             page_load: PageLoad::default(),
@@ -366,7 +362,7 @@ impl Options {
     /// damaged image cannot be replayed around. Default: 2.
     #[must_use]
     pub fn snapshots_kept(mut self, count: usize) -> Self {
-        self.snapshots_kept = count;
+        self.retention.snapshots_kept = count;
         self
     }
 
@@ -375,7 +371,7 @@ impl Options {
     /// clock that was ahead for a while keeps nothing for longer; a time in the future is now. Default: zero.
     #[must_use]
     pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
-        self.snapshots_kept_for = age;
+        self.retention.snapshots_kept_for = age;
         self
     }
 
@@ -385,7 +381,7 @@ impl Options {
     /// snapshots kept need.
     #[must_use]
     pub fn log_kept(mut self, bytes: u64) -> Self {
-        self.log_kept = bytes;
+        self.retention.log_kept = bytes;
         self
     }
 
@@ -402,9 +398,8 @@ impl Options {
     /// ```
     #[must_use]
     pub fn retention(mut self, retention: &Retention) -> Self {
-        self.snapshots_kept = retention.snapshots_kept;
-        self.snapshots_kept_for = retention.snapshots_kept_for;
-        self.log_kept = retention.log_kept;
+        self.retention =
+            Retention { names_given_up: BTreeSet::new(), names_only: false, ..retention.clone() };
         self
     }
 
@@ -542,7 +537,7 @@ impl Options {
         if self.scrub_bytes_per_second == Some(0) {
             return invalid("scrub_bytes_per_second", "nothing would ever be read".to_owned());
         }
-        if self.snapshots_kept == 0 {
+        if self.retention.snapshots_kept == 0 {
             return invalid("snapshots_kept", "at least one snapshot must be kept".to_owned());
         }
         Ok(())
@@ -632,7 +627,7 @@ impl Options {
     /// How much of the past is kept.
     #[must_use]
     pub fn get_retention(&self) -> Retention {
-        Retention::of(self)
+        self.retention.clone()
     }
 
     /// Whether snapshots compress images.

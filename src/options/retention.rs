@@ -3,8 +3,6 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::Options;
-
 /// Which snapshots are kept, and how much log. A snapshot is kept as long as one of these rules, its name or
 /// a reader wants it; nothing that a kept snapshot needs is ever removed. A snapshot that begins where the
 /// next one begins, and does not go as far, is kept for its name or a reader only: the next one stands in its
@@ -45,25 +43,20 @@ pub struct Retention {
     pub names_only: bool,
 }
 
-/// The rules of [`Options::default`].
+/// The rules of [`Options::default`](super::Options).
 impl Default for Retention {
     fn default() -> Self {
-        Self::of(&Options::default())
-    }
-}
-
-impl Retention {
-    /// The rules of a store that is opened with these options.
-    pub(crate) fn of(options: &Options) -> Self {
         Self {
-            snapshots_kept: options.snapshots_kept,
-            snapshots_kept_for: options.snapshots_kept_for,
-            log_kept: options.log_kept,
+            snapshots_kept: 2,
+            snapshots_kept_for: Duration::ZERO,
+            log_kept: 0,
             names_given_up: BTreeSet::new(),
             names_only: false,
         }
     }
+}
 
+impl Retention {
     /// Keeps another number of snapshots.
     #[must_use]
     pub fn snapshots_kept(mut self, count: usize) -> Self {

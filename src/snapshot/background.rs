@@ -196,7 +196,11 @@ impl SnapshotLoop {
     fn take(&self, lsn: Lsn, is_due: impl FnOnce() -> bool) -> Result<Option<SnapshotInfo>> {
         // A snapshot begins at the last batch that is applied: without the wait it might not have this one.
         self.0.engine.applier.wait_applied(lsn)?;
-        self.0.take_if(SnapshotRequest { paced: true, ..SnapshotRequest::default() }, is_due)
+        // Patiently: a snapshot in the background makes no other one hurry.
+        let mut catalog = self.0.catalog.lock_patiently();
+        let request = SnapshotRequest { paced: true, ..SnapshotRequest::default() };
+        // A caller's snapshot that lasted may have made it needless.
+        is_due().then(|| self.0.take(&mut catalog, &request)).transpose()
     }
 }
 

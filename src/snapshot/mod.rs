@@ -101,8 +101,22 @@ pub(crate) struct SnapshotRequest {
     pub exact: bool,
     /// Whether it is written at the pace of background snapshots, and given up when the store closes.
     pub paced: bool,
-    /// Whether it writes no image again only to empty a file: there is no space for it.
-    pub spare: bool,
+    /// Whether nothing else is given up to make space for it on a full disk.
+    pub keeps_others: bool,
+    /// What is done once it is published.
+    pub then: AfterPublication,
+}
+
+/// What follows the publication of a snapshot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum AfterPublication {
+    /// It is verified, and what it makes superfluous is removed.
+    #[default]
+    Retain,
+    /// It is verified, and nothing is removed for it.
+    KeepAll,
+    /// Both are left to a thread: [`Snapshots::attend_later`].
+    Leave,
 }
 
 impl SnapshotRequest {
@@ -114,21 +128,26 @@ impl SnapshotRequest {
 }
 
 impl Snapshots {
-    /// Takes a snapshot, when no other one is being taken.
-    pub fn take(&self, wanted: SnapshotRequest) -> Result<SnapshotInfo> {
-        self.take_retaining(&mut self.catalog.lock(), wanted)
-    }
-
-    /// Takes a snapshot in the background, if it is still due when no other is being taken any more: a
-    /// caller's snapshot that lasted may have made it needless.
-    pub fn take_if(
-        &self,
-        wanted: SnapshotRequest,
-        is_due: impl FnOnce() -> bool,
-    ) -> Result<Option<SnapshotInfo>> {
-        // Patiently: a snapshot in the background makes no other one hurry.
-        let mut catalog = self.catalog.lock_patiently();
-        is_due().then(|| self.take_retaining(&mut catalog, wanted)).transpose()
+    /// Takes a snapshot, for the holder of the catalog's lock. Without space for it, takes it once more when
+    /// deleted pages have given theirs back.
+    pub fn take(&self, catalog: &mut Catalog, request: &SnapshotRequest) -> Result<SnapshotInfo> {
+        // Under the catalog's lock: of two callers only one finds the last place in the queue.
+        if request.then == AfterPublication::Leave && self.unverified.is_full() {
+            self.finish(catalog)?;
+        }
+        // Tried in full first: a thin snapshot is one more link that replays follow.
+        match self.take_once(catalog, request, false) {
+            Err(full @ Error::DiskFull { .. }) if !request.keeps_others => match self.give_back(catalog) {
+                Ok(true) => self.take_once(catalog, request, true),
+                Ok(false) => Err(full),
+                Err(error) if error.is_passing() => {
+                    tracing::warn!(%error, "the space of deleted pages cannot be given back as yet");
+                    Err(full)
+                }
+                Err(error) => Err(self.heard(error)),
+            },
+            taken => taken,
+        }
     }
 
     /// Takes a snapshot before the store closes, if its log consists of too many runs. A process that is
@@ -137,47 +156,33 @@ impl Snapshots {
     pub fn take_at_close(&self) -> Result<()> {
         let last = *self.last.lock();
         if last.is_in_pieces() && self.engine.log.length().0 > last.lsn {
-            self.take(SnapshotRequest::default())?;
+            self.take(&mut self.catalog.lock(), &SnapshotRequest::default())?;
         }
         Ok(())
     }
 
-    /// Takes a snapshot for a caller that holds the catalog's lock, and removes nothing for it.
-    pub fn take_keeping_all(&self, catalog: &mut Catalog) -> Result<SnapshotInfo> {
-        self.take_and(catalog, SnapshotRequest::default(), |catalog| {
-            self.record(catalog, catalog.floor, |_| true)
-        })
+    /// Phases 6 and 7, as far as the request wants them now. What the snapshot replaces goes after all that it
+    /// wrote was read back (I7).
+    fn follow_up(&self, catalog: &mut Catalog, then: AfterPublication) -> Result<()> {
+        if then == AfterPublication::Leave {
+            return Ok(());
+        }
+        self.progress.enter(SnapshotPhase::Verify);
+        self.verify(catalog)?;
+        self.progress.enter(SnapshotPhase::Recycle);
+        if then == AfterPublication::KeepAll {
+            return self.record(catalog, catalog.floor, |_| true);
+        }
+        self.retain(catalog)
     }
 
-    /// Takes a snapshot, and removes what it makes superfluous.
-    pub fn take_retaining(&self, catalog: &mut Catalog, wanted: SnapshotRequest) -> Result<SnapshotInfo> {
-        self.with_space(catalog, wanted, |catalog, wanted| {
-            self.take_and(catalog, wanted, |catalog| self.retain(catalog))
-        })
-    }
-
-    /// Takes a snapshot, verifies it, and then does what `then` says with the catalog.
-    fn take_and(
+    /// All phases, once. A passing failure after the publication costs no snapshot. `is_short` says that the
+    /// disk was full just now.
+    fn take_once(
         &self,
         catalog: &mut Catalog,
-        wanted: SnapshotRequest,
-        then: impl FnOnce(&mut Catalog) -> Result<()>,
-    ) -> Result<SnapshotInfo> {
-        self.take_then(catalog, wanted, |catalog| {
-            self.progress.enter(SnapshotPhase::Verify);
-            self.verify(catalog)?;
-            // Only now: what the snapshot replaces goes after all that it wrote was read back (I7).
-            self.progress.enter(SnapshotPhase::Recycle);
-            then(catalog)
-        })
-    }
-
-    /// Phases 1 to 5, and then `then`. A passing failure in `then` costs no snapshot.
-    fn take_then(
-        &self,
-        catalog: &mut Catalog,
-        wanted: SnapshotRequest,
-        then: impl FnOnce(&mut Catalog) -> Result<()>,
+        request: &SnapshotRequest,
+        is_short: bool,
     ) -> Result<SnapshotInfo> {
         self.engine.poison.check()?;
         // The length of the log before the snapshot begins: later commits count for the next one.
@@ -186,9 +191,9 @@ impl Snapshots {
         // free more.
         self.engine.log.pool.fill().map_err(|error| self.heard(error))?;
         // Superfluous spares give way to images.
-        let written = self.engine.log.pool.with_surplus(|| self.write(catalog, wanted.clone()));
+        let written = self.engine.log.pool.with_surplus(|| self.write(catalog, request, is_short));
         let taken = written.and_then(|id| {
-            match then(catalog) {
+            match self.follow_up(catalog, request.then) {
                 Ok(()) => Ok(catalog.snapshots[&id].info.clone()),
                 // It cannot be verified or recorded now. It stands all the same, because it is published;
                 // only nothing is recycled for it as yet (I7).
@@ -239,18 +244,18 @@ impl Snapshots {
     /// 5. **Publish** (phases 4 and 5). The manifest's number counts as taken before: after a failure it
     ///    may lie on the disk, and a name is never used for two contents.
     /// 6. **Keep** it: from now on it counts for retention, and waits to be verified (phase 6).
-    fn write(&self, catalog: &mut Catalog, wanted: SnapshotRequest) -> Result<SnapshotId> {
-        let threads_max = wanted.threads_max();
+    fn write(&self, catalog: &mut Catalog, request: &SnapshotRequest, is_short: bool) -> Result<SnapshotId> {
+        let threads_max = request.threads_max();
         // 1.
         catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()));
         // 2.
         // Without space no image is written again only to empty its file.
-        let wasteful = if wanted.spare { Vec::new() } else { self.wasteful_files(catalog)? };
-        let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, wanted.exact)?;
+        let wasteful = if is_short { Vec::new() } else { self.wasteful_files(catalog)? };
+        let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, request.exact)?;
         let ahead_from = catalog.files.ahead_from(redo.lsn);
         // 3.
         let plan = self.plan_files(catalog, &sorted, threads_max);
-        let gathered = self.gather_and_end(&plan, &sorted.gather, end, &wanted);
+        let gathered = self.gather_and_end(&plan, &sorted.gather, end, request);
         // 4.
         self.stop_watching()?;
         let GatheredImages { writers, caught, end } =
@@ -258,8 +263,16 @@ impl Snapshots {
         // 5.
         self.progress.enter(SnapshotPhase::Publish);
         let (follows, visited) = (sorted.follows, sorted.visited);
-        let manifest =
-            self.manifest(catalog.next_snapshot, wanted.name, redo, sorted, caught, end, &plan, ahead_from);
+        let manifest = self.manifest(
+            catalog.next_snapshot,
+            request.name.clone(),
+            redo,
+            sorted,
+            caught,
+            end,
+            &plan,
+            ahead_from,
+        );
         catalog.next_snapshot += 1;
         let published =
             self.publish_newest(&catalog.known, writers.as_ref(), &manifest, follows, threads_max);
@@ -344,9 +357,9 @@ impl Snapshots {
         plan: &GatherPlan,
         pages: &[(PageId, u64)],
         end: Option<End>,
-        wanted: &SnapshotRequest,
+        request: &SnapshotRequest,
     ) -> Result<GatheredImages> {
-        let (writers, caught) = self.gather_into(plan.numbers.clone(), plan.threads, pages, wanted)?;
+        let (writers, caught) = self.gather_into(plan.numbers.clone(), plan.threads, pages, request)?;
         match end.map_or_else(|| self.end(), Ok) {
             Ok(end) => Ok(GatheredImages { writers, caught, end }),
             Err(error) => {
@@ -362,16 +375,16 @@ impl Snapshots {
         numbers: Range<u64>,
         threads: usize,
         pages: &[(PageId, u64)],
-        wanted: &SnapshotRequest,
+        request: &SnapshotRequest,
     ) -> Result<(Option<ImageWriters>, Vec<ManifestEntry>)> {
         if pages.is_empty() {
             return Ok((None, Vec::new()));
         }
         let (disk, store, purpose) = (self.engine.disk.clone(), self.engine.store, ImagePurpose::Snapshot);
-        let (compression, threads_max) = (self.compression, wanted.threads_max());
+        let (compression, threads_max) = (self.compression, request.threads_max());
         // A pace, or a caller that waits: the same number of threads compresses and reads back.
         let writers = ImageWriters::create(disk, store, numbers, purpose, compression, threads_max)?;
-        match self.gather_all(&writers, threads, pages, wanted.paced) {
+        match self.gather_all(&writers, threads, pages, request.paced) {
             Ok(caught) => Ok((Some(writers), caught)),
             Err(error) => {
                 writers.abandon();

@@ -17,37 +17,14 @@ use remanent_format::state::survey::{read_manifest, read_store};
 use remanent_format::{FileName, Lsn, PageId, SnapshotId};
 
 use super::verify::WrittenSnapshot;
-use super::{End, SnapshotRequest, Snapshots, beginning};
-use crate::catalog::{Catalog, LOOK_PAGES, RetainedSnapshot, SnapshotInfo};
+use super::{End, Snapshots, beginning};
+use crate::catalog::{Catalog, LOOK_PAGES, RetainedSnapshot};
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 impl Snapshots {
-    /// Takes a snapshot. Without space for it, takes it once more when deleted pages have given theirs back.
-    pub(super) fn with_space(
-        &self,
-        catalog: &mut Catalog,
-        wanted: SnapshotRequest,
-        take: impl Fn(&mut Catalog, SnapshotRequest) -> Result<SnapshotInfo>,
-    ) -> Result<SnapshotInfo> {
-        // Tried in full first: a thin snapshot is one more link that replays follow.
-        match take(catalog, wanted.clone()) {
-            Err(full @ Error::DiskFull { .. }) => match self.give_back(catalog) {
-                // With less space than before the failure: no image is written again only to empty a file.
-                Ok(true) => take(catalog, SnapshotRequest { spare: true, ..wanted }),
-                Ok(false) => Err(full),
-                Err(error) if error.is_passing() => {
-                    tracing::warn!(%error, "the space of deleted pages cannot be given back as yet");
-                    Err(full)
-                }
-                Err(error) => Err(self.heard(error)),
-            },
-            taken => taken,
-        }
-    }
-
     /// Gives back the space that only deleted pages need. Returns whether any file went.
-    fn give_back(&self, catalog: &mut Catalog) -> Result<bool> {
+    pub(super) fn give_back(&self, catalog: &mut Catalog) -> Result<bool> {
         // If the image of an unloaded page turns out damaged, an older snapshot can stand in for it.
         if self.engine.applier.unloaded().is_any() {
             return Ok(false);

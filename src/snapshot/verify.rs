@@ -17,13 +17,13 @@ use std::sync::Arc;
 
 use remanent_format::SnapshotId;
 
-use super::{SnapshotRequest, Snapshots};
+use super::Snapshots;
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::Mutex;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
+use crate::catalog::Catalog;
 use crate::catalog::publish::PublishedFile;
-use crate::catalog::{Catalog, CatalogGuard, SnapshotInfo};
 use crate::error::{Error, Result};
 use crate::images::ImageWriters;
 
@@ -77,9 +77,9 @@ impl UnverifiedSnapshots {
         self.queue.lock().written.push_back(written);
     }
 
-    /// How many wait to be read back.
-    fn len(&self) -> usize {
-        self.queue.lock().written.len()
+    /// Whether no more may wait to be read back.
+    pub fn is_full(&self) -> bool {
+        self.queue.lock().written.len() >= UNVERIFIED_MAX
     }
 
     /// Waits for the thread that reads back, if there is one.
@@ -109,24 +109,12 @@ fn join(thread: Option<JoinHandle<()>>) {
 }
 
 impl Snapshots {
-    /// Takes a snapshot until it is durable, and leaves verifying and recycling to a thread.
-    pub fn take_unverified(
-        self: &Arc<Self>,
-        mut catalog: CatalogGuard<'_>,
-        wanted: SnapshotRequest,
-    ) -> Result<SnapshotInfo> {
-        // Under the catalog's lock: of two callers only one finds the last place.
-        if self.unverified.len() >= UNVERIFIED_MAX {
-            self.finish(&mut catalog)?;
-        }
-        let info = self.with_space(&mut catalog, wanted, |catalog, wanted| {
-            self.take_then(catalog, wanted, |_| Ok(()))
-        })?;
-        // The thread needs the lock to say what it proved.
-        drop(catalog);
+    /// Has a thread verify the snapshots that are published, and recycle for them: those that were asked for
+    /// with [`AfterPublication::Leave`]. The thread needs the catalog's lock to say what it proved.
+    pub fn attend_later(self: &Arc<Self>) {
         // One thread at a time. It looks at the queue again before it ends, so it will come to this snapshot.
         if std::mem::replace(&mut self.unverified.queue.lock().is_attended, true) {
-            return Ok(info);
+            return;
         }
         let snapshots = self.clone();
         let thread = threads::start("remanent-verify", move || {
@@ -143,7 +131,6 @@ impl Snapshots {
                 self.unverified.queue.lock().is_attended = false;
             }
         }
-        Ok(info)
     }
 
     /// Does phases 6 and 7 as long as any snapshot waits. Others may take snapshots while it reads.

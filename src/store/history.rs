@@ -14,7 +14,7 @@ use crate::history::point::StatePoint;
 use crate::history::restore::RestoreRun;
 use crate::options::{Retention, SnapshotOptions};
 use crate::recovery::Outlook;
-use crate::snapshot::{PruneReport, SnapshotRequest, Subject};
+use crate::snapshot::{AfterPublication, PruneReport, SnapshotRequest, Subject};
 
 impl Store {
     /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes
@@ -35,7 +35,7 @@ impl Store {
     /// takes, the snapshot stands and is not `verified`: the next one makes up for it.
     pub fn snapshot(&self) -> Result<SnapshotInfo> {
         self.check_process()?;
-        self.in_store(self.parts.snapshots.take(SnapshotRequest::default()))
+        self.snapshot_with(SnapshotOptions::new())
     }
 
     /// Takes a snapshot as [`Store::snapshot`] does, with a name, of one moment, or without waiting until it
@@ -50,7 +50,8 @@ impl Store {
         let SnapshotOptions { name, exact, only_published } = options;
         let snapshots = &self.parts.snapshots;
         let exact = exact || name.is_some();
-        let request = SnapshotRequest { name, exact, ..SnapshotRequest::default() };
+        let then = if only_published { AfterPublication::Leave } else { AfterPublication::Retain };
+        let request = SnapshotRequest { name, exact, then, ..SnapshotRequest::default() };
         if let Some(name) = &request.name {
             let (found, limit) = (name.len() as u64, SNAPSHOT_NAME_LEN_MAX as u64);
             if !(1..=limit).contains(&found) {
@@ -63,10 +64,12 @@ impl Store {
             let name = request.name.unwrap_or_default();
             return Err(Error::NameTaken { name, snapshot: holder.info.id });
         }
-        if only_published {
-            return self.in_store(snapshots.take_unverified(catalog, request));
+        let taken = snapshots.take(&mut catalog, &request);
+        drop(catalog);
+        if only_published && taken.is_ok() {
+            snapshots.attend_later();
         }
-        self.in_store(snapshots.take_retaining(&mut catalog, request))
+        self.in_store(taken)
     }
 
     /// Waits until all snapshots that are published are verified, and what they take the place of is removed.
@@ -98,7 +101,7 @@ impl Store {
     /// What the store keeps of the past: the rules of the options with which it was opened.
     #[must_use]
     pub fn retention(&self) -> Retention {
-        Retention::of(&self.parts.options)
+        self.parts.options.retention.clone()
     }
 
     /// Says what [`Store::prune`] would remove now, and removes nothing. It does not wait for a snapshot that
@@ -229,7 +232,9 @@ impl Store {
         let restore = RestoreRun { engine, budget: &options.budget, compression: options.compression };
         let point = log.pool.with_surplus(|| restore.run(lsn, &mut submitted, catalog))?;
         // Still under both locks: this snapshot is exact, and later opens start from it.
-        match snapshots.take_keeping_all(catalog) {
+        let (keeps_others, then) = (true, AfterPublication::KeepAll);
+        let request = SnapshotRequest { keeps_others, then, ..SnapshotRequest::default() };
+        match snapshots.take(catalog, &request) {
             // The restore stands without it: recovery replays the record.
             Ok(_) | Err(Error::OutOfMemory { .. }) => {}
             Err(error) if error.is_passing() => {}

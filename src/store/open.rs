@@ -18,7 +18,6 @@ use crate::error::{Error, Result};
 use crate::images::CHUNK_BYTES;
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
-use crate::options::Retention;
 use crate::options::{Ack, Create, LogIo, Options};
 use crate::recovery::create::check_directory;
 use crate::recovery::{PageLoader, RecoveredStore, Recovery};
@@ -120,7 +119,7 @@ impl Store {
         let pace = Arc::new(Pace::new(options.snapshot_bytes_per_second));
         let snapshots = Arc::new(Snapshots {
             engine: engine.clone(),
-            retention: Retention::of(&options),
+            retention: options.retention.clone(),
             compression: options.compression,
             chunk_len: options.chunk_len.unwrap_or(CHUNK_BYTES),
             catalog: CatalogLock::new(catalog, pace.clone()),

@@ -10,6 +10,7 @@ use remanent::{
     Ack, Error, FileName, Lsn, Options, PageId, Place, SnapshotOptions, SnapshotPhase, StatePoint, Store,
 };
 
+use crate::faults::disk_full::{is_held, until};
 use crate::faults::watched;
 use crate::interrupted_reads::InterruptedDisk;
 
@@ -148,10 +149,12 @@ fn a_full_disk_is_told_and_tried_again() {
     let disk = SimDisk::new();
     // Each commit is enough. An eighth of that makes the thread try again; a seal in a pause is less.
     let rules = options().snapshot_log_bytes(4000).snapshot_interval(NEVER);
-    let store = open(&disk, rules.segment_len(1 << 20));
+    let store = open(&disk, rules.segment_len(1 << 20).reserve_bytes(0));
     commit(&store, 0);
     store.wait_for_snapshots(1);
-    // A full disk stays full, though a segment that is just being made is given up.
+    // Until the spares for opens are there a full disk refuses commits, too. One that stays full, though a
+    // segment that is just being made is given up.
+    until(|| is_held(&disk, 0));
     disk.set_capacity(Some(0));
     commit(&store, 1);
     store.wait_for_snapshots(2);

@@ -106,12 +106,12 @@ impl Scrub {
     }
 
     /// Reads everything at this pace, and mends what is damaged.
-    pub fn run(&self, pace: &Pace, wanted: SnapshotRequest) -> Result<ScrubReport> {
+    pub fn run(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
         // A caller that waits for a scrub in the background has it go on at full speed.
-        let hurry = (!wanted.paced).then(|| self.pace.hurry());
+        let hurry = (!request.paced).then(|| self.pace.hurry());
         let _one_at_a_time = self.running.lock();
         drop(hurry);
-        let result = self.read_and_mend(pace, wanted);
+        let result = self.read_and_mend(pace, request);
         let mut stats = self.stats.lock();
         match &result {
             Ok(scrubbed) => {
@@ -131,7 +131,7 @@ impl Scrub {
     /// 1. Files that memory, or their other copy, has: written anew.
     /// 2. Snapshots that need damaged bytes: marked, so that none of them stands in for a sound one.
     /// 3. A snapshot that needs none of it. Taken before 2, retention could keep a damaged one for it.
-    fn read_and_mend(&self, pace: &Pace, wanted: SnapshotRequest) -> Result<ScrubReport> {
+    fn read_and_mend(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
         self.snapshots.engine.poison.check()?;
         let ScrubFindings { mut scrubbed, store, copies, images, batches } =
             ScrubPass::begin(&self.snapshots, &self.store, pace)?.run()?;
@@ -142,14 +142,14 @@ impl Scrub {
             tracing::warn!(%damage, "found by a scrub");
         }
         let catalog = &self.snapshots.catalog;
-        let mut catalog = if wanted.paced { catalog.lock_patiently() } else { catalog.lock() };
+        let mut catalog = if request.paced { catalog.lock_patiently() } else { catalog.lock() };
         // 1. A link that is not kept any more must not come back.
         let is_kept = |link: &Manifest| {
             let mut kept = catalog.snapshots.iter();
             kept.any(|(id, kept)| *id == link.snapshot || kept.links.contains(&link.snapshot))
         };
         let copies: Vec<Manifest> = copies.into_iter().filter(is_kept).collect();
-        self.mend_files(store, &copies, wanted.threads_max()).map_err(|error| match error {
+        self.mend_files(store, &copies, request.threads_max()).map_err(|error| match error {
             error if error.is_passing() => error,
             error => self.snapshots.engine.poison.set(error),
         })?;
@@ -174,8 +174,9 @@ impl Scrub {
             if newest.is_some_and(|newest| survey.chain(*newest).is_err()) {
                 catalog.known.unlink();
             }
-            let taken =
-                self.snapshots.take_and(&mut catalog, wanted, |catalog| self.snapshots.retain(catalog));
+            // Nothing else goes before it stands: an older snapshot may be the only one that holds.
+            let request = SnapshotRequest { keeps_others: true, ..request };
+            let taken = self.snapshots.take(&mut catalog, &request);
             if taken.is_err() {
                 // The next scrub is to find it all again, when there is room for the snapshot that mends it.
                 for (_, kept) in catalog.snapshots.iter_mut().filter(|(id, _)| spoilt.snapshots.contains(id))

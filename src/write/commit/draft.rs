@@ -8,13 +8,12 @@
 
 use std::collections::VecDeque;
 
-use remanent_format::op::OpAt;
 use remanent_format::state::table::{Changes, PlanMode, Refusal};
 use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable};
 
 use super::Committer;
 use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
-use crate::applier::ApplyWork;
+use crate::applier::{ApplyWork, BatchPayload};
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
@@ -22,7 +21,7 @@ use crate::memory::staging::StagingBuf;
 
 /// A batch on its way into the log, with all memory that applying it takes.
 pub(super) struct Draft {
-    pub payload: StagingBuf,
+    pub payload: BatchPayload,
     /// The payload's checksum: it is in hand before an Lsn is assigned (I1).
     pub payload_crc: u32,
     pub purpose: SpacePurpose,
@@ -59,17 +58,13 @@ pub(super) type AppendResult = (LogPoint, Changes);
 impl Committer {
     /// Checks a draft against the state that it is to follow, and appends it. `None` if it is stale: a
     /// page was changed after it was staged for a clone, or has another length or place than when its
-    /// bytes were written or memory was allocated for it. `ops` are the payload's.
+    /// bytes were written or memory was allocated for it.
     ///
     /// Staleness is looked at before preconditions and plan. A stale draft is made anew, so its errors
     /// would be about a state that is past.
-    pub(super) fn append(
-        &self,
-        table: &PageTable,
-        draft: &Draft,
-        ops: &[OpAt<'_>],
-    ) -> Result<Option<AppendResult>> {
+    pub(super) fn append(&self, table: &PageTable, draft: &Draft) -> Result<Option<AppendResult>> {
         self.engine.poison.check()?;
+        let ops = draft.payload.operations();
         let home_of = |page| home_in(table, page);
         // A lease that is taken from now on shows the page after this batch. Only those that exist need a
         // spare.
@@ -111,7 +106,7 @@ impl Committer {
         let lsn = table.lsn().next();
         let planned = table.plan(lsn, ops, PlanMode::Commit);
         let changes = planned.map_err(|(index, refusal)| refused(index, refusal))?;
-        let point = self.engine.log.append(&draft.payload, draft.payload_crc, draft.purpose)?;
+        let point = self.engine.log.append(draft.payload.bytes(), draft.payload_crc, draft.purpose)?;
         assert!(point.lsn == lsn); // I1: the table and the log count alike, and an Lsn has its frame.
         Ok(Some((point, changes)))
     }
@@ -146,7 +141,7 @@ impl Committer {
     /// Gives back the memory of a draft that was not logged.
     pub(super) fn take_back(&self, draft: Draft) {
         let Draft { payload, memory, spares, asides, .. } = draft;
-        for staged in asides.into_iter().chain([payload]) {
+        for staged in asides.into_iter().chain([payload.into_buf()]) {
             self.engine.staging.give(staged.into_staging());
         }
         self.discard(memory.into_iter().chain(spares.into_iter().map(|(_, spare)| spare)));

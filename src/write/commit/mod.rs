@@ -24,11 +24,10 @@ mod combine;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use remanent_format::op::decode_payload;
 use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
-use crate::applier::stage_aside;
+use crate::applier::{BatchPayload, stage_aside};
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
@@ -122,6 +121,8 @@ impl Committer {
             let blanks = batch.encode(&pages, found, &mut payload)?;
             // Payload and checksum are complete before the draft can reach the lock (I1).
             let (payload, payload_crc) = self.fill(self.engine.staging.grown(payload)?, blanks, born_in)?;
+            let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
+            let payload = BatchPayload::decode(payload).map_err(encoded)?;
             let only_deletes = batch.only_deletes();
             let draft = Draft {
                 payload,
@@ -212,9 +213,7 @@ impl Committer {
         mut own: CommitterWork<'_>,
         held: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
-        let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
-        // Decoded as recovery will: a payload that does not decode must not reach the log.
-        let ops = decode_payload(&draft.payload).map_err(encoded)?;
+        let ops = draft.payload.operations();
         // Before an Lsn is taken: the applier waits for no page. A batch in the log cannot be put off, so
         // the applier would hold up all that come after it, too.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
@@ -225,8 +224,8 @@ impl Committer {
             ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.engine.staging).transpose());
         draft.asides = asides.collect::<Result<_>>()?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
-        draft.memory = self.allocate(&ops, held.as_deref())?;
-        draft.spares = match self.spares(&ops, held.as_deref()) {
+        draft.memory = self.allocate(ops, held.as_deref())?;
+        draft.spares = match self.spares(ops, held.as_deref()) {
             Ok(spares) => spares,
             Err(error) => {
                 // The draft goes, and nothing is logged: what it allocated so far is given back.
@@ -241,7 +240,7 @@ impl Committer {
         let table = table.or_else(|| own.is_needed().then(|| self.submitted.lock()));
         let outcome = match table {
             Some(mut table) => {
-                let appended = self.append(&table, &draft, &ops);
+                let appended = self.append(&table, &draft);
                 let then =
                     |point, changes: &Changes| own.logged(&self.known, &self.engine.log, point, changes);
                 let outcome = self.hand_over(&mut table, draft, appended, then);

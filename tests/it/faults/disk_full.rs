@@ -24,7 +24,7 @@ fn filled(free: u64) -> (SimDisk, Store, Line) {
     // The next snapshot has something to write.
     line.commits(&store, 4).unwrap();
     line.check(&store, line.logged);
-    until(|| is_held(&disk));
+    until(|| is_held(&disk, RESERVE));
     disk.set_capacity(Some(disk.used_bytes() + free));
     (disk, store, line)
 }
@@ -35,15 +35,16 @@ fn open_with_reserve(disk: &SimDisk) -> Result<Store> {
 }
 
 /// Waits for the store's own threads.
-fn until(condition: impl Fn() -> bool) {
+pub(crate) fn until(condition: impl Fn() -> bool) {
     while !condition() {
         std::thread::yield_now();
     }
 }
 
-/// Whether the reserve and what is held for opens are there, and nothing more is being made.
-fn is_held(disk: &SimDisk) -> bool {
-    spares(disk) >= RESERVE + HELD_FOR_OPENS
+/// Whether a reserve of this number of spares and what is held for opens are there, and nothing more is being
+/// made.
+pub(crate) fn is_held(disk: &SimDisk, reserve: usize) -> bool {
+    spares(disk) >= reserve + HELD_FOR_OPENS
         && names(disk, Folder::Log).iter().all(|name| !is_temporary(name))
 }
 
@@ -171,7 +172,7 @@ fn deletes(segment_len: u64, batches: usize, deletes: usize, free: u64) {
     let mut batch = store.batch();
     (0..batches * deletes).for_each(|_| _ = batch.create(0, Place::Host).page());
     let pages = store.commit(batch).unwrap().pages;
-    until(|| is_held(&disk));
+    until(|| is_held(&disk, RESERVE));
     disk.set_capacity(Some(disk.used_bytes() + free));
     for len in [3000, 10] {
         let note = || {
@@ -212,7 +213,7 @@ fn an_open_on_a_full_disk_publishes_a_manifest_anew() {
         store.snapshot().unwrap();
         line.commits(&store, 4).unwrap();
         store.wait_durable(store.lsn()).unwrap();
-        until(|| is_held(&disk));
+        until(|| is_held(&disk, RESERVE));
         let before = Files::of(&disk);
         store.snapshot().unwrap();
         let mut files = Files::of(&disk);

@@ -7,7 +7,7 @@
 mod budget;
 mod device_errors;
 mod disk_errors;
-mod disk_full;
+pub(crate) mod disk_full;
 mod refusals;
 mod shortages;
 mod spares;
