@@ -107,6 +107,7 @@ pub const SHORTAGES: [i32; 4] = [11, 12, 23, 24];
 
 /// A defect and where it lies.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Damage {
     /// The file's name.
     pub file: FileName,

@@ -140,7 +140,8 @@ impl Worker {
         let ApplyWork { point, payload, changes, mut memory, mut spares, mut asides } = work;
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
         let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
-        for at in payload.operations() {
+        let ops = payload.operations().expect("decoded before it was logged");
+        for at in &*ops {
             match at.op {
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
@@ -179,6 +180,7 @@ impl Worker {
                 }
             }
         }
+        drop(ops);
         self.list.payload(payload.into_buf());
         self.applied.table.install(&changes);
         self.applied.point = point;

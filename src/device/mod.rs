@@ -175,6 +175,7 @@ pub trait Device: Any + Send + Sync {
 
 /// The requests to a source of memory, and the bytes that it holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MemoryStats {
     /// Bytes held from the driver, in use or idle.
     pub reserved_bytes: u64,

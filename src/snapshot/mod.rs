@@ -161,8 +161,8 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Phases 6 and 7, as far as the request wants them now. What the snapshot replaces goes after all that it
-    /// wrote was read back (I7).
+    /// Phases 6 and 7, as far as the request wants them now. What the snapshot replaces goes after all that
+    /// it wrote was read back (I7).
     fn follow_up(&self, catalog: &mut Catalog, then: AfterPublication) -> Result<()> {
         if then == AfterPublication::Leave {
             return Ok(());

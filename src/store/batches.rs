@@ -1,6 +1,6 @@
 //! Changing pages: batches on their way in.
 
-use remanent_format::{Lsn, Position};
+use remanent_format::{Key, Lsn, PageId, Place, Position};
 
 use super::Store;
 use super::ticket::{CommitReceipt, Ticket, wait};
@@ -45,6 +45,62 @@ impl Store {
         self.check_process()?;
         let (point, pages) = self.in_store(self.parts.committer.submit(batch))?;
         Ok(CommitReceipt { position: Position { incarnation: point.incarnation, lsn: point.lsn }, pages })
+    }
+
+    /// Lets the page that has this key hold exactly these bytes, in one batch. If no page has it, one is
+    /// created in `place`; one that is there stays where it is, with its metadata. Waits for the
+    /// acknowledgement that [`Options::ack`] names. Returns the page, and where the batch lies in the log.
+    ///
+    /// Other threads may put, resize or delete the same key meanwhile: each call is one batch, before or after
+    /// theirs.
+    ///
+    /// ```
+    /// use remanent::{Key, Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let key = Key::new("config")?;
+    /// let (first, _) = store.put(&key, b"a = 1", Place::Host)?;
+    /// let (second, _) = store.put(&key, b"a = 1, b = 2", Place::Host)?;
+    /// assert_eq!(first, second);
+    /// assert_eq!(store.read_to_vec(first)?, b"a = 1, b = 2");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`Store::commit`], except for what another thread's batch to this key would make it fail with.
+    pub fn put(&self, key: &Key, bytes: impl AsRef<[u8]>, place: Place) -> Result<(PageId, Position)> {
+        let bytes = bytes.as_ref();
+        loop {
+            let mut batch = self.batch();
+            let known = match self.page_by_key(key) {
+                Ok(info) => {
+                    // Checked under the submission lock: a page that changes before is looked up again.
+                    batch.expect_epoch(info.page, info.epoch);
+                    if info.len != bytes.len() as u64 {
+                        batch.resize(info.page, bytes.len() as u64);
+                    }
+                    batch.write(info.page, 0, bytes);
+                    Some(info.page)
+                }
+                Err(Error::UnknownKey { .. }) => {
+                    batch.create_from(bytes, place).key(key);
+                    None
+                }
+                Err(error) => return Err(error),
+            };
+            match self.commit(batch) {
+                Err(Error::Conflict { .. } | Error::UnknownPage { .. } | Error::KeyTaken { .. }) => {
+                    // The other batch is submitted. Lookups see it once it is logged, which takes a sync where
+                    // the log is written directly.
+                    let newest = self.committer().lock().lsn();
+                    self.engine().log.wait_logged(newest)?;
+                }
+                committed => {
+                    let CommitReceipt { position, pages } = committed?;
+                    let page = known.or_else(|| pages.first().copied()).expect("known, or created just now");
+                    return Ok((page, position));
+                }
+            }
+        }
     }
 
     /// Waits until batch `lsn`, and every one before it, survives a power cut.

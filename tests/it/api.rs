@@ -312,3 +312,40 @@ fn a_store_is_opened_with_a_device_of_the_callers() {
     let store = Store::open_with(directory.path(), Arc::new(HostDevice::new()), Options::default()).unwrap();
     assert_eq!(store.recovered().device, "host");
 }
+
+/// Without one call, each application writes the lookup and the create, and two threads that do so leave the
+/// loser with an error.
+#[test]
+fn a_put_lands_whatever_other_threads_do_to_its_key() {
+    const ROUNDS: usize = 50;
+    for log_io in [LogIo::Buffered, LogIo::Direct] {
+        let store = Store::temporary(Options::default().log_io(log_io).ack(Ack::Logged)).unwrap();
+        let key = Key::new("shared").unwrap();
+        thread::scope(|scope| {
+            for writer in 1..=3u8 {
+                let (store, key) = (&store, &key);
+                scope.spawn(move || {
+                    for round in 0..ROUNDS {
+                        let bytes = vec![writer; 1 + round % 5];
+                        store.put(key, bytes, Place::Host).unwrap();
+                    }
+                });
+            }
+            let (store, key) = (&store, &key);
+            scope.spawn(move || {
+                for _ in 0..ROUNDS {
+                    // It may be gone, or changed since: both are this thread's own affair.
+                    if let Ok(info) = store.page_by_key(key) {
+                        let mut batch = store.batch();
+                        batch.delete(info.page);
+                        assert!(matches!(store.commit(batch), Ok(_) | Err(Error::UnknownPage { .. })));
+                    }
+                }
+            });
+        });
+        let (page, position) = store.put(&key, b"last", Place::Host).unwrap();
+        assert_eq!((store.page_count().unwrap(), store.lsn()), (1, position.lsn));
+        let info = store.page_by_key(&key).unwrap();
+        assert_eq!((info.page, store.read_to_vec(page).unwrap()), (page, b"last".to_vec()));
+    }
+}

@@ -52,6 +52,7 @@ pub struct LogEnd {
 /// The end of the log that was cut. Nothing acknowledged as durable was in it. Damage inside the last groups
 /// that no mark covers yet looks the same, so it is reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TornTail {
     /// The segment in which the first cut frame lies.
     pub segment: u64,

@@ -48,6 +48,7 @@ struct Capture<'a> {
 
 /// The direction in which bytes go when a caller's memory becomes a working copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Direction {
     /// The page's bytes are copied to the memory at once.
     Load,
@@ -57,6 +58,7 @@ pub enum Direction {
 
 /// The bytes that a working copy is compared with, to find its changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Shadow {
     /// The page itself. This takes no memory; it is done in the queue of deltas, between two of them.
     Page,

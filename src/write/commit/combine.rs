@@ -142,7 +142,9 @@ impl Committer {
             for place in places {
                 let mut content = place.0.lock();
                 if let QueuedBytes::Draft(draft) = std::mem::replace(&mut *content, QueuedBytes::Taken) {
-                    let appended = self.append(table, &draft);
+                    let ops = draft.payload.operations().expect("decoded before it was left");
+                    let appended = self.append(table, &draft, &ops);
+                    drop(ops);
                     *content = QueuedBytes::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
                 }
             }
@@ -178,7 +180,7 @@ mod tests {
         let mut payload = pool.take(empty.len()).unwrap();
         payload.copy_from_slice(&empty);
         Draft {
-            payload: BatchPayload::decode(payload).unwrap(),
+            payload: BatchPayload::new(payload).unwrap(),
             payload_crc,
             purpose: SpacePurpose::User,
             expected: Vec::new(),

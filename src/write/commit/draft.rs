@@ -8,6 +8,7 @@
 
 use std::collections::VecDeque;
 
+use remanent_format::op::OpAt;
 use remanent_format::state::table::{Changes, PlanMode, Refusal};
 use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable};
 
@@ -58,13 +59,17 @@ pub(super) type AppendResult = (LogPoint, Changes);
 impl Committer {
     /// Checks a draft against the state that it is to follow, and appends it. `None` if it is stale: a
     /// page was changed after it was staged for a clone, or has another length or place than when its
-    /// bytes were written or memory was allocated for it.
+    /// bytes were written or memory was allocated for it. `ops` are the payload's.
     ///
     /// Staleness is looked at before preconditions and plan. A stale draft is made anew, so its errors
     /// would be about a state that is past.
-    pub(super) fn append(&self, table: &PageTable, draft: &Draft) -> Result<Option<AppendResult>> {
+    pub(super) fn append(
+        &self,
+        table: &PageTable,
+        draft: &Draft,
+        ops: &[OpAt<'_>],
+    ) -> Result<Option<AppendResult>> {
         self.engine.poison.check()?;
-        let ops = draft.payload.operations();
         let home_of = |page| home_in(table, page);
         // A lease that is taken from now on shows the page after this batch. Only those that exist need a
         // spare.

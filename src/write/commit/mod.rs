@@ -121,8 +121,7 @@ impl Committer {
             let blanks = batch.encode(&pages, found, &mut payload)?;
             // Payload and checksum are complete before the draft can reach the lock (I1).
             let (payload, payload_crc) = self.fill(self.engine.staging.grown(payload)?, blanks, born_in)?;
-            let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
-            let payload = BatchPayload::decode(payload).map_err(encoded)?;
+            let payload = BatchPayload::new(payload).map_err(undecodable)?;
             let only_deletes = batch.only_deletes();
             let draft = Draft {
                 payload,
@@ -213,7 +212,8 @@ impl Committer {
         mut own: CommitterWork<'_>,
         held: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
-        let ops = draft.payload.operations();
+        // Decoded as recovery will: a payload that does not decode must not reach the log.
+        let ops = draft.payload.operations().map_err(undecodable)?;
         // Before an Lsn is taken: the applier waits for no page. A batch in the log cannot be put off, so
         // the applier would hold up all that come after it, too.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
@@ -224,8 +224,8 @@ impl Committer {
             ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.engine.staging).transpose());
         draft.asides = asides.collect::<Result<_>>()?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
-        draft.memory = self.allocate(ops, held.as_deref())?;
-        draft.spares = match self.spares(ops, held.as_deref()) {
+        draft.memory = self.allocate(&ops, held.as_deref())?;
+        draft.spares = match self.spares(&ops, held.as_deref()) {
             Ok(spares) => spares,
             Err(error) => {
                 // The draft goes, and nothing is logged: what it allocated so far is given back.
@@ -240,7 +240,8 @@ impl Committer {
         let table = table.or_else(|| own.is_needed().then(|| self.submitted.lock()));
         let outcome = match table {
             Some(mut table) => {
-                let appended = self.append(&table, &draft);
+                let appended = self.append(&table, &draft, &ops);
+                drop(ops);
                 let then =
                     |point, changes: &Changes| own.logged(&self.known, &self.engine.log, point, changes);
                 let outcome = self.hand_over(&mut table, draft, appended, then);
@@ -263,6 +264,11 @@ impl Committer {
             }
         }
     }
+}
+
+/// The error of a payload that recovery could not read.
+fn undecodable(defect: Defect) -> Error {
+    Error::InvalidOperation { index: 0, reason: defect.to_string() }
 }
 
 impl CommitterWork<'_> {

@@ -3,7 +3,7 @@
 use std::io;
 
 use remanent::disk::dir::DirDisk;
-use remanent::{Create, Damage, Defect, Epoch, FileName, Key, Lsn, Position, Remedy};
+use remanent::{Create, Defect, Epoch, FileName, Key, Lsn, Position, Remedy};
 
 use super::*;
 
@@ -97,7 +97,7 @@ fn every_error_tells_where_and_what_helps() {
     let segment = FileName::Segment(3);
     let failed =
         Error::Io { action: "sync", file: segment, offset: Some(4096), store: None, source: source() };
-    let damage = Damage { file: segment, offset: 8192, lsn: Some(Lsn(9)), defect: Defect::Missing };
+    let damage = Defect::Missing.at_lsn(segment, 8192, Lsn(9));
     let lost = Error::Device { reason: "gone".to_owned(), context_lost: true };
     let nowhere = (None, None, None);
     let rows = [
