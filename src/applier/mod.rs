@@ -15,7 +15,6 @@ mod unloaded;
 mod exact_cut;
 mod readback;
 mod lease_table;
-mod payload;
 mod commands;
 mod queue;
 mod worker;
@@ -31,7 +30,6 @@ pub(crate) use catch::Catch;
 pub(crate) use commands::{ListBuilder, PayloadAt, stage_aside};
 pub(crate) use exact_cut::ExactCut;
 pub(crate) use lease_table::{LeaseId, Leases};
-pub(crate) use payload::BatchPayload;
 pub(crate) use readback::Drain;
 pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 
@@ -57,8 +55,8 @@ const LIST_BYTES: usize = 256 << 10;
 pub(crate) struct ApplyWork {
     /// The end of the batch's frame.
     pub point: LogPoint,
-    /// The batch's payload, as logged, and its operations.
-    pub payload: BatchPayload,
+    /// The batch's payload, as logged.
+    pub payload: StagingBuf,
     /// The batch's changes to the table.
     pub changes: Changes,
     /// Memory for its creates and resizes, and for its moves to another place, in their order.

@@ -79,7 +79,7 @@ impl Requests {
         while queue.payload_bytes >= QUEUED_BYTES_MAX && !queue.ended {
             self.taken.wait(&mut queue);
         }
-        queue.payload_bytes += work.payload.bytes().len();
+        queue.payload_bytes += work.payload.len();
         let is_urgent = queue.payload_bytes >= LIST_BYTES || work.point.lsn <= queue.awaited;
         self.request(queue, Request::Batch(work), is_urgent);
     }

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use remanent_format::op::Op;
+use remanent_format::op::{Op, decode_payload};
 use remanent_format::{Lsn, PageId};
 
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
@@ -127,7 +127,7 @@ impl Worker {
         // Logged batches go first: a caller that waits for one of them must not hear of a loss.
         self.flush();
         self.shared.progress(|progress| progress.lost = true);
-        for staging in work.asides.into_iter().chain([work.payload.into_buf()]) {
+        for staging in work.asides.into_iter().chain([work.payload]) {
             self.staging.give(staging.into_staging());
         }
         for memory in work.memory.into_iter().chain(work.spares.into_iter().map(|(_, spare)| spare)) {
@@ -140,8 +140,8 @@ impl Worker {
         let ApplyWork { point, payload, changes, mut memory, mut spares, mut asides } = work;
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
         let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
-        let ops = payload.operations().expect("decoded before it was logged");
-        for at in &*ops {
+        let ops = decode_payload(&payload).expect("decoded before it was logged");
+        for at in &ops {
             match at.op {
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
@@ -180,8 +180,7 @@ impl Worker {
                 }
             }
         }
-        drop(ops);
-        self.list.payload(payload.into_buf());
+        self.list.payload(payload);
         self.applied.table.install(&changes);
         self.applied.point = point;
     }

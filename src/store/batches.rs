@@ -51,8 +51,8 @@ impl Store {
     /// created in `place`; one that is there stays where it is, with its metadata. Waits for the
     /// acknowledgement that [`Options::ack`] names. Returns the page, and where the batch lies in the log.
     ///
-    /// Other threads may put, resize or delete the same key meanwhile: each call is one batch, before or after
-    /// theirs.
+    /// Other threads may put, resize or delete the same key meanwhile: each call is one batch, before or
+    /// after theirs.
     ///
     /// ```
     /// use remanent::{Key, Options, Place, Store};
@@ -89,8 +89,8 @@ impl Store {
             };
             match self.commit(batch) {
                 Err(Error::Conflict { .. } | Error::UnknownPage { .. } | Error::KeyTaken { .. }) => {
-                    // The other batch is submitted. Lookups see it once it is logged, which takes a sync where
-                    // the log is written directly.
+                    // The other batch is submitted. Lookups see it once it is logged, which takes a sync
+                    // where the log is written directly.
                     let newest = self.committer().lock().lsn();
                     self.engine().log.wait_logged(newest)?;
                 }

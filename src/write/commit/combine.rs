@@ -21,6 +21,7 @@
 use std::sync::Arc;
 
 use remanent_format::PageTable;
+use remanent_format::op::decode_payload;
 
 use super::Committer;
 use super::draft::{Draft, Outcome};
@@ -142,9 +143,10 @@ impl Committer {
             for place in places {
                 let mut content = place.0.lock();
                 if let QueuedBytes::Draft(draft) = std::mem::replace(&mut *content, QueuedBytes::Taken) {
-                    let ops = draft.payload.operations().expect("decoded before it was left");
+                    // Decoded by its committer before, so this cannot fail; operations borrow the
+                    // payload, so they were not kept.
+                    let ops = decode_payload(&draft.payload).expect("decoded before it was left");
                     let appended = self.append(table, &draft, &ops);
-                    drop(ops);
                     *content = QueuedBytes::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
                 }
             }
@@ -165,10 +167,7 @@ fn outcome(place: Arc<Place>) -> Option<Outcome> {
 mod tests {
     use std::collections::VecDeque;
 
-    use remanent_format::op::PayloadWriter;
-
     use super::*;
-    use crate::applier::BatchPayload;
     use crate::device::host::HostDevice;
     use crate::log::SpacePurpose;
     use crate::memory::staging::StagingPool;
@@ -176,11 +175,8 @@ mod tests {
     /// A draft that is told from others by its checksum.
     fn draft(payload_crc: u32) -> Draft {
         let pool = StagingPool::new(Arc::new(HostDevice::new()), 0);
-        let empty = PayloadWriter::default().finish();
-        let mut payload = pool.take(empty.len()).unwrap();
-        payload.copy_from_slice(&empty);
         Draft {
-            payload: BatchPayload::new(payload).unwrap(),
+            payload: pool.take(0).unwrap(),
             payload_crc,
             purpose: SpacePurpose::User,
             expected: Vec::new(),

@@ -14,7 +14,7 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable};
 
 use super::Committer;
 use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
-use crate::applier::{ApplyWork, BatchPayload};
+use crate::applier::ApplyWork;
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
@@ -22,7 +22,7 @@ use crate::memory::staging::StagingBuf;
 
 /// A batch on its way into the log, with all memory that applying it takes.
 pub(super) struct Draft {
-    pub payload: BatchPayload,
+    pub payload: StagingBuf,
     /// The payload's checksum: it is in hand before an Lsn is assigned (I1).
     pub payload_crc: u32,
     pub purpose: SpacePurpose,
@@ -111,7 +111,7 @@ impl Committer {
         let lsn = table.lsn().next();
         let planned = table.plan(lsn, ops, PlanMode::Commit);
         let changes = planned.map_err(|(index, refusal)| refused(index, refusal))?;
-        let point = self.engine.log.append(draft.payload.bytes(), draft.payload_crc, draft.purpose)?;
+        let point = self.engine.log.append(&draft.payload, draft.payload_crc, draft.purpose)?;
         assert!(point.lsn == lsn); // I1: the table and the log count alike, and an Lsn has its frame.
         Ok(Some((point, changes)))
     }
@@ -146,7 +146,7 @@ impl Committer {
     /// Gives back the memory of a draft that was not logged.
     pub(super) fn take_back(&self, draft: Draft) {
         let Draft { payload, memory, spares, asides, .. } = draft;
-        for staged in asides.into_iter().chain([payload.into_buf()]) {
+        for staged in asides.into_iter().chain([payload]) {
             self.engine.staging.give(staged.into_staging());
         }
         self.discard(memory.into_iter().chain(spares.into_iter().map(|(_, spare)| spare)));

@@ -24,10 +24,11 @@ mod combine;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
+use remanent_format::op::decode_payload;
 use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
-use crate::applier::{BatchPayload, stage_aside};
+use crate::applier::stage_aside;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
@@ -121,7 +122,6 @@ impl Committer {
             let blanks = batch.encode(&pages, found, &mut payload)?;
             // Payload and checksum are complete before the draft can reach the lock (I1).
             let (payload, payload_crc) = self.fill(self.engine.staging.grown(payload)?, blanks, born_in)?;
-            let payload = BatchPayload::new(payload).map_err(undecodable)?;
             let only_deletes = batch.only_deletes();
             let draft = Draft {
                 payload,
@@ -212,8 +212,9 @@ impl Committer {
         mut own: CommitterWork<'_>,
         held: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
+        let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
         // Decoded as recovery will: a payload that does not decode must not reach the log.
-        let ops = draft.payload.operations().map_err(undecodable)?;
+        let ops = decode_payload(&draft.payload).map_err(encoded)?;
         // Before an Lsn is taken: the applier waits for no page. A batch in the log cannot be put off, so
         // the applier would hold up all that come after it, too.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
@@ -241,7 +242,6 @@ impl Committer {
         let outcome = match table {
             Some(mut table) => {
                 let appended = self.append(&table, &draft, &ops);
-                drop(ops);
                 let then =
                     |point, changes: &Changes| own.logged(&self.known, &self.engine.log, point, changes);
                 let outcome = self.hand_over(&mut table, draft, appended, then);
@@ -264,11 +264,6 @@ impl Committer {
             }
         }
     }
-}
-
-/// The error of a payload that recovery could not read.
-fn undecodable(defect: Defect) -> Error {
-    Error::InvalidOperation { index: 0, reason: defect.to_string() }
 }
 
 impl CommitterWork<'_> {
