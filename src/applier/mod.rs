@@ -35,6 +35,7 @@ pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 
 use self::queue::Requests;
 use self::worker::Worker;
+use crate::base::own_line::OwnLine;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
@@ -148,14 +149,14 @@ impl Turn<'_> {
 
 /// The handle to the applier.
 pub(crate) struct Applier {
-    requests: Requests,
-    progress: Mutex<ApplierProgress>,
+    requests: OwnLine<Requests>,
+    progress: OwnLine<Mutex<ApplierProgress>>,
     /// Signalled when `progress` has changed.
     moved: Condvar,
     /// Tasks that wait for the same.
     wakers: Wakers,
     /// The newest applied batch of `progress`, for readers that take no lock; 0 once anything is lost.
-    applied: AtomicU64,
+    applied: OwnLine<AtomicU64>,
     poison: Arc<Poison>,
     unloaded: Arc<UnloadedSet>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -179,11 +180,15 @@ impl Applier {
         applied: AppliedState,
     ) -> Result<Arc<Self>> {
         let applier = Arc::new(Self {
-            requests: Requests::new(),
-            progress: Mutex::new(ApplierProgress { applied: applied.point.lsn, fence: 0, lost: false }),
+            requests: OwnLine(Requests::new()),
+            progress: OwnLine(Mutex::new(ApplierProgress {
+                applied: applied.point.lsn,
+                fence: 0,
+                lost: false,
+            })),
             moved: Condvar::new(),
             wakers: Wakers::default(),
-            applied: AtomicU64::new(applied.point.lsn.0),
+            applied: OwnLine(AtomicU64::new(applied.point.lsn.0)),
             poison: parts.poison.clone(),
             unloaded: applied.unloaded.clone(),
             thread: Mutex::new(None),

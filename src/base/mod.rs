@@ -1,6 +1,7 @@
 //! The base that every folder stands on: locks and threads, parallel work, the process, poison.
 
 pub(crate) mod aligned_buf;
+pub(crate) mod own_line;
 pub(crate) mod pace;
 pub(crate) mod parallel;
 pub mod phases;

@@ -28,6 +28,7 @@ use remanent_format::{LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentPool, SpacePurpose};
 use super::state::{AHEAD, DirtyRange, LogStart, LogState, LogStats, Room, live};
+use crate::base::own_line::OwnLine;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::poison::Poison;
@@ -49,7 +50,7 @@ pub(crate) struct Log {
     /// durable. The store is poisoned before this is set, so that a thread which sees the flag finds the
     /// reason.
     pub(super) failed: AtomicBool,
-    pub(super) state: Mutex<LogState>,
+    pub(super) state: OwnLine<Mutex<LogState>>,
     /// The newest logged batch, where a batch is appended before it is logged: in a direct log.
     logged: Option<Arc<AtomicU64>>,
     /// Held while segments are made, which takes syncs; `state` stays free meanwhile, so that frames which
@@ -89,7 +90,7 @@ impl Log {
             pool,
             poison,
             failed: AtomicBool::new(false),
-            state: Mutex::new(LogState::new(start)),
+            state: OwnLine(Mutex::new(LogState::new(start))),
             growth: Mutex::new(()),
             work: Condvar::new(),
             progress: Condvar::new(),

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use remanent_format::op::PayloadBytes;
 
+use crate::base::own_line::OwnLine;
 use crate::base::sync::Mutex;
 use crate::device::{Device, Staging};
 use crate::error::{Result, make_room};
@@ -33,7 +34,7 @@ const CLASS_LEN_MAX: usize = 64 << 20;
 pub struct StagingPool {
     device: Arc<dyn Device>,
     idle_bytes_max: usize,
-    idle: Mutex<IdleStagings>,
+    idle: OwnLine<Mutex<IdleStagings>>,
 }
 
 #[derive(Default)]
@@ -64,7 +65,7 @@ impl StagingPool {
     /// An empty pool that keeps at most `idle_bytes_max` bytes.
     #[must_use]
     pub fn new(device: Arc<dyn Device>, idle_bytes_max: usize) -> Self {
-        Self { device, idle_bytes_max, idle: Mutex::default() }
+        Self { device, idle_bytes_max, idle: OwnLine::default() }
     }
 
     /// Staging of `len` bytes. Reused staging holds the bytes of its last user: zeroing it would cost a pass

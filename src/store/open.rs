@@ -6,6 +6,7 @@ use std::sync::Arc;
 use remanent_format::Lsn;
 
 use super::{Store, StoreParts};
+use crate::base::own_line::OwnLine;
 use crate::base::pace::Pace;
 use crate::base::process::ForkGuard;
 use crate::base::sync::atomic::AtomicU64;
@@ -108,9 +109,9 @@ impl Store {
         let loader = PageLoader::start(engine.clone())?;
         let committer = Committer {
             engine: engine.clone(),
-            next_page: AtomicU64::new(submitted.next_page()),
-            submitted: Mutex::new(submitted),
-            waiting: CombineQueue::new(),
+            next_page: OwnLine(AtomicU64::new(submitted.next_page())),
+            submitted: OwnLine(Mutex::new(submitted)),
+            waiting: OwnLine(CombineQueue::new()),
             files: catalog.files.clone(),
             known: catalog.known.clone(),
             compression: options.compression,

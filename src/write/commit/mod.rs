@@ -29,6 +29,7 @@ use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
 use crate::applier::stage_aside;
+use crate::base::own_line::OwnLine;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
@@ -52,12 +53,12 @@ const CLONE_TRIES: usize = 3;
 pub(crate) struct Committer {
     pub engine: Arc<Engine>,
     /// The state after the last logged batch. Its lock is the submission lock.
-    pub submitted: Mutex<PageTable>,
+    pub submitted: OwnLine<Mutex<PageTable>>,
     /// Drafts that wait for the lock holder.
-    pub waiting: CombineQueue,
+    pub waiting: OwnLine<CombineQueue>,
     /// The next page id. Ids are taken before a batch is known to be good; a failed one leaves a gap,
     /// which costs nothing.
-    pub next_page: AtomicU64,
+    pub next_page: OwnLine<AtomicU64>,
     pub files: Arc<ImageFiles>,
     /// Images that the next snapshot need not write again.
     pub known: Arc<KnownImages>,
