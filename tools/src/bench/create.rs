@@ -2,10 +2,15 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use remanent::{PageId, Store};
 
 use super::figures::{Figure, Findings, Group, Unit};
+use super::latency::Latency;
 use super::room::{self, BenchStop, Room, size};
+use super::snapshot::hammer;
 use super::{Common, Measure, transfer};
 use crate::cli::exit::Failure;
 use crate::cli::size::Size;
@@ -15,6 +20,9 @@ Pages of random bytes are created, --batch bytes to a batch, and each batch is w
 ceiling is a file that takes the same bytes by one thread, synced as often. A long batch's bytes go to an image file \
 once, and the log and the next snapshot only name them. All bytes written, a snapshot included, are shown as a \
 multiple of the pages' bytes.
+
+Commits to another page wait for Applied, one after the other: first alone, then while a long page is created and \
+deleted again and again, then while one batch creates many pages, which another thread lists.
 
 Examples:
   remanent bench create /mnt/fast
@@ -35,6 +43,12 @@ pub struct CreateBench {
     /// Bytes of a page
     #[arg(long, value_name = "BYTES", default_value = "8MiB")]
     page_len: Size,
+    /// Bytes of a page that is created beside commits to another one
+    #[arg(long, value_name = "BYTES", default_value = "1GiB")]
+    long_len: Size,
+    /// Pages that one batch creates beside commits to another one
+    #[arg(long, value_name = "N", default_value_t = 100_000)]
+    many: u64,
 }
 
 impl Measure for CreateBench {
@@ -57,7 +71,7 @@ impl Measure for CreateBench {
     }
 
     fn steps(&self) -> u64 {
-        u64::from(self.common.rounds)
+        2 * u64::from(self.common.rounds)
     }
 
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
@@ -101,9 +115,111 @@ impl Measure for CreateBench {
             made.close()?;
             std::fs::remove_dir_all(room.path("store"))?;
         }
+        let mut beside = Bystander::new(self.long_len.0, self.many);
+        for _ in 0..self.common.rounds {
+            room.step("commits beside creates")?;
+            beside.round(room)?;
+        }
         let mut settings = room.settings(&self.common);
         settings.push(("rounds", self.common.rounds.to_string()));
-        let groups = vec![Group { title, figures: vec![raw, store, written] }];
+        let groups = vec![Group { title, figures: vec![raw, store, written] }, beside.group()];
         Ok(Findings { bench: "create", settings, groups, left_out: Vec::new() })
     }
+}
+
+/// How long commits are measured alone.
+const ALONE: Duration = Duration::from_millis(300);
+/// How often the long page is created in a round.
+const LONG_CREATES: usize = 20;
+/// Bytes of each of the many pages.
+const MANY_LEN: u64 = 64;
+
+/// A thread that commits to a page of its own while others create pages.
+struct Bystander {
+    long_len: u64,
+    many: u64,
+    alone: Figure,
+    beside_long: Figure,
+    beside_many: Figure,
+}
+
+impl Bystander {
+    fn new(long_len: u64, many: u64) -> Self {
+        let figure = |name: String| Figure {
+            latency: Some(Latency::new()),
+            ..Figure::new(name, Unit::PerSecond("commits"))
+        };
+        Self {
+            long_len,
+            many,
+            alone: figure("no creates".to_owned()),
+            beside_long: figure(format!("beside creates of {}", size(long_len))),
+            beside_many: figure(format!("beside a batch of {many} creates")),
+        }
+    }
+
+    fn round(&mut self, room: &Room) -> Result<(), BenchStop> {
+        let store = room.open("beside", room::options())?;
+        let mut batch = store.batch();
+        batch.create(4096, room.place);
+        let page = store.commit(batch)?.pages[0];
+        let until = Instant::now() + ALONE;
+        hammer(&store, page, &mut self.alone, || Instant::now() >= until)?;
+        let (long_len, many) = (self.long_len, self.many);
+        while_working(&store, page, &mut self.beside_long, |_| {
+            for _ in 0..LONG_CREATES {
+                let mut batch = store.batch();
+                batch.create(long_len, room.place);
+                let mut delete = store.batch();
+                delete.delete(store.commit(batch)?.pages[0]);
+                store.commit(delete)?;
+            }
+            Ok(())
+        })?;
+        while_working(&store, page, &mut self.beside_many, |over| {
+            let mut batch = store.batch();
+            for _ in 0..many {
+                batch.create(MANY_LEN, room.place);
+            }
+            std::thread::scope(|scope| {
+                let list = scope.spawn(|| -> Result<(), BenchStop> {
+                    while !over.load(Ordering::Relaxed) {
+                        std::hint::black_box(store.pages()?.count());
+                    }
+                    Ok(())
+                });
+                let committed = store.commit(batch);
+                over.store(true, Ordering::Relaxed);
+                list.join().expect("no panic")?;
+                Ok(committed.map(drop)?)
+            })
+        })?;
+        store.close()?;
+        Ok(std::fs::remove_dir_all(room.path("beside"))?)
+    }
+
+    fn group(self) -> Group {
+        let title = "commits of 256 B to another page, Applied".to_owned();
+        Group { title, figures: vec![self.alone, self.beside_long, self.beside_many] }
+    }
+}
+
+/// Commits to a page for as long as another thread's work takes. The work may say earlier that it is over.
+fn while_working(
+    store: &Store,
+    page: PageId,
+    figure: &mut Figure,
+    work: impl FnOnce(&AtomicBool) -> Result<(), BenchStop> + Send,
+) -> Result<(), BenchStop> {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let working = scope.spawn(|| {
+            let worked = work(&over);
+            over.store(true, Ordering::Relaxed);
+            worked
+        });
+        let hammered = hammer(store, page, figure, || over.load(Ordering::Relaxed));
+        working.join().expect("no panic")?;
+        hammered
+    })
 }

@@ -219,8 +219,8 @@ fn beside(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) 
     })
 }
 
-/// Commits until told to end. The time series is the first round's: the longest time of each step.
-fn hammer(
+/// Commits to a page until told to end. The time series is the first round's: the longest time of each step.
+pub(super) fn hammer(
     store: &Store,
     page: PageId,
     figure: &mut Figure,
