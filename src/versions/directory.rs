@@ -114,6 +114,41 @@ impl Directory {
         Some(look(&chunk.as_ref()?.slots[slot]))
     }
 
+    /// Whether there is no chunk for a page: then neither the page nor one of its neighbours is there.
+    pub fn is_blank(&self, page: PageId) -> bool {
+        let (row, at, _) = place(page.0);
+        let rows = self.rows.look();
+        let Some(rows) = rows.as_ref() else { return true };
+        let found = rows.binary_search_by_key(&row, |(number, _)| *number);
+        found.map_or(true, |position| rows[position].1.chunks[at].look().is_none())
+    }
+
+    /// Whether one chunk holds both pages.
+    pub fn are_neighbours(page: PageId, other: PageId) -> bool {
+        page.0 / WIDTH as u64 == other.0 / WIDTH as u64
+    }
+
+    /// Puts a chunk where [`is_blank`](Self::is_blank) says that there is none: neighbours, in the order of
+    /// their ids. For the writer.
+    ///
+    /// Put into their slots one by one, the pages of a long batch would cost an exchange of a shared pointer
+    /// each, and all of it under the submission lock.
+    pub fn add(&self, pages: impl IntoIterator<Item = (PageId, PageState)>) {
+        let mut pages = pages.into_iter().peekable();
+        let Some(&(first, _)) = pages.peek() else { return };
+        let (row, at, _) = place(first.0);
+        let mut used = 0;
+        let slots = array::from_fn(|slot| {
+            let state = pages.next_if(|(page, _)| place(page.0) == (row, at, slot));
+            used += usize::from(state.is_some());
+            PageSlot::new(state.map(|(_, state)| Version::new(state, None)), None)
+        });
+        assert!(pages.next().is_none(), "neighbours, in the order of their ids");
+        let row = self.row_or_new(row);
+        row.chunks[at].set(Some(Arc::new(Chunk { slots, used: AtomicUsize::new(used) })));
+        row.used.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Puts a version into a page's slot. For the writer.
     pub fn set(&self, page: PageId, version: Arc<Version<PageState>>) {
         let (row, at, slot) = place(page.0);

@@ -247,7 +247,8 @@ impl Versions {
         let mut writer = self.written.writer.lock();
         let count_before = writer.superseded.len();
         let (mut created, mut deleted) = (0, 0);
-        for (page, info) in pages {
+        let mut pages = pages.peekable();
+        while let Some((page, info)) = pages.next() {
             if info.is_some_and(|info| self.advance(&mut writer, lsn, page, info)) {
                 continue;
             }
@@ -260,9 +261,25 @@ impl Versions {
                     writer.superseded.push_back(Superseded::Page(page, version));
                 }
                 (None, Some(info)) => {
-                    created += 1;
-                    info.key.iter().for_each(|key| self.give_key(key, page));
-                    self.pages.set(page, Version::new(PageState::present(PageEntry::from(info)), None));
+                    let mut new = |page, info: &PageInfo| {
+                        created += 1;
+                        info.key.iter().for_each(|key| self.give_key(key, page));
+                        PageState::present(PageEntry::from(info))
+                    };
+                    if !self.pages.is_blank(page) {
+                        self.pages.set(page, Version::new(new(page, info), None));
+                        continue;
+                    }
+                    // A batch that creates many pages fills whole chunks.
+                    let mut last = page;
+                    let mut chunk = vec![(page, new(page, info))];
+                    while let Some((next, Some(info))) = pages.next_if(|(next, info)| {
+                        info.is_some() && *next > last && Directory::are_neighbours(page, *next)
+                    }) {
+                        chunk.push((next, new(next, info)));
+                        last = next;
+                    }
+                    self.pages.add(chunk);
                 }
                 // The page came and went in this batch, or is gone already.
                 (None, None) => {}

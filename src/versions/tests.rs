@@ -203,6 +203,28 @@ fn a_page_whose_bytes_change_stays_where_it_is() {
     assert!(ground.versions_of(1) > 1);
 }
 
+/// Chunks that are new are filled at one go: the page before and after each border, one that goes in the same
+/// batch, and an order that is not that of the ids.
+#[test]
+fn a_batch_that_creates_many_pages_creates_each_of_them() {
+    let mut ground = Ground::new();
+    ground.commit(&[create(1, Some(&key(1)))]);
+    let keys: Vec<Key> = (0..900).map(key).collect();
+    let mut ops: Vec<Op<'_>> = (200..900).map(|page| create(page, keys.get(page as usize))).collect();
+    ops.push(Op::Delete { page: PageId(700) });
+    ground.submit(&ops);
+    assert!(ground.versions.page(PageId(200), |_| ()).is_none(), "not logged");
+    ground.log();
+    check(&ground.versions.view(), &ground.table);
+    let falling: Vec<Op<'_>> = (1000..1400).rev().step_by(3).map(|page| create(page, None)).collect();
+    ground.commit(&falling);
+    check(&ground.versions.view(), &ground.table);
+    assert_eq!(ground.versions.root(|_, page_count| page_count), 1 + 699 + 134);
+    let deletes: Vec<Op<'_>> = (200..700).map(|page| Op::Delete { page: PageId(page) }).collect();
+    ground.commit(&deletes);
+    check(&ground.versions.view(), &ground.table);
+}
+
 #[test]
 fn a_long_chain_is_dropped_without_a_deep_stack() {
     let mut ground = Ground::new();
