@@ -589,6 +589,13 @@ impl From<Damage> for Error {
     }
 }
 
+impl Error {
+    /// So many bytes of ordinary memory were refused.
+    pub(crate) fn no_memory(len: u64) -> Self {
+        Error::OutOfMemory { place: Place::Host, len }
+    }
+}
+
 /// Makes room for `more` bytes.
 ///
 /// # Errors

@@ -177,6 +177,20 @@ pub(crate) fn reserve(bytes: &mut Vec<u8>, len: u64) -> Result<(), Defect> {
     bytes.try_reserve_exact(len.saturating_sub(bytes.len())).map_err(|_| no_memory)
 }
 
+/// Zeroed memory of this length.
+pub(crate) fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
+    let mut bytes = Vec::new();
+    reserve(&mut bytes, len)?;
+    bytes.resize(len as usize, 0);
+    Ok(bytes)
+}
+
+/// Makes room for `count` items more, or says that there is none.
+pub(crate) fn reserve_items<T>(items: &mut Vec<T>, count: usize) -> Result<(), Defect> {
+    let needed = items.len().saturating_add(count).saturating_mul(size_of::<T>()) as u64;
+    items.try_reserve_exact(count).map_err(|_| Defect::Memory { needed })
+}
+
 /// Refuses a checksum that the bytes do not give.
 pub(crate) fn check_crc(what: &'static str, found: u32, bytes: &[u8]) -> Result<(), Defect> {
     let computed = crc32fast::hash(bytes);

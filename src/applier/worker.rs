@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use remanent_format::op::{Op, decode_payload};
+use remanent_format::op::{Op, OpAt, each_op};
 use remanent_format::{Lsn, PageId};
 
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
@@ -140,8 +140,8 @@ impl Worker {
         let ApplyWork { point, payload, changes, mut memory, mut spares, mut asides } = work;
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
         let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
-        let ops = decode_payload(&payload).expect("decoded before it was logged");
-        for at in &ops {
+        // One by one: the batch is logged, and memory for all of them may be refused.
+        let apply = |at: OpAt<'_>| {
             match at.op {
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
@@ -175,11 +175,12 @@ impl Worker {
                         self.before_change(page, &mut spares);
                         self.before_write(page, at.op.range());
                         let memory = self.applied.memory.get(page).expect("planned on a page that exists");
-                        self.list.data(at, in_list, memory, aside);
+                        self.list.data(&at, in_list, memory, aside);
                     }
                 }
             }
-        }
+        };
+        each_op(&payload, apply).expect("decoded before it was logged");
         self.list.payload(payload);
         self.applied.table.install(&changes);
         self.applied.point = point;

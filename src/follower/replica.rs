@@ -63,12 +63,13 @@ impl Replica {
         let base = base.expect("the caller found one");
         let resolution = survey.resolve(&source, Some(&base), Some(base.end))?;
         let contents = survey.load(&source, &resolution, u64::MAX)?;
-        let contents = contents
-            .into_iter()
-            .map(|(page, bytes)| Ok((page, bytes?)))
-            .collect::<Result<_, remanent_format::Damage>>()?;
+        let mut proven = BTreeMap::new();
+        for (page, bytes) in contents {
+            // One by one: to collect a map takes one piece of memory for all, which nothing can refuse.
+            proven.insert(page, bytes?);
+        }
         let position = Follower::behind_end(disk.clone(), &survey.store, base.redo, base.end)?.position();
-        Ok(Self { table: resolution.resolved.table, contents, position })
+        Ok(Self { table: resolution.resolved.table, contents: proven, position })
     }
 
     /// Applies the next batch. The images that it names are proven before anything is changed, and then read
@@ -147,7 +148,7 @@ impl Replica {
         let changes = self
             .table
             .plan(lsn, &ops, PlanMode::Commit)
-            .map_err(|(_, refusal)| damaged(Defect::Batch(refusal.to_string())))?;
+            .map_err(|(_, refusal)| damaged(Defect::from(refusal)))?;
         // All memory is taken and all images are proven first: from then on nothing fails.
         let mut created = BTreeMap::new();
         let mut images = Vec::new();

@@ -216,7 +216,7 @@ impl Salvage<'_> {
                 .map_err(|defect| first.at(defect))?;
             let changes = table
                 .plan(first.lsn, &ops, PlanMode::Replay)
-                .map_err(|(_, refusal)| first.at(Defect::Batch(refusal.to_string())))?;
+                .map_err(|(_, refusal)| first.at(Defect::from(refusal)))?;
             table.install(&changes);
         }
         let gone = || Defect::Batch(format!("page {page} is deleted"));

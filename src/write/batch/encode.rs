@@ -60,7 +60,9 @@ impl WriteBatch {
                 BatchStep::Clone { source } => {
                     let source = source.resolve(pages);
                     let CloneSource { place, metadata, bytes } =
-                        encoder.staged.get(&source).cloned().ok_or(Error::UnknownPage { page: source })?;
+                        encoder.staged.get(&source).ok_or(Error::UnknownPage { page: source })?;
+                    // A copy, for the clone may be cloned itself.
+                    let (place, metadata, bytes) = (*place, metadata.clone(), copied(bytes)?);
                     let (page, len) = (next_new(), bytes.len() as u64);
                     encoder.lens.insert(page, len);
                     encoder.push(&Op::Create { page, len, place, key: None, metadata })?;
@@ -227,6 +229,7 @@ impl<B: PayloadBytes> Encoder<B> {
     fn log(&mut self, op: &Op<'_>) -> Result<()> {
         self.writer.push(op).map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
+            Defect::Memory { needed } => Error::no_memory(needed),
             other => Error::InvalidOperation { index: self.index, reason: other.to_string() },
         })
     }

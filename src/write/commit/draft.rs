@@ -162,6 +162,7 @@ fn refused(index: usize, refusal: Refusal) -> Error {
         }
         Refusal::KeyTaken { key, holder } => Error::KeyTaken { key, holder },
         Refusal::Limit { what, found, limit } => Error::Limit { what, found, limit },
+        Refusal::Memory { needed } => Error::no_memory(needed),
         other => Error::InvalidOperation { index, reason: other.to_string() },
     }
 }

@@ -224,7 +224,10 @@ impl Committer {
         mut own: CommitterWork<'_>,
         held: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
-        let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
+        let encoded = |defect: Defect| match defect {
+            Defect::Memory { needed } => Error::no_memory(needed),
+            defect => Error::InvalidOperation { index: 0, reason: defect.to_string() },
+        };
         // Decoded as recovery will: a payload that does not decode must not reach the log.
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
         // Before an Lsn is taken: the applier waits for no page. A batch in the log cannot be put off, so

@@ -5,12 +5,13 @@
 //! second opinion on what a batch means.
 
 mod entry;
+mod key_index;
 mod plan;
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 pub use self::entry::PageEntry;
+use self::key_index::KeyIndex;
 use self::plan::next_epoch;
 pub use self::plan::{Changes, PlanMode, Refusal};
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
@@ -60,7 +61,7 @@ pub struct PageTable {
     pages: ById<PageId, PageEntry>,
     /// Whether pages are marked when they change.
     is_watched: bool,
-    keys: HashMap<Key, PageId>,
+    keys: KeyIndex,
     root: Arc<Metadata>,
     next_page: u64,
     epoch_high: Epoch,
@@ -103,7 +104,7 @@ impl PageTable {
         let pages: ById<PageId, PageEntry> = noted.map(|info| (info.page, PageEntry::from(&info))).collect();
         let epoch_high = pages.values().map(|entry| entry.epoch).fold(epoch_high, Epoch::max);
         let next_page = next_page.max(past_last);
-        Self { pages, is_watched: false, keys: HashMap::new(), root, next_page, epoch_high, lsn }
+        Self { pages, is_watched: false, keys: KeyIndex::default(), root, next_page, epoch_high, lsn }
     }
 
     /// This table with the pages of another one, whose ids are all above its own.
