@@ -191,6 +191,25 @@ pub(crate) fn reserve_items<T>(items: &mut Vec<T>, count: usize) -> Result<(), D
     items.try_reserve_exact(count).map_err(|_| Defect::Memory { needed })
 }
 
+/// Adds an item to a list that may grow too long.
+pub(crate) fn push<T>(items: &mut Vec<T>, item: T) -> Result<(), Defect> {
+    let needed = 2 * items.len() * size_of::<T>();
+    items.try_reserve(1).map_err(|_| Defect::Memory { needed: needed as u64 })?;
+    items.push(item);
+    Ok(())
+}
+
+/// A list of items, which may be too many.
+pub(crate) fn collected<T>(items: impl IntoIterator<Item = T>) -> Result<Vec<T>, Defect> {
+    let items = items.into_iter();
+    let mut all = Vec::new();
+    reserve_items(&mut all, items.size_hint().0)?;
+    for item in items {
+        push(&mut all, item)?;
+    }
+    Ok(all)
+}
+
 /// Refuses a checksum that the bytes do not give.
 pub(crate) fn check_crc(what: &'static str, found: u32, bytes: &[u8]) -> Result<(), Defect> {
     let computed = crc32fast::hash(bytes);

@@ -1,12 +1,12 @@
-//! A queue that asks for short memory only, however long it is: for what must be queued once a batch is logged, when no
-//! refusal is an answer any more.
+//! A queue that asks for short memory only, however long it is: for what must be queued once a batch is
+//! logged, when a refusal would come too late.
 
 use std::collections::{LinkedList, VecDeque};
 
-/// Items of one piece.
-const PIECE_LEN: usize = 1024;
+/// Bytes of one piece at most.
+const PIECE_BYTES: usize = 32 << 10;
 
-/// A queue in pieces. None of them is empty, but for one that stands alone.
+/// A queue in pieces. Only a piece that stands alone may be empty.
 pub(crate) struct Queue<T> {
     pieces: LinkedList<VecDeque<T>>,
     len: usize,
@@ -14,12 +14,14 @@ pub(crate) struct Queue<T> {
 
 impl<T> Default for Queue<T> {
     fn default() -> Self {
-        const { assert!(PIECE_LEN * size_of::<T>() <= 64 << 10) };
         Self { pieces: LinkedList::new(), len: 0 }
     }
 }
 
 impl<T> Queue<T> {
+    /// Items of one piece.
+    const PIECE_LEN: usize = PIECE_BYTES / size_of::<T>();
+
     pub fn len(&self) -> usize {
         self.len
     }
@@ -29,7 +31,7 @@ impl<T> Queue<T> {
     }
 
     pub fn push_back(&mut self, item: T) {
-        match self.pieces.back_mut().filter(|last| last.len() < PIECE_LEN) {
+        match self.pieces.back_mut().filter(|last| last.len() < Self::PIECE_LEN) {
             Some(last) => last.push_back(item),
             None => self.pieces.push_back(VecDeque::from([item])),
         }
@@ -56,7 +58,8 @@ mod tests {
     fn what_goes_in_comes_out_in_its_order() {
         let (mut queue, mut expected) = (Queue::default(), VecDeque::new());
         let mut next = 0;
-        for (pushed, popped) in [(1, 1), (1, 2), (3000, 10), (1024, 4014), (1, 1), (2048, 1024), (0, 1025)] {
+        for (pushed, popped) in [(1, 1), (1, 2), (9000, 10), (4096, 12_014), (1, 1), (8192, 4096), (0, 5200)]
+        {
             for _ in 0..pushed {
                 queue.push_back(next);
                 expected.push_back(next);

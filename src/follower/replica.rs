@@ -16,7 +16,7 @@ use super::position::FollowerPosition;
 use super::survey::{ask, missing, newest_snapshot};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, collected, push};
 
 /// Pages, root and bytes as they were after one batch. The default is the empty store, before its first
 /// batch.
@@ -112,11 +112,11 @@ impl Replica {
         let version = |info: &PageInfo| (info.epoch, info.lsn);
         let is_changed =
             |info: &&PageInfo| self.table.get(info.page).as_ref().map(version) != Some(version(info));
-        let changed: Vec<&PageInfo> = restored.pages().iter().filter(is_changed).collect();
+        let changed = collected(restored.pages().iter().filter(is_changed))?;
         let mut images = Vec::new();
         for info in &changed {
             if let Some((image, len)) = restored.image_of(info.page)? {
-                images.push((info.page, source.prove(&image, len)?));
+                push(&mut images, (info.page, source.prove(&image, len)?))?;
             }
         }
         let mut created = BTreeMap::new();
@@ -154,7 +154,7 @@ impl Replica {
         let mut images = Vec::new();
         for at in &ops {
             match &at.op {
-                Op::Image { page, len, image } => images.push((*page, source.prove(image, *len)?)),
+                Op::Image { page, len, image } => push(&mut images, (*page, source.prove(image, *len)?))?,
                 Op::Create { page, len, .. } | Op::Resize { page, len } => {
                     self.reserve(&mut created, *page, *len)?;
                 }

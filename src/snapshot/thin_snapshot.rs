@@ -18,9 +18,9 @@ use remanent_format::{FileName, Lsn, PageId, SnapshotId};
 
 use super::verify::WrittenSnapshot;
 use super::{End, SnapshotRequest, Snapshots, beginning};
-use crate::catalog::{Catalog, LOOK_PAGES, RetainedSnapshot, SnapshotInfo};
+use crate::catalog::{Catalog, LOOK_PAGES, Link, RetainedSnapshot, SnapshotInfo};
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, append, collected};
 
 impl Snapshots {
     /// Takes a snapshot. Without space for it, takes it once more when deleted pages have given theirs back.
@@ -82,7 +82,7 @@ impl Snapshots {
         let end = self.end()?;
         let mut tombstones = self.tombstones_after(redo.lsn, previous, newest_end)?;
         // Any batch from the delete on will do: the page's number is never used again.
-        tombstones.extend(gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }));
+        append(&mut tombstones, gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }))?;
         tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
         let End { point, root, next_page, epoch_high, .. } = end;
         // No file is taken for it.
@@ -104,12 +104,14 @@ impl Snapshots {
             entries: Vec::new(),
             root,
         };
+        let link = Link::of(&manifest, 0)?;
         // From here on the number is taken, whatever happens: a name is never used for two contents.
         catalog.next_snapshot += 1;
         // As any snapshot's: the log is durable up to its end first (I7).
         let published = self.publish_all(None, &manifest, 1)?;
         let crc = published.header_crc;
-        let (sums, before) = catalog.known.advance_by_change(&manifest, crc, previous);
+        let (sums, before) =
+            catalog.known.advance_by_change(&manifest, Link { manifest_crc: crc, ..link }, previous);
         // None of the images is its own.
         let kept = RetainedSnapshot::new(&manifest, |_| false, sums, before, crc, false);
         let id = kept.info.id;
@@ -124,16 +126,16 @@ impl Snapshots {
 
     /// Finds the pages of the newest snapshot that were deleted.
     fn gone(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
-        let changed = self.applier.turn(|turn| Ok(beginning(turn).changed))?;
+        let changed = self.applier.turn(|turn| Ok(beginning(turn)?.changed))?;
         let mut gone = Vec::new();
         // Some at a time: a turn is a time in which no batch is applied.
         for pages in changed.chunks(LOOK_PAGES) {
             let (known, pages) = (catalog.known.clone(), Arc::new(pages.to_vec()));
             let looked_at = pages.clone();
             let standings =
-                self.applier.turn(move |turn| Ok(known.look(&mut turn.applied.table, None, &looked_at)))?;
+                self.applier.turn(move |turn| known.look(&mut turn.applied.table, None, &looked_at))?;
             let is_gone = pages.iter().zip(standings).filter(|(_, standing)| standing.is_gone());
-            gone.extend(is_gone.map(|(page, _)| *page));
+            append(&mut gone, is_gone.map(|(page, _)| *page))?;
         }
         Ok(gone)
     }
@@ -148,6 +150,6 @@ impl Snapshots {
         let source = DiskSource::new(self.disk.clone());
         let store = read_store(&source)?;
         let (manifest, _) = read_manifest(&source, FileName::Manifest(newest.0), &store)?;
-        Ok(manifest.tombstones.into_iter().filter(|tombstone| tombstone.lsn > redo).collect())
+        collected(manifest.tombstones.into_iter().filter(|tombstone| tombstone.lsn > redo))
     }
 }

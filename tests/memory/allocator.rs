@@ -22,6 +22,7 @@ static REFUSED_ABOVE: AtomicUsize = AtomicUsize::new(0);
 /// How many long allocations until one is refused; not positive if none is.
 static UNTIL_REFUSED: AtomicIsize = AtomicIsize::new(0);
 
+#[expect(clippy::print_stderr, reason = "the place of a refusal, for the reader of a failed case")]
 fn is_refused(len: usize) -> bool {
     let refused = len > REFUSED_ABOVE.load(Ordering::Relaxed)
         && UNTIL_REFUSED.load(Ordering::Relaxed) > 0
@@ -92,8 +93,8 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (done, PEAK.load(Ordering::Relaxed).saturating_sub(before))
 }
 
-/// Runs `work` with the `number`th allocation of more than `len` bytes from now on refused; returns whether it
-/// came to that.
+/// Runs `work` with the `number`th allocation of more than `len` bytes from now on refused. Returns whether
+/// it came to that.
 pub fn refuse<T>(number: isize, len: usize, work: impl FnOnce() -> T) -> (T, bool) {
     REFUSED_ABOVE.store(len, Ordering::Relaxed);
     UNTIL_REFUSED.store(number, Ordering::Relaxed);

@@ -28,7 +28,7 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     Ok(ops)
 }
 
-/// The number of operations that a payload claims to have, if there is room for so many in it.
+/// The number of operations that a payload claims to have, if it is long enough for them.
 fn op_count(payload: &[u8]) -> Result<usize, Defect> {
     let head = PayloadHeadRaw::from_bytes(array(payload, 0)?);
     check_zero("reserved payload bytes", u64::from(head.reserved) | head.reserved_2)?;
@@ -37,8 +37,8 @@ fn op_count(payload: &[u8]) -> Result<usize, Defect> {
     Ok(head.op_count as usize)
 }
 
-/// Hands out the operations of a payload, one after the other: for a reader that must not be refused memory for all of
-/// them. Where it fails, some may have been handed out.
+/// Hands out the operations of a payload, one after the other, for a reader that must not be refused memory
+/// for all of them. If it fails, it may have handed out some.
 ///
 /// # Errors
 /// As for [`decode_payload`].

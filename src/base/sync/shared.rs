@@ -48,8 +48,9 @@ impl<T> Deref for SwapGuard<T> {
     }
 }
 
-/// How many maps share the keys: one that grows asks for all of its memory at once, and cannot be refused. Each takes less
-/// than 64 KiB of memory up to half a million keys, and less than a mebibyte up to ten million.
+/// The number of maps that share the keys. A map that grows asks for all of its memory at once, and has no
+/// way to be refused it. Each takes less than 64 KiB up to half a million keys, and less than a mebibyte up
+/// to ten million.
 const SHARDS: usize = 256;
 
 /// A hash map. A reader neither waits nor makes another thread wait.

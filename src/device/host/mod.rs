@@ -39,8 +39,8 @@ const TOGETHER_BYTES_MAX: u64 = 64 << 10;
 /// The longest delta that is merged with others, in bytes: a reader of one of their pages waits for
 /// microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
-/// Bytes that lie aside at a time, while they are copied or compared: memory for more could be refused, and no command
-/// can.
+/// Bytes that lie aside at a time, while they are copied or compared. Memory for more could be refused, and a
+/// command cannot fail for it.
 const PART_LEN_MAX: u64 = 64 << 10;
 /// Bytes of bits whose numbers lie aside at a time.
 const BITS_AT_ONCE: u64 = 1024;

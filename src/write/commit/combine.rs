@@ -171,6 +171,7 @@ mod tests {
     use std::collections::VecDeque;
 
     use super::*;
+    use crate::applier::ListRoom;
     use crate::device::host::HostDevice;
     use crate::log::SpacePurpose;
     use crate::memory::staging::StagingPool;
@@ -188,6 +189,7 @@ mod tests {
             memory: VecDeque::new(),
             spares: Vec::new(),
             asides: VecDeque::new(),
+            room: ListRoom::default(),
         }
     }
 

@@ -8,7 +8,7 @@ use remanent::{
 };
 
 use super::Operation::{self, Call, Commit, Outside};
-use super::{call, follow, fork, look_at, open, open_on_demand, options, salvage};
+use super::{call, follow, fork, look_at, open, open_on_demand, options, salvage, scrub};
 
 /// Longer than a piece, of one piece, and short.
 const LENS: [u64; 3] = [9 << 20, 3 << 20, 1000];
@@ -221,7 +221,7 @@ pub const LONG: [(&str, Operation); 34] = [
             |store, _| store.prune(&Retention::default().snapshots_kept(1)).map(drop),
         ),
     ),
-    ("scrub", call(|store, _| store.scrub().map(drop))),
+    ("scrub", call(scrub)),
     ("audit", call(|store, _| store.audit().map(drop))),
     ("read", call(|store, _| store.read_to_vec(PageId(1)).map(drop))),
     (

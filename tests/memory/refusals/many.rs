@@ -5,11 +5,11 @@ use std::ops::Range;
 use std::path::Path;
 
 use remanent::{
-    Key, Lsn, PageId, Place, Retention, SnapshotId, SnapshotOptions, StatePoint, Store, WriteBatch,
+    Key, Lsn, PageId, Place, Retention, SnapshotId, SnapshotOptions, StatePoint, Store, Width, WriteBatch,
 };
 
 use super::Operation::{self, Call, Commit, Outside};
-use super::{call, follow, fork, look_at, open, open_on_demand, options, salvage};
+use super::{call, follow, fork, look_at, open, open_on_demand, options, salvage, scrub};
 
 const COUNT: u64 = 50_000;
 
@@ -28,7 +28,7 @@ fn create(store: &Store, keys: Range<u64>) -> WriteBatch {
 
 /// As many pages again, with keys that no page has.
 fn create_more(store: &Store) -> WriteBatch {
-    let first = 2 * COUNT * (1 + store.lsn().0);
+    let first = 4 * COUNT * (1 + store.lsn().0);
     create(store, first..first + COUNT)
 }
 
@@ -52,7 +52,7 @@ fn delete_some(store: &Store) -> WriteBatch {
     batch
 }
 
-/// A base, a change that follows it, and batches in the log after it.
+/// A base, a change that follows it, batches in the log after it, a restore, and more batches.
 pub fn prepare(directory: &Path) {
     let store = Store::open(directory, options()).unwrap();
     store.commit(create(&store, 0..COUNT)).unwrap();
@@ -63,6 +63,9 @@ pub fn prepare(directory: &Path) {
     store.commit(write(&store, 3)).unwrap();
     store.commit(create(&store, COUNT..COUNT + 25_000)).unwrap();
     store.commit(delete_some(&store)).unwrap();
+    store.restore(&StatePoint::Lsn(Lsn(store.lsn().0 - 2))).unwrap();
+    store.commit(create(&store, 2 * COUNT..2 * COUNT + 10_000)).unwrap();
+    store.commit(write(&store, 11)).unwrap();
     store.close().unwrap();
 }
 
@@ -74,7 +77,7 @@ fn touch_all(store: &Store) {
     store.commit(write(store, 1)).unwrap();
 }
 
-pub const MANY: [(&str, Operation); 32] = [
+pub const MANY: [(&str, Operation); 35] = [
     ("open", Outside(open)),
     ("open on demand", Outside(open_on_demand)),
     (
@@ -96,7 +99,6 @@ pub const MANY: [(&str, Operation); 32] = [
         "would_prune_at",
         Outside(|directory| Store::would_prune_at(directory, &Retention::default()).map(drop)),
     ),
-    ("salvage", Outside(salvage)),
     (
         "commit of one page",
         Commit(|store| {
@@ -134,6 +136,36 @@ pub const MANY: [(&str, Operation); 32] = [
             let mut batch = store.batch();
             for page in 1..=COUNT {
                 batch.resize(PageId(page), 12).write(PageId(page), 8, &[8; 4]);
+            }
+            batch
+        }),
+    ),
+    (
+        "commit of clones",
+        Commit(|store| {
+            let mut batch = store.batch();
+            for page in 1..=20_000 {
+                batch.clone_page(PageId(page));
+            }
+            batch
+        }),
+    ),
+    (
+        "commit of elements",
+        Commit(|store| {
+            let mut batch = store.batch();
+            for page in 1..=COUNT {
+                batch.scatter(PageId(page), Width::W1, &[0, 2, 5], &[1, 2, store.lsn().0 as u8]);
+            }
+            batch
+        }),
+    ),
+    (
+        "commit of whole pages",
+        Commit(|store| {
+            let mut batch = store.batch();
+            for page in 0..3000 {
+                batch.create_from(vec![page as u8; 4096 + page], Place::Host);
             }
             batch
         }),
@@ -218,7 +250,7 @@ pub const MANY: [(&str, Operation); 32] = [
             },
         ),
     ),
-    ("scrub", call(|store, _| store.scrub().map(drop))),
+    ("scrub", call(scrub)),
     ("audit", call(|store, _| store.audit().map(drop))),
     (
         "live view",
@@ -237,4 +269,5 @@ pub const MANY: [(&str, Operation); 32] = [
         }),
     ),
     ("fork", call(fork)),
+    ("salvage", Outside(salvage)),
 ];

@@ -1,37 +1,36 @@
-//! Which page has a key. A hash map that grows takes memory for twice as many keys at once, and that cannot be refused
-//! where a batch that is logged is installed: so there are many maps, and each stays short.
+//! The pages by their keys. A hash map that grows takes memory for twice as many keys at once. Where a batch
+//! that is logged is installed, a refusal would come too late. So there are many maps, and each stays short.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasher, RandomState};
 
 use crate::ids::{Key, PageId};
 
-/// How many maps. Each takes less than 64 KiB of memory up to half a million keys, and less than a mebibyte up to ten
-/// million.
+/// The number of maps. Each takes less than 64 KiB of memory up to half a million keys, and less than a
+/// mebibyte up to ten million.
 const SHARDS: usize = 512;
 
 /// The pages by their keys.
 #[derive(Clone, Debug, Default)]
 pub(super) struct KeyIndex {
-    hasher: RandomState,
     /// None at all before the first key.
     shards: Vec<HashMap<Key, PageId>>,
 }
 
 impl KeyIndex {
-    fn shard(&self, key: &Key) -> usize {
-        (self.hasher.hash_one(key) >> 32) as usize % SHARDS
+    fn shard(key: &Key) -> usize {
+        // A map hashes the key once more, so this sum is a quick one.
+        crc32fast::hash(key.as_bytes()) as usize % SHARDS
     }
 
     pub fn get(&self, key: &Key) -> Option<&PageId> {
-        if self.shards.is_empty() { None } else { self.shards[self.shard(key)].get(key) }
+        if self.shards.is_empty() { None } else { self.shards[Self::shard(key)].get(key) }
     }
 
     pub fn insert(&mut self, key: Key, page: PageId) -> Option<PageId> {
         if self.shards.is_empty() {
             self.shards.resize_with(SHARDS, HashMap::new);
         }
-        let shard = self.shard(&key);
+        let shard = Self::shard(&key);
         self.shards[shard].insert(key, page)
     }
 
@@ -39,7 +38,7 @@ impl KeyIndex {
         if self.shards.is_empty() {
             return None;
         }
-        let shard = self.shard(key);
+        let shard = Self::shard(key);
         self.shards[shard].remove(key)
     }
 
@@ -52,7 +51,7 @@ impl KeyIndex {
     }
 }
 
-/// Which map has a key is no part of what the index says.
+/// The map that has a key makes no difference.
 impl PartialEq for KeyIndex {
     fn eq(&self, other: &Self) -> bool {
         let mut pairs = self.shards.iter().flatten();

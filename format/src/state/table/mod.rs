@@ -14,6 +14,7 @@ pub use self::entry::PageEntry;
 use self::key_index::KeyIndex;
 use self::plan::next_epoch;
 pub use self::plan::{Changes, PlanMode, Refusal};
+use crate::defect::Defect;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::op::{Op, OpAt};
 use crate::state::by_id::ById;
@@ -258,9 +259,9 @@ impl PageTable {
         let new = Self::from_parts(pages, root, self.next_page, self.epoch_high, lsn);
         let mut before = std::mem::replace(self, new);
         if before.is_watched {
-            let mut changed = before.changed();
-            changed.extend(self.pages.iter().chain(before.pages.iter()).map(|(page, _)| page));
-            self.watch(changed);
+            before.pages.mark_all();
+            self.pages.mark_all();
+            self.watch(before.pages.each_marked());
         }
     }
 
@@ -273,8 +274,10 @@ impl PageTable {
 
     /// The pages that changed, or are gone, and were not settled since; ascending. None if the table is not
     /// watched.
-    #[must_use]
-    pub fn changed(&mut self) -> Vec<PageId> {
+    ///
+    /// # Errors
+    /// [`Defect::Memory`].
+    pub fn changed(&mut self) -> Result<Vec<PageId>, Defect> {
         self.pages.marked()
     }
 
