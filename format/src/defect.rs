@@ -178,6 +178,39 @@ pub(crate) fn reserve(bytes: &mut Vec<u8>, len: u64) -> Result<(), Defect> {
     bytes.try_reserve_exact(len.saturating_sub(bytes.len())).map_err(|_| no_memory)
 }
 
+/// Zeroed memory of this length.
+pub(crate) fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
+    let mut bytes = Vec::new();
+    reserve(&mut bytes, len)?;
+    bytes.resize(len as usize, 0);
+    Ok(bytes)
+}
+
+/// Makes room for `count` items more, or says that there is none.
+pub(crate) fn reserve_items<T>(items: &mut Vec<T>, count: usize) -> Result<(), Defect> {
+    let needed = items.len().saturating_add(count).saturating_mul(size_of::<T>()) as u64;
+    items.try_reserve_exact(count).map_err(|_| Defect::Memory { needed })
+}
+
+/// Adds an item to a list that may grow too long.
+pub(crate) fn push<T>(items: &mut Vec<T>, item: T) -> Result<(), Defect> {
+    let needed = 2 * items.len() * size_of::<T>();
+    items.try_reserve(1).map_err(|_| Defect::Memory { needed: needed as u64 })?;
+    items.push(item);
+    Ok(())
+}
+
+/// A list of items, which may be too many.
+pub(crate) fn collected<T>(items: impl IntoIterator<Item = T>) -> Result<Vec<T>, Defect> {
+    let items = items.into_iter();
+    let mut all = Vec::new();
+    reserve_items(&mut all, items.size_hint().0)?;
+    for item in items {
+        push(&mut all, item)?;
+    }
+    Ok(all)
+}
+
 /// Refuses a checksum that the bytes do not give.
 pub(crate) fn check_crc(what: &'static str, found: u32, bytes: &[u8]) -> Result<(), Defect> {
     let computed = crc32fast::hash(bytes);

@@ -155,7 +155,7 @@ pub fn image(data: &[u8]) {
         if let Ok(header) = ChunkHeader::decode(at)
             && let Ok(chunk) = header.decode_table(at)
         {
-            let encoded = chunk.encode(header.store);
+            let encoded = chunk.encode(header.store).unwrap();
             assert_eq!(encoded, at[..encoded.len()]);
             for image in &chunk.images {
                 let payload = bytes.get(image.image.offset as usize..);

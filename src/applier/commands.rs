@@ -2,13 +2,13 @@
 //!
 //! Only operations on bytes become commands. The effect of an operation on the table is the format crate's.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use remanent_format::op::{Op, OpAt, masked_bytes_at, scatter_values_at};
 use remanent_format::{PageId, Width};
 
-use crate::device::{Command, CommandList, Payload, Piece, PieceKind, Span};
-use crate::error::Result;
+use crate::device::{Command, CommandList, Payload, Piece, PieceKind, Span, Staging};
+use crate::error::{Result, make_room};
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
@@ -31,6 +31,38 @@ pub(crate) struct PayloadAt {
     pub offset: usize,
 }
 
+/// Memory for the list of a batch with many operations. It is taken before the batch is logged: after that, a
+/// refusal would come too late. A list of fewer operations asks for short memory only.
+#[derive(Default)]
+pub(crate) struct ListRoom {
+    commands: Vec<Command>,
+    staging: Vec<Staging>,
+    asides: Vec<StagingBuf>,
+}
+
+/// Operations of a batch that needs no room of its own, and commands of a list that takes no further batch.
+const SHORT_LIST: usize = 128;
+/// Stagings of a list that takes no further batch.
+const STAGINGS_MAX: usize = 1024;
+
+impl ListRoom {
+    /// Room for what these operations may become: a copy for a cut, a copy to a spare or to new memory, and
+    /// zeros or a delta.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn of(ops: &[OpAt<'_>]) -> Result<Self> {
+        let mut room = Self::default();
+        if ops.len() > SHORT_LIST {
+            make_room(&mut room.commands, 3 * ops.len())?;
+            let asides = ops.iter().filter(|at| needs_aside(&at.op)).count();
+            make_room(&mut room.staging, asides + 1)?;
+            make_room(&mut room.asides, asides)?;
+        }
+        Ok(room)
+    }
+}
+
 /// Whether the operation's bytes lie in the payload in a form that a device cannot read.
 pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
     match op {
@@ -48,7 +80,7 @@ pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
 /// `OutOfMemory`, a device error.
 pub(crate) fn stage_aside(
     op: &Op<'_>,
-    whole: &HashMap<PageId, &[u8]>,
+    whole: &BTreeMap<PageId, &[u8]>,
     pool: &StagingPool,
 ) -> Result<Option<StagingBuf>> {
     match op {
@@ -73,6 +105,29 @@ pub(crate) fn stage_aside(
 }
 
 impl ListBuilder {
+    /// Whether the list has room for another batch, which brought this.
+    pub fn has_room(&self, room: &ListRoom) -> bool {
+        let is_short = self.list.commands.len() <= SHORT_LIST && self.list.staging.len() <= STAGINGS_MAX;
+        room.commands.capacity() == 0 && is_short
+    }
+
+    /// Begins an empty list in memory that a batch brought.
+    pub fn begin_in(&mut self, room: ListRoom) {
+        assert!(self.is_empty());
+        let ListRoom { commands, staging, asides } = room;
+        *self = Self { list: CommandList { commands, staging }, asides, payload_bytes: 0 };
+    }
+
+    /// Makes room for a delta each of these operations.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn make_room(&mut self, ops: &[OpAt<'_>]) -> Result<()> {
+        make_room(&mut self.list.commands, ops.len())?;
+        make_room(&mut self.asides, ops.iter().filter(|at| needs_aside(&at.op)).count())?;
+        make_room(&mut self.list.staging, self.asides.capacity() + 1)
+    }
+
     /// The index of the staging that is handed over next. Operations name it by this index.
     pub fn payload_index(&self) -> usize {
         self.list.staging.len()
@@ -148,6 +203,16 @@ impl ListBuilder {
         }
     }
 
+    /// As [`zero`](Self::zero), for a list that no batch made room for.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn try_zero(&mut self, target: Span) -> Result<()> {
+        make_room(&mut self.list.commands, 1)?;
+        self.zero(target);
+        Ok(())
+    }
+
     /// Adds a copy from page memory to page memory.
     pub fn copy(&mut self, source: Span, target: Span) {
         if target.len > 0 {
@@ -156,7 +221,10 @@ impl ListBuilder {
     }
 
     fn piece(&mut self, piece: Piece) {
-        if let Some(Command::Apply { pieces }) = self.list.commands.last_mut() {
+        // Where memory is refused for more pieces, they go on in another command: the batch is logged.
+        if let Some(Command::Apply { pieces }) = self.list.commands.last_mut()
+            && pieces.try_reserve(1).is_ok()
+        {
             pieces.push(piece);
         } else {
             self.list.commands.push(Command::Apply { pieces: vec![piece] });

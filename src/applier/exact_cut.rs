@@ -5,21 +5,21 @@
 //! the page is copied aside on the device. A page that is deleted or moved leaves its memory to the cut. If
 //! there is no room for a copy, the snapshot fails and the batch does not.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 
 use remanent_format::{PageId, PageInfo};
 
 use super::ListBuilder;
 use crate::device::Fence;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, make_room, set_of};
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
 /// Pages as they were after one batch.
 pub(crate) struct ExactCut {
     /// Pages that have not changed since the cut.
-    untouched: HashSet<PageId>,
+    untouched: BTreeSet<PageId>,
     /// Pages that have changed since, as they were at the cut.
-    aside: HashMap<PageId, (PageInfo, PageMemory)>,
+    aside: BTreeMap<PageId, (PageInfo, PageMemory)>,
     /// Copies in use by a list that is not submitted yet.
     used: Vec<PageMemory>,
     /// Why not all pages could be kept.
@@ -29,7 +29,7 @@ pub(crate) struct ExactCut {
 impl ExactCut {
     /// Keeps these pages as they are now.
     pub fn new(pages: impl IntoIterator<Item = PageId>) -> Self {
-        Self { untouched: pages.into_iter().collect(), aside: HashMap::new(), used: Vec::new(), failed: None }
+        Self { untouched: set_of(pages), aside: BTreeMap::new(), used: Vec::new(), failed: None }
     }
 
     /// Keeps a page that is about to be changed where it lies.
@@ -75,6 +75,7 @@ impl ExactCut {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
+        make_room(&mut self.used, 1)?;
         let Some((info, memory)) = self.aside.remove(&page) else {
             assert!(self.untouched.remove(&page), "a page of the cut, gathered once");
             return Ok(None);
@@ -104,7 +105,7 @@ impl ExactCut {
     /// Gives back all copies. No use of them comes after this fence.
     pub fn retire(mut self, arena: &Arena, fence: Fence) {
         self.retire_used(arena, fence);
-        for (_, (_, memory)) in self.aside.drain() {
+        for (_, (_, memory)) in self.aside {
             arena.retire(memory, fence);
         }
     }

@@ -19,7 +19,7 @@ mod commands;
 mod queue;
 mod worker;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use remanent_format::state::by_id::ById;
@@ -27,7 +27,7 @@ use remanent_format::state::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
 pub(crate) use catch::Catch;
-pub(crate) use commands::{ListBuilder, PayloadAt, stage_aside};
+pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, stage_aside};
 pub(crate) use exact_cut::ExactCut;
 pub(crate) use lease_table::{LeaseId, Leases};
 pub(crate) use readback::Drain;
@@ -66,6 +66,8 @@ pub(crate) struct ApplyWork {
     pub spares: Vec<(PageId, PageMemory)>,
     /// Staging that [`stage_aside`] made of its operations, in their order.
     pub asides: VecDeque<StagingBuf>,
+    /// Memory for its list.
+    pub room: ListRoom,
 }
 
 /// Pages as the lane sees them: after every list submitted so far.
@@ -79,7 +81,7 @@ pub(crate) struct AppliedState {
     /// The end of the last batch.
     pub point: LogPoint,
     /// Pages deleted since a snapshot began to watch, each with the batch that deleted it.
-    pub deleted: Option<HashMap<PageId, Lsn>>,
+    pub deleted: Option<BTreeMap<PageId, Lsn>>,
     /// Pages that an exact snapshot has yet to gather.
     pub cut: Option<ExactCut>,
     /// Pages that a snapshot has gathered in part.

@@ -15,7 +15,7 @@ use remanent_format::Place;
 
 use super::Turn;
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, Staging, StagingSpan};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, collected, push};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::StagingBuf;
 
@@ -91,7 +91,7 @@ impl Turn<'_> {
             while source.len > 0 {
                 let (number, offset) = (at / piece_len, at % piece_len);
                 let len = source.len.min(piece_len - offset);
-                cut[number as usize].push((Span { len, ..source }, offset));
+                push(&mut cut[number as usize], (Span { len, ..source }, offset))?;
                 source = Span { offset: source.offset + len, len: source.len - len, ..source };
                 at += len;
             }
@@ -121,7 +121,7 @@ impl Turn<'_> {
             let target = StagingSpan { index: 0, offset: (from + at) as usize, len: source.len as usize };
             Command::Download { source, target }
         };
-        let commands = sources.into_iter().map(download).collect();
+        let commands = collected(sources.into_iter().map(download))?;
         let list = CommandList { commands, staging: vec![staging.into_staging()] };
         Ok(Drain { len, copies: CopySource::UnderWay(self.submit(list)?) })
     }

@@ -8,17 +8,23 @@
 //!
 //! A page that cannot be loaded stays unloaded. Every caller that asks for it gets the error.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use remanent_format::PageId;
 use remanent_format::image::ImageRef;
 use remanent_format::state::by_id::ById;
 
+use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, collected, make_room};
 use crate::memory::arena::PageMemory;
+
+/// Pages that are taken together at most: what their loader lists of them is short, too.
+const TAKEN_MAX: usize = 2048;
+/// Pages that are taken together where memory for a longer list is refused.
+const TAKEN_MIN: usize = 256;
 
 /// A page that is to be loaded.
 pub(crate) struct UnloadedPage {
@@ -50,10 +56,10 @@ struct LoadStates {
     /// The bytes of those pages.
     bytes: u64,
     /// Pages that are taken first, by their place in `waiting`.
-    asked: VecDeque<usize>,
-    failed: HashMap<PageId, Error>,
+    asked: Queue<usize>,
+    failed: BTreeMap<PageId, Error>,
     /// Memory of the pages that are not loaded any more.
-    given_up: Vec<PageMemory>,
+    given_up: Queue<PageMemory>,
     /// Why no more pages are loaded, once that is so.
     over: Option<Error>,
 }
@@ -62,26 +68,51 @@ impl LoadStates {
     /// Has these pages taken before others.
     fn ask(&mut self, pages: &[PageId]) {
         let Self { waiting, places, asked, .. } = self;
-        asked.extend(pages.iter().filter_map(|page| places.get(*page)).filter(|at| waiting[**at].is_some()));
+        let wanted = pages.iter().filter_map(|page| places.get(*page)).filter(|at| waiting[**at].is_some());
+        wanted.for_each(|at| asked.push_back(*at));
     }
 }
 
 impl UnloadedSet {
     /// The set of these pages, all unloaded.
-    pub fn new(pages: Vec<UnloadedPage>) -> Self {
+    ///
+    /// # Errors
+    /// `OutOfMemory`, with the pages.
+    pub fn new(pages: Vec<UnloadedPage>) -> Result<Self, (Error, Vec<UnloadedPage>)> {
         let bytes = pages.iter().map(|unloaded| unloaded.memory.byte_len()).sum();
-        let mut files: BTreeMap<u64, Vec<UnloadedPage>> = BTreeMap::new();
-        pages.into_iter().for_each(|unloaded| files.entry(unloaded.image.file).or_default().push(unloaded));
+        // All memory first: a page that is dropped does not give its own back.
+        let (mut files, mut waiting) = match Self::room_for(&pages) {
+            Ok(room) => room,
+            Err(error) => return Err((error, pages)),
+        };
+        for unloaded in pages {
+            files.get_mut(&unloaded.image.file).expect("counted before").push(unloaded);
+        }
         // Mostly they lie in this order already.
-        files.values_mut().for_each(|of_file| of_file.sort_by_key(|unloaded| unloaded.image.offset));
-        let waiting: Vec<Option<UnloadedPage>> = files.into_values().flatten().map(Some).collect();
+        files.values_mut().for_each(|of_file| of_file.sort_unstable_by_key(|unloaded| unloaded.image.offset));
+        waiting.extend(files.into_values().flatten().map(Some));
         let state = LoadStates {
             places: waiting.iter().flatten().map(|unloaded| unloaded.page).zip(0..).collect(),
             bytes,
             waiting,
             ..LoadStates::default()
         };
-        Self { left: AtomicUsize::new(state.places.len()), state: Mutex::new(state), ..Self::default() }
+        Ok(Self { left: AtomicUsize::new(state.places.len()), state: Mutex::new(state), ..Self::default() })
+    }
+
+    /// Room for the pages of each file, and for all of them.
+    #[expect(clippy::type_complexity, reason = "two lists, named where they are used")]
+    fn room_for(
+        pages: &[UnloadedPage],
+    ) -> Result<(BTreeMap<u64, Vec<UnloadedPage>>, Vec<Option<UnloadedPage>>)> {
+        let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
+        pages.iter().for_each(|unloaded| *counts.entry(unloaded.image.file).or_default() += 1);
+        let (mut files, mut waiting) = (BTreeMap::new(), Vec::new());
+        for (file, count) in counts {
+            make_room(files.entry(file).or_insert_with(Vec::new), count)?;
+        }
+        make_room(&mut waiting, pages.len())?;
+        Ok((files, waiting))
     }
 
     /// Whether any page is not loaded.
@@ -104,7 +135,7 @@ impl UnloadedSet {
         if !self.is_any() {
             return Ok(());
         }
-        let pages: Vec<PageId> = pages.into_iter().collect();
+        let pages = collected(pages)?;
         let mut state = self.state.lock();
         state.ask(&pages);
         for page in pages {
@@ -159,7 +190,13 @@ impl UnloadedSet {
             let end = unloaded.image.offset + unloaded.image.stored_len;
             unloaded.image.file == start.file && end <= start.offset + bytes_max.max(start.stored_len)
         };
-        Some(waiting[first..].iter_mut().map_while(|at| at.take_if(|unloaded| belongs(unloaded))).collect())
+        let belong = waiting[first..].iter().take_while(|at| at.as_ref().is_some_and(belongs));
+        let count = belong.take(TAKEN_MAX).count();
+        let mut taken = Vec::new();
+        // Where there is no memory for all of them, the others come later.
+        let count = if taken.try_reserve_exact(count).is_ok() { count } else { count.min(TAKEN_MIN) };
+        taken.extend(waiting[first..first + count].iter_mut().filter_map(Option::take));
+        Some(taken)
     }
 
     /// Notes that the applier has these pages now, each with its length in bytes.
@@ -171,7 +208,7 @@ impl UnloadedSet {
         }
         if state.places.is_empty() {
             state.waiting = Vec::new();
-            state.asked = VecDeque::new();
+            state.asked = Queue::default();
         }
         self.left.store(state.places.len() + state.failed.len(), Ordering::Release);
         self.changed.notify_all();
@@ -183,7 +220,7 @@ impl UnloadedSet {
         state.places.remove(unloaded.page);
         state.bytes -= unloaded.memory.byte_len();
         state.failed.insert(unloaded.page, error);
-        state.given_up.push(unloaded.memory);
+        state.given_up.push_back(unloaded.memory);
         self.changed.notify_all();
     }
 
@@ -205,17 +242,16 @@ impl UnloadedSet {
 
     /// Leaves pages that were taken on disk: no page is loaded any more.
     pub fn give_up(&self, pages: Vec<UnloadedPage>) {
-        self.state.lock().given_up.extend(pages.into_iter().map(|unloaded| unloaded.memory));
+        let mut state = self.state.lock();
+        pages.into_iter().for_each(|unloaded| state.given_up.push_back(unloaded.memory));
     }
 
     /// The memory of all pages that were not loaded.
-    pub fn take_memory(&self) -> Vec<PageMemory> {
+    pub fn take_memory(&self) -> impl Iterator<Item = PageMemory> + use<> {
         let mut state = self.state.lock();
-        let waiting =
-            std::mem::take(&mut state.waiting).into_iter().flatten().map(|unloaded| unloaded.memory);
-        let mut memory: Vec<PageMemory> = waiting.collect();
-        memory.append(&mut state.given_up);
-        memory
+        let waiting = std::mem::take(&mut state.waiting).into_iter().flatten();
+        let mut given_up = std::mem::take(&mut state.given_up);
+        waiting.map(|unloaded| unloaded.memory).chain(std::iter::from_fn(move || given_up.pop_front()))
     }
 }
 
@@ -248,6 +284,8 @@ mod tests {
             memory: arena.allocate(Purpose::Page, Place::Host, LEN).unwrap(),
         };
         UnloadedSet::new([7, 3, 0, 9, 1, 4, 2, 8, 6, 5].into_iter().map(unloaded).collect())
+            .map_err(|(error, _)| error)
+            .unwrap()
     }
 
     fn arena() -> Arena {
@@ -290,7 +328,7 @@ mod tests {
         assert_eq!(unloaded.left(), (0, 0));
         unloaded.wait([PageId(0), PageId(99)]).unwrap();
         unloaded.wait_all().unwrap();
-        assert!(unloaded.take_memory().is_empty());
+        assert_eq!(unloaded.take_memory().count(), 0);
     }
 
     #[test]
@@ -336,7 +374,7 @@ mod tests {
         load(&unloaded, &arena, in_hand);
         unloaded.wait([PageId(2)]).unwrap();
         assert_eq!((unloaded.left(), unloaded.is_any()), ((7, 7 * LEN), true));
-        let memory = unloaded.take_memory();
+        let memory: Vec<PageMemory> = unloaded.take_memory().collect();
         assert_eq!(memory.len(), 8);
         memory.into_iter().try_for_each(|memory| arena.discard(memory)).unwrap();
         assert_eq!(arena.usage(Place::Host).used(), 0);

@@ -4,12 +4,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use remanent_format::op::{Op, decode_payload};
+use remanent_format::op::{Op, OpAt, each_op};
 use remanent_format::{Lsn, PageId};
 
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
 use super::queue::Request;
 use super::{AppliedState, Applier, ApplierParts, ApplyWork, LIST_BYTES, Leases, Turn};
+use crate::base::queue::Queue;
 use crate::device::{CommandList, Device, Lane, Pending};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
@@ -31,9 +32,9 @@ pub(super) struct Worker {
     applied: AppliedState,
     list: ListBuilder,
     /// Memory that the list under construction uses last.
-    retiring: Vec<PageMemory>,
+    retiring: Queue<PageMemory>,
     /// The same, of memory that callers use too.
-    given_up: Vec<PageMemory>,
+    given_up: Queue<PageMemory>,
     in_flight: VecDeque<Pending>,
     /// The value of the newest list's fence.
     fence: u64,
@@ -60,8 +61,8 @@ impl Worker {
             wait_logged,
             applied,
             list: ListBuilder::default(),
-            retiring: Vec::new(),
-            given_up: Vec::new(),
+            retiring: Queue::default(),
+            given_up: Queue::default(),
             in_flight: VecDeque::new(),
             fence: 0,
             lost: None,
@@ -137,11 +138,15 @@ impl Worker {
 
     /// Adds a batch to the list and installs its changes to the table.
     fn batch(&mut self, work: ApplyWork) {
-        let ApplyWork { point, payload, changes, mut memory, mut spares, mut asides } = work;
+        let ApplyWork { point, payload, changes, mut memory, mut spares, mut asides, room } = work;
+        if !self.list.has_room(&room) {
+            self.flush();
+            self.list.begin_in(room);
+        }
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
         let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
-        let ops = decode_payload(&payload).expect("decoded before it was logged");
-        for at in &ops {
+        // One by one: the batch is logged, and memory for all of them may be refused.
+        let apply = |at: OpAt<'_>| {
             match at.op {
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
@@ -175,11 +180,12 @@ impl Worker {
                         self.before_change(page, &mut spares);
                         self.before_write(page, at.op.range());
                         let memory = self.applied.memory.get(page).expect("planned on a page that exists");
-                        self.list.data(at, in_list, memory, aside);
+                        self.list.data(&at, in_list, memory, aside);
                     }
                 }
             }
-        }
+        };
+        each_op(&payload, apply).expect("decoded before it was logged");
         self.list.payload(payload);
         self.applied.table.install(&changes);
         self.applied.point = point;
@@ -223,7 +229,9 @@ impl Worker {
             }
             self.list.copy(current.span(), spare.span());
             self.versions.moved(page, spare.span().memory);
-            self.given_up.extend(memory.insert(page, spare));
+            if let Some(old) = memory.insert(page, spare) {
+                self.given_up.push_back(old);
+            }
         } else {
             // Another batch has moved the page already, or the caller's work is done.
             discard(&self.arena, spare);
@@ -252,12 +260,15 @@ impl Worker {
             if let Some((cut, info)) = watched {
                 cut.before_change(&info, &old, &self.arena, &mut self.list);
             }
-            self.given_up.push(old);
+            self.given_up.push_back(old);
         } else {
-            self.retiring.extend(match watched {
+            let old = match watched {
                 Some((cut, info)) => cut.before_removal(&info, old),
                 None => Some(old),
-            });
+            };
+            if let Some(old) = old {
+                self.retiring.push_back(old);
+            }
         }
     }
 
@@ -268,10 +279,10 @@ impl Worker {
             if self.lost.is_none() {
                 match self.device.submit(Lane::Apply, list) {
                     Ok(pending) => {
-                        for memory in self.retiring.drain(..) {
+                        while let Some(memory) = self.retiring.pop_front() {
                             self.arena.retire(memory, pending.fence());
                         }
-                        for memory in self.given_up.drain(..) {
+                        while let Some(memory) = self.given_up.pop_front() {
                             self.leases.give_up(memory, pending.fence());
                         }
                         self.fence = pending.fence().value;
@@ -313,7 +324,7 @@ impl Worker {
         // Memory of a lease that was never ended is left to that lease.
         let pages =
             std::mem::take(&mut self.applied.memory).into_items().filter(is_free).map(|(_, memory)| memory);
-        for memory in pages.chain(self.retiring.drain(..)) {
+        for memory in pages.chain(std::iter::from_fn(|| self.retiring.pop_front())) {
             discard(&self.arena, memory);
         }
         if let Err(error) = self.arena.reap_all() {

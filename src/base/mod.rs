@@ -7,6 +7,7 @@ pub(crate) mod parallel;
 pub mod phases;
 pub(crate) mod poison;
 pub(crate) mod process;
+pub(crate) mod queue;
 #[cfg(not(shuttle))]
 pub(crate) mod sync;
 #[cfg(shuttle)]

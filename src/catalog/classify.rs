@@ -10,7 +10,7 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, SnapshotId};
 
 use super::{KnownImages, entry};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, append, collected, push};
 
 /// Number of pages in one look. A look takes some 200 us, and a batch may wait for two of them.
 pub(crate) const LOOK_PAGES: usize = 1024;
@@ -60,25 +60,25 @@ pub(crate) struct SnapshotWork {
 
 impl SnapshotWork {
     /// Notes the work for a page that the snapshot must speak of.
-    fn note(&mut self, page: PageId, standing: PageClass) {
+    fn note(&mut self, page: PageId, standing: PageClass) -> Result<()> {
         match standing {
             PageClass::Unchanged(info, image) | PageClass::Known(info, image) => {
-                self.entries.push(entry(&info, image));
+                push(&mut self.entries, entry(&info, image))
             }
-            PageClass::Changed(len) => self.gather.push((page, len)),
+            PageClass::Changed(len) => push(&mut self.gather, (page, len)),
             // The gather will not find the page, and knows which batch deleted it.
-            PageClass::Deleted => self.gather.push((page, 0)),
-            PageClass::Gone { .. } => self.gone.push(page),
+            PageClass::Deleted => push(&mut self.gather, (page, 0)),
+            PageClass::Gone { .. } => push(&mut self.gone, page),
         }
     }
 
     /// The pages that were noted, ascending.
-    fn spoken_of(&self) -> Vec<PageId> {
+    fn spoken_of(&self) -> Result<Vec<PageId>> {
         let gather = self.gather.iter().map(|(page, _)| *page);
         let entries = self.entries.iter().map(|entry| entry.page);
-        let mut pages: Vec<PageId> = gather.chain(entries).chain(self.gone.iter().copied()).collect();
+        let mut pages = collected(gather.chain(entries).chain(self.gone.iter().copied()))?;
         pages.sort_unstable();
-        pages
+        Ok(pages)
     }
 }
 
@@ -111,14 +111,14 @@ impl KnownImages {
         mut look: impl FnMut(Vec<PageId>) -> L,
     ) -> Result<SnapshotWork> {
         let mut sorted = SnapshotWork::default();
-        let mut look_at = |pages: &[PageId], each: &mut dyn FnMut(PageId, PageClass)| {
+        let mut look_at = |pages: &[PageId], each: &mut dyn FnMut(PageId, PageClass) -> Result<()>| {
             // The next look is asked for before this one's answer is waited for: for a look alone, half of
             // the time is one thread waking another.
             let mut asked: Option<(&[PageId], L)> = None;
             for pages in pages.chunks(LOOK_PAGES).map(Some).chain([None]) {
                 let next = pages.map(|pages| (pages, look(pages.to_vec())));
                 if let Some((pages, answer)) = std::mem::replace(&mut asked, next) {
-                    pages.iter().zip(answer()?).for_each(|(page, standing)| each(*page, standing));
+                    pages.iter().zip(answer()?).try_for_each(|(page, standing)| each(*page, standing))?;
                 }
             }
             Ok::<_, Error>(())
@@ -126,39 +126,37 @@ impl KnownImages {
 
         let spoilt = self.spoilt();
         if !spoilt.is_empty() {
-            changed.extend(spoilt);
+            append(&mut changed, spoilt)?;
             changed.sort_unstable();
             changed.dedup();
         }
         sorted.visited = changed.len();
         look_at(&changed, &mut |page, standing| {
-            if !standing.is_settled() {
-                sorted.note(page, standing);
-            }
+            if standing.is_settled() { Ok(()) } else { sorted.note(page, standing) }
         })?;
 
         let dirty_bytes: u64 = sorted.gather.iter().map(|(_, len)| len).sum();
         let mut room = dirty_bytes.max(carry_bytes_max);
-        let mut spoken_of = sorted.spoken_of();
+        let mut spoken_of = sorted.spoken_of()?;
         for (file, bytes) in carry {
             if *bytes <= room {
                 room -= bytes;
-                let mut pages = self.newest().pages_in(*file);
+                let mut pages = self.newest().pages_in(*file)?;
                 sorted.visited += pages.len();
                 pages.retain(|page| spoken_of.binary_search(page).is_err());
                 look_at(&pages, &mut |page, standing| match standing {
-                    PageClass::Unchanged(info, _) => sorted.gather.push((page, info.len)),
+                    PageClass::Unchanged(info, _) => push(&mut sorted.gather, (page, info.len)),
                     standing => sorted.note(page, standing),
                 })?;
             }
         }
         if !carry.is_empty() {
-            spoken_of = sorted.spoken_of();
+            spoken_of = sorted.spoken_of()?;
         }
 
         let rest = {
             let newest = self.newest();
-            if let Some((link, folded)) = newest.fold(&spoken_of, count) {
+            if let Some((link, folded)) = newest.fold(&spoken_of, count)? {
                 sorted.visited += folded.len();
                 sorted.follows = Some((link.snapshot, link.manifest_crc));
                 folded
@@ -169,7 +167,7 @@ impl KnownImages {
                     while spoken_of.next_if(|spoken_of| spoken_of < page).is_some() {}
                     spoken_of.peek() == Some(page)
                 };
-                newest.pages().filter(|page| !is_spoken_of(page)).collect()
+                collected(newest.pages().filter(|page| !is_spoken_of(page)))?
             }
         };
         look_at(&rest, &mut |page, standing| sorted.note(page, standing))?;
@@ -184,7 +182,7 @@ impl KnownImages {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, HashMap};
+    use std::collections::BTreeMap;
 
     use remanent_format::image::Codec;
     use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
@@ -192,7 +190,7 @@ mod tests {
     use remanent_format::state::table::PlanMode;
     use remanent_format::{LogPoint, Lsn, PageTable, Place, StoreId};
 
-    use super::super::newest::{ImageTotals, LINKS_MAX, NewestSnapshot};
+    use super::super::newest::{ImageTotals, LINKS_MAX, Link, NewestSnapshot};
     use super::*;
 
     const PAGES: u64 = 10_000;
@@ -215,14 +213,14 @@ mod tests {
         }
 
         fn beginning(&mut self) -> Beginning {
-            Beginning { changed: self.table.changed(), count: self.table.pages().len() }
+            Beginning { changed: self.table.changed().unwrap(), count: self.table.pages().len() }
         }
 
         fn sort_out(&mut self, carry: &[(u64, u64)]) -> SnapshotWork {
             let beginning = self.beginning();
             let look = |pages: Vec<PageId>| {
                 let standings = self.known.look(&mut self.table, None, &pages);
-                || Ok(standings)
+                || standings
             };
             self.known.sort_out(beginning, carry, 0, look).unwrap()
         }
@@ -232,14 +230,14 @@ mod tests {
         fn sort_out_while(
             &mut self,
             carry: &[(u64, u64)],
-            mut meanwhile: impl FnMut(&mut PageTable, &mut HashMap<PageId, Lsn>),
-        ) -> (SnapshotWork, BTreeMap<PageId, PageInfo>, HashMap<PageId, Lsn>) {
+            mut meanwhile: impl FnMut(&mut PageTable, &mut BTreeMap<PageId, Lsn>),
+        ) -> (SnapshotWork, BTreeMap<PageId, PageInfo>, BTreeMap<PageId, Lsn>) {
             let began = self.table.pages().map(|info| (info.page, info)).collect();
-            let (beginning, mut deleted) = (self.beginning(), HashMap::new());
+            let (beginning, mut deleted) = (self.beginning(), BTreeMap::new());
             let look = |pages: Vec<PageId>| {
                 meanwhile(&mut self.table, &mut deleted);
                 let standings = self.known.look(&mut self.table, Some(&deleted), &pages);
-                || Ok(standings)
+                || standings
             };
             let sorted = self.known.sort_out(beginning, carry, 0, look).unwrap();
             (sorted, began, deleted)
@@ -279,7 +277,10 @@ mod tests {
             };
             let (sums, _) = match sorted.follows {
                 None => self.known.advance_to_base(&manifest, 0, NewestSnapshot::of_base(&manifest)),
-                Some((previous, _)) => self.known.advance_by_change(&manifest, 0, previous),
+                Some((previous, _)) => {
+                    let link = Link::of(&manifest, 0).unwrap();
+                    self.known.advance_by_change(&manifest, link, previous)
+                }
             };
             // Kept from link to link, the totals are the same as those of all entries together.
             let newest = self.known.newest();
@@ -306,7 +307,7 @@ mod tests {
     /// A store whose newest snapshot has all pages as they are.
     fn settled() -> Subject {
         let mut subject = Subject { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
-        subject.table.watch(subject.known.changed(&subject.table));
+        subject.table.watch(subject.known.changed(&subject.table).unwrap());
         subject.commit((1..=PAGES).map(create));
         for visited in [PAGES, PAGES] {
             let sorted = subject.sort_out(&[]);
@@ -409,7 +410,7 @@ mod tests {
                 "all is new" => {
                     subject =
                         Subject { table: PageTable::new(), known: KnownImages::default(), snapshots: 0 };
-                    subject.table.watch(subject.known.changed(&subject.table));
+                    subject.table.watch(subject.known.changed(&subject.table).unwrap());
                     subject.commit((1..=PAGES).map(create));
                 }
                 "a few" => (1..3000).step_by(2).for_each(|page| subject.fill(page)),
@@ -450,7 +451,7 @@ mod tests {
             let gathers = |page: &PageId| sorted.gather.binary_search_by_key(page, |(page, _)| *page).is_ok();
             let entries: BTreeMap<PageId, &ManifestEntry> =
                 sorted.entries.iter().map(|entry| (entry.page, entry)).collect();
-            let spoken_of = sorted.spoken_of();
+            let spoken_of = sorted.spoken_of().unwrap();
             assert!(spoken_of.windows(2).all(|pair| pair[0] < pair[1]), "{kind}: each page once");
             assert!(spoken_of.iter().all(|page| began.contains_key(page) || *page == PageId(5)), "{kind}");
             assert!(!gathers(&PageId(5)), "{kind}");
@@ -472,7 +473,7 @@ mod tests {
             }
             // Marks of pages that changed after they were looked at stay.
             drop(newest);
-            let changed = subject.table.changed();
+            let changed = subject.table.changed().unwrap();
             let newest = subject.known.newest();
             for info in subject.table.pages() {
                 let is_known = newest.get(info.page).is_some_and(|named| named.known.lsn == info.lsn);

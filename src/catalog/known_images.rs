@@ -8,7 +8,7 @@
 //!
 //! Nothing here is on disk: each open builds it anew from the snapshot used and the log after it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
@@ -22,7 +22,7 @@ use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
 use super::classify::PageClass;
 use super::newest::{ImageTotals, KnownImage, Link, NewestSnapshot};
 use crate::base::sync::{Mutex, MutexGuard};
-use crate::error::Result;
+use crate::error::{Result, append, collected, push};
 
 /// The images on disk that hold the bytes of a page as it is now, or was a moment ago.
 #[derive(Default)]
@@ -72,7 +72,7 @@ impl KnownImages {
         let newest = match base {
             Some(base) => {
                 let crc = |link: SnapshotId| survey.links[&link].as_ref().map_err(Clone::clone);
-                let link = |link: &Arc<Manifest>| Ok(Link::of(link, crc(link.snapshot)?.1.header_crc));
+                let link = |link: &Arc<Manifest>| Link::of(link, crc(link.snapshot)?.1.header_crc);
                 let chain = survey.chain(base.snapshot)?;
                 let links = chain.into_iter().rev().map(link).collect::<Result<_>>()?;
                 NewestSnapshot::of(links, base.entries.iter())
@@ -84,22 +84,25 @@ impl KnownImages {
 
     /// The pages of a table that differ from the newest snapshot. A caller that watches the table from here
     /// on need not look through it again.
-    pub fn changed(&self, table: &PageTable) -> Vec<PageId> {
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn changed(&self, table: &PageTable) -> Result<Vec<PageId>> {
         let newest = self.newest.lock();
         // Both lists ascend by page.
         let mut named = newest.iter().peekable();
         let mut changed = Vec::new();
         for (page, lsn) in table.lsns() {
             while let Some((gone, _)) = named.next_if(|(named, _)| *named < page) {
-                changed.push(gone);
+                push(&mut changed, gone)?;
             }
             let named = named.next_if(|(named, _)| *named == page);
             if named.is_none_or(|(_, named)| named.known.lsn != lsn) {
-                changed.push(page);
+                push(&mut changed, page)?;
             }
         }
-        changed.extend(named.map(|(gone, _)| gone));
-        changed
+        append(&mut changed, named.map(|(gone, _)| gone))?;
+        Ok(changed)
     }
 
     /// The totals of the newest snapshot's images.
@@ -160,12 +163,15 @@ impl KnownImages {
     /// The classes of pages of a watched table for the next snapshot. `deleted` are the pages that a batch
     /// deleted since it began. A page that the newest snapshot has as it is need not be looked at again. Only
     /// such pages are settled, so that a snapshot which fails after this forgets nothing.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
     pub fn look(
         &self,
         table: &mut PageTable,
-        deleted: Option<&HashMap<PageId, Lsn>>,
+        deleted: Option<&BTreeMap<PageId, Lsn>>,
         pages: &[PageId],
-    ) -> Vec<PageClass> {
+    ) -> Result<Vec<PageClass>> {
         let (newest, beside, spoilt) = (self.newest.lock(), self.beside.lock(), self.spoilt.lock());
         let holds = |known: &KnownImage| known.image.is_none_or(|image| !spoilt.contains_key(&place(&image)));
         let standing = |page: PageId| {
@@ -187,10 +193,10 @@ impl KnownImages {
                 None => PageClass::Changed(info.len),
             }
         };
-        let standings: Vec<PageClass> = pages.iter().map(|page| standing(*page)).collect();
+        let standings = collected(pages.iter().map(|page| standing(*page)))?;
         let settled = pages.iter().zip(&standings).filter(|(_, standing)| standing.is_settled());
         table.settle(settled.map(|(page, _)| *page));
-        standings
+        Ok(standings)
     }
 
     /// The newest snapshot, as it is now; locked.
@@ -217,16 +223,17 @@ impl KnownImages {
         self.advanced(&newest, manifest)
     }
 
-    /// Advances to a published snapshot that follows `previous`; `manifest` is its own link. Returns the
-    /// totals of its images, and the links before it, the newest first.
+    /// Advances to a published snapshot that follows `previous`. `link` was made of its `manifest` before
+    /// that was published: after it, a refusal of memory would come too late. Returns the totals of its
+    /// images, and the links before it, the newest first.
     pub fn advance_by_change(
         &self,
         manifest: &Manifest,
-        manifest_crc: u32,
+        link: Link,
         previous: SnapshotId,
     ) -> (ImageTotals, Vec<SnapshotId>) {
         let mut newest = self.newest.lock();
-        newest.advance_by_change(manifest, manifest_crc, previous);
+        newest.advance_by_change(manifest, link, previous);
         self.advanced(&newest, manifest)
     }
 

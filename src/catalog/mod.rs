@@ -20,7 +20,7 @@ use remanent_format::{LogPoint, Lsn, PageInfo, SnapshotId};
 pub(crate) use self::classify::{Beginning, LOOK_PAGES, SnapshotWork};
 pub(crate) use self::known_images::{KnownImages, ReplayImages};
 pub(crate) use self::lock::CatalogLock;
-pub(crate) use self::newest::{ImageTotals, NewestSnapshot};
+pub(crate) use self::newest::{ImageTotals, Link, NewestSnapshot};
 use crate::images::numbers::ImageFiles;
 
 /// A snapshot that is kept, as a caller sees it.

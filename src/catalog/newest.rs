@@ -8,6 +8,8 @@ use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::state::by_id::ById;
 use remanent_format::{Epoch, Lsn, PageId, SnapshotId};
 
+use crate::error::{Result, collected};
+
 /// A snapshot has at most this many links, its base and itself among them.
 pub(super) const LINKS_MAX: usize = 8;
 /// All changes since the base are at most this share of the pages: one in this many.
@@ -29,7 +31,7 @@ pub(super) struct SnapshotPage {
 }
 
 /// A link of the newest snapshot, with the pages that it speaks of.
-pub(super) struct Link {
+pub(crate) struct Link {
     pub snapshot: SnapshotId,
     pub manifest_crc: u32,
     /// The pages that it speaks of, as present or as gone. For a base they are not kept.
@@ -37,12 +39,16 @@ pub(super) struct Link {
 }
 
 impl Link {
-    pub fn of(manifest: &Manifest, manifest_crc: u32) -> Self {
+    /// A snapshot's own link.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn of(manifest: &Manifest, manifest_crc: u32) -> Result<Self> {
         let (entries, tombstones) = (manifest.entries.iter(), manifest.tombstones.iter());
         let pages = entries.map(|entry| entry.page).chain(tombstones.map(|tombstone| tombstone.page));
         let is_base = manifest.kind == ManifestKind::Base;
-        let pages = if is_base { Vec::new() } else { pages.collect() };
-        Self { snapshot: manifest.snapshot, manifest_crc, pages }
+        let pages = if is_base { Vec::new() } else { collected(pages)? };
+        Ok(Self { snapshot: manifest.snapshot, manifest_crc, pages })
     }
 }
 
@@ -102,7 +108,35 @@ pub(crate) struct NewestSnapshot {
     sums: ImageTotals,
     /// The pages with an image in each file, as first pages and counts. Some may have a newer image in
     /// another file by now. A file without any named image is forgotten.
-    runs: BTreeMap<u64, Vec<(PageId, u64)>>,
+    runs: BTreeMap<u64, FileRuns>,
+}
+
+/// The pages with an image in one file, as runs. A map asks for short memory only: a snapshot is published by
+/// the time that they are noted, so a refusal would come too late.
+#[derive(Default)]
+struct FileRuns {
+    /// The number of pages of each run, by its first page.
+    counts: BTreeMap<PageId, u64>,
+    /// The first page of the run that was noted last.
+    newest: PageId,
+}
+
+impl FileRuns {
+    /// Notes a page: mostly it follows the one before.
+    fn note(&mut self, page: PageId) {
+        match self.counts.get_mut(&self.newest) {
+            Some(count) if self.newest.0 + *count == page.0 => *count += 1,
+            _ => {
+                // Runs of other snapshots may overlap this one: then a page is in several.
+                self.counts.entry(page).or_insert(1);
+                self.newest = page;
+            }
+        }
+    }
+
+    fn pages(&self) -> impl Iterator<Item = PageId> + '_ {
+        self.counts.iter().flat_map(|(first, count)| (first.0..first.0 + count).map(PageId))
+    }
 }
 
 impl NewestSnapshot {
@@ -126,15 +160,15 @@ impl NewestSnapshot {
     /// Advances to a snapshot that follows none; `base` is the result of [`of_base`](Self::of_base) for it.
     pub fn advance_to_base(&mut self, manifest: &Manifest, manifest_crc: u32, base: Self) {
         *self = base;
-        self.links = vec![Link::of(manifest, manifest_crc)];
+        self.links = vec![Link { snapshot: manifest.snapshot, manifest_crc, pages: Vec::new() }];
     }
 
     /// Advances to a snapshot that follows `previous`, which may be older than the newest one; `manifest` is
     /// its own link.
-    pub fn advance_by_change(&mut self, manifest: &Manifest, manifest_crc: u32, previous: SnapshotId) {
+    pub fn advance_by_change(&mut self, manifest: &Manifest, link: Link, previous: SnapshotId) {
         assert!(previous < manifest.snapshot); // I8: links ascend, and retention keeps the earlier ones.
         self.links.retain(|before| before.snapshot <= previous);
-        self.links.push(Link::of(manifest, manifest_crc));
+        self.links.push(link);
         for entry in &manifest.entries {
             if let Some(before) = self.pages.insert(entry.page, named(entry)) {
                 self.sums.subtract(before.known.image);
@@ -157,8 +191,11 @@ impl NewestSnapshot {
     /// Where there are too many links, the newest are folded into the next one: those that are no longer than
     /// it has become by then. So the links grow from the newest to the oldest, and no page is named again
     /// often. A base is written only after enough changes that it costs little more.
-    pub(super) fn fold(&self, changed: &[PageId], pages_max: usize) -> Option<(&Link, Vec<PageId>)> {
-        let mut at = self.links.len().checked_sub(1)?;
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub(super) fn fold(&self, changed: &[PageId], pages_max: usize) -> Result<Option<(&Link, Vec<PageId>)>> {
+        let Some(mut at) = self.links.len().checked_sub(1) else { return Ok(None) };
         let mut folded = BTreeSet::new();
         if self.links.len() >= LINKS_MAX {
             let newest = at;
@@ -170,8 +207,10 @@ impl NewestSnapshot {
         }
         let spoken_of = changed.len() + folded.len();
         let changes = self.links[..=at].iter().map(|link| link.pages.len()).sum::<usize>() + spoken_of;
-        (changes.saturating_mul(CHANGED_SHARE) <= pages_max)
-            .then(|| (&self.links[at], folded.into_iter().collect()))
+        if changes.saturating_mul(CHANGED_SHARE) > pages_max {
+            return Ok(None);
+        }
+        Ok(Some((&self.links[at], collected(folded)?)))
     }
 
     /// Whether some image file has no named images but those of these pages.
@@ -202,28 +241,26 @@ impl NewestSnapshot {
     }
 
     /// The pages with a named image in a file, each once.
-    pub fn pages_in(&self, file: u64) -> Vec<PageId> {
-        let runs = self.runs.get(&file).into_iter().flatten();
-        let pages = runs.flat_map(|(first, count)| (first.0..first.0 + count).map(PageId));
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn pages_in(&self, file: u64) -> Result<Vec<PageId>> {
+        let pages = self.runs.get(&file).into_iter().flat_map(FileRuns::pages);
         let is_there = |page: &PageId| {
             self.get(*page).and_then(|named| named.known.image).is_some_and(|image| image.file == file)
         };
-        let mut pages: Vec<PageId> = pages.filter(is_there).collect();
+        let mut pages = collected(pages.filter(is_there))?;
         pages.sort_unstable();
         pages.dedup();
-        pages
+        Ok(pages)
     }
 }
 
 /// Notes that an entry's file has an image of its page. Entries ascend, so a file that holds neighbours has
 /// few runs.
-fn note(runs: &mut BTreeMap<u64, Vec<(PageId, u64)>>, entry: &ManifestEntry) {
+fn note(runs: &mut BTreeMap<u64, FileRuns>, entry: &ManifestEntry) {
     let Some(image) = entry.image else { return };
-    let of_file = runs.entry(image.file).or_default();
-    match of_file.last_mut() {
-        Some((first, count)) if first.0 + *count == entry.page.0 => *count += 1,
-        _ => of_file.push((entry.page, 1)),
-    }
+    runs.entry(image.file).or_default().note(entry.page);
 }
 
 fn named(entry: &ManifestEntry) -> SnapshotPage {

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use remanent_format::manifest::{Manifest, ManifestKind};
-use remanent_format::{Defect, FileName};
+use remanent_format::{Defect, FileName, Place};
 
 use crate::base::aligned_buf::AlignedBuf;
 use crate::base::parallel;
@@ -121,14 +121,16 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
 /// Reads a published manifest or table back past the cache, and compares it with the bytes written (I7).
 fn check_published(disk: &Arc<dyn Disk>, file: FileName, written: &[&[u8]], threads: usize) -> Result<()> {
     let (open, len) = (disk.open(file, false)?, byte_len(written));
-    let is_same = |area: &mut AlignedBuf, piece: usize| {
+    let area_len = len.min(READ_LEN);
+    let is_same = |area: &mut Option<AlignedBuf>, piece: usize| {
         let at = piece * READ_LEN;
-        let found = &mut area[..READ_LEN.min(len - at)];
+        let no_memory = Error::OutOfMemory { place: Place::Host, len: area_len as u64 };
+        let found = &mut area.as_mut().ok_or(no_memory)?[..READ_LEN.min(len - at)];
         open.read_past_cache(at as u64, found)?;
         Ok::<_, Error>(is_at(at, found, written))
     };
     let pieces = len.div_ceil(READ_LEN);
-    let are_same = parallel::map_indexed(threads, pieces, || AlignedBuf::new(len.min(READ_LEN)), is_same)?;
+    let are_same = parallel::map_indexed(threads, pieces, || AlignedBuf::try_new(area_len), is_same)?;
     if are_same.into_iter().all(|is_same| is_same) {
         return Ok(());
     }

@@ -17,6 +17,9 @@ use crate::base::aligned_buf::{AlignedBuf, is_aligned};
 /// mebibyte.
 pub(super) const BOUNCE_LEN_MAX: usize = (1 << 20) - GROUP_ALIGN as usize;
 
+/// The same where no memory is left for more. A request this short is not refused.
+const BOUNCE_LEN_SHORT: usize = 32 << 10;
+
 /// Opens the same file anew, for reads that go past the page cache; `None` where the file system has no
 /// direct reads.
 pub(super) fn reopen_direct(file: &File) -> Option<File> {
@@ -47,7 +50,10 @@ fn read_through_area(
 ) -> io::Result<()> {
     let align = GROUP_ALIGN as usize;
     let bounce_len = out.len().saturating_add(2 * align).next_multiple_of(align).min(BOUNCE_LEN_MAX);
-    let mut bounce = AlignedBuf::new(bounce_len);
+    // Where memory is short, by shorter pieces: a reading never fails for want of it.
+    let short = || AlignedBuf::new(bounce_len.min(BOUNCE_LEN_SHORT));
+    let mut bounce = AlignedBuf::try_new(bounce_len).unwrap_or_else(short);
+    let bounce_len = bounce.len();
     let mut done = 0;
     while done < out.len() {
         let at = offset.checked_add(done as u64).ok_or(io::ErrorKind::UnexpectedEof)?;

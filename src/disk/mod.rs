@@ -273,6 +273,9 @@ pub trait DiskFile: Send + Sync {
 /// commits. With 64 KiB the maker came too late, and a fifth fewer commits were made.
 const ZEROS_LEN_MAX: u64 = 256 << 10;
 
+/// The same where no memory is left for more. A request this short is not refused.
+const ZEROS_LEN_SHORT: usize = 32 << 10;
+
 /// Calls `write` with zeros from `offset` to `end`, in aligned pieces that end at multiples of `piece_len`.
 fn zeros_by_pieces<E>(
     offset: u64,
@@ -280,7 +283,11 @@ fn zeros_by_pieces<E>(
     piece_len: u64,
     mut write: impl FnMut(u64, &[u8]) -> std::result::Result<(), E>,
 ) -> std::result::Result<(), E> {
-    let zeros = AlignedBuf::new(piece_len.min(end.saturating_sub(offset)) as usize);
+    let zeros_len = piece_len.min(end.saturating_sub(offset)) as usize;
+    // Where memory is short, by shorter pieces.
+    let zeros = AlignedBuf::try_new(zeros_len);
+    let zeros = zeros.unwrap_or_else(|| AlignedBuf::new(zeros_len.min(ZEROS_LEN_SHORT)));
+    let piece_len = if zeros.len() < zeros_len { ZEROS_LEN_SHORT as u64 } else { piece_len };
     let mut at = offset;
     while at < end {
         let next = (at + 1).next_multiple_of(piece_len).min(end);

@@ -8,7 +8,7 @@ use remanent_format::image::ImageRef;
 use remanent_format::image::proven::ProvenImage;
 use remanent_format::image::read::{read_image, stream_image};
 use remanent_format::manifest::Manifest;
-use remanent_format::op::{Op, decode_payload};
+use remanent_format::op::{Op, each_op};
 use remanent_format::{Damage, Defect, Lsn, Metadata, PageId, PageInfo};
 
 use super::position::FollowerPosition;
@@ -57,8 +57,9 @@ impl FollowedBatch {
     /// The batch's operations, in order.
     #[must_use]
     pub fn operations(&self) -> Vec<Op<'_>> {
-        let ops = decode_payload(&self.payload).expect("decoded before it was handed over");
-        ops.into_iter().map(|at| at.op).collect()
+        let mut ops = Vec::new();
+        each_op(&self.payload, |at| ops.push(at.op)).expect("decoded before it was handed over");
+        ops
     }
 
     /// Reads the bytes that an [`Op::Image`] of the batch makes its page's whole content, and checks them.

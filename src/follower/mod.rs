@@ -45,7 +45,7 @@ pub use replica::Replica;
 use crate::base::process::Process;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, Watch};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, collected};
 use backoff::{Pauses, Suspicion};
 use seek::{at_start, behind, diverged, leaves_out, locate};
 use segment::LiveSegment;
@@ -320,7 +320,7 @@ impl Follower {
             let defect = Defect::Mismatch { what: "checksum of the restored table", found, expected };
             return Err(defect.at_lsn(file, 0, lsn).into());
         }
-        let pages = table.entries.iter().map(page_info).collect();
+        let pages = collected(table.entries.iter().map(page_info))?;
         Ok(RestoredState { disk: self.disk.clone(), lsn, of, table: Arc::new(table), pages })
     }
 

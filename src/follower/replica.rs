@@ -16,7 +16,7 @@ use super::position::FollowerPosition;
 use super::survey::{ask, missing, newest_snapshot};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, collected, push};
 
 /// Pages, root and bytes as they were after one batch. The default is the empty store, before its first
 /// batch.
@@ -63,12 +63,13 @@ impl Replica {
         let base = base.expect("the caller found one");
         let resolution = survey.resolve(&source, Some(&base), Some(base.end))?;
         let contents = survey.load(&source, &resolution, u64::MAX)?;
-        let contents = contents
-            .into_iter()
-            .map(|(page, bytes)| Ok((page, bytes?)))
-            .collect::<Result<_, remanent_format::Damage>>()?;
+        let mut proven = BTreeMap::new();
+        for (page, bytes) in contents {
+            // One by one: to collect a map takes one piece of memory for all, which nothing can refuse.
+            proven.insert(page, bytes?);
+        }
         let position = Follower::behind_end(disk.clone(), &survey.store, base.redo, base.end)?.position();
-        Ok(Self { table: resolution.resolved.table, contents, position })
+        Ok(Self { table: resolution.resolved.table, contents: proven, position })
     }
 
     /// Applies the next batch. The images that it names are proven before anything is changed, and then read
@@ -111,11 +112,11 @@ impl Replica {
         let version = |info: &PageInfo| (info.epoch, info.lsn);
         let is_changed =
             |info: &&PageInfo| self.table.get(info.page).as_ref().map(version) != Some(version(info));
-        let changed: Vec<&PageInfo> = restored.pages().iter().filter(is_changed).collect();
+        let changed = collected(restored.pages().iter().filter(is_changed))?;
         let mut images = Vec::new();
         for info in &changed {
             if let Some((image, len)) = restored.image_of(info.page)? {
-                images.push((info.page, source.prove(&image, len)?));
+                push(&mut images, (info.page, source.prove(&image, len)?))?;
             }
         }
         let mut created = BTreeMap::new();
@@ -147,13 +148,13 @@ impl Replica {
         let changes = self
             .table
             .plan(lsn, &ops, PlanMode::Commit)
-            .map_err(|(_, refusal)| damaged(Defect::Batch(refusal.to_string())))?;
+            .map_err(|(_, refusal)| damaged(Defect::from(refusal)))?;
         // All memory is taken and all images are proven first: from then on nothing fails.
         let mut created = BTreeMap::new();
         let mut images = Vec::new();
         for at in &ops {
             match &at.op {
-                Op::Image { page, len, image } => images.push((*page, source.prove(image, *len)?)),
+                Op::Image { page, len, image } => push(&mut images, (*page, source.prove(image, *len)?))?,
                 Op::Create { page, len, .. } | Op::Resize { page, len } => {
                     self.reserve(&mut created, *page, *len)?;
                 }

@@ -12,7 +12,7 @@ use remanent_format::segment::{Opening, SegmentHeader, SegmentHeaderRaw};
 use remanent_format::{Defect, FileName, StoreId};
 
 use crate::disk::{Disk, DiskFile};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, make_room};
 
 /// The fewest bytes that are read at a time: enough for both places in a segment at which the next frame may
 /// lie.
@@ -57,7 +57,10 @@ impl LiveSegment {
         }
         if !self.has(offset, len) {
             let room = usize::try_from(self.len - offset).unwrap_or(usize::MAX);
-            self.buffer.resize(self.read_len.max(len).min(room), 0);
+            let wanted = self.read_len.max(len).min(room);
+            let more = wanted.saturating_sub(self.buffer.len());
+            make_room(&mut self.buffer, more)?;
+            self.buffer.resize(wanted, 0);
             self.buffer_at = offset;
             if unless_gone(self.file.read_at(offset, &mut self.buffer))?.is_none() {
                 self.buffer.clear();

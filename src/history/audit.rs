@@ -18,7 +18,7 @@ use remanent_format::{Epoch, Key, Lsn, PageId, PageInfo};
 use crate::catalog::CatalogLock;
 use crate::device::{Command, CommandList, StagingSpan};
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, collected, push};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 use crate::images::{CHUNK_BYTES, chunks};
@@ -90,18 +90,18 @@ impl Auditor<'_> {
         };
         // 2. and 3.
         let mut changed_since = Vec::new();
-        for chunk in chunks(&pages, CHUNK_BYTES, |(_, len)| *len) {
+        for chunk in chunks(&pages, CHUNK_BYTES, |(_, len)| *len)? {
             for (info, sum) in self.sum(chunk)?.pages {
                 if begin.table().get(info.page).is_some_and(|then| then.epoch == info.epoch) {
                     self.compare(&mut audit, &begin, &info, sum)?;
                 } else {
-                    changed_since.push((info.page, info.len));
+                    push(&mut changed_since, (info.page, info.len))?;
                 }
             }
         }
         drop(begin);
         // 4.
-        for chunk in chunks(&changed_since, CHUNK_BYTES, |(_, len)| *len) {
+        for chunk in chunks(&changed_since, CHUNK_BYTES, |(_, len)| *len)? {
             let (sums, past) = {
                 let _keeping = self.catalog.lock();
                 let sums = self.sum(chunk)?;
@@ -119,7 +119,7 @@ impl Auditor<'_> {
     fn pages(&self) -> Result<(Vec<(PageId, u64)>, Lsn)> {
         self.engine.applier.turn(|turn| {
             let pages = turn.applied.table.pages().map(|info| (info.page, info.len));
-            Ok((pages.filter(|(_, len)| *len > 0).collect(), turn.applied.point.lsn))
+            Ok((collected(pages.filter(|(_, len)| *len > 0))?, turn.applied.point.lsn))
         })
     }
 
@@ -130,14 +130,14 @@ impl Auditor<'_> {
 
     /// Sums those of the pages that are still there, all as of one batch.
     fn sum(&self, pages: &[(PageId, u64)]) -> Result<PageSums> {
-        let wanted: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
+        let wanted = collected(pages.iter().map(|(page, _)| *page))?;
         self.engine.applier.unloaded().wait(wanted.iter().copied())?;
         let staging = self.engine.staging.take(4 * wanted.len())?.into_staging();
         let (infos, lsn, pending) = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let known = wanted.into_iter().filter_map(|page| turn.applied.table.get(page));
-            let infos: Vec<PageInfo> = known.filter(|info| info.len > 0).collect();
-            let sources = infos.iter().map(|info| turn.applied.memory[info.page].span()).collect();
+            let infos = collected(known.filter(|info| info.len > 0))?;
+            let sources = collected(infos.iter().map(|info| turn.applied.memory[info.page].span()))?;
             let target = StagingSpan { index: 0, offset: 0, len: 4 * infos.len() };
             let commands = vec![Command::Crc { sources, target }];
             let pending = turn.submit(CommandList { commands, staging: vec![staging] })?;
@@ -147,7 +147,7 @@ impl Auditor<'_> {
         let found = StagingBuf::new(staging, 4 * infos.len());
         let words =
             found.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")));
-        let pages = infos.into_iter().zip(words).collect();
+        let pages = collected(infos.into_iter().zip(words))?;
         self.engine.staging.give(found.into_staging());
         Ok(PageSums { pages, lsn })
     }

@@ -10,23 +10,19 @@ use std::sync::Arc;
 
 use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImageRef};
 use remanent_format::limits::ANCESTORS_MAX;
-use remanent_format::{FileName, PageId, ReadAt, StoreId};
+use remanent_format::{FileName, ReadAt, StoreId};
 
 use super::seed::{Seed, SharedImages, create};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, map_of, set_of};
 use crate::history::state::PastState;
 
 /// Makes a store of a state; returns its id.
 pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> {
-    let images: BTreeMap<PageId, ImageRef> = past
-        .table()
-        .pages()
-        .filter(|info| info.len > 0)
-        .filter_map(|info| Some((info.page, past.exact_image(info.page)?)))
-        .collect();
-    let writers = writers(past, images.values().map(|image| image.file).collect());
+    let pages = past.table().pages().filter(|info| info.len > 0);
+    let images = map_of(pages.filter_map(|info| Some((info.page, past.exact_image(info.page)?))));
+    let writers = writers(past, set_of(images.values().map(|image: &ImageRef| image.file)));
     let shared = SharedImages { disk: Some(past.disk().clone()), writers, images };
     let parent = past.store();
     let origin = Seed {

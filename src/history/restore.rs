@@ -19,14 +19,14 @@
 //! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage that 1 or
 //! 2 meets; everything else after 1 poisons.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use remanent_format::image::{ImagePurpose, ImageRef};
-use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
+use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::{Op, PayloadWriter};
 use remanent_format::{
-    Epoch, FileName, Folder, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, Place, SnapshotId,
+    Epoch, FileName, Folder, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, SnapshotId,
 };
 
 use crate::applier::Turn;
@@ -35,7 +35,7 @@ use crate::catalog::{Catalog, RetainedTable, entry, unix_ms};
 use crate::device::{Command, CommandList, Device, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
-use crate::error::{Error, Result, make_room};
+use crate::error::{Error, Result, collected, make_room, push, set_of};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 use crate::images::ImageWriter;
@@ -64,7 +64,7 @@ struct RestoreTarget {
     pages: Vec<PageInfo>,
     root: Arc<Metadata>,
     /// The bytes of all pages that have any.
-    images: HashMap<PageId, ImageRef>,
+    images: BTreeMap<PageId, ImageRef>,
 }
 
 impl RestoreRun<'_> {
@@ -79,8 +79,7 @@ impl RestoreRun<'_> {
         // 2.
         let lsn = submitted.lsn().next();
         let epoch = Epoch(submitted.epoch_high().0 + 1);
-        let pages: Vec<PageInfo> =
-            old.table().pages().map(|info| at_restore(&info, submitted, lsn, epoch)).collect();
+        let pages = collected(old.table().pages().map(|info| at_restore(&info, submitted, lsn, epoch)))?;
         // Where no page changed, none has the new epoch.
         let epoch_high = pages.iter().map(|info| info.epoch).fold(submitted.epoch_high(), Epoch::max);
         let number = catalog.files.take_number();
@@ -97,7 +96,7 @@ impl RestoreRun<'_> {
         });
         let (point, target) = logged.map_err(|error| self.give_up(number, error))?;
         drop(old);
-        let files: BTreeSet<u64> = target.images.values().map(|image| image.file).collect();
+        let files = set_of(target.images.values().map(|image| image.file));
         catalog.tables.insert(number, RetainedTable { restored_at: lsn, files });
         // The next snapshot names the table's images: they need not be written again.
         for info in target.pages.iter().filter(|info| info.lsn == lsn) {
@@ -105,12 +104,12 @@ impl RestoreRun<'_> {
         }
         self.engine.log.wait_durable(point.lsn)?;
         // 4.
-        let (pages, root) = (target.pages.clone(), target.root.clone());
+        let target = Arc::new(target);
         // Readers see the restored state from here on, and wait for the bytes of what it changes.
-        self.engine.versions.replace(point.lsn, &pages, &root);
-        let overwritten = self.overwrite(target, point);
+        self.engine.versions.replace(point.lsn, &target.pages, &target.root);
+        let overwritten = self.overwrite(target.clone(), point);
         // The log has the restore, so this is the state now, even if memory could not follow.
-        submitted.replace(point.lsn, pages, root);
+        submitted.replace(point.lsn, target.pages.iter().cloned(), target.root.clone());
         submitted.index_keys().expect("the old state had unique keys");
         overwritten.map_err(|error| self.engine.poison.set(error))?;
         tracing::info!(%restored, lsn = %point.lsn, "restored");
@@ -123,13 +122,13 @@ impl RestoreRun<'_> {
         pages: &[PageInfo],
         old: &PastState,
         number: u64,
-    ) -> Result<HashMap<PageId, ImageRef>> {
-        let mut images = HashMap::new();
+    ) -> Result<BTreeMap<PageId, ImageRef>> {
+        let mut images = BTreeMap::new();
         let mut stale = Vec::new();
         for info in pages.iter().filter(|info| info.len > 0) {
             match old.exact_image(info.page) {
                 Some(image) => _ = images.insert(info.page, image),
-                None => stale.push(info.clone()),
+                None => push(&mut stale, info.clone())?,
             }
         }
         let source = DiskSource::past_cache(self.engine.disk.clone());
@@ -156,8 +155,7 @@ impl RestoreRun<'_> {
         epoch_high: Epoch,
         number: u64,
     ) -> Result<u32> {
-        let entries: Vec<ManifestEntry> =
-            target.pages.iter().map(|info| entry(info, target.images.get(&info.page).copied())).collect();
+        let entries = target.pages.iter().map(|info| entry(info, target.images.get(&info.page).copied()));
         let table = Manifest {
             kind: ManifestKind::Table,
             store: self.engine.store,
@@ -170,7 +168,7 @@ impl RestoreRun<'_> {
             epoch_high,
             next_file: number + 1,
             ahead_from: 0,
-            entries,
+            entries: collected(entries)?,
             tombstones: Vec::new(),
             root: target.root.clone(),
         };
@@ -196,7 +194,7 @@ impl RestoreRun<'_> {
     }
 
     /// Step 4: memory becomes the old state.
-    fn overwrite(&self, target: RestoreTarget, point: LogPoint) -> Result<()> {
+    fn overwrite(&self, target: Arc<RestoreTarget>, point: LogPoint) -> Result<()> {
         let source = DiskSource::past_cache(self.engine.disk.clone());
         let (device, staging) = (self.engine.device.clone(), self.engine.staging.clone());
         let overwritten = self.engine.applier.turn(move |turn| {
@@ -243,19 +241,16 @@ fn overwrite(
     turn.applied.table.replace(point.lsn, pages.iter().cloned(), root.clone());
     turn.applied.table.index_keys().expect("the old state had unique keys");
     turn.applied.point = point;
-    let staying: HashMap<PageId, (Place, u64)> =
-        pages.iter().map(|info| (info.page, (info.place, info.len))).collect();
+    // All pages ascend.
+    let staying = |page: PageId| {
+        let at = pages.binary_search_by_key(&page, |info| info.page).ok()?;
+        Some((pages[at].place, pages[at].len))
+    };
     // Memory that goes, goes first: the budget has room only for the pages that stay (I10).
     let last_use = turn.submit(CommandList::default())?.fence();
-    let fits =
-        |page: PageId, memory: &PageMemory| staying.get(&page) == Some(&(memory.place(), memory.byte_len()));
-    let leaving: Vec<PageId> = turn
-        .applied
-        .memory
-        .iter()
-        .filter(|(page, memory)| !fits(*page, memory))
-        .map(|(page, _)| page)
-        .collect();
+    let fits = |page: PageId, memory: &PageMemory| staying(page) == Some((memory.place(), memory.byte_len()));
+    let leaving = turn.applied.memory.iter().filter(|(page, memory)| !fits(*page, memory));
+    let leaving = collected(leaving.map(|(page, _)| page))?;
     for page in leaving {
         let memory = turn.applied.memory.remove(page).expect("listed just now");
         turn.arena.retire(memory, last_use);
@@ -269,8 +264,8 @@ fn overwrite(
         Ok(())
     };
     let changed = || pages.iter().filter(|info| info.lsn == point.lsn);
-    let missing: Vec<&PageInfo> = changed().filter(|info| !turn.applied.memory.contains(info.page)).collect();
-    let wanted_memory: Vec<_> = missing.iter().map(|info| (info.place, info.len)).collect();
+    let missing = collected(changed().filter(|info| !turn.applied.memory.contains(info.page)))?;
+    let wanted_memory = collected(missing.iter().map(|info| (info.place, info.len)))?;
     let memory = turn.arena.allocate_all(Purpose::Page, &wanted_memory)?;
     for (info, memory) in missing.iter().zip(&memory) {
         turn.versions.moved(info.page, memory.span().memory);
@@ -286,15 +281,15 @@ fn overwrite(
             source: StagingSpan { index: 0, offset, len: target.len as usize },
             target,
         };
-        let commands = places.drain(..).map(command).collect();
+        let commands = collected(places.drain(..).map(command))?;
         bytes.clear();
         in_flight.push_back(turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })?);
         drain(&mut in_flight, IN_FLIGHT_MAX)
     };
-    read_runs(source, wanted(changed(), images).collect(), |page, offset, content| {
+    read_runs(source, collected(wanted(changed(), images))?, |page, offset, content| {
         let target = turn.applied.memory[page].part(offset, content.len() as u64);
         make_room(&mut bytes, content.len())?;
-        places.push((target, bytes.len()));
+        push(&mut places, (target, bytes.len()))?;
         bytes.extend_from_slice(content);
         if bytes.len() < UPLOAD_BYTES { Ok(()) } else { upload(&mut bytes, &mut places) }
     })?;

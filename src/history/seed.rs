@@ -12,13 +12,13 @@
 //!
 //! The first open finds a snapshot that no seal records as verified, and publishes it anew.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::limits::SEGMENT_LEN_MIN;
 use remanent_format::log::LogEnd;
-use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
+use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{FileName, Folder, LogPoint, PageId, PageInfo, PageTable, SnapshotId, StoreId};
 
@@ -26,7 +26,7 @@ use crate::catalog::publish::publish_manifest;
 use crate::catalog::{entry, unix_ms};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, collected, map_of};
 use crate::images::read::{prove, wanted};
 use crate::images::{ImageWriter, PageRead};
 use crate::log::{SegmentPool, SegmentRules};
@@ -105,7 +105,7 @@ pub(crate) fn create<E: From<Error>>(
         }
     }
     let images = shared.images.iter().filter(|(_, image)| linked.contains(&image.file));
-    let images: HashMap<PageId, ImageRef> = images.map(|(page, image)| (*page, *image)).collect();
+    let images: BTreeMap<PageId, ImageRef> = map_of(images.map(|(page, image)| (*page, *image)));
     let number = linked.last().map_or(1, |last| last + 1);
     let images = write_images(&origin.table, target, store.store, images, number, read)?;
     // 3.
@@ -119,8 +119,7 @@ pub(crate) fn create<E: From<Error>>(
     let (log, _) = begin(&pool, store.store, &before, Vec::new())?;
     // 4.
     let table = &origin.table;
-    let entries: Vec<ManifestEntry> =
-        table.pages().map(|info| entry(&info, images.get(&info.page).copied())).collect();
+    let entries = collected(table.pages().map(|info| entry(&info, images.get(&info.page).copied())))?;
     let manifest = Manifest {
         kind: ManifestKind::Base,
         store: store.store,
@@ -171,13 +170,13 @@ fn write_images<E: From<Error>>(
     table: &PageTable,
     target: &Arc<dyn Disk>,
     store: StoreId,
-    mut images: HashMap<PageId, ImageRef>,
+    mut images: BTreeMap<PageId, ImageRef>,
     number: u64,
     read: PageRead<'_, E>,
-) -> Result<HashMap<PageId, ImageRef>, E> {
+) -> Result<BTreeMap<PageId, ImageRef>, E> {
     prove(&DiskSource::past_cache(target.clone()), wanted(table.pages(), &images))?;
     let is_missing = |info: &PageInfo| info.len > 0 && !images.contains_key(&info.page);
-    let rest: Vec<PageInfo> = table.pages().filter(is_missing).collect();
+    let rest = collected(table.pages().filter(is_missing))?;
     if rest.is_empty() {
         target.sync_folder(Folder::Pages)?;
         return Ok(images);

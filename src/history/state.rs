@@ -31,7 +31,7 @@ use remanent_format::{
 use crate::base::sync::Mutex;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock, Hold};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, set_of};
 use crate::history::point::StatePoint;
 use crate::history::windows::{Lookup, WHOLE_LEN_MAX, WINDOW_LEN_MIN, Windows};
 
@@ -287,8 +287,8 @@ impl PastState {
     /// snapshot was held.
     fn has_images(&self) -> Result<bool> {
         let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
-        let files: BTreeSet<u64> =
-            self.resolved.bases.iter().filter_map(|(_, base)| base.image).map(|image| image.file).collect();
+        let images = self.resolved.bases.iter().filter_map(|(_, base)| base.image);
+        let files = set_of(images.map(|image| image.file));
         let gone = files.into_iter().map(FileName::Pages).find(|file| !present.contains(&file.name()));
         match gone {
             None => Ok(true),

@@ -8,6 +8,7 @@ use remanent_format::Defect;
 use remanent_format::image::{COMPRESSED_PIECE_LEN, Compressor};
 
 use crate::base::parallel;
+use crate::error::{Result, append, collected};
 use crate::options::Compression;
 
 /// Zstd's fastest ordinary level: with a disk of 1 to 3 GB/s a snapshot would wait for anything slower.
@@ -22,6 +23,8 @@ const SAMPLED_LEN_MIN: usize = 256 << 10;
 /// The number of samples of such a page, and their length.
 const SAMPLES: u64 = 4;
 const SAMPLE_LEN: usize = 16 << 10;
+/// Pieces that are compressed together, so that the list of their frames is short.
+const PIECES_AT_ONCE: usize = 1024;
 /// Bytes below which one thread is enough: starting another costs as much as compressing some 50 KiB.
 const PARALLEL_LEN_MIN: usize = 256 << 10;
 const THREADS_MAX: usize = 8;
@@ -29,30 +32,39 @@ const THREADS_MAX: usize = 8;
 const _: () = assert!(SAMPLES as usize * SAMPLE_LEN < SAMPLED_LEN_MIN && SAMPLE_LEN <= COMPRESSED_PIECE_LEN);
 
 /// Compresses each page that is worth it, by up to `threads_max` threads; `None` for the others.
+///
+/// # Errors
+/// `OutOfMemory`.
 pub(super) fn compress(
     compression: Compression,
     pages: &[&[u8]],
     threads_max: usize,
-) -> Vec<Option<Vec<u8>>> {
-    let mut images = vec![None; pages.len()];
+) -> Result<Vec<Option<Vec<u8>>>> {
+    let mut images = collected(pages.iter().map(|_| None))?;
     if compression == Compression::Off {
-        return images;
+        return Ok(images);
     }
     let mut pieces: Vec<(usize, Range<usize>)> = Vec::new();
     for (index, page) in pages.iter().enumerate().filter(|(_, page)| pays_by_samples(page)) {
         let starts = (0..page.len()).step_by(COMPRESSED_PIECE_LEN);
-        pieces.extend(starts.map(|at| (index, at..page.len().min(at + COMPRESSED_PIECE_LEN))));
+        append(&mut pieces, starts.map(|at| (index, at..page.len().min(at + COMPRESSED_PIECE_LEN))))?;
     }
-    let frames = compress_pieces(pages, &pieces, threads_max);
-    for of_page in pieces.iter().zip(frames).collect::<Vec<_>>().chunk_by(|a, b| a.0.0 == b.0.0) {
+    let mut frames = Vec::new();
+    for pieces in pieces.chunks(PIECES_AT_ONCE) {
+        append(&mut frames, pieces.iter().zip(compress_pieces(pages, pieces, threads_max)))?;
+    }
+    for of_page in frames.chunk_by(|a, b| a.0.0 == b.0.0) {
         let index = of_page[0].0.0;
         // A page that could not be compressed is stored as it is, which is always right.
-        let frames: Option<Vec<&[u8]>> = of_page.iter().map(|(_, frame)| frame.as_deref()).collect();
-        let saving = frames
-            .filter(|frames| pays(pages[index].len() as u64, frames.iter().map(|f| f.len() as u64).sum()));
-        images[index] = saving.map(|frames| frames.concat());
+        let lens = of_page.iter().map(|(_, frame)| Some(frame.as_ref()?.len()));
+        let Some(len) = lens.sum::<Option<usize>>() else { continue };
+        let mut whole = Vec::new();
+        if pays(pages[index].len() as u64, len as u64) && whole.try_reserve_exact(len).is_ok() {
+            of_page.iter().filter_map(|(_, frame)| frame.as_deref()).for_each(|frame| whole.extend(frame));
+            images[index] = Some(whole);
+        }
     }
-    images
+    Ok(images)
 }
 
 /// Whether `stored_len` bytes are few enough in place of the page's.
@@ -149,19 +161,19 @@ mod tests {
             ("the shortest page", vec![7; LEN_MIN], true),
         ];
         let bytes: Vec<&[u8]> = pages.iter().map(|(_, page, _)| page.as_slice()).collect();
-        let images = compress(Compression::Zstd, &bytes, THREADS_MAX);
+        let images = compress(Compression::Zstd, &bytes, THREADS_MAX).unwrap();
         for ((why, page, expected), image) in pages.iter().zip(&images) {
             assert_eq!(image.is_some(), *expected, "{why}");
             assert!(image.as_ref().is_none_or(|image| image.len() <= page.len() * 88 / 100), "{why}");
         }
         assert!(pays_by_samples(bytes[5]), "the whole of it was tried");
-        assert_eq!(compress(Compression::Off, &bytes, THREADS_MAX), vec![None; bytes.len()]);
+        assert_eq!(compress(Compression::Off, &bytes, THREADS_MAX).unwrap(), vec![None; bytes.len()]);
     }
 
     #[test]
     fn threads_change_no_byte() {
         let page: Vec<u8> = (0..2_000_000u32).flat_map(|word| (word / 9).to_le_bytes()).collect();
-        let image = compress(Compression::Zstd, &[&page], THREADS_MAX).pop().unwrap().unwrap();
+        let image = compress(Compression::Zstd, &[&page], THREADS_MAX).unwrap().pop().unwrap().unwrap();
         let mut alone = Compressor::new(LEVEL).unwrap();
         let frames = page.chunks(COMPRESSED_PIECE_LEN).flat_map(|piece| alone.frame(piece).unwrap());
         assert_eq!(image, frames.collect::<Vec<u8>>());

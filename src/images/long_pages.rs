@@ -156,7 +156,7 @@ impl ImageWriter {
         assert!(end >= at); // I7: the head that is written last covers every byte of the image.
         let padding = vec![0; (end - at) as usize];
         self.file.write_at(at, &padding).map_err(full(end))?;
-        self.file.write_at(start, &chunk.encode(self.store)).map_err(full(end))?;
+        self.file.write_at(start, &self.encode_head(&chunk)?).map_err(full(end))?;
         let image = chunk.images[0].image;
         let mut written = self.written.lock();
         written.end = end;

@@ -28,7 +28,7 @@ use crate::base::aligned_buf::AlignedBuf;
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::disk::{Disk, DiskFile};
-use crate::error::{Error, Result, make_room};
+use crate::error::{Error, Result, collected, make_room, push};
 use crate::options::Compression;
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
@@ -45,15 +45,18 @@ pub(crate) const IMAGE_FILES_MAX: u64 = THREADS_MAX as u64;
 const IN_FLIGHT_BYTES: u64 = 32 << 20;
 
 /// Sorts pages into chunks of at most `bytes_max` bytes, in their order.
-pub(crate) fn chunks<T>(pages: &[T], bytes_max: u64, len: impl Fn(&T) -> u64) -> Vec<&[T]> {
+///
+/// # Errors
+/// `OutOfMemory`.
+pub(crate) fn chunks<T>(pages: &[T], bytes_max: u64, len: impl Fn(&T) -> u64) -> Result<Vec<&[T]>> {
     let mut chunks = Vec::new();
     let mut rest = pages;
     while !rest.is_empty() {
         let (chunk, after) = rest.split_at(next_chunk(bytes_max, rest.iter().map(&len)));
-        chunks.push(chunk);
+        push(&mut chunks, chunk)?;
         rest = after;
     }
-    chunks
+    Ok(chunks)
 }
 
 /// How many images with these lengths in bytes go into the next chunk: at least one, if there is one.
@@ -135,8 +138,9 @@ impl ImageWriter {
         pages: &[PageInfo],
         read: PageRead<'_, E>,
     ) -> Result<Vec<ImageRef>, E> {
-        let mut references = Vec::with_capacity(pages.len());
-        for chunk in chunks(pages, CHUNK_BYTES, |info| info.len) {
+        let mut references = Vec::new();
+        make_room(&mut references, pages.len())?;
+        for chunk in chunks(pages, CHUNK_BYTES, |info| info.len)? {
             if let [long] = chunk
                 && long.len > PIECE_BYTES
             {
@@ -151,15 +155,15 @@ impl ImageWriter {
                 references.push(written.expect("its bytes are there"));
                 continue;
             }
-            let mut contents = Vec::with_capacity(chunk.len());
+            let mut contents = Vec::new();
+            make_room(&mut contents, chunk.len())?;
             for info in chunk {
                 let mut content = Vec::new();
                 resize(&mut content, info.len)?;
                 read(info, 0, &mut content)?;
                 contents.push(content);
             }
-            let images: Vec<(&PageInfo, &[u8])> =
-                chunk.iter().zip(contents.iter().map(Vec::as_slice)).collect();
+            let images = collected(chunk.iter().zip(contents.iter().map(Vec::as_slice)))?;
             references.extend(self.write_chunk(&images)?);
         }
         Ok(references)
@@ -168,7 +172,7 @@ impl ImageWriter {
     /// Writes pages that are in memory, none of them empty, by several threads. The references come back in
     /// the same order.
     pub fn write_all(&self, pages: &[(PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
-        let chunks = chunks(pages, CHUNK_BYTES, |(info, _)| info.len);
+        let chunks = chunks(pages, CHUNK_BYTES, |(info, _)| info.len)?;
         let longest = pages.iter().map(|(info, _)| info.len.min(PIECE_BYTES)).max().unwrap_or(0);
         let write = |(): &mut (), index: usize| {
             if let [(info, bytes)] = chunks[index]
@@ -176,17 +180,18 @@ impl ImageWriter {
             {
                 return Ok(vec![self.write_long_page(info, bytes)?]);
             }
-            let chunk: Vec<(&PageInfo, &[u8])> =
-                chunks[index].iter().map(|(info, bytes)| (info, *bytes)).collect();
-            self.write_chunk(&chunk)
+            self.write_chunk(&collected(chunks[index].iter().map(|(info, bytes)| (info, *bytes)))?)
         };
         let references = parallel::map_indexed(chunk_threads(longest), chunks.len(), || (), write)?;
-        Ok(references.concat())
+        let mut all = Vec::new();
+        make_room(&mut all, pages.len())?;
+        references.into_iter().for_each(|chunk| all.extend(chunk));
+        Ok(all)
     }
 
     /// Writes one chunk of images; the references come back in the same order.
     pub fn write_chunk(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
-        self.write_frames(pages, &self.compress(pages))
+        self.write_frames(pages, &self.compress(pages)?)
     }
 
     /// As [`write_chunk`](Self::write_chunk), for pages that lie in `staged` where the chunk has its
@@ -196,15 +201,15 @@ impl ImageWriter {
     pub fn write_staged(&self, pages: &[(&PageInfo, usize)], staged: &mut [u8]) -> Result<Vec<ImageRef>> {
         let images = {
             let of_page = |(info, at): &(&'_ PageInfo, usize)| &staged[*at..*at + info.len as usize];
-            let pages: Vec<(&PageInfo, &[u8])> = pages.iter().map(|page| (page.0, of_page(page))).collect();
-            let frames = self.compress(&pages);
+            let pages = collected(pages.iter().map(|page| (page.0, of_page(page))))?;
+            let frames = self.compress(&pages)?;
             if frames.iter().any(Option::is_some) {
                 return self.write_frames(&pages, &frames);
             }
-            pages.iter().map(|(info, bytes)| new_image(info, bytes, None)).collect::<Vec<_>>()
+            collected(pages.iter().map(|(info, bytes)| new_image(info, bytes, None)))?
         };
         let chunk = self.place(&images)?;
-        let head = chunk.encode(self.store);
+        let head = self.encode_head(&chunk)?;
         staged[..head.len()].copy_from_slice(&head);
         let mut end = head.len();
         for (header, (_, at)) in chunk.images.iter().zip(pages) {
@@ -217,8 +222,12 @@ impl ImageWriter {
         self.write(chunk, staged)
     }
 
-    fn compress(&self, pages: &[(&PageInfo, &[u8])]) -> Vec<Option<Vec<u8>>> {
-        let pages: Vec<&[u8]> = pages.iter().map(|(_, bytes)| *bytes).collect();
+    fn encode_head(&self, chunk: &Chunk) -> Result<Vec<u8>> {
+        chunk.encode(self.store).map_err(Error::of_memory)
+    }
+
+    fn compress(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<Option<Vec<u8>>>> {
+        let pages = collected(pages.iter().map(|(_, bytes)| *bytes))?;
         compress(self.compression, &pages, self.threads_max)
     }
 
@@ -230,12 +239,12 @@ impl ImageWriter {
     ) -> Result<Vec<ImageRef>> {
         let images = pages.iter().zip(frames);
         let images = images.map(|((info, bytes), frames)| new_image(info, bytes, frames.as_deref()));
-        let chunk = self.place(&images.collect::<Vec<_>>())?;
+        let chunk = self.place(&collected(images)?)?;
         // One buffer, one write: header, table, payloads, padding.
         let mut bytes = self.areas.lock().pop().unwrap_or_default();
         bytes.clear();
         make_room(&mut bytes, chunk.len as usize)?;
-        bytes.extend_from_slice(&chunk.encode(self.store));
+        bytes.extend_from_slice(&self.encode_head(&chunk)?);
         for (((_, page), frames), header) in pages.iter().zip(frames).zip(&chunk.images) {
             bytes.resize((header.image.offset - chunk.offset) as usize, 0);
             bytes.extend_from_slice(frames.as_deref().unwrap_or(page));
@@ -254,8 +263,8 @@ impl ImageWriter {
         self.file.write_at(chunk.offset, bytes).map_err(|error| no_space(self.number, end, error))?;
         // The disk works while the next chunks are made, and the sync at the end has less to do.
         self.file.write_back(chunk.offset, chunk.len);
-        let references = chunk.images.iter().map(|header| header.image).collect();
-        self.written.lock().chunks.push(chunk);
+        let references = collected(chunk.images.iter().map(|header| header.image))?;
+        push(&mut self.written.lock().chunks, chunk)?;
         Ok(references)
     }
 

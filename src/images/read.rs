@@ -2,7 +2,7 @@
 //! would ask the medium once for each page.
 
 use std::borrow::{Borrow, Cow};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ops::{DerefMut, Range};
 
 use remanent_format::image::ImageRef;
@@ -12,7 +12,7 @@ use remanent_format::{Damage, Defect, FileName, PageId, PageInfo, Place, ReadAt}
 
 use crate::base::aligned_buf::AlignedBuf;
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, collected, push};
 
 /// The longest run in bytes, unless its only image is longer. With the rest of its first and its last block
 /// that is 4 MiB, the length of a staging buffer.
@@ -42,7 +42,7 @@ impl ImageRequest {
 /// The read requests for those of these pages that have an image.
 pub(crate) fn wanted(
     pages: impl IntoIterator<Item = impl Borrow<PageInfo>>,
-    images: &HashMap<PageId, ImageRef>,
+    images: &BTreeMap<PageId, ImageRef>,
 ) -> impl Iterator<Item = ImageRequest> {
     let image = |info: &PageInfo| {
         Some(ImageRequest { page: info.page, len: info.len, image: *images.get(&info.page)? })
@@ -97,17 +97,20 @@ impl<'a> ImageRun<'a> {
 
     /// The images of the run that do not hold, each with its damage. A run that cannot be read at once is
     /// read image by image, and an image that is longer than a run piece by piece.
-    pub fn damaged(&self, source: &DiskSource) -> Vec<(ImageRef, Damage)> {
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn damaged(&self, source: &DiskSource) -> Result<Vec<(ImageRef, Damage)>> {
         let is_long = self.images.iter().any(ImageRequest::is_long);
         let read = (!is_long).then(|| self.read(source, aligned).ok()).flatten();
-        let damaged: Vec<_> = match &read {
-            Some(read) => self.images.iter().zip(self.pages(read).map(Result::err)).collect(),
-            None => {
-                let check = |wanted: &ImageRequest| check_image(source, &wanted.image, wanted.len).err();
-                self.images.iter().map(|wanted| (wanted, check(wanted))).collect()
+        let check = |wanted: &ImageRequest| check_image(source, &wanted.image, wanted.len).err();
+        let damage = |(wanted, damage): (&ImageRequest, Option<Damage>)| Some((wanted.image, damage?));
+        match &read {
+            Some(read) => {
+                collected(self.images.iter().zip(self.pages(read).map(Result::err)).filter_map(damage))
             }
-        };
-        damaged.into_iter().filter_map(|(wanted, damage)| Some((wanted.image, damage?))).collect()
+            None => collected(self.images.iter().map(|wanted| (wanted, check(wanted))).filter_map(damage)),
+        }
     }
 
     /// Reads the run into memory that `take` gives. Memory is not asked for where the file ends too early.
@@ -256,8 +259,14 @@ pub(crate) fn read_runs(
 /// # Errors
 /// [`crate::Error::Damaged`].
 pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = ImageRequest>) -> Result<()> {
-    let (long, short): (Vec<_>, Vec<_>) = wanted.into_iter().partition(ImageRequest::is_long);
-    long.iter().try_for_each(|ImageRequest { image, len, .. }| check_image(source, image, *len))?;
+    let mut short = Vec::new();
+    for wanted in wanted {
+        if wanted.is_long() {
+            check_image(source, &wanted.image, wanted.len)?;
+        } else {
+            push(&mut short, wanted)?;
+        }
+    }
     read_runs(source, short, |_, _, _| Ok(()))
 }
 

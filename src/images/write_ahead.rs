@@ -15,7 +15,7 @@ use remanent_format::{Lsn, PageId, PageInfo, Place, StoreId};
 use super::ImageWriter;
 use crate::base::phases;
 use crate::base::phases::Phase;
-use crate::error::Result;
+use crate::error::{Result, collected};
 use crate::images::numbers::ImageFiles;
 use crate::options::Compression;
 
@@ -48,7 +48,7 @@ impl<'a> AheadImages<'a> {
         let info = |(page, bytes): &(PageId, &'a [u8])| {
             (PageInfo::new(*page, bytes.len() as u64, Place::Host), *bytes)
         };
-        ahead.images = writer.write_all(&pages.iter().map(info).collect::<Vec<_>>())?;
+        ahead.images = writer.write_all(&collected(pages.iter().map(info))?)?;
         writer.sync()?;
         assert!(ahead.images.len() == pages.len()); // I7: all that the frame will name is synced.
         Ok(ahead)

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
+use remanent_format::Defect;
 use remanent_format::op::PayloadBytes;
 
 use crate::base::own_line::OwnLine;
@@ -196,15 +197,22 @@ impl IdleStagings {
 
 impl GrowingStaging {
     /// Sees to it that `count` more bytes fit.
-    fn make_room(&mut self, count: usize) -> &mut GrowthState {
-        let none = GrowthState::Elsewhere { bytes: Vec::new(), outgrown: None };
-        self.0 = match std::mem::replace(&mut self.0, none) {
-            GrowthState::Staged { staging, len } if count > staging.len() - len => {
-                GrowthState::Elsewhere { bytes: staging[..len].to_vec(), outgrown: Some(staging) }
+    fn make_room(&mut self, count: usize) -> Result<&mut GrowthState, Defect> {
+        if let GrowthState::Staged { staging, len } = &self.0
+            && count > staging.len() - len
+        {
+            let needed = 2 * (len + count);
+            let mut bytes = Vec::new();
+            bytes.try_reserve_exact(needed).map_err(|_| Defect::Memory { needed: needed as u64 })?;
+            bytes.extend_from_slice(&staging[..*len]);
+            let elsewhere = GrowthState::Elsewhere { bytes, outgrown: None };
+            if let GrowthState::Staged { staging, .. } = std::mem::replace(&mut self.0, elsewhere)
+                && let GrowthState::Elsewhere { outgrown, .. } = &mut self.0
+            {
+                *outgrown = Some(staging);
             }
-            growing => growing,
-        };
-        &mut self.0
+        }
+        Ok(&mut self.0)
     }
 }
 
@@ -216,21 +224,23 @@ impl PayloadBytes for GrowingStaging {
         }
     }
 
-    fn append(&mut self, bytes: &[u8]) {
-        match self.make_room(bytes.len()) {
+    fn append(&mut self, bytes: &[u8]) -> Result<(), Defect> {
+        match self.make_room(bytes.len())? {
             GrowthState::Staged { staging, len } => {
                 staging[*len..][..bytes.len()].copy_from_slice(bytes);
                 *len += bytes.len();
+                Ok(())
             }
-            GrowthState::Elsewhere { bytes: grown, .. } => grown.extend_from_slice(bytes),
+            GrowthState::Elsewhere { bytes: grown, .. } => PayloadBytes::append(grown, bytes),
         }
     }
 
-    fn append_zeros(&mut self, count: usize) {
-        match self.make_room(count) {
+    fn append_zeros(&mut self, count: usize) -> Result<(), Defect> {
+        match self.make_room(count)? {
             GrowthState::Staged { staging, len } => {
                 staging[*len..][..count].fill(0);
                 *len += count;
+                Ok(())
             }
             GrowthState::Elsewhere { bytes, .. } => bytes.append_zeros(count),
         }
@@ -380,9 +390,9 @@ mod tests {
             let at = used.as_ptr();
             pool.give(used.into_staging());
             let mut growing = pool.take_growing(about).unwrap();
-            growing.append(&vec![1; lens[0]]);
-            growing.append_zeros(lens[1]);
-            growing.append(&vec![3; lens[2]]);
+            growing.append(&vec![1; lens[0]]).unwrap();
+            growing.append_zeros(lens[1]).unwrap();
+            growing.append(&vec![3; lens[2]]).unwrap();
             if let Some(first) = growing.as_mut().first_mut() {
                 *first = 7;
             }

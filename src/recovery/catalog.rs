@@ -21,7 +21,7 @@ use super::{Recovery, verified};
 use crate::catalog::{Catalog, ImageTotals, KnownImages, ReplayImages, RetainedSnapshot, RetainedTable};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::Result;
+use crate::error::{Result, set_of};
 use crate::images::IMAGE_FILES_MAX;
 use crate::images::numbers::ImageFiles;
 
@@ -98,7 +98,7 @@ impl<'s> CatalogDraft<'s> {
                     match read_manifest(source, file, &survey.store) {
                         Ok((table, _)) => {
                             let images = table.entries.iter().filter_map(|entry| entry.image);
-                            let files: BTreeSet<u64> = images.map(|image| image.file).collect();
+                            let files = set_of(images.map(|image| image.file));
                             tables.insert(number, RetainedTable { restored_at: table.end, files });
                         }
                         Err(_) => is_unread = true,
@@ -131,7 +131,7 @@ impl<'s> CatalogDraft<'s> {
             snapshots
                 .insert(*snapshot, RetainedSnapshot::new(chain[0], is_own, sums, links, *manifest_crc, true));
         }
-        let (changed, submitted) = (known.changed(table), table.clone());
+        let (changed, submitted) = (known.changed(table)?, table.clone());
         Ok(Self {
             verified,
             anew,

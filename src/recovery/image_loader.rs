@@ -6,7 +6,6 @@
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::convert::Infallible;
 use std::ops::Range;
 
 use remanent_format::image::read::stream_image;
@@ -18,7 +17,7 @@ use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result, make_room};
+use crate::error::{Error, Result, append, collected, make_room, push};
 use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_AT_ONCE, runs};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
@@ -52,11 +51,12 @@ enum LoadStep<'a> {
 }
 
 impl LoadStep<'_> {
-    /// The page by which pieces of work are put in order.
-    fn first_page(&self) -> PageId {
+    /// What pieces of work are put in order by: their page, and their place in it.
+    fn key(&self) -> (PageId, u64) {
         match self {
-            LoadStep::Run(run) => run.first_page(),
-            LoadStep::Part(wanted, _) | LoadStep::Compressed(wanted) => wanted.page,
+            LoadStep::Run(run) => (run.first_page(), 0),
+            LoadStep::Part(wanted, range) => (wanted.page, range.start),
+            LoadStep::Compressed(wanted) => (wanted.page, 0),
         }
     }
 }
@@ -80,14 +80,14 @@ impl ImageLoader<'_> {
         threads: usize,
     ) -> Result<()> {
         // Each file's images are put in order by one thread, and cut into runs.
-        let into_work = |images: &'i mut [ImageRequest]| {
-            Ok::<_, Infallible>(runs(images).flat_map(split).collect::<Vec<_>>())
-        };
-        let Ok(work) = parallel::for_each(threads, images, into_work);
-        let mut work: Vec<LoadStep<'_>> = work.into_iter().flatten().collect();
+        let into_work = |images: &'i mut [ImageRequest]| collected(runs(images).flat_map(split));
+        let parts = parallel::for_each(threads, images, into_work)?;
+        let mut work: Vec<LoadStep<'_>> = Vec::new();
+        parts.into_iter().try_for_each(|part| append(&mut work, part))?;
         // In the order in which memory is allocated, which goes on meanwhile: so a thread waits for it
         // least. The parts of an image stay together, as `check_parts` demands.
-        work.sort_by_key(LoadStep::first_page);
+        // (A stable sort takes memory that cannot be refused.)
+        work.sort_unstable_by_key(LoadStep::key);
         let copies = PendingCopies { loader: self, begun: AtomicUsize::new(0), under_way: Mutex::default() };
         let checksums = parallel::map_indexed(
             threads,
@@ -117,9 +117,9 @@ impl ImageLoader<'_> {
             let (page, at, content) = page?;
             let target = (self.target)(page)?;
             match content {
-                Cow::Borrowed(_) => stored.push((at, target)),
+                Cow::Borrowed(_) => push(&mut stored, (at, target))?,
                 Cow::Owned(content) => {
-                    decoded.push((decoded_bytes.len(), target));
+                    push(&mut decoded, (decoded_bytes.len(), target))?;
                     make_room(&mut decoded_bytes, content.len())?;
                     decoded_bytes.extend_from_slice(&content);
                     if decoded_bytes.len() as u64 >= RUN_BYTES {
@@ -217,7 +217,7 @@ impl PendingCopies<'_> {
             let source = StagingSpan { index: 0, offset: *at, len: target.len as usize };
             Command::Upload { source, target: *target }
         };
-        let commands = pages.iter().filter(|(_, target)| target.len > 0).map(upload).collect();
+        let commands = collected(pages.iter().filter(|(_, target)| target.len > 0).map(upload))?;
         let list = CommandList { commands, staging: vec![staged.into_staging()] };
         // Any order will do: a counter is enough to spread the lists.
         let turn = self.begun.fetch_add(1, Ordering::Relaxed) % self.loader.lanes.len();

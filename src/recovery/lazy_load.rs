@@ -25,7 +25,7 @@ use crate::base::sync::threads;
 use crate::device::{CommandList, Lane, Span};
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, collected, insert};
 use crate::images::read::{ImageRequest, RUN_BYTES};
 
 /// A caller that waits for a page has the pages after it in the file loaded, too, up to this number of
@@ -193,11 +193,13 @@ impl Loads {
             len: unloaded.memory.byte_len(),
             image: unloaded.image,
         };
-        let mut images: Vec<ImageRequest> = pages.iter().map(wanted).collect();
+        let mut images = collected(pages.iter().map(wanted))?;
         // Bytes go straight to the pages' own memory. No batch and no reader knows it yet, so a failure
         // leaves nothing to undo.
-        let targets: HashMap<PageId, Span> =
-            pages.iter().map(|unloaded| (unloaded.page, unloaded.memory.span())).collect();
+        let mut targets: HashMap<PageId, Span> = HashMap::new();
+        for unloaded in pages {
+            insert(&mut targets, unloaded.page, unloaded.memory.span())?;
+        }
         let target = |page: PageId| Ok(targets[&page]);
         let loader = ImageLoader {
             device: &*self.engine.device,
@@ -232,8 +234,8 @@ impl Loads {
 
     /// Gives back the memory of pages that stayed unloaded.
     fn give_back(&self) {
-        let memory = self.unloaded().take_memory();
-        if memory.is_empty() {
+        let mut memory = self.unloaded().take_memory().peekable();
+        if memory.peek().is_none() {
             return;
         }
         // One more list, after all others in the lane, tells when the lists that name this memory are

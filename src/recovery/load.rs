@@ -3,7 +3,7 @@
 //! [`load`] is the recipe; each of its steps is a helper. [`Recovery::open`](super::Recovery::open) calls
 //! it once for each snapshot that it tries. Nothing on disk changes here, so a crash loses nothing.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
@@ -23,12 +23,12 @@ use super::log_reader::BatchRun;
 use super::page_memory::PageMemories;
 use super::page_sources::{ImageGroup, PageSources, SourceSorter};
 use super::{Recovery, is_same, on_disk};
-use crate::applier::{ListBuilder, PayloadAt, UnloadedPage, stage_aside};
+use crate::applier::{ListBuilder, PayloadAt, UnloadedPage, UnloadedSet, stage_aside};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result, copied};
+use crate::error::{Error, Result, append, copied, make_room};
 use crate::images::read::ImageRequest;
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::StagingPool;
@@ -71,8 +71,16 @@ impl PageSet {
 
 impl LoadedPages<'_> {
     /// Takes the pages for good: nothing gives their memory back any more.
-    pub fn keep(mut self) -> PageSet {
-        std::mem::take(&mut self.pages)
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn keep(mut self) -> Result<(ById<PageId, PageMemory>, UnloadedSet)> {
+        let PageSet { memory, unloaded } = &mut self.pages;
+        let unloaded = UnloadedSet::new(std::mem::take(unloaded)).map_err(|(error, pages)| {
+            *unloaded = pages;
+            error
+        })?;
+        Ok((std::mem::take(memory), unloaded))
     }
 }
 
@@ -110,7 +118,7 @@ pub(super) fn load<'a, 's>(
     let memories = PageMemories::reserve(recovery.arena, table)?;
     // 2.
     let from = replay_start(survey, base);
-    let sources = sort_sources(recovery, survey, base, resolution, &bases, from, &memories);
+    let sources = sort_sources(recovery, survey, base, resolution, &bases, from, &memories)?;
     // Sorted, they are not needed any more: their memory goes before images are read.
     drop(bases);
     let PageSources { images, zeros, resized, late, beside } = sources;
@@ -131,7 +139,7 @@ pub(super) fn load<'a, 's>(
     let unloaded = loader.take_memory(memories).and(read);
     // 4. to 6.
     let replayed = unloaded.and_then(|unloaded| {
-        loader.set_apart(unloaded);
+        loader.set_apart(unloaded)?;
         loader.replay(source, survey, resolution, from, &late)
     });
     let loaded = loader.finish(recovery.arena, replayed)?;
@@ -155,7 +163,7 @@ fn sort_sources(
     bases: &Bases,
     from: LogPoint,
     memories: &PageMemories<'_>,
-) -> PageSources {
+) -> Result<PageSources> {
     // Unverified, a snapshot's images are loaded at once, also on demand: nothing has read them back yet
     // (I7).
     let sorter = SourceSorter {
@@ -318,7 +326,7 @@ impl<'a> Loader<'a> {
             // Long host memory comes zeroed from the system. Writing zeros would touch gigabytes before
             // their use.
             if !device.allocates_zeros(of.place, of.len) {
-                self.list.zero(target);
+                self.list.try_zero(target)?;
             }
         }
         self.in_flight.submit(self.list.take())?;
@@ -335,11 +343,11 @@ impl<'a> Loader<'a> {
 
     /// Step 4: sets pages that stay unloaded apart, with their memory. The replay finds no memory for
     /// them then, and leaves them alone.
-    fn set_apart(&mut self, unloaded: Vec<(PageId, ImageRef)>) {
+    fn set_apart(&mut self, unloaded: Vec<(PageId, ImageRef)>) -> Result<()> {
         if unloaded.is_empty() {
-            return;
+            return Ok(());
         }
-        self.pages.unloaded.reserve_exact(unloaded.len());
+        make_room(&mut self.pages.unloaded, unloaded.len())?;
         let PageSet { memory, unloaded: pages } = &mut self.pages;
         // Both lists ascend.
         let mut unloaded = unloaded.into_iter().peekable();
@@ -355,6 +363,7 @@ impl<'a> Loader<'a> {
             .collect();
         // I10: memory was claimed for each page of the table, also for those that are loaded later.
         assert!(unloaded.next().is_none(), "allocated for each page");
+        Ok(())
     }
 
     /// Step 5: replays the log on top of the images.
@@ -390,7 +399,7 @@ impl<'a> Loader<'a> {
             |(payloads, list)| {
                 // Copied: the run's memory goes to the device, and the payloads are needed until the
                 // opening segment is written.
-                tail.extend(payloads?);
+                append(tail, payloads?)?;
                 in_flight.submit(list?)
             },
         )?;
@@ -464,6 +473,7 @@ impl Deltas<'_> {
             let lsn = batch.header.lsn;
             let payload = PayloadAt { index, offset: batch.payload.start };
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
+            list.make_room(&ops)?;
             for (index, op) in ops.iter().enumerate() {
                 // A page without memory is deleted by a later batch, or stays unloaded: then no batch
                 // here changes it.
@@ -480,7 +490,7 @@ impl Deltas<'_> {
                     None => {
                         // No frame that names an image applies here: the image is its page's base from that
                         // batch on.
-                        let aside = stage_aside(&op.op, &HashMap::new(), self.staging)?;
+                        let aside = stage_aside(&op.op, &BTreeMap::new(), self.staging)?;
                         list.data(op, payload, memory, aside);
                         staged = true;
                     }

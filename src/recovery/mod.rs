@@ -95,11 +95,11 @@ use remanent_format::{
 
 use self::catalog::CatalogDraft;
 pub(crate) use self::lazy_load::PageLoader;
-use self::load::{LoadedPages, PageSet, load};
+use self::load::{LoadedPages, load};
 use self::log_reader::Frames;
 use self::opening::{Predecessor, begin};
 pub(crate) use self::outlook::Outlook;
-use crate::applier::{AppliedState, UnloadedSet};
+use crate::applier::AppliedState;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::sync::Instant;
@@ -359,11 +359,12 @@ impl Recovery<'_> {
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
         // From here on nothing fails, so the memory need not be given back any more.
-        let PageSet { memory, unloaded } = loaded.keep();
+        let (memory, unloaded) = loaded.keep()?;
         // I10: each page of the table has the memory that was claimed for it, and there is no other.
-        assert!(memory.len() + unloaded.len() == resolution.resolved.table.pages().len());
-        recovered.unloaded_pages = unloaded.len() as u64;
-        let (table, unloaded) = (resolution.resolved.table, Arc::new(UnloadedSet::new(unloaded)));
+        let (left, _) = unloaded.left();
+        assert!(memory.len() as u64 + left == resolution.resolved.table.pages().len() as u64);
+        recovered.unloaded_pages = left;
+        let (table, unloaded) = (resolution.resolved.table, Arc::new(unloaded));
         let applied = AppliedState {
             table,
             memory,

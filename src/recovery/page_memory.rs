@@ -13,7 +13,7 @@ use remanent_format::state::by_id::{ById, ROW};
 use remanent_format::{PageId, PageTable, Place};
 
 use crate::device::Span;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, push};
 use crate::memory::arena::{Arena, PageMemory, Purpose, Reservation};
 
 /// Bytes of a piece at most, the last page's not counted. A thread that wants one of its pages waits
@@ -66,7 +66,7 @@ impl<'a> PageMemories<'a> {
                 }
                 _ => {
                     bytes = 0;
-                    pieces.push(MemoryPiece { first: page, last: page, allocated: OnceLock::new() });
+                    push(&mut pieces, MemoryPiece { first: page, last: page, allocated: OnceLock::new() })?;
                 }
             }
             bytes += len;

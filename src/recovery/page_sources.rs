@@ -4,7 +4,6 @@
 //! Looking changes nothing.
 
 use std::collections::BTreeMap;
-use std::convert::Infallible;
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
@@ -14,6 +13,7 @@ use remanent_format::{Lsn, PageId, PageTable};
 use super::page_memory::PageMemories;
 use crate::base::parallel;
 use crate::catalog::ReplayImages;
+use crate::error::{Result, append, make_room, push};
 use crate::images::read::ImageRequest;
 
 /// Threads that sort pages.
@@ -61,30 +61,34 @@ pub(super) struct ImageGroup {
 }
 
 impl PageSources {
-    fn extend(&mut self, later: Self) {
+    fn extend(&mut self, later: Self) -> Result<()> {
         let Self { images: ImageGroup { proven, unproven, unloaded }, zeros, resized, late, beside } = later;
-        self.images.proven.extend(proven);
-        self.images.unproven.extend(unproven);
-        self.images.unloaded.extend(unloaded);
-        self.zeros.extend(zeros);
-        self.resized.extend(resized);
-        self.late.extend(late);
+        append(&mut self.images.proven, proven)?;
+        append(&mut self.images.unproven, unproven)?;
+        append(&mut self.images.unloaded, unloaded)?;
+        append(&mut self.zeros, zeros)?;
+        append(&mut self.resized, resized)?;
+        append(&mut self.late, late)?;
         self.beside.extend(beside);
+        Ok(())
     }
 }
 
 impl SourceSorter<'_> {
     /// Sorts all pages of the table, in the parts in which their memory is allocated.
-    pub fn sort(&self, memories: &PageMemories<'_>) -> PageSources {
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn sort(&self, memories: &PageMemories<'_>) -> Result<PageSources> {
         // A thread is worth starting only for thousands of pages.
         let threads = parallel::threads(THREADS_MAX).min(self.table.lens().len().div_ceil(PAGES_MIN)).max(1);
         // One part a thread. Many small ones would leave their images all over the heap, among memory
         // that stays.
-        let sort = |part| Ok::<_, Infallible>(self.sort_between(part));
-        let Ok(parts) = parallel::for_each(threads, memories.parts(threads), sort);
-        let mut sorted = PageSources::default();
-        parts.into_iter().for_each(|part| sorted.extend(part));
-        sorted
+        let parts = parallel::for_each(threads, memories.parts(threads), |part| self.sort_between(part))?;
+        let mut parts = parts.into_iter();
+        let mut sorted = parts.next().unwrap_or_default();
+        parts.try_for_each(|part| sorted.extend(part))?;
+        Ok(sorted)
     }
 
     /// Sorts the pages from `first` to `last`.
@@ -92,14 +96,13 @@ impl SourceSorter<'_> {
     /// The images that a verified snapshot names were proven past the cache when it was (I7), no writer
     /// touches them, and each has its checksum. So cached bytes of them are taken from the cache. Where
     /// pages are loaded on demand, those that no batch changed since are left unloaded.
-    fn sort_between(&self, (first, last): (PageId, PageId)) -> PageSources {
+    fn sort_between(&self, (first, last): (PageId, PageId)) -> Result<PageSources> {
         let Self { table, bases, snapshot, is_verified, may_be_unloaded, from } = *self;
         let mut sorted = PageSources::default();
         // Counted first: vectors that grew would leave holes in the heap, some 35 bytes a page.
         let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
         let images = bases.range(first, last).filter_map(|(_, base)| base.image);
         images.for_each(|image| *counts.entry(image.file).or_default() += 1);
-        let room = |file: u64| Vec::with_capacity(counts[&file]);
         let (mut proven, mut unproven) = (BTreeMap::<u64, Vec<ImageRequest>>::new(), BTreeMap::new());
         // Both the pages here and those of the snapshot ascend.
         let entries = snapshot.map_or(&[][..], |snapshot| &snapshot.entries);
@@ -110,30 +113,33 @@ impl SourceSorter<'_> {
             if base.lsn > from {
                 // The image was gathered while batches went on, and holds some after `redo`: replay
                 // must pass them over.
-                sorted.late.push((page, base.lsn));
+                push(&mut sorted.late, (page, base.lsn))?;
             }
             sorted.beside.note(page, named, &base, table);
             match base.image {
-                _ if base.resized => sorted.resized.push((page, base)),
+                _ if base.resized => push(&mut sorted.resized, (page, base))?,
                 Some(image) => {
                     let is_proven = is_verified && named.is_some_and(|entry| entry.image == Some(image));
                     let is_unchanged = || table.get(page).is_some_and(|info| info.lsn == base.lsn);
                     // A page that a batch changed must have its bytes when the open returns: the log is
                     // not read again later.
                     if may_be_unloaded && is_proven && is_unchanged() {
-                        sorted.images.unloaded.push((page, image));
+                        push(&mut sorted.images.unloaded, (page, image))?;
                         continue;
                     }
                     let to_load = if is_proven { &mut proven } else { &mut unproven };
-                    let of_file = to_load.entry(image.file).or_insert_with(|| room(image.file));
+                    let of_file = to_load.entry(image.file).or_default();
+                    if of_file.capacity() == 0 {
+                        make_room(of_file, counts[&image.file])?;
+                    }
                     of_file.push(ImageRequest { page, len: base.len, image });
                 }
-                None => sorted.zeros.push(page),
+                None => push(&mut sorted.zeros, page)?,
             }
         }
         sorted.images.proven.extend(proven.into_values());
         sorted.images.unproven.extend(unproven.into_values());
-        sorted
+        Ok(sorted)
     }
 }
 
@@ -216,7 +222,7 @@ mod tests {
                 let images = (wanted(images.proven), wanted(images.unproven), images.unloaded);
                 (images, zeros, resized, late, beside)
             };
-            let whole = told(sorting.sort_between((PageId(1), PageId(PAGES))));
+            let whole = told(sorting.sort_between((PageId(1), PageId(PAGES))).unwrap());
             let ((proven, unproven, unloaded), zeros, resized, late, beside) = &whole;
             assert_eq!(
                 (proven.is_empty(), unloaded.is_empty()),
@@ -233,7 +239,8 @@ mod tests {
             for part_len in [1, 250, 333] {
                 let mut sorted = PageSources::default();
                 for first in (1..=PAGES).step_by(part_len as usize) {
-                    sorted.extend(sorting.sort_between((PageId(first), PageId(first + part_len - 1))));
+                    let part = sorting.sort_between((PageId(first), PageId(first + part_len - 1)));
+                    sorted.extend(part.unwrap()).unwrap();
                 }
                 assert!(told(sorted) == whole, "parts of {part_len}");
             }

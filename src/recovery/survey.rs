@@ -71,14 +71,17 @@ fn read_link(source: &DiskSource, file: FileName) -> Option<(Manifest, u32)> {
     // Zeros that the system maps when they are touched: each thread is the first to touch its own pieces.
     let mut copy = u8::new_vec_zeroed(half).ok()?;
     let pieces: Vec<Mutex<&mut [u8]>> = copy.chunks_mut(READ_LEN).map(Mutex::new).collect();
-    let read = |second: &mut Vec<u8>, piece: usize| {
+    let read = |second: &mut Option<Vec<u8>>, piece: usize| {
+        let second = second.as_mut().ok_or(())?;
         let (mut first, at) = (pieces[piece].lock(), (piece * READ_LEN) as u64);
         source.read_at(file, at, &mut first).map_err(drop)?;
         let second = &mut second[..first.len()];
         source.read_at(file, copy_len + at, second).map_err(drop)?;
         if **first == *second { Ok(()) } else { Err(()) }
     };
-    parallel::map_indexed(parallel::threads(THREADS_MAX), pieces.len(), || vec![0; READ_LEN], read).ok()?;
+    // Refused memory only leaves the link to the one thread that reads what has a fault.
+    let equip = || u8::new_vec_zeroed(READ_LEN).ok();
+    parallel::map_indexed(parallel::threads(THREADS_MAX), pieces.len(), equip, read).ok()?;
     drop(pieces);
     // Both copies are the same bytes: what is proven of the first holds for the second.
     Manifest::decode_first_by(&copy, &EntryThreads)

@@ -22,7 +22,7 @@ use crate::base::phases::Phase;
 use crate::base::sync::{Instant, Mutex};
 use crate::catalog::entry;
 use crate::device::CommandList;
-use crate::error::Result;
+use crate::error::{Result, collected, make_room};
 use crate::images::{ImageWriter, ImageWriters, PIECE_BYTES, ReadPass, Sink, chunks};
 use crate::memory::staging::StagingBuf;
 
@@ -52,8 +52,10 @@ struct OrderedEntries {
 
 impl OrderedEntries {
     /// Room for the entries of all pages.
-    fn of(page_count: usize) -> Self {
-        Self { entries: Vec::with_capacity(page_count), chunks: 0, ahead: BTreeMap::new() }
+    fn of(page_count: usize) -> Result<Self> {
+        let mut entries = Vec::new();
+        make_room(&mut entries, page_count)?;
+        Ok(Self { entries, chunks: 0, ahead: BTreeMap::new() })
     }
 
     /// Takes the entries of a chunk. All that follow each other from the first chunk on are put in order.
@@ -74,8 +76,8 @@ impl Snapshots {
     }
 
     /// How many chunks these pages are gathered in. No more files are made than that.
-    pub(super) fn chunk_count(&self, pages: &[(PageId, u64)]) -> u64 {
-        chunks(pages, self.chunk_len, |(_, len)| *len).len() as u64
+    pub(super) fn chunk_count(&self, pages: &[(PageId, u64)]) -> Result<u64> {
+        Ok(chunks(pages, self.chunk_len, |(_, len)| *len)?.len() as u64)
     }
 
     /// Phase 2. While one thread checksums and writes a chunk, others gather theirs.
@@ -88,8 +90,8 @@ impl Snapshots {
     ) -> Result<Vec<ManifestEntry>> {
         // The pace counts from here: time that other phases took is not made up for.
         let began = Instant::now();
-        let chunks = chunks(pages, self.chunk_len, |(_, len)| *len);
-        let caught = Mutex::new(OrderedEntries::of(pages.len()));
+        let chunks = chunks(pages, self.chunk_len, |(_, len)| *len)?;
+        let caught = Mutex::new(OrderedEntries::of(pages.len())?);
         let write = |(): &mut (), index: usize| {
             let keep_pace =
                 |more| if paced { self.pace.keep(began, writers.byte_len() + more) } else { Ok(()) };
@@ -252,11 +254,11 @@ impl Snapshots {
         let len: u64 = chunk.iter().map(|(_, len)| align_up(*len, FRAME_ALIGN)).sum();
         let chunk_len = align_up(Chunk::head_len(chunk.len() as u64) + len, GROUP_ALIGN);
         let staged = self.engine.staging.take(chunk_len as usize)?;
-        let caught = self.gather(chunk.iter().map(|(page, _)| *page).collect(), staged)?;
+        let caught = self.gather(collected(chunk.iter().map(|(page, _)| *page))?, staged)?;
         let mut drained = caught.copies.finish(&*self.engine.device)?;
         // Empty pages have an entry, and no image.
         let images = caught.pages.iter().filter(|(info, _)| info.len > 0);
-        let images: Vec<(&PageInfo, usize)> = images.map(|(info, at)| (info, *at)).collect();
+        let images: Vec<(&PageInfo, usize)> = collected(images.map(|(info, at)| (info, *at)))?;
         // Appended by one thread at a time to a file: the images of a chunk lie together.
         let references = match images.is_empty() {
             true => Vec::new(),
@@ -269,7 +271,7 @@ impl Snapshots {
         let mut references = references.into_iter();
         let entry =
             |(info, _): &(PageInfo, usize)| entry(info, if info.len > 0 { references.next() } else { None });
-        Ok(caught.pages.iter().map(entry).collect())
+        collected(caught.pages.iter().map(entry))
     }
 
     /// Catches pages in lane order with the deltas, on their way to `staged`. Pages that are gone are
@@ -280,7 +282,8 @@ impl Snapshots {
         let staging = self.engine.staging.clone();
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
-            let mut caught = Vec::with_capacity(pages.len());
+            let mut caught = Vec::new();
+            make_room(&mut caught, pages.len())?;
             for page in pages {
                 // Taken from the cut, so that a batch from now on need not keep the page any more.
                 let kept = match &mut turn.applied.cut {
@@ -303,7 +306,8 @@ impl Snapshots {
             // The length of the chunk's head goes by its images. Payloads are drained to where they stay,
             // after it.
             let head_len = Chunk::head_len(images as u64);
-            let mut sources = Vec::with_capacity(images);
+            let mut sources = Vec::new();
+            make_room(&mut sources, images)?;
             let mut at = 0;
             let pages = caught.into_iter().map(|(info, source)| {
                 if info.len > 0 {
@@ -313,7 +317,7 @@ impl Snapshots {
                 at = align_up(at + info.len, FRAME_ALIGN);
                 (info, here)
             });
-            let pages = pages.collect();
+            let pages = collected(pages)?;
             // As long as the chunk is by now: pages may have grown since they were chosen, or be gone.
             let staged = staging.cut(staged, align_up(head_len + at, GROUP_ALIGN) as usize)?;
             let copies = turn.drain(place, sources, at, staged, head_len)?;
@@ -341,7 +345,7 @@ mod tests {
         let expected: Vec<ManifestEntry> = (0..12).flat_map(chunk).collect();
         // Whichever is written first: 5 and 7 have no common divisor with 12.
         for step in [1, 5, 7, 11] {
-            let mut caught = OrderedEntries::of(expected.len());
+            let mut caught = OrderedEntries::of(expected.len()).unwrap();
             (0..12).map(|at| at * step % 12).for_each(|number| caught.put(number, chunk(number as u64)));
             assert_eq!(caught.entries, expected, "{step}");
         }

@@ -36,7 +36,7 @@ mod scrub;
 mod thin_snapshot;
 mod verify;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -61,13 +61,13 @@ use crate::base::phases::Phase;
 use crate::base::sync::{Instant, Mutex};
 use crate::catalog::publish::{PublishedFile, publish_unchecked};
 use crate::catalog::{
-    Beginning, Catalog, CatalogLock, ImageTotals, KnownImages, NewestSnapshot, RetainedSnapshot,
+    Beginning, Catalog, CatalogLock, ImageTotals, KnownImages, Link, NewestSnapshot, RetainedSnapshot,
     SnapshotInfo, SnapshotWork, unix_ms,
 };
 use crate::device::CommandList;
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, append, collected};
 use crate::images::{ImageWriters, chunk_threads, file_count};
 use crate::log::SpacePurpose;
 use crate::options::Compression;
@@ -255,11 +255,13 @@ impl Snapshots {
         let ahead_from = catalog.files.ahead_from(redo.lsn);
         // 3.
         let plan = self.plan_files(catalog, &sorted, threads_max);
-        let gathered = self.gather_and_end(&plan, &sorted.gather, end, request);
+        let gathered = plan.and_then(|plan| {
+            let gathered = self.gather_and_end(&plan, &sorted.gather, end, request);
+            Ok((gathered.map_err(|error| needing(plan.gather_bytes, error))?, plan))
+        });
         // 4.
         self.stop_watching()?;
-        let GatheredImages { writers, caught, end } =
-            gathered.map_err(|error| needing(plan.gather_bytes, error))?;
+        let (GatheredImages { writers, caught, end }, plan) = gathered?;
         // 5.
         self.progress.enter(SnapshotPhase::Publish);
         let (follows, visited) = (sorted.follows, sorted.visited);
@@ -273,6 +275,13 @@ impl Snapshots {
             &plan,
             ahead_from,
         );
+        let manifest = match manifest {
+            Ok(manifest) => manifest,
+            Err(error) => {
+                writers.into_iter().for_each(ImageWriters::abandon);
+                return Err(error);
+            }
+        };
         catalog.next_snapshot += 1;
         let published =
             self.publish_newest(&catalog.known, writers.as_ref(), &manifest, follows, threads_max);
@@ -307,11 +316,11 @@ impl Snapshots {
         let known = catalog.known.clone();
         if exact {
             return self.engine.applier.turn(move |turn| {
-                let pages = beginning(turn);
+                let pages = beginning(turn)?;
                 let table = &mut turn.applied.table;
                 let look = |pages: Vec<PageId>| {
                     let standings = known.look(table, None, &pages);
-                    || Ok(standings)
+                    || standings
                 };
                 let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
                 // All in one turn: no batch is applied between the look at the pages and the cut that
@@ -324,31 +333,37 @@ impl Snapshots {
         // Deletes are noted from `redo` on, in the same turn: a delete in between would be noted nowhere,
         // and the gathering would miss a page of which nothing says that it is gone.
         let (redo, pages) = self.engine.applier.turn(|turn| {
-            turn.applied.deleted = Some(HashMap::new());
-            Ok((turn.applied.point, beginning(turn)))
+            let pages = beginning(turn)?;
+            turn.applied.deleted = Some(BTreeMap::new());
+            Ok((turn.applied.point, pages))
         })?;
         let look = |pages: Vec<PageId>| {
             let known = known.clone();
             self.engine.applier.turn_ahead(move |turn| {
                 let AppliedState { table, deleted, .. } = turn.applied;
-                Ok(known.look(table, deleted.as_ref(), &pages))
+                known.look(table, deleted.as_ref(), &pages)
             })
         };
-        // A turn fails only with the applier, which watches nothing then: no need to stop it.
-        let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
-        Ok(SnapshotStart { redo, sorted, end: None })
+        match known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look) {
+            Ok(sorted) => Ok(SnapshotStart { redo, sorted, end: None }),
+            Err(error) => {
+                // The applier notes deletes for a snapshot that does not come.
+                self.stop_watching()?;
+                Err(error)
+            }
+        }
     }
 
     /// Chooses how many threads gather, and how many files they write. The files' numbers are taken for good.
-    fn plan_files(&self, catalog: &Catalog, sorted: &SnapshotWork, threads_max: usize) -> GatherPlan {
+    fn plan_files(&self, catalog: &Catalog, sorted: &SnapshotWork, threads_max: usize) -> Result<GatherPlan> {
         let gather_bytes = sorted.gather.iter().map(|(_, len)| len).sum();
         self.progress.begin(sorted.gather.len() as u64, gather_bytes);
         let longest = sorted.gather.iter().map(|(_, len)| (*len).min(self.piece_len())).max().unwrap_or(0);
         let threads = chunk_threads(longest).min(threads_max);
         // A file for which there is no chunk would stay empty, and be kept for nothing.
-        let chunks = self.chunk_count(&sorted.gather).max(1);
+        let chunks = self.chunk_count(&sorted.gather)?.max(1);
         let files = file_count(gather_bytes, self.chunk_len, threads).min(chunks);
-        GatherPlan { gather_bytes, threads, numbers: catalog.files.take_numbers(files) }
+        Ok(GatherPlan { gather_bytes, threads, numbers: catalog.files.take_numbers(files) })
     }
 
     /// Phases 2 and 3. After a failure the image files are gone: nothing names them yet.
@@ -425,8 +440,8 @@ impl Snapshots {
         end: End,
         plan: &GatherPlan,
         ahead_from: u64,
-    ) -> Manifest {
-        Manifest {
+    ) -> Result<Manifest> {
+        Ok(Manifest {
             kind: sorted.follows.map_or(ManifestKind::Base, |(previous, previous_crc)| {
                 ManifestKind::Change { previous, previous_crc }
             }),
@@ -440,10 +455,10 @@ impl Snapshots {
             epoch_high: end.epoch_high,
             next_file: plan.numbers.end,
             ahead_from,
-            tombstones: tombstones(&sorted, &caught, redo.lsn, &end.deleted),
-            entries: in_order(sorted.entries, caught),
+            tombstones: tombstones(&sorted, &caught, redo.lsn, &end.deleted)?,
+            entries: in_order(sorted.entries, caught)?,
             root: end.root,
-        }
+        })
     }
 
     /// Phases 4 and 5, after which the catalog of known images goes on to this snapshot. Returns what it
@@ -473,8 +488,10 @@ impl Snapshots {
             let named = known.advance_to_base(manifest, published.header_crc, base);
             return Ok((published, named));
         };
+        let link = Link::of(manifest, 0)?;
         let published = publish()?;
-        let named = known.advance_by_change(manifest, published.header_crc, previous);
+        let link = Link { manifest_crc: published.header_crc, ..link };
+        let named = known.advance_by_change(manifest, link, previous);
         Ok((published, named))
     }
 
@@ -524,9 +541,10 @@ fn needing(bytes: u64, error: Error) -> Error {
 }
 
 /// The pages that a snapshot begins with, at the moment of a turn.
-fn beginning(turn: &mut Turn<'_>) -> Beginning {
+fn beginning(turn: &mut Turn<'_>) -> Result<Beginning> {
     let table = &mut turn.applied.table;
-    Beginning { changed: table.changed(), count: table.pages().len() }
+    let changed = table.changed().map_err(Error::of_memory)?;
+    Ok(Beginning { changed, count: table.pages().len() })
 }
 
 /// The outcome of phase 1: where the snapshot begins, and what it has to do.
@@ -564,7 +582,7 @@ struct End {
     /// The highest epoch ever given: a page that is made later must not repeat one.
     epoch_high: Epoch,
     /// The pages that were deleted since the snapshot began, each with its batch.
-    deleted: HashMap<PageId, Lsn>,
+    deleted: BTreeMap<PageId, Lsn>,
 }
 
 impl End {
@@ -588,8 +606,8 @@ fn tombstones(
     sorted: &SnapshotWork,
     caught: &[ManifestEntry],
     redo: Lsn,
-    deleted: &HashMap<PageId, Lsn>,
-) -> Vec<Tombstone> {
+    deleted: &BTreeMap<PageId, Lsn>,
+) -> Result<Vec<Tombstone>> {
     // Both lists ascend. Mostly all pages are caught, and none has to be looked for.
     let mut caught = caught.iter().peekable();
     let all_are_caught = caught.len() == sorted.gather.len();
@@ -602,18 +620,19 @@ fn tombstones(
     // Replay begins after their deletion, so any Lsn up to `redo` will do.
     let gone = sorted.gone.iter().filter(|_| sorted.follows.is_some());
     let gone = gone.map(|page| Tombstone { page: *page, lsn: redo });
-    let mut tombstones: Vec<Tombstone> = missed.chain(gone).collect();
+    let mut tombstones = collected(missed.chain(gone))?;
     tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
-    tombstones
+    Ok(tombstones)
 }
 
 /// All entries in the order of their pages: those with known images, and those that were gathered.
-fn in_order(known: Vec<ManifestEntry>, caught: Vec<ManifestEntry>) -> Vec<ManifestEntry> {
+fn in_order(known: Vec<ManifestEntry>, caught: Vec<ManifestEntry>) -> Result<Vec<ManifestEntry>> {
     let mut entries = known;
     if entries.is_empty() {
-        return caught;
+        return Ok(caught);
     }
-    entries.extend(caught);
-    entries.sort_by_key(|entry| entry.page);
-    entries
+    append(&mut entries, caught)?;
+    // No page is among both. (A stable sort takes memory that cannot be refused.)
+    entries.sort_unstable_by_key(|entry| entry.page);
+    Ok(entries)
 }

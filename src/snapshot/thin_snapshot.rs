@@ -18,9 +18,9 @@ use remanent_format::{FileName, Lsn, PageId, SnapshotId};
 
 use super::verify::WrittenSnapshot;
 use super::{End, Snapshots, beginning};
-use crate::catalog::{Catalog, LOOK_PAGES, RetainedSnapshot};
+use crate::catalog::{Catalog, LOOK_PAGES, Link, RetainedSnapshot};
 use crate::disk::source::DiskSource;
-use crate::error::Result;
+use crate::error::{Result, append, collected};
 
 impl Snapshots {
     /// Gives back the space that only deleted pages need. Returns whether any file went.
@@ -59,7 +59,7 @@ impl Snapshots {
         let end = self.end()?;
         let mut tombstones = self.tombstones_after(redo.lsn, previous, newest_end)?;
         // Any batch from the delete on will do: the page's number is never used again.
-        tombstones.extend(gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }));
+        append(&mut tombstones, gone.into_iter().map(|page| Tombstone { page, lsn: end.point.lsn }))?;
         tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
         let End { point, root, next_page, epoch_high, .. } = end;
         // No file is taken for it.
@@ -81,12 +81,14 @@ impl Snapshots {
             entries: Vec::new(),
             root,
         };
+        let link = Link::of(&manifest, 0)?;
         // From here on the number is taken, whatever happens: a name is never used for two contents.
         catalog.next_snapshot += 1;
         // As any snapshot's: the log is durable up to its end first (I7).
         let published = self.publish_all(None, &manifest, 1)?;
         let crc = published.header_crc;
-        let (sums, before) = catalog.known.advance_by_change(&manifest, crc, previous);
+        let (sums, before) =
+            catalog.known.advance_by_change(&manifest, Link { manifest_crc: crc, ..link }, previous);
         // None of the images is its own.
         let kept = RetainedSnapshot::new(&manifest, |_| false, sums, before, crc, false);
         let id = kept.info.id;
@@ -101,7 +103,7 @@ impl Snapshots {
 
     /// Finds the pages of the newest snapshot that were deleted.
     fn gone(&self, catalog: &Catalog) -> Result<Vec<PageId>> {
-        let changed = self.engine.applier.turn(|turn| Ok(beginning(turn).changed))?;
+        let changed = self.engine.applier.turn(|turn| Ok(beginning(turn)?.changed))?;
         let mut gone = Vec::new();
         // Some at a time: a turn is a time in which no batch is applied.
         for pages in changed.chunks(LOOK_PAGES) {
@@ -110,9 +112,9 @@ impl Snapshots {
             let standings = self
                 .engine
                 .applier
-                .turn(move |turn| Ok(known.look(&mut turn.applied.table, None, &looked_at)))?;
+                .turn(move |turn| known.look(&mut turn.applied.table, None, &looked_at))?;
             let is_gone = pages.iter().zip(standings).filter(|(_, standing)| standing.is_gone());
-            gone.extend(is_gone.map(|(page, _)| *page));
+            append(&mut gone, is_gone.map(|(page, _)| *page))?;
         }
         Ok(gone)
     }
@@ -127,6 +129,6 @@ impl Snapshots {
         let source = DiskSource::new(self.engine.disk.clone());
         let store = read_store(&source)?;
         let (manifest, _) = read_manifest(&source, FileName::Manifest(newest.0), &store)?;
-        Ok(manifest.tombstones.into_iter().filter(|tombstone| tombstone.lsn > redo).collect())
+        collected(manifest.tombstones.into_iter().filter(|tombstone| tombstone.lsn > redo))
     }
 }

@@ -36,7 +36,7 @@ mod recent_pages;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remanent_format::state::table::{Changes, PageEntry};
@@ -45,9 +45,11 @@ use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, PageTable};
 use self::chain::{PageState, RootState, SeenPage, Unseen, Version, visible_at};
 use self::directory::{Directory, PageSlot};
 use self::recent_pages::RecentPages;
+use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Swap};
 use crate::device::MemoryId;
+use crate::error::set_of;
 
 /// The number of superseded versions from which on those that no reader needs any more are cut off.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
@@ -90,7 +92,7 @@ struct Writer {
     /// Newest versions of pages that changed lately.
     recent: RecentPages,
     /// Versions with others before them, in the order of their batches.
-    superseded: VecDeque<Superseded>,
+    superseded: Queue<Superseded>,
     /// A batch that all marks and views have reached.
     floor: Lsn,
 }
@@ -223,7 +225,7 @@ impl Versions {
     /// As [`install`](Self::install), for a batch that replaces all pages and the root. Pages of which
     /// nothing has changed keep their versions.
     pub fn replace(&self, lsn: Lsn, pages: &[PageInfo], root: &Arc<Metadata>) {
-        let staying: HashSet<PageId> = pages.iter().map(|info| info.page).collect();
+        let staying = set_of(pages.iter().map(|info| info.page));
         let mut gone = Vec::new();
         let is_gone = |page: PageId, slot: &PageSlot| {
             let newest = slot.newest.look();

@@ -17,15 +17,20 @@ static PEAK: AtomicUsize = AtomicUsize::new(0);
 /// Held by the test that runs: counts are the whole process's.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Longer allocations are refused, and never abort the process.
-pub const REFUSED_FROM: usize = (1 << 20) + 1;
+/// Allocations of more bytes are refused.
+static REFUSED_ABOVE: AtomicUsize = AtomicUsize::new(0);
 /// How many long allocations until one is refused; not positive if none is.
 static UNTIL_REFUSED: AtomicIsize = AtomicIsize::new(0);
 
+#[expect(clippy::print_stderr, reason = "the place of a refusal, for the reader of a failed case")]
 fn is_refused(len: usize) -> bool {
-    len >= REFUSED_FROM
+    let refused = len > REFUSED_ABOVE.load(Ordering::Relaxed)
         && UNTIL_REFUSED.load(Ordering::Relaxed) > 0
-        && UNTIL_REFUSED.fetch_sub(1, Ordering::Relaxed) == 1
+        && UNTIL_REFUSED.fetch_sub(1, Ordering::Relaxed) == 1;
+    if refused && std::env::var_os("REMANENT_REFUSALS_TRACE").is_some() {
+        eprintln!("refused {len}\n{}", std::backtrace::Backtrace::force_capture());
+    }
+    refused
 }
 
 fn grown(len: usize) {
@@ -88,8 +93,10 @@ pub fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (done, PEAK.load(Ordering::Relaxed).saturating_sub(before))
 }
 
-/// Runs `work` with the `number`th long allocation from now on refused; returns whether it came to that.
-pub fn refuse<T>(number: isize, work: impl FnOnce() -> T) -> (T, bool) {
+/// Runs `work` with the `number`th allocation of more than `len` bytes from now on refused. Returns whether
+/// it came to that.
+pub fn refuse<T>(number: isize, len: usize, work: impl FnOnce() -> T) -> (T, bool) {
+    REFUSED_ABOVE.store(len, Ordering::Relaxed);
     UNTIL_REFUSED.store(number, Ordering::Relaxed);
     let done = work();
     (done, UNTIL_REFUSED.swap(0, Ordering::Relaxed) <= 0)

@@ -3,7 +3,7 @@
 use super::codec::Codec;
 use super::file::IMAGE_HEADER_BLOCK;
 use super::image_ref::{CHUNK_OFFSET_MAX, ImageRef};
-use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zeros, slice};
+use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zeros, reserve_items, slice};
 use crate::ids::{Epoch, Lsn, PageId, StoreId};
 use crate::layout::layout;
 use crate::limits::{CHUNK_IMAGES_MAX, CHUNK_LEN_MAX, FRAME_ALIGN, GROUP_ALIGN, align_up};
@@ -155,7 +155,7 @@ impl ImageHeader {
 /// assert_eq!(chunk.images[0].image.offset, 4096 + 64 + 2 * 64);
 /// assert_eq!(chunk.images[1].image.offset, chunk.images[0].image.offset + 112);
 ///
-/// let bytes = chunk.encode(StoreId([7; 16]));
+/// let bytes = chunk.encode(StoreId([7; 16]))?;
 /// let header = ChunkHeader::decode(&bytes)?;
 /// header.check_place(StoreId([7; 16]), 3, 4096)?;
 /// assert_eq!(header.decode_table(&bytes)?, chunk);
@@ -183,7 +183,8 @@ impl Chunk {
         check_chunk_offset(offset)?;
         check_image_count(images.len() as u64)?;
         let mut at = payloads_at(offset, images.len() as u64);
-        let mut headers = Vec::with_capacity(images.len());
+        let mut headers = Vec::new();
+        reserve_items(&mut headers, images.len())?;
         for image in images {
             let (codec, stored) = match image.compressed {
                 Some(compressed) => (Codec::Zstd, compressed),
@@ -220,9 +221,15 @@ impl Chunk {
 
     /// The bytes of header and table: the chunk's first bytes. The payloads follow at the offsets in
     /// `images`; bytes between and after them are zero.
-    #[must_use]
-    pub fn encode(&self, store: StoreId) -> Vec<u8> {
-        let table: Vec<u8> = self.images.iter().flat_map(|image| image.to_raw().to_bytes()).collect();
+    ///
+    /// # Errors
+    /// [`Defect::Memory`].
+    pub fn encode(&self, store: StoreId) -> Result<Vec<u8>, Defect> {
+        let mut out = Vec::new();
+        reserve_items(&mut out, ChunkHeaderRaw::LEN + self.images.len() * ImageHeaderRaw::LEN)?;
+        out.resize(ChunkHeaderRaw::LEN, 0);
+        self.images.iter().for_each(|image| out.extend_from_slice(&image.to_raw().to_bytes()));
+        let table = &out[ChunkHeaderRaw::LEN..];
         let mut raw = ChunkHeaderRaw {
             magic: CHUNK_MAGIC,
             store,
@@ -231,13 +238,12 @@ impl Chunk {
             image_count: self.images.len() as u32,
             table_len: table.len() as u32,
             chunk_len: self.len,
-            table_crc: crc32fast::hash(&table),
+            table_crc: crc32fast::hash(table),
             header_crc: 0,
         };
         raw.header_crc = crc32fast::hash(&raw.to_bytes()[..60]);
-        let mut out = raw.to_bytes().to_vec();
-        out.extend_from_slice(&table);
-        out
+        out[..ChunkHeaderRaw::LEN].copy_from_slice(&raw.to_bytes());
+        Ok(out)
     }
 }
 
@@ -310,7 +316,8 @@ impl ChunkHeader {
         let table = slice(bytes, ChunkHeaderRaw::LEN, self.table_end() - ChunkHeaderRaw::LEN)?;
         check_crc("image table", self.table_crc, table)?;
         let mut at = payloads_at(self.offset, self.image_count.into());
-        let mut images = Vec::with_capacity(table.len() / ImageHeaderRaw::LEN);
+        let mut images = Vec::new();
+        reserve_items(&mut images, table.len() / ImageHeaderRaw::LEN)?;
         for raw in table.chunks_exact(ImageHeaderRaw::LEN) {
             let header = ImageHeader::from_raw(&ImageHeaderRaw::from_bytes(array(raw, 0)?), self.file)?;
             check_equal("image offset", header.image.offset, at)?;

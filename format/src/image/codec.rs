@@ -9,7 +9,7 @@ use std::ops::ControlFlow;
 
 use zstd::stream::raw::{DParameter, Decoder, Operation};
 
-use crate::defect::{Defect, check_equal, check_limit, reserve};
+use crate::defect::{Defect, check_equal, check_limit, reserve, zeros};
 
 const CODEC_RAW: u8 = 0;
 const CODEC_ZSTD: u8 = 1;
@@ -22,7 +22,7 @@ const WINDOW_LOG_MAX: u32 = 23;
 /// The shortest block has 4 bytes and stands for at most 128 KiB.
 pub(super) const EXPANSION_MAX: u64 = (128 << 10) / 4;
 /// Bytes that are decompressed at a time.
-const DECOMPRESSED_AT_ONCE: usize = 128 << 10;
+const DECOMPRESSED_AT_ONCE: u64 = 128 << 10;
 
 const _: () = assert!(COMPRESSED_PIECE_LEN <= 1 << WINDOW_LOG_MAX);
 
@@ -116,9 +116,9 @@ pub(crate) fn decompress_frames(
     len: u64,
     mut sink: impl FnMut(&[u8], Option<u64>) -> ControlFlow<()>,
 ) -> Result<(), Defect> {
+    let mut piece = zeros(DECOMPRESSED_AT_ONCE)?;
     let mut decoder = Decoder::new().map_err(compression)?;
     decoder.set_parameter(DParameter::WindowLogMax(WINDOW_LOG_MAX)).map_err(compression)?;
-    let mut piece = vec![0; DECOMPRESSED_AT_ONCE];
     let (mut total, mut read, mut is_within_frame) = (0, 0, false);
     loop {
         let input = frames.fill_buf().map_err(compression)?;
@@ -144,7 +144,12 @@ pub(crate) fn decompress_frames(
 }
 
 fn compression(error: std::io::Error) -> Defect {
-    Defect::Compression(error.to_string())
+    let said = error.to_string();
+    // Memory that zstd takes for itself. It does not say how much.
+    match said.starts_with("Allocation error") {
+        true => Defect::Memory { needed: 1 << WINDOW_LOG_MAX },
+        false => Defect::Compression(said),
+    }
 }
 
 impl std::fmt::Debug for Compressor {

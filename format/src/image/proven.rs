@@ -8,13 +8,12 @@
 //! at least as much of the page: a frame is read from its beginning. Frames of another writer may be longer,
 //! and then more is decompressed than is asked for; memory is held for a few hundred KiB all the same.
 
-use std::io::BufReader;
 use std::ops::ControlFlow;
 
 use super::codec::decompress_frames;
-use super::read::{CHECKED_AT_ONCE, StoredBytes, check_range, copy_common, stream_stored, unreadable, zeros};
+use super::read::{CHECKED_AT_ONCE, StoredBytes, check_range, copy_common, stream_stored, unreadable};
 use super::{Codec, ImageRef};
-use crate::defect::{Damage, Defect};
+use crate::defect::{Damage, Defect, zeros};
 use crate::names::{FileName, ReadAt};
 
 /// Bytes of the page that a piece has, at least, unless it is the last one.
@@ -58,9 +57,8 @@ impl ProvenImage {
             })?;
         } else {
             stream_stored(source, image, |_| -> Result<(), Damage> { Ok(()) })?;
-            let mut stored = StoredBytes::of(source, image, 0);
-            let buffered = BufReader::with_capacity(CHECKED_AT_ONCE as usize, &mut stored);
-            let decompressed = decompress_frames(buffered, len, |bytes, frame_end| {
+            let mut stored = StoredBytes::of(source, image, 0, CHECKED_AT_ONCE).map_err(at)?;
+            let decompressed = decompress_frames(&mut stored, len, |bytes, frame_end| {
                 pieces.add(bytes);
                 if let Some(stored_at) = frame_end
                     && pieces.page_at - pieces.start.page_at >= PIECE_LEN
@@ -138,9 +136,10 @@ impl ProvenImage {
                 }
             }
         } else {
-            let mut stored = StoredBytes::of(source, &self.image, start.stored_at);
-            let buffered = BufReader::with_capacity(DECOMPRESSED_FROM, &mut stored);
-            let decompressed = decompress_frames(buffered, self.len - start.page_at, |bytes, _| take(bytes));
+            let stored = StoredBytes::of(source, &self.image, start.stored_at, DECOMPRESSED_FROM);
+            let mut stored = stored.map_err(at)?;
+            let decompressed =
+                decompress_frames(&mut stored, self.len - start.page_at, |bytes, _| take(bytes));
             stored.refused.map_or(decompressed, Err)
         };
         match refused {
@@ -151,7 +150,7 @@ impl ProvenImage {
 }
 
 /// Bytes of a compressed image that are read at a time where a part of it is wanted.
-const DECOMPRESSED_FROM: usize = 256 << 10;
+const DECOMPRESSED_FROM: u64 = 256 << 10;
 
 /// The pieces of an image while it is proven.
 struct Pieces {

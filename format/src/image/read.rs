@@ -2,12 +2,12 @@
 //! by the time that the reading returns.
 
 use std::borrow::Cow;
-use std::io::{self, BufReader};
-use std::ops::ControlFlow;
+use std::io::{self, BufRead};
+use std::ops::{ControlFlow, Range};
 
 use super::codec::decompress_from;
 use super::{Codec, ImageRef};
-use crate::defect::{Damage, Defect, reserve};
+use crate::defect::{Damage, Defect, reserve, zeros};
 use crate::names::{FileName, ReadAt};
 
 /// Bytes of an image that are checked at a time.
@@ -68,10 +68,9 @@ pub fn stream_image<E: From<Damage>>(
         return stream_stored(source, image, sink);
     }
     stream_stored(source, image, |_| Ok::<_, E>(()))?;
-    let mut stored = StoredBytes::of(source, image, 0);
+    let mut stored = StoredBytes::of(source, image, 0, CHECKED_AT_ONCE).map_err(at)?;
     let (mut sum, mut refused) = (crc32fast::Hasher::new(), None);
-    let buffered = BufReader::with_capacity(CHECKED_AT_ONCE as usize, &mut stored);
-    let decompressed = decompress_from(buffered, len, |piece| {
+    let decompressed = decompress_from(&mut stored, len, |piece| {
         sum.update(piece);
         match sink(piece) {
             Ok(()) => ControlFlow::Continue(()),
@@ -122,27 +121,58 @@ fn check_sum(what: &'static str, found: u32, sum: crc32fast::Hasher) -> Result<(
 pub(super) struct StoredBytes<'s> {
     source: &'s dyn ReadAt,
     file: FileName,
+    /// Where the next read begins.
     at: u64,
     end: u64,
+    /// A buffer of its own: that of `BufReader` cannot be refused.
+    buffer: Vec<u8>,
+    /// The part of it that is read and not yet taken.
+    held: Range<usize>,
     /// Why they could not be read, if so.
     pub refused: Option<Defect>,
 }
 
 impl<'s> StoredBytes<'s> {
-    /// Those of an image, but for the first ones.
-    pub fn of(source: &'s dyn ReadAt, image: &ImageRef, skipped: u64) -> Self {
+    /// Those of an image, but for the first ones, in reads of up to that length.
+    ///
+    /// # Errors
+    /// [`Defect::Memory`].
+    pub fn of(
+        source: &'s dyn ReadAt,
+        image: &ImageRef,
+        skipped: u64,
+        read_at_once: u64,
+    ) -> Result<Self, Defect> {
         let (file, end) = (FileName::Pages(image.file), image.offset + image.stored_len);
-        Self { source, file, at: image.offset + skipped, end, refused: None }
+        let buffer = zeros(read_at_once.min(image.stored_len))?;
+        Ok(Self { source, file, at: image.offset + skipped, end, buffer, held: 0..0, refused: None })
+    }
+}
+
+impl io::BufRead for StoredBytes<'_> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        if self.held.is_empty() {
+            let len = (self.buffer.len() as u64).min(self.end - self.at);
+            let read = self.source.read_at(self.file, self.at, &mut self.buffer[..len as usize]);
+            read.inspect_err(|error| self.refused = Some(Defect::unreadable(error)))?;
+            self.at += len;
+            self.held = 0..len as usize;
+        }
+        Ok(&self.buffer[self.held.clone()])
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.held.start += count;
     }
 }
 
 impl io::Read for StoredBytes<'_> {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        let len = (out.len() as u64).min(self.end - self.at);
-        let read = self.source.read_at(self.file, self.at, &mut out[..len as usize]);
-        read.inspect_err(|error| self.refused = Some(Defect::unreadable(error)))?;
-        self.at += len;
-        Ok(len as usize)
+        let held = self.fill_buf()?;
+        let count = out.len().min(held.len());
+        out[..count].copy_from_slice(&held[..count]);
+        self.consume(count);
+        Ok(count)
     }
 }
 
@@ -192,14 +222,6 @@ pub(crate) fn read_range(
 
 pub(crate) fn unreadable(error: std::io::Error) -> Defect {
     Defect::unreadable(&error)
-}
-
-/// Zeroed memory, if there is any.
-pub(crate) fn zeros(len: u64) -> Result<Vec<u8>, Defect> {
-    let mut bytes = Vec::new();
-    reserve(&mut bytes, len)?;
-    bytes.resize(len as usize, 0);
-    Ok(bytes)
 }
 
 /// Copies what two ranges of a page have in common: `bytes`, which begin at `bytes_at`, into `target`, which

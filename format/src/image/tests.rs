@@ -33,7 +33,7 @@ fn decode(bytes: &[u8]) -> Result<Chunk, Defect> {
 
 /// The sample with header and first row changed, and all checksums made to fit.
 fn with_rows(change: impl FnOnce(&mut ChunkHeaderRaw, &mut ImageHeaderRaw)) -> Vec<u8> {
-    let mut bytes = sample().encode(STORE);
+    let mut bytes = sample().encode(STORE).unwrap();
     let mut header = ChunkHeaderRaw::from_bytes(bytes[..64].try_into().unwrap());
     let mut row = ImageHeaderRaw::from_bytes(bytes[64..128].try_into().unwrap());
     change(&mut header, &mut row);
@@ -80,10 +80,10 @@ fn payloads_lie_back_to_back_on_16_bytes() {
 
 #[test]
 fn chunk_round_trips_to_the_same_bytes_and_refuses_every_flipped_bit() {
-    let bytes = sample().encode(STORE);
+    let bytes = sample().encode(STORE).unwrap();
     let decoded = decode(&bytes).unwrap();
     assert_eq!(decoded, sample());
-    assert_eq!(decoded.encode(STORE), bytes);
+    assert_eq!(decoded.encode(STORE).unwrap(), bytes);
     for bit in (0..8 * bytes.len()).step_by(crate::CASES_STEP) {
         let mut damaged = bytes.clone();
         damaged[bit / 8] ^= 1 << (bit % 8);
@@ -98,7 +98,7 @@ fn chunk_round_trips_to_the_same_bytes_and_refuses_every_flipped_bit() {
 
 #[test]
 fn misplaced_and_foreign_chunks_are_refused() {
-    let header = ChunkHeader::decode(&sample().encode(STORE)).unwrap();
+    let header = ChunkHeader::decode(&sample().encode(STORE).unwrap()).unwrap();
     assert_eq!(header.check_place(STORE, 3, 8192), Ok(()));
     assert_eq!(header.check_place(StoreId([0; 16]), 3, 8192), Err(Defect::Foreign));
     for (file, offset) in [(4, 8192), (3, 4096)] {

@@ -27,9 +27,10 @@ const READ_AHEAD_MAX: u64 = 8 << 20;
 /// Gives memory of at least that length to read into; its content does not matter.
 pub type Supply<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
 
-/// Requests up to this length are never refused. A reader that looks for frames skips bytes that it cannot
-/// read, and must not skip a sound frame for want of memory.
-const NEVER_REFUSED_LEN: usize = 1 << 20;
+/// Requests up to this length are never refused. A reader that looks for frames skips headers that it cannot
+/// read, and must not skip a sound frame for want of memory: a header always fits. If a longer request is
+/// refused, the reader reads no more than it was asked for.
+const NEVER_REFUSED_LEN: usize = FIRST_LOOK as usize;
 
 /// Ordinary memory, for callers without a supply of their own.
 pub(super) const ORDINARY: Supply<'static, Vec<u8>> = &|len| {
@@ -128,12 +129,16 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
             // The next header, and the bytes before it up to a block, fit after the longest frame.
             self.read_ahead = self.read_ahead.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
             let ahead = align_up(end.max(start.saturating_add(self.read_ahead)), GROUP_ALIGN);
-            if self.read(start..ahead.min(file_len)).is_ok() {
-                self.read_ahead = self.read_ahead.max(NEXT_LOOK);
-                return Ok(());
+            match self.read(start..ahead.min(file_len)) {
+                Ok(()) => {
+                    self.read_ahead = self.read_ahead.max(NEXT_LOOK);
+                    return Ok(());
+                }
+                // That there is no memory for more says nothing of any sector.
+                Err(Defect::Memory { .. }) => self.read_ahead = FIRST_LOOK,
+                // A sector that cannot be read must not cost what lies before it.
+                Err(_) => self.read_ahead = 0,
             }
-            // A sector that cannot be read must not cost the bytes before it.
-            self.read_ahead = 0;
         }
         // Whole blocks, or else no more than the caller asked for.
         let blocks_end = align_up(end, GROUP_ALIGN).min(file_len);

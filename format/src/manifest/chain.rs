@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 
 use super::{Manifest, ManifestEntry, ManifestKind};
-use crate::defect::{Defect, check_equal, check_limit};
+use crate::defect::{Defect, check_equal, check_limit, reserve_items};
 use crate::ids::PageId;
 use crate::limits::{CHAIN_LINKS_MAX, MANIFEST_ENTRIES_MAX};
 
@@ -45,7 +45,8 @@ pub fn check_link(change: &Manifest, previous: &Manifest, previous_crc: u32) -> 
 pub fn merge(links: &[&Manifest]) -> Result<Manifest, Defect> {
     let merged = merged_entries(links)?;
     // As many as there can be: memory that is not touched costs nothing, and a vector that grows is copied.
-    let mut entries = Vec::with_capacity(links.iter().map(|link| link.entries.len()).sum());
+    let mut entries = Vec::new();
+    reserve_items(&mut entries, links.iter().map(|link| link.entries.len()).sum())?;
     entries.extend(merged.cloned());
     check_limit("entry count", entries.len() as u64, MANIFEST_ENTRIES_MAX)?;
     Ok(Manifest { kind: ManifestKind::Base, entries, ..links[0].without_entries() })

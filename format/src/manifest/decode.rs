@@ -7,7 +7,9 @@ use super::layout::{
     TombstoneRaw, copy_len,
 };
 use super::{CopyHealth, Manifest, ManifestEntry, ManifestKind, Tombstone};
-use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_zero, check_zeros, slice};
+use crate::defect::{
+    Defect, array, check_crc, check_equal, check_limit, check_zero, check_zeros, reserve_items, slice,
+};
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::image::{Codec, ImageRef};
 use crate::limits::{
@@ -271,7 +273,7 @@ fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Re
         let kind = decode_kind(raw)?;
         check_limit("entry count", raw.entry_count, fits(ManifestEntryRaw::LEN))?;
         check_limit("tombstone count", raw.tombstone_count, fits(TombstoneRaw::LEN))?;
-        Ok((kind, starts(body, raw.entry_count as usize, at_once)?))
+        Ok::<_, Defect>((kind, starts(body, raw.entry_count as usize, at_once)?))
     };
     let (proven, blank) =
         threads.both(proven, || blank_entries(raw.entry_count.min(fits(ManifestEntryRaw::LEN))));
@@ -279,7 +281,8 @@ fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Re
     let pieces = entries.chunks_mut(at_once).zip(starts).collect();
     let ends = threads.share(pieces, |(entries, start)| decode_entries(body, start, entries))?;
     let mut at = ends.last().copied().unwrap_or_default();
-    let mut tombstones = Vec::with_capacity(raw.tombstone_count as usize);
+    let mut tombstones = Vec::new();
+    reserve_items(&mut tombstones, raw.tombstone_count as usize)?;
     for _ in 0..raw.tombstone_count {
         let tombstone = TombstoneRaw::from_bytes(array(body, at)?);
         tombstones.push(Tombstone { page: tombstone.page, lsn: tombstone.lsn });
@@ -292,9 +295,8 @@ fn decode_body(raw: &ManifestHeaderRaw, body: &[u8], threads: &impl Share) -> Re
 
 /// Memory for `count` entries.
 fn blank_entries(count: u64) -> Result<Vec<ManifestEntry>, Defect> {
-    let needed = count * size_of::<ManifestEntry>() as u64;
     let mut entries = Vec::new();
-    entries.try_reserve_exact(count as usize).map_err(|_| Defect::Memory { needed })?;
+    reserve_items(&mut entries, count as usize)?;
     entries.resize_with(count as usize, ManifestEntry::blank);
     Ok(entries)
 }

@@ -7,7 +7,7 @@ use super::layout::{
     ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw, copy_len,
 };
 use super::{Manifest, ManifestEntry, ManifestKind};
-use crate::defect::{Defect, array, check_limit};
+use crate::defect::{Defect, array, check_limit, reserve_items};
 use crate::ids::{Key, SnapshotId};
 use crate::limits::{MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, SNAPSHOT_NAME_LEN_MAX, align_up};
 use crate::segment::FORMAT_VERSION;
@@ -31,7 +31,8 @@ impl Manifest {
         self.check_around()?;
         let entries = self.encode_entries(0..self.entries.len())?;
         let mut out = self.encode_around(vec![entries])?.pop().expect("as many pieces as there were");
-        out.reserve_exact(out.len());
+        let len = out.len();
+        reserve_items(&mut out, len)?;
         out.extend_from_within(..);
         Ok(out)
     }
@@ -50,7 +51,8 @@ impl Manifest {
         let no_metadata = encode_metadata(&Metadata::new(), METADATA_LEN_MAX)?;
         let entry_len = ManifestEntryRaw::LEN + align_up(no_metadata.len() as u64, ENTRY_ALIGN) as usize;
         let entries = &self.entries[range.clone()];
-        let mut bytes = Vec::with_capacity(entries.len() * entry_len);
+        let mut bytes = Vec::new();
+        reserve_items(&mut bytes, entries.len() * entry_len)?;
         for entry in entries {
             entry.encode(&mut bytes, &no_metadata)?;
         }
@@ -80,9 +82,11 @@ impl Manifest {
         check_limit("manifest body length", body_len as u64, MANIFEST_BODY_LEN_MAX)?;
         let header = self.header(body_len as u64, body_crc.finalize()).to_bytes();
         let mut pieces: Vec<Vec<u8>> = entries.into_iter().map(|piece| piece.bytes).collect();
+        reserve_items(&mut pieces[0], header.len())?;
         pieces[0].splice(..0, header);
         let padding = copy_len(body_len as u64) as usize - ManifestHeaderRaw::LEN - body_len;
         let last = pieces.last_mut().expect("at least one");
+        reserve_items(last, behind.len() + padding)?;
         last.extend_from_slice(&behind);
         last.resize(last.len() + padding, 0);
         Ok(pieces)
@@ -138,11 +142,13 @@ impl Manifest {
 
     /// The bytes that follow the entries.
     fn encode_rest(&self) -> Result<Vec<u8>, Defect> {
-        let mut out = Vec::with_capacity(self.tombstones.len() * TombstoneRaw::LEN);
+        let root = encode_metadata(&self.root, ROOT_LEN_MAX)?;
+        let mut out = Vec::new();
+        reserve_items(&mut out, self.tombstones.len() * TombstoneRaw::LEN + root.len())?;
         for tombstone in &self.tombstones {
             out.extend_from_slice(&TombstoneRaw { page: tombstone.page, lsn: tombstone.lsn }.to_bytes());
         }
-        out.extend_from_slice(&encode_metadata(&self.root, ROOT_LEN_MAX)?);
+        out.extend_from_slice(&root);
         Ok(out)
     }
 }
@@ -181,6 +187,9 @@ impl ManifestEntry {
                 (image.stored_len, image.stored_crc, image.raw_crc);
             raw.codec = image.codec.to_raw();
         }
+        let len = ManifestEntryRaw::LEN + key.len() + metadata.len() + ENTRY_ALIGN as usize;
+        let needed = (body.len() + len) as u64;
+        body.try_reserve(len).map_err(|_| Defect::Memory { needed })?;
         body.extend_from_slice(&raw.to_bytes());
         body.extend_from_slice(key);
         body.extend_from_slice(&metadata);

@@ -8,7 +8,7 @@ use super::{
     OpAt, OpHeaderRaw, PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE,
     RestoreBodyRaw, SCATTER, SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
 };
-use crate::defect::{Defect, array, check_equal, check_limit, check_zero, check_zeros, slice};
+use crate::defect::{Defect, array, check_equal, check_limit, check_zero, check_zeros, reserve_items, slice};
 use crate::ids::{Key, PageId, Place, Width};
 use crate::image::{Codec, ImageRef};
 use crate::limits::{
@@ -22,14 +22,30 @@ use crate::value::{decode_entry, decode_metadata};
 /// A [`Defect`] if the payload is not exactly a head and the number of well-formed operations that the head
 /// gives.
 pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
+    let mut ops = Vec::new();
+    reserve_items(&mut ops, op_count(payload)?)?;
+    each_op(payload, |op| ops.push(op))?;
+    Ok(ops)
+}
+
+/// The number of operations that a payload claims to have, if it is long enough for them.
+fn op_count(payload: &[u8]) -> Result<usize, Defect> {
     let head = PayloadHeadRaw::from_bytes(array(payload, 0)?);
     check_zero("reserved payload bytes", u64::from(head.reserved) | head.reserved_2)?;
     // An operation takes a header at least, so the count cannot make us allocate more than there is.
     check_limit("operation count", head.op_count.into(), (payload.len() / OP_HEADER_LEN) as u64)?;
-    let mut ops = Vec::with_capacity(head.op_count as usize);
+    Ok(head.op_count as usize)
+}
+
+/// Hands out the operations of a payload, one after the other, for a reader that must not be refused memory
+/// for all of them. If it fails, it may have handed out some.
+///
+/// # Errors
+/// As for [`decode_payload`].
+pub fn each_op<'p>(payload: &'p [u8], mut each: impl FnMut(OpAt<'p>)) -> Result<(), Defect> {
     let mut at = PAYLOAD_HEAD_LEN;
     let mut op_len = 0;
-    for _ in 0..head.op_count {
+    for _ in 0..op_count(payload)? {
         // A log that another core has read is in that core's cache, and the next operation's place is known
         // only once this one's header is here. It is mostly as far away as the last time. If that guess is
         // right, the guessed place is used, so that a processor which predicts the branch need not wait for
@@ -40,9 +56,9 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
         let body_at = at + OP_HEADER_LEN;
         // Nearly all operations of a long log, made where they will stay.
         if header.kind == WRITE {
-            ops.push(OpAt { op: decode_write(&header, body)?, body_at });
+            each(OpAt { op: decode_write(&header, body)?, body_at });
         } else {
-            ops.push(OpAt { op: decode_op(&header, body)?, body_at });
+            each(OpAt { op: decode_op(&header, body)?, body_at });
         }
         if end == foretold {
             at = unseen;
@@ -51,8 +67,7 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
             at = end;
         }
     }
-    check_end(payload, at)?;
-    Ok(ops)
+    check_end(payload, at)
 }
 
 /// Apart, so that a jump leads here: a choice between two values would wait for both.

@@ -16,10 +16,16 @@ pub trait PayloadBytes: AsMut<[u8]> {
     fn byte_len(&self) -> usize;
 
     /// Appends these bytes.
-    fn append(&mut self, bytes: &[u8]);
+    ///
+    /// # Errors
+    /// [`Defect::Memory`].
+    fn append(&mut self, bytes: &[u8]) -> Result<(), Defect>;
 
     /// Appends `count` zeros.
-    fn append_zeros(&mut self, count: usize);
+    ///
+    /// # Errors
+    /// [`Defect::Memory`].
+    fn append_zeros(&mut self, count: usize) -> Result<(), Defect>;
 }
 
 impl PayloadBytes for Vec<u8> {
@@ -27,12 +33,16 @@ impl PayloadBytes for Vec<u8> {
         self.len()
     }
 
-    fn append(&mut self, bytes: &[u8]) {
+    fn append(&mut self, bytes: &[u8]) -> Result<(), Defect> {
+        make_room(self, bytes.len())?;
         self.extend_from_slice(bytes);
+        Ok(())
     }
 
-    fn append_zeros(&mut self, count: usize) {
+    fn append_zeros(&mut self, count: usize) -> Result<(), Defect> {
+        make_room(self, count)?;
         self.resize(self.len() + count, 0);
+        Ok(())
     }
 }
 
@@ -44,13 +54,19 @@ where
         (**self).byte_len()
     }
 
-    fn append(&mut self, bytes: &[u8]) {
-        (**self).append(bytes);
+    fn append(&mut self, bytes: &[u8]) -> Result<(), Defect> {
+        (**self).append(bytes)
     }
 
-    fn append_zeros(&mut self, count: usize) {
-        (**self).append_zeros(count);
+    fn append_zeros(&mut self, count: usize) -> Result<(), Defect> {
+        (**self).append_zeros(count)
     }
+}
+
+/// As bytes grow by themselves, but that they may be refused.
+fn make_room(bytes: &mut Vec<u8>, count: usize) -> Result<(), Defect> {
+    let needed = (bytes.len() + count) as u64;
+    bytes.try_reserve(count).map_err(|_| Defect::Memory { needed })
 }
 
 /// Encodes operations one after another into a payload.
@@ -71,15 +87,15 @@ impl<B: PayloadBytes> PayloadWriter<B> {
     #[must_use]
     pub fn on(mut bytes: B) -> Self {
         assert_eq!(bytes.byte_len(), 0, "a payload begins with its head");
-        bytes.append_zeros(PAYLOAD_HEAD_LEN);
+        bytes.append_zeros(PAYLOAD_HEAD_LEN).expect("room for a few bytes");
         Self { bytes, op_count: 0 }
     }
 
     /// Appends an operation.
     ///
     /// # Errors
-    /// [`Defect::Limit`] if a part of it is longer than the format allows; any error of [`ImageRef::check`]
-    /// for an image.
+    /// [`Defect::Memory`]; [`Defect::Limit`] if a part of it is longer than the format allows; any error of
+    /// [`ImageRef::check`] for an image.
     ///
     /// [`ImageRef::check`]: crate::image::ImageRef::check
     pub fn push(&mut self, op: &Op<'_>) -> Result<(), Defect> {
@@ -93,7 +109,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
             second: 0,
         };
         let header_at = self.bytes.byte_len();
-        self.bytes.append_zeros(OP_HEADER_LEN);
+        self.bytes.append_zeros(OP_HEADER_LEN)?;
         let body_at = self.bytes.byte_len();
         match op {
             Op::Create { len, place, key, metadata, .. } => {
@@ -110,57 +126,57 @@ impl<B: PayloadBytes> PayloadWriter<B> {
                     metadata_len: u32::try_from(metadata.len()).expect("metadata is at most 64 KiB"),
                     reserved_2: 0,
                 };
-                self.bytes.append(&fixed.to_bytes());
-                self.bytes.append(key);
-                self.bytes.append(&metadata);
+                self.bytes.append(&fixed.to_bytes())?;
+                self.bytes.append(key)?;
+                self.bytes.append(&metadata)?;
             }
             Op::Write { offset, bytes, .. } => {
                 (header.kind, header.first, header.second) = (WRITE, *offset, bytes.len() as u64);
-                self.bytes.append(bytes);
+                self.bytes.append(bytes)?;
             }
             Op::Masked { offset, width, mask, bytes, .. } => {
                 (header.kind, header.first, header.second) = (MASKED, *offset, bytes.len() as u64);
                 header.width = width.bytes() as u8;
-                self.bytes.append(mask);
-                self.pad_to(body_at + masked_bytes_at(mask.len()));
-                self.bytes.append(bytes);
+                self.bytes.append(mask)?;
+                self.pad_to(body_at + masked_bytes_at(mask.len()))?;
+                self.bytes.append(bytes)?;
             }
             Op::Scatter { width, base, indices, values, .. } => {
                 (header.kind, header.first, header.second) = (SCATTER, *base, indices.len() as u64);
                 (header.width, header.encoding) = (width.bytes() as u8, indices.encoding());
-                self.bytes.append(indices.as_bytes());
-                self.pad_to(body_at + scatter_values_at(indices.as_bytes().len()));
-                self.bytes.append(values);
+                self.bytes.append(indices.as_bytes())?;
+                self.pad_to(body_at + scatter_values_at(indices.as_bytes().len()))?;
+                self.bytes.append(values)?;
             }
             Op::Fill { offset, len, pattern, .. } => {
                 (header.kind, header.first, header.second) = (FILL, *offset, *len);
                 header.width = pattern.len() as u8;
-                self.bytes.append(pattern);
+                self.bytes.append(pattern)?;
             }
             Op::Resize { len, .. } => (header.kind, header.first) = (RESIZE, *len),
             Op::Delete { .. } => header.kind = DELETE,
             Op::SetMetadata { name, value, .. } => {
                 header.kind = SET_METADATA;
-                self.bytes.append(&encode_entry(name, value, METADATA_LEN_MAX)?);
+                self.bytes.append(&encode_entry(name, value, METADATA_LEN_MAX)?)?;
             }
             Op::RemoveMetadata { name, .. } => {
                 header.kind = REMOVE_METADATA;
                 check_limit("name length", name.len() as u64, NAME_LEN_MAX as u64)?;
-                self.bytes.append(name.as_bytes());
+                self.bytes.append(name.as_bytes())?;
             }
             Op::SetRoot { name, value } => {
                 header.kind = SET_ROOT;
-                self.bytes.append(&encode_entry(name, value, ROOT_LEN_MAX)?);
+                self.bytes.append(&encode_entry(name, value, ROOT_LEN_MAX)?)?;
             }
             Op::RemoveRoot { name } => {
                 header.kind = REMOVE_ROOT;
                 check_limit("name length", name.len() as u64, NAME_LEN_MAX as u64)?;
-                self.bytes.append(name.as_bytes());
+                self.bytes.append(name.as_bytes())?;
             }
             Op::Note { text } => {
                 header.kind = NOTE;
                 check_limit("note length", text.len() as u64, NOTE_LEN_MAX as u64)?;
-                self.bytes.append(text.as_bytes());
+                self.bytes.append(text.as_bytes())?;
             }
             Op::Image { len, image, .. } => {
                 (header.kind, header.first) = (IMAGE, *len);
@@ -174,7 +190,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
                     codec: image.codec.to_raw(),
                     reserved: [0; 7],
                 };
-                self.bytes.append(&body.to_bytes());
+                self.bytes.append(&body.to_bytes())?;
             }
             Op::Move { place, .. } => {
                 check_place(*place)?;
@@ -185,14 +201,14 @@ impl<B: PayloadBytes> PayloadWriter<B> {
             Op::Restore { table, table_crc, restored } => {
                 (header.kind, header.first) = (RESTORE, *table);
                 let body = RestoreBodyRaw { restored: *restored, table_crc: *table_crc, reserved: 0 };
-                self.bytes.append(&body.to_bytes());
+                self.bytes.append(&body.to_bytes())?;
             }
         }
         let body_len = (self.bytes.byte_len() - body_at) as u64;
         check_limit("operation length", body_len, crate::limits::FRAME_PAYLOAD_LEN_MAX)?;
         header.body_len = body_len as u32;
         self.bytes.as_mut()[header_at..body_at].copy_from_slice(&header.to_bytes());
-        self.pad_to(align_up(self.bytes.byte_len() as u64, FRAME_ALIGN) as usize);
+        self.pad_to(align_up(self.bytes.byte_len() as u64, FRAME_ALIGN) as usize)?;
         self.op_count += 1;
         Ok(())
     }
@@ -217,7 +233,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.bytes
     }
 
-    fn pad_to(&mut self, len: usize) {
-        self.bytes.append_zeros(len - self.bytes.byte_len());
+    fn pad_to(&mut self, len: usize) -> Result<(), Defect> {
+        self.bytes.append_zeros(len - self.bytes.byte_len())
     }
 }

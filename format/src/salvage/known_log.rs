@@ -13,7 +13,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use crate::defect::{Damage, Defect};
+use crate::defect::{Damage, Defect, collected};
 use crate::frame::{FRAME_HEADER_LEN, FrameHeader, FrameKind, UncheckedFrame, check_payload};
 use crate::ids::{Incarnation, LogPoint, Lsn, PageId};
 use crate::image::read::read_range;
@@ -41,7 +41,7 @@ pub(super) struct KnownLog {
     /// The restores among them.
     restores: BTreeSet<Lsn>,
     /// The operations that touch each page, in their order.
-    touches: HashMap<PageId, Vec<OpPlace>>,
+    touches: BTreeMap<PageId, Vec<OpPlace>>,
     /// The newest durable batch: see [`super::LogRemainder`].
     pub durable: Lsn,
     pub seen: Lsn,
@@ -50,14 +50,17 @@ pub(super) struct KnownLog {
 
 impl KnownLog {
     /// Looks through all segments.
-    pub fn read(source: &dyn ReadAt, survey: &Survey) -> Self {
+    ///
+    /// # Errors
+    /// [`Defect::Memory`]: a batch for which there is no memory is not lost.
+    pub fn read(source: &dyn ReadAt, survey: &Survey) -> Result<Self, Damage> {
         let segments = survey.log.segments();
         let mut frames: Vec<UncheckedFrame> = segments
             .keys()
             .flat_map(|number| frames_of_segment(source, survey.store.store, *number))
             .collect();
         // In the order in which they were written.
-        frames.sort_by_key(|frame| {
+        frames.sort_unstable_by_key(|frame| {
             let header = frame.unproven();
             (header.incarnation, header.segment, header.offset)
         });
@@ -80,24 +83,34 @@ impl KnownLog {
             if !is_durable && !follows {
                 continue;
             }
-            let Ok(payload) = read_payload(source, &header) else { continue };
+            let at =
+                |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn);
+            let payload = match read_payload(source, &header) {
+                Ok(payload) => payload,
+                Err(defect @ Defect::Memory { .. }) => return Err(at(defect)),
+                Err(_) => continue,
+            };
             points.insert((end.lsn, end.chain));
             // A batch that a recovery copied is there twice: the copy, which comes later, takes the place.
-            if header.kind == FrameKind::Batch
-                && header.lsn > Lsn(0)
-                && let Ok(ops) = decode_payload(&payload)
-            {
-                batches.insert(header.lsn, KnownBatch::new(header, end, &payload, &ops));
+            if header.kind == FrameKind::Batch && header.lsn > Lsn(0) {
+                match decode_payload(&payload) {
+                    Ok(ops) => {
+                        let batch = KnownBatch::new(header, end, &payload, &ops).map_err(at)?;
+                        batches.insert(header.lsn, batch);
+                    }
+                    Err(defect @ Defect::Memory { .. }) => return Err(at(defect)),
+                    Err(_) => {}
+                }
             }
         }
         let durable = marks.values().copied().max().unwrap_or_default();
         let seen = frames.iter().map(|frame| frame.unproven().lsn).max().unwrap_or_default();
-        Self::of(batches, durable, seen, hidden(survey, &frames))
+        Ok(Self::of(batches, durable, seen, hidden(survey, &frames)))
     }
 
     fn of(mut batches: BTreeMap<Lsn, KnownBatch>, durable: Lsn, seen: Lsn, hidden: Option<Damage>) -> Self {
         let mut runs: BTreeMap<Lsn, Lsn> = BTreeMap::new();
-        let mut touches: HashMap<PageId, Vec<OpPlace>> = HashMap::new();
+        let mut touches: BTreeMap<PageId, Vec<OpPlace>> = BTreeMap::new();
         for (lsn, batch) in &mut batches {
             match runs.last_entry() {
                 Some(mut run) if run.get().next() == *lsn => _ = run.insert(*lsn),
@@ -167,16 +180,16 @@ impl KnownLog {
 }
 
 impl KnownBatch {
-    fn new(header: FrameHeader, end: LogPoint, payload: &[u8], ops: &[OpAt<'_>]) -> Self {
+    fn new(header: FrameHeader, end: LogPoint, payload: &[u8], ops: &[OpAt<'_>]) -> Result<Self, Defect> {
         let touch = |(index, at): (usize, &OpAt<'_>)| {
             Some((at.op.page()?, OpPlace::new(&header, payload, ops, index)))
         };
-        let touches = ops.iter().enumerate().filter_map(touch).collect();
+        let touches = collected(ops.iter().enumerate().filter_map(touch))?;
         let restores = ops.iter().find_map(|at| match at.op {
             Op::Restore { table, table_crc, .. } => Some((table, table_crc)),
             _ => None,
         });
-        Self { header, end, touches, restores }
+        Ok(Self { header, end, touches, restores })
     }
 }
 

@@ -49,7 +49,7 @@
 mod known_log;
 mod pages;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use self::known_log::KnownLog;
@@ -71,7 +71,7 @@ pub struct Salvage<'s> {
     survey: Survey,
     log: KnownLog,
     /// The versions of each page that manifests and tables name, the newest first.
-    facts: HashMap<PageId, Vec<Fact>>,
+    facts: BTreeMap<PageId, Vec<Fact>>,
     page_bytes_max: u64,
     state: State,
 }
@@ -125,15 +125,23 @@ impl<'s> Salvage<'s> {
     /// of STORE; if that is lost, the id is enough. Pages longer than `page_bytes_max` are not put together.
     ///
     /// # Errors
-    /// [`Damage`] if a folder cannot be listed, or the length of a segment cannot be asked.
+    /// [`Damage`] if a folder cannot be listed, or the length of a segment cannot be asked. Also with
+    /// [`Defect::Memory`]: a batch for which there is no memory is not lost.
     pub fn read(source: &'s dyn ReadAt, store: StoreFile, page_bytes_max: u64) -> Result<Self, Damage> {
         let survey = Survey::read_as(source, store)?;
-        let log = KnownLog::read(source, &survey);
+        let refused = survey.links.values().filter_map(|link| link.as_ref().err());
+        if let Some(refused) = refused.into_iter().find(|damage| is_memory(damage)) {
+            return Err(refused.clone());
+        }
+        let log = KnownLog::read(source, &survey)?;
         let facts = pages::facts(source, &survey, &log);
         let state =
             State { base: None, table: PageTable::new(), point: LogPoint::default(), is_whole: false };
         let mut salvage = Self { source, survey, log, facts, page_bytes_max, state };
-        salvage.state = salvage.newest_state().unwrap_or_else(|| salvage.pieces());
+        salvage.state = match salvage.newest_state()? {
+            Some(state) => state,
+            None => salvage.pieces()?,
+        };
         Ok(salvage)
     }
 
@@ -150,17 +158,22 @@ impl<'s> Salvage<'s> {
     }
 
     /// The state that the most batches lead to; of several ways to it that from the newest snapshot.
-    fn newest_state(&self) -> Option<State> {
+    fn newest_state(&self) -> Result<Option<State>, Damage> {
         let mut best: Option<State> = None;
-        let snapshots = self.survey.links.keys().rev().filter_map(|link| self.survey.snapshot(*link).ok());
+        let snapshots = self.survey.links.keys().rev().map(|link| self.survey.snapshot(*link));
         for base in snapshots.map(Some).chain([None]) {
+            let base = match base.transpose() {
+                Ok(base) => base,
+                Err(damage) if is_memory(&damage) => return Err(damage),
+                Err(_) => continue,
+            };
             let (from, end) = base.as_ref().map_or_else(Default::default, |base| (base.redo.lsn, base.end));
             let reach = self.log.reach(from);
             // The store was empty at the log's beginning: that is a way only if the log is there, or never
             // was.
             let is_way = base.is_some() || reach > from || self.log.seen == Lsn(0);
             if is_way && reach >= end && best.as_ref().is_none_or(|best| best.table.lsn() < reach) {
-                let followed = self.follow(base.as_ref(), reach);
+                let followed = self.follow(base.as_ref(), reach)?;
                 let is_further =
                     |state: &State| best.as_ref().is_none_or(|best| best.table.lsn() < state.table.lsn());
                 if let Some(state) = followed.filter(is_further) {
@@ -168,23 +181,24 @@ impl<'s> Salvage<'s> {
                 }
             }
         }
-        best
+        Ok(best)
     }
 
     /// Follows known batches from a snapshot up to `until`, or as far as they can be followed; `None` if that
     /// is not as far as the snapshot needs.
-    fn follow(&self, base: Option<&Arc<Manifest>>, until: Lsn) -> Option<State> {
+    fn follow(&self, base: Option<&Arc<Manifest>>, until: Lsn) -> Result<Option<State>, Damage> {
         let mut resolver = base.map_or_else(Resolver::new, Resolver::from_manifest);
         let mut point = base.map_or_else(LogPoint::default, |manifest| manifest.redo);
         while point.lsn < until {
             match self.step(&mut resolver, point.lsn.next()) {
                 Ok(end) => point = end,
+                Err(damage) if is_memory(&damage) => return Err(damage),
                 // A batch that was readable a moment ago no longer is, or names a lost table: stop before it.
                 Err(_) => break,
             }
         }
-        let ResolvedState { table, .. } = resolver.finish().ok()?;
-        Some(State { base: base.map(|base| base.snapshot), table, point, is_whole: true })
+        let Ok(ResolvedState { table, .. }) = resolver.finish() else { return Ok(None) };
+        Ok(Some(State { base: base.map(|base| base.snapshot), table, point, is_whole: true }))
     }
 
     /// Follows one known batch.
@@ -202,9 +216,9 @@ impl<'s> Salvage<'s> {
 
     /// If no state can be known: every page at the newest version that any structure tells of. The root is
     /// the newest link's.
-    fn pieces(&self) -> State {
+    fn pieces(&self) -> Result<State, Damage> {
         let newest = self.survey.readable().max_by_key(|link| link.end);
-        let pages = self.pages_known();
+        let pages = self.pages_known().map_err(|defect| defect.at(FileName::Store, 0))?;
         let lsn = pages.iter().map(|info| info.lsn).fold(self.log.durable, Lsn::max);
         let (root, next_page, epoch_high) = newest.map_or_else(
             || (Arc::default(), 1, Epoch(0)),
@@ -213,8 +227,13 @@ impl<'s> Salvage<'s> {
         let mut table = PageTable::from_parts(pages, root, next_page, epoch_high, lsn);
         table.index_keys().expect("of two pages with one key the older was left out");
         let point = newest.map_or_else(LogPoint::default, |link| link.redo);
-        State { base: None, table, point: LogPoint { lsn, ..point }, is_whole: false }
+        Ok(State { base: None, table, point: LogPoint { lsn, ..point }, is_whole: false })
     }
+}
+
+/// Whether memory was refused, which says nothing about a file.
+fn is_memory(damage: &Damage) -> bool {
+    matches!(damage.defect, Defect::Memory { .. })
 }
 
 impl std::fmt::Debug for Salvage<'_> {

@@ -1,12 +1,12 @@
 //! The remains of a page: every way from an image of it, or from its creation, to a version of it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::known_log::KnownLog;
 use super::{PageRemains, Salvage};
-use crate::defect::{Damage, Defect, check_limit};
+use crate::defect::{Damage, Defect, check_limit, collected};
 use crate::ids::{Epoch, Key, Lsn, PageId};
 use crate::image::ImageRef;
 use crate::manifest::{ManifestEntry, ManifestKind};
@@ -45,8 +45,8 @@ const SUMMED_AT_ONCE: u64 = 16 << 20;
 /// All versions that manifests and tables name, the newest of each page first. A link counts even if the
 /// chain that it belongs to is broken. A table counts only if a known restore names it: a table that was
 /// written for a restore that never came tells of versions that never were.
-pub(super) fn facts(source: &dyn ReadAt, survey: &Survey, log: &KnownLog) -> HashMap<PageId, Vec<Fact>> {
-    let mut facts: HashMap<PageId, Vec<Fact>> = HashMap::new();
+pub(super) fn facts(source: &dyn ReadAt, survey: &Survey, log: &KnownLog) -> BTreeMap<PageId, Vec<Fact>> {
+    let mut facts: BTreeMap<PageId, Vec<Fact>> = BTreeMap::new();
     let mut note = |entry: &ManifestEntry| {
         let of_page = facts.entry(entry.page).or_default();
         let is_new = of_page.iter().all(|fact| (fact.info.lsn, fact.image) != (entry.lsn, entry.image));
@@ -82,6 +82,10 @@ impl Salvage<'_> {
             }
             Err(why) => why,
         };
+        // An older version for want of memory would be taken for all that is left.
+        if matches!(why.defect, Defect::Memory { .. }) {
+            return PageRemains::Lost(why);
+        }
         match self.newest_before(info) {
             Some((version, bytes)) => PageRemains::Older { version, bytes, why },
             None => PageRemains::Lost(why),
@@ -95,6 +99,7 @@ impl Salvage<'_> {
         for start in older.map(Some).chain([None]) {
             match self.lead(wanted.page, start, wanted) {
                 Ok(bytes) => return Ok(bytes),
+                Err(damage) if matches!(damage.defect, Defect::Memory { .. }) => return Err(damage),
                 Err(damage) => _ = first.get_or_insert(damage),
             }
         }
@@ -216,7 +221,7 @@ impl Salvage<'_> {
                 .map_err(|defect| first.at(defect))?;
             let changes = table
                 .plan(first.lsn, &ops, PlanMode::Replay)
-                .map_err(|(_, refusal)| first.at(Defect::Batch(refusal.to_string())))?;
+                .map_err(|(_, refusal)| first.at(Defect::from(refusal)))?;
             table.install(&changes);
         }
         let gone = || Defect::Batch(format!("page {page} is deleted"));
@@ -263,20 +268,24 @@ impl Salvage<'_> {
 
     /// Every page that any structure tells of, at the newest version that is known, except for those that are
     /// known to be gone. For a table if no state is known.
-    pub(super) fn pages_known(&self) -> Vec<PageInfo> {
-        let pages: HashSet<PageId> = self.facts.keys().copied().chain(self.log.pages()).collect();
-        let mut deleted: HashMap<PageId, Lsn> = HashMap::new();
+    ///
+    /// # Errors
+    /// [`Defect::Memory`].
+    pub(super) fn pages_known(&self) -> Result<Vec<PageInfo>, Defect> {
+        let mut pages: BTreeSet<PageId> = BTreeSet::new();
+        pages.extend(self.facts.keys().copied().chain(self.log.pages()));
+        let mut deleted: BTreeMap<PageId, Lsn> = BTreeMap::new();
         for tombstone in self.survey.readable().flat_map(|link| &link.tombstones) {
             let newest = deleted.entry(tombstone.page).or_default();
             *newest = tombstone.lsn.max(*newest);
         }
         let newest = |page| self.newest_known(page, deleted.get(&page).copied());
-        let mut known: Vec<PageInfo> = pages.into_iter().filter_map(newest).collect();
-        known.sort_by_key(|info| std::cmp::Reverse((info.lsn, info.page)));
+        let mut known = collected(pages.into_iter().filter_map(newest))?;
+        known.sort_unstable_by_key(|info| std::cmp::Reverse((info.lsn, info.page)));
         // A key belongs to one page at a time: the page that had it before is gone.
-        let mut keys: HashSet<Key> = HashSet::new();
+        let mut keys: BTreeSet<Key> = BTreeSet::new();
         known.retain(|info| info.key.clone().is_none_or(|key| keys.insert(key)));
-        known
+        Ok(known)
     }
 
     /// The newest version of a page that is known, whatever remains of its bytes; `deleted` is the batch of

@@ -5,10 +5,11 @@
 //!
 //! Numbers can be *marked* for a later look. A number stays marked after its item is gone.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
 use std::ops::Index;
 
+use crate::defect::{Defect, collected};
 use crate::ids::Number;
 
 /// How many numbers a row covers: one bit each.
@@ -138,15 +139,14 @@ pub struct ById<K, T> {
     /// without an item or a mark.
     rows: BTreeMap<u64, Row<IdChunk<T>>>,
     count: usize,
-    /// Chunks that may hold marked numbers, in the order of their marks. In some, no number is marked any
-    /// more.
-    marked: Vec<u64>,
+    /// Chunks that may hold marked numbers. In some, no number is marked any more.
+    marked: BTreeSet<u64>,
     numbers: PhantomData<K>,
 }
 
 impl<K, T> Default for ById<K, T> {
     fn default() -> Self {
-        Self { rows: BTreeMap::new(), count: 0, marked: Vec::new(), numbers: PhantomData }
+        Self { rows: BTreeMap::new(), count: 0, marked: BTreeSet::new(), numbers: PhantomData }
     }
 }
 
@@ -300,24 +300,34 @@ impl<K: Number, T> ById<K, T> {
         let (number, is_first) = (chunk.number, chunk.marked.is_empty());
         chunk.marked.insert(key.number());
         if is_first {
-            self.marked.push(number);
+            self.marked.insert(number);
+        }
+    }
+
+    /// Marks all numbers that have an item.
+    pub fn mark_all(&mut self) {
+        for chunk in self.rows.values_mut().flat_map(|row| &mut row.items) {
+            let (present, marked) = (chunk.row.present.0, &mut chunk.marked.0);
+            marked.iter_mut().zip(present).for_each(|(marked, present)| *marked |= present);
+            self.marked.insert(chunk.number);
         }
     }
 
     /// The marked numbers, ascending.
-    #[must_use]
-    pub fn marked(&mut self) -> Vec<K> {
+    pub fn each_marked(&self) -> impl Iterator<Item = K> {
+        let chunks = self.marked.iter().filter_map(|number| self.chunk(number * ROW));
+        chunks.flat_map(|chunk| chunk.marked.numbers(chunk.number * ROW).map(K::of))
+    }
+
+    /// As [`each_marked`](Self::each_marked), in a list.
+    ///
+    /// # Errors
+    /// [`Defect::Memory`].
+    pub fn marked(&mut self) -> Result<Vec<K>, Defect> {
         let mut chunks = std::mem::take(&mut self.marked);
-        chunks.sort_unstable();
-        chunks.dedup();
-        let mut marked = Vec::new();
-        chunks.retain(|number| {
-            let of_chunk = self.chunk(number * ROW).map(|chunk| chunk.marked).unwrap_or_default();
-            marked.extend(of_chunk.numbers(number * ROW).map(K::of));
-            !of_chunk.is_empty()
-        });
+        chunks.retain(|number| self.chunk(number * ROW).is_some_and(|chunk| !chunk.marked.is_empty()));
         self.marked = chunks;
-        marked
+        collected(self.each_marked())
     }
 
     /// Takes a number's mark off.
@@ -445,7 +455,7 @@ mod tests {
             assert!(items.values().eq(expected.values()));
             assert_eq!((items.len(), items.iter().len()), (expected.len(), expected.len()));
             assert_eq!(items.last(), expected.values().last());
-            assert_eq!(items.marked(), marked.iter().copied().collect::<Vec<_>>());
+            assert_eq!(items.marked().unwrap(), marked.iter().copied().collect::<Vec<_>>());
             let anew: ById<PageId, u64> = expected.iter().map(|(page, item)| (*page, *item)).collect();
             assert_eq!(items, anew);
             assert!(items.clone().into_items().eq(expected.clone()));
@@ -480,7 +490,7 @@ mod tests {
                 let expected = part(&numbers);
                 assert_eq!((&items, items.len()), (&expected, numbers.len()), "{parted}");
                 assert!(items.values().eq(&numbers), "{parted}");
-                assert_eq!(items.marked(), expected.clone().marked(), "{parted}");
+                assert_eq!(items.marked().unwrap(), expected.clone().marked().unwrap(), "{parted}");
             }
         }
         // The item that is taken over is newer.

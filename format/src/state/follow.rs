@@ -255,11 +255,18 @@ impl Survey {
     ) -> Result<BTreeMap<PageId, Result<Vec<u8>, Damage>>, Damage> {
         let resolved = &resolution.resolved;
         resolution.check_page_bytes(page_bytes_max)?;
-        let load = |(page, base)| (page, load_base(source, &base, resolved.final_len(page)));
-        let mut heads: BTreeMap<PageId, Result<PageWindow, Damage>> =
-            resolved.bases.iter().map(load).collect();
+        // A map is filled one by one, here and below: `collect` sorts all items in one piece of memory first,
+        // and that cannot be refused.
+        let mut heads: BTreeMap<PageId, Result<PageWindow, Damage>> = BTreeMap::new();
+        for (page, base) in resolved.bases.iter() {
+            heads.insert(page, load_base(source, &base, resolved.final_len(page)));
+        }
         let bytes = |heads: BTreeMap<PageId, Result<PageWindow, Damage>>| {
-            heads.into_iter().map(|(page, head)| (page, head.map(PageWindow::into_bytes))).collect()
+            let mut bytes = BTreeMap::new();
+            for (page, head) in heads {
+                bytes.insert(page, head.map(PageWindow::into_bytes));
+            }
+            bytes
         };
         let base = resolution.base.and_then(|base| self.links.get(&base)?.as_ref().ok());
         let from = match base {

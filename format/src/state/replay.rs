@@ -15,7 +15,7 @@ use crate::ids::{Lsn, PageId};
 use crate::manifest::{Manifest, ManifestEntry, Share, SingleThread};
 use crate::op::{Op, OpAt};
 use crate::state::bases::{Base, Bases};
-use crate::state::table::{PageInfo, PageTable, PlanMode, Refusal};
+use crate::state::table::{PageInfo, PageTable, PlanMode};
 
 /// Follows the log from a snapshot, batch by batch, keeping table and bases.
 #[derive(Clone, Debug)]
@@ -100,7 +100,7 @@ impl Resolver {
         if lsn > self.caught_newest
             && let Some(changed) = self.table.change_bytes(lsn, ops)
         {
-            return changed.map_err(|refusal| broken(&refusal));
+            return changed.map_err(Defect::from);
         }
         let is_news = |at: &&OpAt<'_>| match at.op.page() {
             Some(page) => {
@@ -111,7 +111,7 @@ impl Resolver {
         };
         let news = ops.iter().filter(is_news);
         let changes =
-            self.table.plan(lsn, news, PlanMode::Replay).map_err(|(_, refusal)| broken(&refusal))?;
+            self.table.plan(lsn, news, PlanMode::Replay).map_err(|(_, refusal)| Defect::from(refusal))?;
         // Most operations change bytes alone; whether those are news need not be asked twice.
         let makes_base = |at: &&OpAt<'_>| {
             matches!(at.op, Op::Create { .. } | Op::Resize { .. } | Op::Image { .. } | Op::Delete { .. })
@@ -186,13 +186,9 @@ impl Resolver {
                 expected: self.end.0,
             });
         }
-        self.table.index_keys().map_err(|refusal| broken(&refusal))?;
+        self.table.index_keys()?;
         Ok(ResolvedState { table: self.table, bases: self.bases })
     }
-}
-
-fn broken(refusal: &Refusal) -> Defect {
-    Defect::Batch(refusal.to_string())
 }
 
 fn table_of(manifest: &Manifest, threads: &impl Share) -> PageTable {

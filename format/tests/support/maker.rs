@@ -209,7 +209,7 @@ impl Maker {
         let chunk = Chunk::plan(number, 4096, &[image]).unwrap();
         let mut bytes = ImageFileHeader { store: STORE, file: number, purpose }.encode().to_vec();
         bytes.resize(4096, 0);
-        bytes.extend_from_slice(&chunk.encode(STORE));
+        bytes.extend_from_slice(&chunk.encode(STORE).unwrap());
         bytes.extend_from_slice(if self.compress { &frames } else { &content });
         bytes.resize(4096 + chunk.len as usize, 0);
         self.files.0.insert(FileName::Pages(number), bytes);

@@ -242,7 +242,7 @@ pub fn images_of(chunk: &Chunk, contents: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes =
         ImageFileHeader { store: STORE, file: chunk.file, purpose: ImagePurpose::Snapshot }.encode().to_vec();
     bytes.resize(chunk.offset as usize, 0);
-    bytes.extend_from_slice(&chunk.encode(STORE));
+    bytes.extend_from_slice(&chunk.encode(STORE).unwrap());
     bytes.resize((chunk.offset + chunk.len) as usize, 0);
     for (image, content) in chunk.images.iter().zip(contents) {
         bytes[image.image.offset as usize..][..content.len()].copy_from_slice(content);

@@ -1,8 +1,8 @@
 //! Values that one thread replaces while others read them without a lock.
 
-use std::hash::Hash;
+use std::hash::{BuildHasher, Hash, RandomState};
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use arc_swap::ArcSwapOption;
 
@@ -48,27 +48,46 @@ impl<T> Deref for SwapGuard<T> {
     }
 }
 
+/// The number of maps that share the keys. A map that grows asks for all of its memory at once, and has no
+/// way to be refused it. Each takes less than 64 KiB up to half a million keys, and less than a mebibyte up
+/// to ten million.
+const SHARDS: usize = 256;
+
 /// A hash map. A reader neither waits nor makes another thread wait.
-pub struct Map<K, V>(papaya::HashMap<K, V>);
+pub struct Map<K, V> {
+    hasher: RandomState,
+    /// Each is made with its first item.
+    shards: Vec<OnceLock<papaya::HashMap<K, V>>>,
+}
 
 impl<K: Hash + Eq, V> Map<K, V> {
     /// A map with room for `count` items.
     pub fn with_capacity(count: usize) -> Self {
-        Self(papaya::HashMap::with_capacity(count))
+        let shard = || match count.div_ceil(SHARDS) {
+            0 => OnceLock::new(),
+            each => OnceLock::from(papaya::HashMap::with_capacity(each)),
+        };
+        Self { hasher: RandomState::new(), shards: (0..SHARDS).map(|_| shard()).collect() }
+    }
+
+    fn shard(&self, key: &K) -> &OnceLock<papaya::HashMap<K, V>> {
+        &self.shards[(self.hasher.hash_one(key) >> 32) as usize % SHARDS]
     }
 
     /// Gives the key's value to `look`, and returns its result.
     pub fn look<R>(&self, key: &K, look: impl FnOnce(&V) -> R) -> Option<R> {
-        self.0.pin().get(key).map(look)
+        self.shard(key).get()?.pin().get(key).map(look)
     }
 
     /// Gives a key another value.
     pub fn set(&self, key: K, value: V) {
-        self.0.pin().insert(key, value);
+        self.shard(&key).get_or_init(papaya::HashMap::new).pin().insert(key, value);
     }
 
     /// Takes a key out.
     pub fn remove(&self, key: &K) {
-        self.0.pin().remove(key);
+        if let Some(shard) = self.shard(key).get() {
+            shard.pin().remove(key);
+        }
     }
 }

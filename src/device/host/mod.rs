@@ -39,8 +39,11 @@ const TOGETHER_BYTES_MAX: u64 = 64 << 10;
 /// The longest delta that is merged with others, in bytes: a reader of one of their pages waits for
 /// microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
-/// Bytes that lie aside at a time, while they are copied or compared.
+/// Bytes that lie aside at a time, while they are copied or compared. Memory for more could be refused, and a
+/// command cannot fail for it.
 const PART_LEN_MAX: u64 = 64 << 10;
+/// Bytes of bits whose numbers lie aside at a time.
+const BITS_AT_ONCE: u64 = 1024;
 
 /// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
 #[derive(Debug)]
@@ -233,13 +236,15 @@ impl HostDevice {
         let clashes = overlap(left, target) || overlap(right, target);
         assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
         assert_eq!(left.len, right.len, "a diff of ranges of different lengths");
-        let mut bits = vec![0; elements(left.len as usize, width).div_ceil(8)];
-        assert_eq!(target.len, bits.len() as u64, "the length of a diff's target");
-        let mut aside = Vec::new();
-        let mut index = 0;
+        let bits_len = elements(left.len as usize, width).div_ceil(8);
+        assert_eq!(target.len, bits_len as u64, "the length of a diff's target");
+        let (mut aside, mut bits) = (Vec::new(), Vec::new());
         for done in starts(left.len) {
             let part_len = PART_LEN_MAX.min(left.len - done);
             aside.clear();
+            bits.clear();
+            bits.resize(elements(part_len as usize, width).div_ceil(8), 0);
+            let mut index = 0;
             left_memory.read(part(left, done, part_len), |left| aside.extend_from_slice(left));
             right_memory.read(part(right, done, part_len), |right| {
                 let pairs = aside.chunks_exact(width.bytes()).zip(right.chunks_exact(width.bytes()));
@@ -248,8 +253,9 @@ impl HostDevice {
                     index += 1;
                 }
             });
+            // A part is a whole number of bytes of bits.
+            self.upload(&bits, part(target, done / width.bytes() as u64 / 8, bits.len() as u64));
         }
-        self.upload(&bits, target);
     }
 
     /// Numbers bits into memory of its own, so that only one memory is locked at a time.
@@ -258,14 +264,19 @@ impl HostDevice {
         for (selection, found) in bitmaps.iter().zip(target.chunks_exact_mut(4)) {
             let Selection { bits, indices } = *selection;
             selection.check();
-            let memory = self.memory(bits.memory);
-            let set = memory.read(bits, set_bits);
-            found.copy_from_slice(&(set.len() as u32).to_le_bytes());
-            let room = set.len().min(indices.len as usize / 4);
-            let numbers: Vec<u8> = set[..room].iter().flat_map(|index| index.to_le_bytes()).collect();
-            // Bounds are checked for all of the room.
-            let memory = self.memory(indices.memory);
-            memory.write(indices, |indices| indices[..numbers.len()].copy_from_slice(&numbers));
+            let (bits_memory, memory) = (self.memory(bits.memory), self.memory(indices.memory));
+            let mut count = 0;
+            for done in (0..bits.len).step_by(BITS_AT_ONCE as usize) {
+                let here = part(bits, done, BITS_AT_ONCE.min(bits.len - done));
+                let set = bits_memory.read(here, |bits| set_bits(bits, 8 * done as u32));
+                let room = set.len().min((indices.len as usize / 4).saturating_sub(count));
+                let numbers: Vec<u8> = set[..room].iter().flat_map(|index| index.to_le_bytes()).collect();
+                // Bounds are checked for all of the room.
+                let at = 4 * count.min(indices.len as usize / 4);
+                memory.write(indices, |indices| indices[at..at + numbers.len()].copy_from_slice(&numbers));
+                count += set.len();
+            }
+            found.copy_from_slice(&(count as u32).to_le_bytes());
         }
     }
 
@@ -282,15 +293,21 @@ impl HostDevice {
         let bound = elements(source.len as usize, width);
         assert_eq!(indices.len(), 4 * elements(target.len as usize, width), "one index for each element");
         assert!(!overlap(source, target), "picked from and to overlapping ranges: {source:?}, {target:?}");
-        let mut picked = Vec::with_capacity(target.len as usize);
+        let at_once = PART_LEN_MAX as usize / width.bytes();
+        let mut picked = Vec::with_capacity(at_once.min(indices.len() / 4) * width.bytes());
         let memory = self.memory(source.memory);
-        memory.read(source, |source| {
-            for index in indices.chunks_exact(4).map(index_of) {
-                assert!(index < bound, "an index that is not within its range");
-                picked.extend_from_slice(&source[index * width.bytes()..][..width.bytes()]);
-            }
-        });
-        self.upload(&picked, target);
+        let mut done = 0;
+        for indices in indices.chunks(4 * at_once) {
+            picked.clear();
+            memory.read(source, |source| {
+                for index in indices.chunks_exact(4).map(index_of) {
+                    assert!(index < bound, "an index that is not within its range");
+                    picked.extend_from_slice(&source[index * width.bytes()..][..width.bytes()]);
+                }
+            });
+            self.upload(&picked, part(target, done, picked.len() as u64));
+            done += picked.len() as u64;
+        }
     }
 
     fn validate(&self, lists: &[IndexList], target: &mut [u8]) {
@@ -434,10 +451,10 @@ impl StagingMemory for HostStaging {
     }
 }
 
-/// The numbers of the bits that are set, lowest first.
-fn set_bits(bits: &[u8]) -> Vec<u32> {
+/// The numbers of the bits that are set, lowest first, where the first one has this number.
+fn set_bits(bits: &[u8], first: u32) -> Vec<u32> {
     let is_set = |bit: &u32| bits[*bit as usize / 8] >> (bit % 8) & 1 == 1;
-    (0..8 * bits.len() as u32).filter(is_set).collect()
+    (0..8 * bits.len() as u32).filter(is_set).map(|bit| first + bit).collect()
 }
 
 /// Whether a delta takes hardly longer than finding and locking its memory.

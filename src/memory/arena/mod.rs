@@ -10,7 +10,7 @@ mod account;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,10 +18,11 @@ use remanent_format::Place;
 
 use self::account::Account;
 pub use self::account::{PlaceUsage, Purpose};
+use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Mutex, RwLock};
 use crate::device::{Device, Fence, Lane, MemoryId, Span};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, make_room};
 use crate::options::Budget;
 
 /// The lanes that never wait for a caller.
@@ -48,7 +49,7 @@ pub struct Arena {
     accounts: RwLock<BTreeMap<Place, Arc<Account>>>,
     /// Retired memory by lane, in the order of retirement. An entry after one with a later fence waits for
     /// it, which costs time and nothing else.
-    retired: [Mutex<VecDeque<RetiredMemory>>; Lane::ALL.len()],
+    retired: [Mutex<Queue<RetiredMemory>>; Lane::ALL.len()],
     retired_count: AtomicUsize,
     /// The scratch in use, and the threads that wait for it.
     scratch: Mutex<ScratchMemory>,
@@ -144,8 +145,9 @@ impl Arena {
     /// # Errors
     /// As for [`allocate`](Self::allocate); `OverBudget` tells the sum that they ask of a place.
     pub fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
+        let mut memory = Vec::new();
+        make_room(&mut memory, pages.len())?;
         let reserved = self.reserve(purpose, pages)?;
-        let mut memory = Vec::with_capacity(pages.len());
         for (place, len) in pages {
             match reserved.allocate(*place, *len) {
                 Ok(page) => memory.push(page),

@@ -144,11 +144,11 @@ impl Scrub {
         let catalog = &self.snapshots.catalog;
         let mut catalog = if request.paced { catalog.lock_patiently() } else { catalog.lock() };
         // 1. A link that is not kept any more must not come back.
-        let is_kept = |link: &Manifest| {
+        let is_kept = |link: &Arc<Manifest>| {
             let mut kept = catalog.snapshots.iter();
             kept.any(|(id, kept)| *id == link.snapshot || kept.links.contains(&link.snapshot))
         };
-        let copies: Vec<Manifest> = copies.into_iter().filter(is_kept).collect();
+        let copies: Vec<Arc<Manifest>> = copies.into_iter().filter(is_kept).collect();
         self.mend_files(store, &copies, request.threads_max()).map_err(|error| match error {
             error if error.is_passing() => error,
             error => self.snapshots.engine.poison.set(error),
@@ -190,7 +190,7 @@ impl Scrub {
     }
 
     /// Writes files anew of which memory, or their own other copy, has all that they should say.
-    fn mend_files(&self, store: bool, copies: &[Manifest], threads_max: usize) -> Result<()> {
+    fn mend_files(&self, store: bool, copies: &[Arc<Manifest>], threads_max: usize) -> Result<()> {
         if store {
             let bytes = self.store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
             publish(&self.snapshots.engine.disk, FileName::Store, 0, &[&bytes])?;

@@ -7,6 +7,7 @@
 //! still begin before it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use remanent_format::frame::FrameKind;
 use remanent_format::image::ImageRef;
@@ -23,7 +24,7 @@ use crate::base::pace::Pace;
 use crate::base::sync::Instant;
 use crate::catalog::Catalog;
 use crate::disk::source::DiskSource;
-use crate::error::Result;
+use crate::error::{Result, collected};
 use crate::images::read::{ImageRequest, runs};
 
 /// The damage that a pass found.
@@ -34,7 +35,7 @@ pub(super) struct ScrubFindings {
     /// Whether STORE itself is damaged.
     pub store: bool,
     /// Links of which one copy is damaged.
-    pub copies: Vec<Manifest>,
+    pub copies: Vec<Arc<Manifest>>,
     /// The damaged images, by file and offset.
     pub images: BTreeSet<(u64, u64)>,
     /// Batches that cannot be replayed.
@@ -106,7 +107,8 @@ impl<'a> ScrubPass<'a> {
         self.read_images()?;
         // Half a pass must not be told as a whole one.
         let damage = &self.found.scrubbed.damage;
-        match damage.iter().find(|damage| matches!(damage.defect, Defect::Shortage { .. })) {
+        let is_shortage = |defect: &Defect| matches!(defect, Defect::Shortage { .. } | Defect::Memory { .. });
+        match damage.iter().find(|damage| is_shortage(&damage.defect)) {
             Some(shortage) => Err(shortage.clone().into()),
             None => Ok(self.found),
         }
@@ -134,7 +136,7 @@ impl<'a> ScrubPass<'a> {
 
     /// Reports the damaged copy of a link. One copy does for an open; this one is mended now, before the
     /// other one rots, too.
-    fn copy_damaged(&mut self, manifest: &Manifest, health: &CopyHealth) {
+    fn copy_damaged(&mut self, manifest: &Arc<Manifest>, health: &CopyHealth) {
         let file = FileName::Manifest(manifest.snapshot.0);
         // Both copies are of the same length.
         let second = self.source.len(file).ok().flatten().unwrap_or(0) / 2;
@@ -266,10 +268,10 @@ impl<'a> ScrubPass<'a> {
     fn read_images(&mut self) -> Result<()> {
         let wanted =
             |image: &ScrubImage| ImageRequest { page: image.page, len: image.len, image: image.image };
-        let mut wanted: Vec<ImageRequest> = self.images.values().map(wanted).collect();
+        let mut wanted = collected(self.images.values().map(wanted))?;
         // In the order of the files, several at one go.
         for run in runs(&mut wanted) {
-            for (image, damage) in run.damaged(&self.source) {
+            for (image, damage) in run.damaged(&self.source)? {
                 self.image_damaged(&image, damage);
             }
             let scrubbed = &mut self.found.scrubbed;
@@ -290,7 +292,7 @@ impl<'a> ScrubPass<'a> {
         // At once, so that a snapshot that is taken before the pass ends does not name it.
         let ScrubImage { page, batch, .. } = &self.images[&place];
         // A shortage says nothing about the image: its page would be written again for nothing.
-        if !matches!(damage.defect, Defect::Shortage { .. }) {
+        if !matches!(damage.defect, Defect::Shortage { .. } | Defect::Memory { .. }) {
             catalog.known.spoil(*page, image);
         }
         self.found.batches.extend(*batch);

@@ -50,7 +50,7 @@ impl<'b> CreatePage<'b> {
 
     /// As [`key`](Self::key), where a page may have none.
     pub fn optional_key(self, key: impl Into<Option<Key>>) -> Self {
-        if let BatchStep::Create { key: own, .. } = &mut self.batch.steps[self.step] {
+        if let Some(BatchStep::Create { key: own, .. }) = self.batch.created(self.step) {
             *own = key.into();
         }
         self
@@ -58,7 +58,7 @@ impl<'b> CreatePage<'b> {
 
     /// Gives the page its metadata.
     pub fn metadata(self, metadata: Metadata) -> Self {
-        if let BatchStep::Create { metadata: own, .. } = &mut self.batch.steps[self.step] {
+        if let Some(BatchStep::Create { metadata: own, .. }) = self.batch.created(self.step) {
             *own = metadata;
         }
         self

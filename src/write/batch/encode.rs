@@ -1,6 +1,6 @@
 //! A batch as a payload: everything that can be checked without looking at a page is checked here.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 
 use remanent_format::image::ImageRef;
 use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
@@ -10,7 +10,7 @@ use remanent_format::{Defect, PageId, Place, Width};
 
 use super::sparse::{CodedIndices, ascending};
 use super::{BatchStep, CapturedPart, CloneSource, DeviceFill, OpImages, WriteBatch};
-use crate::error::{Error, Result, copied};
+use crate::error::{Error, Result, copied, insert, set_of};
 
 /// Facts about a batch that must be known before it is encoded.
 pub(crate) struct BatchFacts<'a> {
@@ -42,8 +42,8 @@ impl WriteBatch {
         payload: &mut B,
     ) -> Result<Vec<DeviceFill>> {
         let BatchFacts { staged, images, captured, lens } = found;
-        let cloned =
-            self.steps.iter().filter_map(BatchStep::cloned).map(|page| page.resolve(pages)).collect();
+        let cloned = self.steps.iter().filter_map(BatchStep::cloned).map(|page| page.resolve(pages));
+        let cloned = set_of(cloned);
         let writer = PayloadWriter::on(payload);
         let mut encoder = Encoder { index: 0, writer, cloned, staged, blanks: Vec::new(), lens };
         let mut new_pages = pages.iter().copied();
@@ -54,15 +54,17 @@ impl WriteBatch {
             match step {
                 BatchStep::Create { len, place, key, metadata } => {
                     let (page, key, metadata) = (next_new(), key.clone(), metadata.clone());
-                    encoder.lens.insert(page, *len);
+                    insert(&mut encoder.lens, page, *len)?;
                     encoder.push(&Op::Create { page, len: *len, place: *place, key, metadata })?;
                 }
                 BatchStep::Clone { source } => {
                     let source = source.resolve(pages);
                     let CloneSource { place, metadata, bytes } =
-                        encoder.staged.get(&source).cloned().ok_or(Error::UnknownPage { page: source })?;
+                        encoder.staged.get(&source).ok_or(Error::UnknownPage { page: source })?;
+                    // A copy, for the clone may be cloned itself.
+                    let (place, metadata, bytes) = (*place, metadata.clone(), copied(bytes)?);
                     let (page, len) = (next_new(), bytes.len() as u64);
-                    encoder.lens.insert(page, len);
+                    insert(&mut encoder.lens, page, len)?;
                     encoder.push(&Op::Create { page, len, place, key: None, metadata })?;
                     if len > 0 {
                         encoder.push(&Op::Write { page, offset: 0, bytes: &bytes })?;
@@ -121,7 +123,7 @@ impl WriteBatch {
                 }
                 BatchStep::Resize { page, len } => {
                     let page = page.resolve(pages);
-                    encoder.lens.insert(page, *len);
+                    insert(&mut encoder.lens, page, *len)?;
                     encoder.push(&Op::Resize { page, len: *len })?;
                 }
                 BatchStep::Delete { page } => encoder.push(&Op::Delete { page: page.resolve(pages) })?,
@@ -180,7 +182,7 @@ impl BatchStep {
 pub(super) struct Encoder<B> {
     pub index: usize,
     pub writer: PayloadWriter<B>,
-    cloned: HashSet<PageId>,
+    cloned: BTreeSet<PageId>,
     staged: HashMap<PageId, CloneSource>,
     /// The ranges that only the device can fill.
     pub blanks: Vec<DeviceFill>,
@@ -227,6 +229,7 @@ impl<B: PayloadBytes> Encoder<B> {
     fn log(&mut self, op: &Op<'_>) -> Result<()> {
         self.writer.push(op).map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
+            Defect::Memory { needed } => Error::no_memory(needed),
             other => Error::InvalidOperation { index: self.index, reason: other.to_string() },
         })
     }

@@ -27,7 +27,7 @@ pub use working_copy::WorkingCopy;
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 
 use crate::device::DeviceBytes;
-use crate::error::{Error, Result, copied};
+use crate::error::{Error, Result, collected, copied, push};
 
 /// An id that no page ever has: ids begin at 1.
 const NOWHERE: PageId = PageId(0);
@@ -139,7 +139,9 @@ impl WriteBatch {
     }
 
     fn step(&mut self, step: BatchStep) -> &mut Self {
-        self.steps.push(step);
+        if let Err(error) = push(&mut self.steps, step) {
+            self.refused.get_or_insert(error);
+        }
         self
     }
 
@@ -152,12 +154,18 @@ impl WriteBatch {
         })
     }
 
-    /// Refuses a batch for which a copy failed.
+    /// Refuses a batch that could not take all that the caller gave.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if something that the caller gave could not be copied.
+    /// [`Error::OutOfMemory`] if a copy or an operation found no memory.
     pub(crate) fn check_copies(&self) -> Result<()> {
         self.refused.clone().map_or(Ok(()), Err)
+    }
+
+    /// An operation, for its details that come in later calls; `None` in a batch that is refused: it may not
+    /// be there.
+    fn created(&mut self, step: usize) -> Option<&mut BatchStep> {
+        if self.refused.is_some() { None } else { self.steps.get_mut(step) }
     }
 
     fn new_page(&mut self) -> NewPage {
@@ -173,7 +181,8 @@ impl WriteBatch {
     /// the page for the calls after it.
     pub fn create(&mut self, len: u64, place: Place) -> CreatePage<'_> {
         self.step(BatchStep::Create { len, place, key: None, metadata: Metadata::new() });
-        let (step, page) = (self.steps.len() - 1, self.new_page());
+        // A refused operation is not there; then the batch is refused, too.
+        let (step, page) = (self.steps.len().saturating_sub(1), self.new_page());
         CreatePage::new(self, step, page)
     }
 
@@ -329,7 +338,9 @@ impl WriteBatch {
     /// Demands that the page is at this epoch when the batch is committed; epoch 0 demands that it does
     /// not exist. Otherwise the commit fails with [`Error::Conflict`] and changes nothing.
     pub fn expect_epoch(&mut self, page: PageId, epoch: Epoch) -> &mut Self {
-        self.expectations.push((page, epoch));
+        if let Err(error) = push(&mut self.expectations, (page, epoch)) {
+            self.refused.get_or_insert(error);
+        }
         self
     }
 
@@ -351,12 +362,15 @@ impl WriteBatch {
     }
 
     /// The existing pages that the batch clones.
-    pub(crate) fn clone_sources(&self) -> Vec<PageId> {
-        let mut sources: Vec<PageId> =
-            self.steps.iter().filter_map(BatchStep::cloned).filter_map(PageRef::existing).collect();
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub(crate) fn clone_sources(&self) -> Result<Vec<PageId>> {
+        let sources = self.steps.iter().filter_map(BatchStep::cloned).filter_map(PageRef::existing);
+        let mut sources = collected(sources)?;
         sources.sort_unstable();
         sources.dedup();
-        sources
+        Ok(sources)
     }
 }
 

@@ -2,12 +2,13 @@
 //! changes. Such bytes need not be in the log: an image that is durable before the batch is logged does
 //! as well. They are written once then, and not again for the next snapshot.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use remanent_format::PageId;
 use remanent_format::image::ImageRef;
 
 use super::{BatchStep, WriteBatch};
+use crate::error::{Result, collected};
 
 /// Shorter pages stay in the log: naming an image takes it 80 bytes, and the image 64 of its own.
 const WHOLE_PAGE_LEN_MIN: u64 = 4096;
@@ -26,7 +27,7 @@ pub(crate) struct WholePage<'a> {
 }
 
 /// Images that hold what some operations of a batch write, by the operations' indices.
-pub(crate) type OpImages = HashMap<usize, ImageRef>;
+pub(crate) type OpImages = BTreeMap<usize, ImageRef>;
 
 /// A page's bytes and length, as the steps so far make them.
 struct Fate {
@@ -40,42 +41,38 @@ struct Fate {
 impl WriteBatch {
     /// The whole pages that the batch writes, if together they take at least `bytes_min` bytes. `pages`
     /// are the ids of the new pages, `len_of` gives the lengths of others.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
     pub(crate) fn whole_pages(
         &self,
         pages: &[PageId],
         bytes_min: u64,
         len_of: impl Fn(PageId) -> Option<u64>,
-    ) -> Vec<WholePage<'_>> {
+    ) -> Result<Vec<WholePage<'_>>> {
         // Few batches are that long: all others are not looked at closely.
         let at_start = |step: &BatchStep| match step {
             BatchStep::Write { offset: 0, bytes, .. } => bytes.len() as u64,
             _ => 0,
         };
         if self.steps.iter().map(at_start).sum::<u64>() < bytes_min {
-            return Vec::new();
+            return Ok(Vec::new());
         }
         let fates = self.fates(pages, len_of);
-        let mut whole: Vec<WholePage<'_>> = fates
-            .into_iter()
-            .filter_map(|(page, fate)| {
-                let step = fate.whole?;
-                let BatchStep::Write { bytes, .. } = &self.steps[step] else { return None };
-                let len_before = fate.len_before;
-                (bytes.len() as u64 >= WHOLE_PAGE_LEN_MIN).then_some(WholePage {
-                    step,
-                    page,
-                    len_before,
-                    bytes,
-                })
-            })
-            .collect();
+        let whole = fates.into_iter().filter_map(|(page, fate)| {
+            let step = fate.whole?;
+            let BatchStep::Write { bytes, .. } = &self.steps[step] else { return None };
+            let len_before = fate.len_before;
+            (bytes.len() as u64 >= WHOLE_PAGE_LEN_MIN).then_some(WholePage { step, page, len_before, bytes })
+        });
+        let mut whole = collected(whole)?;
         whole.sort_unstable_by_key(|whole| whole.step);
         let bytes: u64 = whole.iter().map(|whole| whole.bytes.len() as u64).sum();
-        if bytes < bytes_min { Vec::new() } else { whole }
+        Ok(if bytes < bytes_min { Vec::new() } else { whole })
     }
 
-    fn fates(&self, pages: &[PageId], len_of: impl Fn(PageId) -> Option<u64>) -> HashMap<PageId, Fate> {
-        let mut fates: HashMap<PageId, Fate> = HashMap::new();
+    fn fates(&self, pages: &[PageId], len_of: impl Fn(PageId) -> Option<u64>) -> BTreeMap<PageId, Fate> {
+        let mut fates: BTreeMap<PageId, Fate> = BTreeMap::new();
         let mut new_pages = pages.iter().copied();
         for (index, step) in self.steps.iter().enumerate() {
             let Some(page) = step.changes(pages, &mut new_pages) else { continue };
@@ -141,7 +138,7 @@ mod tests {
     fn steps(batch: &WriteBatch) -> Vec<usize> {
         let pages: Vec<PageId> = (20..).map(PageId).take(batch.new_pages()).collect();
         let len_of = |page| (page == OLD).then_some(LEN as u64);
-        batch.whole_pages(&pages, LEN as u64, len_of).iter().map(|whole| whole.step).collect()
+        batch.whole_pages(&pages, LEN as u64, len_of).unwrap().iter().map(|whole| whole.step).collect()
     }
 
     #[test]
@@ -195,8 +192,8 @@ mod tests {
         let mut batch = WriteBatch::default();
         batch.write(OLD, 0, &[1; LEN]);
         let len_of = |_| Some(LEN as u64);
-        assert_eq!(batch.whole_pages(&[], LEN as u64 + 1, len_of), []);
+        assert_eq!(batch.whole_pages(&[], LEN as u64 + 1, len_of).unwrap(), []);
         let whole = WholePage { step: 0, page: OLD, len_before: Some(LEN as u64), bytes: &[1; LEN] };
-        assert_eq!(batch.whole_pages(&[], LEN as u64, len_of), [whole]);
+        assert_eq!(batch.whole_pages(&[], LEN as u64, len_of).unwrap(), [whole]);
     }
 }

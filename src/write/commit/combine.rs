@@ -20,8 +20,8 @@
 
 use std::sync::Arc;
 
-use remanent_format::PageTable;
 use remanent_format::op::decode_payload;
+use remanent_format::{Defect, PageTable};
 
 use super::Committer;
 use super::draft::{Draft, Outcome};
@@ -143,10 +143,13 @@ impl Committer {
             for place in places {
                 let mut content = place.0.lock();
                 if let QueuedBytes::Draft(draft) = std::mem::replace(&mut *content, QueuedBytes::Taken) {
-                    // Decoded by its committer before, so this cannot fail; operations borrow the
-                    // payload, so they were not kept.
-                    let ops = decode_payload(&draft.payload).expect("decoded before it was left");
-                    let appended = self.append(table, &draft, &ops);
+                    let appended = match decode_payload(&draft.payload) {
+                        Ok(ops) => self.append(table, &draft, &ops),
+                        // Its committer decoded it before. Operations borrow the payload, so they were not
+                        // kept, and memory for them may be refused now.
+                        Err(Defect::Memory { needed }) => Err(Error::no_memory(needed)),
+                        Err(defect) => panic!("decoded before it was left: {defect}"),
+                    };
                     *content = QueuedBytes::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
                 }
             }
@@ -168,6 +171,7 @@ mod tests {
     use std::collections::VecDeque;
 
     use super::*;
+    use crate::applier::ListRoom;
     use crate::device::host::HostDevice;
     use crate::log::SpacePurpose;
     use crate::memory::staging::StagingPool;
@@ -185,6 +189,7 @@ mod tests {
             memory: VecDeque::new(),
             spares: Vec::new(),
             asides: VecDeque::new(),
+            room: ListRoom::default(),
         }
     }
 

@@ -14,7 +14,7 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable};
 
 use super::Committer;
 use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
-use crate::applier::ApplyWork;
+use crate::applier::{ApplyWork, ListRoom};
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
@@ -38,6 +38,8 @@ pub(super) struct Draft {
     pub spares: Vec<(PageId, PageMemory)>,
     /// Bytes that the applier copies from elsewhere than the payload.
     pub asides: VecDeque<StagingBuf>,
+    /// Memory for the applier's list.
+    pub room: ListRoom,
 }
 
 /// The last change of each page when it was copied: of its bytes, its metadata or its place.
@@ -138,8 +140,8 @@ impl Committer {
         // version, too.
         self.engine.versions.install(&changes);
         then(point, &changes);
-        let Draft { payload, memory, spares, asides, .. } = draft;
-        self.engine.applier.push(ApplyWork { point, payload, changes, memory, spares, asides });
+        let Draft { payload, memory, spares, asides, room, .. } = draft;
+        self.engine.applier.push(ApplyWork { point, payload, changes, memory, spares, asides, room });
         Outcome::Logged(point)
     }
 
@@ -162,6 +164,7 @@ fn refused(index: usize, refusal: Refusal) -> Error {
         }
         Refusal::KeyTaken { key, holder } => Error::KeyTaken { key, holder },
         Refusal::Limit { what, found, limit } => Error::Limit { what, found, limit },
+        Refusal::Memory { needed } => Error::no_memory(needed),
         other => Error::InvalidOperation { index, reason: other.to_string() },
     }
 }

@@ -28,13 +28,13 @@ use remanent_format::op::decode_payload;
 use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
-use crate::applier::stage_aside;
+use crate::applier::{ListRoom, stage_aside};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
 use crate::engine::Engine;
-use crate::error::{Error, Result, copied};
+use crate::error::{Error, Result, collected, copied, insert, map_of, push};
 use crate::images::AheadImages;
 use crate::images::numbers::ImageFiles;
 use crate::log::{Log, SpacePurpose};
@@ -98,8 +98,8 @@ impl Committer {
         // All that the batch alone decides comes first: refused here, nothing was copied, written or
         // allocated for it.
         batch.check_copies()?;
-        let pages = self.new_pages(batch.new_pages() as u64);
-        let sources = batch.clone_sources();
+        let pages = self.new_pages(batch.new_pages() as u64)?;
+        let sources = batch.clone_sources()?;
         batch.check_captures(&pages)?;
         let captures = self.capture(batch)?;
         let born_in = self.arrivals(batch)?;
@@ -116,7 +116,7 @@ impl Committer {
             let (whole, ahead) = self.write_ahead(batch, &pages, held.as_deref())?;
             let images = ahead.iter().flat_map(AheadImages::images).copied();
             // A frame names the images instead of having the bytes: they are written once.
-            let images = whole.iter().map(|whole| whole.step).zip(images).collect();
+            let images = map_of(whole.iter().map(|whole| whole.step).zip(images));
             let lens = self.lens(batch, held.as_deref());
             let found = BatchFacts { staged: contents, images, captured: &captures.found, lens };
             let mut payload = self.engine.staging.take_growing(batch.payload_len(&found))?;
@@ -129,12 +129,13 @@ impl Committer {
                 payload_crc,
                 // A batch that only deletes may use the reserve of a full disk: it frees more than it takes.
                 purpose: if only_deletes { SpacePurpose::Delete } else { SpacePurpose::User },
-                expected: batch.expectations().iter().copied().chain(captures.epochs()).collect(),
+                expected: collected(batch.expectations().iter().copied().chain(captures.epochs()))?,
                 staged,
-                lens: whole.iter().map(|whole| (whole.page, whole.len_before)).collect(),
+                lens: collected(whole.iter().map(|whole| (whole.page, whole.len_before)))?,
                 memory: VecDeque::new(),
                 spares: Vec::new(),
                 asides: VecDeque::new(),
+                room: ListRoom::default(),
             };
             let own = CommitterWork { captures: &captures, whole, ahead };
             // A stale draft has given everything back: it is made anew from the state that there is now.
@@ -147,14 +148,14 @@ impl Committer {
 
     /// Takes the ids of `count` new pages. They rise, and are never used again: recovery tells by an id
     /// alone that a page is gone.
-    fn new_pages(&self, count: u64) -> Vec<PageId> {
+    fn new_pages(&self, count: u64) -> Result<Vec<PageId>> {
         if count == 0 {
             // Most batches create nothing. They leave the counter, and its neighbours, to the caches of
             // other threads.
-            return Vec::new();
+            return Ok(Vec::new());
         }
         let first = self.next_page.fetch_add(count, Ordering::Relaxed);
-        (first..first + count).map(PageId).collect()
+        collected((first..first + count).map(PageId))
     }
 
     /// Writes the batch's whole pages to an image file, if they are worth one. The file and its name are
@@ -172,11 +173,11 @@ impl Committer {
         let whole = batch.whole_pages(pages, self.ahead_bytes_min, |page| match held {
             Some(table) => len_in(table, page),
             None => len_in(&self.submitted.lock(), page),
-        });
+        })?;
         if whole.is_empty() {
             return Ok((whole, None));
         }
-        let contents: Vec<(PageId, &[u8])> = whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
+        let contents = collected(whole.iter().map(|whole| (whole.page, whole.bytes)))?;
         let pool = &self.engine.log.pool;
         let write = || AheadImages::write(&self.files, self.engine.store, self.compression, &contents);
         // The reserve is filled first: the image may not take the space that deletes need on a full disk.
@@ -199,8 +200,8 @@ impl Committer {
                 self.engine.applier.read(&*self.engine.device, &self.engine.staging, page, len, whole)?;
             let metadata = (*info.metadata).clone();
             let copy = copied(&bytes)?;
-            contents.insert(page, CloneSource { place: info.place, metadata, bytes: copy });
-            versions.push((page, info.lsn));
+            insert(&mut contents, page, CloneSource { place: info.place, metadata, bytes: copy })?;
+            push(&mut versions, (page, info.lsn))?;
             self.engine.staging.give(bytes.into_staging());
         }
         Ok((contents, versions))
@@ -213,18 +214,26 @@ impl Committer {
         mut own: CommitterWork<'_>,
         held: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
-        let encoded = |defect: Defect| Error::InvalidOperation { index: 0, reason: defect.to_string() };
+        let encoded = |defect: Defect| match defect {
+            Defect::Memory { needed } => Error::no_memory(needed),
+            defect => Error::InvalidOperation { index: 0, reason: defect.to_string() },
+        };
         // Decoded as recovery will: a payload that does not decode must not reach the log.
         let ops = decode_payload(&draft.payload).map_err(encoded)?;
         // Before an Lsn is taken: the applier waits for no page. A batch in the log cannot be put off, so
         // the applier would hold up all that come after it, too.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
-        let whole: HashMap<PageId, &[u8]> = own.whole.iter().map(|whole| (whole.page, whole.bytes)).collect();
+        let whole = map_of(own.whole.iter().map(|whole| (whole.page, whole.bytes)));
         // Bytes that the applier cannot take from the payload are staged here: there, a lack of memory
         // would come too late.
         let asides =
             ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.engine.staging).transpose());
-        draft.asides = asides.collect::<Result<_>>()?;
+        let mut staged = Vec::new();
+        for aside in asides {
+            push(&mut staged, aside?)?;
+        }
+        draft.asides = staged.into();
+        draft.room = ListRoom::of(&ops)?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
         draft.memory = self.allocate(&ops, held.as_deref())?;
         draft.spares = match self.spares(&ops, held.as_deref()) {

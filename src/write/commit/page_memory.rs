@@ -12,7 +12,7 @@ use remanent_format::op::{Op, OpAt};
 use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, insert, push};
 use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
@@ -125,8 +125,8 @@ pub(super) fn homes_made(
         if len > PAGE_LEN_MAX {
             return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
         }
-        now.insert(page, (place, len));
-        made.push((place, len));
+        insert(&mut now, page, (place, len))?;
+        push(&mut made, (place, len))?;
     }
     Ok(made)
 }

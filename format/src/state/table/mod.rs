@@ -5,14 +5,16 @@
 //! second opinion on what a batch means.
 
 mod entry;
+mod key_index;
 mod plan;
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 pub use self::entry::PageEntry;
+use self::key_index::KeyIndex;
 use self::plan::next_epoch;
 pub use self::plan::{Changes, PlanMode, Refusal};
+use crate::defect::Defect;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::op::{Op, OpAt};
 use crate::state::by_id::ById;
@@ -60,7 +62,7 @@ pub struct PageTable {
     pages: ById<PageId, PageEntry>,
     /// Whether pages are marked when they change.
     is_watched: bool,
-    keys: HashMap<Key, PageId>,
+    keys: KeyIndex,
     root: Arc<Metadata>,
     next_page: u64,
     epoch_high: Epoch,
@@ -103,7 +105,7 @@ impl PageTable {
         let pages: ById<PageId, PageEntry> = noted.map(|info| (info.page, PageEntry::from(&info))).collect();
         let epoch_high = pages.values().map(|entry| entry.epoch).fold(epoch_high, Epoch::max);
         let next_page = next_page.max(past_last);
-        Self { pages, is_watched: false, keys: HashMap::new(), root, next_page, epoch_high, lsn }
+        Self { pages, is_watched: false, keys: KeyIndex::default(), root, next_page, epoch_high, lsn }
     }
 
     /// This table with the pages of another one, whose ids are all above its own.
@@ -257,9 +259,9 @@ impl PageTable {
         let new = Self::from_parts(pages, root, self.next_page, self.epoch_high, lsn);
         let mut before = std::mem::replace(self, new);
         if before.is_watched {
-            let mut changed = before.changed();
-            changed.extend(self.pages.iter().chain(before.pages.iter()).map(|(page, _)| page));
-            self.watch(changed);
+            before.pages.mark_all();
+            self.pages.mark_all();
+            self.watch(before.pages.each_marked());
         }
     }
 
@@ -272,8 +274,10 @@ impl PageTable {
 
     /// The pages that changed, or are gone, and were not settled since; ascending. None if the table is not
     /// watched.
-    #[must_use]
-    pub fn changed(&mut self) -> Vec<PageId> {
+    ///
+    /// # Errors
+    /// [`Defect::Memory`].
+    pub fn changed(&mut self) -> Result<Vec<PageId>, Defect> {
         self.pages.marked()
     }
 

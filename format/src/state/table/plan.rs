@@ -8,6 +8,7 @@ use smallvec::SmallVec;
 
 use super::entry::check_range;
 use super::{PageInfo, PageTable};
+use crate::defect::Defect;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
 use crate::limits::{DEVICE_ORDINAL_MAX, METADATA_LEN_MAX, NUMBER_MAX, PAGE_LEN_MAX, ROOT_LEN_MAX};
 use crate::op::{Op, OpAt};
@@ -91,6 +92,26 @@ pub enum Refusal {
     /// A restore is not an operation on this table: it replaces it.
     #[error("a restore stands alone in its batch")]
     Restore,
+    /// There is no memory to say what the batch changes.
+    #[error("there is no memory for {needed} bytes")]
+    Memory {
+        /// Bytes that were asked for.
+        needed: u64,
+    },
+}
+
+impl From<Refusal> for Defect {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Memory { needed } => Defect::Memory { needed },
+            refusal => Defect::Batch(refusal.to_string()),
+        }
+    }
+}
+
+/// What it takes to have room for `count` items more of this type.
+fn no_memory<T>(count: usize) -> Refusal {
+    Refusal::Memory { needed: (count.saturating_mul(size_of::<T>())) as u64 }
 }
 
 /// Which rules a plan checks.
@@ -151,16 +172,21 @@ impl Overlay<'_> {
         self.touched[self.position(page)?].state.as_ref()
     }
 
-    fn set(&mut self, page: PageId, state: Option<PageInfo>) {
+    fn set(&mut self, page: PageId, state: Option<PageInfo>) -> Result<(), Refusal> {
         let touched = TouchedPage { page, state, content: Content::Kept, is_raised: true };
         match self.position(page) {
             Some(at) => self.touched[at] = touched,
-            None => _ = self.push(touched),
+            None => _ = self.push(touched)?,
         }
+        Ok(())
     }
 
-    fn push(&mut self, touched: TouchedPage) -> usize {
+    fn push(&mut self, touched: TouchedPage) -> Result<usize, Refusal> {
         let at = self.touched.len();
+        self.touched.try_reserve(1).map_err(|_| no_memory::<TouchedPage>(2 * at))?;
+        if at > UNINDEXED_MAX {
+            self.index.try_reserve(1).map_err(|_| no_memory::<(PageId, usize)>(2 * at))?;
+        }
         self.touched.push(touched);
         match (at + 1).cmp(&(UNINDEXED_MAX + 1)) {
             Ordering::Less => {}
@@ -170,7 +196,7 @@ impl Overlay<'_> {
             }
             Ordering::Greater => _ = self.index.insert(self.touched[at].page, at),
         }
-        at
+        Ok(at)
     }
 
     /// The page for moving: this batch is its last change, and its epoch stays.
@@ -180,7 +206,7 @@ impl Overlay<'_> {
             None => {
                 let mut info = self.table.get(page).ok_or(Refusal::UnknownPage(page))?;
                 info.lsn = self.lsn;
-                self.push(TouchedPage { page, state: Some(info), content: Content::Kept, is_raised: false })
+                self.push(TouchedPage { page, state: Some(info), content: Content::Kept, is_raised: false })?
             }
         };
         Ok(&mut self.touched[at])
@@ -267,6 +293,8 @@ impl PageTable {
                             if let Some(holder) = keys_new.get(key).or(old) {
                                 return Err(Refusal::KeyTaken { key: key.clone(), holder: *holder });
                             }
+                            let count = keys_new.len();
+                            keys_new.try_reserve(1).map_err(|_| no_memory::<(Key, PageId)>(2 * count))?;
                             keys_new.insert(key.clone(), *page);
                         }
                         next_page = next_page.max(page.0 + 1);
@@ -281,7 +309,7 @@ impl PageTable {
                                 place: *place,
                                 metadata: metadata.clone().into(),
                             }),
-                        );
+                        )?;
                     }
                     Op::Write { page, .. }
                     | Op::Masked { page, .. }
@@ -304,13 +332,17 @@ impl PageTable {
                         let key = overlay.touch_info(*page)?.key.clone();
                         if let Some(key) = key {
                             keys_new.remove(&key);
+                            let count = keys_freed.len();
+                            keys_freed.try_reserve(1).map_err(|_| no_memory::<Key>(2 * count))?;
                             keys_freed.insert(key);
                         }
-                        overlay.set(*page, None);
+                        overlay.set(*page, None)?;
                     }
                     Op::SetMetadata { page, name, value } => {
                         let info = overlay.touch_info(*page)?;
                         info.metadata.make_mut().insert(name.clone(), value.clone());
+                        let count = metadata_grown.len();
+                        metadata_grown.try_reserve(1).map_err(|_| no_memory::<(usize, PageId)>(2 * count))?;
                         metadata_grown.push((index, *page));
                     }
                     Op::RemoveMetadata { page, name } => {
@@ -341,7 +373,11 @@ impl PageTable {
         if let (Some(index), Some(root)) = (root_grown, &root) {
             check_metadata_len("root", root, ROOT_LEN_MAX).map_err(|refusal| (index, refusal))?;
         }
-        let pages = overlay.touched.into_iter().map(|touched| (touched.page, touched.state)).collect();
+        let mut pages = SmallVec::new();
+        let count = overlay.touched.len();
+        let refused = |_| (0, no_memory::<(PageId, Option<PageInfo>)>(count));
+        pages.try_reserve_exact(count).map_err(refused)?;
+        pages.extend(overlay.touched.into_iter().map(|touched| (touched.page, touched.state)));
         Ok(Changes { lsn, pages, root, next_page })
     }
 }

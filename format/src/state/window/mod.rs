@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use crate::defect::{Damage, Defect, reserve};
+use crate::defect::{Damage, Defect, reserve, zeros};
 use crate::image::proven::ProvenImage;
-use crate::image::read::{read_image_head, zeros};
+use crate::image::read::read_image_head;
 use crate::names::{FileName, ReadAt};
 use crate::op::Op;
 use crate::state::apply::{apply_clipped, assert_fits, part_len};

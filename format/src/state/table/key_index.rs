@@ -1,0 +1,83 @@
+//! The pages by their keys. A hash map that grows takes memory for twice as many keys at once. Where a batch
+//! that is logged is installed, a refusal would come too late. So there are many maps, and each stays short.
+
+use std::collections::HashMap;
+
+use crate::ids::{Key, PageId};
+
+/// The number of maps. Each takes less than 64 KiB of memory up to half a million keys, and less than a
+/// mebibyte up to ten million.
+const SHARDS: usize = 512;
+
+/// The pages by their keys.
+#[derive(Clone, Debug, Default)]
+pub(super) struct KeyIndex {
+    /// None at all before the first key.
+    shards: Vec<HashMap<Key, PageId>>,
+}
+
+impl KeyIndex {
+    fn shard(key: &Key) -> usize {
+        // A map hashes the key once more, so this sum is a quick one.
+        crc32fast::hash(key.as_bytes()) as usize % SHARDS
+    }
+
+    pub fn get(&self, key: &Key) -> Option<&PageId> {
+        if self.shards.is_empty() { None } else { self.shards[Self::shard(key)].get(key) }
+    }
+
+    pub fn insert(&mut self, key: Key, page: PageId) -> Option<PageId> {
+        if self.shards.is_empty() {
+            self.shards.resize_with(SHARDS, HashMap::new);
+        }
+        let shard = Self::shard(&key);
+        self.shards[shard].insert(key, page)
+    }
+
+    pub fn remove(&mut self, key: &Key) -> Option<PageId> {
+        if self.shards.is_empty() {
+            return None;
+        }
+        let shard = Self::shard(key);
+        self.shards[shard].remove(key)
+    }
+
+    pub fn clear(&mut self) {
+        self.shards.clear();
+    }
+
+    fn len(&self) -> usize {
+        self.shards.iter().map(HashMap::len).sum()
+    }
+}
+
+/// The map that has a key makes no difference.
+impl PartialEq for KeyIndex {
+    fn eq(&self, other: &Self) -> bool {
+        let mut pairs = self.shards.iter().flatten();
+        self.len() == other.len() && pairs.all(|(key, page)| other.get(key) == Some(page))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_index_is_a_map_of_keys() {
+        let key = |number: u64| Key::new(number.to_le_bytes()).unwrap();
+        let (mut one, mut other) = (KeyIndex::default(), KeyIndex::default());
+        assert!(one == other && one.get(&key(1)).is_none() && one.remove(&key(1)).is_none());
+        for number in 0..5000 {
+            assert_eq!(one.insert(key(number), PageId(number)), None);
+            assert_eq!(other.insert(key(4999 - number), PageId(4999 - number)), None);
+        }
+        assert!(one == other, "whatever the order");
+        assert_eq!(one.insert(key(7), PageId(8)), Some(PageId(7)));
+        assert!(one != other);
+        assert_eq!(other.remove(&key(7)), Some(PageId(7)));
+        assert!(one != other && one.get(&key(7)) == Some(&PageId(8)) && other.get(&key(7)).is_none());
+        one.clear();
+        assert!(one == KeyIndex::default());
+    }
+}

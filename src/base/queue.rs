@@ -1,0 +1,76 @@
+//! A queue that asks for short memory only, however long it is: for what must be queued once a batch is
+//! logged, when a refusal would come too late.
+
+use std::collections::{LinkedList, VecDeque};
+
+/// Bytes of one piece at most.
+const PIECE_BYTES: usize = 32 << 10;
+
+/// A queue in pieces. Only a piece that stands alone may be empty.
+pub(crate) struct Queue<T> {
+    pieces: LinkedList<VecDeque<T>>,
+    len: usize,
+}
+
+impl<T> Default for Queue<T> {
+    fn default() -> Self {
+        Self { pieces: LinkedList::new(), len: 0 }
+    }
+}
+
+impl<T> Queue<T> {
+    /// Items of one piece.
+    const PIECE_LEN: usize = PIECE_BYTES / size_of::<T>();
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn front(&self) -> Option<&T> {
+        self.pieces.front()?.front()
+    }
+
+    pub fn push_back(&mut self, item: T) {
+        match self.pieces.back_mut().filter(|last| last.len() < Self::PIECE_LEN) {
+            Some(last) => last.push_back(item),
+            None => self.pieces.push_back(VecDeque::from([item])),
+        }
+        self.len += 1;
+    }
+
+    pub fn pop_front(&mut self) -> Option<T> {
+        let first = self.pieces.front_mut()?;
+        let item = first.pop_front();
+        // The last piece goes on to be used: most queues are short.
+        if first.is_empty() && self.pieces.len() > 1 {
+            self.pieces.pop_front();
+        }
+        self.len -= usize::from(item.is_some());
+        item
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_goes_in_comes_out_in_its_order() {
+        let (mut queue, mut expected) = (Queue::default(), VecDeque::new());
+        let mut next = 0;
+        for (pushed, popped) in [(1, 1), (1, 2), (9000, 10), (4096, 12_014), (1, 1), (8192, 4096), (0, 5200)]
+        {
+            for _ in 0..pushed {
+                queue.push_back(next);
+                expected.push_back(next);
+                next += 1;
+            }
+            for _ in 0..popped {
+                assert_eq!(queue.front(), expected.front());
+                assert_eq!(queue.pop_front(), expected.pop_front());
+                assert_eq!(queue.len(), expected.len());
+            }
+        }
+        assert_eq!((queue.len(), queue.pop_front()), (0, None));
+    }
+}

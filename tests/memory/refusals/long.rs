@@ -1,0 +1,243 @@
+//! Operations on a store of three pages, of which two are long.
+
+use std::path::Path;
+use std::sync::{LazyLock, Mutex};
+
+use remanent::{
+    Lsn, PageId, Place, Retention, Shadow, SnapshotId, SnapshotOptions, StatePoint, Store, Width, WriteBatch,
+};
+
+use super::Operation::{self, Call, Commit, Outside};
+use super::{call, follow, fork, look_at, open, open_on_demand, options, salvage, scrub};
+
+/// Longer than a piece, of one piece, and short.
+const LENS: [u64; 3] = [9 << 20, 3 << 20, 1000];
+
+fn content(page: usize, salt: u8) -> Vec<u8> {
+    let noise = |at: u64| ((at ^ (at >> 9)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u8;
+    // One that compresses, and one that does not.
+    (0..LENS[page]).map(|at| if page == 1 { (at >> 14) as u8 ^ salt } else { noise(at) ^ salt }).collect()
+}
+
+fn write(store: &Store, salt: u8) -> WriteBatch {
+    let mut batch = store.batch();
+    for page in 0..LENS.len() {
+        batch.write(PageId(page as u64 + 1), 0, &content(page, salt));
+    }
+    batch
+}
+
+/// Makes three pages, a snapshot with their first content, and a batch in the log after it.
+pub fn prepare(directory: &Path) {
+    let store = Store::open(directory, options()).unwrap();
+    let mut batch = store.batch();
+    for len in LENS {
+        batch.create(len, Place::Host);
+    }
+    store.commit(batch).unwrap();
+    store.commit(write(&store, 0)).unwrap();
+    store.snapshot().unwrap();
+    touch(&store);
+    store.close().unwrap();
+}
+
+/// A short change of the first page.
+fn touch(store: &Store) {
+    let mut batch = store.batch();
+    batch.write(PageId(1), 5 << 20, &[1; 10]);
+    store.commit(batch).unwrap();
+}
+
+/// Elements of the first page, in no order.
+static INDICES: LazyLock<Vec<u32>> = LazyLock::new(|| (0..600_000).rev().collect());
+static CONTENT: LazyLock<Vec<u8>> = LazyLock::new(|| content(0, 9));
+
+/// Makes what operations take from outside, before memory is refused.
+pub fn make_inputs() {
+    LazyLock::force(&INDICES);
+    LazyLock::force(&CONTENT);
+}
+
+/// Bytes that a caller hands over.
+static GIVEN: Mutex<Option<Vec<u8>>> = Mutex::new(None);
+
+fn give(_: &Store) {
+    *GIVEN.lock().unwrap() = Some(CONTENT.clone());
+}
+
+pub const LONG: [(&str, Operation); 34] = [
+    ("open", Outside(open)),
+    ("open on demand", Outside(open_on_demand)),
+    ("follower", Outside(follow)),
+    ("view", Outside(|directory| look_at(&Store::open_read_only(directory)?))),
+    (
+        "view of a snapshot",
+        Outside(|directory| look_at(&Store::open_at(directory, &StatePoint::Snapshot(SnapshotId(1)))?)),
+    ),
+    (
+        "would_prune_at",
+        Outside(|directory| Store::would_prune_at(directory, &Retention::default()).map(drop)),
+    ),
+    ("salvage", Outside(salvage)),
+    ("commit", Commit(|store| write(store, 7))),
+    (
+        "batch that writes",
+        call(|store, _| {
+            let mut batch = store.batch();
+            batch.write(PageId(1), 0, &CONTENT);
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
+        "batch with a mask",
+        call(|store, _| {
+            let mut batch = store.batch();
+            batch.write_masked(PageId(1), 0, Width::W1, &CONTENT[..CONTENT.len() / 8], &CONTENT);
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
+        "batch of elements",
+        call(|store, _| {
+            let mut batch = store.batch();
+            batch.scatter(PageId(1), Width::W4, &INDICES, &CONTENT[..4 * INDICES.len()]);
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
+        "create_from",
+        Call(give, |store, _| {
+            let mut batch = store.batch();
+            batch.create_from(GIVEN.lock().unwrap().take().unwrap(), Place::Host);
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
+        "resize",
+        call(|store, _| {
+            let mut batch = store.batch();
+            // Longer, and as it was with the next one.
+            batch.resize(PageId(1), LENS[0] + 1000).resize(PageId(2), LENS[1] / 2);
+            store.commit(batch)?;
+            let mut batch = store.batch();
+            batch.resize(PageId(1), LENS[0]).resize(PageId(2), LENS[1]);
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
+        "move_to",
+        call(|store, _| {
+            let other = if store.page(PageId(1))?.place == Place::Host { Place::Pinned } else { Place::Host };
+            let mut batch = store.batch();
+            batch.move_to(PageId(1), other);
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
+        "clone_page",
+        call(|store, _| {
+            let mut batch = store.batch();
+            batch.clone_page(PageId(1));
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
+        "capture",
+        call(|store, _| {
+            let copy = store.working_copy(PageId(1), Width::W4, Shadow::Page)?;
+            let mut batch = store.batch();
+            batch.capture(&copy);
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
+        "lease",
+        call(|store, _| {
+            let lease = store.lease(PageId(1))?;
+            lease.bytes()?;
+            lease.end()
+        }),
+    ),
+    (
+        "leased page that changes",
+        call(|store, _| {
+            let lease = store.lease(PageId(1))?;
+            let mut batch = store.batch();
+            batch.write(PageId(1), 77, &[7]);
+            let changed = std::thread::scope(|scope| scope.spawn(|| store.commit(batch)).join().unwrap());
+            lease.end()?;
+            changed.map(drop)
+        }),
+    ),
+    ("pin", call(|store, _| store.pin(PageId(1)).map(drop))),
+    ("snapshot", Call(touch, |store, _| store.snapshot().map(drop))),
+    ("exact snapshot", Call(touch, |store, _| store.snapshot_with(SnapshotOptions::new().exact()).map(drop))),
+    (
+        "named snapshot",
+        Call(touch, |store, _| {
+            store.snapshot_with(SnapshotOptions::new().name(store.lsn().to_string())).map(drop)
+        }),
+    ),
+    (
+        "published snapshot",
+        Call(touch, |store, _| {
+            store.snapshot_with(SnapshotOptions::new().only_published())?;
+            store.wait_verified()
+        }),
+    ),
+    (
+        "restore",
+        Call(
+            |store| {
+                store.snapshot().unwrap();
+                touch(store);
+            },
+            |store, _| {
+                let newest = store.snapshots().pop().unwrap().id;
+                store.restore(&StatePoint::Snapshot(newest)).map(drop)
+            },
+        ),
+    ),
+    (
+        "restore to a batch",
+        Call(
+            |store| {
+                // So that the way back is never longer than the first time.
+                store.snapshot().unwrap();
+                touch(store);
+                touch(store);
+            },
+            |store, _| store.restore(&StatePoint::Lsn(Lsn(store.lsn().0 - 1))).map(drop),
+        ),
+    ),
+    ("would_prune", call(|store, _| store.would_prune(&Retention::default()).map(drop))),
+    (
+        "prune",
+        Call(
+            |store| {
+                touch(store);
+                store.snapshot().unwrap();
+            },
+            |store, _| store.prune(&Retention::default().snapshots_kept(1)).map(drop),
+        ),
+    ),
+    ("scrub", call(scrub)),
+    ("audit", call(|store, _| store.audit().map(drop))),
+    ("read", call(|store, _| store.read_to_vec(PageId(1)).map(drop))),
+    (
+        "read_into",
+        call(|store, _| {
+            let mut buffer = Vec::new();
+            store.read_into(PageId(2), &mut buffer).map(drop)
+        }),
+    ),
+    (
+        "live view",
+        call(|store, _| {
+            let view = store.view()?;
+            view.read(PageId(1), 0, &mut [0; 100])
+        }),
+    ),
+    ("pages", call(|store, _| store.pages().map(|pages| pages.for_each(drop)))),
+    ("fork", call(fork)),
+];

@@ -1,0 +1,309 @@
+//! A refused allocation is an error like any other. Of each long allocation of an operation it holds: the
+//! process lives, the call says that there was no memory, nothing is changed by it, and the same store goes
+//! on.
+//!
+//! An allocation that cannot fail aborts the process, so each operation has a process of its own. That
+//! process refuses the first long allocation, then the second, and so on, until the operation comes to its
+//! end with none refused. If the process dies, the next one goes on after the allocation that it died of, so
+//! that one run names all of them. With `REMANENT_REFUSALS_TRACE` set, each refusal is told with its stack.
+//!
+//! There is no list of exceptions. Third-party maps with no way to be refused memory are kept short: the
+//! engine has 256 of them for the keys.
+
+mod long;
+mod many;
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use remanent::disk::dir::DirReader;
+use remanent::{
+    Error, FollowFrom, Follower, Options, PageId, PageInfo, PageLoad, Replica, Result, Seed, StatePoint,
+    Store, View, WriteBatch,
+};
+use remanent_format::salvage::{PageRemains, Salvage};
+use remanent_format::store::StoreFile;
+
+use crate::allocator::{alone, refuse};
+
+/// Longer allocations are refused, in bytes.
+const REFUSED_ABOVE: usize = 64 << 10;
+/// The variable that names the case of a process: the subject, the operation and the number of the first
+/// allocation.
+const CASE: &str = "REMANENT_REFUSED";
+const DIRECTORY: &str = "REMANENT_REFUSED_IN";
+/// The exit code of a process that has refused them all.
+const DONE: i32 = 42;
+/// Each of the first allocations of an operation is refused, up to this number, and some of the later ones.
+/// With the variable `REMANENT_REFUSALS_EVERY` each is.
+const EACH_UP_TO: isize = 40;
+/// Pages that a look compares byte by byte: all of a few, one in some of many.
+const LOOKS: usize = 500;
+
+fn options() -> Options {
+    Options::default().snapshot_log_bytes(None).snapshot_interval(None)
+}
+
+/// A store that operations are done to.
+struct Subject {
+    name: &'static str,
+    prepare: fn(&Path),
+    operations: &'static [(&'static str, Operation)],
+}
+
+const SUBJECTS: [Subject; 2] = [
+    Subject { name: "long", prepare: long::prepare, operations: &long::LONG },
+    Subject { name: "many", prepare: many::prepare, operations: &many::MANY },
+];
+
+/// An operation, and what is prepared before memory is refused.
+#[derive(Clone, Copy)]
+enum Operation {
+    /// Opens the directory by itself.
+    Outside(fn(&Path) -> Result<()>),
+    /// A batch that is built before memory is refused.
+    Commit(fn(&Store) -> WriteBatch),
+    /// Any call, after a preparation.
+    Call(fn(&Store), fn(&Store, &Path) -> Result<()>),
+}
+
+use Operation::{Call, Commit, Outside};
+
+const fn call(run: fn(&Store, &Path) -> Result<()>) -> Operation {
+    Call(|_| (), run)
+}
+
+fn fork(store: &Store, directory: &Path) -> Result<()> {
+    let fork = directory.with_extension("fork");
+    _ = std::fs::remove_dir_all(&fork);
+    store.fork(fork, &StatePoint::Lsn(store.lsn())).map(drop)
+}
+
+fn scrub(store: &Store, _: &Path) -> Result<()> {
+    let report = store.scrub()?;
+    assert!(report.damage.is_empty(), "refused memory is no damage: {:?}", report.damage);
+    Ok(())
+}
+
+fn follow(directory: &Path) -> Result<()> {
+    let mut replica = Replica::from_snapshot(directory)?;
+    let mut follower = Follower::open(directory, FollowFrom::Position(replica.position()))?;
+    while let Some(batch) = follower.next(Duration::ZERO)? {
+        replica.apply(&batch)?;
+    }
+    Ok(())
+}
+
+fn open(directory: &Path) -> Result<()> {
+    Store::open(directory, options()).and_then(|store| store.close())
+}
+
+fn open_on_demand(directory: &Path) -> Result<()> {
+    let store = Store::open(directory, options().page_load(PageLoad::OnDemand))?;
+    let read = store.read(PageId(1), 0, &mut [0; 5]);
+    store.close()?;
+    read.map(drop)
+}
+
+fn look_at(view: &View) -> Result<()> {
+    let mut bytes = [0; 1000];
+    view.pages()
+        .take(3)
+        .try_for_each(|info| view.read(info.page, 0, &mut bytes[..info.len.min(1000) as usize]))
+}
+
+/// As the command `salvage`: makes a new store of all that an old one proves.
+fn salvage(directory: &Path) -> Result<()> {
+    let target = directory.with_extension("salvaged");
+    _ = std::fs::remove_dir_all(&target);
+    let reader = DirReader::new(directory);
+    let store = StoreFile::decode(&std::fs::read(directory.join("STORE")).unwrap()).unwrap();
+    let (features, record) = (store.features, store.record.clone());
+    let found = Salvage::read(&reader, store, 1 << 30)?;
+    let state = found.state();
+    let seed = Seed { features, record, table: state.table.clone(), point: state.point };
+    let load = |info: &PageInfo, offset: u64, out: &mut [u8]| match found.find(info) {
+        PageRemains::Exact(bytes) => {
+            let window = found.window(&bytes, offset..offset + out.len() as u64)?;
+            out.copy_from_slice(&window);
+            Ok(())
+        }
+        PageRemains::Lost(damage) => Err(Error::from(damage)),
+        PageRemains::Older { .. } => panic!("{}: only an older version was found", info.page),
+    };
+    Store::create_at(target, &seed, load).map(drop)
+}
+
+/// All that a store says of its pages, and the bytes of some of them.
+#[derive(PartialEq)]
+struct Seen {
+    pages: Vec<PageInfo>,
+    bytes: Vec<Vec<u8>>,
+}
+
+fn look(store: &Store) -> Seen {
+    let pages: Vec<PageInfo> = store.pages().unwrap().collect();
+    let step = pages.len().div_ceil(LOOKS).max(1);
+    let bytes = pages.iter().step_by(step).map(|info| store.read_to_vec(info.page).unwrap()).collect();
+    Seen { pages, bytes }
+}
+
+fn find(case: &str) -> (&'static str, Operation) {
+    let (subject, name) = case.split_once('/').unwrap();
+    let subject = SUBJECTS.iter().find(|other| other.name == subject).unwrap();
+    *subject.operations.iter().find(|(other, _)| *other == name).unwrap()
+}
+
+/// Whether an operation that was refused memory may stop the store: a page that cannot be loaded, and a
+/// restore that is logged and cannot be brought to memory. After the latter the next open has the restored
+/// state.
+fn may_stop(name: &str) -> bool {
+    ["open on demand", "open that loads all later", "restore", "restore to a batch"].contains(&name)
+}
+
+/// Operations of several batches, of which the first ones stay if a later one is refused.
+const MAY_CHANGE: [&str; 3] = ["resize", "leased page that changes", "exact snapshot beside commits"];
+
+/// The allocation that is refused after this one.
+fn next(number: isize) -> isize {
+    let is_each = number < EACH_UP_TO || std::env::var_os("REMANENT_REFUSALS_EVERY").is_some();
+    if is_each { number + 1 } else { number + number / 4 }
+}
+
+/// Refuses the allocations of one operation, one after the other, in a process of its own.
+#[test]
+fn case() {
+    let (Ok(case), Ok(directory)) = (std::env::var(CASE), std::env::var(DIRECTORY)) else { return };
+    let (case, first) = case.rsplit_once(':').unwrap();
+    let directory = Path::new(&directory);
+    let (name, operation) = find(case);
+    long::make_inputs();
+    let mut open_store: Option<Store> = None;
+    let before_all = look(&Store::open(directory, options()).unwrap());
+    let mut number: isize = first.parse().unwrap();
+    loop {
+        std::fs::write(directory.with_extension("number"), number.to_string()).unwrap();
+        let (result, is_refused) = match operation {
+            Outside(run) => refuse(number, REFUSED_ABOVE, || run(directory)),
+            Commit(_) | Call(..) => {
+                let store = open_store.get_or_insert_with(|| Store::open(directory, options()).unwrap());
+                let mut batch = None;
+                match operation {
+                    Commit(build) => batch = Some(build(store)),
+                    Call(prepare, _) => prepare(store),
+                    Outside(_) => unreachable!(),
+                }
+                let before = look(store);
+                let outcome = refuse(number, REFUSED_ABOVE, || match operation {
+                    Commit(_) => store.commit(batch.take().unwrap()).map(drop),
+                    Call(_, run) => run(store, directory),
+                    Outside(_) => unreachable!(),
+                });
+                let lsn = store.lsn();
+                let mut more = store.batch();
+                more.set_root("number", number as u64);
+                match store.commit(more) {
+                    Ok(_) if outcome.0.is_err() && !MAY_CHANGE.contains(&name) => {
+                        assert!(look(store) == before, "{case}:{number}: it changed something");
+                    }
+                    Ok(_) => {}
+                    Err(Error::Poisoned(_)) if may_stop(name) => {
+                        open_store = None;
+                        let store = Store::open(directory, options()).unwrap();
+                        if store.lsn() < lsn {
+                            assert!(look(&store) == before, "{case}:{number}: it changed something");
+                        }
+                    }
+                    Err(error) => {
+                        panic!("{case}:{number}: the store goes on: {error}, after {:?}", outcome.0)
+                    }
+                }
+                outcome
+            }
+        };
+        if let Err(error) = &result {
+            let refused = match error {
+                Error::Poisoned(first) if may_stop(name) => &**first,
+                error => error,
+            };
+            let is_right = is_refused && matches!(refused, Error::OutOfMemory { len, .. } if *len > 0);
+            assert!(is_right, "{case}:{number}: {error:?}");
+        } else if !is_refused {
+            break;
+        }
+        assert!(number < 5000, "{case} makes ever more long allocations");
+        number = next(number);
+    }
+    // What is acknowledged is there when it is opened again.
+    let expected = match open_store {
+        Some(store) => {
+            let seen = look(&store);
+            store.audit().unwrap();
+            store.close().unwrap();
+            seen
+        }
+        None => before_all,
+    };
+    let store = Store::open(directory, options()).unwrap();
+    assert!(look(&store) == expected, "{case}: all is there when it is opened again");
+    std::process::exit(DONE);
+}
+
+#[test]
+fn no_refused_memory_ends_the_process_or_the_store() {
+    let _alone = alone();
+    // Those operations alone whose names contain this.
+    let only = std::env::var("REMANENT_REFUSALS").ok();
+    let (mut failed, mut cases) = (Vec::new(), 0);
+    for subject in &SUBJECTS {
+        let template = tempfile::tempdir().unwrap();
+        (subject.prepare)(template.path());
+        for (name, _) in subject.operations {
+            let case = format!("{}/{name}", subject.name);
+            if only.as_ref().is_some_and(|only| !case.contains(only)) {
+                continue;
+            }
+            let (mut first, mut dead) = (1, 0);
+            loop {
+                let place = tempfile::tempdir().unwrap();
+                let directory = place.path().join("store");
+                copy(template.path(), &directory);
+                let child = Command::new(std::env::current_exe().unwrap())
+                    .args(["--exact", "refusals::case", "--nocapture", "--test-threads", "1"])
+                    .env(CASE, format!("{case}:{first}"))
+                    .env(DIRECTORY, &directory)
+                    .output()
+                    .unwrap();
+                let number = std::fs::read_to_string(directory.with_extension("number"));
+                let number: isize = number.map_or(0, |number| number.parse().unwrap());
+                if child.status.code() == Some(DONE) {
+                    cases += number - 1;
+                    break;
+                }
+                let told = String::from_utf8_lossy(&child.stderr);
+                failed.push(format!("{case}, allocation {number}: {:?}: {told}", child.status));
+                dead += 1;
+                if number < first || dead > 30 {
+                    break;
+                }
+                first = next(number);
+            }
+        }
+    }
+    assert!(only.is_some() || cases > 400, "{cases} allocations were refused");
+    assert!(failed.is_empty(), "{} cases failed:\n{}", failed.len(), failed.join("\n"));
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for found in std::fs::read_dir(from).unwrap() {
+        let found = found.unwrap();
+        let target = to.join(found.file_name());
+        if found.file_type().unwrap().is_dir() {
+            copy(&found.path(), &target);
+        } else {
+            std::fs::copy(found.path(), target).unwrap();
+        }
+    }
+}
