@@ -31,8 +31,9 @@ use remanent_format::{
 
 use crate::applier::{Applier, Turn};
 use crate::base::poison::Poison;
+use crate::base::wall_clock::unix_ms;
 use crate::catalog::publish::publish_manifest;
-use crate::catalog::{Catalog, RetainedTable, entry, unix_ms};
+use crate::catalog::{Catalog, RetainedTable, entry};
 use crate::device::{Command, CommandList, Device, Pending, Span, StagingSpan};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;

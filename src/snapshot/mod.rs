@@ -60,10 +60,11 @@ use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::poison::Poison;
 use crate::base::sync::{Instant, Mutex};
+use crate::base::wall_clock::unix_ms;
 use crate::catalog::publish::{PublishedFile, publish_unchecked};
 use crate::catalog::{
     Beginning, Catalog, CatalogLock, ImageTotals, KnownImages, NewestSnapshot, RetainedSnapshot,
-    SnapshotInfo, SnapshotWork, unix_ms,
+    SnapshotInfo, SnapshotWork,
 };
 use crate::device::{CommandList, Device};
 use crate::disk::Disk;
