@@ -448,9 +448,16 @@ impl Life {
             1 => -by,
             _ => by,
         };
+        // Two that may grow old.
+        for _ in 0..SNAPSHOTS_KEPT {
+            self.commit();
+            self.ask(&Command::Snapshot(Kind::Fuzzy));
+            self.tally.snapshots += 1;
+        }
         let is_between = self.random.below(2) == 0;
         if is_between {
             self.ask(&Command::Close);
+            self.with.kept_for_ms = KEPT_FOR_MS[2];
         }
         self.set_clock();
         if is_between {
