@@ -13,3 +13,4 @@ pub(crate) mod sync;
 #[cfg(shuttle)]
 pub mod sync;
 pub(crate) mod wakers;
+pub mod wall_clock;

@@ -11,7 +11,6 @@ pub(crate) mod sample;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::{Manifest, ManifestEntry};
@@ -170,9 +169,4 @@ pub(crate) fn entry(info: &PageInfo, image: Option<ImageRef>) -> ManifestEntry {
         metadata: info.metadata.clone(),
         image,
     }
-}
-
-/// The time in milliseconds since 1970, for people: nothing depends on it.
-pub(crate) fn unix_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }

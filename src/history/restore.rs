@@ -30,8 +30,9 @@ use remanent_format::{
 };
 
 use crate::applier::Turn;
+use crate::base::wall_clock::unix_ms;
 use crate::catalog::publish::publish_manifest;
-use crate::catalog::{Catalog, RetainedTable, entry, unix_ms};
+use crate::catalog::{Catalog, RetainedTable, entry};
 use crate::device::{Command, CommandList, Device, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;

@@ -22,8 +22,9 @@ use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{FileName, Folder, LogPoint, PageId, PageInfo, PageTable, SnapshotId, StoreId};
 
+use crate::base::wall_clock::unix_ms;
+use crate::catalog::entry;
 use crate::catalog::publish::publish_manifest;
-use crate::catalog::{entry, unix_ms};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result, collected, map_of};

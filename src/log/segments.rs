@@ -44,9 +44,9 @@ const FIRST_SPARES_MAX: usize = 4;
 /// An open takes two segments: its own, and an empty one after it. It gets back the empty one that the log
 /// ended with. It gets back the other one only if the store committed nothing since it was opened; otherwise
 /// the log has grown by one segment. So two must be left after the next open, for the opens that follow, and
-/// the next open itself takes one more. The fourth is for the manifest of a snapshot that gives back the
-/// space of deleted pages.
-const HELD_FOR_OPENS: usize = 4;
+/// the next open itself takes two more. The fifth is for the manifest of a snapshot that gives back the space
+/// of deleted pages, also if the store is opened between the delete and the snapshot.
+const HELD_FOR_OPENS: usize = 5;
 
 /// While segments grow, a spare is long enough for the reserve if it has this part of the next segment's
 /// length. So the reserve is not made anew at each step.
@@ -77,11 +77,12 @@ impl SpacePurpose {
         match self {
             // The spares are kept for opens, so an open may take the last one.
             SpacePurpose::Open => 0,
-            SpacePurpose::Seal => HELD_FOR_OPENS,
+            // The manifest of a snapshot that gives space back may take the one that is held for it.
+            SpacePurpose::Seal => HELD_FOR_OPENS - 1,
             SpacePurpose::Delete => HELD_FOR_OPENS + 1,
-            // One more than a delete leaves: the user must be able to delete on a disk that refuses other
-            // batches.
-            SpacePurpose::User => HELD_FOR_OPENS + 2,
+            // Two more than a delete leaves: the user must be able to delete on a disk that refuses other
+            // batches, also after the next open, in which a spare may give way for a name.
+            SpacePurpose::User => HELD_FOR_OPENS + 3,
         }
     }
 }

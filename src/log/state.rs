@@ -74,8 +74,8 @@ pub struct LogStats {
 
 /// The state of an open log, behind the lock of [`super::writer::Log`].
 pub(super) struct LogState {
-    pub current: LiveSegments,
-    pub ahead: VecDeque<LiveSegments>,
+    pub current: OpenSegment,
+    pub ahead: VecDeque<OpenSegment>,
     pub point: LogPoint,
     pub chain: u32,
     pub offset: u64,
@@ -128,7 +128,7 @@ pub(super) struct LogState {
 }
 
 /// A segment that takes frames, or will. Its file stays open through the window alone.
-pub(super) struct LiveSegments {
+pub(super) struct OpenSegment {
     pub number: u64,
     pub len: u64,
     pub window: Arc<dyn Window>,
@@ -142,16 +142,19 @@ pub(super) struct DirtyRange {
 }
 
 /// A range of a segment that the next frames will fill.
-pub(super) struct NextSegments {
+pub(super) struct UpcomingRange {
     pub window: Arc<dyn Window>,
     pub from: u64,
     pub len: u64,
 }
 
 /// The answer to a request for room for a frame: what must be done before it is put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
     /// The frame has room now.
     Ready,
+    /// The frame has room in the next segment: [`LogState::roll`] goes on to it.
+    NextSegment,
     /// A segment must be made first, which takes syncs and no state lock.
     AfterGrowth,
     /// This batch must be durable first, or a power cut would find more than two unsynced segments.
@@ -203,9 +206,12 @@ impl LogState {
         }
     }
 
-    /// Finds room for a frame of `frame_len` bytes, and goes on to the next segment where that is allowed. If
-    /// it is not, the caller does the thing that the answer names, without this lock, and asks again.
-    pub fn room_for(&mut self, frame_len: u64) -> Room {
+    /// Says where a frame of `frame_len` bytes has room. If it has none as yet, the caller does the thing that
+    /// the answer names, without this lock, and asks again.
+    ///
+    /// Asking moves nothing. A log that went on to the next segment for a frame that was then refused had a
+    /// blank segment in its line; a longer frame went past it, and the next open took the hole for damage.
+    pub fn room_for(&self, frame_len: u64) -> Room {
         if self.next_offset() + frame_len <= self.current.len {
             return Room::Ready;
         }
@@ -220,6 +226,12 @@ impl LogState {
         if let Some(&(_, last)) = self.left_behind.back() {
             return Room::AfterSync(last);
         }
+        Room::NextSegment
+    }
+
+    /// Goes on to the next segment, for a frame that is put there under the same lock. [`Self::room_for`] has
+    /// said [`Room::NextSegment`].
+    pub fn roll(&mut self) {
         let _phase = phases::enter(Phase::SegmentRoll);
         if self.point.lsn > self.durable {
             self.left_behind.push_back((self.current.number, self.point.lsn));
@@ -233,7 +245,6 @@ impl LogState {
         // starts one.
         self.group_open = false;
         self.stats.rolls += 1;
-        Room::Ready
     }
 
     /// Whether a batch that was appended `now` is the first one in a while.
@@ -249,14 +260,14 @@ impl LogState {
     }
 
     /// The ranges that the next `len` bytes of frames will fill.
-    pub fn upcoming(&self, len: u64) -> Vec<NextSegments> {
+    pub fn upcoming(&self, len: u64) -> Vec<UpcomingRange> {
         let mut left = len;
         let here = (&self.current, self.offset);
         let places = [here].into_iter().chain(self.ahead.front().map(|next| (next, SEGMENT_HEADER_BLOCK)));
         let upcoming = places.map(|(segment, from)| {
             let len = left.min(segment.len.saturating_sub(from));
             left -= len;
-            NextSegments { window: segment.window.clone(), from, len }
+            UpcomingRange { window: segment.window.clone(), from, len }
         });
         upcoming.filter(|upcoming| upcoming.len > 0).collect()
     }
@@ -285,10 +296,10 @@ impl LogState {
     }
 }
 
-pub(super) fn live(segment: SegmentFile) -> LiveSegments {
+pub(super) fn live(segment: SegmentFile) -> OpenSegment {
     let SegmentFile { number, len, window, .. } = segment;
     tracing::debug!(segment = %FileName::Segment(number), len, "segment ready");
-    LiveSegments { number, len, window }
+    OpenSegment { number, len, window }
 }
 
 /// A request of the watcher: the growth of the log that it waits for.
@@ -342,6 +353,27 @@ mod tests {
             state.dirty_bytes = dirty_bytes;
             assert_eq!(state.more_until().is_some(), waits, "{dirty_bytes} bytes");
         }
+    }
+
+    /// A frame may still be refused when its room is known: then the log is where it was.
+    #[test]
+    fn asking_for_room_leaves_the_log_where_it_is() {
+        let mut state = opened();
+        let frame_len = state.current.len - SEGMENT_HEADER_BLOCK;
+        assert_eq!(state.room_for(frame_len), Room::Ready);
+        let OpenSegment { number, len, ref window } = state.ahead[0];
+        let second = OpenSegment { number: number + 1, len, window: window.clone() };
+        state.ahead.push_back(second);
+        state.offset = state.current.len - 16;
+        for _ in 0..2 {
+            assert_eq!(state.room_for(frame_len), Room::NextSegment);
+        }
+        let number = state.current.number;
+        state.roll();
+        assert_eq!(
+            (state.current.number, state.room_for(frame_len), state.stats.rolls),
+            (number + 1, Room::Ready, 1)
+        );
     }
 
     /// A seal in between is no batch, and no follower is told of it.

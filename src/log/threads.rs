@@ -150,7 +150,10 @@ impl Log {
             // Under the lock: a list that was recorded meanwhile is in this seal or the next one.
             let payload = encode_seal(&state.verified);
             match state.room_for(frame_len(payload.len() as u64)) {
-                Room::Ready => {
+                room @ (Room::Ready | Room::NextSegment) => {
+                    if room == Room::NextSegment {
+                        state.roll();
+                    }
                     self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload))?;
                     // A seal among unsynced frames covers only what is durable so far, so the log is not
                     // sealed by it.

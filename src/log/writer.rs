@@ -138,12 +138,18 @@ impl Log {
             // for a sync.
             self.poison.check()?;
             match state.room_for(frame_len) {
-                Room::Ready if is_held || self.pool.is_held(state.ahead.len(), purpose) => break state,
-                // On a full disk the next open comes first: the log grows by a segment with each opening that
-                // commits something. Looked at once, because a `hold` that found space leaves filling the
-                // reserve to the maker.
-                Room::Ready => {
-                    let (number, ahead) = (state.current.number, state.ahead.len());
+                room @ (Room::Ready | Room::NextSegment) => {
+                    let rolls = room == Room::NextSegment;
+                    let (number, ahead) = (state.current.number, state.ahead.len() - usize::from(rolls));
+                    if is_held || self.pool.is_held(ahead, purpose) {
+                        if rolls {
+                            state.roll();
+                        }
+                        break state;
+                    }
+                    // On a full disk the next open comes first: the log grows by a segment with each opening
+                    // that commits something. Looked at once, because a `hold` that found space leaves
+                    // filling the reserve to the maker.
                     drop(state);
                     let held = self.pool.hold(number, ahead, purpose);
                     held.map_err(|error| self.unless_passing(error))?;

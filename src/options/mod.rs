@@ -308,7 +308,7 @@ impl Options {
     /// for, and each may delete 100 pages. The last segment that they take has 16 KiB: with a reserve of two
     /// segments of 256 KiB they are 66.
     ///
-    /// Beside the reserve four segments of at least 16 KiB are held for opens, seals and manifests, unless
+    /// Beside the reserve five segments of at least 16 KiB are held for opens, seals and manifests, unless
     /// the reserve is 0. Where that is all that is left, and too little for the open after the next one,
     /// every batch is refused with [`Error::DiskFull`] until space comes back: so the store can still be
     /// opened.

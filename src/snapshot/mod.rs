@@ -59,10 +59,11 @@ use crate::base::parallel;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::sync::{Instant, Mutex};
+use crate::base::wall_clock::unix_ms;
 use crate::catalog::publish::{PublishedFile, publish_unchecked};
 use crate::catalog::{
     Beginning, Catalog, CatalogLock, ImageTotals, KnownImages, Link, NewestSnapshot, RetainedSnapshot,
-    SnapshotInfo, SnapshotWork, unix_ms,
+    SnapshotInfo, SnapshotWork,
 };
 use crate::device::CommandList;
 use crate::disk::source::DiskSource;
@@ -519,14 +520,16 @@ impl Snapshots {
     /// Publishes a manifest, by up to `threads_max` threads. On a full disk it may use the reserve.
     fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<PublishedFile> {
         let _phase = phases::enter(Phase::Publish);
-        let publish = || publish_unchecked(&self.engine.disk, manifest, threads_max);
         // A manifest without images takes little, and gives back what deleted pages took. So it may go
         // deeper into the reserve, as a seal may.
         let purpose = if manifest.entries.is_empty() { SpacePurpose::Seal } else { SpacePurpose::User };
-        match publish() {
-            // It is small, and without it the images would have been written for nothing.
-            Err(Error::DiskFull { .. }) if self.engine.log.release_one(purpose)? => publish(),
-            published => published,
+        loop {
+            match publish_unchecked(&self.engine.disk, manifest, threads_max) {
+                // It is small, and without it the images would have been written for nothing. One spare may
+                // be too little: XFS makes no file where it has no space for 64 inodes.
+                Err(Error::DiskFull { .. }) if self.engine.log.release_one(purpose)? => {}
+                published => return published,
+            }
         }
     }
 }

@@ -11,3 +11,4 @@ pub use crate::base::phases;
 #[cfg(shuttle)]
 pub use crate::base::sync;
 pub use crate::base::sync::threads::refusals as thread_refusals;
+pub use crate::base::wall_clock::jump_to as wall_clock_jump_to;

@@ -149,12 +149,12 @@ fn a_full_disk_is_told_and_tried_again() {
     let disk = SimDisk::new();
     // Each commit is enough. An eighth of that makes the thread try again; a seal in a pause is less.
     let rules = options().snapshot_log_bytes(4000).snapshot_interval(NEVER);
-    let store = open(&disk, rules.segment_len(1 << 20).reserve_bytes(0));
+    let store = open(&disk, rules.segment_len(1 << 20).reserve_bytes(4 << 20));
     commit(&store, 0);
     store.wait_for_snapshots(1);
     // Until the spares for opens are there a full disk refuses commits, too. One that stays full, though a
     // segment that is just being made is given up.
-    until(|| is_held(&disk, 0));
+    until(|| is_held(&disk, 4));
     disk.set_capacity(Some(0));
     commit(&store, 1);
     store.wait_for_snapshots(2);

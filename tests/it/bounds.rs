@@ -13,12 +13,13 @@ use remanent::{
     Error, FileName, Folder, Lsn, Options, PageId, Place, Retention, SnapshotOptions, StatePoint, Store, View,
 };
 use remanent_format::image::{ImageFileHeader, ImagePurpose};
+use remanent_format::limits::{GROUP_ALIGN, align_up};
 use remanent_format::log::LogWalk;
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::reach::{Reach, Role};
 use remanent_format::state::survey::Survey;
 
-use crate::files::{Files, State, open_with, small};
+use crate::files::{Files, HELD_FOR_OPENS, State, open_with, small};
 use crate::kill::workload::Random;
 
 /// Long enough to be written ahead, with the longest segments used here.
@@ -48,8 +49,13 @@ fn read(past: &View, page: PageId) -> Vec<u8> {
 
 /// The bytes in `pages/`, and the bytes that the rule allows there.
 fn page_bytes(disk: &SimDisk) -> (u64, u64) {
-    let files = Files::of(disk);
-    let survey = Survey::read(&files).unwrap();
+    let [pages, allowed, _] = bytes_kept(&Files::of(disk));
+    (pages, allowed)
+}
+
+/// The bytes in `pages/`, those that the rule allows there, and those that the kept log takes.
+fn bytes_kept(files: &Files) -> [u64; 3] {
+    let survey = Survey::read(files).unwrap();
     let lens: BTreeMap<u64, u64> = files
         .0
         .iter()
@@ -60,7 +66,7 @@ fn page_bytes(disk: &SimDisk) -> (u64, u64) {
         .collect();
     let resolution = survey.candidates().find_map(|base| {
         let base = base.ok()?;
-        survey.resolve(&files, base.as_ref(), None).ok()
+        survey.resolve(files, base.as_ref(), None).ok()
     });
     let verified = resolution.unwrap().end.unwrap().verified;
     let reach = Reach::of(&survey, &verified);
@@ -82,9 +88,12 @@ fn page_bytes(disk: &SimDisk) -> (u64, u64) {
         .min_by_key(|redo| redo.lsn)
         .or_else(|| reach.beginning())
         .unwrap();
-    let mut walk = LogWalk::new(&files, &survey.log, start, survey.mark()).unwrap();
+    let mut walk = LogWalk::new(files, &survey.log, start, survey.mark()).unwrap();
     let mut ahead = BTreeSet::new();
+    let mut log = 0;
     while let Some(frame) = walk.next().unwrap() {
+        // Each may begin a group.
+        log += align_up(frame.header.frame_len(), GROUP_ALIGN);
         for op in decode_payload(frame.payload).unwrap_or_default() {
             if let Op::Image { image, .. } = op.op {
                 ahead.insert(image.file);
@@ -93,7 +102,7 @@ fn page_bytes(disk: &SimDisk) -> (u64, u64) {
     }
     let ahead: u64 = ahead.iter().filter_map(|file| lens.get(file)).sum();
     let highest = lens.values().next_back().copied().unwrap_or(0);
-    (lens.values().sum(), 2 * named.values().sum::<u64>() + ahead + highest + (64 << 10))
+    [lens.values().sum(), 2 * named.values().sum::<u64>() + ahead + highest + (64 << 10), log]
 }
 
 fn assert_bounded(disk: &SimDisk, when: &str) {
@@ -141,6 +150,70 @@ fn a_page_that_is_overwritten_for_long_takes_no_more_than_what_is_kept() {
             overwritten(&small().segment_len(segment_len), reopened);
         }
     }
+}
+
+/// The whole directory of a store with default options, and so with segments of 16 MiB: images by their rule,
+/// the kept log, and five segments beside it: the one in use, two that are empty, and two of the reserve.
+/// Those that wait to be used again are bounded by an option of their own.
+#[test]
+fn a_directory_takes_no_more_than_what_is_kept_with_default_options() {
+    // On a disk that does not say how long it is.
+    const SPARE_BYTES: u64 = 512 << 20;
+    bounded_directory(&Options::default(), SPARE_BYTES);
+    bounded_directory(&Options::default().spare_bytes(SEGMENT_LEN), SEGMENT_LEN);
+}
+
+const SEGMENT_LEN: u64 = 16 << 20;
+
+fn bounded_directory(options: &Options, spare_bytes: u64) {
+    const ROUND_BYTES: u64 = 40 << 20;
+    let disk = SimDisk::new();
+    let open = || open_with(&disk, options.clone()).unwrap();
+    let mut store = open();
+    let noise = Random(1).bytes(2 * PAGE_LEN as u64);
+    let mut batch = store.batch();
+    for _ in 0..24 {
+        batch.create(PAGE_LEN as u64, Place::Host);
+    }
+    let pages = store.commit(batch).unwrap().pages;
+    let mut most = 0;
+    for round in 0..6 {
+        let mut written = 0;
+        for number in 0.. {
+            let mut batch = store.batch();
+            // Whole pages that are written ahead, or a short change of one.
+            let (count, len) = if number % 40 == 7 { (20, PAGE_LEN) } else { (1, PAGE_LEN / 5) };
+            for page in &pages[..count] {
+                batch.write(*page, 0, &noise[number % PAGE_LEN..][..len]);
+            }
+            store.commit(batch).unwrap();
+            written += (count * len) as u64;
+            if written >= ROUND_BYTES {
+                break;
+            }
+        }
+        if round != 2 {
+            store.snapshot().unwrap();
+        }
+        if round % 2 == 1 {
+            store.close().unwrap();
+            store = open();
+        }
+        let files = Files::of(&disk);
+        let [_, allowed, log] = bytes_kept(&files);
+        let spares = files.0.iter().filter(|(file, _)| matches!(file, FileName::Spare(_)));
+        let spares: u64 = spares.map(|(_, content)| content.len() as u64).sum();
+        let found = files.bytes_len() as u64;
+        let (used, bound) = (found - spares, allowed + log + 3 * SEGMENT_LEN);
+        assert!(used <= bound, "round {round}: {used} bytes without spares, {bound} allowed");
+        // The reserve, the short ones for opens, and those that wait.
+        let bound = 2 * SEGMENT_LEN + HELD_FOR_OPENS as u64 * (16 << 10) + spare_bytes;
+        assert!(spares <= bound, "round {round}: {spares} bytes of spares, {bound} allowed");
+        most = most.max(found);
+    }
+    assert!(most > 2 * ROUND_BYTES, "{most}");
+    // All that was written would not have fitted.
+    assert!(most < 6 * ROUND_BYTES, "{most}");
 }
 
 /// The files that the store says may go are those that go, and afterwards no other may go.

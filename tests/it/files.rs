@@ -113,7 +113,7 @@ pub fn open_with(disk: &SimDisk, options: Options) -> Result<Store, Error> {
 }
 
 /// Spares that a store holds for opens on a full disk, in addition to its reserve.
-pub const HELD_FOR_OPENS: usize = 4;
+pub const HELD_FOR_OPENS: usize = 5;
 
 /// The smallest segments, so that a few batches cross every boundary.
 pub fn small() -> Options {

@@ -56,9 +56,9 @@ pub(crate) struct CombineQueue {
 /// When the holder is done with it, the committer alone owns it again: so the memory that the committer's
 /// thread allocated is given back by no other thread. If it holds no outcome by then, the holder
 /// panicked.
-struct Place(Mutex<QueuedBytes>);
+struct Place(Mutex<DraftState>);
 
-enum QueuedBytes {
+enum DraftState {
     Draft(Draft),
     /// The holder works on the draft.
     Taken,
@@ -76,7 +76,7 @@ impl CombineQueue {
     /// Leaves a draft. The count is stored after the draft is in its place: a holder that sees the count
     /// finds it.
     fn leave(&self, draft: Draft) -> Arc<Place> {
-        let place = Arc::new(Place(Mutex::new(QueuedBytes::Draft(draft))));
+        let place = Arc::new(Place(Mutex::new(DraftState::Draft(draft))));
         let mut places = self.places.lock();
         places.push(place.clone());
         self.count.store(places.len(), Ordering::Release);
@@ -142,7 +142,7 @@ impl Committer {
             }
             for place in places {
                 let mut content = place.0.lock();
-                if let QueuedBytes::Draft(draft) = std::mem::replace(&mut *content, QueuedBytes::Taken) {
+                if let DraftState::Draft(draft) = std::mem::replace(&mut *content, DraftState::Taken) {
                     let appended = match decode_payload(&draft.payload) {
                         Ok(ops) => self.append(table, &draft, &ops),
                         // Its committer decoded it before. Operations borrow the payload, so they were not
@@ -150,7 +150,7 @@ impl Committer {
                         Err(Defect::Memory { needed }) => Err(Error::no_memory(needed)),
                         Err(defect) => panic!("decoded before it was left: {defect}"),
                     };
-                    *content = QueuedBytes::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
+                    *content = DraftState::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
                 }
             }
         }
@@ -161,8 +161,8 @@ impl Committer {
 /// done.
 fn outcome(place: Arc<Place>) -> Option<Outcome> {
     match Arc::into_inner(place).expect("the holder has let go of it").0.into_inner() {
-        QueuedBytes::Outcome(outcome) => Some(outcome),
-        QueuedBytes::Draft(_) | QueuedBytes::Taken => None,
+        DraftState::Outcome(outcome) => Some(outcome),
+        DraftState::Draft(_) | DraftState::Taken => None,
     }
 }
 
@@ -206,7 +206,7 @@ mod tests {
         let taken = waiting.take();
         assert!(waiting.take().is_empty());
         let crcs = taken.iter().map(|place| match &*place.0.lock() {
-            QueuedBytes::Draft(draft) => draft.payload_crc,
+            DraftState::Draft(draft) => draft.payload_crc,
             _ => 0,
         });
         assert_eq!(crcs.collect::<Vec<u32>>(), [1, 2, 3]);
@@ -225,11 +225,11 @@ mod tests {
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             for place in waiting.take() {
                 let mut content = place.0.lock();
-                let QueuedBytes::Draft(draft) = std::mem::replace(&mut *content, QueuedBytes::Taken) else {
+                let DraftState::Draft(draft) = std::mem::replace(&mut *content, DraftState::Taken) else {
                     continue;
                 };
                 assert!(draft.payload_crc < 2, "the second one");
-                *content = QueuedBytes::Outcome(Outcome::Stale(draft));
+                *content = DraftState::Outcome(Outcome::Stale(draft));
             }
         }));
         assert!(panicked.is_err() && mine.iter().all(is_alone));

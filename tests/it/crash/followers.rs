@@ -105,6 +105,15 @@ impl Followers {
     }
 }
 
+/// A follower that has come to the end of a driver's log, if its beginning is there.
+pub fn replica_at_end(driver: &Driver) -> Option<Replica> {
+    let disk: Arc<dyn Disk> = Arc::new(driver.disk.clone());
+    let mut replica = Replica::default();
+    let end = catch_up(&disk, &mut replica, &driver.line());
+    let end = end.unwrap_or_else(|violation| panic!("{violation}"));
+    (end == End::UpToDate).then_some(replica)
+}
+
 /// Follows from the replica's position for as long as there are batches, and compares every state with the
 /// model.
 fn catch_up(disk: &Arc<dyn Disk>, replica: &mut Replica, line: &Line) -> Result<End, Violation> {

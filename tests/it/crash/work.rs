@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{Crash, Moment, SimDisk};
+use remanent::testing::sim_disk::{Crash, CrashImage, CrashPlan, Moment, SimDisk};
 use remanent::{
     Ack, Error, Key, Lsn, Metadata, Options, PageId, Position, Replica, SnapshotId, SnapshotInfo,
     SnapshotOptions, StatePoint, Store, Value, View, Width,
@@ -280,6 +280,23 @@ impl Driver {
     pub fn cut_off(&self) -> Self {
         let floors = self.floors.with(&self.notes.book.lock().unwrap().acks).after(Crash::Power);
         self.next_life(self.disk.after_power_cut(), self.line(), floors)
+    }
+
+    /// The first crash image from an event on that is wanted, as the disk of the next life.
+    pub fn crashed(&self, from: usize, is_wanted: impl Fn(&SimDisk) -> bool) -> Option<Self> {
+        let plan = CrashPlan { events: from..usize::MAX, ..CrashPlan::default() };
+        let mut found = None;
+        let mut each = |image: CrashImage| {
+            if found.is_none() && is_wanted(&image.disk) {
+                found = Some(image);
+            }
+        };
+        self.disk.kill_images(&plan, &mut each);
+        self.disk.power_images(&plan, &mut each);
+        found.map(|image| {
+            let floors = self.floors.with(&image.acks).after(image.crash);
+            self.next_life(image.disk, self.line(), floors)
+        })
     }
 
     /// The disk as a death of the process leaves it right after the last event whose description begins with

@@ -1,7 +1,7 @@
 //! A full disk: commits fail cleanly, everything else goes on, and no store has to be opened anew.
 
 use remanent::disk::Disk;
-use remanent::{Compression, FileName, Folder, PageInfo};
+use remanent::{Compression, FileName, Folder, PageInfo, WriteBatch};
 
 use super::*;
 use crate::files::{Files, HELD_FOR_OPENS, State};
@@ -411,4 +411,61 @@ fn give_back(kept: usize) {
         assert_eq!(store.scrub().unwrap().damage, []);
     }
     assert!(fits.is_sorted() && !fits[0] && fits[4], "{fits:?}");
+}
+
+/// A commit that was refused just as the log went on to the next segment left that segment blank. A longer
+/// frame then went past it, and the next open took the hole for damage. To come there, deletes take more of
+/// the reserve than writes may, and then the log gets one more segment.
+#[test]
+fn a_refusal_leaves_no_segment_without_a_frame() {
+    watched("refusals and longer frames", || {
+        for deletes in 0..DELETES {
+            for blocks in 3..8 {
+                refusal(deletes, blocks << 12);
+            }
+        }
+    });
+}
+
+/// More deletes than the reserve takes.
+const DELETES: usize = 32;
+
+fn refusal(deletes: usize, space: u64) {
+    let disk = SimDisk::new();
+    let store = open_with_reserve(&disk).unwrap();
+    let mut batch = store.batch();
+    batch.create(64 << 10, Place::Host);
+    (0..DELETES).for_each(|_| _ = batch.create(100, Place::Host));
+    let pages = store.commit(batch).unwrap().pages;
+    until(|| is_held(&disk, RESERVE));
+    // Each batch is a group of its own, so that a segment holds three.
+    let commit = |batch: WriteBatch| -> Result<()> { store.wait_durable(store.commit(batch)?.position.lsn) };
+    let write = |len: usize, value: u8| {
+        let mut batch = store.batch();
+        batch.write(pages[0], 0, &vec![value; len]);
+        commit(batch)
+    };
+    let fill = || {
+        let refused = (0..200).find_map(|_| write(100, 1).err());
+        assert!(matches!(refused, Some(Error::DiskFull { .. })), "{refused:?}");
+    };
+    disk.set_capacity(Some(disk.used_bytes()));
+    fill();
+    for page in &pages[1..=deletes] {
+        let mut batch = store.batch();
+        batch.delete(*page);
+        if commit(batch).is_err() {
+            break;
+        }
+    }
+    disk.set_capacity(Some(disk.used_bytes() + space));
+    fill();
+    disk.set_capacity(None);
+    write(40_000, 2).unwrap();
+    store.close().unwrap();
+    let store = open_with_reserve(&disk);
+    let store = store.unwrap_or_else(|error| panic!("{deletes} deletes, {space} bytes: {error}"));
+    let mut bytes = vec![0; 40_000];
+    store.read(pages[0], 0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 2));
 }

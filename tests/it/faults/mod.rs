@@ -31,13 +31,18 @@ const PAGE_LEN: u64 = 3000;
 
 /// Runs a case in a thread of its own, whose name a panic tells. A minute is a thousand times its usual time.
 pub fn watched(name: &str, case: impl FnOnce() + Send + 'static) {
+    watched_for(Duration::from_secs(60), name, case);
+}
+
+/// As [`watched`], for a case that may take this long.
+pub fn watched_for(limit: Duration, name: &str, case: impl FnOnce() + Send + 'static) {
     let (sender, done) = channel::<()>();
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
         // Dropped when the case ends, however it ends.
         let _sender = sender;
         case();
     });
-    let ended = done.recv_timeout(Duration::from_secs(60));
+    let ended = done.recv_timeout(limit);
     assert_eq!(ended, Err(RecvTimeoutError::Disconnected), "{name} hangs");
     if let Err(panic) = thread.unwrap().join() {
         resume_unwind(panic);

@@ -109,6 +109,9 @@ impl State {
 /// A snapshot that the store says it keeps.
 #[derive(Clone, Debug)]
 pub struct Kept {
+    pub id: u64,
+    /// The time at which it was taken, as the clock was then.
+    pub unix_ms: u64,
     pub redo: u64,
     pub end: u64,
     pub name: Option<String>,

@@ -147,6 +147,8 @@ pub enum Command {
     /// From now on the process may map this many bytes more than it has mapped, during a commit or a
     /// snapshot.
     MemoryLeft(Option<u64>),
+    /// From now on the wall clock is this many milliseconds ahead of the machine's.
+    Clock(i64),
     State,
     Snapshots,
     /// The most memory that the process has taken so far.
@@ -172,15 +174,18 @@ pub struct OpenWith {
     pub compressed: bool,
     /// The length of the log after which the store takes a snapshot by itself.
     pub snapshot_log_bytes: Option<u64>,
+    /// The age in milliseconds up to which every snapshot stays.
+    pub kept_for_ms: u64,
 }
 
 impl Display for Command {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Open(with) => {
-                let OpenWith { log_io, segment_len, on_demand, compressed, snapshot_log_bytes } = with;
+                let OpenWith { log_io, segment_len, on_demand, compressed, snapshot_log_bytes, kept_for_ms } =
+                    with;
                 let log_bytes = snapshot_log_bytes.unwrap_or(0);
-                write!(f, "open {log_io} {segment_len} {on_demand} {compressed} {log_bytes}")
+                write!(f, "open {log_io} {segment_len} {on_demand} {compressed} {log_bytes} {kept_for_ms}")
             }
             Self::Commit(changes) => {
                 let changes: Vec<String> = changes.iter().map(Change::to_string).collect();
@@ -201,6 +206,7 @@ impl Display for Command {
             Self::FilesLeft(None) => f.write_str("files -"),
             Self::MemoryLeft(Some(left)) => write!(f, "memory {left}"),
             Self::MemoryLeft(None) => f.write_str("memory -"),
+            Self::Clock(ahead) => write!(f, "clock {ahead}"),
             Self::State => f.write_str("state"),
             Self::Snapshots => f.write_str("snapshots"),
             Self::Peak => f.write_str("peak"),
@@ -222,6 +228,7 @@ impl FromStr for Command {
                 on_demand: words[2] == "true",
                 compressed: words[3] == "true",
                 snapshot_log_bytes: Some(words[4].parse()?).filter(|bytes| *bytes > 0),
+                kept_for_ms: words[5].parse()?,
             }),
             "commit" => Self::Commit(rest.split(';').map(str::parse).collect::<Result<_, _>>()?),
             "snapshot" => Self::Snapshot(match words[0] {
@@ -240,6 +247,7 @@ impl FromStr for Command {
             "fork" => Self::ForkProcess,
             "files" => Self::FilesLeft(words[0].parse().ok()),
             "memory" => Self::MemoryLeft(words[0].parse().ok()),
+            "clock" => Self::Clock(words[0].parse()?),
             "state" => Self::State,
             "snapshots" => Self::Snapshots,
             "peak" => Self::Peak,

@@ -14,6 +14,7 @@ use remanent::{
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use super::SNAPSHOTS_KEPT;
 use super::text::{Change, Command, Kind, OpenWith};
 
 /// The word that begins an answer, among the lines that the test's own runner prints.
@@ -29,6 +30,8 @@ pub fn options(with: &OpenWith) -> Options {
     let log_io = log_io.clone().find(|io| io.to_string() == with.log_io).expect("a way to write the log");
     let options = Options::default().log_io(log_io).ack(Ack::Durable).segment_len(with.segment_len);
     let options = options.snapshot_log_bytes(with.snapshot_log_bytes).snapshot_interval(None);
+    let options =
+        options.snapshots_kept(SNAPSHOTS_KEPT).snapshots_kept_for(Duration::from_millis(with.kept_for_ms));
     let options = options.page_load(if with.on_demand { PageLoad::OnDemand } else { PageLoad::Eager });
     options.compression(if with.compressed { Compression::Zstd } else { Compression::Off })
 }
@@ -127,10 +130,15 @@ impl Worker {
                 self.memory_left = left.filter(|_| !has_driver);
                 Ok(String::new())
             }
+            Command::Clock(ahead_ms) => {
+                remanent::testing::wall_clock_jump_to(ahead_ms);
+                Ok(String::new())
+            }
             Command::State => state(self.store()),
             Command::Snapshots => {
                 let list = self.store().snapshots().into_iter().map(|info| {
-                    format!("{}:{}:{}", info.redo, info.end, info.name.unwrap_or_else(|| "-".to_owned()))
+                    let name = info.name.unwrap_or_else(|| "-".to_owned());
+                    format!("{}:{}:{name}:{}:{}", info.redo, info.end, info.id, info.created_unix_ms)
                 });
                 Ok(list.collect::<Vec<_>>().join(" "))
             }

@@ -10,8 +10,9 @@ use std::io::Write;
 use std::num::NonZeroUsize;
 use std::process::Command;
 use std::sync::Mutex;
+use std::time::Duration;
 
-use crate::faults::watched;
+use crate::faults::watched_for;
 
 /// Says that the process runs this one test and no other, and that the test need not look for one that does.
 const ALONE: &str = "REMANENT_ALONE";
@@ -23,14 +24,22 @@ pub fn is_alone() -> bool {
 
 /// Runs the body of a test in a process of its own, without any other.
 pub fn alone<Test: FnOnce() + Send + 'static>(body: Test) {
+    alone_for(Duration::from_secs(60), body);
+}
+
+/// As [`alone`], for a body that may take this long.
+#[expect(clippy::print_stdout, reason = "the figures of the test's long run")]
+pub fn alone_for<Test: FnOnce() + Send + 'static>(limit: Duration, body: Test) {
     let test = std::any::type_name::<Test>().trim_start_matches("it::").trim_end_matches("::{{closure}}");
     if is_alone() {
-        return watched(test, body);
+        return watched_for(limit, test, body);
     }
     let mut child = Command::new(std::env::current_exe().unwrap());
     let output = child.args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
     let [out, err] = [&output.stdout, &output.stderr].map(|said| String::from_utf8_lossy(said));
     std::io::stderr().write_all(err.as_bytes()).unwrap();
+    // Its figures, which cargo shows when it is asked.
+    print!("{out}");
     assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
 }
 

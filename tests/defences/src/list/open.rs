@@ -138,6 +138,13 @@ pub const LIST: &[Defence] = &[
         it("full_file_systems::a_store_opens_again_whatever_was_done_on_a_full_disk"),
     ),
     defence(
+        "the manifest of a thin snapshot takes the spare that is held for it",
+        SEGMENTS,
+        "HELD_FOR_OPENS - 1",
+        "HELD_FOR_OPENS",
+        it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
+    ),
+    defence(
         "a name that finds no space is refused and stops nothing",
         SEGMENTS,
         "if error.is_no_space() { Error::disk_full(target, FOLDER_BLOCK) } else { error }",

@@ -4,30 +4,30 @@
 //! or only when space that was promised is asked for. One life is led on all of them, with every number of
 //! bytes free.
 
+mod life;
+
+use std::io::ErrorKind;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::{Disk, dir::DirDisk};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{
-    Ack, Compression, Create, Error, LogIo, Options, PageId, Place, Remedy, SnapshotOptions, Store,
-};
+use remanent::{Ack, Create, Error, LogIo, Options, PageId, Place, Remedy, StatePoint, Store, View};
 
-use crate::damage::mix;
+use self::life::{Course, LIFE_LEN, Ways, changes_nothing_if_refused, is_fork_of, life, life_options, noise};
 use crate::files::{State, small};
 use crate::kill::workload::Random;
 use crate::machine::filler::Filler;
 use crate::machine::mounts::{self, Kind, Mount};
-use crate::machine::{alone, effort, in_parallel, skipped};
+use crate::machine::{alone_for, effort, in_parallel, skipped};
 
 const PAGE_LEN: u64 = 100_000;
+/// The environment variable that says how many KiB lie between the free space of two lives on a real file
+/// system.
+const STEP: &str = "REMANENT_CRAMPED_STEP";
 const WRITERS: [LogIo; 3] = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct];
-
-/// Bytes that no codec compresses.
-fn noise(seed: u64, len: u64) -> Vec<u8> {
-    (0..len).map(|at| mix(seed << 32 | at) as u8).collect()
-}
 
 /// Demands that a commit, a bulk create and a snapshot are refused; none of them changes anything.
 fn refuses_everything(store: &Store, page: PageId) {
@@ -105,8 +105,19 @@ fn a_full_file_system(name: &str, root: &Path) {
 // Each in a process of its own: a child that another test forks keeps removed files open, and their space
 // returns only when it ends.
 
+/// Room for a device in memory, where there is some: the test is about calls that are refused, not how fast
+/// others are.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+/// Each 4 KiB of each file system take minutes.
+fn limit() -> Duration {
+    Duration::from_secs(if effort(STEP).is_some() { 3600 } else { 60 })
+}
+
 fn a_full_loop_device(name: &'static str, kind: Kind, len: u64, least_free: u64) {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = folder();
     let mounted = mounts::make(kind, &folder.path().join("image"), len)
         .and_then(|image| Mount::new(&image, folder.path().join("mounted"), &["-o", "loop"]));
     match mounted {
@@ -120,7 +131,7 @@ fn a_full_loop_device(name: &'static str, kind: Kind, len: u64, least_free: u64)
 
 #[test]
 fn on_a_full_ext4_the_same_store_goes_on_when_space_returns() {
-    alone(|| a_full_loop_device("ext4", Kind::Ext4, 16 << 20, 0));
+    alone_for(limit(), || a_full_loop_device("ext4", Kind::Ext4, 16 << 20, 0));
 }
 
 /// XFS refuses even to rename. It may refuse new files while more than 100 KiB are free, because it makes
@@ -128,12 +139,12 @@ fn on_a_full_ext4_the_same_store_goes_on_when_space_returns() {
 /// there.
 #[test]
 fn on_a_full_xfs_the_same_store_goes_on_when_space_returns() {
-    alone(|| a_full_loop_device("XFS", Kind::XfsWithoutReflinks, 320 << 20, 256 << 10));
+    alone_for(limit(), || a_full_loop_device("XFS", Kind::XfsWithoutReflinks, 320 << 20, 256 << 10));
 }
 
 #[test]
 fn on_a_full_tmpfs_the_same_store_goes_on_when_space_returns() {
-    alone(|| {
+    alone_for(limit(), || {
         let folder = tempfile::tempdir().unwrap();
         let arguments = ["-t", "tmpfs", "-o", "size=8m"];
         match Mount::new(Path::new("tmpfs"), folder.path().join("mounted"), &arguments) {
@@ -146,104 +157,42 @@ fn on_a_full_tmpfs_the_same_store_goes_on_when_space_returns() {
     });
 }
 
-/// Length of the pages of a [`life`], in bytes.
-const LIFE_LEN: u64 = 64 << 10;
-
-/// Runs a call that may be refused on a full disk, and then changes nothing.
-fn changes_nothing_if_refused<T>(why: &str, store: &Store, call: impl FnOnce() -> Result<T, Error>) -> bool {
-    let before = State::of(store);
-    match call() {
-        Ok(_) => true,
-        Err(error) => {
-            assert!(matches!(error, Error::DiskFull { .. }), "{why}: {error}");
-            assert_eq!(State::of(store), before, "{why}");
-            false
-        }
-    }
-}
-
-/// A life on a disk on which `fill` leaves little space. A refused call changes nothing, and batches that
-/// only delete, prunes, closes and opens are not refused. At its end all deleted pages have given their space
-/// back.
-fn life(why: &str, open: &dyn Fn() -> Result<Store, Error>, fill: impl FnOnce()) {
-    let create = |store: &Store, seed: u64| {
-        let mut batch = store.batch();
-        let page = batch.create(LIFE_LEN, Place::Host).page();
-        batch.write(page, 0, &noise(seed, LIFE_LEN / 2));
-        store.commit(batch).map(|committed| committed.pages[0])
-    };
-    let write = |store: &Store, page: PageId, seed: u64| {
-        let mut batch = store.batch();
-        batch.write(page, 8, &noise(seed, 2000));
-        store.commit(batch)
-    };
-    // Of the named snapshots only the newest stays.
-    let prune = |store: &Store| {
-        let names = store.snapshots().into_iter().filter_map(|info| info.name);
-        let retention = names.fold(store.retention(), |retention, name| retention.give_up(name));
-        store.prune(&retention).unwrap_or_else(|error| panic!("{why}: a prune: {error}"));
-    };
-    let mut store = open().unwrap();
-    for seed in 0..4 {
-        create(&store, seed).unwrap();
-        store.snapshot().unwrap();
-    }
-    for info in store.pages().unwrap() {
-        write(&store, info.page, 9).unwrap();
-    }
-    store.wait_durable(store.lsn()).unwrap();
-    fill();
-    let mut left = 3;
-    while left > 0 {
-        left -= 1;
-        for seed in 0..4 {
-            let page = store.pages().unwrap().next().unwrap().page;
-            changes_nothing_if_refused(why, &store, || write(&store, page, seed));
-        }
-        changes_nothing_if_refused(why, &store, || store.snapshot());
-        let page = store.pages().unwrap().next().unwrap().page;
-        let mut batch = store.batch();
-        batch.delete(page);
-        store.commit(batch).unwrap_or_else(|error| panic!("{why}: a delete, {left} left: {error}"));
-        changes_nothing_if_refused(why, &store, || store.snapshot());
-        changes_nothing_if_refused(why, &store, || create(&store, 50 + left));
-        changes_nothing_if_refused(why, &store, || {
-            store.snapshot_with(SnapshotOptions::new().name(format!("with {left} left")))
-        });
-        prune(&store);
-        let state = State::of(&store);
-        store.close().unwrap_or_else(|error| panic!("{why}: a close, {left} left: {error}"));
-        store = open().unwrap_or_else(|error| panic!("{why}: an open, {left} left: {error}"));
-        assert_eq!(State::of(&store), state, "{why}");
-    }
-    let mut batch = store.batch();
-    store.pages().unwrap().for_each(|info| _ = batch.delete(info.page));
-    store.commit(batch).unwrap_or_else(|error| panic!("{why}: all are deleted: {error}"));
-    store.snapshot().unwrap_or_else(|error| panic!("{why}: nothing is left: {error}"));
-    prune(&store);
-    create(&store, 100).unwrap_or_else(|error| panic!("{why}: a page at the end: {error}"));
-    store.snapshot().unwrap_or_else(|error| panic!("{why}: a snapshot at the end: {error}"));
-    store.close().unwrap();
-}
-
-fn life_options(io: LogIo) -> Options {
-    small().log_io(io).segment_len(64 << 10).snapshots_kept(1).compression(Compression::Off)
-}
-
 #[test]
 fn a_life_on_a_simulated_disk_with_any_space_left() {
-    for name_bytes in [0, 4096] {
-        let cases: Vec<(LogIo, u64)> =
-            WRITERS.iter().flat_map(|io| (0..100).map(|step| (*io, step * 4096))).collect();
+    // A folder that grows by a block for a name, as on XFS, in half of the usual cases.
+    let usual = [(0, false), (4096, true)];
+    let all = [(4096, false), (0, true)].into_iter().filter(|_| effort(STEP).is_some());
+    for (name_bytes, each_step) in usual.into_iter().chain(all) {
+        let all = Mutex::new(Course::default());
+        // Opens take most of the time.
+        let by = if each_step && effort(STEP).is_none() { 3 } else { 1 };
+        let levels = |io: LogIo| (0..100).step_by(by).map(move |step| (io, step * 4096));
+        let cases: Vec<(LogIo, u64)> = WRITERS.into_iter().flat_map(levels).collect();
         in_parallel(&cases, |(io, free)| {
             let disk = SimDisk::new();
             disk.set_name_bytes(name_bytes);
-            let open =
-                || Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), life_options(*io));
-            life(&format!("{io}, {free} bytes free, {name_bytes} for a name"), &open, || {
-                disk.set_capacity(Some(disk.used_bytes() + free));
-            });
+            let open_on = |disk: &SimDisk| {
+                Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), life_options(*io))
+            };
+            let why = format!("{io}, {free} bytes free, {name_bytes} for a name");
+            // On a disk of its own, which is short of space too: no link leads from one disk to the other.
+            let fork = |store: &Store| {
+                let (source, target) = (Arc::new(disk.clone()) as Arc<dyn Disk>, SimDisk::new());
+                target.set_capacity(Some(8 * free));
+                store.wait_durable(store.lsn())?;
+                let view = View::open_on(&source, Some(&StatePoint::Lsn(store.lsn())))?;
+                view.fork_on(&(Arc::new(target.clone()) as Arc<dyn Disk>))?;
+                is_fork_of(&why, store, open_on(&target)?);
+                Ok(())
+            };
+            let ways = Ways { open: &|| open_on(&disk), fork: &fork, each_step, short_of_inodes: false };
+            let course = life(&why, &ways, || disk.set_capacity(Some(disk.used_bytes() + free)));
+            all.lock().unwrap().add(&course);
         });
+        all.into_inner().unwrap().show(
+            &format!("a simulated disk, {name_bytes} for a name, opened after each step: {each_step}"),
+            each_step,
+        );
     }
 }
 
@@ -309,6 +258,8 @@ fn a_store_opens_again_whatever_was_done_on_a_full_disk() {
 /// Lives on a real file system: [`life`] with some numbers of bytes free, [`life_in_any_order`] with some
 /// seeds.
 fn lives(name: &str, root: &Path, least_free: u64) {
+    let step = effort(STEP).map(|kib| kib << 10);
+    let seeds = effort("REMANENT_CRAMPED_LIVES").unwrap_or(10) as u64;
     for io in WRITERS {
         let directory = root.join(format!("{io:?}"));
         std::fs::create_dir(&directory).unwrap();
@@ -325,19 +276,40 @@ fn lives(name: &str, root: &Path, least_free: u64) {
             filler
         };
         // A filler gives up its space when its life is over.
-        let in_a_folder = |live: &dyn Fn()| {
+        let in_a_folder = |live: &mut dyn FnMut()| {
             std::fs::create_dir(&directory).unwrap();
             live();
             std::fs::remove_dir_all(&directory).unwrap();
         };
-        for free in (least_free..least_free + (400 << 10)).step_by(44 << 10) {
-            in_a_folder(&|| {
-                let mut filler = None;
-                life(&format!("{io} on {name}, {free} bytes free"), &open, || filler = Some(fill(free)));
-            });
+        // The fork lies beside the store, on what is left of the same disk.
+        let directory_new = root.join("fork");
+        for each_step in [false, true] {
+            let mut all = Course::default();
+            // Opens take most of the time.
+            let step = step.unwrap_or(if each_step { 176 << 10 } else { 44 << 10 });
+            for free in (least_free..least_free + (400 << 10)).step_by(step) {
+                let why = format!("{io} on {name}, {free} bytes free, opened after each step: {each_step}");
+                let fork = |store: &Store| {
+                    let forked = store.fork(&directory_new, &StatePoint::Lsn(store.lsn())).and_then(|_| {
+                        is_fork_of(&why, store, Store::open(&directory_new, life_options(io))?);
+                        Ok(())
+                    });
+                    match std::fs::remove_dir_all(&directory_new) {
+                        Err(error) if error.kind() != ErrorKind::NotFound => panic!("{why}: {error}"),
+                        _ => forked,
+                    }
+                };
+                let short_of_inodes = least_free > 0;
+                let ways = Ways { open: &open, fork: &fork, each_step, short_of_inodes };
+                in_a_folder(&mut || {
+                    let mut filler = None;
+                    all.add(&life(&why, &ways, || filler = Some(fill(free))));
+                });
+            }
+            all.show(&format!("{name}, {io}, opened after each step: {each_step}"), each_step);
         }
-        for seed in 0..10 {
-            in_a_folder(&|| {
+        for seed in 0..seeds {
+            in_a_folder(&mut || {
                 let mut filler = None;
                 life_in_any_order(&format!("seed {seed}, {io} on {name}"), seed, &open, |free| {
                     filler = Some(fill(least_free + free));

@@ -1,0 +1,218 @@
+//! Opens of stores that earlier lives left in different ways, each crashed anywhere, and the opens after
+//! those crashes crashed again.
+//!
+//! The other works crash what a store does once it is open, and come to few kinds of directories that an open
+//! finds. Here a table lists them, and the work is the open alone, which commits nothing: it may leave an
+//! incarnation out of the line, take segments back, copy batches and remove files. Every row is explored with
+//! each way to write the log, by followers with positions of the incarnations before, too.
+
+use remanent::testing::sim_disk::{SimDisk, Tears};
+use remanent::{Ack, Error, FileName, LogIo, Metadata, Options, PageId, Replica, Store};
+use remanent_format::segment::SEGMENT_HEADER_BLOCK;
+use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+
+use super::explore::Level;
+use super::followers::replica_at_end;
+use super::model::{Act, Target};
+use super::work::{Driver, Random};
+use super::{Lives, options, suite_at};
+
+/// The state in which an open finds its directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Beginning {
+    /// No frame at all: the process died as soon as it had opened the store.
+    Nothing,
+    SealOnly,
+    /// A batch that leaves no room for the seal in its segment.
+    SealInTheNextSegment,
+    TornBatch,
+    /// A torn frame that is longer than a segment.
+    TornLongFrame,
+    /// Batches that no mark proved, copied by an open that did nothing else.
+    CopiedTail,
+    /// An incarnation without a batch that took a snapshot, and so on.
+    Snapshot,
+    NamedSnapshot,
+    Prune,
+    /// An incarnation with no batch but a restore.
+    Restore,
+    /// A fork that was never open.
+    Fork,
+    /// A fork that was open once, and committed nothing.
+    OpenedFork,
+}
+
+use Beginning::*;
+
+const BEGINNINGS: [Beginning; 12] = [
+    Nothing,
+    SealOnly,
+    SealInTheNextSegment,
+    TornBatch,
+    TornLongFrame,
+    CopiedTail,
+    Snapshot,
+    NamedSnapshot,
+    Prune,
+    Restore,
+    Fork,
+    OpenedFork,
+];
+
+/// An open is short, and there are many of them.
+const LEVELS: [Level; 4] = [
+    Level { tears: Tears::Few(1), images_max: 3, closely_of: 16, nest_of: 40 },
+    Level { tears: Tears::None, images_max: 2, closely_of: 16, nest_of: 1000 },
+    Level { tears: Tears::None, images_max: 2, closely_of: 16, nest_of: 1000 },
+    Level { tears: Tears::None, images_max: 2, closely_of: 16, nest_of: 1 },
+];
+
+fn options_of(log_io: LogIo) -> Options {
+    options().log_io(log_io).snapshots_kept(2)
+}
+
+#[test]
+fn opens_of_a_mapped_log_survive() {
+    for beginning in BEGINNINGS {
+        suite_at(&LEVELS, options_of(LogIo::Mapped), 60, |driver, random| beginning.open(driver, random));
+    }
+}
+
+#[test]
+fn opens_of_a_buffered_log_survive() {
+    for beginning in BEGINNINGS {
+        suite_at(&LEVELS, options_of(LogIo::Buffered), 60, |driver, random| beginning.open(driver, random));
+    }
+}
+
+#[test]
+fn opens_of_a_direct_log_survive() {
+    for beginning in BEGINNINGS {
+        suite_at(&LEVELS, options_of(LogIo::Direct), 60, |driver, random| beginning.open(driver, random));
+    }
+}
+
+impl Beginning {
+    /// The open that is crashed, and the close after it.
+    fn open(self, driver: Driver, random: &mut Random) -> Result<Lives, Error> {
+        let mut replicas = Vec::new();
+        let driver = self.begin(driver, random, &mut replicas)?;
+        replicas.extend(replica_at_end(&driver));
+        replicas.iter().for_each(|replica| driver.note_follower(replica));
+        let store = driver.open()?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver.into())
+    }
+
+    /// The lives before it; `replicas` get the positions of followers that no crash takes back.
+    fn begin(
+        self,
+        driver: Driver,
+        random: &mut Random,
+        replicas: &mut Vec<Replica>,
+    ) -> Result<Driver, Error> {
+        match self {
+            Nothing => {
+                let _store = driver.open()?;
+                return Ok(driver.killed());
+            }
+            SealOnly => {
+                let store = driver.open()?;
+                driver.close(store)?;
+                return Ok(driver.killed());
+            }
+            SealInTheNextSegment => {
+                let store = driver.open()?;
+                driver.commit_acts(&store, part_of_a_page(random, 5000), Ack::Durable)?;
+                driver.close(store)?;
+                let next = driver.killed();
+                assert!(has_seal_alone(&next.disk), "the seal lies with the batch");
+                return Ok(next);
+            }
+            TornBatch | TornLongFrame => {
+                let store = driver.open()?;
+                driver.commit_acts(&store, part_of_a_page(random, 100), Ack::Durable)?;
+                replicas.extend(replica_at_end(&driver));
+                let events = driver.disk.events();
+                let len = if self == TornBatch { 3000 } else { 20_000 };
+                driver.commit_acts(&store, part_of_a_page(random, len), Ack::Logged)?;
+                return Ok(driver.crashed(events, is_torn).expect("a crash that tears the frame"));
+            }
+            CopiedTail => {
+                let store = driver.open()?;
+                for _ in 0..3 {
+                    driver.commit_acts(&store, part_of_a_page(random, 100), Ack::Logged)?;
+                }
+                let next = driver.killed();
+                drop(store);
+                let store = next.open()?;
+                // In a direct log each group says that those before it are durable.
+                assert!(store.recovered().copied_batches > 0);
+                replicas.extend(replica_at_end(&next));
+                return Ok(next.killed());
+            }
+            Snapshot | NamedSnapshot | Prune | Restore | Fork | OpenedFork => {}
+        }
+
+        // Two snapshots, and batches since.
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 3, 300)?;
+        driver.snapshot(&store)?;
+        self.go_on(&driver, &store, random, &pages)?;
+        driver.snapshot(&store)?;
+        self.go_on(&driver, &store, random, &pages[..1])?;
+        let lsn = store.lsn().0;
+        driver.close(store)?;
+        if matches!(self, Fork | OpenedFork) {
+            let fork = driver.fork(lsn, SimDisk::new())?.killed();
+            if self == Fork {
+                return Ok(fork);
+            }
+            replicas.extend(replica_at_end(&fork));
+            let _store = fork.open()?;
+            return Ok(fork.killed());
+        }
+        replicas.extend(replica_at_end(&driver));
+        let next = driver.killed();
+        let store = next.open()?;
+        match self {
+            Snapshot => _ = next.snapshot(&store)?,
+            NamedSnapshot => _ = next.snapshot_named(&store, "a name")?,
+            Prune => {
+                let pruned = store.prune(&store.retention().snapshots_kept(1))?;
+                assert_eq!(pruned.snapshots.len(), 1);
+            }
+            _ => next.restore_to(&store, lsn - 1)?,
+        }
+        Ok(next.killed())
+    }
+
+    fn go_on(
+        self,
+        driver: &Driver,
+        store: &Store,
+        random: &mut Random,
+        pages: &[PageId],
+    ) -> Result<(), Error> {
+        driver.change(store, random, pages)?;
+        driver.wait_durable(store, store.lsn())
+    }
+}
+
+/// A new page, of which all bytes but the first are written: those of a whole page would go to an image file.
+fn part_of_a_page(random: &mut Random, len: usize) -> Vec<Act> {
+    let create = Act::Create { len: len + 1, key: None, metadata: Metadata::new() };
+    vec![create, Act::Write { page: Target::New(0), offset: 1, bytes: random.bytes(len) }]
+}
+
+fn is_torn(disk: &SimDisk) -> bool {
+    let rebuilt = rebuild(disk, &RebuildOptions::default());
+    rebuilt.is_ok_and(|rebuilt| rebuilt.end.is_some_and(|end| end.torn.is_some()))
+}
+
+/// Whether a frame lies in the log's second segment: the seal, after the only batch.
+fn has_seal_alone(disk: &SimDisk) -> bool {
+    let segment = disk.bytes(FileName::Segment(2)).expect("a segment is ahead");
+    segment[usize::try_from(SEGMENT_HEADER_BLOCK).expect("a short block")..].iter().any(|byte| *byte != 0)
+}

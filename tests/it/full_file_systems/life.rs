@@ -1,0 +1,259 @@
+//! One life on a disk that has little space, in an order of steps that covers what is promised there.
+
+use remanent::{Compression, Error, LogIo, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
+
+use crate::damage::mix;
+use crate::files::{State, small};
+
+/// Length of the pages of a life, in bytes.
+pub const LIFE_LEN: u64 = 64 << 10;
+
+/// Bytes that no codec compresses.
+pub fn noise(seed: u64, len: u64) -> Vec<u8> {
+    (0..len).map(|at| mix(seed << 32 | at) as u8).collect()
+}
+
+pub fn life_options(io: LogIo) -> Options {
+    small().log_io(io).segment_len(64 << 10).snapshots_kept(1).compression(Compression::Off)
+}
+
+/// How a life opens its store and forks it, and when it opens it anew.
+pub struct Ways<'w> {
+    pub open: &'w dyn Fn() -> Result<Store, Error>,
+    /// Makes a fork of the newest state, compares it with the store by [`is_fork_of`], and removes it.
+    pub fork: &'w dyn Fn(&Store) -> Result<(), Error>,
+    /// Whether the store is closed and opened after each step, or only after each round.
+    pub each_step: bool,
+    /// Whether the file system may have no inode for another file while there is space for its bytes, as XFS
+    /// does. A manifest that gives back space is then refused too, and at last a delete.
+    pub short_of_inodes: bool,
+}
+
+/// What lives came to, so that a test can say that it showed something.
+#[derive(Debug, Default)]
+pub struct Course {
+    pub lives: usize,
+    /// Lives whose store took a new page when all the others were deleted.
+    pub to_the_end: usize,
+    pub steps: usize,
+    pub refused: usize,
+    pub opens: usize,
+    pub forks: usize,
+    /// Snapshots without an image, which begin at the `redo` of the one before.
+    pub thin: usize,
+    pub restores: usize,
+}
+
+impl Course {
+    pub fn add(&mut self, other: &Self) {
+        self.lives += other.lives;
+        self.to_the_end += other.to_the_end;
+        self.steps += other.steps;
+        self.refused += other.refused;
+        self.opens += other.opens;
+        self.forks += other.forks;
+        self.thin += other.thin;
+        self.restores += other.restores;
+    }
+
+    /// Prints the counts, and demands that the lives were short of space, and not always. A store that is
+    /// opened after each step keeps all space for opens: it seldom has room for a fork or a restore.
+    #[expect(clippy::print_stdout, reason = "the figures of the long run")]
+    pub fn show(&self, disk: &str, each_step: bool) {
+        println!("{disk}: {self:?}");
+        let Self { to_the_end, refused, forks, thin, restores, .. } = *self;
+        assert!(refused > 0 && thin > 0, "{disk}: {self:?}");
+        // On XFS few of those that are opened after each step come to their end.
+        let has_space = to_the_end > 0 && forks > 0 && restores > 0;
+        assert!(each_step || has_space, "{disk}: {self:?}");
+    }
+}
+
+/// Runs a call that may be refused on a full disk, and then changes nothing.
+pub fn changes_nothing_if_refused<T>(
+    why: &str,
+    store: &Store,
+    call: impl FnOnce() -> Result<T, Error>,
+) -> bool {
+    let before = State::of(store);
+    match call() {
+        Ok(_) => true,
+        Err(error) => {
+            assert!(matches!(error, Error::DiskFull { .. }), "{why}: {error}");
+            assert_eq!(State::of(store), before, "{why}");
+            false
+        }
+    }
+}
+
+/// Compares a fork with the store that it was made of.
+pub fn is_fork_of(why: &str, store: &Store, fork: Store) {
+    assert_eq!(State::of(&fork), State::of(store), "{why}: a fork");
+    fork.close().unwrap_or_else(|error| panic!("{why}: the close of a fork: {error}"));
+}
+
+/// A store on a full disk, and the steps that were taken with it.
+struct Life<'w> {
+    why: String,
+    ways: &'w Ways<'w>,
+    store: Option<Store>,
+    course: Course,
+}
+
+impl Life<'_> {
+    fn store(&self) -> &Store {
+        self.store.as_ref().unwrap()
+    }
+
+    fn first_page(&self) -> PageId {
+        self.store().pages().unwrap().next().unwrap().page
+    }
+
+    /// A step that may be refused; returns whether it was taken.
+    fn may<T>(&mut self, what: &str, step: impl FnOnce(&Store) -> Result<T, Error>) -> bool {
+        let store = self.store.as_ref().unwrap();
+        let is_taken = changes_nothing_if_refused(&format!("{}, {what}", self.why), store, || step(store));
+        self.course.refused += usize::from(!is_taken);
+        self.stepped(what);
+        is_taken
+    }
+
+    /// A step that is never refused.
+    fn must<T>(&mut self, what: &str, step: impl FnOnce(&Store) -> Result<T, Error>) -> T {
+        let done = step(self.store()).unwrap_or_else(|error| panic!("{}, {what}: {error}", self.why));
+        self.stepped(what);
+        done
+    }
+
+    /// A step that gives back space. It is refused only for want of an inode. Returns whether it was taken.
+    fn frees<T>(&mut self, what: &str, step: impl FnOnce(&Store) -> Result<T, Error>) -> bool {
+        if self.ways.short_of_inodes {
+            return self.may(what, step);
+        }
+        self.must(what, step);
+        true
+    }
+
+    fn stepped(&mut self, what: &str) {
+        self.course.steps += 1;
+        if self.ways.each_step {
+            self.reopen(what);
+        }
+    }
+
+    fn reopen(&mut self, after: &str) {
+        let state = State::of(self.store());
+        let why = &self.why;
+        let closed = self.store.take().unwrap().close();
+        closed.unwrap_or_else(|error| panic!("{why}: a close after {after}: {error}"));
+        let opened = (self.ways.open)();
+        let opened = opened.unwrap_or_else(|error| panic!("{why}: an open after {after}: {error}"));
+        assert_eq!(State::of(&opened), state, "{why}: opened after {after}");
+        self.store = Some(opened);
+        self.course.opens += 1;
+    }
+
+    /// A snapshot. Where it is refused, the store may have taken a thin one, which gives back the space of
+    /// deleted pages.
+    fn snapshot(&mut self, what: &str) {
+        let newest = |store: &Store| store.snapshots().pop().map(|info| (info.redo, info.end));
+        let (before, mut after) = (newest(self.store()), None);
+        self.may(what, |store| {
+            let taken = store.snapshot();
+            after = newest(store);
+            taken
+        });
+        let is_thin =
+            before.zip(after).is_some_and(|(before, after)| after.0 == before.0 && after.1 > before.1);
+        self.course.thin += usize::from(is_thin);
+    }
+}
+
+fn create(store: &Store, seed: u64) -> Result<PageId, Error> {
+    let mut batch = store.batch();
+    let page = batch.create(LIFE_LEN, Place::Host).page();
+    batch.write(page, 0, &noise(seed, LIFE_LEN / 2));
+    store.commit(batch).map(|committed| committed.pages[0])
+}
+
+/// A page whose content is written ahead, as an image.
+fn create_from(store: &Store, seed: u64) -> Result<(), Error> {
+    let mut batch = store.batch();
+    batch.create_from(noise(seed, LIFE_LEN), Place::Host);
+    store.commit(batch).map(drop)
+}
+
+fn write(store: &Store, page: PageId, seed: u64) -> Result<(), Error> {
+    let mut batch = store.batch();
+    batch.write(page, 8, &noise(seed, 2000));
+    store.commit(batch).map(drop)
+}
+
+fn delete(store: &Store, pages: impl Iterator<Item = PageId>) -> Result<(), Error> {
+    let mut batch = store.batch();
+    pages.for_each(|page| _ = batch.delete(page));
+    store.commit(batch).map(drop)
+}
+
+/// Gives up all snapshots but the newest, named ones too.
+fn prune(store: &Store) -> Result<(), Error> {
+    let names = store.snapshots().into_iter().filter_map(|info| info.name);
+    let retention = names.fold(store.retention(), |retention, name| retention.give_up(name));
+    store.prune(&retention).map(drop)
+}
+
+/// A life on a disk on which `fill` leaves little space. A refused call changes nothing, and batches that
+/// only delete, prunes, closes and opens are not refused. At its end all deleted pages have given their space
+/// back.
+pub fn life(why: &str, ways: &Ways<'_>, fill: impl FnOnce()) -> Course {
+    let store = Some((ways.open)().unwrap());
+    let course = Course { lives: 1, ..Course::default() };
+    let mut life = Life { why: why.to_owned(), ways, store, course };
+    for seed in 0..4 {
+        create(life.store(), seed).unwrap();
+        life.store().snapshot().unwrap();
+    }
+    for info in life.store().pages().unwrap() {
+        write(life.store(), info.page, 9).unwrap();
+    }
+    life.store().wait_durable(life.store().lsn()).unwrap();
+    fill();
+    for left in (0..3).rev() {
+        life.why = format!("{why}, {left} left");
+        for seed in 0..4 {
+            let page = life.first_page();
+            life.may("a write", |store| write(store, page, seed));
+        }
+        life.snapshot("a snapshot");
+        life.may("a bulk create", |store| create_from(store, 70 + left));
+        let is_forked = life.may("a fork", ways.fork);
+        life.course.forks += usize::from(is_forked);
+        let page = life.first_page();
+        life.frees("a delete", |store| delete(store, [page].into_iter()));
+        // A thin one, where no other fits: a restore before it would be in its way.
+        life.snapshot("a snapshot after the delete");
+        let is_restored = life.may("a restore", |store| {
+            store.restore(&StatePoint::Snapshot(store.snapshots().pop().unwrap().id))
+        });
+        life.course.restores += usize::from(is_restored);
+        life.may("a create", |store| create(store, 50 + left));
+        life.may("a named snapshot", |store| {
+            store.snapshot_with(SnapshotOptions::new().name(format!("with {left} left")))
+        });
+        life.must("a prune", prune);
+        if !ways.each_step {
+            life.reopen("a round");
+        }
+    }
+    life.why = format!("{why}, at the end");
+    let delete_all = |store: &Store| delete(store, store.pages().unwrap().map(|info| info.page));
+    let is_empty = life.frees("the delete of all pages", delete_all);
+    if is_empty && life.frees("a snapshot of nothing", |store| store.snapshot()) {
+        life.must("a prune", prune);
+        life.must("a create", |store| create(store, 100));
+        life.must("a snapshot", |store| store.snapshot());
+        life.course.to_the_end += 1;
+    }
+    life.store.take().unwrap().close().unwrap();
+    life.course
+}
