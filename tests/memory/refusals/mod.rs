@@ -13,8 +13,11 @@
 mod long;
 mod many;
 
+use std::num::NonZero;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicIsize, Ordering};
 use std::time::Duration;
 
 use remanent::disk::dir::DirReader;
@@ -35,9 +38,9 @@ const CASE: &str = "REMANENT_REFUSED";
 const DIRECTORY: &str = "REMANENT_REFUSED_IN";
 /// The exit code of a process that has refused them all.
 const DONE: i32 = 42;
-/// Each of the first allocations of an operation is refused, up to this number, and some of the later ones.
-/// With the variable `REMANENT_REFUSALS_EVERY` each is.
-const EACH_UP_TO: isize = 40;
+/// Each of the first allocations of an operation is refused, up to this number, and of the later ones fewer
+/// and fewer. With the variable `REMANENT_REFUSALS_EVERY` each is.
+const EACH_UP_TO: isize = 4;
 /// Pages that a look compares byte by byte: all of a few, one in some of many.
 const LOOKS: usize = 500;
 
@@ -168,7 +171,7 @@ const MAY_CHANGE: [&str; 3] = ["resize", "leased page that changes", "exact snap
 /// The allocation that is refused after this one.
 fn next(number: isize) -> isize {
     let is_each = number < EACH_UP_TO || std::env::var_os("REMANENT_REFUSALS_EVERY").is_some();
-    if is_each { number + 1 } else { number + number / 4 }
+    if is_each { number + 1 } else { number + number / 2 }
 }
 
 /// Refuses the allocations of one operation, one after the other, in a process of its own.
@@ -255,44 +258,59 @@ fn no_refused_memory_ends_the_process_or_the_store() {
     let _alone = alone();
     // Those operations alone whose names contain this.
     let only = std::env::var("REMANENT_REFUSALS").ok();
-    let (mut failed, mut cases) = (Vec::new(), 0);
-    for subject in &SUBJECTS {
+    let templates = SUBJECTS.each_ref().map(|subject| {
         let template = tempfile::tempdir().unwrap();
         (subject.prepare)(template.path());
-        for (name, _) in subject.operations {
-            let case = format!("{}/{name}", subject.name);
-            if only.as_ref().is_some_and(|only| !case.contains(only)) {
-                continue;
-            }
-            let (mut first, mut dead) = (1, 0);
-            loop {
-                let place = tempfile::tempdir().unwrap();
-                let directory = place.path().join("store");
-                copy(template.path(), &directory);
-                let child = Command::new(std::env::current_exe().unwrap())
-                    .args(["--exact", "refusals::case", "--nocapture", "--test-threads", "1"])
-                    .env(CASE, format!("{case}:{first}"))
-                    .env(DIRECTORY, &directory)
-                    .output()
-                    .unwrap();
-                let number = std::fs::read_to_string(directory.with_extension("number"));
-                let number: isize = number.map_or(0, |number| number.parse().unwrap());
-                if child.status.code() == Some(DONE) {
-                    cases += number - 1;
-                    break;
+        template
+    });
+    let all = SUBJECTS.iter().zip(&templates).flat_map(|(subject, template)| {
+        subject.operations.iter().map(|(name, _)| (format!("{}/{name}", subject.name), template.path()))
+    });
+    let wanted = all.filter(|(case, _)| only.as_ref().is_none_or(|only| case.contains(only)));
+    let waiting = Mutex::new(wanted);
+    let (failed, cases) = (Mutex::new(Vec::new()), AtomicIsize::new(0));
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, NonZero::get) {
+            scope.spawn(|| {
+                loop {
+                    let Some((case, template)) = waiting.lock().unwrap().next() else { return };
+                    let (refused, faults) = refuse_each(&case, template);
+                    cases.fetch_add(refused, Ordering::Relaxed);
+                    failed.lock().unwrap().extend(faults);
                 }
-                let told = String::from_utf8_lossy(&child.stderr);
-                failed.push(format!("{case}, allocation {number}: {:?}: {told}", child.status));
-                dead += 1;
-                if number < first || dead > 30 {
-                    break;
-                }
-                first = next(number);
-            }
+            });
         }
-    }
+    });
+    let (failed, cases) = (failed.into_inner().unwrap(), cases.into_inner());
     assert!(only.is_some() || cases > 400, "{cases} allocations were refused");
     assert!(failed.is_empty(), "{} cases failed:\n{}", failed.len(), failed.join("\n"));
+}
+
+/// Runs the processes of one operation: how many allocations were refused, and what failed.
+fn refuse_each(case: &str, template: &Path) -> (isize, Vec<String>) {
+    let (mut first, mut failed) = (1, Vec::new());
+    loop {
+        let place = tempfile::tempdir().unwrap();
+        let directory = place.path().join("store");
+        copy(template, &directory);
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "refusals::case", "--nocapture", "--test-threads", "1"])
+            .env(CASE, format!("{case}:{first}"))
+            .env(DIRECTORY, &directory)
+            .output()
+            .unwrap();
+        let number = std::fs::read_to_string(directory.with_extension("number"));
+        let number: isize = number.map_or(0, |number| number.parse().unwrap());
+        if child.status.code() == Some(DONE) {
+            return (number - 1, failed);
+        }
+        let told = String::from_utf8_lossy(&child.stderr);
+        failed.push(format!("{case}, allocation {number}: {:?}: {told}", child.status));
+        if number < first || failed.len() > 30 {
+            return (0, failed);
+        }
+        first = next(number);
+    }
 }
 
 fn copy(from: &Path, to: &Path) {
