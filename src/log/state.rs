@@ -206,8 +206,8 @@ impl LogState {
         }
     }
 
-    /// Says where a frame of `frame_len` bytes has room. If it has none as yet, the caller does the thing that
-    /// the answer names, without this lock, and asks again.
+    /// Says where a frame of `frame_len` bytes has room. If it has none as yet, the caller does the thing
+    /// that the answer names, without this lock, and asks again.
     ///
     /// Asking moves nothing. A log that went on to the next segment for a frame that was then refused had a
     /// blank segment in its line; a longer frame went past it, and the next open took the hole for damage.

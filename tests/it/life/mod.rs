@@ -125,7 +125,8 @@ fn a_long_life_stays_within_its_bounds() {
         assert!(happened.iter().all(|count| *count > 5), "{tally:?}");
         assert!(tally.jumps > 5 && tally.giants > 0, "{tally:?}");
     }
-    assert!(tallies.iter().any(|tally| tally.aged > 0), "no snapshot grew too old: {tallies:?}");
+    // In a short life the clock may happen to jump while no snapshot is kept for its age.
+    assert!(!is_long || tallies.iter().any(|tally| tally.aged > 0), "no snapshot grew too old: {tallies:?}");
     assert!(tallies.iter().any(|tally| tally.refused > 5), "{tallies:?}");
 }
 
