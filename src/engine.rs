@@ -66,7 +66,7 @@ impl Engine {
     /// Starts the log and the applier. If one of them does not start, the pages' memory is given back.
     ///
     /// # Errors
-    /// What the disk says; [`Error::Io`](crate::Error::Io) where there is no thread.
+    /// What the disk says; [`Error::Thread`](crate::Error::Thread) where there is no thread.
     pub fn start(start: EngineStart<'_>) -> Result<RunningEngine> {
         let EngineStart { store, disk, device, arena, staging, log_io, pool, log, applied, submitted } =
             start;

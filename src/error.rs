@@ -582,7 +582,7 @@ impl From<Damage> for Error {
     /// be wrong with it.
     fn from(damage: Damage) -> Self {
         match damage.defect {
-            Defect::Memory { needed } => Error::OutOfMemory { place: Place::Host, len: needed },
+            Defect::Memory { needed } => Error::no_memory(needed),
             Defect::Shortage { errno } => {
                 Error::io("read", damage.file, Some(damage.offset), io::Error::from_raw_os_error(errno))
             }

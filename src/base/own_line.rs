@@ -3,7 +3,7 @@
 //! A word that many threads write takes its line from core to core. Fields beside it that all threads only
 //! read would miss their caches for it, on each commit.
 
-use std::ops::{Deref, DerefMut};
+use std::ops::Deref;
 
 /// A value that shares its cache lines with no other. Processors fetch lines in pairs, hence two of them.
 #[repr(align(128))]
@@ -15,11 +15,5 @@ impl<T> Deref for OwnLine<T> {
 
     fn deref(&self) -> &T {
         &self.0
-    }
-}
-
-impl<T> DerefMut for OwnLine<T> {
-    fn deref_mut(&mut self) -> &mut T {
-        &mut self.0
     }
 }

@@ -6,6 +6,7 @@
 //! sees that the chunk is empty, as it was when it was taken out.
 
 use std::array;
+use std::iter::Peekable;
 use std::sync::Arc;
 
 use remanent_format::PageId;
@@ -70,6 +71,23 @@ impl Row {
     }
 }
 
+impl Chunk {
+    /// Takes the pages of chunk `at` of a row, which come next and in the order of their ids.
+    fn of<P>(row: u64, at: usize, pages: &mut Peekable<P>) -> Self
+    where
+        P: Iterator<Item = (PageId, PageState, Option<MemoryId>)>,
+    {
+        let mut used = 0;
+        let slots = array::from_fn(|slot| {
+            let page = pages.next_if(|(page, _, _)| place(page.0) == (row, at, slot));
+            let Some((_, state, memory)) = page else { return PageSlot::new(None, None) };
+            used += 1;
+            PageSlot::new(Some(Version::new(state, None)), memory)
+        });
+        Self { slots, used: AtomicUsize::new(used) }
+    }
+}
+
 /// A page's place: its row, its chunk in the row, and its slot in the chunk.
 fn place(page: u64) -> (u64, usize, usize) {
     let width = WIDTH as u64;
@@ -83,17 +101,7 @@ impl Directory {
         let mut pages = pages.peekable();
         while let Some((first, _, _)) = pages.peek() {
             let (row, at, _) = place(first.0);
-            let mut of_chunk = |slot: usize| {
-                let is_it = |(page, _, _): &(PageId, _, _)| place(page.0) == (row, at, slot);
-                pages.next_if(is_it).map(|(_, state, memory)| (Version::new(state, None), memory))
-            };
-            let mut used = 0;
-            let slots = array::from_fn(|slot| {
-                let Some((version, memory)) = of_chunk(slot) else { return PageSlot::new(None, None) };
-                used += 1;
-                PageSlot::new(Some(version), memory)
-            });
-            let chunk = Arc::new(Chunk { slots, used: AtomicUsize::new(used) });
+            let chunk = Arc::new(Chunk::of(row, at, &mut pages));
             if rows.last().is_none_or(|(last, _)| *last != row) {
                 rows.push((row, Arc::new(Row::new())));
             }
@@ -134,18 +142,13 @@ impl Directory {
     /// Put into their slots one by one, the pages of a long batch would cost an exchange of a shared pointer
     /// each, and all of it under the submission lock.
     pub fn add(&self, pages: impl IntoIterator<Item = (PageId, PageState)>) {
-        let mut pages = pages.into_iter().peekable();
-        let Some(&(first, _)) = pages.peek() else { return };
+        let mut pages = pages.into_iter().map(|(page, state)| (page, state, None)).peekable();
+        let Some(&(first, _, _)) = pages.peek() else { return };
         let (row, at, _) = place(first.0);
-        let mut used = 0;
-        let slots = array::from_fn(|slot| {
-            let state = pages.next_if(|(page, _)| place(page.0) == (row, at, slot));
-            used += usize::from(state.is_some());
-            PageSlot::new(state.map(|(_, state)| Version::new(state, None)), None)
-        });
+        let chunk = Chunk::of(row, at, &mut pages);
         assert!(pages.next().is_none(), "neighbours, in the order of their ids");
         let row = self.row_or_new(row);
-        row.chunks[at].set(Some(Arc::new(Chunk { slots, used: AtomicUsize::new(used) })));
+        row.chunks[at].set(Some(Arc::new(chunk)));
         row.used.fetch_add(1, Ordering::Relaxed);
     }
 

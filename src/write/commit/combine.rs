@@ -20,8 +20,8 @@
 
 use std::sync::Arc;
 
+use remanent_format::PageTable;
 use remanent_format::op::decode_payload;
-use remanent_format::{Defect, PageTable};
 
 use super::Committer;
 use super::draft::{Draft, Outcome};
@@ -143,13 +143,10 @@ impl Committer {
             for place in places {
                 let mut content = place.0.lock();
                 if let DraftState::Draft(draft) = std::mem::replace(&mut *content, DraftState::Taken) {
-                    let appended = match decode_payload(&draft.payload) {
-                        Ok(ops) => self.append(table, &draft, &ops),
-                        // Its committer decoded it before. Operations borrow the payload, so they were not
-                        // kept, and memory for them may be refused now.
-                        Err(Defect::Memory { needed }) => Err(Error::no_memory(needed)),
-                        Err(defect) => panic!("decoded before it was left: {defect}"),
-                    };
+                    // Its committer decoded it before. Operations borrow the payload, so they were not kept,
+                    // and memory for them may be refused now.
+                    let ops = decode_payload(&draft.payload).map_err(Error::of_memory);
+                    let appended = ops.and_then(|ops| self.append(table, &draft, &ops));
                     *content = DraftState::Outcome(self.hand_over(table, draft, appended, |_, _| {}));
                 }
             }

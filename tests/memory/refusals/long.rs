@@ -4,11 +4,14 @@ use std::path::Path;
 use std::sync::{LazyLock, Mutex};
 
 use remanent::{
-    Lsn, PageId, Place, Retention, Shadow, SnapshotId, SnapshotOptions, StatePoint, Store, Width, WriteBatch,
+    PageId, Place, Retention, Shadow, SnapshotId, SnapshotOptions, StatePoint, Store, Width, WriteBatch,
 };
 
 use super::Operation::{self, Call, Commit, Outside};
-use super::{call, follow, fork, look_at, open, open_on_demand, options, salvage, scrub};
+use super::{
+    call, follow, fork, look_at, open, open_on_demand, options, publish, restore_newest,
+    restore_the_batch_before, salvage, scrub,
+};
 
 /// Longer than a piece, of one piece, and short.
 const LENS: [u64; 3] = [9 << 20, 3 << 20, 1000];
@@ -178,13 +181,7 @@ pub const LONG: [(&str, Operation); 34] = [
             store.snapshot_with(SnapshotOptions::new().name(store.lsn().to_string())).map(drop)
         }),
     ),
-    (
-        "published snapshot",
-        Call(touch, |store, _| {
-            store.snapshot_with(SnapshotOptions::new().only_published())?;
-            store.wait_verified()
-        }),
-    ),
+    ("published snapshot", Call(touch, publish)),
     (
         "restore",
         Call(
@@ -192,10 +189,7 @@ pub const LONG: [(&str, Operation); 34] = [
                 store.snapshot().unwrap();
                 touch(store);
             },
-            |store, _| {
-                let newest = store.snapshots().pop().unwrap().id;
-                store.restore(&StatePoint::Snapshot(newest)).map(drop)
-            },
+            restore_newest,
         ),
     ),
     (
@@ -207,7 +201,7 @@ pub const LONG: [(&str, Operation); 34] = [
                 touch(store);
                 touch(store);
             },
-            |store, _| store.restore(&StatePoint::Lsn(Lsn(store.lsn().0 - 1))).map(drop),
+            restore_the_batch_before,
         ),
     ),
     ("would_prune", call(|store, _| store.would_prune(&Retention::default()).map(drop))),

@@ -9,7 +9,10 @@ use remanent::{
 };
 
 use super::Operation::{self, Call, Commit, Outside};
-use super::{call, follow, fork, look_at, open, open_on_demand, options, salvage, scrub};
+use super::{
+    call, follow, fork, look_at, open, open_on_demand, options, publish, restore_newest,
+    restore_the_batch_before, salvage, scrub,
+};
 
 const COUNT: u64 = 50_000;
 
@@ -202,13 +205,7 @@ pub const MANY: [(&str, Operation); 35] = [
             })
         }),
     ),
-    (
-        "published snapshot",
-        Call(touch_all, |store, _| {
-            store.snapshot_with(SnapshotOptions::new().only_published())?;
-            store.wait_verified()
-        }),
-    ),
+    ("published snapshot", Call(touch_all, publish)),
     (
         "restore",
         Call(
@@ -216,10 +213,7 @@ pub const MANY: [(&str, Operation); 35] = [
                 store.snapshot().unwrap();
                 touch(store);
             },
-            |store, _| {
-                let newest = store.snapshots().pop().unwrap().id;
-                store.restore(&StatePoint::Snapshot(newest)).map(drop)
-            },
+            restore_newest,
         ),
     ),
     (
@@ -230,7 +224,7 @@ pub const MANY: [(&str, Operation); 35] = [
                 touch(store);
                 touch_all(store);
             },
-            |store, _| store.restore(&StatePoint::Lsn(Lsn(store.lsn().0 - 1))).map(drop),
+            restore_the_batch_before,
         ),
     ),
     ("would_prune", call(|store, _| store.would_prune(&Retention::default()).map(drop))),

@@ -22,8 +22,8 @@ use std::time::Duration;
 
 use remanent::disk::dir::DirReader;
 use remanent::{
-    Error, FollowFrom, Follower, Options, PageId, PageInfo, PageLoad, Replica, Result, Seed, StatePoint,
-    Store, View, WriteBatch,
+    Error, FollowFrom, Follower, Lsn, Options, PageId, PageInfo, PageLoad, Replica, Result, Seed,
+    SnapshotOptions, StatePoint, Store, View, WriteBatch,
 };
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::store::StoreFile;
@@ -81,6 +81,21 @@ fn fork(store: &Store, directory: &Path) -> Result<()> {
     let fork = directory.with_extension("fork");
     _ = std::fs::remove_dir_all(&fork);
     store.fork(fork, &StatePoint::Lsn(store.lsn())).map(drop)
+}
+
+/// Publishes a snapshot, and waits until a thread has verified it.
+fn publish(store: &Store, _: &Path) -> Result<()> {
+    store.snapshot_with(SnapshotOptions::new().only_published())?;
+    store.wait_verified()
+}
+
+fn restore_newest(store: &Store, _: &Path) -> Result<()> {
+    let newest = store.snapshots().pop().unwrap().id;
+    store.restore(&StatePoint::Snapshot(newest)).map(drop)
+}
+
+fn restore_the_batch_before(store: &Store, _: &Path) -> Result<()> {
+    store.restore(&StatePoint::Lsn(Lsn(store.lsn().0 - 1))).map(drop)
 }
 
 fn scrub(store: &Store, _: &Path) -> Result<()> {
