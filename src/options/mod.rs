@@ -1,182 +1,21 @@
 //! How a store is opened.
 
+mod choices;
+mod budget;
 mod retention;
 mod snapshot;
+mod getters;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::str::FromStr;
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use remanent_format::Place;
 use remanent_format::limits::{IDENTITY_LEN_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 
+pub use self::budget::Budget;
+pub use self::choices::{Ack, Compression, Create, DeviceChoice, LogIo, PageLoad};
 pub use self::retention::Retention;
 pub use self::snapshot::SnapshotOptions;
 use crate::error::{Error, Result};
-
-/// What an acknowledgement promises. `Durable` includes `Logged`; a batch is `Applied` only once it is
-/// logged.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Ack {
-    /// Later reads and kernels on the store's lanes see the batch. Survives what `Logged` does.
-    Applied,
-    /// Survives the death of the process at any instruction.
-    #[default]
-    Logged,
-    /// Survives a power cut.
-    Durable,
-}
-
-/// How the log reaches the disk. All ways write the same bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum LogIo {
-    /// Stores into a shared mapping, `msync`. No system call a commit. Needs a file system that
-    /// overwrites in place.
-    Mapped,
-    /// `pwrite` and `fdatasync`, for every other file system.
-    Buffered,
-    /// One write past the page cache for each group of frames (`O_DIRECT`, `O_DSYNC`). A batch is `Logged`
-    /// only when it is `Durable`, and not applied before.
-    Direct,
-}
-
-impl fmt::Display for LogIo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            LogIo::Mapped => "mapped",
-            LogIo::Buffered => "buffered",
-            LogIo::Direct => "direct",
-        })
-    }
-}
-
-/// Which device holds the pages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum DeviceChoice {
-    /// The first GPU if this build and this machine have one, else the host. [`RecoveryReport::device`] says
-    /// which it is, and why not a GPU.
-    ///
-    /// [`RecoveryReport::device`]: crate::RecoveryReport::device
-    #[default]
-    Auto,
-    /// The GPU with this number among those that the process sees; no other will do.
-    Cuda(u32),
-    /// Ordinary host memory.
-    Host,
-}
-
-impl fmt::Display for DeviceChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            DeviceChoice::Auto => f.write_str("auto"),
-            DeviceChoice::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
-            DeviceChoice::Host => f.write_str("host"),
-        }
-    }
-}
-
-impl FromStr for DeviceChoice {
-    type Err = Error;
-
-    /// `auto`, `host`, or `cuda:` and a number.
-    ///
-    /// ```
-    /// use remanent::DeviceChoice;
-    /// assert_eq!("cuda:1".parse::<DeviceChoice>()?, DeviceChoice::Cuda(1));
-    /// assert_eq!(DeviceChoice::Cuda(1).to_string(), "cuda:1");
-    /// assert!("gpu".parse::<DeviceChoice>().is_err());
-    /// # Ok::<(), remanent::Error>(())
-    /// ```
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "auto" => Ok(DeviceChoice::Auto),
-            "host" => Ok(DeviceChoice::Host),
-            _ => text.strip_prefix("cuda:").and_then(|number| number.parse().ok()).map_or_else(
-                || {
-                    let reason = format!("`{text}` is none of `auto`, `host`, `cuda:0`, `cuda:1`, …");
-                    Err(Error::InvalidOption { option: "device", reason })
-                },
-                |number| Ok(DeviceChoice::Cuda(number)),
-            ),
-        }
-    }
-}
-
-/// What to do where there is no store yet.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Create {
-    /// Create one, but only where no foreign file lies.
-    #[default]
-    IfEmpty,
-    /// Fail with an error.
-    Never,
-}
-
-/// When an open brings pages into memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum PageLoad {
-    /// All of them, before it returns.
-    #[default]
-    Eager,
-    /// Those that the log changed before it returns, the others in the background, and first those that are
-    /// asked for.
-    OnDemand,
-}
-
-/// Whether snapshots compress the images of pages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Compression {
-    /// Images stay uncompressed.
-    Off,
-    /// Each page for itself, with zstd at its first level, if a quick test says that it saves at least 12 %.
-    #[default]
-    Zstd,
-}
-
-/// Byte limits a place. A place that is not named is unlimited.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Budget {
-    limits: BTreeMap<Place, u64>,
-}
-
-impl Budget {
-    /// The budget with `bytes` as the limit of `place`.
-    #[must_use]
-    pub fn with(mut self, place: Place, bytes: u64) -> Self {
-        self.limits.insert(place, bytes);
-        self
-    }
-
-    /// The limit of a place in bytes; `u64::MAX` if it has none.
-    #[must_use]
-    pub fn limit(&self, place: Place) -> u64 {
-        self.limits.get(&place).copied().unwrap_or(u64::MAX)
-    }
-
-    /// Refuses pages, each by its place and its length in bytes, that together take more than there may be
-    /// (I10).
-    pub(crate) fn check(&self, pages: impl IntoIterator<Item = (Place, u64)>) -> Result<()> {
-        let mut wanted: BTreeMap<Place, u64> = BTreeMap::new();
-        for (place, len) in pages {
-            let sum = wanted.entry(place).or_default();
-            *sum = sum.saturating_add(len);
-        }
-        for (place, asked) in wanted {
-            let budget = self.limit(place);
-            if asked > budget {
-                return Err(Error::OverBudget { place, asked, available: budget, budget });
-            }
-        }
-        Ok(())
-    }
-}
 
 /// How a store is opened. Every option has a default.
 ///
@@ -284,6 +123,8 @@ impl Options {
     /// store.commit(batch)?;
     /// # Ok::<(), remanent::Error>(())
     /// ```
+    ///
+    /// [`Place::Device`]: crate::Place::Device
     #[must_use]
     pub fn slots(mut self, devices: impl Into<Vec<DeviceChoice>>) -> Self {
         self.slots = devices.into();
@@ -547,148 +388,5 @@ impl Options {
     pub(crate) fn reserve_segments(&self) -> usize {
         let bytes = self.reserve_bytes.unwrap_or(2 * self.segment_len);
         usize::try_from(bytes.div_ceil(self.segment_len)).unwrap_or(usize::MAX)
-    }
-}
-
-/// What the options are, each under the name by which it is set with `get_` before it.
-///
-/// ```
-/// use remanent::{Ack, Options};
-/// let options = Options::default().ack(Ack::Durable);
-/// assert_eq!((options.get_ack(), options.get_segment_len()), (Ack::Durable, 16 << 20));
-/// ```
-impl Options {
-    /// What is done where there is no store yet.
-    #[must_use]
-    pub fn get_create(&self) -> Create {
-        self.create
-    }
-
-    /// What `commit` waits for.
-    #[must_use]
-    pub fn get_ack(&self) -> Ack {
-        self.ack
-    }
-
-    /// How the log reaches the disk; `None` follows [`ack`](Self::ack).
-    #[must_use]
-    pub fn get_log_io(&self) -> Option<LogIo> {
-        self.log_io
-    }
-
-    /// Which device holds the pages.
-    #[must_use]
-    pub fn get_device(&self) -> DeviceChoice {
-        self.device
-    }
-
-    /// The devices of the slots; none if every slot is the one device.
-    #[must_use]
-    pub fn get_slots(&self) -> &[DeviceChoice] {
-        &self.slots
-    }
-
-    /// The length up to which log segments grow, in bytes.
-    #[must_use]
-    pub fn get_segment_len(&self) -> u64 {
-        self.segment_len
-    }
-
-    /// Bytes held back for deletes on a full disk.
-    #[must_use]
-    pub fn get_reserve_bytes(&self) -> u64 {
-        self.reserve_bytes.unwrap_or(2 * self.segment_len)
-    }
-
-    /// Bytes of spare segments beyond the reserve; `None` is a share of the file system.
-    #[must_use]
-    pub fn get_spare_bytes(&self) -> Option<u64> {
-        self.spare_bytes
-    }
-
-    /// Byte limits a place.
-    #[must_use]
-    pub fn get_budget(&self) -> &Budget {
-        &self.budget
-    }
-
-    /// The caller's own description of the store.
-    #[must_use]
-    pub fn get_identity(&self) -> Option<&[u8]> {
-        self.identity.as_deref()
-    }
-
-    /// The hash of what the meaning of the bytes depends on.
-    #[must_use]
-    pub fn get_layout_fingerprint(&self) -> Option<[u8; 32]> {
-        self.layout_fingerprint
-    }
-
-    /// How much of the past is kept.
-    #[must_use]
-    pub fn get_retention(&self) -> Retention {
-        self.retention.clone()
-    }
-
-    /// Whether snapshots compress images.
-    #[must_use]
-    pub fn get_compression(&self) -> Compression {
-        self.compression
-    }
-
-    /// When an open brings pages into memory.
-    #[must_use]
-    pub fn get_page_load(&self) -> PageLoad {
-        self.page_load
-    }
-
-    /// The growth of the log after which a snapshot is taken, in bytes.
-    #[must_use]
-    pub fn get_snapshot_log_bytes(&self) -> Option<u64> {
-        self.snapshot_log_bytes
-    }
-
-    /// The time after which a snapshot is taken.
-    #[must_use]
-    pub fn get_snapshot_interval(&self) -> Option<Duration> {
-        self.snapshot_interval
-    }
-
-    /// The pace of background snapshots.
-    #[must_use]
-    pub fn get_snapshot_bytes_per_second(&self) -> Option<u64> {
-        self.snapshot_bytes_per_second
-    }
-
-    /// The time between scrubs.
-    #[must_use]
-    pub fn get_scrub_interval(&self) -> Option<Duration> {
-        self.scrub_interval
-    }
-
-    /// The pace of background scrubs.
-    #[must_use]
-    pub fn get_scrub_bytes_per_second(&self) -> Option<u64> {
-        self.scrub_bytes_per_second
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_budget_holds_for_all_pages_of_a_place_together() {
-        let pages = |place, lens: [u64; 2]| lens.map(|len| (place, len));
-        let budget = Budget::default().with(Place::Device(0), 100);
-        assert!(budget.check(pages(Place::Device(0), [60, 40])).is_ok());
-        assert!(budget.check(pages(Place::Host, [u64::MAX, u64::MAX])).is_ok());
-        for (lens, sum) in [([60, 41], 101), ([u64::MAX, 2], u64::MAX)] {
-            let refused = budget.check(pages(Place::Device(0), lens)).unwrap_err();
-            assert!(
-                matches!(refused, Error::OverBudget { asked, budget: 100, .. } if asked == sum),
-                "{refused}"
-            );
-        }
     }
 }
