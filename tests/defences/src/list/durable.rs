@@ -7,7 +7,9 @@ use super::{Defence, Test, check, defence, it, refusal};
 const WRITER: &str = "src/log/writer.rs";
 const KEEPER: &str = "src/log/threads.rs";
 const STATE: &str = "src/log/state.rs";
-const SEGMENTS: &str = "src/log/segments.rs";
+const SEGMENTS: &str = "src/log/segments/mod.rs";
+const SEGMENT_FILE: &str = "src/log/segments/file.rs";
+const OPENING_SEGMENT: &str = "src/log/segments/opening.rs";
 const PUBLISH: &str = "src/catalog/publish.rs";
 const IMAGES: &str = "src/images/mod.rs";
 const SIDE_BY_SIDE: &str = "src/images/writers.rs";
@@ -62,7 +64,7 @@ pub const LIST: &[Defence] = &[
     // Segments.
     defence(
         "segments are synced before they have a name",
-        SEGMENTS,
+        SEGMENT_FILE,
         "file.sync()?;\n            Ok(file)",
         "Ok(file)",
         OF_OPENINGS,
@@ -76,7 +78,7 @@ pub const LIST: &[Defence] = &[
     ),
     defence(
         "a spare that becomes an opening is synced before it has a name",
-        SEGMENTS,
+        OPENING_SEGMENT,
         "file.sync().map(|()| file)",
         "Ok(file)",
         OF_OPENINGS,
@@ -90,7 +92,7 @@ pub const LIST: &[Defence] = &[
     ),
     defence(
         "names of segments are synced",
-        SEGMENTS,
+        SEGMENT_FILE,
         "self.rename(source, FileName::Segment(number))?;\n        self.disk.sync_folder(Folder::Log)",
         "self.rename(source, FileName::Segment(number))",
         OF_COMMITS,

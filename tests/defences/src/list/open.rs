@@ -8,7 +8,8 @@ const RETAIN: &str = "src/snapshot/retain.rs";
 const SORTING: &str = "src/recovery/page_sources.rs";
 const PASS: &str = "src/snapshot/scrub/pass.rs";
 const SCRUB: &str = "src/snapshot/scrub/mod.rs";
-const SEGMENTS: &str = "src/log/segments.rs";
+const SEGMENT_FILE: &str = "src/log/segments/file.rs";
+const RESERVE: &str = "src/log/segments/reserve.rs";
 
 const PIN: Test = it("pins::what_would_take_a_pinned_page_elsewhere_is_refused");
 const SCRUBS: Test = it("crash::scrubs::a_scrub_that_mends_survives");
@@ -125,35 +126,35 @@ pub const LIST: &[Defence] = &[
     // A full disk costs nothing but the batch that does not fit, and calls that free space still work.
     defence(
         "the reserve is for calls that free space",
-        SEGMENTS,
+        RESERVE,
         "purpose != SpacePurpose::User",
         "true",
         it("faults::disk_full::a_full_disk_refuses_commits_and_the_same_store_goes_on_when_space_returns"),
     ),
     defence(
         "no frame takes what the next open needs",
-        SEGMENTS,
+        RESERVE,
         "self.count.load(Ordering::Acquire) + ahead >= purpose.leaves()",
         "true",
         it("full_file_systems::a_store_opens_again_whatever_was_done_on_a_full_disk"),
     ),
     defence(
         "the manifest of a thin snapshot takes the spare that is held for it",
-        SEGMENTS,
+        RESERVE,
         "HELD_FOR_OPENS - 1",
         "HELD_FOR_OPENS",
         it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
     ),
     defence(
         "a name that finds no space is refused and stops nothing",
-        SEGMENTS,
+        SEGMENT_FILE,
         "if error.is_no_space() { Error::disk_full(target, FOLDER_BLOCK) } else { error }",
         "error",
         it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
     ),
     defence(
         "what an unfinished segment took is given back",
-        SEGMENTS,
+        SEGMENT_FILE,
         "write(made).inspect_err(remove)",
         "write(made)",
         it("faults::disk_full::a_store_that_cannot_open_for_lack_of_space_opens_when_there_is_some"),

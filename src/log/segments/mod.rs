@@ -1,0 +1,302 @@
+//! Segment files: made whole before they get their name, reused when nothing needs them.
+//!
+//! A crash here loses nothing. Recovery reads no temporary file, and a spare holds nothing. A segment that
+//! has its name is empty, synced and in its folder before the first frame enters its predecessor (I8).
+//!
+//! A log that grows takes its segments from [`SegmentPool::make`]. An open has its own road, and a full disk
+//! has claims of its own order.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `file` | how a segment is written, synced and named |
+//! | `spares` | which files wait to become segments, by length |
+//! | `reserve` | the claims on a full disk |
+//! | `opening` | the segment that an open publishes |
+//!
+//! Lock order: the log's `growth` lock, then `spares`. The log's state lock is never held while files are
+//! made, so a committer that finds room does not wait for them.
+
+mod file;
+mod spares;
+mod reserve;
+mod opening;
+
+use std::sync::Arc;
+
+use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN};
+use remanent_format::segment::SEGMENT_HEADER_BLOCK;
+use remanent_format::{FileName, Folder, StoreId};
+
+pub(crate) use self::file::SegmentFile;
+use self::file::header_block;
+pub(crate) use self::reserve::SpacePurpose;
+pub(crate) use self::spares::SegmentRules;
+use self::spares::{FIRST_LEN, Spare, Spares};
+use crate::base::phases;
+use crate::base::phases::Phase;
+use crate::base::sync::Mutex;
+use crate::base::sync::atomic::AtomicUsize;
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+use crate::options::LogIo;
+
+/// The log's next segment is made of a spare only if the spare is at most this many times as long as it
+/// needs.
+const LONGER_MAX: u64 = 8;
+
+/// Short spares that wait for opens, beyond the reserve; an open takes two of them.
+const FIRST_SPARES_MAX: usize = 4;
+
+/// Makes segments and takes them back.
+///
+/// The first segments of an opening are short. Each later one is twice as long as the one before, up to the
+/// usual length. So the space that a store takes follows from the bytes that it logs. Growth begins anew with
+/// each opening, because no state on disk says how far it had come; six steps lead to 16 MiB.
+pub(crate) struct SegmentPool {
+    disk: Arc<dyn Disk>,
+    store: StoreId,
+    rules: SegmentRules,
+    /// How segments will be written; a direct window wants its zeros on the medium, a mapped one in small
+    /// pages.
+    io: LogIo,
+    /// Held while files are made, so that two makers never take the same spare.
+    spares: Mutex<Spares>,
+    /// How many spares there are, for a check before each batch that takes no lock.
+    count: Arc<AtomicUsize>,
+}
+
+impl SegmentPool {
+    /// Makes a pool with the spares of earlier runs. It removes spares that are longer than segments are now.
+    /// It also removes spares that were copied with holes, because a hole in a mapped file turns a full disk
+    /// into SIGBUS.
+    pub fn new(disk: Arc<dyn Disk>, store: StoreId, rules: SegmentRules, io: LogIo) -> Result<Self> {
+        let mut spares = Spares::new(rules);
+        for name in disk.list(Folder::Log)? {
+            if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
+                let spare = disk.open(FileName::Spare(number), false)?;
+                let len = spare.len()?;
+                // A length that this build would not make: a later walk must find groups on whole blocks
+                // (I9).
+                let is_usable =
+                    (SEGMENT_LEN_MIN..=rules.len).contains(&len) && len.is_multiple_of(GROUP_ALIGN);
+                if is_usable && spare.is_without_holes()? {
+                    spares.add(Spare { number, len });
+                } else {
+                    disk.remove(FileName::Spare(number))?;
+                }
+            }
+        }
+        // The rules of this run may allow fewer spares than those of an earlier run.
+        while spares.are_too_many() {
+            let reserve = spares.reserve();
+            let at = if reserve.end < spares.files.len() {
+                spares.files.len() - 1
+            } else {
+                spares.held_for_opens()
+            };
+            let spare = spares.take(at);
+            disk.remove(FileName::Spare(spare.number))?;
+        }
+        let count = spares.count.clone();
+        Ok(Self { disk, store, rules, io, spares: Mutex::new(spares), count })
+    }
+
+    /// How much space is free, as far as the system says. Only a hint: another process may take the space at
+    /// any moment, so every caller also handles a write that finds none.
+    fn free_bytes(&self) -> u64 {
+        self.disk
+            .free_bytes()
+            .unwrap_or_else(|error| {
+                tracing::debug!(%error, "the file system does not say how much space is free");
+                None
+            })
+            .unwrap_or(u64::MAX)
+    }
+
+    fn first_len(&self) -> u64 {
+        FIRST_LEN.min(self.rules.len)
+    }
+
+    /// Makes the empty segment `number`; file and name are durable when this returns.
+    ///
+    /// `ahead` is the number of segments of the log that are empty.
+    pub fn make(&self, number: u64, ahead: usize, purpose: SpacePurpose) -> Result<SegmentFile> {
+        let _phase = phases::enter(Phase::SegmentRoll);
+        let mut spares = self.spares.lock();
+        let wanted = if purpose == SpacePurpose::Open { self.first_len() } else { spares.next_len };
+        let at_hand = match purpose {
+            SpacePurpose::Open => {
+                // Zeros and syncs of two new segments were a third of the time that a small store took to
+                // open.
+                let at = spares.held_for_opens();
+                spares.files.get(at).is_some_and(|spare| spare.len <= wanted).then_some(at)
+            }
+            SpacePurpose::User | SpacePurpose::Delete | SpacePurpose::Seal => {
+                // A spare that is much longer is left for a log that has grown.
+                let fits = wanted..=wanted.saturating_mul(LONGER_MAX);
+                let beyond = spares.reserve().end..spares.files.len();
+                beyond.into_iter().find(|at| fits.contains(&spares.files[*at].len))
+            }
+        };
+        if at_hand.is_none() && purpose == SpacePurpose::User {
+            self.leave_the_reserve(&spares, number, wanted)?;
+        }
+        let made = match at_hand {
+            Some(at) => self.make_of_spare(&mut spares, at, number),
+            None => self.make_for(number, wanted, purpose),
+        };
+        let made = match made {
+            // As short as segments are: a spare of any length will do for a seal or for a few deletes.
+            Err(Error::DiskFull { .. }) if self.may_take(&spares, ahead, purpose) => {
+                self.make_of_reserve(&mut spares, number, SEGMENT_LEN_MIN)?
+            }
+            made => made?,
+        };
+        // An opening begins with short segments whatever the spare was, so its two segments do not count as
+        // growth.
+        if purpose != SpacePurpose::Open {
+            spares.grown(made.len);
+        }
+        Ok(made)
+    }
+
+    /// Makes a new segment. Where an open finds no space for one, the shortest possible segment is enough for
+    /// it.
+    fn make_for(&self, number: u64, wanted: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
+        match self.make_anew(number, wanted) {
+            Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Open && wanted > SEGMENT_LEN_MIN => {
+                self.make_anew(number, SEGMENT_LEN_MIN)
+            }
+            made => made,
+        }
+    }
+
+    fn make_anew(&self, number: u64, len: u64) -> Result<SegmentFile> {
+        let file = self.build(number, len, None, &[])?;
+        let temporary = FileName::Temporary(Folder::Log, number);
+        // Window first, name second (see `SegmentFile::new`). A failure of either takes the file with it.
+        let segment = SegmentFile::new(number, len, file, self.io);
+        let segment = segment.and_then(|segment| self.publish(temporary, number).map(|()| segment));
+        segment.inspect_err(|_| self.remove_unfinished(temporary))
+    }
+
+    /// Makes segment `number` of a spare: header, sync, name, folder, in this order, so that a segment is
+    /// never seen with an old header. A crash in between leaves a spare, which recovery does not read. Its
+    /// stale frames name another position and prove nothing (I3).
+    fn make_of_spare(&self, spares: &mut Spares, at: usize, number: u64) -> Result<SegmentFile> {
+        let Spare { number: spare, len } = spares.files[at];
+        let file = self.disk.open(FileName::Spare(spare), true)?;
+        file.write_at(0, &header_block(&self.header(number, len, None)))?;
+        file.sync()?;
+        let segment = SegmentFile::new(number, len, file, self.io)?;
+        self.publish(FileName::Spare(spare), number)?;
+        // Only now: after a failed rename the file is still the spare that the list says.
+        spares.take(at);
+        Ok(segment)
+    }
+
+    /// Makes a segment of at least `needed` bytes of the reserve. Where there is no space for its name,
+    /// another spare gives way. The last spare gives way to a segment that is shorter than it.
+    fn make_of_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
+        loop {
+            // The long spares first, except one: the next open may have to copy that length of batches.
+            let held = spares.held_for_opens();
+            let from = if held + 1 < spares.files.len() { held } else { 0 };
+            let fits = |at: &usize| spares.files[*at].len >= needed;
+            let Some(at) = (from..spares.files.len()).chain(0..from).find(fits) else {
+                return self.make_anew(number, needed);
+            };
+            match self.make_of_spare(spares, at, number) {
+                Err(Error::DiskFull { .. }) => {
+                    // XFS needs a block to make the folder longer; a removed spare gives it one.
+                    let other = (0..spares.files.len()).rev().find(|other| *other != at);
+                    self.give_up(spares, other.unwrap_or(at))?;
+                }
+                made => return made,
+            }
+        }
+    }
+
+    /// Makes a segment with room for `frame_len` bytes, which replaces the empty segment `number` by a
+    /// rename. The caller made sure that the segment after it exists (I8).
+    pub fn make_long(
+        &self,
+        number: u64,
+        frame_len: u64,
+        ahead: usize,
+        purpose: SpacePurpose,
+    ) -> Result<SegmentFile> {
+        let _phase = phases::enter(Phase::SegmentRoll);
+        let mut spares = self.spares.lock();
+        let needed = (SEGMENT_HEADER_BLOCK + frame_len).next_multiple_of(GROUP_ALIGN);
+        // More frames of this length will probably come, so the segment has room for more than one.
+        let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
+        let len = needed.max(wanted);
+        let long = match self.make_anew(number, len) {
+            Err(Error::DiskFull { .. }) if self.may_take(&spares, ahead, purpose) => {
+                self.make_of_reserve(&mut spares, number, needed)?
+            }
+            made => made?,
+        };
+        spares.grown(long.len);
+        Ok(long)
+    }
+
+    /// Takes back segments that nothing needs any more: as spares as far as more of them are useful,
+    /// otherwise they are removed. Oldest first, so that a crash leaves no gap among those that are needed
+    /// (I8).
+    ///
+    /// Enough spares are useful that a log which grows from snapshot to snapshot makes no new segment. A new
+    /// segment costs as many bytes of zeros as it will hold of frames, and the frames wait for them. With a
+    /// single spare beyond the reserve, 8 threads that each committed 64 KiB durably waited for segments half
+    /// of their time.
+    pub fn recycle(&self, numbers: &[u64]) -> Result<()> {
+        if numbers.is_empty() {
+            return Ok(());
+        }
+        let _phase = phases::enter(Phase::Recycle);
+        let mut spares = self.spares.lock();
+        for &number in numbers {
+            let segment = FileName::Segment(number);
+            let len = self.disk.open(segment, false)?.len()?;
+            if self.is_wanted(&spares, len) {
+                let spare = spares.next_number();
+                match self.rename(segment, FileName::Spare(spare)) {
+                    Ok(()) => spares.add(Spare { number: spare, len }),
+                    // On a full XFS there may be no block for the new name; the space comes back all the
+                    // same.
+                    Err(Error::DiskFull { .. }) => self.disk.remove(segment)?,
+                    Err(error) => return Err(error),
+                }
+            } else {
+                self.disk.remove(segment)?;
+            }
+        }
+        self.disk.sync_folder(Folder::Log)
+    }
+
+    /// Whether a segment of this length is useful as a spare.
+    fn is_wanted(&self, spares: &Spares, len: u64) -> bool {
+        // A segment that was made long for one frame is no spare: the pool of the next run would remove it.
+        let SegmentRules { len: len_max, spare_bytes, .. } = self.rules;
+        if len > len_max || !len.is_multiple_of(GROUP_ALIGN) {
+            return false;
+        }
+        // What is kept back comes first: without it a full disk refuses batches.
+        if spares.files.len() < self.rules.reserve || spares.lacking() > 0 && len <= FIRST_LEN {
+            return true;
+        }
+        // A few short segments wait for the next opens. A log that has grown takes longer ones.
+        let short = spares.files.iter().filter(|spare| spare.len <= FIRST_LEN).count();
+        if len <= FIRST_LEN && FIRST_LEN < len_max && short >= self.rules.held() + FIRST_SPARES_MAX {
+            return false;
+        }
+        let surplus = spares.surplus_bytes();
+        spare_bytes > 0 && (surplus == 0 || surplus + len <= spare_bytes)
+    }
+
+    /// Wakes the followers of the log: a batch came to segment `number` by stores into a mapping.
+    pub fn tell_followers(&self, number: u64) {
+        self.disk.tell_watchers(FileName::Segment(number));
+    }
+}
