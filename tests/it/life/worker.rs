@@ -14,7 +14,7 @@ use remanent::{
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::SNAPSHOTS_KEPT;
+use super::ages::SNAPSHOTS_KEPT;
 use super::text::{Change, Command, Kind, OpenWith};
 
 /// The word that begins an answer, among the lines that the test's own runner prints.

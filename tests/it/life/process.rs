@@ -1,0 +1,67 @@
+//! The worker's process, as the test sees it: started, told, killed.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::time::Duration;
+
+use super::text::Command;
+use super::{ERRAND_DIRECTORY, TEST, worker};
+
+/// A command that takes this long hangs. Long, because a machine may be busy with other work.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// The process that holds the store, with its pipes.
+pub struct Worker {
+    process: Child,
+    input: ChildStdin,
+    answers: Receiver<String>,
+}
+
+impl Worker {
+    pub fn start(folder: &Path) -> Self {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "--nocapture", TEST]).env(ERRAND_DIRECTORY, folder.join("store"));
+        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (input, output) = (process.stdin.take().unwrap(), process.stdout.take().unwrap());
+        let (sender, answers) = mpsc::channel();
+        // A reader of its own, so that waiting for an answer has an end. It ends with the process.
+        std::thread::spawn(move || pass_on(output, &sender));
+        Self { process, input, answers }
+    }
+
+    pub fn tell(&mut self, command: &Command) {
+        // A process that is gone is noticed by the answer that does not come.
+        let _ = writeln!(self.input, "{command}").and_then(|()| self.input.flush());
+    }
+
+    pub fn answer(&mut self) -> Result<String, String> {
+        self.answers.recv_timeout(PATIENCE).map_err(|error| match error {
+            mpsc::RecvTimeoutError::Timeout => format!("no answer in {PATIENCE:?}"),
+            mpsc::RecvTimeoutError::Disconnected => format!("the worker ended: {:?}", self.process.wait()),
+        })
+    }
+
+    pub fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // After a kill there is no process, and that is no failure.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn pass_on(output: ChildStdout, answers: &mpsc::Sender<String>) {
+    for line in BufReader::new(output).lines().map_while(Result::ok) {
+        let Some(answer) = line.strip_prefix(worker::ANSWER) else { continue };
+        if answers.send(answer.to_owned()).is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Commands while files, memory or space are short: each is done or refused, and costs the store nothing.
+
+use super::Life;
+use super::text::{Command, Kind};
+use crate::machine::filler::Filler;
+
+/// A full disk has up to this much left.
+const LEFT_MAX: u64 = 256 << 10;
+/// A process that runs short of memory gets this much more: at least the small allocations and a thread's
+/// memory, which nothing can refuse.
+const MEMORY_LEFT_MIN: u64 = 4 << 20;
+const MEMORY_LEFT_MAX: u64 = 20 << 20;
+/// Commands that are tried while something is short.
+const TRIES_MAX: u64 = 8;
+
+impl Life {
+    /// A command of a process that may open few more files is done or refused, and costs the store nothing.
+    pub(super) fn run_short_of_files(&mut self) {
+        // A caller that needs a page that is not loaded waits until the shortage ends.
+        self.compare();
+        let left = self.random.below(6);
+        self.ask(&Command::FilesLeft(Some(left)));
+        self.try_while_short();
+        self.ask(&Command::FilesLeft(None));
+        self.commit();
+        self.compare();
+    }
+
+    /// The same for a process that gets little more memory.
+    pub(super) fn run_short_of_memory(&mut self) {
+        self.compare();
+        let left = MEMORY_LEFT_MIN + self.random.below(MEMORY_LEFT_MAX - MEMORY_LEFT_MIN);
+        self.ask(&Command::MemoryLeft(Some(left)));
+        self.try_while_short();
+        self.ask(&Command::MemoryLeft(None));
+        self.commit();
+        self.compare();
+    }
+
+    /// On a full disk each command is done or refused, and costs the store nothing; an opening and a close
+    /// are done.
+    pub(super) fn run_short_of_space(&mut self) {
+        if self.ground.mount.is_none() {
+            return;
+        }
+        let left = 4096 * self.random.below(LEFT_MAX / 4096);
+        let filler = Filler::but(self.ground.path(), left);
+        self.told.push_back(format!("(the disk has {left} bytes left)"));
+        for _ in 0..=self.random.below(TRIES_MAX) {
+            let changes = self.draw_batch();
+            let command = match self.random.below(6) {
+                0..=2 => Command::Commit(changes.clone()),
+                3 => Command::Snapshot(Kind::Fuzzy),
+                4 => Command::Prune { snapshots_kept: 1, give_up: None },
+                _ => {
+                    self.reopen();
+                    continue;
+                }
+            };
+            match (&command, self.try_ask(&command)) {
+                (Command::Commit(changes), Ok(_)) => self.model.commit(changes),
+                (_, Ok(_)) => {}
+                (command, Err(refusal)) if refusal.starts_with("refused DiskFull") => self.refused(command),
+                (_, Err(refusal)) => self.fail(&refusal),
+            }
+            self.compare();
+        }
+        drop(filler);
+        self.told.push_back("(the disk has space again)".to_owned());
+        self.commit();
+    }
+
+    fn try_while_short(&mut self) {
+        for _ in 0..=self.random.below(TRIES_MAX) {
+            let changes = self.draw_batch();
+            let command = match self.random.below(3) {
+                0..=1 => Command::Commit(changes.clone()),
+                _ => Command::Snapshot(Kind::Fuzzy),
+            };
+            match (&command, self.try_ask(&command)) {
+                (Command::Commit(changes), Ok(_)) => self.model.commit(changes),
+                (_, Ok(_)) => {}
+                (_, Err(refusal)) if refusal.starts_with("refused Poisoned") => self.fail(&refusal),
+                (command, Err(_)) => self.refused(command),
+            }
+        }
+    }
+
+    fn refused(&mut self, command: &Command) {
+        if let Command::Commit(changes) = command {
+            self.model.refuse(changes);
+        }
+        self.tally.refused += 1;
+    }
+}
