@@ -133,9 +133,9 @@
 //! | `testing/` | a simulated disk, devices that fail or lag; only with the feature `testing` |
 //! | `device/` | the seam to devices: host, CUDA, several as one |
 //! | `disk/` | the seam to files: a directory, and its ways to write |
-//! | `base/` | locks and threads, parallel work, the process, poison |
+//! | `base/` | locks and threads, parallel work, the process, memory that can be refused, poison |
 //! | `options/` | how a store is opened |
-//! | `error.rs` | what can go wrong, whose fault it is, and what helps |
+//! | `error/` | what can go wrong, whose fault it is, and what helps |
 //!
 //! # Invariants
 //!

@@ -7,8 +7,9 @@ use std::collections::BTreeMap;
 use remanent_format::op::{Op, OpAt, masked_bytes_at, scatter_values_at};
 use remanent_format::{PageId, Width};
 
+use crate::base::allocation::make_room;
 use crate::device::{Command, CommandList, Payload, Piece, PieceKind, Span, Staging};
-use crate::error::{Result, make_room};
+use crate::error::Result;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::{StagingBuf, StagingPool};
 

@@ -10,8 +10,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use remanent_format::{PageId, PageInfo};
 
 use super::ListBuilder;
+use crate::base::allocation::{make_room, set_of};
 use crate::device::Fence;
-use crate::error::{Error, Result, make_room, set_of};
+use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
 /// Pages as they were after one batch.

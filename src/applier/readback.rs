@@ -14,8 +14,9 @@ use std::sync::Arc;
 use remanent_format::Place;
 
 use super::Turn;
+use crate::base::allocation::{collected, push};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, Staging, StagingSpan};
-use crate::error::{Error, Result, collected, push};
+use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::StagingBuf;
 

@@ -15,10 +15,11 @@ use remanent_format::PageId;
 use remanent_format::image::ImageRef;
 use remanent_format::state::by_id::ById;
 
+use crate::base::allocation::{collected, make_room};
 use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex};
-use crate::error::{Error, Result, collected, make_room};
+use crate::error::{Error, Result};
 use crate::memory::arena::PageMemory;
 
 /// Pages that are taken together at most: what their loader lists of them is short, too.

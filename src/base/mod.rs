@@ -1,6 +1,8 @@
-//! The base that every folder stands on: locks and threads, parallel work, the process, poison.
+//! The base that every folder stands on: locks and threads, parallel work, the process,
+//! memory that can be refused, poison.
 
 pub(crate) mod aligned_buf;
+pub(crate) mod allocation;
 pub(crate) mod own_line;
 pub(crate) mod pace;
 pub(crate) mod parallel;

@@ -10,7 +10,8 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, SnapshotId};
 
 use super::{KnownImages, entry};
-use crate::error::{Error, Result, append, collected, push};
+use crate::base::allocation::{append, collected, push};
+use crate::error::{Error, Result};
 
 /// Number of pages in one look. A look takes some 200 us, and a batch may wait for two of them.
 pub(crate) const LOOK_PAGES: usize = 1024;

@@ -21,8 +21,9 @@ use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
 use super::classify::PageClass;
 use super::newest::{ImageTotals, KnownImage, Link, NewestSnapshot};
+use crate::base::allocation::{append, collected, push};
 use crate::base::sync::{Mutex, MutexGuard};
-use crate::error::{Result, append, collected, push};
+use crate::error::Result;
 
 /// The images on disk that hold the bytes of a page as it is now, or was a moment ago.
 #[derive(Default)]

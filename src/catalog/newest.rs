@@ -8,7 +8,8 @@ use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind};
 use remanent_format::state::by_id::ById;
 use remanent_format::{Epoch, Lsn, PageId, SnapshotId};
 
-use crate::error::{Result, collected};
+use crate::base::allocation::collected;
+use crate::error::Result;
 
 /// A snapshot has at most this many links, its base and itself among them.
 pub(super) const LINKS_MAX: usize = 8;

@@ -9,9 +9,10 @@ use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::{Defect, FileName, Place};
 
 use crate::base::aligned_buf::AlignedBuf;
+use crate::base::allocation::make_room;
 use crate::base::parallel;
 use crate::disk::{Disk, DiskFile};
-use crate::error::{Error, Result, make_room};
+use crate::error::{Error, Result};
 
 /// Bytes that a thread reads back at once. New memory for all of a long manifest took longer than reading it.
 const READ_LEN: usize = (1 << 20) - (64 << 10);

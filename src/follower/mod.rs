@@ -42,10 +42,11 @@ pub use batch::{FollowedBatch, RestoredState};
 pub use position::{FollowerPosition, ParsePositionError};
 pub use replica::Replica;
 
+use crate::base::allocation::collected;
 use crate::base::process::Process;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, Watch};
-use crate::error::{Error, Result, collected};
+use crate::error::{Error, Result};
 use backoff::{Pauses, Suspicion};
 use seek::{at_start, behind, diverged, leaves_out, locate};
 use segment::LiveSegment;

@@ -14,9 +14,10 @@ use super::Follower;
 use super::batch::{FollowedBatch, ImageSource, RestoredState};
 use super::position::FollowerPosition;
 use super::survey::{ask, missing, newest_snapshot};
+use crate::base::allocation::{collected, push};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result, collected, push};
+use crate::error::{Error, Result};
 
 /// Pages, root and bytes as they were after one batch. The default is the empty store, before its first
 /// batch.

@@ -11,8 +11,9 @@ use remanent_format::frame::{FRAME_HEADER_LEN, FrameHeader};
 use remanent_format::segment::{Opening, SegmentHeader, SegmentHeaderRaw};
 use remanent_format::{Defect, FileName, StoreId};
 
+use crate::base::allocation::make_room;
 use crate::disk::{Disk, DiskFile};
-use crate::error::{Error, Result, make_room};
+use crate::error::{Error, Result};
 
 /// The fewest bytes that are read at a time: enough for both places in a segment at which the next frame may
 /// lie.

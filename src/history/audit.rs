@@ -15,10 +15,11 @@
 
 use remanent_format::{Epoch, Key, Lsn, PageId, PageInfo};
 
+use crate::base::allocation::{collected, push};
 use crate::catalog::CatalogLock;
 use crate::device::{Command, CommandList, StagingSpan};
 use crate::engine::Engine;
-use crate::error::{Error, Result, collected, push};
+use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 use crate::images::{CHUNK_BYTES, chunks};

@@ -13,9 +13,10 @@ use remanent_format::limits::ANCESTORS_MAX;
 use remanent_format::{FileName, ReadAt, StoreId};
 
 use super::seed::{Seed, SharedImages, create};
+use crate::base::allocation::{map_of, set_of};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result, map_of, set_of};
+use crate::error::{Error, Result};
 use crate::history::state::PastState;
 
 /// Makes a store of a state; returns its id.

@@ -30,13 +30,14 @@ use remanent_format::{
 };
 
 use crate::applier::Turn;
+use crate::base::allocation::{collected, make_room, push, set_of};
 use crate::base::wall_clock::unix_ms;
 use crate::catalog::publish::publish_manifest;
 use crate::catalog::{Catalog, RetainedTable, entry};
 use crate::device::{Command, CommandList, Device, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
-use crate::error::{Error, Result, collected, make_room, push, set_of};
+use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 use crate::images::ImageWriter;

@@ -22,12 +22,13 @@ use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{FileName, Folder, LogPoint, PageId, PageInfo, PageTable, SnapshotId, StoreId};
 
+use crate::base::allocation::{collected, map_of};
 use crate::base::wall_clock::unix_ms;
 use crate::catalog::entry;
 use crate::catalog::publish::publish_manifest;
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result, collected, map_of};
+use crate::error::{Error, Result};
 use crate::images::read::{prove, wanted};
 use crate::images::{ImageWriter, PageRead};
 use crate::log::{SegmentPool, SegmentRules};

@@ -28,10 +28,11 @@ use remanent_format::{
     Damage, Defect, FileName, Folder, LogPoint, Lsn, PageId, PageTable, Place, SnapshotId,
 };
 
+use crate::base::allocation::set_of;
 use crate::base::sync::Mutex;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock, Hold};
-use crate::error::{Error, Result, set_of};
+use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::windows::{Lookup, WHOLE_LEN_MAX, WINDOW_LEN_MIN, Windows};
 

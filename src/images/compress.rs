@@ -7,8 +7,9 @@ use std::ops::Range;
 use remanent_format::Defect;
 use remanent_format::image::{COMPRESSED_PIECE_LEN, Compressor};
 
+use crate::base::allocation::{append, collected};
 use crate::base::parallel;
-use crate::error::{Result, append, collected};
+use crate::error::Result;
 use crate::options::Compression;
 
 /// Zstd's fastest ordinary level: with a disk of 1 to 3 GB/s a snapshot would wait for anything slower.

@@ -25,10 +25,11 @@ pub(crate) use self::long_pages::{PIECE_BYTES, ReadPass, Sink};
 pub(crate) use self::write_ahead::AheadImages;
 pub(crate) use self::writers::{ImageWriters, file_count};
 use crate::base::aligned_buf::AlignedBuf;
+use crate::base::allocation::{collected, make_room, push};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::disk::{Disk, DiskFile};
-use crate::error::{Error, Result, collected, make_room, push};
+use crate::error::{Error, Result};
 use crate::options::Compression;
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.

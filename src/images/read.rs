@@ -11,8 +11,9 @@ use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{Damage, Defect, FileName, PageId, PageInfo, Place, ReadAt};
 
 use crate::base::aligned_buf::AlignedBuf;
+use crate::base::allocation::{collected, push};
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result, collected, push};
+use crate::error::{Error, Result};
 
 /// The longest run in bytes, unless its only image is longer. With the rest of its first and its last block
 /// that is 4 MiB, the length of a staging buffer.

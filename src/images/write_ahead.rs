@@ -13,9 +13,10 @@ use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::{Lsn, PageId, PageInfo, Place, StoreId};
 
 use super::ImageWriter;
+use crate::base::allocation::collected;
 use crate::base::phases;
 use crate::base::phases::Phase;
-use crate::error::{Result, collected};
+use crate::error::Result;
 use crate::images::numbers::ImageFiles;
 use crate::options::Compression;
 

@@ -13,10 +13,11 @@ use std::sync::Arc;
 use remanent_format::Defect;
 use remanent_format::op::PayloadBytes;
 
+use crate::base::allocation::make_room;
 use crate::base::own_line::OwnLine;
 use crate::base::sync::Mutex;
 use crate::device::{Device, Staging};
-use crate::error::{Result, make_room};
+use crate::error::Result;
 
 /// The smallest class: the payloads of small batches fit. Classes of 4 KiB were slower: the system zeroes
 /// each page of memory when it is first touched.

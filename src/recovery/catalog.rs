@@ -18,10 +18,11 @@ use remanent_format::state::survey::{Survey, read_manifest};
 use remanent_format::{FileName, Folder, Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
 use super::{Recovery, verified};
+use crate::base::allocation::set_of;
 use crate::catalog::{Catalog, ImageTotals, KnownImages, ReplayImages, RetainedSnapshot, RetainedTable};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
-use crate::error::{Result, set_of};
+use crate::error::Result;
 use crate::images::IMAGE_FILES_MAX;
 use crate::images::numbers::ImageFiles;
 

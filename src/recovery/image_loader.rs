@@ -12,12 +12,13 @@ use remanent_format::image::read::stream_image;
 use remanent_format::image::{Codec, ImageRef};
 use remanent_format::{Defect, FileName, PageId};
 
+use crate::base::allocation::{append, collected, make_room, push};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
-use crate::error::{Error, Result, append, collected, make_room, push};
+use crate::error::{Error, Result};
 use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_AT_ONCE, runs};
 use crate::memory::staging::{StagingBuf, StagingPool};
 

@@ -18,6 +18,7 @@ use remanent_format::PageId;
 
 use super::image_loader::{ImageLoader, threads};
 use crate::applier::{UnloadedPage, UnloadedSet};
+use crate::base::allocation::{collected, insert};
 use crate::base::parallel;
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::thread::JoinHandle;
@@ -25,7 +26,7 @@ use crate::base::sync::threads;
 use crate::device::{CommandList, Lane, Span};
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
-use crate::error::{Error, Result, collected, insert};
+use crate::error::{Error, Result};
 use crate::images::read::{ImageRequest, RUN_BYTES};
 
 /// A caller that waits for a page has the pages after it in the file loaded, too, up to this number of

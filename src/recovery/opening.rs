@@ -10,7 +10,8 @@ use remanent_format::log::LogEnd;
 use remanent_format::segment::{Opening, SEGMENT_HEADER_BLOCK};
 use remanent_format::{Defect, FileName, Folder, Incarnation, LogPoint, Position, StoreId};
 
-use crate::error::{Error, Result, make_room};
+use crate::base::allocation::make_room;
+use crate::error::{Error, Result};
 use crate::log::{LogStart, SegmentPool, SpacePurpose};
 
 /// Begins the incarnation after `before`: I5, step by step.

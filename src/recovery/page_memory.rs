@@ -12,8 +12,9 @@ use std::sync::OnceLock;
 use remanent_format::state::by_id::{ById, ROW};
 use remanent_format::{PageId, PageTable, Place};
 
+use crate::base::allocation::push;
 use crate::device::Span;
-use crate::error::{Error, Result, push};
+use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory, Purpose, Reservation};
 
 /// Bytes of a piece at most, the last page's not counted. A thread that wants one of its pages waits

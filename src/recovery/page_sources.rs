@@ -11,9 +11,10 @@ use remanent_format::state::bases::{Base, Bases};
 use remanent_format::{Lsn, PageId, PageTable};
 
 use super::page_memory::PageMemories;
+use crate::base::allocation::{append, make_room, push};
 use crate::base::parallel;
 use crate::catalog::ReplayImages;
-use crate::error::{Result, append, make_room, push};
+use crate::error::Result;
 use crate::images::read::ImageRequest;
 
 /// Threads that sort pages.

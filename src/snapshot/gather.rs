@@ -16,13 +16,14 @@ use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
 use crate::applier::Drain;
+use crate::base::allocation::{collected, make_room};
 use crate::base::parallel;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::sync::{Instant, Mutex};
 use crate::catalog::entry;
 use crate::device::CommandList;
-use crate::error::{Result, collected, make_room};
+use crate::error::Result;
 use crate::images::{ImageWriter, ImageWriters, PIECE_BYTES, ReadPass, Sink, chunks};
 use crate::memory::staging::StagingBuf;
 

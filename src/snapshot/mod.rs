@@ -54,6 +54,7 @@ pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubReport, ScrubStats};
 use self::verify::{UnverifiedSnapshots, WrittenSnapshot};
 use crate::applier::{AppliedState, ExactCut, Turn};
+use crate::base::allocation::{append, collected};
 use crate::base::pace::Pace;
 use crate::base::parallel;
 use crate::base::phases;
@@ -68,7 +69,7 @@ use crate::catalog::{
 use crate::device::CommandList;
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
-use crate::error::{Error, Result, append, collected};
+use crate::error::{Error, Result};
 use crate::images::{ImageWriters, chunk_threads, file_count};
 use crate::log::SpacePurpose;
 use crate::options::Compression;

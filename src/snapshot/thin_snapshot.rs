@@ -18,9 +18,10 @@ use remanent_format::{FileName, Lsn, PageId, SnapshotId};
 
 use super::verify::WrittenSnapshot;
 use super::{End, Snapshots, beginning};
+use crate::base::allocation::{append, collected};
 use crate::catalog::{Catalog, LOOK_PAGES, Link, RetainedSnapshot};
 use crate::disk::source::DiskSource;
-use crate::error::{Result, append, collected};
+use crate::error::Result;
 
 impl Snapshots {
     /// Gives back the space that only deleted pages need. Returns whether any file went.

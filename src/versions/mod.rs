@@ -45,11 +45,11 @@ use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, PageTable};
 use self::chain::{PageState, RootState, SeenPage, Unseen, Version, visible_at};
 use self::directory::{Directory, PageSlot};
 use self::recent_pages::RecentPages;
+use crate::base::allocation::set_of;
 use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Swap};
 use crate::device::MemoryId;
-use crate::error::set_of;
 
 /// The number of superseded versions from which on those that no reader needs any more are cut off.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };

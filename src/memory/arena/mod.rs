@@ -18,11 +18,12 @@ use remanent_format::Place;
 
 use self::account::Account;
 pub use self::account::{PlaceUsage, Purpose};
+use crate::base::allocation::make_room;
 use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Mutex, RwLock};
 use crate::device::{Device, Fence, Lane, MemoryId, Span};
-use crate::error::{Error, Result, make_room};
+use crate::error::{Error, Result};
 use crate::options::Budget;
 
 /// The lanes that never wait for a caller.

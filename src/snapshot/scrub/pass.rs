@@ -20,11 +20,12 @@ use remanent_format::{Damage, Defect, FileName, LogPoint, Lsn, PageId, ReadAt};
 
 use super::super::Snapshots;
 use super::ScrubReport;
+use crate::base::allocation::collected;
 use crate::base::pace::Pace;
 use crate::base::sync::Instant;
 use crate::catalog::Catalog;
 use crate::disk::source::DiskSource;
-use crate::error::{Result, collected};
+use crate::error::Result;
 use crate::images::read::{ImageRequest, runs};
 
 /// The damage that a pass found.

@@ -10,7 +10,8 @@ use remanent_format::{Defect, PageId, Place, Width};
 
 use super::sparse::{CodedIndices, ascending};
 use super::{BatchStep, CapturedPart, CloneSource, DeviceFill, OpImages, WriteBatch};
-use crate::error::{Error, Result, copied, insert, set_of};
+use crate::base::allocation::{copied, insert, set_of};
+use crate::error::{Error, Result};
 
 /// Facts about a batch that must be known before it is encoded.
 pub(crate) struct BatchFacts<'a> {

@@ -26,8 +26,9 @@ pub use working_copy::WorkingCopy;
 
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 
+use crate::base::allocation::{collected, copied, push};
 use crate::device::DeviceBytes;
-use crate::error::{Error, Result, collected, copied, push};
+use crate::error::{Error, Result};
 
 /// An id that no page ever has: ids begin at 1.
 const NOWHERE: PageId = PageId(0);

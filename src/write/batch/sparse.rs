@@ -5,7 +5,8 @@ use std::borrow::Cow;
 use remanent_format::Width;
 use remanent_format::op::{Indices, gap_code, gap_coded_len, scatter_values_at};
 
-use crate::error::{Error, Result, make_room};
+use crate::base::allocation::make_room;
+use crate::error::{Error, Result};
 
 /// Indices, and the elements for them in the same order.
 type Elements<'a> = (Cow<'a, [u32]>, Cow<'a, [u8]>);

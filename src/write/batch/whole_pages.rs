@@ -8,7 +8,8 @@ use remanent_format::PageId;
 use remanent_format::image::ImageRef;
 
 use super::{BatchStep, WriteBatch};
-use crate::error::{Result, collected};
+use crate::base::allocation::collected;
+use crate::error::Result;
 
 /// Shorter pages stay in the log: naming an image takes it 80 bytes, and the image 64 of its own.
 const WHOLE_PAGE_LEN_MIN: u64 = 4096;

@@ -29,12 +29,13 @@ use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
 use crate::applier::{ListRoom, stage_aside};
+use crate::base::allocation::{collected, copied, insert, map_of, push};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
 use crate::engine::Engine;
-use crate::error::{Error, Result, collected, copied, insert, map_of, push};
+use crate::error::{Error, Result};
 use crate::images::AheadImages;
 use crate::images::numbers::ImageFiles;
 use crate::log::{Log, SpacePurpose};

@@ -12,7 +12,8 @@ use remanent_format::op::{Op, OpAt};
 use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
-use crate::error::{Error, Result, insert, push};
+use crate::base::allocation::{insert, push};
+use crate::error::{Error, Result};
 use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {

@@ -1,15 +1,22 @@
 //! The one error type: whose fault, where, what state the store is in, what helps.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+mod display;
+mod remedy;
+
 use std::fmt;
-use std::hash::Hash;
 use std::io;
 use std::ops::Deref;
 use std::sync::Arc;
 
 use remanent_format::{
-    Damage, Defect, Epoch, FileName, Key, KeyLenError, Lsn, PageId, Place, Position, SHORTAGES, SnapshotId,
+    Damage, Defect, Epoch, FileName, Key, KeyLenError, Lsn, PageId, Place, Position, SnapshotId,
 };
+
+use self::display::{
+    Hex, OffsetDisplay, PathDisplay, Size, StartFrom, StoreDisplay, Survived, single_states,
+};
+pub use self::remedy::Remedy;
+use self::remedy::remedy_of_poisoned;
 
 /// What the library returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -367,93 +374,7 @@ impl fmt::Display for StoreDamage {
     }
 }
 
-/// What helps against an [`Error`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Remedy {
-    /// The call is wrong: change it. Nothing happened.
-    ChangeCall,
-    /// Another change came first, another caller has it, or the system was short of open files, memory
-    /// or threads: try again. Nothing happened.
-    Retry,
-    /// Make room, then try again. Nothing happened.
-    FreeSpace,
-    /// The system refuses what the error names: permit it, make what is missing, or name another place.
-    /// Nothing happened.
-    Permit,
-    /// Close and open the store again; what was acknowledged is there.
-    Reopen,
-    /// Start a new process and open the store there: this one's device context is lost.
-    NewProcess,
-    /// Forget what was read so far, and start from the newest snapshot.
-    StartOver,
-    /// A person must look: `remanent verify` says what is damaged. Nothing was changed.
-    Inspect,
-}
-
-impl fmt::Display for Remedy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Remedy::ChangeCall => "change the call",
-            Remedy::Retry => "try again",
-            Remedy::FreeSpace => "free some space, then try again",
-            Remedy::Permit => "see to what the system refuses, then try again",
-            Remedy::Reopen => "close the store, if it is open, and open it again",
-            Remedy::NewProcess => "open the store in a new process",
-            Remedy::StartOver => "start over from the newest snapshot",
-            Remedy::Inspect => "run `remanent verify`",
-        })
-    }
-}
-
 impl Error {
-    /// The remedy that helps.
-    #[must_use]
-    pub fn remedy(&self) -> Remedy {
-        match self {
-            Error::UnknownPage { .. }
-            | Error::UnknownKey { .. }
-            | Error::InvalidKey(_)
-            | Error::OutOfBounds { .. }
-            | Error::KeyTaken { .. }
-            | Error::InvalidOperation { .. }
-            | Error::InvalidOption { .. }
-            | Error::Limit { .. }
-            | Error::PlaceUnavailable { .. }
-            | Error::DeviceUnavailable { .. }
-            | Error::StreamRefused { .. }
-            | Error::MemoryRefused { .. }
-            | Error::NameTaken { .. }
-            | Error::NoSnapshot { .. }
-            | Error::NoSnapshotNamed { .. }
-            | Error::OutsideWindow { .. }
-            | Error::NoStore { .. }
-            | Error::ForeignDirectory { .. }
-            | Error::IdentityMismatch { .. }
-            | Error::LayoutMismatch { .. }
-            | Error::Forked { .. }
-            | Error::OutOfOrder { .. }
-            | Error::Closed => Remedy::ChangeCall,
-            Error::Conflict { .. } | Error::Locked { .. } | Error::Leased { .. } => Remedy::Retry,
-            Error::DiskFull { .. } | Error::OverBudget { .. } | Error::OutOfMemory { .. } => {
-                Remedy::FreeSpace
-            }
-            error if error.is_shortage() => Remedy::Retry,
-            Error::Io { source, .. } | Error::Folder { source, .. } if is_the_systems(source) => {
-                Remedy::Permit
-            }
-            Error::Thread { .. } | Error::Randomness { .. } => Remedy::Permit,
-            Error::Io { .. }
-            | Error::Folder { .. }
-            | Error::Panicked { .. }
-            | Error::Device { context_lost: false, .. } => Remedy::Reopen,
-            Error::Device { context_lost: true, .. } => Remedy::NewProcess,
-            Error::Overtaken { .. } | Error::Diverged { .. } => Remedy::StartOver,
-            Error::Damaged(_) => Remedy::Inspect,
-            Error::Poisoned(cause) => remedy_of_poisoned(cause),
-        }
-    }
-
     /// The file concerned, where there is one.
     #[must_use]
     pub fn file(&self) -> Option<FileName> {
@@ -535,39 +456,6 @@ impl Error {
             _ => None,
         }
     }
-
-    /// Whether the system was short of something that passes: open files, memory, threads. Nothing was done
-    /// then, and the same call may succeed later. A failed sync is none of these, whatever the system said:
-    /// it may have dropped what it could not write.
-    #[must_use]
-    pub(crate) fn is_shortage(&self) -> bool {
-        match self {
-            Error::Io { action: "sync", .. } | Error::Folder { action: "sync", .. } => false,
-            Error::Io { source, .. } | Error::Folder { source, .. } | Error::Thread { source, .. } => {
-                source.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
-            }
-            _ => false,
-        }
-    }
-
-    /// Whether the failure leaves everything as it was where something is made anew: no space,
-    /// no memory, or a [shortage](Self::is_shortage).
-    #[must_use]
-    pub(crate) fn is_passing(&self) -> bool {
-        matches!(self, Error::DiskFull { .. } | Error::OutOfMemory { .. }) || self.is_shortage()
-    }
-
-    /// Whether the file system said that there is no space left.
-    #[must_use]
-    pub(crate) fn is_no_space(&self) -> bool {
-        match self {
-            Error::DiskFull { .. } => true,
-            Error::Io { source, .. } | Error::Folder { source, .. } => {
-                matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
-            }
-            _ => false,
-        }
-    }
 }
 
 /// For conversions that cannot fail, of a [`Key`] into a key.
@@ -602,190 +490,6 @@ impl Error {
         match defect {
             Defect::Memory { needed } => Error::no_memory(needed),
             other => panic!("no memory was asked for: {other}"),
-        }
-    }
-}
-
-/// The length in bytes of memory for `count` items.
-fn items_len<T>(count: usize) -> u64 {
-    count.saturating_mul(size_of::<T>()) as u64
-}
-
-/// Makes room for `count` items more.
-///
-/// # Errors
-/// [`Error::OutOfMemory`].
-pub(crate) fn make_room<T>(items: &mut Vec<T>, count: usize) -> Result<()> {
-    let len = items.len();
-    items.try_reserve(count).map_err(|_| Error::no_memory(items_len::<T>(len.saturating_add(count))))
-}
-
-/// Adds an item to a list that may grow too long.
-///
-/// # Errors
-/// [`Error::OutOfMemory`].
-pub(crate) fn push<T>(items: &mut Vec<T>, item: T) -> Result<()> {
-    make_room(items, 1)?;
-    items.push(item);
-    Ok(())
-}
-
-/// Adds items to a list that may grow too long.
-///
-/// # Errors
-/// [`Error::OutOfMemory`].
-pub(crate) fn append<T>(items: &mut Vec<T>, more: impl IntoIterator<Item = T>) -> Result<()> {
-    let more = more.into_iter();
-    make_room(items, more.size_hint().0)?;
-    for item in more {
-        push(items, item)?;
-    }
-    Ok(())
-}
-
-/// A list of items, which may be too many.
-///
-/// # Errors
-/// [`Error::OutOfMemory`].
-pub(crate) fn collected<T>(items: impl IntoIterator<Item = T>) -> Result<Vec<T>> {
-    let mut all = Vec::new();
-    append(&mut all, items)?;
-    Ok(all)
-}
-
-/// A map of items. It asks for short memory only. `collect` does not: it sorts all items in one piece of
-/// memory first, which cannot be refused.
-pub(crate) fn map_of<K: Ord, T>(items: impl IntoIterator<Item = (K, T)>) -> BTreeMap<K, T> {
-    let mut map = BTreeMap::new();
-    map.extend(items);
-    map
-}
-
-/// A set of items. As [`map_of`], it asks for short memory only.
-pub(crate) fn set_of<T: Ord>(items: impl IntoIterator<Item = T>) -> BTreeSet<T> {
-    let mut set = BTreeSet::new();
-    set.extend(items);
-    set
-}
-
-/// Adds an item to a map that may grow too large.
-///
-/// # Errors
-/// [`Error::OutOfMemory`].
-pub(crate) fn insert<K: Eq + Hash, T>(map: &mut HashMap<K, T>, key: K, item: T) -> Result<()> {
-    let count = 2 * (map.len() + 1);
-    map.try_reserve(1).map_err(|_| Error::no_memory(items_len::<(K, T)>(count)))?;
-    map.insert(key, item);
-    Ok(())
-}
-
-/// A copy of what may be too much.
-///
-/// # Errors
-/// [`Error::OutOfMemory`].
-pub(crate) fn copied<T: Copy>(items: &[T]) -> Result<Vec<T>> {
-    let mut copy = Vec::new();
-    make_room(&mut copy, items.len())?;
-    copy.extend_from_slice(items);
-    Ok(copy)
-}
-
-/// The end of a message on a state that is out of reach: single states that are not.
-fn single_states(below: &[Lsn]) -> String {
-    let batches: Vec<String> = below.iter().map(Lsn::to_string).collect();
-    match batches.len() {
-        0 => String::new(),
-        1 => format!("; of older states it has that at batch {}", batches[0]),
-        _ => format!("; of older states it has those at batches {}", batches.join(", ")),
-    }
-}
-
-/// What helps a store that stopped for this reason. What helped the failed call, such as free space, helps
-/// the open that must follow, which says so where it is needed.
-fn remedy_of_poisoned(cause: &Error) -> Remedy {
-    match cause.remedy() {
-        remedy @ (Remedy::NewProcess | Remedy::Inspect) => remedy,
-        _ => Remedy::Reopen,
-    }
-}
-
-/// Whether the system refuses this to every caller until rights, names or media are changed.
-fn is_the_systems(error: &io::Error) -> bool {
-    use io::ErrorKind as Kind;
-    matches!(
-        error.kind(),
-        Kind::PermissionDenied
-            | Kind::NotFound
-            | Kind::NotADirectory
-            | Kind::IsADirectory
-            | Kind::AlreadyExists
-            | Kind::ReadOnlyFilesystem
-            | Kind::InvalidFilename
-    )
-}
-
-/// Shows an offset that may be unknown.
-struct OffsetDisplay(Option<u64>);
-
-impl fmt::Display for OffsetDisplay {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |offset| write!(f, " at offset {offset}"))
-    }
-}
-
-/// Shows the store that a file is of.
-struct StoreDisplay<'a>(Option<&'a str>);
-
-impl fmt::Display for StoreDisplay<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |store| write!(f, " of the store in {store}"))
-    }
-}
-
-/// Shows where a store lies.
-struct PathDisplay<'a>(Option<&'a str>);
-
-impl fmt::Display for PathDisplay<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |store| write!(f, " in {store}"))
-    }
-}
-
-/// Shows a size that may be unknown.
-struct Size(u64);
-
-impl fmt::Display for Size {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 == u64::MAX { Ok(()) } else { write!(f, "{}, ", self.0) }
-    }
-}
-
-/// Shows a snapshot to start from.
-struct StartFrom(Option<SnapshotId>);
-
-impl fmt::Display for StartFrom {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |snapshot| write!(f, ": start from snapshot {snapshot}"))
-    }
-}
-
-/// Shows what is left of an incarnation.
-struct Survived(Option<Lsn>);
-
-impl fmt::Display for Survived {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |lsn| write!(f, ", where {lsn} is the last one of that incarnation"))
-    }
-}
-
-/// Shows a fingerprint.
-struct Hex<'a>(Option<&'a [u8; 32]>);
-
-impl fmt::Display for Hex<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(bytes) => bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}")),
-            None => f.write_str("none"),
         }
     }
 }
