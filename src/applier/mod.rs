@@ -30,7 +30,7 @@ pub(crate) use catch::Catch;
 pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, stage_aside};
 pub(crate) use exact_cut::ExactCut;
 pub(crate) use lease_table::{LeaseId, Leases};
-pub(crate) use readback::Drain;
+pub(crate) use readback::{Drain, Drained};
 pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 
 use self::queue::Requests;
@@ -40,6 +40,7 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
+use crate::device::sums::changed_on_the_way;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
@@ -260,10 +261,45 @@ impl Applier {
         len_known: u64,
         range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
     ) -> Result<(PageInfo, Lsn, StagingBuf)> {
+        let (info, lsn, drain) = self.read_by(staging, page, len_known, range, false)?;
+        Ok((info, lsn, drain.finish(device)?.bytes))
+    }
+
+    /// As [`read`](Self::read) for a whole page, with sums on both sides of the bus: for bytes that go to
+    /// the log.
+    ///
+    /// # Errors
+    /// As for `read`.
+    pub fn read_proven(
+        &self,
+        device: &dyn Device,
+        staging: &Arc<StagingPool>,
+        page: PageId,
+        len_known: u64,
+    ) -> Result<(PageInfo, StagingBuf)> {
+        let once = || {
+            let (info, _, drain) = self.read_by(staging, page, len_known, |info| (0, info.len), true)?;
+            Ok::<_, Error>(drain.finish_once(device)?.map(|drained| (info, drained.bytes)))
+        };
+        if let Some(read) = once()? {
+            return Ok(read);
+        }
+        once()?.ok_or_else(|| changed_on_the_way(device, "bytes of a page"))
+    }
+
+    /// Catches a range of a page as it is after all batches so far.
+    fn read_by(
+        &self,
+        staging: &Arc<StagingPool>,
+        page: PageId,
+        len_known: u64,
+        range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
+        is_summed: bool,
+    ) -> Result<(PageInfo, Lsn, Drain)> {
         self.unloaded.wait([page])?;
         let staged = staging.take(host_len(len_known)?)?;
         let pool = staging.clone();
-        let (info, lsn, drain) = self.turn(move |turn| {
+        self.turn(move |turn| {
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
             let (offset, len) = range(&info);
             if offset.checked_add(len).is_none_or(|end| end > info.len) {
@@ -273,17 +309,17 @@ impl Applier {
             // The page may have grown since, and the range with it.
             let staged = pool.cut(staged, host_len(len)?)?;
             let source = turn.applied.memory[page].part(offset, len);
+            let sums = is_summed.then_some(&pool);
             // From host memory the bytes come as soon as they would be copied aside.
             let is_far =
                 matches!(info.place, Place::Device(_)) && turn.device.address(source.memory).is_some();
             let drain = if is_far && len > SHORT_COPY_LEN_MAX {
-                turn.drain(info.place, vec![(source, 0)], len, staged, 0)?
+                turn.drain(info.place, vec![(source, 0)], len, staged, 0, sums)?
             } else {
-                turn.drain_in_order(vec![(source, 0)], staged, 0)?
+                turn.drain_in_order(vec![(source, 0)], staged, 0, sums)?
             };
             Ok((info, turn.applied.point.lsn, drain))
-        })?;
-        Ok((info, lsn, drain.finish(device)?))
+        })
     }
 
     /// Waits until batch `lsn` is in the lane, and returns a fence after it.

@@ -9,21 +9,27 @@
 //! The caller brings the staging for the bytes, made ahead of the turn. A GPU pins 1.5 GB/s, so a long
 //! staging takes seconds, and neither deltas nor other users of the room for copies may wait for that.
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use crc32fast::Hasher;
 use remanent_format::Place;
 
 use super::Turn;
 use crate::base::allocation::{collected, push};
-use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, Staging, StagingSpan};
+use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
+use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
-use crate::memory::staging::StagingBuf;
+use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// Bytes that were caught between two batches, to be brought to the host.
 pub(crate) struct Drain {
+    /// The length of the staging, in bytes.
     len: usize,
     copies: CopySource,
+    /// What to hold against each other where the bytes are summed.
+    summed: Option<SummedCopies>,
 }
 
 /// The place of the caught bytes.
@@ -46,10 +52,42 @@ struct AsideBuffer {
     from: u64,
 }
 
+/// The ranges that are summed, in their order: each is a source, or a part of one where sources are cut.
+struct SummedCopies {
+    /// The copy on the device. Empty where the host's sum is the only one.
+    spans: Vec<Span>,
+    /// Where the bytes arrive: a range of the staging, and the number of its source.
+    arrivals: Vec<(Range<usize>, usize)>,
+    /// How many sources there are.
+    sources: usize,
+    pool: Arc<StagingPool>,
+}
+
+/// Bytes that arrived at the host.
+pub(crate) struct Drained {
+    /// The bytes, each source at its place.
+    pub bytes: StagingBuf,
+    /// CRC-32 of each source, in their order, if they were asked for. Where the bytes crossed a bus, the
+    /// device's sums of what it sent are the same.
+    pub sums: Vec<Hasher>,
+}
+
+impl Drained {
+    /// CRC-32 of all sources, one after the other.
+    pub fn sum(&self) -> u32 {
+        let mut whole = Hasher::new();
+        self.sums.iter().for_each(|sum| whole.combine(sum));
+        whole.finalize()
+    }
+}
+
 impl Turn<'_> {
     /// Catches ranges of pages as they are now, each for its offset among `len` bytes; bytes that no range
     /// covers are unspecified. The ranges are copied aside in `place`, and go from there to `staged`, after
     /// its first `from` bytes.
+    ///
+    /// With a pool for the sums, each range is summed where it lies and where it arrives. The copy aside is
+    /// summed, and not the page, so that deltas do not wait for it.
     ///
     /// # Errors
     /// A device error; the error with which the pages' bytes were lost; `OutOfMemory`.
@@ -60,12 +98,15 @@ impl Turn<'_> {
         len: u64,
         staged: StagingBuf,
         from: u64,
+        sums: Option<&Arc<StagingPool>>,
     ) -> Result<Drain> {
         assert!(from + len <= staged.len() as u64);
         self.intact()?;
         match self.arena.allocate_scratch(place, len) {
-            Ok(pieces) => self.copy_aside(pieces, sources, staged, from),
-            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => self.download(sources, staged, from),
+            Ok(pieces) => self.copy_aside(pieces, sources, staged, from, sums),
+            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
+                self.download(sources, staged, from, sums)
+            }
             Err(error) => Err(error),
         }
     }
@@ -74,9 +115,15 @@ impl Turn<'_> {
     ///
     /// # Errors
     /// As for `drain`.
-    pub fn drain_in_order(&self, sources: Vec<(Span, u64)>, staged: StagingBuf, from: u64) -> Result<Drain> {
+    pub fn drain_in_order(
+        &self,
+        sources: Vec<(Span, u64)>,
+        staged: StagingBuf,
+        from: u64,
+        sums: Option<&Arc<StagingPool>>,
+    ) -> Result<Drain> {
         self.intact()?;
-        self.download(sources, staged, from)
+        self.download(sources, staged, from, sums)
     }
 
     fn copy_aside(
@@ -85,28 +132,17 @@ impl Turn<'_> {
         sources: Vec<(Span, u64)>,
         staging: StagingBuf,
         from: u64,
+        sums: Option<&Arc<StagingPool>>,
     ) -> Result<Drain> {
-        let mut cut: Vec<Vec<(Span, u64)>> = pieces.iter().map(|_| Vec::new()).collect();
-        let piece_len = pieces.first().map_or(1, PageMemory::byte_len);
-        for (mut source, mut at) in sources {
-            while source.len > 0 {
-                let (number, offset) = (at / piece_len, at % piece_len);
-                let len = source.len.min(piece_len - offset);
-                push(&mut cut[number as usize], (Span { len, ..source }, offset))?;
-                source = Span { offset: source.offset + len, len: source.len - len, ..source };
-                at += len;
-            }
-        }
-        let gather = |(piece, sources): (&PageMemory, _)| Command::Gather { sources, target: piece.span() };
-        let commands = pieces.iter().zip(cut).map(gather).collect();
-        match self.submit(CommandList { commands, staging: Vec::new() }) {
+        let mut summed = sums.map(|pool| SummedCopies::new(pool, sources.len()));
+        let queued = cut(self.device, &pieces, sources, from, &mut summed)
+            .and_then(|commands| self.submit(CommandList { commands, staging: Vec::new() }));
+        match queued {
             Ok(pending) => {
                 let (caught, arena) = (pending.fence(), self.arena.clone());
                 let len = staging.len();
-                Ok(Drain {
-                    len,
-                    copies: CopySource::Aside(AsideBuffer { pieces, caught, arena, staging, from }),
-                })
+                let copies = CopySource::Aside(AsideBuffer { pieces, caught, arena, staging, from });
+                Ok(Drain { len, copies, summed })
             }
             Err(error) => {
                 pieces.into_iter().try_for_each(|piece| self.arena.discard(piece))?;
@@ -115,16 +151,28 @@ impl Turn<'_> {
         }
     }
 
-    fn download(&self, sources: Vec<(Span, u64)>, staging: StagingBuf, from: u64) -> Result<Drain> {
+    fn download(
+        &self,
+        sources: Vec<(Span, u64)>,
+        staging: StagingBuf,
+        from: u64,
+        sums: Option<&Arc<StagingPool>>,
+    ) -> Result<Drain> {
         let len = staging.len();
         assert!(sources.iter().all(|(source, at)| from + at + source.len <= len as u64), "it all fits");
+        let mut summed = sums.map(|pool| SummedCopies::new(pool, sources.len()));
+        if let Some(summed) = &mut summed {
+            for (index, (source, at)) in sources.iter().enumerate() {
+                summed.add(self.device, *source, (from + at) as usize, index)?;
+            }
+        }
         let download = |(source, at): (Span, u64)| {
             let target = StagingSpan { index: 0, offset: (from + at) as usize, len: source.len as usize };
             Command::Download { source, target }
         };
         let commands = collected(sources.into_iter().map(download))?;
-        let list = CommandList { commands, staging: vec![staging.into_staging()] };
-        Ok(Drain { len, copies: CopySource::UnderWay(self.submit(list)?) })
+        let list = with_sums(CommandList { commands, staging: vec![staging.into_staging()] }, &summed)?;
+        Ok(Drain { len, copies: CopySource::UnderWay(self.submit(list)?), summed })
     }
 }
 
@@ -137,25 +185,51 @@ impl Drain {
         }
     }
 
-    /// Waits until the bytes are at the host. Not for the applier's thread.
+    /// Waits until the bytes are at the host, and sums them if that was asked for. Not for the applier's
+    /// thread.
+    ///
+    /// # Errors
+    /// A device error, also where the bytes are not those that the device sent.
+    pub fn finish(self, device: &dyn Device) -> Result<Drained> {
+        self.finish_once(device)?.ok_or_else(|| changed_on_the_way(device, "bytes of pages"))
+    }
+
+    /// As [`finish`](Self::finish), for a caller that can catch the bytes once more: `None` if they changed
+    /// on their way. Bytes that were copied aside were brought twice by then.
     ///
     /// # Errors
     /// A device error.
-    pub fn finish(self, device: &dyn Device) -> Result<StagingBuf> {
-        let drained = match self.copies {
-            CopySource::UnderWay(pending) => pending.finish(device)?,
-            CopySource::Aside(aside) => aside.finish(device)?,
-        };
-        Ok(StagingBuf::new(drained.into_iter().next().expect("one staging went in"), self.len))
+    pub fn finish_once(self, device: &dyn Device) -> Result<Option<Drained>> {
+        let Self { len, copies, summed } = self;
+        match copies {
+            // The pages may have changed since: only the caller knows whether it may ask again.
+            CopySource::UnderWay(pending) => arrived(device, pending, len, &summed),
+            CopySource::Aside(aside) => aside.finish(device, &summed),
+        }
     }
 }
 
 impl AsideBuffer {
-    fn finish(self, device: &dyn Device) -> Result<Vec<Staging>> {
+    fn finish(self, device: &dyn Device, summed: &Option<SummedCopies>) -> Result<Option<Drained>> {
         let Self { pieces, caught, arena, staging, from } = self;
-        let (last_use, drained) = match queue(device, &pieces, caught, staging, from as usize) {
-            Ok(pending) => (pending.fence(), pending.finish(device)),
-            Err(error) => (caught, Err(error)),
+        let mut last_use = caught;
+        let mut drain = |staging: StagingBuf| {
+            let len = staging.len();
+            let pending = queue(device, &pieces, caught, staging, from as usize, summed)?;
+            last_use = pending.fence();
+            arrived(device, pending, len, summed)
+        };
+        let len = staging.len();
+        let drained = match drain(staging) {
+            Ok(Some(drained)) => Ok(Some(drained)),
+            // The copies are still there, so they are brought once more: a bit that turned over once must
+            // not stop a store.
+            Ok(None) => {
+                tracing::warn!(device = device.label(), "bytes changed on their way to the host: once more");
+                let pool = &summed.as_ref().expect("sums that differ").pool;
+                pool.take(len).and_then(&mut drain)
+            }
+            Err(error) => Err(error),
         };
         match &drained {
             Ok(_) => pieces.into_iter().try_for_each(|piece| arena.discard(piece))?,
@@ -166,12 +240,106 @@ impl AsideBuffer {
     }
 }
 
+impl SummedCopies {
+    fn new(pool: &Arc<StagingPool>, sources: usize) -> Self {
+        Self { spans: Vec::new(), arrivals: Vec::new(), sources, pool: pool.clone() }
+    }
+
+    /// Adds a range: its bytes on the device, their place in the staging, and the source that they are of.
+    fn add(&mut self, device: &dyn Device, span: Span, at: usize, source: usize) -> Result<()> {
+        if device.crosses_bus() {
+            push(&mut self.spans, span)?;
+        }
+        push(&mut self.arrivals, (at..at + span.len as usize, source))
+    }
+
+    /// Sums what arrived; `None` if the device's sums are others.
+    fn check(&self, bytes: &[u8], of_device: Option<&[u8]>) -> Result<Option<Vec<Hasher>>> {
+        let mut sums = collected((0..self.sources).map(|_| Hasher::new()))?;
+        let mut of_device = of_device.map(sums_in);
+        for (range, source) in &self.arrivals {
+            let sum = crc32fast::hash(&bytes[range.clone()]);
+            if let Some(of_device) = &mut of_device
+                && of_device.next() != Some(sum)
+            {
+                return Ok(None);
+            }
+            // A source that was cut is the sum of its parts.
+            sums[*source].combine(&Hasher::new_with_initial_len(sum, range.len() as u64));
+        }
+        Ok(Some(sums))
+    }
+}
+
+/// The commands that copy sources aside. A source that lies across the end of a piece is cut there.
+fn cut(
+    device: &dyn Device,
+    pieces: &[PageMemory],
+    sources: Vec<(Span, u64)>,
+    from: u64,
+    summed: &mut Option<SummedCopies>,
+) -> Result<Vec<Command>> {
+    let mut cut: Vec<Vec<(Span, u64)>> = pieces.iter().map(|_| Vec::new()).collect();
+    let piece_len = pieces.first().map_or(1, PageMemory::byte_len);
+    for (index, (mut source, mut at)) in sources.into_iter().enumerate() {
+        while source.len > 0 {
+            let (number, offset) = (at / piece_len, at % piece_len);
+            let len = source.len.min(piece_len - offset);
+            push(&mut cut[number as usize], (Span { len, ..source }, offset))?;
+            if let Some(summed) = summed {
+                let copy = pieces[number as usize].part(offset, len);
+                summed.add(device, copy, (from + at) as usize, index)?;
+            }
+            source = Span { offset: source.offset + len, len: source.len - len, ..source };
+            at += len;
+        }
+    }
+    let gather = |(piece, sources): (&PageMemory, _)| Command::Gather { sources, target: piece.span() };
+    Ok(pieces.iter().zip(cut).map(gather).collect())
+}
+
+/// Adds the sums of what the list copies, in staging of their own.
+fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<CommandList> {
+    if let Some(SummedCopies { spans, pool, .. }) = summed
+        && !spans.is_empty()
+    {
+        list.commands.push(sum_each(collected(spans.iter().copied())?, list.staging.len()));
+        list.staging.push(pool.take(sums_len(spans.len()))?.into_staging());
+    }
+    Ok(list)
+}
+
+/// Waits for a list that brings bytes to its first staging, and checks them; `None` if they changed on their
+/// way.
+fn arrived(
+    device: &dyn Device,
+    pending: Pending,
+    len: usize,
+    summed: &Option<SummedCopies>,
+) -> Result<Option<Drained>> {
+    let mut returned = pending.finish(device)?.into_iter();
+    let bytes = StagingBuf::new(returned.next().expect("one staging went in"), len);
+    let Some(summed) = summed else { return Ok(Some(Drained { bytes, sums: Vec::new() })) };
+    let of_device = returned.next();
+    let sums =
+        summed.check(&bytes, of_device.as_ref().map(|words| &words[..sums_len(summed.spans.len())]))?;
+    of_device.into_iter().for_each(|words| summed.pool.give(words));
+    match sums {
+        Some(sums) => Ok(Some(Drained { bytes, sums })),
+        None => {
+            summed.pool.give(bytes.into_staging());
+            Ok(None)
+        }
+    }
+}
+
 fn queue(
     device: &dyn Device,
     pieces: &[PageMemory],
     caught: Fence,
     staging: StagingBuf,
     from: usize,
+    summed: &Option<SummedCopies>,
 ) -> Result<Pending> {
     device.after(Lane::Drain, caught)?;
     let mut offset = from;
@@ -183,5 +351,6 @@ fn queue(
         Command::Download { source: piece.part(0, len as u64), target }
     };
     let commands = pieces.iter().map(download).collect();
-    device.submit(Lane::Drain, CommandList { commands, staging: vec![staging.into_staging()] })
+    let list = CommandList { commands, staging: vec![staging.into_staging()] };
+    device.submit(Lane::Drain, with_sums(list, summed)?)
 }

@@ -13,6 +13,7 @@ pub mod cuda;
 pub mod host;
 pub mod multi;
 pub(crate) mod spans;
+pub(crate) mod sums;
 mod bytes;
 
 use std::any::Any;
@@ -48,6 +49,13 @@ pub trait Device: Any + Send + Sync {
     /// Whether page memory of this length, in this place, holds zeros when it is allocated. Then a new page
     /// costs nothing until it is written to, however long it is.
     fn allocates_zeros(&self, _place: Place, _len: u64) -> bool {
+        false
+    }
+
+    /// Whether bytes cross a bus between staging and page memory. There a sum of one side says nothing about
+    /// the other, and lists sum page memory with [`Command::Crc`] after a copy into it, and before one out of
+    /// it. Within the host's memory a second sum would read the same bytes again.
+    fn crosses_bus(&self) -> bool {
         false
     }
 

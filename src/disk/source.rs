@@ -58,6 +58,11 @@ impl DiskSource {
         Self::by(disk, ReadPath::PastCache)
     }
 
+    /// The same directory, read past the cache.
+    pub fn on_medium(&self) -> Self {
+        Self::past_cache(self.disk.clone())
+    }
+
     /// Reads from the cache the bytes that it has, and the rest from the medium. Only for bytes that were
     /// read past the cache once since they were synced (I6).
     pub fn proven(disk: Arc<dyn Disk>) -> Self {

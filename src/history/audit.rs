@@ -17,7 +17,8 @@ use remanent_format::{Epoch, Key, Lsn, PageId, PageInfo};
 
 use crate::base::allocation::{collected, push};
 use crate::catalog::CatalogLock;
-use crate::device::{Command, CommandList, StagingSpan};
+use crate::device::CommandList;
+use crate::device::sums::{sum_each, sums_in, sums_len};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
@@ -133,22 +134,19 @@ impl Auditor<'_> {
     fn sum(&self, pages: &[(PageId, u64)]) -> Result<PageSums> {
         let wanted = collected(pages.iter().map(|(page, _)| *page))?;
         self.engine.applier.unloaded().wait(wanted.iter().copied())?;
-        let staging = self.engine.staging.take(4 * wanted.len())?.into_staging();
+        let staging = self.engine.staging.take(sums_len(wanted.len()))?.into_staging();
         let (infos, lsn, pending) = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let known = wanted.into_iter().filter_map(|page| turn.applied.table.get(page));
             let infos = collected(known.filter(|info| info.len > 0))?;
             let sources = collected(infos.iter().map(|info| turn.applied.memory[info.page].span()))?;
-            let target = StagingSpan { index: 0, offset: 0, len: 4 * infos.len() };
-            let commands = vec![Command::Crc { sources, target }];
+            let commands = vec![sum_each(sources, 0)];
             let pending = turn.submit(CommandList { commands, staging: vec![staging] })?;
             Ok((infos, turn.applied.point.lsn, pending))
         })?;
         let staging = pending.finish(&*self.engine.device)?.pop().expect("one staging went in");
-        let found = StagingBuf::new(staging, 4 * infos.len());
-        let words =
-            found.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")));
-        let pages = collected(infos.into_iter().zip(words))?;
+        let found = StagingBuf::new(staging, sums_len(infos.len()));
+        let pages = collected(infos.into_iter().zip(sums_in(&found)))?;
         self.engine.staging.give(found.into_staging());
         Ok(PageSums { pages, lsn })
     }

@@ -19,7 +19,7 @@
 //! leaves a table that no record names. No space in 2 or 3 is a clean failure, and so is damage that 1 or
 //! 2 meets; everything else after 1 poisons.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remanent_format::image::{ImagePurpose, ImageRef};
@@ -30,28 +30,23 @@ use remanent_format::{
 };
 
 use crate::applier::Turn;
-use crate::base::allocation::{collected, make_room, push, set_of};
+use crate::base::allocation::{collected, push, set_of};
 use crate::base::wall_clock::unix_ms;
 use crate::catalog::publish::publish_manifest;
 use crate::catalog::{Catalog, RetainedTable, entry};
-use crate::device::{Command, CommandList, Device, Pending, Span, StagingSpan};
+use crate::device::{CommandList, Device, Lane};
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 use crate::images::ImageWriter;
-use crate::images::read::{prove, read_runs, wanted};
+use crate::images::read::{SummedBy, prove, wanted};
 use crate::log::SpacePurpose;
 use crate::memory::arena::{PageMemory, Purpose};
 use crate::memory::staging::StagingPool;
 use crate::options::{Budget, Compression};
-
-/// Lists in flight while memory is overwritten.
-const IN_FLIGHT_MAX: usize = 8;
-
-/// Pages are uploaded when their bytes reach this many.
-const UPLOAD_BYTES: usize = 1 << 20;
+use crate::recovery::image_loader::{ImageLoader, threads};
 
 /// The parts of a store that a restore works with.
 pub(crate) struct RestoreRun<'a> {
@@ -257,14 +252,6 @@ fn overwrite(
         let memory = turn.applied.memory.remove(page).expect("listed just now");
         turn.arena.retire(memory, last_use);
     }
-    let mut in_flight = VecDeque::new();
-    let drain = |in_flight: &mut VecDeque<Pending>, lists_max: usize| -> Result<()> {
-        while in_flight.len() > lists_max {
-            let pending = in_flight.pop_front().expect("more than the maximum");
-            pending.finish(device)?.into_iter().for_each(|used| staging.give(used));
-        }
-        Ok(())
-    };
     let changed = || pages.iter().filter(|info| info.lsn == point.lsn);
     let missing = collected(changed().filter(|info| !turn.applied.memory.contains(info.page)))?;
     let wanted_memory = collected(missing.iter().map(|info| (info.place, info.len)))?;
@@ -274,29 +261,14 @@ fn overwrite(
     }
     turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
     // The images were proven before the restore was logged. They are read again, because they are not
-    // kept in memory.
-    let (mut bytes, mut places) = (Vec::new(), Vec::new());
-    let mut upload = |bytes: &mut Vec<u8>, places: &mut Vec<(Span, usize)>| -> Result<()> {
-        let mut staged = staging.take(bytes.len())?;
-        staged.copy_from_slice(bytes);
-        let command = |(target, offset): (Span, usize)| Command::Upload {
-            source: StagingSpan { index: 0, offset, len: target.len as usize },
-            target,
-        };
-        let commands = collected(places.drain(..).map(command))?;
-        bytes.clear();
-        in_flight.push_back(turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })?);
-        drain(&mut in_flight, IN_FLIGHT_MAX)
-    };
-    read_runs(source, collected(wanted(changed(), images))?, |page, offset, content| {
-        let target = turn.applied.memory[page].part(offset, content.len() as u64);
-        make_room(&mut bytes, content.len())?;
-        push(&mut places, (target, bytes.len()))?;
-        bytes.extend_from_slice(content);
-        if bytes.len() < UPLOAD_BYTES { Ok(()) } else { upload(&mut bytes, &mut places) }
-    })?;
-    if !places.is_empty() {
-        upload(&mut bytes, &mut places)?;
+    // kept in memory, and a read that fails once gets a second chance: memory is half overwritten by then.
+    let mut images = collected(wanted(changed(), images))?;
+    let memory = &turn.applied.memory;
+    let target = |page: PageId| Ok(memory[page].span());
+    let (lanes, summed_by) = (&[Lane::Apply], SummedBy::Device);
+    let loader = ImageLoader { device, staging, source, lanes, target: &target, summed_by };
+    match loader.load(std::iter::once(&mut *images), threads()) {
+        Err(Error::Damaged(_)) => loader.load(std::iter::once(&mut *images), threads()),
+        loaded => loaded,
     }
-    drain(&mut in_flight, 0)
 }

@@ -24,8 +24,8 @@ use crate::options::Compression;
 /// Bytes of a page that are held at once; also the length of the longest page that is held whole.
 pub(crate) const PIECE_BYTES: u64 = 4 << 20;
 
-/// Takes the bytes of one range of a page.
-pub(crate) type Sink<'s> = &'s mut dyn FnMut(&[u8]) -> Result<()>;
+/// Takes the bytes of one range of a page, with their CRC-32.
+pub(crate) type Sink<'s> = &'s mut dyn FnMut(&[u8], u32) -> Result<()>;
 
 /// Whether a source may be asked for the same bytes again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ impl ImageWriter {
         if self.compression != Compression::Off {
             let mut samples = Vec::new();
             for range in sample_ranges(info.len) {
-                let is_there = source(range, ReadPass::First, &mut |bytes| {
+                let is_there = source(range, ReadPass::First, &mut |bytes, _| {
                     samples.push(bytes.to_vec());
                     Ok(())
                 })?;
@@ -85,7 +85,8 @@ impl ImageWriter {
     pub(super) fn write_long_page(&self, info: &PageInfo, bytes: &[u8]) -> Result<ImageRef> {
         assert!(info.len == bytes.len() as u64);
         let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
-            sink(&bytes[range.start as usize..range.end as usize]).map(|()| true) as Result<bool>
+            let bytes = &bytes[range.start as usize..range.end as usize];
+            sink(bytes, crc32fast::hash(bytes)).map(|()| true) as Result<bool>
         };
         let written = self.write_long(info, PIECE_BYTES, &mut source)?;
         Ok(written.expect("the bytes are at hand"))
@@ -107,9 +108,9 @@ impl ImageWriter {
             let (wanted, mut pays_so_far) = (range.end - range.start, true);
             let from = at;
             let pass = if is_compressed { ReadPass::First } else { ReadPass::Last };
-            let is_there = source(range, pass, &mut |bytes| {
+            let is_there = source(range, pass, &mut |bytes, sum| {
                 assert!(bytes.len() as u64 == wanted);
-                raw.update(bytes);
+                raw.combine(&crc32fast::Hasher::new_with_initial_len(sum, wanted));
                 if !is_compressed {
                     let end = at + wanted;
                     self.file.write_at(at, bytes).map_err(full(end))?;

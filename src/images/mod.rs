@@ -149,7 +149,7 @@ impl ImageWriter {
                 let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
                     resize(&mut piece, range.end - range.start)?;
                     read(long, range.start, &mut piece)?;
-                    sink(&piece)?;
+                    sink(&piece, crc32fast::hash(&piece))?;
                     Ok::<_, E>(true)
                 };
                 let written = self.write_long(long, PIECE_BYTES, &mut source)?;
@@ -192,28 +192,34 @@ impl ImageWriter {
 
     /// Writes one chunk of images; the references come back in the same order.
     pub fn write_chunk(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
-        self.write_frames(pages, &self.compress(pages)?)
+        let sums = collected(pages.iter().map(|(_, bytes)| crc32fast::hash(bytes)))?;
+        self.write_frames(pages, &sums, &self.compress(pages)?)
     }
 
     /// As [`write_chunk`](Self::write_chunk), for pages that lie in `staged` where the chunk has its
-    /// payloads. The first page lies after the room for the head, and each other one on a boundary of 16
+    /// payloads, each with the CRC-32 of its bytes. The first page lies after the room for the head, and each other one on a boundary of 16
     /// bytes after the one before. Unless some of them are compressed, `staged` becomes the chunk and is
     /// written as it lies, without a copy.
-    pub fn write_staged(&self, pages: &[(&PageInfo, usize)], staged: &mut [u8]) -> Result<Vec<ImageRef>> {
+    pub fn write_staged(
+        &self,
+        pages: &[(&PageInfo, usize, u32)],
+        staged: &mut [u8],
+    ) -> Result<Vec<ImageRef>> {
         let images = {
-            let of_page = |(info, at): &(&'_ PageInfo, usize)| &staged[*at..*at + info.len as usize];
-            let pages = collected(pages.iter().map(|page| (page.0, of_page(page))))?;
-            let frames = self.compress(&pages)?;
+            let of_page = |(info, at, _): &(&'_ PageInfo, usize, u32)| &staged[*at..*at + info.len as usize];
+            let contents = collected(pages.iter().map(|page| (page.0, of_page(page))))?;
+            let sums = collected(pages.iter().map(|(.., sum)| *sum))?;
+            let frames = self.compress(&contents)?;
             if frames.iter().any(Option::is_some) {
-                return self.write_frames(&pages, &frames);
+                return self.write_frames(&contents, &sums, &frames);
             }
-            collected(pages.iter().map(|(info, bytes)| new_image(info, bytes, None)))?
+            collected(pages.iter().map(|(info, _, sum)| new_image(info, *sum, None)))?
         };
         let chunk = self.place(&images)?;
         let head = self.encode_head(&chunk)?;
         staged[..head.len()].copy_from_slice(&head);
         let mut end = head.len();
-        for (header, (_, at)) in chunk.images.iter().zip(pages) {
+        for (header, (_, at, _)) in chunk.images.iter().zip(pages) {
             let start = (header.image.offset - chunk.offset) as usize;
             assert!(start == *at, "a page that does not lie where its image does");
             staged[end..start].fill(0);
@@ -232,14 +238,16 @@ impl ImageWriter {
         compress(self.compression, &pages, self.threads_max)
     }
 
-    /// Writes one chunk of images, some of which are compressed.
+    /// Writes one chunk of images with these sums, some of which are compressed.
     fn write_frames(
         &self,
         pages: &[(&PageInfo, &[u8])],
+        sums: &[u32],
         frames: &[Option<Vec<u8>>],
     ) -> Result<Vec<ImageRef>> {
-        let images = pages.iter().zip(frames);
-        let images = images.map(|((info, bytes), frames)| new_image(info, bytes, frames.as_deref()));
+        assert!(pages.iter().all(|(info, bytes)| info.len == bytes.len() as u64));
+        let images = pages.iter().zip(sums).zip(frames);
+        let images = images.map(|(((info, _), sum), frames)| new_image(info, *sum, frames.as_deref()));
         let chunk = self.place(&collected(images)?)?;
         // One buffer, one write: header, table, payloads, padding.
         let mut bytes = self.areas.lock().pop().unwrap_or_default();
@@ -354,19 +362,12 @@ impl ImageWriter {
     }
 }
 
-/// Describes a page that becomes an image; `frames` is its compressed form, if there is one.
-fn new_image(info: &PageInfo, bytes: &[u8], frames: Option<&[u8]>) -> NewImage {
-    assert!(info.len == bytes.len() as u64);
+/// Describes a page that becomes an image, with the CRC-32 of its bytes; `frames` is its compressed form, if
+/// there is one.
+fn new_image(info: &PageInfo, crc: u32, frames: Option<&[u8]>) -> NewImage {
     let compressed =
         frames.map(|frames| CompressedBytes { len: frames.len() as u64, crc: crc32fast::hash(frames) });
-    NewImage {
-        page: info.page,
-        epoch: info.epoch,
-        lsn: info.lsn,
-        len: info.len,
-        crc: crc32fast::hash(bytes),
-        compressed,
-    }
+    NewImage { page: info.page, epoch: info.epoch, lsn: info.lsn, len: info.len, crc, compressed }
 }
 
 /// Makes a buffer `len` bytes long, if there is memory for it.

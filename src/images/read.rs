@@ -5,8 +5,8 @@ use std::borrow::{Borrow, Cow};
 use std::collections::BTreeMap;
 use std::ops::{DerefMut, Range};
 
-use remanent_format::image::ImageRef;
 use remanent_format::image::read::{check_image, stream_image};
+use remanent_format::image::{Codec, ImageRef};
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{Damage, Defect, FileName, PageId, PageInfo, Place, ReadAt};
 
@@ -108,7 +108,8 @@ impl<'a> ImageRun<'a> {
         let damage = |(wanted, damage): (&ImageRequest, Option<Damage>)| Some((wanted.image, damage?));
         match &read {
             Some(read) => {
-                collected(self.images.iter().zip(self.pages(read).map(Result::err)).filter_map(damage))
+                let pages = self.pages(read, SummedBy::Host).map(Result::err);
+                collected(self.images.iter().zip(pages).filter_map(damage))
             }
             None => collected(self.images.iter().map(|wanted| (wanted, check(wanted))).filter_map(damage)),
         }
@@ -126,20 +127,35 @@ impl<'a> ImageRun<'a> {
         FilePiece::read(source, first.file, first.offset..ends.max().expect("at least one"), take)
     }
 
-    /// The pages in the piece that [`ImageRun::read`] returned, proven, each with its stored place in that
-    /// memory.
+    /// The pages in the piece that [`ImageRun::read`] returned, each with its stored place in that memory.
+    /// They are proven by now if the host sums; a compressed image always is, since its bytes are proven
+    /// before they are decompressed (I9).
     pub fn pages<'b, B: DerefMut<Target = [u8]>>(
         &self,
         read: &'b FilePiece<B>,
-    ) -> impl Iterator<Item = Result<(PageId, usize, Cow<'b, [u8]>), Damage>> {
-        self.images.iter().map(move |ImageRequest { page, len, image }| {
+        summed_by: SummedBy,
+    ) -> impl Iterator<Item = Result<(&'a ImageRequest, usize, Cow<'b, [u8]>), Damage>> {
+        self.images.iter().map(move |wanted| {
+            let image = &wanted.image;
             let at = (image.offset - read.start) as usize;
             let stored = &read.bytes[at..at + image.stored_len as usize];
-            let content = image.decode(stored.into(), *len);
+            let content = match (image.codec, summed_by) {
+                (Codec::Raw, SummedBy::Device) => image.check(wanted.len).map(|()| stored.into()),
+                _ => image.decode(stored.into(), wanted.len),
+            };
             let content = content.map_err(|defect| defect.at(FileName::Pages(image.file), image.offset))?;
-            Ok((*page, at, content))
+            Ok((wanted, at, content))
         })
     }
+}
+
+/// The side that holds an image's bytes against its checksum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SummedBy {
+    /// The host, before a byte goes on.
+    Host,
+    /// The device that the bytes go to, when they are there.
+    Device,
 }
 
 /// A piece of an image file in memory. It has whole blocks, where the file has them, so that a direct read
@@ -247,9 +263,9 @@ pub(crate) fn read_runs(
         }
         // A second read before it is an error: a caller that overwrites memory cannot go back.
         let read = run.read(source, aligned).or_else(|_| run.read(source, aligned))?;
-        for page in run.pages(&read) {
-            let (page, _, content) = page?;
-            each(page, 0, &content)?;
+        for page in run.pages(&read, SummedBy::Host) {
+            let (wanted, _, content) = page?;
+            each(wanted.page, 0, &content)?;
         }
     }
     Ok(())
@@ -276,7 +292,6 @@ mod tests {
     use std::sync::Arc;
 
     use remanent_format::Folder;
-    use remanent_format::image::Codec;
 
     use super::*;
     use crate::disk::Disk;

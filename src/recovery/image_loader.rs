@@ -2,6 +2,12 @@
 //! the medium and staging, while earlier pieces go from staging to their pages: one thread waits for the
 //! medium while another checksums.
 //!
+//! Where the bytes cross a bus, the device sums them in the list that brings them, and the host leaves it at
+//! that: the sum over what arrived proves medium, cache, staging and bus at once. A sum that is not the
+//! stored one does not say which of these is to blame. So the image is read again from the medium and summed
+//! by the host: if the host's sum is wrong too, the image is damaged. If it holds, the bytes go up once more,
+//! and a device that changes them again has failed.
+//!
 //! Nothing on disk changes here, so a crash loses nothing.
 
 use std::borrow::Cow;
@@ -16,10 +22,11 @@ use crate::base::allocation::{append, collected, make_room, push};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
+use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_AT_ONCE, runs};
+use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_AT_ONCE, SummedBy, runs};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// Threads that read images. Four keep a disk busy. From the page cache each gives a few gigabytes a
@@ -29,8 +36,10 @@ const THREADS_MAX: usize = 12;
 /// should never have to wait for the next. From the page cache to an H200, 4 copies of 2 MiB made 39
 /// GB/s, 8 made 49, 12 make 50. More would only need more staging, and a GPU pins that at 1.5 GB/s.
 const COPIES_MAX: usize = 12;
+
 /// Loads images into the memory of their pages.
-pub(super) struct ImageLoader<'a> {
+#[derive(Clone, Copy)]
+pub(crate) struct ImageLoader<'a> {
     pub device: &'a dyn Device,
     pub staging: &'a StagingPool,
     /// Where images are read: past the cache, or through it, as the caller knows of them (I6).
@@ -40,6 +49,9 @@ pub(super) struct ImageLoader<'a> {
     pub lanes: &'static [Lane],
     /// Finds the memory of a page; waits until it is allocated.
     pub target: &'a (dyn Fn(PageId) -> Result<Span> + Sync),
+    /// The side that proves images stored as they are. Bytes that cross a bus are summed by the device
+    /// anyway; with `Host`, a damaged image is found before a byte of it goes up.
+    pub summed_by: SummedBy,
 }
 
 /// One piece of work of a loading thread.
@@ -63,7 +75,7 @@ impl LoadStep<'_> {
 }
 
 /// How many threads load images.
-pub(super) fn threads() -> usize {
+pub(crate) fn threads() -> usize {
     parallel::threads(THREADS_MAX)
 }
 
@@ -80,6 +92,26 @@ impl ImageLoader<'_> {
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
         threads: usize,
     ) -> Result<()> {
+        let mut unlike = self.load_once(images, threads)?;
+        if unlike.is_empty() {
+            return Ok(());
+        }
+        let device = self.device.label();
+        tracing::warn!(device, images = unlike.len(), "the device's sums are not those of the images");
+        // From the medium, and summed by the host: an image that fails here is damaged, and no other is.
+        let medium = self.source.on_medium();
+        let again = ImageLoader { source: &medium, summed_by: SummedBy::Host, ..*self };
+        let unlike = again.load_once(std::iter::once(&mut *unlike), threads)?;
+        if unlike.is_empty() { Ok(()) } else { Err(changed_on_the_way(self.device, "pages")) }
+    }
+
+    /// Loads images, and returns those for which the device's sum is not the image's. Where the device does
+    /// not sum, the host proves all of them.
+    fn load_once<'i>(
+        &self,
+        images: impl Iterator<Item = &'i mut [ImageRequest]>,
+        threads: usize,
+    ) -> Result<Vec<ImageRequest>> {
         // Each file's images are put in order by one thread, and cut into runs.
         let into_work = |images: &'i mut [ImageRequest]| collected(runs(images).flat_map(split));
         let parts = parallel::for_each(threads, images, into_work)?;
@@ -89,21 +121,32 @@ impl ImageLoader<'_> {
         // least. The parts of an image stay together, as `check_parts` demands.
         // (A stable sort takes memory that cannot be refused.)
         work.sort_unstable_by_key(LoadStep::key);
-        let copies = PendingCopies { loader: self, begun: AtomicUsize::new(0), under_way: Mutex::default() };
+        let copies = PendingCopies {
+            loader: self,
+            begun: AtomicUsize::new(0),
+            under_way: Mutex::default(),
+            found: Mutex::default(),
+        };
         let checksums = parallel::map_indexed(
             threads,
             work.len(),
             || (),
             |(), index| match &work[index] {
                 LoadStep::Run(run) => self.load_run(run, &copies).map(|()| None),
-                LoadStep::Part(wanted, range) => self.load_part(wanted, range, &copies).map(Some),
+                LoadStep::Part(wanted, range) => self.load_part(wanted, range, &copies),
                 LoadStep::Compressed(wanted) => self.load_compressed(wanted, &copies).map(|()| None),
             },
         );
         // Also after an error: a caller that gives the memory back must know that no copy writes to it
         // any more.
         copies.finish_but(0)?;
-        check_parts(work.iter().zip(checksums?))
+        check_parts(work.iter().zip(checksums?))?;
+        copies.found.into_inner().unlike()
+    }
+
+    /// The side that proves an image which is stored as it is.
+    fn summed_by(&self) -> SummedBy {
+        if self.device.crosses_bus() { self.summed_by } else { SummedBy::Host }
     }
 
     /// Loads a run: images that lie close to each other in a file, read at one go.
@@ -113,14 +156,15 @@ impl ImageLoader<'_> {
         // Pages that are stored as they are go up from where they were read. Decompressed bytes are
         // gathered, and go up together.
         let (mut stored, mut decoded, mut decoded_bytes) = (Vec::new(), Vec::new(), Vec::new());
-        for page in run.pages(&read) {
-            // Proven by its checksum here, before a byte of it goes up.
-            let (page, at, content) = page?;
-            let target = (self.target)(page)?;
+        for page in run.pages(&read, self.summed_by()) {
+            // Proven by its checksum here, before a byte of it goes up, or by the device when it is there.
+            let (wanted, at, content) = page?;
+            let target = (self.target)(wanted.page)?;
             match content {
-                Cow::Borrowed(_) => push(&mut stored, (at, target))?,
+                Cow::Borrowed(_) => push(&mut stored, Part { at, target, of: *wanted, offset: 0 })?,
                 Cow::Owned(content) => {
-                    push(&mut decoded, (decoded_bytes.len(), target))?;
+                    let at = decoded_bytes.len();
+                    push(&mut decoded, Part { at, target, of: *wanted, offset: 0 })?;
                     make_room(&mut decoded_bytes, content.len())?;
                     decoded_bytes.extend_from_slice(&content);
                     if decoded_bytes.len() as u64 >= RUN_BYTES {
@@ -153,8 +197,9 @@ impl ImageLoader<'_> {
                 bytes = later;
                 if filling.filled == staged.len() {
                     let StagingFill { staged, filled } = std::mem::take(&mut filling);
-                    let part = Span { offset: at, len: filled as u64, ..target };
-                    copies.upload(staged.expect("just filled"), &[(0, part)])?;
+                    let target = Span { offset: at, len: filled as u64, ..target };
+                    let part = Part { at: 0, target, of: *wanted, offset: at };
+                    copies.upload(staged.expect("just filled"), &[part])?;
                     at += filled as u64;
                 }
             }
@@ -162,23 +207,29 @@ impl ImageLoader<'_> {
         })
     }
 
-    /// Loads a part of a long image, and returns the part's checksum.
+    /// Loads a part of a long image, and returns the part's checksum if the host makes it.
     fn load_part(
         &self,
         wanted: &ImageRequest,
         range: &Range<u64>,
         copies: &PendingCopies<'_>,
-    ) -> Result<u32> {
+    ) -> Result<Option<u32>> {
         let ImageRef { file, offset, .. } = wanted.image;
         // I9: the image's length is held against the page's before any of it is used.
         wanted.image.check(wanted.len).map_err(|defect| defect.at(FileName::Pages(file), offset))?;
         // Only a part: it is proven with the others, when all have gone up.
         let in_file = offset + range.start..offset + range.end;
-        let (read, checksum) =
-            FilePiece::read_summed(self.source, file, in_file, |len| self.staging.take(len))?;
+        let take = |len| self.staging.take(len);
+        let (read, checksum) = match self.summed_by() {
+            SummedBy::Host => {
+                let (read, checksum) = FilePiece::read_summed(self.source, file, in_file, take)?;
+                (read, Some(checksum))
+            }
+            SummedBy::Device => (FilePiece::read(self.source, file, in_file, take)?, None),
+        };
         let (at, len) = ((offset + range.start - read.start) as usize, range.end - range.start);
         let target = Span { offset: range.start, len, ..(self.target)(wanted.page)? };
-        copies.upload(read.bytes, &[(at, target)])?;
+        copies.upload(read.bytes, &[Part { at, target, of: *wanted, offset: range.start }])?;
         Ok(checksum)
     }
 }
@@ -191,6 +242,19 @@ struct StagingFill {
     filled: usize,
 }
 
+/// A range of a page on its way up.
+#[derive(Clone, Copy)]
+struct Part {
+    /// Its first byte in staging.
+    at: usize,
+    /// Its place in page memory.
+    target: Span,
+    /// The image that it is of.
+    of: ImageRequest,
+    /// Its first byte in the page.
+    offset: u64,
+}
+
 /// Copies from staging to pages that are under way.
 struct PendingCopies<'a> {
     /// Whose device and staging the copies use.
@@ -198,32 +262,95 @@ struct PendingCopies<'a> {
     /// Counts the lists that were submitted, so that lanes take turns.
     begun: AtomicUsize,
     /// The oldest first, or nearly so: threads add theirs as they come.
-    under_way: Mutex<VecDeque<Pending>>,
+    under_way: Mutex<VecDeque<Copies>>,
+    /// What the device's sums of the copies that are done say.
+    found: Mutex<FoundSums>,
+}
+
+/// A list that brings parts of pages up.
+struct Copies {
+    pending: Pending,
+    /// The parts that the device sums.
+    summed: Vec<Part>,
+}
+
+/// The device's sums, as far as they do not prove a page.
+#[derive(Default)]
+struct FoundSums {
+    /// Images whose page has another sum.
+    unlike: Vec<ImageRequest>,
+    /// Parts of pages, each with its sum: they prove a page only together.
+    parts: Vec<(Part, u32)>,
+}
+
+impl FoundSums {
+    /// Takes the sum of what arrived.
+    fn add(&mut self, part: &Part, sum: u32) -> Result<()> {
+        if part.target.len < part.of.len {
+            push(&mut self.parts, (*part, sum))
+        } else if sum != part.of.image.raw_crc {
+            push(&mut self.unlike, part.of)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The images whose pages have another sum.
+    fn unlike(self) -> Result<Vec<ImageRequest>> {
+        let Self { mut unlike, mut parts } = self;
+        parts.sort_unstable_by_key(|(part, _)| (part.of.page, part.offset));
+        for of_page in parts.chunk_by(|(one, _), (next, _)| one.of.page == next.of.page) {
+            let mut sum = crc32fast::Hasher::new();
+            let mut end = 0;
+            for (part, of_part) in of_page {
+                // I6: a hole would be bytes of the page that no sum proves.
+                assert!(part.offset == end, "a part of a page without its sum");
+                end += part.target.len;
+                sum.combine(&crc32fast::Hasher::new_with_initial_len(*of_part, part.target.len));
+            }
+            let of = of_page[0].0.of;
+            assert!(end == of.len, "the last part of a page without its sum"); // I6
+            if sum.finalize() != of.image.raw_crc {
+                push(&mut unlike, of)?;
+            }
+        }
+        Ok(unlike)
+    }
 }
 
 impl PendingCopies<'_> {
     /// Copies bytes to staging, and submits their upload.
-    fn upload_copy(&self, bytes: &[u8], pages: &[(usize, Span)]) -> Result<()> {
-        if pages.is_empty() {
+    fn upload_copy(&self, bytes: &[u8], parts: &[Part]) -> Result<()> {
+        if parts.is_empty() {
             return Ok(());
         }
         let mut staged = self.loader.staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
-        self.upload(staged, pages)
+        self.upload(staged, parts)
     }
 
-    /// Submits the upload of what lies at these places of `staged`.
-    fn upload(&self, staged: StagingBuf, pages: &[(usize, Span)]) -> Result<()> {
-        let upload = |(at, target): &(usize, Span)| {
-            let source = StagingSpan { index: 0, offset: *at, len: target.len as usize };
-            Command::Upload { source, target: *target }
+    /// Submits the upload of these parts, which lie in `staged`, with their sums where the device makes them.
+    fn upload(&self, staged: StagingBuf, parts: &[Part]) -> Result<()> {
+        let ImageLoader { device, staging: pool, lanes, .. } = *self.loader;
+        let parts = || parts.iter().filter(|part| part.target.len > 0);
+        let upload = |part: &Part| {
+            let source = StagingSpan { index: 0, offset: part.at, len: part.target.len as usize };
+            Command::Upload { source, target: part.target }
         };
-        let commands = collected(pages.iter().filter(|(_, target)| target.len > 0).map(upload))?;
-        let list = CommandList { commands, staging: vec![staged.into_staging()] };
+        let mut commands = Vec::new();
+        make_room(&mut commands, parts().count() + 1)?;
+        commands.extend(parts().map(upload));
+        let mut staging = vec![staged.into_staging()];
+        let summed = if device.crosses_bus() { collected(parts().copied())? } else { Vec::new() };
+        if !summed.is_empty() {
+            // After the copies, in one list: the sums are of what arrived.
+            commands.push(sum_each(collected(summed.iter().map(|part| part.target))?, staging.len()));
+            staging.push(pool.take(sums_len(summed.len()))?.into_staging());
+        }
         // Any order will do: a counter is enough to spread the lists.
-        let turn = self.begun.fetch_add(1, Ordering::Relaxed) % self.loader.lanes.len();
-        let pending = self.loader.device.submit(self.loader.lanes[turn], list)?;
-        self.under_way.lock().push_back(pending);
+        let turn = self.begun.fetch_add(1, Ordering::Relaxed) % lanes.len();
+        let pending = device.submit(lanes[turn], CommandList { commands, staging })?;
+        self.under_way.lock().push_back(Copies { pending, summed });
         // The thread that adds a copy waits for the oldest: so staging is bounded for all of them together.
         self.finish_but(COPIES_MAX)
     }
@@ -233,8 +360,8 @@ impl PendingCopies<'_> {
     /// host it is in the processor's cache.
     fn finish_but(&self, at_most: usize) -> Result<()> {
         // A fence that was reached costs no wait.
-        let is_done = |pending: &Pending| {
-            let Fence { lane, value } = pending.fence();
+        let is_done = |copies: &Copies| {
+            let Fence { lane, value } = copies.pending.fence();
             value <= self.loader.device.reached(lane)
         };
         let oldest = || {
@@ -242,10 +369,14 @@ impl PendingCopies<'_> {
             let is_due = under_way.len() > at_most || under_way.front().is_some_and(is_done);
             if is_due { under_way.pop_front() } else { None }
         };
-        while let Some(pending) = oldest() {
-            for staging in pending.finish(self.loader.device)? {
-                self.loader.staging.give(staging);
+        while let Some(Copies { pending, summed }) = oldest() {
+            let staging = pending.finish(self.loader.device)?;
+            if !summed.is_empty() {
+                let sums = &staging[1][..sums_len(summed.len())];
+                let mut found = self.found.lock();
+                summed.iter().zip(sums_in(sums)).try_for_each(|(part, sum)| found.add(part, sum))?;
             }
+            staging.into_iter().for_each(|used| self.loader.staging.give(used));
         }
         Ok(())
     }

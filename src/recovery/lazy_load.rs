@@ -23,11 +23,11 @@ use crate::base::parallel;
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
-use crate::device::{CommandList, Lane, Span};
+use crate::device::{CommandList, Lane, SHORT_COPY_LEN_MAX, Span};
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::images::read::{ImageRequest, RUN_BYTES};
+use crate::images::read::{ImageRequest, RUN_BYTES, SummedBy};
 
 /// A caller that waits for a page has the pages after it in the file loaded, too, up to this number of
 /// bytes: few enough that it need not wait for them.
@@ -202,12 +202,15 @@ impl Loads {
             insert(&mut targets, unloaded.page, unloaded.memory.span())?;
         }
         let target = |page: PageId| Ok(targets[&page]);
+        let is_short = pages.iter().all(|unloaded| unloaded.memory.byte_len() <= SHORT_COPY_LEN_MAX);
         let loader = ImageLoader {
             device: &*self.engine.device,
             staging: &self.engine.staging,
             source,
             lanes: &[LANE],
             target: &target,
+            // Callers wait for short pages: damage is told from a fault of the device without a second read.
+            summed_by: if is_short { SummedBy::Host } else { SummedBy::Device },
         };
         loader.load(std::iter::once(&mut *images), parallel::threads(LONG_THREADS_MAX))
     }

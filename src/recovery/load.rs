@@ -27,10 +27,11 @@ use crate::applier::{ListBuilder, PayloadAt, UnloadedPage, UnloadedSet, stage_as
 use crate::base::allocation::{append, copied, make_room};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
+use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
 use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::images::read::ImageRequest;
+use crate::images::read::{ImageRequest, SummedBy};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::StagingPool;
 use crate::options::PageLoad;
@@ -309,6 +310,7 @@ impl<'a> Loader<'a> {
                 source,
                 lanes: &[Lane::Apply, Lane::Drain],
                 target: &target,
+                summed_by: SummedBy::Device,
             }
             .load(images.iter_mut().map(Vec::as_mut_slice), threads())
         };
@@ -430,17 +432,33 @@ impl<'a> Loader<'a> {
         self.in_flight.drain(0)
     }
 
-    /// Queues the upload of a page's bytes from `offset` on, which were put together in host memory.
-    fn upload(&mut self, page: PageId, offset: u64, bytes: &[u8]) -> Result<()> {
+    /// Uploads a page's bytes from `offset` on, which were put together in host memory, and holds what
+    /// arrived against them. Such pages are few, so this waits.
+    fn upload(&self, page: PageId, offset: u64, bytes: &[u8]) -> Result<()> {
+        let Recovery { device, staging, .. } = self.recovery;
         if bytes.is_empty() {
             return Ok(());
         }
         let target = self.pages.memory[page].part(offset, bytes.len() as u64);
-        let mut staged = self.recovery.staging.take(bytes.len())?;
-        staged.copy_from_slice(bytes);
-        let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
-        let commands = vec![Command::Upload { source, target }];
-        self.in_flight.submit(CommandList { commands, staging: vec![staged.into_staging()] })
+        let upload = || {
+            let mut staged = staging.take(bytes.len())?;
+            staged.copy_from_slice(bytes);
+            let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
+            let mut list = CommandList {
+                commands: vec![Command::Upload { source, target }],
+                staging: vec![staged.into_staging()],
+            };
+            if device.crosses_bus() {
+                list.commands.push(sum_each(vec![target], 1));
+                list.staging.push(staging.take(sums_len(1))?.into_staging());
+            }
+            let returned = device.submit(Lane::Apply, list)?.finish(&**device)?;
+            let found = returned.get(1).and_then(|sums| sums_in(sums).next());
+            returned.into_iter().for_each(|used| staging.give(used));
+            Ok::<_, Error>(found.is_none_or(|sum| sum == crc32fast::hash(bytes)))
+        };
+        // A bit that turned over once must not fail an open.
+        if upload()? || upload()? { Ok(()) } else { Err(changed_on_the_way(&**device, "a page")) }
     }
 
     /// Step 6: what was loaded, or the memory given back.

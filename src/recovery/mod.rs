@@ -66,7 +66,7 @@
 pub(crate) mod create;
 mod survey;
 mod log_reader;
-mod image_loader;
+pub(crate) mod image_loader;
 mod catalog;
 mod page_memory;
 mod load;

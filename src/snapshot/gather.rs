@@ -15,7 +15,7 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
-use crate::applier::Drain;
+use crate::applier::{Drain, Drained};
 use crate::base::allocation::{collected, make_room};
 use crate::base::parallel;
 use crate::base::phases;
@@ -199,7 +199,8 @@ impl Snapshots {
         // are.
         let mut piece = |range: Range<u64>, pass: ReadPass, sink: Sink<'_>| {
             let len = range.end - range.start;
-            let staged = self.engine.staging.take(len as usize)?;
+            let staging = self.engine.staging.clone();
+            let staged = staging.take(len as usize)?;
             let drain = self.engine.applier.turn(move |turn| {
                 turn.intact()?;
                 // The page is where the cut has it, if a batch changed it since; else where it always was.
@@ -216,7 +217,7 @@ impl Snapshots {
                 };
                 // More was written than could be kept aside: this catch is lost.
                 let Some(sources) = sources else { return Ok(None) };
-                let drain = turn.drain(place, sources, len, staged, 0)?;
+                let drain = turn.drain(place, sources, len, staged, 0, Some(&staging))?;
                 // The last pass has read this range: what batches write there from now on need not be
                 // kept aside.
                 if pass == ReadPass::Last {
@@ -228,8 +229,8 @@ impl Snapshots {
             // Waited for without the lane: batches are applied meanwhile.
             let drained = drain.finish(&*self.engine.device)?;
             // The staging is given back before an error is looked at.
-            let taken = sink(&drained);
-            self.engine.staging.give(drained.into_staging());
+            let taken = sink(&drained.bytes, drained.sum());
+            self.engine.staging.give(drained.bytes.into_staging());
             taken?;
             // The pace counts what is gathered, before it is in the file.
             gathered += len;
@@ -256,16 +257,18 @@ impl Snapshots {
         let chunk_len = align_up(Chunk::head_len(chunk.len() as u64) + len, GROUP_ALIGN);
         let staged = self.engine.staging.take(chunk_len as usize)?;
         let caught = self.gather(collected(chunk.iter().map(|(page, _)| *page))?, staged)?;
-        let mut drained = caught.copies.finish(&*self.engine.device)?;
+        // The copies of the pages that have bytes, in their order, each with its sum.
+        let Drained { mut bytes, sums } = caught.copies.finish(&*self.engine.device)?;
         // Empty pages have an entry, and no image.
-        let images = caught.pages.iter().filter(|(info, _)| info.len > 0);
-        let images: Vec<(&PageInfo, usize)> = collected(images.map(|(info, at)| (info, *at)))?;
+        let images = caught.pages.iter().filter(|(info, _)| info.len > 0).zip(sums);
+        let images: Vec<(&PageInfo, usize, u32)> =
+            collected(images.map(|((info, at), sum)| (info, *at, sum.finalize())))?;
         // Appended by one thread at a time to a file: the images of a chunk lie together.
         let references = match images.is_empty() {
             true => Vec::new(),
-            false => writers.append(|file| file.write_staged(&images, &mut drained))?,
+            false => writers.append(|file| file.write_staged(&images, &mut bytes))?,
         };
-        self.engine.staging.give(drained.into_staging());
+        self.engine.staging.give(bytes.into_staging());
         // Pages that were gone count, too: the figures must come to the total.
         self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
         // The images come in the order of the pages that have one.
@@ -321,7 +324,7 @@ impl Snapshots {
             let pages = collected(pages)?;
             // As long as the chunk is by now: pages may have grown since they were chosen, or be gone.
             let staged = staging.cut(staged, align_up(head_len + at, GROUP_ALIGN) as usize)?;
-            let copies = turn.drain(place, sources, at, staged, head_len)?;
+            let copies = turn.drain(place, sources, at, staged, head_len, Some(&staging))?;
             // Copies that the cut kept aside are given back after this use of them, not only at the
             // snapshot's end.
             if let Some(cut) = &mut turn.applied.cut {

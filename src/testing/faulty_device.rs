@@ -1,7 +1,10 @@
-//! A device whose n-th call fails, to see that every error is handled.
+//! A device whose n-th call fails, or whose n-th copy changes a bit, to see that every error is handled.
 //!
 //! The failed call does nothing else. A fault that takes the context with it makes every later call fail too,
 //! as a GPU's does; any other fault strikes once.
+//!
+//! A copy with a changed bit reports no error, as a bus, staging or host memory that turns a bit over does
+//! not.
 
 use std::sync::Arc;
 
@@ -9,8 +12,8 @@ use remanent_format::Place;
 
 use crate::base::sync::Mutex;
 use crate::device::{
-    CallerMemory, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
-    Staging,
+    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
+    RawStream, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
 
@@ -18,6 +21,7 @@ use crate::error::{Error, Result};
 pub struct FaultyDevice {
     inner: Arc<dyn Device>,
     state: Mutex<FaultState>,
+    crosses_bus: bool,
 }
 
 /// A call that can fail.
@@ -56,8 +60,34 @@ pub struct DeviceFault {
     pub context_lost: bool,
 }
 
+/// A way across the bus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BusWay {
+    /// Bytes of [`Command::Upload`].
+    Up,
+    /// Bytes of [`Command::Download`].
+    Down,
+    /// The sums of [`Command::Crc`].
+    Sums,
+}
+
+/// The copy that changes a bit on its way.
+#[derive(Clone, Copy, Debug)]
+pub struct BitFlip {
+    /// The copies that count.
+    pub way: BusWay,
+    /// The number of the copy among them, from 1, counted from the moment the flip is armed. Empty copies do
+    /// not count.
+    pub nth: u64,
+    /// How many copies change a bit from then on.
+    pub times: u64,
+}
+
 #[derive(Default)]
 struct FaultState {
+    flip: Option<BitFlip>,
+    copies: u64,
+    flipped: u64,
     armed: Option<DeviceFault>,
     counted: u64,
     lost: Option<Error>,
@@ -67,7 +97,48 @@ impl FaultyDevice {
     /// A device that does not fail until [`arm`](Self::arm) is called.
     #[must_use]
     pub fn new(inner: Arc<dyn Device>) -> Self {
-        Self { inner, state: Mutex::default() }
+        let crosses_bus = inner.crosses_bus();
+        Self { inner, state: Mutex::default(), crosses_bus }
+    }
+
+    /// As [`new`](Self::new), for a device that takes the way to its memory for a bus.
+    #[must_use]
+    pub fn across_a_bus(inner: Arc<dyn Device>) -> Self {
+        Self { crosses_bus: true, ..Self::new(inner) }
+    }
+
+    /// Arms a flip, in place of an earlier one.
+    pub fn flip(&self, flip: BitFlip) {
+        let mut state = self.state.lock();
+        (state.flip, state.copies, state.flipped) = (Some(flip), 0, 0);
+    }
+
+    /// Ends the flips. Returns how many copies changed a bit.
+    pub fn end_flips(&self) -> u64 {
+        let mut state = self.state.lock();
+        state.flip = None;
+        state.flipped
+    }
+
+    /// The copies of a way in a list that change a bit now.
+    fn flips(&self, way: BusWay, commands: &[Command]) -> Vec<StagingSpan> {
+        let mut state = self.state.lock();
+        let Some(flip) = state.flip.filter(|flip| flip.way == way) else { return Vec::new() };
+        let spans = commands.iter().filter_map(|command| match (way, command) {
+            (BusWay::Up, Command::Upload { source, .. }) => Some(*source),
+            (BusWay::Down, Command::Download { target, .. }) => Some(*target),
+            (BusWay::Sums, Command::Crc { target, .. }) => Some(*target),
+            _ => None,
+        });
+        let mut flipped = Vec::new();
+        for span in spans.filter(|span| span.len > 0) {
+            state.copies += 1;
+            if state.copies >= flip.nth && state.flipped < flip.times {
+                state.flipped += 1;
+                flipped.push(span);
+            }
+        }
+        flipped
     }
 
     /// Sets the fault, in place of an earlier one that has not struck.
@@ -127,6 +198,10 @@ impl Device for FaultyDevice {
         self.inner.allocates_zeros(place, len)
     }
 
+    fn crosses_bus(&self) -> bool {
+        self.crosses_bus
+    }
+
     fn release(&self, memory: MemoryId) -> Result<()> {
         self.enter(DeviceCall::Release)?;
         self.inner.release(memory)
@@ -139,7 +214,20 @@ impl Device for FaultyDevice {
 
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         self.enter(DeviceCall::Submit)?;
-        self.inner.submit(lane, list)
+        let mut list = list;
+        for span in self.flips(BusWay::Up, &list.commands) {
+            flip(&mut list.staging, span);
+        }
+        let ways = [BusWay::Down, BusWay::Sums];
+        let down: Vec<StagingSpan> = ways.iter().flat_map(|way| self.flips(*way, &list.commands)).collect();
+        let pending = self.inner.submit(lane, list)?;
+        if down.is_empty() {
+            return Ok(pending);
+        }
+        let fence = pending.fence();
+        let mut returned = pending.finish(&*self.inner)?;
+        down.into_iter().for_each(|span| flip(&mut returned, span));
+        Ok(Pending::new(fence, Arc::new(returned.into())))
     }
 
     fn reached(&self, lane: Lane) -> u64 {
@@ -191,6 +279,11 @@ impl Device for FaultyDevice {
         self.enter(DeviceCall::Adopt)?;
         self.inner.adopt(memory)
     }
+}
+
+/// Turns a bit over in the middle of a range: neither its first byte nor its last one is looked at alone.
+fn flip(staging: &mut [Staging], StagingSpan { index, offset, len }: StagingSpan) {
+    staging[index][offset + len / 2] ^= 0x10;
 }
 
 impl std::fmt::Debug for FaultyDevice {

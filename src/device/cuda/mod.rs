@@ -313,6 +313,10 @@ impl Device for CudaDevice {
         self.page(place, len, |kind| self.memory(kind).allocate(len))
     }
 
+    fn crosses_bus(&self) -> bool {
+        true
+    }
+
     fn release(&self, memory: MemoryId) -> Result<()> {
         // A thread that reads it has found it by its name, and is done before the name is gone.
         let page = self.pinned_reads.without_readers(memory, || self.pages.remove(memory));

@@ -313,6 +313,10 @@ impl Device for MultiDevice {
         self.parts.get(part_of(place)).is_some_and(|device| device.allocates_zeros(place, len))
     }
 
+    fn crosses_bus(&self) -> bool {
+        self.parts.iter().any(|part| part.crosses_bus())
+    }
+
     fn release(&self, memory: MemoryId) -> Result<()> {
         let DeviceAddress { part, memory: own } = self.home(memory);
         self.parts[part].release(own)?;

@@ -24,6 +24,16 @@ pub(crate) struct DeviceFill {
     pub content: FillSource,
 }
 
+impl DeviceFill {
+    /// The length of the range in bytes.
+    pub fn byte_len(&self) -> u64 {
+        match &self.content {
+            FillSource::Bytes(span) | FillSource::Indices { span, .. } => span.len,
+            FillSource::Elements { width, indices, .. } => (indices.len() * width.bytes()) as u64,
+        }
+    }
+}
+
 /// The source of a blank's bytes.
 #[derive(Clone, Debug)]
 pub(crate) enum FillSource {

@@ -1,19 +1,24 @@
 //! Payloads with bytes that only the device has seen.
 //!
-//! The payload is put together on the device: the bytes that the host knows go up, the others are
-//! gathered into its blanks. There the indices are checked and the whole is summed, and it comes to the
-//! host in one piece, as the log and the page will get it. Whatever is written to the caller's memory
+//! They are gathered on the device first. There the indices are checked and the bytes are summed, and they
+//! come to the host as the log and the page will get them. Whatever is written to the caller's memory
 //! meanwhile, checksum and bytes are of the same payload.
 //!
 //! Nothing is logged before this is done, so a crash loses a batch that no caller was told of.
 
 use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
+use std::convert::Infallible;
 use std::sync::Arc;
 
+use crc32fast::Hasher;
+use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
+use crate::base::allocation::{append, collected, push};
+use crate::base::parallel;
+use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
 use crate::device::{
     CallerMemory, Command, CommandList, Device, DeviceBytes, INDEX_OUT_OF_BOUNDS, IndexList, Lane, MemoryId,
     Span, Staging, StagingSpan,
@@ -22,6 +27,13 @@ use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 use crate::memory::staging::StagingBuf;
 use crate::write::batch::{DeviceFill, FillSource, WriteBatch};
+
+/// Bytes that one thread sums.
+const SUMMED_ALONE_LEN: usize = 1 << 20;
+/// Threads that sum a payload.
+const SUM_THREADS_MAX: usize = 4;
+/// The length from which combining two sums is cheaper than summing again.
+const COMBINED_LEN_MIN: u64 = 4 << 10;
 
 /// Memory beside pages, counted in the budget like them (I10). It is given back after everything that is
 /// in the lane by then.
@@ -169,15 +181,17 @@ impl Committer {
 
     /// Completes the payload, whose blanks are zeros so far, and returns its checksum with it.
     ///
-    /// One list does all of it, in this order:
+    /// One list does the device's part, in this order:
     ///
-    /// 1. Known bytes go up, and the caller's are gathered into the blanks. From here on the caller may
-    ///    write to its memory.
-    /// 2. The whole is summed, and the lists of indices are checked.
-    /// 3. It comes down.
+    /// 1. The caller's bytes are gathered. From here on the caller may write to its memory.
+    /// 2. Each blank's bytes are summed, and the lists of indices are checked.
+    /// 3. They come down, each to its blank.
+    ///
+    /// Then the host sums what arrived. Only where both sums agree does the batch go on: logged with the
+    /// device's sum, bytes that changed on their way would be damage that the next open lays to the disk.
     pub(super) fn fill(
         &self,
-        staged: StagingBuf,
+        mut staged: StagingBuf,
         blanks: Vec<DeviceFill>,
         born_in: Option<Place>,
     ) -> Result<(StagingBuf, u32)> {
@@ -185,84 +199,152 @@ impl Committer {
             let crc = crc32fast::hash(&staged);
             return Ok((staged, crc));
         };
-        let len = staged.len();
-        // The whole payload lies on the device for a while: it is summed there, and is never longer than
-        // a frame may be.
-        let area = self.stage_memory(Purpose::Stage, place, len as u64)?;
-        let whole = area.part(0, len as u64);
-        let (mut uploads, mut sources, mut picks) = (Vec::new(), Vec::new(), Vec::new());
+        let device = &*self.engine.device;
+        // One after the other, each where a kernel reads it best.
+        let mut area_len = 0;
+        let place_of = |blank: &DeviceFill| {
+            let at = area_len;
+            area_len = align_up(at + blank.byte_len(), FRAME_ALIGN);
+            at
+        };
+        let places = collected(blanks.iter().map(place_of))?;
+        // All of it lies on the device for a while: it is summed there, and is never longer than a frame may
+        // be.
+        let area = self.stage_memory(Purpose::Stage, place, area_len)?;
+        let (mut sources, mut picks, mut copies) = (Vec::new(), Vec::new(), Vec::new());
         let (mut lists, mut steps, mut indices) = (Vec::new(), Vec::new(), Vec::new());
-        // Between two blanks lie bytes that the host knows.
-        let mut known_from = 0;
-        for blank in &blanks {
-            let blank_len = match &blank.content {
-                FillSource::Bytes(span) | FillSource::Indices { span, .. } => span.len,
-                FillSource::Elements { width, indices, .. } => (indices.len() * width.bytes()) as u64,
-            };
-            uploads.push(known_from..blank.at);
-            // Blanks come in their order, and none overlaps another.
-            known_from = blank.at + blank_len as usize;
-            let target = area.part(blank.at as u64, blank_len);
+        for (blank, at) in blanks.iter().zip(places) {
+            let target = area.part(at, blank.byte_len());
+            push(&mut copies, BlankCopy { at: blank.at, source: target })?;
             match &blank.content {
-                FillSource::Bytes(span) => sources.push((*span, blank.at as u64)),
+                FillSource::Bytes(span) => push(&mut sources, (*span, at))?,
                 // The device checks them before the log has them: applied, a wrong index would write
                 // outside of its page.
                 FillSource::Indices { span, bound, step } => {
-                    sources.push((*span, blank.at as u64));
-                    lists.push(IndexList { indices: target, bound: *bound });
-                    steps.push(*step);
+                    push(&mut sources, (*span, at))?;
+                    push(&mut lists, IndexList { indices: target, bound: *bound })?;
+                    push(&mut steps, *step)?;
                 }
                 FillSource::Elements { source, width, indices: picked } => {
                     // Picked from the staged copy by indices that the host knows: only the elements cross
                     // the bus.
                     let at = StagingSpan { index: 2, offset: indices.len(), len: 4 * picked.len() };
-                    picks.push(Command::Pick { source: *source, width: *width, indices: at, target });
-                    indices.extend(picked.iter().flat_map(|index| index.to_le_bytes()));
+                    push(&mut picks, Command::Pick { source: *source, width: *width, indices: at, target })?;
+                    append(&mut indices, picked.iter().flat_map(|index| index.to_le_bytes()))?;
                 }
             }
         }
-        uploads.push(known_from..len);
-        let mut commands = Vec::new();
-        for known in uploads.into_iter().filter(|known| !known.is_empty()) {
-            let source = StagingSpan { index: 0, offset: known.start, len: known.len() };
-            let target = area.part(known.start as u64, known.len() as u64);
-            commands.push(Command::Upload { source, target });
-        }
-        // After the uploads, in one list: a device does its commands in their order.
-        commands.push(Command::Gather { sources, target: whole });
-        commands.extend(picks);
-        let results_len = 4 * lists.len() + 4;
-        let results = |offset, len| StagingSpan { index: 1, offset, len };
-        commands.push(Command::Crc { sources: vec![whole], target: results(0, 4) });
-        commands.push(Command::Validate { lists, target: results(4, results_len - 4) });
-        commands.push(Command::Download { source: whole, target: StagingSpan { index: 0, offset: 0, len } });
-        let mut indices_staged = self.engine.staging.take(indices.len())?;
-        indices_staged.copy_from_slice(&indices);
-        let found = self.engine.staging.take(results_len)?;
-        let staging = [staged, found, indices_staged].map(StagingBuf::into_staging);
+        let found_len = 4 * lists.len();
+        let mut commands = vec![Command::Gather { sources, target: area.part(0, area_len) }];
+        append(&mut commands, picks)?;
+        let target = StagingSpan { index: 3, offset: 0, len: found_len };
+        commands.push(Command::Validate { lists, target });
+        bring_down(&mut commands, &copies, device.crosses_bus())?;
+        let mut picked = self.engine.staging.take(indices.len())?;
+        picked.copy_from_slice(&indices);
+        let (len, sums_len) = (staged.len(), sums_len(copies.len()));
+        let sums = self.engine.staging.take(sums_len)?;
+        let found = self.engine.staging.take(found_len)?;
+        let staging = [staged, sums, picked, found].map(StagingBuf::into_staging);
         let mut returned = self.run(commands, staging.into())?.into_iter();
         let mut next = |len| StagingBuf::new(returned.next().expect("as many as went in"), len);
-        let (staged, found, indices) = (next(len), next(results_len), next(indices.len()));
-        // The checksum first, then a word a list: 0 if its indices hold.
-        let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|byte| found[4 * at + byte]));
-        let crc = word(0);
+        staged = next(len);
+        let (mut sums, picked, found) = (next(sums_len), next(indices.len()), next(found_len));
         // A wrong index would write outside of the page, and a repeated one has no defined result on a
-        // device: both are refused before the batch is logged.
-        let wrong = steps.into_iter().zip((1..).map(word)).find(|(_, wrong)| *wrong != 0);
-        for spare in [found, indices] {
+        // device: both are refused before the batch is logged. A word a list: 0 if its indices hold.
+        let wrong = steps.into_iter().zip(sums_in(&found)).find(|(_, wrong)| *wrong != 0);
+        for spare in [picked, found] {
             self.engine.staging.give(spare.into_staging());
         }
-        match wrong {
-            None => Ok((staged, crc)),
-            Some((index, wrong)) => {
-                self.engine.staging.give(staged.into_staging());
-                let reason = if wrong & INDEX_OUT_OF_BOUNDS != 0 {
-                    "an index is not within the page: it counts elements from the page's start".to_owned()
-                } else {
-                    "an element is given twice".to_owned()
-                };
-                Err(Error::InvalidOperation { index, reason })
+        if let Some((index, wrong)) = wrong {
+            for spare in [staged, sums] {
+                self.engine.staging.give(spare.into_staging());
             }
+            let reason = if wrong & INDEX_OUT_OF_BOUNDS != 0 {
+                "an index is not within the page: it counts elements from the page's start".to_owned()
+            } else {
+                "an element is given twice".to_owned()
+            };
+            return Err(Error::InvalidOperation { index, reason });
+        }
+        let is_summed = device.crosses_bus();
+        let mut crc = proven_sum(&staged, &copies, is_summed.then_some(&*sums));
+        if crc.is_none() {
+            // The bytes are still there: a bit that turned over once must not refuse a commit.
+            tracing::warn!(device = device.label(), "a payload changed on its way to the host: once more");
+            let mut commands = Vec::new();
+            bring_down(&mut commands, &copies, is_summed)?;
+            let again = self.run(commands, vec![staged.into_staging(), sums.into_staging()])?;
+            let mut again = again.into_iter();
+            let mut next = |len| StagingBuf::new(again.next().expect("as many as went in"), len);
+            (staged, sums) = (next(len), next(sums_len));
+            crc = proven_sum(&staged, &copies, Some(&*sums));
+        }
+        self.engine.staging.give(sums.into_staging());
+        let crc = crc.ok_or_else(|| changed_on_the_way(device, "a payload"))?;
+        Ok((staged, crc))
+    }
+}
+
+/// Bytes of a payload that the device has.
+struct BlankCopy {
+    /// The place of its blank in the payload.
+    at: usize,
+    /// The bytes on the device.
+    source: Span,
+}
+
+/// Adds the commands that bring bytes down to their blanks, in staging 0, with their sums in staging 1.
+fn bring_down(commands: &mut Vec<Command>, copies: &[BlankCopy], is_summed: bool) -> Result<()> {
+    if is_summed {
+        push(commands, sum_each(collected(copies.iter().map(|copy| copy.source))?, 1))?;
+    }
+    let download = |copy: &BlankCopy| {
+        let target = StagingSpan { index: 0, offset: copy.at, len: copy.source.len as usize };
+        Command::Download { source: copy.source, target }
+    };
+    append(commands, copies.iter().map(download))
+}
+
+/// CRC-32 of a payload; `None` if what arrived in a blank is not what the device summed. Each byte is summed
+/// once.
+fn proven_sum(payload: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) -> Option<u32> {
+    let mut whole = Hasher::new();
+    // Between two blanks lie bytes that the host knows. Blanks come in their order, and none overlaps
+    // another.
+    let mut known_from = 0;
+    let mut of_device = of_device.map(sums_in);
+    for BlankCopy { at, source } in copies {
+        let end = at + source.len as usize;
+        whole.update(&payload[known_from..*at]);
+        known_from = end;
+        let sum = sum_of(&payload[*at..end]);
+        if let Some(of_device) = &mut of_device
+            && of_device.next() != Some(sum)
+        {
+            return None;
+        }
+        if source.len < COMBINED_LEN_MIN {
+            whole.update(&payload[*at..end]);
+        } else {
+            whole.combine(&Hasher::new_with_initial_len(sum, source.len));
         }
     }
+    whole.update(&payload[known_from..]);
+    Some(whole.finalize())
+}
+
+/// CRC-32 of bytes that just arrived, by several threads if they are many: a GPU sends several times as fast
+/// as one thread sums.
+fn sum_of(bytes: &[u8]) -> u32 {
+    let parts: Vec<&[u8]> = bytes.chunks(SUMMED_ALONE_LEN).collect();
+    let sum = |(): &mut (), index: usize| {
+        let mut sum = Hasher::new();
+        sum.update(parts[index]);
+        Ok::<_, Infallible>(sum)
+    };
+    let Ok(sums) = parallel::map_indexed(parallel::threads(SUM_THREADS_MAX), parts.len(), || (), sum);
+    let mut whole = Hasher::new();
+    sums.iter().for_each(|sum| whole.combine(sum));
+    whole.finalize()
 }

@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 use remanent_format::op::decode_payload;
 use remanent_format::state::table::Changes;
-use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
+use remanent_format::{Defect, LogPoint, PageId, PageTable};
 
 use crate::applier::{ListRoom, stage_aside};
 use crate::base::allocation::{collected, copied, insert, map_of, push};
@@ -196,9 +196,8 @@ impl Committer {
         for &page in sources {
             let len_in = |table: &PageTable| table.get(page).map_or(0, |info| info.len);
             let len = held.map_or_else(|| len_in(&self.submitted.lock()), len_in);
-            let whole = |info: &PageInfo| (0, info.len);
-            let (info, _, bytes) =
-                self.engine.applier.read(&*self.engine.device, &self.engine.staging, page, len, whole)?;
+            let Engine { device, staging, applier, .. } = &*self.engine;
+            let (info, bytes) = applier.read_proven(&**device, staging, page, len)?;
             let metadata = (*info.metadata).clone();
             let copy = copied(&bytes)?;
             insert(&mut contents, page, CloneSource { place: info.place, metadata, bytes: copy })?;

@@ -4,6 +4,7 @@
 //! The cases drive a small store whose every state is known by its Lsn ([`Line`]), on a simulated disk and
 //! on devices that fail on purpose. Each case runs under a watch: a hang is a failure too.
 
+mod bit_flips;
 mod budget;
 mod device_errors;
 mod disk_errors;

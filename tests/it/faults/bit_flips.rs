@@ -1,0 +1,267 @@
+//! Bits that turn over on the way between the host and the device, at every copy of every operation whose
+//! bytes are summed on both sides.
+//!
+//! A bit that turns over once costs nothing: the copy is made again. Where it happens again, the store stops
+//! with an error of the device. Nothing wrong is ever served, logged or published, and no file is blamed.
+
+use remanent::testing::faulty_device::{BitFlip, BusWay, FaultyDevice};
+use remanent::testing::late_device::LateDevice;
+use remanent::{PageLoad, SnapshotOptions};
+
+use super::*;
+
+/// Pages of each kind of road: gathered with others, a chunk of its own, piece by piece; stored as they are
+/// and compressed.
+const LENS: [u64; 5] = [3000, 70_000, 3 << 20, (9 << 20) + 5, 5 << 20];
+
+/// Bytes that no compression shortens, but for the last page, different for each version.
+fn content(page: usize, version: u64) -> Vec<u8> {
+    let mut state = 0x9E37_79B9 * (page as u64 + 1) + version;
+    let word = |at: u64| {
+        if page == LENS.len() - 1 {
+            return (at / 512 + version).to_le_bytes();
+        }
+        state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+        (state ^ state >> 31).to_le_bytes()
+    };
+    let mut bytes: Vec<u8> = (0..LENS[page].div_ceil(8)).flat_map(word).collect();
+    bytes.truncate(LENS[page] as usize);
+    bytes
+}
+
+fn options() -> Options {
+    Options::default().snapshot_log_bytes(None).snapshot_interval(None)
+}
+
+fn host() -> Arc<dyn Device> {
+    Arc::new(HostDevice::new())
+}
+
+/// Pages, and the version whose bytes each should have.
+struct Held {
+    pages: Vec<(PageId, u64)>,
+}
+
+impl Held {
+    fn create(store: &Store) -> Self {
+        let mut batch = store.batch();
+        for len in LENS {
+            batch.create(len, Place::Device(0));
+        }
+        let pages = store.commit(batch).unwrap().pages.into_iter().map(|page| (page, 0)).collect();
+        let mut held = Self { pages };
+        held.write(store, 1);
+        held
+    }
+
+    fn write(&mut self, store: &Store, version: u64) {
+        let mut batch = store.batch();
+        for (index, (page, held)) in self.pages.iter_mut().enumerate() {
+            batch.write(*page, 0, &content(index, version));
+            *held = version;
+        }
+        store.commit(batch).unwrap();
+    }
+
+    /// Every page has its bytes, or the read is refused.
+    fn check(&self, store: &Store) -> Result<()> {
+        for (index, (page, version)) in self.pages.iter().enumerate() {
+            let bytes = store.read_to_vec(*page)?;
+            assert!(bytes == content(index, *version), "page {index} is not of version {version}");
+        }
+        Ok(())
+    }
+}
+
+/// A store on a disk, opened over a bus whose bits turn over.
+struct Bus {
+    disk: SimDisk,
+    device: Arc<FaultyDevice>,
+}
+
+impl Bus {
+    fn open(&self, options: Options) -> Result<Store> {
+        open_with(&self.disk, self.device.clone(), options)
+    }
+
+    /// After the store is gone: the disk has the state, and no file is damaged.
+    fn check_disk(&self, held: &Held) {
+        let store = open_with(&self.disk, host(), options()).unwrap();
+        held.check(&store).unwrap();
+        store.snapshot().unwrap();
+        assert_eq!(store.scrub().unwrap().damage, []);
+    }
+}
+
+/// The end of an operation, and the pages that the store should hold then.
+type Ended = (Held, Result<()>);
+
+/// Runs an operation with a bit turned over at its first, second, … copy of each way, once and for ever, until
+/// there are no more copies. `work` brings a store to the operation, calls what it is given to have bits
+/// turned over from there on, and ends that by [`FaultyDevice::end_flips`].
+fn at_every_copy(
+    name: &'static str,
+    ways: &[BusWay],
+    work: impl Fn(&Bus, &dyn Fn()) -> Ended + Send + Sync + Copy + 'static,
+) {
+    for &way in ways {
+        for (times, late) in [(1, false), (1, true), (u64::MAX, false), (u64::MAX, true)] {
+            for nth in 1.. {
+                let flip = BitFlip { way, nth, times };
+                let struck = Arc::new(AtomicBool::new(false));
+                let told = struck.clone();
+                let case = move || told.store(flip_once(flip, late, work), Ordering::SeqCst);
+                watched(&format!("{name}, late {late}, {flip:?}"), case);
+                if !struck.load(Ordering::SeqCst) {
+                    assert!(nth > 1, "{name}: nothing goes {way:?}");
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/// Runs an operation with this flip, and says whether a copy changed.
+fn flip_once(flip: BitFlip, late: bool, work: impl Fn(&Bus, &dyn Fn()) -> Ended) -> bool {
+    let inner = if late { Arc::new(LateDevice::seeded(host(), flip.nth)) } else { host() };
+    let bus = Bus { disk: SimDisk::new(), device: Arc::new(FaultyDevice::across_a_bus(inner)) };
+    let (held, outcome) = work(&bus, &|| bus.device.flip(flip));
+    let flipped = bus.device.end_flips();
+    let is_told = |error: &Error| error.to_string().contains("changed on the way");
+    match &outcome {
+        Ok(()) => assert!(flipped <= 1, "{flipped} copies changed, and nothing was said"),
+        Err(Error::Poisoned(cause)) => assert!(is_told(cause), "{cause}"),
+        Err(error) => assert!(matches!(error, Error::Device { .. }) && is_told(error), "{error}"),
+    }
+    assert!(outcome.is_ok() || flipped > 1, "a bit that turned over once: {outcome:?}");
+    bus.check_disk(&held);
+    flipped > 0
+}
+
+const DOWN: &[BusWay] = &[BusWay::Down, BusWay::Sums];
+const UP: &[BusWay] = &[BusWay::Up, BusWay::Sums];
+
+/// A snapshot of pages on the bus's other side.
+fn snapshot(bus: &Bus, flips: &dyn Fn(), options: Options, with: SnapshotOptions) -> Ended {
+    let store = bus.open(options).unwrap();
+    let held = Held::create(&store);
+    flips();
+    let taken = store.snapshot_with(with).map(drop);
+    bus.device.end_flips();
+    held.check(&store).unwrap();
+    assert_eq!(store.snapshots().is_empty(), taken.is_err(), "nothing wrong is published");
+    (held, taken)
+}
+
+#[test]
+fn a_snapshot_publishes_no_bit_that_turned_over() {
+    at_every_copy("a snapshot", DOWN, |bus, flips| snapshot(bus, flips, options(), SnapshotOptions::new()));
+}
+
+#[test]
+fn an_exact_snapshot_publishes_no_bit_that_turned_over() {
+    at_every_copy("an exact snapshot", DOWN, |bus, flips| {
+        snapshot(bus, flips, options(), SnapshotOptions::new().name("exact"))
+    });
+}
+
+/// Opens a store of images and of a log after them.
+fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
+    let store = open_with(&bus.disk, host(), options.clone()).unwrap();
+    let mut held = Held::create(&store);
+    store.snapshot().unwrap();
+    // One page is put together in host memory, since its length changes.
+    let page = held.pages[1].0;
+    let mut batch = store.batch();
+    batch.resize(page, 10).resize(page, LENS[1]).write(page, 0, &content(1, 2));
+    store.commit(batch).unwrap();
+    held.pages[1].1 = 2;
+    drop(store);
+    flips();
+    let opened = bus.open(options);
+    let loaded = opened.and_then(|store| {
+        let loaded = store.wait_loaded();
+        bus.device.end_flips();
+        // A page that could not be loaded is refused, and all others are right.
+        let read = held.check(&store);
+        assert_eq!(read.is_ok(), loaded.is_ok(), "{read:?} after {loaded:?}");
+        loaded
+    });
+    (held, loaded)
+}
+
+#[test]
+fn an_open_serves_no_bit_that_turned_over() {
+    at_every_copy("an open", UP, |bus, flips| open_again(bus, flips, options()));
+}
+
+#[test]
+fn a_page_that_is_loaded_later_serves_no_bit_that_turned_over() {
+    at_every_copy("an open on demand", UP, |bus, flips| {
+        open_again(bus, flips, options().page_load(PageLoad::OnDemand))
+    });
+}
+
+#[test]
+fn a_restore_brings_back_no_bit_that_turned_over() {
+    at_every_copy("a restore", &[BusWay::Up, BusWay::Down, BusWay::Sums], |bus, flips| {
+        let store = bus.open(options()).unwrap();
+        let mut held = Held::create(&store);
+        let before = store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
+        held.write(&store, 2);
+        flips();
+        let restored = store.restore(&StatePoint::Snapshot(before.id)).map(drop);
+        bus.device.end_flips();
+        // A restore that fails after it was logged has memory that nothing reads any more.
+        held.pages.iter_mut().for_each(|(_, version)| *version = 1);
+        match held.check(&store) {
+            Ok(()) => {}
+            Err(error) => assert!(restored.is_err(), "{error}"),
+        }
+        (held, restored)
+    });
+}
+
+#[test]
+fn no_bit_that_turned_over_is_logged() {
+    at_every_copy("a batch of bytes on the device", DOWN, |bus, flips| {
+        let store = bus.open(options()).unwrap();
+        let mut held = Held::create(&store);
+        let memory = store.device_bytes(LENS[2], Place::Device(0)).unwrap();
+        memory.write(0, &content(2, 3)).unwrap();
+        let mut batch = store.batch();
+        // Host bytes lie between the device's in the payload.
+        batch.write_device(held.pages[2].0, 0, &memory.part(0..100_001).unwrap());
+        batch.write(held.pages[0].0, 0, &content(0, 3));
+        batch.write_device(held.pages[2].0, 100_001, &memory.part(100_001..LENS[2]).unwrap());
+        flips();
+        let committed = store.commit(batch).map(drop);
+        bus.device.end_flips();
+        if committed.is_ok() {
+            (held.pages[0].1, held.pages[2].1) = (3, 3);
+        }
+        held.check(&store).unwrap();
+        (held, committed)
+    });
+}
+
+#[test]
+fn a_clone_has_no_bit_that_turned_over() {
+    at_every_copy("a clone", DOWN, |bus, flips| {
+        let store = bus.open(options()).unwrap();
+        let held = Held::create(&store);
+        let mut batch = store.batch();
+        batch.clone_page(held.pages[0].0);
+        batch.clone_page(held.pages[3].0);
+        flips();
+        let committed = store.commit(batch);
+        bus.device.end_flips();
+        if let Ok(committed) = &committed {
+            for (index, clone) in [0, 3].into_iter().zip(&committed.pages) {
+                assert!(store.read_to_vec(*clone).unwrap() == content(index, 1));
+            }
+        }
+        held.check(&store).unwrap();
+        (held, committed.map(drop))
+    });
+}
