@@ -161,6 +161,9 @@
 //! - **I9** What is read from disk is untrusted: lengths are checked before they are used.
 //! - **I10** Memory stays within its budget; recovery checks the final page table before it allocates.
 //! - **I11** The host device defines "correct": every other device gives the same bytes.
+//! - **I13** Images, and payloads born on a device, that cross a bus are summed on both sides of it before
+//!   anything logs, names or serves what arrived. A device's sum that differs is not damage on disk: the
+//!   host's sum of what lies there decides.
 //!
 //! Decisions that may surprise, with their reasons: `docs/decisions.md`.
 

@@ -262,11 +262,14 @@ pub enum Lane {
     /// Work of a committer before its batch is logged: it gathers, proves and sums. It holds up no other
     /// lane, and waits for no bulk copies of others.
     Stage,
+    /// Pages that are loaded while the store is in use, in turns with [`Lane::Drain`]: while the device sums
+    /// what one lane brought, the other one uses the bus.
+    Load,
 }
 
 impl Lane {
     /// All lanes, in the order of their numbers.
-    pub const ALL: [Self; 4] = [Self::Apply, Self::Drain, Self::Callers, Self::Stage];
+    pub const ALL: [Self; 5] = [Self::Apply, Self::Drain, Self::Callers, Self::Stage, Self::Load];
 }
 
 /// A point in a lane: passed when every list up to it is done.

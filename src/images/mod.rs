@@ -197,9 +197,9 @@ impl ImageWriter {
     }
 
     /// As [`write_chunk`](Self::write_chunk), for pages that lie in `staged` where the chunk has its
-    /// payloads, each with the CRC-32 of its bytes. The first page lies after the room for the head, and each other one on a boundary of 16
-    /// bytes after the one before. Unless some of them are compressed, `staged` becomes the chunk and is
-    /// written as it lies, without a copy.
+    /// payloads, each with the CRC-32 of its bytes. The first page lies after the room for the head, and each
+    /// other one on a boundary of 16 bytes after the one before. Unless some of them are compressed, `staged`
+    /// becomes the chunk and is written as it lies, without a copy.
     pub fn write_staged(
         &self,
         pages: &[(&PageInfo, usize, u32)],

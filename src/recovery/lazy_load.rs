@@ -35,8 +35,8 @@ const ASKED_BYTES: u64 = 256 << 10;
 /// Threads for a long page: each of its loaders may be at one.
 const LONG_THREADS_MAX: usize = 4;
 /// No batch knows a page's memory before it is loaded, so its bytes need not go up in the order of
-/// batches. On this lane they may queue up with a snapshot's long copies, and hold up no batch.
-const LANE: Lane = Lane::Drain;
+/// batches. On these lanes they may queue up with a snapshot's long copies, and hold up no batch.
+const LANES: &[Lane] = &[Lane::Drain, Lane::Load];
 
 /// The pause after a shortage, before the next try.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
@@ -207,7 +207,7 @@ impl Loads {
             device: &*self.engine.device,
             staging: &self.engine.staging,
             source,
-            lanes: &[LANE],
+            lanes: LANES,
             target: &target,
             // Callers wait for short pages: damage is told from a fault of the device without a second read.
             summed_by: if is_short { SummedBy::Host } else { SummedBy::Device },
@@ -242,10 +242,13 @@ impl Loads {
         if memory.peek().is_none() {
             return;
         }
-        // One more list, after all others in the lane, tells when the lists that name this memory are
+        // One more list, after all others in each lane, tells when the lists that name this memory are
         // done. If the device fails at that, the memory stays counted, and a warning says so.
-        let last = self.engine.device.submit(LANE, CommandList::default());
-        if let Err(error) = last.and_then(|last| last.finish(&*self.engine.device)) {
+        let device = &*self.engine.device;
+        let last = |lane: &Lane| {
+            device.submit(*lane, CommandList::default()).and_then(|last| last.finish(device)).map(drop)
+        };
+        if let Err(error) = LANES.iter().try_for_each(last) {
             tracing::warn!(%error, "memory of pages that were not loaded stays allocated");
             return;
         }

@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::options::Budget;
 
 /// The lanes that never wait for a caller.
-const OWN_LANES: [Lane; 3] = [Lane::Apply, Lane::Drain, Lane::Stage];
+const OWN_LANES: [Lane; 4] = [Lane::Apply, Lane::Drain, Lane::Stage, Lane::Load];
 /// The lanes to wait for where nothing may be waited for, not even for memory that the device keeps back.
 const NO_LANES: [Lane; 0] = [];
 

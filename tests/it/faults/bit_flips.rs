@@ -12,7 +12,7 @@ use super::*;
 
 /// Pages of each kind of road: gathered with others, a chunk of its own, piece by piece; stored as they are
 /// and compressed.
-const LENS: [u64; 5] = [3000, 70_000, 3 << 20, (9 << 20) + 5, 5 << 20];
+const LENS: [u64; 5] = [3000, 70_000, (1 << 20) + 3, (5 << 20) + 5, 5 << 20];
 
 /// Bytes that no compression shortens, but for the last page, different for each version.
 fn content(page: usize, version: u64) -> Vec<u8> {
@@ -96,8 +96,8 @@ impl Bus {
 /// The end of an operation, and the pages that the store should hold then.
 type Ended = (Held, Result<()>);
 
-/// Runs an operation with a bit turned over at its first, second, … copy of each way, once and for ever, until
-/// there are no more copies. `work` brings a store to the operation, calls what it is given to have bits
+/// Runs an operation with a bit turned over at its first, second, … copy of each way, once and for ever, up to
+/// its last copy. `work` brings a store to the operation, calls what it is given to have bits
 /// turned over from there on, and ends that by [`FaultyDevice::end_flips`].
 fn at_every_copy(
     name: &'static str,

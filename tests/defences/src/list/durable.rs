@@ -16,6 +16,10 @@ const SIDE_BY_SIDE: &str = "src/images/writers.rs";
 const SNAPSHOT: &str = "src/snapshot/mod.rs";
 const VERIFY: &str = "src/snapshot/verify.rs";
 const RETAIN: &str = "src/snapshot/retain.rs";
+const READBACK: &str = "src/applier/readback.rs";
+const IMAGE_LOADER: &str = "src/recovery/image_loader.rs";
+const DEVICE_PAYLOAD: &str = "src/write/commit/device_payload.rs";
+const LOAD: &str = "src/recovery/load.rs";
 const COMMITS: Test = it("crash::commits::durable_commits_survive");
 const ROLLS: Test = it("crash::commits::segments_roll");
 const OF_COMMITS: Test = it("crash::syncs::each_sync_of_commits_matters");
@@ -24,6 +28,49 @@ const OF_SNAPSHOTS: Test = it("crash::syncs::each_sync_of_snapshots_and_restores
 const RECYCLED: Test = it("crash::snapshots::what_snapshots_replace_is_recycled");
 
 pub const LIST: &[Defence] = &[
+    // The bus (I13).
+    defence(
+        "a snapshot's bytes are summed where they lie",
+        READBACK,
+        "if device.crosses_bus() {",
+        "if false {",
+        it("faults::bit_flips::a_snapshot_publishes_no_bit_that_turned_over"),
+    ),
+    defence(
+        "images are summed where they arrive",
+        IMAGE_LOADER,
+        "if device.crosses_bus() { collected(parts().copied())? } else { Vec::new() }",
+        "Vec::new()",
+        it("faults::bit_flips::an_open_serves_no_bit_that_turned_over"),
+    ),
+    defence(
+        "a device's sum that differs is no damage",
+        IMAGE_LOADER,
+        "let mut unlike = self.load_once(images, threads)?;",
+        "let unlike = self.load_once(images, threads)?;\n        assert!(unlike.is_empty());\n        let mut unlike = unlike;",
+        it("faults::bit_flips::a_restore_brings_back_no_bit_that_turned_over"),
+    ),
+    defence(
+        "the parts of a long image prove it together",
+        IMAGE_LOADER,
+        "if part.target.len < part.of.len {",
+        "if part.target.len < part.of.len && false {",
+        it("faults::bit_flips::a_page_that_is_loaded_later_serves_no_bit_that_turned_over"),
+    ),
+    defence(
+        "a payload that was born on the device is summed where it arrives",
+        DEVICE_PAYLOAD,
+        "&& of_device.next() != Some(sum)",
+        "&& of_device.next().is_none()",
+        it("faults::bit_flips::no_bit_that_turned_over_is_logged"),
+    ),
+    defence(
+        "a page that is put together on the host is summed where it arrives",
+        LOAD,
+        "Ok::<_, Error>(found.is_none_or(|sum| sum == crc32fast::hash(bytes)))",
+        "Ok::<_, Error>(found.is_none_or(|_| true))",
+        it("faults::bit_flips::an_open_serves_no_bit_that_turned_over"),
+    ),
     // The log.
     check("groups are synced", WRITER, "range.window.sync(range.from, range.to - range.from)?;", COMMITS),
     defence(
