@@ -185,7 +185,7 @@ fn a_capture_brings_indices_and_values_to_the_host() {
             capture(&store, &copy).unwrap();
             let brought = device.brought.load(Ordering::Relaxed) as usize;
             let changed = LEN.div_ceil(every);
-            // An index is four bytes, and its value one. What the host knows of the payload does not come down.
+            // An index is four bytes, its value is one. What the host knows does not come down.
             let expected = match per_element {
                 0 if every == 20 => LEN / 8 + changed,
                 _ => per_element * changed,

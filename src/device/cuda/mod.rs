@@ -122,7 +122,7 @@ impl CudaDevice {
         let lane = |is_urgent| Timeline::new(context, &pinned, is_urgent);
         // Commits wait for the lanes of deltas and of staging.
         Ok(Self {
-            lanes: [lane(true)?, lane(false)?, lane(false)?, lane(true)?],
+            lanes: [lane(true)?, lane(false)?, lane(false)?, lane(true)?, lane(false)?],
             bulk: BulkQueue::new(context),
             functions: Functions::of(context).map_err(|error| unavailable(error.to_string()))?,
             pages: Handles::new(),

@@ -96,8 +96,8 @@ impl Bus {
 /// The end of an operation, and the pages that the store should hold then.
 type Ended = (Held, Result<()>);
 
-/// Runs an operation with a bit turned over at its first, second, … copy of each way, once and for ever, up to
-/// its last copy. `work` brings a store to the operation, calls what it is given to have bits
+/// Runs an operation with a bit turned over at its first, second, … copy of each way, once and for ever, up
+/// to its last copy. `work` brings a store to the operation, calls what it is given to have bits
 /// turned over from there on, and ends that by [`FaultyDevice::end_flips`].
 fn at_every_copy(
     name: &'static str,
