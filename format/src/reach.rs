@@ -2,12 +2,12 @@
 //!
 //! The files on disk do not tell. A segment may be there when the images of its batches are gone, and a link
 //! may be there only for the links that follow it. The log's last seal tells: it records the snapshots that
-//! are kept, and marks those after which the log is kept. The oldest `redo` of a marked one is the **floor**.
+//! are kept, and flags those after which the log is kept. The oldest `redo` of a flagged one is the **floor**.
 //!
 //! | the last seal | a snapshot is | the log's beginning is a start |
 //! |---|---|---|
-//! | marks some | as its own entry says | no |
-//! | marks none | a start, if the log after it is there | yes, if it is there |
+//! | flags some | as its own entry says | no |
+//! | flags none | a start, if the log after it is there | yes, if it is there |
 //!
 //! Recovery, views of earlier states, retention, scrubs and the inspectors ask here and nowhere else.
 
@@ -62,9 +62,9 @@ impl Reach {
             None => Role::Link,
         };
         let roles = survey.readable().map(|link| (link.snapshot, (role(link), link.end))).collect();
-        let marked =
+        let flagged =
             survey.readable().filter(|link| entry(link.snapshot).is_some_and(|entry| entry.log_kept));
-        let floor = marked.map(|link| link.redo.lsn).min();
+        let floor = flagged.map(|link| link.redo.lsn).min();
         let beginning = survey.log.beginning().filter(|_| !has_floor);
         Self { roles, beginning, floor }
     }

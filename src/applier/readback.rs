@@ -6,7 +6,7 @@
 //! to the host in lane order. Deltas then wait for longer, but a store that fills its budget still has its
 //! reads and its snapshots.
 //!
-//! The caller brings the staging for the bytes, made ahead of the turn. A GPU pins 1.5 GB/s, so a long
+//! The caller brings the staging for the bytes, made before the turn. A GPU pins 1.5 GB/s, so a long
 //! staging takes seconds, and neither deltas nor other users of the room for copies may wait for that.
 
 use std::sync::Arc;
@@ -86,19 +86,19 @@ impl Turn<'_> {
         staging: StagingBuf,
         from: u64,
     ) -> Result<Drain> {
-        let mut cut: Vec<Vec<(Span, u64)>> = pieces.iter().map(|_| Vec::new()).collect();
+        let mut parts: Vec<Vec<(Span, u64)>> = pieces.iter().map(|_| Vec::new()).collect();
         let piece_len = pieces.first().map_or(1, PageMemory::byte_len);
         for (mut source, mut at) in sources {
             while source.len > 0 {
                 let (number, offset) = (at / piece_len, at % piece_len);
                 let len = source.len.min(piece_len - offset);
-                push(&mut cut[number as usize], (Span { len, ..source }, offset))?;
+                push(&mut parts[number as usize], (Span { len, ..source }, offset))?;
                 source = Span { offset: source.offset + len, len: source.len - len, ..source };
                 at += len;
             }
         }
         let gather = |(piece, sources): (&PageMemory, _)| Command::Gather { sources, target: piece.span() };
-        let commands = pieces.iter().zip(cut).map(gather).collect();
+        let commands = pieces.iter().zip(parts).map(gather).collect();
         match self.submit(CommandList { commands, staging: Vec::new() }) {
             Ok(pending) => {
                 let (caught, arena) = (pending.fence(), self.arena.clone());

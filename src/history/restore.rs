@@ -275,15 +275,15 @@ fn overwrite(
     turn.applied.memory.extend(missing.iter().map(|info| info.page).zip(memory));
     // The images were proven before the restore was logged. They are read again, because they are not
     // kept in memory.
-    let (mut bytes, mut places) = (Vec::new(), Vec::new());
-    let mut upload = |bytes: &mut Vec<u8>, places: &mut Vec<(Span, usize)>| -> Result<()> {
+    let (mut bytes, mut targets) = (Vec::new(), Vec::new());
+    let mut upload = |bytes: &mut Vec<u8>, targets: &mut Vec<(Span, usize)>| -> Result<()> {
         let mut staged = staging.take(bytes.len())?;
         staged.copy_from_slice(bytes);
         let command = |(target, offset): (Span, usize)| Command::Upload {
             source: StagingSpan { index: 0, offset, len: target.len as usize },
             target,
         };
-        let commands = collected(places.drain(..).map(command))?;
+        let commands = collected(targets.drain(..).map(command))?;
         bytes.clear();
         in_flight.push_back(turn.submit(CommandList { commands, staging: vec![staged.into_staging()] })?);
         drain(&mut in_flight, IN_FLIGHT_MAX)
@@ -291,12 +291,12 @@ fn overwrite(
     read_runs(source, collected(wanted(changed(), images))?, |page, offset, content| {
         let target = turn.applied.memory[page].part(offset, content.len() as u64);
         make_room(&mut bytes, content.len())?;
-        push(&mut places, (target, bytes.len()))?;
+        push(&mut targets, (target, bytes.len()))?;
         bytes.extend_from_slice(content);
-        if bytes.len() < UPLOAD_BYTES { Ok(()) } else { upload(&mut bytes, &mut places) }
+        if bytes.len() < UPLOAD_BYTES { Ok(()) } else { upload(&mut bytes, &mut targets) }
     })?;
-    if !places.is_empty() {
-        upload(&mut bytes, &mut places)?;
+    if !targets.is_empty() {
+        upload(&mut bytes, &mut targets)?;
     }
     drain(&mut in_flight, 0)
 }

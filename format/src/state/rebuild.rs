@@ -80,8 +80,8 @@ pub fn rebuild(source: &dyn ReadAt, options: &RebuildOptions) -> Result<RebuiltS
     }
     // The newest snapshot's complaint names the damage; an older one's is mostly that its log is gone.
     let nothing = || Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
-    let cut = survey.log.cut().cloned();
-    Err(passed_over.into_iter().next().or(cut).unwrap_or_else(nothing))
+    let of_line = survey.log.break_of_line().cloned();
+    Err(passed_over.into_iter().next().or(of_line).unwrap_or_else(nothing))
 }
 
 fn rebuild_from(

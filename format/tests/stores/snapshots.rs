@@ -70,7 +70,7 @@ fn what_a_writer_removes_after_the_folder_was_listed_is_no_damage() {
     let recycled = Beside { maker: &maker, removed: FileName::Segment(1) };
     let survey = Survey::read(&recycled).unwrap();
     assert!(!survey.log.segments().contains_key(&1));
-    assert_eq!(survey.log.cut(), None);
+    assert_eq!(survey.log.break_of_line(), None);
 }
 
 #[test]

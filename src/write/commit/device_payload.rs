@@ -153,7 +153,7 @@ impl Committer {
 
     /// The lengths of the pages whose changed elements only the device knows. They are looked at again
     /// under the lock, when the highest index is known.
-    pub(super) fn lens(&self, batch: &WriteBatch, held: Option<&PageTable>) -> HashMap<PageId, u64> {
+    pub(super) fn lens(&self, batch: &WriteBatch, locked: Option<&PageTable>) -> HashMap<PageId, u64> {
         let mut pages = batch.scattered_pages().peekable();
         if pages.peek().is_none() {
             return HashMap::new();
@@ -161,7 +161,7 @@ impl Committer {
         let in_table = |table: &PageTable| {
             pages.filter_map(|page| table.get(page).map(|info| (page, info.len))).collect()
         };
-        match held {
+        match locked {
             Some(table) => in_table(table),
             None => in_table(&self.submitted.lock()),
         }
@@ -249,8 +249,8 @@ impl Committer {
         // A wrong index would write outside of the page, and a repeated one has no defined result on a
         // device: both are refused before the batch is logged.
         let wrong = steps.into_iter().zip((1..).map(word)).find(|(_, wrong)| *wrong != 0);
-        for spare in [found, indices] {
-            self.engine.staging.give(spare.into_staging());
+        for staging in [found, indices] {
+            self.engine.staging.give(staging.into_staging());
         }
         match wrong {
             None => Ok((staged, crc)),

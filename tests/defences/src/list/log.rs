@@ -23,7 +23,7 @@ pub const LIST: &[Defence] = &[
     refusal(
         "a frame inside a group follows it",
         ORDER,
-        "!header.group_start && (segment, offset) != places(before)[0]",
+        "!header.group_start && (segment, offset) != next_locations(before)[0]",
         stores("the_end_of_the_log_is_judged_row_by_row"),
     ),
     check(
