@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
-use remanent_format::reach::{Reach, Role};
+use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::replay::ResolvedState;
 use remanent_format::state::survey::Survey;
 use remanent_format::state::trail::{ProvenPage, Trails};

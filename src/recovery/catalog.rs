@@ -12,8 +12,8 @@ use std::sync::Arc;
 use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
 use remanent_format::manifest::Manifest;
-use remanent_format::reach::Reach;
 use remanent_format::state::follow::Resolution;
+use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::{Survey, read_manifest};
 use remanent_format::{FileName, Folder, Lsn, PageId, PageTable, ReadAt, SnapshotId};
 

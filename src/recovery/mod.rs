@@ -83,10 +83,10 @@ use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::judge::Record;
 use remanent_format::log::{LogEnd, TornTail};
 use remanent_format::manifest::Manifest;
-use remanent_format::reach::Reach;
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::follow::StateWalk;
+use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::Survey;
 use remanent_format::store::StoreFile;
 use remanent_format::{

@@ -16,7 +16,7 @@ use remanent_format::image::{ImageFileHeader, ImagePurpose};
 use remanent_format::limits::{GROUP_ALIGN, align_up};
 use remanent_format::log::LogWalk;
 use remanent_format::op::{Op, decode_payload};
-use remanent_format::reach::{Reach, Role};
+use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, HELD_FOR_OPENS, State, open_with, small};

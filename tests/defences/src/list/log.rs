@@ -209,4 +209,18 @@ pub const LIST: &[Defence] = &[
         "resolution.check_page_bytes(page_bytes_max)?;",
         stores("pages_over_the_budget_are_not_built"),
     ),
+    // The pure rebuild, which recovery is held against.
+    defence(
+        "a rebuild starts nowhere below the floor",
+        "format/src/state/rebuild.rs",
+        "Reach::follow(self.survey, self.source, base)",
+        "self.survey.resolve(self.source, base, None)",
+        stores("snapshots::a_rebuild_starts_nowhere_below_the_floor"),
+    ),
+    check(
+        "nor does a rebuild of an earlier state",
+        "format/src/state/rebuild.rs",
+        "reach.check_state(base.map(AsRef::as_ref), until)?;",
+        stores("snapshots::a_rebuild_starts_nowhere_below_the_floor"),
+    ),
 ];

@@ -9,7 +9,8 @@
 //! | flags some | as its own entry says | no |
 //! | flags none | a start, if the log after it is there | yes, if it is there |
 //!
-//! Recovery, views of earlier states, retention, scrubs and the inspectors ask here and nowhere else.
+//! Recovery, views of earlier states, the pure rebuild, retention, scrubs and the inspectors ask here and
+//! nowhere else.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -126,11 +127,17 @@ impl Reach {
     /// # Errors
     /// [`Damage`]: the log after it is missing, because no seal promises it.
     pub fn check_start(&self, base: Option<&Manifest>) -> Result<(), Damage> {
-        if self.is_start(base.map(|base| base.snapshot)) {
-            return Ok(());
-        }
-        let redo = base.map_or(LogPoint::default(), |base| base.redo);
-        Err(Defect::Missing.at_lsn(FileName::Segment(redo.segment.max(1)), redo.offset, redo.lsn.next()))
+        let is_start = self.is_start(base.map(|base| base.snapshot));
+        if is_start { Ok(()) } else { Err(missing_log(base)) }
+    }
+
+    /// Refuses a candidate for the state at batch `until` that [`leads_to`](Self::leads_to) leaves out.
+    ///
+    /// # Errors
+    /// As for [`check_start`](Self::check_start).
+    pub fn check_state(&self, base: Option<&Manifest>, until: Lsn) -> Result<(), Damage> {
+        let leads_there = self.leads_to(base.map(|base| base.snapshot), Some(until));
+        if leads_there { Ok(()) } else { Err(missing_log(base)) }
     }
 
     /// The log's beginning, if replay may start there.
@@ -164,4 +171,10 @@ impl Reach {
         alone.dedup();
         alone
     }
+}
+
+/// The damage of a start after which no seal promises the log.
+fn missing_log(base: Option<&Manifest>) -> Damage {
+    let redo = base.map_or(LogPoint::default(), |base| base.redo);
+    Defect::Missing.at_lsn(FileName::Segment(redo.segment.max(1)), redo.offset, redo.lsn.next())
 }
