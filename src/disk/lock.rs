@@ -51,14 +51,7 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
     let entry = RegistryEntry::claim((metadata.dev(), metadata.ino()))?;
     // 2. The record lock. Where it is refused, `entry` leaves the registry again.
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o644)
-        .open(root.join(FileName::Lock.name()))
-        .map_err(failed("open"))?;
+    let file = open_lock_file(root, FileName::Lock)?;
     match rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}
         Err(Errno::AGAIN | Errno::ACCESS) => {
@@ -75,6 +68,19 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
         described => described?,
     }
     Ok(DirLock { _file: ForkGuard::new(file), _entry: ForkGuard::new(entry) })
+}
+
+/// Opens a file that is there to be locked, and makes it if it is missing. What it holds stays: another
+/// process may have described itself there.
+pub(super) fn open_lock_file(root: &Path, name: FileName) -> Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o644)
+        .open(root.join(name.name()))
+        .map_err(|source| Error::io("open", name, None, source))
 }
 
 /// Whether any process holds the lock of the store directory at `root`. The registry is asked first here,
