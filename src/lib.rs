@@ -236,8 +236,8 @@ use disk::dir::DirDisk;
 impl Store {
     /// Opens the store in `directory`; creates it, with the directories above it, if the directory is missing
     /// or empty and [`Options::create`] allows it. This is the whole recovery: when it returns, every batch
-    /// that was acknowledged at the level that survived the crash is there, and [`Store::recovered`] says what
-    /// was done.
+    /// that was acknowledged at the level that survived the crash is there, and [`Store::recovered`] says
+    /// what was done.
     ///
     /// # Errors
     /// [`Error::Locked`] if another process or handle has it open, [`Error::NoStore`],

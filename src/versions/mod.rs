@@ -7,8 +7,8 @@
 //! every read that begins then.
 //!
 //! A reader loads the visible Lsn, then a page's newest version, and goes back until it finds one that this
-//! Lsn has reached. Where the chain ends before, either the page did not exist yet, or the Lsn was an old one:
-//! a second load tells. A view registers its Lsn, and no version that it may need is unlinked until it
+//! Lsn has reached. Where the chain ends before, either the page did not exist yet, or the Lsn was an old
+//! one: a second load tells. A view registers its Lsn, and no version that it may need is unlinked until it
 //! is dropped.
 //!
 //! A change of bytes alone makes no version. A version holds two pairs of numbers, (batch, epoch), and the

@@ -2,7 +2,8 @@
 //!
 //! The files on disk do not tell. A segment may be there when the images of its batches are gone, and a link
 //! may be there only for the links that follow it. The log's last seal tells: it records the snapshots that
-//! are kept, and flags those after which the log is kept. The oldest `redo` of a flagged one is the **floor**.
+//! are kept, and flags those after which the log is kept. The oldest `redo` of a flagged one is the
+//! **floor**.
 //!
 //! | the last seal | a snapshot is | the log's beginning is a start |
 //! |---|---|---|

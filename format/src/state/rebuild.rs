@@ -1,9 +1,9 @@
 //! The state of a store directory, computed purely over [`ReadAt`]: no device, no mapping, no
 //! write. Inspectors and read-only opens use it, and the engine's recovery is tested against it.
 //!
-//! [`rebuild`] tries the snapshots from the newest to the oldest, then the log's beginning, and loads bytes. It
-//! starts nowhere below the floor that the log's last seal records: segments may be there when the images of
-//! their batches are gone ([`super::reach`]).
+//! [`rebuild`] tries the snapshots from the newest to the oldest, then the log's beginning, and loads bytes.
+//! It starts nowhere below the floor that the log's last seal records: segments may be there when the images
+//! of their batches are gone ([`super::reach`]).
 
 use std::cell::OnceCell;
 use std::collections::BTreeMap;

@@ -156,8 +156,8 @@ fn reaches_bytes(op: &Op<'_>) -> bool {
     op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. } | Op::Move { .. })
 }
 
-/// The pages that operations change where they lie. A lease on one of these needs a relocation; for all others
-/// there is new memory, or none.
+/// The pages that operations change where they lie. A lease on one of these needs a relocation; for all
+/// others there is new memory, or none.
 pub(super) fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
     let in_place = |op: &Op<'_>| reaches_bytes(op) && !goes_elsewhere(op) && !matches!(op, Op::Delete { .. });
     ops.iter().filter(move |at| in_place(&at.op)).filter_map(|at| at.op.page())
