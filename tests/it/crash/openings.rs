@@ -101,10 +101,14 @@ fn opens_of_a_direct_log_survive() {
 fn a_lost_segment_is_reported_or_costs_nothing() {
     for log_io in [LogIo::Mapped, LogIo::Buffered, LogIo::Direct] {
         let mut count = LossCount::default();
-        for beginning in BEGINNINGS {
+        for (beginning, goes_on) in BEGINNINGS.into_iter().flat_map(|row| [(row, false), (row, true)]) {
             let options = options_of(log_io);
             let driver = Driver::new(SimDisk::new(), options.clone(), Line::default(), Floors::default());
-            let next = beginning.begin(driver, &mut Random(from_env("CRASH_SEED")), &mut Vec::new());
+            let mut random = Random(from_env("CRASH_SEED"));
+            let mut next = beginning.begin(driver, &mut random, &mut Vec::new());
+            if goes_on {
+                next = next.and_then(|driver| commit_over_segments(&driver, &mut random));
+            }
             let next = next.expect("the lives before it meet no fault");
             let files = Files::of(&next.disk);
             let segments = files.segments();
@@ -113,13 +117,22 @@ fn a_lost_segment_is_reported_or_costs_nothing() {
                 for second in &segments[at..] {
                     let mut left = files.clone();
                     left.0.retain(|file, _| file != first && file != second);
-                    let what = format!("{log_io} {beginning:?} without {first} and {second}");
+                    let what = format!("{log_io} {beginning:?}, {goes_on}, without {first} and {second}");
                     count.add(open_without(&what, &left, &options, &next));
                 }
             }
         }
         assert!(count.whole > 10 && count.refused > 30, "{log_io}: {count:?}");
     }
+}
+
+/// An open that commits one durable batch a segment, and dies.
+fn commit_over_segments(driver: &Driver, random: &mut Random) -> Result<Driver, Error> {
+    let store = driver.open()?;
+    for _ in 0..3 {
+        driver.commit_acts(&store, part_of_a_page(random, 9000), Ack::Durable)?;
+    }
+    Ok(driver.killed())
 }
 
 /// The opens after losses, by their outcome.
