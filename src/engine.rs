@@ -82,7 +82,7 @@ impl Engine {
         };
         let leases = Arc::new(Leases::new(device.clone(), arena.clone(), poison.clone()));
         let memory = |page| applied.memory.get(page).map(|memory| memory.span().memory);
-        let versions = Arc::new(Versions::new(submitted, log.logged_mark(), memory));
+        let versions = Arc::new(Versions::new(submitted, log.logged_lsn(), memory));
         let parts = ApplierParts {
             device: device.clone(),
             arena: arena.clone(),

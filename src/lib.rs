@@ -74,7 +74,8 @@
 //! | Visible | of a batch: its versions are in place and it is logged, so that lookups and reads see it |
 //! | [`LiveView`] | pages and root of an open store as of one batch |
 //! | [`Audit`] | a look whether memory is what the batches say |
-//! | Spare | memory to which a leased page moves when a batch changes it |
+//! | Spare | a segment file that waits to be used again, or is kept back for a full disk |
+//! | Relocation | memory to which a leased page moves when a batch changes it |
 //! | Turn | work that runs on the applier between two batches |
 //! | [`Budget`] | byte limits a place, checked before anything is allocated |
 //!
@@ -238,8 +239,8 @@ use disk::dir::DirDisk;
 impl Store {
     /// Opens the store in `directory`; creates it, with the directories above it, if the directory is missing
     /// or empty and [`Options::create`] allows it. This is the whole recovery: when it returns, every batch
-    /// that was acknowledged at the level that the crash spared is there, and [`Store::recovered`] says what
-    /// was done.
+    /// that was acknowledged at the level that survived the crash is there, and [`Store::recovered`] says
+    /// what was done.
     ///
     /// # Errors
     /// [`Error::Locked`] if another process or handle has it open, [`Error::NoStore`],

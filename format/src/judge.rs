@@ -22,8 +22,8 @@ use crate::ids::{Lsn, SnapshotId};
 use crate::image::ImageRef;
 use crate::image::read::check_image;
 use crate::names::{FileName, ReadAt};
-use crate::reach::Reach;
 use crate::state::follow::Resolution;
+use crate::state::reach::Reach;
 use crate::state::survey::Survey;
 
 /// The snapshots that the newest seal of the log names.

@@ -9,9 +9,8 @@
 //! | folder | purpose |
 //! |---|---|
 //! | `judge.rs` | the verdict on a store: where recovery starts, what is lost |
-//! | `reach.rs` | how far back a store goes |
 //! | `salvage/` | the pages that a damaged store still proves |
-//! | `state/` | from bytes to a state: table, log, survey, rebuild |
+//! | `state/` | from bytes to a state: table, log, survey, how far back a store goes, rebuild |
 //! | `manifest/` | snapshots: bases, changes, chains |
 //! | `op/` | a batch's operations |
 //! | `image/` | image files and how they are read |
@@ -28,7 +27,6 @@
 #![forbid(unsafe_code)]
 
 pub mod judge;
-pub mod reach;
 pub mod salvage;
 pub mod state;
 pub mod manifest;

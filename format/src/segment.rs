@@ -2,7 +2,7 @@
 //! of frames.
 //!
 //! Only the first segment of an incarnation, the *opening* one, names an incarnation: it is renamed into
-//! place whole, and that rename is what makes the incarnation real. A header that is written ahead of its
+//! place whole, and that rename is what makes the incarnation real. A header that is written before its
 //! frames must not name one, or an attempt that a crash cut short could be taken for the newest run.
 
 use crate::defect::{Defect, array, check_crc, check_equal, check_limit, check_point, check_zero};

@@ -71,7 +71,7 @@ fn read_and_write(structure: Structure, bytes: &[u8]) -> Result<Vec<u8>, Defect>
             ImageFileHeader::decode(bytes)?;
             let at = bytes.get(4096..).unwrap_or_default();
             let header = ChunkHeader::decode(at)?;
-            header.check_place(STORE, CHUNK_AT.0, CHUNK_AT.1)?;
+            header.check_location(STORE, CHUNK_AT.0, CHUNK_AT.1)?;
             let chunk = header.decode_table(at)?;
             let content =
                 |image: &ImageRef| bytes[image.offset as usize..][..image.stored_len as usize].to_vec();

@@ -8,9 +8,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use remanent_format::reach::Reach;
 use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
-use remanent_format::state::survey::Survey;
 use remanent_format::{FileName, Folder, PageInfo, ReadAt};
 use remanent_tools::{Ending, Failure, run};
 
@@ -62,22 +60,12 @@ pub fn inspect(files: &Files) -> bool {
     let rebuilt = rebuild(files, &options).ok();
     let (is_sound, _) = ended(&["verify", "--memory-max", MEMORY_MAX], dir.path());
     assert!(!is_sound || rebuilt.is_some(), "`verify` finds nothing in what cannot be rebuilt");
-    // If the newest snapshot was passed over, or the last seal promises no log after it, `pages` still shows
-    // its state, and complains.
-    if let Some(rebuilt) =
-        rebuilt.filter(|rebuilt| rebuilt.passed_over.is_empty() && is_promised(rebuilt, files))
-    {
+    // If the newest snapshot was passed over, `pages` still shows its state, and complains.
+    if let Some(rebuilt) = rebuilt.filter(|rebuilt| rebuilt.passed_over.is_empty()) {
         shows(&rebuilt, dir.path(), is_sound);
     }
     assert!(files_of(dir.path()) == before, "an inspecting command changed what it inspects");
     is_sound
-}
-
-/// Whether the last seal leaves the rebuild its start. An open and the commands refuse any other.
-fn is_promised(rebuilt: &RebuiltStore, files: &Files) -> bool {
-    let recorded = rebuilt.end.as_ref().map(|end| &end.verified[..]).unwrap_or_default();
-    let survey = Survey::read(files).expect("it was rebuilt");
-    Reach::of(&survey, recorded).is_start(rebuilt.base)
 }
 
 /// Each page is shown as it was rebuilt.

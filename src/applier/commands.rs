@@ -47,8 +47,8 @@ const SHORT_LIST: usize = 128;
 const STAGINGS_MAX: usize = 1024;
 
 impl ListRoom {
-    /// Room for what these operations may become: a copy for a cut, a copy to a spare or to new memory, and
-    /// zeros or a delta.
+    /// Room for what these operations may become: a copy for a cut, a copy to a relocation or to new memory,
+    /// and zeros or a delta.
     ///
     /// # Errors
     /// `OutOfMemory`.

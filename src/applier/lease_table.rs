@@ -175,7 +175,7 @@ impl Leases {
         self.release_free()
     }
 
-    /// The pages among these whose memory callers use. A batch that changes one brings spare memory for it.
+    /// The pages among these whose memory callers use. A batch that changes one brings a relocation for it.
     pub fn leased(&self, pages: impl IntoIterator<Item = PageId>) -> Vec<PageId> {
         if self.is_unused() {
             return Vec::new();
@@ -220,11 +220,11 @@ impl Leases {
         let open = |(page, records): (&PageId, &Vec<Record>)| {
             records.iter().any(|record| record.ended.is_none()).then_some(*page)
         };
-        let held = {
+        let leased = {
             let state = self.state.lock();
             state.pages.iter().find_map(open).or_else(|| state.pins.keys().next().copied())
         };
-        held.map_or(Ok(()), |page| Err(Error::Leased { page }))?;
+        leased.map_or(Ok(()), |page| Err(Error::Leased { page }))?;
         self.wait_ended()
     }
 

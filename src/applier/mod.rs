@@ -64,7 +64,7 @@ pub(crate) struct ApplyWork {
     /// Memory for its creates and resizes, and for its moves to another place, in their order.
     pub memory: VecDeque<PageMemory>,
     /// Memory for the pages that it changes while they are leased; each moves there first.
-    pub spares: Vec<(PageId, PageMemory)>,
+    pub relocations: Vec<(PageId, PageMemory)>,
     /// Staging that [`stage_aside`] made of its operations, in their order.
     pub asides: VecDeque<StagingBuf>,
     /// Memory for its list.
@@ -233,11 +233,11 @@ impl Applier {
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        self.turn_ahead(turn)()
+        self.queue_turn(turn)()
     }
 
     /// Queues `turn` after every batch handed over so far. The returned function waits for its result.
-    pub fn turn_ahead<T: Send + 'static>(
+    pub fn queue_turn<T: Send + 'static>(
         &self,
         turn: impl FnOnce(&mut Turn<'_>) -> Result<T> + Send + 'static,
     ) -> impl FnOnce() -> Result<T> {
@@ -307,7 +307,7 @@ impl Applier {
             }
             turn.intact()?;
             // The page may have grown since, and the range with it.
-            let staged = pool.cut(staged, host_len(len)?)?;
+            let staged = pool.shorten(staged, host_len(len)?)?;
             let source = turn.applied.memory[page].part(offset, len);
             let sums = is_summed.then_some(&pool);
             // From host memory the bytes come as soon as they would be copied aside.

@@ -6,7 +6,7 @@
 //! to the host in lane order. Deltas then wait for longer, but a store that fills its budget still has its
 //! reads and its snapshots.
 //!
-//! The caller brings the staging for the bytes, made ahead of the turn. A GPU pins 1.5 GB/s, so a long
+//! The caller brings the staging for the bytes, made before the turn. A GPU pins 1.5 GB/s, so a long
 //! staging takes seconds, and neither deltas nor other users of the room for copies may wait for that.
 
 use std::ops::Range;
@@ -52,7 +52,7 @@ struct AsideBuffer {
     from: u64,
 }
 
-/// The ranges that are summed, in their order: each is a source, or a part of one where sources are cut.
+/// The ranges that are summed, in their order: each is a source, or a part of one where sources are divided.
 struct SummedCopies {
     /// The copy on the device. Empty where the host's sum is the only one.
     spans: Vec<Span>,
@@ -135,7 +135,7 @@ impl Turn<'_> {
         sums: Option<&Arc<StagingPool>>,
     ) -> Result<Drain> {
         let mut summed = sums.map(|pool| SummedCopies::new(pool, sources.len()));
-        let queued = cut(self.device, &pieces, sources, from, &mut summed)
+        let queued = divide(self.device, &pieces, sources, from, &mut summed)
             .and_then(|commands| self.submit(CommandList { commands, staging: Vec::new() }));
         match queued {
             Ok(pending) => {
@@ -264,28 +264,28 @@ impl SummedCopies {
             {
                 return Ok(None);
             }
-            // A source that was cut is the sum of its parts.
+            // A source that was divided is the sum of its parts.
             sums[*source].combine(&Hasher::new_with_initial_len(sum, range.len() as u64));
         }
         Ok(Some(sums))
     }
 }
 
-/// The commands that copy sources aside. A source that lies across the end of a piece is cut there.
-fn cut(
+/// The commands that copy sources aside. A source that lies across the end of a piece is divided there.
+fn divide(
     device: &dyn Device,
     pieces: &[PageMemory],
     sources: Vec<(Span, u64)>,
     from: u64,
     summed: &mut Option<SummedCopies>,
 ) -> Result<Vec<Command>> {
-    let mut cut: Vec<Vec<(Span, u64)>> = pieces.iter().map(|_| Vec::new()).collect();
+    let mut parts: Vec<Vec<(Span, u64)>> = pieces.iter().map(|_| Vec::new()).collect();
     let piece_len = pieces.first().map_or(1, PageMemory::byte_len);
     for (index, (mut source, mut at)) in sources.into_iter().enumerate() {
         while source.len > 0 {
             let (number, offset) = (at / piece_len, at % piece_len);
             let len = source.len.min(piece_len - offset);
-            push(&mut cut[number as usize], (Span { len, ..source }, offset))?;
+            push(&mut parts[number as usize], (Span { len, ..source }, offset))?;
             if let Some(summed) = summed {
                 let copy = pieces[number as usize].part(offset, len);
                 summed.add(device, copy, (from + at) as usize, index)?;
@@ -295,7 +295,7 @@ fn cut(
         }
     }
     let gather = |(piece, sources): (&PageMemory, _)| Command::Gather { sources, target: piece.span() };
-    Ok(pieces.iter().zip(cut).map(gather).collect())
+    Ok(pieces.iter().zip(parts).map(gather).collect())
 }
 
 /// Adds the sums of what the list copies, in staging of their own.

@@ -50,13 +50,13 @@ pub(crate) struct UnloadedSet {
 struct LoadStates {
     /// The pages in the order of their files; `None` where a page was taken to be loaded.
     waiting: Vec<Option<UnloadedPage>>,
-    /// No page before this place is waiting.
+    /// No page before this index is waiting.
     next: usize,
-    /// Pages that are neither loaded nor failed, by their place in `waiting`.
-    places: ById<PageId, usize>,
+    /// Pages that are neither loaded nor failed, by their index in `waiting`.
+    indices: ById<PageId, usize>,
     /// The bytes of those pages.
     bytes: u64,
-    /// Pages that are taken first, by their place in `waiting`.
+    /// Pages that are taken first, by their index in `waiting`.
     asked: Queue<usize>,
     failed: BTreeMap<PageId, Error>,
     /// Memory of the pages that are not loaded any more.
@@ -68,8 +68,8 @@ struct LoadStates {
 impl LoadStates {
     /// Has these pages taken before others.
     fn ask(&mut self, pages: &[PageId]) {
-        let Self { waiting, places, asked, .. } = self;
-        let wanted = pages.iter().filter_map(|page| places.get(*page)).filter(|at| waiting[**at].is_some());
+        let Self { waiting, indices, asked, .. } = self;
+        let wanted = pages.iter().filter_map(|page| indices.get(*page)).filter(|at| waiting[**at].is_some());
         wanted.for_each(|at| asked.push_back(*at));
     }
 }
@@ -93,12 +93,12 @@ impl UnloadedSet {
         files.values_mut().for_each(|of_file| of_file.sort_unstable_by_key(|unloaded| unloaded.image.offset));
         waiting.extend(files.into_values().flatten().map(Some));
         let state = LoadStates {
-            places: waiting.iter().flatten().map(|unloaded| unloaded.page).zip(0..).collect(),
+            indices: waiting.iter().flatten().map(|unloaded| unloaded.page).zip(0..).collect(),
             bytes,
             waiting,
             ..LoadStates::default()
         };
-        Ok(Self { left: AtomicUsize::new(state.places.len()), state: Mutex::new(state), ..Self::default() })
+        Ok(Self { left: AtomicUsize::new(state.indices.len()), state: Mutex::new(state), ..Self::default() })
     }
 
     /// Room for the pages of each file, and for all of them.
@@ -125,7 +125,7 @@ impl UnloadedSet {
     /// The number of pages that are yet to be loaded, and their bytes.
     pub fn left(&self) -> (u64, u64) {
         let state = self.state.lock();
-        (state.places.len() as u64, state.bytes)
+        (state.indices.len() as u64, state.bytes)
     }
 
     /// Waits until these pages are loaded. They are loaded before others, in this order.
@@ -140,7 +140,7 @@ impl UnloadedSet {
         let mut state = self.state.lock();
         state.ask(&pages);
         for page in pages {
-            while state.places.contains(page) {
+            while state.indices.contains(page) {
                 if let Some(error) = &state.over {
                     return Err(error.clone());
                 }
@@ -159,7 +159,7 @@ impl UnloadedSet {
     /// As for [`wait`](Self::wait), once all other pages are loaded.
     pub fn wait_all(&self) -> Result<()> {
         let mut state = self.state.lock();
-        while !state.places.is_empty() {
+        while !state.indices.is_empty() {
             if let Some(error) = &state.over {
                 return Err(error.clone());
             }
@@ -204,21 +204,21 @@ impl UnloadedSet {
     pub fn loaded(&self, pages: impl IntoIterator<Item = (PageId, u64)>) {
         let mut state = self.state.lock();
         for (page, len) in pages {
-            state.places.remove(page);
+            state.indices.remove(page);
             state.bytes -= len;
         }
-        if state.places.is_empty() {
+        if state.indices.is_empty() {
             state.waiting = Vec::new();
             state.asked = Queue::default();
         }
-        self.left.store(state.places.len() + state.failed.len(), Ordering::Release);
+        self.left.store(state.indices.len() + state.failed.len(), Ordering::Release);
         self.changed.notify_all();
     }
 
     /// Notes that a page that was taken cannot be loaded.
     pub fn fail(&self, unloaded: UnloadedPage, error: Error) {
         let mut state = self.state.lock();
-        state.places.remove(unloaded.page);
+        state.indices.remove(unloaded.page);
         state.bytes -= unloaded.memory.byte_len();
         state.failed.insert(unloaded.page, error);
         state.given_up.push_back(unloaded.memory);

@@ -131,14 +131,16 @@ impl Worker {
         for staging in work.asides.into_iter().chain([work.payload]) {
             self.staging.give(staging.into_staging());
         }
-        for memory in work.memory.into_iter().chain(work.spares.into_iter().map(|(_, spare)| spare)) {
+        for memory in
+            work.memory.into_iter().chain(work.relocations.into_iter().map(|(_, relocation)| relocation))
+        {
             discard(&self.arena, memory);
         }
     }
 
     /// Adds a batch to the list and installs its changes to the table.
     fn batch(&mut self, work: ApplyWork) {
-        let ApplyWork { point, payload, changes, mut memory, mut spares, mut asides, room } = work;
+        let ApplyWork { point, payload, changes, mut memory, mut relocations, mut asides, room } = work;
         if !self.list.has_room(&room) {
             self.flush();
             self.list.begin_in(room);
@@ -161,7 +163,7 @@ impl Worker {
                     let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
                     if here == place {
                         // The page's Lsn changes all the same: a cut keeps the page with the old one.
-                        self.before_change(page, &mut spares);
+                        self.before_change(page, &mut relocations);
                     } else {
                         self.replace(page, memory.pop_front().expect("one for each move to another place"));
                     }
@@ -177,7 +179,7 @@ impl Worker {
                 _ => {
                     let aside = if needs_aside(&at.op) { asides.pop_front() } else { None };
                     if let Some(page) = at.op.page() {
-                        self.before_change(page, &mut spares);
+                        self.before_change(page, &mut relocations);
                         self.before_write(page, at.op.range());
                         let memory = self.applied.memory.get(page).expect("planned on a page that exists");
                         self.list.data(&at, in_list, memory, aside);
@@ -191,7 +193,7 @@ impl Worker {
         self.applied.point = point;
     }
 
-    /// Takes a page to new memory, cut or extended by zeros to its length.
+    /// Takes a page to new memory, shortened or extended by zeros to its length.
     fn replace(&mut self, page: PageId, new: PageMemory) {
         let old = self.applied.memory.remove(page).expect("planned on a page that exists");
         let kept = new.byte_len().min(old.byte_len());
@@ -211,8 +213,8 @@ impl Worker {
     }
 
     /// Prepares a page for a change where it lies. A page that a cut keeps is copied aside, and a page that
-    /// callers use moves to its spare memory.
-    fn before_change(&mut self, page: PageId, spares: &mut Vec<(PageId, PageMemory)>) {
+    /// callers use moves to its relocation memory.
+    fn before_change(&mut self, page: PageId, relocations: &mut Vec<(PageId, PageMemory)>) {
         let AppliedState { table, memory, cut, catches, .. } = &mut self.applied;
         let Some(current) = memory.get(page) else { return };
         // The cut keeps the page as it was before this batch: the table still says so.
@@ -221,20 +223,20 @@ impl Worker {
         {
             cut.before_change(&info, current, &self.arena, &mut self.list);
         }
-        let Some(at) = spares.iter().position(|(spared, _)| *spared == page) else { return };
-        let (_, spare) = spares.swap_remove(at);
+        let Some(at) = relocations.iter().position(|(moved, _)| *moved == page) else { return };
+        let (_, relocation) = relocations.swap_remove(at);
         if self.leases.leave(page, current.span().memory) {
             if let Some(catch) = catches.get_mut(&page) {
                 catch.lose();
             }
-            self.list.copy(current.span(), spare.span());
-            self.versions.moved(page, spare.span().memory);
-            if let Some(old) = memory.insert(page, spare) {
+            self.list.copy(current.span(), relocation.span());
+            self.versions.moved(page, relocation.span().memory);
+            if let Some(old) = memory.insert(page, relocation) {
                 self.given_up.push_back(old);
             }
         } else {
             // Another batch has moved the page already, or the caller's work is done.
-            discard(&self.arena, spare);
+            discard(&self.arena, relocation);
         }
     }
 

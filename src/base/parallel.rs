@@ -104,8 +104,8 @@ pub(crate) struct ProducerPanic;
 /// Has `make` hand out pieces, and does `take` with each, in their order. Returns the final result of `make`.
 /// `make` hands out pieces by the function it is given; that function says `false` once no more are wanted.
 ///
-/// `make` has a thread of its own, and is up to `count_max` pieces ahead. Where that is 0, or two threads
-/// cannot run at once, or the thread cannot be started, each piece is taken as it is made.
+/// `make` has a thread of its own, and makes up to `count_max` pieces in advance. Where that is 0, or two
+/// threads cannot run at once, or the thread cannot be started, each piece is taken as it is made.
 ///
 /// # Errors
 /// The first error of `take`; [`ProducerPanic`].
@@ -119,7 +119,7 @@ pub(crate) fn pipeline<T: Send, R: Send, E: From<ProducerPanic>>(
         let (sender, pieces) = mpsc::sync_channel(count_max);
         let make = &make;
         let maker = (threads > 1).then(|| {
-            threads::start_scoped(scope, "remanent-ahead", move || {
+            threads::start_scoped(scope, "remanent-pipeline", move || {
                 make(&mut |piece| sender.send(piece).is_ok())
             })
         });
@@ -253,7 +253,7 @@ mod tests {
     #[test]
     fn a_panic_ahead_is_an_error() {
         if threads(2) < 2 {
-            eprintln!("SKIPPED: one thread at a time can run here, so nothing is made ahead");
+            eprintln!("SKIPPED: one thread at a time can run here, so nothing is made in advance");
             return;
         }
         for panics_at in [0, 1, 5] {

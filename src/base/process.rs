@@ -193,8 +193,8 @@ impl<T: Default + Sync> PerProcess<T> {
         loop {
             // SAFETY: a pointer that is not null was given out by `Box::into_raw` below, and is never freed
             // after it was stored.
-            let held = unsafe { newest.as_ref() };
-            if let Some((process, value)) = held
+            let inherited = unsafe { newest.as_ref() };
+            if let Some((process, value)) = inherited
                 && process.is_current()
             {
                 return value;

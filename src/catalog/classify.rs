@@ -472,7 +472,7 @@ mod tests {
                     assert_eq!(named.expect("named before").known.lsn, then.lsn, "{kind}: page {page}");
                 }
             }
-            // Marks of pages that changed after they were looked at stay.
+            // Flags of pages that changed after they were looked at stay.
             drop(newest);
             let changed = subject.table.changed().unwrap();
             let newest = subject.known.newest();

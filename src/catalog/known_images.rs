@@ -39,7 +39,7 @@ pub(crate) struct KnownImages {
     spoilt: Mutex<BTreeMap<(u64, u64), PageId>>,
 }
 
-/// Images of pages as they are now that replay took from another place than the snapshot: a restore's table,
+/// Images of pages as they are now that replay took from elsewhere than the snapshot: a restore's table,
 /// or images that the log names.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct ReplayImages(BTreeMap<PageId, KnownImage>);
@@ -137,10 +137,10 @@ impl KnownImages {
 
     /// Notes that an image does not hold any more: the next snapshot gathers its page.
     pub fn spoil(&self, page: PageId, image: &ImageRef) {
-        let is_it = |known: &KnownImage| known.image.is_some_and(|known| place(&known) == place(image));
+        let is_it = |known: &KnownImage| known.image.is_some_and(|known| location(&known) == location(image));
         self.beside.lock().retain(|_, known| !is_it(known));
         // It stays among the newest snapshot's images: if its page is deleted, the next snapshot must say so.
-        self.spoilt.lock().insert(place(image), page);
+        self.spoilt.lock().insert(location(image), page);
     }
 
     /// The newest snapshot's own link with its checksum, for a thin snapshot to follow; `None` if it has too
@@ -174,7 +174,8 @@ impl KnownImages {
         pages: &[PageId],
     ) -> Result<Vec<PageClass>> {
         let (newest, beside, spoilt) = (self.newest.lock(), self.beside.lock(), self.spoilt.lock());
-        let holds = |known: &KnownImage| known.image.is_none_or(|image| !spoilt.contains_key(&place(&image)));
+        let holds =
+            |known: &KnownImage| known.image.is_none_or(|image| !spoilt.contains_key(&location(&image)));
         let standing = |page: PageId| {
             let named = newest.get(page);
             let Some(info) = table.get(page) else {
@@ -246,7 +247,7 @@ impl KnownImages {
     }
 }
 
-/// The place of an image, which is its name: numbers of files are never used again.
-fn place(image: &ImageRef) -> (u64, u64) {
+/// The location of an image, which is its name: numbers of files are never used again.
+fn location(image: &ImageRef) -> (u64, u64) {
     (image.file, image.offset)
 }

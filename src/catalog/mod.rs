@@ -62,8 +62,8 @@ pub(crate) struct RetainedSnapshot {
     pub links: Vec<SnapshotId>,
     pub manifest_crc: u32,
     /// Whether nothing that the snapshot needs was found damaged since the store was opened. A snapshot that
-    /// does not hold stands in for no other; nothing on disk says so.
-    pub holds: bool,
+    /// is not sound stands in for no other; nothing on disk says so.
+    pub is_sound: bool,
 }
 
 impl RetainedSnapshot {
@@ -98,7 +98,7 @@ impl RetainedSnapshot {
             files,
             links,
             manifest_crc,
-            holds: true,
+            is_sound: true,
         }
     }
 }

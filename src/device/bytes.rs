@@ -33,7 +33,7 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Clone)]
 pub struct DeviceBytes {
-    held: Arc<ForkGuard<OwnedMemory>>,
+    memory: Arc<ForkGuard<OwnedMemory>>,
     offset: u64,
     len: u64,
     stream: Option<RawStream>,
@@ -89,9 +89,9 @@ impl DeviceBytes {
         owner: impl Any + Send + Sync,
         on_error: impl Fn(Error) -> Error + Send + Sync + 'static,
     ) -> Self {
-        let held =
+        let owned =
             OwnedMemory { device, memory, place, on_error: Box::new(on_error), _owner: Box::new(owner) };
-        Self { held: Arc::new(ForkGuard::new(held)), offset: 0, len, stream: None }
+        Self { memory: Arc::new(ForkGuard::new(owned)), offset: 0, len, stream: None }
     }
 
     /// Length in bytes.
@@ -103,15 +103,15 @@ impl DeviceBytes {
     /// The place where the memory is.
     #[must_use]
     pub fn place(&self) -> Place {
-        self.held.place
+        self.memory.place
     }
 
     /// The address at which kernels find the first byte; `None` where no kernel reaches it, and in a forked
     /// child.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
-        self.held.check().ok()?;
-        self.held.device.address(self.held.memory).map(|address| address + self.offset)
+        self.memory.check().ok()?;
+        self.memory.device.address(self.memory.memory).map(|address| address + self.offset)
     }
 
     /// A range of these bytes.
@@ -146,13 +146,13 @@ impl DeviceBytes {
     /// [`Error::MemoryRefused`] if they are outside; [`Error::StreamRefused`]; [`Error::Poisoned`] if the
     /// device failed, as the store is then; [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.held.check()?;
-        self.try_write(offset, bytes).map_err(&self.held.on_error)
+        self.memory.check()?;
+        self.try_write(offset, bytes).map_err(&self.memory.on_error)
     }
 
     fn try_write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let target = self.part(offset..offset.saturating_add(bytes.len() as u64))?.arrived()?;
-        let mut staging = self.held.device.staging(bytes.len())?;
+        let mut staging = self.memory.device.staging(bytes.len())?;
         staging.copy_from_slice(bytes);
         let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
         self.run(Command::Upload { source, target }, staging).map(drop)
@@ -163,14 +163,14 @@ impl DeviceBytes {
     /// # Errors
     /// As for [`DeviceBytes::write`].
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.held.check()?;
-        self.try_read(offset, out).map_err(&self.held.on_error)
+        self.memory.check()?;
+        self.try_read(offset, out).map_err(&self.memory.on_error)
     }
 
     fn try_read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let source = self.part(offset..offset.saturating_add(out.len() as u64))?.arrived()?;
         let target = StagingSpan { index: 0, offset: 0, len: out.len() };
-        let staging = self.held.device.staging(out.len())?;
+        let staging = self.memory.device.staging(out.len())?;
         out.copy_from_slice(&self.run(Command::Download { source, target }, staging)?[..out.len()]);
         Ok(())
     }
@@ -180,18 +180,18 @@ impl DeviceBytes {
     /// # Errors
     /// [`Error::Forked`], in any process but the one that made them.
     pub(crate) fn check_process(&self) -> Result<()> {
-        self.held.check().map(drop)
+        self.memory.check().map(drop)
     }
 
     /// The range, for commands of the device on which it lies.
     pub(crate) fn span(&self) -> Span {
-        Span { memory: self.held.memory, offset: self.offset, len: self.len }
+        Span { memory: self.memory.memory, offset: self.offset, len: self.len }
     }
 
     /// The range, when the stream on which it is made has come here.
     pub(crate) fn arrived(&self) -> Result<Span> {
         if let Some(stream) = self.stream {
-            self.held.device.wait_stream(stream)?;
+            self.memory.device.wait_stream(stream)?;
         }
         Ok(self.span())
     }
@@ -201,7 +201,7 @@ impl DeviceBytes {
     /// # Errors
     /// [`Error::MemoryRefused`], if it is another device's.
     pub(crate) fn check_device(&self, device: &Arc<dyn Device>) -> Result<()> {
-        if Arc::ptr_eq(&self.held.device, device) {
+        if Arc::ptr_eq(&self.memory.device, device) {
             return Ok(());
         }
         let reason = "it is another store's: make it with this one's `device_bytes`".to_owned();
@@ -210,7 +210,7 @@ impl DeviceBytes {
 
     fn run(&self, command: Command, staging: super::Staging) -> Result<super::Staging> {
         let list = CommandList { commands: vec![command], staging: vec![staging] };
-        let device = &*self.held.device;
+        let device = &*self.memory.device;
         let mut returned = device.submit(Lane::Stage, list)?.finish(device)?;
         Ok(returned.pop().expect("one staging went in"))
     }
@@ -218,7 +218,7 @@ impl DeviceBytes {
 
 impl fmt::Debug for DeviceBytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeviceBytes({} bytes in {}", self.len, self.held.place)?;
+        write!(f, "DeviceBytes({} bytes in {}", self.len, self.memory.place)?;
         self.stream.map_or(Ok(()), |stream| write!(f, " on stream {:#x}", stream.handle()))?;
         f.write_str(")")
     }

@@ -112,7 +112,7 @@ impl Disk for DirDisk {
     }
 
     fn is_locked(&self) -> Result<bool> {
-        lock::is_held(&self.root)
+        lock::is_locked(&self.root)
     }
 
     fn hold(&self, id: SnapshotId) -> Result<Hold> {

@@ -48,7 +48,7 @@ pub(super) struct DirectWindow {
     unsynced: Mutex<Unsynced>,
     /// Memory for `unsynced` to go on with. Held during a sync, because the bytes that another sync asks for
     /// may be under way. `None` once a write has failed: the bytes that it took are lost.
-    spare: Mutex<Option<AlignedBuf>>,
+    idle: Mutex<Option<AlignedBuf>>,
     name: FileName,
 }
 
@@ -70,7 +70,7 @@ impl DirectWindow {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
         }
         let unsynced = Mutex::new(Unsynced { closed: 0, start: 0, len: 0, memory: AlignedBuf::new(0) });
-        Ok(Self { file, len, unsynced, spare: Mutex::new(Some(AlignedBuf::new(0))), name })
+        Ok(Self { file, len, unsynced, idle: Mutex::new(Some(AlignedBuf::new(0))), name })
     }
 
     fn end(&self, offset: u64, len: u64) -> u64 {
@@ -97,7 +97,7 @@ impl Window for DirectWindow {
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         assert!(offset.is_multiple_of(GROUP_ALIGN), "a group begins on a block"); // I5
         let end = self.end(offset, len).next_multiple_of(GROUP_ALIGN);
-        let mut kept = self.spare.lock();
+        let mut kept = self.idle.lock();
         let failed_before = || self.failed("write", offset)(io::Error::other("an earlier write failed"));
         let mut memory = kept.take().ok_or_else(failed_before)?;
         let taken = self.unsynced.lock().take(end, &mut memory);

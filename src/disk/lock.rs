@@ -51,14 +51,7 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
     let entry = RegistryEntry::claim((metadata.dev(), metadata.ino()))?;
     // 2. The record lock. Where it is refused, `entry` leaves the registry again.
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o644)
-        .open(root.join(FileName::Lock.name()))
-        .map_err(failed("open"))?;
+    let file = open_lock_file(root, FileName::Lock)?;
     match rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}
         Err(Errno::AGAIN | Errno::ACCESS) => {
@@ -77,9 +70,22 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
     Ok(DirLock { _file: ForkGuard::new(file), _entry: ForkGuard::new(entry) })
 }
 
+/// Opens a file that is there to be locked, and makes it if it is missing. What it holds stays: another
+/// process may have described itself there.
+pub(super) fn open_lock_file(root: &Path, name: FileName) -> Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o644)
+        .open(root.join(name.name()))
+        .map_err(|source| Error::io("open", name, None, source))
+}
+
 /// Whether any process holds the lock of the store directory at `root`. The registry is asked first here,
 /// too: in the process that holds the lock, closing a descriptor of `LOCK` would drop it.
-pub(super) fn is_held(root: &Path) -> Result<bool> {
+pub(super) fn is_locked(root: &Path) -> Result<bool> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
     let metadata = match std::fs::metadata(root) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
@@ -320,23 +326,23 @@ mod tests {
     #[test]
     fn to_look_at_the_lock_takes_nothing() {
         if let Some(directory) = errand_directory() {
-            println!("\n{}", if is_held(&directory).unwrap() { "held" } else { "free" });
+            println!("\n{}", if is_locked(&directory).unwrap() { "held" } else { "free" });
             return;
         }
         let directory = tempfile::tempdir().unwrap();
-        assert!(!is_held(directory.path()).unwrap());
-        assert!(!is_held(&directory.path().join("nothing")).unwrap());
+        assert!(!is_locked(directory.path()).unwrap());
+        assert!(!is_locked(&directory.path().join("nothing")).unwrap());
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
         let lock = acquire(directory.path()).unwrap();
         // A look in the process that holds the lock drops nothing for others.
-        assert!(is_held(directory.path()).unwrap());
+        assert!(is_locked(directory.path()).unwrap());
         for (found, lock) in [("held", Some(lock)), ("free", None)] {
             let mut other = errand("to_look_at_the_lock_takes_nothing", directory.path());
             wait_for(&mut other, found);
             assert!(other.wait().unwrap().success());
             drop(lock);
         }
-        assert!(!is_held(directory.path()).unwrap());
+        assert!(!is_locked(directory.path()).unwrap());
     }
 
     /// The child lives on with a copy of every descriptor, as after a plain `fork`. The same test holds a

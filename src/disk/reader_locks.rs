@@ -9,21 +9,21 @@
 //! them. The parent's guard unlocks for both; a child's copy of it unlocks nothing. So a child keeps a lock
 //! only if its parent died without dropping it. Such a lock costs space until the child ends, nothing else.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use remanent_format::{FileName, SnapshotId};
 
+use super::lock::open_lock_file;
 use super::{DiskLock, Hold};
 use crate::base::process::Process;
 use crate::error::{Error, Result};
 
 /// Makes the file, unless it is there. Only the writer does: a reader never makes a file.
 pub(super) fn make(root: &Path) -> Result<()> {
-    open_to_write(root).map(drop)
+    open_lock_file(root, FileName::Readers).map(drop)
 }
 
 /// Holds the files that snapshot `id` needs.
@@ -46,7 +46,7 @@ pub(super) fn hold(root: &Path, id: SnapshotId) -> Result<Hold> {
 
 /// Takes snapshot `id` away from readers; `None` if a reader holds it.
 pub(super) fn try_retire(root: &Path, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
-    let file = open_to_write(root)?;
+    let file = open_lock_file(root, FileName::Readers)?;
     match set(&file, libc::F_WRLCK, id) {
         Ok(true) => Ok(Some(Box::new(ByteLock::new(file, id)))),
         Ok(false) => Ok(None),
@@ -88,17 +88,6 @@ fn knows_no_locks(error: &io::Error) -> bool {
 struct NoLock;
 
 impl DiskLock for NoLock {}
-
-fn open_to_write(root: &Path) -> Result<File> {
-    OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o644)
-        .open(root.join(FileName::Readers.name()))
-        .map_err(|source| Error::io("open", FileName::Readers, None, source))
-}
 
 /// Sets or clears the lock on a snapshot's byte; `false` if another lock is in the way.
 fn set(file: &File, kind: libc::c_int, id: SnapshotId) -> io::Result<bool> {

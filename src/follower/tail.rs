@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, check_payload, resembles_frame};
-use remanent_format::log::{header_in_order, places};
+use remanent_format::log::{header_in_order, next_locations};
 use remanent_format::{LogPoint, StoreId};
 
 use super::segment::LiveSegment;
@@ -47,7 +47,7 @@ impl Tail {
 
     /// The frame after the point, if it is there; the point stays until [`Tail::go_to`] moves it.
     pub fn peek(&mut self) -> Result<Option<TakenFrame>> {
-        let [(here, after), (_, group), (next, start)] = places(&self.point);
+        let [(here, after), (_, group), (next, start)] = next_locations(&self.point);
         if self.segment.as_ref().is_none_or(|open| open.number != here) {
             self.segment = LiveSegment::open(&*self.disk, self.store, here)?;
         }
@@ -79,7 +79,7 @@ impl Tail {
 
     /// Whether the last peek saw bytes at one of its places that were meant to be a frame there.
     pub fn resembles_frame(&self) -> bool {
-        places(&self.point).into_iter().any(|(number, offset)| {
+        next_locations(&self.point).into_iter().any(|(number, offset)| {
             let mut open = [&self.segment, &self.next].into_iter().flatten();
             let bytes = open.find(|open| open.number == number).and_then(|open| open.seen(offset));
             bytes.is_some_and(|bytes| {

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
-use remanent_format::reach::{Reach, Role};
+use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::replay::ResolvedState;
 use remanent_format::state::survey::Survey;
 use remanent_format::state::trail::{ProvenPage, Trails};
@@ -229,7 +229,7 @@ impl PastState {
                     None => Error::OutsideWindow { asked, oldest, newest: survey.mark(), below: Vec::new() },
                 }
             }
-            _ => survey.log.cut().cloned().unwrap_or_else(|| missing(survey)).into(),
+            _ => survey.log.break_of_line().cloned().unwrap_or_else(|| missing(survey)).into(),
         };
         Err(NotFound { error: first.unwrap_or_else(nothing), reached, is_going })
     }

@@ -215,7 +215,7 @@ impl ImageWriter {
             }
             collected(pages.iter().map(|(info, _, sum)| new_image(info, *sum, None)))?
         };
-        let chunk = self.place(&images)?;
+        let chunk = self.append_chunk(&images)?;
         let head = self.encode_head(&chunk)?;
         staged[..head.len()].copy_from_slice(&head);
         let mut end = head.len();
@@ -248,7 +248,7 @@ impl ImageWriter {
         assert!(pages.iter().all(|(info, bytes)| info.len == bytes.len() as u64));
         let images = pages.iter().zip(sums).zip(frames);
         let images = images.map(|(((info, _), sum), frames)| new_image(info, *sum, frames.as_deref()));
-        let chunk = self.place(&collected(images)?)?;
+        let chunk = self.append_chunk(&collected(images)?)?;
         // One buffer, one write: header, table, payloads, padding.
         let mut bytes = self.areas.lock().pop().unwrap_or_default();
         bytes.clear();
@@ -277,8 +277,8 @@ impl ImageWriter {
         Ok(references)
     }
 
-    /// Takes the place for a chunk after all others.
-    fn place(&self, images: &[NewImage]) -> Result<Chunk> {
+    /// Takes the room for a chunk after all others.
+    fn append_chunk(&self, images: &[NewImage]) -> Result<Chunk> {
         let _no_other_appends = self.tail.lock();
         let mut written = self.written.lock();
         let chunk = Chunk::plan(self.number, written.end, images)
@@ -346,7 +346,7 @@ impl ImageWriter {
     fn check_head(&self, chunk: &Chunk, bytes: &[u8]) -> Result<()> {
         let damaged = |defect: Defect| Error::from(defect.at(FileName::Pages(self.number), chunk.offset));
         let header = ChunkHeader::decode(bytes).map_err(damaged)?;
-        header.check_place(self.store, self.number, chunk.offset).map_err(damaged)?;
+        header.check_location(self.store, self.number, chunk.offset).map_err(damaged)?;
         if header.decode_table(bytes).map_err(damaged)? != *chunk {
             let what = "chunk that differs from the one written";
             return Err(damaged(Defect::Field { what, found: 0 }));

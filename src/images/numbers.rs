@@ -115,7 +115,7 @@ impl ImageFiles {
 
     /// Keeps every file of a batch until the guard is dropped: a caller that has found one will find it
     /// again.
-    pub fn hold_removals(&self) -> MutexGuard<'_, ()> {
+    pub fn block_removals(&self) -> MutexGuard<'_, ()> {
         self.removals.lock()
     }
 

@@ -1,5 +1,5 @@
-//! The log's way to the disk: segment files, appending, and the threads that sync, seal and make segments
-//! ahead.
+//! The log's way to the disk: segment files, appending, and the threads that sync, seal and make empty
+//! segments.
 //!
 //! A frame that was appended survives the death of the process, unless the log is direct; a frame that was
 //! synced survives a power cut. A crash inside this folder loses no frame that a caller was told of, because

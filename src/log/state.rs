@@ -1,5 +1,5 @@
-//! Where the log stands: the segment that takes frames, those ahead, and the bytes that no sync has taken
-//! yet.
+//! Where the log stands: the segment that takes frames, the empty ones after it, and the bytes that no sync
+//! has taken yet.
 //!
 //! One lock of [`super::writer::Log`] guards this. Nothing here waits or touches the disk, so a committer
 //! holds that lock for about as long as its frame takes to copy.
@@ -21,9 +21,9 @@ use crate::base::sync::Instant;
 use crate::disk::Window;
 use crate::error::Error;
 
-/// Number of empty segments that are kept ahead of the current one. I8 demands one. The second one lets a
+/// Number of empty segments that are kept ready after the current one. I8 demands one. The second one lets a
 /// roll find the segment that must exist after it, so that a frame does not wait until one is made.
-pub(super) const AHEAD: usize = 2;
+pub(super) const EMPTY_COUNT: usize = 2;
 
 /// The log as an open leaves it: where the next frame goes.
 pub(crate) struct LogStart {
@@ -75,7 +75,7 @@ pub struct LogStats {
 /// The state of an open log, behind the lock of [`super::writer::Log`].
 pub(super) struct LogState {
     pub current: OpenSegment,
-    pub ahead: VecDeque<OpenSegment>,
+    pub empty: VecDeque<OpenSegment>,
     pub point: LogPoint,
     pub chain: u32,
     pub offset: u64,
@@ -172,7 +172,7 @@ impl LogState {
         let now = Instant::now();
         Self {
             current,
-            ahead: VecDeque::from([next]),
+            empty: VecDeque::from([next]),
             point: start.point,
             chain: start.chain,
             offset: start.offset,
@@ -215,10 +215,10 @@ impl LogState {
         if self.next_offset() + frame_len <= self.current.len {
             return Room::Ready;
         }
-        let long_enough = self.ahead.front().is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len <= next.len);
+        let long_enough = self.empty.front().is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len <= next.len);
         // I8: the segment after the one that the log enters exists, synced, with its name. A reader takes a
         // missing newest segment for damage, so its absence must never be ordinary.
-        if !long_enough || self.ahead.len() < AHEAD {
+        if !long_enough || self.empty.len() < EMPTY_COUNT {
             return Room::AfterGrowth;
         }
         // No frame enters a segment before the last but one is durable, so that a power cut never finds more
@@ -237,9 +237,9 @@ impl LogState {
             self.left_behind.push_back((self.current.number, self.point.lsn));
         }
         let number_left = self.current.number;
-        self.current = self.ahead.pop_front().expect("two are ahead");
+        self.current = self.empty.pop_front().expect("two are ready");
         assert!(self.current.number == number_left + 1); // I3: the walk looks for the next frame there.
-        assert!(!self.ahead.is_empty()); // I8
+        assert!(!self.empty.is_empty()); // I8
         self.offset = SEGMENT_HEADER_BLOCK;
         // A frame that joins a group lies directly after the one before, so the first frame of a segment
         // starts one.
@@ -263,8 +263,8 @@ impl LogState {
     pub fn upcoming(&self, len: u64) -> Vec<UpcomingRange> {
         let mut left = len;
         let here = (&self.current, self.offset);
-        let places = [here].into_iter().chain(self.ahead.front().map(|next| (next, SEGMENT_HEADER_BLOCK)));
-        let upcoming = places.map(|(segment, from)| {
+        let segments = [here].into_iter().chain(self.empty.front().map(|next| (next, SEGMENT_HEADER_BLOCK)));
+        let upcoming = segments.map(|(segment, from)| {
             let len = left.min(segment.len.saturating_sub(from));
             left -= len;
             UpcomingRange { window: segment.window.clone(), from, len }
@@ -361,9 +361,9 @@ mod tests {
         let mut state = opened();
         let frame_len = state.current.len - SEGMENT_HEADER_BLOCK;
         assert_eq!(state.room_for(frame_len), Room::Ready);
-        let OpenSegment { number, len, ref window } = state.ahead[0];
+        let OpenSegment { number, len, ref window } = state.empty[0];
         let second = OpenSegment { number: number + 1, len, window: window.clone() };
-        state.ahead.push_back(second);
+        state.empty.push_back(second);
         state.offset = state.current.len - 16;
         for _ in 0..2 {
             assert_eq!(state.room_for(frame_len), Room::NextSegment);
@@ -400,7 +400,7 @@ mod tests {
         };
         let long = |state: &mut LogState, len: u64| {
             state.current.len = len;
-            state.ahead[0].len = len;
+            state.empty[0].len = len;
         };
         assert_eq!(upcoming(&state), [(4096, 12 << 10), (4096, 12 << 10)], "no more than there is");
         long(&mut state, 64 << 20);

@@ -1,4 +1,4 @@
-//! The log's two threads: the keeper, which syncs and seals, and the maker, which makes segments ahead.
+//! The log's two threads: the keeper, which syncs and seals, and the maker, which makes empty segments.
 //!
 //! They are two, because making a segment takes syncs of its own. A frame is synced at the latest
 //! [`SYNC_AFTER`] after it was logged, and filling the reserve takes longer than that.
@@ -11,7 +11,7 @@ use std::time::Duration;
 use remanent_format::frame::{FrameKind, encode_seal, frame_len};
 
 use super::segments::SpacePurpose;
-use super::state::{AHEAD, Room};
+use super::state::{EMPTY_COUNT, Room};
 use super::writer::{Log, SyncGuard};
 use crate::base::sync::Instant;
 use crate::error::Result;
@@ -110,8 +110,8 @@ impl Log {
     /// recycled meanwhile loses nothing, because no byte is changed.
     fn prefault(&self, len: u64) {
         let upcoming = self.state.lock().upcoming(len);
-        for place in upcoming {
-            place.window.prefault(place.from, place.len);
+        for range in upcoming {
+            range.window.prefault(range.from, range.len);
         }
     }
 
@@ -197,11 +197,11 @@ impl Log {
         self.sync()
     }
 
-    /// The maker's life: keep two segments ahead and the reserve full, until the log stops.
-    pub fn stay_ahead(&self) {
+    /// The maker's life: keep two empty segments ready and the reserve full, until the log stops.
+    pub fn keep_segments_ready(&self) {
         let mut state = self.state.lock();
         while !state.stop {
-            let lacking = state.ahead.len() < AHEAD || !state.reserve_full;
+            let lacking = state.empty.len() < EMPTY_COUNT || !state.reserve_full;
             match state.grow_after {
                 // Nothing is made for a poisoned store: it takes no batch any more.
                 _ if !lacking || self.poison.check().is_err() => self.room.wait(&mut state),
@@ -219,7 +219,7 @@ impl Log {
                         Ok(_) => state.grow_after = None,
                         // A committer that needs the segment now gets this error from its own attempt.
                         Err(error) if error.is_passing() => {
-                            tracing::debug!(%error, "no segment was made ahead; it is tried again later");
+                            tracing::debug!(%error, "no empty segment was made; it is tried again later");
                             state.grow_after = Some(Instant::now() + GROW_AGAIN_AFTER);
                         }
                         Err(error) => drop(self.fail(error)),

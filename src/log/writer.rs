@@ -27,7 +27,7 @@ use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentPool, SpacePurpose};
-use super::state::{AHEAD, DirtyRange, LogStart, LogState, LogStats, Room, live};
+use super::state::{DirtyRange, EMPTY_COUNT, LogStart, LogState, LogStats, Room, live};
 use crate::base::own_line::OwnLine;
 use crate::base::phases;
 use crate::base::phases::Phase;
@@ -102,7 +102,7 @@ impl Log {
         });
         let started = log
             .spawn("remanent-keeper", Self::keep)
-            .and_then(|()| log.spawn("remanent-maker", Self::stay_ahead));
+            .and_then(|()| log.spawn("remanent-maker", Self::keep_segments_ready));
         if started.is_err() {
             // A thread that did start must not go on with a log that the caller never gets.
             log.stop();
@@ -131,7 +131,7 @@ impl Log {
     pub fn append(&self, payload: &[u8], payload_crc: u32, purpose: SpacePurpose) -> Result<LogPoint> {
         let _phase = phases::enter(Phase::Commit);
         let frame_len = frame_len(payload.len() as u64);
-        let mut is_held = false;
+        let mut leaves_enough = false;
         let mut state = loop {
             let mut state = self.state.lock();
             // Inside the loop: the store may have been poisoned while this thread made a segment or waited
@@ -140,8 +140,8 @@ impl Log {
             match state.room_for(frame_len) {
                 room @ (Room::Ready | Room::NextSegment) => {
                     let rolls = room == Room::NextSegment;
-                    let (number, ahead) = (state.current.number, state.ahead.len() - usize::from(rolls));
-                    if is_held || self.pool.is_held(ahead, purpose) {
+                    let (number, empty) = (state.current.number, state.empty.len() - usize::from(rolls));
+                    if leaves_enough || self.pool.leaves_enough(empty, purpose) {
                         if rolls {
                             state.roll();
                         }
@@ -151,9 +151,9 @@ impl Log {
                     // that commits something. Looked at once, because a `hold` that found space leaves
                     // filling the reserve to the maker.
                     drop(state);
-                    let held = self.pool.hold(number, ahead, purpose);
-                    held.map_err(|error| self.unless_passing(error))?;
-                    is_held = true;
+                    let kept = self.pool.keep_back(number, empty, purpose);
+                    kept.map_err(|error| self.unless_passing(error))?;
+                    leaves_enough = true;
                 }
                 Room::AfterGrowth => {
                     drop(state);
@@ -371,9 +371,9 @@ impl Log {
         Ok(())
     }
 
-    /// The mark of the newest logged batch; it only rises. `None` where each batch is logged once it is
+    /// The newest logged batch; it only rises. `None` where each batch is logged once it is
     /// appended.
-    pub fn logged_mark(&self) -> Option<Arc<AtomicU64>> {
+    pub fn logged_lsn(&self) -> Option<Arc<AtomicU64>> {
         self.logged.clone()
     }
 
@@ -395,8 +395,8 @@ impl Log {
     /// Gives up a spare so that a small file finds space, unless the next open needs it. Returns whether it
     /// did.
     pub fn release_one(&self, purpose: SpacePurpose) -> Result<bool> {
-        let ahead = self.state.lock().ahead.len();
-        self.pool.release_one(ahead, purpose)
+        let empty = self.state.lock().empty.len();
+        self.pool.release_one(empty, purpose)
     }
 
     /// Makes everything durable, seals, and ends the threads. Threads that were not started are no error,
@@ -413,15 +413,15 @@ impl Log {
         }
     }
 
-    /// Makes segments until two are ahead, and the first of them is long enough.
+    /// Makes segments until two are ready, and the first of them is long enough.
     pub(super) fn grow(&self, frame_len: u64, purpose: SpacePurpose) -> Result<()> {
         let _one_maker = self.growth.lock();
         loop {
             let (count, next) = {
                 let state = self.state.lock();
-                (state.ahead.len(), state.ahead.back().map_or(state.current.number, |last| last.number) + 1)
+                (state.empty.len(), state.empty.back().map_or(state.current.number, |last| last.number) + 1)
             };
-            if count >= AHEAD {
+            if count >= EMPTY_COUNT {
                 break;
             }
             let made = self.pool.make(next, count, purpose);
@@ -429,33 +429,34 @@ impl Log {
             // The lock was not held while the segment was made. Only a thread with `growth` appends to the
             // list, so the number is still the next one.
             let mut state = self.state.lock();
-            let last = state.ahead.back().map_or(state.current.number, |last| last.number);
+            let last = state.empty.back().map_or(state.current.number, |last| last.number);
             assert!(made.number == last + 1); // I8: the walk finds the segment by its number.
-            state.ahead.push_back(live(made));
+            state.empty.push_back(live(made));
             // The reserve grows with the segments, so it may be too short now.
             state.reserve_full = false;
             self.room.notify_one();
         }
         // The short segment leaves the list while it is replaced, so that no thread rolls into it: with fewer
-        // than two ahead none does. A seal that the keeper had put there would be lost with the file that the
+        // than two ready none does. A seal that the keeper had put there would be lost with the file that the
         // rename replaces. The next open then found a broken chain under a mark and refused the store, in
         // three of four runs of the kill suite.
         let short = {
             let mut state = self.state.lock();
-            let next = state.ahead.front();
+            let next = state.empty.front();
             let too_short = next.is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len > next.len);
-            if too_short { state.ahead.pop_front() } else { None }
+            if too_short { state.empty.pop_front() } else { None }
         };
         if let Some(short) = short {
-            let made =
-                self.pool.with_surplus(|| self.pool.make_long(short.number, frame_len, AHEAD - 1, purpose));
+            let made = self
+                .pool
+                .with_surplus(|| self.pool.make_long(short.number, frame_len, EMPTY_COUNT - 1, purpose));
             let (next, result) = match made {
                 Ok(long) => (live(long), Ok(())),
                 // Where the error passes, the rename did not happen: the short segment has its name still,
                 // and takes shorter frames.
                 Err(error) => (short, Err(self.unless_passing(error))),
             };
-            self.state.lock().ahead.push_front(next);
+            self.state.lock().empty.push_front(next);
             return result;
         }
         Ok(())
@@ -495,7 +496,7 @@ impl Log {
             payload_crc,
             chain_prev: state.chain,
         };
-        assert!(state.durable <= lsn); // I4: a mark never runs ahead of the log.
+        assert!(state.durable <= lsn); // I4: a mark is never above the end of the log.
         assert!(!header.group_start || offset.is_multiple_of(GROUP_ALIGN)); // I5: in no synced block.
         assert!(header.end() <= state.current.len); // I3: a frame lies within its segment.
         let (bytes, chain) = header.encode();
@@ -519,8 +520,8 @@ impl Log {
         state.chain = chain;
         state.offset = end;
         state.last_append = Instant::now();
-        // Any frame, a seal as well, may have been the first of its segment, which needs another one ahead.
-        if state.ahead.len() < AHEAD {
+        // Any frame, a seal as well, may have been the first of its segment, which needs another empty one.
+        if state.empty.len() < EMPTY_COUNT {
             self.room.notify_one();
         }
         // A seal takes no Lsn and moves no point: the next frame names its chain hash all the same.

@@ -121,7 +121,7 @@ impl StagingPool {
     ///
     /// # Errors
     /// As for [`take`](Self::take).
-    pub fn cut(&self, staged: StagingBuf, len: usize) -> Result<StagingBuf> {
+    pub fn shorten(&self, staged: StagingBuf, len: usize) -> Result<StagingBuf> {
         let staging = staged.into_staging();
         if len <= staging.len() {
             return Ok(StagingBuf::new(staging, len));

@@ -149,7 +149,7 @@ impl Options {
     /// for, and each may delete 100 pages. The last segment that they take has 16 KiB: with a reserve of two
     /// segments of 256 KiB they are 66.
     ///
-    /// Beside the reserve five segments of at least 16 KiB are held for opens, seals and manifests, unless
+    /// Beside the reserve five segments of at least 16 KiB are kept for opens, seals and manifests, unless
     /// the reserve is 0. Where that is all that is left, and too little for the open after the next one,
     /// every batch is refused with [`Error::DiskFull`] until space comes back: so the store can still be
     /// opened.
@@ -209,7 +209,7 @@ impl Options {
 
     /// Snapshots that are younger than this are kept beyond [`Options::snapshots_kept`], with the log since
     /// the oldest of them. A snapshot is as old as the oldest time that it or a later one names, so that a
-    /// clock that was ahead for a while keeps nothing for longer; a time in the future is now. Default: zero.
+    /// clock that was fast for a while keeps nothing for longer; a time in the future is now. Default: zero.
     #[must_use]
     pub fn snapshots_kept_for(mut self, age: Duration) -> Self {
         self.retention.snapshots_kept_for = age;

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw, ImagePurpose};
 use remanent_format::manifest::Manifest;
-use remanent_format::reach::Reach;
 use remanent_format::state::follow::Resolution;
+use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::{Survey, read_manifest};
 use remanent_format::{FileName, Folder, Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
@@ -248,8 +248,8 @@ fn floor(survey: &Survey, reach: &Reach, verified: &[VerifiedSnapshot]) -> Optio
 
 /// The newest batch that may name an image file which was written for a batch. For a frame that was
 /// replayed, it is known. Any other frame lies at or before the `redo` of the snapshot used, and of each
-/// snapshot whose manifest says that files from a higher number on were ahead of it. Without that bound a
-/// file would stay as long as its segment.
+/// snapshot whose manifest says that files from a higher number on were written ahead of batches
+/// after it. Without that bound a file would stay as long as its segment.
 fn newest_batch(survey: &Survey, resolution: &Resolution, number: u64) -> Lsn {
     if let Some(lsn) = resolution.ahead.get(&number) {
         return *lsn;

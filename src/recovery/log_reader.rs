@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// Runs that are read ahead of their use. Each holds staging, of the longest frame in the worst case.
-const AHEAD_MAX: usize = 2;
+const RUNS_MAX: usize = 2;
 
 /// Where frames come from, and where they are read to.
 pub(super) struct Frames<'a> {
@@ -65,7 +65,7 @@ impl LoggedBatch {
 }
 
 impl From<ProducerPanic> for Error {
-    // A panic ahead fails the open; the process, and other stores in it, go on.
+    // A panic there fails the open; the process, and other stores in it, go on.
     fn from(_: ProducerPanic) -> Self {
         Error::panicked("the thread that reads the log ahead")
     }
@@ -90,10 +90,10 @@ impl Frames<'_> {
         // the store a snapshot that is sound.
         let no_staging = Mutex::new(None);
         // A short log is read sooner than a thread is started.
-        let ahead_max = if self.map.segments().range(from.segment..).count() > 2 { AHEAD_MAX } else { 0 };
+        let runs_max = if self.map.segments().range(from.segment..).count() > 2 { RUNS_MAX } else { 0 };
         let walk =
             |give: &mut dyn FnMut(T) -> bool| self.walk(from, until, &no_staging, &mut |run| give(make(run)));
-        let read = parallel::pipeline(ahead_max, walk, each)?;
+        let read = parallel::pipeline(runs_max, walk, each)?;
         read.map_err(|damage| no_staging.into_inner().unwrap_or_else(|| damage.into()))
     }
 

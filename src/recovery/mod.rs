@@ -83,10 +83,10 @@ use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::judge::Record;
 use remanent_format::log::{LogEnd, TornTail};
 use remanent_format::manifest::Manifest;
-use remanent_format::reach::Reach;
 use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::follow::StateWalk;
+use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::Survey;
 use remanent_format::store::StoreFile;
 use remanent_format::{
@@ -332,15 +332,15 @@ impl Recovery<'_> {
         // 5. Remains of the crash, and the incarnation that was left out of the line. Only now: before the
         //    rename nothing was ours to change, and until its folder is synced a power cut may bring the
         //    incarnation back. Segments that such an incarnation needs would be gone then.
-        let readers_held_off = if is_left_out { self.hold_off_readers(&survey) } else { Some(Vec::new()) };
-        let kept = if readers_held_off.is_some() { &on_line } else { &end };
+        let readers_locked_out = if is_left_out { self.lock_out_readers(&survey) } else { Some(Vec::new()) };
+        let kept = if readers_locked_out.is_some() { &on_line } else { &end };
         let goes = kept.proven.segment + 1..highest;
         let junk: Vec<u64> = survey.log.segments().keys().copied().filter(|n| goes.contains(n)).collect();
         // I8: a replay from the snapshot that was used begins before all of them.
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
         assert!(base.is_none_or(|(link, _)| link.redo.segment <= kept.proven.segment));
         pool.recycle(&junk)?;
-        drop(readers_held_off);
+        drop(readers_locked_out);
         let changed = std::mem::take(&mut draft.changed);
         let submitted = std::mem::take(&mut draft.submitted);
         let catalog = self.keep(draft, &survey, resolution.base, end.accepted.lsn)?;
@@ -390,20 +390,20 @@ impl Recovery<'_> {
     /// Keeps readers from beginning anywhere. `None` if a reader has begun: it may be on its way through
     /// the log. A lock that cannot be tried, for want of space or of a handle, counts as a reader: what
     /// is left out goes with a later open then.
-    fn hold_off_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
+    fn lock_out_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
         // Number 0 is the log's beginning. A reader may also have begun at a link that no record names.
         let starts = survey.links.keys().copied().chain([SnapshotId(0)]);
-        let mut held = Vec::new();
+        let mut locks = Vec::new();
         for snapshot in starts {
             match self.disk.try_retire(snapshot) {
-                Ok(lock) => held.push(lock?),
+                Ok(lock) => locks.push(lock?),
                 Err(error) => {
                     tracing::warn!(%error, "segments of an incarnation that committed nothing stay for now");
                     return None;
                 }
             }
         }
-        Some(held)
+        Some(locks)
     }
 
     /// Refuses a store that is not the caller's, or not for this build to write.

@@ -37,7 +37,7 @@ pub(crate) fn begin(
     // The highest segment's number: it is empty, and the rename replaces it.
     let number = before.segment.max(1);
     // 1. Built whole under a temporary name: header, the copied tail, the opening seal. A tail that was
-    //    synced only after the rename could be lost by a power cut that spares the rename: the batches
+    //    synced only after the rename could be lost by a power cut that keeps the rename: the batches
     //    would be acknowledged as accepted, and be nowhere.
     let frames = opening_frames(store, number, &opening, &before.tail, &verified);
     let segment = pool.build_opening(number, opening, &frames.bytes)?;

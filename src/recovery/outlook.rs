@@ -7,8 +7,8 @@
 
 use std::sync::Arc;
 
-use remanent_format::reach::Reach;
 use remanent_format::state::follow::Resolution;
+use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::Survey;
 use remanent_format::{Damage, Defect, FileName, Folder, Lsn};
 

@@ -180,7 +180,7 @@ mod tests {
         Arena::new(Arc::new(HostDevice::new()), Budget::default())
     }
 
-    /// A loading thread may be ahead of the allocation. It waits, and gets the memory that the page then
+    /// A loading thread may come before the allocation. It waits, and gets the memory that the page then
     /// has: with any other span it would load over another page.
     #[test]
     fn a_thread_that_wants_a_page_waits_until_its_memory_is_there() {

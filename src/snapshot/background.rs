@@ -45,7 +45,7 @@ pub(crate) struct Rules {
 
 /// How far the last snapshot goes, and where the log stood when it began.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Mark {
+pub(crate) struct LastSnapshot {
     /// The last batch that the snapshot has.
     pub lsn: Lsn,
     /// Bytes of the log since the open. Below zero: that much was replayed then, and is in no snapshot.
@@ -56,7 +56,7 @@ pub(crate) struct Mark {
     pub at: Instant,
 }
 
-impl Mark {
+impl LastSnapshot {
     /// Whether the log after it consists of too many runs.
     pub fn is_in_pieces(&self) -> bool {
         self.restarts > RESTARTS_MAX
@@ -86,7 +86,7 @@ impl Rules {
     fn next(
         &self,
         (lsn, bytes): (Lsn, u64),
-        last: Mark,
+        last: LastSnapshot,
         again: Option<(u64, Instant)>,
         now: Instant,
     ) -> Next {
@@ -214,9 +214,9 @@ mod tests {
     fn a_snapshot_is_due_by_bytes_or_by_time_and_never_without_a_commit() {
         let begun = Instant::now();
         let later = |seconds| begun + Duration::from_secs(seconds);
-        let last = Mark { lsn: Lsn(5), bytes: 1000, restarts: 0, at: begun };
-        let opened = Mark { lsn: Lsn(5), bytes: -600, restarts: RESTARTS_MAX, at: begun };
-        let often = Mark { restarts: RESTARTS_MAX + 1, ..opened };
+        let last = LastSnapshot { lsn: Lsn(5), bytes: 1000, restarts: 0, at: begun };
+        let opened = LastSnapshot { lsn: Lsn(5), bytes: -600, restarts: RESTARTS_MAX, at: begun };
+        let often = LastSnapshot { restarts: RESTARTS_MAX + 1, ..opened };
         let wait =
             |lsn, bytes, until: Option<u64>| Next::Wait { lsn: Lsn(lsn), bytes, until: until.map(later) };
         let both = Rules { log_bytes: Some(500), interval: Some(Duration::from_secs(60)) };

@@ -48,7 +48,7 @@ struct OrderedEntries {
     /// How many chunks the entries are of.
     chunks: usize,
     /// Entries of later chunks, which wait for one that is not written yet.
-    ahead: BTreeMap<usize, Vec<ManifestEntry>>,
+    early: BTreeMap<usize, Vec<ManifestEntry>>,
 }
 
 impl OrderedEntries {
@@ -56,14 +56,14 @@ impl OrderedEntries {
     fn of(page_count: usize) -> Result<Self> {
         let mut entries = Vec::new();
         make_room(&mut entries, page_count)?;
-        Ok(Self { entries, chunks: 0, ahead: BTreeMap::new() })
+        Ok(Self { entries, chunks: 0, early: BTreeMap::new() })
     }
 
     /// Takes the entries of a chunk. All that follow each other from the first chunk on are put in order.
     fn put(&mut self, chunk: usize, entries: Vec<ManifestEntry>) {
-        self.ahead.insert(chunk, entries);
+        self.early.insert(chunk, entries);
         // Each chunk that closes a gap brings all that waited after it.
-        while let Some(mut next) = self.ahead.remove(&self.chunks) {
+        while let Some(mut next) = self.early.remove(&self.chunks) {
             self.entries.append(&mut next);
             self.chunks += 1;
         }
@@ -242,7 +242,7 @@ impl Snapshots {
 
     /// Gathers pages, brings them to the host, and writes them as one chunk.
     ///
-    /// The staging is as long as the chunk, and is made ahead of the turn: a GPU pins it at 1.5 GB/s, and
+    /// The staging is as long as the chunk, and is made before the turn: a GPU pins it at 1.5 GB/s, and
     /// the applier would wait for that.
     fn gather_chunk(&self, writers: &ImageWriters, chunk: &[(PageId, u64)]) -> Result<Vec<ManifestEntry>> {
         if chunk.is_empty() {
@@ -323,7 +323,7 @@ impl Snapshots {
             });
             let pages = collected(pages)?;
             // As long as the chunk is by now: pages may have grown since they were chosen, or be gone.
-            let staged = staging.cut(staged, align_up(head_len + at, GROUP_ALIGN) as usize)?;
+            let staged = staging.shorten(staged, align_up(head_len + at, GROUP_ALIGN) as usize)?;
             let copies = turn.drain(place, sources, at, staged, head_len, Some(&staging))?;
             // Copies that the cut kept aside are given back after this use of them, not only at the
             // snapshot's end.

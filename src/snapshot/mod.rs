@@ -44,7 +44,7 @@ use remanent_format::image::ImagePurpose;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::{Epoch, LogPoint, Lsn, Metadata, PageId, SnapshotId};
 
-pub(crate) use self::background::{BackgroundSnapshots, Mark, Rules};
+pub(crate) use self::background::{BackgroundSnapshots, LastSnapshot, Rules};
 use self::compact::CARRY_BYTES_MAX;
 pub(crate) use self::progress::SnapshotProgress;
 pub use self::progress::{SnapshotPhase, SnapshotStats};
@@ -91,7 +91,7 @@ pub(crate) struct Snapshots {
     /// The pace of snapshots in the background, and the call that ends them.
     pub pace: Arc<Pace>,
     /// How far the last snapshot goes: the next one is due by this.
-    pub last: Mutex<Mark>,
+    pub last: Mutex<LastSnapshot>,
 }
 
 /// The kind of snapshot that a caller wants.
@@ -209,7 +209,7 @@ impl Snapshots {
         let taken = taken.map_err(|error| self.heard(error));
         if let Ok(info) = &taken {
             let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
-            *self.last.lock() = Mark { lsn: info.end, bytes, restarts: 0, at: began };
+            *self.last.lock() = LastSnapshot { lsn: info.end, bytes, restarts: 0, at: began };
         }
         // Before the end is announced: a caller that waits for it is to find the snapshot in the catalog.
         self.catalog.tell(catalog);
@@ -341,7 +341,7 @@ impl Snapshots {
         })?;
         let look = |pages: Vec<PageId>| {
             let known = known.clone();
-            self.engine.applier.turn_ahead(move |turn| {
+            self.engine.applier.queue_turn(move |turn| {
                 let AppliedState { table, deleted, .. } = turn.applied;
                 known.look(table, deleted.as_ref(), &pages)
             })

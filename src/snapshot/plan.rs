@@ -82,7 +82,7 @@ pub(super) fn plan(
     let with_log: Vec<&RetainedSnapshot> =
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
     // A snapshot that was found damaged stands in for no other.
-    let mut starts: Vec<&RetainedSnapshot> = with_log.iter().copied().filter(|kept| kept.holds).collect();
+    let mut starts: Vec<&RetainedSnapshot> = with_log.iter().copied().filter(|kept| kept.is_sound).collect();
     if retention.names_only {
         // Recovery starts from the newest one: where the log's beginning is gone, nothing opens without it.
         let newest = starts.last().filter(|_| log.floor.is_some()).map(|kept| kept.info.id);
@@ -202,7 +202,10 @@ mod tests {
             verified: true,
         };
         let (files, links) = (BTreeMap::new(), Vec::new());
-        (info.id, RetainedSnapshot { info, redo, next_file: 1, files, links, manifest_crc: 0, holds: true })
+        (
+            info.id,
+            RetainedSnapshot { info, redo, next_file: 1, files, links, manifest_crc: 0, is_sound: true },
+        )
     }
 
     /// A table of rules: each row is one promise, or two that meet.
@@ -277,7 +280,7 @@ mod tests {
 
         // A damaged snapshot does not count, and stays only for its name, or for a reader.
         let spoil = |(id, kept): (SnapshotId, RetainedSnapshot)| {
-            (id, RetainedSnapshot { holds: ![4, 7].contains(&id.0), ..kept })
+            (id, RetainedSnapshot { is_sound: ![4, 7].contains(&id.0), ..kept })
         };
         let damaged: BTreeMap<SnapshotId, RetainedSnapshot> = snapshots.into_iter().map(spoil).collect();
         for (held, kept, log_from) in [(vec![], vec![2, 4, 5, 6], 5), (vec![7], vec![2, 4, 5, 6, 7], 5)] {
@@ -376,7 +379,7 @@ mod tests {
                     }
                     // The newest one was verified just now.
                     Deed::Damage { which } if ids.len() > 1 => {
-                        snapshots.get_mut(&ids[which % (ids.len() - 1)]).unwrap().holds = false;
+                        snapshots.get_mut(&ids[which % (ids.len() - 1)]).unwrap().is_sound = false;
                     }
                     Deed::Damage { .. } => {}
                     Deed::Hold { which, beginning } => {
@@ -396,9 +399,9 @@ mod tests {
                 // A snapshot that a thin one replaces counts no more.
                 let is_replaced = |id: &SnapshotId| {
                     let redo = snapshots[id].redo;
-                    snapshots.range(id..).skip(1).any(|(_, later)| later.redo == redo && later.holds)
+                    snapshots.range(id..).skip(1).any(|(_, later)| later.redo == redo && later.is_sound)
                 };
-                let is_start = |id: &SnapshotId| snapshots[id].holds && reached(id, log.floor) && !is_replaced(id);
+                let is_start = |id: &SnapshotId| snapshots[id].is_sound && reached(id, log.floor) && !is_replaced(id);
                 let starts: Vec<SnapshotId> = ids.iter().copied().filter(is_start).collect();
                 let has_name = |id: &SnapshotId| {
                     snapshots[id].info.name.as_ref().is_some_and(|name| !retention.names_given_up.contains(name))
@@ -407,7 +410,7 @@ mod tests {
                 let stays = |id: &SnapshotId| found.snapshots.contains(id);
 
                 // Whatever the rules say, recovery has a start: one that holds, or the log's beginning.
-                let is_open = floor.is_none() || ids.iter().any(|id| stays(id) && snapshots[id].holds && reached(id, floor));
+                let is_open = floor.is_none() || ids.iter().any(|id| stays(id) && snapshots[id].is_sound && reached(id, floor));
                 prop_assert!(is_open || starts.is_empty(), "nothing is left to start from");
                 // What readers hold, with the log that was there for them.
                 for id in &held {

@@ -98,7 +98,7 @@ impl Snapshots {
         // A batch that is refused removes its own file. Held off meanwhile, it cannot take one away that
         // the plan has listed.
         let files = catalog.files.clone();
-        let _none_goes = files.hold_removals();
+        let _none_goes = files.block_removals();
         // I8: what a reader holds stays, and no reader begins at what is going until all of it is gone.
         let mut going = Vec::new();
         let (plan, pruned) = self.subject(catalog).plan(retention, &mut |id| {
@@ -131,11 +131,11 @@ impl Snapshots {
             .filter_map(|(file, _)| if let FileName::Segment(number) = file { Some(*number) } else { None })
             .collect();
         self.check_plan(catalog, &plan, &segments);
-        // 2. Manifests. Gone after their log or images, one that a crash spared would name what is
+        // 2. Manifests. Gone after their log or images, one that survived a crash would name what is
         //    missing. A failure poisons: a manifest that stays, and that the catalog does not know any
         //    more, would come back with the next open, when what it needs is gone.
         self.remove_all(Folder::Snapshots, &pruned).map_err(|error| self.engine.poison.set(error))?;
-        // 3. Segments: before images, so that a batch which a crash spared still finds the images that it
+        // 3. Segments: before images, so that a batch which survived a crash still finds the images that it
         //    names.
         self.engine.log.pool.recycle(&segments)?;
         // 4. Images and tables.

@@ -43,7 +43,7 @@ impl Snapshots {
         // `None` if the chain of links would become too long.
         let Some((previous, previous_crc)) = catalog.known.newest_link() else { return Ok(()) };
         // A snapshot that a scrub found damaged is no place to begin at again.
-        let newest = catalog.snapshots.get(&previous).filter(|kept| kept.holds);
+        let newest = catalog.snapshots.get(&previous).filter(|kept| kept.is_sound);
         let Some(RetainedSnapshot { redo, info, .. }) = newest else { return Ok(()) };
         // Its `redo` stays: no image is written, so the log from there on is still needed.
         let (redo, newest_end, created_unix_ms) = (*redo, info.end, info.created_unix_ms);

@@ -170,7 +170,7 @@ impl Snapshots {
     pub fn verify(&self, catalog: &mut Catalog) -> Result<()> {
         let mut proven = self.unverified.proven.lock();
         self.unverified.read_back(&mut proven)?;
-        // A snapshot that the catalog does not have any more needs no mark.
+        // A snapshot that the catalog does not have any more needs no record.
         for snapshot in proven.drain(..) {
             if let Some(kept) = catalog.snapshots.get_mut(&snapshot) {
                 kept.info.verified = true;

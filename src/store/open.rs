@@ -22,7 +22,9 @@ use crate::memory::staging::StagingPool;
 use crate::options::{Ack, Create, LogIo, Options};
 use crate::recovery::create::check_directory;
 use crate::recovery::{PageLoader, RecoveredStore, Recovery};
-use crate::snapshot::{BackgroundSnapshots, Mark, Rules, Scrub, Scrubber, SnapshotProgress, Snapshots};
+use crate::snapshot::{
+    BackgroundSnapshots, LastSnapshot, Rules, Scrub, Scrubber, SnapshotProgress, Snapshots,
+};
 use crate::write::commit::{CombineQueue, Committer};
 
 /// A batch whose whole pages take more than one part in this number of a segment writes them to an image
@@ -127,7 +129,7 @@ impl Store {
             unverified: Default::default(),
             progress: SnapshotProgress::default(),
             pace,
-            last: Mutex::new(Mark {
+            last: Mutex::new(LastSnapshot {
                 lsn: Lsn(recovered.position.lsn.0.saturating_sub(recovered.replayed_batches)),
                 bytes: -i64::try_from(behind.bytes).unwrap_or(i64::MAX),
                 restarts: behind.restarts,

@@ -1,7 +1,7 @@
 //! The versions of one thing, the newest first.
 //!
-//! A version names the one before it until no reader can need that one; then it is cut off. A reader that
-//! finds the end of a chain has read an old mark, or the thing did not exist then.
+//! A version names the one before it until no reader can need that one; then it is unlinked. A reader that
+//! finds the end of a chain has read an old Lsn, or the thing did not exist then.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::base::sync::{Swap, SwapGuard};
 /// One version of a page or of the root.
 pub(super) struct Version<T> {
     pub state: T,
-    /// The version before this one, until it is cut off.
+    /// The version before this one, until it is unlinked.
     before: Swap<Version<T>>,
 }
 
@@ -36,8 +36,8 @@ pub(super) struct PageState {
 }
 
 /// A page's newest batch and epoch, and those before. The writer overwrites the older pair, and only once all
-/// marks and views have reached the newer one. So a reader needs the newer of the pairs that its mark or view
-/// has reached; if it has reached neither, its mark is an old one.
+/// readers and views have reached the newer one. So a reader needs the newer of the pairs that its Lsn has
+/// reached; if it has reached neither, its Lsn is an old one.
 struct Numbers([Pair; 2]);
 
 /// A batch, and the page's epoch by it. A sequence lock whose sequence is the batch, of atomics alone.
@@ -124,7 +124,7 @@ impl Numbers {
     }
 }
 
-/// The epoch that marks a deleted page; no page reaches it.
+/// The epoch of a deleted page; no page reaches it.
 const GONE: Epoch = Epoch(u64::MAX);
 
 /// The root as one batch left it, and how many pages there were.
@@ -181,7 +181,7 @@ impl PageState {
         &self.entry
     }
 
-    /// The page as it is at a mark or a view's Lsn that this version has reached.
+    /// The page as it is at a visible Lsn or a view's that this version has reached.
     pub fn seen(&self, at: Lsn) -> Result<SeenPage<'_>, Unseen> {
         let entry = self.page().ok_or(Unseen::Absent)?;
         let (lsn, epoch) = self.numbers.at(at)?;
@@ -194,7 +194,7 @@ impl PageState {
     }
 
     /// Gives the page newer numbers in place of those before its newest ones. No reader needs these any more,
-    /// because all marks and views have reached the newest. For the writer.
+    /// because all readers and views have reached the newest. For the writer.
     pub fn advance(&self, lsn: Lsn, epoch: Epoch) {
         let (newest, _) = self.numbers.newest();
         self.numbers.0[1 - newest].write(lsn, epoch);
@@ -207,8 +207,8 @@ impl<T> Version<T> {
         Arc::new(Self { state, before: Swap::new(before) })
     }
 
-    /// Cuts off the versions before this one.
-    pub fn cut(&self) {
+    /// Unlinks the versions before this one.
+    pub fn unlink(&self) {
         self.before.set(None);
     }
 

@@ -79,7 +79,7 @@ impl Chunk {
     {
         let mut used = 0;
         let slots = array::from_fn(|slot| {
-            let page = pages.next_if(|(page, _, _)| place(page.0) == (row, at, slot));
+            let page = pages.next_if(|(page, _, _)| locate(page.0) == (row, at, slot));
             let Some((_, state, memory)) = page else { return PageSlot::new(None, None) };
             used += 1;
             PageSlot::new(Some(Version::new(state, None)), memory)
@@ -88,8 +88,8 @@ impl Chunk {
     }
 }
 
-/// A page's place: its row, its chunk in the row, and its slot in the chunk.
-fn place(page: u64) -> (u64, usize, usize) {
+/// A page's row, its chunk in the row, and its slot in the chunk.
+fn locate(page: u64) -> (u64, usize, usize) {
     let width = WIDTH as u64;
     (page / width / width, (page / width % width) as usize, (page % width) as usize)
 }
@@ -100,7 +100,7 @@ impl Directory {
         let mut rows: Vec<(u64, Arc<Row>)> = Vec::new();
         let mut pages = pages.peekable();
         while let Some((first, _, _)) = pages.peek() {
-            let (row, at, _) = place(first.0);
+            let (row, at, _) = locate(first.0);
             let chunk = Arc::new(Chunk::of(row, at, &mut pages));
             if rows.last().is_none_or(|(last, _)| *last != row) {
                 rows.push((row, Arc::new(Row::new())));
@@ -114,7 +114,7 @@ impl Directory {
 
     /// Applies `look` to a page's slot, where there is one.
     pub fn look<R>(&self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
-        let (row, at, slot) = place(page.0);
+        let (row, at, slot) = locate(page.0);
         let rows = self.rows.look();
         let rows = rows.as_ref()?;
         let position = rows.binary_search_by_key(&row, |(number, _)| *number).ok()?;
@@ -124,7 +124,7 @@ impl Directory {
 
     /// Whether there is no chunk for a page: then neither the page nor one of its neighbours is there.
     pub fn is_blank(&self, page: PageId) -> bool {
-        let (row, at, _) = place(page.0);
+        let (row, at, _) = locate(page.0);
         let rows = self.rows.look();
         let Some(rows) = rows.as_ref() else { return true };
         let found = rows.binary_search_by_key(&row, |(number, _)| *number);
@@ -144,7 +144,7 @@ impl Directory {
     pub fn add(&self, pages: impl IntoIterator<Item = (PageId, PageState)>) {
         let mut pages = pages.into_iter().map(|(page, state)| (page, state, None)).peekable();
         let Some(&(first, _, _)) = pages.peek() else { return };
-        let (row, at, _) = place(first.0);
+        let (row, at, _) = locate(first.0);
         let chunk = Chunk::of(row, at, &mut pages);
         assert!(pages.next().is_none(), "neighbours, in the order of their ids");
         let row = self.row_or_new(row);
@@ -154,7 +154,7 @@ impl Directory {
 
     /// Puts a version into a page's slot. For the writer.
     pub fn set(&self, page: PageId, version: Arc<Version<PageState>>) {
-        let (row, at, slot) = place(page.0);
+        let (row, at, slot) = locate(page.0);
         let row = self.row_or_new(row);
         let chunk = row.chunks[at].get().unwrap_or_else(|| {
             let chunk =
@@ -173,7 +173,7 @@ impl Directory {
     /// Empties the slot of a page that is gone for good, and takes out its chunk and row if they are empty
     /// then. For the writer.
     pub fn clear(&self, page: PageId) {
-        let (number, at, slot) = place(page.0);
+        let (number, at, slot) = locate(page.0);
         let rows = self.rows.get().unwrap_or_default();
         let Ok(position) = rows.binary_search_by_key(&number, |(number, _)| *number) else { return };
         let row = &rows[position].1;
@@ -213,7 +213,7 @@ impl Directory {
 
     /// The first result of `look` over the slots from this id on.
     pub fn find<R>(&self, from: PageId, look: impl Fn(PageId, &PageSlot) -> Option<R>) -> Option<R> {
-        let (mut row_from, mut chunk_from, mut slot_from) = place(from.0);
+        let (mut row_from, mut chunk_from, mut slot_from) = locate(from.0);
         let rows = self.rows.get()?;
         let first = rows.partition_point(|(number, _)| *number < row_from);
         for (number, row) in &rows[first..] {

@@ -1,30 +1,30 @@
 //! The table that readers see: versions of pages, keys and root, found by any thread without a lock.
 //!
 //! A batch installs its versions under the submission lock, right after its append to the log. It becomes
-//! visible when two marks have reached it: `installed`, which says that all of its versions are in place, and
+//! visible when two Lsns have reached it: `installed`, which says that all of its versions are in place, and
 //! the log's `logged`, where that comes after the append. Both only rise, so the lower of them rises too, and
 //! all of a batch becomes visible at one point. A batch that any caller was told is logged is visible to
 //! every read that begins then.
 //!
-//! A reader loads the mark, then a page's newest version, and goes back until it finds one that the mark has
-//! reached. Where the chain ends before, either the page did not exist yet, or the mark was an old one: a
-//! second load of the mark tells. A view registers its Lsn, and no version that it may need is cut off until
-//! it is dropped.
+//! A reader loads the visible Lsn, then a page's newest version, and goes back until it finds one that this
+//! Lsn has reached. Where the chain ends before, either the page did not exist yet, or the Lsn was an old
+//! one: a second load tells. A view registers its Lsn, and no version that it may need is unlinked until it
+//! is dropped.
 //!
 //! A change of bytes alone makes no version. A version holds two pairs of numbers, (batch, epoch), and the
 //! writer overwrites the older pair. All fields are atomics, so that no read is a data race. A reader finds
 //! the pair that it needs, because:
 //!
 //! 1. The writer overwrites the older pair only if the newer one is at or below the *floor*, which is no
-//!    higher than the mark at that time and than every view. Otherwise it makes a version, as for any other
-//!    change.
-//! 2. So a view never needs the pair that goes. A reader that loaded its mark earlier may need it. Then both
-//!    pairs are above its mark, it finds nothing, and it loads the mark again, which has risen.
+//!    higher than the visible Lsn at that time and than every view. Otherwise it makes a version, as for any
+//!    other change.
+//! 2. So a view never needs the pair that goes. A reader that loaded the visible Lsn earlier may need it.
+//!    Then both pairs are above the Lsn that it has, it finds nothing, and it loads again: the Lsn has risen.
 //! 3. A pair is read as a whole: its batch is `NO_LSN` while it changes, and no batch comes twice.
 //! 4. Two pairs are read as of one moment: the first one is the same before and after the second.
 //! 5. A writer that is suspended half way holds up no reader: the other pair is the newest that is installed.
 //!
-//! One writer at a time, the holder of the submission lock, installs and cuts off. Bytes are not kept here.
+//! One writer at a time, the holder of the submission lock, installs and unlinks. Bytes are not kept here.
 //! The applier says in which memory a page's bytes lie ([`Versions::moved`]), and a reader of bytes looks
 //! afterwards whether the page is still at the version that it asked for.
 //!
@@ -51,13 +51,13 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Map, Mutex, Swap};
 use crate::device::MemoryId;
 
-/// The number of superseded versions from which on those that no reader needs any more are cut off.
+/// The number of superseded versions from which on those that no reader needs any more are unlinked.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
 
-/// The most versions that a batch cuts off: `CUT_MIN`, and `CUT_MAX_EACH` for each version that it superseded
-/// itself. A view that was held for long leaves many, and no committer is to pay for all of them.
-const CUT_MIN: usize = 2;
-const CUT_MAX_EACH: usize = 2;
+/// The most versions that a batch unlinks: `UNLINKED_MIN`, and `UNLINKED_MAX_EACH` for each version that it
+/// superseded itself. A view that lived for long leaves many, and no committer is to pay for all of them.
+const UNLINKED_MIN: usize = 2;
+const UNLINKED_MAX_EACH: usize = 2;
 
 /// The pages, the keys and the root of an open store. Shared by threads.
 pub(crate) struct Versions {
@@ -66,20 +66,20 @@ pub(crate) struct Versions {
     root: Swap<Version<RootState>>,
     /// The newest batch that is logged, where batches are appended before they are logged.
     logged: Option<Arc<AtomicU64>>,
-    written: WriteMarks,
+    written: WriterLine,
     views: Views,
 }
 
 /// The fields that each batch changes, in one line of a cache, because committers hand it from core to core.
 #[repr(align(64))]
-struct WriteMarks {
+struct WriterLine {
     /// The newest batch whose versions are all in place.
     installed: AtomicU64,
     writer: Mutex<Writer>,
 }
 
 #[cfg(not(shuttle))]
-const _: () = assert!(size_of::<WriteMarks>() == 64);
+const _: () = assert!(size_of::<WriterLine>() == 64);
 
 /// How many views there are, by their Lsn. It lies apart from the fields that every reader loads.
 #[repr(align(64))]
@@ -93,7 +93,7 @@ struct Writer {
     recent: RecentPages,
     /// Versions with others before them, in the order of their batches.
     superseded: Queue<Superseded>,
-    /// A batch that all marks and views have reached.
+    /// A batch that all readers and views have reached.
     floor: Lsn,
 }
 
@@ -104,7 +104,7 @@ struct Holders {
     earlier: Vec<PageId>,
 }
 
-/// A version that has taken the place of another one, and names it until that one is cut off.
+/// A version that has taken the place of another one, and names it until that one is unlinked.
 enum Superseded {
     Page(PageId, Arc<Version<PageState>>),
     Root(Arc<Version<RootState>>),
@@ -133,20 +133,20 @@ impl Versions {
             keys,
             root: Swap::new(Some(Version::new(root, None))),
             logged,
-            written: WriteMarks { installed: AtomicU64::new(table.lsn().0), writer: Mutex::default() },
+            written: WriterLine { installed: AtomicU64::new(table.lsn().0), writer: Mutex::default() },
             views: Views::default(),
         }
     }
 
     /// The newest batch that is visible.
     pub fn visible(&self) -> Lsn {
-        // Acquire: a reader that sees a mark sees the versions that were installed before it.
+        // Acquire: a reader that sees this Lsn sees the versions that were installed before it.
         let installed = self.written.installed.load(Ordering::Acquire);
         let logged = self.logged.as_ref().map_or(u64::MAX, |logged| logged.load(Ordering::Acquire));
         Lsn(installed.min(logged))
     }
 
-    /// Applies `read` to a page as it is at a mark or a view's Lsn.
+    /// Applies `read` to a page as it is at a visible Lsn or a view's.
     fn page_at<R>(&self, page: PageId, at: Lsn, read: impl FnOnce(&SeenPage<'_>) -> R) -> Result<R, Unseen> {
         let state = self.pages.look(page, |slot| visible_at(&slot.newest, at));
         let state = state.unwrap_or(Err(Unseen::Absent))?;
@@ -158,8 +158,8 @@ impl Versions {
         loop {
             match self.page_at(page, self.visible(), &read) {
                 Ok(made) => return Some(made),
-                // The oldest version that is left is visible by now, so the mark was an old one, and the
-                // version that it showed is cut off. Otherwise the page is not there yet.
+                // The oldest version that is left is visible by now, so the Lsn was an old one, and the
+                // version that it showed is unlinked. Otherwise the page is not there yet.
                 Err(Unseen::Later(lsn)) if lsn <= self.visible() => {}
                 Err(_) => return None,
             }
@@ -171,14 +171,14 @@ impl Versions {
         loop {
             let at = self.visible();
             let found = self.page_by_key_at(key, at, &read);
-            // Where the mark has moved, the key may have gone from a page that is forgotten to another one.
+            // Where the visible Lsn has risen, a page that is forgotten may have left the key to another one.
             if found.is_some() || self.visible() == at {
                 return found;
             }
         }
     }
 
-    /// Applies `read` to the page that has a key at a mark or a view's Lsn.
+    /// Applies `read` to the page that has a key at a visible Lsn or a view's.
     fn page_by_key_at<R>(&self, key: &Key, at: Lsn, read: impl Fn(PageId, &SeenPage<'_>) -> R) -> Option<R> {
         let found = self.keys.look(key, |holders| {
             let mut pages = std::iter::once(&holders.newest).chain(&holders.earlier);
@@ -295,10 +295,10 @@ impl Versions {
             writer.superseded.push_back(Superseded::Root(version.clone()));
             self.root.set(Some(version));
         }
-        // Release: a reader that sees the mark sees all of the above.
+        // Release: a reader that sees this Lsn sees all of the above.
         self.written.installed.store(lsn.0, Ordering::Release);
         let count = writer.superseded.len() - count_before;
-        self.cut(&mut writer, count);
+        self.unlink(&mut writer, count);
     }
 
     /// Gives a page newer numbers where it lies, if nothing else is new and no reader needs the numbers that
@@ -360,10 +360,10 @@ impl Versions {
         self.keys.set(key.clone(), Holders { newest: page, earlier });
     }
 
-    /// Cuts off some versions that no reader needs any more: they were superseded by batches that all marks
-    /// and views have reached. Each batch cuts off a little, in proportion to the `count` versions that it
+    /// Unlinks some versions that no reader needs any more: they were superseded by batches that all readers
+    /// and views have reached. Each batch unlinks a little, in proportion to the `count` versions that it
     /// superseded itself, so that no committer pays for many.
-    fn cut(&self, writer: &mut Writer, count: usize) {
+    fn unlink(&self, writer: &mut Writer, count: usize) {
         let Writer { recent, superseded, floor } = writer;
         if superseded.len() < SUPERSEDED_MIN {
             return;
@@ -372,15 +372,15 @@ impl Versions {
         if superseded.front().is_some_and(|oldest| oldest.lsn() > *floor) {
             *floor = self.floor();
         }
-        for _ in 0..CUT_MIN + CUT_MAX_EACH * count {
+        for _ in 0..UNLINKED_MIN + UNLINKED_MAX_EACH * count {
             if superseded.front().is_none_or(|oldest| oldest.lsn() > *floor) {
                 return;
             }
             let oldest = superseded.pop_front().expect("looked at just now");
             match oldest {
-                Superseded::Root(version) => version.cut(),
+                Superseded::Root(version) => version.unlink(),
                 Superseded::Page(page, version) => {
-                    version.cut();
+                    version.unlink();
                     if version.state.page().is_none() {
                         self.forget(recent, page, &version);
                     }
@@ -408,7 +408,7 @@ impl Versions {
 
     /// The newest batch that every reader to come and every view has reached.
     fn floor(&self) -> Lsn {
-        // Under the lock, so that a view that registers later finds a mark that is no lower.
+        // Under the lock, so that a view that registers later finds a visible Lsn that is no lower.
         let views = self.views.0.lock();
         let visible = self.visible();
         views.keys().next().map_or(visible, |oldest| visible.min(*oldest))
@@ -458,7 +458,7 @@ impl<'v> TableView<'v> {
     /// The root as of the view's batch, and how many pages there are.
     pub fn root(&self) -> (Arc<Metadata>, u64) {
         let state = visible_at(&self.versions.root, self.at).ok();
-        let state = state.expect("no version is cut off that a view wants");
+        let state = state.expect("no version is unlinked that a view wants");
         (state.root.clone(), state.page_count)
     }
 

@@ -121,7 +121,7 @@ fn every_view_is_the_table_of_its_batch_whatever_came_after() {
         };
         ground.submit(&ops);
         tables.push(ground.table.clone());
-        // The mark lags, as a direct log's does.
+        // The visible Lsn lags, as a direct log's does.
         let logged = ground.table.lsn().0 - draw(3).min(ground.table.lsn().0);
         ground.logged.fetch_max(logged, Ordering::AcqRel);
         let at = ground.versions.visible();
@@ -152,7 +152,7 @@ fn what_a_view_wants_stays_and_all_else_is_cut_off() {
     check(&early, &early_table);
     check(&late, &late_table);
     drop(early);
-    // Each batch cuts off a little more than it supersedes.
+    // Each batch unlinks a little more than it supersedes.
     let more = |ground: &mut Ground| {
         for len in 0..800 {
             ground.commit(&[resize(3, len)]);
@@ -229,7 +229,7 @@ fn a_batch_that_creates_many_pages_creates_each_of_them() {
 fn a_long_chain_is_dropped_without_a_deep_stack() {
     let mut ground = Ground::new();
     ground.commit(&[create(1, None)]);
-    // Nothing is logged, so nothing is cut off.
+    // Nothing is logged, so nothing is unlinked.
     for len in 0..if cfg!(miri) { 100 } else { 300_000 } {
         ground.submit(&[resize(1, len)]);
     }
@@ -330,13 +330,13 @@ fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
                     assert_eq!((root.get("at"), page_count), (Some(&Value::U64(at)), 4));
                     assert_eq!(view.page_by_key(&held).unwrap().page, PageId(3 + at));
                     drop(view);
-                    let marked = versions.visible();
+                    let visible = versions.visible();
                     let len = versions.page(PageId(2), |page| page.info(PageId(1)).len).unwrap();
                     let holder =
                         versions.page_by_key(&held, |page, _| page).expect("some page always has it");
-                    assert!(len + 2 >= marked.0 && holder.0 >= 3 + len, "what was visible stays");
-                    assert!((marked, len, holder) >= last);
-                    last = (marked, len, holder);
+                    assert!(len + 2 >= visible.0 && holder.0 >= 3 + len, "what was visible stays");
+                    assert!((visible, len, holder) >= last);
+                    last = (visible, len, holder);
                 }
             });
         }

@@ -112,8 +112,8 @@ pub fn open_with(disk: &SimDisk, options: Options) -> Result<Store, Error> {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
 }
 
-/// Spares that a store holds for opens on a full disk, in addition to its reserve.
-pub const HELD_FOR_OPENS: usize = 5;
+/// Spares that a store keeps for opens on a full disk, in addition to its reserve.
+pub const KEPT_FOR_OPENS: usize = 5;
 
 /// The smallest segments, so that a few batches cross every boundary.
 pub fn small() -> Options {

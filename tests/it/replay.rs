@@ -106,7 +106,7 @@ fn a_panic_of_the_thread_that_reads_ahead_is_an_error_of_the_open() {
         let before = panics.load(Ordering::SeqCst);
         let counted = panics.clone();
         let interrupted = InterruptedDisk::new(&disk, at, move || {
-            if std::thread::current().name() == Some("remanent-ahead") {
+            if std::thread::current().name() == Some("remanent-pipeline") {
                 counted.fetch_add(1, Ordering::SeqCst);
                 panic!("as this test wants it");
             }

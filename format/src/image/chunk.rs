@@ -157,7 +157,7 @@ impl ImageHeader {
 ///
 /// let bytes = chunk.encode(StoreId([7; 16]))?;
 /// let header = ChunkHeader::decode(&bytes)?;
-/// header.check_place(StoreId([7; 16]), 3, 4096)?;
+/// header.check_location(StoreId([7; 16]), 3, 4096)?;
 /// assert_eq!(header.decode_table(&bytes)?, chunk);
 /// # Ok::<(), remanent_format::Defect>(())
 /// ```
@@ -294,7 +294,7 @@ impl ChunkHeader {
     ///
     /// # Errors
     /// [`Defect::Foreign`] or [`Defect::Mismatch`].
-    pub fn check_place(&self, store: StoreId, file: u64, offset: u64) -> Result<(), Defect> {
+    pub fn check_location(&self, store: StoreId, file: u64, offset: u64) -> Result<(), Defect> {
         if self.store != store {
             return Err(Defect::Foreign);
         }

@@ -80,7 +80,7 @@ impl ProvenImage {
 
     /// Its file, and where it begins there.
     #[must_use]
-    pub fn place(&self) -> (FileName, u64) {
+    pub fn location(&self) -> (FileName, u64) {
         (FileName::Pages(self.image.file), self.image.offset)
     }
 
@@ -97,7 +97,7 @@ impl ProvenImage {
         if out.is_empty() {
             return Ok(());
         }
-        let (file, image_at) = self.place();
+        let (file, image_at) = self.location();
         let at = |defect: Defect| defect.at(file, image_at);
         let first = self.pieces.partition_point(|piece| piece.page_at <= offset) - 1;
         let last = self.pieces.partition_point(|piece| piece.page_at < end);

@@ -127,7 +127,7 @@ pub(super) struct StoredBytes<'s> {
     /// A buffer of its own: that of `BufReader` cannot be refused.
     buffer: Vec<u8>,
     /// The part of it that is read and not yet taken.
-    held: Range<usize>,
+    buffered: Range<usize>,
     /// Why they could not be read, if so.
     pub refused: Option<Defect>,
 }
@@ -145,24 +145,24 @@ impl<'s> StoredBytes<'s> {
     ) -> Result<Self, Defect> {
         let (file, end) = (FileName::Pages(image.file), image.offset + image.stored_len);
         let buffer = zeros(read_at_once.min(image.stored_len))?;
-        Ok(Self { source, file, at: image.offset + skipped, end, buffer, held: 0..0, refused: None })
+        Ok(Self { source, file, at: image.offset + skipped, end, buffer, buffered: 0..0, refused: None })
     }
 }
 
 impl io::BufRead for StoredBytes<'_> {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
-        if self.held.is_empty() {
+        if self.buffered.is_empty() {
             let len = (self.buffer.len() as u64).min(self.end - self.at);
             let read = self.source.read_at(self.file, self.at, &mut self.buffer[..len as usize]);
             read.inspect_err(|error| self.refused = Some(Defect::unreadable(error)))?;
             self.at += len;
-            self.held = 0..len as usize;
+            self.buffered = 0..len as usize;
         }
-        Ok(&self.buffer[self.held.clone()])
+        Ok(&self.buffer[self.buffered.clone()])
     }
 
     fn consume(&mut self, count: usize) {
-        self.held.start += count;
+        self.buffered.start += count;
     }
 }
 

@@ -99,10 +99,10 @@ fn chunk_round_trips_to_the_same_bytes_and_refuses_every_flipped_bit() {
 #[test]
 fn misplaced_and_foreign_chunks_are_refused() {
     let header = ChunkHeader::decode(&sample().encode(STORE).unwrap()).unwrap();
-    assert_eq!(header.check_place(STORE, 3, 8192), Ok(()));
-    assert_eq!(header.check_place(StoreId([0; 16]), 3, 8192), Err(Defect::Foreign));
+    assert_eq!(header.check_location(STORE, 3, 8192), Ok(()));
+    assert_eq!(header.check_location(StoreId([0; 16]), 3, 8192), Err(Defect::Foreign));
     for (file, offset) in [(4, 8192), (3, 4096)] {
-        assert!(matches!(header.check_place(STORE, file, offset), Err(Defect::Mismatch { .. })));
+        assert!(matches!(header.check_location(STORE, file, offset), Err(Defect::Mismatch { .. })));
     }
 }
 

@@ -47,7 +47,7 @@ pub struct LogMap {
     /// Openings on the line, oldest first, with their segments.
     line: Vec<(u64, Opening)>,
     /// The damaged header at which the line ends, if it ends at one.
-    pub(super) cut: Option<Damage>,
+    pub(super) break_of_line: Option<Damage>,
 }
 
 impl LogMap {
@@ -71,7 +71,7 @@ impl LogMap {
             .find_map(|segment| segment.opening().map(|opening| opening.incarnation).or(segment.frames));
         let mut line = Vec::new();
         let mut wanted = newest;
-        let mut cut = None;
+        let mut break_of_line = None;
         while let Some(incarnation) = wanted {
             let found = segments.iter().find_map(|(&number, segment)| {
                 segment
@@ -83,11 +83,11 @@ impl LogMap {
                 found.map(|(_, opening)| opening.predecessor.incarnation).filter(|before| before.number > 0);
             line.extend(found);
             if found.is_none() {
-                cut = damaged_opening(&segments, incarnation);
+                break_of_line = damaged_opening(&segments, incarnation);
             }
         }
         line.reverse();
-        Ok(Self { store, segments, newest, line, cut })
+        Ok(Self { store, segments, newest, line, break_of_line })
     }
 
     /// The segments by number.
@@ -110,8 +110,8 @@ impl LogMap {
 
     /// The damaged header at which the line ends. An opening that is merely gone was recycled.
     #[must_use]
-    pub fn cut(&self) -> Option<&Damage> {
-        self.cut.as_ref()
+    pub fn break_of_line(&self) -> Option<&Damage> {
+        self.break_of_line.as_ref()
     }
 
     /// The start of the very first incarnation, if its opening is still there.

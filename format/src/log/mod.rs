@@ -25,6 +25,6 @@ mod reader;
 mod walk;
 
 pub use map::{LogMap, Segment};
-pub use order::{header_in_order, places};
+pub use order::{header_in_order, next_locations};
 pub use reader::{Supply, frames_of_segment};
 pub use walk::{Frame, LogEnd, LogWalk, TornTail};

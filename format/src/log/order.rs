@@ -7,11 +7,11 @@ use crate::ids::{LogPoint, StoreId};
 use crate::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
 use crate::segment::SEGMENT_HEADER_BLOCK;
 
-/// The places, as segment and offset, at which the frame after a point may lie (SPEC W3): right after it, at
-/// the next group boundary, at the start of the next segment. The first place at which a frame is valid
+/// The locations, segment and offset, at which the frame after a point may lie (SPEC W3): right after it, at
+/// the next group boundary, at the start of the next segment. The first location at which a frame is valid
 /// counts.
 #[must_use]
-pub fn places(point: &LogPoint) -> [(u64, u64); 3] {
+pub fn next_locations(point: &LogPoint) -> [(u64, u64); 3] {
     [
         (point.segment, align_up(point.offset, FRAME_ALIGN)),
         (point.segment, align_up(point.offset, GROUP_ALIGN)),
@@ -36,7 +36,7 @@ pub fn header_in_order(
     if header.group_start && !offset.is_multiple_of(GROUP_ALIGN) {
         return Err(Defect::Field { what: "start of a group", found: offset });
     }
-    if !header.group_start && (segment, offset) != places(before)[0] {
+    if !header.group_start && (segment, offset) != next_locations(before)[0] {
         return Err(Defect::Field { what: "place of a frame inside a group", found: offset });
     }
     Ok((header, end))

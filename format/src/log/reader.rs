@@ -51,7 +51,7 @@ pub(super) struct SegmentReader<'s, B = Vec<u8>> {
     supply: Supply<'s, B>,
     buffer: Option<Arc<B>>,
     /// The range of the file that the buffer holds.
-    held: Range<u64>,
+    buffered: Range<u64>,
     read_ahead: u64,
 }
 
@@ -68,12 +68,12 @@ impl<'s> SegmentReader<'s> {
 
 impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
     pub fn reading_into(source: &'s dyn ReadAt, number: u64, supply: Supply<'s, B>) -> Self {
-        Self { source, number, file_len: None, supply, buffer: None, held: 0..0, read_ahead: READ_AHEAD }
+        Self { source, number, file_len: None, supply, buffer: None, buffered: 0..0, read_ahead: READ_AHEAD }
     }
 
     /// Forgets the bytes that were read ahead.
     pub fn forget(&mut self) {
-        self.held = 0..0;
+        self.buffered = 0..0;
     }
 
     pub fn file_len(&mut self) -> Result<u64, Defect> {
@@ -100,11 +100,11 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         if end > file_len {
             return Err(Defect::Truncated { needed: end, have: file_len });
         }
-        if offset < self.held.start || end > self.held.end {
+        if offset < self.buffered.start || end > self.buffered.end {
             self.fill(offset, end, file_len)?;
         }
         let buffer = self.buffer.as_ref().expect("it holds what was asked for, be it nothing");
-        Ok((buffer, (offset - self.held.start) as usize))
+        Ok((buffer, (offset - self.buffered.start) as usize))
     }
 
     /// Whether nothing so far refused to be read.
@@ -113,11 +113,11 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
     }
 
     /// The bytes that it has read from `offset` on; none if it has not read there yet.
-    fn held_from(&self, offset: u64) -> &[u8] {
-        let held = self.buffer.as_ref().filter(|_| self.held.contains(&offset));
-        held.map_or(&[], |buffer| {
-            let buffer = &(**buffer).as_ref()[..(self.held.end - self.held.start) as usize];
-            &buffer[(offset - self.held.start) as usize..]
+    fn buffered_from(&self, offset: u64) -> &[u8] {
+        let buffer = self.buffer.as_ref().filter(|_| self.buffered.contains(&offset));
+        buffer.map_or(&[], |buffer| {
+            let buffer = &(**buffer).as_ref()[..(self.buffered.end - self.buffered.start) as usize];
+            &buffer[(offset - self.buffered.start) as usize..]
         })
     }
 
@@ -149,10 +149,10 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
     /// again.
     fn read(&mut self, range: Range<u64>) -> Result<(), Defect> {
         let len = (range.end - range.start) as usize;
-        let held = std::mem::replace(&mut self.held, 0..0);
-        let is_held = held.contains(&range.start);
-        let kept = if is_held { held.end.min(range.end) - range.start } else { 0 } as usize;
-        let kept_at = if is_held { range.start - held.start } else { 0 } as usize;
+        let buffered = std::mem::replace(&mut self.buffered, 0..0);
+        let is_buffered = buffered.contains(&range.start);
+        let kept = if is_buffered { buffered.end.min(range.end) - range.start } else { 0 } as usize;
+        let kept_at = if is_buffered { range.start - buffered.start } else { 0 } as usize;
         match self.buffer.as_mut().and_then(Arc::get_mut).filter(|own| (**own).as_ref().len() >= len) {
             Some(own) => own.as_mut().copy_within(kept_at..kept_at + kept, 0),
             None => {
@@ -170,7 +170,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         let target = &mut own.as_mut()[kept..len];
         let at = range.start + kept as u64;
         self.source.read_at(FileName::Segment(self.number), at, target).map_err(unreadable)?;
-        self.held = range;
+        self.buffered = range;
         Ok(())
     }
 }
@@ -194,7 +194,7 @@ pub(super) fn own_frames<'r>(
     let mut at = align_up(offset, FRAME_ALIGN);
     std::iter::from_fn(move || {
         while at < file_len {
-            at += passed(reader.held_from(at)) as u64;
+            at += passed(reader.buffered_from(at)) as u64;
             if at >= file_len {
                 break;
             }
@@ -224,11 +224,11 @@ fn passed(bytes: &[u8]) -> usize {
     const STEP: usize = FRAME_ALIGN as usize;
     const LOOK: usize = 64;
     let magic = u32::from_le_bytes(FRAME_MAGIC);
-    let begins = |place: &[u8; STEP]| u32::from_le_bytes([place[0], place[1], place[2], place[3]]) == magic;
-    let none_begins = |places: &&[[u8; STEP]]| !places.iter().fold(false, |any, place| any | begins(place));
-    let (places, _cut) = bytes.as_chunks();
-    let looks = places.chunks_exact(LOOK).take_while(none_begins).count() * LOOK;
-    let rest = places[looks..].iter().take_while(|place| !begins(place)).count();
+    let begins = |word: &[u8; STEP]| u32::from_le_bytes([word[0], word[1], word[2], word[3]]) == magic;
+    let none_begins = |words: &&[[u8; STEP]]| !words.iter().fold(false, |any, word| any | begins(word));
+    let (words, _rest) = bytes.as_chunks();
+    let looks = words.chunks_exact(LOOK).take_while(none_begins).count() * LOOK;
+    let rest = words[looks..].iter().take_while(|word| !begins(word)).count();
     (looks + rest) * STEP
 }
 
@@ -319,8 +319,8 @@ mod tests {
             let mut file = OneFile(vec![0; len as usize]);
             let bytes = header(at).encode().0;
             let fits = at + FrameHeaderRaw::LEN as u64 <= len;
-            let cut = bytes.len().min((len - at) as usize);
-            file.0[at as usize..][..cut].copy_from_slice(&bytes[..cut]);
+            let end = bytes.len().min((len - at) as usize);
+            file.0[at as usize..][..end].copy_from_slice(&bytes[..end]);
             let found = |from| -> Vec<u64> {
                 let mut reader = SegmentReader::looking_into(&file, 1);
                 own_frames(&mut reader, STORE, 1, from).map(|frame| frame.unproven().offset).collect()
@@ -347,7 +347,7 @@ mod tests {
             // Mostly a little further on, as a walk goes.
             let offset = match round % 7 {
                 0 => (drawn >> 20) % (file.0.len() - len) as u64,
-                _ => (reader.held.start + (drawn >> 40) % 600_000).min((file.0.len() - len) as u64),
+                _ => (reader.buffered.start + (drawn >> 40) % 600_000).min((file.0.len() - len) as u64),
             };
             let expected = &file.0[offset as usize..][..len];
             let (memory, at) = reader.shared(offset, len).unwrap();

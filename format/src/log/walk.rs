@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::map::{LogMap, Segment};
-use super::order::{header_in_order, places};
+use super::order::{header_in_order, next_locations};
 use super::reader::{ORDINARY, SegmentReader, Supply, own_frames};
 use crate::defect::{Damage, Defect};
 use crate::frame::{
@@ -128,7 +128,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
     ) -> Result<Self, Damage> {
         let file = FileName::Segment(from.segment);
         let on_line = Some(from.incarnation) == map.newest || map.successor(from.incarnation).is_some();
-        if !on_line && let Some(damage) = &map.cut {
+        if !on_line && let Some(damage) = &map.break_of_line {
             return Err(damage.clone());
         }
         if !on_line {
@@ -257,7 +257,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
 
     /// The next frame in order, with its payload checked (SPEC W3).
     fn find_next(&mut self) -> Result<(FrameHeader, LogPoint), Break> {
-        let [(here, after), (_, group), (next, start)] = places(&self.point);
+        let [(here, after), (_, group), (next, start)] = next_locations(&self.point);
         let mut at_break = match self.try_or_break(here, after) {
             Ok(found) => return Ok(found),
             Err(at_break) => at_break,

@@ -185,7 +185,7 @@ pub enum Op<'a> {
         /// 1, 2, 4, 8 or 16 bytes.
         pattern: &'a [u8],
     },
-    /// The page is cut, or extended by zeros.
+    /// The page is shortened, or extended by zeros.
     Resize {
         /// The page's id.
         page: PageId,

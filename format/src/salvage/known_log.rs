@@ -22,13 +22,13 @@ use crate::names::{FileName, ReadAt};
 use crate::op::{Op, OpAt, decode_payload};
 use crate::segment::Opening;
 use crate::state::survey::Survey;
-use crate::state::trail::OpPlace;
+use crate::state::trail::OpLocation;
 
 /// A batch that counts.
 struct KnownBatch {
     header: FrameHeader,
     end: LogPoint,
-    touches: Vec<(PageId, OpPlace)>,
+    touches: Vec<(PageId, OpLocation)>,
     /// The table that it restores, with its checksum.
     restores: Option<(u64, u32)>,
 }
@@ -41,7 +41,7 @@ pub(super) struct KnownLog {
     /// The restores among them.
     restores: BTreeSet<Lsn>,
     /// The operations that touch each page, in their order.
-    touches: BTreeMap<PageId, Vec<OpPlace>>,
+    touches: BTreeMap<PageId, Vec<OpLocation>>,
     /// The newest durable batch: see [`super::LogRemainder`].
     pub durable: Lsn,
     pub seen: Lsn,
@@ -91,7 +91,7 @@ impl KnownLog {
                 Err(_) => continue,
             };
             points.insert((end.lsn, end.chain));
-            // A batch that a recovery copied is there twice: the copy, which comes later, takes the place.
+            // A batch that a recovery copied is there twice: the copy, which comes later, takes the location.
             if header.kind == FrameKind::Batch && header.lsn > Lsn(0) {
                 match decode_payload(&payload) {
                     Ok(ops) => {
@@ -110,14 +110,14 @@ impl KnownLog {
 
     fn of(mut batches: BTreeMap<Lsn, KnownBatch>, durable: Lsn, seen: Lsn, hidden: Option<Damage>) -> Self {
         let mut runs: BTreeMap<Lsn, Lsn> = BTreeMap::new();
-        let mut touches: BTreeMap<PageId, Vec<OpPlace>> = BTreeMap::new();
+        let mut touches: BTreeMap<PageId, Vec<OpLocation>> = BTreeMap::new();
         for (lsn, batch) in &mut batches {
             match runs.last_entry() {
                 Some(mut run) if run.get().next() == *lsn => _ = run.insert(*lsn),
                 _ => _ = runs.insert(*lsn, *lsn),
             }
-            for (page, place) in std::mem::take(&mut batch.touches) {
-                touches.entry(page).or_default().push(place);
+            for (page, location) in std::mem::take(&mut batch.touches) {
+                touches.entry(page).or_default().push(location);
             }
         }
         let restores =
@@ -151,11 +151,11 @@ impl KnownLog {
     }
 
     /// The known operations that touch a page, after batch `after` and up to batch `until`.
-    pub fn touches(&self, page: PageId, after: Lsn, until: Lsn) -> &[OpPlace] {
-        let places = self.touches.get(&page).map_or(&[][..], Vec::as_slice);
-        let start = places.partition_point(|place| place.lsn <= after);
-        let end = places.partition_point(|place| place.lsn <= until);
-        &places[start..end.max(start)]
+    pub fn touches(&self, page: PageId, after: Lsn, until: Lsn) -> &[OpLocation] {
+        let locations = self.touches.get(&page).map_or(&[][..], Vec::as_slice);
+        let start = locations.partition_point(|location| location.lsn <= after);
+        let end = locations.partition_point(|location| location.lsn <= until);
+        &locations[start..end.max(start)]
     }
 
     /// The pages that known operations touch.
@@ -182,7 +182,7 @@ impl KnownLog {
 impl KnownBatch {
     fn new(header: FrameHeader, end: LogPoint, payload: &[u8], ops: &[OpAt<'_>]) -> Result<Self, Defect> {
         let touch = |(index, at): (usize, &OpAt<'_>)| {
-            Some((at.op.page()?, OpPlace::new(&header, payload, ops, index)))
+            Some((at.op.page()?, OpLocation::new(&header, payload, ops, index)))
         };
         let touches = collected(ops.iter().enumerate().filter_map(touch))?;
         let restores = ops.iter().find_map(|at| match at.op {

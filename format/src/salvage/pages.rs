@@ -15,7 +15,7 @@ use crate::op::{OP_HEADER_LEN, Op, OpAt, decode_single};
 use crate::state::replay::page_info;
 use crate::state::survey::Survey;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
-use crate::state::trail::{OpPlace, ProvenPage};
+use crate::state::trail::{OpLocation, ProvenPage};
 
 /// A version of a page that a manifest or a table names, and the place of its bytes.
 #[derive(Clone, Debug)]
@@ -36,7 +36,7 @@ struct Start {
 pub struct FoundBytes {
     start: Start,
     proven: ProvenPage,
-    places: Vec<OpPlace>,
+    locations: Vec<OpLocation>,
 }
 
 /// Bytes of a page that are summed at a time.
@@ -108,11 +108,11 @@ impl Salvage<'_> {
 
     /// The bytes of a version, if known batches lead to it from `start`, or from the page's creation.
     fn lead(&self, page: PageId, start: Option<&Fact>, wanted: &PageInfo) -> Result<FoundBytes, Damage> {
-        let places = match start {
+        let locations = match start {
             Some(fact) => self.log.touches(page, fact.info.lsn, wanted.lsn),
             None => self.touches_from_creation(page, wanted.lsn)?,
         };
-        let info = self.outcome(page, start.map(|fact| &fact.info), places)?;
+        let info = self.outcome(page, start.map(|fact| &fact.info), locations)?;
         // With one batch less the epoch would be lower. So all batches between are there, except for moves,
         // which change no bytes. The epoch names the page's content, its length and its metadata.
         if info.epoch != wanted.epoch {
@@ -126,7 +126,7 @@ impl Salvage<'_> {
             Some(image) => Start { image: Some(image), len: fact.info.len },
             None => Start { image: None, len: 0 },
         });
-        let bytes = self.bytes(start.ok_or_else(|| self.log.hole(wanted.lsn)), page, places, info.len)?;
+        let bytes = self.bytes(start.ok_or_else(|| self.log.hole(wanted.lsn)), page, locations, info.len)?;
         // If any structure gives the checksum of these bytes, they are compared with it once more.
         let mut known = self.facts_of(info.page).iter().filter(|fact| fact.info.epoch == wanted.epoch);
         let mut computed = None;
@@ -157,7 +157,7 @@ impl Salvage<'_> {
     /// # Errors
     /// [`Damage`] that was not there when they were found, or there is no memory.
     pub fn window(&self, bytes: &FoundBytes, window: Range<u64>) -> Result<Vec<u8>, Damage> {
-        bytes.proven.window(self.source, &bytes.places, &window)
+        bytes.proven.window(self.source, &bytes.locations, &window)
     }
 
     /// The newest version below `wanted` that can be proven: one that a manifest or a table tells of, or the
@@ -169,21 +169,21 @@ impl Salvage<'_> {
         let from_creation = || {
             let created = self.creation(wanted.page)?;
             let until = self.log.reach_before_restore(created).min(Lsn(wanted.lsn.0 - 1));
-            let places = self.touches_from_creation(wanted.page, until).ok()?;
-            let info = self.outcome(wanted.page, None, places).ok()?;
-            let bytes = self.bytes(Err(self.log.hole(until)), info.page, places, info.len).ok()?;
+            let locations = self.touches_from_creation(wanted.page, until).ok()?;
+            let info = self.outcome(wanted.page, None, locations).ok()?;
+            let bytes = self.bytes(Err(self.log.hole(until)), info.page, locations, info.len).ok()?;
             Some((info, bytes))
         };
         let (info, bytes) = proven.next().or_else(from_creation)?;
         let until = self.log.reach_before_restore(info.lsn).min(Lsn(wanted.lsn.0 - 1));
-        let places = self.log.touches(info.page, info.lsn, until);
-        if places.is_empty() {
+        let locations = self.log.touches(info.page, info.lsn, until);
+        if locations.is_empty() {
             return Some((info, bytes));
         }
         let later = || {
-            let later = self.outcome(info.page, Some(&info), places).ok()?;
-            let places = [&bytes.places, places].concat();
-            let bytes = self.bytes(Ok(bytes.start), info.page, &places, later.len).ok()?;
+            let later = self.outcome(info.page, Some(&info), locations).ok()?;
+            let locations = [&bytes.locations, locations].concat();
+            let bytes = self.bytes(Ok(bytes.start), info.page, &locations, later.len).ok()?;
             Some((later, bytes))
         };
         later().or_else(|| Some((info.clone(), bytes.clone())))
@@ -196,7 +196,7 @@ impl Salvage<'_> {
     }
 
     /// The known operations on a page from its creation on, up to batch `until`.
-    fn touches_from_creation(&self, page: PageId, until: Lsn) -> Result<&[OpPlace], Damage> {
+    fn touches_from_creation(&self, page: PageId, until: Lsn) -> Result<&[OpLocation], Damage> {
         let created = self.creation(page).ok_or_else(|| self.log.hole(until))?;
         Ok(self.log.touches(page, Lsn(created.0 - 1), until))
     }
@@ -207,13 +207,14 @@ impl Salvage<'_> {
         &self,
         page: PageId,
         start: Option<&PageInfo>,
-        places: &[OpPlace],
+        locations: &[OpLocation],
     ) -> Result<PageInfo, Damage> {
         let lsn = start.map_or(Lsn(0), |info| info.lsn);
         let mut table = PageTable::from_parts(start.cloned(), Arc::default(), 1, Epoch(0), lsn);
-        for batch in places.chunk_by(|left, right| left.lsn == right.lsn) {
+        for batch in locations.chunk_by(|left, right| left.lsn == right.lsn) {
             let first = &batch[0];
-            let stored = batch.iter().map(|place| place.read(self.source)).collect::<Result<Vec<_>, _>>()?;
+            let stored =
+                batch.iter().map(|location| location.read(self.source)).collect::<Result<Vec<_>, _>>()?;
             let ops = stored
                 .iter()
                 .map(|bytes| Ok(OpAt { op: decode_single(bytes)?, body_at: OP_HEADER_LEN }))
@@ -225,7 +226,7 @@ impl Salvage<'_> {
             table.install(&changes);
         }
         let gone = || Defect::Batch(format!("page {page} is deleted"));
-        let at = |defect: Defect| places.last().map_or(self.log.hole(Lsn(1)), |last| last.at(defect));
+        let at = |defect: Defect| locations.last().map_or(self.log.hole(Lsn(1)), |last| last.at(defect));
         table.get(page).ok_or_else(|| at(gone()))
     }
 
@@ -235,13 +236,13 @@ impl Salvage<'_> {
         &self,
         start: Result<Start, Damage>,
         page: PageId,
-        places: &[OpPlace],
+        locations: &[OpLocation],
         final_len: u64,
     ) -> Result<FoundBytes, Damage> {
         let (mut start, mut since) = (start, 0);
-        for (index, place) in places.iter().enumerate() {
-            let stored = place.read(self.source)?;
-            match decode_single(&stored).map_err(|defect| place.at(defect))? {
+        for (index, location) in locations.iter().enumerate() {
+            let stored = location.read(self.source)?;
+            match decode_single(&stored).map_err(|defect| location.at(defect))? {
                 Op::Image { image, len, .. } => {
                     (start, since) = (Ok(Start { image: Some(image), len }), index + 1);
                 }
@@ -250,11 +251,11 @@ impl Salvage<'_> {
             }
         }
         let start = start?;
-        let place =
+        let location =
             start.image.map_or((FileName::Store, 0), |image| (FileName::Pages(image.file), image.offset));
-        self.check_len(final_len).map_err(|defect| defect.at(place.0, place.1))?;
+        self.check_len(final_len).map_err(|defect| defect.at(location.0, location.1))?;
         let proven = ProvenPage::prove(self.source, page, start.image, start.len)?;
-        Ok(FoundBytes { start, proven, places: places[since..].to_vec() })
+        Ok(FoundBytes { start, proven, locations: locations[since..].to_vec() })
     }
 
     /// Refuses a page that is longer than the caller wants put together.
@@ -294,15 +295,15 @@ impl Salvage<'_> {
         let fact = self.facts_of(page).first().map(|fact| fact.info.clone());
         let from = fact.as_ref().map(|info| info.lsn).or_else(|| self.creation(page))?;
         let ends = self.log.touches(page, from, Lsn(u64::MAX)).last();
-        let ends = ends.and_then(|place| place.read(self.source).ok());
+        let ends = ends.and_then(|location| location.read(self.source).ok());
         let is_deleted = ends.is_some_and(|op| matches!(decode_single(&op), Ok(Op::Delete { .. })));
         if is_deleted || deleted.is_some_and(|lsn| lsn > from) || self.is_passed_over(page, from) {
             return None;
         }
         let until = self.log.reach_before_restore(from);
         let after = if fact.is_some() { from } else { Lsn(from.0 - 1) };
-        let places = self.log.touches(page, after, until);
-        self.outcome(page, fact.as_ref(), places).ok().or(fact)
+        let locations = self.log.touches(page, after, until);
+        self.outcome(page, fact.as_ref(), locations).ok().or(fact)
     }
 
     /// Whether a snapshot that was begun after batch `lsn` does not name the page any more.

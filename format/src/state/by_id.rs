@@ -3,7 +3,7 @@
 //! takes no more than a few bytes beyond its own. (A tree of single pages took 2.8 times as long for a commit
 //! among a million as among a thousand, and half of it was empty: rising ids fill its nodes half.)
 //!
-//! Numbers can be *marked* for a later look. A number stays marked after its item is gone.
+//! Numbers can be *flagged* for a later look. A number stays flagged after its item is gone.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::marker::PhantomData;
@@ -123,30 +123,30 @@ impl<T> Row<T> {
     }
 }
 
-/// The items under [`ROW`] numbers, and which of the numbers are marked.
+/// The items under [`ROW`] numbers, and which of the numbers are flagged.
 #[derive(Clone, Debug)]
 struct IdChunk<T> {
     /// Its first number, divided by [`ROW`].
     number: u64,
     row: Row<T>,
-    marked: Bits,
+    flagged: Bits,
 }
 
 /// Items in the order of their numbers.
 #[derive(Clone, Debug)]
 pub struct ById<K, T> {
     /// Rows of chunks, by the first number divided by the square of [`ROW`]. No row is empty, and no chunk is
-    /// without an item or a mark.
+    /// without an item or a flag.
     rows: BTreeMap<u64, Row<IdChunk<T>>>,
     count: usize,
-    /// Chunks that may hold marked numbers. In some, no number is marked any more.
-    marked: BTreeSet<u64>,
+    /// Chunks that may hold flagged numbers. In some, no number is flagged any more.
+    flagged: BTreeSet<u64>,
     numbers: PhantomData<K>,
 }
 
 impl<K, T> Default for ById<K, T> {
     fn default() -> Self {
-        Self { rows: BTreeMap::new(), count: 0, marked: BTreeSet::new(), numbers: PhantomData }
+        Self { rows: BTreeMap::new(), count: 0, flagged: BTreeSet::new(), numbers: PhantomData }
     }
 }
 
@@ -163,14 +163,14 @@ impl<K: Number, T> ById<K, T> {
         let row = self.rows.entry(number / ROW / ROW).or_default();
         let number = number / ROW;
         if row.position(number).is_err() {
-            row.insert(number, IdChunk { number, row: Row::default(), marked: Bits::default() });
+            row.insert(number, IdChunk { number, row: Row::default(), flagged: Bits::default() });
         }
         row.get_mut(number).expect("put there just now")
     }
 
     /// Forgets a chunk in which there is nothing any more.
     fn forget_if_empty(&mut self, number: u64) {
-        let is_empty = |chunk: &IdChunk<T>| chunk.row.items.is_empty() && chunk.marked.is_empty();
+        let is_empty = |chunk: &IdChunk<T>| chunk.row.items.is_empty() && chunk.flagged.is_empty();
         if !self.chunk(number).is_some_and(is_empty) {
             return;
         }
@@ -280,7 +280,7 @@ impl<K: Number, T> ById<K, T> {
     pub fn absorb(&mut self, other: Self) {
         for chunk in other.rows.into_values().flat_map(|row| row.items) {
             let first = chunk.number * ROW;
-            chunk.marked.numbers(first).for_each(|number| self.mark(K::of(number)));
+            chunk.flagged.numbers(first).for_each(|number| self.flag(K::of(number)));
             match self.chunk_mut(first) {
                 Some(here) if here.row.items.is_empty() => here.row = chunk.row,
                 Some(_) => {
@@ -294,47 +294,47 @@ impl<K: Number, T> ById<K, T> {
         }
     }
 
-    /// Marks a number, whether or not it has an item.
-    pub fn mark(&mut self, key: K) {
+    /// Flags a number, whether or not it has an item.
+    pub fn flag(&mut self, key: K) {
         let chunk = self.chunk_or_new(key.number());
-        let (number, is_first) = (chunk.number, chunk.marked.is_empty());
-        chunk.marked.insert(key.number());
+        let (number, is_first) = (chunk.number, chunk.flagged.is_empty());
+        chunk.flagged.insert(key.number());
         if is_first {
-            self.marked.insert(number);
+            self.flagged.insert(number);
         }
     }
 
-    /// Marks all numbers that have an item.
-    pub fn mark_all(&mut self) {
+    /// Flags all numbers that have an item.
+    pub fn flag_all(&mut self) {
         for chunk in self.rows.values_mut().flat_map(|row| &mut row.items) {
-            let (present, marked) = (chunk.row.present.0, &mut chunk.marked.0);
-            marked.iter_mut().zip(present).for_each(|(marked, present)| *marked |= present);
-            self.marked.insert(chunk.number);
+            let (present, flagged) = (chunk.row.present.0, &mut chunk.flagged.0);
+            flagged.iter_mut().zip(present).for_each(|(flagged, present)| *flagged |= present);
+            self.flagged.insert(chunk.number);
         }
     }
 
-    /// The marked numbers, ascending.
-    pub fn each_marked(&self) -> impl Iterator<Item = K> {
-        let chunks = self.marked.iter().filter_map(|number| self.chunk(number * ROW));
-        chunks.flat_map(|chunk| chunk.marked.numbers(chunk.number * ROW).map(K::of))
+    /// The flagged numbers, ascending.
+    pub fn each_flagged(&self) -> impl Iterator<Item = K> {
+        let chunks = self.flagged.iter().filter_map(|number| self.chunk(number * ROW));
+        chunks.flat_map(|chunk| chunk.flagged.numbers(chunk.number * ROW).map(K::of))
     }
 
-    /// As [`each_marked`](Self::each_marked), in a list.
+    /// As [`each_flagged`](Self::each_flagged), in a list.
     ///
     /// # Errors
     /// [`Defect::Memory`].
-    pub fn marked(&mut self) -> Result<Vec<K>, Defect> {
-        let mut chunks = std::mem::take(&mut self.marked);
-        chunks.retain(|number| self.chunk(number * ROW).is_some_and(|chunk| !chunk.marked.is_empty()));
-        self.marked = chunks;
-        collected(self.each_marked())
+    pub fn flagged(&mut self) -> Result<Vec<K>, Defect> {
+        let mut chunks = std::mem::take(&mut self.flagged);
+        chunks.retain(|number| self.chunk(number * ROW).is_some_and(|chunk| !chunk.flagged.is_empty()));
+        self.flagged = chunks;
+        collected(self.each_flagged())
     }
 
-    /// Takes a number's mark off.
-    pub fn unmark(&mut self, key: K) {
+    /// Takes a number's flag off.
+    pub fn unflag(&mut self, key: K) {
         let Some(chunk) = self.chunk_mut(key.number()) else { return };
-        chunk.marked.remove(key.number());
-        if chunk.marked.is_empty() {
+        chunk.flagged.remove(key.number());
+        if chunk.flagged.is_empty() {
             self.forget_if_empty(key.number());
         }
     }
@@ -352,7 +352,7 @@ impl<K: Number, T> Index<K> for ById<K, T> {
     }
 }
 
-/// Marks count for nothing.
+/// Flags count for nothing.
 impl<K: Number, T: PartialEq> PartialEq for ById<K, T> {
     fn eq(&self, other: &Self) -> bool {
         let is_same = |((key, item), (other_key, other)): ((K, &T), (K, &T))| {
@@ -422,12 +422,12 @@ mod tests {
     use super::*;
     use crate::ids::PageId;
 
-    /// Whatever is done to the map and its marks, they equal an ordinary map and an ordinary set.
+    /// Whatever is done to the map and its flags, they equal an ordinary map and an ordinary set.
     #[test]
     fn items_are_found_under_their_numbers_and_in_order() {
         let ids = [1, 63, 64, 255, 256, 257, 70_000, u64::MAX - 1, u64::MAX, 2, 0];
         let (mut items, mut expected) = (ById::default(), BTreeMap::new());
-        let mut marked = BTreeSet::new();
+        let mut flagged = BTreeSet::new();
         // Steps that share no factor with the number of ids put and take each of them in many orders.
         for step in (0..2000_u64).step_by(crate::CASES_STEP) {
             let page = PageId(ids[(step * 7 % 11) as usize]);
@@ -437,14 +437,14 @@ mod tests {
                 assert_eq!(items.insert(page, step), expected.insert(page, step));
             }
             if step % 3 == 0 {
-                items.mark(page);
-                marked.insert(page);
+                items.flag(page);
+                flagged.insert(page);
             }
             if step % 70 == 69 {
-                // Among them some that are not marked, or not there.
+                // Among them some that are not flagged, or not there.
                 let settled: Vec<PageId> = ids.iter().step_by(3).copied().map(PageId).collect();
-                settled.iter().for_each(|page| items.unmark(*page));
-                marked.retain(|page| !settled.contains(page));
+                settled.iter().for_each(|page| items.unflag(*page));
+                flagged.retain(|page| !settled.contains(page));
             }
             if let Some(item) = items.get_mut(page) {
                 *item += 1;
@@ -455,7 +455,7 @@ mod tests {
             assert!(items.values().eq(expected.values()));
             assert_eq!((items.len(), items.iter().len()), (expected.len(), expected.len()));
             assert_eq!(items.last(), expected.values().last());
-            assert_eq!(items.marked().unwrap(), marked.iter().copied().collect::<Vec<_>>());
+            assert_eq!(items.flagged().unwrap(), flagged.iter().copied().collect::<Vec<_>>());
             let anew: ById<PageId, u64> = expected.iter().map(|(page, item)| (*page, *item)).collect();
             assert_eq!(items, anew);
             assert!(items.clone().into_items().eq(expected.clone()));
@@ -465,7 +465,7 @@ mod tests {
                 assert!(found.eq(within.map(|(page, item)| (*page, item))), "{first}..={last}");
             }
         }
-        ids.iter().for_each(|id| items.unmark(PageId(*id)));
+        ids.iter().for_each(|id| items.unflag(PageId(*id)));
         items.insert(PageId(64), 0);
         items.retain(|page, _| page == PageId(64));
         assert_eq!(items.iter().map(|(page, _)| page.0).collect::<Vec<_>>(), [64]);
@@ -473,7 +473,7 @@ mod tests {
     }
 
     /// Wherever the items are parted, among rows or within one, and whichever map is taken over: no item and
-    /// no mark is lost.
+    /// no flag is lost.
     #[test]
     fn items_that_were_apart_come_together() {
         let numbers = [0, 1, 255, 256, 300, 511, 70_000, 70_001, u64::MAX];
@@ -482,7 +482,7 @@ mod tests {
                 let part = |numbers: &[u64]| {
                     let mut part: ById<PageId, u64> =
                         numbers.iter().map(|number| (PageId(*number), *number)).collect();
-                    numbers.iter().for_each(|number| part.mark(PageId(number ^ 2)));
+                    numbers.iter().for_each(|number| part.flag(PageId(number ^ 2)));
                     part
                 };
                 let mut items = part(here);
@@ -490,7 +490,7 @@ mod tests {
                 let expected = part(&numbers);
                 assert_eq!((&items, items.len()), (&expected, numbers.len()), "{parted}");
                 assert!(items.values().eq(&numbers), "{parted}");
-                assert_eq!(items.marked().unwrap(), expected.clone().marked().unwrap(), "{parted}");
+                assert_eq!(items.flagged().unwrap(), expected.clone().flagged().unwrap(), "{parted}");
             }
         }
         // The item that is taken over is newer.

@@ -8,5 +8,6 @@ pub mod bases;
 pub mod replay;
 pub mod survey;
 pub mod follow;
+pub mod reach;
 pub mod rebuild;
 pub mod trail;

@@ -138,9 +138,9 @@ impl Survey {
 
     /// The log's beginning as a candidate, unless it was recycled.
     pub(crate) fn beginning(&self) -> Option<Result<Option<Arc<Manifest>>, Damage>> {
-        match (self.log.beginning(), self.log.cut()) {
+        match (self.log.beginning(), self.log.break_of_line()) {
             (Some(_), _) => Some(Ok(None)),
-            (None, cut) => cut.cloned().map(Err),
+            (None, of_line) => of_line.cloned().map(Err),
         }
     }
 }

@@ -1,9 +1,10 @@
-//! Single pages of a state, without loading all of it: the places of the operations that make a page from its
-//! base.
+//! Single pages of a state, without loading all of it: the locations of the operations that make a page
+//! from its base.
 //!
 //! [`Survey::resolve`] walks the log once and keeps only the table. [`Trails::follow`] does the same, and
-//! also notes for each page the places of its operations: 56 bytes each, and as much for every mebibyte that
-//! one writes. Then [`Trails::load`] reads a page's base and its own operations, and nothing of other pages.
+//! also notes for each page the locations of its operations: 56 bytes each, and as much for every mebibyte
+//! that one writes. Then [`Trails::load`] reads a page's base and its own operations, and nothing of other
+//! pages.
 //!
 //! Of a long page any window can be had without the rest: [`Trails::prove`] proves its image once, and
 //! [`Trails::window`] reads what the window has of it, and those operations that reach there. An operation
@@ -32,13 +33,13 @@ use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::Survey;
 use crate::state::window::{PageWindow, load_base, load_window};
 
-/// More bytes of one write have several places, so that a window of the page reads no more of them than it
+/// More bytes of one write have several locations, so that a window of the page reads no more of them than it
 /// has.
 const WRITTEN_AT_ONCE: usize = 1 << 20;
 
 /// Where an operation lies in the log, or a part of the bytes that one writes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct OpPlace {
+pub(crate) struct OpLocation {
     segment: u64,
     /// From the segment's start.
     offset: u64,
@@ -53,17 +54,17 @@ pub(crate) struct OpPlace {
 }
 
 /// Where operations lie that were cut out of the payload of a frame.
-struct PlaceInFrame<'p> {
+struct FramePart<'p> {
     header: &'p FrameHeader,
     payload: &'p [u8],
 }
 
-impl PlaceInFrame<'_> {
-    fn place(&self, range: Range<usize>, reach: Range<u64>, is_part: bool) -> OpPlace {
+impl FramePart<'_> {
+    fn place(&self, range: Range<usize>, reach: Range<u64>, is_part: bool) -> OpLocation {
         let Self { header, payload } = self;
         let offset = header.offset + FRAME_HEADER_LEN + range.start as u64;
         let bytes = &payload[range];
-        OpPlace {
+        OpLocation {
             segment: header.segment,
             offset,
             lsn: header.lsn,
@@ -76,15 +77,15 @@ impl PlaceInFrame<'_> {
     }
 }
 
-impl OpPlace {
+impl OpLocation {
     /// The place of the operation `index` of a batch whose payload was checked.
     pub fn new(header: &FrameHeader, payload: &[u8], ops: &[OpAt<'_>], index: usize) -> Self {
         let start = ops[index].body_at - OP_HEADER_LEN;
         let end = ops.get(index + 1).map_or(payload.len(), |next| next.body_at - OP_HEADER_LEN);
-        PlaceInFrame { header, payload }.place(start..end, reach(&ops[index].op), false)
+        FramePart { header, payload }.place(start..end, reach(&ops[index].op), false)
     }
 
-    /// As [`OpPlace::new`], but a long write has several, one behind the other.
+    /// As [`OpLocation::new`], but a long write has several, one behind the other.
     fn parts<'p>(
         header: &'p FrameHeader,
         payload: &'p [u8],
@@ -102,7 +103,7 @@ impl OpPlace {
             (0..len).step_by(WRITTEN_AT_ONCE).map(move |from| {
                 let to = len.min(from + WRITTEN_AT_ONCE);
                 let reach = offset + from as u64..offset + to as u64;
-                PlaceInFrame { header, payload }.place(body_at + from..body_at + to, reach, true)
+                FramePart { header, payload }.place(body_at + from..body_at + to, reach, true)
             })
         });
         whole.into_iter().chain(parts)
@@ -185,12 +186,12 @@ impl ProvenPage {
     pub(crate) fn window(
         &self,
         source: &dyn ReadAt,
-        places: &[OpPlace],
+        locations: &[OpLocation],
         window: &Range<u64>,
     ) -> Result<Vec<u8>, Damage> {
         let mut bytes = load_window(source, self.base_len, self.image.as_ref(), window.clone())?;
-        for place in places.iter().filter(|place| place.reaches(window)) {
-            place.apply(source, self.page, &mut bytes)?;
+        for location in locations.iter().filter(|location| location.reaches(window)) {
+            location.apply(source, self.page, &mut bytes)?;
         }
         Ok(bytes.into_bytes())
     }
@@ -201,7 +202,7 @@ impl ProvenPage {
 #[derive(Debug)]
 pub struct PageTrail {
     proven: ProvenPage,
-    places: Vec<OpPlace>,
+    locations: Vec<OpLocation>,
 }
 
 impl PageTrail {
@@ -210,7 +211,7 @@ impl PageTrail {
     /// # Errors
     /// [`Damage`] in its image, or there is no memory.
     pub fn prove(source: &dyn ReadAt, page: PageId, base: &Base) -> Result<Self, Damage> {
-        Ok(Self { proven: ProvenPage::prove(source, page, base.image, base.len)?, places: Vec::new() })
+        Ok(Self { proven: ProvenPage::prove(source, page, base.image, base.len)?, locations: Vec::new() })
     }
 
     /// Notes operation `index` of a batch whose payload was checked: it is on this page, and after its base.
@@ -224,7 +225,7 @@ impl PageTrail {
         ops: &[OpAt<'_>],
         index: usize,
     ) -> Result<(), Defect> {
-        note(&mut self.places, header, payload, ops, index)
+        note(&mut self.locations, header, payload, ops, index)
     }
 
     /// A window of the page as it is after these operations, which ends where the page does or before.
@@ -233,22 +234,22 @@ impl PageTrail {
     /// [`Damage`] that was not there when the page was proven and its operations noted, or there is no
     /// memory.
     pub fn window(&self, source: &dyn ReadAt, window: &Range<u64>) -> Result<Vec<u8>, Damage> {
-        self.proven.window(source, &self.places, window)
+        self.proven.window(source, &self.locations, window)
     }
 }
 
-/// Adds the places of an operation.
+/// Adds the locations of an operation.
 fn note(
-    places: &mut Vec<OpPlace>,
+    locations: &mut Vec<OpLocation>,
     header: &FrameHeader,
     payload: &[u8],
     ops: &[OpAt<'_>],
     index: usize,
 ) -> Result<(), Defect> {
-    for place in OpPlace::parts(header, payload, ops, index) {
-        let needed = (2 * places.len() * size_of::<OpPlace>()) as u64;
-        places.try_reserve(1).map_err(|_| Defect::Memory { needed })?;
-        places.push(place);
+    for location in OpLocation::parts(header, payload, ops, index) {
+        let needed = (2 * locations.len() * size_of::<OpLocation>()) as u64;
+        locations.try_reserve(1).map_err(|_| Defect::Memory { needed })?;
+        locations.push(location);
     }
     Ok(())
 }
@@ -256,7 +257,7 @@ fn note(
 /// The operations that a page's bytes need on top of its base, for all pages of a state.
 #[derive(Debug, Default)]
 pub struct Trails {
-    pages: HashMap<PageId, Vec<OpPlace>>,
+    pages: HashMap<PageId, Vec<OpLocation>>,
     point: LogPoint,
 }
 
@@ -282,9 +283,9 @@ impl Trails {
         })?;
         // A page that was made anew on the way, by a restore or a create, needs nothing from before.
         let resolved = &resolution.resolved;
-        self.pages.retain(|page, places| {
-            places.retain(|place| resolved.applies(*page, place.lsn));
-            !places.is_empty()
+        self.pages.retain(|page, locations| {
+            locations.retain(|location| resolved.applies(*page, location.lsn));
+            !locations.is_empty()
         });
         Ok(resolution)
     }
@@ -297,7 +298,7 @@ impl Trails {
             if !at.op.changes_bytes() {
                 continue;
             }
-            let needed = (self.pages.len() * size_of::<OpPlace>()) as u64;
+            let needed = (self.pages.len() * size_of::<OpLocation>()) as u64;
             self.pages.try_reserve(1).map_err(|_| Defect::Memory { needed })?;
             note(self.pages.entry(page).or_default(), &frame.header, frame.payload, ops, index)?;
         }
@@ -332,8 +333,8 @@ impl Trails {
     ) -> Result<Vec<u8>, Damage> {
         let base = resolved.bases.get(page).expect("a page of the table");
         let mut whole = load_base(source, &base, resolved.final_len(page))?;
-        for place in self.pages.get(&page).into_iter().flatten() {
-            place.apply(source, page, &mut whole)?;
+        for location in self.pages.get(&page).into_iter().flatten() {
+            location.apply(source, page, &mut whole)?;
         }
         Ok(whole.into_bytes())
     }
@@ -367,7 +368,7 @@ impl Trails {
         proven: &ProvenPage,
         window: &Range<u64>,
     ) -> Result<Vec<u8>, Damage> {
-        let places = self.pages.get(&proven.page).map_or(&[][..], Vec::as_slice);
-        proven.window(source, places, window)
+        let locations = self.pages.get(&proven.page).map_or(&[][..], Vec::as_slice);
+        proven.window(source, locations, window)
     }
 }

@@ -70,7 +70,7 @@ fn what_a_writer_removes_after_the_folder_was_listed_is_no_damage() {
     let recycled = Beside { maker: &maker, removed: FileName::Segment(1) };
     let survey = Survey::read(&recycled).unwrap();
     assert!(!survey.log.segments().contains_key(&1));
-    assert_eq!(survey.log.cut(), None);
+    assert_eq!(survey.log.break_of_line(), None);
 }
 
 #[test]
@@ -325,4 +325,44 @@ fn a_state_is_rebuilt_from_compressed_images() {
     let rebuilt = rebuild(&maker.files, &RebuildOptions { base: Some(SnapshotId(1)), ..Default::default() });
     let damage = rebuilt.unwrap_err().to_string();
     assert!(damage.contains("image checksum is"), "{damage}");
+}
+
+/// The log's last seal keeps the log after snapshot 2 and, of snapshot 1, its own end. All segments are still
+/// there, so nothing but the seal tells.
+#[test]
+fn a_rebuild_starts_nowhere_below_the_floor() {
+    let mut maker = four();
+    maker.snapshot(1, 2, 2, 2).snapshot(2, 3, 3, 4);
+    let entry = |snapshot, log_kept| {
+        [VerifiedSnapshot { snapshot: SnapshotId(snapshot), manifest_crc: 7, log_kept }].into_iter()
+    };
+    let found = |maker: &Maker, base: Option<u64>, until: Option<u64>| {
+        let options =
+            RebuildOptions { base: base.map(SnapshotId), until: until.map(Lsn), ..RebuildOptions::default() };
+        rebuild(&maker.files, &options).map_err(|damage| damage.to_string())
+    };
+    let check =
+        |maker: &Maker, why: &str, base: Option<u64>, until: Option<u64>, expected: Option<u64>| match (
+            found(maker, base, until),
+            expected,
+        ) {
+            (Ok(rebuilt), Some(lsn)) => check_state(why, &rebuilt, lsn),
+            (Err(damage), None) => assert!(damage.contains("missing"), "{why}: {damage}"),
+            (found, _) => panic!("{why}: {found:?}"),
+        };
+    // Before there is a floor, replay starts wherever the log is.
+    for (base, until) in [(Some(1), None), (Some(1), Some(3)), (None, Some(1))] {
+        check(&maker, "no floor", base, until, Some(until.unwrap_or(4)));
+    }
+    maker.seal(&entry(1, false).chain(entry(2, true)).collect::<Vec<_>>());
+    check(&maker, "the newest state", None, None, Some(4));
+    check(&maker, "snapshot 1's own state", Some(1), Some(2), Some(2));
+    check(&maker, "the same, asked for by its batch", None, Some(2), Some(2));
+    check(&maker, "from snapshot 1 to the end", Some(1), None, None);
+    check(&maker, "from snapshot 1 to batch 3", Some(1), Some(3), None);
+    check(&maker, "batch 3", None, Some(3), None);
+    check(&maker, "batch 1, from the log's beginning", None, Some(1), None);
+    // Without the floor's snapshot nothing is left to start from, though the whole log is there.
+    maker.files.0.remove(&FileName::Manifest(2));
+    check(&maker, "the floor's snapshot is lost", None, None, None);
 }

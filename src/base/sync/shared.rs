@@ -6,35 +6,35 @@ use std::sync::{Arc, OnceLock};
 
 use arc_swap::ArcSwapOption;
 
-/// A place for a shared value, or for none. A reader takes the value and neither waits nor makes another
+/// A cell for a shared value, or for none. A reader takes the value and neither waits nor makes another
 /// thread wait. A reader sees a stored value as a whole, with everything that its writer did before.
 pub struct Swap<T>(ArcSwapOption<T>);
 
-/// The content of a place at the moment of a look.
+/// The content of a cell at the moment of a look.
 pub struct SwapGuard<T>(arc_swap::Guard<Option<Arc<T>>>);
 
 impl<T> Swap<T> {
-    /// A place that holds this value.
+    /// A cell that holds this value.
     pub fn new(value: Option<Arc<T>>) -> Self {
         Self(ArcSwapOption::new(value))
     }
 
-    /// The place's value, for a look: no reference is counted.
+    /// The cell's value, for a look: no reference is counted.
     pub fn look(&self) -> SwapGuard<T> {
         SwapGuard(self.0.load())
     }
 
-    /// The place's value.
+    /// The cell's value.
     pub fn get(&self) -> Option<Arc<T>> {
         self.0.load_full()
     }
 
-    /// Puts another value in the place.
+    /// Puts another value in the cell.
     pub fn set(&self, value: Option<Arc<T>>) {
         self.0.store(value);
     }
 
-    /// Takes the value out, for the only owner of the place.
+    /// Takes the value out, for the only owner of the cell.
     pub fn take(&mut self) -> Option<Arc<T>> {
         self.0.swap(None)
     }

@@ -8,36 +8,36 @@ use std::sync::Arc;
 
 use shuttle_parking_lot::Mutex;
 
-/// A place for a shared value, or for none.
+/// A cell for a shared value, or for none.
 #[derive(Debug)]
 pub struct Swap<T>(Mutex<Option<Arc<T>>>);
 
-/// The content of a place at the moment of a look.
+/// The content of a cell at the moment of a look.
 #[derive(Debug)]
 pub struct SwapGuard<T>(Option<Arc<T>>);
 
 impl<T> Swap<T> {
-    /// A place that holds this value.
+    /// A cell that holds this value.
     pub fn new(value: Option<Arc<T>>) -> Self {
         Self(Mutex::new(value))
     }
 
-    /// The place's value, for a look.
+    /// The cell's value, for a look.
     pub fn look(&self) -> SwapGuard<T> {
         SwapGuard(self.get())
     }
 
-    /// The place's value.
+    /// The cell's value.
     pub fn get(&self) -> Option<Arc<T>> {
         self.0.lock().clone()
     }
 
-    /// Puts another value in the place.
+    /// Puts another value in the cell.
     pub fn set(&self, value: Option<Arc<T>>) {
         let _before = std::mem::replace(&mut *self.0.lock(), value);
     }
 
-    /// Takes the value out, for the only owner of the place.
+    /// Takes the value out, for the only owner of the cell.
     pub fn take(&mut self) -> Option<Arc<T>> {
         self.0.get_mut().take()
     }

@@ -160,7 +160,7 @@ pub struct CombineRow {
     pub reserved: u32,
 }
 
-/// Two ranges, or two cuts of longer ones, whose differing elements [`DIFF`] marks.
+/// Two ranges, or two cuts of longer ones, whose differing elements [`DIFF`] finds.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiffRow {

@@ -92,7 +92,7 @@ impl SegmentPool {
             let at = if reserve.end < spares.files.len() {
                 spares.files.len() - 1
             } else {
-                spares.held_for_opens()
+                spares.kept_for_opens()
             };
             let spare = spares.take(at);
             disk.remove(FileName::Spare(spare.number))?;
@@ -119,8 +119,8 @@ impl SegmentPool {
 
     /// Makes the empty segment `number`; file and name are durable when this returns.
     ///
-    /// `ahead` is the number of segments of the log that are empty.
-    pub fn make(&self, number: u64, ahead: usize, purpose: SpacePurpose) -> Result<SegmentFile> {
+    /// `empty` is the number of segments of the log that are empty.
+    pub fn make(&self, number: u64, empty: usize, purpose: SpacePurpose) -> Result<SegmentFile> {
         let _phase = phases::enter(Phase::SegmentRoll);
         let mut spares = self.spares.lock();
         let wanted = if purpose == SpacePurpose::Open { self.first_len() } else { spares.next_len };
@@ -128,7 +128,7 @@ impl SegmentPool {
             SpacePurpose::Open => {
                 // Zeros and syncs of two new segments were a third of the time that a small store took to
                 // open.
-                let at = spares.held_for_opens();
+                let at = spares.kept_for_opens();
                 spares.files.get(at).is_some_and(|spare| spare.len <= wanted).then_some(at)
             }
             SpacePurpose::User | SpacePurpose::Delete | SpacePurpose::Seal => {
@@ -147,7 +147,7 @@ impl SegmentPool {
         };
         let made = match made {
             // As short as segments are: a spare of any length will do for a seal or for a few deletes.
-            Err(Error::DiskFull { .. }) if self.may_take(&spares, ahead, purpose) => {
+            Err(Error::DiskFull { .. }) if self.may_take(&spares, empty, purpose) => {
                 self.make_of_reserve(&mut spares, number, SEGMENT_LEN_MIN)?
             }
             made => made?,
@@ -200,8 +200,8 @@ impl SegmentPool {
     fn make_of_reserve(&self, spares: &mut Spares, number: u64, needed: u64) -> Result<SegmentFile> {
         loop {
             // The long spares first, except one: the next open may have to copy that length of batches.
-            let held = spares.held_for_opens();
-            let from = if held + 1 < spares.files.len() { held } else { 0 };
+            let kept = spares.kept_for_opens();
+            let from = if kept + 1 < spares.files.len() { kept } else { 0 };
             let fits = |at: &usize| spares.files[*at].len >= needed;
             let Some(at) = (from..spares.files.len()).chain(0..from).find(fits) else {
                 return self.make_anew(number, needed);
@@ -223,7 +223,7 @@ impl SegmentPool {
         &self,
         number: u64,
         frame_len: u64,
-        ahead: usize,
+        empty: usize,
         purpose: SpacePurpose,
     ) -> Result<SegmentFile> {
         let _phase = phases::enter(Phase::SegmentRoll);
@@ -233,7 +233,7 @@ impl SegmentPool {
         let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
         let len = needed.max(wanted);
         let long = match self.make_anew(number, len) {
-            Err(Error::DiskFull { .. }) if self.may_take(&spares, ahead, purpose) => {
+            Err(Error::DiskFull { .. }) if self.may_take(&spares, empty, purpose) => {
                 self.make_of_reserve(&mut spares, number, needed)?
             }
             made => made?,
@@ -288,7 +288,7 @@ impl SegmentPool {
         }
         // A few short segments wait for the next opens. A log that has grown takes longer ones.
         let short = spares.files.iter().filter(|spare| spare.len <= FIRST_LEN).count();
-        if len <= FIRST_LEN && FIRST_LEN < len_max && short >= self.rules.held() + FIRST_SPARES_MAX {
+        if len <= FIRST_LEN && FIRST_LEN < len_max && short >= self.rules.kept_back() + FIRST_SPARES_MAX {
             return false;
         }
         let surplus = spares.surplus_bytes();

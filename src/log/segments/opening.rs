@@ -31,9 +31,9 @@ impl SegmentPool {
         let len_min = needed.max(SEGMENT_LEN_MIN);
         let mut len = if free < 2 * self.first_len() { len_min } else { needed.max(self.first_len()) };
         loop {
-            let held = spares.held_for_opens();
-            let short = spares.files.iter().skip(held).position(is_short).filter(|_| !is_cramped);
-            let short = short.map(|at| held + at);
+            let kept = spares.kept_for_opens();
+            let short = spares.files.iter().skip(kept).position(is_short).filter(|_| !is_cramped);
+            let short = short.map(|at| kept + at);
             let built = match short {
                 Some(at) => self.open_spare(&mut spares, at, number, opening, frames),
                 None => {

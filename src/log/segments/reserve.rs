@@ -2,7 +2,7 @@
 //!
 //! The order of claims is: the next open, then seals, then deletes, then other batches. Random lives on a
 //! simulated full disk came to a store that could not be opened any more within forty steps, before spares
-//! were held for opens (`docs/decisions.md`).
+//! were kept for opens (`docs/decisions.md`).
 
 use std::sync::atomic::Ordering;
 
@@ -10,7 +10,7 @@ use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
 use remanent_format::{FileName, Folder};
 
 use super::SegmentPool;
-use super::spares::{FIRST_LEN, HELD_FOR_OPENS, Spare, Spares};
+use super::spares::{FIRST_LEN, KEPT_FOR_OPENS, Spare, Spares};
 use crate::error::{Error, Result};
 
 /// The purpose of a request for space. The reserve of a full disk is for purposes that free space or end a
@@ -35,35 +35,35 @@ impl SpacePurpose {
             // The spares are kept for opens, so an open may take the last one.
             SpacePurpose::Open => 0,
             // The manifest of a snapshot that gives space back may take the one that is held for it.
-            SpacePurpose::Seal => HELD_FOR_OPENS - 1,
-            SpacePurpose::Delete => HELD_FOR_OPENS + 1,
+            SpacePurpose::Seal => KEPT_FOR_OPENS - 1,
+            SpacePurpose::Delete => KEPT_FOR_OPENS + 1,
             // Two more than a delete leaves: the user must be able to delete on a disk that refuses other
             // batches, also after the next open, in which a spare may give way for a name.
-            SpacePurpose::User => HELD_FOR_OPENS + 3,
+            SpacePurpose::User => KEPT_FOR_OPENS + 3,
         }
     }
 }
 
 impl SegmentPool {
     /// Whether this purpose may take a spare that is kept back and still leave what an open needs.
-    pub(super) fn may_take(&self, spares: &Spares, ahead: usize, purpose: SpacePurpose) -> bool {
-        let is_left = || self.rules.reserve == 0 || spares.files.len() + ahead > purpose.leaves();
+    pub(super) fn may_take(&self, spares: &Spares, empty: usize, purpose: SpacePurpose) -> bool {
+        let is_left = || self.rules.reserve == 0 || spares.files.len() + empty > purpose.leaves();
         purpose == SpacePurpose::Open || purpose != SpacePurpose::User && is_left()
     }
 
-    /// Whether a frame may be written while `ahead` segments of the log are empty, and the store can still be
+    /// Whether a frame may be written while `empty` segments of the log are empty, and the store can still be
     /// opened again afterwards. One comparison a batch, without a lock.
-    pub fn is_held(&self, ahead: usize, purpose: SpacePurpose) -> bool {
-        self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + ahead >= purpose.leaves()
+    pub fn leaves_enough(&self, empty: usize, purpose: SpacePurpose) -> bool {
+        self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + empty >= purpose.leaves()
     }
 
-    /// Makes sure of [`is_held`](Self::is_held) where that is possible. Where the disk has space, the maker
-    /// fills the reserve soon, and no frame waits for it.
+    /// Makes sure of [`leaves_enough`](Self::leaves_enough) where that is possible. Where the disk has space,
+    /// the maker fills the reserve soon, and no frame waits for it.
     ///
     /// # Errors
     /// [`Error::DiskFull`] with nothing changed.
-    pub fn hold(&self, number: u64, ahead: usize, purpose: SpacePurpose) -> Result<()> {
-        while !self.is_held(ahead, purpose) {
+    pub fn keep_back(&self, number: u64, empty: usize, purpose: SpacePurpose) -> Result<()> {
+        while !self.leaves_enough(empty, purpose) {
             let needed = self.lacking_bytes();
             // There is space, so this frame waits for no file: the maker brings the reserve up.
             if self.free_bytes() >= needed {
@@ -73,7 +73,7 @@ impl SegmentPool {
                 Ok(false) => {}
                 Ok(true) => break,
                 // The maker may have filled the reserve first; then the full disk refused only the surplus.
-                Err(Error::DiskFull { .. }) if self.is_held(ahead, purpose) => break,
+                Err(Error::DiskFull { .. }) if self.leaves_enough(empty, purpose) => break,
                 Err(Error::DiskFull { needed, .. }) => {
                     return Err(Error::disk_full(FileName::Segment(number), needed));
                 }
@@ -98,10 +98,10 @@ impl SegmentPool {
         Ok(())
     }
 
-    /// About how many bytes fill the reserve and the spares held for opens. Doubled, because other files take
+    /// About how many bytes fill the reserve and the spares kept for opens. Doubled, because other files take
     /// space at the same time.
     fn lacking_bytes(&self) -> u64 {
-        let lacking = self.rules.held().saturating_sub(self.count.load(Ordering::Acquire)) as u64;
+        let lacking = self.rules.kept_back().saturating_sub(self.count.load(Ordering::Acquire)) as u64;
         2 * lacking * self.first_len()
     }
 
@@ -110,7 +110,7 @@ impl SegmentPool {
     pub fn add_to_reserve(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
         if !spares.is_full() {
-            // Two segments are ahead of the one in use. While segments grow, half of the next one is twice
+            // Two empty segments follow the one in use. While segments grow, half of the next one is twice
             // that length.
             let is_grown = spares.next_len == self.rules.len;
             let mut len = match spares.lacks_long() {
@@ -143,11 +143,11 @@ impl SegmentPool {
             let is_too_much = spares.are_too_many();
             let is_old =
                 |spare: &Spare| spare.len < spares.reserve_len() && (spare.len > FIRST_LEN || is_too_much);
-            let held = spares.held_for_opens();
-            if let Some(at) = spares.files.iter().skip(held).position(is_old)
-                && spares.files.len() > self.rules.held()
+            let kept = spares.kept_for_opens();
+            if let Some(at) = spares.files.iter().skip(kept).position(is_old)
+                && spares.files.len() > self.rules.kept_back()
             {
-                self.give_up(&mut spares, held + at)?;
+                self.give_up(&mut spares, kept + at)?;
             }
         }
         Ok(spares.is_full())
@@ -182,8 +182,8 @@ impl SegmentPool {
     /// Gives up the spares that are not kept back; returns whether there were any.
     pub fn release_surplus(&self) -> Result<bool> {
         let mut spares = self.spares.lock();
-        let (held, reserve) = (spares.held_for_opens(), spares.reserve());
-        let beyond = (held.min(reserve.start)..reserve.start).chain(reserve.end..spares.files.len());
+        let (kept, reserve) = (spares.kept_for_opens(), spares.reserve());
+        let beyond = (kept.min(reserve.start)..reserve.start).chain(reserve.end..spares.files.len());
         let had_any = beyond.clone().count() > 0;
         // From the last one on, so that the indices of the others stay valid.
         for at in beyond.rev() {
@@ -192,10 +192,10 @@ impl SegmentPool {
         Ok(had_any)
     }
 
-    /// Gives up one spare so that a small file finds space, if one can be spared while `ahead` segments of
+    /// Gives up one spare so that a small file finds space, if one can be spared while `empty` segments of
     /// the log are empty. Returns whether it did.
-    pub fn release_one(&self, ahead: usize, purpose: SpacePurpose) -> Result<bool> {
-        let leaves = self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + ahead > purpose.leaves();
+    pub fn release_one(&self, empty: usize, purpose: SpacePurpose) -> Result<bool> {
+        let leaves = self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + empty > purpose.leaves();
         if leaves { self.release_reserve() } else { Ok(false) }
     }
 

@@ -1,4 +1,4 @@
-//! The spares by length: which are held for opens, which are the reserve, and which are surplus.
+//! The spares by length: which are kept for opens, which are the reserve, and which are surplus.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(super) const FIRST_LEN: u64 = 256 << 10;
 /// the log has grown by one segment. So two must be left after the next open, for the opens that follow, and
 /// the next open itself takes two more. The fifth is for the manifest of a snapshot that gives back the space
 /// of deleted pages, also if the store is opened between the delete and the snapshot.
-pub(super) const HELD_FOR_OPENS: usize = 5;
+pub(super) const KEPT_FOR_OPENS: usize = 5;
 
 /// While segments grow, a spare is long enough for the reserve if it has this part of the next segment's
 /// length. So the reserve is not made anew at each step.
@@ -38,14 +38,14 @@ pub(crate) struct SegmentRules {
 }
 
 impl SegmentRules {
-    /// Number of spares that are held for opens: none if nothing is kept back at all.
-    pub(super) fn held_for_opens(&self) -> usize {
-        if self.reserve == 0 { 0 } else { HELD_FOR_OPENS }
+    /// Number of spares that are kept for opens: none if nothing is kept back at all.
+    pub(super) fn kept_for_opens(&self) -> usize {
+        if self.reserve == 0 { 0 } else { KEPT_FOR_OPENS }
     }
 
     /// Number of spares that are kept back in all.
-    pub(super) fn held(&self) -> usize {
-        self.reserve.saturating_add(self.held_for_opens())
+    pub(super) fn kept_back(&self) -> usize {
+        self.reserve.saturating_add(self.kept_for_opens())
     }
 }
 
@@ -79,16 +79,16 @@ impl Spares {
         if self.next_len == self.rules.len { self.rules.len } else { self.next_len / RESERVE_SHARE }
     }
 
-    /// How many spares are held for opens now; they are the shortest ones.
-    pub(super) fn held_for_opens(&self) -> usize {
-        self.rules.held_for_opens().min(self.files.len())
+    /// How many spares are kept for opens now; they are the shortest ones.
+    pub(super) fn kept_for_opens(&self) -> usize {
+        self.rules.kept_for_opens().min(self.files.len())
     }
 
     /// The places of the reserve among the spares: the shortest that are long enough, otherwise the longest.
     pub(super) fn reserve(&self) -> Range<usize> {
         let count = self.rules.reserve;
         let long = self.files.partition_point(|spare| spare.len < self.reserve_len());
-        let start = long.max(self.held_for_opens()).min(self.files.len().saturating_sub(count));
+        let start = long.max(self.kept_for_opens()).min(self.files.len().saturating_sub(count));
         start..(start + count).min(self.files.len())
     }
 
@@ -98,9 +98,9 @@ impl Spares {
         self.files.len() - short < self.rules.reserve
     }
 
-    /// How many spares are missing, of the reserve and of those held for opens.
+    /// How many spares are missing, of the reserve and of those kept for opens.
     pub(super) fn lacking(&self) -> usize {
-        self.rules.held().saturating_sub(self.files.len())
+        self.rules.kept_back().saturating_sub(self.files.len())
     }
 
     pub(super) fn is_full(&self) -> bool {
@@ -123,10 +123,10 @@ impl Spares {
         self.files.iter().map(|spare| spare.number + 1).max().unwrap_or(0)
     }
 
-    /// Bytes of the spares that are neither held for opens nor the reserve's.
+    /// Bytes of the spares that are neither kept for opens nor the reserve's.
     pub(super) fn surplus_bytes(&self) -> u64 {
-        let (held, reserve) = (self.held_for_opens(), self.reserve());
-        let surplus = self.files.iter().enumerate().filter(|(at, _)| *at >= held && !reserve.contains(at));
+        let (kept, reserve) = (self.kept_for_opens(), self.reserve());
+        let surplus = self.files.iter().enumerate().filter(|(at, _)| *at >= kept && !reserve.contains(at));
         surplus.map(|(_, spare)| spare.len).sum()
     }
 

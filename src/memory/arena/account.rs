@@ -15,7 +15,7 @@ pub enum Purpose {
     /// A page's own bytes.
     Page,
     /// The memory to which a page moves that is changed while it is leased.
-    Spare,
+    Relocation,
     /// A page as it was, for an exact snapshot.
     Aside,
     /// Memory for a caller's kernels: bytes that a batch takes, working copies, shadows.
@@ -29,7 +29,7 @@ pub enum Purpose {
 impl Purpose {
     /// All purposes, in the order of their numbers.
     pub const ALL: [Self; 6] =
-        [Self::Page, Self::Spare, Self::Aside, Self::Caller, Self::Stage, Self::Gather];
+        [Self::Page, Self::Relocation, Self::Aside, Self::Caller, Self::Stage, Self::Gather];
 }
 
 /// The use of a place's budget.
@@ -74,7 +74,7 @@ pub(super) struct Account {
     /// Claimed, allocated and retired bytes.
     used: AtomicU64,
     /// Allocated and retired bytes.
-    held: AtomicU64,
+    taken: AtomicU64,
     retired: AtomicU64,
     peak: AtomicU64,
     count: AtomicU64,
@@ -87,7 +87,7 @@ impl Account {
             place,
             budget,
             used: AtomicU64::new(0),
-            held: AtomicU64::new(0),
+            taken: AtomicU64::new(0),
             retired: AtomicU64::new(0),
             peak: AtomicU64::new(0),
             count: AtomicU64::new(0),
@@ -114,8 +114,8 @@ impl Account {
 
     /// Counts claimed bytes as allocated.
     pub fn allocated(&self, purpose: Purpose, len: u64) {
-        let held = self.held.fetch_add(len, Ordering::Relaxed) + len;
-        self.peak.fetch_max(held, Ordering::Relaxed);
+        let taken = self.taken.fetch_add(len, Ordering::Relaxed) + len;
+        self.peak.fetch_max(taken, Ordering::Relaxed);
         self.count.fetch_add(1, Ordering::Relaxed);
         self.by_purpose[purpose as usize].fetch_add(len, Ordering::Relaxed);
     }
@@ -130,7 +130,7 @@ impl Account {
     /// Counts retired bytes as released.
     pub fn released(&self, len: u64) {
         self.retired.fetch_sub(len, Ordering::Relaxed);
-        self.held.fetch_sub(len, Ordering::Relaxed);
+        self.taken.fetch_sub(len, Ordering::Relaxed);
         self.used.fetch_sub(len, Ordering::Relaxed);
     }
 
@@ -146,20 +146,20 @@ impl Account {
         self.budget - self.used.load(Ordering::Relaxed)
     }
 
-    /// Lets the peak begin anew, at what is held now.
+    /// Lets the peak begin anew, at what is taken now.
     pub fn reset_peak(&self) {
-        self.peak.store(self.held.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.peak.store(self.taken.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// The account as it is; numbers that change meanwhile may be of different moments.
     pub fn usage(&self) -> PlaceUsage {
-        let [used, held, retired, peak, count] =
-            [&self.used, &self.held, &self.retired, &self.peak, &self.count]
+        let [used, taken, retired, peak, count] =
+            [&self.used, &self.taken, &self.retired, &self.peak, &self.count]
                 .map(|number| number.load(Ordering::Relaxed));
         PlaceUsage {
-            allocated_bytes: held.saturating_sub(retired),
+            allocated_bytes: taken.saturating_sub(retired),
             retired_bytes: retired,
-            claimed_bytes: used.saturating_sub(held),
+            claimed_bytes: used.saturating_sub(taken),
             peak_bytes: peak,
             count,
             by_purpose: self.by_purpose.each_ref().map(|bytes| bytes.load(Ordering::Relaxed)),

@@ -129,7 +129,7 @@ impl Scrub {
     /// Reads everything, and then mends, under the catalog's lock:
     ///
     /// 1. Files that memory, or their other copy, has: written anew.
-    /// 2. Snapshots that need damaged bytes: marked, so that none of them stands in for a sound one.
+    /// 2. Snapshots that need damaged bytes: flagged, so that none of them stands in for a sound one.
     /// 3. A snapshot that needs none of it. Taken before 2, retention could keep a damaged one for it.
     fn read_and_mend(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
         self.snapshots.engine.poison.check()?;
@@ -181,7 +181,7 @@ impl Scrub {
                 // The next scrub is to find it all again, when there is room for the snapshot that mends it.
                 for (_, kept) in catalog.snapshots.iter_mut().filter(|(id, _)| spoilt.snapshots.contains(id))
                 {
-                    kept.holds = true;
+                    kept.is_sound = true;
                 }
             }
             scrubbed.mended = Some(taken.map(|info| info.id));
@@ -200,21 +200,21 @@ impl Scrub {
     }
 }
 
-/// The snapshots that a scrub has marked.
+/// The snapshots that a scrub has flagged.
 struct Spoilt {
     snapshots: Vec<SnapshotId>,
     /// Whether another snapshot must take the place of one of them.
     is_due: bool,
 }
 
-/// Marks the snapshots that need damaged bytes. Another one is due in place of the newest, from which
+/// Flags the snapshots that need damaged bytes. Another one is due in place of the newest, from which
 /// recovery starts, and of one that is kept to start from. A name keeps its snapshot for its own sake.
 fn spoil(catalog: &mut Catalog, needs_damaged: impl Fn(&RetainedSnapshot) -> bool) -> Spoilt {
     let newest = catalog.snapshots.keys().next_back().copied();
     let mut spoilt = Spoilt { snapshots: Vec::new(), is_due: false };
     for (id, kept) in &mut catalog.snapshots {
-        if kept.holds && needs_damaged(kept) {
-            kept.holds = false;
+        if kept.is_sound && needs_damaged(kept) {
+            kept.is_sound = false;
             spoilt.snapshots.push(*id);
             spoilt.is_due |= kept.info.name.is_none() || Some(*id) == newest;
         }

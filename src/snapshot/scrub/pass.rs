@@ -119,7 +119,7 @@ impl<'a> ScrubPass<'a> {
     fn read_links(&mut self, catalog: &Catalog, survey: &Survey) {
         // Snapshots share links: each is looked at once.
         let mut seen = BTreeSet::new();
-        for kept in catalog.snapshots.values().filter(|kept| kept.holds) {
+        for kept in catalog.snapshots.values().filter(|kept| kept.is_sound) {
             match survey.snapshot(kept.info.id) {
                 Ok(snapshot) => self.want_all(&snapshot, None),
                 Err(damage) => self.damaged(damage),
@@ -188,7 +188,7 @@ impl<'a> ScrubPass<'a> {
         };
         // The log's beginning is a start only as long as no floor was recorded.
         let beginning = self.log.beginning().filter(|point| catalog.floor.is_none() && is_there(point));
-        let kept = catalog.snapshots.values().filter(|kept| kept.holds && kept.redo.lsn <= self.until);
+        let kept = catalog.snapshots.values().filter(|kept| kept.is_sound && kept.redo.lsn <= self.until);
         // The log after a snapshot with a name may be kept no longer, and the files that it names are
         // gone then.
         let kept = kept.filter(|kept| catalog.reaches(kept));

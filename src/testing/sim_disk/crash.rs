@@ -18,7 +18,7 @@ use super::event::{DiskEvent, Moment, Tear, Tears};
 use super::node::FileId;
 use super::state::DiskState;
 
-/// A kind of crash, by the state that it spares.
+/// A kind of crash, by the state that it leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Crash {
     /// The process dies: bytes that reached the page cache stay visible.
@@ -91,7 +91,7 @@ impl SimDisk {
         SimDisk::from_state(walk.state_at(moment))
     }
 
-    /// The disk after a power cut now that spared nothing pending.
+    /// The disk after a power cut now that left nothing pending.
     #[must_use]
     pub fn after_power_cut(&self) -> SimDisk {
         SimDisk::from_state(self.shared.lock().now.after_power_cut(|_, _| false, |_| 0, |_, _| 0))
@@ -218,8 +218,8 @@ type Pick = Vec<usize>;
 struct PendingChanges<'a> {
     state: &'a DiskState,
     items: Vec<Item>,
-    /// The place of each item in the list.
-    places: HashMap<ItemKind, usize>,
+    /// The index of each item in the list.
+    indices: HashMap<ItemKind, usize>,
     /// Pairs of items (earlier, later) whose changes concern one name; in the order of the later.
     needs: Vec<(usize, usize)>,
 }
@@ -257,8 +257,8 @@ impl<'a> PendingChanges<'a> {
                 items.push(Item { what: ItemKind::Sector(id, *index), stamps });
             }
         }
-        let places = items.iter().enumerate().map(|(place, item)| (item.what, place)).collect();
-        Self { state, items, places, needs }
+        let indices = items.iter().enumerate().map(|(index, item)| (item.what, index)).collect();
+        Self { state, items, indices, needs }
     }
 
     /// The number of choices, changes of names taken as independent; saturates.
@@ -285,7 +285,7 @@ impl<'a> PendingChanges<'a> {
     }
 
     fn state(&self, pick: &Pick) -> DiskState {
-        let chosen = |what| self.places.get(&what).map_or(0, |place| pick[*place]);
+        let chosen = |what| self.indices.get(&what).map_or(0, |index| pick[*index]);
         self.state.after_power_cut(
             |folder, index| chosen(ItemKind::Name(folder, index)) == 1,
             |id| chosen(ItemKind::Length(id)),

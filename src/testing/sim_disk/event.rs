@@ -38,7 +38,7 @@ pub(super) enum DiskEvent {
     /// Bytes were damaged on the medium.
     Damage { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
     /// A file's length was damaged on the medium.
-    Cut { file: FileName, id: FileId, len: u64 },
+    Truncate { file: FileName, id: FileId, len: u64 },
     /// The test noted an acknowledgement.
     Ack(u64),
 }
@@ -117,7 +117,7 @@ impl fmt::Display for DiskEvent {
             DiskEvent::Damage { file, offset, bytes, .. } => {
                 write!(f, "damage {file} {offset}+{}", bytes.len())
             }
-            DiskEvent::Cut { file, len, .. } => write!(f, "cut {file} to {len}"),
+            DiskEvent::Truncate { file, len, .. } => write!(f, "truncate {file} to {len}"),
             DiskEvent::Ack(value) => write!(f, "ack {value}"),
         }
     }

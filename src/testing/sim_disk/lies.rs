@@ -116,7 +116,7 @@ impl SimDisk {
     }
 }
 
-/// The state after these events and a power cut that spares nothing pending.
+/// The state after these events and a power cut that leaves nothing pending.
 fn at_last(mut state: DiskState, events: &[DiskEvent]) -> DiskState {
     events.iter().for_each(|event| state.apply(event));
     state.after_power_cut(|_, _| false, |_| 0, |_, _| 0)

@@ -223,7 +223,7 @@ impl SimDisk {
     pub fn damage_len(&self, file: FileName, len: u64) {
         let mut shared = self.shared.lock();
         let id = shared.now.find(file).expect("the file to damage exists");
-        shared.record(DiskEvent::Cut { file, id, len });
+        shared.record(DiskEvent::Truncate { file, id, len });
     }
 
     /// All of a file's bytes; `None` if there is no such file.

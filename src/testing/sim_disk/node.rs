@@ -127,9 +127,9 @@ pub(super) struct Node {
     pub(super) sectors: BTreeMap<usize, Vec<StampedVersion<Arc<Sector>>>>,
     /// Lengths since the last sync, oldest first; the last is the visible one.
     pub(super) lengths: Vec<StampedVersion<u64>>,
-    /// Dirty sectors that a failed sync has marked clean: no later sync writes them.
+    /// Dirty sectors that a failed sync has taken for clean: no later sync writes them.
     pub(super) lost: BTreeSet<usize>,
-    /// Whether a failed sync has marked the length clean.
+    /// Whether a failed sync has taken the length for clean.
     pub(super) length_lost: bool,
     /// Whether the medium holds other bytes than it said.
     pub(super) lied_about: bool,
@@ -184,7 +184,7 @@ impl Node {
         }
     }
 
-    /// Marks these sectors, and the length, as lost by a failed sync: see the head of this file.
+    /// Notes these sectors, and the length, as lost by a failed sync: see the head of this file.
     pub(super) fn lose(&mut self, range: Range<usize>) {
         self.lost.extend(self.sectors.range(range).map(|(index, _)| *index));
         self.length_lost = !self.lengths.is_empty();

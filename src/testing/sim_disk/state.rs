@@ -181,7 +181,7 @@ impl DiskState {
                 names.pending.clear();
             }
             DiskEvent::Damage { id, offset, bytes, .. } => self.node_mut(*id).damage(stamp, *offset, bytes),
-            DiskEvent::Cut { id, len, .. } => {
+            DiskEvent::Truncate { id, len, .. } => {
                 let node = self.node_mut(*id);
                 node.set_len(stamp, *len);
                 node.sync(0..usize::MAX);

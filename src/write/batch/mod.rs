@@ -261,7 +261,7 @@ impl WriteBatch {
         self.step(BatchStep::Fill { page: self.own(page), offset, len, pattern })
     }
 
-    /// Cuts the page, or extends it by zeros.
+    /// Shortens the page, or extends it by zeros.
     pub fn resize(&mut self, page: impl Into<PageRef>, len: u64) -> &mut Self {
         self.step(BatchStep::Resize { page: self.own(page), len })
     }

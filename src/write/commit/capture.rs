@@ -20,7 +20,7 @@ use remanent_format::{Epoch, PageId, Width};
 
 use super::Committer;
 use super::device_payload::StageMemory;
-use super::diff::marks_len;
+use super::diff::bitmaps_len;
 use super::ranges::{check_epoch, part, parts};
 use crate::device::{Command, CommandList, Lane, Span};
 use crate::error::{Error, Result};
@@ -120,14 +120,14 @@ impl Committer {
         let parts = parts(page, ranges, info.len)?;
         let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
         let source = copy.bytes().arrived()?;
-        let lens = [len, marks_len(&parts, width)];
+        let lens = [len, bitmaps_len(&parts, width)];
         // Both are claimed at once: claimed one after the other, a capture could fail half way, for a sum
         // that no error had named.
-        let [staged, marks] = self.stage_memories(Purpose::Stage, copy.bytes().place(), lens)?;
+        let [staged, bitmaps] = self.stage_memories(Purpose::Stage, copy.bytes().place(), lens)?;
         let from = |range: &Range<u64>| part(source, range);
         let sources = parts.iter().map(|(range, at)| (from(range), *at)).collect();
         self.run(vec![Command::Gather { sources, target: staged.part(0, len) }], Vec::new())?;
-        let changed = self.changed(copy, epoch, &parts, staged.part(0, len), &marks)?;
+        let changed = self.changed(copy, epoch, &parts, staged.part(0, len), &bitmaps)?;
         let found = parts.iter().zip(changed).map(|((range, at), ElementChanges { runs, elements })| {
             let byte = |element: u32| u64::from(element) * width.bytes() as u64;
             let runs = runs.into_iter().map(|run| byte(run.start)..byte(run.end)).collect();

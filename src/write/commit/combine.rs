@@ -46,7 +46,7 @@ const CORES_TO_LOOK: usize = 8;
 pub(crate) struct CombineQueue {
     /// How many wait, so that a holder that finds none takes no lock.
     count: AtomicUsize,
-    places: Mutex<Vec<Arc<Place>>>,
+    entries: Mutex<Vec<Arc<Entry>>>,
     /// While that many wait to be taken, the next committer sleeps at once: looking takes a core.
     lookers: usize,
 }
@@ -56,7 +56,7 @@ pub(crate) struct CombineQueue {
 /// When the holder is done with it, the committer alone owns it again: so the memory that the committer's
 /// thread allocated is given back by no other thread. If it holds no outcome by then, the holder
 /// panicked.
-struct Place(Mutex<DraftState>);
+struct Entry(Mutex<DraftState>);
 
 enum DraftState {
     Draft(Draft),
@@ -70,31 +70,31 @@ impl CombineQueue {
     pub fn new() -> Self {
         let cores = sync::cores();
         let lookers = if cores < CORES_TO_LOOK { 0 } else { cores / 2 };
-        Self { count: AtomicUsize::new(0), places: Mutex::default(), lookers }
+        Self { count: AtomicUsize::new(0), entries: Mutex::default(), lookers }
     }
 
-    /// Leaves a draft. The count is stored after the draft is in its place: a holder that sees the count
+    /// Leaves a draft. The count is stored after the draft is in its entry: a holder that sees the count
     /// finds it.
-    fn leave(&self, draft: Draft) -> Arc<Place> {
-        let place = Arc::new(Place(Mutex::new(DraftState::Draft(draft))));
-        let mut places = self.places.lock();
-        places.push(place.clone());
-        self.count.store(places.len(), Ordering::Release);
-        place
+    fn leave(&self, draft: Draft) -> Arc<Entry> {
+        let entry = Arc::new(Entry(Mutex::new(DraftState::Draft(draft))));
+        let mut entries = self.entries.lock();
+        entries.push(entry.clone());
+        self.count.store(entries.len(), Ordering::Release);
+        entry
     }
 
     /// Takes all drafts that wait by now. The caller holds the submission lock, so two holders never
     /// share them.
-    fn take(&self) -> Vec<Arc<Place>> {
+    fn take(&self) -> Vec<Arc<Entry>> {
         if self.count.load(Ordering::Acquire) == 0 {
             return Vec::new();
         }
-        let mut places = self.places.lock();
+        let mut entries = self.entries.lock();
         self.count.store(0, Ordering::Release);
         // As much room as was needed now. Otherwise it would grow again under the lock, with all
         // committers waiting.
-        let empty = Vec::with_capacity(places.len());
-        std::mem::replace(&mut places, empty)
+        let empty = Vec::with_capacity(entries.len());
+        std::mem::replace(&mut entries, empty)
     }
 }
 
@@ -105,21 +105,21 @@ impl Committer {
     /// `Poisoned`: the thread that logged it panicked. How far it came is unknown, so that the batch may
     /// be in the log.
     pub(super) fn log_in_turn(&self, draft: Draft) -> Result<Outcome> {
-        let place = self.waiting.leave(draft);
-        if !self.is_logged_soon(&place) {
+        let entry = self.waiting.leave(draft);
+        if !self.is_logged_soon(&entry) {
             self.log_waiting(&mut self.submitted.lock());
         }
-        outcome(place).ok_or_else(|| self.engine.poison.set(Error::panicked("a committer's thread")))
+        outcome(entry).ok_or_else(|| self.engine.poison.set(Error::panicked("a committer's thread")))
     }
 
     /// Looks for a while whether the holder is done with a draft. If the holder is gone instead, this
     /// thread logs the draft.
-    fn is_logged_soon(&self, place: &Arc<Place>) -> bool {
+    fn is_logged_soon(&self, entry: &Arc<Entry>) -> bool {
         if self.waiting.count.load(Ordering::Relaxed) >= self.waiting.lookers {
             return false;
         }
         for look in 1..=LOOKS {
-            if Arc::strong_count(place) == 1 {
+            if Arc::strong_count(entry) == 1 {
                 return true;
             }
             if look % LOOKS_A_TRY == 0
@@ -136,12 +136,12 @@ impl Committer {
     /// Logs the drafts that wait. The caller holds the submission lock.
     pub(super) fn log_waiting(&self, table: &mut PageTable) {
         for _ in 0..ROUNDS {
-            let places = self.waiting.take();
-            if places.is_empty() {
+            let entries = self.waiting.take();
+            if entries.is_empty() {
                 break;
             }
-            for place in places {
-                let mut content = place.0.lock();
+            for entry in entries {
+                let mut content = entry.0.lock();
                 if let DraftState::Draft(draft) = std::mem::replace(&mut *content, DraftState::Taken) {
                     // Its committer decoded it before. Operations borrow the payload, so they were not kept,
                     // and memory for them may be refused now.
@@ -154,10 +154,10 @@ impl Committer {
     }
 }
 
-/// The outcome in a place that no other thread has any more; `None` if the holder panicked before it was
+/// The outcome in an entry that no other thread has any more; `None` if the holder panicked before it was
 /// done.
-fn outcome(place: Arc<Place>) -> Option<Outcome> {
-    match Arc::into_inner(place).expect("the holder has let go of it").0.into_inner() {
+fn outcome(entry: Arc<Entry>) -> Option<Outcome> {
+    match Arc::into_inner(entry).expect("the holder has let go of it").0.into_inner() {
         DraftState::Outcome(outcome) => Some(outcome),
         DraftState::Draft(_) | DraftState::Taken => None,
     }
@@ -184,25 +184,25 @@ mod tests {
             staged: Vec::new(),
             lens: Vec::new(),
             memory: VecDeque::new(),
-            spares: Vec::new(),
+            relocations: Vec::new(),
             asides: VecDeque::new(),
             room: ListRoom::default(),
         }
     }
 
-    /// Whether the committer alone has the place: then the holder is done with it.
-    fn is_alone(place: &Arc<Place>) -> bool {
-        Arc::strong_count(place) == 1
+    /// Whether the committer alone has the entry: then the holder is done with it.
+    fn is_alone(entry: &Arc<Entry>) -> bool {
+        Arc::strong_count(entry) == 1
     }
 
     /// The order of the queue is the order of the log. A draft that two holders took would be logged twice.
     #[test]
     fn a_holder_takes_all_that_wait_in_their_order_and_once() {
         let waiting = CombineQueue::new();
-        let mine: Vec<Arc<Place>> = (1..=3).map(|crc| waiting.leave(draft(crc))).collect();
+        let mine: Vec<Arc<Entry>> = (1..=3).map(|crc| waiting.leave(draft(crc))).collect();
         let taken = waiting.take();
         assert!(waiting.take().is_empty());
-        let crcs = taken.iter().map(|place| match &*place.0.lock() {
+        let crcs = taken.iter().map(|entry| match &*entry.0.lock() {
             DraftState::Draft(draft) => draft.payload_crc,
             _ => 0,
         });
@@ -220,8 +220,8 @@ mod tests {
         let waiting = CombineQueue::new();
         let mine = [1, 2, 3].map(|crc| waiting.leave(draft(crc)));
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            for place in waiting.take() {
-                let mut content = place.0.lock();
+            for entry in waiting.take() {
+                let mut content = entry.0.lock();
                 let DraftState::Draft(draft) = std::mem::replace(&mut *content, DraftState::Taken) else {
                     continue;
                 };
@@ -230,6 +230,6 @@ mod tests {
             }
         }));
         assert!(panicked.is_err() && mine.iter().all(is_alone));
-        assert_eq!(mine.map(|place| outcome(place).is_some()), [true, false, false]);
+        assert_eq!(mine.map(|entry| outcome(entry).is_some()), [true, false, false]);
     }
 }

@@ -165,7 +165,7 @@ impl Committer {
 
     /// The lengths of the pages whose changed elements only the device knows. They are looked at again
     /// under the lock, when the highest index is known.
-    pub(super) fn lens(&self, batch: &WriteBatch, held: Option<&PageTable>) -> HashMap<PageId, u64> {
+    pub(super) fn lens(&self, batch: &WriteBatch, locked: Option<&PageTable>) -> HashMap<PageId, u64> {
         let mut pages = batch.scattered_pages().peekable();
         if pages.peek().is_none() {
             return HashMap::new();
@@ -173,7 +173,7 @@ impl Committer {
         let in_table = |table: &PageTable| {
             pages.filter_map(|page| table.get(page).map(|info| (page, info.len))).collect()
         };
-        match held {
+        match locked {
             Some(table) => in_table(table),
             None => in_table(&self.submitted.lock()),
         }
@@ -202,18 +202,18 @@ impl Committer {
         let device = &*self.engine.device;
         // One after the other, each where a kernel reads it best.
         let mut area_len = 0;
-        let place_of = |blank: &DeviceFill| {
+        let offset_of = |blank: &DeviceFill| {
             let at = area_len;
             area_len = align_up(at + blank.byte_len(), FRAME_ALIGN);
             at
         };
-        let places = collected(blanks.iter().map(place_of))?;
+        let offsets = collected(blanks.iter().map(offset_of))?;
         // All of it lies on the device for a while: it is summed there, and is never longer than a frame may
         // be.
         let area = self.stage_memory(Purpose::Stage, place, area_len)?;
         let (mut sources, mut picks, mut copies) = (Vec::new(), Vec::new(), Vec::new());
         let (mut lists, mut steps, mut indices) = (Vec::new(), Vec::new(), Vec::new());
-        for (blank, at) in blanks.iter().zip(places) {
+        for (blank, at) in blanks.iter().zip(offsets) {
             let target = area.part(at, blank.byte_len());
             push(&mut copies, BlankCopy { at: blank.at, source: target })?;
             match &blank.content {
@@ -253,12 +253,12 @@ impl Committer {
         // A wrong index would write outside of the page, and a repeated one has no defined result on a
         // device: both are refused before the batch is logged. A word a list: 0 if its indices hold.
         let wrong = steps.into_iter().zip(sums_in(&found)).find(|(_, wrong)| *wrong != 0);
-        for spare in [picked, found] {
-            self.engine.staging.give(spare.into_staging());
+        for staging in [picked, found] {
+            self.engine.staging.give(staging.into_staging());
         }
         if let Some((index, wrong)) = wrong {
-            for spare in [staged, sums] {
-                self.engine.staging.give(spare.into_staging());
+            for staging in [staged, sums] {
+                self.engine.staging.give(staging.into_staging());
             }
             let reason = if wrong & INDEX_OUT_OF_BOUNDS != 0 {
                 "an index is not within the page: it counts elements from the page's start".to_owned()

@@ -1,13 +1,13 @@
 //! The changed elements of staged ranges: how they are found, and brought to the host.
 //!
-//! 1. **Mark** them on the device: a bit an element, 1 where the staged bytes differ from the page, in
+//! 1. **Compare** on the device: a bit an element, 1 where the staged bytes differ from the page, in
 //!    the lane of deltas, or from the copy's shadow.
 //! 2. **Number** them there: the indices of the set bits, rising. A bitmap that is so short that it comes
 //!    to the host as soon as the count of its bits would is not numbered.
 //! 3. **Bring** the shorter form to the host. An index is four bytes, so that is the list of them where
 //!    less than one element in thirty-two changed. A bitmap of 1.2 GB of 16-bit elements is 75 MB.
 //!
-//! The lane of deltas holds the marking against a page and no more, so that no delta waits for a transfer
+//! The lane of deltas holds the comparison with a page and no more, so that no delta waits for a transfer
 //! to the host.
 //!
 //! Nothing is written, so a crash loses nothing.
@@ -25,45 +25,46 @@ use crate::memory::staging::StagingBuf;
 use crate::write::batch::{ElementChanges, WorkingCopy};
 
 /// Boundary on which each bitmap, and each list of indices, begins.
-const MARKS_ALIGN: u64 = 16;
+const BITMAP_ALIGN: u64 = 16;
 /// How many bytes an index takes.
 const INDEX_LEN: u64 = 4;
 
 /// Bitmaps of parts, one a part, each with room for all indices that are shorter than the bitmap. A
 /// longer list is never brought, so it need not fit.
-struct Marks {
+struct Bitmaps {
     /// A bitmap a part, each with its list of indices.
-    bitmaps: Vec<Selection>,
+    selections: Vec<Selection>,
     /// The length of all bitmaps, in bytes.
     len: u64,
 }
 
-/// How many bytes the marks of parts take: two bits an element, one for the bitmap and one for the indices.
-pub(super) fn marks_len(parts: &RangeParts, width: Width) -> u64 {
-    parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(MARKS_ALIGN)).sum()
+/// How many bytes the bitmaps of parts take with their indices: two bits an element, one for the bitmap and
+/// one for the indices.
+pub(super) fn bitmaps_len(parts: &RangeParts, width: Width) -> u64 {
+    parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(BITMAP_ALIGN)).sum()
 }
 
-impl Marks {
-    /// Lays the marks out in `memory`, part by part.
+impl Bitmaps {
+    /// Lays them out in `memory`, part by part.
     fn of(parts: &RangeParts, width: Width, memory: &StageMemory) -> Self {
         let lens = parts.iter().map(|(range, _)| bitmap_len(range, width));
         let mut at = 0;
         let bitmap = |len: u64| {
             // The list lies right after its bitmap, on a boundary of its own.
-            let indices_at = at + len.next_multiple_of(MARKS_ALIGN);
+            let indices_at = at + len.next_multiple_of(BITMAP_ALIGN);
             let bits = memory.part(at, len);
-            at = indices_at + len.next_multiple_of(MARKS_ALIGN);
+            at = indices_at + len.next_multiple_of(BITMAP_ALIGN);
             Selection { bits, indices: memory.part(indices_at, len / INDEX_LEN * INDEX_LEN) }
         };
-        let bitmaps: Vec<Selection> = lens.map(bitmap).collect();
-        let len = bitmaps.iter().map(|marks| marks.bits.len).sum();
-        Self { bitmaps, len }
+        let selections: Vec<Selection> = lens.map(bitmap).collect();
+        let len = selections.iter().map(|selection| selection.bits.len).sum();
+        Self { selections, len }
     }
 }
 
 impl Committer {
     /// Finds what changed in each part of a working copy that is at `epoch` and staged; `memory` holds
-    /// [`marks_len`] bytes.
+    /// [`bitmaps_len`] bytes.
     pub(super) fn changed(
         &self,
         copy: &WorkingCopy,
@@ -73,12 +74,12 @@ impl Committer {
         memory: &StageMemory,
     ) -> Result<Vec<ElementChanges>> {
         let (page, width) = (copy.page(), copy.width());
-        let marks = Marks::of(parts, width, memory);
+        let bitmaps = Bitmaps::of(parts, width, memory);
         let pairs: Vec<(Range<u64>, Span, Span)> = parts
             .iter()
-            .zip(&marks.bitmaps)
-            .map(|((range, at), marks)| {
-                (range.clone(), part(staged, &(*at..at + range.end - range.start)), marks.bits)
+            .zip(&bitmaps.selections)
+            .map(|((range, at), selection)| {
+                (range.clone(), part(staged, &(*at..at + range.end - range.start)), selection.bits)
             })
             .collect();
         let diffs = move |other: Span| -> Vec<Command> {
@@ -97,7 +98,7 @@ impl Committer {
             Some(shadow) => commands = diffs(shadow.span()),
             None => {
                 self.engine.applier.unloaded().wait([page])?;
-                let marked: Fence = self.engine.applier.turn(move |turn| {
+                let compared: Fence = self.engine.applier.turn(move |turn| {
                     turn.intact()?;
                     let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
                     // In the same turn as the comparison: a batch in between would show as a change of
@@ -107,23 +108,23 @@ impl Committer {
                     Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
                 })?;
                 // The rest is on the lane for staging: numbering and the way to the host hold up no delta.
-                self.engine.device.after(Lane::Stage, marked)?;
+                self.engine.device.after(Lane::Stage, compared)?;
             }
         }
         // 2.
-        let counts = match marks.len {
+        let counts = match bitmaps.len {
             0..=SHORT_COPY_LEN_MAX => None,
-            _ => Some(self.number(&marks, &mut commands)?),
+            _ => Some(self.number(&bitmaps, &mut commands)?),
         };
         // 3.
-        self.bring(&marks, counts.as_deref(), commands, width)
+        self.bring(&bitmaps, counts.as_deref(), commands, width)
     }
 
     /// Runs the commands, and numbers the bits that they set. Returns how many there are in each bitmap.
-    fn number(&self, marks: &Marks, commands: &mut Vec<Command>) -> Result<Vec<u64>> {
-        let len = INDEX_LEN as usize * marks.bitmaps.len();
+    fn number(&self, bitmaps: &Bitmaps, commands: &mut Vec<Command>) -> Result<Vec<u64>> {
+        let len = INDEX_LEN as usize * bitmaps.selections.len();
         let target = StagingSpan { index: 0, offset: 0, len };
-        commands.push(Command::Select { bitmaps: marks.bitmaps.clone(), target });
+        commands.push(Command::Select { bitmaps: bitmaps.selections.clone(), target });
         let staging = vec![self.engine.staging.take(len)?.into_staging()];
         let mut returned = self.run(std::mem::take(commands), staging)?;
         let found = StagingBuf::new(returned.pop().expect("one staging went in"), len);
@@ -135,14 +136,14 @@ impl Committer {
     /// Runs the commands, and brings the changes to the host: for each part its indices or its bitmap.
     fn bring(
         &self,
-        marks: &Marks,
+        bitmaps: &Bitmaps,
         counts: Option<&[u64]>,
         mut commands: Vec<Command>,
         width: Width,
     ) -> Result<Vec<ElementChanges>> {
         let mut len = 0;
-        let mut brought = Vec::with_capacity(marks.bitmaps.len());
-        for (number, Selection { bits, indices }) in marks.bitmaps.iter().enumerate() {
+        let mut brought = Vec::with_capacity(bitmaps.selections.len());
+        for (number, Selection { bits, indices }) in bitmaps.selections.iter().enumerate() {
             // The shorter of the two goes over the bus.
             let listed_len = counts.map(|counts| INDEX_LEN * counts[number]);
             let listed_len = listed_len.filter(|listed_len| *listed_len <= indices.len);

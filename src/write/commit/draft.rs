@@ -35,7 +35,7 @@ pub(super) struct Draft {
     /// Memory for the creates, resizes and moves, in their order.
     pub memory: VecDeque<PageMemory>,
     /// Memory to which leased pages move, so that a lease goes on showing the bytes that it showed.
-    pub spares: Vec<(PageId, PageMemory)>,
+    pub relocations: Vec<(PageId, PageMemory)>,
     /// Bytes that the applier copies from elsewhere than the payload.
     pub asides: VecDeque<StagingBuf>,
     /// Memory for the applier's list.
@@ -74,14 +74,14 @@ impl Committer {
         self.engine.poison.check()?;
         let home_of = |page| home_in(table, page);
         // A lease that is taken from now on shows the page after this batch. Only those that exist need a
-        // spare.
-        let has_spare = |page: &PageId| {
-            let is_its_own = |(spared, memory): &(PageId, PageMemory)| {
-                spared == page && Some(home(memory)) == home_of(*page)
+        // relocation.
+        let has_relocation = |page: &PageId| {
+            let is_its_own = |(moved, memory): &(PageId, PageMemory)| {
+                moved == page && Some(home(memory)) == home_of(*page)
             };
-            draft.spares.iter().any(is_its_own)
+            draft.relocations.iter().any(is_its_own)
         };
-        if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_spare) {
+        if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_relocation) {
             return Ok(None);
         }
         // A pinned page keeps its address: callers have it in captured graphs.
@@ -135,23 +135,23 @@ impl Committer {
             Err(error) => return Outcome::Refused(error, draft),
         };
         table.install(&changes);
-        assert!(table.lsn() == point.lsn); // I1: the table never runs ahead of the log.
+        assert!(table.lsn() == point.lsn); // I1: the table is never above the end of the log.
         // Before the applier has it: a reader that finds a page's bytes changed must find its new
         // version, too.
         self.engine.versions.install(&changes);
         then(point, &changes);
-        let Draft { payload, memory, spares, asides, room, .. } = draft;
-        self.engine.applier.push(ApplyWork { point, payload, changes, memory, spares, asides, room });
+        let Draft { payload, memory, relocations, asides, room, .. } = draft;
+        self.engine.applier.push(ApplyWork { point, payload, changes, memory, relocations, asides, room });
         Outcome::Logged(point)
     }
 
     /// Gives back the memory of a draft that was not logged.
     pub(super) fn take_back(&self, draft: Draft) {
-        let Draft { payload, memory, spares, asides, .. } = draft;
+        let Draft { payload, memory, relocations, asides, .. } = draft;
         for staged in asides.into_iter().chain([payload]) {
             self.engine.staging.give(staged.into_staging());
         }
-        self.discard(memory.into_iter().chain(spares.into_iter().map(|(_, spare)| spare)));
+        self.discard(memory.into_iter().chain(relocations.into_iter().map(|(_, relocation)| relocation)));
     }
 }
 

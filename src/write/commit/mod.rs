@@ -110,15 +110,15 @@ impl Committer {
             // from a GPU would hold up every other committer. A batch that loses that race too often
             // stages under the lock.
             tries += 1;
-            let held = (tries > CLONE_TRIES).then(|| self.submitted.lock());
+            let locked = (tries > CLONE_TRIES).then(|| self.submitted.lock());
             // From here to the append, whatever is looked up without the lock is noted in the draft, and
             // checked again under the lock.
-            let (contents, staged) = self.stage(&sources, held.as_deref())?;
-            let (whole, ahead) = self.write_ahead(batch, &pages, held.as_deref())?;
+            let (contents, staged) = self.stage(&sources, locked.as_deref())?;
+            let (whole, ahead) = self.write_ahead(batch, &pages, locked.as_deref())?;
             let images = ahead.iter().flat_map(AheadImages::images).copied();
             // A frame names the images instead of having the bytes: they are written once.
             let images = map_of(whole.iter().map(|whole| whole.step).zip(images));
-            let lens = self.lens(batch, held.as_deref());
+            let lens = self.lens(batch, locked.as_deref());
             let found = BatchFacts { staged: contents, images, captured: &captures.found, lens };
             let mut payload = self.engine.staging.take_growing(batch.payload_len(&found))?;
             let blanks = batch.encode(&pages, found, &mut payload)?;
@@ -134,13 +134,13 @@ impl Committer {
                 staged,
                 lens: collected(whole.iter().map(|whole| (whole.page, whole.len_before)))?,
                 memory: VecDeque::new(),
-                spares: Vec::new(),
+                relocations: Vec::new(),
                 asides: VecDeque::new(),
                 room: ListRoom::default(),
             };
             let own = CommitterWork { captures: &captures, whole, ahead };
             // A stale draft has given everything back: it is made anew from the state that there is now.
-            if let Some(point) = self.log_draft(draft, own, held)? {
+            if let Some(point) = self.log_draft(draft, own, locked)? {
                 self.refresh_shadows(captures);
                 return Ok((point, pages));
             }
@@ -168,10 +168,10 @@ impl Committer {
         &'a self,
         batch: &'a WriteBatch,
         pages: &[PageId],
-        held: Option<&PageTable>,
+        locked: Option<&PageTable>,
     ) -> Result<(Vec<WholePage<'a>>, Option<AheadImages<'a>>)> {
         let len_in = |table: &PageTable, page| table.get(page).map(|info| info.len);
-        let whole = batch.whole_pages(pages, self.ahead_bytes_min, |page| match held {
+        let whole = batch.whole_pages(pages, self.ahead_bytes_min, |page| match locked {
             Some(table) => len_in(table, page),
             None => len_in(&self.submitted.lock(), page),
         })?;
@@ -190,12 +190,12 @@ impl Committer {
     }
 
     /// Copies the pages that the batch clones, and notes their versions.
-    fn stage(&self, sources: &[PageId], held: Option<&PageTable>) -> Result<(Contents, SourceVersions)> {
+    fn stage(&self, sources: &[PageId], locked: Option<&PageTable>) -> Result<(Contents, SourceVersions)> {
         let mut contents = HashMap::new();
         let mut versions = Vec::new();
         for &page in sources {
             let len_in = |table: &PageTable| table.get(page).map_or(0, |info| info.len);
-            let len = held.map_or_else(|| len_in(&self.submitted.lock()), len_in);
+            let len = locked.map_or_else(|| len_in(&self.submitted.lock()), len_in);
             let Engine { device, staging, applier, .. } = &*self.engine;
             let (info, bytes) = applier.read_proven(&**device, staging, page, len)?;
             let metadata = (*info.metadata).clone();
@@ -212,7 +212,7 @@ impl Committer {
         &self,
         mut draft: Draft,
         mut own: CommitterWork<'_>,
-        held: Option<MutexGuard<'_, PageTable>>,
+        locked: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| match defect {
             Defect::Memory { needed } => Error::no_memory(needed),
@@ -235,9 +235,9 @@ impl Committer {
         draft.asides = staged.into();
         draft.room = ListRoom::of(&ops)?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
-        draft.memory = self.allocate(&ops, held.as_deref())?;
-        draft.spares = match self.spares(&ops, held.as_deref()) {
-            Ok(spares) => spares,
+        draft.memory = self.allocate(&ops, locked.as_deref())?;
+        draft.relocations = match self.relocations(&ops, locked.as_deref()) {
+            Ok(relocations) => relocations,
             Err(error) => {
                 // The draft goes, and nothing is logged: what it allocated so far is given back.
                 self.discard(draft.memory);
@@ -247,7 +247,7 @@ impl Committer {
 
         // A lock that is free is taken. If another thread has it, a draft without own work is left to
         // that thread: handing the lock on would cost a change of threads a batch.
-        let table = held.or_else(|| self.submitted.try_lock());
+        let table = locked.or_else(|| self.submitted.try_lock());
         let table = table.or_else(|| own.is_needed().then(|| self.submitted.lock()));
         let outcome = match table {
             Some(mut table) => {

@@ -22,11 +22,11 @@ impl Committer {
     pub(super) fn allocate(
         &self,
         ops: &[OpAt<'_>],
-        held: Option<&PageTable>,
+        locked: Option<&PageTable>,
     ) -> Result<VecDeque<PageMemory>> {
         // Without the lock, unless the caller holds it: `append` looks again, and a draft with other
         // memory is stale.
-        let homes = homes_made(ops, |page| match held {
+        let homes = homes_made(ops, |page| match locked {
             Some(table) => home_in(table, page),
             None => home_in(&self.submitted.lock(), page),
         })?;
@@ -51,31 +51,33 @@ impl Committer {
     }
 
     /// Allocates the memory to which leased pages move when a batch changes them: for all of them or none.
-    pub(super) fn spares(
+    pub(super) fn relocations(
         &self,
         ops: &[OpAt<'_>],
-        held: Option<&PageTable>,
+        locked: Option<&PageTable>,
     ) -> Result<Vec<(PageId, PageMemory)>> {
         // Looked at without the lock. A lease that is taken after this is seen under it, and the draft is
         // made anew.
-        let mut spares = Vec::new();
+        let mut relocations = Vec::new();
         for page in self.engine.leases.leased(changed_in_place(ops)) {
             let wanted =
-                held.map_or_else(|| home_in(&self.submitted.lock(), page), |table| home_in(table, page));
+                locked.map_or_else(|| home_in(&self.submitted.lock(), page), |table| home_in(table, page));
             // The plan refuses a page that is not there, with its operation.
             let Some(wanted) = wanted else { continue };
-            match self.allocate_all(Purpose::Spare, &[wanted]) {
-                Ok(spare) => spares.extend(spare.into_iter().map(|spare| (page, spare))),
+            match self.allocate_all(Purpose::Relocation, &[wanted]) {
+                Ok(relocation) => {
+                    relocations.extend(relocation.into_iter().map(|relocation| (page, relocation)))
+                }
                 // Meanwhile the applier came to a batch that moved the page: no lease is on this memory
                 // any more.
                 Err(_) if self.engine.leases.leased([page]).is_empty() => {}
                 Err(error) => {
-                    self.discard(spares.into_iter().map(|(_, spare)| spare));
+                    self.discard(relocations.into_iter().map(|(_, relocation)| relocation));
                     return Err(error);
                 }
             }
         }
-        Ok(spares)
+        Ok(relocations)
     }
 
     /// Gives back memory that no list has named yet.
@@ -154,8 +156,8 @@ fn reaches_bytes(op: &Op<'_>) -> bool {
     op.changes_bytes() || matches!(op, Op::Image { .. } | Op::Delete { .. } | Op::Move { .. })
 }
 
-/// The pages that operations change where they lie. A lease on one of these needs a spare; for all others
-/// there is new memory, or none.
+/// The pages that operations change where they lie. A lease on one of these needs a relocation; for all
+/// others there is new memory, or none.
 pub(super) fn changed_in_place<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = PageId> + 'a {
     let in_place = |op: &Op<'_>| reaches_bytes(op) && !goes_elsewhere(op) && !matches!(op, Op::Delete { .. });
     ops.iter().filter(move |at| in_place(&at.op)).filter_map(|at| at.op.page())

@@ -54,12 +54,12 @@ pub(super) fn parts(
             None => merged.push(range),
         }
     }
-    let cut = merged.into_iter().flat_map(|range| {
+    let parts = merged.into_iter().flat_map(|range| {
         let end = range.end;
         range.step_by(PART_LEN_MAX as usize).map(move |start| start..end.min(start + PART_LEN_MAX))
     });
     let mut next = 0;
-    Ok(cut
+    Ok(parts
         .map(|range| {
             let at = next;
             next = (at + range.end - range.start).next_multiple_of(RANGE_ALIGN);

@@ -5,17 +5,22 @@
 //! finds. Here a table lists them, and the work is the open alone, which commits nothing: it may leave an
 //! incarnation out of the line, take segments back, copy batches and remove files. Every row is explored with
 //! each way to write the log, by followers with positions of the incarnations before, too.
+//!
+//! The same table is opened once more with each segment of the log lost, and with each pair of them.
 
 use remanent::testing::sim_disk::{SimDisk, Tears};
 use remanent::{Ack, Error, FileName, LogIo, Metadata, Options, PageId, Replica, Store};
+use remanent_format::judge::{ImageProofs, judge};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
+use remanent_format::state::survey::Survey;
 
-use super::explore::Level;
+use super::explore::{Level, same};
 use super::followers::replica_at_end;
-use super::model::{Act, Target};
-use super::work::{Driver, Random};
-use super::{Lives, options, suite_at};
+use super::model::{Act, Line, Target, rebuilt};
+use super::work::{Driver, Floors, Random, open};
+use super::{Lives, from_env, options, suite_at};
+use crate::files::Files;
 
 /// The state in which an open finds its directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,6 +95,99 @@ fn opens_of_a_direct_log_survive() {
     for beginning in BEGINNINGS {
         suite_at(&LEVELS, options_of(LogIo::Direct), 60, |driver, random| beginning.open(driver, random));
     }
+}
+
+#[test]
+fn a_lost_segment_is_reported_or_costs_nothing() {
+    for log_io in [LogIo::Mapped, LogIo::Buffered, LogIo::Direct] {
+        let mut count = LossCount::default();
+        for (beginning, goes_on) in BEGINNINGS.into_iter().flat_map(|row| [(row, false), (row, true)]) {
+            let options = options_of(log_io);
+            let driver = Driver::new(SimDisk::new(), options.clone(), Line::default(), Floors::default());
+            let mut random = Random(from_env("CRASH_SEED"));
+            let mut next = beginning.begin(driver, &mut random, &mut Vec::new());
+            if goes_on {
+                next = next.and_then(|driver| commit_over_segments(&driver, &mut random));
+            }
+            let next = next.expect("the lives before it meet no fault");
+            let files = Files::of(&next.disk);
+            let segments = files.segments();
+            assert!(segments.len() >= 2, "{beginning:?}: {segments:?}");
+            for (at, first) in segments.iter().enumerate() {
+                for second in &segments[at..] {
+                    let mut left = files.clone();
+                    left.0.retain(|file, _| file != first && file != second);
+                    let what = format!("{log_io} {beginning:?}, {goes_on}, without {first} and {second}");
+                    count.add(open_without(&what, &left, &options, &next));
+                }
+            }
+        }
+        assert!(count.whole > 10 && count.refused > 30, "{log_io}: {count:?}");
+    }
+}
+
+/// An open that commits one durable batch a segment, and dies.
+fn commit_over_segments(driver: &Driver, random: &mut Random) -> Result<Driver, Error> {
+    let store = driver.open()?;
+    for _ in 0..3 {
+        driver.commit_acts(&store, part_of_a_page(random, 9000), Ack::Durable)?;
+    }
+    Ok(driver.killed())
+}
+
+/// The opens after losses, by their outcome.
+#[derive(Debug, Default)]
+struct LossCount {
+    whole: usize,
+    shorter: usize,
+    refused: usize,
+}
+
+impl LossCount {
+    fn add(&mut self, outcome: LossOutcome) {
+        match outcome {
+            LossOutcome::Whole => self.whole += 1,
+            LossOutcome::Shorter => self.shorter += 1,
+            LossOutcome::Refused => self.refused += 1,
+        }
+    }
+}
+
+/// The outcome of an open after a loss.
+enum LossOutcome {
+    /// The newest state.
+    Whole,
+    /// The state of an earlier batch: no mark covered the later ones.
+    Shorter,
+    Refused,
+}
+
+/// Opens a store that lost segments. The engine, the pure rebuild and the judge must say the same: a state of
+/// the line with every batch that was acknowledged as durable, or damage.
+fn open_without(what: &str, files: &Files, options: &Options, before: &Driver) -> LossOutcome {
+    let line = before.line();
+    let pure = rebuild(files, &RebuildOptions::default());
+    let verdict = Survey::read(files).map(|survey| judge(&survey, files, &mut ImageProofs::new(files)));
+    let judged = verdict.as_ref().ok().and_then(|verdict| verdict.state.as_ref());
+    let store = match open(&files.disk(), options) {
+        Ok(store) => store,
+        Err(Error::Damaged(damage)) => {
+            assert!(pure.is_err(), "{what}: refused with {damage}, and rebuilt: {pure:?}");
+            assert!(judged.is_none(), "{what}: refused with {damage}, and judged sound: {judged:?}");
+            return LossOutcome::Refused;
+        }
+        Err(error) => panic!("{what}: {error}"),
+    };
+    let (lsn, created) = (store.recovered().position.lsn.0, store.recovered().created);
+    let floors = before.floors;
+    assert!(!created, "{what}: a new store in place of one that was there");
+    assert!(lsn >= floors.durable, "{what}: {floors:?}, recovered {lsn}");
+    let found = same(&line, lsn, &store).unwrap_or_else(|violation| panic!("{what}: {violation}"));
+    let pure = pure.unwrap_or_else(|damage| panic!("{what}: opened, and not rebuilt: {damage}"));
+    assert_eq!((pure.table.lsn().0, found.difference(&rebuilt(&pure))), (lsn, None), "{what}");
+    let judged = judged.unwrap_or_else(|| panic!("{what}: opened, and judged lost: {verdict:?}"));
+    assert_eq!(judged.resolved.table.lsn().0, lsn, "{what}");
+    if lsn == line.last() { LossOutcome::Whole } else { LossOutcome::Shorter }
 }
 
 impl Beginning {

@@ -4,7 +4,7 @@ use remanent::disk::Disk;
 use remanent::{Compression, FileName, Folder, PageInfo, WriteBatch};
 
 use super::*;
-use crate::files::{Files, HELD_FOR_OPENS, State};
+use crate::files::{Files, KEPT_FOR_OPENS, State};
 
 /// The length of the segments that a store takes from the disk.
 const SEGMENT: u64 = 16 << 10;
@@ -44,7 +44,7 @@ pub(crate) fn until(condition: impl Fn() -> bool) {
 /// Whether a reserve of this number of spares and what is held for opens are there, and nothing more is being
 /// made.
 pub(crate) fn is_held(disk: &SimDisk, reserve: usize) -> bool {
-    spares(disk) >= reserve + HELD_FOR_OPENS
+    spares(disk) >= reserve + KEPT_FOR_OPENS
         && names(disk, Folder::Log).iter().all(|name| !is_temporary(name))
 }
 

@@ -13,7 +13,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
 use crate::direct_io;
-use crate::files::HELD_FOR_OPENS;
+use crate::files::KEPT_FOR_OPENS;
 use crate::machine::alone;
 
 /// Too many files open in the process, and in the system; no memory; no thread, or anything else that may
@@ -97,7 +97,7 @@ fn a_long_segment_that_cannot_be_mapped_takes_no_place() {
             let mut line = Line::begin(&store);
             line.commits(&store, 3).unwrap();
             // No segment is made while the test looks on.
-            while held(&disk) < 2 + HELD_FOR_OPENS {
+            while held(&disk) < 2 + KEPT_FOR_OPENS {
                 std::thread::yield_now();
             }
             // The fault may strike the maker, which tries again, and no commit.

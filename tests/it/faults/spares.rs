@@ -6,12 +6,12 @@ use remanent::testing::sim_disk::{DiskFault, EIO, Operation};
 use remanent::{FileName, Folder};
 
 use super::*;
-use crate::files::HELD_FOR_OPENS;
+use crate::files::KEPT_FOR_OPENS;
 
 const SEGMENT: u64 = 16 << 10;
 const RESERVE: usize = 2;
 /// The reserve, with the spares that are held for opens.
-const HELD: usize = RESERVE + HELD_FOR_OPENS;
+const HELD: usize = RESERVE + KEPT_FOR_OPENS;
 /// Commits between two snapshots: they fill more than two segments.
 const COMMITS: usize = 16;
 

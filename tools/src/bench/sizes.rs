@@ -3,6 +3,8 @@
 
 use remanent::{PageId, Store};
 
+use super::Common;
+use super::figures::{Findings, Group};
 use super::room::{self, BenchStop, Room, size};
 use crate::cli::exit::Failure;
 use crate::cli::size::Size;
@@ -50,6 +52,20 @@ impl Sizes {
     /// The results of `measure` with pages of each length, in their order.
     pub fn each<T>(&self, measure: impl FnMut(u64) -> Result<T, BenchStop>) -> Result<Vec<T>, BenchStop> {
         self.page_len.iter().map(|len| len.0).map(measure).collect()
+    }
+
+    /// The findings of a benchmark that measures pages of each length in its rounds.
+    pub fn findings(
+        &self,
+        bench: &'static str,
+        room: &Room,
+        common: &Common,
+        measure: impl FnMut(u64) -> Result<Group, BenchStop>,
+    ) -> Result<Findings, BenchStop> {
+        let groups = self.each(measure)?;
+        let mut settings = room.settings(common);
+        settings.push(("rounds", common.rounds.to_string()));
+        Ok(Findings { bench, settings, groups, left_out: Vec::new() })
     }
 
     /// The title of a store with pages of this length.

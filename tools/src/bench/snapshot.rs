@@ -63,10 +63,7 @@ impl Measure for SnapshotBench {
     }
 
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
-        let groups = self.sizes.each(|page_len| self.pages_of(room, page_len))?;
-        let mut settings = room.settings(&self.common);
-        settings.push(("rounds", self.common.rounds.to_string()));
-        Ok(Findings { bench: "snapshot", settings, groups, left_out: Vec::new() })
+        self.sizes.findings("snapshot", room, &self.common, |page_len| self.pages_of(room, page_len))
     }
 }
 

@@ -1,9 +1,17 @@
 //! Tables for people: columns side by side, without lines.
 
 use comfy_table::{CellAlignment, Table, presets};
+use remanent_format::PageInfo;
+
+/// The columns with which every table of pages begins.
+const PAGE_COLUMNS: [&str; 5] = ["PAGE", "KEY", "LEN", "EPOCH", "LSN"];
 
 /// A table without rows. `numbers` are the columns, counted from 0, that hold numbers: they end on one line.
 pub fn with_header<const N: usize>(header: [&str; N], numbers: impl IntoIterator<Item = usize>) -> Table {
+    with_columns(&header, numbers)
+}
+
+fn with_columns(header: &[&str], numbers: impl IntoIterator<Item = usize>) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_header(header);
     for number in numbers {
@@ -11,4 +19,16 @@ pub fn with_header<const N: usize>(header: [&str; N], numbers: impl IntoIterator
         column.set_cell_alignment(CellAlignment::Right);
     }
     table
+}
+
+/// A table of pages without rows: the columns of [`page_cells`], then `more`.
+pub fn page_table<const N: usize>(more: [&str; N]) -> Table {
+    let header: Vec<&str> = PAGE_COLUMNS.into_iter().chain(more).collect();
+    with_columns(&header, [0, 2, 3, 4])
+}
+
+/// The first cells of a page's row.
+pub fn page_cells(info: &PageInfo) -> [String; PAGE_COLUMNS.len()] {
+    let key = info.key.as_ref().map(ToString::to_string).unwrap_or_default();
+    [info.page.to_string(), key, info.len.to_string(), info.epoch.to_string(), info.lsn.to_string()]
 }

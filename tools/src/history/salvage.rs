@@ -29,7 +29,7 @@ use crate::cli::json::object;
 use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::progress;
-use crate::cli::table::with_header;
+use crate::cli::table::{page_cells, page_table};
 use crate::read::partial_view::identity;
 use crate::read::states::damaged;
 use crate::read::store_dir::StoreDir;
@@ -358,18 +358,11 @@ impl SalvageReport<'_> {
 }
 
 fn table(hurt: &[InexactPage]) -> Table {
-    let mut table = with_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "LEFT", "WHY"], [0, 2, 3, 4]);
+    let mut table = page_table(["LEFT", "WHY"]);
     for InexactPage { info, left, why } in hurt {
         let left = left.as_ref().map(|left| format!("epoch {}, lsn {}", left.epoch, left.lsn));
-        table.add_row([
-            info.page.to_string(),
-            info.key.as_ref().map(ToString::to_string).unwrap_or_default(),
-            info.len.to_string(),
-            info.epoch.to_string(),
-            info.lsn.to_string(),
-            left.unwrap_or_else(|| "nothing".to_owned()),
-            why.to_string(),
-        ]);
+        let left = left.unwrap_or_else(|| "nothing".to_owned());
+        table.add_row(page_cells(info).into_iter().chain([left, why.to_string()]));
     }
     table
 }

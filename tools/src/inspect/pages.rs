@@ -10,7 +10,7 @@ use crate::cli::json;
 use crate::cli::json::object;
 use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
-use crate::cli::table::with_header;
+use crate::cli::table::{page_cells, page_table};
 use crate::read::page_bytes::PageBytes;
 use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
@@ -75,23 +75,14 @@ fn page_json(info: &PageInfo, crc32: Option<u32>) -> serde_json::Value {
 }
 
 fn table(pages: &[PageInfo], bytes: Option<&PageBytes<'_>>) -> Table {
-    let mut table =
-        with_header(["PAGE", "KEY", "LEN", "EPOCH", "LSN", "PLACE", "CRC32", "METADATA"], [0, 2, 3, 4]);
+    let mut table = page_table(["PLACE", "CRC32", "METADATA"]);
     for info in pages {
         let metadata = match info.metadata.is_empty() {
             true => String::new(),
             false => json::metadata(&info.metadata).to_string(),
         };
-        table.add_row([
-            info.page.to_string(),
-            info.key.as_ref().map(ToString::to_string).unwrap_or_default(),
-            info.len.to_string(),
-            info.epoch.to_string(),
-            info.lsn.to_string(),
-            info.place.to_string(),
-            crc32(bytes, info).map_or("lost".to_owned(), |crc| format!("{crc:08x}")),
-            metadata,
-        ]);
+        let crc = crc32(bytes, info).map_or("lost".to_owned(), |crc| format!("{crc:08x}"));
+        table.add_row(page_cells(info).into_iter().chain([info.place.to_string(), crc, metadata]));
     }
     table
 }

@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use remanent_format::log::LogEnd;
 use remanent_format::manifest::Manifest;
-use remanent_format::reach::{Reach, Role};
 use remanent_format::segment::{SegmentHeader, SegmentHeaderRaw};
 use remanent_format::state::follow::Resolution;
+use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::survey::Survey;
 use remanent_format::state::trail::Trails;
 use remanent_format::store::{Features, StoreFile, StoreRecord};

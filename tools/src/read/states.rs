@@ -8,8 +8,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use remanent::Error;
-use remanent_format::reach::Reach;
 use remanent_format::state::follow::Resolution;
+use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::Survey;
 use remanent_format::state::trail::Trails;
 use remanent_format::{Damage, Defect, FileName, Lsn, PageInfo, PageTable, SnapshotId};

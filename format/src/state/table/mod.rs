@@ -60,7 +60,7 @@ impl PageInfo {
 #[derive(Clone, Debug, Default)]
 pub struct PageTable {
     pages: ById<PageId, PageEntry>,
-    /// Whether pages are marked when they change.
+    /// Whether pages are flagged when they change.
     is_watched: bool,
     keys: KeyIndex,
     root: Arc<Metadata>,
@@ -183,7 +183,7 @@ impl PageTable {
     pub fn install(&mut self, changes: &Changes) {
         for (page, state) in changes.pages() {
             if self.is_watched {
-                self.pages.mark(*page);
+                self.pages.flag(*page);
             }
             let Some(info) = state else {
                 // A key may already be another page's: freed and given again in one batch.
@@ -237,7 +237,7 @@ impl PageTable {
         }
         for (page, _) in changes {
             if self.is_watched {
-                self.pages.mark(page);
+                self.pages.flag(page);
             }
             let entry = self.pages.get_mut(page).expect("it was there just now");
             // Once a batch.
@@ -259,9 +259,9 @@ impl PageTable {
         let new = Self::from_parts(pages, root, self.next_page, self.epoch_high, lsn);
         let mut before = std::mem::replace(self, new);
         if before.is_watched {
-            before.pages.mark_all();
-            self.pages.mark_all();
-            self.watch(before.pages.each_marked());
+            before.pages.flag_all();
+            self.pages.flag_all();
+            self.watch(before.pages.each_flagged());
         }
     }
 
@@ -269,7 +269,7 @@ impl PageTable {
     /// as changed already.
     pub fn watch(&mut self, changed: impl IntoIterator<Item = PageId>) {
         self.is_watched = true;
-        changed.into_iter().for_each(|page| self.pages.mark(page));
+        changed.into_iter().for_each(|page| self.pages.flag(page));
     }
 
     /// The pages that changed, or are gone, and were not settled since; ascending. None if the table is not
@@ -278,12 +278,12 @@ impl PageTable {
     /// # Errors
     /// [`Defect::Memory`].
     pub fn changed(&mut self) -> Result<Vec<PageId>, Defect> {
-        self.pages.marked()
+        self.pages.flagged()
     }
 
     /// Forgets that these pages changed: the caller knows them as they are now.
     pub fn settle(&mut self, pages: impl IntoIterator<Item = PageId>) {
-        pages.into_iter().for_each(|page| self.pages.unmark(page));
+        pages.into_iter().for_each(|page| self.pages.unflag(page));
     }
 
     /// Indexes the keys of the final state.

@@ -121,7 +121,7 @@ pub fn load_window(
     image: Option<&ProvenImage>,
     window: Range<u64>,
 ) -> Result<PageWindow, Damage> {
-    let (file, offset) = image.map_or((FileName::Store, 0), ProvenImage::place);
+    let (file, offset) = image.map_or((FileName::Store, 0), ProvenImage::location);
     let at = |defect: Defect| defect.at(file, offset);
     let mut bytes = zeros(part_len(base_len, &window) as u64).map_err(at)?;
     if let Some(image) = image {

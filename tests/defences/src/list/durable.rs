@@ -104,7 +104,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "two segments are ahead of a roll (I8)",
         STATE,
-        "!long_enough || self.ahead.len() < AHEAD",
+        "!long_enough || self.empty.len() < EMPTY_COUNT",
         "!long_enough",
         ROLLS,
     ),

@@ -23,7 +23,7 @@ pub const LIST: &[Defence] = &[
     refusal(
         "a frame inside a group follows it",
         ORDER,
-        "!header.group_start && (segment, offset) != places(before)[0]",
+        "!header.group_start && (segment, offset) != next_locations(before)[0]",
         stores("the_end_of_the_log_is_judged_row_by_row"),
     ),
     check(
@@ -208,5 +208,19 @@ pub const LIST: &[Defence] = &[
         FOLLOW,
         "resolution.check_page_bytes(page_bytes_max)?;",
         stores("pages_over_the_budget_are_not_built"),
+    ),
+    // The pure rebuild, which recovery is held against.
+    defence(
+        "a rebuild starts nowhere below the floor",
+        "format/src/state/rebuild.rs",
+        "Reach::follow(self.survey, self.source, base)",
+        "self.survey.resolve(self.source, base, None)",
+        stores("snapshots::a_rebuild_starts_nowhere_below_the_floor"),
+    ),
+    check(
+        "nor does a rebuild of an earlier state",
+        "format/src/state/rebuild.rs",
+        "reach.check_state(base.map(AsRef::as_ref), until)?;",
+        stores("snapshots::a_rebuild_starts_nowhere_below_the_floor"),
     ),
 ];

@@ -107,7 +107,7 @@ pub const LIST: &[Defence] = &[
     ),
     // Scrubs: nothing that is kept depends on damaged files.
     check("an image that rotted is written anew", PASS, "catalog.known.spoil(*page, image);", SCRUBS),
-    check("a snapshot with damage counts as none", SCRUB, "kept.holds = false;", SCRUBS),
+    check("a snapshot with damage counts as none", SCRUB, "kept.is_sound = false;", SCRUBS),
     refusal(
         "a snapshot that names a rotten image has damage",
         SCRUB,
@@ -134,15 +134,15 @@ pub const LIST: &[Defence] = &[
     defence(
         "no frame takes what the next open needs",
         RESERVE,
-        "self.count.load(Ordering::Acquire) + ahead >= purpose.leaves()",
+        "self.count.load(Ordering::Acquire) + empty >= purpose.leaves()",
         "true",
         it("full_file_systems::a_store_opens_again_whatever_was_done_on_a_full_disk"),
     ),
     defence(
         "the manifest of a thin snapshot takes the spare that is held for it",
         RESERVE,
-        "HELD_FOR_OPENS - 1",
-        "HELD_FOR_OPENS",
+        "KEPT_FOR_OPENS - 1",
+        "KEPT_FOR_OPENS",
         it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
     ),
     defence(

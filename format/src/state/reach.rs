@@ -2,14 +2,16 @@
 //!
 //! The files on disk do not tell. A segment may be there when the images of its batches are gone, and a link
 //! may be there only for the links that follow it. The log's last seal tells: it records the snapshots that
-//! are kept, and marks those after which the log is kept. The oldest `redo` of a marked one is the **floor**.
+//! are kept, and flags those after which the log is kept. The oldest `redo` of a flagged one is the
+//! **floor**.
 //!
 //! | the last seal | a snapshot is | the log's beginning is a start |
 //! |---|---|---|
-//! | marks some | as its own entry says | no |
-//! | marks none | a start, if the log after it is there | yes, if it is there |
+//! | flags some | as its own entry says | no |
+//! | flags none | a start, if the log after it is there | yes, if it is there |
 //!
-//! Recovery, views of earlier states, retention, scrubs and the inspectors ask here and nowhere else.
+//! Recovery, views of earlier states, the pure rebuild, retention, scrubs and the inspectors ask here and
+//! nowhere else.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -62,9 +64,9 @@ impl Reach {
             None => Role::Link,
         };
         let roles = survey.readable().map(|link| (link.snapshot, (role(link), link.end))).collect();
-        let marked =
+        let flagged =
             survey.readable().filter(|link| entry(link.snapshot).is_some_and(|entry| entry.log_kept));
-        let floor = marked.map(|link| link.redo.lsn).min();
+        let floor = flagged.map(|link| link.redo.lsn).min();
         let beginning = survey.log.beginning().filter(|_| !has_floor);
         Self { roles, beginning, floor }
     }
@@ -126,11 +128,17 @@ impl Reach {
     /// # Errors
     /// [`Damage`]: the log after it is missing, because no seal promises it.
     pub fn check_start(&self, base: Option<&Manifest>) -> Result<(), Damage> {
-        if self.is_start(base.map(|base| base.snapshot)) {
-            return Ok(());
-        }
-        let redo = base.map_or(LogPoint::default(), |base| base.redo);
-        Err(Defect::Missing.at_lsn(FileName::Segment(redo.segment.max(1)), redo.offset, redo.lsn.next()))
+        let is_start = self.is_start(base.map(|base| base.snapshot));
+        if is_start { Ok(()) } else { Err(missing_log(base)) }
+    }
+
+    /// Refuses a candidate for the state at batch `until` that [`leads_to`](Self::leads_to) leaves out.
+    ///
+    /// # Errors
+    /// As for [`check_start`](Self::check_start).
+    pub fn check_state(&self, base: Option<&Manifest>, until: Lsn) -> Result<(), Damage> {
+        let leads_there = self.leads_to(base.map(|base| base.snapshot), Some(until));
+        if leads_there { Ok(()) } else { Err(missing_log(base)) }
     }
 
     /// The log's beginning, if replay may start there.
@@ -164,4 +172,10 @@ impl Reach {
         alone.dedup();
         alone
     }
+}
+
+/// The damage of a start after which no seal promises the log.
+fn missing_log(base: Option<&Manifest>) -> Damage {
+    let redo = base.map_or(LogPoint::default(), |base| base.redo);
+    Defect::Missing.at_lsn(FileName::Segment(redo.segment.max(1)), redo.offset, redo.lsn.next())
 }
