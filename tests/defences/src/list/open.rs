@@ -138,6 +138,13 @@ pub const LIST: &[Defence] = &[
         it("full_file_systems::a_store_opens_again_whatever_was_done_on_a_full_disk"),
     ),
     defence(
+        "a batch that is refused leaves no segment without a frame",
+        "src/log/writer.rs",
+        "let (number, ahead) = (state.current.number, state.ahead.len() - usize::from(rolls));",
+        "if rolls { state.roll(); } let rolls = false; let (number, ahead) = (state.current.number, state.ahead.len());",
+        it("faults::disk_full::a_refusal_leaves_no_segment_without_a_frame"),
+    ),
+    defence(
         "the manifest of a thin snapshot takes the spare that is held for it",
         SEGMENTS,
         "HELD_FOR_OPENS - 1",
