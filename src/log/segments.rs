@@ -10,6 +10,7 @@
 //! Lock order: the log's `growth` lock, then `spares`. The log's state lock is never held while files are
 //! made, so a committer that finds room does not wait for them.
 
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -338,8 +339,12 @@ impl SegmentPool {
 
     /// Whether this purpose may take a spare that is kept back and still leave what an open needs.
     fn may_take(&self, spares: &Spares, ahead: usize, purpose: SpacePurpose) -> bool {
-        let is_left = || self.rules.reserve == 0 || spares.files.len() + ahead > purpose.leaves();
-        purpose == SpacePurpose::Open || purpose != SpacePurpose::User && is_left()
+        purpose == SpacePurpose::Open || purpose != SpacePurpose::User && self.is_left(spares, ahead, purpose)
+    }
+
+    /// Whether enough for an open is left when one spare is gone.
+    fn is_left(&self, spares: &Spares, ahead: usize, purpose: SpacePurpose) -> bool {
+        self.rules.reserve == 0 || spares.files.len() + ahead > purpose.leaves()
     }
 
     /// Whether a frame may be written while `ahead` segments of the log are empty, and the store can still be
@@ -796,6 +801,51 @@ impl SegmentPool {
     /// Wakes the followers of the log: a batch came to segment `number` by stores into a mapping.
     pub fn tell_followers(&self, number: u64) {
         self.disk.tell_watchers(FileName::Segment(number));
+    }
+
+    /// Makes the small file `temporary`, of `len` bytes, of a spare, if one can be spared while `ahead`
+    /// segments of the log are empty. Its bytes are old ones of the log. `None` if no spare can be had.
+    ///
+    /// A rename needs less space than a new file. XFS makes none, however short, where fewer than 188 KiB are
+    /// free (Linux 6.18): it puts by the space for 64 inodes and for the blocks that lead to them.
+    ///
+    /// A crash leaves the spare, or a file under a temporary name, which the next open removes.
+    pub fn make_small(
+        &self,
+        temporary: FileName,
+        len: u64,
+        ahead: usize,
+        purpose: SpacePurpose,
+    ) -> Result<Option<Arc<dyn DiskFile>>> {
+        let mut spares = self.spares.lock();
+        loop {
+            // The longest one: the space of its other bytes comes back.
+            let longest = spares.files.len().checked_sub(1).filter(|at| spares.files[*at].len >= len);
+            let longest = longest.filter(|_| self.is_left(&spares, ahead, purpose));
+            let Some(at) = longest else { return Ok(None) };
+            match self.rename(FileName::Spare(spares.files[at].number), temporary) {
+                Ok(()) => {
+                    spares.take(at);
+                    break;
+                }
+                // XFS needs a block to make the folder longer; a removed spare gives it one.
+                Err(Error::DiskFull { .. }) if at > 0 => self.give_up(&mut spares, at - 1)?,
+                Err(Error::DiskFull { .. }) => return Ok(None),
+                // The log's folder may be a mount of its own.
+                Err(Error::Io { source, .. }) if source.kind() == ErrorKind::CrossesDevices => {
+                    return Ok(None);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        // The file is no spare any more, durably, before it is written to. Otherwise a power cut could leave
+        // it both names, and the log's frames would go into a manifest.
+        let made = self.disk.sync_folder(Folder::Log).and_then(|()| {
+            let file = self.disk.open(temporary, true)?;
+            file.cut(len)?;
+            Ok(Some(file))
+        });
+        made.inspect_err(|_| self.remove_unfinished(temporary))
     }
 
     /// Gives up one spare so that a small file finds space, if one can be spared while `ahead` segments of
