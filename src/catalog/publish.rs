@@ -1,7 +1,8 @@
 //! Publishing small files: STORE, manifests, tables.
 //!
 //! Written under a temporary name, synced, renamed, and the folder synced. From the rename on a crash finds
-//! the file, whole; before it, a temporary file that the next open removes.
+//! the file, whole; before it, a temporary file that the next open removes. Where there is no space for a new
+//! file, the temporary one may be a spare of the log.
 
 use std::sync::Arc;
 
@@ -22,10 +23,24 @@ const ENTRIES_AT_ONCE: usize = 8 << 10;
 /// small pages a single thread took a tenth of the snapshot's time.
 const THREADS_MAX: usize = 4;
 
+/// Makes a file of this temporary name and length of a spare, where there is no space for a new one; `None`
+/// if it cannot.
+pub(crate) type MakeOfSpare<'a> = dyn Fn(FileName, u64) -> Result<Option<Arc<dyn DiskFile>>> + 'a;
+
+/// The answer where no spare may be taken.
+pub(crate) fn of_no_spare(_temporary: FileName, _len: u64) -> Result<Option<Arc<dyn DiskFile>>> {
+    Ok(None)
+}
+
 /// Publishes a manifest or a table, and reads it back past the cache (I7), by up to `threads_max` threads as
 /// far as they pay. Returns the checksum of its header, by which other files name it.
-pub(crate) fn publish_manifest(disk: &Arc<dyn Disk>, manifest: &Manifest, threads_max: usize) -> Result<u32> {
-    let published = publish_unchecked(disk, manifest, threads_max)?;
+pub(crate) fn publish_manifest(
+    disk: &Arc<dyn Disk>,
+    manifest: &Manifest,
+    threads_max: usize,
+    spare: &MakeOfSpare,
+) -> Result<u32> {
+    let published = publish_unchecked(disk, manifest, threads_max, spare)?;
     published.check()?;
     Ok(published.header_crc)
 }
@@ -35,6 +50,7 @@ pub(crate) fn publish_unchecked(
     disk: &Arc<dyn Disk>,
     manifest: &Manifest,
     threads_max: usize,
+    spare: &MakeOfSpare,
 ) -> Result<PublishedFile> {
     assert!(manifest.redo.lsn <= manifest.end); // I7: the log leads from the images to the end.
     let number = manifest.snapshot.0;
@@ -46,7 +62,7 @@ pub(crate) fn publish_unchecked(
     let encoded = EncodedManifest::of(manifest, file, threads)?;
     let bytes = encoded.bytes();
     let header_crc = Manifest::header_crc(bytes[0]).map_err(|defect| defect.at(file, 0))?;
-    publish(disk, file, number, &bytes)?;
+    publish(disk, file, number, &bytes, spare)?;
     Ok(PublishedFile { header_crc, disk: disk.clone(), file, encoded, threads })
 }
 
@@ -95,8 +111,14 @@ impl EncodedManifest {
 }
 
 /// Writes the pieces `bytes`, one after the other, under a temporary name, durably; then gives them the name
-/// `file`, durably. A lack of space is a clean failure: nothing changed.
-pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: &[&[u8]]) -> Result<()> {
+/// `file`, durably. A lack of space is a clean failure: nothing changed but the spares.
+pub(crate) fn publish(
+    disk: &Arc<dyn Disk>,
+    file: FileName,
+    number: u64,
+    bytes: &[&[u8]],
+    spare: &MakeOfSpare,
+) -> Result<()> {
     let temporary = FileName::Temporary(file.folder(), number);
     let write = |open: Arc<dyn DiskFile>| {
         let mut at = 0;
@@ -112,10 +134,16 @@ pub(crate) fn publish(disk: &Arc<dyn Disk>, file: FileName, number: u64, bytes: 
         }
     };
     let rename = |()| disk.rename(temporary, file);
-    let written = disk.create(temporary).and_then(|open| write(open).and_then(rename).inspect_err(remove));
-    written.map_err(|error| {
-        if error.is_no_space() { Error::disk_full(file, byte_len(bytes) as u64) } else { error }
-    })?;
+    let finish = |open| write(open).and_then(rename).inspect_err(remove);
+    let len = byte_len(bytes) as u64;
+    let written = match disk.create(temporary).and_then(finish) {
+        Err(error) if error.is_no_space() => match spare(temporary, len)? {
+            Some(open) => finish(open),
+            None => Err(error),
+        },
+        written => written,
+    };
+    written.map_err(|error| if error.is_no_space() { Error::disk_full(file, len) } else { error })?;
     disk.sync_folder(file.folder())
 }
 
@@ -176,7 +204,7 @@ mod tests {
             let (sim, manifest) = (SimDisk::new(), of_empty_pages(count));
             let disk: Arc<dyn Disk> = Arc::new(sim.clone());
             disk.make_folder(file.folder()).unwrap();
-            let crc = publish_manifest(&disk, &manifest, usize::MAX).unwrap();
+            let crc = publish_manifest(&disk, &manifest, usize::MAX, &of_no_spare).unwrap();
             let whole = manifest.encode().unwrap();
             assert_eq!(sim.bytes(file).unwrap(), whole, "{count}");
             let encoded = EncodedManifest::of(&manifest, file, 1).unwrap();
@@ -202,7 +230,8 @@ mod tests {
             let disk: Arc<dyn Disk> = Arc::new(sim.clone());
             disk.make_folder(file.folder()).unwrap();
             sim.fail(DiskFault { operation, skip: 0, times: 1, errno: ENOSPC });
-            let error = publish_manifest(&disk, &of_empty_pages(1), usize::MAX).unwrap_err();
+            let published = publish_manifest(&disk, &of_empty_pages(1), usize::MAX, &of_no_spare);
+            let error = published.unwrap_err();
             assert!(matches!(error, Error::DiskFull { .. }), "{operation:?}: {error}");
             assert_eq!(sim.calls(Operation::Remove), removed, "{operation:?}");
             assert_eq!(disk.list(file.folder()).unwrap(), [""; 0], "{operation:?}");

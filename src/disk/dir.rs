@@ -256,7 +256,6 @@ impl Disk for DirDisk {
     }
 
     fn rename(&self, source: FileName, target: FileName) -> Result<()> {
-        assert_eq!(source.folder(), target.folder(), "a rename stays within its folder");
         std::fs::rename(self.file_path(source), self.file_path(target))
             .map_err(|error| Error::io("rename", source, None, error))
     }
@@ -373,6 +372,10 @@ impl DiskFile for DirFile {
         metadata
             .map(|found| found.blocks() * COUNTED_LEN >= found.len())
             .map_err(|source| Error::io("measure", self.name, None, source))
+    }
+
+    fn cut(&self, len: u64) -> Result<()> {
+        self.file.set_len(len).map_err(self.failed("cut", len))
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {

@@ -150,7 +150,8 @@ pub trait Disk: Any + Send + Sync {
         Ok(false)
     }
 
-    /// Renames within a folder, replacing `target`.
+    /// Renames, replacing `target`. A rename from one folder to another is durable in each of them by its own
+    /// sync: until both are synced, a power cut may leave both names, or none.
     ///
     /// # Errors
     /// What the system says. It may say that there is no space for the name, as XFS does on a full disk: then
@@ -199,6 +200,12 @@ pub trait DiskFile: Send + Sync {
     fn is_without_holes(&self) -> Result<bool> {
         Ok(true)
     }
+
+    /// Cuts the file to its first `len` bytes. Needs no space.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn cut(&self, len: u64) -> Result<()>;
 
     /// Writes all of `bytes` at `offset`, extending the file if needed.
     ///

@@ -32,7 +32,7 @@ use remanent_format::{
 use crate::applier::Turn;
 use crate::base::allocation::{collected, push, set_of};
 use crate::base::wall_clock::unix_ms;
-use crate::catalog::publish::publish_manifest;
+use crate::catalog::publish::{of_no_spare, publish_manifest};
 use crate::catalog::{Catalog, RetainedTable, entry};
 use crate::device::{CommandList, Device, Lane};
 use crate::disk::source::DiskSource;
@@ -169,7 +169,7 @@ impl RestoreRun<'_> {
             tombstones: Vec::new(),
             root: target.root.clone(),
         };
-        publish_manifest(&self.engine.disk, &table, usize::MAX)
+        publish_manifest(&self.engine.disk, &table, usize::MAX, &of_no_spare)
     }
 
     /// Ends a restore of which nothing was logged. After a full disk, or if the old state is damaged or

@@ -25,7 +25,7 @@ use remanent_format::{FileName, Folder, LogPoint, PageId, PageInfo, PageTable, S
 use crate::base::allocation::{collected, map_of};
 use crate::base::wall_clock::unix_ms;
 use crate::catalog::entry;
-use crate::catalog::publish::publish_manifest;
+use crate::catalog::publish::{of_no_spare, publish_manifest};
 use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -140,7 +140,7 @@ pub(crate) fn create<E: From<Error>>(
         root: table.root().clone(),
     };
     assert!(manifest.redo.lsn == manifest.end); // The state is exact.
-    publish_manifest(target, &manifest, usize::MAX)?;
+    publish_manifest(target, &manifest, usize::MAX, &of_no_spare)?;
     // 5.
     target.rename(CLAIM, FileName::Store).map_err(no_space)?;
     target.sync_folder(Folder::Root)?;

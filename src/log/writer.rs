@@ -24,7 +24,7 @@ use std::sync::Arc;
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, frame_len};
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
-use remanent_format::{LogPoint, Lsn, StoreId};
+use remanent_format::{FileName, LogPoint, Lsn, StoreId};
 
 use super::segments::{SegmentPool, SpacePurpose};
 use super::state::{DirtyRange, EMPTY_COUNT, LogStart, LogState, LogStats, Room, live};
@@ -37,6 +37,7 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::base::wakers::Wakers;
+use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
@@ -390,6 +391,17 @@ impl Log {
     /// Counts of what the log has done since it was opened.
     pub fn stats(&self) -> LogStats {
         self.state.lock().stats
+    }
+
+    /// Makes a small file of a spare, unless the next open needs it ([`SegmentPool::make_small`]).
+    pub fn make_small(
+        &self,
+        temporary: FileName,
+        len: u64,
+        purpose: SpacePurpose,
+    ) -> Result<Option<Arc<dyn DiskFile>>> {
+        let empty = self.state.lock().empty.len();
+        self.pool.make_small(temporary, len, empty, purpose)
     }
 
     /// Gives up a spare so that a small file finds space, unless the next open needs it. Returns whether it

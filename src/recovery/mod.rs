@@ -104,12 +104,12 @@ use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::sync::Instant;
 use crate::catalog::Catalog;
-use crate::catalog::publish::{publish, publish_manifest};
+use crate::catalog::publish::{MakeOfSpare, publish, publish_manifest};
 use crate::device::Device;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock};
 use crate::error::{Error, Result};
-use crate::log::{LogStart, SegmentPool, SegmentRules};
+use crate::log::{LogStart, SegmentPool, SegmentRules, SpacePurpose};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{LogIo, Options};
@@ -205,11 +205,12 @@ struct BestCandidate<'s, 'a> {
     harmless: Vec<Damage>,
 }
 
-/// Writes a small file for an open, which must work on a full disk: where there is no space, spares give
-/// theirs. Deletes free space, but only in a store that is open.
-fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut() -> Result<T>) -> Result<T> {
+/// Writes a small file for an open, which must work on a full disk: where there is no space, it is made of a
+/// spare, or spares give theirs. Deletes free space, but only in a store that is open.
+fn with_reserve<T>(pool: &SegmentPool, mut write: impl FnMut(&MakeOfSpare) -> Result<T>) -> Result<T> {
+    let spare = |temporary, len| pool.make_small(temporary, len, 0, SpacePurpose::Open);
     loop {
-        match write() {
+        match write(&spare) {
             Err(Error::DiskFull { .. }) if pool.release_reserve()? => {}
             written => return written,
         }
@@ -323,7 +324,7 @@ impl Recovery<'_> {
         // under a mark, could outlive the name: then the next open would miss a snapshot that licensed
         // recycling.
         for link in std::mem::take(&mut draft.anew) {
-            with_reserve(&pool, || publish_manifest(&self.disk, link, usize::MAX))?;
+            with_reserve(&pool, |spare| publish_manifest(&self.disk, link, usize::MAX, spare))?;
         }
         let (log, position) = begin(&pool, store, &before, draft.verified.clone())?;
         assert!(position.lsn == end.accepted.lsn); // I5: every batch that could be read is carried on.
@@ -435,7 +436,7 @@ impl Recovery<'_> {
         }
         let store = StoreFile { features, ..store };
         let bytes = store.encode().map_err(|defect| Error::from(defect.at(FileName::Store, 0)))?;
-        with_reserve(pool, || publish(&self.disk, FileName::Store, 0, &[&bytes])).map(|()| store)
+        with_reserve(pool, |spare| publish(&self.disk, FileName::Store, 0, &[&bytes], spare)).map(|()| store)
     }
 
     /// Removes files under temporary names: a crash left them before their rename, so nothing names them.

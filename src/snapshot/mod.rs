@@ -524,10 +524,11 @@ impl Snapshots {
         // A manifest without images takes little, and gives back what deleted pages took. So it may go
         // deeper into the reserve, as a seal may.
         let purpose = if manifest.entries.is_empty() { SpacePurpose::Seal } else { SpacePurpose::User };
+        let spare = |temporary, len| self.engine.log.make_small(temporary, len, purpose);
         loop {
-            match publish_unchecked(&self.engine.disk, manifest, threads_max) {
-                // It is small, and without it the images would have been written for nothing. One spare may
-                // be too little: XFS makes no file where it has no space for 64 inodes.
+            match publish_unchecked(&self.engine.disk, manifest, threads_max, &spare) {
+                // Without it the images would have been written for nothing. One spare may be too little for
+                // one that is longer than a spare.
                 Err(Error::DiskFull { .. }) if self.engine.log.release_one(purpose)? => {}
                 published => return published,
             }

@@ -139,6 +139,10 @@ impl DiskFile for InterruptedFile {
         self.inner.len()
     }
 
+    fn cut(&self, len: u64) -> Result<()> {
+        self.inner.cut(len)
+    }
+
     fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
         self.inner.write_zeros(offset, end, io)
     }

@@ -4,6 +4,8 @@
 //! simulated full disk came to a store that could not be opened any more within forty steps, before spares
 //! were kept for opens (`docs/decisions.md`).
 
+use std::io::ErrorKind;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
@@ -11,6 +13,7 @@ use remanent_format::{FileName, Folder};
 
 use super::SegmentPool;
 use super::spares::{FIRST_LEN, KEPT_FOR_OPENS, Spare, Spares};
+use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 
 /// The purpose of a request for space. The reserve of a full disk is for purposes that free space or end a
@@ -47,8 +50,12 @@ impl SpacePurpose {
 impl SegmentPool {
     /// Whether this purpose may take a spare that is kept back and still leave what an open needs.
     pub(super) fn may_take(&self, spares: &Spares, empty: usize, purpose: SpacePurpose) -> bool {
-        let is_left = || self.rules.reserve == 0 || spares.files.len() + empty > purpose.leaves();
-        purpose == SpacePurpose::Open || purpose != SpacePurpose::User && is_left()
+        purpose == SpacePurpose::Open || purpose != SpacePurpose::User && self.is_left(spares, empty, purpose)
+    }
+
+    /// Whether enough for an open is left when one spare is gone.
+    fn is_left(&self, spares: &Spares, empty: usize, purpose: SpacePurpose) -> bool {
+        self.rules.reserve == 0 || spares.files.len() + empty > purpose.leaves()
     }
 
     /// Whether a frame may be written while `empty` segments of the log are empty, and the store can still be
@@ -190,6 +197,51 @@ impl SegmentPool {
             self.give_up(&mut spares, at)?;
         }
         Ok(had_any)
+    }
+
+    /// Makes the small file `temporary`, of `len` bytes, of a spare, if one can be spared while `empty`
+    /// segments of the log are empty. Its bytes are old ones of the log. `None` if no spare can be had.
+    ///
+    /// A rename needs less space than a new file. XFS makes none, however short, where fewer than 188 KiB are
+    /// free (Linux 6.18): it puts by the space for 64 inodes and for the blocks that lead to them.
+    ///
+    /// A crash leaves the spare, or a file under a temporary name, which the next open removes.
+    pub fn make_small(
+        &self,
+        temporary: FileName,
+        len: u64,
+        empty: usize,
+        purpose: SpacePurpose,
+    ) -> Result<Option<Arc<dyn DiskFile>>> {
+        let mut spares = self.spares.lock();
+        loop {
+            // The longest one: the space of its other bytes comes back.
+            let longest = spares.files.len().checked_sub(1).filter(|at| spares.files[*at].len >= len);
+            let longest = longest.filter(|_| self.is_left(&spares, empty, purpose));
+            let Some(at) = longest else { return Ok(None) };
+            match self.rename(FileName::Spare(spares.files[at].number), temporary) {
+                Ok(()) => {
+                    spares.take(at);
+                    break;
+                }
+                // XFS needs a block to make the folder longer; a removed spare gives it one.
+                Err(Error::DiskFull { .. }) if at > 0 => self.give_up(&mut spares, at - 1)?,
+                Err(Error::DiskFull { .. }) => return Ok(None),
+                // The log's folder may be a mount of its own.
+                Err(Error::Io { source, .. }) if source.kind() == ErrorKind::CrossesDevices => {
+                    return Ok(None);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        // The file is no spare any more, durably, before it is written to. Otherwise a power cut could leave
+        // it both names, and the log's frames would go into a manifest.
+        let made = self.disk.sync_folder(Folder::Log).and_then(|()| {
+            let file = self.disk.open(temporary, true)?;
+            file.cut(len)?;
+            Ok(Some(file))
+        });
+        made.inspect_err(|_| self.remove_unfinished(temporary))
     }
 
     /// Gives up one spare so that a small file finds space, if one can be spared while `empty` segments of

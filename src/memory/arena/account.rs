@@ -129,15 +129,18 @@ impl Account {
 
     /// Counts retired bytes as released.
     pub fn released(&self, len: u64) {
-        self.retired.fetch_sub(len, Ordering::Relaxed);
-        self.taken.fetch_sub(len, Ordering::Relaxed);
+        // In this order: a thread that finds the bytes not retired any more finds them not used either.
         self.used.fetch_sub(len, Ordering::Relaxed);
+        self.taken.fetch_sub(len, Ordering::Relaxed);
+        self.retired.fetch_sub(len, Ordering::Release);
     }
 
     /// Whether this number of bytes would fit if nothing were retired.
     pub fn fits_without_retired(&self, len: u64) -> bool {
-        // The two numbers are of different moments. The caller claims afterwards, and that answer is certain.
-        let used = self.used.load(Ordering::Relaxed).saturating_sub(self.retired.load(Ordering::Relaxed));
+        // The two numbers are of different moments, the retired bytes of the earlier one: what is released in
+        // between makes the answer yes. The caller claims afterwards, and that answer is certain.
+        let retired = self.retired.load(Ordering::Acquire);
+        let used = self.used.load(Ordering::Relaxed).saturating_sub(retired);
         used.checked_add(len).is_some_and(|sum| sum <= self.budget)
     }
 

@@ -183,10 +183,11 @@ impl Arena {
             let sum = sums.entry(*place).or_default();
             *sum = sum.saturating_add(*len);
         }
+        // Also where nothing is retired any more: another thread may have taken the last of it off the queue,
+        // and be releasing it just now. A batch that came in that moment was refused.
         let claimed = match self.claim(awaited, purpose, &sums) {
             Err(Error::OverBudget { place, asked, .. })
-                if self.retired_count.load(Ordering::Acquire) > 0
-                    && self.account(place).fits_without_retired(asked) =>
+                if self.account(place).fits_without_retired(asked) =>
             {
                 self.reap_awaiting(awaited)?;
                 self.claim(awaited, purpose, &sums)

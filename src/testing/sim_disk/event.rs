@@ -37,6 +37,8 @@ pub(super) enum DiskEvent {
     SyncFolder { folder: Folder },
     /// Bytes were damaged on the medium.
     Damage { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
+    /// A file was cut by its `cut`.
+    Shorten { file: FileName, id: FileId, len: u64 },
     /// A file's length was damaged on the medium.
     Truncate { file: FileName, id: FileId, len: u64 },
     /// The test noted an acknowledgement.
@@ -117,6 +119,7 @@ impl fmt::Display for DiskEvent {
             DiskEvent::Damage { file, offset, bytes, .. } => {
                 write!(f, "damage {file} {offset}+{}", bytes.len())
             }
+            DiskEvent::Shorten { file, len, .. } => write!(f, "shorten {file} to {len}"),
             DiskEvent::Truncate { file, len, .. } => write!(f, "truncate {file} to {len}"),
             DiskEvent::Ack(value) => write!(f, "ack {value}"),
         }

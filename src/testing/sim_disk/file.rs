@@ -85,6 +85,21 @@ impl DiskFile for SimFile {
         Ok(self.disk.shared.lock().now.node(self.id).visible.len())
     }
 
+    fn cut(&self, len: u64) -> Result<()> {
+        let mut shared = self.disk.shared.lock();
+        let (file, id) = (self.file, self.id);
+        let checked = if self.write {
+            shared.check(Operation::Write)
+        } else {
+            Err(io::Error::from_raw_os_error(EBADF))
+        };
+        checked.map_err(file_failed("cut", file, Some(len)))?;
+        if len < shared.now.node(id).visible.len() {
+            shared.record(DiskEvent::Shorten { file, id, len });
+        }
+        Ok(())
+    }
+
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.store(Operation::Write, offset, bytes).map_err(file_failed("write", self.file, Some(offset)))
     }

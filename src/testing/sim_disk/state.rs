@@ -9,8 +9,8 @@
 //!   of the length, any one version or the durable one, independently. So writes are lost, reordered and torn
 //!   between sectors.
 //! - A folder has visible and durable names, and pending changes of names. A power cut keeps any subset of
-//!   the changes in which each name's own changes are a prefix. Renames are atomic, as they are on every
-//!   journaled file system.
+//!   the changes in which each name's own changes are a prefix. Renames within a folder are atomic, as they
+//!   are on every journaled file system. Of a rename to another folder a power cut may keep either half.
 //! - A sync of a file makes content and length durable, never the file's name.
 //! - A link gives a file of another disk a name here; a power cut may take the name.
 //! - A medium that lies (`lies.rs`) says that it wrote a sector, and did not, or wrote it elsewhere, or gives
@@ -167,7 +167,13 @@ impl DiskState {
                 self.node_mut(*id).lose(sectors_of(*offset, *len))
             }
             DiskEvent::Rename { source, target } => {
-                self.names_mut(source.folder()).change(stamp, NameChange::Rename(*source, *target));
+                if source.folder() == target.folder() {
+                    self.names_mut(source.folder()).change(stamp, NameChange::Rename(*source, *target));
+                } else {
+                    let id = self.find(*source).expect("a file that is renamed is there");
+                    self.names_mut(source.folder()).change(stamp, NameChange::Remove(*source));
+                    self.names_mut(target.folder()).change(stamp, NameChange::Link(*target, id));
+                }
             }
             DiskEvent::Remove { file } => {
                 self.names_mut(file.folder()).change(stamp, NameChange::Remove(*file));
@@ -181,6 +187,7 @@ impl DiskState {
                 names.pending.clear();
             }
             DiskEvent::Damage { id, offset, bytes, .. } => self.node_mut(*id).damage(stamp, *offset, bytes),
+            DiskEvent::Shorten { id, len, .. } => self.node_mut(*id).set_len(stamp, *len),
             DiskEvent::Truncate { id, len, .. } => {
                 let node = self.node_mut(*id);
                 node.set_len(stamp, *len);

@@ -415,14 +415,16 @@ fn give_back(kept: usize) {
 
 /// A commit that was refused just as the log went on to the next segment left that segment blank. A longer
 /// frame then went past it, and the next open took the hole for damage. To come there, deletes take more of
-/// the reserve than writes may, and then the log gets one more segment.
+/// the reserve than writes may, while two segments are ahead of the one in use. Either the log gets one more
+/// segment, or a delete that is too long for a segment is refused once the segment before it was made.
 #[test]
 fn a_refusal_leaves_no_segment_without_a_frame() {
     watched("refusals and longer frames", || {
         for deletes in 0..DELETES {
             for blocks in 3..8 {
-                refusal(deletes, blocks << 12);
+                refusal(deletes, blocks << 12, false);
             }
+            refusal(deletes, 0, true);
         }
     });
 }
@@ -430,7 +432,7 @@ fn a_refusal_leaves_no_segment_without_a_frame() {
 /// More deletes than the reserve takes.
 const DELETES: usize = 32;
 
-fn refusal(deletes: usize, space: u64) {
+fn refusal(deletes: usize, space: u64, is_long_refused: bool) {
     let disk = SimDisk::new();
     let store = open_with_reserve(&disk).unwrap();
     let mut batch = store.batch();
@@ -458,13 +460,19 @@ fn refusal(deletes: usize, space: u64) {
             break;
         }
     }
+    if is_long_refused {
+        let mut batch = store.batch();
+        batch.delete(*pages.last().unwrap()).note("d".repeat(2 * SEGMENT as usize));
+        let refused = commit(batch);
+        assert!(matches!(refused, Err(Error::DiskFull { .. })), "{refused:?}");
+    }
     disk.set_capacity(Some(disk.used_bytes() + space));
     fill();
     disk.set_capacity(None);
     write(40_000, 2).unwrap();
     store.close().unwrap();
     let store = open_with_reserve(&disk);
-    let store = store.unwrap_or_else(|error| panic!("{deletes} deletes, {space} bytes: {error}"));
+    let store = store.unwrap_or_else(|error| panic!("{deletes} deletes, then {space} bytes: {error}"));
     let mut bytes = vec![0; 40_000];
     store.read(pages[0], 0, &mut bytes).unwrap();
     assert!(bytes.iter().all(|byte| *byte == 2));

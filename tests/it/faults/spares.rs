@@ -2,11 +2,12 @@
 //! full.
 
 use remanent::disk::Disk;
-use remanent::testing::sim_disk::{DiskFault, EIO, Operation};
-use remanent::{FileName, Folder};
+use remanent::testing::sim_disk::{CrashPlan, DiskFault, EIO, Operation, Tears};
+use remanent::{Compression, FileName, Folder};
 
+use super::disk_full::{is_held, until};
 use super::*;
-use crate::files::KEPT_FOR_OPENS;
+use crate::files::{KEPT_FOR_OPENS, State};
 
 const SEGMENT: u64 = 16 << 10;
 const RESERVE: usize = 2;
@@ -169,5 +170,65 @@ fn a_prune_frees_the_space_of_segments_beyond_the_reserve() {
         store.prune(&store.retention()).unwrap();
         assert_eq!(spares(&disk), HELD);
         line.check(&store, line.logged);
+    });
+}
+
+/// A power cut may keep the spare's name and the manifest's: then the log would go into the manifest.
+#[test]
+fn a_spare_that_became_a_manifest_is_no_segment_after_a_power_cut() {
+    watched("power cuts", || {
+        // Their manifest is longer than the shortest segment.
+        const DELETES: usize = 1200;
+        const LEN: u64 = 1 << 20;
+        let options = || small().segment_len(64 << 10).snapshots_kept(1).compression(Compression::Off);
+        let open = |disk: &SimDisk| open_with(disk, Arc::new(HostDevice::new()), options()).unwrap();
+        let disk = SimDisk::new();
+        let store = open(&disk);
+        let mut batch = store.batch();
+        batch.create(LEN, Place::Host);
+        let page = store.commit(batch).unwrap().pages[0];
+        store.snapshot().unwrap();
+        // The images of these lie in a file of their own.
+        let mut batch = store.batch();
+        (0..DELETES).for_each(|_| _ = batch.create(8, Place::Host).page());
+        let going = store.commit(batch).unwrap().pages;
+        store.snapshot().unwrap();
+        // The next snapshot has an image to write, for which there is no space.
+        let mut batch = store.batch();
+        batch.write(page, 8, b"changed");
+        store.commit(batch).unwrap();
+        until(|| is_held(&disk, RESERVE));
+        disk.set_capacity(Some(disk.used_bytes() + 4096));
+        disk.set_file_bytes(LEN);
+        let mut batch = store.batch();
+        going.iter().for_each(|page| _ = batch.delete(*page));
+        let deleted = store.commit(batch).unwrap().position.lsn;
+        store.wait_durable(deleted).unwrap();
+        let from = disk.events();
+        let refused = store.snapshot();
+        assert!(matches!(refused, Err(Error::DiskFull { .. })), "{refused:?}");
+        let is_made =
+            |event: &String| event.starts_with("rename log/") && event.contains(".spare to snapshots/");
+        assert!(disk.history()[from..].iter().any(is_made), "{:#?}", disk.history());
+        let state = State::of(&store);
+        let plan = CrashPlan { events: from..usize::MAX, tears: Tears::None, images_max: 16, seed: 0 };
+        disk.power_images(&plan, |image| {
+            // Full, so that the open takes what spares there are.
+            image.disk.set_capacity(Some(image.disk.used_bytes()));
+            let store = open(&image.disk);
+            assert_eq!(State::of(&store), state, "{image}");
+            image.disk.set_capacity(None);
+            for value in 0..8 {
+                let mut batch = store.batch();
+                batch.write(page, 0, &[value; 15_000]);
+                store.wait_durable(store.commit(batch).unwrap().position.lsn).unwrap();
+            }
+            let state = State::of(&store);
+            store.close().unwrap();
+            let store = open_with(&image.disk, Arc::new(HostDevice::new()), options());
+            let store = store.unwrap_or_else(|error| panic!("{image}, opened again: {error}"));
+            assert_eq!(State::of(&store), state, "{image}, opened again");
+            assert_eq!(store.recovered().harmless, [], "{image}, opened again");
+        });
     });
 }

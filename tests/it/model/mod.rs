@@ -18,10 +18,12 @@ pub mod history;
 pub mod plain;
 pub mod run;
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
+use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
 use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
@@ -61,10 +63,21 @@ fn the_store_is_what_the_model_says() {
             let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
             let options = |log_io| Options::default().log_io(log_io);
             let on_demand = options(other).page_load(PageLoad::OnDemand);
-            run(&actions, options(LogIo::Mapped), false, &mut tally.borrow_mut(), &host);
-            run(&actions, on_demand, true, &mut tally.borrow_mut(), &late);
+            let run = |label: &str, options, in_background, device: &dyn Fn() -> Arc<dyn Device>| {
+                let tally = &mut *tally.borrow_mut();
+                let ran = catch_unwind(AssertUnwindSafe(|| {
+                    run(&actions, options, in_background, tally, device);
+                }));
+                let told = |panic: Box<dyn Any + Send>| {
+                    let message = panic_message(&*panic);
+                    TestCaseError::fail(format!("on {label}, in {}: {message}", tally.under_way))
+                };
+                ran.map_err(told)
+            };
+            run("a host device, mapped", options(LogIo::Mapped), false, &host)?;
+            run(&format!("a late device, {other}, in the background"), on_demand, true, &late)?;
             if has_gpu {
-                run(&actions, options(direct), false, &mut tally.borrow_mut(), &gpu);
+                run(&format!("a GPU, {direct}"), options(direct), false, &gpu)?;
             }
             Ok(())
         });
@@ -82,6 +95,12 @@ fn the_store_is_what_the_model_says() {
     let enough = commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && forks >= 30;
     let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1 && unloaded >= 50;
     assert!(asked.is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
+}
+
+/// The message of a panic.
+fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic without a message")
 }
 
 /// Runs a history in a directory.

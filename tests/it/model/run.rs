@@ -35,6 +35,8 @@ pub struct Tally {
     pub background: u64,
     /// Pages that were unloaded when an opening returned.
     pub unloaded: u64,
+    /// The action under way, by its number from 0 on: where a history failed.
+    pub under_way: String,
 }
 
 /// The ground on which a history takes place.
@@ -95,7 +97,8 @@ impl Setting<'_> {
         let background = self.in_background.then_some(12 << 10);
         let options = self.options.clone().snapshot_log_bytes(background).snapshot_interval(None);
         let options = options.segment_len(16 << 10);
-        Store::open_on(ground.disk(), (self.device)(), options).unwrap_or_else(|error| panic!("{error}"))
+        Store::open_on(ground.disk(), (self.device)(), options)
+            .unwrap_or_else(|error| panic!("an open: {error}"))
     }
 }
 
@@ -105,10 +108,12 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
     let mut model = Model::default();
     model.in_background = in_background;
     let mut by_hand = 0;
+    tally.under_way = "the first opening".to_owned();
     ground.begin(Floors::default());
     let mut store = setting.open(&ground);
     let mut names_before = BTreeMap::new();
-    for action in actions {
+    for (number, action) in actions.iter().enumerate() {
+        tally.under_way = format!("action {number}, {action:?}, after batch {}", model.lsn);
         if model.in_background {
             model.adopt(&store.snapshots());
         }
@@ -129,7 +134,8 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                             steps.iter().filter(|step| matches!(step, Step::Replace { .. })).count();
                         model.install(changed, &committed.pages);
                         assert_eq!(committed.position.lsn, Lsn(model.lsn), "the batch's number");
-                        assert_eq!(committed.position.incarnation, store.recovered().position.incarnation);
+                        let incarnation = store.recovered().position.incarnation;
+                        assert_eq!(committed.position.incarnation, incarnation, "the batch's incarnation");
                     }
                     (Err(error), Some(refusal)) => {
                         tally.refusals.insert(refusal);
@@ -142,12 +148,13 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             }
             Action::Snapshot { exact } => {
                 let snapshot = if *exact {
-                    store.snapshot_with(SnapshotOptions::new().exact()).unwrap()
+                    store.snapshot_with(SnapshotOptions::new().exact())
                 } else {
-                    store.snapshot().unwrap()
+                    store.snapshot()
                 };
-                assert_eq!((snapshot.redo, snapshot.end), (Lsn(model.lsn), Lsn(model.lsn)));
-                assert_eq!(snapshot.pages, model.pages.len() as u64);
+                let snapshot = snapshot.unwrap_or_else(|error| panic!("a snapshot: {error}"));
+                assert_eq!((snapshot.redo, snapshot.end), (Lsn(model.lsn), Lsn(model.lsn)), "{snapshot:?}");
+                assert_eq!(snapshot.pages, model.pages.len() as u64, "{snapshot:?}");
                 by_hand += 1;
                 model.keep(snapshot.id, None, SNAPSHOTS_KEPT);
             }
@@ -158,17 +165,23 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                     (Ok(snapshot), None) => {
                         tally.names += 1;
                         by_hand += 1;
-                        assert_eq!((snapshot.redo, snapshot.end), (Lsn(model.lsn), Lsn(model.lsn)));
-                        assert_eq!(snapshot.name.as_deref(), Some(name));
+                        assert_eq!(
+                            (snapshot.redo, snapshot.end, snapshot.name.as_deref()),
+                            (Lsn(model.lsn), Lsn(model.lsn), Some(name)),
+                            "{snapshot:?}"
+                        );
                         model.keep(snapshot.id, Some(name), SNAPSHOTS_KEPT);
                     }
-                    (Err(Error::NameTaken { snapshot, .. }), Some(holder)) => assert_eq!(snapshot, holder),
+                    (Err(Error::NameTaken { snapshot, .. }), Some(holder)) => {
+                        assert_eq!(snapshot, holder, "the snapshot named {name:?}");
+                    }
                     (result, holder) => panic!("{name:?}, which {holder:?} has: {result:?}"),
                 }
             }
             Action::GiveUp(pick) => {
                 let name = SNAPSHOT_NAMES[*pick];
-                let went = store.prune(&store.retention().give_up(name)).unwrap().snapshots;
+                let pruned = store.prune(&store.retention().give_up(name));
+                let went = pruned.unwrap_or_else(|error| panic!("a prune: {error}")).snapshots;
                 let named = went.iter().filter_map(|info| info.name.as_deref()).collect::<Vec<_>>();
                 assert!(named.iter().all(|gone| *gone == name), "{named:?} went with {name:?}");
                 tally.given_up += named.len();
@@ -183,7 +196,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 let position = match store.restore(&StatePoint::Snapshot(snapshot)) {
                     Ok(position) => position,
                     Err(Error::NoSnapshot { .. }) if model.in_background => continue,
-                    Err(error) => panic!("{error}"),
+                    Err(error) => panic!("a restore of {snapshot}: {error}"),
                 };
                 tally.restores += 1;
                 by_hand += 1;
@@ -192,16 +205,18 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             }
             Action::RestoreTo(pick) => {
                 let beyond = Lsn(model.lsn + 1);
-                let refused = store.restore(&StatePoint::Lsn(beyond)).unwrap_err();
-                let Error::OutsideWindow { asked, newest, .. } = refused else { panic!("{refused}") };
-                assert_eq!((asked, newest), (beyond, Lsn(model.lsn)));
+                let refused = store.restore(&StatePoint::Lsn(beyond));
+                let Err(Error::OutsideWindow { asked, newest, .. }) = refused else {
+                    panic!("a restore of batch {beyond}, which is yet to come: {refused:?}")
+                };
+                assert_eq!((asked, newest), (beyond, Lsn(model.lsn)), "asked, newest");
                 let lsn = in_window(&model, *pick);
                 let position = match store.restore(&StatePoint::Lsn(Lsn(lsn))) {
                     Ok(position) => position,
                     Err(Error::OutsideWindow { oldest, .. }) if model.in_background && oldest > Lsn(lsn) => {
                         continue;
                     }
-                    Err(error) => panic!("{error}"),
+                    Err(error) => panic!("a restore of batch {lsn}: {error}"),
                 };
                 tally.restores += 1;
                 by_hand += 1;
@@ -214,7 +229,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                     Err(Error::OutsideWindow { oldest, .. }) if model.in_background && oldest > Lsn(lsn) => {
                         continue;
                     }
-                    Err(error) => panic!("{error}"),
+                    Err(error) => panic!("a fork of batch {lsn}: {error}"),
                 };
                 tally.forks += 1;
                 compare(&setting.open(&fork), &model.at(lsn));
@@ -229,7 +244,7 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 tally.background += store.stats().snapshots.taken.saturating_sub(by_hand);
                 by_hand = 0;
                 compare_late(&store, &model);
-                store.close().unwrap();
+                store.close().unwrap_or_else(|error| panic!("a close: {error}"));
                 compare_rebuilt(&ground, &model);
                 store = setting.open(&ground);
                 compare_reopened(&store, &model, tally);
@@ -268,8 +283,9 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
             }
         }
     }
+    tally.under_way = "the end, after all actions".to_owned();
     compare(&store, &model);
-    store.close().unwrap();
+    store.close().unwrap_or_else(|error| panic!("a close: {error}"));
     compare_rebuilt(&ground, &model);
     compare_opened(&setting.open(&ground), &model);
 }
@@ -296,30 +312,33 @@ fn look(disk: &Arc<dyn Disk>, model: &Model, lsn: u64) {
         Ok(old) => compare_snapshot(&old, &model.at(lsn)),
         // A state that is older than the window may be there still.
         Err(Error::OutsideWindow { asked, oldest, newest, .. }) => {
-            assert_eq!((asked, newest), (Lsn(lsn), Lsn(model.lsn)));
-            assert!(Lsn(lsn) < oldest);
+            assert_eq!((asked, newest), (Lsn(lsn), Lsn(model.lsn)), "asked, newest");
+            assert!(Lsn(lsn) < oldest, "batch {lsn} was refused, and the window begins at {oldest}");
             // The store may have moved the window on by a snapshot of its own.
             if !model.in_background {
                 assert!(lsn < model.oldest(), "batch {lsn} is in the window from {}", model.oldest());
-                assert!(oldest <= Lsn(model.oldest()), "{oldest}");
+                assert!(oldest <= Lsn(model.oldest()), "{oldest} instead of {}", model.oldest());
             }
         }
         Err(error) => panic!("the state at {lsn}: {error}"),
     }
-    compare_snapshot(&View::open_on(disk, None).unwrap(), model);
+    let newest = View::open_on(disk, None).unwrap_or_else(|error| panic!("the newest state: {error}"));
+    compare_snapshot(&newest, model);
 }
 
 /// Compares all answers of a state on disk.
 fn compare_snapshot(old: &View, model: &Model) {
-    assert_eq!(old.lsn(), Lsn(model.lsn));
-    assert_eq!(**old.root(), model.root);
+    assert_eq!(old.lsn(), Lsn(model.lsn), "the batch of a view");
+    assert_eq!(**old.root(), model.root, "the root of a view");
     compare_infos(&old.pages().collect::<Vec<_>>(), model);
     for (page, expected) in &model.pages {
         let mut bytes = vec![0xEE; expected.bytes.len()];
-        old.read(*page, 0, &mut bytes).unwrap();
-        assert_eq!(bytes, expected.bytes, "bytes of page {page} at {}", model.lsn);
+        let read = old.read(*page, 0, &mut bytes);
+        read.unwrap_or_else(|error| panic!("a read of page {page} at {}: {error}", model.lsn));
+        assert_bytes(&bytes, expected, &format!("page {page} at {}", model.lsn));
         if let Some(key) = &expected.key {
-            assert_eq!(old.page_by_key(key).unwrap().page, *page);
+            let holder = old.page_by_key(key).map(|info| info.page);
+            assert!(matches!(holder, Ok(holder) if holder == *page), "{key}: {holder:?} instead of {page}");
         }
     }
 }
@@ -333,7 +352,7 @@ fn compare_opened(store: &Store, model: &Model) {
 fn compare_recovered(store: &Store, model: &Model) {
     let recovered = store.recovered();
     assert_eq!(recovered.position.lsn, Lsn(model.lsn), "the batch reached");
-    assert_eq!((&recovered.torn, &recovered.harmless[..]), (&None, &[][..]));
+    assert_eq!((&recovered.torn, &recovered.harmless[..]), (&None, &[][..]), "a torn tail, or damage");
 }
 
 /// Compares after an opening in the middle of a history. Bytes of unloaded pages are compared later, so that
@@ -359,8 +378,13 @@ fn compare(store: &Store, model: &Model) {
     compare_table(store, model);
     for (page, expected) in &model.pages {
         let mut bytes = vec![0xEE; expected.bytes.len()];
-        assert_eq!(store.read(*page, 0, &mut bytes).unwrap(), Lsn(model.lsn));
-        assert_eq!(bytes, expected.bytes, "bytes of page {page}");
+        let read = store.read(*page, 0, &mut bytes);
+        assert!(
+            matches!(read, Ok(lsn) if lsn == Lsn(model.lsn)),
+            "a read of page {page}: {read:?} instead of batch {}",
+            model.lsn
+        );
+        assert_bytes(&bytes, expected, &format!("page {page}"));
     }
     for key in KEYS.map(|key| Key::new(key).unwrap()) {
         let holder = model.pages.iter().find(|(_, page)| page.key.as_ref() == Some(&key));
@@ -371,15 +395,18 @@ fn compare(store: &Store, model: &Model) {
         }
     }
     for page in &model.gone {
-        assert!(matches!(store.page(*page), Err(Error::UnknownPage { .. })), "page {page} is gone");
+        let found = store.page(*page);
+        assert!(matches!(found, Err(Error::UnknownPage { .. })), "page {page} is gone, but: {found:?}");
     }
 }
 
 /// Compares all that needs no page's bytes.
 fn compare_table(store: &Store, model: &Model) {
-    assert_eq!(store.lsn(), Lsn(model.lsn));
-    assert_eq!(*store.root().unwrap(), model.root);
-    compare_infos(&store.pages().unwrap().collect::<Vec<_>>(), model);
+    assert_eq!(store.lsn(), Lsn(model.lsn), "the newest batch");
+    let (root, pages) = (store.root(), store.pages());
+    assert_eq!(*root.unwrap_or_else(|error| panic!("the root: {error}")), model.root, "the root");
+    let pages = pages.unwrap_or_else(|error| panic!("the pages: {error}"));
+    compare_infos(&pages.collect::<Vec<_>>(), model);
     if model.in_background {
         return;
     }
@@ -401,19 +428,31 @@ fn compare_infos(found: &[PageInfo], model: &Model) {
 
 /// Compares the pure rebuild of the files, none of which is damaged.
 fn compare_rebuilt(ground: &impl Ground, model: &Model) {
-    let rebuilt = rebuild(&*ground.files(), &RebuildOptions::default()).unwrap();
+    let rebuilt = rebuild(&*ground.files(), &RebuildOptions::default());
+    let rebuilt = rebuilt.unwrap_or_else(|damage| panic!("a rebuild of whole files: {damage}"));
     compare_state(&rebuilt, model);
-    assert_eq!(rebuilt.passed_over, []);
+    assert_eq!(rebuilt.passed_over, [], "passed over by the rebuild");
 }
 
 /// Compares a rebuilt state with the model.
 fn compare_state(rebuilt: &RebuiltStore, model: &Model) {
-    assert_eq!(rebuilt.table.lsn(), Lsn(model.lsn));
-    assert_eq!(**rebuilt.table.root(), model.root);
+    assert_eq!(rebuilt.table.lsn(), Lsn(model.lsn), "the batch of the rebuild");
+    assert_eq!(**rebuilt.table.root(), model.root, "the root of the rebuild");
     compare_infos(&rebuilt.table.pages().collect::<Vec<_>>(), model);
     for (page, expected) in &model.pages {
-        assert_eq!(rebuilt.contents[page], expected.bytes, "rebuilt bytes of page {page}");
+        assert_bytes(&rebuilt.contents[page], expected, &format!("page {page} of the rebuild"));
     }
+}
+
+/// Compares a page's bytes, and tells where they differ first.
+fn assert_bytes(found: &[u8], expected: &Page, label: &str) {
+    let differs = found.iter().zip(&expected.bytes).position(|(found, expected)| found != expected);
+    assert!(
+        found == expected.bytes,
+        "{label}, bytes from {differs:?} on, last changed by batch {}: found {found:?}, expected {:?}",
+        expected.lsn,
+        expected.bytes
+    );
 }
 
 /// Reads a range of one page, and one past its end.
@@ -423,8 +462,13 @@ fn read_part(store: &Store, model: &Model, pick: usize, from: u16, to: u16) {
     let (from, to) = (usize::from(from) % (len + 1), usize::from(to) % (len + 1));
     let range = from.min(to)..from.max(to);
     let mut out = vec![0; range.len()];
-    store.read(*page, range.start as u64, &mut out).unwrap();
+    let read = store.read(*page, range.start as u64, &mut out);
+    read.unwrap_or_else(|error| panic!("bytes {range:?} of page {page}, {len} bytes long: {error}"));
     assert_eq!(out, expected.bytes[range.clone()], "bytes {range:?} of page {page}");
     let past_end = store.read(*page, range.start as u64, &mut vec![0; len - range.start + 1]);
-    assert!(matches!(past_end, Err(Error::OutOfBounds { .. })), "{past_end:?}");
+    assert!(
+        matches!(past_end, Err(Error::OutOfBounds { .. })),
+        "one byte past the end of page {page}, from {} on, {len} bytes long: {past_end:?}",
+        range.start
+    );
 }

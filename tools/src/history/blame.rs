@@ -6,12 +6,12 @@ use std::sync::Arc;
 use comfy_table::Table;
 use remanent_format::frame::FrameKind;
 use remanent_format::image::ImageRef;
+use remanent_format::image::proven::ProvenImage;
 use remanent_format::log::LogWalk;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::op::{Op, decode_payload};
-use remanent_format::state::bases::Base;
 use remanent_format::state::window::PageWindow;
-use remanent_format::state::window::load_base;
+use remanent_format::state::window::load_window;
 use remanent_format::{Damage, Defect, FileName, Lsn, Metadata};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
@@ -85,9 +85,10 @@ impl Blame {
                 || Failure::Environment(format!("there is no tensor, key or page {:?}", self.element.page));
             let info = table.pages().find(|info| self.element.means(info)).ok_or_else(none)?;
             let element = self.element.find(&info).map_err(Failure::Environment)?;
-            // However long the page is on its way, nothing past the element is needed.
-            if element.end() > self.memory.limit() {
-                let defect = Defect::Memory { needed: element.end() };
+            // However long the page is on its way, nothing but the element is needed.
+            let needed = element.width as u64;
+            if needed > self.memory.given() {
+                let defect = Defect::Memory { needed };
                 return Err(Failure::Environment(defect.to_string()));
             }
             let events = History { past, element: &element, until: table.lsn() }.events()?;
@@ -114,10 +115,10 @@ struct History<'h> {
 /// The element on its way through the log.
 struct Follower<'h> {
     history: &'h History<'h>,
-    /// The page's bytes up to the element's end; `None` while there is no page.
-    head: Option<PageWindow>,
+    /// The element's bytes in its page; `None` while there is no page.
+    window: Option<PageWindow>,
     /// The batch up to which the bytes have everything.
-    head_lsn: Lsn,
+    window_lsn: Lsn,
     root: Arc<Metadata>,
     /// The batch from which on the root is known.
     root_lsn: Lsn,
@@ -154,13 +155,15 @@ impl<'h> History<'h> {
 
     /// The page as a manifest names it.
     fn named(&self, entry: &ManifestEntry) -> Result<PageWindow, Damage> {
-        self.load(entry.image, entry.len, entry.lsn)
+        self.load(entry.image, entry.len)
     }
 
     /// The page as an image has it.
-    fn load(&self, image: Option<ImageRef>, len: u64, lsn: Lsn) -> Result<PageWindow, Damage> {
-        let base = Base { image, len, lsn, resized: false };
-        load_base(self.past.dir(), &base, self.element.end())
+    fn load(&self, image: Option<ImageRef>, len: u64) -> Result<PageWindow, Damage> {
+        let dir = self.past.dir();
+        // Proven whole, piece by piece, before any byte of it counts (I9).
+        let image = image.map(|image| ProvenImage::prove(dir, &image, len)).transpose()?;
+        load_window(dir, len, image.as_ref(), self.element.range())
     }
 }
 
@@ -168,8 +171,8 @@ impl<'h> Follower<'h> {
     fn new(history: &'h History<'h>) -> Self {
         Self {
             history,
-            head: None,
-            head_lsn: Lsn(0),
+            window: None,
+            window_lsn: Lsn(0),
             root: Arc::default(),
             root_lsn: Lsn(0),
             events: Vec::new(),
@@ -178,7 +181,9 @@ impl<'h> Follower<'h> {
 
     /// The element's bytes now.
     fn value(&self) -> Option<Vec<u8>> {
-        self.head.as_ref().and_then(|head| self.history.element.of(head.bytes())).map(<[u8]>::to_vec)
+        let bytes = self.window.as_ref()?.bytes();
+        // Fewer where the page ends before the element does.
+        (bytes.len() == self.history.element.width).then(|| bytes.to_vec())
     }
 
     /// Notes an event if the value has changed.
@@ -195,10 +200,10 @@ impl<'h> Follower<'h> {
         let before = self.value();
         let page = self.history.element.info.page;
         let entry = manifest.entries.iter().find(|entry| entry.page == page);
-        self.head = entry.map(|entry| self.history.named(entry)).transpose()?;
+        self.window = entry.map(|entry| self.history.named(entry)).transpose()?;
         (self.root, self.root_lsn) = (manifest.root.clone(), manifest.end);
-        self.head_lsn = entry.map_or(Lsn(0), |entry| entry.lsn);
-        self.note(self.head_lsn, Cause::Snapshot, before, None);
+        self.window_lsn = entry.map_or(Lsn(0), |entry| entry.lsn);
+        self.note(self.window_lsn, Cause::Snapshot, before, None);
         Ok(())
     }
 
@@ -241,11 +246,11 @@ impl<'h> Follower<'h> {
                     let table = self.history.past.survey.read_table(dir, *table, *table_crc)?;
                     let page = self.history.element.info.page;
                     let entry = table.entries.iter().find(|entry| entry.page == page);
-                    self.head = entry.map(|entry| self.history.named(entry)).transpose()?;
-                    (self.root, self.head_lsn, cause) = (table.root.clone(), lsn, Cause::Restore);
+                    self.window = entry.map(|entry| self.history.named(entry)).transpose()?;
+                    (self.root, self.window_lsn, cause) = (table.root.clone(), lsn, Cause::Restore);
                 }
-                op if op.page() == Some(self.history.element.info.page) && lsn > self.head_lsn => {
-                    self.apply(op, lsn)?;
+                op if op.page() == Some(self.history.element.info.page) && lsn > self.window_lsn => {
+                    self.apply(op)?;
                 }
                 _ => {}
             }
@@ -254,21 +259,21 @@ impl<'h> Follower<'h> {
         Ok(())
     }
 
-    fn apply(&mut self, op: &Op<'_>, lsn: Lsn) -> Result<(), Damage> {
+    fn apply(&mut self, op: &Op<'_>) -> Result<(), Damage> {
         match op {
-            Op::Create { .. } => self.head = Some(self.history.load(None, 0, lsn)?),
-            Op::Image { len, image, .. } => self.head = Some(self.history.load(Some(*image), *len, lsn)?),
-            Op::Delete { .. } => self.head = None,
+            Op::Create { .. } => self.window = Some(self.history.load(None, 0)?),
+            Op::Image { len, image, .. } => self.window = Some(self.history.load(Some(*image), *len)?),
+            Op::Delete { .. } => self.window = None,
             _ => {}
         }
-        if let Some(head) = &mut self.head {
-            let len = head.page_len();
+        if let Some(window) = &mut self.window {
+            let len = window.page_len();
             let is_within =
                 |(start, count): (u64, u64)| start.checked_add(count).is_some_and(|end| end <= len);
             // The way to this state was resolved before, so the operation fits the page; but the files may be
             // others by now.
             if op.range().is_none_or(is_within) {
-                head.apply(op);
+                window.apply(op);
             }
         }
         Ok(())

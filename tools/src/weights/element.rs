@@ -1,5 +1,6 @@
 //! How one element of a page is named on the command line, and where it lies.
 
+use std::ops::Range;
 use std::str::FromStr;
 
 use remanent_format::PageInfo;
@@ -86,14 +87,9 @@ impl ElementName {
 }
 
 impl Element {
-    /// Its end, in bytes from the page's start.
-    pub fn end(&self) -> u64 {
-        self.offset + self.width as u64
-    }
-
-    /// The element's bytes in its page; `None` where the page is too short for it.
-    pub fn of<'p>(&self, page: &'p [u8]) -> Option<&'p [u8]> {
-        page.get(self.offset as usize..)?.get(..self.width)
+    /// The element's place in its page, in bytes from the page's start.
+    pub fn range(&self) -> Range<u64> {
+        self.offset..self.offset + self.width as u64
     }
 
     /// Its value as text.

@@ -90,9 +90,9 @@ fn blame_goes_back_to_the_oldest_snapshot_where_the_log_is_gone() {
     assert!(text.contains("the log before is not kept"), "{text}");
 }
 
-/// No operation reads a page's bytes: bytes past the element are never needed, and take no memory.
+/// No operation reads a page's bytes: bytes around the element are never needed, and take no memory.
 #[test]
-fn blame_needs_memory_up_to_the_element_only_however_long_its_page_was() {
+fn blame_needs_memory_for_the_element_only_however_long_its_page_was() {
     const LONG: usize = 1 << 20;
     let scratch = Scratch::new();
     // From the batch's image and from a snapshot's, as they are and compressed.
@@ -133,12 +133,12 @@ fn blame_needs_memory_up_to_the_element_only_however_long_its_page_was() {
         }
         store.close().unwrap();
         let blame = |memory: &str| run(&["blame", &path, "page:1[5]", "--json", "--memory-max", memory]);
-        let lines = blame("6").expect(0).json();
+        let lines = blame("1").expect(0).json();
         let found = lines.iter().map(|line| serde_json::json!([line["lsn"], line["cause"], line["after"]]));
         let expected = expected.into_iter().map(|event| serde_json::json!(event));
         assert!(found.eq(expected), "{name}: {lines:?}");
-        let refused = blame("5").expect(2).err;
-        assert!(refused.contains("no memory for 6 bytes"), "{refused}");
+        let refused = blame("0").expect(2).err;
+        assert!(refused.contains("no memory for 1 bytes"), "{refused}");
     }
 }
 

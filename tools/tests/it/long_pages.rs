@@ -8,6 +8,8 @@ use serde_json::json;
 use crate::command::{Run, Scratch, command, finished};
 
 const LEN: u64 = (320 << 20) + 4099;
+/// The length of a page that was short before.
+const GROWN_LEN: u64 = 64 << 20;
 /// What a command may map, its code and its threads' stacks included.
 const MAPPED_MAX_KIB: u64 = 300 << 10;
 
@@ -34,15 +36,21 @@ fn a_page_longer_than_the_memory_is_read_by_windows() {
     let mut batch = store.batch();
     let page = batch.create(LEN, Place::Host).page();
     batch.write(page, 0, &expected);
-    let page = store.commit(batch).unwrap().pages[0];
+    let short = batch.create(5000, Place::Host).page();
+    batch.write(short, 0, &[9; 5000]);
+    let [page, short] = store.commit(batch).unwrap().pages[..] else { panic!("two pages") };
     store.snapshot().unwrap();
     let before = store.lsn();
     let mut batch = store.batch();
     batch.write(page, (64 << 20) - 5, &[1; 10]).scatter(page, Width::W2, &[3, 100 << 20], &[7; 4]);
+    // Its image ends long before its last window begins.
+    batch.resize(short, GROWN_LEN);
     store.commit(batch).unwrap();
     store.close().unwrap();
     expected[(64 << 20) - 5..][..10].fill(1);
     expected[6..8].fill(7);
+    let mut grown = vec![9; 5000];
+    grown.resize(GROWN_LEN as usize, 0);
     expected[200 << 20..][..2].fill(7);
 
     let pages = run(&["pages", &path, "--json"]).expect(0).json();
@@ -50,8 +58,18 @@ fn a_page_longer_than_the_memory_is_read_by_windows() {
     let (dumped, rescued) = (scratch.path("page"), scratch.path("rescued"));
     run(&["dump", &path, "1", "-o", &dumped]).expect(0);
     assert!(fs::read(&dumped).unwrap() == expected, "dump");
+    run(&["dump", &path, "2", "-o", &dumped]).expect(0);
+    assert!(fs::read(&dumped).unwrap() == grown, "dump of a page longer than its image");
+    let blamed = run(&["blame", &path, "page:2[60000000]", "--json"]).expect(0).json();
+    assert_eq!(blamed.last().unwrap()["after"], json!(0), "{blamed:?}");
     let diff = run(&["diff", &path, "--from", &format!("lsn:{before}"), "--json"]).expect(1).json();
     assert_eq!(diff[0]["changed"], json!(14));
+    // The history of a byte near the page's end, and of one that was written since.
+    for at in [LEN - 1, 200 << 20] {
+        let blamed = run(&["blame", &path, &format!("page:1[{at}]"), "--json"]).expect(0).json();
+        let newest = blamed.last().unwrap();
+        assert_eq!(newest["after"], json!(expected[at as usize]), "byte {at}: {blamed:?}");
+    }
     run(&["salvage", &path, "--to", &rescued]).expect(0);
     run(&["dump", &rescued, "1", "-o", &dumped]).expect(0);
     assert!(fs::read(&dumped).unwrap() == expected, "a rescued store's page");

@@ -124,7 +124,8 @@ pub fn load_window(
     let (file, offset) = image.map_or((FileName::Store, 0), ProvenImage::location);
     let at = |defect: Defect| defect.at(file, offset);
     let mut bytes = zeros(part_len(base_len, &window) as u64).map_err(at)?;
-    if let Some(image) = image {
+    // A page that has become longer since may have a window that begins where its image has ended.
+    if let Some(image) = image.filter(|_| !bytes.is_empty()) {
         image.read(source, window.start, &mut bytes)?;
     }
     PageWindow::new(bytes, base_len, window).map_err(at)

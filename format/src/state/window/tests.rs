@@ -1,8 +1,11 @@
 //! The head of a page against the whole page, cut at its end.
 
-use super::PageWindow;
+use super::{PageWindow, load_window};
 use crate::defect::Defect;
 use crate::ids::{PageId, Place, Width};
+use crate::image::proven::ProvenImage;
+use crate::image::{Codec, ImageRef};
+use crate::names::{FileName, Folder, ReadAt};
 use crate::op::{Indices, Op, PayloadWriter, decode_payload, gap_coded};
 use crate::state::apply::apply;
 use crate::state::trail::reach;
@@ -165,4 +168,43 @@ fn a_page_takes_memory_for_its_end_only() {
 fn what_does_not_fit_the_page_by_now_is_a_bug_however_long_its_head() {
     let mut head = PageWindow::new(vec![0; 5], 5, 0..3).unwrap();
     head.apply(&Op::Write { page: PAGE, offset: 4, bytes: &[1; 2] });
+}
+
+/// A file of images with one payload, which lies where the first may.
+struct OnePayload(Vec<u8>);
+
+impl ReadAt for OnePayload {
+    fn list(&self, _folder: Folder) -> std::io::Result<Vec<String>> {
+        Ok(Vec::new())
+    }
+
+    fn len(&self, _file: FileName) -> std::io::Result<Option<u64>> {
+        Ok(Some(IMAGE_AT + self.0.len() as u64))
+    }
+
+    fn read_at(&self, _file: FileName, offset: u64, out: &mut [u8]) -> std::io::Result<()> {
+        let start = (offset - IMAGE_AT) as usize;
+        out.copy_from_slice(&self.0[start..start + out.len()]);
+        Ok(())
+    }
+}
+
+const IMAGE_AT: u64 = 4096;
+
+/// A page may have become longer since: then a window may begin where its image has ended.
+#[test]
+fn a_window_has_what_the_image_has_of_it_and_nothing_after_its_end() {
+    let content = [1, 2, 3, 4, 5];
+    let (len, crc) = (content.len() as u64, crc32fast::hash(&content));
+    let codec = Codec::Raw;
+    let image = ImageRef { file: 1, offset: IMAGE_AT, stored_len: len, stored_crc: crc, raw_crc: crc, codec };
+    let source = OnePayload(content.to_vec());
+    let proven = ProvenImage::prove(&source, &image, len).unwrap();
+    for (window, expected) in [(0..5, &content[..]), (3..9, &[4, 5]), (5..9, &[]), (6..9, &[])] {
+        let mut found = load_window(&source, len, Some(&proven), window.clone()).unwrap();
+        assert_eq!(found.bytes(), expected, "{window:?}");
+        found.apply(&Op::Resize { page: PAGE, len: 9 });
+        let zeros = vec![0; (window.end - window.start) as usize - expected.len()];
+        assert_eq!(found.into_bytes(), [expected, &zeros].concat(), "{window:?}, grown");
+    }
 }

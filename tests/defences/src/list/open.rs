@@ -139,6 +139,27 @@ pub const LIST: &[Defence] = &[
         it("full_file_systems::a_store_opens_again_whatever_was_done_on_a_full_disk"),
     ),
     defence(
+        "a batch that is refused leaves no segment without a frame",
+        "src/log/writer.rs",
+        "let (number, empty) = (state.current.number, state.empty.len() - usize::from(rolls));",
+        "if rolls { state.roll(); } let rolls = false; let (number, empty) = (state.current.number, state.empty.len());",
+        it("faults::disk_full::a_refusal_leaves_no_segment_without_a_frame"),
+    ),
+    defence(
+        "the manifest of a thin snapshot needs no new file",
+        "src/catalog/publish.rs",
+        "spare(temporary, len)?",
+        "of_no_spare(temporary, len)?",
+        it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
+    ),
+    defence(
+        "a spare that becomes a manifest has lost its name before it is written to",
+        RESERVE,
+        "self.disk.sync_folder(Folder::Log).and_then(|()| {",
+        "Ok(()).and_then(|()| {",
+        it("faults::spares::a_spare_that_became_a_manifest_is_no_segment_after_a_power_cut"),
+    ),
+    defence(
         "the manifest of a thin snapshot takes the spare that is held for it",
         RESERVE,
         "KEPT_FOR_OPENS - 1",
