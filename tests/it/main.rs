@@ -15,6 +15,7 @@ mod captures;
 mod changed_pages;
 mod compression;
 mod concurrent;
+mod copies;
 mod crash;
 mod cuda;
 mod damage;

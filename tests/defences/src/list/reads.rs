@@ -29,6 +29,18 @@ pub const LIST: &[Defence] = &[
         "!versions.is_at(info.page, info.lsn)",
         it("reads::bytes_and_what_is_known_of_them_are_of_one_batch"),
     ),
+    refusal(
+        "a copy takes what the batch has changed before it",
+        "src/write/batch/copies.rs",
+        "changed.contains(&source)",
+        it("copies::a_copy_takes_the_bytes_of_its_point_in_the_batch"),
+    ),
+    refusal(
+        "what a batch copies is of its place in the log",
+        "src/write/commit/draft.rs",
+        "draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))",
+        it("copies::a_copy_beside_writers_is_of_its_own_place_in_the_log"),
+    ),
 ];
 
 /// A unit test in the engine's sources.
