@@ -221,7 +221,7 @@ pub use remanent_format::{
 };
 pub use snapshot::{PruneReport, ScrubReport, ScrubStats, SnapshotPhase, SnapshotStats};
 pub use store::{
-    Acknowledged, CommitReceipt, LiveView, Pages, ReadPages, Stats, Store, Ticket, UnloadedPages,
+    Acknowledged, CommitReceipt, Comparison, LiveView, Pages, ReadPages, Stats, Store, Ticket, UnloadedPages,
 };
 pub use write::batch::{CreatePage, NewPage, PageChanges, PageRef, WorkingCopy, WriteBatch};
 pub use write::commit::{Direction, Shadow};

@@ -40,7 +40,7 @@ use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
-use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
+use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::versions::Versions;
@@ -141,6 +141,11 @@ impl Turn<'_> {
     /// The error with which the pages' bytes were lost.
     pub fn intact(&self) -> Result<()> {
         self.lost.as_ref().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Whether kernels reach this memory: not where it is the host's alone, nor where it is of length 0.
+    pub fn is_reached_by_kernels(&self, span: Span) -> bool {
+        self.device.address(span.memory).is_some()
     }
 
     /// Says that memory is not what the table says, for this reason. Nothing is read from it any more.
@@ -274,8 +279,7 @@ impl Applier {
             let staged = pool.cut(staged, host_len(len)?)?;
             let source = turn.applied.memory[page].part(offset, len);
             // From host memory the bytes come as soon as they would be copied aside.
-            let is_far =
-                matches!(info.place, Place::Device(_)) && turn.device.address(source.memory).is_some();
+            let is_far = matches!(info.place, Place::Device(_)) && turn.is_reached_by_kernels(source);
             let drain = if is_far && len > SHORT_COPY_LEN_MAX {
                 turn.drain(info.place, vec![(source, 0)], len, staged, 0)?
             } else {

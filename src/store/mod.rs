@@ -2,12 +2,14 @@
 //!
 //! These files only put the parts together: [`crate::write::commit`], [`crate::snapshot`],
 //! [`crate::history::restore`] and [`crate::recovery`] say how things work. `open` makes a store of them,
-//! `batches` changes pages, `pages` looks them up, `bytes` reads them, `view` does both as of one batch,
+//! `batches` changes pages, `pages` looks them up, `bytes` reads them, `compare` compares them, `view` looks
+//! up and reads as of one batch,
 //! `history` goes back, `scrub` looks after the disk, `stats` counts.
 
 pub(crate) mod kernels;
 mod batches;
 mod bytes;
+mod compare;
 mod history;
 mod open;
 mod pages;
@@ -34,6 +36,7 @@ use crate::recovery::{PageLoader, RecoveryReport};
 use crate::snapshot::{BackgroundSnapshots, Scrub, Scrubber, Snapshots};
 use crate::write::commit::Committer;
 
+pub use compare::Comparison;
 pub use pages::UnloadedPages;
 pub use read_pages::ReadPages;
 pub use stats::Stats;

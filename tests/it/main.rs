@@ -13,6 +13,7 @@ mod bounds;
 mod bulk;
 mod captures;
 mod changed_pages;
+mod compares;
 mod compression;
 mod concurrent;
 mod copies;

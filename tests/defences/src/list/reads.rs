@@ -41,6 +41,20 @@ pub const LIST: &[Defence] = &[
         "draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))",
         it("copies::a_copy_beside_writers_is_of_its_own_place_in_the_log"),
     ),
+    defence(
+        "pages are compared as of one batch",
+        "src/store/compare.rs",
+        "self.read_as_of(info, offset, piece)?;",
+        "self.read(info.page, offset, piece)?;",
+        it("compares::pages_are_compared_as_of_one_batch"),
+    ),
+    defence(
+        "an element that is not whole is compared, too",
+        "src/store/compare.rs",
+        "if len > whole {",
+        "if false {",
+        it("compares::pages_are_compared_as_a_slow_loop_compares_them"),
+    ),
 ];
 
 /// A unit test in the engine's sources.
