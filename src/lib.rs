@@ -221,7 +221,8 @@ pub use remanent_format::{
 };
 pub use snapshot::{PruneReport, ScrubReport, ScrubStats, SnapshotPhase, SnapshotStats};
 pub use store::{
-    Acknowledged, CommitReceipt, Comparison, LiveView, Pages, ReadPages, Stats, Store, Ticket, UnloadedPages,
+    Acknowledged, CommitReceipt, Comparison, LiveView, ManyBytes, Pages, ReadMany, ReadPages, Stats, Store,
+    Ticket, UnloadedPages,
 };
 pub use write::batch::{CreatePage, NewPage, PageChanges, PageRef, WorkingCopy, WriteBatch};
 pub use write::commit::{Direction, Shadow};
@@ -505,6 +506,8 @@ const _: () = {
     shared::<Lease<'_>>();
     shared::<Ticket>();
     shared::<Acknowledged>();
+    shared::<ReadMany>();
+    shared::<ManyBytes>();
     shared::<Replica>();
     shared::<FollowedBatch>();
     shared::<DeviceBytes>();

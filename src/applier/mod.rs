@@ -14,6 +14,7 @@ mod catch;
 mod unloaded;
 mod exact_cut;
 mod readback;
+mod reads;
 mod lease_table;
 mod commands;
 mod queue;
@@ -31,6 +32,7 @@ pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, stage_aside};
 pub(crate) use exact_cut::ExactCut;
 pub(crate) use lease_table::{LeaseId, Leases};
 pub(crate) use readback::Drain;
+pub(crate) use reads::{ReadOutcome, ReadState, Reads};
 pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 
 use self::queue::Requests;

@@ -2,7 +2,8 @@
 //!
 //! These files only put the parts together: [`crate::write::commit`], [`crate::snapshot`],
 //! [`crate::history::restore`] and [`crate::recovery`] say how things work. `open` makes a store of them,
-//! `batches` changes pages, `pages` looks them up, `bytes` reads them, `compare` compares them, `view` looks
+//! `batches` changes pages, `pages` looks them up, `bytes` reads them, `read_many` reads many
+//! at once, `compare` compares them, `view` looks
 //! up and reads as of one batch,
 //! `history` goes back, `scrub` looks after the disk, `stats` counts.
 
@@ -13,6 +14,7 @@ mod compare;
 mod history;
 mod open;
 mod pages;
+mod read_many;
 mod read_pages;
 mod scrub;
 mod stats;
@@ -24,6 +26,7 @@ use std::sync::Arc;
 
 use remanent_format::StoreId;
 
+use crate::applier::Reads;
 use crate::base::process::ForkGuard;
 use crate::disk::{Disk, DiskLock};
 use crate::engine::{Engine, RunningEngine};
@@ -38,6 +41,7 @@ use crate::write::commit::Committer;
 
 pub use compare::Comparison;
 pub use pages::UnloadedPages;
+pub use read_many::{ManyBytes, ReadMany};
 pub use read_pages::ReadPages;
 pub use stats::Stats;
 pub use ticket::{Acknowledged, CommitReceipt, Ticket};
@@ -80,6 +84,7 @@ struct StoreParts {
     _background: BackgroundSnapshots,
     _scrubber: Scrubber,
     _loader: PageLoader,
+    reads: Reads,
     /// After everything that gives turns to the applier.
     engine: RunningEngine,
     committer: Committer,

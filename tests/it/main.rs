@@ -50,6 +50,7 @@ mod leases;
 mod life;
 mod loading;
 mod machine;
+mod many_reads;
 mod model;
 mod moves;
 mod multi_device;

@@ -55,6 +55,13 @@ pub const LIST: &[Defence] = &[
         "if false {",
         it("compares::pages_are_compared_as_a_slow_loop_compares_them"),
     ),
+    defence(
+        "reads of many ranges are bounded",
+        "src/applier/reads.rs",
+        "*bytes <= READ_BYTES_MAX",
+        "true",
+        it("many_reads::reads_take_no_more_than_their_part_of_memory"),
+    ),
 ];
 
 /// A unit test in the engine's sources.
