@@ -15,6 +15,7 @@ mod unloaded;
 mod exact_cut;
 mod readback;
 mod reads;
+mod changes;
 mod lease_table;
 mod commands;
 mod queue;
@@ -28,6 +29,7 @@ use remanent_format::state::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
 pub(crate) use catch::Catch;
+pub use changes::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, stage_aside};
 pub(crate) use exact_cut::ExactCut;
 pub(crate) use lease_table::{LeaseId, Leases};
@@ -35,6 +37,7 @@ pub(crate) use readback::Drain;
 pub(crate) use reads::{ReadOutcome, ReadState, Reads};
 pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 
+use self::changes::ChangeFeed;
 use self::queue::Requests;
 use self::worker::Worker;
 use crate::base::own_line::OwnLine;
@@ -168,6 +171,8 @@ pub(crate) struct Applier {
     applied: OwnLine<AtomicU64>,
     poison: Arc<Poison>,
     unloaded: Arc<UnloadedSet>,
+    /// The streams that are told what batches changed.
+    changes: Arc<ChangeFeed>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -200,6 +205,7 @@ impl Applier {
             applied: OwnLine(AtomicU64::new(applied.point.lsn.0)),
             poison: parts.poison.clone(),
             unloaded: applied.unloaded.clone(),
+            changes: Arc::default(),
             thread: Mutex::new(None),
         });
         let arena = parts.arena.clone();
@@ -226,6 +232,11 @@ impl Applier {
     /// The pages that are not loaded yet. A caller waits for them before its turn looks for their memory.
     pub fn unloaded(&self) -> &Arc<UnloadedSet> {
         &self.unloaded
+    }
+
+    /// The streams that are told what batches changed.
+    pub fn changes(&self) -> &Arc<ChangeFeed> {
+        &self.changes
     }
 
     /// Hands over a batch; all its pages are loaded. Called in the order of the log. Waits where too much is
@@ -390,6 +401,7 @@ impl Drop for ApplierGuard {
             self.0.poison.set(Error::panicked("the applier's thread"));
             self.0.progress(|progress| progress.lost = true);
         }
+        self.0.changes.end();
         self.0.requests.end();
     }
 }

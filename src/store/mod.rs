@@ -3,13 +3,14 @@
 //! These files only put the parts together: [`crate::write::commit`], [`crate::snapshot`],
 //! [`crate::history::restore`] and [`crate::recovery`] say how things work. `open` makes a store of them,
 //! `batches` changes pages, `pages` looks them up, `bytes` reads them, `read_many` reads many
-//! at once, `compare` compares them, `view` looks
+//! at once, `compare` compares them, `changes` tells what batches change, `view` looks
 //! up and reads as of one batch,
 //! `history` goes back, `scrub` looks after the disk, `stats` counts.
 
 pub(crate) mod kernels;
 mod batches;
 mod bytes;
+mod changes;
 mod compare;
 mod history;
 mod open;

@@ -12,6 +12,7 @@ mod background;
 mod bounds;
 mod bulk;
 mod captures;
+mod change_streams;
 mod changed_pages;
 mod compares;
 mod compression;

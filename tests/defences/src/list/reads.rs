@@ -62,6 +62,27 @@ pub const LIST: &[Defence] = &[
         "true",
         it("many_reads::reads_take_no_more_than_their_part_of_memory"),
     ),
+    defence(
+        "bytes that a batch cuts away are told as changed",
+        "src/applier/changes.rs",
+        "*len..u64::MAX",
+        "0..0",
+        it("change_streams::what_is_not_told_is_unchanged"),
+    ),
+    defence(
+        "a gap is told before what comes after it",
+        "src/applier/changes.rs",
+        "_ if state.lagged.is_some() => return,",
+        "",
+        engine("applier::changes::tests::a_gap_is_told_in_its_place_and_once"),
+    ),
+    defence(
+        "a restore is told to streams",
+        "src/history/restore.rs",
+        "self.engine.applier.changes().tell(Err(point.lsn));",
+        "",
+        it("change_streams::a_gap_is_told_where_it_is"),
+    ),
 ];
 
 /// A unit test in the engine's sources.
