@@ -253,3 +253,30 @@ fn a_stream_ends_with_its_store() {
     assert_eq!(changes.next(), None, "the batch is logged, and was not applied");
     assert!(matches!(changes.next_timeout(Duration::MAX), Err(Error::Poisoned(_))));
 }
+
+/// Pages that are there already cost nothing; the others move in one batch.
+#[test]
+fn only_pages_that_are_elsewhere_move() {
+    let store = open(&SimDisk::new(), Arc::new(HostDevice::new()));
+    let mut batch = store.batch();
+    PLACES.iter().for_each(|place| _ = batch.create(8, *place));
+    let pages = store.commit(batch).unwrap().pages;
+    let mut changes = store.changes().unwrap();
+    let lsn = store.lsn();
+    assert_eq!(store.ensure(&[], Place::Host).unwrap(), None);
+    assert_eq!(store.ensure(&[pages[2], pages[2]], Place::Host).unwrap(), None);
+    let unknown = store.ensure(&[pages[0], PageId(99)], Place::Host).unwrap_err();
+    assert!(matches!(unknown, Error::UnknownPage { page: PageId(99) }), "{unknown}");
+    let refused = store.ensure(&pages, Place::Disk).unwrap_err();
+    assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Disk, .. }), "{refused}");
+    assert_eq!(store.lsn(), lsn, "nothing was logged");
+
+    let twice = [&pages[..], &pages[..]].concat();
+    let moved = store.ensure(&twice, Place::Host).unwrap().unwrap();
+    assert_eq!((moved.lsn.0, store.lsn()), (lsn.0 + 1, moved.lsn));
+    let told = applied(&mut changes);
+    let of_pages: Vec<_> = told.pages.iter().map(|told| (told.page, told.changes.clone())).collect();
+    let is_moved = vec![AppliedChange::Moved { place: Place::Host }];
+    assert_eq!(of_pages, [(pages[0], is_moved.clone()), (pages[1], is_moved)]);
+    assert_eq!(store.ensure(&pages, Place::Host).unwrap(), None);
+}
