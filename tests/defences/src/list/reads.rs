@@ -83,6 +83,20 @@ pub const LIST: &[Defence] = &[
         "",
         it("change_streams::a_gap_is_told_where_it_is"),
     ),
+    defence(
+        "blocks of two segments are not joined",
+        "src/device/cuda/resource/caching.rs",
+        "block.segment == segment && matches!",
+        "matches!",
+        engine("device::cuda::resource::caching::tests::the_rules_hold_after_every_step_of_random_histories"),
+    ),
+    defence(
+        "a block is another stream's once its work is done",
+        "src/device/cuda/resource/caching.rs",
+        "if only == stream",
+        "if only.handle() > 0",
+        engine("device::cuda::resource::caching::tests::a_block_waits_for_the_work_that_uses_it"),
+    ),
 ];
 
 /// A unit test in the engine's sources.
