@@ -82,14 +82,14 @@
 //! # Processes, threads, tasks
 //!
 //! **Forks.** A store belongs to the process that opened it. In a forked child every call on an inherited
-//! store, [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`Follower`], [`View`] or [`device::DeviceBytes`]
-//! says [`Error::Forked`], before it writes a byte or waits for a lock; getters that cannot fail return empty
-//! values. Dropping what was inherited gives nothing back, and the parent goes on. A child may open other
-//! stores, and this one once its parent has closed it, whatever the parent's threads were at (but not at the
-//! very start or end of a thread, when the list of threads that read without locks may be held; an `exec` is
-//! always safe); a [`Replica`] is plain memory and goes on in both. A snapshot that a [`View`] holds stays
-//! held while the parent holds it; if the parent dies first, until the child ends. A GPU cannot be used in a
-//! child of a process that used it: that is the driver's rule.
+//! store, [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`ReadMany`], [`ChangeStream`], [`Follower`],
+//! [`View`] or [`device::DeviceBytes`] says [`Error::Forked`], before it writes a byte or waits for a lock;
+//! getters that cannot fail return empty values. Dropping what was inherited gives nothing back, and the
+//! parent goes on. A child may open other stores, and this one once its parent has closed it, whatever the
+//! parent's threads were at (but not at the very start or end of a thread, when the list of threads that read
+//! without locks may be held; an `exec` is always safe); a [`Replica`] is plain memory and goes on in both. A
+//! snapshot that a [`View`] holds stays held while the parent holds it; if the parent dies first, until the
+//! child ends. A GPU cannot be used in a child of a process that used it: that is the driver's rule.
 //!
 //! **What waits for what.**
 //!
@@ -99,15 +99,17 @@
 //! | [`Store::commit`], [`Ticket::wait`] | what [`Ack`] says: nothing, the applier, or a sync of the log |
 //! | [`Store::page`], [`Store::page_by_key`], [`Store::root`], [`Store::view`] and other lookups | nothing |
 //! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before |
+//! | [`Store::read_many`], [`ChangeStream::next_timeout`] at zero | unloaded pages; nothing |
+//! | [`Store::compare`] | the applier: all batches before; the third time, it holds up batches |
 //! | [`Store::snapshots`], [`Store::would_prune`], [`Store::stats`] | nothing, not even a running snapshot or scrub |
 //! | [`Store::snapshot`] and its kin, [`Store::prune`] | each other, and a background snapshot, which goes on at full speed |
 //! | [`Store::scrub`], [`Store::audit`] | the same; a scrub for another scrub |
 //! | [`Store::restore`] | the same, and commits wait for it |
 //!
-//! **Async.** One call gives a future, [`Ticket::acknowledged`]. A call that waits for a disk belongs on a
-//! thread that may block (tokio's `spawn_blocking`); so does dropping a store. [`Store::submit`] and, later,
-//! one [`Ticket::wait`] for many batches keep such threads few. A pin is not held across an `await` if
-//! another task may commit to its page; a lease may be.
+//! **Async.** Two calls give futures, [`Ticket::acknowledged`] and [`Store::read_many`]. A call that waits
+//! for a disk belongs on a thread that may block (tokio's `spawn_blocking`); so does dropping a store.
+//! [`Store::submit`] and, later, one [`Ticket::wait`] for many batches keep such threads few. A pin is not
+//! held across an `await` if another task may commit to its page; a lease may be.
 //!
 //! **Failures.** Which of them stop a store is listed in `docs/failures.md`.
 //!
@@ -199,6 +201,7 @@ use std::sync::Arc;
 
 pub use applier::lease::Lease;
 pub use applier::pin::Pin;
+pub use applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub use catalog::SnapshotInfo;
 pub use device::{CallerMemory, DeviceBytes, RawStream};
 pub use error::{Error, Remedy, Result, StoreDamage};
@@ -225,7 +228,8 @@ pub use remanent_format::{
 };
 pub use snapshot::{PruneReport, ScrubReport, ScrubStats, SnapshotPhase, SnapshotStats};
 pub use store::{
-    Acknowledged, CommitReceipt, LiveView, Pages, ReadPages, Stats, Store, Ticket, UnloadedPages,
+    Acknowledged, CommitReceipt, Comparison, LiveView, ManyBytes, Pages, ReadMany, ReadPages, Stats, Store,
+    Ticket, UnloadedPages,
 };
 pub use write::batch::{CreatePage, NewPage, PageChanges, PageRef, WorkingCopy, WriteBatch};
 pub use write::commit::{Direction, Shadow};
@@ -509,6 +513,9 @@ const _: () = {
     shared::<Lease<'_>>();
     shared::<Ticket>();
     shared::<Acknowledged>();
+    shared::<ReadMany>();
+    shared::<ManyBytes>();
+    shared::<ChangeStream>();
     shared::<Replica>();
     shared::<FollowedBatch>();
     shared::<DeviceBytes>();

@@ -14,6 +14,8 @@ mod catch;
 mod unloaded;
 mod exact_cut;
 mod readback;
+mod reads;
+mod changes;
 mod lease_table;
 mod commands;
 mod queue;
@@ -27,12 +29,15 @@ use remanent_format::state::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
 pub(crate) use catch::Catch;
+pub use changes::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, stage_aside};
 pub(crate) use exact_cut::ExactCut;
 pub(crate) use lease_table::{LeaseId, Leases};
 pub(crate) use readback::{Drain, Drained};
+pub(crate) use reads::{ReadOutcome, ReadState, Reads};
 pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 
+use self::changes::ChangeFeed;
 use self::queue::Requests;
 use self::worker::Worker;
 use crate::base::own_line::OwnLine;
@@ -41,7 +46,7 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::sums::changed_on_the_way;
-use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX};
+use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::versions::Versions;
@@ -144,6 +149,11 @@ impl Turn<'_> {
         self.lost.as_ref().map_or(Ok(()), |error| Err(error.clone()))
     }
 
+    /// Whether kernels reach this memory: not where it is the host's alone, nor where it is of length 0.
+    pub fn is_reached_by_kernels(&self, span: Span) -> bool {
+        self.device.address(span.memory).is_some()
+    }
+
     /// Says that memory is not what the table says, for this reason. Nothing is read from it any more.
     pub fn lose(&mut self, error: &Error) {
         self.lost.get_or_insert_with(|| error.clone());
@@ -162,6 +172,8 @@ pub(crate) struct Applier {
     applied: OwnLine<AtomicU64>,
     poison: Arc<Poison>,
     unloaded: Arc<UnloadedSet>,
+    /// The streams that are told what batches changed.
+    changes: Arc<ChangeFeed>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -194,6 +206,7 @@ impl Applier {
             applied: OwnLine(AtomicU64::new(applied.point.lsn.0)),
             poison: parts.poison.clone(),
             unloaded: applied.unloaded.clone(),
+            changes: Arc::default(),
             thread: Mutex::new(None),
         });
         let arena = parts.arena.clone();
@@ -220,6 +233,11 @@ impl Applier {
     /// The pages that are not loaded yet. A caller waits for them before its turn looks for their memory.
     pub fn unloaded(&self) -> &Arc<UnloadedSet> {
         &self.unloaded
+    }
+
+    /// The streams that are told what batches changed.
+    pub fn changes(&self) -> &Arc<ChangeFeed> {
+        &self.changes
     }
 
     /// Hands over a batch; all its pages are loaded. Called in the order of the log. Waits where too much is
@@ -265,8 +283,7 @@ impl Applier {
         Ok((info, lsn, drain.finish(device)?.bytes))
     }
 
-    /// As [`read`](Self::read) for a whole page, with sums on both sides of the bus: for bytes that go to
-    /// the log.
+    /// As [`read`](Self::read), with sums on both sides of the bus: for bytes that go to the log.
     ///
     /// # Errors
     /// As for `read`.
@@ -276,9 +293,10 @@ impl Applier {
         staging: &Arc<StagingPool>,
         page: PageId,
         len_known: u64,
+        range: impl Fn(&PageInfo) -> (u64, u64) + Clone + Send + 'static,
     ) -> Result<(PageInfo, StagingBuf)> {
         let once = || {
-            let (info, _, drain) = self.read_by(staging, page, len_known, |info| (0, info.len), true)?;
+            let (info, _, drain) = self.read_by(staging, page, len_known, range.clone(), true)?;
             Ok::<_, Error>(drain.finish_once(device)?.map(|drained| (info, drained.bytes)))
         };
         if let Some(read) = once()? {
@@ -311,8 +329,7 @@ impl Applier {
             let source = turn.applied.memory[page].part(offset, len);
             let sums = is_summed.then_some(&pool);
             // From host memory the bytes come as soon as they would be copied aside.
-            let is_far =
-                matches!(info.place, Place::Device(_)) && turn.device.address(source.memory).is_some();
+            let is_far = matches!(info.place, Place::Device(_)) && turn.is_reached_by_kernels(source);
             let drain = if is_far && len > SHORT_COPY_LEN_MAX {
                 turn.drain(info.place, vec![(source, 0)], len, staged, 0, sums)?
             } else {
@@ -420,6 +437,7 @@ impl Drop for ApplierGuard {
             self.0.poison.set(Error::panicked("the applier's thread"));
             self.0.progress(|progress| progress.lost = true);
         }
+        self.0.changes.end();
         self.0.requests.end();
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use remanent_format::op::{Op, OpAt, each_op};
 use remanent_format::{Lsn, PageId};
 
+use super::changes::{AppliedBatch, WrittenRanges};
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
 use super::queue::Request;
 use super::{AppliedState, Applier, ApplierParts, ApplyWork, LIST_BYTES, Leases, Turn};
@@ -35,6 +36,9 @@ pub(super) struct Worker {
     retiring: Queue<PageMemory>,
     /// The same, of memory that callers use too.
     given_up: Queue<PageMemory>,
+    /// What the batches of the list under construction changed, for streams; the batch alone where there was
+    /// no memory for that. Empty while there is no stream.
+    told: Vec<Result<AppliedBatch, Lsn>>,
     in_flight: VecDeque<Pending>,
     /// The value of the newest list's fence.
     fence: u64,
@@ -63,6 +67,7 @@ impl Worker {
             list: ListBuilder::default(),
             retiring: Queue::default(),
             given_up: Queue::default(),
+            told: Vec::new(),
             in_flight: VecDeque::new(),
             fence: 0,
             lost: None,
@@ -128,6 +133,7 @@ impl Worker {
         // Logged batches go first: a caller that waits for one of them must not hear of a loss.
         self.flush();
         self.shared.progress(|progress| progress.lost = true);
+        self.shared.changes().end();
         for staging in work.asides.into_iter().chain([work.payload]) {
             self.staging.give(staging.into_staging());
         }
@@ -141,6 +147,7 @@ impl Worker {
     /// Adds a batch to the list and installs its changes to the table.
     fn batch(&mut self, work: ApplyWork) {
         let ApplyWork { point, payload, changes, mut memory, mut relocations, mut asides, room } = work;
+        let mut ranges = self.shared.changes().is_watched().then(WrittenRanges::default);
         if !self.list.has_room(&room) {
             self.flush();
             self.list.begin_in(room);
@@ -149,6 +156,9 @@ impl Worker {
         let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
         // One by one: the batch is logged, and memory for all of them may be refused.
         let apply = |at: OpAt<'_>| {
+            if let Some(ranges) = &mut ranges {
+                ranges.note(&at.op);
+            }
             match at.op {
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
@@ -189,6 +199,9 @@ impl Worker {
         };
         each_op(&payload, apply).expect("decoded before it was logged");
         self.list.payload(payload);
+        if let Some(ranges) = ranges {
+            self.told.push(AppliedBatch::of(&changes, &self.applied.table, ranges));
+        }
         self.applied.table.install(&changes);
         self.applied.point = point;
     }
@@ -297,6 +310,8 @@ impl Worker {
         if self.lost.is_none() {
             let (applied, fence) = (self.applied.point.lsn, self.fence);
             self.shared.progress(|progress| (progress.applied, progress.fence) = (applied, fence));
+            // After that: a caller that hears of a batch may ask at once whether it is applied.
+            self.told.drain(..).for_each(|told| self.shared.changes().tell(told));
         }
         let reached = self.device.reached(Lane::Apply);
         while self.in_flight.front().is_some_and(|pending| pending.fence().value <= reached)
@@ -319,6 +334,8 @@ impl Worker {
         let error = self.shared.poison.set(error);
         self.lost.get_or_insert(error);
         self.shared.progress(|progress| progress.lost = true);
+        // No later batch is applied.
+        self.shared.changes().end();
     }
 
     fn release_pages(&mut self) {

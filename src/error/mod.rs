@@ -266,6 +266,14 @@ pub enum Error {
         /// The reason why not.
         reason: String,
     },
+    /// The two pages are not equally long.
+    #[error("pages {} and {} are {} and {} bytes long", pages[0], pages[1], lens[0], lens[1])]
+    LengthsDiffer {
+        /// The pages in question.
+        pages: [PageId; 2],
+        /// How many bytes each has.
+        lens: [u64; 2],
+    },
     /// Another snapshot that is kept has this name.
     #[error("snapshot {snapshot} is named {name:?}")]
     NameTaken {

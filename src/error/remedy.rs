@@ -63,6 +63,7 @@ impl Error {
             | Error::DeviceUnavailable { .. }
             | Error::StreamRefused { .. }
             | Error::MemoryRefused { .. }
+            | Error::LengthsDiffer { .. }
             | Error::NameTaken { .. }
             | Error::NoSnapshot { .. }
             | Error::NoSnapshotNamed { .. }

@@ -109,6 +109,8 @@ impl RestoreRun<'_> {
         submitted.replace(point.lsn, target.pages.iter().cloned(), target.root.clone());
         submitted.index_keys().expect("the old state had unique keys");
         overwritten.map_err(|error| self.engine.poison.set(error))?;
+        // No batch comes in between: the caller holds the submission lock.
+        self.engine.applier.changes().tell(Err(point.lsn));
         tracing::info!(%restored, lsn = %point.lsn, "restored");
         Ok(point)
     }

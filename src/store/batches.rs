@@ -4,6 +4,7 @@ use remanent_format::{Key, Lsn, PageId, Place, Position};
 
 use super::Store;
 use super::ticket::{CommitReceipt, Ticket, wait};
+use crate::base::allocation::set_of;
 use crate::error::{Error, Result};
 use crate::write::batch::WriteBatch;
 
@@ -101,6 +102,44 @@ impl Store {
                 }
             }
         }
+    }
+
+    /// Lets all these pages live in one place. Those that are there already stay as they are; if all are,
+    /// nothing is logged. The others move there in one batch, as by [`WriteBatch::move_to`]. Waits for the
+    /// acknowledgement that [`Options::ack`] names. Returns where that batch lies in the log, if there is
+    /// one.
+    ///
+    /// Batches of other threads may move pages elsewhere after this one.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// batch.create(8, Place::Host);
+    /// batch.create(8, Place::Pinned);
+    /// let pages = store.commit(batch)?.pages;
+    /// assert!(store.ensure(&pages, Place::Pinned)?.is_some());
+    /// assert_eq!(store.page(pages[0])?.place, Place::Pinned);
+    /// assert!(store.ensure(&pages, Place::Pinned)?.is_none(), "all are there");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`], with nothing moved; [`Error::OverBudget`], [`Error::OutOfMemory`],
+    /// [`Error::PlaceUnavailable`] and [`Error::Leased`] as for a move; as for [`Store::commit`].
+    pub fn ensure(&self, pages: &[PageId], place: Place) -> Result<Option<Position>> {
+        let mut batch = self.batch();
+        let mut are_there = true;
+        {
+            let view = self.view()?;
+            for page in set_of(pages.iter().copied()) {
+                if view.page(page)?.place != place {
+                    batch.move_to(page, place);
+                    are_there = false;
+                }
+            }
+        }
+        if are_there { Ok(None) } else { self.commit(batch).map(|committed| Some(committed.position)) }
     }
 
     /// Waits until batch `lsn`, and every one before it, survives a power cut.

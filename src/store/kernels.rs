@@ -134,7 +134,7 @@ impl Store {
     }
 
     /// A device's failure concerns the whole store.
-    fn of_device<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub(super) fn of_device<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check_process()?;
         self.in_store(call().map_err(|error| self.engine().poison.set_by_device(error)))
     }

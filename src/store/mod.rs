@@ -2,15 +2,20 @@
 //!
 //! These files only put the parts together: [`crate::write::commit`], [`crate::snapshot`],
 //! [`crate::history::restore`] and [`crate::recovery`] say how things work. `open` makes a store of them,
-//! `batches` changes pages, `pages` looks them up, `bytes` reads them, `view` does both as of one batch,
+//! `batches` changes pages, `pages` looks them up, `bytes` reads them, `read_many` reads many
+//! at once, `compare` compares them, `changes` tells what batches change, `view` looks
+//! up and reads as of one batch,
 //! `history` goes back, `scrub` looks after the disk, `stats` counts.
 
 pub(crate) mod kernels;
 mod batches;
 mod bytes;
+mod changes;
+mod compare;
 mod history;
 mod open;
 mod pages;
+mod read_many;
 mod read_pages;
 mod scrub;
 mod stats;
@@ -22,6 +27,7 @@ use std::sync::Arc;
 
 use remanent_format::StoreId;
 
+use crate::applier::Reads;
 use crate::base::process::ForkGuard;
 use crate::disk::{Disk, DiskLock};
 use crate::engine::{Engine, RunningEngine};
@@ -34,7 +40,9 @@ use crate::recovery::{PageLoader, RecoveryReport};
 use crate::snapshot::{BackgroundSnapshots, Scrub, Scrubber, Snapshots};
 use crate::write::commit::Committer;
 
+pub use compare::Comparison;
 pub use pages::UnloadedPages;
+pub use read_many::{ManyBytes, ReadMany};
 pub use read_pages::ReadPages;
 pub use stats::Stats;
 pub use ticket::{Acknowledged, CommitReceipt, Ticket};
@@ -77,6 +85,7 @@ struct StoreParts {
     _background: BackgroundSnapshots,
     _scrubber: Scrubber,
     _loader: PageLoader,
+    reads: Reads,
     /// After everything that gives turns to the applier.
     engine: RunningEngine,
     committer: Committer,

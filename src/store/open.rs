@@ -6,6 +6,7 @@ use std::sync::Arc;
 use remanent_format::Lsn;
 
 use super::{Store, StoreParts};
+use crate::applier::Reads;
 use crate::base::own_line::OwnLine;
 use crate::base::pace::Pace;
 use crate::base::process::ForkGuard;
@@ -109,6 +110,8 @@ impl Store {
         let running = Engine::start(start)?;
         let engine = &running.0;
         let loader = PageLoader::start(engine.clone())?;
+        let Engine { applier, device, staging, poison, .. } = &**engine;
+        let reads = Reads::new(applier.clone(), device.clone(), staging.clone(), poison.clone());
         let committer = Committer {
             engine: engine.clone(),
             next_page: OwnLine(AtomicU64::new(submitted.next_page())),
@@ -147,6 +150,7 @@ impl Store {
                 _background: background,
                 _scrubber: scrubber,
                 _loader: loader,
+                reads,
                 engine: running,
                 committer,
                 snapshots,

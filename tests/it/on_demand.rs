@@ -206,7 +206,7 @@ fn commit(store: &Store, work: impl FnOnce(&mut remanent::WriteBatch)) -> Result
 /// had been loaded at once; on a device that does everything late, too.
 #[test]
 fn an_access_to_an_unloaded_page_waits_for_it() {
-    let uses: [(&str, Use); 16] = [
+    let uses: [(&str, Use); 18] = [
         ("read", |store| read(store, LAST).map(|bytes| assert!(bytes == content(LAST)))),
         ("lease", |store| {
             let lease = store.lease(LAST)?;
@@ -222,6 +222,8 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
         ("move", |store| commit(store, |batch| _ = batch.move_to(LAST, Place::Pinned))),
         ("metadata", |store| commit(store, |batch| _ = batch.set_metadata(LAST, "name", 5_i64))),
         ("clone", |store| commit(store, |batch| _ = batch.clone_page(LAST))),
+        ("compare", |store| store.compare(LAST, LAST, Width::W1).map(|found| assert!(found.equal))),
+        ("copy", |store| commit(store, |batch| _ = batch.copy(LAST, 5..900, LAST, 100))),
         ("working copy", |store| {
             let copy = store.working_copy(LAST, Width::W1, Shadow::Page)?;
             let mut bytes = vec![0; LEN as usize];

@@ -68,13 +68,17 @@ impl CudaEvent {
     /// A device error.
     pub fn wait(&self) -> Result<()> {
         let mut naps = BackoffSleep::default();
-        while !self.has_passed()? {
+        while !self.is_reached()? {
             naps.take();
         }
         Ok(())
     }
 
-    fn has_passed(&self) -> Result<bool> {
+    /// Whether the event's point has passed.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn is_reached(&self) -> Result<bool> {
         // SAFETY: the context is current; the event lives until it is dropped.
         self.context.query(|entered| unsafe { entered.query_event(self.raw) })
     }

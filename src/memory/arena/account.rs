@@ -22,7 +22,8 @@ pub enum Purpose {
     Caller,
     /// Memory in which a commit is put together on the device before it is logged.
     Stage,
-    /// Memory in which a snapshot gathers pages, or a long read its bytes, on their way to the host.
+    /// Memory in which a snapshot gathers pages, or a long read its bytes, on their way to the host; the
+    /// marks of a comparison.
     Gather,
 }
 

@@ -191,7 +191,7 @@ impl WriteBatch {
     }
 }
 
-impl<B: PayloadBytes> Encoder<B> {
+impl<B: PayloadBytes> Encoder<'_, B> {
     /// Writes an operation whose bytes the device fills in.
     pub(super) fn push_bytes(&mut self, page: PageId, offset: u64, span: Span) -> Result<()> {
         let blank = self.blank(page, span.len)?;
@@ -260,16 +260,16 @@ impl<B: PayloadBytes> Encoder<B> {
     /// Zeros, in the place of bytes that the device fills in.
     ///
     /// # Errors
-    /// `Limit`, before that much is allocated; `InvalidOperation` for a page that the batch clones: the
-    /// bytes that a clone copies must be known by now.
+    /// `Limit`, before that much is allocated; `InvalidOperation` for a page that the batch copies
+    /// from its own state: the bytes that are copied must be known by now.
     fn blank(&self, page: PageId, len: u64) -> Result<Vec<u8>> {
         let found = len.saturating_add(self.writer.len() as u64);
         if found > FRAME_PAYLOAD_LEN_MAX {
             return Err(Error::Limit { what: "batch", found, limit: FRAME_PAYLOAD_LEN_MAX });
         }
-        if self.is_cloned(page) {
+        if self.is_copied_whole(page) {
             let reason = format!(
-                "page {page} is cloned by this batch, so the batch cannot write bytes of a device to it"
+                "page {page} is copied by this batch, so the batch cannot write bytes of a device to it"
             );
             return Err(Error::InvalidOperation { index: self.index, reason });
         }

@@ -9,14 +9,16 @@ use remanent_format::state::apply::apply;
 use remanent_format::{Defect, PageId, Place, Width};
 
 use super::sparse::{CodedIndices, ascending};
-use super::{BatchStep, CapturedPart, CloneSource, DeviceFill, OpImages, WriteBatch};
-use crate::base::allocation::{copied, insert, set_of};
+use super::{BatchStep, CapturedPart, CopiedBytes, CopiedPage, DeviceFill, OpImages, WriteBatch};
+use crate::base::allocation::{copied, insert};
 use crate::error::{Error, Result};
 
 /// Facts about a batch that must be known before it is encoded.
 pub(crate) struct BatchFacts<'a> {
-    /// The pages of [`WriteBatch::clone_sources`] as they are before the batch.
-    pub staged: HashMap<PageId, CloneSource>,
+    /// The pages that must be at hand whole: [`super::CopySources::whole`].
+    pub copied_whole: &'a BTreeSet<PageId>,
+    /// The bytes of [`WriteBatch::copy_sources`] as they are before the batch.
+    pub copied: CopiedBytes,
     /// Images that hold what some operations write.
     pub images: OpImages,
     /// The parts that captures found changed, by their operation's index.
@@ -30,8 +32,7 @@ impl WriteBatch {
     pub(crate) fn payload_len(&self, found: &BatchFacts<'_>) -> usize {
         let in_payload = self.steps.iter().enumerate().filter(|(index, _)| !found.images.contains_key(index));
         let steps = in_payload.map(|(index, step)| step.bytes_len(found.captured.get(&index)));
-        let cloned = found.staged.values().map(|source| source.bytes.len());
-        PAYLOAD_HEAD_LEN + steps.chain(cloned).fold(0, usize::saturating_add)
+        PAYLOAD_HEAD_LEN + steps.chain([found.copied.byte_len()]).fold(0, usize::saturating_add)
     }
 
     /// Writes the batch's payload, with blanks of zeros for the bytes that only the device has seen.
@@ -42,11 +43,9 @@ impl WriteBatch {
         found: BatchFacts<'_>,
         payload: &mut B,
     ) -> Result<Vec<DeviceFill>> {
-        let BatchFacts { staged, images, captured, lens } = found;
-        let cloned = self.steps.iter().filter_map(BatchStep::cloned).map(|page| page.resolve(pages));
-        let cloned = set_of(cloned);
+        let BatchFacts { copied_whole, copied: bytes, images, captured, lens } = found;
         let writer = PayloadWriter::on(payload);
-        let mut encoder = Encoder { index: 0, writer, cloned, staged, blanks: Vec::new(), lens };
+        let mut encoder = Encoder { index: 0, writer, copied_whole, copied: bytes, blanks: Vec::new(), lens };
         let mut new_pages = pages.iter().copied();
         let mut next_new = || new_pages.next().expect("as many ids as new pages");
         for (index, step) in self.steps.iter().enumerate() {
@@ -60,8 +59,8 @@ impl WriteBatch {
                 }
                 BatchStep::Clone { source } => {
                     let source = source.resolve(pages);
-                    let CloneSource { place, metadata, bytes } =
-                        encoder.staged.get(&source).ok_or(Error::UnknownPage { page: source })?;
+                    let CopiedPage { place, metadata, bytes } =
+                        encoder.copied.whole.get(&source).ok_or(Error::UnknownPage { page: source })?;
                     // A copy, for the clone may be cloned itself.
                     let (place, metadata, bytes) = (*place, metadata.clone(), copied(bytes)?);
                     let (page, len) = (next_new(), bytes.len() as u64);
@@ -70,6 +69,9 @@ impl WriteBatch {
                     if len > 0 {
                         encoder.push(&Op::Write { page, offset: 0, bytes: &bytes })?;
                     }
+                }
+                BatchStep::Copy { source, range, target, offset } => {
+                    encoder.push_copy((source.resolve(pages), range), target.resolve(pages), *offset)?;
                 }
                 BatchStep::Write { page, offset, bytes } => {
                     let write = Op::Write { page: page.resolve(pages), offset: *offset, bytes };
@@ -179,21 +181,23 @@ impl BatchStep {
     }
 }
 
-/// Writes operations, and keeps the pages that are cloned up to date with them.
-pub(super) struct Encoder<B> {
+/// Writes operations, and keeps the pages that are copied up to date with them.
+pub(super) struct Encoder<'a, B> {
     pub index: usize,
     pub writer: PayloadWriter<B>,
-    cloned: BTreeSet<PageId>,
-    staged: HashMap<PageId, CloneSource>,
+    /// The pages that must be at hand whole.
+    copied_whole: &'a BTreeSet<PageId>,
+    /// What of them is there by now, and the ranges that are yet to be written.
+    pub copied: CopiedBytes,
     /// The ranges that only the device can fill.
     pub blanks: Vec<DeviceFill>,
     /// Lengths of pages, as far as they are known.
     pub lens: HashMap<PageId, u64>,
 }
 
-impl<B: PayloadBytes> Encoder<B> {
-    pub fn is_cloned(&self, page: PageId) -> bool {
-        self.cloned.contains(&page)
+impl<B: PayloadBytes> Encoder<'_, B> {
+    pub fn is_copied_whole(&self, page: PageId) -> bool {
+        self.copied_whole.contains(&page)
     }
 
     pub fn push(&mut self, op: &Op<'_>) -> Result<()> {
@@ -214,7 +218,7 @@ impl<B: PayloadBytes> Encoder<B> {
             if page == PageId(0) || page.0 > NUMBER_MAX {
                 return Err(Error::UnknownPage { page });
             }
-            if self.is_cloned(page) {
+            if self.is_copied_whole(page) {
                 self.stage(page, op)?;
             }
         }
@@ -238,10 +242,10 @@ impl<B: PayloadBytes> Encoder<B> {
     fn stage(&mut self, page: PageId, op: &Op<'_>) -> Result<()> {
         if let Op::Create { len, place, metadata, .. } = op {
             let bytes = zeroed(*len).ok_or(Error::OutOfMemory { place: *place, len: *len })?;
-            self.staged.insert(page, CloneSource { place: *place, metadata: metadata.clone(), bytes });
+            self.copied.whole.insert(page, CopiedPage { place: *place, metadata: metadata.clone(), bytes });
             return Ok(());
         }
-        let source = self.staged.get_mut(&page).ok_or(Error::UnknownPage { page })?;
+        let source = self.copied.whole.get_mut(&page).ok_or(Error::UnknownPage { page })?;
         let page_len = source.bytes.len() as u64;
         if let Some((offset, len)) = op.range()
             && offset.checked_add(len).is_none_or(|end| end > page_len)
@@ -260,7 +264,7 @@ impl<B: PayloadBytes> Encoder<B> {
             }
             Op::Move { place, .. } => source.place = *place,
             Op::Delete { .. } => {
-                self.staged.remove(&page);
+                self.copied.whole.remove(&page);
             }
             _ => apply(op, &mut source.bytes),
         }

@@ -4,6 +4,7 @@
 //! when it is committed. `encode` checks everything that can be checked without looking at a page, before
 //! the first byte is logged.
 
+mod copies;
 mod create_page;
 mod device_ops;
 mod changed_ranges;
@@ -17,6 +18,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use changed_ranges::ElementChanges;
+pub(crate) use copies::{CopiedBytes, CopiedPage, CopySources};
 pub use create_page::CreatePage;
 pub(crate) use device_ops::{CapturedPart, DeviceFill, FillSource};
 pub(crate) use encode::BatchFacts;
@@ -26,7 +28,7 @@ pub use working_copy::WorkingCopy;
 
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 
-use crate::base::allocation::{collected, copied, push};
+use crate::base::allocation::{copied, push};
 use crate::device::DeviceBytes;
 use crate::error::{Error, Result};
 
@@ -105,6 +107,7 @@ pub struct WriteBatch {
 enum BatchStep {
     Create { len: u64, place: Place, key: Option<Key>, metadata: Metadata },
     Clone { source: PageRef },
+    Copy { source: PageRef, range: Range<u64>, target: PageRef, offset: u64 },
     Write { page: PageRef, offset: u64, bytes: Vec<u8> },
     Masked { page: PageRef, offset: u64, width: Width, mask: Vec<u8>, bytes: Vec<u8> },
     Scatter { page: PageRef, width: Width, indices: Vec<u32>, values: Vec<u8> },
@@ -120,14 +123,6 @@ enum BatchStep {
     SetRoot { name: String, value: Value },
     RemoveRoot { name: String },
     Note { text: String },
-}
-
-/// The content that a clone copies.
-#[derive(Clone, Debug)]
-pub(crate) struct CloneSource {
-    pub place: Place,
-    pub metadata: Metadata,
-    pub bytes: Vec<u8>,
 }
 
 impl WriteBatch {
@@ -210,13 +205,6 @@ impl WriteBatch {
             self.step(BatchStep::Write { page: page.into(), offset: 0, bytes });
         }
         CreatePage::new(self, step, page)
-    }
-
-    /// Creates a copy of a page, as it is at this point of the batch: bytes, length, place and metadata,
-    /// but no key. The log gets the bytes, so a clone costs as much log as the page is long.
-    pub fn clone_page(&mut self, source: impl Into<PageRef>) -> NewPage {
-        self.step(BatchStep::Clone { source: self.own(source) });
-        self.new_page()
     }
 
     /// Replaces `bytes.len()` bytes from `offset` on.
@@ -361,18 +349,6 @@ impl WriteBatch {
         deletes
             && self.steps.iter().all(|step| matches!(step, BatchStep::Delete { .. } | BatchStep::Note { .. }))
     }
-
-    /// The existing pages that the batch clones.
-    ///
-    /// # Errors
-    /// `OutOfMemory`.
-    pub(crate) fn clone_sources(&self) -> Result<Vec<PageId>> {
-        let sources = self.steps.iter().filter_map(BatchStep::cloned).filter_map(PageRef::existing);
-        let mut sources = collected(sources)?;
-        sources.sort_unstable();
-        sources.dedup();
-        Ok(sources)
-    }
 }
 
 /// Takes the operations out of a batch that calls were chained on, and leaves an empty one: so a chain can be
@@ -387,15 +363,6 @@ impl WriteBatch {
 impl From<&mut WriteBatch> for WriteBatch {
     fn from(batch: &mut WriteBatch) -> Self {
         std::mem::take(batch)
-    }
-}
-
-impl BatchStep {
-    fn cloned(&self) -> Option<PageRef> {
-        match self {
-            BatchStep::Clone { source } => Some(*source),
-            _ => None,
-        }
     }
 }
 

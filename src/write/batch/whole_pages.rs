@@ -115,6 +115,7 @@ impl BatchStep {
             | BatchStep::Fill { page, .. }
             | BatchStep::Resize { page, .. }
             | BatchStep::Delete { page } => Some(page.resolve(pages)),
+            BatchStep::Copy { target, .. } => Some(target.resolve(pages)),
             BatchStep::Capture { copy, .. } => Some(copy.page()),
             BatchStep::Move { .. }
             | BatchStep::SetMetadata { .. }

@@ -28,7 +28,7 @@ pub(super) struct Draft {
     pub purpose: SpacePurpose,
     /// The epochs at which pages must be.
     pub expected: Vec<(PageId, Epoch)>,
-    /// Pages that were copied for clones, and their versions at that time.
+    /// Pages that bytes were copied from, and their versions at that time.
     pub staged: SourceVersions,
     /// Pages whose bytes are in images, and the lengths that they had when the images were written.
     pub lens: Vec<(PageId, Option<u64>)>,
@@ -60,7 +60,7 @@ pub(super) type AppendResult = (LogPoint, Changes);
 
 impl Committer {
     /// Checks a draft against the state that it is to follow, and appends it. `None` if it is stale: a
-    /// page was changed after it was staged for a clone, or has another length or place than when its
+    /// page was changed after it was read for a copy, or has another length or place than when its
     /// bytes were written or memory was allocated for it. `ops` are the payload's.
     ///
     /// Staleness is looked at before preconditions and plan. A stale draft is made anew, so its errors
@@ -89,8 +89,8 @@ impl Committer {
         // Its last change of any kind: a clone takes place and metadata as well.
         let lsn_of = |page| table.get(page).map(|info| info.lsn);
         let len_of = |page| home_of(page).map(|(_, len)| len);
-        // A clone must be a copy of the page as it is before this batch, for that is how replay makes it
-        // from the log.
+        // What is copied must be the page as it is before this batch: the batch's own changes were applied to
+        // it after that.
         if draft.staged.iter().any(|(page, lsn)| lsn_of(*page) != Some(*lsn))
             || draft.lens.iter().any(|(page, len)| len_of(*page) != *len)
         {

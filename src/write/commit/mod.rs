@@ -1,8 +1,8 @@
 //! Committing a batch: check everything, log it, then let it be seen.
 //!
-//! 1. Outside the lock: find what captures changed, stage what clones copy, write whole pages ahead,
-//!    encode, fill in bytes that only the device has seen, checksum, allocate page memory. Nothing so far
-//!    is visible, and all of it can be taken back.
+//! 1. Outside the lock: find what captures changed, read what clones and copies take, write whole pages
+//!    ahead, encode, fill in bytes that only the device has seen, checksum, allocate page memory. Nothing so
+//!    far is visible, and all of it can be taken back.
 //! 2. Under the submission lock: preconditions, the plan, the append (I1: only now, with payload and
 //!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the
 //!    lock is the order of the log and of the lane. The lock holder does this for the batches that wait
@@ -21,12 +21,12 @@ mod page_memory;
 mod ranges;
 mod combine;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use remanent_format::op::decode_payload;
 use remanent_format::state::table::Changes;
-use remanent_format::{Defect, LogPoint, PageId, PageTable};
+use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
 use crate::applier::{ListRoom, stage_aside};
 use crate::base::allocation::{collected, copied, insert, map_of, push};
@@ -40,15 +40,15 @@ use crate::images::AheadImages;
 use crate::images::numbers::ImageFiles;
 use crate::log::{Log, SpacePurpose};
 use crate::options::Compression;
-use crate::write::batch::{BatchFacts, CloneSource, WholePage, WriteBatch};
+use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WholePage, WriteBatch};
 
 use capture::Captures;
 pub use capture::{Direction, Shadow};
 pub(crate) use combine::CombineQueue;
 use draft::{Draft, Outcome, SourceVersions};
 
-/// How often clones are staged without the lock. After that the lock is held while they are copied.
-const CLONE_TRIES: usize = 3;
+/// How often the bytes that a batch copies are read without the lock. After that the lock is held meanwhile.
+const COPY_TRIES: usize = 3;
 
 /// Turns batches into commits, for any number of threads.
 pub(crate) struct Committer {
@@ -78,9 +78,6 @@ struct CommitterWork<'a> {
     ahead: Option<AheadImages<'a>>,
 }
 
-/// Pages that were copied for clones.
-type Contents = HashMap<PageId, CloneSource>;
-
 impl Committer {
     /// Takes the submission lock, and with it the state: nothing is committed while it is held.
     pub fn lock(&self) -> MutexGuard<'_, PageTable> {
@@ -100,26 +97,27 @@ impl Committer {
         // allocated for it.
         batch.check_copies()?;
         let pages = self.new_pages(batch.new_pages() as u64)?;
-        let sources = batch.clone_sources()?;
+        let sources = batch.copy_sources(&pages)?;
         batch.check_captures(&pages)?;
         let captures = self.capture(batch)?;
         let born_in = self.arrivals(batch)?;
         let mut tries = 0;
         loop {
-            // Clones are staged without the lock, and their versions are checked under it: a slow copy
-            // from a GPU would hold up every other committer. A batch that loses that race too often
-            // stages under the lock.
+            // What is copied is read without the lock, and the pages' versions are checked under it: a slow
+            // copy from a GPU would hold up every other committer. A batch that loses that race too often
+            // reads under the lock.
             tries += 1;
-            let locked = (tries > CLONE_TRIES).then(|| self.submitted.lock());
+            let locked = (tries > COPY_TRIES).then(|| self.submitted.lock());
             // From here to the append, whatever is looked up without the lock is noted in the draft, and
             // checked again under the lock.
-            let (contents, staged) = self.stage(&sources, locked.as_deref())?;
+            let (copied, staged) = self.read_copied(&sources, &pages, locked.as_deref())?;
             let (whole, ahead) = self.write_ahead(batch, &pages, locked.as_deref())?;
             let images = ahead.iter().flat_map(AheadImages::images).copied();
             // A frame names the images instead of having the bytes: they are written once.
             let images = map_of(whole.iter().map(|whole| whole.step).zip(images));
             let lens = self.lens(batch, locked.as_deref());
-            let found = BatchFacts { staged: contents, images, captured: &captures.found, lens };
+            let captured = &captures.found;
+            let found = BatchFacts { copied_whole: &sources.whole, copied, images, captured, lens };
             let mut payload = self.engine.staging.take_growing(batch.payload_len(&found))?;
             let blanks = batch.encode(&pages, found, &mut payload)?;
             // Payload and checksum are complete before the draft can reach the lock (I1).
@@ -189,22 +187,46 @@ impl Committer {
         }
     }
 
-    /// Copies the pages that the batch clones, and notes their versions.
-    fn stage(&self, sources: &[PageId], locked: Option<&PageTable>) -> Result<(Contents, SourceVersions)> {
-        let mut contents = HashMap::new();
+    /// Reads the bytes that the batch copies, and notes the versions of their pages. `pages` are the new
+    /// ones, of which there is nothing to read.
+    fn read_copied(
+        &self,
+        sources: &CopySources,
+        pages: &[PageId],
+        locked: Option<&PageTable>,
+    ) -> Result<(CopiedBytes, SourceVersions)> {
+        let mut read = CopiedBytes::default();
         let mut versions = Vec::new();
-        for &page in sources {
+        for &page in sources.whole.iter().filter(|page| pages.binary_search(page).is_err()) {
             let len_in = |table: &PageTable| table.get(page).map_or(0, |info| info.len);
             let len = locked.map_or_else(|| len_in(&self.submitted.lock()), len_in);
-            let Engine { device, staging, applier, .. } = &*self.engine;
-            let (info, bytes) = applier.read_proven(&**device, staging, page, len)?;
-            let metadata = (*info.metadata).clone();
-            let copy = copied(&bytes)?;
-            insert(&mut contents, page, CloneSource { place: info.place, metadata, bytes: copy })?;
+            let (info, bytes) = self.read_range(page, len, |info| (0, info.len))?;
+            let (place, metadata) = (info.place, (*info.metadata).clone());
+            insert(&mut read.whole, page, CopiedPage { place, metadata, bytes })?;
             push(&mut versions, (page, info.lsn))?;
-            self.engine.staging.give(bytes.into_staging());
         }
-        Ok((contents, versions))
+        for (index, page, range) in &sources.ranges {
+            let (offset, len) = (range.start, range.end - range.start);
+            let (info, bytes) = self.read_range(*page, len, move |_| (offset, len))?;
+            insert(&mut read.ranges, *index, bytes)?;
+            push(&mut versions, (*page, info.lsn))?;
+        }
+        Ok((read, versions))
+    }
+
+    /// Reads a range of a page as it is after every batch submitted so far; `len` is its length as far as it
+    /// is known.
+    fn read_range(
+        &self,
+        page: PageId,
+        len: u64,
+        range: impl Fn(&PageInfo) -> (u64, u64) + Clone + Send + 'static,
+    ) -> Result<(PageInfo, Vec<u8>)> {
+        let Engine { applier, device, staging, .. } = &*self.engine;
+        let (info, bytes) = applier.read_proven(&**device, staging, page, len, range)?;
+        let read = copied(&bytes)?;
+        staging.give(bytes.into_staging());
+        Ok((info, read))
     }
 
     /// Steps from the payload to the log; `None` if the draft is stale.

@@ -207,6 +207,9 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
             let mut pin = Some(here.pin(pages[2]).unwrap());
             let mut as_of = Some(here.view().unwrap());
             let mut listed = Some(here.pages().unwrap());
+            let mut read = Some(here.read_many(&[(pages[1], 0..4)]).unwrap());
+            let mut many = Some(here.read_many(&[(pages[1], 0..4)]).unwrap().wait().unwrap());
+            let mut changes = Some(here.changes().unwrap());
             // SAFETY: the host device follows no handle.
             let stream = unsafe { RawStream::from_cuda(1) };
             let outcome = in_child(|| {
@@ -243,6 +246,10 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("working_copy", here.working_copy(pages[0], Width::W1, Shadow::Page))?;
                 refused("reload", here.reload(&copy))?;
                 refused("audit", here.audit())?;
+                refused("compare", here.compare(pages[0], pages[1], Width::W1))?;
+                refused("read_many", here.read_many(&[(pages[0], 0..1)]))?;
+                refused("changes", here.changes())?;
+                refused("ensure", here.ensure(&pages, Place::Pinned))?;
                 refused("fork", here.fork(&fork, &StatePoint::Lsn(Lsn(1))))?;
                 // These have no way to refuse: they say nothing, and wait for no thread.
                 let stats = here.stats();
@@ -277,6 +284,18 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                     return Err(format!("a view of the parent's: {seen:?}\n"));
                 }
                 drop((as_of, listed));
+                let (read, many) = (read.take().unwrap(), many.take().unwrap());
+                let mut changes = changes.take().unwrap();
+                refused("ReadMany::is_ready", read.is_ready())?;
+                refused("ReadMany::wait_timeout", read.wait_timeout(Duration::MAX))?;
+                refused("ReadMany::wait", read.wait())?;
+                refused("ChangeStream::next_timeout", changes.next_timeout(Duration::MAX))?;
+                if (many.lsn(), many.as_bytes(), many.get(0)) != (Lsn(0), &[][..], &[][..])
+                    || changes.next().is_some()
+                {
+                    return Err(format!("bytes or changes of the parent's: {many:?}\n"));
+                }
+                drop((many, changes));
                 refused("DeviceBytes::write", memory.write(0, &[1]))?;
                 refused("DeviceBytes::read", memory.read(0, &mut [0]))?;
                 if lease.address().or(pin.address()).or(memory.address()).is_some() {
@@ -298,6 +317,11 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
             // The parent's handles are unchanged.
             assert!(lease.unwrap().bytes().unwrap()[..128 << 10] == [7; 128 << 10]);
             assert_eq!(pin.unwrap().page(), pages[2]);
+            assert_eq!(
+                (read.unwrap().wait().unwrap().get(0), many.unwrap().get(0)),
+                (&[7; 4][..], &[7; 4][..])
+            );
+            assert_eq!(changes.unwrap().next_timeout(Duration::ZERO).unwrap(), None);
             assert!(as_of.unwrap().contains(pages[0]) && listed.unwrap().eq(here.pages().unwrap()));
             outcome
         };

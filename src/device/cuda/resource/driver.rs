@@ -5,11 +5,14 @@ use std::ffi::c_void;
 
 use remanent_format::Place;
 
-use super::{ALIGN, MemoryAccess, MemoryResource};
+use super::{ALIGN, MemoryAccess, MemoryResource, StreamPoint, StreamPoints};
 use crate::base::sync::Mutex;
+use crate::device::RawStream;
 use crate::device::cuda::completion::Stream;
 use crate::device::cuda::context::Context;
 use crate::device::cuda::errors::Code;
+use crate::device::cuda::event::CudaEvent;
+use crate::device::cuda::stream;
 use crate::error::{Error, Result};
 
 /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: for every GPU, at the same address. The host's
@@ -152,6 +155,18 @@ unsafe impl MemoryAccess for DriverMemory {
             unsafe { entered.copy_to_host(target, address, bytes.len(), stream.raw()) }
                 .map_err(|code| self.context.fault(code))
         })
+    }
+}
+
+impl StreamPoints for DriverMemory {
+    fn point(&self, stream: RawStream) -> Result<Box<dyn StreamPoint>> {
+        Ok(Box::new(stream::point(self.context, stream)?))
+    }
+}
+
+impl StreamPoint for CudaEvent {
+    fn has_passed(&self) -> Result<bool> {
+        self.is_reached()
     }
 }
 

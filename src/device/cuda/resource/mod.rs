@@ -2,11 +2,14 @@
 //!
 //! The driver is such a source ([`DriverMemory`]). An allocator of the caller's own can be another, so that a
 //! store and a framework share one pool instead of each holding back what the other lacks. The rest wrap a
-//! source, in any order: [`Pool`] cuts blocks from few long ones, [`LimitedMemory`] holds a limit,
-//! [`LoggedMemory`] reports each call, [`GuardedMemory`] finds writes where none may be.
+//! source, in any order: [`Pool`] cuts blocks of few lengths from long ones, [`CachingMemory`] blocks of any
+//! length, which it joins again, [`LimitedMemory`] holds a limit, [`LoggedMemory`] reports each call,
+//! [`GuardedMemory`] finds writes where none may be.
 //!
-//! Nothing here knows of fences: a caller frees memory once it has waited for the last use.
+//! No other one knows of fences: a caller frees memory once it has waited for the last use. [`CachingMemory`]
+//! takes it back before, where it is told the streams.
 
+mod caching;
 mod classes;
 mod driver;
 mod guard;
@@ -18,6 +21,7 @@ mod tests;
 
 use std::sync::Arc;
 
+pub use self::caching::{CacheStats, CachingMemory, StreamPoint, StreamPoints};
 pub(super) use self::driver::Kind;
 pub use self::driver::{DriverMemory, HostMemory};
 pub use self::guard::{GuardedMemory, MemoryAccess};

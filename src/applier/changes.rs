@@ -1,0 +1,434 @@
+//! What each applied batch changed, for callers in this process: caches and mirrors of pages.
+//!
+//! A stream has a queue, which the applier fills and the caller empties. The applier never waits for a
+//! caller: a batch that finds the queue full is left out, and so are all batches after it until the caller
+//! has heard of the gap. While there is no stream, a batch costs the applier one load.
+//!
+//! The streams of a process end with it, and a follower hears of the same batches across processes: so a
+//! crash loses nothing.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent_format::op::Op;
+use remanent_format::state::table::Changes;
+use remanent_format::{Epoch, Lsn, PageId, PageInfo, PageTable, Place};
+
+use super::Applier;
+use crate::base::allocation::push;
+use crate::base::process::ForkGuard;
+use crate::base::sync::atomic::{AtomicUsize, Ordering};
+use crate::base::sync::{Condvar, Instant, Mutex};
+use crate::error::{Error, Result};
+
+/// Changes that a queue holds before batches are left out. Each batch, page and range counts; one takes up to
+/// some 100 bytes.
+const QUEUED_MAX: usize = 64 << 10;
+
+/// What one batch changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AppliedBatch {
+    /// The batch that was applied.
+    pub lsn: Lsn,
+    /// The pages that it changed, in the order of their ids.
+    pub pages: Vec<AppliedPage>,
+    /// Whether it changed the root.
+    pub root_changed: bool,
+}
+
+/// What one batch changed of a page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AppliedPage {
+    /// The page that it changed.
+    pub page: PageId,
+    /// Its version after the batch; the last one of a page that is deleted.
+    pub epoch: Epoch,
+    /// The changes; none where the batch names the page and leaves it as it was.
+    pub changes: Vec<AppliedChange>,
+}
+
+/// A kind of change of a page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AppliedChange {
+    /// The page is new. All its bytes are, so no ranges are told.
+    Created,
+    /// The page is gone.
+    Deleted,
+    /// The page is this long now. Bytes beyond its earlier length are zeros unless they were written, too.
+    Resized {
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// The page lives in this place now.
+    Moved {
+        /// The place that it went to.
+        place: Place,
+    },
+    /// Bytes were written. The ranges ascend and neither overlap nor touch; of single elements the range is
+    /// told in which they lie.
+    Written {
+        /// Ranges of the page as it is after the batch.
+        ranges: Vec<Range<u64>>,
+    },
+    /// Entries of the metadata were set or removed.
+    Metadata,
+}
+
+/// What a stream tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ChangeEvent {
+    /// A batch was applied.
+    Applied(Arc<AppliedBatch>),
+    /// The batch `from`, and those up to the next one that is told, are not told: the caller did not keep up,
+    /// there was no memory for it, or it was a restore, which replaces all pages. Pages must be looked at
+    /// anew.
+    Lagged {
+        /// The first batch that is not told.
+        from: Lsn,
+    },
+}
+
+/// A stream of what applied batches change, in their order: each of them, or a [`ChangeEvent::Lagged`] that
+/// says from where on some are left out.
+///
+/// Made by [`Store::changes`]. As an iterator it waits for the next event, and ends when no more will come.
+///
+/// [`Store::changes`]: crate::Store::changes
+pub struct ChangeStream {
+    feed: ForkGuard<(Arc<Applier>, Arc<ChangeQueue>)>,
+    begin: Lsn,
+}
+
+/// The streams of a store.
+#[derive(Default)]
+pub(crate) struct ChangeFeed {
+    /// How many there are, so that a batch that none is told of costs one load.
+    count: AtomicUsize,
+    queues: Mutex<Vec<Arc<ChangeQueue>>>,
+}
+
+#[derive(Default)]
+struct ChangeQueue {
+    state: Mutex<QueueState>,
+    more: Condvar,
+}
+
+#[derive(Default)]
+struct QueueState {
+    batches: VecDeque<Arc<AppliedBatch>>,
+    /// The number of changes in the batches.
+    count: usize,
+    /// The first batch that was left out, until the caller has heard of it.
+    lagged: Option<Lsn>,
+    is_over: bool,
+}
+
+/// The ranges that a batch writes, by page.
+#[derive(Default)]
+pub(super) struct WrittenRanges {
+    ranges: BTreeMap<PageId, Vec<Range<u64>>>,
+    metadata: Vec<PageId>,
+    no_memory: bool,
+}
+
+impl WrittenRanges {
+    /// Notes one operation of the batch.
+    pub fn note(&mut self, op: &Op<'_>) {
+        let Some(page) = op.page() else { return };
+        let noted = match (op, op.range()) {
+            (_, Some((_, 0))) => Ok(()),
+            (_, Some((offset, len))) => push(self.ranges.entry(page).or_default(), offset..offset + len),
+            // A page that is cut and extended again may be as long as before, with other bytes.
+            (Op::Resize { len, .. }, _) => push(self.ranges.entry(page).or_default(), *len..u64::MAX),
+            (Op::SetMetadata { .. } | Op::RemoveMetadata { .. }, _) => push(&mut self.metadata, page),
+            _ => Ok(()),
+        };
+        self.no_memory |= noted.is_err();
+    }
+
+    /// The ranges of a page that has this length after the batch.
+    fn of(&mut self, page: PageId, len: u64) -> Result<Vec<Range<u64>>> {
+        let mut written = self.ranges.remove(&page).unwrap_or_default();
+        written.sort_unstable_by_key(|range| range.start);
+        let mut merged: Vec<Range<u64>> = Vec::new();
+        for range in written {
+            // Another operation may have cut the page.
+            let range = range.start..range.end.min(len);
+            match merged.last_mut().filter(|last| range.start <= last.end) {
+                Some(last) => last.end = last.end.max(range.end),
+                None if range.is_empty() => {}
+                None => push(&mut merged, range)?,
+            }
+        }
+        Ok(merged)
+    }
+}
+
+impl AppliedBatch {
+    /// What a batch changes of the pages of a table, in which it is not installed yet. An error is the batch
+    /// of which there is no memory to tell.
+    pub(super) fn of(changes: &Changes, before: &PageTable, mut written: WrittenRanges) -> Result<Self, Lsn> {
+        Self::try_of(changes, before, &mut written).ok().filter(|_| !written.no_memory).ok_or(changes.lsn)
+    }
+
+    fn try_of(changes: &Changes, before: &PageTable, written: &mut WrittenRanges) -> Result<Self> {
+        written.metadata.sort_unstable();
+        let mut pages = Vec::new();
+        for (page, after) in changes.pages() {
+            if let Some(told) = AppliedPage::of(*page, before.get(*page).as_ref(), after.as_ref(), written)? {
+                push(&mut pages, told)?;
+            }
+        }
+        pages.sort_unstable_by_key(|page| page.page);
+        Ok(Self { lsn: changes.lsn, pages, root_changed: changes.root.is_some() })
+    }
+
+    /// The number of changes that it takes of a queue.
+    fn count(&self) -> usize {
+        let ranges = |change: &AppliedChange| match change {
+            AppliedChange::Written { ranges } => ranges.len(),
+            _ => 1,
+        };
+        let of_page = |page: &AppliedPage| 1 + page.changes.iter().map(ranges).sum::<usize>();
+        1 + self.pages.iter().map(of_page).sum::<usize>()
+    }
+}
+
+impl AppliedPage {
+    /// What becomes of a page; `None` if it came and went in the same batch.
+    fn of(
+        page: PageId,
+        before: Option<&PageInfo>,
+        after: Option<&PageInfo>,
+        written: &mut WrittenRanges,
+    ) -> Result<Option<Self>> {
+        let mut changes = Vec::new();
+        let epoch = match (before, after) {
+            (None, None) => return Ok(None),
+            (Some(before), None) => {
+                changes.push(AppliedChange::Deleted);
+                before.epoch
+            }
+            (None, Some(after)) => {
+                changes.push(AppliedChange::Created);
+                after.epoch
+            }
+            (Some(before), Some(after)) => {
+                if before.len != after.len {
+                    changes.push(AppliedChange::Resized { len: after.len });
+                }
+                if before.place != after.place {
+                    changes.push(AppliedChange::Moved { place: after.place });
+                }
+                let ranges = written.of(page, after.len)?;
+                if !ranges.is_empty() {
+                    changes.push(AppliedChange::Written { ranges });
+                }
+                if written.metadata.binary_search(&page).is_ok() {
+                    changes.push(AppliedChange::Metadata);
+                }
+                after.epoch
+            }
+        };
+        Ok(Some(Self { page, epoch, changes }))
+    }
+}
+
+impl ChangeFeed {
+    /// Whether there is any stream.
+    pub fn is_watched(&self) -> bool {
+        // Relaxed: a stream is added by a turn of the applier, the thread that asks.
+        self.count.load(Ordering::Relaxed) > 0
+    }
+
+    /// Adds a stream, on the applier's thread: it is told of every batch after this turn.
+    fn add(&self, queue: Arc<ChangeQueue>) {
+        let mut queues = self.queues.lock();
+        queues.push(queue);
+        self.count.store(queues.len(), Ordering::Relaxed);
+    }
+
+    fn remove(&self, queue: &Arc<ChangeQueue>) {
+        let mut queues = self.queues.lock();
+        queues.retain(|other| !Arc::ptr_eq(other, queue));
+        self.count.store(queues.len(), Ordering::Relaxed);
+    }
+
+    /// Tells all streams of a batch, or that it is left out.
+    pub fn tell(&self, told: Result<AppliedBatch, Lsn>) {
+        let told = told.map(Arc::new);
+        self.queues.lock().iter().for_each(|queue| queue.push(&told));
+    }
+
+    /// Says that no more batches will be applied.
+    pub fn end(&self) {
+        let queues = {
+            let mut queues = self.queues.lock();
+            self.count.store(0, Ordering::Relaxed);
+            std::mem::take(&mut *queues)
+        };
+        for queue in queues {
+            queue.state.lock().is_over = true;
+            queue.more.notify_all();
+        }
+    }
+}
+
+impl ChangeQueue {
+    fn push(&self, told: &Result<Arc<AppliedBatch>, Lsn>) {
+        let mut state = self.state.lock();
+        match told {
+            // After a gap the caller hears of it first: an event that came before would hide it.
+            _ if state.lagged.is_some() => return,
+            Ok(batch) if state.count + batch.count() <= QUEUED_MAX => {
+                state.count += batch.count();
+                state.batches.push_back(batch.clone());
+            }
+            Ok(batch) => state.lagged = Some(batch.lsn),
+            Err(lsn) => state.lagged = Some(*lsn),
+        }
+        drop(state);
+        self.more.notify_one();
+    }
+
+    /// The next event; `None` if none came until then. `Err` says that none will.
+    fn next(&self, until: Option<Instant>) -> Result<Option<ChangeEvent>, ()> {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(batch) = state.batches.pop_front() {
+                state.count -= batch.count();
+                return Ok(Some(ChangeEvent::Applied(batch)));
+            }
+            if let Some(from) = state.lagged.take() {
+                return Ok(Some(ChangeEvent::Lagged { from }));
+            }
+            if state.is_over {
+                return Err(());
+            }
+            match until {
+                None => self.more.wait(&mut state),
+                Some(until) => {
+                    // A last look: the event may have come just as the time was over.
+                    if self.more.wait_until(&mut state, until).timed_out()
+                        && state.batches.is_empty()
+                        && state.lagged.is_none()
+                        && !state.is_over
+                    {
+                        return Ok(None);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl ChangeStream {
+    /// Begins a stream with the batch after those that are handed to the applier so far.
+    pub(crate) fn begin(applier: &Arc<Applier>) -> Result<Self> {
+        let queue = Arc::new(ChangeQueue::default());
+        let (added, feed) = (queue.clone(), applier.changes().clone());
+        let begin = applier.turn(move |turn| {
+            turn.intact()?;
+            feed.add(added);
+            Ok(turn.applied.point.lsn)
+        })?;
+        Ok(Self { feed: ForkGuard::new((applier.clone(), queue)), begin })
+    }
+
+    /// The batch after which the stream begins: all later ones are told.
+    #[must_use]
+    pub fn begin_lsn(&self) -> Lsn {
+        self.begin
+    }
+
+    /// The next event; `None` if none comes within `timeout`. With a timeout of zero it waits for nothing.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] or [`Error::Poisoned`] once no more events will come; [`Error::Forked`].
+    pub fn next_timeout(&mut self, timeout: Duration) -> Result<Option<ChangeEvent>> {
+        let (applier, queue) = self.feed.check()?;
+        // A time that the clock cannot tell is for ever.
+        let until = Instant::now().checked_add(timeout);
+        queue.next(until).or_else(|()| applier.poison.check().and(Err(Error::Closed)))
+    }
+}
+
+impl Iterator for ChangeStream {
+    type Item = ChangeEvent;
+
+    fn next(&mut self) -> Option<ChangeEvent> {
+        let (_, queue) = self.feed.check().ok()?;
+        queue.next(None).ok().flatten()
+    }
+}
+
+impl Drop for ChangeStream {
+    fn drop(&mut self) {
+        if let Ok((applier, queue)) = self.feed.check() {
+            applier.changes().remove(queue);
+        }
+    }
+}
+
+impl std::fmt::Debug for ChangeStream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ChangeStream").field("begin", &self.begin).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn batch(lsn: u64, ranges: usize) -> Result<AppliedBatch, Lsn> {
+        let ranges = (0..ranges as u64).map(|at| 2 * at..2 * at + 1).collect();
+        let changes = vec![AppliedChange::Written { ranges }];
+        let page = AppliedPage { page: PageId(1), epoch: Epoch(lsn), changes };
+        Ok(AppliedBatch { lsn: Lsn(lsn), pages: vec![page], root_changed: false })
+    }
+
+    /// The events of a queue as far as there are any: a batch's number, or that of a gap below 0.
+    fn events(queue: &ChangeQueue, count: usize) -> Vec<i64> {
+        let number = |event: ChangeEvent| match event {
+            ChangeEvent::Applied(batch) => batch.lsn.0 as i64,
+            ChangeEvent::Lagged { from } => -(from.0 as i64),
+        };
+        let next = || queue.next(Some(Instant::now())).unwrap().map(number);
+        std::iter::from_fn(next).take(count).collect()
+    }
+
+    /// A gap is told where it is: after the batches before it, and before the batches after it. Nothing that
+    /// comes before the caller has heard of it is told.
+    #[test]
+    fn a_gap_is_told_in_its_place_and_once() {
+        let (feed, queue) = (ChangeFeed::default(), Arc::new(ChangeQueue::default()));
+        feed.add(queue.clone());
+        assert!(feed.is_watched());
+        feed.tell(batch(1, 10));
+        feed.tell(batch(2, QUEUED_MAX));
+        feed.tell(batch(3, 1));
+        assert_eq!(events(&queue, 1), [1]);
+        feed.tell(batch(4, 1));
+        assert_eq!(events(&queue, 9), [-2]);
+        feed.tell(batch(5, 1));
+        feed.tell(Err(Lsn(6)));
+        assert_eq!(events(&queue, 9), [5, -6]);
+        assert_eq!(queue.state.lock().count, 0);
+        // As full as may be, and one more.
+        feed.tell(batch(7, QUEUED_MAX - 2));
+        feed.tell(batch(8, 0));
+        assert_eq!(events(&queue, 9), [7, -8]);
+        feed.remove(&queue);
+        assert!(!feed.is_watched());
+        feed.tell(batch(9, 1));
+        assert_eq!(events(&queue, 9), []);
+        feed.add(queue.clone());
+        feed.end();
+        assert_eq!(queue.next(None), Err(()));
+    }
+}

@@ -1,0 +1,384 @@
+//! Reads of many ranges at once, which no thread waits for: one thread of the store sees them to their end.
+//!
+//! 1. The caller's ranges become one turn of the applier. There all of them are caught as of one batch, and
+//!    are on their way to the host.
+//! 2. The thread waits until the bytes are there, read by read in the order of the turns, and tells the
+//!    handles.
+//!
+//! The thread is started by the first such read. Bytes of reads that are under way or still held by a caller
+//! are bounded together: pinned memory is dear, and a caller that forgets a handle must not take all of it.
+//!
+//! Nothing is written, so a crash loses nothing.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use remanent_format::{Lsn, PageId, Place};
+
+use super::readback::Drain;
+use super::{Applier, Turn};
+use crate::base::allocation::{make_room, push};
+use crate::base::poison::Poison;
+use crate::base::sync::atomic::{AtomicU64, Ordering};
+use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::threads;
+use crate::base::sync::{Condvar, Instant, Mutex};
+use crate::device::{Device, SHORT_COPY_LEN_MAX};
+use crate::error::{Error, Result};
+use crate::memory::staging::{StagingBuf, StagingPool};
+
+/// Bytes of reads that are under way, or held by callers, at a time.
+pub(crate) const READ_BYTES_MAX: u64 = 256 << 20;
+
+/// Ranges of pages, each from its first byte to the one after its last.
+pub(crate) type PageRanges = Vec<(PageId, Range<u64>)>;
+
+/// The thread that sees reads to their end, and the reads that it has yet to see to.
+pub(crate) struct Reads {
+    applier: Arc<Applier>,
+    device: Arc<dyn Device>,
+    staging: Arc<StagingPool>,
+    poison: Arc<Poison>,
+    shared: Arc<ReadQueue>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// The state that the thread, the applier's turns and the handles share.
+#[derive(Default)]
+struct ReadQueue {
+    state: Mutex<QueueState>,
+    more: Condvar,
+    /// Bytes of reads that are under way or held.
+    bytes: AtomicU64,
+}
+
+#[derive(Default)]
+struct QueueState {
+    reads: VecDeque<CaughtRead>,
+    is_over: bool,
+}
+
+/// A read whose bytes are on their way.
+struct CaughtRead {
+    lsn: Lsn,
+    drain: Drain,
+    open: OpenRead,
+}
+
+/// The store's half of a read. Dropped without an outcome, it says that the store is closed.
+struct OpenRead {
+    state: Arc<ReadState>,
+    reserved: Option<ReservedBytes>,
+    poison: Arc<Poison>,
+}
+
+/// The outcome of a read, once there is one, and the waiters for it.
+#[derive(Default)]
+pub(crate) struct ReadState {
+    slot: Mutex<ReadSlot>,
+    done: Condvar,
+}
+
+#[derive(Default)]
+struct ReadSlot {
+    outcome: Option<Result<ReadOutcome>>,
+    is_done: bool,
+    waker: Option<Waker>,
+}
+
+/// The bytes of a read, in their staging.
+pub(crate) struct ReadOutcome {
+    pub lsn: Lsn,
+    staged: Option<StagingBuf>,
+    pool: Arc<StagingPool>,
+    _reserved: Option<ReservedBytes>,
+}
+
+/// A part of [`READ_BYTES_MAX`].
+struct ReservedBytes {
+    queue: Arc<ReadQueue>,
+    len: u64,
+}
+
+impl Drop for ReservedBytes {
+    fn drop(&mut self) {
+        self.queue.bytes.fetch_sub(self.len, Ordering::Relaxed);
+    }
+}
+
+impl ReadOutcome {
+    /// The bytes of all ranges, one after the other.
+    pub fn bytes(&self) -> &[u8] {
+        self.staged.as_deref().unwrap_or_default()
+    }
+}
+
+impl Drop for ReadOutcome {
+    fn drop(&mut self) {
+        if let Some(staged) = self.staged.take() {
+            self.pool.give(staged.into_staging());
+        }
+    }
+}
+
+impl Reads {
+    /// Reads are taken from now on; no thread is started yet.
+    pub fn new(
+        applier: Arc<Applier>,
+        device: Arc<dyn Device>,
+        staging: Arc<StagingPool>,
+        poison: Arc<Poison>,
+    ) -> Self {
+        Self { applier, device, staging, poison, shared: Arc::default(), thread: Mutex::new(None) }
+    }
+
+    /// Begins a read. All its pages are as of one batch, at least as of every one handed to the applier so
+    /// far. Waits only for pages that are not loaded.
+    ///
+    /// # Errors
+    /// `OutOfMemory` for more than is left of [`READ_BYTES_MAX`], with what was asked; `Damaged` for a page
+    /// that cannot be loaded; a device error. What is wrong with a range is the read's outcome.
+    pub fn begin(&self, ranges: PageRanges) -> Result<Arc<ReadState>> {
+        let len = ranges.iter().fold(0, |sum: u64, (_, range)| sum.saturating_add(len_of(range)));
+        let reserved = self.reserve(len)?;
+        self.start()?;
+        self.applier.unloaded().wait(ranges.iter().map(|(page, _)| *page))?;
+        let staged = self.staging.take(usize::try_from(len).map_err(|_| refused(len))?)?;
+        let state = Arc::new(ReadState::default());
+        let open = OpenRead { state: state.clone(), reserved: Some(reserved), poison: self.poison.clone() };
+        let shared = self.shared.clone();
+        // Not waited for: the turn hands the read to the thread.
+        let _waits = self.applier.queue_turn(move |turn| {
+            match catch(turn, &ranges, len, staged) {
+                Ok((lsn, drain)) => shared.push(CaughtRead { lsn, drain, open }),
+                Err(error) => {
+                    let error = open.poison.set_by_device(error);
+                    open.finish(Err(error));
+                }
+            }
+            Ok(())
+        });
+        Ok(state)
+    }
+
+    fn reserve(&self, len: u64) -> Result<ReservedBytes> {
+        let fits = |bytes: u64| bytes.checked_add(len).filter(|bytes| *bytes <= READ_BYTES_MAX);
+        let reserved = self.shared.bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits);
+        match reserved {
+            Ok(_) => Ok(ReservedBytes { queue: self.shared.clone(), len }),
+            Err(_) => Err(refused(len)),
+        }
+    }
+
+    /// Starts the thread, unless it runs.
+    fn start(&self) -> Result<()> {
+        let mut thread = self.thread.lock();
+        if thread.is_none() {
+            let (shared, device, staging) = (self.shared.clone(), self.device.clone(), self.staging.clone());
+            let life = move || shared.run(&*device, &staging);
+            let started = threads::start("remanent-read", life);
+            *thread = Some(started.map_err(|error| Error::thread("the thread for reads", error))?);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Reads {
+    /// Sees all reads to their end: the memory that their bytes were copied aside to belongs to the arena.
+    fn drop(&mut self) {
+        let Some(thread) = self.thread.lock().take() else { return };
+        // After the turns of all reads. Where the applier is gone, so are they.
+        let _gone = self.applier.turn(|_| Ok(()));
+        self.shared.state.lock().is_over = true;
+        self.shared.more.notify_all();
+        if thread.join().is_err() {
+            tracing::error!("the thread for reads panicked");
+        }
+    }
+}
+
+impl ReadQueue {
+    fn push(&self, read: CaughtRead) {
+        let mut state = self.state.lock();
+        // A read that is refused here is dropped after the lock is let go.
+        if state.is_over {
+            drop(state);
+            return drop(read);
+        }
+        state.reads.push_back(read);
+        self.more.notify_one();
+    }
+
+    fn run(&self, device: &dyn Device, staging: &Arc<StagingPool>) {
+        // A panic must leave no read waiting: those in the queue are dropped, and so are later ones.
+        let _end_guard = QueueGuard(self);
+        while let Some(CaughtRead { lsn, drain, mut open }) = self.next() {
+            let outcome = drain.finish(device).map_err(|error| open.poison.set_by_device(error));
+            let reserved = open.reserved.take();
+            open.finish(outcome.map(|drained| ReadOutcome {
+                lsn,
+                staged: Some(drained.bytes),
+                pool: staging.clone(),
+                _reserved: reserved,
+            }));
+        }
+    }
+
+    /// The next read; `None` when there is none and none will come.
+    fn next(&self) -> Option<CaughtRead> {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(read) = state.reads.pop_front() {
+                return Some(read);
+            }
+            if state.is_over {
+                return None;
+            }
+            self.more.wait(&mut state);
+        }
+    }
+}
+
+struct QueueGuard<'q>(&'q ReadQueue);
+
+impl Drop for QueueGuard<'_> {
+    fn drop(&mut self) {
+        let left = {
+            let mut state = self.0.state.lock();
+            state.is_over = true;
+            std::mem::take(&mut state.reads)
+        };
+        drop(left);
+    }
+}
+
+impl OpenRead {
+    /// Gives back what the outcome does not hold, and then tells it: a caller that hears of a failure may ask
+    /// for as much again.
+    fn finish(mut self, outcome: Result<ReadOutcome>) {
+        self.reserved = None;
+        self.state.finish(outcome);
+    }
+}
+
+impl Drop for OpenRead {
+    fn drop(&mut self) {
+        self.reserved = None;
+        self.state.finish(self.poison.check().and(Err(Error::Closed)));
+    }
+}
+
+impl ReadState {
+    /// Sets the outcome, unless there is one.
+    fn finish(&self, outcome: Result<ReadOutcome>) {
+        let waker = {
+            let mut slot = self.slot.lock();
+            if slot.is_done {
+                return;
+            }
+            (slot.outcome, slot.is_done) = (Some(outcome), true);
+            slot.waker.take()
+        };
+        self.done.notify_all();
+        // Outside of the lock: an executor may poll the task right here.
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// Whether there is an outcome.
+    pub fn is_done(&self) -> bool {
+        self.slot.lock().is_done
+    }
+
+    /// Waits for the outcome, up to a time where there is one; whether it is there.
+    pub fn wait(&self, until: Option<Instant>) -> bool {
+        let mut slot = self.slot.lock();
+        while !slot.is_done {
+            match until {
+                None => self.done.wait(&mut slot),
+                Some(until) => {
+                    if self.done.wait_until(&mut slot, until).timed_out() {
+                        return slot.is_done;
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    /// Takes the outcome; `None` if it is not there, or was taken.
+    pub fn take(&self) -> Option<Result<ReadOutcome>> {
+        self.slot.lock().outcome.take()
+    }
+
+    /// As [`take`](Self::take), for a task, which is woken when the outcome is there.
+    pub fn poll(&self, context: &Context<'_>) -> Poll<Result<ReadOutcome>> {
+        let mut slot = self.slot.lock();
+        if slot.is_done {
+            let taken = slot.outcome.take();
+            return Poll::Ready(taken.unwrap_or(Err(Error::Closed)));
+        }
+        match &mut slot.waker {
+            Some(waker) => waker.clone_from(context.waker()),
+            none => *none = Some(context.waker().clone()),
+        }
+        Poll::Pending
+    }
+}
+
+impl std::fmt::Debug for ReadState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ReadState").field("is_done", &self.is_done()).finish_non_exhaustive()
+    }
+}
+
+/// Catches all ranges as of the turn, one after the other in `staged`.
+fn catch(
+    turn: &Turn<'_>,
+    ranges: &[(PageId, Range<u64>)],
+    len: u64,
+    staged: StagingBuf,
+) -> Result<(Lsn, Drain)> {
+    turn.intact()?;
+    let mut sources = Vec::new();
+    make_room(&mut sources, ranges.len())?;
+    let (mut at, mut places) = (0, Vec::new());
+    for (page, range) in ranges {
+        let page = *page;
+        let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
+        if range.start > range.end || range.end > info.len {
+            let len = len_of(range);
+            return Err(Error::OutOfBounds { page, offset: range.start, len, page_len: info.len });
+        }
+        if range.is_empty() {
+            continue;
+        }
+        let source = turn.applied.memory[page].part(range.start, len_of(range));
+        let is_far = matches!(info.place, Place::Device(_)) && turn.is_reached_by_kernels(source);
+        let place = is_far.then_some(info.place);
+        if places.last() != Some(&place) {
+            push(&mut places, place)?;
+        }
+        sources.push((source, at));
+        at += source.len;
+    }
+    let lsn = turn.applied.point.lsn;
+    // Of one GPU and long: gathered there first, so that deltas go on while the bytes come to the host.
+    let drain = match places[..] {
+        [Some(place)] if len > SHORT_COPY_LEN_MAX => turn.drain(place, sources, len, staged, 0, None)?,
+        _ => turn.drain_in_order(sources, staged, 0, None)?,
+    };
+    Ok((lsn, drain))
+}
+
+fn len_of(range: &Range<u64>) -> u64 {
+    range.end.saturating_sub(range.start)
+}
+
+/// The refusal of a read of this many bytes.
+fn refused(len: u64) -> Error {
+    Error::OutOfMemory { place: Place::Pinned, len }
+}

@@ -1,0 +1,161 @@
+//! Copies between pages: whole ones, which are clones, and ranges of them.
+//!
+//! The log holds after-images only (I2), so a batch that copies is logged with the bytes themselves. They are
+//! read before it is encoded, and the page that they were read from must be at the same version when the
+//! batch is logged: `write/commit` makes the draft anew where it is not.
+
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
+
+use remanent_format::limits::FRAME_PAYLOAD_LEN_MAX;
+use remanent_format::op::{Op, PayloadBytes};
+use remanent_format::{Metadata, PageId, Place};
+
+use super::encode::Encoder;
+use super::{BatchStep, PageRef, WriteBatch};
+use crate::base::allocation::{copied, push};
+use crate::error::{Error, Result};
+
+/// A page of which all bytes are at hand, as the operations so far make them.
+#[derive(Clone, Debug)]
+pub(crate) struct CopiedPage {
+    pub place: Place,
+    pub metadata: Metadata,
+    pub bytes: Vec<u8>,
+}
+
+/// The bytes that a batch copies, as they are to be read.
+#[derive(Debug, Default)]
+pub(crate) struct CopySources {
+    /// Pages of which all bytes must be at hand: cloned ones, and those that the batch itself changes before
+    /// it copies from them. Those that the batch creates are among them.
+    pub whole: BTreeSet<PageId>,
+    /// Ranges of pages that the batch has not changed by then, each with its operation's index.
+    pub ranges: Vec<(usize, PageId, Range<u64>)>,
+}
+
+/// The bytes that a batch copies, as they were before it.
+#[derive(Debug, Default)]
+pub(crate) struct CopiedBytes {
+    /// The pages of [`CopySources::whole`] that exist before the batch.
+    pub whole: HashMap<PageId, CopiedPage>,
+    /// The ranges of [`CopySources::ranges`], by their operation's index.
+    pub ranges: HashMap<usize, Vec<u8>>,
+}
+
+impl CopiedBytes {
+    /// The number of bytes that may go into a payload.
+    pub fn byte_len(&self) -> usize {
+        let whole = self.whole.values().map(|page| page.bytes.len());
+        whole.chain(self.ranges.values().map(Vec::len)).fold(0, usize::saturating_add)
+    }
+}
+
+impl WriteBatch {
+    /// Creates a copy of a page, as it is at this point of the batch: bytes, length, place and metadata,
+    /// but no key. The log gets the bytes, so a clone costs as much log as the page is long.
+    pub fn clone_page(&mut self, source: impl Into<PageRef>) -> super::NewPage {
+        self.step(BatchStep::Clone { source: self.own(source) });
+        self.new_page()
+    }
+
+    /// Copies a range of one page over bytes of another one, or of the same one, from `offset` on.
+    ///
+    /// The bytes are those that the source has at this point of the batch: after the operations before this
+    /// one, and before the operations after it. The two ranges may overlap. The log gets the bytes, so the
+    /// copy costs as much log as the range is long. The range alone is read, unless an operation before this
+    /// one changes bytes of the source: then the whole source is read, and the batch may not write bytes of a
+    /// device to it.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let mut batch = store.batch();
+    /// batch.create_from(*b"abcdefgh", Place::Host);
+    /// batch.create(4, Place::Host);
+    /// let pages = store.commit(batch)?.pages;
+    ///
+    /// let mut batch = store.batch();
+    /// batch.copy(pages[0], 2..4, pages[1], 1); // before the write: "cd"
+    /// batch.write(pages[0], 3, b"X").copy(pages[0], 3..4, pages[1], 3); // after it: "X"
+    /// store.commit(batch)?;
+    /// assert_eq!(store.read_to_vec(pages[1])?, b"\0cdX");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    pub fn copy(
+        &mut self,
+        source: impl Into<PageRef>,
+        range: Range<u64>,
+        target: impl Into<PageRef>,
+        offset: u64,
+    ) -> &mut Self {
+        let (source, target) = (self.own(source), self.own(target));
+        self.step(BatchStep::Copy { source, range, target, offset })
+    }
+
+    /// The bytes that the batch copies. `pages` are the ids of the new pages.
+    ///
+    /// # Errors
+    /// `InvalidOperation` for a range that ends before it begins; `Limit` for ranges that no frame holds,
+    /// before they are read; `OutOfMemory`.
+    pub(crate) fn copy_sources(&self, pages: &[PageId]) -> Result<CopySources> {
+        let mut sources = CopySources::default();
+        if !self.steps.iter().any(|step| matches!(step, BatchStep::Clone { .. } | BatchStep::Copy { .. })) {
+            return Ok(sources);
+        }
+        let (mut changed, mut new_pages, mut found) = (BTreeSet::new(), pages.iter().copied(), 0);
+        for (index, step) in self.steps.iter().enumerate() {
+            match step {
+                BatchStep::Clone { source } => {
+                    sources.whole.insert(source.resolve(pages));
+                }
+                BatchStep::Copy { source, range, .. } => {
+                    let Some(len) = range.end.checked_sub(range.start) else {
+                        let reason = format!("the range {range:?} ends before it begins");
+                        return Err(Error::InvalidOperation { index, reason });
+                    };
+                    let source = source.resolve(pages);
+                    found = len.saturating_add(found);
+                    if changed.contains(&source) {
+                        sources.whole.insert(source);
+                    } else {
+                        push(&mut sources.ranges, (index, source, range.clone()))?;
+                    }
+                }
+                _ => {}
+            }
+            changed.extend(step.changes(pages, &mut new_pages));
+        }
+        if found > FRAME_PAYLOAD_LEN_MAX {
+            return Err(Error::Limit { what: "batch", found, limit: FRAME_PAYLOAD_LEN_MAX });
+        }
+        Ok(sources)
+    }
+}
+
+impl<B: PayloadBytes> Encoder<'_, B> {
+    /// Writes a copy of a range, which was read if the batch had not changed its page by then.
+    pub(super) fn push_copy(
+        &mut self,
+        (source, range): (PageId, &Range<u64>),
+        target: PageId,
+        offset: u64,
+    ) -> Result<()> {
+        let bytes = match self.copied.ranges.remove(&self.index) {
+            Some(bytes) => bytes,
+            None => self.copied_range(source, range)?,
+        };
+        self.push(&Op::Write { page: target, offset, bytes: &bytes })
+    }
+
+    /// A range of a page that the batch has changed, as it is by now.
+    fn copied_range(&self, page: PageId, range: &Range<u64>) -> Result<Vec<u8>> {
+        let source = self.copied.whole.get(&page).ok_or(Error::UnknownPage { page })?;
+        let page_len = source.bytes.len() as u64;
+        if range.end > page_len {
+            let len = range.end - range.start;
+            return Err(Error::OutOfBounds { page, offset: range.start, len, page_len });
+        }
+        copied(&source.bytes[range.start as usize..range.end as usize])
+    }
+}
