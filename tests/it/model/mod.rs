@@ -59,7 +59,7 @@ fn the_store_is_what_the_model_says() {
             let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
             let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
             let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
-            let options = |log_io| Options::default().log_io(log_io);
+            let options = |log_io| Options::default().log_io(log_io).image_io(direct_io::image_io(log_io));
             let on_demand = options(other).page_load(PageLoad::OnDemand);
             run(&actions, options(LogIo::Mapped), false, &mut tally.borrow_mut(), &host);
             run(&actions, on_demand, true, &mut tally.borrow_mut(), &late);

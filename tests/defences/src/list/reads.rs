@@ -1,11 +1,11 @@
 //! Lookups and reads without a lock: whole batches, logged ones, and bytes of one version (docs of
 //! `src/versions`).
 
-use super::{Defence, Test, defence, it, refusal};
+use super::{Defence, Test, defence, it, refusal, unit};
 
 const VERSIONS: &str = "src/versions/mod.rs";
-const STAYS: Test = engine("versions::tests::a_page_whose_bytes_change_stays_where_it_is");
-const VIEWS: Test = engine("versions::tests::what_a_view_wants_stays_and_all_else_is_cut_off");
+const STAYS: Test = unit("versions::tests::a_page_whose_bytes_change_stays_where_it_is");
+const VIEWS: Test = unit("versions::tests::what_a_view_wants_stays_and_all_else_is_cut_off");
 
 pub const LIST: &[Defence] = &[
     defence(
@@ -30,8 +30,3 @@ pub const LIST: &[Defence] = &[
         it("reads::bytes_and_what_is_known_of_them_are_of_one_batch"),
     ),
 ];
-
-/// A unit test in the engine's sources.
-const fn engine(name: &'static str) -> Test {
-    Test { binary: "remanent", name }
-}
