@@ -217,7 +217,8 @@ pub use history::view::View;
 pub use log::LogStats;
 pub use memory::arena::{PlaceUsage, Purpose};
 pub use options::{
-    Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options, PageLoad, Retention, SnapshotOptions,
+    Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Retention,
+    SnapshotOptions,
 };
 pub use recovery::RecoveryReport;
 pub use remanent_format::log::TornTail;

@@ -13,7 +13,7 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{CrashImage, CrashPlan, Moment, SimDisk, Tears};
-use remanent::{Ack, Error, LogIo, Options, StatePoint, Store, View};
+use remanent::{Ack, Error, ImageIo, LogIo, Options, StatePoint, Store, View};
 use remanent_format::ReadAt;
 
 use crate::model::history::Action;
@@ -49,9 +49,10 @@ fn live_through(actions: &[Action], choices: Choices) -> Tally {
     let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
     let late = || Arc::new(LateDevice::seeded(host(), u64::from(choices.log_io))) as Arc<dyn Device>;
     let log_io = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct][usize::from(choices.log_io % 3)];
+    let image_io = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct][usize::from(choices.log_io / 3 % 3)];
     let ack = if choices.is_durable { Ack::Durable } else { Ack::Logged };
     let setting = Setting {
-        options: Options::default().log_io(log_io).ack(ack),
+        options: Options::default().log_io(log_io).image_io(image_io).ack(ack),
         in_background: choices.in_background,
         device: if choices.is_late { &late } else { &host },
     };

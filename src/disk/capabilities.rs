@@ -65,7 +65,7 @@ fn refusal(
 }
 
 /// Whether files below `path` can share extents. One nameless file is cloned into another; on a full disk, a
-/// segment is cloned into itself, which changes nothing. An unknown answer counts as shared.
+/// file that is there is cloned into itself, which changes nothing. An unknown answer counts as shared.
 fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
     let nameless = || {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
@@ -80,8 +80,8 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
         Ok(Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOTTY | Errno::NOSYS)) => Ok(false),
         Ok(_) => Ok(true),
         Err(Errno::NOSPC | Errno::DQUOT) => {
-            let Ok(Some(segment)) = segment_below(path) else { return Ok(true) };
-            let file = rustix::fs::openat(CWD, segment, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+            let Ok(Some(existing)) = file_below(path) else { return Ok(true) };
+            let file = rustix::fs::openat(CWD, existing, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
             // Where clones are possible at all, this one is invalid.
             Ok(rustix::fs::ioctl_ficlone(&file, &file) != Err(Errno::OPNOTSUPP))
         }
@@ -93,12 +93,12 @@ fn shares_extents(path: &Path) -> rustix::io::Result<bool> {
 /// Why files below `path` cannot be written past the page cache, if so.
 ///
 /// A block of a nameless file is written, because some file systems accept the flags at open and refuse the
-/// write. Where there is no space for a block, the first block of a segment is read instead: a store on a
-/// full disk must open, so that pages can be deleted.
+/// write. Where there is no space for a block, the first block of a file that is there is read instead: a
+/// store on a full disk must open, so that pages can be deleted.
 ///
 /// # Errors
-/// The disk's error if it fails, or if it has no space for a block and no segment: another way to write would
-/// not help.
+/// The disk's error if it fails, or if it has no space for a block and no such file: another way to write
+/// would not help.
 pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     let flags = direct::FLAGS | OFlags::TMPFILE;
     let nameless = rustix::fs::openat(CWD, path, flags, Mode::RUSR | Mode::WUSR);
@@ -109,8 +109,8 @@ pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     });
     direct_verdict(match written {
         Err(full) if matches!(full.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
-            segment_below(path)?.map_or(Err(full), |segment| {
-                let file = File::from(rustix::fs::openat(CWD, &segment, direct::FLAGS, Mode::empty())?);
+            file_below(path)?.map_or(Err(full), |existing| {
+                let file = File::from(rustix::fs::openat(CWD, &existing, direct::FLAGS, Mode::empty())?);
                 file.read_exact_at(&mut AlignedBuf::new(GROUP_ALIGN as usize), 0)
             })
         }
@@ -118,13 +118,21 @@ pub(super) fn direct_refused(path: &Path) -> io::Result<Option<String>> {
     })
 }
 
-/// A segment of the log in this folder, if there is one.
-fn segment_below(folder: &Path) -> io::Result<Option<PathBuf>> {
-    for entry in std::fs::read_dir(folder)? {
-        let name = entry?.file_name();
-        let file = name.to_str().and_then(|name| FileName::parse(Folder::Log, name));
-        if matches!(file, Some(FileName::Segment(_))) {
-            return Ok(Some(folder.join(name)));
+/// A file of at least a block: a segment of the log or an image file in this folder, or else in the folder of
+/// the log beside it.
+fn file_below(folder: &Path) -> io::Result<Option<PathBuf>> {
+    let beside = folder.with_file_name(Folder::Log.name());
+    for folder in [folder, &beside] {
+        let Ok(entries) = std::fs::read_dir(folder) else { continue };
+        for entry in entries {
+            let entry = entry?;
+            let name = entry.file_name();
+            let parsed = |inner| name.to_str().and_then(|name| FileName::parse(inner, name));
+            let is_known = matches!(parsed(Folder::Log), Some(FileName::Segment(_)))
+                || matches!(parsed(Folder::Pages), Some(FileName::Pages(_)));
+            if is_known && entry.metadata()?.len() >= GROUP_ALIGN {
+                return Ok(Some(entry.path()));
+            }
         }
     }
     Ok(None)

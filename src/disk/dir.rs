@@ -14,20 +14,21 @@ use std::sync::{Arc, OnceLock};
 
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
-use rustix::fs::Advice;
+use rustix::fs::{Advice, FallocateFlags};
+use rustix::io::Errno;
 
 use super::buffered::BufferedWindow;
 use super::cached::read_cached;
 use super::capabilities::{direct_refused, mapping_refused};
 use super::direct::{self, DirectWindow};
 use super::direct_read::{read_direct, reopen, reopen_direct};
-use super::mapped::{self, MappedWindow};
+use super::mapped::{self, MappedWindow, PartWindow};
 use super::{
     Disk, DiskFile, DiskLock, Hold, Watch, Window, ZEROS_LEN_MAX, lock, reader_locks, watch, zeros_by_pieces,
 };
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
-use crate::options::LogIo;
+use crate::options::{ImageIo, LogIo};
 
 /// A store directory of a real file system.
 ///
@@ -85,13 +86,29 @@ impl DirDisk {
     }
 
     /// The error of the block that is written to try direct writes.
-    fn trial_failed(&self, source: io::Error) -> Error {
-        let error = self.folder_error("write past the page cache below", Folder::Log, source);
+    fn trial_failed(&self, folder: Folder, source: io::Error) -> Error {
+        let error = self.folder_error("write past the page cache below", folder, source);
         if error.is_no_space() {
-            Error::disk_full(FileName::Temporary(Folder::Log, 0), GROUP_ALIGN)
+            Error::disk_full(FileName::Temporary(folder, 0), GROUP_ALIGN)
         } else {
             error
         }
+    }
+
+    /// The folder, or the store directory as long as it is not there: a folder may be a mount of its own, on
+    /// another file system.
+    fn asked_path(&self, folder: Folder) -> PathBuf {
+        let path = self.folder_path(folder);
+        if path.is_dir() { path } else { self.root.clone() }
+    }
+
+    fn refuses_mappings(&self, folder: Folder) -> Result<Option<String>> {
+        mapping_refused(&self.asked_path(folder))
+            .map_err(|errno| self.folder_error("ask the file system of", Folder::Root, errno.into()))
+    }
+
+    fn refuses_direct(&self, folder: Folder) -> Result<Option<String>> {
+        direct_refused(&self.asked_path(folder)).map_err(|error| self.trial_failed(folder, error))
     }
 
     fn file_system(&self) -> Result<rustix::fs::StatVfs> {
@@ -278,15 +295,19 @@ impl Disk for DirDisk {
     }
 
     fn refuses(&self, io: LogIo) -> Result<Option<String>> {
-        // The log's folder may be a mount of its own, on another file system.
-        let log = self.folder_path(Folder::Log);
-        let path = if log.is_dir() { log } else { self.root.clone() };
-        let refusal = match io {
-            LogIo::Mapped => mapping_refused(&path),
-            LogIo::Direct => return direct_refused(&path).map_err(|error| self.trial_failed(error)),
+        match io {
+            LogIo::Mapped => self.refuses_mappings(Folder::Log),
             LogIo::Buffered => Ok(None),
-        };
-        refusal.map_err(|errno| self.folder_error("ask the file system of", Folder::Root, errno.into()))
+            LogIo::Direct => self.refuses_direct(Folder::Log),
+        }
+    }
+
+    fn refuses_images(&self, io: ImageIo) -> Result<Option<String>> {
+        match io {
+            ImageIo::Mapped => self.refuses_mappings(Folder::Pages),
+            ImageIo::Buffered => Ok(None),
+            ImageIo::Direct => self.refuses_direct(Folder::Pages),
+        }
     }
 }
 
@@ -323,13 +344,21 @@ struct DirFile {
     /// A second descriptor that reads past the page cache, opened when first needed. Inside, `None` where the
     /// file system has no such reads.
     direct: Mutex<Option<Option<Arc<File>>>>,
+    /// A descriptor that writes past the page cache, opened when first needed.
+    direct_writes: Mutex<Option<Arc<File>>>,
     /// Whether the page cache has nothing that the medium lacks, as far as it was asked.
     is_synced: Mutex<bool>,
 }
 
 impl DirFile {
     fn shared(file: File, name: FileName) -> Arc<dyn DiskFile> {
-        Arc::new(Self { file, name, direct: Mutex::new(None), is_synced: Mutex::new(false) })
+        Arc::new(Self {
+            file,
+            name,
+            direct: Mutex::new(None),
+            direct_writes: Mutex::new(None),
+            is_synced: Mutex::new(false),
+        })
     }
 
     fn direct(&self) -> Option<Arc<File>> {
@@ -372,10 +401,6 @@ impl DiskFile for DirFile {
         metadata
             .map(|found| found.blocks() * COUNTED_LEN >= found.len())
             .map_err(|source| Error::io("measure", self.name, None, source))
-    }
-
-    fn cut(&self, len: u64) -> Result<()> {
-        self.file.set_len(len).map_err(self.failed("cut", len))
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -429,6 +454,40 @@ impl DiskFile for DirFile {
     /// Counts ranges that cannot be asked about as cached, so that they are read past the cache (I6).
     fn uncached(&self) -> Vec<Range<u64>> {
         mapped::uncached(&self.file).unwrap_or_default()
+    }
+
+    fn reserve(&self, offset: u64, end: u64) -> Result<bool> {
+        loop {
+            match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), offset, end - offset) {
+                Ok(()) => return Ok(true),
+                Err(Errno::INTR) => {}
+                Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(false),
+                Err(errno) => return Err(self.failed("make space in", offset)(errno.into())),
+            }
+        }
+    }
+
+    fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()> {
+        let opened = {
+            let mut opened = self.direct_writes.lock();
+            match &*opened {
+                Some(file) => file.clone(),
+                None => {
+                    let file = direct::open_writer(&self.file).map_err(self.failed("open", offset))?;
+                    opened.insert(Arc::new(file)).clone()
+                }
+            }
+        };
+        direct::write_blocks(&opened, offset, blocks).map_err(self.failed("write", offset))
+    }
+
+    fn cut(&self, len: u64) -> Result<()> {
+        self.file.set_len(len).map_err(self.failed("cut", len))
+    }
+
+    fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>> {
+        let failed = self.failed("map", range.start);
+        Ok(Box::new(PartWindow::new(&self.file, self.name, range).map_err(failed)?))
     }
 
     /// Advises the kernel to forget the pages. It writes dirty ones first, and does not wait for that.
@@ -509,8 +568,6 @@ impl ReadAt for DirReader {
 
 #[cfg(test)]
 mod tests {
-    use rustix::io::Errno;
-
     use super::super::capabilities::direct_verdict;
     use super::super::direct_read::BOUNCE_LEN_MAX;
     use super::*;
@@ -525,10 +582,10 @@ mod tests {
         }
         let disk = DirDisk::new("/nowhere");
         for errno in [Errno::NOSPC, Errno::DQUOT] {
-            let error = disk.trial_failed(direct_verdict(Err(errno.into())).unwrap_err());
+            let error = disk.trial_failed(Folder::Log, direct_verdict(Err(errno.into())).unwrap_err());
             assert_eq!((error.remedy(), error.file().is_some()), (Remedy::FreeSpace, true), "{error}");
         }
-        let error = disk.trial_failed(direct_verdict(Err(Errno::IO.into())).unwrap_err());
+        let error = disk.trial_failed(Folder::Log, direct_verdict(Err(Errno::IO.into())).unwrap_err());
         assert_eq!(error.remedy(), Remedy::Reopen);
         assert!(error.to_string().contains("/nowhere/log"), "{error}");
     }
@@ -639,6 +696,7 @@ mod tests {
             file,
             name: FileName::Store,
             direct: Mutex::new(Some(None)),
+            direct_writes: Mutex::new(None),
             is_synced: Mutex::new(false),
         };
         let mut out = [0; 5];

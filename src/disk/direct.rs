@@ -176,10 +176,18 @@ pub(super) fn write_zeros(file: &File, offset: u64, end: u64) -> io::Result<()> 
     if offset == end {
         return Ok(());
     }
-    let file = reopen(file, FILL_FLAGS)?;
-    zeros_by_pieces(offset, end, ZEROS_LEN_MAX, |at, zeros| {
-        write_all(zeros, at, |rest, at| rustix::io::pwrite(&file, rest, at))
-    })
+    let file = open_writer(file)?;
+    zeros_by_pieces(offset, end, ZEROS_LEN_MAX, |at, zeros| write_blocks(&file, at, zeros))
+}
+
+/// Opens the same file anew, for writes that go past the page cache.
+pub(super) fn open_writer(file: &File) -> io::Result<File> {
+    Ok(reopen(file, FILL_FLAGS)?)
+}
+
+/// Writes whole blocks, from memory that is aligned, to a file that was opened for it.
+pub(super) fn write_blocks(file: &File, offset: u64, blocks: &[u8]) -> io::Result<()> {
+    write_all(blocks, offset, |rest, at| rustix::io::pwrite(file, rest, at))
 }
 
 /// Writes whole blocks by a `write` that may stop short, or be interrupted. It goes on where the write

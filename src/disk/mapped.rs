@@ -47,15 +47,19 @@ impl MappedWindow {
     /// Maps the whole of `file`, shared, and keeps the mapping out of forked children: a child's store into
     /// it would reach the parent's log.
     pub(super) fn new(file: &File, name: FileName) -> io::Result<Self> {
-        let map = MmapRaw::map_raw(file)?;
+        let window = Self::of(MmapRaw::map_raw(file)?, name)?;
+        // Pages that the page cache has lost come back one by one, for the same reason as in
+        // `DirFile::write_zeros`.
+        window.map.advise(Advice::Random)?;
+        Ok(window)
+    }
+
+    fn of(map: MmapRaw, name: FileName) -> io::Result<Self> {
         if map.len() == 0 {
             // There are no bytes to put, and no page to advise about.
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the file is empty"));
         }
         map.advise(Advice::DontFork)?;
-        // Pages that the page cache has lost come back one by one, for the same reason as in
-        // `DirFile::write_zeros`.
-        map.advise(Advice::Random)?;
         Ok(Self { map: ForkGuard::new(map), putting: Mutex::new(()), name })
     }
 
@@ -97,6 +101,40 @@ impl Window for MappedWindow {
         if let Err(error) = asked.and_then(|()| self.map.advise_range(Advice::PopulateWrite, start, len)) {
             tracing::debug!(file = %self.name, %error, "the log's memory is not brought in ahead");
         }
+    }
+}
+
+/// A window onto a part of a file, for bytes that are put there once. The part has its space.
+pub(super) struct PartWindow(MappedWindow);
+
+impl PartWindow {
+    /// Maps a part of `file` as [`MappedWindow::new`] maps the whole.
+    pub(super) fn new(file: &File, name: FileName, range: Range<u64>) -> io::Result<Self> {
+        // A mapping may go past the file's end, but no store may.
+        if range.end > file.metadata()?.len() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the part lies past the file's end"));
+        }
+        let len = (range.end - range.start) as usize;
+        let map = MmapOptions::new().offset(range.start).len(len).map_raw(file)?;
+        MappedWindow::of(map, name).map(Self)
+    }
+}
+
+impl Window for PartWindow {
+    /// Brings the memory in first. One call takes the faults of all its pages, and a fault that fails is an
+    /// error here, where a store's would be SIGBUS: a file system may fail to keep its word.
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let (start, len) = self.0.range(offset, bytes.len() as u64);
+        match self.0.map.advise_range(Advice::PopulateWrite, start, len) {
+            // Kernels before 5.14 do not know the advice.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+            populated => populated.map_err(|source| Error::io("map", self.0.name, Some(offset), source))?,
+        }
+        self.0.put(offset, bytes)
+    }
+
+    fn sync(&self, offset: u64, len: u64) -> Result<()> {
+        self.0.sync(offset, len)
     }
 }
 
@@ -265,6 +303,31 @@ mod tests {
         let mut lines = maps.lines().skip_while(|line| !line.starts_with(&start));
         let flags = lines.find(|line| line.starts_with("VmFlags:")).unwrap();
         assert!(flags.split_whitespace().any(|flag| flag == "dc"), "{flags}");
+    }
+
+    #[test]
+    fn a_part_is_put_to_where_it_lies_and_none_lies_past_the_files_end() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[7; LEN], 0).unwrap();
+        let part = PartWindow::new(&file, FileName::Pages(1), 4096..LEN as u64).unwrap();
+        part.put(1, b"part").unwrap();
+        let mut found = vec![0; LEN];
+        file.read_exact_at(&mut found, 0).unwrap();
+        assert_eq!(&found[4096..4102], b"\x07part\x07");
+        let outside = || part.put((LEN - 4096) as u64, &[1]);
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(outside)).is_err());
+        assert!(PartWindow::new(&file, FileName::Pages(1), 4096..LEN as u64 + 1).is_err());
+    }
+
+    /// A program that is not ours cut the file: a store would be SIGBUS.
+    #[test]
+    fn a_store_into_a_part_that_was_cut_off_is_an_error() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[7; LEN], 0).unwrap();
+        let part = PartWindow::new(&file, FileName::Pages(1), 4096..LEN as u64).unwrap();
+        file.set_len(4096).unwrap();
+        let error = part.put(0, b"part").unwrap_err();
+        assert!(matches!(error, Error::Io { action: "map", .. }), "{error}");
     }
 
     #[test]

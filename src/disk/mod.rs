@@ -6,6 +6,7 @@
 //! is compiled once, not once for each disk.
 
 pub(crate) mod source;
+pub(crate) mod growing;
 mod buffered;
 mod cached;
 pub mod dir;
@@ -30,7 +31,7 @@ use remanent_format::{FileName, Folder, SnapshotId};
 
 use crate::base::aligned_buf::AlignedBuf;
 use crate::error::Result;
-use crate::options::LogIo;
+use crate::options::{ImageIo, LogIo};
 
 /// A store directory. `Any`, so that [`link`](Disk::link) can tell its own kind.
 pub trait Disk: Any + Send + Sync {
@@ -182,6 +183,12 @@ pub trait Disk: Any + Send + Sync {
     /// # Errors
     /// What the system says.
     fn refuses(&self, io: LogIo) -> Result<Option<String>>;
+
+    /// Why image files here must not be written this way, if so. Buffered is always possible.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn refuses_images(&self, io: ImageIo) -> Result<Option<String>>;
 }
 
 /// One open file of a store directory.
@@ -200,12 +207,6 @@ pub trait DiskFile: Send + Sync {
     fn is_without_holes(&self) -> Result<bool> {
         Ok(true)
     }
-
-    /// Cuts the file to its first `len` bytes. Needs no space.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn cut(&self, len: u64) -> Result<()>;
 
     /// Writes all of `bytes` at `offset`, extending the file if needed.
     ///
@@ -252,6 +253,38 @@ pub trait DiskFile: Send + Sync {
     fn uncached(&self) -> Vec<Range<u64>> {
         Vec::new()
     }
+
+    /// Makes space for every byte from `offset` to `end`, which then is the file's length at least. Bytes
+    /// that had none are zeros. `false` where the file system makes no space without bytes: then nothing
+    /// changed.
+    ///
+    /// # Errors
+    /// What the system says. After a lack of space some of the bytes may have theirs, and a part of the
+    /// length may be there.
+    fn reserve(&self, offset: u64, end: u64) -> Result<bool>;
+
+    /// Writes whole blocks past the system's cache, from memory that is aligned to blocks. They are durable
+    /// once they are synced. Where the file system has no such writes, the call fails: see
+    /// [`Disk::refuses_images`].
+    ///
+    /// # Errors
+    /// What the system says.
+    fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()>;
+
+    /// Cuts the file to `len` bytes, or extends it by a hole. No part of it is mapped: a store past the end
+    /// would end the process.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn cut(&self, len: u64) -> Result<()>;
+
+    /// Maps a part of the file for stores. The offsets of the window count from the part's start. Every byte
+    /// of the part has its space, so that no store wants any; while the window lives, the file is not cut. A
+    /// `sync` of the file covers the stores, also after the window is gone.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>>;
 
     /// Lets the system begin to bring these bytes to the medium, so that `sync` finds less to do. Nothing is
     /// promised: `sync` reports a failure.
@@ -304,8 +337,8 @@ fn zeros_by_pieces<E>(
     Ok(())
 }
 
-/// A window onto a file that is written in place: the log's way to the disk. One thread puts at a time;
-/// another may sync meanwhile.
+/// A window onto a file that is written in place: the log's way to the disk, and one of the images' ways.
+/// One thread puts at a time; another may sync meanwhile.
 pub trait Window: Send + Sync {
     /// Stores `bytes` at `offset`. When it returns, they survive the death of the process; where the window
     /// is `Direct`, only when they are synced.

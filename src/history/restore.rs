@@ -40,19 +40,19 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
-use crate::images::ImageWriter;
 use crate::images::read::{SummedBy, prove, wanted};
+use crate::images::{ImageOptions, ImageWriter};
 use crate::log::SpacePurpose;
 use crate::memory::arena::{PageMemory, Purpose};
 use crate::memory::staging::StagingPool;
-use crate::options::{Budget, Compression};
+use crate::options::Budget;
 use crate::recovery::image_loader::{ImageLoader, threads};
 
 /// The parts of a store that a restore works with.
 pub(crate) struct RestoreRun<'a> {
     pub engine: &'a Engine,
     pub budget: &'a Budget,
-    pub compression: Compression,
+    pub images: ImageOptions,
 }
 
 /// The old state, whole on disk.
@@ -136,7 +136,7 @@ impl RestoreRun<'_> {
             return Ok(images);
         }
         let (disk, purpose) = (self.engine.disk.clone(), ImagePurpose::Snapshot);
-        let writer = ImageWriter::create(disk, self.engine.store, number, purpose, self.compression)?;
+        let writer = ImageWriter::create(disk, self.engine.store, number, purpose, self.images)?;
         let written =
             writer.write_pages(&stale, &mut |info, offset, out| old.read(info.page, offset, out))?;
         writer.sync()?;

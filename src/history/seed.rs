@@ -30,9 +30,9 @@ use crate::disk::Disk;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::images::read::{prove, wanted};
-use crate::images::{ImageWriter, PageRead};
+use crate::images::{ImageOptions, ImageWriter, PageRead};
 use crate::log::{SegmentPool, SegmentRules};
-use crate::options::{Compression, Create, LogIo};
+use crate::options::{Create, LogIo};
 use crate::recovery::create::{CLAIM, check_directory, claim, start_over};
 use crate::recovery::opening::{Predecessor, begin, random};
 
@@ -183,8 +183,8 @@ fn write_images<E: From<Error>>(
         target.sync_folder(Folder::Pages)?;
         return Ok(images);
     }
-    let (purpose, compression) = (ImagePurpose::Snapshot, Compression::default());
-    let writer = ImageWriter::create(target.clone(), store, number, purpose, compression)?;
+    let (purpose, options) = (ImagePurpose::Snapshot, ImageOptions::default());
+    let writer = ImageWriter::create(target.clone(), store, number, purpose, options)?;
     let written = writer.write_pages(&rest, read)?;
     writer.sync()?;
     writer.verify()?;

@@ -113,7 +113,7 @@ impl ImageWriter {
                 raw.combine(&crc32fast::Hasher::new_with_initial_len(sum, wanted));
                 if !is_compressed {
                     let end = at + wanted;
-                    self.file.write_at(at, bytes).map_err(full(end))?;
+                    self.growing.write_at(at, bytes).map_err(full(end))?;
                     at = end;
                     return Ok(());
                 }
@@ -128,7 +128,7 @@ impl ImageWriter {
                     };
                     stored.update(&frame);
                     let end = at + frame.len() as u64;
-                    self.file.write_at(at, &frame).map_err(full(end))?;
+                    self.growing.write_at(at, &frame).map_err(full(end))?;
                     at = end;
                 }
                 pays_so_far = pays(info.len, at - payload);
@@ -141,7 +141,7 @@ impl ImageWriter {
                 return Ok(Streamed::DoesNotPay);
             }
             // The disk works while the next piece is made, and the sync at the end has less to do.
-            self.file.write_back(from, at - from);
+            self.growing.write_back(from, at - from);
         }
         let image = NewImage {
             page: info.page,
@@ -156,8 +156,8 @@ impl ImageWriter {
         let end = chunk.offset + chunk.len;
         assert!(end >= at); // I7: the head that is written last covers every byte of the image.
         let padding = vec![0; (end - at) as usize];
-        self.file.write_at(at, &padding).map_err(full(end))?;
-        self.file.write_at(start, &self.encode_head(&chunk)?).map_err(full(end))?;
+        self.growing.write_at(at, &padding).map_err(full(end))?;
+        self.growing.write_at(start, &self.encode_head(&chunk)?).map_err(full(end))?;
         let image = chunk.images[0].image;
         let mut written = self.written.lock();
         written.end = end;

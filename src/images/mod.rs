@@ -28,9 +28,10 @@ use crate::base::aligned_buf::AlignedBuf;
 use crate::base::allocation::{collected, make_room, push};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
+use crate::disk::growing::GrowingFile;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
-use crate::options::Compression;
+use crate::options::{Compression, ImageIo};
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
 pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
@@ -80,6 +81,13 @@ pub(crate) fn chunk_threads(longest: u64) -> usize {
 /// Fills a slice with the bytes of a page from an offset on.
 pub(crate) type PageRead<'r, E> = &'r mut dyn FnMut(&PageInfo, u64, &mut [u8]) -> Result<(), E>;
 
+/// How images are written.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ImageOptions {
+    pub compression: Compression,
+    pub io: ImageIo,
+}
+
 /// Appends images to one new file. Threads share it: each thread writes its own chunks, which lie in the file
 /// in the order in which they were ready.
 pub(crate) struct ImageWriter {
@@ -89,7 +97,10 @@ pub(crate) struct ImageWriter {
     /// The most threads that compress a chunk, or read chunks back.
     threads_max: usize,
     number: u64,
+    /// The file, for reads once it is synced.
     file: Arc<dyn DiskFile>,
+    /// The same file, as it is written.
+    growing: GrowingFile,
     written: Mutex<WrittenChunks>,
     /// Held while a chunk takes its place after all others, and while a chunk of yet unknown length is
     /// appended. Taken before `written`.
@@ -113,16 +124,19 @@ impl ImageWriter {
         store: StoreId,
         number: u64,
         purpose: ImagePurpose,
-        compression: Compression,
+        options: ImageOptions,
     ) -> Result<Self> {
         let name = FileName::Pages(number);
         let file = disk.create(name).map_err(|error| no_space(number, IMAGE_HEADER_BLOCK, error))?;
         let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
         let written = Mutex::new(WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new() });
+        let ImageOptions { compression, io } = options;
         let (tail, areas, threads_max) = (Mutex::default(), Mutex::default(), usize::MAX);
-        let writer = Self { disk, store, compression, threads_max, number, file, written, tail, areas };
-        match writer.file.write_at(0, &block) {
+        let growing = GrowingFile::new(file.clone(), io);
+        let writer =
+            Self { disk, store, compression, threads_max, number, file, growing, written, tail, areas };
+        match writer.growing.write_at(0, &block) {
             Ok(()) => Ok(writer),
             Err(error) => {
                 writer.abandon();
@@ -269,9 +283,9 @@ impl ImageWriter {
     /// Writes a chunk; its bytes are the first of `bytes`.
     fn write(&self, chunk: Chunk, bytes: &[u8]) -> Result<Vec<ImageRef>> {
         let (bytes, end) = (&bytes[..chunk.len as usize], chunk.offset + chunk.len);
-        self.file.write_at(chunk.offset, bytes).map_err(|error| no_space(self.number, end, error))?;
+        self.growing.write_at(chunk.offset, bytes).map_err(|error| no_space(self.number, end, error))?;
         // The disk works while the next chunks are made, and the sync at the end has less to do.
-        self.file.write_back(chunk.offset, chunk.len);
+        self.growing.write_back(chunk.offset, chunk.len);
         let references = collected(chunk.images.iter().map(|header| header.image))?;
         push(&mut self.written.lock().chunks, chunk)?;
         Ok(references)
@@ -300,9 +314,14 @@ impl ImageWriter {
         self.disk.sync_folder(Folder::Pages)
     }
 
-    /// Makes the file durable, but not its name.
+    /// Makes the file durable, but not its name. Nothing is written to it after that.
     fn sync_bytes(&self) -> Result<()> {
-        self.file.sync().map_err(|error| no_space(self.number, self.byte_len(), error))
+        let len = self.byte_len();
+        self.growing.finish(len).map_err(|error| match error {
+            // Its space was there before: the file system did not keep its word.
+            Error::Io { action: "sync", .. } if !self.growing.gets_space_at_sync() => error,
+            error => no_space(self.number, len, error),
+        })
     }
 
     /// Reads everything back past the cache and checks it (I7).

@@ -12,13 +12,12 @@
 use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::{Lsn, PageId, PageInfo, Place, StoreId};
 
-use super::ImageWriter;
+use super::{ImageOptions, ImageWriter};
 use crate::base::allocation::collected;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::error::Result;
 use crate::images::numbers::ImageFiles;
-use crate::options::Compression;
 
 /// The images of a batch that is not logged yet. Dropping this removes their file.
 pub(crate) struct AheadImages<'a> {
@@ -34,14 +33,14 @@ impl<'a> AheadImages<'a> {
     pub fn write(
         files: &'a ImageFiles,
         store: StoreId,
-        compression: Compression,
+        options: ImageOptions,
         pages: &[(PageId, &'a [u8])],
     ) -> Result<Self> {
         let _phase = phases::enter(Phase::WriteAhead);
         // 1. From here on the number is taken, whatever becomes of the file.
         let file = files.begin_for_batch();
         let (disk, purpose) = (files.disk().clone(), ImagePurpose::Batch);
-        let writer = ImageWriter::create(disk, store, file, purpose, compression);
+        let writer = ImageWriter::create(disk, store, file, purpose, options);
         let writer = writer.inspect_err(|_| files.forget(file))?;
         // 2. Dropping this before the batch is logged removes the file.
         let mut ahead = Self { files, file, images: Vec::new(), is_refused: true };

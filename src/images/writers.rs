@@ -14,12 +14,11 @@ use std::sync::Arc;
 use remanent_format::image::ImagePurpose;
 use remanent_format::{Folder, StoreId};
 
-use super::ImageWriter;
+use super::{ImageOptions, ImageWriter};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
-use crate::options::Compression;
 
 /// The number of chunks that are worth another file, with its name and its sync. Without it a store would
 /// have many small files: beyond a number of files, snapshots write the shortest ones again.
@@ -47,13 +46,13 @@ impl ImageWriters {
         store: StoreId,
         numbers: Range<u64>,
         purpose: ImagePurpose,
-        compression: Compression,
+        options: ImageOptions,
         threads_max: usize,
     ) -> Result<Self> {
         let uses = Mutex::new(numbers.clone().map(|_| (0, 0)).collect());
         let mut writers = Self { disk, files: Vec::new(), uses };
         for number in numbers {
-            match ImageWriter::create(writers.disk.clone(), store, number, purpose, compression) {
+            match ImageWriter::create(writers.disk.clone(), store, number, purpose, options) {
                 Ok(file) => writers.files.push(ImageWriter { threads_max, ..file }),
                 Err(error) => {
                     writers.abandon();

@@ -1,4 +1,4 @@
-//! Options that are one of a few: acknowledgement, log, device, creation, loading, compression.
+//! Options that are one of a few: acknowledgement, log, images, device, creation, loading, compression.
 
 use std::fmt;
 use std::str::FromStr;
@@ -39,6 +39,32 @@ impl fmt::Display for LogIo {
             LogIo::Mapped => "mapped",
             LogIo::Buffered => "buffered",
             LogIo::Direct => "direct",
+        })
+    }
+}
+
+/// How image files reach the disk. All ways write the same bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ImageIo {
+    /// Stores into a shared mapping of space that was made before. Needs a file system that overwrites in
+    /// place. Slower than the other ways where files are new; the way for memory that a device knows.
+    Mapped,
+    /// `pwrite` and `fdatasync`. On every file system.
+    #[default]
+    Buffered,
+    /// Writes past the page cache (`O_DIRECT`), so that a snapshot leaves in the cache what other programs
+    /// have there. An open that follows finds nothing of the images in the cache. The fastest way to a disk
+    /// that was measured (`docs/measurements.md`); in a file system in memory it is no other than `Buffered`.
+    Direct,
+}
+
+impl fmt::Display for ImageIo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ImageIo::Mapped => "mapped",
+            ImageIo::Buffered => "buffered",
+            ImageIo::Direct => "direct",
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Ack, Budget, Compression, Create, DeviceChoice, LogIo, Options, PageLoad, Retention};
+use super::{Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Retention};
 
 /// What the options are, each under the name by which it is set with `get_` before it.
 ///
@@ -28,6 +28,12 @@ impl Options {
     #[must_use]
     pub fn get_log_io(&self) -> Option<LogIo> {
         self.log_io
+    }
+
+    /// How images reach the disk.
+    #[must_use]
+    pub fn get_image_io(&self) -> ImageIo {
+        self.image_io
     }
 
     /// Which device holds the pages.

@@ -12,7 +12,7 @@ use std::time::Duration;
 use remanent_format::limits::{IDENTITY_LEN_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 
 pub use self::budget::Budget;
-pub use self::choices::{Ack, Compression, Create, DeviceChoice, LogIo, PageLoad};
+pub use self::choices::{Ack, Compression, Create, DeviceChoice, ImageIo, LogIo, PageLoad};
 pub use self::retention::Retention;
 pub use self::snapshot::SnapshotOptions;
 use crate::error::{Error, Result};
@@ -31,6 +31,7 @@ pub struct Options {
     pub(crate) create: Create,
     pub(crate) ack: Ack,
     pub(crate) log_io: Option<LogIo>,
+    pub(crate) image_io: ImageIo,
     pub(crate) device: DeviceChoice,
     pub(crate) slots: Vec<DeviceChoice>,
     pub(crate) segment_len: u64,
@@ -56,6 +57,7 @@ impl Default for Options {
             create: Create::IfEmpty,
             ack: Ack::Logged,
             log_io: None,
+            image_io: ImageIo::default(),
             device: DeviceChoice::Auto,
             slots: Vec::new(),
             segment_len: 16 << 20,
@@ -97,6 +99,23 @@ impl Options {
     #[must_use]
     pub fn log_io(mut self, io: LogIo) -> Self {
         self.log_io = Some(io);
+        self
+    }
+
+    /// How images of pages reach the disk: those of snapshots, and those that are written ahead of a batch.
+    /// Images are read however they were written. Default: [`ImageIo::Buffered`]. A way that the file system
+    /// of the images does not know is refused with [`Error::InvalidOption`].
+    ///
+    /// ```
+    /// use remanent::{ImageIo, Options, Store};
+    /// let store = Store::temporary(Options::default().image_io(ImageIo::Buffered))?;
+    /// assert_eq!(store.recovered().image_io, "buffered");
+    /// # drop(store);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    #[must_use]
+    pub fn image_io(mut self, io: ImageIo) -> Self {
+        self.image_io = io;
         self
     }
 

@@ -144,6 +144,8 @@ pub struct RecoveryReport {
     pub device: String,
     /// How the log is written, and why not mapped if it is not.
     pub log_io: String,
+    /// How images are written.
+    pub image_io: String,
     /// How long the open took.
     pub elapsed: Duration,
 }
@@ -545,6 +547,7 @@ impl Recovery<'_> {
             harmless: Vec::new(),
             device: self.device.label(),
             log_io: String::new(),
+            image_io: String::new(),
             elapsed: Duration::ZERO,
         }
     }

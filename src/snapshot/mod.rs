@@ -70,9 +70,8 @@ use crate::device::CommandList;
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::images::{ImageWriters, chunk_threads, file_count};
+use crate::images::{ImageOptions, ImageWriters, chunk_threads, file_count};
 use crate::log::SpacePurpose;
-use crate::options::Compression;
 use crate::options::Retention;
 
 /// Takes snapshots and recycles what they make superfluous.
@@ -80,7 +79,8 @@ pub(crate) struct Snapshots {
     pub engine: Arc<Engine>,
     /// The rules by which snapshots and log stay.
     pub retention: Retention,
-    pub compression: Compression,
+    /// How images are written.
+    pub images: ImageOptions,
     /// A chunk of images is written when it has this number of bytes.
     pub chunk_len: u64,
     /// Held while a snapshot is taken, so that there is one at a time: each follows the one before.
@@ -398,9 +398,9 @@ impl Snapshots {
             return Ok((None, Vec::new()));
         }
         let (disk, store, purpose) = (self.engine.disk.clone(), self.engine.store, ImagePurpose::Snapshot);
-        let (compression, threads_max) = (self.compression, request.threads_max());
+        let threads_max = request.threads_max();
         // A pace, or a caller that waits: the same number of threads compresses and reads back.
-        let writers = ImageWriters::create(disk, store, numbers, purpose, compression, threads_max)?;
+        let writers = ImageWriters::create(disk, store, numbers, purpose, self.images, threads_max)?;
         match self.gather_all(&writers, threads, pages, request.paced) {
             Ok(caught) => Ok((Some(writers), caught)),
             Err(error) => {

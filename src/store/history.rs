@@ -229,7 +229,7 @@ impl Store {
         applier.unloaded().wait_all()?;
         let mut submitted = committer.lock();
         leases.check_none().map_err(|error| poison.set_by_device(error))?;
-        let restore = RestoreRun { engine, budget: &options.budget, compression: options.compression };
+        let restore = RestoreRun { engine, budget: &options.budget, images: snapshots.images };
         let point = log.pool.with_surplus(|| restore.run(lsn, &mut submitted, catalog))?;
         // Still under both locks: this snapshot is exact, and later opens start from it.
         let (keeps_others, then) = (true, AfterPublication::KeepAll);

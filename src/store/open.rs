@@ -17,10 +17,10 @@ use crate::device::Device;
 use crate::disk::Disk;
 use crate::engine::{Engine, EngineStart};
 use crate::error::{Error, Result};
-use crate::images::CHUNK_BYTES;
+use crate::images::{CHUNK_BYTES, ImageOptions};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
-use crate::options::{Ack, Create, LogIo, Options};
+use crate::options::{Ack, Create, ImageIo, LogIo, Options};
 use crate::recovery::create::check_directory;
 use crate::recovery::{PageLoader, RecoveredStore, Recovery};
 use crate::snapshot::{
@@ -69,6 +69,8 @@ impl Store {
         disk.make_folder(remanent_format::Folder::Root)?;
         let lock = disk.lock()?;
         let (log_io, log_io_reason) = choose_log_io(&*disk, &options)?;
+        let images =
+            ImageOptions { compression: options.compression, io: checked_image_io(&*disk, &options)? };
         let arena = Arc::new(Arena::new(device.clone(), options.budget.clone()));
         let staging = Arc::new(StagingPool::new(device.clone(), STAGING_IDLE_BYTES));
         let recovery = Recovery {
@@ -92,6 +94,7 @@ impl Store {
             mut recovered,
         } = opened;
         recovered.log_io = log_io_reason;
+        recovered.image_io = images.io.to_string();
         // That of the applier alone: from it snapshots are taken.
         applied.table.watch(changed);
         // From here on a failure drops what was started before it, the newest first.
@@ -119,14 +122,14 @@ impl Store {
             waiting: OwnLine(CombineQueue::new()),
             files: catalog.files.clone(),
             known: catalog.known.clone(),
-            compression: options.compression,
+            images,
             ahead_bytes_min: options.segment_len / BULK_SHARE,
         };
         let pace = Arc::new(Pace::new(options.snapshot_bytes_per_second));
         let snapshots = Arc::new(Snapshots {
             engine: engine.clone(),
             retention: options.retention.clone(),
-            compression: options.compression,
+            images,
             chunk_len: options.chunk_len.unwrap_or(CHUNK_BYTES),
             catalog: CatalogLock::new(catalog, pace.clone()),
             unverified: Default::default(),
@@ -160,6 +163,15 @@ impl Store {
             _lock: lock,
             _directory: ForkGuard::new(directory),
         })
+    }
+}
+
+/// How images are written, if the disk does not refuse it.
+fn checked_image_io(disk: &dyn Disk, options: &Options) -> Result<ImageIo> {
+    let io = options.image_io;
+    match disk.refuses_images(io)? {
+        Some(reason) => Err(Error::InvalidOption { option: "image_io", reason: format!("{io}: {reason}") }),
+        None => Ok(io),
     }
 }
 

@@ -9,7 +9,9 @@ use proptest::prelude::*;
 use remanent::disk::dir::DirDisk;
 use remanent::disk::{Disk, DiskFile, Hold, Window};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, FileName, Folder, LogIo, Result, SnapshotId};
+use remanent::{Error, FileName, Folder, ImageIo, LogIo, Result, SnapshotId};
+
+const BLOCK: u64 = 4096;
 
 /// A call of the disk; `usize`s name one of a few files or handles.
 #[derive(Clone, Debug)]
@@ -25,6 +27,13 @@ enum Call {
     SyncAndReadPast(usize, u64, usize),
     SyncAndReadProven(usize, u64, usize),
     Put(usize, u64, Vec<u8>),
+    /// Space for 4 KiB times the second, from 4 KiB times the first on.
+    Reserve(usize, u64, u64),
+    Cut(usize, u64),
+    /// A block of one byte, at 4 KiB times the number, written past the cache.
+    WriteDirect(usize, u64, u8),
+    /// Bytes put into the mapping of a part that ends with them.
+    PutIntoPart(usize, u64, Vec<u8>),
 }
 
 const NAMES: [FileName; 3] = [FileName::Segment(1), FileName::Spare(2), FileName::Temporary(Folder::Log, 3)];
@@ -46,6 +55,11 @@ fn call() -> impl Strategy<Value = Call> {
         1 => (name(), offset(), len()).prop_map(|(file, offset, len)| Call::SyncAndReadPast(file, offset, len)),
         1 => (name(), offset(), len()).prop_map(|(file, offset, len)| Call::SyncAndReadProven(file, offset, len)),
         4 => (name(), offset(), bytes()).prop_map(|(file, offset, bytes)| Call::Put(file, offset, bytes)),
+        2 => (name(), 0_u64..4, 1_u64..5).prop_map(|(file, from, len)| Call::Reserve(file, from, len)),
+        1 => (name(), offset()).prop_map(|(file, len)| Call::Cut(file, len)),
+        2 => (name(), 0_u64..6, any::<u8>()).prop_map(|(file, block, byte)| Call::WriteDirect(file, block, byte)),
+        4 => (name(), offset(), bytes())
+            .prop_map(|(file, offset, bytes)| Call::PutIntoPart(file, offset, bytes)),
     ]
 }
 
@@ -130,6 +144,43 @@ impl Subject {
                     let window: Box<dyn Window> = file.window(self.io).unwrap();
                     window.put(*offset, bytes).unwrap();
                     window.sync(*offset, bytes.len() as u64).unwrap();
+                    Ok(Vec::new())
+                }
+                _ => Ok(Vec::new()),
+            },
+            Call::Reserve(slot, from, len) => match &self.open[*slot] {
+                Some(file) => answer(file.reserve(from * BLOCK, (from + len) * BLOCK).map(|done| {
+                    assert!(done, "this file system makes space without bytes");
+                    Vec::new()
+                })),
+                None => Ok(Vec::new()),
+            },
+            Call::Cut(slot, len) => match &self.open[*slot] {
+                Some(file) => answer(file.cut(*len).map(|()| Vec::new())),
+                None => Ok(Vec::new()),
+            },
+            Call::WriteDirect(slot, block, byte) => match &self.open[*slot] {
+                Some(file) => {
+                    let memory = vec![*byte; 2 * BLOCK as usize];
+                    let start = memory.as_ptr().addr().wrapping_neg() % BLOCK as usize;
+                    let bytes = &memory[start..start + BLOCK as usize];
+                    let written = match self.disk.refuses_images(ImageIo::Direct).unwrap() {
+                        None => file.write_direct(block * BLOCK, bytes),
+                        Some(_) => file.write_at(block * BLOCK, bytes),
+                    };
+                    answer(written.map(|()| Vec::new()))
+                }
+                None => Ok(Vec::new()),
+            },
+            Call::PutIntoPart(slot, offset, bytes) => match &self.open[*slot] {
+                Some(file) if !bytes.is_empty() && offset + bytes.len() as u64 <= file.len().unwrap() => {
+                    // A hole has no space, as a part must.
+                    let end = offset + bytes.len() as u64;
+                    file.reserve(*offset, end).unwrap();
+                    let start = offset / 2;
+                    let part = file.mapped_part(start..end).unwrap();
+                    part.put(offset - start, bytes).unwrap();
+                    part.sync(offset - start, bytes.len() as u64).unwrap();
                     Ok(Vec::new())
                 }
                 _ => Ok(Vec::new()),

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, Once};
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    Compression, Error, FileName, Folder, Key, LogIo, Lsn, Options, PageId, Place, Result, SnapshotId,
-    StatePoint, Store, View,
+    Compression, Error, FileName, Folder, ImageIo, Key, LogIo, Lsn, Options, PageId, Place, Result,
+    SnapshotId, StatePoint, Store, View,
 };
 
 use crate::files::{open, open_with, small};
@@ -307,6 +307,10 @@ impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync + 'static> Disk for HoldsBy
 
     fn refuses(&self, io: LogIo) -> Result<Option<String>> {
         self.0.refuses(io)
+    }
+
+    fn refuses_images(&self, io: ImageIo) -> Result<Option<String>> {
+        self.0.refuses_images(io)
     }
 }
 

@@ -3,13 +3,14 @@
 //! threads read past the cache.
 
 use std::collections::HashSet;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold, Window};
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{FileName, Folder, LogIo, Result, SnapshotId};
+use remanent::{FileName, Folder, ImageIo, LogIo, Result, SnapshotId};
 
 type Strike = Box<dyn FnOnce() + Send>;
 
@@ -126,6 +127,10 @@ impl Disk for InterruptedDisk {
     fn refuses(&self, io: LogIo) -> Result<Option<String>> {
         self.inner.refuses(io)
     }
+
+    fn refuses_images(&self, io: ImageIo) -> Result<Option<String>> {
+        self.inner.refuses_images(io)
+    }
 }
 
 struct InterruptedFile {
@@ -139,16 +144,28 @@ impl DiskFile for InterruptedFile {
         self.inner.len()
     }
 
-    fn cut(&self, len: u64) -> Result<()> {
-        self.inner.cut(len)
-    }
-
     fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
         self.inner.write_zeros(offset, end, io)
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.inner.write_at(offset, bytes)
+    }
+
+    fn reserve(&self, offset: u64, end: u64) -> Result<bool> {
+        self.inner.reserve(offset, end)
+    }
+
+    fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()> {
+        self.inner.write_direct(offset, blocks)
+    }
+
+    fn cut(&self, len: u64) -> Result<()> {
+        self.inner.cut(len)
+    }
+
+    fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>> {
+        self.inner.mapped_part(range)
     }
 
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {

@@ -15,10 +15,14 @@ pub(super) enum DiskEvent {
     Create { file: FileName, id: FileId },
     /// A file of another disk got a name here, too.
     Link { file: FileName, id: FileId, node: Arc<Node> },
-    /// Bytes were written by a file's `write_at`.
+    /// Bytes were written by a file's `write_at` or `write_direct`.
     Write { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
     /// Bytes were put into a window.
     Put { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
+    /// A file got space up to this length.
+    Reserve { file: FileName, id: FileId, end: u64 },
+    /// A file was cut to a length.
+    SetLen { file: FileName, id: FileId, len: u64 },
     /// A file was synced.
     SyncFile { file: FileName, id: FileId },
     /// A range of a window was synced.
@@ -37,8 +41,6 @@ pub(super) enum DiskEvent {
     SyncFolder { folder: Folder },
     /// Bytes were damaged on the medium.
     Damage { file: FileName, id: FileId, offset: u64, bytes: Arc<[u8]> },
-    /// A file was cut by its `cut`.
-    Shorten { file: FileName, id: FileId, len: u64 },
     /// A file's length was damaged on the medium.
     Truncate { file: FileName, id: FileId, len: u64 },
     /// The test noted an acknowledgement.
@@ -108,6 +110,8 @@ impl fmt::Display for DiskEvent {
                 write!(f, "write {file} {offset}+{}", bytes.len())
             }
             DiskEvent::Put { file, offset, bytes, .. } => write!(f, "put {file} {offset}+{}", bytes.len()),
+            DiskEvent::Reserve { file, end, .. } => write!(f, "reserve {file} up to {end}"),
+            DiskEvent::SetLen { file, len, .. } => write!(f, "set length {file} {len}"),
             DiskEvent::SyncFile { file, .. } => write!(f, "sync {file}"),
             DiskEvent::SyncWindow { file, offset, len, .. } => write!(f, "sync window {file} {offset}+{len}"),
             DiskEvent::FailedSync { file, .. } => write!(f, "failed sync {file}"),
@@ -119,7 +123,6 @@ impl fmt::Display for DiskEvent {
             DiskEvent::Damage { file, offset, bytes, .. } => {
                 write!(f, "damage {file} {offset}+{}", bytes.len())
             }
-            DiskEvent::Shorten { file, len, .. } => write!(f, "shorten {file} to {len}"),
             DiskEvent::Truncate { file, len, .. } => write!(f, "truncate {file} to {len}"),
             DiskEvent::Ack(value) => write!(f, "ack {value}"),
         }

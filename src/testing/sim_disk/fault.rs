@@ -42,6 +42,14 @@ pub enum Operation {
     ReadProven,
     /// A call of `DiskFile::write_at`; half of the bytes are written.
     Write,
+    /// A call of `DiskFile::write_direct`; half of the bytes are written.
+    WriteDirect,
+    /// A call of `DiskFile::reserve`; half of the space is made.
+    Reserve,
+    /// A call of `DiskFile::cut`.
+    Cut,
+    /// A call of `DiskFile::mapped_part`.
+    MapPart,
     /// A call of `DiskFile::sync`.
     Sync,
     /// A call of `Window::put`; half of the bytes are stored.

@@ -10,6 +10,7 @@ use remanent_format::limits::{GROUP_ALIGN, SECTOR_LEN, align_up};
 use super::event::{DiskEvent, SyncPoint};
 use super::node::FileId;
 use super::{EBADF, ENOSPC, Operation, SimDisk, file_failed};
+use crate::base::aligned_buf::is_aligned;
 use crate::base::sync::Mutex;
 use crate::disk::{DiskFile, Window};
 use crate::error::Result;
@@ -85,21 +86,6 @@ impl DiskFile for SimFile {
         Ok(self.disk.shared.lock().now.node(self.id).visible.len())
     }
 
-    fn cut(&self, len: u64) -> Result<()> {
-        let mut shared = self.disk.shared.lock();
-        let (file, id) = (self.file, self.id);
-        let checked = if self.write {
-            shared.check(Operation::Write)
-        } else {
-            Err(io::Error::from_raw_os_error(EBADF))
-        };
-        checked.map_err(file_failed("cut", file, Some(len)))?;
-        if len < shared.now.node(id).visible.len() {
-            shared.record(DiskEvent::Shorten { file, id, len });
-        }
-        Ok(())
-    }
-
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.store(Operation::Write, offset, bytes).map_err(file_failed("write", self.file, Some(offset)))
     }
@@ -136,6 +122,55 @@ impl DiskFile for SimFile {
             }
         }
         ranges
+    }
+
+    /// Makes as much of the space as there is; the length shows how much that was.
+    fn reserve(&self, offset: u64, end: u64) -> Result<bool> {
+        let reserve = || {
+            let mut shared = self.disk.shared.lock();
+            if !self.write {
+                return Err(io::Error::from_raw_os_error(EBADF));
+            }
+            let fault = shared.fault(Operation::Reserve);
+            let wanted = (end - offset) as usize;
+            let unfailed = if fault.is_some() { wanted / 2 } else { wanted };
+            let fitting = shared.fitting(self.id, offset, unfailed);
+            if fitting > 0 {
+                let (file, id, end) = (self.file, self.id, offset + fitting as u64);
+                shared.record(DiskEvent::Reserve { file, id, end });
+            }
+            match fault {
+                Some(error) => Err(error),
+                None if fitting < wanted => Err(io::Error::from_raw_os_error(ENOSPC)),
+                None => Ok(true),
+            }
+        };
+        reserve().map_err(file_failed("make space in", self.file, Some(offset)))
+    }
+
+    /// Leaves the bytes where every reader finds them, and a power cut does, too, until they are synced.
+    fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()> {
+        assert!(is_aligned(offset, blocks), "direct writes go in whole blocks, from aligned memory");
+        let written = self.store(Operation::WriteDirect, offset, blocks);
+        written.map_err(file_failed("write", self.file, Some(offset)))
+    }
+
+    fn cut(&self, len: u64) -> Result<()> {
+        let mut shared = self.disk.shared.lock();
+        shared.check(Operation::Cut).map_err(file_failed("cut", self.file, Some(len)))?;
+        assert!(!shared.mapped.contains_key(&self.id), "a file that is mapped is not cut");
+        let (file, id) = (self.file, self.id);
+        shared.record(DiskEvent::SetLen { file, id, len });
+        Ok(())
+    }
+
+    fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>> {
+        let mut shared = self.disk.shared.lock();
+        shared.check(Operation::MapPart).map_err(file_failed("map", self.file, Some(range.start)))?;
+        let len = shared.now.node(self.id).visible.len();
+        assert!(range.end <= len, "a part of {} bytes that has no space is mapped", range.end - len);
+        *shared.mapped.entry(self.id).or_default() += 1;
+        Ok(Box::new(SimPart { file: self.clone(), range }))
     }
 
     fn sync(&self) -> Result<()> {
@@ -179,6 +214,37 @@ impl Window for SimWindow {
         let point = SyncPoint::Window(self.file.file);
         let synced = self.file.sync_range(Operation::SyncWindow, point, offset, len);
         synced.map_err(file_failed("sync", self.file.file, Some(offset)))
+    }
+}
+
+/// A mapped part of a file. Each put finds its space, because the part has it.
+struct SimPart {
+    file: SimFile,
+    range: Range<u64>,
+}
+
+impl Window for SimPart {
+    fn put(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let at = self.range.start + offset;
+        assert!(at + bytes.len() as u64 <= self.range.end, "a put lies within its part");
+        self.file.store(Operation::Put, at, bytes).map_err(file_failed("write", self.file.file, Some(at)))
+    }
+
+    fn sync(&self, offset: u64, len: u64) -> Result<()> {
+        let (at, name) = (self.range.start + offset, self.file.file);
+        let synced = self.file.sync_range(Operation::SyncWindow, SyncPoint::Window(name), at, len);
+        synced.map_err(file_failed("sync", name, Some(at)))
+    }
+}
+
+impl Drop for SimPart {
+    fn drop(&mut self) {
+        let mut shared = self.file.disk.shared.lock();
+        let parts = shared.mapped.get_mut(&self.file.id).expect("a part counts until it is dropped");
+        *parts -= 1;
+        if *parts == 0 {
+            shared.mapped.remove(&self.file.id);
+        }
     }
 }
 

@@ -27,7 +27,7 @@ use crate::base::process::Process;
 use crate::base::sync::Mutex;
 use crate::disk::{Disk, DiskFile, DiskLock, Hold};
 use crate::error::{Error, Result};
-use crate::options::LogIo;
+use crate::options::{ImageIo, LogIo};
 
 pub use crash::{Crash, CrashImage, CrashPlan};
 use event::DiskEvent;
@@ -89,6 +89,10 @@ struct SimCore {
     stale: Option<Stale>,
     /// Files that were read in part, so that a page cache would have them.
     read_ahead: BTreeSet<FileId>,
+    /// The number of parts of each file that are mapped.
+    mapped: BTreeMap<FileId, usize>,
+    /// A way to write images that this disk refuses.
+    refused: Option<ImageIo>,
     /// How often watchers were told of a file.
     tells: u64,
 }
@@ -204,6 +208,11 @@ impl SimDisk {
     /// space for 64 inodes. It takes none of them.
     pub fn set_file_bytes(&self, bytes: u64) {
         self.shared.lock().file_bytes = bytes;
+    }
+
+    /// Refuses a way to write images.
+    pub fn refuse_images(&self, io: ImageIo) {
+        self.shared.lock().refused = Some(io);
     }
 
     /// How often watchers were told of a file, as if a system call had written it.
@@ -409,6 +418,11 @@ impl Disk for SimDisk {
 
     fn refuses(&self, _io: LogIo) -> Result<Option<String>> {
         Ok(None)
+    }
+
+    fn refuses_images(&self, io: ImageIo) -> Result<Option<String>> {
+        let refused = self.shared.lock().refused == Some(io);
+        Ok(refused.then(|| "this simulated disk was told so".to_owned()))
     }
 }
 

@@ -159,6 +159,13 @@ impl DiskState {
             DiskEvent::Write { id, offset, bytes, .. } | DiskEvent::Put { id, offset, bytes, .. } => {
                 self.node_mut(*id).write(stamp, *offset, bytes);
             }
+            DiskEvent::Reserve { id, end, .. } => {
+                let node = self.node_mut(*id);
+                if node.visible.len() < *end {
+                    node.set_len(stamp, *end);
+                }
+            }
+            DiskEvent::SetLen { id, len, .. } => self.node_mut(*id).set_len(stamp, *len),
             DiskEvent::SyncFile { id, .. } => self.node_mut(*id).sync(0..usize::MAX),
             DiskEvent::SyncWindow { id, offset, len, .. } => {
                 self.node_mut(*id).sync(sectors_of(*offset, *len))
@@ -187,7 +194,6 @@ impl DiskState {
                 names.pending.clear();
             }
             DiskEvent::Damage { id, offset, bytes, .. } => self.node_mut(*id).damage(stamp, *offset, bytes),
-            DiskEvent::Shorten { id, len, .. } => self.node_mut(*id).set_len(stamp, *len),
             DiskEvent::Truncate { id, len, .. } => {
                 let node = self.node_mut(*id);
                 node.set_len(stamp, *len);

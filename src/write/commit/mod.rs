@@ -36,10 +36,9 @@ use crate::base::sync::{Mutex, MutexGuard};
 use crate::catalog::KnownImages;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::images::AheadImages;
 use crate::images::numbers::ImageFiles;
+use crate::images::{AheadImages, ImageOptions};
 use crate::log::{Log, SpacePurpose};
-use crate::options::Compression;
 use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WholePage, WriteBatch};
 
 use capture::Captures;
@@ -63,7 +62,8 @@ pub(crate) struct Committer {
     pub files: Arc<ImageFiles>,
     /// Images that the next snapshot need not write again.
     pub known: Arc<KnownImages>,
-    pub compression: Compression,
+    /// How images of whole pages are written.
+    pub images: ImageOptions,
     /// A batch that writes at least this number of bytes of whole pages writes them ahead.
     pub ahead_bytes_min: u64,
 }
@@ -178,7 +178,7 @@ impl Committer {
         }
         let contents = collected(whole.iter().map(|whole| (whole.page, whole.bytes)))?;
         let pool = &self.engine.log.pool;
-        let write = || AheadImages::write(&self.files, self.engine.store, self.compression, &contents);
+        let write = || AheadImages::write(&self.files, self.engine.store, self.images, &contents);
         // The reserve is filled first: the image may not take the space that deletes need on a full disk.
         match pool.fill().and_then(|()| pool.with_surplus(write)) {
             Ok(ahead) => Ok((whole, Some(ahead))),

@@ -1,12 +1,12 @@
 //! Commits: groups, rolls, frames and pages of any length, and stores that were killed before.
 
 use remanent::testing::sim_disk::Tears;
-use remanent::{Ack, LogIo, Metadata};
+use remanent::{Ack, ImageIo, LogIo, Metadata};
 
 use super::explore::Level;
 use super::model::{Act, Target};
 use super::work::{Random, Writer, commit_concurrently};
-use super::{Lives, options, suite, suite_at};
+use super::{Lives, images, options, suite, suite_at};
 
 #[test]
 fn durable_commits_survive() {
@@ -138,7 +138,7 @@ fn opens_that_take_spares_survive() {
 /// a kill as well.
 #[test]
 fn direct_logs_survive() {
-    suite(options().log_io(LogIo::Direct), 1900, |driver, random| {
+    suite(images(ImageIo::Direct).log_io(LogIo::Direct), 1900, |driver, random| {
         let store = driver.open()?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
@@ -186,7 +186,7 @@ fn a_frame_longer_than_a_segment_survives() {
 
 #[test]
 fn whole_pages_survive() {
-    suite(options().snapshots_kept(1), 2300, |driver, random| {
+    suite(images(ImageIo::Mapped).snapshots_kept(1), 2300, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let len = 6 << 10;
         let create = || Act::Create { len, key: None, metadata: Metadata::new() };
@@ -221,7 +221,7 @@ fn whole_pages_survive() {
 
 #[test]
 fn a_store_opened_after_a_kill_survives() {
-    suite(options(), 4200, |driver, random| {
+    suite(images(ImageIo::Mapped), 4200, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         for _ in 0..5 {
@@ -250,7 +250,7 @@ fn a_store_opened_after_a_kill_survives() {
 /// Every operation, in an order that the seed chooses, over several deaths and power cuts.
 #[test]
 fn anything_in_any_order_survives() {
-    suite(options(), 3700, |mut driver, random| {
+    suite(images(ImageIo::Direct), 3700, |mut driver, random| {
         let mut lives = Vec::new();
         let mut kept = Vec::new();
         for _life in 0..3 {

@@ -5,11 +5,11 @@
 //! it, in whatever state those of the other one leave the other, and each disk is explored by itself.
 
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Ack, Error, FileName, Metadata, PageId, Store};
+use remanent::{Ack, Error, FileName, ImageIo, Metadata, PageId, Store};
 
 use super::model::{Act, Target};
 use super::work::{Driver, Random};
-use super::{Lives, options, suite};
+use super::{Lives, images, suite};
 
 /// Makes pages with images of a snapshot, two with images that were written ahead of their batch, and three
 /// that changed since.
@@ -35,7 +35,7 @@ fn linked(disk: &SimDisk) -> usize {
 /// share.
 #[test]
 fn a_fork_is_whole_or_not_there_and_its_source_is_as_it_was() {
-    suite(options().snapshots_kept(1), 7800, |driver, random| {
+    suite(images(ImageIo::Direct).snapshots_kept(1), 7800, |driver, random| {
         let store = driver.open()?;
         let pages = pages_to_share(&driver, &store, random)?;
         let at = store.lsn().0;

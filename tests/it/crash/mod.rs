@@ -43,7 +43,7 @@ mod table;
 use std::time::Instant;
 
 use remanent::testing::sim_disk::{SimDisk, Tears};
-use remanent::{Error, Options};
+use remanent::{Error, ImageIo, Options};
 
 use explore::{Explorer, Level, Violation};
 use model::Line;
@@ -54,6 +54,12 @@ use work::{Driver, Floors, Random};
 fn options() -> Options {
     let options = Options::default().segment_len(16 << 10).reserve_bytes(0);
     options.snapshot_log_bytes(None).snapshot_interval(None).scrub_interval(None)
+}
+
+/// The same, with images that are written in this way. Each way has works of every kind: all of them in all
+/// ways would take three times as long.
+fn images(io: ImageIo) -> Options {
+    options().image_io(io)
 }
 
 /// The usual effort: a work's own crashes thoroughly, those of recoveries from a sample of them.

@@ -1,14 +1,14 @@
 //! Snapshots, the files that they share and replace; and restores.
 
-use remanent::{Ack, Error, Metadata, PageLoad, Place};
+use remanent::{Ack, Error, ImageIo, Metadata, PageLoad, Place};
 
 use super::model::{Act, Target};
 use super::work::{Random, Writer, commit_concurrently};
-use super::{Lives, options, suite};
+use super::{Lives, images, options, suite};
 
 #[test]
 fn snapshots_during_commits() {
-    suite(options(), 3300, |driver, random| {
+    suite(images(ImageIo::Mapped), 3300, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
         for _ in 0..4 {
@@ -31,7 +31,7 @@ fn snapshots_during_commits() {
 #[test]
 fn snapshots_of_several_files_survive() {
     const LEN: usize = 400;
-    suite(options().snapshots_kept(1).chunk_len(LEN as u64 / 8), 3000, |driver, random| {
+    suite(images(ImageIo::Direct).snapshots_kept(1).chunk_len(LEN as u64 / 8), 3000, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 6, LEN)?;
         driver.snapshot(&store)?;
@@ -73,7 +73,7 @@ fn background_snapshots_during_commits() {
 /// Exact snapshots while another thread commits: each alone, without the log, is the state of its Lsn.
 #[test]
 fn exact_snapshots_during_commits() {
-    suite(options(), 2900, |driver, random| {
+    suite(images(ImageIo::Direct), 2900, |driver, random| {
         let store = driver.open()?;
         let (mut writer, other) = (Writer::new("a", random.next()), Writer::new("b", random.next()));
         for _ in 0..3 {
@@ -94,7 +94,7 @@ fn exact_snapshots_during_commits() {
 /// Snapshots that are durable before they are verified: the files that they replace stay until they are.
 #[test]
 fn snapshots_verified_in_the_background() {
-    suite(options().snapshots_kept(1), 2000, |driver, random| {
+    suite(images(ImageIo::Mapped).snapshots_kept(1), 2000, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 3, 3000)?;
         for round in 0..4 {
@@ -113,7 +113,7 @@ fn snapshots_verified_in_the_background() {
 #[test]
 fn thin_snapshots_on_a_full_disk_survive() {
     const LEN: usize = 20_000;
-    suite(options().snapshots_kept(1).reserve_bytes(64 << 10), 2000, |driver, random| {
+    suite(images(ImageIo::Mapped).snapshots_kept(1).reserve_bytes(64 << 10), 2000, |driver, random| {
         let store = driver.open()?;
         let mut pages = Vec::new();
         for _ in 0..4 {
@@ -222,7 +222,7 @@ fn moves_survive() {
 /// Compressible pages, in snapshots and in a restore.
 #[test]
 fn compressed_images_survive() {
-    suite(options(), 2300, |driver, random| {
+    suite(images(ImageIo::Mapped), 2300, |driver, random| {
         let store = driver.open()?;
         let len = 6000;
         let create = |_| Act::Create { len, key: None, metadata: Metadata::new() };
@@ -250,7 +250,7 @@ fn compressed_images_survive() {
 
 #[test]
 fn snapshots_that_follow_each_other_survive() {
-    suite(options().snapshots_kept(2), 9100, |driver, random| {
+    suite(images(ImageIo::Mapped).snapshots_kept(2), 9100, |driver, random| {
         let mut store = driver.open()?;
         let pages = driver.create_pages(&store, random, 24, 40)?;
         // More than a chain has links: it is folded on the way.
@@ -275,7 +275,7 @@ fn snapshots_that_follow_each_other_survive() {
 
 #[test]
 fn names_pruning_and_compaction_survive() {
-    suite(options().snapshots_kept(1), 10_100, |driver, random| {
+    suite(images(ImageIo::Direct).snapshots_kept(1), 10_100, |driver, random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 30, 1000)?;
         let named = driver.snapshot_named(&store, "first")?;
@@ -299,7 +299,7 @@ fn names_pruning_and_compaction_survive() {
 
 #[test]
 fn what_snapshots_replace_is_recycled() {
-    suite(options().snapshots_kept(2), 3000, |driver, random| {
+    suite(images(ImageIo::Direct).snapshots_kept(2), 3000, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());
         for _ in 0..4 {
@@ -318,7 +318,7 @@ fn what_snapshots_replace_is_recycled() {
 
 #[test]
 fn a_restore_survives() {
-    suite(options(), 2300, |driver, random| {
+    suite(images(ImageIo::Mapped), 2300, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());
         for _ in 0..3 {
@@ -343,7 +343,7 @@ fn a_restore_survives() {
 /// A view between two snapshots, and over a restore that went another way.
 #[test]
 fn a_restore_to_a_batch_survives() {
-    suite(options(), 2900, |driver, random| {
+    suite(images(ImageIo::Direct), 2900, |driver, random| {
         let store = driver.open()?;
         let mut writer = Writer::new("a", random.next());
         for step in 0..6 {

@@ -2,7 +2,7 @@
 
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::{DiskFault, EIO, Moment, Operation};
-use remanent::{FileName, Folder, LogIo, Remedy, WriteBatch};
+use remanent::{FileName, Folder, ImageIo, LogIo, Remedy, WriteBatch};
 
 use super::*;
 
@@ -45,6 +45,14 @@ fn an_error_of_the_disk_stops_the_store_and_loses_nothing() {
 fn an_error_of_a_direct_write_stops_the_store_and_loses_nothing() {
     let operations = [Operation::Put, Operation::SyncWindow];
     at_every_operation(&operations, |fault| stops_and_loses_nothing(fault, small().log_io(LogIo::Direct)));
+}
+
+#[test]
+fn an_error_in_the_way_of_images_to_the_disk_stops_the_store_and_loses_nothing() {
+    let steps = [Operation::Reserve, Operation::MapPart, Operation::Cut];
+    at_every_operation(&steps, |fault| stops_and_loses_nothing(fault, small().image_io(ImageIo::Mapped)));
+    let steps = [Operation::Reserve, Operation::WriteDirect, Operation::Cut];
+    at_every_operation(&steps, |fault| stops_and_loses_nothing(fault, small().image_io(ImageIo::Direct)));
 }
 
 fn is_of_a_read(fault: DiskFault) -> bool {

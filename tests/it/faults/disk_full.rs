@@ -1,7 +1,8 @@
 //! A full disk: commits fail cleanly, everything else goes on, and no store has to be opened anew.
 
 use remanent::disk::Disk;
-use remanent::{Compression, FileName, Folder, PageInfo, WriteBatch};
+use remanent::testing::sim_disk::ENOSPC;
+use remanent::{Compression, FileName, Folder, ImageIo, PageInfo, WriteBatch};
 
 use super::*;
 use crate::files::{Files, KEPT_FOR_OPENS, State};
@@ -11,11 +12,14 @@ const SEGMENT: u64 = 16 << 10;
 /// Spares of the reserve. Segments of this length hold three groups, so that seals and deletes take more
 /// of them than those of the usual length; an open takes two.
 const RESERVE: usize = 4;
+const IMAGE_WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
 
-/// A store with two snapshots, later commits and its reserve, on a disk with `free` bytes more.
+/// A store with two snapshots, later commits and its reserve, on a disk with `free` bytes more. The levels of
+/// free space take turns in the ways to write images.
 fn filled(free: u64) -> (SimDisk, Store, Line) {
     let disk = SimDisk::new();
-    let store = open_with_reserve(&disk).unwrap();
+    let images = IMAGE_WAYS[(free / 1000 % 3) as usize];
+    let store = open_with(&disk, Arc::new(HostDevice::new()), with_reserve().image_io(images)).unwrap();
     let mut line = Line::begin(&store);
     for _ in 0..2 {
         line.commits(&store, 4).unwrap();
@@ -29,9 +33,12 @@ fn filled(free: u64) -> (SimDisk, Store, Line) {
     (disk, store, line)
 }
 
+fn with_reserve() -> Options {
+    small().reserve_bytes(RESERVE as u64 * SEGMENT)
+}
+
 fn open_with_reserve(disk: &SimDisk) -> Result<Store> {
-    let options = small().reserve_bytes(RESERVE as u64 * SEGMENT);
-    Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options)
+    open_with(disk, Arc::new(HostDevice::new()), with_reserve())
 }
 
 /// Waits for the store's own threads.
@@ -267,6 +274,43 @@ fn a_snapshot_on_a_full_disk_fails_cleanly_and_succeeds_later() {
         }
         assert!(outcomes.iter().all(|count| *count > 0), "taken, refused: {outcomes:?}");
     });
+}
+
+/// Buffered images get their space when they are synced. Others had it before: a file system that lacks it
+/// then has not kept its word, and the store stops.
+#[test]
+fn a_sync_of_images_without_space_is_clean_only_where_it_is_the_first_to_ask_for_space() {
+    for io in IMAGE_WAYS {
+        watched(&format!("{io} images"), move || {
+            // The first sync is an image's, unless the log's own threads sync just then: then once more.
+            loop {
+                let disk = SimDisk::new();
+                let options = with_reserve().image_io(io);
+                let store = open_with(&disk, Arc::new(HostDevice::new()), options).unwrap();
+                let mut line = Line::begin(&store);
+                line.commits(&store, 3).unwrap();
+                until(|| is_held(&disk, RESERVE));
+                disk.fail(DiskFault { operation: Operation::Sync, skip: 0, times: 1, errno: ENOSPC });
+                let taken = store.snapshot();
+                assert_eq!(disk.faults_left(), 0, "no sync of an image: {taken:?}");
+                let Err(error) = taken else { continue };
+                if !matches!(error.file(), Some(FileName::Pages(_))) {
+                    continue;
+                }
+                if io == ImageIo::Buffered {
+                    assert!(matches!(error, Error::DiskFull { .. }), "{error}");
+                    line.commits(&store, 3).unwrap();
+                    store.snapshot().unwrap();
+                } else {
+                    let cause = poisoned(&store);
+                    assert!(matches!(&*cause, Error::Io { action: "sync", .. }), "{cause}");
+                }
+                drop(store);
+                line.check(&open_on_host(&disk).unwrap(), line.logged);
+                return;
+            }
+        });
+    }
 }
 
 #[test]

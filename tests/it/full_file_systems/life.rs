@@ -3,6 +3,7 @@
 use remanent::{Compression, Error, LogIo, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
 
 use crate::damage::mix;
+use crate::direct_io;
 use crate::files::{State, small};
 
 /// Length of the pages of a life, in bytes.
@@ -14,7 +15,8 @@ pub fn noise(seed: u64, len: u64) -> Vec<u8> {
 }
 
 pub fn life_options(io: LogIo) -> Options {
-    small().log_io(io).segment_len(64 << 10).snapshots_kept(1).compression(Compression::Off)
+    let options = small().log_io(io).image_io(direct_io::image_io(io));
+    options.segment_len(64 << 10).snapshots_kept(1).compression(Compression::Off)
 }
 
 /// How a life opens its store and forks it, and when it opens it anew.

@@ -17,6 +17,7 @@ use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Create, Error, LogIo, Options, PageId, Place, Remedy, StatePoint, Store, View};
 
 use self::life::{Course, LIFE_LEN, Ways, changes_nothing_if_refused, is_fork_of, life, life_options, noise};
+use crate::direct_io;
 use crate::files::{State, small};
 use crate::kill::workload::Random;
 use crate::machine::filler::Filler;
@@ -76,7 +77,8 @@ fn a_full_file_system(name: &str, root: &Path) {
             skipped(&format!("{io} on {name}"), &reason);
             continue;
         }
-        let options: Options = small().log_io(io).ack(Ack::Durable);
+        let images = direct_io::image_io(io);
+        let options: Options = small().log_io(io).image_io(images).ack(Ack::Durable);
         let store = Store::open(&directory, options.clone()).unwrap();
         let mut batch = store.batch();
         let page = batch.create_from(noise(0, PAGE_LEN), Place::Host).page();

@@ -11,7 +11,7 @@ use crate::machine::strace::{self, Fault, Injection, Strace};
 
 /// Kinds of calls, by the names that `strace` has for them; each thread of a worker counts its own. The last
 /// one is every call.
-const CALLS: [&str; 12] = [
+const CALLS: [&str; 13] = [
     "pwrite64",
     "pread64",
     "fdatasync",
@@ -20,6 +20,7 @@ const CALLS: [&str; 12] = [
     "/^rename",
     "/^unlink",
     "ftruncate",
+    "fallocate",
     "openat",
     "mmap",
     "mkdir",

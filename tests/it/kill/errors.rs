@@ -19,7 +19,7 @@ const EINTR: &str = "error=EINTR";
 
 /// Calls, and the results that they are made to return. A refused mapping is left out: the system's own
 /// allocator and its threads live by mappings.
-const FAULTS: [Fault; 17] = [
+const FAULTS: [Fault; 20] = [
     fault("pwrite64", EIO),
     fault("pread64", EIO),
     fault("fdatasync", EIO),
@@ -28,15 +28,18 @@ const FAULTS: [Fault; 17] = [
     fault("/^rename", EIO),
     fault("/^unlink", EIO),
     fault("ftruncate", EIO),
+    fault("fallocate", EIO),
     fault("openat", EIO),
     fault("mkdir", EIO),
     fault("pwrite64", ENOSPC),
     fault("/^rename", ENOSPC),
     fault("ftruncate", ENOSPC),
+    fault("fallocate", ENOSPC),
     fault("openat", ENOSPC),
     fault("mkdir", ENOSPC),
     fault("pwrite64", EINTR),
     fault("pread64", EINTR),
+    fault("fallocate", EINTR),
 ];
 
 const SYNCS: [&str; 3] = ["fdatasync", "fsync", "msync"];

@@ -192,7 +192,8 @@ impl Ground {
             }
         }
         // The directory itself, after all these kills.
-        let store = Store::open(self.directory.join("store"), worker::options(self.log_io)).unwrap();
+        let path = self.directory.join("store");
+        let store = Store::open(&path, worker::options(self.log_io, &path)).unwrap();
         self.check_store(&store, "after all kills");
         let label = store.recovered().log_io.clone();
         // Dropped before the directory goes: the store's threads still make segments there.

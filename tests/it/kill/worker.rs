@@ -7,15 +7,17 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
+use remanent::disk::{Disk, dir::DirDisk};
 use remanent::{
-    Ack, Error, LogIo, Lsn, Options, PageLoad, Position, Result, SnapshotOptions, StatePoint, Store, Ticket,
-    WriteBatch,
+    Ack, Error, ImageIo, LogIo, Lsn, Options, PageLoad, Position, Result, SnapshotOptions, StatePoint, Store,
+    Ticket, WriteBatch,
 };
 
 use super::board::Board;
 use super::diary::{Diary, Entry};
 use super::model::PAST_MAX;
 use super::workload::{Shape, changes, device, fill, is_restore, reshape, restore_target};
+use crate::direct_io;
 
 /// The number of batches between two named snapshots, or forks.
 const NAME_EVERY: u64 = 83;
@@ -32,13 +34,24 @@ pub struct Manner {
 }
 
 /// Small segments, so that rolls, snapshots and recycling never stop. `None` is what the file system allows.
-/// The log is kept long enough that each of the last few batches can be restored.
-pub fn options(log_io: Option<LogIo>) -> Options {
+/// The log is kept long enough that each of the last few batches can be restored. The store lies in
+/// `directory`.
+pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
     let options = Options::default().device(device()).segment_len(64 << 10).log_kept(256 << 10);
     let options = options.snapshot_log_bytes(None).snapshot_interval(None);
     match log_io {
-        Some(log_io) => options.log_io(log_io),
-        None => options,
+        Some(log_io) => options.log_io(log_io).image_io(direct_io::image_io(log_io)),
+        None => options.image_io(mapped_images(directory)),
+    }
+}
+
+/// Mapped images, wherever the file system allows them.
+fn mapped_images(directory: &Path) -> ImageIo {
+    // Of a store that is not there yet, the folder that is to hold it is asked.
+    let there = directory.ancestors().find(|path| path.is_dir()).unwrap();
+    match DirDisk::new(there).refuses_images(ImageIo::Mapped).unwrap() {
+        None => ImageIo::Mapped,
+        Some(_) => ImageIo::Buffered,
     }
 }
 
@@ -93,9 +106,10 @@ impl<'a> Work<'a> {
     pub fn open(directory: &'a Path, board: Arc<Board>, manner: Manner) -> Result<Self> {
         let hook = board.clone();
         remanent::testing::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
-        let options = options(manner.log_io).snapshot_log_bytes(manner.background.then_some(64 << 10));
+        let path = directory.join("store");
+        let options = options(manner.log_io, &path).snapshot_log_bytes(manner.background.then_some(64 << 10));
         let options = options.page_load(if manner.background { PageLoad::OnDemand } else { PageLoad::Eager });
-        let store = Store::open(directory.join("store"), options)?;
+        let store = Store::open(path, options)?;
         let lsn = store.lsn();
         board.set_opened(lsn);
         let line = Mutex::new(Line { next: lsn.next(), shape: shape(&store)?, refused: None });

@@ -16,6 +16,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::ages::SNAPSHOTS_KEPT;
 use super::text::{Change, Command, Kind, OpenWith};
+use crate::direct_io;
 
 /// The word that begins an answer, among the lines that the test's own runner prints.
 pub const ANSWER: &str = "answer: ";
@@ -28,7 +29,8 @@ const READ_LEN: u64 = 1 << 20;
 pub fn options(with: &OpenWith) -> Options {
     let log_io = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct].into_iter();
     let log_io = log_io.clone().find(|io| io.to_string() == with.log_io).expect("a way to write the log");
-    let options = Options::default().log_io(log_io).ack(Ack::Durable).segment_len(with.segment_len);
+    let options = Options::default().log_io(log_io).image_io(direct_io::image_io(log_io));
+    let options = options.ack(Ack::Durable).segment_len(with.segment_len);
     let options = options.snapshot_log_bytes(with.snapshot_log_bytes).snapshot_interval(None);
     let options =
         options.snapshots_kept(SNAPSHOTS_KEPT).snapshots_kept_for(Duration::from_millis(with.kept_for_ms));

@@ -61,7 +61,7 @@ fn the_store_is_what_the_model_says() {
             let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
             let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
             let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
-            let options = |log_io| Options::default().log_io(log_io);
+            let options = |log_io| Options::default().log_io(log_io).image_io(direct_io::image_io(log_io));
             let on_demand = options(other).page_load(PageLoad::OnDemand);
             let run = |label: &str, options, in_background, device: &dyn Fn() -> Arc<dyn Device>| {
                 let tally = &mut *tally.borrow_mut();

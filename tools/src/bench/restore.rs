@@ -118,7 +118,7 @@ impl RestoreBench {
         let title = self.sizes.title(page_len);
         room.step(&title)?;
         let name = format!("pages-{page_len}");
-        let (store, pages) = self.sizes.store(room, &name, page_len)?;
+        let (store, pages) = self.sizes.store(room, &name, page_len, room::options())?;
         // One only: opening reads the images of one.
         store.snapshot()?;
         store.close()?;

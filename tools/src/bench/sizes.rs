@@ -1,11 +1,11 @@
 //! Stores of random pages: the number of bytes, and the lengths of pages, for the benchmarks that measure
 //! whole stores.
 
-use remanent::{PageId, Store};
+use remanent::{Options, PageId, Store};
 
 use super::Common;
 use super::figures::{Findings, Group};
-use super::room::{self, BenchStop, Room, size};
+use super::room::{BenchStop, Room, size};
 use crate::cli::exit::Failure;
 use crate::cli::size::Size;
 use crate::replay::simulate::SplitMix64;
@@ -74,8 +74,14 @@ impl Sizes {
     }
 
     /// A store whose pages of this length hold random bytes, and its pages.
-    pub fn store(&self, room: &Room, name: &str, page_len: u64) -> Result<(Store, Vec<PageId>), BenchStop> {
-        let store = room.open(name, room::options())?;
+    pub fn store(
+        &self,
+        room: &Room,
+        name: &str,
+        page_len: u64,
+        options: Options,
+    ) -> Result<(Store, Vec<PageId>), BenchStop> {
+        let store = room.open(name, options)?;
         let mut random = SplitMix64::new(page_len);
         let mut content = vec![0; page_len as usize];
         let mut pages = Vec::new();

@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use remanent::{Ack, PageId, SnapshotInfo, SnapshotOptions, SnapshotPhase, Store, WriteBatch};
+use clap::ValueEnum;
+use remanent::{Ack, ImageIo, PageId, SnapshotInfo, SnapshotOptions, SnapshotPhase, Store, WriteBatch};
 
 use super::figures::{Figure, Findings, Group, TimeSeries, Unit};
 use super::latency::Latency;
-use super::room::{BenchStop, Room};
+use super::room::{self, BenchStop, Room};
 use super::sizes::{DELTA_LEN, Sizes};
 use super::{Common, Measure, peak, transfer};
 use crate::cli::exit::Failure;
@@ -23,7 +24,7 @@ A snapshot after one page in a hundred changed is shown as a share of the full o
 wait for Applied, one after the other, first alone, then during a full snapshot.
 
 Examples:
-  remanent bench snapshot /mnt/fast
+  remanent bench snapshot /mnt/fast --image-io buffered,direct,mapped
   remanent bench snapshot /mnt/fast --bytes 16GiB --page-len 2MiB,64KiB,16KiB --device cuda:0 --rounds 3";
 
 /// Snapshots: their rate, the cost of an incremental one, and their effect on commits
@@ -34,6 +35,30 @@ pub struct SnapshotBench {
     common: Common,
     #[command(flatten)]
     sizes: Sizes,
+    /// How images are written; a list [default: as a store chooses]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    image_io: Vec<ImageWriter>,
+}
+
+/// A way to write images.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ImageWriter {
+    /// Into a shared mapping
+    Mapped,
+    /// By write and fdatasync
+    Buffered,
+    /// Past the page cache
+    Direct,
+}
+
+impl From<ImageWriter> for ImageIo {
+    fn from(way: ImageWriter) -> Self {
+        match way {
+            ImageWriter::Mapped => ImageIo::Mapped,
+            ImageWriter::Buffered => ImageIo::Buffered,
+            ImageWriter::Direct => ImageIo::Direct,
+        }
+    }
 }
 
 /// Bytes that are written to a page to make it differ.
@@ -54,12 +79,13 @@ impl Measure for SnapshotBench {
     }
 
     fn bytes_needed(&self) -> u64 {
-        // Two snapshots that are kept, and one being written; or the ceiling's files in its place.
-        self.sizes.bytes().saturating_mul(3)
+        // Two snapshots of each store that are kept, and one being written; or the ceiling's files in its
+        // place.
+        self.sizes.bytes().saturating_mul(1 + 2 * self.ways())
     }
 
     fn steps(&self) -> u64 {
-        self.sizes.steps(1 + 2 * u64::from(self.common.rounds))
+        self.sizes.steps(1 + 2 * u64::from(self.common.rounds) * self.ways())
     }
 
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
@@ -80,46 +106,58 @@ struct SnapshotTrace {
 }
 
 impl SnapshotBench {
+    /// How many ways to write images are measured.
+    fn ways(&self) -> u64 {
+        self.image_io.len().max(1) as u64
+    }
+
     fn pages_of(&self, room: &Room, page_len: u64) -> Result<Group, BenchStop> {
         let title = self.sizes.title(page_len);
         room.step(&title)?;
-        let name = format!("pages-{page_len}");
-        let (store, pages) = self.sizes.store(room, &name, page_len)?;
-        let bytes = pages.len() as u64 * page_len;
-        store.snapshot()?;
-        let raw = "raw, 4 threads past the cache, synced";
-        let mut figures = Figures {
-            raw: Figure::new(raw, Unit::BytesPerSecond),
-            full: Figure::new("full, durable", Unit::BytesPerSecond).under(raw),
-            verified: Figure::new("full, read back too", Unit::BytesPerSecond),
-            part_time: Figure::new("1 % changed: time, of a full one's", Unit::Share),
-            part_bytes: Figure::new("1 % changed: bytes, of a full one's", Unit::Share),
-            part: Figure::new("1 % changed: durable after", Unit::Seconds),
-            memory: Figure::new("host memory above the start, at most", Unit::Bytes),
-            alone: hot("hot page, Applied, no snapshot"),
-            beside: hot("hot page, Applied, beside a snapshot").under("hot page, Applied, no snapshot"),
+        let ways: Vec<Option<ImageIo>> = match &self.image_io[..] {
+            [] => vec![None],
+            ways => ways.iter().map(|way| Some((*way).into())).collect(),
         };
-        for round in 0..self.common.rounds as usize {
-            room.step(&title)?;
-            let (files, took) = transfer::write(&room.path("raw"), bytes)?;
-            figures.raw.push(bytes as f64 / took.as_secs_f64());
-            transfer::remove(&files)?;
-            full(&store, &pages, round, &mut figures)?;
-            part(&store, &pages, round, &mut figures)?;
-            room.step(&title)?;
-            beside(&store, &pages, round, &mut figures)?;
+        let raw_name = "raw, 4 threads past the cache, synced";
+        let mut raw = Figure::new(raw_name, Unit::BytesPerSecond);
+        let mut stores = Vec::new();
+        for (index, way) in ways.into_iter().enumerate() {
+            let folder = format!("pages-{page_len}-{index}");
+            let (options, suffix) = match way {
+                Some(io) => (room::options().image_io(io), format!(", {io}")),
+                None => (room::options(), String::new()),
+            };
+            let (store, pages) = self.sizes.store(room, &folder, page_len, options)?;
+            store.snapshot()?;
+            stores.push((folder, store, pages, Figures::new(&suffix, raw_name)));
         }
-        store.close()?;
-        std::fs::remove_dir_all(room.path(&name))?;
-        let Figures { raw, full, verified, part_time, part_bytes, part, memory, alone, beside } = figures;
-        let figures = vec![raw, full, verified, part, part_time, part_bytes, memory, alone, beside];
+        let bytes = self.sizes.bytes() / page_len * page_len;
+        for round in 0..self.common.rounds as usize {
+            let (files, took) = transfer::write(&room.path("raw"), bytes)?;
+            raw.push(bytes as f64 / took.as_secs_f64());
+            transfer::remove(&files)?;
+            // Ways to write take their turns in each round.
+            for (_, store, pages, figures) in &mut stores {
+                room.step(&title)?;
+                full(store, pages, round, figures)?;
+                part(store, pages, round, figures)?;
+                room.step(&title)?;
+                beside(store, pages, round, figures)?;
+            }
+        }
+        let mut figures = vec![raw];
+        for (folder, store, _, measured) in stores {
+            store.close()?;
+            std::fs::remove_dir_all(room.path(&folder))?;
+            let Figures { full, verified, part_time, part_bytes, part, memory, alone, beside } = measured;
+            figures.extend([full, verified, part, part_time, part_bytes, memory, alone, beside]);
+        }
         Ok(Group { title, figures })
     }
 }
 
-/// The figures of pages of one length.
+/// The figures of pages of one length, written in one way.
 struct Figures {
-    raw: Figure,
     full: Figure,
     verified: Figure,
     part: Figure,
@@ -130,7 +168,24 @@ struct Figures {
     beside: Figure,
 }
 
-fn hot(name: &str) -> Figure {
+impl Figures {
+    fn new(suffix: &str, raw: &str) -> Self {
+        let named = |name: &str| format!("{name}{suffix}");
+        let alone = named("hot page, Applied, no snapshot");
+        Self {
+            full: Figure::new(named("full, durable"), Unit::BytesPerSecond).under(raw),
+            verified: Figure::new(named("full, read back too"), Unit::BytesPerSecond),
+            part_time: Figure::new(named("1 % changed: time, of a full one's"), Unit::Share),
+            part_bytes: Figure::new(named("1 % changed: bytes, of a full one's"), Unit::Share),
+            part: Figure::new(named("1 % changed: durable after"), Unit::Seconds),
+            memory: Figure::new(named("host memory above the start, at most"), Unit::Bytes),
+            beside: hot(named("hot page, Applied, beside a snapshot")).under(alone.clone()),
+            alone: hot(alone),
+        }
+    }
+}
+
+fn hot(name: String) -> Figure {
     let mut figure = Figure::new(name, Unit::PerSecond("commits"));
     figure.latency = Some(Latency::new());
     figure

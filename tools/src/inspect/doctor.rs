@@ -6,7 +6,8 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use remanent::{Options, Store};
+use remanent::disk::{Disk, dir::DirDisk};
+use remanent::{ImageIo, Options, Store};
 use rustix::fs::OFlags;
 use rustix::process::{Resource, getrlimit};
 use serde_json::{Value, json};
@@ -94,6 +95,11 @@ impl Doctor {
             finding("file_system", kind.clone(), kind),
             finding("free_bytes", free, format!("{free} bytes on the file system")),
             finding("log", chosen.log.clone(), format!("written {}", chosen.log)),
+            finding(
+                "images",
+                chosen.images.clone(),
+                format!("written {}; {}", chosen.images, chosen.other_images),
+            ),
             match &direct {
                 Ok(()) => finding("direct_io", true, "works: what is verified is read past the cache"),
                 Err(error) => finding("direct_io", false, format!("does not work: {error}")),
@@ -118,6 +124,9 @@ impl Doctor {
 /// The ways that a store chose.
 struct Choices {
     log: String,
+    images: String,
+    /// Other ways in which images could be written, and those that the file system refuses.
+    other_images: String,
     device: String,
 }
 
@@ -126,7 +135,21 @@ fn choices(dir: &Path) -> Result<Choices, Failure> {
     let options = Options::default().segment_len(64 << 10);
     let store = Store::open(dir.join("store"), options).map_err(engine_failure)?;
     let recovered = store.recovered();
-    let choices = Choices { log: recovered.log_io.clone(), device: recovered.device.clone() };
+    let disk = DirDisk::new(dir.join("store"));
+    let mut other_images = Vec::new();
+    for io in [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct] {
+        if io.to_string() != recovered.image_io {
+            let refusal = disk.refuses_images(io).map_err(engine_failure)?;
+            other_images
+                .push(refusal.map_or(format!("{io} is possible"), |reason| format!("not {io}: {reason}")));
+        }
+    }
+    let choices = Choices {
+        log: recovered.log_io.clone(),
+        images: recovered.image_io.clone(),
+        other_images: other_images.join("; "),
+        device: recovered.device.clone(),
+    };
     store.close().map_err(engine_failure)?;
     Ok(choices)
 }

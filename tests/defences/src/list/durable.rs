@@ -2,7 +2,7 @@
 //! others are durable. Which sync of which work matters is enumerated in `tests/it/crash/syncs/mod.rs`; here
 //! each is missing wherever its line of code is run.
 
-use super::{Defence, Test, check, defence, it, refusal};
+use super::{Defence, Test, check, defence, it, refusal, unit};
 
 const WRITER: &str = "src/log/writer.rs";
 const KEEPER: &str = "src/log/threads.rs";
@@ -12,6 +12,7 @@ const SEGMENT_FILE: &str = "src/log/segments/file.rs";
 const OPENING_SEGMENT: &str = "src/log/segments/opening.rs";
 const PUBLISH: &str = "src/catalog/publish.rs";
 const IMAGES: &str = "src/images/mod.rs";
+const GROWING: &str = "src/disk/growing/mod.rs";
 const SIDE_BY_SIDE: &str = "src/images/writers.rs";
 const SNAPSHOT: &str = "src/snapshot/mod.rs";
 const VERIFY: &str = "src/snapshot/verify.rs";
@@ -25,6 +26,7 @@ const ROLLS: Test = it("crash::commits::segments_roll");
 const OF_COMMITS: Test = it("crash::syncs::each_sync_of_commits_matters");
 const OF_OPENINGS: Test = it("crash::syncs::each_sync_of_creations_and_openings_matters");
 const OF_SNAPSHOTS: Test = it("crash::syncs::each_sync_of_snapshots_and_restores_matters");
+const OF_IMAGE_WAYS: Test = it("image_ways::all_ways_write_the_same_image_files");
 const RECYCLED: Test = it("crash::snapshots::what_snapshots_replace_is_recycled");
 
 pub const LIST: &[Defence] = &[
@@ -153,12 +155,49 @@ pub const LIST: &[Defence] = &[
         "Ok(())",
         OF_SNAPSHOTS,
     ),
+    defence("images are synced (I7)", GROWING, "self.file.sync()", "Ok(())", OF_SNAPSHOTS),
     defence(
-        "images are synced (I7)",
+        "the space of images is there before they are mapped",
+        "src/disk/growing/parts.rs",
+        "self.space.reach(end)?",
+        "end",
+        OF_IMAGE_WAYS,
+    ),
+    defence("an image file is cut only after it is unmapped", GROWING, "parts.unmap()", "()", OF_IMAGE_WAYS),
+    refusal(
+        "no part of a file is mapped past its end",
+        "src/disk/mapped.rs",
+        "range.end > file.metadata()?.len()",
+        unit("disk::mapped::tests::a_part_is_put_to_where_it_lies_and_none_lies_past_the_files_end"),
+    ),
+    defence(
+        "a store into a mapping without memory is an error, not a signal",
+        "src/disk/mapped.rs",
+        "populated.map_err(|source| Error::io(\"map\", self.0.name, Some(offset), source))?",
+        "drop(populated)",
+        unit("disk::mapped::tests::a_store_into_a_part_that_was_cut_off_is_an_error"),
+    ),
+    refusal(
+        "a sync of images that lacks space made before stops the store",
         IMAGES,
-        "self.file.sync().map_err(|error| no_space(self.number, self.byte_len(), error))",
-        "Ok(())",
-        OF_SNAPSHOTS,
+        "!self.growing.gets_space_at_sync()",
+        it(
+            "faults::disk_full::a_sync_of_images_without_space_is_clean_only_where_it_is_the_first_to_ask_for_space",
+        ),
+    ),
+    defence(
+        "images on a nearly full disk take no more space than they need",
+        GROWING,
+        "self.file.reserve(made.end, needed)",
+        "Err(error)",
+        unit("disk::growing::tests::a_disk_is_full_when_the_bytes_do_not_fit_and_not_before"),
+    ),
+    defence(
+        "a block of a long image keeps what was written of it before",
+        "src/disk/growing/blocks.rs",
+        "self.file.read_at(block, &mut old)?;",
+        "",
+        unit("disk::growing::tests::a_block_that_is_written_again_in_part_keeps_its_rest"),
     ),
     check(
         "a long page's bytes are kept aside until they are gathered",

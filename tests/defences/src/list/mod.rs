@@ -63,6 +63,11 @@ const fn it(name: &'static str) -> Test {
     Test { binary: "it", name }
 }
 
+/// A test of the engine beside its code.
+const fn unit(name: &'static str) -> Test {
+    Test { binary: "remanent", name }
+}
+
 /// A test of the format crate over whole stores, in `format/tests/stores.rs`.
 const fn stores(name: &'static str) -> Test {
     Test { binary: "stores", name }

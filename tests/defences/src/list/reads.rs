@@ -1,11 +1,11 @@
 //! Lookups and reads without a lock: whole batches, logged ones, and bytes of one version (docs of
 //! `src/versions`).
 
-use super::{Defence, Test, defence, it, refusal};
+use super::{Defence, Test, defence, it, refusal, unit};
 
 const VERSIONS: &str = "src/versions/mod.rs";
-const STAYS: Test = engine("versions::tests::a_page_whose_bytes_change_stays_where_it_is");
-const VIEWS: Test = engine("versions::tests::what_a_view_wants_stays_and_all_else_is_cut_off");
+const STAYS: Test = unit("versions::tests::a_page_whose_bytes_change_stays_where_it_is");
+const VIEWS: Test = unit("versions::tests::what_a_view_wants_stays_and_all_else_is_cut_off");
 
 pub const LIST: &[Defence] = &[
     defence(
@@ -74,7 +74,7 @@ pub const LIST: &[Defence] = &[
         "src/applier/changes.rs",
         "_ if state.lagged.is_some() => return,",
         "",
-        engine("applier::changes::tests::a_gap_is_told_in_its_place_and_once"),
+        unit("applier::changes::tests::a_gap_is_told_in_its_place_and_once"),
     ),
     defence(
         "a restore is told to streams",
@@ -88,18 +88,13 @@ pub const LIST: &[Defence] = &[
         "src/device/cuda/resource/caching.rs",
         "block.segment == segment && matches!",
         "matches!",
-        engine("device::cuda::resource::caching::tests::the_rules_hold_after_every_step_of_random_histories"),
+        unit("device::cuda::resource::caching::tests::the_rules_hold_after_every_step_of_random_histories"),
     ),
     defence(
         "a block is another stream's once its work is done",
         "src/device/cuda/resource/caching.rs",
         "if only == stream",
         "if only.handle() > 0",
-        engine("device::cuda::resource::caching::tests::a_block_waits_for_the_work_that_uses_it"),
+        unit("device::cuda::resource::caching::tests::a_block_waits_for_the_work_that_uses_it"),
     ),
 ];
-
-/// A unit test in the engine's sources.
-const fn engine(name: &'static str) -> Test {
-    Test { binary: "remanent", name }
-}

@@ -1,0 +1,135 @@
+//! Bytes that go into a file past the page cache, in whole blocks.
+//!
+//! Chunks of images are whole blocks. Only the image of a long page comes in pieces of any length, with its
+//! head last. A block of which a piece has a part waits in memory until the rest has come.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use remanent_format::limits::GROUP_ALIGN;
+
+use super::Space;
+use crate::base::aligned_buf::{AlignedBuf, is_aligned};
+use crate::base::sync::Mutex;
+use crate::disk::DiskFile;
+use crate::error::Result;
+
+const BLOCK: usize = GROUP_ALIGN as usize;
+
+/// The longest piece that is copied to aligned memory at once.
+const BOUNCE_LEN_MAX: usize = 1 << 20;
+/// The same where no memory is left for more. A request this short is not refused.
+const BOUNCE_LEN_SHORT: usize = 32 << 10;
+
+/// A file that is written past the page cache.
+pub(super) struct BlockWriter {
+    file: Arc<dyn DiskFile>,
+    space: Space,
+    blocks: Mutex<Blocks>,
+    /// Aligned memory that waits to be used again.
+    areas: Mutex<Vec<AlignedBuf>>,
+}
+
+#[derive(Default)]
+struct Blocks {
+    /// Blocks that wait for their rest, by their offset.
+    waiting: BTreeMap<u64, WaitingBlock>,
+    /// No block at or above this offset was written to the file.
+    end: u64,
+}
+
+struct WaitingBlock {
+    bytes: AlignedBuf,
+    /// From the first to the last byte that came.
+    came: Range<usize>,
+}
+
+impl BlockWriter {
+    /// A file without bytes.
+    pub fn new(file: Arc<dyn DiskFile>) -> Self {
+        Self { space: Space::new(file.clone()), file, blocks: Mutex::default(), areas: Mutex::default() }
+    }
+
+    /// Writes bytes, the whole blocks among them at once.
+    pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        // Where the file system makes no space without bytes, the writes make it.
+        self.space.reach(offset + bytes.len() as u64)?;
+        let (mut at, mut rest) = (offset, bytes);
+        while !rest.is_empty() {
+            let within = (at % GROUP_ALIGN) as usize;
+            let len = if within == 0 && rest.len() >= BLOCK {
+                let whole = rest.len() / BLOCK * BLOCK;
+                self.put_blocks(at, &rest[..whole])?;
+                whole
+            } else {
+                let len = rest.len().min(BLOCK - within);
+                self.put_part(at - within as u64, within, &rest[..len])?;
+                len
+            };
+            at += len as u64;
+            rest = &rest[len..];
+        }
+        Ok(())
+    }
+
+    /// Writes the blocks below `end` that still wait, and forgets the others. Nothing is written after that.
+    pub fn flush(&self, end: u64) -> Result<()> {
+        // The file is kept until it is read back; the memory need not be.
+        self.areas.lock().clear();
+        let waiting = std::mem::take(&mut self.blocks.lock().waiting);
+        waiting.range(..end).try_for_each(|(at, block)| self.file.write_direct(*at, &block.bytes))
+    }
+
+    fn put_blocks(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        {
+            let mut blocks = self.blocks.lock();
+            let end = offset + bytes.len() as u64;
+            // Parts that a writer left behind when it gave up an image: these bytes come in their place.
+            blocks.waiting.retain(|at, _| !(offset..end).contains(at));
+            blocks.end = blocks.end.max(end);
+        }
+        if is_aligned(offset, bytes) {
+            return self.file.write_direct(offset, bytes);
+        }
+        let mut area = self.take_area();
+        let len = area.len();
+        for (index, piece) in bytes.chunks(len).enumerate() {
+            area[..piece.len()].copy_from_slice(piece);
+            self.file.write_direct(offset + (index * len) as u64, &area[..piece.len()])?;
+        }
+        self.areas.lock().push(area);
+        Ok(())
+    }
+
+    /// Puts a part of a block, and writes the block once it is whole.
+    fn put_part(&self, block: u64, within: usize, bytes: &[u8]) -> Result<()> {
+        let mut blocks = self.blocks.lock();
+        let mut waiting = match blocks.waiting.remove(&block) {
+            Some(waiting) => waiting,
+            None => {
+                let mut old = AlignedBuf::new(BLOCK);
+                if block < blocks.end {
+                    self.file.read_at(block, &mut old)?;
+                }
+                WaitingBlock { bytes: old, came: within..within }
+            }
+        };
+        let to = within + bytes.len();
+        waiting.bytes[within..to].copy_from_slice(bytes);
+        waiting.came = waiting.came.start.min(within)..waiting.came.end.max(to);
+        if waiting.came == (0..BLOCK) {
+            self.file.write_direct(block, &waiting.bytes)?;
+            blocks.end = blocks.end.max(block + GROUP_ALIGN);
+        } else {
+            blocks.waiting.insert(block, waiting);
+        }
+        Ok(())
+    }
+
+    fn take_area(&self) -> AlignedBuf {
+        let kept = self.areas.lock().pop();
+        let made = kept.or_else(|| AlignedBuf::try_new(BOUNCE_LEN_MAX));
+        made.unwrap_or_else(|| AlignedBuf::new(BOUNCE_LEN_SHORT))
+    }
+}

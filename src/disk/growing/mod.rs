@@ -1,0 +1,336 @@
+//! A new file that grows while it is written, in one of three ways: the way of images to the disk.
+//!
+//! The ways are made here of what every file can do (`DiskFile`), so that the simulated disk sees each step
+//! of each of them as a point at which a crash can strike. All three leave the same bytes.
+//!
+//! In order, for ways other than `Buffered`:
+//!
+//! 1. **Make space** in steps, ahead of the bytes. A full disk is told here, as an error. Without the space,
+//!    a store into a mapping would end the process, and a sync could fail for want of it.
+//! 2. **Write**, mapped or past the cache.
+//! 3. **Unmap**, then **cut** the file to its length. A file that is cut under a mapping ends the process at
+//!    the next store.
+//! 4. **Sync**, once. It covers stores into mappings that are gone, too.
+//!
+//! A crash here leaves a file that nothing names, and that may be longer than what was written.
+
+mod blocks;
+mod parts;
+
+use std::sync::Arc;
+
+use remanent_format::limits::GROUP_ALIGN;
+
+use self::blocks::BlockWriter;
+use self::parts::MappedParts;
+use super::DiskFile;
+use crate::base::sync::Mutex;
+use crate::base::sync::atomic::{AtomicBool, Ordering};
+use crate::error::Result;
+use crate::options::ImageIo;
+
+/// The shortest and the longest step in which space is made. In between a file grows by its own length, so
+/// that a short file takes little, and a long one is extended rarely. Each step is a call that waits for the
+/// file system's journal, and begins a mapping.
+const STEP_LEN_MIN: u64 = 64 << 10;
+const STEP_LEN_MAX: u64 = 16 << 20;
+
+/// A new file that is written by several threads, and then finished.
+pub(crate) struct GrowingFile {
+    file: Arc<dyn DiskFile>,
+    way: WriteWay,
+    /// Whether the file has its length and is synced, or that was tried.
+    is_finished: AtomicBool,
+}
+
+enum WriteWay {
+    Mapped(MappedParts),
+    Buffered,
+    Direct(BlockWriter),
+}
+
+impl GrowingFile {
+    /// Begins to write an empty file. The disk does not refuse this way.
+    pub fn new(file: Arc<dyn DiskFile>, io: ImageIo) -> Self {
+        let way = match io {
+            ImageIo::Mapped => WriteWay::Mapped(MappedParts::new(file.clone())),
+            ImageIo::Buffered => WriteWay::Buffered,
+            ImageIo::Direct => WriteWay::Direct(BlockWriter::new(file.clone())),
+        };
+        Self { file, way, is_finished: AtomicBool::new(false) }
+    }
+
+    /// Writes all of `bytes` at `offset`, extending the file if needed. Readers of the file need not see them
+    /// before it is finished. Two threads may write at once, but not the same bytes.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        // I7: what is written after the sync would be named, and not durable.
+        assert!(!self.is_finished.load(Ordering::Relaxed), "a finished file is not written to");
+        match &self.way {
+            WriteWay::Mapped(parts) => parts.write_at(offset, bytes),
+            WriteWay::Buffered => self.file.write_at(offset, bytes),
+            WriteWay::Direct(blocks) => blocks.write_at(offset, bytes),
+        }
+    }
+
+    /// Lets the system begin to bring these bytes to the medium, so that [`finish`](Self::finish) finds less
+    /// to do.
+    pub fn write_back(&self, offset: u64, len: u64) {
+        match self.way {
+            WriteWay::Mapped(_) | WriteWay::Buffered => self.file.write_back(offset, len),
+            WriteWay::Direct(_) => {}
+        }
+    }
+
+    /// Whether bytes may get their space only when they are synced, so that a full disk may be told there.
+    pub fn gets_space_at_sync(&self) -> bool {
+        matches!(self.way, WriteWay::Buffered)
+    }
+
+    /// Makes the first `len` bytes durable, and the length. Bytes after them are cut off. No write is under
+    /// way, and none follows. It is called once: a failed sync is never retried.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn finish(&self, len: u64) -> Result<()> {
+        assert!(!self.is_finished.swap(true, Ordering::Relaxed), "a file is finished once");
+        match &self.way {
+            WriteWay::Mapped(parts) => parts.unmap(),
+            WriteWay::Buffered => {}
+            WriteWay::Direct(blocks) => blocks.flush(len)?,
+        }
+        if self.file.len()? != len {
+            self.file.cut(len)?;
+        }
+        self.file.sync()
+    }
+}
+
+/// The space that a file has, made in steps.
+struct Space {
+    file: Arc<dyn DiskFile>,
+    made: Mutex<MadeSpace>,
+}
+
+#[derive(Clone, Copy)]
+struct MadeSpace {
+    /// Every byte below has its space.
+    end: u64,
+    /// Whether the file system can make space without bytes, as far as it was asked.
+    is_possible: bool,
+}
+
+impl Space {
+    fn new(file: Arc<dyn DiskFile>) -> Self {
+        Self { file, made: Mutex::new(MadeSpace { end: 0, is_possible: true }) }
+    }
+
+    /// Makes space for the bytes below `end`. Returns how far it goes, or less than `end` where the file
+    /// system makes no space without bytes.
+    fn reach(&self, end: u64) -> Result<u64> {
+        let mut made = self.made.lock();
+        if made.end >= end || !made.is_possible {
+            return Ok(made.end);
+        }
+        let needed = end.next_multiple_of(GROUP_ALIGN);
+        let step = made.end.clamp(STEP_LEN_MIN, STEP_LEN_MAX);
+        let wanted = needed.max(made.end + step).next_multiple_of(STEP_LEN_MIN);
+        let reached = match self.file.reserve(made.end, wanted) {
+            // The bytes themselves may fit. Without this, a disk would be full before it is.
+            Err(error) if error.is_no_space() => {
+                self.file.reserve(made.end, needed).map(|done| (done, needed))
+            }
+            reserved => reserved.map(|done| (done, wanted)),
+        };
+        match reached? {
+            (true, end) => made.end = end,
+            (false, _) => made.is_possible = false,
+        }
+        Ok(made.end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use remanent_format::{FileName, Folder};
+
+    use super::*;
+    use crate::disk::Disk;
+    use crate::disk::dir::DirDisk;
+    use crate::testing::sim_disk::SimDisk;
+
+    const WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
+    const NAME: FileName = FileName::Pages(1);
+
+    /// A file to write, if the disk has this way.
+    fn growing(disk: &dyn Disk, io: ImageIo) -> Option<(Arc<dyn DiskFile>, GrowingFile)> {
+        disk.make_folder(Folder::Root).unwrap();
+        disk.make_folder(Folder::Pages).unwrap();
+        if let Some(reason) = disk.refuses_images(io).unwrap() {
+            eprintln!("SKIPPED: {io} images on {}: {reason}", disk.label());
+            return None;
+        }
+        let file = disk.create(NAME).unwrap();
+        Some((file.clone(), GrowingFile::new(file, io)))
+    }
+
+    fn bytes(seed: usize, len: usize) -> Vec<u8> {
+        (0..len).map(|at| ((at + seed) % 251) as u8 + 1).collect()
+    }
+
+    /// Writes as images are written: whole chunks; a long image in pieces, with its head last; and long
+    /// images that are given up, whose place the next ones take. Returns the bytes that the file is to hold.
+    fn write(growing: &GrowingFile) -> Vec<u8> {
+        let mut expected = Vec::new();
+        let mut put = |offset: usize, bytes: &[u8]| {
+            growing.write_at(offset as u64, bytes).unwrap();
+            expected.resize(expected.len().max(offset + bytes.len()), 0);
+            expected[offset..offset + bytes.len()].copy_from_slice(bytes);
+        };
+        put(0, &bytes(1, 4096));
+        put(4096, &bytes(2, 3 * 4096));
+        let mut start = 4 * 4096;
+        for (round, (lens, is_given_up)) in [
+            (&[100_000, 30_000, 5][..], true),
+            (&[70_001, 4096, 3], false),
+            (&[2_000_000, 1_500_007], true),
+            (&[10, 20, 4000, 3 * 65_536], false),
+            (&[1], true),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let mut at = start + 176;
+            for (piece, len) in lens.iter().enumerate() {
+                put(at, &bytes(7 * round + piece, *len));
+                growing.write_back(at as u64, *len as u64);
+                at += len;
+            }
+            if !is_given_up {
+                let end = at.next_multiple_of(4096);
+                put(at, &vec![0; end - at]);
+                put(start, &bytes(round, 176));
+                start = end;
+            }
+        }
+        put(start, &bytes(9, 2 * 4096));
+        expected.truncate(start + 2 * 4096);
+        growing.finish(expected.len() as u64).unwrap();
+        expected
+    }
+
+    #[test]
+    fn all_ways_leave_the_same_bytes() {
+        let directory = tempfile::tempdir().unwrap();
+        for io in WAYS {
+            let real = DirDisk::new(directory.path().join(io.to_string()));
+            let simulated = SimDisk::new();
+            let disks: [&dyn Disk; 2] = [&real, &simulated];
+            for disk in disks {
+                let Some((file, growing)) = growing(disk, io) else { continue };
+                let expected = write(&growing);
+                assert_eq!(file.len().unwrap(), expected.len() as u64, "{io} on {}", disk.label());
+                let mut found = vec![0; expected.len()];
+                file.read_past_cache(0, &mut found).unwrap();
+                assert!(found == expected, "{io} on {}: read past the cache", disk.label());
+                file.read_at(0, &mut found).unwrap();
+                assert!(found == expected, "{io} on {}: read", disk.label());
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_that_is_written_again_in_part_keeps_its_rest() {
+        let directory = tempfile::tempdir().unwrap();
+        for io in WAYS {
+            let disk = DirDisk::new(directory.path().join(io.to_string()));
+            let Some((file, growing)) = growing(&disk, io) else { continue };
+            let mut expected = bytes(1, 3 * 4096);
+            growing.write_at(0, &expected).unwrap();
+            growing.write_at(5000, b"again").unwrap();
+            expected[5000..5005].copy_from_slice(b"again");
+            growing.finish(expected.len() as u64).unwrap();
+            let mut found = vec![0; expected.len()];
+            file.read_at(0, &mut found).unwrap();
+            assert!(found == expected, "{io}");
+        }
+    }
+
+    #[test]
+    fn threads_write_at_once() {
+        const LEN: usize = 3 << 20;
+        let directory = tempfile::tempdir().unwrap();
+        for io in WAYS {
+            let disk = DirDisk::new(directory.path().join(io.to_string()));
+            let Some((file, growing)) = growing(&disk, io) else { continue };
+            let both = Barrier::new(2);
+            std::thread::scope(|scope| {
+                for thread in 0..2 {
+                    let (growing, both) = (&growing, &both);
+                    scope.spawn(move || {
+                        both.wait();
+                        for at in (thread * 4096..LEN).step_by(2 * 4096) {
+                            growing.write_at(at as u64, &bytes(at, 4096)).unwrap();
+                        }
+                    });
+                }
+            });
+            growing.finish(LEN as u64).unwrap();
+            let mut found = vec![0; LEN];
+            file.read_at(0, &mut found).unwrap();
+            let is_right = |(index, block): (usize, &[u8])| block == bytes(index * 4096, 4096);
+            assert!(found.chunks(4096).enumerate().all(is_right), "{io}");
+        }
+    }
+
+    /// Space is made in steps that are longer than what is written next. It is not missed where it does not
+    /// fit.
+    #[test]
+    fn a_disk_is_full_when_the_bytes_do_not_fit_and_not_before() {
+        for io in WAYS {
+            for (room, fits) in [(40 << 12, true), ((40 << 12) - 1, false)] {
+                let disk = SimDisk::new();
+                let (_, growing) = growing(&disk, io).unwrap();
+                disk.set_capacity(Some(room));
+                let written = (0..20)
+                    .try_for_each(|chunk| growing.write_at(chunk * 8192, &bytes(chunk as usize, 8192)));
+                assert_eq!(written.is_ok(), fits, "{io}: {written:?}");
+                match written {
+                    Ok(()) => growing.finish(40 << 12).unwrap(),
+                    Err(error) => assert!(error.is_no_space(), "{io}: {error}"),
+                }
+            }
+        }
+    }
+
+    /// The page cache keeps what other programs have in it.
+    #[test]
+    fn direct_writes_leave_nothing_in_the_page_cache() {
+        let directory = tempfile::tempdir().unwrap();
+        for (io, is_cached) in [(ImageIo::Buffered, true), (ImageIo::Direct, false)] {
+            let disk = DirDisk::new(directory.path().join(io.to_string()));
+            let Some((file, growing)) = growing(&disk, io) else { continue };
+            let len = 1 << 20;
+            growing.write_at(0, &bytes(1, len)).unwrap();
+            growing.finish(len as u64).unwrap();
+            let uncached: u64 = file.uncached().iter().map(|range| range.end - range.start).sum();
+            if uncached == 0 && io == ImageIo::Direct {
+                eprintln!("SKIPPED: the file system of {} has a cache of its own", disk.label());
+                continue;
+            }
+            assert_eq!(uncached == len as u64, !is_cached, "{io}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "a finished file is not written to")]
+    fn a_finished_file_is_not_written_to() {
+        let (_, growing) = growing(&SimDisk::new(), ImageIo::Mapped).unwrap();
+        growing.finish(0).unwrap();
+        let _refused = growing.write_at(0, &[1]);
+    }
+}
