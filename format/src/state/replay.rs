@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::defect::Defect;
 use crate::ids::{Lsn, PageId};
 use crate::manifest::{Manifest, ManifestEntry, Share, SingleThread};
-use crate::op::{Op, OpAt};
+use crate::op::{ByteChange, Op, OpAt};
 use crate::state::bases::{Base, Bases};
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 
@@ -142,6 +142,16 @@ impl Resolver {
         }
         self.table.install(&changes);
         Ok(())
+    }
+
+    /// Follows a batch that changes these ranges and does nothing else, as [`batch`](Self::batch) does. `None`,
+    /// with nothing done, if a page may have been caught with this batch or a later one.
+    ///
+    /// # Errors
+    /// As for `batch`.
+    pub fn byte_changes(&mut self, lsn: Lsn, changes: &[ByteChange]) -> Option<Result<(), Defect>> {
+        let is_news = lsn > self.caught_newest;
+        is_news.then(|| self.table.change_ranges(lsn, changes.iter().copied()).map_err(Defect::from))
     }
 
     /// Follows a restore, whose table the caller read and checked. No snapshot is taken across a restore,

@@ -11,7 +11,9 @@
 
 mod memory;
 
+use std::borrow::Borrow;
 use std::collections::HashSet;
+use std::convert::Infallible;
 use std::fmt::Display;
 use std::ptr;
 use std::sync::Arc;
@@ -28,6 +30,7 @@ use super::{
     StagingSpan,
 };
 use crate::base::aligned_buf::AlignedBuf;
+use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::base::sync::locks::RwLock;
 use crate::error::{Error, Result};
@@ -39,6 +42,12 @@ const TOGETHER_BYTES_MAX: u64 = 64 << 10;
 /// The longest delta that is merged with others, in bytes: a reader of one of their pages waits for
 /// microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
+/// Bytes of deltas that follow each other in a list from which on several threads apply them.
+const WIDE_BYTES_MIN: u64 = 2 << 20;
+/// Threads that apply deltas.
+const THREADS_MAX: usize = 16;
+/// Shares of deltas for each of the threads: one that has done its share takes another.
+const SHARES_EACH: usize = 4;
 /// Bytes that lie aside at a time, while they are copied or compared. Memory for more could be refused, and a
 /// command cannot fail for it.
 const PART_LEN_MAX: u64 = 64 << 10;
@@ -51,6 +60,8 @@ pub struct HostDevice {
     memories: RwLock<HostMemories>,
     lanes: [HostLane; Lane::ALL.len()],
     label: String,
+    /// Bytes of deltas from which on several threads apply them.
+    wide_bytes_min: u64,
 }
 
 /// A lane: one list at a time, in the order in which `submit` was called.
@@ -70,7 +81,20 @@ impl HostDevice {
     /// A device without any page memory yet.
     #[must_use]
     pub fn new() -> Self {
-        Self { memories: RwLock::default(), lanes: Default::default(), label: "host".to_owned() }
+        Self {
+            memories: RwLock::default(),
+            lanes: Default::default(),
+            label: "host".to_owned(),
+            wide_bytes_min: WIDE_BYTES_MIN,
+        }
+    }
+
+    /// Has several threads apply deltas from this number of bytes on, so that a test need not be long.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn wide_from(mut self, bytes: u64) -> Self {
+        self.wide_bytes_min = bytes;
+        self
     }
 
     /// A device that says in its label why it is not a GPU.
@@ -84,9 +108,9 @@ impl HostDevice {
     }
 
     /// As [`memory`](Self::memory), for several at one go.
-    fn memories_of(&self, pieces: &[Piece]) -> Vec<HostAllocation> {
+    fn memories_of<P: Borrow<Piece>>(&self, pieces: &[P]) -> Vec<HostAllocation> {
         let memories = self.memories.read();
-        pieces.iter().map(|piece| memories.get(piece.target.memory).clone()).collect()
+        pieces.iter().map(|piece| memories.get(piece.borrow().target.memory).clone()).collect()
     }
 
     fn lane(&self, lane: Lane) -> &HostLane {
@@ -137,20 +161,71 @@ impl HostDevice {
         memory.read(source, |source| target.copy_from_slice(source));
     }
 
+    /// Runs a list's commands in their order. Many deltas in a row are applied by several threads.
+    fn run_all(&self, commands: Vec<Command>, staging: &mut [Staging]) {
+        let bytes_of = |command: &Command| match command {
+            Command::Apply { pieces } => pieces.iter().map(|piece| piece.target.len).sum(),
+            _ => 0,
+        };
+        if commands.iter().map(bytes_of).sum::<u64>() < self.wide_bytes_min {
+            return commands.into_iter().for_each(|command| self.run(command, staging));
+        }
+        let is_apply = |command: &Command| matches!(command, Command::Apply { .. });
+        let mut commands = commands.into_iter().peekable();
+        while let Some(command) = commands.next() {
+            let Command::Apply { pieces } = command else {
+                self.run(command, staging);
+                continue;
+            };
+            let mut rows = vec![pieces];
+            while let Some(Command::Apply { pieces }) = commands.next_if(is_apply) {
+                rows.push(pieces);
+            }
+            let pieces: Vec<&Piece> = rows.iter().flatten().collect();
+            self.apply_in_order(&pieces, staging);
+        }
+    }
+
+    /// Applies deltas as if one after the other. Where they are long enough together, several threads do: each
+    /// block of memory is one thread's, which applies its deltas in their order.
+    fn apply_in_order(&self, pieces: &[&Piece], staging: &[Staging]) {
+        let bytes: u64 = pieces.iter().map(|piece| piece.target.len).sum();
+        let is_staged = |piece: &&Piece| matches!(piece.payload, Payload::Staging { .. });
+        let threads = if bytes < self.wide_bytes_min { 1 } else { parallel::threads(THREADS_MAX) };
+        // A delta that lies in page memory would be read while another thread changes it.
+        if threads == 1 || !pieces.iter().all(is_staged) {
+            return self.apply_all(pieces, staging);
+        }
+        let mut shares: Vec<Vec<&Piece>> = vec![Vec::new(); threads * SHARES_EACH];
+        let memories = self.memories.read();
+        for piece in pieces {
+            let block = ptr::from_ref(memories.get(piece.target.memory).block()).addr();
+            // Blocks are allocated side by side: their addresses are multiples of the same number.
+            let share = (block as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+            shares[share as usize % (threads * SHARES_EACH)].push(piece);
+        }
+        drop(memories);
+        let apply = |share: Vec<&Piece>| {
+            self.apply_all(&share, staging);
+            Ok::<(), Infallible>(())
+        };
+        let Ok(_) = parallel::for_each(threads, shares, apply);
+    }
+
     /// Applies deltas: short ones many at a time, the others one by one.
-    fn apply_all(&self, pieces: &[Piece], staging: &[Staging]) {
-        for alike in pieces.chunk_by(|one, next| is_short(one) && is_short(next)) {
+    fn apply_all<P: Borrow<Piece>>(&self, pieces: &[P], staging: &[Staging]) {
+        for alike in pieces.chunk_by(|one, next| is_short(one.borrow()) && is_short(next.borrow())) {
             let mut rest = alike;
             while !rest.is_empty() {
                 let mut bytes = 0;
-                let fits = |piece: &&Piece| {
-                    bytes += piece.target.len;
+                let fits = |piece: &&P| {
+                    bytes += (*piece).borrow().target.len;
                     bytes <= TOGETHER_BYTES_MAX
                 };
                 let count = rest.iter().take(TOGETHER_MAX).take_while(fits).count().max(1);
                 let (some, more) = rest.split_at(count);
                 if count == 1 || !self.merge_together(some, staging) {
-                    some.iter().for_each(|piece| self.apply(piece, staging));
+                    some.iter().for_each(|piece| self.apply(piece.borrow(), staging));
                 }
                 rest = more;
             }
@@ -164,7 +239,7 @@ impl HostDevice {
     ///
     /// Returns `false`, with nothing done, if one of the memories is in use: a thread that holds locks waits
     /// for none.
-    fn merge_together(&self, pieces: &[Piece], staging: &[Staging]) -> bool {
+    fn merge_together<P: Borrow<Piece>>(&self, pieces: &[P], staging: &[Staging]) -> bool {
         let memories = self.memories_of(pieces);
         let mut blocks: Vec<&HostBlock> = memories.iter().map(HostAllocation::block).collect();
         blocks.sort_unstable_by_key(|block| ptr::from_ref(*block));
@@ -172,7 +247,7 @@ impl HostDevice {
         let guards: Option<Vec<_>> = blocks.iter().map(|block| block.bytes.try_write()).collect();
         let Some(mut guards) = guards else { return false };
         let mut contents: Vec<&mut [u8]> = guards.iter_mut().map(|bytes| bytes.make_mut()).collect();
-        for (piece, memory) in pieces.iter().zip(&memories) {
+        for (piece, memory) in pieces.iter().map(Borrow::borrow).zip(&memories) {
             let Payload::Staging { index, offset } = piece.payload else {
                 unreachable!("short ones are staged")
             };
@@ -377,9 +452,7 @@ impl Device for HostDevice {
         let CommandList { commands, mut staging } = list;
         let lane_state = self.lane(lane);
         let running = lane_state.running.lock();
-        for command in commands {
-            self.run(command, &mut staging);
-        }
+        self.run_all(commands, &mut staging);
         // The counter changes only here, and only under the lane's lock. Release: a thread that sees the
         // fence as reached sees the bytes.
         let value = lane_state.reached.load(Ordering::Relaxed) + 1;

@@ -1,0 +1,141 @@
+//! Sums of a segment's bytes, taken while they are read. A walk checks one frame after the other, because each
+//! header holds the chain hash of the one before; but the sum of a payload needs no other frame. Threads that
+//! read a long stretch in chunks sum each chunk while it is in their caches, and the walk puts the sum of a
+//! payload together from those.
+//!
+//! A sum is a fact about bytes, wherever a frame seems to begin: the walk alone decides which frames count, in
+//! the order of the log (I3, I4). A chunk that takes payload for a frame costs time and nothing else.
+
+use std::ops::Range;
+
+use super::reader::passed;
+use crate::frame::{FRAME_HEADER_LEN, UncheckedFrame};
+use crate::ids::StoreId;
+use crate::limits::{FRAME_ALIGN, align_up};
+
+/// Putting two sums together takes about as long as summing this number of bytes. Shorter sums are used only
+/// for a payload that they cover whole.
+const JOINED_LEN_MIN: u64 = 16 << 10;
+
+/// The sums of some ranges of a chunk of a segment, ascending.
+#[derive(Clone, Debug, Default)]
+pub struct ChunkSums(Vec<RangeSum>);
+
+/// The CRC-32 of a range of a segment.
+#[derive(Clone, Copy, Debug)]
+struct RangeSum {
+    start: u64,
+    len: u32,
+    crc: u32,
+}
+
+impl RangeSum {
+    fn end(&self) -> u64 {
+        self.start + u64::from(self.len)
+    }
+}
+
+impl ChunkSums {
+    /// Sums the payloads of the frames that seem to begin in a chunk, as far as they lie in it, and the bytes
+    /// before the first of them: they may be a payload's that began earlier. `offset` is the chunk's place in
+    /// the segment.
+    #[must_use]
+    pub fn of(chunk: &[u8], store: StoreId, segment: u64, offset: u64) -> Self {
+        let mut sums = Self::default();
+        let end = offset + chunk.len() as u64;
+        let part = |from: u64, to: u64| &chunk[(from - offset) as usize..(to - offset) as usize];
+        let mut at = align_up(offset, FRAME_ALIGN);
+        let mut is_first = true;
+        while at < end {
+            at += passed(part(at, end)) as u64;
+            if at.saturating_add(FRAME_HEADER_LEN) > end {
+                break;
+            }
+            let header = part(at, at + FRAME_HEADER_LEN);
+            let Some(frame) = UncheckedFrame::decode(header).ok().filter(|it| it.lies_at(store, segment, at))
+            else {
+                at += FRAME_ALIGN;
+                continue;
+            };
+            if std::mem::take(&mut is_first) {
+                // Less than one step of padding lies between a payload and the next frame of its group.
+                sums.add_long(offset, at.saturating_sub(FRAME_ALIGN), part);
+            }
+            let payload_at = at + FRAME_HEADER_LEN;
+            let payload_end = payload_at + u64::from(frame.unproven().payload_len);
+            sums.add(payload_at, payload_end.min(end), part);
+            at = frame.unproven().end();
+        }
+        if is_first {
+            sums.add_long(offset, end, part);
+        }
+        sums
+    }
+
+    fn add<'c>(&mut self, from: u64, to: u64, part: impl Fn(u64, u64) -> &'c [u8]) {
+        let bytes = part(from, to);
+        if let Ok(len) = u32::try_from(bytes.len()) {
+            self.0.push(RangeSum { start: from, len, crc: crc32fast::hash(bytes) });
+        }
+    }
+
+    fn add_long<'c>(&mut self, from: u64, to: u64, part: impl Fn(u64, u64) -> &'c [u8]) {
+        if to.saturating_sub(from) >= JOINED_LEN_MIN {
+            self.add(from, to, part);
+        }
+    }
+}
+
+/// The sums that a reader has of the bytes that it holds.
+#[derive(Debug, Default)]
+pub(super) struct HeldSums {
+    /// Ascending, and none overlaps another.
+    sums: Vec<RangeSum>,
+    /// The last sum that was used: a walk goes forward.
+    last: usize,
+}
+
+impl HeldSums {
+    /// Forgets all sums but those within a range that stays held.
+    pub fn keep(&mut self, held: &Range<u64>) {
+        self.sums.retain(|sum| held.start <= sum.start && sum.end() <= held.end);
+        self.last = 0;
+    }
+
+    /// Adds the sums of bytes after those held so far.
+    pub fn extend(&mut self, chunks: Vec<ChunkSums>) {
+        self.sums.extend(chunks.into_iter().flat_map(|chunk| chunk.0));
+    }
+
+    /// The CRC-32 of a range, whose bytes are these.
+    pub fn crc(&mut self, range: Range<u64>, bytes: &[u8]) -> u32 {
+        if self.sums.get(self.last).is_none_or(|last| last.start > range.start) {
+            self.last = 0;
+        }
+        let ahead = &self.sums[self.last.min(self.sums.len())..];
+        // Mostly the next one.
+        self.last += match ahead.iter().take(2).position(|sum| sum.start >= range.start) {
+            Some(near) => near,
+            None => ahead.partition_point(|sum| sum.start < range.start),
+        };
+        match self.sums.get(self.last) {
+            Some(sum) if (sum.start, sum.end()) == (range.start, range.end) => sum.crc,
+            _ => self.joined(range, bytes),
+        }
+    }
+
+    /// The CRC-32 of a range, from the sums of its parts where there are any.
+    fn joined(&self, range: Range<u64>, bytes: &[u8]) -> u32 {
+        let mut whole = crc32fast::Hasher::new();
+        let mut at = range.start;
+        let within = |sum: &&RangeSum| sum.end() <= range.end;
+        let parts = self.sums[self.last.min(self.sums.len())..].iter().take_while(within);
+        for sum in parts.filter(|sum| u64::from(sum.len) >= JOINED_LEN_MIN) {
+            whole.update(&bytes[(at - range.start) as usize..(sum.start - range.start) as usize]);
+            whole.combine(&crc32fast::Hasher::new_with_initial_len(sum.crc, sum.len.into()));
+            at = sum.end();
+        }
+        whole.update(&bytes[(at - range.start) as usize..]);
+        whole.finalize()
+    }
+}
