@@ -21,7 +21,7 @@ use std::sync::Arc;
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::log::{ChunkSums, LogEnd, LogMap, LogWalk, Reading, Windows};
-use remanent_format::op::{ByteChange, byte_changes};
+use remanent_format::op::{ByteChange, byte_changes, claimed_ops};
 use remanent_format::{Damage, Defect, FileName, LogPoint, Lsn, ReadAt};
 
 use crate::base::parallel;
@@ -49,8 +49,8 @@ const WINDOW_LEN_MIN: u64 = 2 << 20;
 const WINDOWS_MIN: u64 = 8;
 /// Bytes that a thread reads and sums at once: they stay in its core's second cache.
 const CHUNK_LEN: u64 = 256 << 10;
-/// Bytes of payloads that a thread decodes at once.
-const DECODED_LEN: usize = 128 << 10;
+/// Operations that a thread decodes at once. Fewer are decoded sooner than a thread is started.
+const OPS_AT_ONCE: usize = 1024;
 
 /// Where frames come from, and where they are read to.
 pub(super) struct Frames<'a> {
@@ -276,8 +276,13 @@ impl BatchRun {
         &self,
         work: impl Fn(&[LoggedBatch]) -> Result<T, E> + Sync,
     ) -> Result<Vec<T>, E> {
-        let group = |batch: &LoggedBatch| (batch.payload.start - self.start()) / DECODED_LEN;
-        let groups = self.batches.chunk_by(|one, next| group(one) == group(next));
+        let mut ops = 0;
+        let groups = self.batches.chunk_by(|batch, _| {
+            ops += claimed_ops(self.payload(batch));
+            let is_same = ops < OPS_AT_ONCE;
+            ops = if is_same { ops } else { 0 };
+            is_same
+        });
         let groups: Vec<&[LoggedBatch]> = groups.collect();
         let each = |(): &mut (), index: usize| work(groups[index]);
         parallel::map_indexed(parallel::threads(THREADS_MAX), groups.len(), || (), each)
@@ -294,11 +299,6 @@ impl BatchRun {
             Ok::<_, Infallible>(group)
         });
         RunChanges(groups)
-    }
-
-    /// The first byte of the first batch.
-    fn start(&self) -> usize {
-        self.batches.first().map_or(0, |batch| batch.payload.start)
     }
 
     /// The payload of a batch of this run.

@@ -102,8 +102,11 @@ impl HeldSums {
         self.last = 0;
     }
 
-    /// Adds the sums of bytes after those held so far.
+    /// Adds the sums of bytes after those held so far. Without memory for them, the bytes are summed later.
     pub fn extend(&mut self, chunks: Vec<ChunkSums>) {
+        if self.sums.try_reserve(chunks.iter().map(|chunk| chunk.0.len()).sum()).is_err() {
+            return;
+        }
         self.sums.extend(chunks.into_iter().flat_map(|chunk| chunk.0));
     }
 
@@ -137,5 +140,96 @@ impl HeldSums {
         }
         whole.update(&bytes[(at - range.start) as usize..]);
         whole.finalize()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::{FrameHeader, FrameKind, frame_len};
+    use crate::ids::{Incarnation, Lsn};
+
+    const STORE: StoreId = StoreId([7; 16]);
+
+    fn header(offset: u64, payload_len: u64) -> FrameHeader {
+        FrameHeader {
+            kind: FrameKind::Batch,
+            group_start: false,
+            incarnation: Incarnation { number: 1, random: 1 },
+            store: STORE,
+            segment: 3,
+            offset,
+            lsn: Lsn(1),
+            durable: Lsn(0),
+            payload_len: payload_len as u32,
+            payload_crc: 0,
+            chain_prev: 0,
+        }
+    }
+
+    /// Frames side by side or with gaps; in every other payload lies a header of its own place, as in a copy of
+    /// a segment. Chunks cut them anywhere. Whatever is asked for, the sum is that of the bytes.
+    #[test]
+    fn a_sum_put_together_is_the_sum_of_the_bytes() {
+        let mut drawn = 1_u64;
+        let mut random = |below: u64| {
+            drawn = drawn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (drawn >> 33) % below
+        };
+        let (mut from_parts, mut at_once) = (0, 0);
+        for round in 0..if cfg!(miri) { 2 } else { 60 } {
+            let mut bytes: Vec<u8> = (0..600_000_u32).map(|at| (at.wrapping_mul(77) >> 5) as u8).collect();
+            let mut payloads = Vec::new();
+            let mut at = 16 * random(300);
+            while at < 500_000 {
+                let len = [40, 300, 5000, 70_000, 200_000][random(5) as usize] + random(40);
+                let end = (at + frame_len(len)).min(bytes.len() as u64);
+                bytes[at as usize..][..80].copy_from_slice(&header(at, len).encode().0);
+                if len > 4000 && round % 2 == 0 {
+                    let inner = at + 80 + 16 * random(100);
+                    bytes[inner as usize..][..80].copy_from_slice(&header(inner, random(900)).encode().0);
+                }
+                payloads.push(at + 80..(at + 80 + len).min(end));
+                at = end + 16 * random(2) * random(300);
+            }
+            let chunk_len = [4096, 16 << 10, 40_000, 256 << 10][random(4) as usize];
+            let mut held = HeldSums::default();
+            held.extend(
+                bytes
+                    .chunks(chunk_len)
+                    .enumerate()
+                    .map(|(chunk, part)| ChunkSums::of(part, STORE, 3, (chunk * chunk_len) as u64))
+                    .collect(),
+            );
+            let any = (0..40).map(|_| {
+                let start = random(600_000);
+                start..start + random(600_000 - start + 1)
+            });
+            let ranges: Vec<Range<u64>> = payloads.iter().cloned().chain(any).collect();
+            for range in ranges {
+                let asked = &bytes[range.start as usize..range.end as usize];
+                assert_eq!(held.crc(range.clone(), asked), crc32fast::hash(asked), "{range:?} in {round}");
+                // A sum that is at hand is used, and not made again: of other bytes it would be another one.
+                let other = vec![0xa5; asked.len()];
+                if payloads.contains(&range) && held.crc(range.clone(), &other) != crc32fast::hash(&other) {
+                    let is_whole = range.start / chunk_len as u64 == (range.end - 1) / chunk_len as u64;
+                    *(if is_whole { &mut at_once } else { &mut from_parts }) += 1;
+                }
+            }
+            // What is dropped from the front is not used any more.
+            let kept = 300_000..600_000;
+            held.keep(&kept);
+            for range in payloads {
+                let asked = &bytes[range.start as usize..range.end as usize];
+                assert_eq!(held.crc(range.clone(), asked), crc32fast::hash(asked), "{range:?} in {round}");
+                let other = vec![0x5a; asked.len()];
+                let is_outside = range.end <= kept.start;
+                assert!(!is_outside || held.crc(range, &other) == crc32fast::hash(&other));
+            }
+        }
+        assert!(
+            cfg!(miri) || at_once > 100 && from_parts > 100,
+            "{at_once} at once, {from_parts} from parts"
+        );
     }
 }

@@ -47,6 +47,12 @@ pub fn byte_changes(payload: &[u8], changes: &mut Vec<ByteChange>) -> bool {
     whole && are_all
 }
 
+/// About how many operations a payload has: what it claims, and no more than fit into it.
+#[must_use]
+pub fn claimed_ops(payload: &[u8]) -> usize {
+    op_count(payload).unwrap_or(0)
+}
+
 /// The number of operations that a payload claims to have, if it is long enough for them.
 fn op_count(payload: &[u8]) -> Result<usize, Defect> {
     let head = PayloadHeadRaw::from_bytes(array(payload, 0)?);

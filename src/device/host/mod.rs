@@ -43,7 +43,7 @@ const TOGETHER_BYTES_MAX: u64 = 64 << 10;
 /// microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
 /// Bytes of deltas that follow each other in a list from which on several threads apply them.
-const WIDE_BYTES_MIN: u64 = 2 << 20;
+const WIDE_BYTES_MIN: u64 = 4 << 20;
 /// Threads that apply deltas.
 const THREADS_MAX: usize = 16;
 /// Shares of deltas for each of the threads: one that has done its share takes another.
@@ -181,35 +181,40 @@ impl HostDevice {
             while let Some(Command::Apply { pieces }) = commands.next_if(is_apply) {
                 rows.push(pieces);
             }
-            let pieces: Vec<&Piece> = rows.iter().flatten().collect();
-            self.apply_in_order(&pieces, staging);
+            if !self.apply_by_threads(&rows, staging) {
+                rows.iter().for_each(|pieces| self.apply_all(pieces, staging));
+            }
         }
     }
 
-    /// Applies deltas as if one after the other. Where they are long enough together, several threads do: each
-    /// block of memory is one thread's, which applies its deltas in their order.
-    fn apply_in_order(&self, pieces: &[&Piece], staging: &[Staging]) {
-        let bytes: u64 = pieces.iter().map(|piece| piece.target.len).sum();
-        let is_staged = |piece: &&Piece| matches!(piece.payload, Payload::Staging { .. });
-        let threads = if bytes < self.wide_bytes_min { 1 } else { parallel::threads(THREADS_MAX) };
-        // A delta that lies in page memory would be read while another thread changes it.
-        if threads == 1 || !pieces.iter().all(is_staged) {
-            return self.apply_all(pieces, staging);
-        }
-        let mut shares: Vec<Vec<&Piece>> = vec![Vec::new(); threads * SHARES_EACH];
-        let memories = self.memories.read();
-        for piece in pieces {
-            let block = ptr::from_ref(memories.get(piece.target.memory).block()).addr();
-            // Blocks are allocated side by side: their addresses are multiples of the same number.
-            let share = (block as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-            shares[share as usize % (threads * SHARES_EACH)].push(piece);
-        }
-        drop(memories);
+    /// Applies deltas by several threads as if one after the other: each block of memory is one thread's, which
+    /// applies its deltas in their order. Returns `false`, with nothing done, if one thread is to apply them.
+    fn apply_by_threads(&self, rows: &[Vec<Piece>], staging: &[Staging]) -> bool {
+        let threads = parallel::threads(THREADS_MAX);
+        let shares = if threads > 1 { self.shares(rows, threads * SHARES_EACH) } else { None };
+        let Some(shares) = shares else { return false };
         let apply = |share: Vec<&Piece>| {
             self.apply_all(&share, staging);
             Ok::<(), Infallible>(())
         };
         let Ok(_) = parallel::for_each(threads, shares, apply);
+        true
+    }
+
+    /// Shares of deltas, of which none has a block of memory that another one has. `None` if a delta lies in page
+    /// memory, which another thread may change, or if there is no memory.
+    fn shares<'p>(&self, rows: &'p [Vec<Piece>], count: usize) -> Option<Vec<Vec<&'p Piece>>> {
+        let mut shares: Vec<Vec<&Piece>> = vec![Vec::new(); count];
+        let memories = self.memories.read();
+        for piece in rows.iter().flatten() {
+            let Payload::Staging { .. } = piece.payload else { return None };
+            let block = ptr::from_ref(memories.get(piece.target.memory).block()).addr() as u64;
+            // Blocks lie side by side, at multiples of one distance.
+            let share = &mut shares[(block.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % count];
+            share.try_reserve(1).ok()?;
+            share.push(piece);
+        }
+        Some(shares)
     }
 
     /// Applies deltas: short ones many at a time, the others one by one.
@@ -621,5 +626,57 @@ mod tests {
         assert!([0, 1, 4095].iter().all(|len| *device.staging(*len).unwrap() == *vec![0; *len]));
         let Err(error) = device.staging(usize::MAX) else { panic!("that much cannot be had") };
         assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
+    }
+
+    /// Deltas of every kind over a few pages, long ones and some that share a slab, in commands with a fill
+    /// between some of them.
+    #[test]
+    fn many_threads_leave_the_bytes_that_one_leaves() {
+        let (one, many) = (HostDevice::new().wide_from(u64::MAX), HostDevice::new().wide_from(1));
+        let lens = [64, 200, 900, 5000, 70_000, 200_000];
+        let memories = |device: &HostDevice| lens.map(|len| device.allocate(Place::Host, len).unwrap());
+        let pages = memories(&one);
+        assert_eq!(pages, memories(&many), "the names that both give");
+        let mut drawn = 5_u64;
+        let mut random = |below: u64| {
+            drawn = drawn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (drawn >> 33) % below
+        };
+        for round in 0..40 {
+            let mut commands = Vec::new();
+            let mut payload = one.staging(64 << 10).unwrap();
+            payload.iter_mut().for_each(|byte| *byte = random(256) as u8);
+            for _ in 0..6 {
+                let mut pieces = Vec::new();
+                for _ in 0..100 {
+                    // Mostly the first bytes of a page: there each delta meets the one before.
+                    let at = random(lens.len() as u64) as usize;
+                    let len = (8 + 8 * random(1 + lens[at] / 16)).min(lens[at]);
+                    let offset = random(3) * random(1 + (lens[at] - len) / 2).min(16);
+                    let (target, from) = (Span { memory: pages[at], offset, len }, random(1000) as usize);
+                    let payload = Payload::Staging { index: 0, offset: 4 * from };
+                    let is_masked = len < 10_000 && random(3) == 0;
+                    let masked = PieceKind::Masked { width: Width::W1, bytes_at: len.div_ceil(8) as usize };
+                    let kind = if is_masked { masked } else { PieceKind::Dense };
+                    pieces.push(Piece { target, payload, kind });
+                }
+                commands.push(Command::Apply { pieces });
+                if random(3) == 0 {
+                    let target = Span { memory: pages[3], offset: 0, len: 3000 };
+                    commands.push(Command::Fill { target, pattern: [round; 16], width: Width::W1 });
+                }
+            }
+            for device in [&one, &many] {
+                let mut staging = device.staging(payload.len()).unwrap();
+                staging.copy_from_slice(&payload);
+                let list = CommandList { commands: commands.clone(), staging: vec![staging] };
+                device.submit(Lane::Apply, list).unwrap();
+            }
+            for (page, len) in pages.iter().zip(lens) {
+                let bytes = |device: &HostDevice| device.bytes(*page).unwrap();
+                let (one, many) = (bytes(&one), bytes(&many));
+                assert!((*one).as_ref() == (*many).as_ref(), "the page of {len} bytes in round {round}");
+            }
+        }
     }
 }
