@@ -243,7 +243,7 @@ impl UncheckedFrame {
 /// # Errors
 /// [`Defect::Checksum`].
 pub fn check_payload(header: &FrameHeader, payload: &[u8]) -> Result<(), Defect> {
-    check_payload_crc(header, crc32fast::hash(payload))
+    check_crc("payload", header.payload_crc, payload)
 }
 
 /// As [`check_payload`], for a caller that has the payload's checksum.

@@ -424,8 +424,8 @@ impl Options {
         self
     }
 
-    /// Bytes of the windows by which an open reads the log, so that a small log can have several. 0: one thread
-    /// reads it.
+    /// Bytes of the windows by which an open reads the log, so that a small log can have several. 0: one
+    /// thread reads it.
     #[doc(hidden)]
     #[must_use]
     pub fn replay_window_len(mut self, bytes: u64) -> Self {

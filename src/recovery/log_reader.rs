@@ -3,12 +3,12 @@
 //! A long log is read by *windows* of some mebibytes. All cores read a window in chunks, each of which is
 //! summed while it is in that core's cache. Then the reading thread walks along the headers, one frame after
 //! the other, and takes the sums of payloads from there: the verdict on the log follows its order, and never
-//! the order in which chunks were done (I4). What the frames of a window hold is decoded by all cores again,
-//! once they are proven. A walk that finds no frame reads once more by itself before it judges.
+//! the order in which chunks were done (I4). The operations of proven frames are decoded by all cores, too.
+//! A walk that finds no frame reads once more by itself before it judges.
 //!
 //! Frames are read into staging and stay where they were read, so that a device takes its deltas from
-//! there. A window is being read, another one is used, and one is on its way from the one thread to the other.
-//! Each is as long as the longest frame at least. A short log is read as one window of a megabyte after the
+//! there. A window is read, another one is used, and one is on its way from one thread to the other. Each
+//! is as long as the longest frame at least. A short log is read as one window of a megabyte after the
 //! other, by one thread.
 //!
 //! Nothing is written here, so a crash loses nothing.
@@ -31,8 +31,8 @@ use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// Runs of a log without windows that are read ahead of their use. Each holds staging, of the longest frame in
-/// the worst case.
+/// Runs of a log without windows that are read ahead of their use. Each holds staging, of the longest frame
+/// in the worst case.
 const AHEAD_MAX: usize = 2;
 /// Windows that are read ahead of their use, besides the one that is being read.
 const WINDOWS_AHEAD_MAX: usize = 1;
@@ -85,8 +85,8 @@ pub(super) struct LoggedBatch {
     pub payload: Range<usize>,
 }
 
-/// The ranges of pages that each batch of a run changes, for batches that do nothing else: these are nearly all
-/// batches of a long log.
+/// The ranges of pages that each batch of a run changes, for batches that do nothing else: these are nearly
+/// all batches of a long log.
 pub(super) struct RunChanges(Vec<GroupChanges>);
 
 /// The changes of some batches, in their order.

@@ -481,8 +481,8 @@ impl Recovery<'_> {
         Err(passed_over.into_iter().next().unwrap_or(nothing).into())
     }
 
-    /// Follows the log from a snapshot to its end, as [`Survey::resolve`] does on one thread. Other threads read,
-    /// prove and decode frames while this one resolves them.
+    /// Follows the log from a snapshot to its end, as [`Survey::resolve`] does on one thread. Other threads
+    /// read, prove and decode frames while this one resolves them.
     fn resolve(
         &self,
         source: &DiskSource,

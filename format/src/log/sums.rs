@@ -1,14 +1,13 @@
-//! Sums of a segment's bytes, taken while they are read. A walk checks one frame after the other, because each
-//! header holds the chain hash of the one before; but the sum of a payload needs no other frame. Threads that
-//! read a long stretch in chunks sum each chunk while it is in their caches, and the walk puts the sum of a
-//! payload together from those.
+//! Sums of a segment's bytes, taken while they are read. A walk checks one frame after the other, because
+//! each header holds the chain hash of the one before; but the sum of a payload needs no other frame.
+//! Threads that read a long stretch in chunks sum each chunk while it is in their caches, and the walk puts
+//! the sum of a payload together from those.
 //!
-//! A sum is a fact about bytes, wherever a frame seems to begin: the walk alone decides which frames count, in
-//! the order of the log (I3, I4). A chunk that takes payload for a frame costs time and nothing else.
+//! A sum is a fact about bytes, wherever a frame seems to begin. The walk alone decides which frames count,
+//! in the order of the log (I3, I4). A chunk that takes payload for a frame costs time and nothing else.
 
 use std::ops::Range;
 
-use super::reader::passed;
 use crate::frame::{FRAME_HEADER_LEN, UncheckedFrame};
 use crate::ids::StoreId;
 use crate::limits::{FRAME_ALIGN, align_up};
@@ -143,6 +142,21 @@ impl HeldSums {
     }
 }
 
+/// The distance through these bytes to the next place that begins as a frame does, or to their end. At most
+/// places no frame begins, so 64 places are compared at once before any is looked at. Comparing them as
+/// numbers lets the processor compare several at a time: 16 MiB in 0.2 ms, against 0.6 ms by bytes.
+pub(super) fn passed(bytes: &[u8]) -> usize {
+    const STEP: usize = FRAME_ALIGN as usize;
+    const LOOK: usize = 64;
+    let magic = u32::from_le_bytes(FRAME_MAGIC);
+    let begins = |place: &[u8; STEP]| u32::from_le_bytes([place[0], place[1], place[2], place[3]]) == magic;
+    let none_begins = |places: &&[[u8; STEP]]| !places.iter().fold(false, |any, place| any | begins(place));
+    let (places, _cut) = bytes.as_chunks();
+    let looks = places.chunks_exact(LOOK).take_while(none_begins).count() * LOOK;
+    let rest = places[looks..].iter().take_while(|place| !begins(place)).count();
+    (looks + rest) * STEP
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -167,8 +181,8 @@ mod tests {
         }
     }
 
-    /// Frames side by side or with gaps; in every other payload lies a header of its own place, as in a copy of
-    /// a segment. Chunks cut them anywhere. Whatever is asked for, the sum is that of the bytes.
+    /// Frames side by side or with gaps; in every other payload lies a header of its own place, as in a copy
+    /// of a segment. Chunks cut them anywhere. Whatever is asked for, the sum is that of the bytes.
     #[test]
     fn a_sum_put_together_is_the_sum_of_the_bytes() {
         let mut drawn = 1_u64;

@@ -29,9 +29,9 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     Ok(ops)
 }
 
-/// The ranges that the operations of a payload change, after those in `changes`, if all of them change bytes of
-/// pages and nothing else. Returns whether they do; if not, or if the payload is not well-formed, or if there is
-/// no memory, nothing is added, and [`decode_payload`] says why.
+/// Adds the ranges that the operations of a payload change, if all of them change bytes of pages and nothing
+/// else. Returns whether they do. If not, or if the payload is not well-formed, or if there is no memory,
+/// nothing is added: [`decode_payload`] says why.
 pub fn byte_changes(payload: &[u8], changes: &mut Vec<ByteChange>) -> bool {
     let before = changes.len();
     let mut are_all = op_count(payload).is_ok_and(|count| changes.try_reserve(count).is_ok());

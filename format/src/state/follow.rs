@@ -146,7 +146,7 @@ impl<'s> StateWalk<'s> {
         Ok(ops)
     }
 
-    /// Follows the next batch of the walk, of which is known that it changes these ranges and does nothing else.
+    /// Follows the next batch of the walk, if that changes these ranges and does nothing else.
     /// `None`, with nothing done, if [`batch`](Self::batch) must follow it.
     ///
     /// # Errors

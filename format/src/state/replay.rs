@@ -97,7 +97,7 @@ impl Resolver {
     /// # Errors
     /// [`Defect::Batch`] if it cannot follow the state before it.
     pub fn batch(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Result<(), Defect> {
-        if lsn > self.caught_newest
+        if self.is_news(lsn)
             && let Some(changed) = self.table.change_bytes(lsn, ops)
         {
             return changed.map_err(Defect::from);
@@ -144,14 +144,19 @@ impl Resolver {
         Ok(())
     }
 
-    /// Follows a batch that changes these ranges and does nothing else, as [`batch`](Self::batch) does. `None`,
-    /// with nothing done, if a page may have been caught with this batch or a later one.
+    /// Whether no page was caught with this batch or a later one.
+    fn is_news(&self, lsn: Lsn) -> bool {
+        lsn > self.caught_newest
+    }
+
+    /// Follows a batch that changes these ranges and does nothing else, as [`batch`](Self::batch) does.
+    /// `None`, with nothing done, if a page may have been caught with this batch or a later one.
     ///
     /// # Errors
     /// As for `batch`.
     pub fn byte_changes(&mut self, lsn: Lsn, changes: &[ByteChange]) -> Option<Result<(), Defect>> {
-        let is_news = lsn > self.caught_newest;
-        is_news.then(|| self.table.change_ranges(lsn, changes.iter().copied()).map_err(Defect::from))
+        self.is_news(lsn)
+            .then(|| self.table.change_ranges(lsn, changes.iter().copied()).map_err(Defect::from))
     }
 
     /// Follows a restore, whose table the caller read and checked. No snapshot is taken across a restore,

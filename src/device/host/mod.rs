@@ -187,8 +187,9 @@ impl HostDevice {
         }
     }
 
-    /// Applies deltas by several threads as if one after the other: each block of memory is one thread's, which
-    /// applies its deltas in their order. Returns `false`, with nothing done, if one thread is to apply them.
+    /// Applies deltas by several threads as if one after the other: each block of memory is one thread's,
+    /// which applies its deltas in their order. Returns `false`, with nothing done, if one thread is to apply
+    /// them.
     fn apply_by_threads(&self, rows: &[Vec<Piece>], staging: &[Staging]) -> bool {
         let threads = parallel::threads(THREADS_MAX);
         let shares = if threads > 1 { self.shares(rows, threads * SHARES_EACH) } else { None };
@@ -201,8 +202,8 @@ impl HostDevice {
         true
     }
 
-    /// Shares of deltas, of which none has a block of memory that another one has. `None` if a delta lies in page
-    /// memory, which another thread may change, or if there is no memory.
+    /// Shares of deltas, of which none has a block of memory that another one has. `None` if a delta lies in
+    /// page memory, which another thread may change, or if there is no memory.
     fn shares<'p>(&self, rows: &'p [Vec<Piece>], count: usize) -> Option<Vec<Vec<&'p Piece>>> {
         let mut shares: Vec<Vec<&Piece>> = vec![Vec::new(); count];
         let memories = self.memories.read();

@@ -1,9 +1,9 @@
-//! Replay by windows that several threads read, held against replay by one thread, and against `rebuild`. The
-//! windows are so short that frames are cut by their ends and by the chunks in them, and some frames are longer
-//! than a window.
+//! Replay by windows that several threads read, held against replay by one thread, and against `rebuild`.
+//! The windows are so short that frames are cut by their ends and by the chunks in them, and some frames are
+//! longer than a window.
 //!
-//! Whatever is damaged, all give the same state, the same cut, or the same refusal, to the byte: a thread that
-//! is done early decides nothing (I4).
+//! Whatever is damaged, all give the same state, the same cut, or the same refusal, to the byte: a thread
+//! that is done early decides nothing (I4).
 
 use std::sync::Arc;
 
@@ -13,6 +13,7 @@ use remanent::{Damage, Error, FileName, Lsn, PageId, Place, Store, TornTail, Wid
 use remanent_format::frame::FrameKind;
 use remanent_format::log::frames_of_segment;
 use remanent_format::state::rebuild::rebuild;
+use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State, open_with, small};
 
@@ -26,7 +27,7 @@ enum Opened {
     Refused(Damage),
 }
 
-/// Opens a copy of the files by windows of this length. Several threads apply what is replayed, however little.
+/// Opens a copy of the files by windows of this length. Several threads apply deltas, however few.
 fn open_by(files: &Files, window_len: u64) -> Opened {
     let device = Arc::new(HostDevice::new().wide_from(if window_len == 0 { u64::MAX } else { 1 }));
     let options = small().replay_window_len(window_len);
@@ -61,9 +62,9 @@ fn agreed(what: &str, files: &Files) -> Opened {
     alone
 }
 
-/// A store without a snapshot, killed or closed. Its batches change the same few bytes again and again, some of
-/// them by every kind of operation; a page is resized on the way; frames are short, cut by chunks, and longer
-/// than windows; some begin a group.
+/// A store without a snapshot, killed or closed. Its batches change the same few bytes again and again, some
+/// of them by every kind of operation; a page is resized on the way; frames are short, cut by chunks, and
+/// longer than windows; some begin a group.
 fn victim(is_killed: bool) -> Files {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().segment_len(128 << 10)).unwrap();
@@ -110,7 +111,7 @@ fn commit(store: &Store, pages: &[PageId], number: u64) {
 
 /// The frames of batches: segment, offset and payload's length.
 fn frames(files: &Files) -> Vec<(FileName, u64, u64)> {
-    let store = rebuild(files, &Default::default()).unwrap().store;
+    let store = Survey::read(files).unwrap().store.store;
     let of_segment = |file: FileName| {
         let FileName::Segment(number) = file else { panic!("{file} is no segment") };
         frames_of_segment(files, store, number).into_iter().filter_map(move |frame| {
