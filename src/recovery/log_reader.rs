@@ -9,7 +9,7 @@
 //! Frames are read into staging and stay where they were read, so that a device takes its deltas from
 //! there. A window is read, another one is used, and one is on its way from one thread to the other. Each
 //! is as long as the longest frame at least. A short log is read as one window of a megabyte after the
-//! other, by one thread.
+//! other, by one thread, and so is every log where few threads can run at once.
 //!
 //! Nothing is written here, so a crash loses nothing.
 
@@ -38,6 +38,9 @@ const AHEAD_MAX: usize = 2;
 const WINDOWS_AHEAD_MAX: usize = 1;
 /// Threads that read and sum windows.
 const THREADS_MAX: usize = 16;
+/// The fewest threads that gain by windows. Two are kept busy by reading and using one window after the other:
+/// on two busy cores windows took 1.2 times the processor's time and saved none.
+const THREADS_MIN: usize = 4;
 /// Bytes of a window for each of the threads. Threads are started for each window, which takes a tenth of the
 /// time of reading this; several windows stay in the last cache.
 const WINDOW_LEN_EACH: u64 = 1 << 20;
@@ -76,6 +79,8 @@ struct WindowRules {
 pub(super) struct BatchRun {
     pub memory: StagingBuf,
     pub batches: Vec<LoggedBatch>,
+    /// The threads that share work on its batches.
+    threads: usize,
 }
 
 /// One batch of a run, by its place there.
@@ -87,7 +92,9 @@ pub(super) struct LoggedBatch {
 
 /// The ranges of pages that each batch of a run changes, for batches that do nothing else: these are nearly
 /// all batches of a long log.
-pub(super) struct RunChanges(Vec<GroupChanges>);
+///
+/// None at all if one thread reads the log: the thread that follows it decodes the batches then.
+pub(super) struct RunChanges(Option<Vec<GroupChanges>>);
 
 /// The changes of some batches, in their order.
 #[derive(Default)]
@@ -98,9 +105,12 @@ struct GroupChanges {
 }
 
 impl RunChanges {
-    /// Each batch's changes; `None` for a batch that does more, or that is not well-formed.
+    /// Each batch's changes; `None` for a batch that does more, or that is not well-formed, or that is yet to
+    /// be decoded.
     pub fn iter(&self) -> impl Iterator<Item = Option<&[ByteChange]>> {
-        self.0.iter().flat_map(|GroupChanges { changes, ends }| {
+        let decoded = self.0.iter().flatten();
+        let undecoded = std::iter::repeat_n(None, if self.0.is_none() { usize::MAX } else { 0 });
+        let decoded = decoded.flat_map(|GroupChanges { changes, ends }| {
             let mut rest = changes.as_slice();
             let mut taken = 0;
             ends.iter().map(move |end| {
@@ -108,7 +118,8 @@ impl RunChanges {
                 (rest, taken) = (more, (*end)?);
                 Some(of_batch)
             })
-        })
+        });
+        decoded.chain(undecoded)
     }
 }
 
@@ -165,7 +176,7 @@ impl Frames<'_> {
         read.map_err(|damage| no_staging.into_inner().unwrap_or_else(|| damage.into()))
     }
 
-    /// The windows by which the log after `from` is read; `None` if it is too short for them to gain anything.
+    /// The windows by which the log after `from` is read; `None` if one thread reads it as soon.
     fn windows(&self, from: LogPoint) -> Option<WindowRules> {
         let threads = parallel::threads(THREADS_MAX);
         let with_frames =
@@ -176,7 +187,7 @@ impl Frames<'_> {
         match self.window_len {
             Some(0) => None,
             Some(len) => Some(WindowRules { len, chunk_len: GROUP_ALIGN, threads: threads.max(2) }),
-            None if threads < 2 || len < WINDOW_LEN_MIN => None,
+            None if threads < THREADS_MIN || len < WINDOW_LEN_MIN => None,
             None => Some(WindowRules { len, chunk_len: CHUNK_LEN, threads }),
         }
     }
@@ -220,13 +231,15 @@ impl Frames<'_> {
         let reading = Reading { supply: &supply, windows };
         let mut walk = LogWalk::reading_into(self.source, self.map, from, self.mark, reading)?;
         let mut run: Option<(Arc<StagingBuf>, Vec<LoggedBatch>)> = None;
-        let walked = self.walk_to(&mut walk, until, &mut run, give);
+        let threads = rules.map_or(1, |rules| rules.threads);
+        let mut give = |run| give(BatchRun::new(run, threads));
+        let walked = self.walk_to(&mut walk, until, &mut run, &mut give);
         let stopped = StopPoint { point: walk.point(), end: walk.end().cloned() };
         // After this the last run's memory has one owner. Batches before damage are given, too: an error
         // in one of them lies first in the log, and is the one to report.
         drop(walk);
         if let Some(last) = run {
-            give(BatchRun::new(last));
+            give(last);
         }
         walked.map(|()| stopped)
     }
@@ -237,7 +250,7 @@ impl Frames<'_> {
         walk: &mut LogWalk<'_, StagingBuf>,
         until: Option<Lsn>,
         run: &mut Option<(Arc<StagingBuf>, Vec<LoggedBatch>)>,
-        give: &mut dyn FnMut(BatchRun) -> bool,
+        give: &mut dyn FnMut((Arc<StagingBuf>, Vec<LoggedBatch>)) -> bool,
     ) -> Result<(), Damage> {
         while until.is_none_or(|until| walk.point().lsn < until) {
             let Some(frame) = walk.next()? else { break };
@@ -253,7 +266,7 @@ impl Frames<'_> {
                     let read = run.replace((frame.memory.clone(), vec![batch]));
                     // The thread that uses the runs failed: it takes no more, and its error is the one
                     // that counts.
-                    if !read.is_none_or(|read| give(BatchRun::new(read))) {
+                    if !read.is_none_or(&mut *give) {
                         break;
                     }
                 }
@@ -265,9 +278,9 @@ impl Frames<'_> {
 
 impl BatchRun {
     /// Takes a run whose memory the walk has let go of.
-    fn new((memory, batches): (Arc<StagingBuf>, Vec<LoggedBatch>)) -> Self {
+    fn new((memory, batches): (Arc<StagingBuf>, Vec<LoggedBatch>), threads: usize) -> Self {
         let memory = Arc::into_inner(memory).expect("the walk reads on elsewhere");
-        Self { memory, batches }
+        Self { memory, batches, threads }
     }
 
     /// Does `work` with the batches of this run by several threads, some batches at a time, and returns the
@@ -276,6 +289,9 @@ impl BatchRun {
         &self,
         work: impl Fn(&[LoggedBatch]) -> Result<T, E> + Sync,
     ) -> Result<Vec<T>, E> {
+        if self.threads == 1 {
+            return Ok(vec![work(&self.batches)?]);
+        }
         let mut ops = 0;
         let groups = self.batches.chunk_by(|batch, _| {
             ops += claimed_ops(self.payload(batch));
@@ -285,11 +301,14 @@ impl BatchRun {
         });
         let groups: Vec<&[LoggedBatch]> = groups.collect();
         let each = |(): &mut (), index: usize| work(groups[index]);
-        parallel::map_indexed(parallel::threads(THREADS_MAX), groups.len(), || (), each)
+        parallel::map_indexed(self.threads, groups.len(), || (), each)
     }
 
     /// The ranges that its batches change.
     pub fn byte_changes(&self) -> RunChanges {
+        if self.threads == 1 {
+            return RunChanges(None);
+        }
         let Ok(groups) = self.by_threads(|batches| {
             let mut group = GroupChanges::default();
             for batch in batches {
@@ -298,7 +317,7 @@ impl BatchRun {
             }
             Ok::<_, Infallible>(group)
         });
-        RunChanges(groups)
+        RunChanges(Some(groups))
     }
 
     /// The payload of a batch of this run.

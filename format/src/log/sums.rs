@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use crate::frame::{FRAME_HEADER_LEN, UncheckedFrame};
+use crate::frame::{FRAME_HEADER_LEN, FRAME_MAGIC, UncheckedFrame};
 use crate::ids::StoreId;
 use crate::limits::{FRAME_ALIGN, align_up};
 
