@@ -38,7 +38,7 @@ const AHEAD_MAX: usize = 2;
 const WINDOWS_AHEAD_MAX: usize = 1;
 /// Threads that read and sum windows.
 const THREADS_MAX: usize = 16;
-/// The fewest threads that gain by windows. Two are kept busy by reading and using one window after the other:
+/// The fewest threads that gain by windows. Two are kept busy by reading one run and using another:
 /// on two busy cores windows took 1.2 times the processor's time and saved none.
 const THREADS_MIN: usize = 4;
 /// Bytes of a window for each of the threads. Threads are started for each window, which takes a tenth of the
