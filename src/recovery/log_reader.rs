@@ -41,8 +41,8 @@ const THREADS_MAX: usize = 16;
 /// The fewest threads that gain by windows. Two are kept busy by reading one run and using another:
 /// on two busy cores windows took 1.2 times the processor's time and saved none.
 const THREADS_MIN: usize = 4;
-/// Bytes of a window for each of the threads. Threads are started for each window, which takes a tenth of the
-/// time of reading this; several windows stay in the last cache.
+/// Bytes of a window for each of the threads. Threads are started for each window, so it must not be short;
+/// several windows should stay in the last cache.
 const WINDOW_LEN_EACH: u64 = 1 << 20;
 /// The longest window, whatever the number of threads (I10).
 const WINDOW_LEN_MAX: u64 = 16 << 20;
