@@ -246,6 +246,15 @@ pub fn check_payload(header: &FrameHeader, payload: &[u8]) -> Result<(), Defect>
     check_crc("payload", header.payload_crc, payload)
 }
 
+/// As [`check_payload`], for a caller that has the payload's checksum.
+///
+/// # Errors
+/// [`Defect::Checksum`].
+pub fn check_payload_crc(header: &FrameHeader, computed: u32) -> Result<(), Defect> {
+    let found = header.payload_crc;
+    if found == computed { Ok(()) } else { Err(Defect::Checksum { what: "payload", found, computed }) }
+}
+
 /// A snapshot that was read back past the cache, as seals record it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VerifiedSnapshot {

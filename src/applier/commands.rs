@@ -129,6 +129,33 @@ impl ListBuilder {
         make_room(&mut self.list.staging, self.asides.capacity() + 1)
     }
 
+    /// Adds the operations of the same payload that another builder has, after its own. Neither has handed a
+    /// payload over.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn append(&mut self, later: Self) -> Result<()> {
+        let Self { list, asides, .. } = later;
+        assert!(self.list.staging.is_empty() && list.staging.is_empty());
+        make_room(&mut self.list.commands, list.commands.len())?;
+        make_room(&mut self.asides, asides.len())?;
+        make_room(&mut self.list.staging, self.asides.len() + asides.len() + 1)?;
+        let before = self.asides.len();
+        self.list.commands.extend(list.commands.into_iter().map(|mut command| {
+            if let Command::Apply { pieces } = &mut command {
+                for piece in pieces {
+                    // 0 is the payload, which both share.
+                    if let Payload::Staging { index: index @ 1.., .. } = &mut piece.payload {
+                        *index += before;
+                    }
+                }
+            }
+            command
+        }));
+        self.asides.extend(asides);
+        Ok(())
+    }
+
     /// The index of the staging that is handed over next. Operations name it by this index.
     pub fn payload_index(&self) -> usize {
         self.list.staging.len()
@@ -149,7 +176,7 @@ impl ListBuilder {
 
     /// Whether there is nothing to do and nothing to give back.
     pub fn is_empty(&self) -> bool {
-        self.list.commands.is_empty() && self.list.staging.is_empty()
+        self.list.commands.is_empty() && self.list.staging.is_empty() && self.asides.is_empty()
     }
 
     /// Takes the list. The builder is empty again.

@@ -43,6 +43,7 @@ pub struct Options {
     pub(crate) retention: Retention,
     pub(crate) compression: Compression,
     pub(crate) chunk_len: Option<u64>,
+    pub(crate) replay_window_len: Option<u64>,
     pub(crate) page_load: PageLoad,
     pub(crate) snapshot_log_bytes: Option<u64>,
     pub(crate) snapshot_interval: Option<Duration>,
@@ -69,6 +70,7 @@ impl Default for Options {
             retention: Retention::default(),
             compression: Compression::default(),
             chunk_len: None,
+            replay_window_len: None,
             page_load: PageLoad::default(),
             snapshot_log_bytes: Some(256 << 20),
             snapshot_interval: Some(Duration::from_secs(60)),
@@ -279,6 +281,15 @@ impl Options {
     #[must_use]
     pub fn chunk_len(mut self, bytes: u64) -> Self {
         self.chunk_len = Some(bytes.max(1));
+        self
+    }
+
+    /// Bytes of the windows by which an open reads the log, so that a small log can have several. 0: one
+    /// thread reads it.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn replay_window_len(mut self, bytes: u64) -> Self {
+        self.replay_window_len = Some(bytes);
         self
     }
 

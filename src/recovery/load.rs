@@ -19,7 +19,7 @@ use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
 
 use super::catalog::CatalogDraft;
 use super::image_loader::{ImageLoader, threads};
-use super::log_reader::BatchRun;
+use super::log_reader::{BatchRun, LoggedBatch};
 use super::page_memory::PageMemories;
 use super::page_sources::{ImageGroup, PageSources, SourceSorter};
 use super::{Recovery, is_same, on_disk};
@@ -39,6 +39,8 @@ use crate::options::PageLoad;
 /// Lists in flight while pages are loaded. Each owns its staging until it is done, so this bounds that
 /// memory.
 const IN_FLIGHT_MAX: usize = 8;
+/// Bytes of such staging. One list more may be in flight.
+const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
 
 /// Loaded pages that no list uses any more. If the open fails after all, dropping this gives their memory
 /// back, so that an older snapshot finds the whole budget (I10).
@@ -210,8 +212,10 @@ enum ResizedPage {
 struct SubmittedLists<'a> {
     device: &'a dyn Device,
     staging: &'a StagingPool,
-    /// The oldest list first.
-    pending: VecDeque<Pending>,
+    /// The oldest list first, each with the bytes of its staging.
+    pending: VecDeque<(Pending, usize)>,
+    /// The sum of these bytes.
+    pending_bytes: usize,
 }
 
 /// The pages whose bases are newer than the batch after which the replay begins. For all other pages each
@@ -242,7 +246,7 @@ impl NewerBases {
     }
 }
 
-/// Makes lists of batches, on the thread that reads them: the frames are in that core's cache then.
+/// Makes lists of batches, ahead of the thread that submits them.
 struct Deltas<'l> {
     /// Where pages lie on the device. Deleted and unloaded ones have none.
     memory: &'l ById<PageId, PageMemory>,
@@ -261,7 +265,7 @@ impl<'a> Loader<'a> {
             pages: PageSet::default(),
             on_host: Mutex::default(),
             list: ListBuilder::default(),
-            in_flight: SubmittedLists { device, staging, pending: VecDeque::new() },
+            in_flight: SubmittedLists { device, staging, pending: VecDeque::new(), pending_bytes: 0 },
             tail: Vec::new(),
         }
     }
@@ -483,12 +487,37 @@ impl Deltas<'_> {
     /// Makes the list of a run's batches for pages in device memory, in the order of the log. Batches of
     /// pages in host memory are applied at once.
     fn list(&self, run: BatchRun) -> Result<CommandList> {
-        let mut list = ListBuilder::default();
-        // One thread makes the lists, so this lock is never waited for.
+        // One thread has lists made, so this lock is never waited for.
         let mut on_host = self.on_host.lock();
+        let parts = if on_host.is_empty() {
+            run.by_threads(|batches| self.part(&run, batches, &mut HashMap::new()))?
+        } else {
+            vec![self.part(&run, &run.batches, &mut on_host)?]
+        };
+        let mut list = ListBuilder::default();
+        for part in parts {
+            list.append(part)?;
+        }
+        // The device reads deltas from where the frames were read: the list owns that memory until it is
+        // done.
+        if list.is_empty() {
+            self.staging.give(run.memory.into_staging());
+        } else {
+            list.payload(run.memory);
+        }
+        Ok(list.take())
+    }
+
+    /// The part of a list that some batches of a run are.
+    fn part(
+        &self,
+        run: &BatchRun,
+        batches: &[LoggedBatch],
+        on_host: &mut HashMap<PageId, ResizedPage>,
+    ) -> Result<ListBuilder> {
+        let mut list = ListBuilder::default();
         let index = list.payload_index();
-        let mut staged = false;
-        for batch in &run.batches {
+        for batch in batches {
             let lsn = batch.header.lsn;
             let payload = PayloadAt { index, offset: batch.payload.start };
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
@@ -511,19 +540,11 @@ impl Deltas<'_> {
                         // batch on.
                         let aside = stage_aside(&op.op, &BTreeMap::new(), self.staging)?;
                         list.data(op, payload, memory, aside);
-                        staged = true;
                     }
                 }
             }
         }
-        // The device reads deltas from where the frames were read: the list owns that memory until it is
-        // done.
-        if staged {
-            list.payload(run.memory);
-        } else {
-            self.staging.give(run.memory.into_staging());
-        }
-        Ok(list.take())
+        Ok(list)
     }
 }
 
@@ -533,18 +554,29 @@ impl SubmittedLists<'_> {
         if list.commands.is_empty() && list.staging.is_empty() {
             return Ok(());
         }
-        self.pending.push_back(self.device.submit(Lane::Apply, list)?);
+        let bytes = list.staging.iter().map(|staging| staging.len()).sum();
+        self.pending.push_back((self.device.submit(Lane::Apply, list)?, bytes));
+        self.pending_bytes += bytes;
+        while self.pending.len() > 1 && self.pending_bytes > IN_FLIGHT_BYTES_MAX {
+            self.finish_oldest()?;
+        }
         self.drain(IN_FLIGHT_MAX)
     }
 
     /// Waits until at most `in_flight_max` lists are in flight, and gives the staging of the others back.
     fn drain(&mut self, in_flight_max: usize) -> Result<()> {
         while self.pending.len() > in_flight_max {
-            let pending = self.pending.pop_front().expect("more than the maximum");
-            // The oldest first: it is done first, for a lane does its lists in order.
-            for staging in pending.finish(self.device)? {
-                self.staging.give(staging);
-            }
+            self.finish_oldest()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the oldest list: it is done first, for a lane does its lists in order.
+    fn finish_oldest(&mut self) -> Result<()> {
+        let Some((oldest, bytes)) = self.pending.pop_front() else { return Ok(()) };
+        self.pending_bytes -= bytes;
+        for staging in oldest.finish(self.device)? {
+            self.staging.give(staging);
         }
         Ok(())
     }

@@ -96,7 +96,7 @@ use remanent_format::{
 use self::catalog::CatalogDraft;
 pub(crate) use self::lazy_load::PageLoader;
 use self::load::{LoadedPages, load};
-use self::log_reader::Frames;
+use self::log_reader::{BatchRun, Frames};
 use self::opening::{Predecessor, begin};
 pub(crate) use self::outlook::Outlook;
 use crate::applier::AppliedState;
@@ -484,8 +484,8 @@ impl Recovery<'_> {
         Err(passed_over.into_iter().next().unwrap_or(nothing).into())
     }
 
-    /// Follows the log from a snapshot to its end, as [`Survey::resolve`] does on one thread. One thread
-    /// reads and proves frames while this one resolves them.
+    /// Follows the log from a snapshot to its end, as [`Survey::resolve`] does on one thread. Other threads
+    /// read, prove and decode frames while this one resolves them.
     fn resolve(
         &self,
         source: &DiskSource,
@@ -493,21 +493,27 @@ impl Recovery<'_> {
         base: Option<&Arc<Manifest>>,
     ) -> Result<Resolution> {
         let mut following = StateWalk::new_by(survey, source, base, &survey::EntryThreads)?;
-        let as_it_is = |run| run;
-        let stopped = self.frames(source, survey).read(following.start(), None, as_it_is, |run| {
-            for batch in &run.batches {
-                following.batch(&batch.header, run.payload(batch))?;
-            }
-            self.staging.give(run.memory.into_staging());
-            Ok(())
-        })?;
+        let with_changes = |run: BatchRun| (run.byte_changes(), run);
+        let stopped =
+            self.frames(source, survey).read(following.start(), None, with_changes, |(changes, run)| {
+                for (batch, changes) in run.batches.iter().zip(changes.iter()) {
+                    let followed = changes.and_then(|changes| following.byte_changes(&batch.header, changes));
+                    match followed {
+                        Some(followed) => followed?,
+                        None => _ = following.batch(&batch.header, run.payload(batch))?,
+                    }
+                }
+                self.staging.give(run.memory.into_staging());
+                Ok(())
+            })?;
         Ok(following.finish(stopped.end, stopped.point)?)
     }
 
     /// The frames of the log, from `source`. The mark of the manifests goes along: a log that ends below
     /// it has lost batches that were durable (I4), and is not taken for one with a torn tail.
     fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
-        Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging }
+        let window_len = self.options.replay_window_len;
+        Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging, window_len }
     }
 
     /// Makes the pool of segments for the log to come.

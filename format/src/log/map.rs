@@ -90,6 +90,12 @@ impl LogMap {
         Ok(Self { store, segments, newest, line, break_of_line })
     }
 
+    /// The store whose log it is.
+    #[must_use]
+    pub fn store(&self) -> StoreId {
+        self.store
+    }
+
     /// The segments by number.
     #[must_use]
     pub fn segments(&self) -> &BTreeMap<u64, Segment> {

@@ -22,9 +22,11 @@
 mod map;
 mod order;
 mod reader;
+mod sums;
 mod walk;
 
 pub use map::{LogMap, Segment};
 pub use order::{header_in_order, next_locations};
-pub use reader::{Supply, frames_of_segment};
+pub use reader::{ReadChunks, Reading, Supply, Windows, frames_of_segment};
+pub use sums::ChunkSums;
 pub use walk::{Frame, LogEnd, LogWalk, TornTail};

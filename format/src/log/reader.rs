@@ -4,6 +4,7 @@ use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::sums::{BufferedSums, ChunkSums, passed};
 use crate::defect::Defect;
 use crate::frame::{FRAME_MAGIC, FrameHeaderRaw, UncheckedFrame};
 use crate::ids::StoreId;
@@ -27,6 +28,44 @@ const READ_AHEAD_MAX: u64 = 8 << 20;
 /// Gives memory of at least that length to read into; its content does not matter.
 pub type Supply<'s, B> = &'s dyn Fn(usize) -> io::Result<B>;
 
+/// Reads a long stretch of a segment by several threads, and sums it in chunks: the segment's number, the
+/// stretch's offset in bytes, and the memory to fill. The chunks' sums come in the order of their offsets.
+pub type ReadChunks<'s> = &'s dyn Fn(u64, u64, &mut [u8]) -> io::Result<Vec<ChunkSums>>;
+
+/// The way in which a walk reads frames.
+#[expect(missing_debug_implementations, reason = "it is functions")]
+pub struct Reading<'s, B> {
+    /// Memory to read into.
+    pub supply: Supply<'s, B>,
+    /// Windows of several threads; without them a walk reads and sums by itself.
+    pub windows: Option<Windows<'s>>,
+}
+
+/// Windows: stretches of a segment that are read and summed by several threads.
+#[derive(Clone, Copy)]
+#[expect(missing_debug_implementations, reason = "it is a function")]
+pub struct Windows<'s> {
+    /// Bytes of a window. Where a frame is longer, its window is as long as the frame.
+    pub len: u64,
+    /// Fills a window by several threads.
+    pub read: ReadChunks<'s>,
+}
+
+impl<B> Clone for Reading<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B> Copy for Reading<'_, B> {}
+
+impl<'s, B> Reading<'s, B> {
+    /// Reading by the walk's own thread.
+    pub fn alone(supply: Supply<'s, B>) -> Self {
+        Self { supply, windows: None }
+    }
+}
+
 /// Requests up to this length are never refused. A reader that looks for frames skips headers that it cannot
 /// read, and must not skip a sound frame for want of memory: a header always fits. If a longer request is
 /// refused, the reader reads no more than it was asked for.
@@ -48,16 +87,20 @@ pub(super) struct SegmentReader<'s, B = Vec<u8>> {
     source: &'s dyn ReadAt,
     number: u64,
     file_len: Option<u64>,
-    supply: Supply<'s, B>,
+    reading: Reading<'s, B>,
     buffer: Option<Arc<B>>,
     /// The range of the file that the buffer holds.
     buffered: Range<u64>,
+    /// Sums of parts of that range.
+    sums: BufferedSums,
     read_ahead: u64,
+    /// The longest stretch that was asked for, with the next header after it. Counted for windows.
+    longest: u64,
 }
 
 impl<'s> SegmentReader<'s> {
     pub fn new(source: &'s dyn ReadAt, number: u64) -> Self {
-        Self::reading_into(source, number, ORDINARY)
+        Self::reading_into(source, number, Reading::alone(ORDINARY))
     }
 
     /// One that reads little of a segment at a time.
@@ -67,13 +110,25 @@ impl<'s> SegmentReader<'s> {
 }
 
 impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
-    pub fn reading_into(source: &'s dyn ReadAt, number: u64, supply: Supply<'s, B>) -> Self {
-        Self { source, number, file_len: None, supply, buffer: None, buffered: 0..0, read_ahead: READ_AHEAD }
+    pub fn reading_into(source: &'s dyn ReadAt, number: u64, reading: Reading<'s, B>) -> Self {
+        Self {
+            source,
+            number,
+            file_len: None,
+            reading,
+            buffer: None,
+            buffered: 0..0,
+            sums: BufferedSums::default(),
+            read_ahead: READ_AHEAD,
+            longest: GROUP_ALIGN,
+        }
     }
 
-    /// Forgets the bytes that were read ahead.
+    /// Forgets the bytes that were read ahead, and their sums. From here on no other thread reads: mostly
+    /// this is the end of the log, and no frame comes after it.
     pub fn forget(&mut self) {
         self.buffered = 0..0;
+        self.reading.windows = None;
     }
 
     pub fn file_len(&mut self) -> Result<u64, Defect> {
@@ -107,6 +162,14 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         Ok((buffer, (offset - self.buffered.start) as usize))
     }
 
+    /// The CRC-32 of `len` bytes at `offset`.
+    pub fn crc(&mut self, offset: u64, len: usize) -> Result<u32, Defect> {
+        let (_, at) = self.shared(offset, len)?;
+        let buffer = self.buffer.as_ref().expect("it holds what was asked for");
+        let bytes = &(**buffer).as_ref()[at..at + len];
+        Ok(self.sums.crc(offset..offset + len as u64, bytes))
+    }
+
     /// Whether nothing so far refused to be read.
     pub fn all_is_readable(&self) -> bool {
         self.read_ahead > 0
@@ -114,8 +177,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
 
     /// The bytes that it has read from `offset` on; none if it has not read there yet.
     fn buffered_from(&self, offset: u64) -> &[u8] {
-        let buffer = self.buffer.as_ref().filter(|_| self.buffered.contains(&offset));
-        buffer.map_or(&[], |buffer| {
+        let buffered = self.buffer.as_ref().filter(|_| self.buffered.contains(&offset));
+        buffered.map_or(&[], |buffer| {
             let buffer = &(**buffer).as_ref()[..(self.buffered.end - self.buffered.start) as usize];
             &buffer[(offset - self.buffered.start) as usize..]
         })
@@ -125,6 +188,18 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
     /// copy.
     fn fill(&mut self, offset: u64, end: u64, file_len: u64) -> Result<(), Defect> {
         let start = offset - offset % GROUP_ALIGN;
+        if let Some(windows) = self.reading.windows {
+            self.longest = self.longest.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
+            // As many of the longest frames so far as fit: a frame that is cut at a window's end is copied to
+            // the next one.
+            let window = (windows.len / self.longest).max(1) * self.longest;
+            let window_end = align_up(end.max(start.saturating_add(window)), GROUP_ALIGN);
+            if self.read(start..window_end.min(file_len)).is_ok() {
+                return Ok(());
+            }
+            // Whatever was refused, memory or a sector: alone, the walk gets as far as it can.
+            self.reading.windows = None;
+        }
         if self.read_ahead > 0 {
             // The next header, and the bytes before it up to a block, fit after the longest frame.
             self.read_ahead = self.read_ahead.max((end - offset + 2 * GROUP_ALIGN).min(READ_AHEAD_MAX));
@@ -156,7 +231,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         match self.buffer.as_mut().and_then(Arc::get_mut).filter(|own| (**own).as_ref().len() >= len) {
             Some(own) => own.as_mut().copy_within(kept_at..kept_at + kept, 0),
             None => {
-                let mut new = (self.supply)(len).map_err(|error| match error.kind() {
+                let mut new = (self.reading.supply)(len).map_err(|error| match error.kind() {
                     io::ErrorKind::OutOfMemory => Defect::Memory { needed: len as u64 },
                     _ => unreadable(error),
                 })?;
@@ -169,7 +244,13 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
         let own = self.buffer.as_mut().and_then(Arc::get_mut).expect("its own, or new");
         let target = &mut own.as_mut()[kept..len];
         let at = range.start + kept as u64;
-        self.source.read_at(FileName::Segment(self.number), at, target).map_err(unreadable)?;
+        self.sums.keep(&(range.start..at));
+        match self.reading.windows {
+            Some(windows) => {
+                self.sums.extend((windows.read)(self.number, at, target).map_err(unreadable)?);
+            }
+            None => self.source.read_at(FileName::Segment(self.number), at, target).map_err(unreadable)?,
+        }
         self.buffered = range;
         Ok(())
     }
@@ -215,21 +296,6 @@ pub(super) fn own_frames<'r>(
         }
         None
     })
-}
-
-/// The distance through these bytes to the next place that begins as a frame does, or to their end. At most
-/// places no frame begins, so 64 places are compared at once before any is looked at. Comparing them as
-/// numbers lets the processor compare several at a time: 16 MiB in 0.2 ms, against 0.6 ms by bytes.
-fn passed(bytes: &[u8]) -> usize {
-    const STEP: usize = FRAME_ALIGN as usize;
-    const LOOK: usize = 64;
-    let magic = u32::from_le_bytes(FRAME_MAGIC);
-    let begins = |word: &[u8; STEP]| u32::from_le_bytes([word[0], word[1], word[2], word[3]]) == magic;
-    let none_begins = |words: &&[[u8; STEP]]| !words.iter().fold(false, |any, word| any | begins(word));
-    let (words, _rest) = bytes.as_chunks();
-    let looks = words.chunks_exact(LOOK).take_while(none_begins).count() * LOOK;
-    let rest = words[looks..].iter().take_while(|word| !begins(word)).count();
-    (looks + rest) * STEP
 }
 
 /// All frames of a segment that were written at their place, whatever became of those around them and of the
@@ -319,8 +385,8 @@ mod tests {
             let mut file = OneFile(vec![0; len as usize]);
             let bytes = header(at).encode().0;
             let fits = at + FrameHeaderRaw::LEN as u64 <= len;
-            let end = bytes.len().min((len - at) as usize);
-            file.0[at as usize..][..end].copy_from_slice(&bytes[..end]);
+            let cut = bytes.len().min((len - at) as usize);
+            file.0[at as usize..][..cut].copy_from_slice(&bytes[..cut]);
             let found = |from| -> Vec<u64> {
                 let mut reader = SegmentReader::looking_into(&file, 1);
                 own_frames(&mut reader, STORE, 1, from).map(|frame| frame.unproven().offset).collect()

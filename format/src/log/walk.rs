@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use super::map::{LogMap, Segment};
 use super::order::{header_in_order, next_locations};
-use super::reader::{ORDINARY, SegmentReader, Supply, own_frames};
+use super::reader::{ORDINARY, Reading, SegmentReader, own_frames};
 use crate::defect::{Damage, Defect};
 use crate::frame::{
-    FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshot, check_payload, decode_seal,
-    resembles_frame,
+    FRAME_HEADER_LEN, FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshot, check_payload_crc,
+    decode_seal, resembles_frame,
 };
 use crate::ids::{LogPoint, Lsn};
 use crate::limits::{FRAME_ALIGN, align_up};
@@ -90,7 +90,7 @@ impl Break {
 pub struct LogWalk<'s, B = Vec<u8>> {
     source: &'s dyn ReadAt,
     map: &'s LogMap,
-    supply: Supply<'s, B>,
+    reading: Reading<'s, B>,
     reader: SegmentReader<'s, B>,
     point: LogPoint,
     /// The last batch's end; seals do not move it.
@@ -110,12 +110,12 @@ impl<'s> LogWalk<'s> {
     /// # Errors
     /// [`Damage`] if `from` is not on the line.
     pub fn new(source: &'s dyn ReadAt, map: &'s LogMap, from: LogPoint, mark: Lsn) -> Result<Self, Damage> {
-        Self::reading_into(source, map, from, mark, ORDINARY)
+        Self::reading_into(source, map, from, mark, Reading::alone(ORDINARY))
     }
 }
 
 impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
-    /// As [`LogWalk::new`], with memory of the caller's to read into.
+    /// As [`LogWalk::new`], with memory of the caller's to read into, and perhaps threads that read ahead.
     ///
     /// # Errors
     /// [`Damage`] if `from` is not on the line.
@@ -124,7 +124,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         map: &'s LogMap,
         from: LogPoint,
         mark: Lsn,
-        supply: Supply<'s, B>,
+        reading: Reading<'s, B>,
     ) -> Result<Self, Damage> {
         let file = FileName::Segment(from.segment);
         let on_line = Some(from.incarnation) == map.newest || map.successor(from.incarnation).is_some();
@@ -142,8 +142,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         let mut walk = Self {
             source,
             map,
-            supply,
-            reader: SegmentReader::reading_into(source, from.segment, supply),
+            reading,
+            reader: SegmentReader::reading_into(source, from.segment, reading),
             point: from,
             accepted: from,
             mark,
@@ -243,10 +243,17 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
             self.accepted = self.point;
             self.proven = self.point;
             self.unproven.clear();
-            self.reader = SegmentReader::reading_into(self.source, segment, self.supply);
+            self.reader = self.reader_of(segment);
             self.note_opening(segment);
         }
         Ok(())
+    }
+
+    /// Reads a segment as this walk does. Where no frame was found, none is looked for by several threads.
+    fn reader_of(&self, segment: u64) -> SegmentReader<'s, B> {
+        let has_frames = self.map.segments.get(&segment).is_some_and(|segment| segment.frames.is_some());
+        let windows = self.reading.windows.filter(|_| has_frames);
+        SegmentReader::reading_into(self.source, segment, Reading { windows, ..self.reading })
     }
 
     fn note_opening(&mut self, segment: u64) {
@@ -271,10 +278,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
         // Only a sound next segment can continue the order; whether a missing or damaged one matters is
         // for the judgement.
         if self.check_segment(next).is_ok() {
-            let reader = std::mem::replace(
-                &mut self.reader,
-                SegmentReader::reading_into(self.source, next, self.supply),
-            );
+            let of_next = self.reader_of(next);
+            let reader = std::mem::replace(&mut self.reader, of_next);
             match self.try_or_break(next, start) {
                 Ok(found) => return Ok(found),
                 Err(other) => at_break = at_break.or(other),
@@ -301,8 +306,8 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> LogWalk<'s, B> {
     fn try_at(&mut self, segment: u64, offset: u64) -> Result<(FrameHeader, LogPoint), Defect> {
         let bytes = self.reader.bytes(offset, FrameHeaderRaw::LEN)?;
         let (header, end) = header_in_order(bytes, &self.point, self.map.store, segment, offset)?;
-        let payload = self.reader.bytes(offset + FRAME_HEADER_LEN, header.payload_len as usize)?;
-        check_payload(&header, payload)?;
+        let payload_crc = self.reader.crc(offset + FRAME_HEADER_LEN, header.payload_len as usize)?;
+        check_payload_crc(&header, payload_crc)?;
         Ok((header, end))
     }
 

@@ -9,7 +9,7 @@ mod reader;
 mod writer;
 
 pub use indices::{Indices, gap_code, gap_coded, gap_coded_len};
-pub use reader::{decode_payload, decode_single, each_op};
+pub use reader::{byte_changes, claimed_ops, decode_payload, decode_single, each_op};
 pub use writer::{PayloadBytes, PayloadWriter};
 
 use crate::defect::{Defect, check_limit};
@@ -120,6 +120,17 @@ layout! {
         /// Reserved, always zero.
         33 => reserved: [u8; 7],
     }
+}
+
+/// A range of a page whose bytes an operation changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ByteChange {
+    /// The page's id.
+    pub page: PageId,
+    /// First byte of the range.
+    pub offset: u64,
+    /// Number of bytes.
+    pub len: u64,
 }
 
 /// One operation of a batch; bytes are borrowed from the payload.
@@ -327,6 +338,13 @@ impl Op<'_> {
             | Op::Note { .. }
             | Op::Restore { .. } => false,
         }
+    }
+
+    /// The range that it changes, if it changes bytes that a page has and nothing else.
+    #[must_use]
+    pub fn byte_change(&self) -> Option<ByteChange> {
+        let (offset, len) = self.range().filter(|_| self.changes_bytes())?;
+        Some(ByteChange { page: self.page()?, offset, len })
     }
 
     /// The operation's name, as tools print it.

@@ -4,9 +4,10 @@ use std::hint::black_box;
 
 use super::indices::{GAPS, PLAIN};
 use super::{
-    CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, Indices, MASKED, MOVE, NOTE, OP_HEADER_LEN, Op,
-    OpAt, OpHeaderRaw, PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE,
-    RestoreBodyRaw, SCATTER, SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
+    ByteChange, CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, Indices, MASKED, MOVE, NOTE,
+    OP_HEADER_LEN, Op, OpAt, OpHeaderRaw, PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT,
+    RESIZE, RESTORE, RestoreBodyRaw, SCATTER, SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at,
+    scatter_values_at,
 };
 use crate::defect::{Defect, array, check_equal, check_limit, check_zero, check_zeros, reserve_items, slice};
 use crate::ids::{Key, PageId, Place, Width};
@@ -26,6 +27,30 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     reserve_items(&mut ops, op_count(payload)?)?;
     each_op(payload, |op| ops.push(op))?;
     Ok(ops)
+}
+
+/// Adds the ranges that the operations of a payload change, if all of them change bytes of pages and nothing
+/// else. Returns whether they do. If not, or if the payload is not well-formed, or if there is no memory,
+/// nothing is added: [`decode_payload`] says why.
+pub fn byte_changes(payload: &[u8], changes: &mut Vec<ByteChange>) -> bool {
+    let before = changes.len();
+    let mut are_all = op_count(payload).is_ok_and(|count| changes.try_reserve(count).is_ok());
+    let whole = are_all
+        && each_op(payload, |at| match at.op.byte_change() {
+            Some(change) => changes.push(change),
+            None => are_all = false,
+        })
+        .is_ok();
+    if !(whole && are_all) {
+        changes.truncate(before);
+    }
+    whole && are_all
+}
+
+/// About how many operations a payload has: what it claims, and no more than fit into it.
+#[must_use]
+pub fn claimed_ops(payload: &[u8]) -> usize {
+    op_count(payload).unwrap_or(0)
 }
 
 /// The number of operations that a payload claims to have, if it is long enough for them.

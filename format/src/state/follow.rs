@@ -10,7 +10,7 @@ use crate::ids::{LogPoint, Lsn, PageId, SnapshotId};
 use crate::log::{Frame, LogEnd, LogWalk};
 use crate::manifest::{Manifest, ManifestKind, Share, SingleThread};
 use crate::names::{FileName, ReadAt};
-use crate::op::{Op, OpAt, decode_payload};
+use crate::op::{ByteChange, Op, OpAt, decode_payload};
 use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::{Survey, read_manifest};
 use crate::state::window::{PageWindow, load_base};
@@ -144,6 +144,23 @@ impl<'s> StateWalk<'s> {
         self.batches += 1;
         self.bytes += header.frame_len();
         Ok(ops)
+    }
+
+    /// Follows the next batch of the walk, if that changes these ranges and does nothing else.
+    /// `None`, with nothing done, if [`batch`](Self::batch) must follow it.
+    ///
+    /// # Errors
+    /// As for `batch`.
+    pub fn byte_changes(
+        &mut self,
+        header: &FrameHeader,
+        changes: &[ByteChange],
+    ) -> Option<Result<(), Damage>> {
+        let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn);
+        let followed = self.resolver.byte_changes(header.lsn, changes)?;
+        self.batches += 1;
+        self.bytes += header.frame_len();
+        Some(followed.map_err(at))
     }
 
     /// The state at the point where the walk stopped, with the log's end if it came so far.

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::defect::Defect;
 use crate::ids::{Lsn, PageId};
 use crate::manifest::{Manifest, ManifestEntry, Share, SingleThread};
-use crate::op::{Op, OpAt};
+use crate::op::{ByteChange, Op, OpAt};
 use crate::state::bases::{Base, Bases};
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 
@@ -97,7 +97,7 @@ impl Resolver {
     /// # Errors
     /// [`Defect::Batch`] if it cannot follow the state before it.
     pub fn batch(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Result<(), Defect> {
-        if lsn > self.caught_newest
+        if self.is_news(lsn)
             && let Some(changed) = self.table.change_bytes(lsn, ops)
         {
             return changed.map_err(Defect::from);
@@ -142,6 +142,21 @@ impl Resolver {
         }
         self.table.install(&changes);
         Ok(())
+    }
+
+    /// Whether no page was caught with this batch or a later one.
+    fn is_news(&self, lsn: Lsn) -> bool {
+        lsn > self.caught_newest
+    }
+
+    /// Follows a batch that changes these ranges and does nothing else, as [`batch`](Self::batch) does.
+    /// `None`, with nothing done, if a page may have been caught with this batch or a later one.
+    ///
+    /// # Errors
+    /// As for `batch`.
+    pub fn byte_changes(&mut self, lsn: Lsn, changes: &[ByteChange]) -> Option<Result<(), Defect>> {
+        self.is_news(lsn)
+            .then(|| self.table.change_ranges(lsn, changes.iter().copied()).map_err(Defect::from))
     }
 
     /// Follows a restore, whose table the caller read and checked. No snapshot is taken across a restore,

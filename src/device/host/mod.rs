@@ -11,7 +11,9 @@
 
 mod memory;
 
+use std::borrow::Borrow;
 use std::collections::HashSet;
+use std::convert::Infallible;
 use std::fmt::Display;
 use std::ptr;
 use std::sync::Arc;
@@ -28,6 +30,7 @@ use super::{
     StagingSpan,
 };
 use crate::base::aligned_buf::AlignedBuf;
+use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::base::sync::locks::RwLock;
 use crate::error::{Error, Result};
@@ -39,6 +42,12 @@ const TOGETHER_BYTES_MAX: u64 = 64 << 10;
 /// The longest delta that is merged with others, in bytes: a reader of one of their pages waits for
 /// microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
+/// Bytes of deltas that follow each other in a list from which on several threads apply them.
+const WIDE_BYTES_MIN: u64 = 4 << 20;
+/// Threads that apply deltas.
+const THREADS_MAX: usize = 16;
+/// Shares of deltas for each of the threads: one that has done its share takes another.
+const SHARES_EACH: usize = 4;
 /// Bytes that lie aside at a time, while they are copied or compared. Memory for more could be refused, and a
 /// command cannot fail for it.
 const PART_LEN_MAX: u64 = 64 << 10;
@@ -51,6 +60,8 @@ pub struct HostDevice {
     memories: RwLock<HostMemories>,
     lanes: [HostLane; Lane::ALL.len()],
     label: String,
+    /// Bytes of deltas from which on several threads apply them.
+    wide_bytes_min: u64,
 }
 
 /// A lane: one list at a time, in the order in which `submit` was called.
@@ -70,7 +81,20 @@ impl HostDevice {
     /// A device without any page memory yet.
     #[must_use]
     pub fn new() -> Self {
-        Self { memories: RwLock::default(), lanes: Default::default(), label: "host".to_owned() }
+        Self {
+            memories: RwLock::default(),
+            lanes: Default::default(),
+            label: "host".to_owned(),
+            wide_bytes_min: WIDE_BYTES_MIN,
+        }
+    }
+
+    /// Has several threads apply deltas from this number of bytes on, so that a test need not be long.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn wide_from(mut self, bytes: u64) -> Self {
+        self.wide_bytes_min = bytes;
+        self
     }
 
     /// A device that says in its label why it is not a GPU.
@@ -84,9 +108,9 @@ impl HostDevice {
     }
 
     /// As [`memory`](Self::memory), for several at one go.
-    fn memories_of(&self, pieces: &[Piece]) -> Vec<HostAllocation> {
+    fn memories_of<P: Borrow<Piece>>(&self, pieces: &[P]) -> Vec<HostAllocation> {
         let memories = self.memories.read();
-        pieces.iter().map(|piece| memories.get(piece.target.memory).clone()).collect()
+        pieces.iter().map(|piece| memories.get(piece.borrow().target.memory).clone()).collect()
     }
 
     fn lane(&self, lane: Lane) -> &HostLane {
@@ -137,20 +161,77 @@ impl HostDevice {
         memory.read(source, |source| target.copy_from_slice(source));
     }
 
+    /// Runs a list's commands in their order. Many deltas in a row are applied by several threads.
+    fn run_all(&self, commands: Vec<Command>, staging: &mut [Staging]) {
+        let bytes_of = |command: &Command| match command {
+            Command::Apply { pieces } => pieces.iter().map(|piece| piece.target.len).sum(),
+            _ => 0,
+        };
+        if commands.iter().map(bytes_of).sum::<u64>() < self.wide_bytes_min {
+            return commands.into_iter().for_each(|command| self.run(command, staging));
+        }
+        let is_apply = |command: &Command| matches!(command, Command::Apply { .. });
+        let mut commands = commands.into_iter().peekable();
+        while let Some(command) = commands.next() {
+            let Command::Apply { pieces } = command else {
+                self.run(command, staging);
+                continue;
+            };
+            let mut rows = vec![pieces];
+            while let Some(Command::Apply { pieces }) = commands.next_if(is_apply) {
+                rows.push(pieces);
+            }
+            if !self.apply_by_threads(&rows, staging) {
+                rows.iter().for_each(|pieces| self.apply_all(pieces, staging));
+            }
+        }
+    }
+
+    /// Applies deltas by several threads as if one after the other: each block of memory is one thread's,
+    /// which applies its deltas in their order. Returns `false`, with nothing done, if one thread is to apply
+    /// them.
+    fn apply_by_threads(&self, rows: &[Vec<Piece>], staging: &[Staging]) -> bool {
+        let threads = parallel::threads(THREADS_MAX);
+        let shares = if threads > 1 { self.shares(rows, threads * SHARES_EACH) } else { None };
+        let Some(shares) = shares else { return false };
+        let apply = |share: Vec<&Piece>| {
+            self.apply_all(&share, staging);
+            Ok::<(), Infallible>(())
+        };
+        let Ok(_) = parallel::for_each(threads, shares, apply);
+        true
+    }
+
+    /// Shares of deltas, of which none has a block of memory that another one has. `None` if a delta lies in
+    /// page memory, which another thread may change, or if there is no memory.
+    fn shares<'p>(&self, rows: &'p [Vec<Piece>], count: usize) -> Option<Vec<Vec<&'p Piece>>> {
+        let mut shares: Vec<Vec<&Piece>> = vec![Vec::new(); count];
+        let memories = self.memories.read();
+        for piece in rows.iter().flatten() {
+            let Payload::Staging { .. } = piece.payload else { return None };
+            let block = ptr::from_ref(memories.get(piece.target.memory).block()).addr() as u64;
+            // Blocks lie side by side, at multiples of one distance.
+            let share = &mut shares[(block.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % count];
+            share.try_reserve(1).ok()?;
+            share.push(piece);
+        }
+        Some(shares)
+    }
+
     /// Applies deltas: short ones many at a time, the others one by one.
-    fn apply_all(&self, pieces: &[Piece], staging: &[Staging]) {
-        for alike in pieces.chunk_by(|one, next| is_short(one) && is_short(next)) {
+    fn apply_all<P: Borrow<Piece>>(&self, pieces: &[P], staging: &[Staging]) {
+        for alike in pieces.chunk_by(|one, next| is_short(one.borrow()) && is_short(next.borrow())) {
             let mut rest = alike;
             while !rest.is_empty() {
                 let mut bytes = 0;
-                let fits = |piece: &&Piece| {
-                    bytes += piece.target.len;
+                let fits = |piece: &&P| {
+                    bytes += (*piece).borrow().target.len;
                     bytes <= TOGETHER_BYTES_MAX
                 };
                 let count = rest.iter().take(TOGETHER_MAX).take_while(fits).count().max(1);
                 let (some, more) = rest.split_at(count);
                 if count == 1 || !self.merge_together(some, staging) {
-                    some.iter().for_each(|piece| self.apply(piece, staging));
+                    some.iter().for_each(|piece| self.apply(piece.borrow(), staging));
                 }
                 rest = more;
             }
@@ -164,7 +245,7 @@ impl HostDevice {
     ///
     /// Returns `false`, with nothing done, if one of the memories is in use: a thread that holds locks waits
     /// for none.
-    fn merge_together(&self, pieces: &[Piece], staging: &[Staging]) -> bool {
+    fn merge_together<P: Borrow<Piece>>(&self, pieces: &[P], staging: &[Staging]) -> bool {
         let memories = self.memories_of(pieces);
         let mut blocks: Vec<&HostBlock> = memories.iter().map(HostAllocation::block).collect();
         blocks.sort_unstable_by_key(|block| ptr::from_ref(*block));
@@ -172,7 +253,7 @@ impl HostDevice {
         let guards: Option<Vec<_>> = blocks.iter().map(|block| block.bytes.try_write()).collect();
         let Some(mut guards) = guards else { return false };
         let mut contents: Vec<&mut [u8]> = guards.iter_mut().map(|bytes| bytes.make_mut()).collect();
-        for (piece, memory) in pieces.iter().zip(&memories) {
+        for (piece, memory) in pieces.iter().map(Borrow::borrow).zip(&memories) {
             let Payload::Staging { index, offset } = piece.payload else {
                 unreachable!("short ones are staged")
             };
@@ -377,9 +458,7 @@ impl Device for HostDevice {
         let CommandList { commands, mut staging } = list;
         let lane_state = self.lane(lane);
         let running = lane_state.running.lock();
-        for command in commands {
-            self.run(command, &mut staging);
-        }
+        self.run_all(commands, &mut staging);
         // The counter changes only here, and only under the lane's lock. Release: a thread that sees the
         // fence as reached sees the bytes.
         let value = lane_state.reached.load(Ordering::Relaxed) + 1;
@@ -548,5 +627,57 @@ mod tests {
         assert!([0, 1, 4095].iter().all(|len| *device.staging(*len).unwrap() == *vec![0; *len]));
         let Err(error) = device.staging(usize::MAX) else { panic!("that much cannot be had") };
         assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
+    }
+
+    /// Deltas of every kind over a few pages, long ones and some that share a slab, in commands with a fill
+    /// between some of them.
+    #[test]
+    fn many_threads_leave_the_bytes_that_one_leaves() {
+        let (one, many) = (HostDevice::new().wide_from(u64::MAX), HostDevice::new().wide_from(1));
+        let lens = [64, 200, 900, 5000, 70_000, 200_000];
+        let memories = |device: &HostDevice| lens.map(|len| device.allocate(Place::Host, len).unwrap());
+        let pages = memories(&one);
+        assert_eq!(pages, memories(&many), "the names that both give");
+        let mut drawn = 5_u64;
+        let mut random = |below: u64| {
+            drawn = drawn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (drawn >> 33) % below
+        };
+        for round in 0..40 {
+            let mut commands = Vec::new();
+            let mut payload = one.staging(64 << 10).unwrap();
+            payload.iter_mut().for_each(|byte| *byte = random(256) as u8);
+            for _ in 0..6 {
+                let mut pieces = Vec::new();
+                for _ in 0..100 {
+                    // Mostly the first bytes of a page: there each delta meets the one before.
+                    let at = random(lens.len() as u64) as usize;
+                    let len = (8 + 8 * random(1 + lens[at] / 16)).min(lens[at]);
+                    let offset = random(3) * random(1 + (lens[at] - len) / 2).min(16);
+                    let (target, from) = (Span { memory: pages[at], offset, len }, random(1000) as usize);
+                    let payload = Payload::Staging { index: 0, offset: 4 * from };
+                    let is_masked = len < 10_000 && random(3) == 0;
+                    let masked = PieceKind::Masked { width: Width::W1, bytes_at: len.div_ceil(8) as usize };
+                    let kind = if is_masked { masked } else { PieceKind::Dense };
+                    pieces.push(Piece { target, payload, kind });
+                }
+                commands.push(Command::Apply { pieces });
+                if random(3) == 0 {
+                    let target = Span { memory: pages[3], offset: 0, len: 3000 };
+                    commands.push(Command::Fill { target, pattern: [round; 16], width: Width::W1 });
+                }
+            }
+            for device in [&one, &many] {
+                let mut staging = device.staging(payload.len()).unwrap();
+                staging.copy_from_slice(&payload);
+                let list = CommandList { commands: commands.clone(), staging: vec![staging] };
+                device.submit(Lane::Apply, list).unwrap();
+            }
+            for (page, len) in pages.iter().zip(lens) {
+                let bytes = |device: &HostDevice| device.bytes(*page).unwrap();
+                let (one, many) = (bytes(&one), bytes(&many));
+                assert!((*one).as_ref() == (*many).as_ref(), "the page of {len} bytes in round {round}");
+            }
+        }
     }
 }

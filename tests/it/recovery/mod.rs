@@ -8,6 +8,7 @@ mod bench;
 mod log;
 mod opens;
 mod snapshots;
+mod windows;
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -16,7 +16,7 @@ use self::plan::next_epoch;
 pub use self::plan::{Changes, PlanMode, Refusal};
 use crate::defect::Defect;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
-use crate::op::{Op, OpAt};
+use crate::op::{ByteChange, OpAt};
 use crate::state::by_id::ById;
 use crate::value::{Metadata, SharedMetadata};
 
@@ -222,20 +222,27 @@ impl PageTable {
     /// # Errors
     /// A [`Refusal`]; nothing is changed.
     pub(crate) fn change_bytes(&mut self, lsn: Lsn, ops: &[OpAt<'_>]) -> Option<Result<(), Refusal>> {
-        let changed = |op: &Op<'_>| Some((op.page()?, op.range().filter(|_| op.changes_bytes())?));
-        if ops.iter().any(|at| changed(&at.op).is_none()) {
+        if ops.iter().any(|at| at.op.byte_change().is_none()) {
             return None;
         }
-        let changes = ops.iter().filter_map(|at| changed(&at.op));
-        let mut checked = changes.clone().map(|(page, (offset, len))| {
+        Some(self.change_ranges(lsn, ops.iter().filter_map(|at| at.op.byte_change())))
+    }
+
+    /// As [`change_bytes`](Self::change_bytes), of a batch that does nothing but change these ranges.
+    ///
+    /// # Errors
+    /// A [`Refusal`]; nothing is changed.
+    pub(crate) fn change_ranges(
+        &mut self,
+        lsn: Lsn,
+        changes: impl Iterator<Item = ByteChange> + Clone,
+    ) -> Result<(), Refusal> {
+        for ByteChange { page, offset, len } in changes.clone() {
             let entry = self.pages.get(page).ok_or(Refusal::UnknownPage(page))?;
             next_epoch(entry.epoch)?;
-            entry.check_range(page, offset, len)
-        });
-        if let Err(refusal) = checked.try_for_each(|check| check) {
-            return Some(Err(refusal));
+            entry.check_range(page, offset, len)?;
         }
-        for (page, _) in changes {
+        for ByteChange { page, .. } in changes {
             if self.is_watched {
                 self.pages.flag(page);
             }
@@ -248,7 +255,7 @@ impl PageTable {
             }
         }
         self.lsn = self.lsn.max(lsn);
-        Some(Ok(()))
+        Ok(())
     }
 
     /// Replaces pages and root by those of an earlier state; the numbers that never go back stay.

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::ids::Width;
-use crate::op::Indices;
+use crate::op::{Indices, Op};
 
 /// Numbers that a seed leads to.
 struct Random(u64);

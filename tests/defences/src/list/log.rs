@@ -29,7 +29,7 @@ pub const LIST: &[Defence] = &[
     check(
         "payload checked before it is followed (I3)",
         WALK,
-        "check_payload(&header, payload)?;",
+        "check_payload_crc(&header, payload_crc)?;",
         stores("the_end_of_the_log_is_judged_row_by_row"),
     ),
     refusal(

@@ -1,0 +1,160 @@
+//! Replay by windows that several threads read, held against replay by one thread, and against `rebuild`.
+//! The windows are so short that frames are cut by their ends and by the chunks in them, and some frames are
+//! longer than a window.
+//!
+//! Whatever is damaged, all give the same state, the same cut, or the same refusal, to the byte: a thread
+//! that is done early decides nothing (I4).
+
+use std::sync::Arc;
+
+use remanent::device::host::HostDevice;
+use remanent::testing::sim_disk::{Moment, SimDisk};
+use remanent::{Damage, Error, FileName, Lsn, PageId, Place, Store, TornTail, Width};
+use remanent_format::frame::FrameKind;
+use remanent_format::log::frames_of_segment;
+use remanent_format::state::rebuild::rebuild;
+use remanent_format::state::survey::Survey;
+
+use crate::files::{Files, State, open_with, small};
+
+/// Bytes of windows; 0 is one thread. Chunks are blocks of 4096 bytes.
+const WINDOWS: [u64; 4] = [0, 4 << 10, 12 << 10, 40 << 10];
+
+/// The outcome of an open.
+#[derive(Debug, PartialEq)]
+enum Opened {
+    Whole { state: State, last: Lsn, torn: Option<TornTail>, copied: u64 },
+    Refused(Damage),
+}
+
+/// Opens a copy of the files by windows of this length. Several threads apply deltas, however few.
+fn open_by(files: &Files, window_len: u64) -> Opened {
+    let device = Arc::new(HostDevice::new().wide_from(if window_len == 0 { u64::MAX } else { 1 }));
+    let options = small().replay_window_len(window_len);
+    match Store::open_on(Arc::new(files.disk()), device, options) {
+        Ok(store) => {
+            let recovered = store.recovered();
+            Opened::Whole {
+                state: State::of(&store),
+                last: recovered.position.lsn,
+                torn: recovered.torn.clone(),
+                copied: recovered.copied_batches,
+            }
+        }
+        Err(Error::Damaged(damage)) => Opened::Refused(damage.damage.clone()),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// Holds all ways to open the files against each other, and returns what they agree on.
+fn agreed(what: &str, files: &Files) -> Opened {
+    let [alone, windows @ ..] = WINDOWS.map(|len| open_by(files, len));
+    for (opened, len) in windows.iter().zip(&WINDOWS[1..]) {
+        assert!(*opened == alone, "{what}: by windows of {len}: {opened:?}, alone: {alone:?}");
+    }
+    match (&alone, rebuild(files, &Default::default())) {
+        (Opened::Whole { state, .. }, Ok(rebuilt)) => {
+            assert!(State::rebuilt(&rebuilt) == *state, "{what}: rebuilt otherwise");
+        }
+        (Opened::Refused(damage), Err(rebuilt)) => assert_eq!(*damage, rebuilt, "{what}"),
+        (opened, rebuilt) => panic!("{what}: opened {opened:?}, rebuilt {rebuilt:?}"),
+    }
+    alone
+}
+
+/// A store without a snapshot, killed or closed. Its batches change the same few bytes again and again, some
+/// of them by every kind of operation; a page is resized on the way; frames are short, cut by chunks, and
+/// longer than windows; some begin a group.
+fn victim(is_killed: bool) -> Files {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().segment_len(128 << 10)).unwrap();
+    let mut batch = store.batch();
+    for len in [40_000, 3000, 900] {
+        batch.create(len, Place::Host);
+    }
+    let pages = store.commit(batch).unwrap().pages;
+    for number in 1..=24_u64 {
+        commit(&store, &pages, number);
+        if number % 6 == 0 && (!is_killed || number < 20) {
+            store.wait_durable(store.lsn()).unwrap();
+        }
+    }
+    if is_killed {
+        let dead = disk.after_kill(Moment { event: disk.events(), tear: None });
+        return Files::of(&dead);
+    }
+    store.close().unwrap();
+    Files::of(&disk)
+}
+
+fn commit(store: &Store, pages: &[PageId], number: u64) {
+    let byte = number as u8;
+    let mut batch = store.batch();
+    let len = [40, 300, 5000, 17_000, 36_000][(number % 5) as usize];
+    batch.write(pages[0], number * 3, &vec![byte; len]);
+    batch.write(pages[0], 0, &[!byte; 70]).set_root("step", number);
+    let indices: Vec<u32> = (0..20).map(|index| index * 3 + number as u32 % 3).collect();
+    batch.scatter(pages[1], Width::W4, &indices, &[byte; 80]);
+    batch.fill(pages[1], 16, 200, &[byte, 1]).write_masked(
+        pages[1],
+        8,
+        Width::W1,
+        &[0x55, 0xaa],
+        &[byte; 16],
+    );
+    if number % 8 == 0 {
+        batch.resize(pages[2], 800 + number);
+    }
+    batch.write(pages[2], number, &[byte; 500]);
+    store.commit(batch).unwrap();
+}
+
+/// The frames of batches: segment, offset and payload's length.
+fn frames(files: &Files) -> Vec<(FileName, u64, u64)> {
+    let store = Survey::read(files).unwrap().store.store;
+    let of_segment = |file: FileName| {
+        let FileName::Segment(number) = file else { panic!("{file} is no segment") };
+        frames_of_segment(files, store, number).into_iter().filter_map(move |frame| {
+            let header = *frame.unproven();
+            let place = (file, header.offset, u64::from(header.payload_len));
+            (header.kind == FrameKind::Batch).then_some(place)
+        })
+    };
+    files.segments().into_iter().flat_map(of_segment).collect()
+}
+
+fn flip(files: &mut Files, (file, offset): (FileName, u64)) {
+    files.0.get_mut(&file).unwrap()[offset as usize] ^= 1;
+}
+
+#[test]
+fn windows_give_the_verdict_of_one_thread_on_every_damaged_frame_and_pair() {
+    for is_killed in [false, true] {
+        let mut files = victim(is_killed);
+        let whole = agreed("whole", &files);
+        assert!(matches!(&whole, Opened::Whole { last: Lsn(25), torn: None, .. }), "{whole:?}");
+        let frames = frames(&files);
+        assert_eq!(frames.len(), 25);
+        let (mut refused, mut cut) = (0, 0);
+        let mut count = |opened| match opened {
+            Opened::Refused(_) => refused += 1,
+            Opened::Whole { torn: Some(_), .. } => cut += 1,
+            Opened::Whole { .. } => panic!("the damage was not seen"),
+        };
+        for (index, &(file, offset, len)) in frames.iter().enumerate() {
+            // The header's Lsn; the payload's first byte, its last one, and one in between.
+            for at in [offset + 48, offset + 80, offset + 80 + len / 2, offset + 80 + len - 1] {
+                flip(&mut files, (file, at));
+                count(agreed(&format!("frame {index}, byte {}", at - offset), &files));
+                flip(&mut files, (file, at));
+            }
+            for (other, &(other_file, other_offset, other_len)) in frames.iter().enumerate().skip(index + 1) {
+                let places = [(file, offset + 80 + len / 3), (other_file, other_offset + 79 + other_len)];
+                places.iter().for_each(|place| flip(&mut files, *place));
+                count(agreed(&format!("frames {index} and {other}"), &files));
+                places.iter().for_each(|place| flip(&mut files, *place));
+            }
+        }
+        assert!(refused > 100 && (cut > 10) == is_killed, "{refused} refused, {cut} cut");
+    }
+}
