@@ -46,7 +46,7 @@ pub(crate) struct ImageLoader<'a> {
     pub source: &'a DiskSource,
     /// The lanes on which the bytes go up, in turns: between two lists of one lane the bus is idle for a
     /// while.
-    pub lanes: &'static [Lane],
+    pub lanes: &'a [Lane],
     /// Finds the memory of a page; waits until it is allocated.
     pub target: &'a (dyn Fn(PageId) -> Result<Span> + Sync),
     /// The side that proves images stored as they are. Bytes that cross a bus are summed by the device

@@ -21,6 +21,7 @@ use crate::applier::{UnloadedPage, UnloadedSet};
 use crate::base::allocation::{collected, insert};
 use crate::base::parallel;
 use crate::base::poison::PanicPoisons;
+use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::device::{CommandList, Lane, SHORT_COPY_LEN_MAX, Span};
@@ -36,7 +37,7 @@ const ASKED_BYTES: u64 = 256 << 10;
 const LONG_THREADS_MAX: usize = 4;
 /// No batch knows a page's memory before it is loaded, so its bytes need not go up in the order of
 /// batches. On these lanes they may queue up with a snapshot's long copies, and hold up no batch.
-const LANES: &[Lane] = &[Lane::Drain, Lane::Load];
+const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
 /// The pause after a shortage, before the next try.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(50);
@@ -51,7 +52,7 @@ pub(crate) struct PageLoader {
 impl PageLoader {
     /// Starts the threads, if any page is unloaded.
     pub fn start(engine: Arc<Engine>) -> Result<Self> {
-        let loads = Loads { engine };
+        let loads = Loads { engine, begun: Arc::default() };
         let thread = if loads.unloaded().is_any() {
             let poison = loads.engine.poison.clone();
             let poisons = PanicPoisons { poison, thread: "the thread that loads pages" };
@@ -111,6 +112,8 @@ impl Drop for LoaderLoop {
 #[derive(Clone)]
 struct Loads {
     engine: Arc<Engine>,
+    /// Counts the loads, so that they begin on the lanes in turns: most have a single list.
+    begun: Arc<AtomicUsize>,
 }
 
 impl Loads {
@@ -203,11 +206,14 @@ impl Loads {
         }
         let target = |page: PageId| Ok(targets[&page]);
         let is_short = pages.iter().all(|unloaded| unloaded.memory.byte_len() <= SHORT_COPY_LEN_MAX);
+        // Any order will do: a counter is enough to spread the loads.
+        let mut lanes = LANES;
+        lanes.rotate_left(self.begun.fetch_add(1, Ordering::Relaxed) % LANES.len());
         let loader = ImageLoader {
             device: &*self.engine.device,
             staging: &self.engine.staging,
             source,
-            lanes: LANES,
+            lanes: &lanes,
             target: &target,
             // Callers wait for short pages: damage is told from a fault of the device without a second read.
             summed_by: if is_short { SummedBy::Host } else { SummedBy::Device },
