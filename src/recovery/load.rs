@@ -303,8 +303,8 @@ impl<'a> Loader<'a> {
         images: ImageGroup,
         zeros: &[PageId],
     ) -> Result<Vec<(PageId, ImageRef)>> {
-        // All lanes that bring bulk bytes, in turns: no snapshot is drained during an open, and while the device
-        // sums what one lane brought, the others use the bus.
+        // All lanes that bring bulk bytes, in turns: no snapshot is drained during an open, and while the
+        // device sums what one lane brought, the others use the bus.
         let ImageGroup { mut proven, mut unproven, unloaded } = images;
         let Recovery { disk, device, staging, .. } = self.recovery;
         let target = |page: PageId| memories.of(page);

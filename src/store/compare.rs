@@ -108,9 +108,9 @@ impl Store {
     /// whole counts as one.
     ///
     /// Pages in one place of a GPU's store are compared on the GPU, in the order of batches, with up to 8 MiB
-    /// of the place's budget for the bitmap. Where the budget has no room for that, where pages live in memory
-    /// of the host, and where the two lie in different places, the calling thread reads and compares them.
-    /// Batches of these pages that keep changing them wait while it does so for the third time.
+    /// of the place's budget for the bitmap. Where the budget has no room for that, where pages live in
+    /// memory of the host, and where the two lie in different places, the calling thread reads and compares
+    /// them. Batches of these pages that keep changing them wait while it does so for the third time.
     ///
     /// ```
     /// use remanent::{Options, Place, Store, Width};

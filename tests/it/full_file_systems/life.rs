@@ -64,9 +64,10 @@ impl Course {
     pub fn show(&self, disk: &str, each_step: bool) {
         println!("{disk}: {self:?}");
         let Self { to_the_end, refused, forks, thin, restores, .. } = *self;
-        assert!(refused > 0 && thin > 0, "{disk}: {self:?}");
-        // On XFS few of those that are opened after each step come to their end.
-        let has_space = to_the_end > 0 && forks > 0 && restores > 0;
+        assert!(refused > 0, "{disk}: {self:?}");
+        // On XFS few of those that are opened after each step come to their end, or to a delete that is
+        // followed by a thin snapshot.
+        let has_space = to_the_end > 0 && thin > 0 && forks > 0 && restores > 0;
         assert!(each_step || has_space, "{disk}: {self:?}");
     }
 }

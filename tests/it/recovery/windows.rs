@@ -102,7 +102,7 @@ fn commit(store: &Store, pages: &[PageId], number: u64) {
         &[0x55, 0xaa],
         &[byte; 16],
     );
-    if number % 8 == 0 {
+    if number.is_multiple_of(8) {
         batch.resize(pages[2], 800 + number);
     }
     batch.write(pages[2], number, &[byte; 500]);

@@ -33,7 +33,7 @@ const THREADS: usize = 8;
 const COUNTED: u64 = 25;
 const LENS: [usize; 2] = [4 << 10, 64 << 10];
 /// The raw loops, with the way in which each writes.
-const RAW: [(&str, Way); 2] =
+const RAW: [(&str, WriteMethod); 2] =
     [("raw, pwrite + fdatasync", WriteMethod::Synced), ("raw, O_DIRECT + O_DSYNC", WriteMethod::Direct)];
 
 /// Bytes of records that a running store was given. Remanent's first segments come back after 600 MiB of
