@@ -164,7 +164,7 @@
 //! - **I9** What is read from disk is untrusted: lengths are checked before they are used.
 //! - **I10** Memory stays within its budget; recovery checks the final page table before it allocates.
 //! - **I11** The host device defines "correct": every other device gives the same bytes.
-//! - **I13** Images, and payloads born on a device, that cross a bus are summed on both sides of it before
+//! - **I12** Images, and payloads born on a device, that cross a bus are summed on both sides of it before
 //!   anything logs, names or serves what arrived. A device's sum that differs is not damage on disk: the
 //!   host's sum of what lies there decides.
 //!
@@ -195,6 +195,10 @@ pub mod disk;
 mod base;
 pub mod options;
 pub mod error;
+/// What users of other systems have in their hands, and what does its work here.
+#[cfg(doc)]
+#[doc = include_str!("../docs/coming-from.md")]
+pub mod coming_from {}
 
 use std::path::Path;
 use std::sync::Arc;

@@ -263,7 +263,7 @@ pub struct VerifiedSnapshot {
     /// The checksum of its manifest's header.
     pub manifest_crc: u32,
     /// Whether the log after its `redo` is kept, so that replay may start from it. While no snapshot of a
-    /// seal says so, no floor was recorded: see [`crate::reach`].
+    /// seal says so, no floor was recorded: see [`crate::state::reach`].
     pub log_kept: bool,
 }
 

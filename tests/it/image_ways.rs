@@ -31,6 +31,9 @@ fn work(store: &Store) -> State {
     let pages: Vec<PageId> = store.commit(batch).unwrap().pages;
     let mut batch = store.batch();
     batch.create_from(Random(5).bytes(30_000), Place::Host);
+    // A batch each: two threads may write the images of one batch in either order.
+    store.commit(batch).unwrap();
+    let mut batch = store.batch();
     let mut long = vec![0; (5 << 20) + 77];
     for (at, byte) in long.iter_mut().enumerate() {
         *byte = (at / 1000) as u8;

@@ -74,7 +74,7 @@ impl Device for Gate {
     }
 
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
-        let is_load = lane == Lane::Drain
+        let is_load = matches!(lane, Lane::Drain | Lane::Load)
             && list.commands.iter().any(|command| matches!(command, Command::Upload { .. }));
         if is_load {
             let _is_open = self.opened.wait_while(self.is_open.lock().unwrap(), |is_open| !*is_open).unwrap();

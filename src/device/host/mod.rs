@@ -645,7 +645,7 @@ mod tests {
         };
         for round in 0..40 {
             let mut commands = Vec::new();
-            let mut payload = one.staging(64 << 10).unwrap();
+            let mut payload = one.staging(256 << 10).unwrap();
             payload.iter_mut().for_each(|byte| *byte = random(256) as u8);
             for _ in 0..6 {
                 let mut pieces = Vec::new();

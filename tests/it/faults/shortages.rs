@@ -382,6 +382,8 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
     let store = Store::open(path, options()).unwrap();
     let mut line = Line::begin(&store);
     line.work(&store).unwrap();
+    // A thread in the background may give a descriptor back just then, so that a call goes through.
+    let mut times_refused = [0; 8];
     for _ in 0..3 {
         let refused = without_descriptors(|| {
             // A segment that is full gives its descriptor back, so commits may find one each time.
@@ -404,7 +406,8 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
             refusals
         });
         for (index, refused) in refused.into_iter().enumerate() {
-            let refused = refused.unwrap_or_else(|| panic!("{log_io}: call {index} went through"));
+            let Some(refused) = refused else { continue };
+            times_refused[index] += 1;
             assert!(is_the_shortage(&refused), "{log_io}: call {index}: {refused}");
             assert!(
                 refused.to_string().contains(path.to_str().unwrap()),
@@ -420,6 +423,7 @@ fn out_of_descriptors(path: &Path, log_io: LogIo) {
         line.check_read(&store).unwrap();
         assert!(store.scrub().unwrap().damage.is_empty());
     }
+    assert!(times_refused.iter().all(|times| *times > 0), "{log_io}: {times_refused:?}");
     // A store that was closed without descriptors has sealed what it could.
     without_descriptors(|| store.close()).unwrap();
     line.check(&Store::open(path, options()).unwrap(), line.logged);

@@ -30,7 +30,7 @@ const OF_IMAGE_WAYS: Test = it("image_ways::all_ways_write_the_same_image_files"
 const RECYCLED: Test = it("crash::snapshots::what_snapshots_replace_is_recycled");
 
 pub const LIST: &[Defence] = &[
-    // The bus (I13).
+    // The bus (I12).
     defence(
         "a snapshot's bytes are summed where they lie",
         READBACK,
