@@ -219,10 +219,12 @@ impl Frames<'_> {
     ) -> Result<StopPoint, Damage> {
         // Read into staging, from where a device can take its deltas without another copy.
         let supply = |len: usize| {
-            let staging = self.staging.take(len);
-            // Where a window was refused, less may do.
-            *no_staging.lock() = staging.as_ref().err().cloned();
-            staging.map_err(io::Error::other)
+            // Where much was refused, less may do. The note stays all the same: a walk that is refused at last
+            // goes on to judge, with staging that it may get.
+            self.staging.take(len).map_err(|error| {
+                *no_staging.lock() = Some(error.clone());
+                io::Error::other(error)
+            })
         };
         let read = |segment: u64, offset: u64, window: &mut [u8]| {
             self.read_window(rules.expect("windows have rules"), segment, offset, window)
