@@ -219,8 +219,8 @@ impl Frames<'_> {
     ) -> Result<StopPoint, Damage> {
         // Read into staging, from where a device can take its deltas without another copy.
         let supply = |len: usize| {
-            // Where much was refused, less may do. The note stays all the same: a walk that is refused at last
-            // goes on to judge, with staging that it may get.
+            // Where much was refused, less may do. The note stays all the same: a walk that is refused at
+            // last goes on to judge, with staging that it may get.
             self.staging.take(len).map_err(|error| {
                 *no_staging.lock() = Some(error.clone());
                 io::Error::other(error)
