@@ -34,8 +34,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "a snapshot's bytes are summed where they lie",
         READBACK,
-        "if device.crosses_bus() {",
-        "if false {",
+        "device.crosses_bus()",
+        "false",
         it("faults::bit_flips::a_snapshot_publishes_no_bit_that_turned_over"),
     ),
     defence(
@@ -46,24 +46,17 @@ pub const LIST: &[Defence] = &[
         it("faults::bit_flips::an_open_serves_no_bit_that_turned_over"),
     ),
     defence(
-        "a device's sum that differs is no damage",
-        IMAGE_LOADER,
-        "let mut unlike = self.load_once(images, threads)?;",
-        "let unlike = self.load_once(images, threads)?;\n        assert!(unlike.is_empty());\n        let mut unlike = unlike;",
-        it("faults::bit_flips::a_restore_brings_back_no_bit_that_turned_over"),
-    ),
-    defence(
         "the parts of a long image prove it together",
         IMAGE_LOADER,
-        "if part.target.len < part.of.len {",
-        "if part.target.len < part.of.len && false {",
+        "part.target.len < part.of.len",
+        "false",
         it("faults::bit_flips::a_page_that_is_loaded_later_serves_no_bit_that_turned_over"),
     ),
     defence(
         "a payload that was born on the device is summed where it arrives",
         DEVICE_PAYLOAD,
-        "&& of_device.next() != Some(sum)",
-        "&& of_device.next().is_none()",
+        "of_device.next() != Some(sum)",
+        "of_device.next().is_none()",
         it("faults::bit_flips::no_bit_that_turned_over_is_logged"),
     ),
     defence(

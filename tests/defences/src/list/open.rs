@@ -153,13 +153,6 @@ pub const LIST: &[Defence] = &[
         it("full_file_systems::a_life_on_a_simulated_disk_with_any_space_left"),
     ),
     defence(
-        "a spare that becomes a manifest has lost its name before it is written to",
-        RESERVE,
-        "self.disk.sync_folder(Folder::Log).and_then(|()| {",
-        "Ok(()).and_then(|()| {",
-        it("faults::spares::a_spare_that_became_a_manifest_is_no_segment_after_a_power_cut"),
-    ),
-    defence(
         "the manifest of a thin snapshot takes the spare that is held for it",
         RESERVE,
         "KEPT_FOR_OPENS - 1",
