@@ -139,13 +139,6 @@ pub const LIST: &[Defence] = &[
         it("full_file_systems::a_store_opens_again_whatever_was_done_on_a_full_disk"),
     ),
     defence(
-        "a batch that is refused leaves no segment without a frame",
-        "src/log/writer.rs",
-        "let (number, empty) = (state.current.number, state.empty.len() - usize::from(rolls));",
-        "if rolls { state.roll(); } let rolls = false; let (number, empty) = (state.current.number, state.empty.len());",
-        it("faults::disk_full::a_refusal_leaves_no_segment_without_a_frame"),
-    ),
-    defence(
         "the manifest of a thin snapshot needs no new file",
         "src/catalog/publish.rs",
         "spare(temporary, len)?",
