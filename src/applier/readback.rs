@@ -17,7 +17,7 @@ use remanent_format::Place;
 
 use super::Turn;
 use crate::base::allocation::{collected, push};
-use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
+use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
@@ -303,8 +303,7 @@ fn with_sums(mut list: CommandList, summed: &Option<SummedCopies>) -> Result<Com
     if let Some(SummedCopies { spans, pool, .. }) = summed
         && !spans.is_empty()
     {
-        list.commands.push(sum_each(collected(spans.iter().copied())?, list.staging.len()));
-        list.staging.push(pool.take(sums_len(spans.len()))?.into_staging());
+        pool.add_sums(&mut list, collected(spans.iter().copied())?)?;
     }
     Ok(list)
 }

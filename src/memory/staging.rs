@@ -13,10 +13,11 @@ use std::sync::Arc;
 use remanent_format::Defect;
 use remanent_format::op::PayloadBytes;
 
-use crate::base::allocation::make_room;
+use crate::base::allocation::{make_room, push};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::Mutex;
-use crate::device::{Device, Staging};
+use crate::device::sums::{sum_each, sums_len};
+use crate::device::{CommandList, Device, Span, Staging};
 use crate::error::Result;
 
 /// The smallest class: the payloads of small batches fit. Classes of 4 KiB were slower: the system zeroes
@@ -115,6 +116,16 @@ impl StagingPool {
                 Ok(staged)
             }
         }
+    }
+
+    /// Has a list sum these ranges after the commands that it has, into staging that is added as its last.
+    ///
+    /// # Errors
+    /// As for [`take`](Self::take); then the list is as it was.
+    pub fn add_sums(&self, list: &mut CommandList, ranges: Vec<Span>) -> Result<()> {
+        let sums = self.take(sums_len(ranges.len()))?;
+        push(&mut list.commands, sum_each(ranges, list.staging.len()))?;
+        push(&mut list.staging, sums.into_staging())
     }
 
     /// The first `len` bytes of a staging; another one if it is shorter.

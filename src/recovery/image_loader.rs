@@ -22,7 +22,7 @@ use crate::base::allocation::{append, collected, make_room, push};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
-use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
+use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -340,16 +340,15 @@ impl PendingCopies<'_> {
         let mut commands = Vec::new();
         make_room(&mut commands, parts().count() + 1)?;
         commands.extend(parts().map(upload));
-        let mut staging = vec![staged.into_staging()];
+        let mut list = CommandList { commands, staging: vec![staged.into_staging()] };
         let summed = if device.crosses_bus() { collected(parts().copied())? } else { Vec::new() };
         if !summed.is_empty() {
             // After the copies, in one list: the sums are of what arrived.
-            commands.push(sum_each(collected(summed.iter().map(|part| part.target))?, staging.len()));
-            staging.push(pool.take(sums_len(summed.len()))?.into_staging());
+            pool.add_sums(&mut list, collected(summed.iter().map(|part| part.target))?)?;
         }
         // Any order will do: a counter is enough to spread the lists.
         let turn = self.begun.fetch_add(1, Ordering::Relaxed) % lanes.len();
-        let pending = device.submit(lanes[turn], CommandList { commands, staging })?;
+        let pending = device.submit(lanes[turn], list)?;
         self.under_way.lock().push_back(Copies { pending, summed });
         // The thread that adds a copy waits for the oldest: so staging is bounded for all of them together.
         self.finish_but(COPIES_MAX)

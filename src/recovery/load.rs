@@ -27,7 +27,7 @@ use crate::applier::{ListBuilder, PayloadAt, UnloadedPage, UnloadedSet, stage_as
 use crate::base::allocation::{append, copied, make_room};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
-use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
+use crate::device::sums::{changed_on_the_way, sums_in};
 use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -454,8 +454,7 @@ impl<'a> Loader<'a> {
                 staging: vec![staged.into_staging()],
             };
             if device.crosses_bus() {
-                list.commands.push(sum_each(vec![target], 1));
-                list.staging.push(staging.take(sums_len(1))?.into_staging());
+                staging.add_sums(&mut list, vec![target])?;
             }
             let returned = device.submit(Lane::Apply, list)?.finish(&**device)?;
             let found = returned.get(1).and_then(|sums| sums_in(sums).next());

@@ -38,11 +38,11 @@ fn host() -> Arc<dyn Device> {
 }
 
 /// Pages, and the version whose bytes each should have.
-struct Held {
+struct VersionedPages {
     pages: Vec<(PageId, u64)>,
 }
 
-impl Held {
+impl VersionedPages {
     fn create(store: &Store) -> Self {
         let mut batch = store.batch();
         for len in LENS {
@@ -85,7 +85,7 @@ impl Bus {
     }
 
     /// After the store is gone: the disk has the state, and no file is damaged.
-    fn check_disk(&self, held: &Held) {
+    fn check_disk(&self, held: &VersionedPages) {
         let store = open_with(&self.disk, host(), options()).unwrap();
         held.check(&store).unwrap();
         store.snapshot().unwrap();
@@ -94,7 +94,7 @@ impl Bus {
 }
 
 /// The end of an operation, and the pages that the store should hold then.
-type Ended = (Held, Result<()>);
+type Ended = (VersionedPages, Result<()>);
 
 /// Runs an operation with a bit turned over at its first, second, … copy of each way, once and for ever, up
 /// to its last copy. `work` brings a store to the operation, calls what it is given to have bits
@@ -144,7 +144,7 @@ const UP: &[BusWay] = &[BusWay::Up, BusWay::Sums];
 /// A snapshot of pages on the bus's other side.
 fn snapshot(bus: &Bus, flips: &dyn Fn(), options: Options, with: SnapshotOptions) -> Ended {
     let store = bus.open(options).unwrap();
-    let held = Held::create(&store);
+    let held = VersionedPages::create(&store);
     flips();
     let taken = store.snapshot_with(with).map(drop);
     bus.device.end_flips();
@@ -168,7 +168,7 @@ fn an_exact_snapshot_publishes_no_bit_that_turned_over() {
 /// Opens a store of images and of a log after them.
 fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
     let store = open_with(&bus.disk, host(), options.clone()).unwrap();
-    let mut held = Held::create(&store);
+    let mut held = VersionedPages::create(&store);
     store.snapshot().unwrap();
     // One page is put together in host memory, since its length changes.
     let page = held.pages[1].0;
@@ -206,7 +206,7 @@ fn a_page_that_is_loaded_later_serves_no_bit_that_turned_over() {
 fn a_restore_brings_back_no_bit_that_turned_over() {
     at_every_copy("a restore", &[BusWay::Up, BusWay::Down, BusWay::Sums], |bus, flips| {
         let store = bus.open(options()).unwrap();
-        let mut held = Held::create(&store);
+        let mut held = VersionedPages::create(&store);
         let before = store.snapshot_with(SnapshotOptions::new().name("before")).unwrap();
         held.write(&store, 2);
         flips();
@@ -226,7 +226,7 @@ fn a_restore_brings_back_no_bit_that_turned_over() {
 fn no_bit_that_turned_over_is_logged() {
     at_every_copy("a batch of bytes on the device", DOWN, |bus, flips| {
         let store = bus.open(options()).unwrap();
-        let mut held = Held::create(&store);
+        let mut held = VersionedPages::create(&store);
         let memory = store.device_bytes(LENS[2], Place::Device(0)).unwrap();
         memory.write(0, &content(2, 3)).unwrap();
         let mut batch = store.batch();
@@ -249,7 +249,7 @@ fn no_bit_that_turned_over_is_logged() {
 fn a_clone_has_no_bit_that_turned_over() {
     at_every_copy("a clone", DOWN, |bus, flips| {
         let store = bus.open(options()).unwrap();
-        let held = Held::create(&store);
+        let held = VersionedPages::create(&store);
         let mut batch = store.batch();
         batch.clone_page(held.pages[0].0);
         batch.clone_page(held.pages[3].0);
