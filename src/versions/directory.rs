@@ -39,6 +39,14 @@ struct Chunk {
     used: AtomicUsize,
 }
 
+/// A walk over slots, for the writer: it holds the chunk of the last page, because a long batch mostly goes
+/// through neighbours.
+pub(super) struct SlotWalk<'d> {
+    directory: &'d Directory,
+    /// A chunk that is there, and its first page divided by [`WIDTH`]. The writer alone takes chunks out.
+    chunk: Option<(u64, Arc<Chunk>)>,
+}
+
 /// The slot of one page.
 pub(super) struct PageSlot {
     /// The page's versions, the newest first.
@@ -94,6 +102,18 @@ fn locate(page: u64) -> (u64, usize, usize) {
     (page / width / width, (page / width % width) as usize, (page % width) as usize)
 }
 
+impl SlotWalk<'_> {
+    /// Applies `look` to a page's slot, where there is one. No chunk is taken out during the walk.
+    pub fn look<R>(&mut self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
+        let number = page.0 / WIDTH as u64;
+        if self.chunk.as_ref().is_none_or(|(held, _)| *held != number) {
+            self.chunk = self.directory.chunk(page).map(|chunk| (number, chunk));
+        }
+        let (_, chunk) = self.chunk.as_ref()?;
+        Some(look(&chunk.slots[locate(page.0).2]))
+    }
+}
+
 impl Directory {
     /// Makes a directory of these pages, which come in the order of their ids.
     pub fn new(pages: impl Iterator<Item = (PageId, PageState, Option<MemoryId>)>) -> Self {
@@ -120,6 +140,20 @@ impl Directory {
         let position = rows.binary_search_by_key(&row, |(number, _)| *number).ok()?;
         let chunk = rows[position].1.chunks[at].look();
         Some(look(&chunk.as_ref()?.slots[slot]))
+    }
+
+    /// The chunk of a page, where there is one.
+    fn chunk(&self, page: PageId) -> Option<Arc<Chunk>> {
+        let (row, at, _) = locate(page.0);
+        let rows = self.rows.look();
+        let rows = rows.as_ref()?;
+        let position = rows.binary_search_by_key(&row, |(number, _)| *number).ok()?;
+        rows[position].1.chunks[at].get()
+    }
+
+    /// Begins a walk over slots.
+    pub fn walk(&self) -> SlotWalk<'_> {
+        SlotWalk { directory: self, chunk: None }
     }
 
     /// Whether there is no chunk for a page: then neither the page nor one of its neighbours is there.

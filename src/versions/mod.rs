@@ -249,12 +249,27 @@ impl Versions {
         let mut writer = self.written.writer.lock();
         let count_before = writer.superseded.len();
         let (mut created, mut deleted) = (0, 0);
+        let mut walk = self.pages.walk();
+        // A batch of more pages than are remembered would only displace them.
+        let is_short = pages.size_hint().0 <= recent_pages::PLACES;
         let mut pages = pages.peekable();
         while let Some((page, info)) = pages.next() {
-            if info.is_some_and(|info| self.advance(&mut writer, lsn, page, info)) {
+            let advanced = info.is_some_and(|info| match is_short {
+                true => self.advance_recent(&mut writer, lsn, page, info),
+                false => {
+                    let advance = |slot: &PageSlot| {
+                        let newest = slot.newest.look();
+                        newest
+                            .as_ref()
+                            .is_some_and(|newest| self.advance(&mut writer.floor, newest, lsn, info))
+                    };
+                    walk.look(page, advance) == Some(true)
+                }
+            });
+            if advanced {
                 continue;
             }
-            let superseding = self.pages.look(page, |slot| self.supersede(slot, lsn, page, info)).flatten();
+            let superseding = walk.look(page, |slot| self.supersede(slot, lsn, page, info)).flatten();
             match (superseding, info) {
                 (Some((version, was_there)), _) => {
                     created += u64::from(!was_there);
@@ -301,12 +316,17 @@ impl Versions {
         self.unlink(&mut writer, count);
     }
 
-    /// Gives a page newer numbers where it lies, if nothing else is new and no reader needs the numbers that
-    /// go.
-    fn advance(&self, writer: &mut Writer, lsn: Lsn, page: PageId, info: &PageInfo) -> bool {
+    /// As [`advance`](Self::advance), for a page of a short batch: it is remembered.
+    fn advance_recent(&self, writer: &mut Writer, lsn: Lsn, page: PageId, info: &PageInfo) -> bool {
         let Writer { recent, floor, .. } = writer;
         let find = || self.pages.look(page, |slot| slot.newest.get()).flatten();
-        let Some(newest) = recent.get_or(page, find) else { return false };
+        let newest = recent.get_or(page, find);
+        newest.is_some_and(|newest| self.advance(floor, newest, lsn, info))
+    }
+
+    /// Gives a page newer numbers where it lies, if nothing else is new and no reader needs the numbers that
+    /// go.
+    fn advance(&self, floor: &mut Lsn, newest: &Version<PageState>, lsn: Lsn, info: &PageInfo) -> bool {
         if !newest.state.page().is_some_and(|entry| entry.is_same_but_numbers(info)) {
             return false;
         }

@@ -11,7 +11,7 @@ use remanent_format::PageId;
 use super::chain::{PageState, Version};
 
 /// The most pages that are remembered. A page replaces another one whose number ends alike.
-const PLACES: usize = if cfg!(shuttle) { 2 } else { 256 };
+pub(super) const PLACES: usize = if cfg!(shuttle) { 2 } else { 256 };
 
 type PageVersion = Arc<Version<PageState>>;
 

@@ -225,6 +225,42 @@ fn a_batch_that_creates_many_pages_creates_each_of_them() {
     check(&ground.versions.view(), &ground.table);
 }
 
+/// A batch of more pages than the writer remembers goes from chunk to chunk: in the order of the ids and against
+/// it, over pages that exist, are new in an old chunk and in a new one, beside small batches that remember.
+#[test]
+fn a_batch_of_many_pages_changes_each_of_them() {
+    let mut ground = Ground::new();
+    let creates: Vec<Op<'_>> = (1..700).map(|page| create(page, None)).collect();
+    ground.commit(&creates);
+    let rising: Vec<Op<'_>> = (1..700).map(write).collect();
+    let falling: Vec<Op<'_>> = (1..700).rev().map(write).collect();
+    let mixed: Vec<Op<'_>> = (1..900)
+        .map(|page| match page {
+            1..700 if page % 5 == 0 => resize(page, 7),
+            1..700 => write(page),
+            _ => create(page, None),
+        })
+        .collect();
+    for (ops, times) in [(&rising, 3), (&falling, 3), (&mixed, 1), (&rising, 3)] {
+        ground.commit(&[write(3), write(300)]);
+        let versions = ground.versions.clone();
+        let (view, table) = (versions.view(), ground.table.clone());
+        for _ in 0..times {
+            ground.submit(ops);
+            check(&view, &table);
+            ground.log();
+            check(&versions.view(), &ground.table);
+        }
+        check(&view, &table);
+    }
+    // No view holds them back, so a change of bytes alone makes no version.
+    let count = |ground: &Ground| (1..700).map(|page| ground.versions_of(page)).sum::<usize>();
+    ground.commit(&rising);
+    let before = count(&ground);
+    ground.commit(&rising);
+    assert!(count(&ground) <= before);
+}
+
 #[test]
 fn a_long_chain_is_dropped_without_a_deep_stack() {
     let mut ground = Ground::new();

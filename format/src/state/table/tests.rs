@@ -82,3 +82,30 @@ fn what_does_more_than_change_bytes_is_left_alone() {
         assert!(table == new(), "{ops:?}");
     }
 }
+
+/// A page that was not found again would be listed twice, and its epoch would rise from the old one twice.
+#[test]
+fn a_page_is_found_again_in_any_order_of_a_batch_s_pages() {
+    let mut random = Random(7);
+    for count in [1, 2, 8, 9, 10, 300] {
+        let page = |number| PageInfo::new(PageId(number), 100, Place::Host);
+        let table = PageTable::from_parts((1..=count).map(page), Arc::default(), count + 1, Epoch(1), Lsn(0));
+        let rising: Vec<u64> = (1..=count).collect();
+        let falling = rising.iter().rev().copied().collect();
+        let mut shuffled = rising.clone();
+        (1..count).for_each(|at| shuffled.swap(at as usize, random.below(at + 1) as usize));
+        // Rises up to the middle, then goes back to its start.
+        let late_fall = rising.iter().map(|page| (page + count / 2) % count + 1).collect();
+        for order in [&rising, &falling, &shuffled, &late_fall] {
+            for again in [&rising, &falling, &shuffled] {
+                let write = |page: &u64| Op::Write { page: PageId(*page), offset: 0, bytes: &BYTES };
+                let ops = order.iter().chain(again).map(|page| OpAt { op: write(page), body_at: 0 });
+                let ops: Vec<OpAt<'_>> = ops.collect();
+                let changes = table.plan(Lsn(1), &ops, PlanMode::Commit).unwrap();
+                let found = changes.pages().iter().map(|(page, info)| (page.0, info.as_ref().unwrap().epoch));
+                let expected = order.iter().map(|page| (*page, Epoch(1)));
+                assert!(found.eq(expected), "{count} pages, {order:?} and {again:?}");
+            }
+        }
+    }
+}
