@@ -53,7 +53,7 @@ fn write_and_die(directory: &str) -> Result<()> {
     batch.write(page, 5, b"remains").set_root("step", 2u64);
     store.commit(batch)?;
 
-    // The default acknowledgement is `Logged`: it survives the death of the process at any instruction. For a power
-    // cut, ask for `Options::default().ack(Ack::Durable)`, or call `store.wait_durable(lsn)`.
+    // The default acknowledgement is `Logged`: it survives the death of the process at any instruction. For a
+    // power cut, ask for `Options::default().ack(Ack::Durable)`, or call `store.wait_durable(lsn)`.
     std::process::abort();
 }

@@ -43,7 +43,7 @@ fn main() -> Result<()> {
         }
 
         let (replica, position) = following.join().expect("the follower's thread")?;
-        assert_eq!(ReadPages::read_to_vec(&replica, page)?, BATCHES.to_le_bytes());
+        assert_eq!(replica.read_to_vec(page)?, BATCHES.to_le_bytes());
         println!("the copy is at batch {}; another process goes on from {position}", replica.lsn());
 
         let mut later = Follower::open(&path, FollowFrom::Position(position.parse().expect("a position")))?;

@@ -14,7 +14,8 @@ const BLOCK_LEN: usize = 16 << 10;
 /// Blocks that the cache holds.
 const BLOCKS_MAX: usize = 64;
 
-/// Blocks in the order of their last use, the oldest first. The store is the index: nothing else is written down.
+/// Blocks in the order in which they were put, the oldest first. The store is the index: nothing else is
+/// written down.
 struct Cache {
     store: Store,
     order: VecDeque<Key>,
@@ -45,13 +46,16 @@ impl Cache {
     fn put(&mut self, hash: u64, block: Vec<u8>) -> Result<()> {
         let key = key(hash)?;
         let mut batch = self.store.batch();
-        if self.order.len() >= BLOCKS_MAX
-            && let Some(oldest) = self.order.pop_front()
-        {
-            batch.delete(self.page(&oldest)?);
+        let is_full = self.order.len() >= BLOCKS_MAX;
+        if let Some(oldest) = self.order.front().filter(|_| is_full) {
+            batch.delete(self.page(oldest)?);
         }
         batch.create_from(block, Place::Host).key(&key);
         self.store.commit(batch)?;
+        // Only now: a batch that is refused evicts nothing.
+        if is_full {
+            self.order.pop_front();
+        }
         self.order.push_back(key);
         Ok(())
     }

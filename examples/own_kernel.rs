@@ -4,8 +4,8 @@
 //! cargo run --example own_kernel
 //! ```
 //!
-//! A page itself is never the caller's to write: a kernel writes a *working copy*, and a capture logs what changed there
-//! before the page changes. Without a GPU the example says so, and ends well.
+//! A page itself is never the caller's to write: a kernel writes a *working copy*, and a capture logs what
+//! changed there before the page changes. Without a GPU the example says so, and ends well.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 #[cfg(feature = "cuda")]
@@ -59,7 +59,8 @@ mod gpu {
     /// Makes a call of the driver's, which must succeed.
     macro_rules! call {
         ($call:ident($($argument:expr),* $(,)?)) => {{
-            // SAFETY: pointers are to live values of the right types, and handles to live objects of this context.
+            // SAFETY: pointers are to live values of the right types, and handles to live objects of this
+            // context.
             let result = unsafe { sys::$call($($argument),*) };
             assert_eq!(result, sys::CUresult::CUDA_SUCCESS, stringify!($call));
         }};
@@ -88,9 +89,10 @@ mod gpu {
         call!(cuModuleGetFunction(&mut bump, module, c"bump".as_ptr()));
         call!(cuStreamCreate(&mut stream, 1));
 
-        // 2. A copy of the page that kernels may write, used on that stream: the store's own work on it waits for what
-        //    is on the stream by then, on the device. The shadow is what the copy was when it was last captured.
-        // SAFETY: the handle is that of a stream of this context, which is destroyed after its last use below.
+        // 2. A copy of the page that kernels may write, used on that stream: the store's own work on it waits
+        //    for what is on the stream by then, on the device. The shadow is what the copy was when it was
+        //    last captured. SAFETY: the handle is that of a stream of this context, which is destroyed after
+        //    its last use below.
         let raw = unsafe { RawStream::from_cuda(stream as u64) };
         let memory = store.device_bytes(LEN, Place::Device(0))?.on(raw);
         let copy = store.working_copy_in(page, &memory, Width::W1, Shadow::Page, Direction::Load)?;

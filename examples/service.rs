@@ -30,8 +30,7 @@ fn get(store: &Store, key: &str) -> Result<Vec<u8>> {
 async fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let directory = tempfile::tempdir()?;
     let path = directory.path().join("store");
-    let opened = path.clone();
-    let store = tokio::task::spawn_blocking(move || Store::open(opened, Options::default())).await??;
+    let store = tokio::task::spawn_blocking(move || Store::open(path, Options::default())).await??;
     let store = Arc::new(store);
 
     let requests: Vec<_> = (0..1000)

@@ -1,4 +1,5 @@
-//! The state of a training run: deltas each step, named snapshots, going back, and a fork to try something else.
+//! The state of a training run: deltas each step, named snapshots, going back, and a fork to try something
+//! else.
 //!
 //! ```sh
 //! cargo run --example training_state
@@ -20,12 +21,13 @@ fn step(store: &Store, weights: PageId, step: u64) -> Result<()> {
     let mut batch = store.batch();
     // The log gets the elements and about a byte of index each, not the page.
     batch.scatter(weights, Width::W4, &indices, &values);
-    // Step, random state and loader position belong to the same moment: they are entries of the root.
+    // Step and loader position belong to the same moment: they are entries of the root.
     batch.set_root("step", step).set_root("loader", step * 32).note(format!("step {step}"));
     store.commit(batch)?;
     Ok(())
 }
 
+/// A store, a view of an earlier state and a replica are read alike: all of them are `ReadPages`.
 fn steps_of(pages: &impl ReadPages) -> Result<u64> {
     Ok(pages.root()?["step"].as_u64().expect("a step"))
 }
@@ -54,7 +56,7 @@ fn main() -> Result<()> {
     let point = StatePoint::Name("before the warm-up ended".to_owned());
     let then = Store::open_at(&path, &point)?;
     assert_eq!((steps_of(&then)?, steps_of(&store)?), (10, 20));
-    let weights_then = ReadPages::read_to_vec(&then, weights)?;
+    let weights_then = then.read_to_vec(weights)?;
 
     // 3. Try something else from there, in a store of its own. Image files are shared, not copied.
     let trial = directory.path().join("trial");

@@ -36,7 +36,7 @@
 //! | Page, [`PageId`] | bytes in one place; ids rise and are never used again |
 //! | [`Key`] | the user's own name for a page, at most 64 bytes, unique, free again after a delete |
 //! | [`Place`] | where a page lives |
-//! | [`Epoch`] | a page's version: +1 for each batch that changes content, length or metadata, not place |
+//! | [`Epoch`] | counts a page's contents: +1 for each batch that changes bytes, length, metadata; not place |
 //! | Root | the store's own metadata, committed in the same batches as pages |
 //! | Delta | after-image bytes for one page: dense range, masked range, or sparse elements |
 //! | [`WriteBatch`] | operations that become visible and durable together or not at all |
@@ -46,20 +46,28 @@
 //! | Frame | one batch, or a seal, as bytes in the log |
 //! | Group | the frames that one sync makes durable; starts on a 4096-byte boundary |
 //! | Segment | one preallocated file of the log |
-//! | Seal | a frame without a batch: a durable mark at the end of a busy period |
+//! | Seal | a frame without a batch that says what is durable: at the end of each busy period, not of a segment |
 //! | Mark | the newest durable Lsn, as a frame, an opening or a manifest states it |
+//! | Opening | the first segment of an incarnation: built whole, renamed into place |
+//! | Keeper, maker | the log's threads: one syncs and seals, the other makes segments in advance |
+//! | Draft | a batch that is encoded and has its memory, before it has an Lsn |
 //! | Image | one page's bytes in an image file, with page, epoch, Lsn, length, checksum |
 //! | Snapshot | a manifest and the images it names: with the log after it, enough to rebuild everything |
+//! | Redo, end | of a snapshot: the last batches applied before its first and after its last page was gathered |
+//! | Tombstone | in a manifest: a page that an earlier link names is gone |
+//! | Thin snapshot | one that writes no images, so that a full disk gives back what deleted pages held |
+//! | Floor | the oldest batch from which replay is promised; below it only the ends of snapshots can be had |
 //! | Retention | what is kept beyond the newest snapshot: by number, age, bytes of log, name |
 //! | Hold | a reader's lock on a snapshot or on the log's beginning: retention passes over what it holds |
-//! | Cut | pages as they were after one batch, kept until an exact snapshot has gathered them |
+//! | Exact cut | pages as they were after one batch, kept until an exact snapshot has gathered them |
 //! | Fork | a new store that begins at a state of another one |
 //! | Whole page | a page that a batch writes from first byte to last; a long one goes to an image first |
 //! | [`Follower`] | a reader of batches as they are logged, in order, each once |
 //! | [`Replica`] | pages in host memory that a follower's batches are applied to |
 //! | Scrub | a reading of what lies on disk and is needed, which mends from memory what is damaged |
 //! | Link | one manifest of a snapshot: a base names all pages, a change those changed since the link before |
-//! | Recovery / Restore | opening what a crash left / taking the store to an earlier state, going forward |
+//! | Recovery | opening what a crash left |
+//! | Restore | one more batch that makes the state an earlier one; the states in between stay reachable |
 //! | Unloaded | of a page: its bytes are on disk only, and are loaded before any reader or batch gets to them |
 //! | Lane | an ordered queue of device work |
 //! | Staging | host memory that a lane copies to or from |
@@ -72,35 +80,37 @@
 //! | [`Pin`] | the promise that a page keeps its address while batches change it |
 //! | Version | what a page, or the root, is after one batch: lookups find it without a lock |
 //! | Visible | of a batch: its versions are in place and it is logged, so that lookups and reads see it |
-//! | [`LiveView`] | pages and root of an open store as of one batch |
+//! | [`LiveView`] | root and page table of an open store as of one batch, and bytes that are unchanged since |
 //! | [`Audit`] | a look whether memory is what the batches say |
-//! | Spare | a segment file that waits to be used again, or is kept back for a full disk |
+//! | Spare, reserve | a segment file that waits to be used again; those that are kept back for a full disk |
 //! | Relocation | memory to which a leased page moves when a batch changes it |
 //! | Turn | work that runs on the applier between two batches |
-//! | [`Budget`] | byte limits a place, checked before anything is allocated |
+//! | [`Budget`] | limits in bytes, one per place, checked before anything is allocated |
 //!
 //! # Processes, threads, tasks
 //!
-//! **Forks.** A store belongs to the process that opened it. In a forked child every call on an inherited
-//! store, [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`ReadMany`], [`ChangeStream`], [`Follower`],
-//! [`View`] or [`device::DeviceBytes`] says [`Error::Forked`], before it writes a byte or waits for a lock;
-//! getters that cannot fail return empty values. Dropping what was inherited gives nothing back, and the
-//! parent goes on. A child may open other stores, and this one once its parent has closed it, whatever the
-//! parent's threads were at (but not at the very start or end of a thread, when the list of threads that read
-//! without locks may be held; an `exec` is always safe); a [`Replica`] is plain memory and goes on in both. A
-//! snapshot that a [`View`] holds stays held while the parent holds it; if the parent dies first, until the
-//! child ends. A GPU cannot be used in a child of a process that used it: that is the driver's rule.
+//! **Child processes.** A store belongs to the process that opened it. In a forked child every call on an
+//! inherited store, [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`ReadMany`], [`ChangeStream`],
+//! [`Follower`], [`View`] or [`device::DeviceBytes`] says [`Error::Forked`], before it writes a byte or waits
+//! for a lock; getters that cannot fail return empty values. Dropping what was inherited gives nothing back,
+//! and the parent goes on. A child may open other stores, and this one once its parent has closed it,
+//! whatever the parent's threads were at (but not at the very start or end of a thread, when the list of
+//! threads that read without locks may be held; an `exec` is always safe); a [`Replica`] is plain memory and
+//! goes on in both. A snapshot that a [`View`] holds stays held while the parent holds it; if the parent dies
+//! first, until the child ends. A GPU cannot be used in a child of a process that used it: that is the
+//! driver's rule.
 //!
 //! **What waits for what.**
 //!
 //! | call | waits for |
 //! |---|---|
-//! | [`Store::submit`] | other submissions, and for a new segment where the log has no room |
+//! | [`Store::submit`] | other submissions; room in the log; pages to copy or load; an image file; a full queue |
 //! | [`Store::commit`], [`Ticket::wait`] | what [`Ack`] says: nothing, the applier, or a sync of the log |
 //! | [`Store::page`], [`Store::page_by_key`], [`Store::root`], [`Store::view`] and other lookups | nothing |
-//! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before |
-//! | [`Store::read_many`], [`ChangeStream::next_timeout`] at zero | unloaded pages; nothing |
-//! | [`Store::compare`] | the applier: all batches before; the third time, it holds up batches |
+//! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before; a page's load |
+//! | [`Store::read_many`] | pages that are not loaded |
+//! | [`ChangeStream::next_timeout`] with a time of zero | nothing |
+//! | [`Store::compare`] | the applier: all batches before; after two tries in vain it holds batches up |
 //! | [`Store::snapshots`], [`Store::would_prune`], [`Store::stats`] | nothing, not even a running snapshot or scrub |
 //! | [`Store::snapshot`] and its kin, [`Store::prune`] | each other, and a background snapshot, which goes on at full speed |
 //! | [`Store::scrub`], [`Store::audit`] | the same; a scrub for another scrub |
@@ -125,7 +135,7 @@
 //! | `write/` | a batch as the caller asks for it, and as it is checked, encoded, logged and handed over |
 //! | `recovery/` | the decision table of an open, and the recipe that follows it |
 //! | `snapshot/` | choosing, gathering, publishing and verifying snapshots; scrubs |
-//! | `engine.rs` | the parts of an open store that all its roads share |
+//! | `engine.rs` | the parts of an open store that all of these share |
 //! | `applier/` | the one thread that changes pages; leases and pins |
 //! | `follower/` | reading batches as they are logged |
 //! | `catalog/` | which snapshots, images and segments are kept, and why |
@@ -152,17 +162,21 @@
 //!   incarnation, own position, Lsn and the chain hash of the frame before it all hold.
 //! - **I4** Every frame carries the durable mark known when it was written. The first invalid frame is a
 //!   torn tail only if no mark covers it; else it is damage, and opening is refused.
-//! - **I5** Nothing synced is rewritten, and recovery removes nothing that was acknowledged. Every writable
-//!   open begins a new incarnation, whose opening segment is built whole and renamed into place; that rename
-//!   is the only commit point of recovery.
-//! - **I6** Recovery trusts nothing above the last mark to be on the medium, even when it can read it. What a
-//!   mark covers it takes from the medium once: past the cache, or through a cache that had nothing of it.
-//! - **I7** A manifest is published only after everything it names is synced and the log is durable up to
-//!   its end; only a snapshot that was verified, and durably recorded as such, licenses recycling.
-//! - **I8** Nothing is recycled that a kept snapshot or a kept frame needs. No frame enters a segment before
-//!   the next one exists, synced, with its name.
+//! - **I5** No sector that holds a synced frame is written again while its segment belongs to the log. STORE,
+//!   manifests and tables change by rename only. Recovery removes nothing that was acknowledged. Every
+//!   writable open begins a new incarnation, whose opening segment is built whole and renamed into place;
+//!   that rename is the only commit point of recovery.
+//! - **I6** Recovery treats batches above the last mark as if only the page cache had them, even when it can
+//!   read them: it copies them. Bytes under a mark it reads from the medium at least once, past the page
+//!   cache or by a read that found none of them cached.
+//! - **I7** A manifest is published only after all that it names is synced and the log is durable up to the
+//!   manifest's `end`. What a snapshot replaces goes only once the snapshot was read back and a synced seal
+//!   says so.
+//! - **I8** Nothing is recycled that a kept snapshot needs or a kept frame names. No frame enters a segment
+//!   before the next one exists, synced, with its name.
 //! - **I9** What is read from disk is untrusted: lengths are checked before they are used.
-//! - **I10** Memory stays within its budget; recovery checks the final page table before it allocates.
+//! - **I10** Page memory and the copies beside it stay within [`Options::budget`]; recovery checks the final
+//!   page table before it allocates.
 //! - **I11** The host device defines "correct": every other device gives the same bytes.
 //! - **I12** Images, and payloads born on a device, that cross a bus are summed on both sides of it before
 //!   anything logs, names or serves what arrived. A device's sum that differs is not damage on disk: the
@@ -195,7 +209,7 @@ pub mod disk;
 mod base;
 pub mod options;
 pub mod error;
-/// What users of other systems have in their hands, and what does its work here.
+/// What users of other systems know, and what does its work here.
 #[cfg(doc)]
 #[doc = include_str!("../docs/coming-from.md")]
 pub mod coming_from {}

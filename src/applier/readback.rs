@@ -253,7 +253,7 @@ impl SummedCopies {
         push(&mut self.arrivals, (at..at + span.len as usize, source))
     }
 
-    /// Sums what arrived; `None` if the device's sums are others.
+    /// Sums what arrived; `None` if the device's sums are others (I12).
     fn check(&self, bytes: &[u8], of_device: Option<&[u8]>) -> Result<Option<Vec<Hasher>>> {
         let mut sums = collected((0..self.sources).map(|_| Hasher::new()))?;
         let mut of_device = of_device.map(sums_in);

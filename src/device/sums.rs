@@ -1,4 +1,4 @@
-//! Sums that a device makes of page memory, so that bytes are proven on both sides of the bus.
+//! Sums that a device makes of page memory, so that bytes are proven on both sides of the bus (I12).
 //!
 //! A host that sums what it sends says nothing about what arrived, and a host that sums what arrived says
 //! nothing about what lay in memory. Where the two sides of a copy are summed each on its own, a bit that

@@ -2,8 +2,8 @@
 //! the medium and staging, while earlier pieces go from staging to their pages: one thread waits for the
 //! medium while another checksums.
 //!
-//! Where the bytes cross a bus, the device sums them in the list that brings them, and the host leaves it at
-//! that: the sum over what arrived proves medium, cache, staging and bus at once. A sum that is not the
+//! Where the bytes cross a bus, the device sums them in the list that brings them (I12), and the host leaves
+//! it at that: the sum over what arrived proves medium, cache, staging and bus at once. A sum that is not the
 //! stored one does not say which of these is to blame. So the image is read again from the medium and summed
 //! by the host: if the host's sum is wrong too, the image is damaged. If it holds, the bytes go up once more,
 //! and a device that changes them again has failed.

@@ -235,36 +235,36 @@ impl Snapshots {
 
     /// Phases 1 to 5: writes a snapshot and publishes it.
     ///
-    /// 1. **Prove** images that batches wrote ahead: the manifest is to name them, so they are read back
+    /// a. **Prove** images that batches wrote ahead: the manifest is to name them, so they are read back
     ///    first (I7).
-    /// 2. **Begin** (phase 1). Only now is `redo` known, and with it which files may belong to later
+    /// b. **Begin** (phase 1). Only now is `redo` known, and with it which files may belong to later
     ///    batches. A batch that takes a file's number after that lies above `redo`.
-    /// 3. **Gather** and **end** (phases 2 and 3). An end that was taken before would leave out batches
+    /// c. **Gather** and **end** (phases 2 and 3). An end that was taken before would leave out batches
     ///    that the images already hold.
-    /// 4. **Stop watching**, whether that went well or not. Otherwise the applier would note deletes, and
+    /// d. **Stop watching**, whether that went well or not. Otherwise the applier would note deletes, and
     ///    keep pages aside, for a snapshot that nothing finishes.
-    /// 5. **Publish** (phases 4 and 5). The manifest's number counts as taken before: after a failure it
+    /// e. **Publish** (phases 4 and 5). The manifest's number counts as taken before: after a failure it
     ///    may lie on the disk, and a name is never used for two contents.
-    /// 6. **Keep** it: from now on it counts for retention, and waits to be verified (phase 6).
+    /// f. **Keep** it: from now on it counts for retention, and waits to be verified (phase 6).
     fn write(&self, catalog: &mut Catalog, request: &SnapshotRequest, is_short: bool) -> Result<SnapshotId> {
         let threads_max = request.threads_max();
-        // 1.
+        // a.
         catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()));
-        // 2.
+        // b.
         // Without space no image is written again only to empty its file.
         let wasteful = if is_short { Vec::new() } else { self.wasteful_files(catalog)? };
         let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, request.exact)?;
         let ahead_from = catalog.files.ahead_from(redo.lsn);
-        // 3.
+        // c.
         let plan = self.plan_files(catalog, &sorted, threads_max);
         let gathered = plan.and_then(|plan| {
             let gathered = self.gather_and_end(&plan, &sorted.gather, end, request);
             Ok((gathered.map_err(|error| needing(plan.gather_bytes, error))?, plan))
         });
-        // 4.
+        // d.
         self.stop_watching()?;
         let (GatheredImages { writers, caught, end }, plan) = gathered?;
-        // 5.
+        // e.
         self.progress.enter(SnapshotPhase::Publish);
         let (follows, visited) = (sorted.follows, sorted.visited);
         let manifest = self.manifest(
@@ -297,7 +297,7 @@ impl Snapshots {
             }
             Err(error) => return Err(error),
         };
-        // 6.
+        // f.
         let is_own = |file| plan.numbers.contains(&file);
         let kept = RetainedSnapshot::new(&manifest, is_own, sums, links, file.header_crc, false);
         let info = &kept.info;

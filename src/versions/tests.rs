@@ -225,8 +225,9 @@ fn a_batch_that_creates_many_pages_creates_each_of_them() {
     check(&ground.versions.view(), &ground.table);
 }
 
-/// A batch of more pages than the writer remembers goes from chunk to chunk: in the order of the ids and against
-/// it, over pages that exist, are new in an old chunk and in a new one, beside small batches that remember.
+/// A batch of more pages than the writer remembers goes from chunk to chunk: in the order of the ids and
+/// against it, over pages that exist, are new in an old chunk and in a new one, beside small batches that
+/// remember.
 #[test]
 fn a_batch_of_many_pages_changes_each_of_them() {
     let mut ground = Ground::new();

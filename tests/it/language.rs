@@ -19,6 +19,7 @@ const SOURCES: &[(&str, &[&str])] = &[
     ("format/src", &["rs"]),
     ("tools/src", &["rs"]),
     ("tests", &["rs"]),
+    ("examples", &["rs"]),
     ("kernels", &["cu", "cuh"]),
 ];
 

@@ -270,7 +270,7 @@ impl Committer {
         let is_summed = device.crosses_bus();
         let mut crc = proven_sum(&staged, &copies, is_summed.then_some(&*sums));
         if crc.is_none() {
-            // The bytes are still there: a bit that turned over once must not refuse a commit.
+            // I12. The bytes are still there: a bit that turned over once must not refuse a commit.
             tracing::warn!(device = device.label(), "a payload changed on its way to the host: once more");
             let mut commands = Vec::new();
             bring_down(&mut commands, &copies, is_summed)?;

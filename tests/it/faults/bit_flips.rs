@@ -1,5 +1,5 @@
 //! Bits that turn over on the way between the host and the device, at every copy of every operation whose
-//! bytes are summed on both sides.
+//! bytes are summed on both sides (I12).
 //!
 //! A bit that turns over once costs nothing: the copy is made again. Where it happens again, the store stops
 //! with an error of the device. Nothing wrong is ever served, logged or published, and no file is blamed.
