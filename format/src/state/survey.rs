@@ -203,7 +203,7 @@ pub fn read_manifest(
     Ok((manifest, health))
 }
 
-/// Refuses another store's or another file's manifest.
+/// Refuses another store's or another file's manifest (SPEC M8).
 fn check_file(manifest: &Manifest, file: FileName, store: &StoreFile) -> Result<(), Damage> {
     if manifest.store != store.store {
         return Err(Defect::Foreign.at(file, 0));

@@ -128,10 +128,13 @@ pub enum PlanMode {
 struct Overlay<'a> {
     table: &'a PageTable,
     lsn: Lsn,
-    /// In the order of their first mention.
-    touched: SmallVec<[TouchedPage; 1]>,
-    /// Whether the ids of the touched pages rise. Then a page is found by halving. Long batches mostly go
-    /// through their pages in order, and hashing each page took a third of such a batch's plan.
+    /// The pages' states so far, in the order of their first mention; `None` is a page that is gone. They are
+    /// what the plan returns: copied at its end, the pages of a long batch would be fresh memory once more.
+    pages: SmallVec<[(PageId, Option<PageInfo>); 1]>,
+    /// What the batch did to each of them.
+    marks: SmallVec<[PageMark; 8]>,
+    /// Whether the ids of the pages rise. Then a page is found by halving. Long batches mostly go through
+    /// their pages in order, and hashing each page took a third of such a batch's plan.
     is_rising: bool,
     /// The index of each page among them. It is kept only if they are many and their ids do not rise: most
     /// batches touch one page or two.
@@ -141,11 +144,9 @@ struct Overlay<'a> {
 /// Up to this number of touched pages are searched one by one.
 const UNINDEXED_MAX: usize = 8;
 
-/// A page that a batch touches.
-struct TouchedPage {
-    page: PageId,
-    /// The page's state so far; `None` if it is gone.
-    state: Option<PageInfo>,
+/// What a batch did to a page so far.
+#[derive(Clone, Copy)]
+struct PageMark {
     content: Content,
     /// Whether this batch has raised its epoch already.
     is_raised: bool,
@@ -165,14 +166,14 @@ impl Overlay<'_> {
     fn position(&self, page: PageId) -> Option<usize> {
         if self.is_rising {
             // Most often the page is the last one, or comes after it.
-            let last = self.touched.len().checked_sub(1)?;
-            match self.touched[last].page.cmp(&page) {
+            let last = self.pages.len().checked_sub(1)?;
+            match self.pages[last].0.cmp(&page) {
                 Ordering::Less => None,
                 Ordering::Equal => Some(last),
-                Ordering::Greater => self.touched.binary_search_by_key(&page, |touched| touched.page).ok(),
+                Ordering::Greater => self.pages.binary_search_by_key(&page, |(touched, _)| *touched).ok(),
             }
-        } else if self.touched.len() <= UNINDEXED_MAX {
-            self.touched.iter().position(|touched| touched.page == page)
+        } else if self.pages.len() <= UNINDEXED_MAX {
+            self.pages.iter().position(|(touched, _)| *touched == page)
         } else {
             self.index.get(&page).copied()
         }
@@ -180,73 +181,80 @@ impl Overlay<'_> {
 
     /// A page that was touched, if it is there.
     fn get(&self, page: PageId) -> Option<&PageInfo> {
-        self.touched[self.position(page)?].state.as_ref()
+        self.pages[self.position(page)?].1.as_ref()
     }
 
+    /// Creates or deletes a page.
     fn set(&mut self, page: PageId, state: Option<PageInfo>) -> Result<(), Refusal> {
-        let touched = TouchedPage { page, state, content: Content::Kept, is_raised: true };
+        let mark = PageMark { content: Content::Kept, is_raised: true };
         match self.position(page) {
-            Some(at) => self.touched[at] = touched,
-            None => _ = self.push(touched)?,
+            Some(at) => (self.pages[at].1, self.marks[at]) = (state, mark),
+            None => _ = self.push(page, state, mark)?,
         }
         Ok(())
     }
 
-    fn push(&mut self, touched: TouchedPage) -> Result<usize, Refusal> {
-        let at = self.touched.len();
-        self.touched.try_reserve(1).map_err(|_| no_memory::<TouchedPage>(2 * at))?;
-        self.is_rising &= self.touched.last().is_none_or(|last| last.page < touched.page);
-        self.touched.push(touched);
-        if !self.is_rising && self.touched.len() > UNINDEXED_MAX {
+    fn push(&mut self, page: PageId, state: Option<PageInfo>, mark: PageMark) -> Result<usize, Refusal> {
+        let at = self.pages.len();
+        self.pages.try_reserve(1).map_err(|_| no_memory::<(PageId, Option<PageInfo>)>(2 * at))?;
+        self.marks.try_reserve(1).map_err(|_| no_memory::<PageMark>(2 * at))?;
+        self.is_rising &= self.pages.last().is_none_or(|(last, _)| *last < page);
+        self.pages.push((page, state));
+        self.marks.push(mark);
+        if !self.is_rising && self.pages.len() > UNINDEXED_MAX {
             // Pages that came while the ids rose, or were few, are not in the index yet.
-            let missing = self.touched.iter().enumerate().skip(self.index.len());
+            let missing = self.pages.iter().enumerate().skip(self.index.len());
             let refused = |_| no_memory::<(PageId, usize)>(2 * at);
             self.index.try_reserve(missing.len()).map_err(refused)?;
-            self.index.extend(missing.map(|(at, touched)| (touched.page, at)));
+            self.index.extend(missing.map(|(at, (page, _))| (*page, at)));
         }
         Ok(at)
     }
 
-    /// The page for moving: this batch is its last change, and its epoch stays.
-    fn touch_place(&mut self, page: PageId) -> Result<&mut TouchedPage, Refusal> {
-        let at = match self.position(page) {
-            Some(at) => at,
-            None => {
-                let mut info = self.table.get(page).ok_or(Refusal::UnknownPage(page))?;
-                info.lsn = self.lsn;
-                self.push(TouchedPage { page, state: Some(info), content: Content::Kept, is_raised: false })?
-            }
-        };
-        Ok(&mut self.touched[at])
+    /// The state of the page at an index, unless it is gone.
+    fn state(&mut self, at: usize) -> Result<&mut PageInfo, Refusal> {
+        let (page, state) = &mut self.pages[at];
+        state.as_mut().ok_or(Refusal::UnknownPage(*page))
     }
 
-    /// The page for changing: its epoch rises once a batch.
-    fn touch(&mut self, page: PageId) -> Result<&mut TouchedPage, Refusal> {
-        let touched = self.touch_place(page)?;
-        let info = touched.state.as_mut().ok_or(Refusal::UnknownPage(page))?;
-        if !std::mem::replace(&mut touched.is_raised, true) {
+    /// The index of a page that moves: this batch is its last change, and its epoch stays.
+    fn touch_place(&mut self, page: PageId) -> Result<usize, Refusal> {
+        if let Some(at) = self.position(page) {
+            return Ok(at);
+        }
+        let mut info = self.table.get(page).ok_or(Refusal::UnknownPage(page))?;
+        info.lsn = self.lsn;
+        self.push(page, Some(info), PageMark { content: Content::Kept, is_raised: false })
+    }
+
+    /// The index of a page that changes: its epoch rises once a batch.
+    fn touch(&mut self, page: PageId) -> Result<usize, Refusal> {
+        let at = self.touch_place(page)?;
+        let is_raised = std::mem::replace(&mut self.marks[at].is_raised, true);
+        let info = self.state(at)?;
+        if !is_raised {
             info.epoch = next_epoch(info.epoch)?;
         }
-        Ok(touched)
+        Ok(at)
     }
 
     /// The page's state for changing it.
     fn touch_info(&mut self, page: PageId) -> Result<&mut PageInfo, Refusal> {
-        self.touch(page)?.state.as_mut().ok_or(Refusal::UnknownPage(page))
+        let at = self.touch(page)?;
+        self.state(at)
     }
 
     /// The page for changing its bytes from `Kept` or `Changed` to `content`.
     fn touch_content(&mut self, page: PageId, content: Content) -> Result<&mut PageInfo, Refusal> {
-        let touched = self.touch(page)?;
-        if touched.content == Content::Image
-            || (content == Content::Image && touched.content != Content::Kept)
-        {
+        let at = self.touch(page)?;
+        let before = &mut self.marks[at].content;
+        if *before == Content::Image || (content == Content::Image && *before != Content::Kept) {
             return Err(Refusal::ImageNotAlone(page));
         }
         if content != Content::Kept {
-            touched.content = content;
+            *before = content;
         }
-        touched.state.as_mut().ok_or(Refusal::UnknownPage(page))
+        self.state(at)
     }
 
     /// Has an image take the place of the page's bytes.
@@ -272,8 +280,8 @@ impl PageTable {
         ops: impl IntoIterator<Item = &'a OpAt<'a>>,
         mode: PlanMode,
     ) -> Result<Changes, (usize, Refusal)> {
-        let mut overlay =
-            Overlay { table: self, lsn, touched: SmallVec::new(), is_rising: true, index: HashMap::new() };
+        let (pages, marks, index) = (SmallVec::new(), SmallVec::new(), HashMap::new());
+        let mut overlay = Overlay { table: self, lsn, pages, marks, is_rising: true, index };
         let mut root: Option<Arc<Metadata>> = None;
         let mut next_page = self.next_page;
         // Keys given and freed by this batch, in its order.
@@ -334,8 +342,8 @@ impl PageTable {
                     Op::Image { page, len, .. } => overlay.touch_image(*page, *len)?,
                     Op::Move { page, place } => {
                         check_place(*place)?;
-                        let info = overlay.touch_place(*page)?.state.as_mut();
-                        info.ok_or(Refusal::UnknownPage(*page))?.place = *place;
+                        let at = overlay.touch_place(*page)?;
+                        overlay.state(at)?.place = *place;
                     }
                     Op::Delete { page } => {
                         let key = overlay.touch_info(*page)?.key.clone();
@@ -382,12 +390,7 @@ impl PageTable {
         if let (Some(index), Some(root)) = (root_grown, &root) {
             check_metadata_len("root", root, ROOT_LEN_MAX).map_err(|refusal| (index, refusal))?;
         }
-        let mut pages = SmallVec::new();
-        let count = overlay.touched.len();
-        let refused = |_| (0, no_memory::<(PageId, Option<PageInfo>)>(count));
-        pages.try_reserve_exact(count).map_err(refused)?;
-        pages.extend(overlay.touched.into_iter().map(|touched| (touched.page, touched.state)));
-        Ok(Changes { lsn, pages, root, next_page })
+        Ok(Changes { lsn, pages: overlay.pages, root, next_page })
     }
 }
 
