@@ -130,6 +130,7 @@
 //!
 //! | folder | what it is for |
 //! |---|---|
+//! | `layout/` | where the blocks of an inference engine's cache lie in pages |
 //! | `store/` | the handle that a caller holds |
 //! | `history/` | looking at, going back to, and branching from earlier states |
 //! | `write/` | a batch as the caller asks for it, and as it is checked, encoded, logged and handed over |
@@ -189,6 +190,7 @@ compile_error!(
     "Remanent runs on Linux only: it relies on how ext4, XFS and tmpfs write, and on locks of open file descriptions"
 );
 
+pub mod layout;
 mod store;
 mod history;
 mod write;

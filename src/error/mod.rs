@@ -1,6 +1,7 @@
 //! The one error type: whose fault, where, what state the store is in, what helps.
 
 mod display;
+pub(crate) mod layout;
 mod remedy;
 
 use std::fmt;
@@ -15,6 +16,7 @@ use remanent_format::{
 use self::display::{
     Hex, OffsetDisplay, PathDisplay, Size, StartFrom, StoreDisplay, Survived, single_states,
 };
+pub use self::layout::LayoutError;
 pub use self::remedy::Remedy;
 use self::remedy::remedy_of_poisoned;
 
@@ -139,8 +141,10 @@ pub enum Error {
         found: Vec<u8>,
     },
     /// The caller's layout fingerprint is not the store's: its pages would be misread.
-    #[error("the store's layout fingerprint is {}, not the caller's", Hex(.found.as_ref()))]
+    #[error("the store's layout fingerprint is {}, and the caller's is {}", Hex(.found.as_ref()), Hex(Some(.expected)))]
     LayoutMismatch {
+        /// The caller's fingerprint.
+        expected: [u8; 32],
         /// The store's fingerprint, if it has one.
         found: Option<[u8; 32]>,
     },
@@ -161,6 +165,9 @@ pub enum Error {
     /// A key cannot be that long, or that short.
     #[error(transparent)]
     InvalidKey(#[from] KeyLenError),
+    /// A block layout cannot be, or cannot be used this way.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
     /// No page has this key.
     #[error("there is no page with key {key}")]
     UnknownKey {

@@ -54,6 +54,7 @@ impl Error {
             Error::UnknownPage { .. }
             | Error::UnknownKey { .. }
             | Error::InvalidKey(_)
+            | Error::Layout(_)
             | Error::OutOfBounds { .. }
             | Error::KeyTaken { .. }
             | Error::InvalidOperation { .. }

@@ -422,10 +422,10 @@ impl Recovery<'_> {
         if self.options.identity.as_ref().is_some_and(|identity| *identity != record.identity) {
             return Err(Error::IdentityMismatch { found: record.identity.clone() });
         }
-        if self.options.layout_fingerprint.is_some()
-            && self.options.layout_fingerprint != record.layout_fingerprint
+        if let Some(expected) = self.options.layout_fingerprint
+            && record.layout_fingerprint != Some(expected)
         {
-            return Err(Error::LayoutMismatch { found: record.layout_fingerprint });
+            return Err(Error::LayoutMismatch { expected, found: record.layout_fingerprint });
         }
         Ok(())
     }

@@ -17,7 +17,7 @@ fn a_store_is_opened_only_as_what_it_is() {
     let other = opened(own.clone().identity("run 8")).unwrap_err();
     assert!(matches!(&other, Error::IdentityMismatch { found } if found == b"run 7"), "{other}");
     let other = opened(own.clone().layout_fingerprint([8; 32])).unwrap_err();
-    assert!(matches!(other, Error::LayoutMismatch { found: Some(found) } if found == [7; 32]), "{other}");
+    assert!(matches!(other, Error::LayoutMismatch { found: Some(found), .. } if found == [7; 32]), "{other}");
     let changed = disk.history()[events..].iter().any(|event| !event.starts_with("sync folder"));
     assert!(!changed, "{:#?}", &disk.history()[events..]);
     // An option that is not given is not compared.
@@ -28,7 +28,7 @@ fn a_store_is_opened_only_as_what_it_is() {
     drop(open_on_host(&plain).unwrap());
     let asked = small().layout_fingerprint([7; 32]);
     let other = Store::open_on(Arc::new(plain.clone()), Gauge::host(), asked).unwrap_err();
-    assert!(matches!(other, Error::LayoutMismatch { found: None }), "{other}");
+    assert!(matches!(other, Error::LayoutMismatch { found: None, .. }), "{other}");
     let other = Store::open_on(Arc::new(plain), Gauge::host(), small().identity("run 7")).unwrap_err();
     assert!(matches!(other, Error::IdentityMismatch { .. }), "{other}");
 }
@@ -169,8 +169,13 @@ fn every_error_tells_where_and_what_helps() {
             "empty directory",
         ),
         (Error::IdentityMismatch { found: vec![1] }, nowhere, Remedy::ChangeCall, "identity"),
-        (Error::LayoutMismatch { found: Some([0xAB; 32]) }, nowhere, Remedy::ChangeCall, "abab"),
-        (Error::LayoutMismatch { found: None }, nowhere, Remedy::ChangeCall, "none"),
+        (
+            Error::LayoutMismatch { expected: [0xCD; 32], found: Some([0xAB; 32]) },
+            nowhere,
+            Remedy::ChangeCall,
+            "abab",
+        ),
+        (Error::LayoutMismatch { expected: [1; 32], found: None }, nowhere, Remedy::ChangeCall, "none"),
         (
             Error::InvalidOption { option: "ack", reason: "no".to_owned() },
             nowhere,

@@ -240,7 +240,10 @@ fn other_identity_is_refused() {
     assert!(matches!(&error, Error::IdentityMismatch { found } if found == b"llama"), "{error}");
     assert_eq!(error.remedy(), Remedy::ChangeCall);
     let error = refused(&disk, ours().layout_fingerprint([8; 32]));
-    assert!(matches!(&error, Error::LayoutMismatch { found: Some(found) } if *found == [7; 32]), "{error}");
+    assert!(
+        matches!(&error, Error::LayoutMismatch { found: Some(found), .. } if *found == [7; 32]),
+        "{error}"
+    );
     assert_eq!(error.remedy(), Remedy::ChangeCall);
 
     open_with(&disk, ours()).unwrap().close().unwrap();

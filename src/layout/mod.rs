@@ -1,0 +1,363 @@
+//! Block layouts of inference engines: where the bytes of a block of a key-value cache lie.
+//!
+//! An engine keeps its cache in blocks. A block holds, for each layer and each *outer* part (keys and values),
+//! the same number of tokens. The bytes of one block, layer and outer part lie together: a *run*. How runs
+//! follow each other differs from engine to engine, and [`BlockLayout`] says it once:
+//!
+//! | arrangement | regions | order of the runs in a region |
+//! |---|---|---|
+//! | [`Arrangement::Contiguous`] | 1 | block, layer, outer |
+//! | [`Arrangement::LayersApart`], block first | 1 for each layer | block, outer |
+//! | [`Arrangement::LayersApart`], outer first | 1 for each layer | outer, block |
+//!
+//! A *region* is one piece of memory: a page of the store ([`BlockPages`]), a tensor of the engine's, a
+//! slice. Two layouts whose blocks have one shape exchange blocks run by run ([`BlockLayout::copies`]),
+//! whatever their arrangements are.
+//!
+//! A layout packs into 32 bytes without loss ([`BlockLayout::fingerprint`]). Given to
+//! [`Options::layout_fingerprint`](crate::Options::layout_fingerprint), they keep a store from being opened by
+//! a program with another layout; [`BlockLayout::from_fingerprint`] tells which one the store has.
+//!
+//! ```
+//! use remanent::layout::{Arrangement, BlockLayout, BlockShape};
+//! // 32 layers of keys and values, 16 tokens a block, 8 heads of 128 elements, two bytes each.
+//! let shape = BlockShape { layers: 32, outer: 2, tokens: 16, inner: 8 * 128, width: 2 };
+//! let of_store = BlockLayout::new(shape, 1, Arrangement::Contiguous, 512)?;
+//! assert_eq!((of_store.region_count(), of_store.region_len()), (1, 2 << 20));
+//!
+//! let of_engine = BlockLayout::new(shape, 1000, Arrangement::LayersApart { block_first: false }, 1)?;
+//! let run = of_engine.extent(7, 3, 1)?;
+//! assert_eq!((run.region, run.offset, run.len), (3, (1000 + 7) * 32768, 32768));
+//! assert_eq!(BlockLayout::from_fingerprint(of_engine.fingerprint())?, of_engine);
+//! # Ok::<(), remanent::layout::LayoutError>(())
+//! ```
+
+mod pages;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+
+pub use pages::BlockPages;
+
+pub use crate::error::LayoutError;
+use crate::error::layout::ALIGN_MAX;
+
+/// The version of [`BlockLayout::fingerprint`] and [`BlockLayout::to_json`].
+const VERSION: u16 = 1;
+/// The first bytes of a fingerprint, so that one of another kind is told apart.
+const MAGIC: [u8; 2] = *b"BL";
+/// The shape of one block, whatever its bytes' order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockShape {
+    /// Number of layers.
+    pub layers: u32,
+    /// Number of outer parts: 2 for keys and values, 1 where they are stored as one.
+    pub outer: u8,
+    /// Tokens that a block holds.
+    pub tokens: u32,
+    /// Elements of a token in one layer and outer part: heads times the head's size.
+    pub inner: u32,
+    /// Bytes of an element.
+    pub width: u8,
+}
+
+/// How the runs of blocks, layers and outer parts follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Arrangement {
+    /// All in one region: block by block, in it layer by layer, in it outer part by outer part.
+    Contiguous,
+    /// A region for each layer.
+    LayersApart {
+        /// Whether all outer parts of a block lie together. Otherwise all blocks of an outer part do.
+        block_first: bool,
+    },
+}
+
+/// A place in a region, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Extent {
+    /// The region's index.
+    pub region: usize,
+    /// The first byte.
+    pub offset: u64,
+    /// Number of bytes.
+    pub len: u64,
+}
+
+/// One copy of an exchange of a block: both extents have one length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockCopy {
+    /// The bytes to read.
+    pub from: Extent,
+    /// Where they go.
+    pub to: Extent,
+}
+
+/// A result whose error is a [`LayoutError`].
+pub type LayoutResult<T> = std::result::Result<T, LayoutError>;
+
+/// Where the runs of blocks lie in their regions: address arithmetic, checked once when the layout is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockLayout {
+    shape: BlockShape,
+    blocks: u64,
+    arrangement: Arrangement,
+    align: u32,
+    /// Bytes of a run.
+    run_len: u64,
+    /// Bytes from one run to the next.
+    run_stride: u64,
+}
+
+impl BlockLayout {
+    /// A layout of `blocks` blocks, in which each run begins at a multiple of `align` bytes from its region's
+    /// start. With an alignment of 1 runs follow each other without gaps, as in an engine's tensor.
+    ///
+    /// # Errors
+    /// [`LayoutError::Zero`], [`LayoutError::Align`], [`LayoutError::TooLong`].
+    pub fn new(shape: BlockShape, blocks: u64, arrangement: Arrangement, align: u32) -> LayoutResult<Self> {
+        let BlockShape { layers, outer, tokens, inner, width } = shape;
+        let dimensions = [
+            ("the number of blocks", blocks),
+            ("the number of layers", layers.into()),
+            ("the number of outer parts", outer.into()),
+            ("the number of tokens", tokens.into()),
+            ("the number of elements of a token", inner.into()),
+            ("the width of an element", width.into()),
+        ];
+        if let Some((dimension, _)) = dimensions.into_iter().find(|(_, count)| *count == 0) {
+            return Err(LayoutError::Zero { dimension });
+        }
+        if !align.is_power_of_two() || align > ALIGN_MAX {
+            return Err(LayoutError::Align { align });
+        }
+        let run_len = product("a run", [tokens.into(), inner.into(), width.into()])?;
+        let run_stride =
+            run_len.checked_next_multiple_of(align.into()).ok_or(LayoutError::TooLong { what: "a run" })?;
+        let layout = Self { shape, blocks, arrangement, align, run_len, run_stride };
+        product("all of it", [run_stride, outer.into(), layers.into(), blocks])?;
+        Ok(layout)
+    }
+
+    /// The shape of a block.
+    #[must_use]
+    pub fn shape(&self) -> BlockShape {
+        self.shape
+    }
+
+    /// The number of blocks.
+    #[must_use]
+    pub fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// How runs follow each other.
+    #[must_use]
+    pub fn arrangement(&self) -> Arrangement {
+        self.arrangement
+    }
+
+    /// The alignment of each run, in bytes.
+    #[must_use]
+    pub fn align(&self) -> u32 {
+        self.align
+    }
+
+    /// The bytes of one block, gaps left out.
+    #[must_use]
+    pub fn block_len(&self) -> u64 {
+        self.run_len * self.runs_of_block()
+    }
+
+    /// How many regions there are.
+    #[must_use]
+    pub fn region_count(&self) -> usize {
+        match self.arrangement {
+            Arrangement::Contiguous => 1,
+            Arrangement::LayersApart { .. } => self.shape.layers as usize,
+        }
+    }
+
+    /// The length of each region in bytes, with the gap after its last run.
+    #[must_use]
+    pub fn region_len(&self) -> u64 {
+        self.run_stride * self.blocks * self.runs_of_block() / self.region_count() as u64
+    }
+
+    fn runs_of_block(&self) -> u64 {
+        u64::from(self.shape.layers) * u64::from(self.shape.outer)
+    }
+
+    /// The run of a block, layer and outer part.
+    ///
+    /// # Errors
+    /// [`LayoutError::OutOfRange`].
+    pub fn extent(&self, block: u64, layer: u32, outer: u8) -> LayoutResult<Extent> {
+        check_index("block", block, self.blocks)?;
+        check_index("layer", layer.into(), self.shape.layers.into())?;
+        check_index("outer part", outer.into(), self.shape.outer.into())?;
+        let (layers, outers) = (u64::from(self.shape.layers), u64::from(self.shape.outer));
+        let (layer, outer) = (u64::from(layer), u64::from(outer));
+        let (region, run) = match self.arrangement {
+            Arrangement::Contiguous => (0, (block * layers + layer) * outers + outer),
+            Arrangement::LayersApart { block_first: true } => (layer, block * outers + outer),
+            Arrangement::LayersApart { block_first: false } => (layer, outer * self.blocks + block),
+        };
+        Ok(Extent { region: region as usize, offset: run * self.run_stride, len: self.run_len })
+    }
+
+    /// The bytes of a block in the order of layers and, in each, of outer parts. Runs that follow each other
+    /// without a gap are one extent.
+    ///
+    /// # Errors
+    /// [`LayoutError::OutOfRange`].
+    pub fn extents(&self, block: u64) -> LayoutResult<Vec<Extent>> {
+        // Joined with themselves: what follows in the layout follows in its copy.
+        Ok(self.copies(block, self, block)?.into_iter().map(|copy| copy.from).collect())
+    }
+
+    /// The copies that bring a block of this layout to a block of another one, as few as there can be: runs
+    /// that follow each other on both sides are one copy.
+    ///
+    /// # Errors
+    /// [`LayoutError::OtherShape`] if the blocks' shapes differ; [`LayoutError::OutOfRange`].
+    pub fn copies(&self, block: u64, to: &Self, to_block: u64) -> LayoutResult<Vec<BlockCopy>> {
+        if self.shape != to.shape {
+            return Err(LayoutError::OtherShape { from: self.to_string(), to: to.to_string() });
+        }
+        let mut copies: Vec<BlockCopy> = Vec::new();
+        for layer in 0..self.shape.layers {
+            for outer in 0..self.shape.outer {
+                let (from, to) = (self.extent(block, layer, outer)?, to.extent(to_block, layer, outer)?);
+                match copies.last_mut() {
+                    Some(last) if last.from.is_right_before(&from) && last.to.is_right_before(&to) => {
+                        last.from.len += from.len;
+                        last.to.len += to.len;
+                    }
+                    _ => copies.push(BlockCopy { from, to }),
+                }
+            }
+        }
+        Ok(copies)
+    }
+
+    /// Checks that regions of these lengths hold the layout.
+    ///
+    /// # Errors
+    /// [`LayoutError::RegionCount`], [`LayoutError::RegionLen`].
+    pub fn check_regions(&self, lens: impl ExactSizeIterator<Item = u64>) -> LayoutResult<()> {
+        let (found, expected) = (lens.len(), self.region_count());
+        if found != expected {
+            return Err(LayoutError::RegionCount { found, expected });
+        }
+        let expected = self.region_len();
+        match lens.enumerate().find(|(_, found)| *found < expected) {
+            Some((region, found)) => Err(LayoutError::RegionLen { region, found, expected }),
+            None => Ok(()),
+        }
+    }
+
+    /// The layout in 32 bytes, without loss: for
+    /// [`Options::layout_fingerprint`](crate::Options::layout_fingerprint).
+    #[must_use]
+    pub fn fingerprint(&self) -> [u8; 32] {
+        let BlockShape { layers, outer, tokens, inner, width } = self.shape;
+        let arrangement = match self.arrangement {
+            Arrangement::Contiguous => 0,
+            Arrangement::LayersApart { block_first: true } => 1,
+            Arrangement::LayersApart { block_first: false } => 2,
+        };
+        let mut bytes = [0; 32];
+        bytes[0..2].copy_from_slice(&MAGIC);
+        bytes[2..4].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[4..12].copy_from_slice(&self.blocks.to_le_bytes());
+        bytes[12..16].copy_from_slice(&layers.to_le_bytes());
+        bytes[16..20].copy_from_slice(&tokens.to_le_bytes());
+        bytes[20..24].copy_from_slice(&inner.to_le_bytes());
+        // An alignment is a power of two, so its exponent says it.
+        bytes[24..28].copy_from_slice(&[outer, width, arrangement, self.align.trailing_zeros() as u8]);
+        bytes
+    }
+
+    /// The layout that a fingerprint names.
+    ///
+    /// # Errors
+    /// [`LayoutError::Fingerprint`] for bytes that are none, and those of [`BlockLayout::new`].
+    pub fn from_fingerprint(bytes: [u8; 32]) -> LayoutResult<Self> {
+        let refused = |reason| LayoutError::Fingerprint { reason };
+        let four = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+        if bytes[0..2] != MAGIC {
+            return Err(refused("it begins with other bytes"));
+        }
+        if bytes[2..4] != VERSION.to_le_bytes() {
+            return Err(refused("it is of another version"));
+        }
+        let [outer, width, arrangement, exponent] = four(24).to_le_bytes();
+        let arrangement = match arrangement {
+            0 => Arrangement::Contiguous,
+            1 => Arrangement::LayersApart { block_first: true },
+            2 => Arrangement::LayersApart { block_first: false },
+            _ => return Err(refused("it names an unknown arrangement")),
+        };
+        if bytes[28..32] != [0; 4] {
+            return Err(refused("its reserved bytes are not zero"));
+        }
+        let blocks = u64::from_le_bytes(bytes[4..12].try_into().expect("eight bytes"));
+        let shape = BlockShape { layers: four(12), outer, tokens: four(16), inner: four(20), width };
+        let align = 1_u32.checked_shl(exponent.into()).ok_or(refused("its alignment is too large"))?;
+        Self::new(shape, blocks, arrangement, align)
+    }
+
+    /// The layout as a JSON object, for another process or language.
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        let BlockShape { layers, outer, tokens, inner, width } = self.shape;
+        let arrangement = match self.arrangement {
+            Arrangement::Contiguous => "contiguous",
+            Arrangement::LayersApart { block_first: true } => "layers apart, block first",
+            Arrangement::LayersApart { block_first: false } => "layers apart, outer first",
+        };
+        format!(
+            "{{\"version\":{VERSION},\"blocks\":{},\"layers\":{layers},\"outer\":{outer},\"tokens\":{tokens},\
+             \"inner\":{inner},\"width\":{width},\"arrangement\":\"{arrangement}\",\"align\":{},\
+             \"regions\":{},\"region_len\":{}}}",
+            self.blocks,
+            self.align,
+            self.region_count(),
+            self.region_len(),
+        )
+    }
+}
+
+impl fmt::Display for BlockLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let BlockShape { layers, outer, tokens, inner, width } = self.shape;
+        let arrangement = match self.arrangement {
+            Arrangement::Contiguous => "contiguous",
+            Arrangement::LayersApart { block_first: true } => "layers apart, block first",
+            Arrangement::LayersApart { block_first: false } => "layers apart, outer first",
+        };
+        write!(
+            f,
+            "{} blocks of {layers} layers x {outer} x {tokens} tokens x {inner} elements of {width} bytes, \
+             {arrangement}, aligned to {}",
+            self.blocks, self.align
+        )
+    }
+}
+
+impl Extent {
+    fn is_right_before(&self, other: &Self) -> bool {
+        self.region == other.region && self.offset + self.len == other.offset
+    }
+}
+
+fn product(what: &'static str, factors: impl IntoIterator<Item = u64>) -> LayoutResult<u64> {
+    let product = factors.into_iter().try_fold(1_u64, u64::checked_mul);
+    product.filter(|product| *product < 1 << 63).ok_or(LayoutError::TooLong { what })
+}
+
+fn check_index(dimension: &'static str, index: u64, count: u64) -> LayoutResult<()> {
+    if index < count { Ok(()) } else { Err(LayoutError::OutOfRange { dimension, index, count }) }
+}

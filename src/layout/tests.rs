@@ -1,0 +1,236 @@
+//! Layouts against a slow loop that goes element by element, and what they refuse.
+
+use proptest::prelude::*;
+use remanent_format::Place;
+
+use super::*;
+use crate::options::{DeviceChoice, Options};
+use crate::store::Store;
+
+const ARRANGEMENTS: [Arrangement; 3] = [
+    Arrangement::Contiguous,
+    Arrangement::LayersApart { block_first: true },
+    Arrangement::LayersApart { block_first: false },
+];
+
+fn shape() -> impl Strategy<Value = BlockShape> {
+    (1..4_u32, 1..3_u8, 1..4_u32, 1..5_u32, 1..4_u8)
+        .prop_map(|(layers, outer, tokens, inner, width)| BlockShape { layers, outer, tokens, inner, width })
+}
+
+fn layout(shape: BlockShape) -> impl Strategy<Value = BlockLayout> {
+    (1..5_u64, 0..3_usize, 0..6_u32).prop_map(move |(blocks, arrangement, align)| {
+        BlockLayout::new(shape, blocks, ARRANGEMENTS[arrangement], 1 << align).unwrap()
+    })
+}
+
+/// Where a byte of a run lies, by the definition of the arrangements and nothing else: the runs before it are
+/// counted one by one.
+fn slow(layout: &BlockLayout, block: u64, layer: u32, outer: u8) -> (usize, u64) {
+    let BlockShape { layers, outer: outers, tokens, inner, width } = layout.shape();
+    let mut stride = u64::from(tokens) * u64::from(inner) * u64::from(width);
+    while stride % u64::from(layout.align()) != 0 {
+        stride += 1;
+    }
+    let mut offsets = vec![0; layout.region_count()];
+    let mut found = None;
+    let mut visit = |region: usize, at: (u64, u32, u8)| {
+        if at == (block, layer, outer) {
+            found = Some((region, offsets[region]));
+        }
+        offsets[region] += stride;
+    };
+    match layout.arrangement() {
+        Arrangement::Contiguous => {
+            for b in 0..layout.blocks() {
+                for l in 0..layers {
+                    (0..outers).for_each(|o| visit(0, (b, l, o)));
+                }
+            }
+        }
+        Arrangement::LayersApart { block_first: true } => {
+            for l in 0..layers {
+                for b in 0..layout.blocks() {
+                    (0..outers).for_each(|o| visit(l as usize, (b, l, o)));
+                }
+            }
+        }
+        Arrangement::LayersApart { block_first: false } => {
+            for l in 0..layers {
+                for o in 0..outers {
+                    (0..layout.blocks()).for_each(|b| visit(l as usize, (b, l, o)));
+                }
+            }
+        }
+    }
+    assert!(offsets.iter().all(|end| *end == layout.region_len()));
+    found.unwrap()
+}
+
+/// Regions of random-looking bytes, none of which is 0: gaps that a copy touches would show.
+fn regions(layout: &BlockLayout, seed: u8) -> Vec<Vec<u8>> {
+    let byte = |region: usize, at: u64| (region as u64 * 101 + at * 7 + u64::from(seed)) as u8 | 1;
+    let region = |region| (0..layout.region_len()).map(|at| byte(region, at)).collect();
+    (0..layout.region_count()).map(region).collect()
+}
+
+/// Copies a block run by run, as [`slow`] finds them.
+fn slow_copy(
+    (from, source, block): (&BlockLayout, &[Vec<u8>], u64),
+    (to, target, to_block): (&BlockLayout, &mut [Vec<u8>], u64),
+) {
+    let BlockShape { layers, outer, tokens, inner, width } = from.shape();
+    let run_len = tokens as usize * inner as usize * usize::from(width);
+    for layer in 0..layers {
+        for outer in 0..outer {
+            let ((region, at), (to_region, to_at)) =
+                (slow(from, block, layer, outer), slow(to, to_block, layer, outer));
+            for byte in 0..run_len {
+                target[to_region][to_at as usize + byte] = source[region][at as usize + byte];
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 4 } else { 512 }, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_block_copied_run_by_run_is_the_one_that_a_slow_loop_copies(
+        (from, to) in shape().prop_flat_map(|shape| (layout(shape), layout(shape))),
+        seed: u8,
+    ) {
+        let source = regions(&from, seed);
+        for (block, to_block) in [(0, to.blocks() - 1), (from.blocks() - 1, 0)] {
+            let mut expected = regions(&to, seed.wrapping_add(2));
+            let mut found = expected.clone();
+            slow_copy((&from, &source, block), (&to, &mut expected, to_block));
+            let copies = from.copies(block, &to, to_block).unwrap();
+            for BlockCopy { from, to } in &copies {
+                prop_assert_eq!(from.len, to.len);
+                let bytes = &source[from.region][from.offset as usize..][..from.len as usize];
+                found[to.region][to.offset as usize..][..to.len as usize].copy_from_slice(bytes);
+            }
+            prop_assert_eq!(found, expected);
+            prop_assert_eq!(copies.iter().map(|copy| copy.from.len).sum::<u64>(), from.block_len());
+            // As few as there can be: no two neighbours could be one.
+            let could_be_one = |pair: &[BlockCopy]| {
+                pair[0].from.is_right_before(&pair[1].from) && pair[0].to.is_right_before(&pair[1].to)
+            };
+            prop_assert!(!copies.windows(2).any(could_be_one));
+        }
+    }
+
+    #[test]
+    fn a_fingerprint_loses_nothing_and_any_bytes_are_a_layout_or_an_error(
+        layout in shape().prop_flat_map(layout), any: [u8; 28],
+    ) {
+        prop_assert_eq!(BlockLayout::from_fingerprint(layout.fingerprint()), Ok(layout));
+        let mut bytes = layout.fingerprint();
+        bytes[4..].copy_from_slice(&any);
+        if let Ok(layout) = BlockLayout::from_fingerprint(bytes) {
+            prop_assert_eq!(layout.fingerprint(), bytes);
+        }
+    }
+}
+
+#[test]
+fn what_no_layout_can_be_is_refused_by_its_name() {
+    let shape = BlockShape { layers: 2, outer: 2, tokens: 16, inner: 64, width: 2 };
+    let made = |shape, blocks, align| BlockLayout::new(shape, blocks, Arrangement::Contiguous, align);
+    let zero = |dimension| Err(LayoutError::Zero { dimension });
+    assert_eq!(made(BlockShape { layers: 0, ..shape }, 1, 1), zero("the number of layers"));
+    assert_eq!(made(BlockShape { width: 0, ..shape }, 1, 1), zero("the width of an element"));
+    assert_eq!(made(shape, 0, 1), zero("the number of blocks"));
+    for align in [0, 3, 4 << 20] {
+        assert_eq!(made(shape, 1, align), Err(LayoutError::Align { align }));
+    }
+    let huge = BlockShape { tokens: u32::MAX, inner: u32::MAX, width: 255, ..shape };
+    assert_eq!(made(huge, 1, 1), Err(LayoutError::TooLong { what: "a run" }));
+    assert_eq!(made(shape, u64::MAX, 1), Err(LayoutError::TooLong { what: "all of it" }));
+    assert_eq!(made(shape, 1 << 50, 1 << 21), Err(LayoutError::TooLong { what: "all of it" }));
+
+    let layout = made(shape, 4, 512).unwrap();
+    let out = |dimension, index, count| Err(LayoutError::OutOfRange { dimension, index, count });
+    assert_eq!(layout.extent(4, 0, 0), out("block", 4, 4));
+    assert_eq!(layout.extent(3, 2, 0), out("layer", 2, 2));
+    assert_eq!(layout.extent(3, 1, 2), out("outer part", 2, 2));
+    let other = made(BlockShape { inner: 32, ..shape }, 4, 1).unwrap();
+    let refused = layout.copies(0, &other, 0).unwrap_err().to_string();
+    assert!(refused.contains("64 elements") && refused.contains("32 elements"), "{refused}");
+    assert_eq!(
+        layout.check_regions([1, 2].into_iter()),
+        Err(LayoutError::RegionCount { found: 2, expected: 1 })
+    );
+    let (found, expected) = (layout.region_len() - 1, layout.region_len());
+    assert_eq!(
+        layout.check_regions([found].into_iter()),
+        Err(LayoutError::RegionLen { region: 0, found, expected })
+    );
+}
+
+#[test]
+fn its_json_says_what_the_layout_is() {
+    let shape = BlockShape { layers: 2, outer: 1, tokens: 16, inner: 64, width: 2 };
+    let layout = BlockLayout::new(shape, 4, Arrangement::LayersApart { block_first: false }, 512).unwrap();
+    let expected = r#"{"version":1,"blocks":4,"layers":2,"outer":1,"tokens":16,"inner":64,"width":2,"arrangement":"layers apart, outer first","align":512,"regions":2,"region_len":8192}"#;
+    assert_eq!(layout.to_json(), expected);
+}
+
+/// Blocks go from an engine's tensors into a store, from its pages to pages of another layout, and back out,
+/// by host and by device memory.
+#[test]
+fn blocks_go_through_a_store_and_come_back() {
+    let shape = BlockShape { layers: 3, outer: 2, tokens: 2, inner: 5, width: 2 };
+    let of_engine = BlockLayout::new(shape, 4, ARRANGEMENTS[2], 1).unwrap();
+    let source = regions(&of_engine, 3);
+    let slices: Vec<&[u8]> = source.iter().map(Vec::as_slice).collect();
+    let store = Store::temporary(Options::default().device(DeviceChoice::Host)).unwrap();
+    let place = Place::Device(0);
+    let device: Vec<_> = source
+        .iter()
+        .map(|region| {
+            let memory = store.device_bytes(region.len() as u64, place).unwrap();
+            memory.write(0, region).unwrap();
+            memory
+        })
+        .collect();
+    let pages = |arrangement: usize, align| {
+        let layout = BlockLayout::new(shape, 2, ARRANGEMENTS[arrangement], align).unwrap();
+        let mut batch = store.batch();
+        BlockPages::create(&mut batch, layout, place);
+        BlockPages::new(layout, store.commit(batch).unwrap().pages).unwrap()
+    };
+    let (whole, apart) = (pages(0, 16), pages(1, 1));
+    let mut batch = store.batch();
+    whole.write(&mut batch, 0, &of_engine, &slices, 3).unwrap();
+    whole.write_device(&mut batch, 1, &of_engine, &device, 1).unwrap();
+    store.commit(batch).unwrap();
+    let mut batch = store.batch();
+    apart.copy(&mut batch, 1, &whole, 0).unwrap();
+    apart.copy(&mut batch, 0, &whole, 1).unwrap();
+    store.commit(batch).unwrap();
+
+    let mut expected = vec![vec![0; of_engine.region_len() as usize]; 3];
+    slow_copy((&of_engine, &source, 3), (&of_engine, &mut expected, 0));
+    slow_copy((&of_engine, &source, 1), (&of_engine, &mut expected, 2));
+    let mut found = vec![vec![0; of_engine.region_len() as usize]; 3];
+    let mut targets: Vec<&mut [u8]> = found.iter_mut().map(Vec::as_mut_slice).collect();
+    apart.read(&store, 1, &of_engine, &mut targets, 0).unwrap();
+    apart.read(&store, 0, &of_engine, &mut targets, 2).unwrap();
+    assert_eq!(found, expected);
+    let zeros = vec![0; of_engine.region_len() as usize];
+    device.iter().for_each(|memory| memory.write(0, &zeros).unwrap());
+    apart.read_device(&store, 1, &of_engine, &device, 0).unwrap();
+    apart.read_device(&store, 0, &of_engine, &device, 2).unwrap();
+    for (memory, expected) in device.iter().zip(&expected) {
+        let mut bytes = zeros.clone();
+        memory.read(0, &mut bytes).unwrap();
+        assert_eq!(&bytes, expected);
+    }
+    // A region too few or too short is refused before the batch has anything.
+    let mut batch = store.batch();
+    assert!(whole.write(&mut batch, 0, &of_engine, &slices[1..], 0).is_err());
+    assert!(whole.write_device(&mut batch, 0, &of_engine, &device[..2], 0).is_err());
+    assert_eq!(store.commit(batch).unwrap().pages, []);
+}
