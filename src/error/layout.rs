@@ -56,7 +56,7 @@ pub enum LayoutError {
     RegionLen {
         /// The region's index.
         region: usize,
-        /// Its length.
+        /// The length that it has.
         found: u64,
         /// The length that the layout needs.
         expected: u64,

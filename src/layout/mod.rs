@@ -1,8 +1,8 @@
 //! Block layouts of inference engines: where the bytes of a block of a key-value cache lie.
 //!
-//! An engine keeps its cache in blocks. A block holds, for each layer and each *outer* part (keys and values),
-//! the same number of tokens. The bytes of one block, layer and outer part lie together: a *run*. How runs
-//! follow each other differs from engine to engine, and [`BlockLayout`] says it once:
+//! An engine keeps its cache in blocks. A block holds, for each layer and each *outer* part (keys and
+//! values), the same number of tokens. The bytes of one block, layer and outer part lie together: a *run*.
+//! How runs follow each other differs from engine to engine, and [`BlockLayout`] says it once:
 //!
 //! | arrangement | regions | order of the runs in a region |
 //! |---|---|---|
@@ -15,8 +15,8 @@
 //! whatever their arrangements are.
 //!
 //! A layout packs into 32 bytes without loss ([`BlockLayout::fingerprint`]). Given to
-//! [`Options::layout_fingerprint`](crate::Options::layout_fingerprint), they keep a store from being opened by
-//! a program with another layout; [`BlockLayout::from_fingerprint`] tells which one the store has.
+//! [`Options::layout_fingerprint`](crate::Options::layout_fingerprint), they keep a store from being opened
+//! by a program with another layout; [`BlockLayout::from_fingerprint`] tells which one the store has.
 //!
 //! ```
 //! use remanent::layout::{Arrangement, BlockLayout, BlockShape};

@@ -138,8 +138,8 @@ impl BlockPages {
     /// of one batch.
     ///
     /// # Errors
-    /// [`Error::Layout`](crate::Error::Layout), as for [`write`](Self::write); those of [`Store::read_many`]. The caller's memory
-    /// is unchanged then.
+    /// [`Error::Layout`](crate::Error::Layout), as for [`write`](Self::write); those of [`Store::read_many`].
+    /// The caller's memory is unchanged then.
     pub fn read(
         &self,
         store: &Store,

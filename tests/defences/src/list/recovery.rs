@@ -74,7 +74,7 @@ pub const LIST: &[Defence] = &[
     refusal(
         "layout fingerprint",
         RECOVERY,
-        "self.options.layout_fingerprint.is_some()\n            && self.options.layout_fingerprint != record.layout_fingerprint",
+        "record.layout_fingerprint != Some(expected)",
         it("recovery::other_identity_is_refused"),
     ),
     refusal(
