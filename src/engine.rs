@@ -118,6 +118,8 @@ impl Drop for RunningEngine {
     fn drop(&mut self) {
         self.0.applier.stop();
         self.0.log.stop();
+        // The pages have left by now: what callers lent for them is theirs again.
+        self.0.arena.drop_let_go();
     }
 }
 

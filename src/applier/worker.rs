@@ -217,10 +217,11 @@ impl Worker {
         self.applied.memory.insert(page, new);
     }
 
-    /// Fills new memory with zeros from `from` on, unless it holds them already. Writing gigabytes of zeros
+    /// Fills new memory with zeros from `from` on, unless it holds them already. A caller's memory may hold
+    /// anything, wherever it lies. Writing gigabytes of zeros
     /// would hold up every batch and every read after this one.
     fn zero(&mut self, new: &PageMemory, from: u64) {
-        if !self.device.allocates_zeros(new.place(), new.byte_len()) {
+        if new.is_lent() || !self.device.allocates_zeros(new.place(), new.byte_len()) {
             self.list.zero(new.part(from, new.byte_len() - from));
         }
     }

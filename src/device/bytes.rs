@@ -8,10 +8,12 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use remanent_format::Place;
+use remanent_format::{PageId, Place};
 
 use super::{Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
+use crate::base::allocation::{make_room, push};
 use crate::base::process::ForkGuard;
+use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
 /// A range of a device's memory. Clones are the same bytes; the memory lives as long as one of them.
@@ -44,10 +46,43 @@ struct OwnedMemory {
     device: Arc<dyn Device>,
     memory: MemoryId,
     place: Place,
+    uses: Mutex<MemoryUses>,
     /// Called with every error; returns the error that the caller sees.
     on_error: Box<dyn Fn(Error) -> Error + Send + Sync>,
     /// Gives the memory back when it is dropped.
     _owner: Box<dyn Any + Send + Sync>,
+}
+
+/// The uses of a memory's ranges that exclude each other: a page of the store's, and writes of the caller's.
+#[derive(Default)]
+struct MemoryUses {
+    /// Pages that live in ranges of it.
+    pages: Vec<(Range<u64>, PageId)>,
+    /// Ranges that calls write to now, each under a number of its own.
+    writes: Vec<(u64, Range<u64>)>,
+    next: u64,
+}
+
+impl MemoryUses {
+    fn page_in(&self, range: &Range<u64>) -> Option<PageId> {
+        self.pages.iter().find(|(lent, _)| overlap(lent, range)).map(|(_, page)| *page)
+    }
+}
+
+/// A call that writes to a range. No page is put there meanwhile.
+struct CallerWrite<'m> {
+    memory: &'m OwnedMemory,
+    number: u64,
+}
+
+impl Drop for CallerWrite<'_> {
+    fn drop(&mut self) {
+        self.memory.uses.lock().writes.retain(|(number, _)| *number != self.number);
+    }
+}
+
+fn overlap(one: &Range<u64>, other: &Range<u64>) -> bool {
+    one.start < other.end && other.start < one.end
 }
 
 /// Memory of the caller's own, such as a tensor's, for a device to adopt. The code that makes one, by
@@ -89,8 +124,14 @@ impl DeviceBytes {
         owner: impl Any + Send + Sync,
         on_error: impl Fn(Error) -> Error + Send + Sync + 'static,
     ) -> Self {
-        let owned =
-            OwnedMemory { device, memory, place, on_error: Box::new(on_error), _owner: Box::new(owner) };
+        let owned = OwnedMemory {
+            device,
+            memory,
+            place,
+            uses: Mutex::default(),
+            on_error: Box::new(on_error),
+            _owner: Box::new(owner),
+        };
         Self { memory: Arc::new(ForkGuard::new(owned)), offset: 0, len, stream: None }
     }
 
@@ -112,6 +153,68 @@ impl DeviceBytes {
     pub fn address(&self) -> Option<u64> {
         self.memory.check().ok()?;
         self.memory.device.address(self.memory.memory).map(|address| address + self.offset)
+    }
+
+    /// The page that lives in these bytes, or in a part of them, since [`WriteBatch::create_in`] put it there or
+    /// an open did. `None` once the page has left, and in a forked child.
+    ///
+    /// [`WriteBatch::create_in`]: crate::WriteBatch::create_in
+    #[must_use]
+    pub fn page(&self) -> Option<PageId> {
+        self.memory.check().ok()?;
+        self.memory.uses.lock().page_in(&self.range())
+    }
+
+    fn range(&self) -> Range<u64> {
+        self.offset..self.offset + self.len
+    }
+
+    /// Refuses bytes in which a page lives: only the store writes there.
+    ///
+    /// # Errors
+    /// [`Error::MemoryInUse`].
+    pub(crate) fn check_unused(&self) -> Result<()> {
+        self.page().map_or(Ok(()), |page| Err(Error::MemoryInUse { len: self.len, page }))
+    }
+
+    /// Begins a write to these bytes.
+    ///
+    /// # Errors
+    /// [`Error::MemoryInUse`] if a page lives there.
+    fn begin_write(&self) -> Result<CallerWrite<'_>> {
+        let mut uses = self.memory.uses.lock();
+        if let Some(page) = uses.page_in(&self.range()) {
+            return Err(Error::MemoryInUse { len: self.len, page });
+        }
+        let number = uses.next;
+        push(&mut uses.writes, (number, self.range()))?;
+        uses.next += 1;
+        Ok(CallerWrite { memory: &self.memory, number })
+    }
+
+    /// Lets a page live in these bytes, and returns the name under which it has them.
+    ///
+    /// # Errors
+    /// [`Error::MemoryInUse`] if a page lives there, also one of another store on the same device;
+    /// [`Error::MemoryRefused`] while a call writes there; a device error.
+    pub(crate) fn lend(&self, page: PageId) -> Result<MemoryId> {
+        let mut uses = self.memory.uses.lock();
+        if let Some(page) = uses.page_in(&self.range()) {
+            return Err(Error::MemoryInUse { len: self.len, page });
+        }
+        if uses.writes.iter().any(|(_, written)| overlap(written, &self.range())) {
+            let reason = "it is being written to".to_owned();
+            return Err(Error::MemoryRefused { len: self.len, reason });
+        }
+        make_room(&mut uses.pages, 1)?;
+        let name = self.memory.device.alias(self.span())?;
+        uses.pages.push((self.range(), page));
+        Ok(name)
+    }
+
+    /// The page does not live in these bytes any more.
+    pub(crate) fn end_loan(&self, page: PageId) {
+        self.memory.uses.lock().pages.retain(|(lent, to)| (lent, *to) != (&self.range(), page));
     }
 
     /// A range of these bytes.
@@ -143,7 +246,7 @@ impl DeviceBytes {
     /// Replaces bytes from `offset` on, when the stream on which they are made has come here.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if they are outside; [`Error::StreamRefused`]; [`Error::Poisoned`] if the
+    /// [`Error::MemoryRefused`] if they are outside; [`Error::MemoryInUse`] if a page lives there; [`Error::StreamRefused`]; [`Error::Poisoned`] if the
     /// device failed, as the store is then; [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.memory.check()?;
@@ -151,7 +254,10 @@ impl DeviceBytes {
     }
 
     fn try_write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        let target = self.part(offset..offset.saturating_add(bytes.len() as u64))?.arrived()?;
+        let part = self.part(offset..offset.saturating_add(bytes.len() as u64))?;
+        // Until the bytes have landed.
+        let _no_page_comes = part.begin_write()?;
+        let target = part.arrived()?;
         let mut staging = self.memory.device.staging(bytes.len())?;
         staging.copy_from_slice(bytes);
         let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };

@@ -163,6 +163,22 @@ pub trait Device: Any + Send + Sync {
         Err(Error::MemoryRefused { len: memory.byte_len(), reason })
     }
 
+    /// Gives a range of page memory a name of its own, so that a page can live there. The new name is released
+    /// like any other. That leaves the bytes to the memory in which they lie, which the caller releases later.
+    ///
+    /// # Errors
+    /// `MemoryRefused` where the device gives out whole memories only; a device error.
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let reason = format!("{} keeps pages in memory of its own only", self.label());
+        Err(Error::MemoryRefused { len: span.len, reason })
+    }
+
+    /// Where page memory begins: a space, and an offset in it. Two memories share a byte only if they are of
+    /// one space and their ranges there overlap. A name from [`Device::alias`] is of the space of its memory.
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        (memory.0, 0)
+    }
+
     /// Queues a copy of another device's page memory to memory of this one, after everything that is queued
     /// on that lane of both. Lists queued on it later, on either device, run after the copy. The host does
     /// not wait. `None`, with nothing queued, where the two know no such way. Until the copy's fence has

@@ -90,6 +90,7 @@ impl Store {
         // Behind the deletes submitted so far.
         applier.turn(|_| Ok(()))?;
         arena.reap_all()?;
+        arena.drop_let_go();
         staging.trim();
         device.trim()
     }

@@ -13,7 +13,7 @@ use remanent_format::Place;
 use crate::base::sync::Mutex;
 use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, Staging, StagingSpan,
+    RawStream, Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
 
@@ -47,6 +47,8 @@ pub enum DeviceCall {
     Adopt,
     /// A call of [`Device::wait_stream`].
     WaitStream,
+    /// A call of [`Device::alias`].
+    Alias,
 }
 
 /// The call that fails, and how it fails.
@@ -278,6 +280,15 @@ impl Device for FaultyDevice {
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         self.enter(DeviceCall::Adopt)?;
         self.inner.adopt(memory)
+    }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        self.enter(DeviceCall::Alias)?;
+        self.inner.alias(span)
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        self.inner.origin(memory)
     }
 }
 

@@ -49,6 +49,7 @@ mod language;
 mod laws;
 mod layout;
 mod leases;
+mod lent_pages;
 mod life;
 mod loading;
 mod machine;

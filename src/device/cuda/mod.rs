@@ -400,6 +400,18 @@ impl Device for CudaDevice {
         Ok((id, caller_memory::place_of(kind)))
     }
 
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let whole = self.pages.named(span.memory);
+        let (address, kind) = (whole.at(span), whole.kind);
+        // Adopted, so that a release leaves it to the memory in which it lies.
+        Ok(self.pages.insert(Allocation { address, len: span.len, kind, is_adopted: true }))
+    }
+
+    /// One space: the driver's addresses are of all GPUs and of pinned memory together.
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        (0, self.pages.named(memory).address)
+    }
+
     fn copy_from(
         &self,
         lane: Lane,

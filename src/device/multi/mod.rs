@@ -432,6 +432,17 @@ impl Device for MultiDevice {
         }
         Err(refused.expect("at least one device was asked"))
     }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let DeviceAddress { part, memory } = self.home(span.memory);
+        let alias = self.parts[part].alias(Span { memory, ..span })?;
+        Ok(self.name(DeviceAddress { part, memory: alias }))
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        let DeviceAddress { part, memory } = self.home(memory);
+        self.parts[part].origin(memory)
+    }
 }
 
 impl std::fmt::Debug for MultiDevice {

@@ -383,6 +383,16 @@ impl Device for LateDevice {
         self.state.lock().lens.insert(id, memory.byte_len());
         Ok((id, place))
     }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let id = self.inner.alias(span)?;
+        self.state.lock().lens.insert(id, span.len);
+        Ok(id)
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        self.inner.origin(memory)
+    }
 }
 
 fn poison(staging: &mut [Staging], span: StagingSpan) {

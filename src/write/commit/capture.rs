@@ -171,6 +171,7 @@ impl Committer {
         direction: Direction,
     ) -> Result<WorkingCopy> {
         memory.check_device(&self.engine.device)?;
+        memory.check_unused()?;
         let len = memory.byte_len();
         // Changes are found by elements, so the copy must be a whole number of them, on their boundary.
         if !len.is_multiple_of(width.bytes() as u64) {
@@ -196,6 +197,7 @@ impl Committer {
     /// `UnknownPage`, `MemoryRefused` if the page's length is not the copy's; a device error.
     pub fn load(&self, copy: &WorkingCopy, direction: Direction) -> Result<()> {
         copy.bytes().check_device(&self.engine.device)?;
+        copy.bytes().check_unused()?;
         // Kernels that still write to it come before: their bytes would land on top of the page's.
         let memory = copy.bytes().arrived()?;
         let len = memory.len;

@@ -146,10 +146,10 @@ impl Committer {
     }
 
     /// Waits for the streams on which the batch's bytes are made. Returns the place in which they are put
-    /// together, if there are any.
+    /// together, if there are any. `pages` are the ids of the new pages.
     ///
     /// The committing thread waits, not the lane: a caller's stream may stand still for long.
-    pub(super) fn arrivals(&self, batch: &WriteBatch) -> Result<Option<Place>> {
+    pub(super) fn arrivals(&self, batch: &WriteBatch, pages: &[PageId]) -> Result<Option<Place>> {
         let mut streams = BTreeSet::new();
         for bytes in batch.device_bytes() {
             bytes.check_device(&self.engine.device)?;
@@ -158,6 +158,12 @@ impl Committer {
         // Each stream once, however many ranges are made on it.
         for stream in streams {
             self.engine.device.wait_stream(stream)?;
+        }
+        for (_, memory) in batch.lent(pages) {
+            memory.check_device(&self.engine.device)?;
+            memory.check_process()?;
+            // The store writes there next: over the bytes of a kernel that still runs, or under them.
+            memory.arrived()?;
         }
         let captured = batch.captures().map(|(_, copy, _)| copy.bytes());
         Ok(batch.device_bytes().chain(captured).next().map(DeviceBytes::place))

@@ -98,7 +98,7 @@ impl Committer {
         }
         // Memory of another length or place would be applied to a page of the table's length (I10).
         if ops.iter().any(|at| goes_elsewhere(&at.op))
-            && !draft.memory.iter().map(home).eq(homes_made(ops, home_of)?)
+            && !draft.memory.iter().map(home).eq(homes_made(ops, home_of)?.iter().map(|made| made.at))
         {
             return Ok(None);
         }
