@@ -100,6 +100,7 @@
 //! | [`Store::page`], [`Store::page_by_key`], [`Store::root`], [`Store::view`] and other lookups | nothing |
 //! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before |
 //! | [`Store::read_many`], [`ChangeStream::next_timeout`] at zero | unloaded pages; nothing |
+//! | [`Store::release`] | a sync of the log, the applier, and streams of leases of the page that have ended |
 //! | [`Store::compare`] | the applier: all batches before; the third time, it holds up batches |
 //! | [`Store::snapshots`], [`Store::would_prune`], [`Store::stats`] | nothing, not even a running snapshot or scrub |
 //! | [`Store::snapshot`] and its kin, [`Store::prune`] | each other, and a background snapshot, which goes on at full speed |

@@ -179,6 +179,16 @@ pub trait Device: Any + Send + Sync {
         (memory.0, 0)
     }
 
+    /// Gives page memory another name, and takes its present one out of use: a read under that name that is not
+    /// over when this returns reads nothing. The caller has waited for the fence of its last use. A device that
+    /// [reads now](Self::reads_now) must have this method.
+    ///
+    /// # Errors
+    /// A device error; an unknown name is a bug of the caller's and panics.
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        Ok(memory)
+    }
+
     /// Queues a copy of another device's page memory to memory of this one, after everything that is queued
     /// on that lane of both. Lists queued on it later, on either device, run after the copy. The host does
     /// not wait. `None`, with nothing queued, where the two know no such way. Until the copy's fence has

@@ -91,6 +91,8 @@ impl Store {
         applier.turn(|_| Ok(()))?;
         arena.reap_all()?;
         arena.drop_let_go();
+        // Memory of the store's that held a page for a caller is retired by the drop.
+        arena.reap_all()?;
         staging.trim();
         device.trim()
     }

@@ -49,6 +49,8 @@ pub enum DeviceCall {
     WaitStream,
     /// A call of [`Device::alias`].
     Alias,
+    /// A call of [`Device::rename`].
+    Rename,
 }
 
 /// The call that fails, and how it fails.
@@ -285,6 +287,11 @@ impl Device for FaultyDevice {
     fn alias(&self, span: Span) -> Result<MemoryId> {
         self.enter(DeviceCall::Alias)?;
         self.inner.alias(span)
+    }
+
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        self.enter(DeviceCall::Rename)?;
+        self.inner.rename(memory)
     }
 
     fn origin(&self, memory: MemoryId) -> (u64, u64) {

@@ -62,6 +62,7 @@ mod pins;
 mod readme;
 mod reads;
 mod recovery;
+mod releases;
 mod replay;
 mod rule_model;
 mod salvage;

@@ -407,6 +407,11 @@ impl Device for CudaDevice {
         Ok(self.pages.insert(Allocation { address, len: span.len, kind, is_adopted: true }))
     }
 
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        let renamed = self.pinned_reads.without_readers(memory, || self.pages.remove(memory));
+        Ok(self.pages.insert(renamed.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))))
+    }
+
     /// One space: the driver's addresses are of all GPUs and of pinned memory together.
     fn origin(&self, memory: MemoryId) -> (u64, u64) {
         (0, self.pages.named(memory).address)

@@ -122,6 +122,12 @@ impl HostMemories {
         Ok(self.insert(memory))
     }
 
+    /// Gives a memory another name.
+    pub fn rename(&mut self, id: MemoryId) -> MemoryId {
+        let renamed = self.memories.remove(id);
+        self.insert(renamed.unwrap_or_else(|| panic!("{id:?} is no memory of this device")))
+    }
+
     /// Takes a memory out. Its bytes are freed when it is dropped. An empty slab goes.
     pub fn remove(&mut self, id: MemoryId) -> HostAllocation {
         let removed = self.memories.remove(id);

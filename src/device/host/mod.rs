@@ -527,6 +527,16 @@ impl Device for HostDevice {
         Ok(memories.insert(alias))
     }
 
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        let mut memories = self.memories.write();
+        // A thread that found it by its old name may be reading it now.
+        let block = memories.get(memory).block().clone();
+        let renamed = memories.rename(memory);
+        drop(memories);
+        drop(block.bytes.write());
+        Ok(renamed)
+    }
+
     fn origin(&self, memory: MemoryId) -> (u64, u64) {
         let memory = self.memory(memory);
         (Arc::as_ptr(memory.block()).addr() as u64, memory.extent().0)

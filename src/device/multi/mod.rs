@@ -439,6 +439,13 @@ impl Device for MultiDevice {
         Ok(self.name(DeviceAddress { part, memory: alias }))
     }
 
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        let DeviceAddress { part, memory: own } = self.home(memory);
+        let renamed = self.parts[part].rename(own)?;
+        self.memories.write().remove(&memory);
+        Ok(self.name(DeviceAddress { part, memory: renamed }))
+    }
+
     fn origin(&self, memory: MemoryId) -> (u64, u64) {
         let DeviceAddress { part, memory } = self.home(memory);
         self.parts[part].origin(memory)

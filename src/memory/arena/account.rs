@@ -124,6 +124,12 @@ impl Account {
         self.by_purpose[purpose as usize].fetch_add(len, Ordering::Relaxed);
     }
 
+    /// Counts bytes of a page as a caller's from now on.
+    pub fn handed_out(&self, purpose: Purpose, len: u64) {
+        self.by_purpose[purpose as usize].fetch_sub(len, Ordering::Relaxed);
+        self.by_purpose[Purpose::Caller as usize].fetch_add(len, Ordering::Relaxed);
+    }
+
     /// Counts bytes that a caller lent to a page. They are not of the budget.
     pub fn lent(&self, len: u64) {
         self.count.fetch_add(1, Ordering::Relaxed);

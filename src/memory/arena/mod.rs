@@ -102,6 +102,14 @@ struct ScratchMemory {
     waiting: usize,
 }
 
+/// Memory of a page that is gone, for a caller.
+pub enum HandedOut {
+    /// The caller's own, as it lent it.
+    Lent(DeviceBytes),
+    /// The store's, to be given back like any other.
+    Own(PageMemory),
+}
+
 struct RetiredMemory {
     page: PageMemory,
     fence: Fence,
@@ -141,6 +149,32 @@ impl Arena {
         self.account(place).lent(len);
         let (place_kind, place_ordinal) = place.to_raw();
         Ok(PageMemory { memory, len, place_ordinal, place_kind, purpose: Purpose::Lent, given_back: false })
+    }
+
+    /// Takes the memory of a page that is gone for a caller: no list names it any more. Memory that a caller
+    /// lent comes back as the handle that it lent; all other memory gets a name that no reader knows, and
+    /// stays counted.
+    ///
+    /// # Errors
+    /// A device error; the memory then stays counted.
+    pub fn hand_out(&self, mut page: PageMemory) -> Result<HandedOut> {
+        if page.is_lent() {
+            page.given_back = true;
+            self.device.release(page.memory)?;
+            self.account(page.place()).given_up(page.len);
+            return Ok(HandedOut::Lent(self.lent.end(page.memory)));
+        }
+        match self.device.rename(page.memory) {
+            Ok(renamed) => {
+                self.account(page.place()).handed_out(page.purpose, page.len);
+                (page.memory, page.purpose) = (renamed, Purpose::Caller);
+                Ok(HandedOut::Own(page))
+            }
+            Err(error) => {
+                page.given_back = true;
+                Err(error)
+            }
+        }
     }
 
     /// Drops callers' memory in which no page lives any more. That may run a caller's code, so it is for

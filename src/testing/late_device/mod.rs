@@ -223,6 +223,16 @@ impl LateDevice {
 }
 
 impl LateState {
+    /// Panics if a queued list names memory that is given up.
+    fn assert_unused(&self, memory: MemoryId) {
+        for entry in self.lanes.iter().flat_map(|lane| &lane.queue) {
+            if let Entry::List { list, .. } = entry {
+                let named = page_spans(&list.commands).iter().any(|span| span.memory == memory);
+                assert!(!named, "{memory:?} is given up while a queued list names it");
+            }
+        }
+    }
+
     fn lane(&mut self, lane: Lane) -> &mut LateLane {
         &mut self.lanes[lane as usize]
     }
@@ -285,12 +295,7 @@ impl Device for LateDevice {
 
     fn release(&self, memory: MemoryId) -> Result<()> {
         let mut state = self.state.lock();
-        for entry in state.lanes.iter().flat_map(|lane| &lane.queue) {
-            if let Entry::List { list, .. } = entry {
-                let named = page_spans(&list.commands).iter().any(|span| span.memory == memory);
-                assert!(!named, "{memory:?} is released while a queued list names it");
-            }
-        }
+        state.assert_unused(memory);
         state.lens.remove(&memory);
         self.inner.release(memory)
     }
@@ -388,6 +393,15 @@ impl Device for LateDevice {
         let id = self.inner.alias(span)?;
         self.state.lock().lens.insert(id, span.len);
         Ok(id)
+    }
+
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        let mut state = self.state.lock();
+        state.assert_unused(memory);
+        let renamed = self.inner.rename(memory)?;
+        let len = state.lens.remove(&memory).expect("memory of this device");
+        state.lens.insert(renamed, len);
+        Ok(renamed)
     }
 
     fn origin(&self, memory: MemoryId) -> (u64, u64) {

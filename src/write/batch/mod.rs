@@ -15,6 +15,7 @@ mod whole_pages;
 mod working_copy;
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use changed_ranges::ElementChanges;
@@ -28,6 +29,7 @@ pub use working_copy::WorkingCopy;
 
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 
+use crate::applier::Handover;
 use crate::base::allocation::{copied, push};
 use crate::device::DeviceBytes;
 use crate::error::{Error, Result};
@@ -100,6 +102,8 @@ pub struct WriteBatch {
     /// Callers' memory for new pages, each with how many pages the batch creates before.
     lent: Vec<(usize, DeviceBytes)>,
     expectations: Vec<(PageId, Epoch)>,
+    /// Where the memory of a page goes that it deletes.
+    handover: Option<Arc<Handover>>,
     /// Why the batch cannot be committed: the system refused the memory for a copy of what the caller gave,
     /// or a key is none.
     refused: Option<Error>,
@@ -382,6 +386,18 @@ impl WriteBatch {
             self.refused.get_or_insert(error);
         }
         self
+    }
+
+    /// Deletes the page, and has its memory left there.
+    pub(crate) fn hand_over(&mut self, handover: Arc<Handover>) -> &mut Self {
+        let page = handover.page;
+        self.handover = Some(handover);
+        self.delete(page)
+    }
+
+    /// Where the memory of a page goes that the batch deletes.
+    pub(crate) fn handover(&self) -> Option<Arc<Handover>> {
+        self.handover.clone()
     }
 
     /// Number of pages that the batch creates.

@@ -24,7 +24,7 @@ use crate::device::{
     Span, Staging, StagingSpan,
 };
 use crate::error::{Error, Result};
-use crate::memory::arena::{Arena, PageMemory, Purpose};
+use crate::memory::arena::{Arena, HandedOut, PageMemory, Purpose};
 use crate::memory::staging::StagingBuf;
 use crate::write::batch::{DeviceFill, FillSource, WriteBatch};
 
@@ -103,6 +103,23 @@ impl Committer {
         let (id, place) = self.engine.device.adopt(memory)?;
         let owner = CallerPayload { device: self.engine.device.clone(), memory: id, _owner: memory.owner() };
         Ok(self.caller_memory(id, place, memory.byte_len(), owner))
+    }
+
+    /// Makes the memory of a page that is gone the caller's.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn hand_out(&self, page: PageMemory) -> Result<DeviceBytes> {
+        let (place, len) = (page.place(), page.byte_len());
+        match self.engine.arena.hand_out(page)? {
+            HandedOut::Lent(bytes) => Ok(bytes),
+            HandedOut::Own(page) => {
+                let (device, arena) = (self.engine.device.clone(), self.engine.arena.clone());
+                let memory = page.span().memory;
+                let owner = StageMemory { device, arena, memory: Some(page) };
+                Ok(self.caller_memory(memory, place, len, owner))
+            }
+        }
     }
 
     /// Hands memory to the caller. `owner` lives as long as any handle to it.

@@ -139,6 +139,7 @@ impl Committer {
                 relocations: Vec::new(),
                 asides: VecDeque::new(),
                 room: ListRoom::default(),
+                handover: batch.handover(),
             };
             let own = CommitterWork { captures: &captures, whole, ahead, lent: &lent };
             // A stale draft has given everything back: it is made anew from the state that there is now.
