@@ -208,7 +208,7 @@ pub use applier::lease::Lease;
 pub use applier::pin::Pin;
 pub use applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub use catalog::SnapshotInfo;
-pub use device::{CallerMemory, DeviceBytes, RawStream};
+pub use device::{DeviceBytes, RawStream};
 pub use error::{Error, Remedy, Result, StoreDamage};
 pub use follower::{
     Batches, FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica,
@@ -222,8 +222,8 @@ pub use history::view::View;
 pub use log::LogStats;
 pub use memory::arena::{PlaceUsage, Purpose};
 pub use options::{
-    Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Retention,
-    SnapshotOptions,
+    Ack, Budget, CallerMemory, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad,
+    Retention, SnapshotOptions,
 };
 pub use recovery::RecoveryReport;
 pub use remanent_format::log::TornTail;

@@ -1,7 +1,7 @@
 //! The way of a page's memory to the caller that released the page.
 //!
-//! The applier leaves it here when the batch that deletes the page is in the lane. A caller that does not come
-//! for it says so, and it goes back to the arena. A crash loses all memory.
+//! The applier leaves it here when the batch that deletes the page is in the lane. A caller that does not
+//! come for it says so, and it goes back to the arena. A crash loses all memory.
 
 use remanent_format::PageId;
 

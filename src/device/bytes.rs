@@ -10,10 +10,9 @@ use std::sync::Arc;
 
 use remanent_format::{PageId, Place};
 
-use super::{Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
-use crate::base::allocation::{make_room, push};
+use super::lent_ranges::{LentRanges, MemoryRange, RangeInUse};
+use super::{CallerMemory, Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
 use crate::base::process::ForkGuard;
-use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 
 /// A range of a device's memory. Clones are the same bytes; the memory lives as long as one of them.
@@ -46,70 +45,41 @@ struct OwnedMemory {
     device: Arc<dyn Device>,
     memory: MemoryId,
     place: Place,
-    uses: Mutex<MemoryUses>,
+    /// Where its first byte is: the space, and the offset there.
+    origin: (u64, u64),
+    /// The ranges in which pages live, of all memory of the store.
+    ranges: Arc<LentRanges>,
     /// Called with every error; returns the error that the caller sees.
     on_error: Box<dyn Fn(Error) -> Error + Send + Sync>,
     /// Gives the memory back when it is dropped.
     _owner: Box<dyn Any + Send + Sync>,
 }
 
-/// The uses of a memory's ranges that exclude each other: a page of the store's, and writes of the caller's.
-#[derive(Default)]
-struct MemoryUses {
-    /// Pages that live in ranges of it.
-    pages: Vec<(Range<u64>, PageId)>,
-    /// Ranges that calls write to now, each under a number of its own.
-    writes: Vec<(u64, Range<u64>)>,
-    next: u64,
-}
-
-impl MemoryUses {
-    fn page_in(&self, range: &Range<u64>) -> Option<PageId> {
-        self.pages.iter().find(|(lent, _)| overlap(lent, range)).map(|(_, page)| *page)
-    }
-}
-
 /// A call that writes to a range. No page is put there meanwhile.
 struct CallerWrite<'m> {
-    memory: &'m OwnedMemory,
+    ranges: &'m LentRanges,
     number: u64,
 }
 
 impl Drop for CallerWrite<'_> {
     fn drop(&mut self) {
-        self.memory.uses.lock().writes.retain(|(number, _)| *number != self.number);
+        self.ranges.end_write(self.number);
     }
 }
 
-fn overlap(one: &Range<u64>, other: &Range<u64>) -> bool {
-    one.start < other.end && other.start < one.end
+/// Memory of the caller's own that a device adopted. It is returned to its owner, and never to the arena.
+struct AdoptedMemory {
+    device: Arc<dyn Device>,
+    memory: MemoryId,
+    _owner: Arc<dyn Any + Send + Sync>,
 }
 
-/// Memory of the caller's own, such as a tensor's, for a device to adopt. The code that makes one, by
-/// `CallerMemory::from_cuda`, vouches for it.
-#[derive(Clone)]
-pub struct CallerMemory {
-    pub(super) address: u64,
-    pub(super) len: u64,
-    pub(super) owner: Arc<dyn Any + Send + Sync>,
-}
-
-impl CallerMemory {
-    /// The address of the first byte.
-    #[must_use]
-    pub fn address(&self) -> u64 {
-        self.address
-    }
-
-    /// Length in bytes.
-    #[must_use]
-    pub fn byte_len(&self) -> u64 {
-        self.len
-    }
-
-    /// The value that keeps the memory.
-    pub(crate) fn owner(&self) -> Arc<dyn Any + Send + Sync> {
-        self.owner.clone()
+impl Drop for AdoptedMemory {
+    /// Lists that name it were waited for, all but copies to shadows: those read the store's own memory.
+    fn drop(&mut self) {
+        if let Err(error) = self.device.release(self.memory) {
+            tracing::warn!(%error, "a caller's memory stays known to the device");
+        }
     }
 }
 
@@ -121,18 +91,36 @@ impl DeviceBytes {
         memory: MemoryId,
         place: Place,
         len: u64,
+        ranges: Arc<LentRanges>,
         owner: impl Any + Send + Sync,
         on_error: impl Fn(Error) -> Error + Send + Sync + 'static,
     ) -> Self {
         let owned = OwnedMemory {
+            origin: device.origin(memory),
             device,
             memory,
             place,
-            uses: Mutex::default(),
+            ranges,
             on_error: Box::new(on_error),
             _owner: Box::new(owner),
         };
         Self { memory: Arc::new(ForkGuard::new(owned)), offset: 0, len, stream: None }
+    }
+
+    /// Makes memory of the caller's own known to a device. `ranges` and `on_error` are as for
+    /// [`new`](Self::new).
+    ///
+    /// # Errors
+    /// `MemoryRefused`; a device error.
+    pub(crate) fn adopt(
+        device: &Arc<dyn Device>,
+        memory: &CallerMemory,
+        ranges: Arc<LentRanges>,
+        on_error: impl Fn(Error) -> Error + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let (id, place) = device.adopt(memory)?;
+        let owner = AdoptedMemory { device: device.clone(), memory: id, _owner: memory.owner() };
+        Ok(Self::new(device.clone(), id, place, memory.byte_len(), ranges, owner, on_error))
     }
 
     /// Length in bytes.
@@ -155,18 +143,21 @@ impl DeviceBytes {
         self.memory.device.address(self.memory.memory).map(|address| address + self.offset)
     }
 
-    /// The page that lives in these bytes, or in a part of them, since [`WriteBatch::create_in`] put it there or
-    /// an open did. `None` once the page has left, and in a forked child.
+    /// The page that lives in these bytes, or in a part of them, since [`WriteBatch::create_in`] put it there
+    /// or an open did. `None` once the page has left, and in a forked child.
     ///
     /// [`WriteBatch::create_in`]: crate::WriteBatch::create_in
     #[must_use]
     pub fn page(&self) -> Option<PageId> {
         self.memory.check().ok()?;
-        self.memory.uses.lock().page_in(&self.range())
+        self.memory.ranges.page_in(self.range())
     }
 
-    fn range(&self) -> Range<u64> {
-        self.offset..self.offset + self.len
+    /// Where the bytes lie.
+    fn range(&self) -> MemoryRange {
+        let (space, origin) = self.memory.origin;
+        let start = origin + self.offset;
+        MemoryRange { space, start, end: start + self.len }
     }
 
     /// Refuses bytes in which a page lives: only the store writes there.
@@ -182,39 +173,40 @@ impl DeviceBytes {
     /// # Errors
     /// [`Error::MemoryInUse`] if a page lives there.
     fn begin_write(&self) -> Result<CallerWrite<'_>> {
-        let mut uses = self.memory.uses.lock();
-        if let Some(page) = uses.page_in(&self.range()) {
-            return Err(Error::MemoryInUse { len: self.len, page });
-        }
-        let number = uses.next;
-        push(&mut uses.writes, (number, self.range()))?;
-        uses.next += 1;
-        Ok(CallerWrite { memory: &self.memory, number })
+        let ranges = &*self.memory.ranges;
+        let number = ranges.begin_write(self.range());
+        let number = number.map_err(|page| Error::MemoryInUse { len: self.len, page })?;
+        Ok(CallerWrite { ranges, number })
     }
 
-    /// Lets a page live in these bytes, and returns the name under which it has them.
+    /// Lets a page live in these bytes, which are not empty, and returns the name under which it has them;
+    /// `None` if a page gave up a part of them that a lane may still use.
     ///
     /// # Errors
     /// [`Error::MemoryInUse`] if a page lives there, also one of another store on the same device;
     /// [`Error::MemoryRefused`] while a call writes there; a device error.
-    pub(crate) fn lend(&self, page: PageId) -> Result<MemoryId> {
-        let mut uses = self.memory.uses.lock();
-        if let Some(page) = uses.page_in(&self.range()) {
-            return Err(Error::MemoryInUse { len: self.len, page });
+    pub(crate) fn lend(&self, page: PageId) -> Result<Option<MemoryId>> {
+        match self.memory.ranges.lend(self.range(), page) {
+            Ok(()) => {}
+            Err(RangeInUse::Retired) => return Ok(None),
+            Err(RangeInUse::Page(page)) => return Err(Error::MemoryInUse { len: self.len, page }),
+            Err(RangeInUse::Write) => {
+                let reason = "it is being written to".to_owned();
+                return Err(Error::MemoryRefused { len: self.len, reason });
+            }
         }
-        if uses.writes.iter().any(|(_, written)| overlap(written, &self.range())) {
-            let reason = "it is being written to".to_owned();
-            return Err(Error::MemoryRefused { len: self.len, reason });
-        }
-        make_room(&mut uses.pages, 1)?;
-        let name = self.memory.device.alias(self.span())?;
-        uses.pages.push((self.range(), page));
-        Ok(name)
+        let named = self.memory.device.alias(self.span());
+        named.map(Some).inspect_err(|_| self.end_loan())
     }
 
-    /// The page does not live in these bytes any more.
-    pub(crate) fn end_loan(&self, page: PageId) {
-        self.memory.uses.lock().pages.retain(|(lent, to)| (lent, *to) != (&self.range(), page));
+    /// The page has given these bytes up, and a lane may still use them.
+    pub(crate) fn retire_loan(&self) {
+        self.memory.ranges.retire(self.range());
+    }
+
+    /// Nothing of the store uses these bytes any more.
+    pub(crate) fn end_loan(&self) {
+        self.memory.ranges.end(self.range());
     }
 
     /// A range of these bytes.
@@ -246,8 +238,9 @@ impl DeviceBytes {
     /// Replaces bytes from `offset` on, when the stream on which they are made has come here.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if they are outside; [`Error::MemoryInUse`] if a page lives there; [`Error::StreamRefused`]; [`Error::Poisoned`] if the
-    /// device failed, as the store is then; [`Error::Forked`].
+    /// [`Error::MemoryRefused`] if they are outside; [`Error::MemoryInUse`] if a page lives there;
+    /// [`Error::StreamRefused`]; [`Error::Poisoned`] if the device failed, as the store is then;
+    /// [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.memory.check()?;
         self.try_write(offset, bytes).map_err(&self.memory.on_error)
@@ -327,11 +320,5 @@ impl fmt::Debug for DeviceBytes {
         write!(f, "DeviceBytes({} bytes in {}", self.len, self.memory.place)?;
         self.stream.map_or(Ok(()), |stream| write!(f, " on stream {:#x}", stream.handle()))?;
         f.write_str(")")
-    }
-}
-
-impl fmt::Debug for CallerMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CallerMemory({} bytes at {:#x})", self.len, self.address)
     }
 }

@@ -15,6 +15,7 @@ pub mod multi;
 pub(crate) mod spans;
 pub(crate) mod sums;
 mod bytes;
+mod lent_ranges;
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
@@ -23,8 +24,10 @@ use std::sync::Arc;
 use remanent_format::ids::Number;
 use remanent_format::{Place, Width};
 
-pub use self::bytes::{CallerMemory, DeviceBytes};
+pub use self::bytes::DeviceBytes;
+pub(crate) use self::lent_ranges::LentRanges;
 use crate::error::{Error, Result};
+pub use crate::options::CallerMemory;
 
 /// A memory that holds pages, and the queues through which it is changed.
 pub trait Device: Any + Send + Sync {
@@ -163,8 +166,9 @@ pub trait Device: Any + Send + Sync {
         Err(Error::MemoryRefused { len: memory.byte_len(), reason })
     }
 
-    /// Gives a range of page memory a name of its own, so that a page can live there. The new name is released
-    /// like any other. That leaves the bytes to the memory in which they lie, which the caller releases later.
+    /// Gives a range of page memory a name of its own, so that a page can live there. The new name is
+    /// released like any other. That leaves the bytes to the memory in which they lie, which the caller
+    /// releases later.
     ///
     /// # Errors
     /// `MemoryRefused` where the device gives out whole memories only; a device error.
@@ -179,9 +183,9 @@ pub trait Device: Any + Send + Sync {
         (memory.0, 0)
     }
 
-    /// Gives page memory another name, and takes its present one out of use: a read under that name that is not
-    /// over when this returns reads nothing. The caller has waited for the fence of its last use. A device that
-    /// [reads now](Self::reads_now) must have this method.
+    /// Gives page memory another name, and takes its present one out of use: a read under that name that is
+    /// not over when this returns reads nothing. The caller has waited for the fence of its last use. A
+    /// device that [reads now](Self::reads_now) must have this method.
     ///
     /// # Errors
     /// A device error; an unknown name is a bug of the caller's and panics.

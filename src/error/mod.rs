@@ -266,8 +266,8 @@ pub enum Error {
         /// The reason why not.
         reason: String,
     },
-    /// A page lives in memory of a caller's, where only the store writes, or a lane may still use it for a page
-    /// that left. Nothing changed.
+    /// A page lives in memory of a caller's, where only the store writes, or a lane may still use it for a
+    /// page that left. Nothing changed.
     #[error("{len} bytes of a caller's memory cannot be used: page {page} lives there")]
     MemoryInUse {
         /// How many bytes.

@@ -37,8 +37,8 @@ impl Store {
         self.of_device(|| self.committer().adopt(memory))
     }
 
-    /// Hands a page's memory out, and forgets the page, in one commit: what was a page's is the caller's, with
-    /// the bytes that the page had, at the address that it had. So weights that were recovered become a
+    /// Hands a page's memory out, and forgets the page, in one commit: what was a page's is the caller's,
+    /// with the bytes that the page had, at the address that it had. So weights that were recovered become a
     /// framework's without a copy of them.
     ///
     /// The delete is durable when this returns, whatever [`Ack`](crate::Ack) says: no later open brings the

@@ -1,4 +1,5 @@
-//! Pages that live in memory of the caller's: where the store writes, when a page leaves, and what is refused.
+//! Pages that live in memory of the caller's: where the store writes, when a page leaves, and what is
+//! refused.
 //!
 //! Most tests run twice: on the host device, and on one that runs everything as late as it may, where memory
 //! that is handed back too early is found out.

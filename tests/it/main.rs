@@ -58,6 +58,7 @@ mod model;
 mod moves;
 mod multi_device;
 mod on_demand;
+mod page_memory;
 mod pins;
 mod readme;
 mod reads;

@@ -1,91 +1,41 @@
-//! Memory that callers lend for pages: which ranges hold one, and the handles that keep them.
+//! The handles of callers' memory in which pages live.
 //!
-//! A lent range is beside the budget. It is the caller's own, or it is counted as the caller's already. The
+//! Such memory is beside the budget: it is the caller's own, or it is counted as the caller's already. The
 //! handle is held until no lane uses the page's memory any more. What its owner does when it is dropped is
 //! the caller's code, which must not run on the applier or under a lock; so a handle that is not needed any
 //! more waits here for a thread of a caller's. A crash loses all of this.
 
-use std::collections::{BTreeMap, HashMap};
-
-use remanent_format::PageId;
+use std::collections::HashMap;
 
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
-use crate::device::{Device, DeviceBytes, MemoryId};
-use crate::error::{Error, Result};
+use crate::device::{DeviceBytes, MemoryId};
 
-/// All ranges that are lent to pages. Shared by threads.
+/// The handles of memory that is lent to pages. Shared by threads.
 #[derive(Default)]
 pub(super) struct LentMemories {
-    ranges: Mutex<LentRanges>,
-    /// Handles whose ranges no page has any more.
+    /// Handles by the names under which pages have them.
+    handles: Mutex<HashMap<MemoryId, DeviceBytes>>,
+    /// Handles of memory that no page has any more.
     let_go: Mutex<Vec<DeviceBytes>>,
     let_go_count: AtomicUsize,
 }
 
-#[derive(Default)]
-struct LentRanges {
-    /// Ranges by their space and their start there. No two share a byte.
-    by_start: BTreeMap<(u64, u64), LentRange>,
-    /// The start of each range, by the name under which its page has it.
-    starts: HashMap<MemoryId, (u64, u64)>,
-}
-
-struct LentRange {
-    end: u64,
-    page: PageId,
-    bytes: DeviceBytes,
-    /// Whether the page has given it up, and a lane may still use it.
-    is_retired: bool,
-}
-
-/// Why a range could not be lent.
-pub(super) enum LendRefusal {
-    /// A page gave it up, and a lane may still use it.
-    Retired,
-    /// Another reason.
-    Error(Error),
-}
-
 impl LentMemories {
-    /// Lends a range to a page, and returns the page's name for it.
-    pub fn lend(
-        &self,
-        device: &dyn Device,
-        page: PageId,
-        bytes: &DeviceBytes,
-    ) -> Result<MemoryId, LendRefusal> {
-        let span = bytes.span();
-        let (space, origin) = device.origin(span.memory);
-        let start = origin + span.offset;
-        let mut ranges = self.ranges.lock();
-        // The last range that begins before this one's end: of all that do, it ends last.
-        let before = ranges.by_start.range(..(space, start + span.len)).next_back();
-        if let Some(((_, _), other)) = before.filter(|((of, _), other)| *of == space && other.end > start) {
-            let in_use = Error::MemoryInUse { len: span.len, page: other.page };
-            return Err(if other.is_retired { LendRefusal::Retired } else { LendRefusal::Error(in_use) });
-        }
-        // That takes the handle's own lock, for a moment: no thread holds it while it waits.
-        let memory = bytes.lend(page).map_err(LendRefusal::Error)?;
-        let lent = LentRange { end: start + span.len, page, bytes: bytes.clone(), is_retired: false };
-        ranges.by_start.insert((space, start), lent);
-        ranges.starts.insert(memory, (space, start));
-        Ok(memory)
+    /// Keeps a handle for a page.
+    pub fn keep(&self, memory: MemoryId, bytes: DeviceBytes) {
+        self.handles.lock().insert(memory, bytes);
     }
 
-    /// Notes that the page has given its range up.
+    /// Notes that the page has given its memory up.
     pub fn retire(&self, memory: MemoryId) {
-        let mut ranges = self.ranges.lock();
-        let start = ranges.starts[&memory];
-        ranges.by_start.get_mut(&start).expect("lent under this name").is_retired = true;
+        self.handles.lock()[&memory].retire_loan();
     }
 
-    /// Ends the loan of a range that no lane uses any more. Returns the handle that kept it.
+    /// Ends the loan of memory that no lane uses any more. Returns the handle.
     pub fn end(&self, memory: MemoryId) -> DeviceBytes {
-        let mut ranges = self.ranges.lock();
-        let start = ranges.starts.remove(&memory).expect("lent, and not ended yet");
-        let LentRange { bytes, page, .. } = ranges.by_start.remove(&start).expect("lent under this name");
-        bytes.end_loan(page);
+        let bytes = self.handles.lock().remove(&memory).expect("lent, and not ended yet");
+        bytes.end_loan();
         bytes
     }
 

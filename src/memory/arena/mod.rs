@@ -19,12 +19,12 @@ use remanent_format::{PageId, Place};
 
 use self::account::Account;
 pub use self::account::{PlaceUsage, Purpose};
-use self::lent::{LendRefusal, LentMemories};
+use self::lent::LentMemories;
 use crate::base::allocation::make_room;
 use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Mutex, RwLock};
-use crate::device::{Device, DeviceBytes, Fence, Lane, MemoryId, Span};
+use crate::device::{Device, DeviceBytes, Fence, Lane, LentRanges, MemoryId, Span};
 use crate::error::{Error, Result};
 use crate::options::Budget;
 
@@ -61,8 +61,9 @@ pub struct Arena {
     /// is counted. There is one lock for each lane: a thread that waits for callers does not hold up threads
     /// that reap the other lanes.
     reaping: [Mutex<()>; Lane::ALL.len()],
-    /// Callers' memory in which pages live.
+    /// Callers' memory in which pages live: the handles, and the ranges, which all handles share.
     lent: LentMemories,
+    lent_ranges: Arc<LentRanges>,
 }
 
 /// The memory of one page. It is given back by [`Arena::retire`] or [`Arena::discard`], never by being
@@ -129,22 +130,24 @@ impl Arena {
             scratch_given_back: Condvar::new(),
             reaping: Default::default(),
             lent: LentMemories::default(),
+            lent_ranges: Arc::default(),
         }
     }
 
-    /// Takes memory of the caller's for a page. It is beside the budget. Where a page gave up a part of it, this
-    /// waits until no lane uses that any more. No stream uses the memory, and no work of it is under way.
+    /// Takes memory of the caller's for a page. It is beside the budget. Where a page gave up a part of it,
+    /// this waits until no lane uses that any more. No stream uses the memory, and no work of it is under
+    /// way.
     ///
     /// # Errors
     /// `MemoryInUse` if a page lives in a part of it; a device error.
     pub fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
         let memory = loop {
-            match self.lent.lend(&*self.device, page, bytes) {
-                Ok(memory) => break memory,
-                Err(LendRefusal::Retired) => self.reap_all()?,
-                Err(LendRefusal::Error(error)) => return Err(error),
+            match bytes.lend(page)? {
+                Some(memory) => break memory,
+                None => self.reap_all()?,
             }
         };
+        self.lent.keep(memory, bytes.clone());
         let (place, len) = (bytes.place(), bytes.byte_len());
         self.account(place).lent(len);
         let (place_kind, place_ordinal) = place.to_raw();
@@ -175,6 +178,11 @@ impl Arena {
                 Err(error)
             }
         }
+    }
+
+    /// The ranges of callers' memory in which pages live.
+    pub fn lent_ranges(&self) -> &Arc<LentRanges> {
+        &self.lent_ranges
     }
 
     /// Drops callers' memory in which no page lives any more. That may run a caller's code, so it is for

@@ -193,12 +193,12 @@ impl WriteBatch {
     /// from the same memory, in the same batch, takes what it held.
     ///
     /// From the commit on only the store writes there, log first, and kernels of the caller's read: ordered
-    /// by [`Store::pin`], which keeps the page where it is, or by [`Store::lease`]. The page leaves the memory
-    /// when it is resized, moved to another place, deleted, or changed while it is leased; a restore takes
-    /// back its bytes there. An open brings it back in the store's own memory, of the same place. The handle
-    /// is held until the page has left and nothing of the store uses the memory any more; the next commit,
-    /// [`Store::trim`] or the close then drops it, on its own thread. [`DeviceBytes::page`] tells whether a
-    /// page lives there.
+    /// by [`Store::pin`], which keeps the page where it is, or by [`Store::lease`]. The page leaves the
+    /// memory when it is resized, moved to another place, deleted, or changed while it is leased; a restore
+    /// takes back its bytes there. An open brings it back in the store's own memory, of the same place. The
+    /// handle is held until the page has left and nothing of the store uses the memory any more; the next
+    /// commit, [`Store::trim`] or the close then drops it, on its own thread. [`DeviceBytes::page`] tells
+    /// whether a page lives there.
     ///
     /// Beside the budget: the memory is the caller's, or was counted when the store gave it out.
     ///
@@ -405,8 +405,8 @@ impl WriteBatch {
         self.new_pages
     }
 
-    /// The memory of the caller's in which new pages are to live. `pages` are the ids of the new pages. A page
-    /// of length 0 has no bytes anywhere.
+    /// The memory of the caller's in which new pages are to live. `pages` are the ids of the new pages. A
+    /// page of length 0 has no bytes anywhere.
     pub(crate) fn lent(&self, pages: &[PageId]) -> impl Iterator<Item = (PageId, &DeviceBytes)> {
         let with_bytes = self.lent.iter().filter(|(_, memory)| memory.byte_len() > 0);
         with_bytes.map(|(index, memory)| (pages[*index], memory))

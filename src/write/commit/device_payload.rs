@@ -23,6 +23,7 @@ use crate::device::{
     CallerMemory, Command, CommandList, Device, DeviceBytes, INDEX_OUT_OF_BOUNDS, IndexList, Lane, MemoryId,
     Span, Staging, StagingSpan,
 };
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, HandedOut, PageMemory, Purpose};
 use crate::memory::staging::StagingBuf;
@@ -63,22 +64,6 @@ impl Drop for StageMemory {
     }
 }
 
-/// Memory that belongs to the caller: it is returned to its owner, and never to the arena.
-struct CallerPayload {
-    device: Arc<dyn Device>,
-    memory: MemoryId,
-    _owner: Arc<dyn Any + Send + Sync>,
-}
-
-impl Drop for CallerPayload {
-    /// Lists that name it were waited for, all but copies to shadows: those read the store's own memory.
-    fn drop(&mut self) {
-        if let Err(error) = self.device.release(self.memory) {
-            tracing::warn!(%error, "a caller's memory stays known to the device");
-        }
-    }
-}
-
 impl Committer {
     /// Allocates memory of a device for a caller, filled with zeros: what lay there before is not the
     /// caller's to see.
@@ -100,9 +85,15 @@ impl Committer {
     /// # Errors
     /// `MemoryRefused`; a device error.
     pub fn adopt(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
-        let (id, place) = self.engine.device.adopt(memory)?;
-        let owner = CallerPayload { device: self.engine.device.clone(), memory: id, _owner: memory.owner() };
-        Ok(self.caller_memory(id, place, memory.byte_len(), owner))
+        let Engine { device, arena, .. } = &*self.engine;
+        DeviceBytes::adopt(device, memory, arena.lent_ranges().clone(), self.heard())
+    }
+
+    /// What is done with errors in reading or writing a caller's memory: a failed device poisons the store,
+    /// for its pages are lost too.
+    fn heard(&self) -> impl Fn(Error) -> Error + Send + Sync + 'static {
+        let poison = self.engine.poison.clone();
+        move |error| poison.set_by_device(error)
     }
 
     /// Makes the memory of a page that is gone the caller's.
@@ -130,10 +121,8 @@ impl Committer {
         len: u64,
         owner: impl Any + Send + Sync,
     ) -> DeviceBytes {
-        let poison = self.engine.poison.clone();
-        // An error in reading or writing it poisons the store: the device has failed, and with it the pages.
-        let heard = move |error| poison.set_by_device(error);
-        DeviceBytes::new(self.engine.device.clone(), memory, place, len, owner, heard)
+        let Engine { device, arena, .. } = &*self.engine;
+        DeviceBytes::new(device.clone(), memory, place, len, arena.lent_ranges().clone(), owner, self.heard())
     }
 
     /// Allocates memory beside pages, of one length.
