@@ -7,15 +7,15 @@
 //! Two of the parts have threads. The applier is started after the log and stopped before it: a batch is
 //! applied only once it is logged, and the applier waits at the log for that (I1).
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use remanent_format::{PageTable, StoreId};
 
 use crate::applier::{AppliedState, Applier, ApplierParts, Leases};
 use crate::base::poison::Poison;
-use crate::device::Device;
+use crate::device::{Device, Fence, MemoryOwner, StoreEnd};
 use crate::disk::Disk;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::log::{Log, LogStart, SegmentPool};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
@@ -96,6 +96,11 @@ impl Engine {
             move |lsn| log.wait_logged_last(lsn)
         };
         let applier = Applier::start(parts, wait_logged, applied).inspect_err(|_| log.stop())?;
+        arena.link().connect(CallersEnd {
+            poison: poison.clone(),
+            applier: Arc::downgrade(&applier),
+            arena: Arc::downgrade(&arena),
+        });
         Ok(RunningEngine(Arc::new(Self {
             store,
             disk,
@@ -108,6 +113,34 @@ impl Engine {
             versions,
             poison,
         })))
+    }
+}
+
+/// The engine's end of the link to callers' memory, which may outlive the engine.
+struct CallersEnd {
+    poison: Arc<Poison>,
+    applier: Weak<Applier>,
+    arena: Weak<Arena>,
+}
+
+impl StoreEnd for CallersEnd {
+    fn hear(&self, error: Error) -> Error {
+        self.poison.set_by_device(error)
+    }
+
+    fn applied(&self) -> Result<Fence> {
+        let applier = self.applier.upgrade().ok_or(Error::Closed)?;
+        applier.turn(|turn| Ok(turn.submit(Default::default())?.fence()))
+    }
+
+    fn keep(&self, owner: MemoryOwner, fence: Fence) -> Result<(), MemoryOwner> {
+        match self.arena.upgrade() {
+            Some(arena) => {
+                arena.keep_until(owner, fence);
+                Ok(())
+            }
+            None => Err(owner),
+        }
     }
 }
 

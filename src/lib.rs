@@ -83,7 +83,7 @@
 //!
 //! **Forks.** A store belongs to the process that opened it. In a forked child every call on an inherited
 //! store, [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`ReadMany`], [`ChangeStream`], [`Follower`],
-//! [`View`] or [`device::DeviceBytes`] says [`Error::Forked`], before it writes a byte or waits for a lock;
+//! [`View`], [`StreamGuard`] or [`device::DeviceBytes`] says [`Error::Forked`], before it writes a byte or waits for a lock;
 //! getters that cannot fail return empty values. Dropping what was inherited gives nothing back, and the
 //! parent goes on. A child may open other stores, and this one once its parent has closed it, whatever the
 //! parent's threads were at (but not at the very start or end of a thread, when the list of threads that read
@@ -208,7 +208,7 @@ pub use applier::lease::Lease;
 pub use applier::pin::Pin;
 pub use applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub use catalog::SnapshotInfo;
-pub use device::{DeviceBytes, RawStream};
+pub use device::{Access, DeviceBytes, RawStream, StreamGuard};
 pub use error::{Error, Remedy, Result, StoreDamage};
 pub use follower::{
     Batches, FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica,
@@ -526,6 +526,7 @@ const _: () = {
     shared::<FollowedBatch>();
     shared::<DeviceBytes>();
     shared::<CallerMemory>();
+    shared::<StreamGuard>();
     shared::<Error>();
     shared::<Options>();
     sent::<Follower>();

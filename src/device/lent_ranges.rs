@@ -1,14 +1,16 @@
-//! Ranges of callers' memory in which pages live, and those that callers' calls write to now. The two exclude
-//! each other, and so do two pages.
+//! Ranges of callers' memory in which pages live, and those that calls and streams of callers use now. A page
+//! is put only where no other use is.
 //!
 //! One of these serves all memory that a store gave out or took. Ranges are told apart by where they lie and
 //! not by their handles, because a caller may tell the store of the same tensor twice. A lock is held for a
 //! look at the list, and never while a device works.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use remanent_format::PageId;
 
+use super::stream_uses::Access;
 use crate::base::sync::Mutex;
 
 /// The ranges in use. Shared by threads.
@@ -19,9 +21,30 @@ pub(crate) struct LentRanges(Mutex<RangeUses>);
 struct RangeUses {
     /// Ranges in which pages live, by their space and their start there. No two share a byte.
     pages: BTreeMap<(u64, u64), LentRange>,
-    /// Ranges that calls write to now, each under a number of its own.
-    writes: Vec<(u64, MemoryRange)>,
+    /// Ranges that callers use now, each under a number of its own.
+    callers: Vec<(u64, MemoryRange, CallerUse)>,
     next: u64,
+}
+
+/// A use of a caller's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CallerUse {
+    /// A call that writes.
+    Call,
+    /// A stream, while its guard is open.
+    Stream(Access),
+}
+
+/// The right of a call, or of a guard, to use a range: no page is put there meanwhile.
+pub(crate) struct RangeUse {
+    ranges: Arc<LentRanges>,
+    number: u64,
+}
+
+impl Drop for RangeUse {
+    fn drop(&mut self) {
+        self.ranges.0.lock().callers.retain(|(number, ..)| *number != self.number);
+    }
 }
 
 struct LentRange {
@@ -45,8 +68,8 @@ pub(crate) enum RangeInUse {
     Page(PageId),
     /// A page gave a part of it up, and a lane may still use that.
     Retired,
-    /// A call writes to a part of it.
-    Write,
+    /// A caller uses a part of it.
+    Caller,
 }
 
 impl MemoryRange {
@@ -73,24 +96,30 @@ impl LentRanges {
         self.0.lock().page_in(range).map(|lent| lent.page)
     }
 
-    /// Begins a write of a call's, and returns its number.
+    /// Begins a use of a caller's.
     ///
     /// # Errors
-    /// The page that lives there.
-    pub fn begin_write(&self, range: MemoryRange) -> Result<u64, PageId> {
+    /// The page that lives there, if the use writes: only the store writes to a page.
+    pub fn begin(self: &Arc<Self>, range: MemoryRange, by: CallerUse) -> Result<RangeUse, PageId> {
         let mut uses = self.0.lock();
-        if let Some(lent) = uses.page_in(range) {
+        if by != CallerUse::Stream(Access::Read)
+            && let Some(lent) = uses.page_in(range)
+        {
             return Err(lent.page);
         }
         let number = uses.next;
         uses.next += 1;
-        uses.writes.push((number, range));
-        Ok(number)
+        uses.callers.push((number, range, by));
+        Ok(RangeUse { ranges: self.clone(), number })
     }
 
-    /// Ends a write.
-    pub fn end_write(&self, number: u64) {
-        self.0.lock().writes.retain(|(of, _)| *of != number);
+    /// Whether a stream uses a part of the range now in a way that `access` may not run beside.
+    pub fn is_excluded_by_stream(&self, range: MemoryRange, access: Access) -> bool {
+        let is_in_the_way = |(_, used, by): &(u64, MemoryRange, CallerUse)| match by {
+            CallerUse::Stream(other) => access.excludes(*other) && used.overlaps(&range),
+            CallerUse::Call => false,
+        };
+        self.0.lock().callers.iter().any(is_in_the_way)
     }
 
     /// Lets a page live in the range, which is not empty.
@@ -102,8 +131,8 @@ impl LentRanges {
         if let Some(lent) = uses.page_in(range) {
             return Err(if lent.is_retired { RangeInUse::Retired } else { RangeInUse::Page(lent.page) });
         }
-        if uses.writes.iter().any(|(_, written)| written.overlaps(&range)) {
-            return Err(RangeInUse::Write);
+        if uses.callers.iter().any(|(_, used, _)| used.overlaps(&range)) {
+            return Err(RangeInUse::Caller);
         }
         let lent = LentRange { end: range.end, page, is_retired: false };
         uses.pages.insert((range.space, range.start), lent);
@@ -133,13 +162,15 @@ mod tests {
 
     #[test]
     fn a_range_is_lent_once_and_its_neighbours_are_free() {
-        let ranges = LentRanges::default();
+        let ranges = Arc::new(LentRanges::default());
         assert!(ranges.lend(range(1, 10, 20), PageId(1)).is_ok());
         for (start, end) in [(10, 20), (0, 11), (19, 30), (12, 13), (0, 100)] {
             assert_eq!(ranges.page_in(range(1, start, end)), Some(PageId(1)), "{start}..{end}");
             let in_use = ranges.lend(range(1, start, end), PageId(2));
             assert!(matches!(in_use, Err(RangeInUse::Page(PageId(1)))), "{start}..{end}");
-            assert_eq!(ranges.begin_write(range(1, start, end)), Err(PageId(1)));
+            let uses = [CallerUse::Call, CallerUse::Stream(Access::Write), CallerUse::Stream(Access::Read)];
+            let refused = uses.map(|by| ranges.begin(range(1, start, end), by).err());
+            assert_eq!(refused, [Some(PageId(1)), Some(PageId(1)), None], "only the store writes there");
         }
         // Empty ranges, neighbours, and the same numbers in another space.
         for (space, start, end) in [(1, 15, 15), (1, 0, 10), (1, 20, 30), (0, 10, 20), (2, 10, 20)] {
@@ -153,14 +184,26 @@ mod tests {
     }
 
     #[test]
-    fn a_range_that_is_being_written_to_is_not_lent() {
-        let ranges = LentRanges::default();
-        let writes = [(0, 5), (3, 9)].map(|(start, end)| ranges.begin_write(range(0, start, end)).unwrap());
-        assert!(matches!(ranges.lend(range(0, 4, 5), PageId(1)), Err(RangeInUse::Write)));
-        assert!(ranges.lend(range(0, 9, 12), PageId(1)).is_ok());
-        ranges.end_write(writes[0]);
-        assert!(matches!(ranges.lend(range(0, 4, 5), PageId(2)), Err(RangeInUse::Write)));
-        ranges.end_write(writes[1]);
-        assert!(ranges.lend(range(0, 4, 5), PageId(2)).is_ok());
+    fn a_range_that_a_caller_uses_is_not_lent() {
+        for by in [CallerUse::Call, CallerUse::Stream(Access::Read), CallerUse::Stream(Access::Write)] {
+            let ranges = Arc::new(LentRanges::default());
+            let begin = |(start, end)| ranges.begin(range(0, start, end), by).ok().unwrap();
+            let [first, second] = [(0, 5), (3, 9)].map(begin);
+            assert!(matches!(ranges.lend(range(0, 4, 5), PageId(1)), Err(RangeInUse::Caller)));
+            assert!(ranges.lend(range(0, 9, 12), PageId(1)).is_ok());
+            drop(first);
+            assert!(matches!(ranges.lend(range(0, 4, 5), PageId(2)), Err(RangeInUse::Caller)));
+            let excluded = [Access::Read, Access::Write].map(|access| {
+                [4, 9].map(|start| ranges.is_excluded_by_stream(range(0, start, start + 1), access))
+            });
+            let expected = match by {
+                CallerUse::Call => [false, false],
+                CallerUse::Stream(Access::Read) => [false, true],
+                CallerUse::Stream(Access::Write) => [true, true],
+            };
+            assert_eq!(excluded, expected.map(|is_excluded| [is_excluded, false]), "{by:?}");
+            drop(second);
+            assert!(ranges.lend(range(0, 4, 5), PageId(2)).is_ok());
+        }
     }
 }

@@ -14,8 +14,11 @@ pub mod host;
 pub mod multi;
 pub(crate) mod spans;
 pub(crate) mod sums;
+mod stream_guard;
 mod bytes;
+mod memory_link;
 mod lent_ranges;
+mod stream_uses;
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
@@ -25,7 +28,10 @@ use remanent_format::ids::Number;
 use remanent_format::{Place, Width};
 
 pub use self::bytes::DeviceBytes;
-pub(crate) use self::lent_ranges::LentRanges;
+pub(crate) use self::memory_link::{MemoryLink, MemoryOwner, StoreEnd};
+pub use self::stream_guard::StreamGuard;
+pub use self::stream_uses::Access;
+pub(crate) use self::stream_uses::{LastUse, StreamUses};
 use crate::error::{Error, Result};
 pub use crate::options::CallerMemory;
 
@@ -116,6 +122,44 @@ pub trait Device: Any + Send + Sync {
     /// # Errors
     /// `StreamRefused`, a device error.
     fn wait_stream(&self, stream: RawStream) -> Result<()>;
+
+    /// Whether callers' streams can be waited for, and told to wait.
+    fn supports_streams(&self) -> bool {
+        false
+    }
+
+    /// The point at which a caller's stream is now. It is waited for later, also when the stream is gone.
+    ///
+    /// # Errors
+    /// `StreamRefused`, a device error.
+    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+        let reason = "the device gives no points of streams";
+        Err(Error::StreamRefused { stream: stream.handle(), reason })
+    }
+
+    /// Waits, on this thread, until a point of a stream has passed. No lane takes part.
+    ///
+    /// # Errors
+    /// A device error.
+    fn wait_point(&self, _point: &StreamPoint) -> Result<()> {
+        unreachable!("a device that gives no points")
+    }
+
+    /// Whether a point of a stream has passed.
+    ///
+    /// # Errors
+    /// A device error.
+    fn has_passed(&self, _point: &StreamPoint) -> Result<bool> {
+        unreachable!("a device that gives no points")
+    }
+
+    /// Makes all later work of a caller's stream run after a point of another one. The host does not wait.
+    ///
+    /// # Errors
+    /// `StreamRefused`, with nothing changed; a device error.
+    fn hold_stream(&self, _stream: RawStream, _point: &StreamPoint) -> Result<()> {
+        unreachable!("a device that gives no points")
+    }
 
     /// The address at which kernels find page memory. It stays the same until the memory is released. `None`
     /// where no kernel reaches it: memory of the host alone, and memory of length 0.
@@ -247,6 +291,32 @@ impl RawStream {
     #[must_use]
     pub fn handle(self) -> u64 {
         self.0
+    }
+}
+
+/// A point of a caller's stream, as the device that gave it knows it. Clones are the same point.
+#[derive(Clone)]
+pub struct StreamPoint(Arc<dyn Any + Send + Sync>);
+
+impl StreamPoint {
+    /// A point. For devices.
+    pub fn new(point: impl Any + Send + Sync) -> Self {
+        Self(Arc::new(point))
+    }
+
+    /// What the device made it of.
+    ///
+    /// # Panics
+    /// If another kind of device did.
+    #[must_use]
+    pub fn of<T: Any>(&self) -> &T {
+        self.0.downcast_ref().expect("a point that this device gave")
+    }
+}
+
+impl std::fmt::Debug for StreamPoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("StreamPoint")
     }
 }
 

@@ -59,9 +59,7 @@ impl<'a> LentPages<'a> {
         if memory.byte_len() != len {
             return refused(format!("page {page} is {len} bytes long"));
         }
-        // There is no store yet that an error could poison: the open fails by it.
-        let ranges = self.arena.lent_ranges().clone();
-        let bytes = DeviceBytes::adopt(device, memory, ranges, |error| error)?;
+        let bytes = DeviceBytes::adopt(device, memory, self.arena.link())?;
         if bytes.place() != place {
             return refused(format!("it is in place {}, and page {page} lives in {place}", bytes.place()));
         }

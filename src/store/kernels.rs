@@ -27,6 +27,23 @@ impl Store {
         self.of_device(|| self.committer().device_bytes(place, len))
     }
 
+    /// Whether streams of the caller's can be waited for and told to wait: not where pages live in memory of
+    /// the host alone. There [`DeviceBytes::begin`], [`Lease::on`] and their kin say
+    /// [`Error::StreamRefused`], and a caller has no kernels to order.
+    ///
+    /// ```
+    /// use remanent::{DeviceChoice, Options, Store};
+    /// let store = Store::temporary(Options::default().device(DeviceChoice::Host))?;
+    /// assert!(!store.supports_streams());
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// [`Lease::on`]: crate::Lease::on
+    #[must_use]
+    pub fn supports_streams(&self) -> bool {
+        self.engine().device.supports_streams()
+    }
+
     /// The memory of the caller's own, for batches to take bytes from. Its owner is held until the last
     /// handle is gone.
     ///

@@ -13,7 +13,7 @@ use remanent_format::Place;
 use crate::base::sync::Mutex;
 use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, Span, Staging, StagingSpan,
+    RawStream, Span, Staging, StagingSpan, StreamPoint,
 };
 use crate::error::{Error, Result};
 
@@ -51,6 +51,12 @@ pub enum DeviceCall {
     Alias,
     /// A call of [`Device::rename`].
     Rename,
+    /// A call of [`Device::stream_point`].
+    StreamPoint,
+    /// A call of [`Device::wait_point`].
+    WaitPoint,
+    /// A call of [`Device::hold_stream`].
+    HoldStream,
 }
 
 /// The call that fails, and how it fails.
@@ -261,6 +267,29 @@ impl Device for FaultyDevice {
     fn wait_stream(&self, stream: RawStream) -> Result<()> {
         self.enter(DeviceCall::WaitStream)?;
         self.inner.wait_stream(stream)
+    }
+
+    fn supports_streams(&self) -> bool {
+        self.inner.supports_streams()
+    }
+
+    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+        self.enter(DeviceCall::StreamPoint)?;
+        self.inner.stream_point(stream)
+    }
+
+    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
+        self.enter(DeviceCall::WaitPoint)?;
+        self.inner.wait_point(point)
+    }
+
+    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+        self.inner.has_passed(point)
+    }
+
+    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+        self.enter(DeviceCall::HoldStream)?;
+        self.inner.hold_stream(stream, point)
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {

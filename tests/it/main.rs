@@ -71,4 +71,5 @@ mod scrub;
 mod snapshots;
 mod sparse_deltas;
 mod store;
+mod stream_guards;
 mod streams;

@@ -8,7 +8,7 @@ use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Device, Lane, StagingSpan};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
-use remanent::testing::sim_disk::SimDisk;
+use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
 use remanent::{
     Ack, Budget, DeviceBytes, Error, Options, PageId, PageLoad, Place, Purpose, Store, WriteBatch,
 };
@@ -84,9 +84,19 @@ fn a_release_is_durable_when_it_returns() {
     let (disk, store, page) = bench(devices()[0].clone());
     commit(&store, |batch| _ = batch.set_root("step", 1u64)).unwrap();
     let memory = store.release(page).unwrap();
+    let after = disk.after_power_cut();
     memory.write(0, &[9; LEN as usize]).unwrap();
-    let after = Store::open_on(Arc::new(disk.after_power_cut()), devices()[0].clone(), options()).unwrap();
+    let after = Store::open_on(Arc::new(after), devices()[0].clone(), options()).unwrap();
     assert!(matches!(content(&after, page), Err(Error::UnknownPage { .. })));
+
+    // Nothing is handed out where the delete may not have reached the disk.
+    let (disk, store, page) = bench(devices()[0].clone());
+    store.wait_durable(store.lsn()).unwrap();
+    for operation in [Operation::Sync, Operation::SyncWindow] {
+        disk.fail(DiskFault { operation, skip: 0, times: 1000, errno: 5 });
+    }
+    let refused = store.release(page);
+    assert!(matches!(refused, Err(Error::Poisoned(_))), "{refused:?}");
 }
 
 #[test]

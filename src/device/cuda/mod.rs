@@ -45,6 +45,7 @@ use remanent_format::Place;
 use self::bulk_copies::BulkQueue;
 use self::context::{Context, ContextGuard};
 use self::driver::Driver;
+use self::event::CudaEvent;
 use self::handles::{Allocation, Handles};
 use self::kernels::Functions;
 use self::lane::{LaneTurn, Timeline};
@@ -56,7 +57,7 @@ use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
 use self::translate::{ScratchNeed, StagedBytes};
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging,
+    RawStream, ReturnedStaging, Span, Staging, StreamPoint,
 };
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
@@ -386,6 +387,26 @@ impl Device for CudaDevice {
 
     fn wait_stream(&self, stream: RawStream) -> Result<()> {
         stream::point(self.context, stream)?.wait()
+    }
+
+    fn supports_streams(&self) -> bool {
+        true
+    }
+
+    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+        stream::point(self.context, stream).map(StreamPoint::new)
+    }
+
+    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
+        point.of::<CudaEvent>().wait()
+    }
+
+    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+        point.of::<CudaEvent>().is_reached()
+    }
+
+    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+        stream::hold(self.context, stream, point.of::<CudaEvent>())
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
-use crate::device::{DeviceBytes, MemoryId};
+use crate::device::{Device, DeviceBytes, Fence, MemoryId, MemoryOwner};
 
 /// The handles of memory that is lent to pages. Shared by threads.
 #[derive(Default)]
@@ -18,7 +18,10 @@ pub(super) struct LentMemories {
     handles: Mutex<HashMap<MemoryId, DeviceBytes>>,
     /// Handles of memory that no page has any more.
     let_go: Mutex<Vec<DeviceBytes>>,
-    let_go_count: AtomicUsize,
+    /// Owners of memory that callers' streams may still use, each with the fence after that.
+    leaving: Mutex<Vec<(MemoryOwner, Fence)>>,
+    /// How many of both there are.
+    waiting_count: AtomicUsize,
 }
 
 impl LentMemories {
@@ -41,22 +44,37 @@ impl LentMemories {
 
     /// Leaves a handle to the next thread that may drop it.
     pub fn let_go(&self, bytes: DeviceBytes) {
-        let mut let_go = self.let_go.lock();
-        let_go.push(bytes);
-        self.let_go_count.store(let_go.len(), Ordering::Release);
+        self.let_go.lock().push(bytes);
+        self.waiting_count.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Drops the handles that were let go. Called by a thread that may run a caller's code.
-    pub fn drop_let_go(&self) {
-        if self.let_go_count.load(Ordering::Acquire) == 0 {
+    /// Leaves an owner to the first thread that may drop it after the fence has passed.
+    pub fn keep_until(&self, owner: MemoryOwner, fence: Fence) {
+        self.leaving.lock().push((owner, fence));
+        self.waiting_count.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Drops the handles that were let go, and the owners whose fences have passed. Called by a thread that
+    /// may run a caller's code.
+    pub fn drop_let_go(&self, device: &dyn Device) {
+        if self.waiting_count.load(Ordering::Acquire) == 0 {
             return;
         }
-        let let_go = {
-            let mut let_go = self.let_go.lock();
-            self.let_go_count.store(0, Ordering::Release);
-            std::mem::take(&mut *let_go)
-        };
-        // Without the lock: an owner that drops more handles of its own must not wait for this thread.
-        drop(let_go);
+        let let_go = std::mem::take(&mut *self.let_go.lock());
+        let has_passed = |(_, fence): &mut (MemoryOwner, Fence)| device.reached(fence.lane) >= fence.value;
+        let gone: Vec<_> = self.leaving.lock().extract_if(.., has_passed).collect();
+        self.waiting_count.fetch_sub(let_go.len() + gone.len(), Ordering::AcqRel);
+        // Without the locks: an owner that drops more handles of its own must not wait for this thread.
+        drop((let_go, gone));
+    }
+
+    /// Drops all owners, once their fences have passed. Those whose fences never pass stay.
+    pub fn drop_leaving(&mut self, device: &dyn Device) {
+        for (owner, fence) in self.leaving.get_mut().drain(..) {
+            if let Err(error) = device.wait(fence) {
+                tracing::warn!(%error, "a caller's memory stays held: a stream may still use it");
+                std::mem::forget(owner);
+            }
+        }
     }
 }

@@ -24,7 +24,7 @@ use crate::base::allocation::make_room;
 use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Mutex, RwLock};
-use crate::device::{Device, DeviceBytes, Fence, Lane, LentRanges, MemoryId, Span};
+use crate::device::{Device, DeviceBytes, Fence, Lane, MemoryId, MemoryLink, MemoryOwner, Span};
 use crate::error::{Error, Result};
 use crate::options::Budget;
 
@@ -61,9 +61,9 @@ pub struct Arena {
     /// is counted. There is one lock for each lane: a thread that waits for callers does not hold up threads
     /// that reap the other lanes.
     reaping: [Mutex<()>; Lane::ALL.len()],
-    /// Callers' memory in which pages live: the handles, and the ranges, which all handles share.
+    /// Callers' memory in which pages live.
     lent: LentMemories,
-    lent_ranges: Arc<LentRanges>,
+    link: Arc<MemoryLink>,
 }
 
 /// The memory of one page. It is given back by [`Arena::retire`] or [`Arena::discard`], never by being
@@ -130,7 +130,7 @@ impl Arena {
             scratch_given_back: Condvar::new(),
             reaping: Default::default(),
             lent: LentMemories::default(),
-            lent_ranges: Arc::default(),
+            link: Arc::default(),
         }
     }
 
@@ -180,15 +180,21 @@ impl Arena {
         }
     }
 
-    /// The ranges of callers' memory in which pages live.
-    pub fn lent_ranges(&self) -> &Arc<LentRanges> {
-        &self.lent_ranges
+    /// The link between the store and memory that callers have of it.
+    pub fn link(&self) -> &Arc<MemoryLink> {
+        &self.link
+    }
+
+    /// Drops the owner of memory that callers' streams used, after this fence, as
+    /// [`drop_let_go`](Self::drop_let_go) does.
+    pub fn keep_until(&self, owner: MemoryOwner, fence: Fence) {
+        self.lent.keep_until(owner, fence);
     }
 
     /// Drops callers' memory in which no page lives any more. That may run a caller's code, so it is for
     /// threads of callers, and for none that holds a lock.
     pub fn drop_let_go(&self) {
-        self.lent.drop_let_go();
+        self.lent.drop_let_go(&*self.device);
     }
 
     #[cfg(test)]
@@ -499,6 +505,7 @@ impl Drop for Arena {
         if let Err(error) = self.reap_all() {
             tracing::warn!(%error, "retired page memory could not be released");
         }
+        self.lent.drop_leaving(&*self.device);
     }
 }
 
