@@ -13,7 +13,7 @@ use remanent_format::{PageTable, StoreId};
 
 use crate::applier::{AppliedState, Applier, ApplierParts, Leases};
 use crate::base::poison::Poison;
-use crate::device::{Device, Fence, MemoryOwner, StoreEnd};
+use crate::device::{Device, DeviceCounts, Fence, MemoryOwner, StoreEnd};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::log::{Log, LogStart, SegmentPool};
@@ -29,6 +29,8 @@ pub(crate) struct Engine {
     pub disk: Arc<dyn Disk>,
     /// The device that the pages lie on.
     pub device: Arc<dyn Device>,
+    /// What the device did since the store was opened.
+    pub counts: Arc<DeviceCounts>,
     /// Page memory, within its budget.
     pub arena: Arc<Arena>,
     /// Host memory that lanes copy through.
@@ -60,6 +62,8 @@ pub(crate) struct EngineStart<'a> {
     pub applied: AppliedState,
     /// The same pages, as committers and readers see them.
     pub submitted: &'a PageTable,
+    /// What the device does.
+    pub counts: Arc<DeviceCounts>,
 }
 
 impl Engine {
@@ -68,8 +72,19 @@ impl Engine {
     /// # Errors
     /// What the disk says; [`Error::Thread`](crate::Error::Thread) where there is no thread.
     pub fn start(start: EngineStart<'_>) -> Result<RunningEngine> {
-        let EngineStart { store, disk, device, arena, staging, log_io, pool, log, applied, submitted } =
-            start;
+        let EngineStart {
+            store,
+            disk,
+            device,
+            arena,
+            staging,
+            log_io,
+            pool,
+            log,
+            applied,
+            submitted,
+            counts,
+        } = start;
         let poison = Arc::new(Poison::none_in(disk.label()));
         let started =
             disk.keep_folders_open().and_then(|()| Log::start(store, log_io, pool, poison.clone(), log));
@@ -105,6 +120,7 @@ impl Engine {
             store,
             disk,
             device,
+            counts,
             arena,
             staging,
             log,

@@ -83,13 +83,14 @@
 //!
 //! **Forks.** A store belongs to the process that opened it. In a forked child every call on an inherited
 //! store, [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`ReadMany`], [`ChangeStream`], [`Follower`],
-//! [`View`], [`StreamGuard`] or [`device::DeviceBytes`] says [`Error::Forked`], before it writes a byte or waits for a lock;
-//! getters that cannot fail return empty values. Dropping what was inherited gives nothing back, and the
-//! parent goes on. A child may open other stores, and this one once its parent has closed it, whatever the
-//! parent's threads were at (but not at the very start or end of a thread, when the list of threads that read
-//! without locks may be held; an `exec` is always safe); a [`Replica`] is plain memory and goes on in both. A
-//! snapshot that a [`View`] holds stays held while the parent holds it; if the parent dies first, until the
-//! child ends. A GPU cannot be used in a child of a process that used it: that is the driver's rule.
+//! [`View`], [`StreamGuard`] or [`device::DeviceBytes`] says [`Error::Forked`], before it writes a byte or
+//! waits for a lock; getters that cannot fail return empty values. Dropping what was inherited gives nothing
+//! back, and the parent goes on. A child may open other stores, and this one once its parent has closed it,
+//! whatever the parent's threads were at (but not at the very start or end of a thread, when the list of
+//! threads that read without locks may be held; an `exec` is always safe); a [`Replica`] is plain memory and
+//! goes on in both. A snapshot that a [`View`] holds stays held while the parent holds it; if the parent dies
+//! first, until the child ends. A GPU cannot be used in a child of a process that used it: that is the
+//! driver's rule.
 //!
 //! **What waits for what.**
 //!
@@ -208,7 +209,7 @@ pub use applier::lease::Lease;
 pub use applier::pin::Pin;
 pub use applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub use catalog::SnapshotInfo;
-pub use device::{Access, DeviceBytes, RawStream, StreamGuard};
+pub use device::{Access, AllocationStats, DeviceBytes, LaneStats, RawStream, StreamGuard, TransferStats};
 pub use error::{Error, Remedy, Result, StoreDamage};
 pub use follower::{
     Batches, FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica,

@@ -6,10 +6,12 @@
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
+use std::ptr;
 use std::sync::Arc;
 
 use remanent_format::{PageId, Place};
 
+use super::counted::uncounted;
 use super::lent_ranges::{CallerUse, MemoryRange, RangeInUse, RangeUse};
 use super::memory_link::{MemoryLink, MemoryOwner};
 use super::stream_uses::{Access, LastUse, StreamUses};
@@ -230,7 +232,7 @@ impl DeviceBytes {
     /// `None` if a page gave up a part of them that a lane may still use.
     ///
     /// # Errors
-    /// [`Error::MemoryInUse`] if a page lives there, also one of another store on the same device;
+    /// [`Error::MemoryInUse`] if a page lives there;
     /// [`Error::MemoryRefused`] while a call writes there or a stream uses it; a device error.
     pub(crate) fn lend(&self, page: PageId) -> Result<Option<MemoryId>> {
         match self.memory.link.ranges.lend(self.range(), page) {
@@ -339,7 +341,8 @@ impl DeviceBytes {
     /// # Errors
     /// [`Error::MemoryRefused`], if it is another device's.
     pub(crate) fn check_device(&self, device: &Arc<dyn Device>) -> Result<()> {
-        if Arc::ptr_eq(&self.memory.device, device) {
+        // Another store on the same device counts by itself, and knows the same memory.
+        if ptr::addr_eq(uncounted(&self.memory.device), uncounted(device)) {
             return Ok(());
         }
         let reason = "it is another store's: make it with this one's `device_bytes`".to_owned();

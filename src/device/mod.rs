@@ -19,6 +19,7 @@ mod bytes;
 mod memory_link;
 mod lent_ranges;
 mod stream_uses;
+mod counted;
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
@@ -28,6 +29,8 @@ use remanent_format::ids::Number;
 use remanent_format::{Place, Width};
 
 pub use self::bytes::DeviceBytes;
+pub use self::counted::{AllocationStats, LaneStats, TransferStats};
+pub(crate) use self::counted::{CountedDevice, DeviceCounts};
 pub(crate) use self::memory_link::{MemoryLink, MemoryOwner, StoreEnd};
 pub use self::stream_guard::StreamGuard;
 pub use self::stream_uses::Access;
@@ -208,6 +211,11 @@ pub trait Device: Any + Send + Sync {
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         let reason = format!("{} knows no memory but its own", self.label());
         Err(Error::MemoryRefused { len: memory.byte_len(), reason })
+    }
+
+    /// The place that page memory was allocated in, or adopted in.
+    fn place_of(&self, _memory: MemoryId) -> Place {
+        Place::Host
     }
 
     /// Gives a range of page memory a name of its own, so that a page can live there. The new name is

@@ -313,6 +313,10 @@ impl Device for FaultyDevice {
         self.inner.adopt(memory)
     }
 
+    fn place_of(&self, memory: MemoryId) -> Place {
+        self.inner.place_of(memory)
+    }
+
     fn alias(&self, span: Span) -> Result<MemoryId> {
         self.enter(DeviceCall::Alias)?;
         self.inner.alias(span)

@@ -320,10 +320,6 @@ fn memory_that_a_page_lives_in_is_refused_and_nothing_changes() {
         in_use(bench.commit(twice).map(drop));
         assert_eq!((free.page(), bench.store.page_count().unwrap()), (None, 1));
 
-        let other = Bench::new(bench.device.clone());
-        let refused = create(&other.memory);
-        assert_eq!(in_use(Err(refused.unwrap_err())), other.page);
-        drop(other.store);
         assert_eq!((bench.read(), bench.memory()), (first(), first()));
 
         // Neighbours are no obstacle, nor is memory of length 0.
@@ -335,10 +331,15 @@ fn memory_that_a_page_lives_in_is_refused_and_nothing_changes() {
 }
 
 #[test]
-fn memory_of_another_device_is_refused() {
-    let [bench, other] = devices().map(Bench::new);
-    let refused = bench.commit(|batch| _ = batch.create_in(&other.whole));
+fn memory_of_another_device_is_refused_and_so_is_that_of_another_stores_page() {
+    let device = devices()[0].clone();
+    let [bench, same_device] = [device.clone(), device].map(Bench::new);
+    let other_device = Bench::new(devices()[1].clone());
+    let create = |other: &Bench| bench.commit(|batch| _ = batch.create_in(&other.whole));
+    let refused = create(&other_device);
     assert!(matches!(refused, Err(Error::MemoryRefused { .. })), "{refused:?}");
+    let refused = create(&same_device);
+    assert!(matches!(refused, Err(Error::MemoryInUse { .. })), "{refused:?}");
     assert_eq!(bench.store.page_count().unwrap(), 1);
 }
 

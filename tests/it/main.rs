@@ -18,6 +18,7 @@ mod compares;
 mod compression;
 mod concurrent;
 mod copies;
+mod counters;
 mod crash;
 mod cuda;
 mod damage;

@@ -421,6 +421,10 @@ impl Device for CudaDevice {
         Ok((id, caller_memory::place_of(kind)))
     }
 
+    fn place_of(&self, memory: MemoryId) -> Place {
+        caller_memory::place_of(self.pages.named(memory).kind)
+    }
+
     fn alias(&self, span: Span) -> Result<MemoryId> {
         let whole = self.pages.named(span.memory);
         let (address, kind) = (whole.at(span), whole.kind);

@@ -49,7 +49,11 @@ pub struct HostAllocation {
     block: Arc<HostBlock>,
     /// The slot in a slab where it lies; without one it is the whole block.
     slot: Option<HostSlot>,
+    /// The place that it stands for, as two numbers: they fill the gap that alignment leaves.
+    place: (u8, u8),
 }
+
+const _: () = assert!(size_of::<HostAllocation>() == 16);
 
 #[derive(Clone, Copy, Debug)]
 struct HostSlot {
@@ -114,7 +118,7 @@ impl HostMemories {
         }
         let slab = self.slabs.get_mut(&key).expect("found or made just now");
         let slot = HostSlot { number: slab.free.trailing_zeros() as u16, len: len as u16 };
-        let memory = HostAllocation { block: slab.block.clone(), slot: Some(slot) };
+        let memory = HostAllocation { block: slab.block.clone(), slot: Some(slot), place: packed(place) };
         slab.free &= slab.free - 1;
         if slab.free == 0 {
             self.slabs.remove(&key);
@@ -153,12 +157,18 @@ impl HostAllocation {
 
     /// A memory that is an allocation of its own.
     pub fn long(place: Place, len: u64) -> Result<Self> {
-        Ok(Self::of(Arc::new(HostBlock::of(zeroed(place, len)?))))
+        Ok(Self::of(Arc::new(HostBlock::of(zeroed(place, len)?)), place))
     }
 
     /// A whole block, as one memory.
-    pub fn of(block: Arc<HostBlock>) -> Self {
-        Self { block, slot: None }
+    pub fn of(block: Arc<HostBlock>, place: Place) -> Self {
+        Self { block, slot: None, place: packed(place) }
+    }
+
+    /// The place that it stands for.
+    pub fn place(&self) -> Place {
+        let (kind, ordinal) = self.place;
+        Place::from_raw(kind, ordinal.into()).expect("the numbers of a place")
     }
 
     /// A range of this memory, as a memory.
@@ -166,7 +176,7 @@ impl HostAllocation {
         let at = self.range(span).start as u64;
         let bytes = RwLock::new(SharedBytes::Ours(Vec::new()));
         let within = Some((self.block().clone(), at));
-        Self::of(Arc::new(HostBlock { bytes, len: span.len, number: 0, within }))
+        Self::of(Arc::new(HostBlock { bytes, len: span.len, number: 0, within }), self.place())
     }
 
     /// The block in which its bytes lie, with their neighbours.
@@ -259,6 +269,12 @@ impl Deref for SharedBytes {
             SharedBytes::Shared(bytes) => bytes,
         }
     }
+}
+
+/// A place as its two numbers. No slot has a higher number than the batch that names it may have.
+fn packed(place: Place) -> (u8, u8) {
+    let (kind, ordinal) = place.to_raw();
+    (kind, u8::try_from(ordinal).unwrap_or(u8::MAX))
 }
 
 /// Bytes that are all zero, for safe Rust has no memory of unknown content; an absurd length is an error and

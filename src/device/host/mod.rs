@@ -517,8 +517,12 @@ impl Device for HostDevice {
             let reason = "it is a GPU's, and pages live in host memory here".to_owned();
             return Err(Error::MemoryRefused { len: memory.byte_len(), reason });
         };
-        let adopted = self.memories.write().insert(HostAllocation::of(bytes.block.clone()));
+        let adopted = self.memories.write().insert(HostAllocation::of(bytes.block.clone(), bytes.place));
         Ok((adopted, bytes.place))
+    }
+
+    fn place_of(&self, memory: MemoryId) -> Place {
+        self.memories.read().get(memory).place()
     }
 
     fn alias(&self, span: Span) -> Result<MemoryId> {

@@ -476,6 +476,11 @@ impl Device for MultiDevice {
         Err(refused.expect("at least one device was asked"))
     }
 
+    fn place_of(&self, memory: MemoryId) -> Place {
+        let DeviceAddress { part, memory } = self.home(memory);
+        placed(part, self.parts[part].place_of(memory))
+    }
+
     fn alias(&self, span: Span) -> Result<MemoryId> {
         let DeviceAddress { part, memory } = self.home(span.memory);
         let alias = self.parts[part].alias(Span { memory, ..span })?;

@@ -422,6 +422,10 @@ impl Device for LateDevice {
         Ok((id, place))
     }
 
+    fn place_of(&self, memory: MemoryId) -> Place {
+        self.inner.place_of(memory)
+    }
+
     fn alias(&self, span: Span) -> Result<MemoryId> {
         let id = self.inner.alias(span)?;
         self.state.lock().lens.insert(id, span.len);

@@ -90,6 +90,7 @@ impl Committer {
     /// Logs a batch and hands it to the applier. Returns the end of its frame and its new pages.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         self.engine.poison.check()?;
+        let _span = tracing::trace_span!("commit").entered();
         self.try_submit(batch).map_err(|error| self.engine.poison.set_by_device(error))
     }
 
