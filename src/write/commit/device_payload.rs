@@ -56,15 +56,18 @@ impl StageMemory {
     fn last_use(&self) -> Result<Option<Fence>> {
         // One more list in the lane: its fence comes after every list that names this memory.
         let staged = self.device.submit(Lane::Stage, CommandList::default())?.fence();
-        match self.uses.last() {
-            LastUse::None => Ok(Some(staged)),
-            LastUse::At(_) => {
-                // This lane waits for the streams of all uses that have ended, and no thread for it.
-                self.device.after(Lane::Callers, staged)?;
-                Ok(Some(self.device.submit(Lane::Callers, CommandList::default())?.fence()))
-            }
-            LastUse::Unknown => Ok(None),
+        let last = self.uses.last();
+        if let LastUse::At(_) = last {
+            return self.after_streams(staged);
         }
+        Ok((last != LastUse::Unknown).then_some(staged))
+    }
+
+    /// A fence after this one, and after the work of all streams' uses that have ended. A lane waits for
+    /// them, and no thread does.
+    fn after_streams(&self, staged: Fence) -> Result<Option<Fence>> {
+        self.device.after(Lane::Callers, staged)?;
+        Ok(Some(self.device.submit(Lane::Callers, CommandList::default())?.fence()))
     }
 
     /// The span of `len` bytes from `offset` on.
