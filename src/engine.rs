@@ -7,15 +7,15 @@
 //! Two of the parts have threads. The applier is started after the log and stopped before it: a batch is
 //! applied only once it is logged, and the applier waits at the log for that (I1).
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use remanent_format::{PageTable, StoreId};
 
 use crate::applier::{AppliedState, Applier, ApplierParts, Leases};
 use crate::base::poison::Poison;
-use crate::device::Device;
+use crate::device::{Device, DeviceCounts, Fence, MemoryOwner, StoreEnd};
 use crate::disk::Disk;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::log::{Log, LogStart, SegmentPool};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
@@ -29,6 +29,8 @@ pub(crate) struct Engine {
     pub disk: Arc<dyn Disk>,
     /// The device that the pages lie on.
     pub device: Arc<dyn Device>,
+    /// What the device did since the store was opened.
+    pub counts: Arc<DeviceCounts>,
     /// Page memory, within its budget.
     pub arena: Arc<Arena>,
     /// Host memory that lanes copy through.
@@ -60,6 +62,8 @@ pub(crate) struct EngineStart<'a> {
     pub applied: AppliedState,
     /// The same pages, as committers and readers see them.
     pub submitted: &'a PageTable,
+    /// What the device does.
+    pub counts: Arc<DeviceCounts>,
 }
 
 impl Engine {
@@ -68,8 +72,19 @@ impl Engine {
     /// # Errors
     /// What the disk says; [`Error::Thread`](crate::Error::Thread) where there is no thread.
     pub fn start(start: EngineStart<'_>) -> Result<RunningEngine> {
-        let EngineStart { store, disk, device, arena, staging, log_io, pool, log, applied, submitted } =
-            start;
+        let EngineStart {
+            store,
+            disk,
+            device,
+            arena,
+            staging,
+            log_io,
+            pool,
+            log,
+            applied,
+            submitted,
+            counts,
+        } = start;
         let poison = Arc::new(Poison::none_in(disk.label()));
         let started =
             disk.keep_folders_open().and_then(|()| Log::start(store, log_io, pool, poison.clone(), log));
@@ -96,10 +111,16 @@ impl Engine {
             move |lsn| log.wait_logged_last(lsn)
         };
         let applier = Applier::start(parts, wait_logged, applied).inspect_err(|_| log.stop())?;
+        arena.link().connect(CallersEnd {
+            poison: poison.clone(),
+            applier: Arc::downgrade(&applier),
+            arena: Arc::downgrade(&arena),
+        });
         Ok(RunningEngine(Arc::new(Self {
             store,
             disk,
             device,
+            counts,
             arena,
             staging,
             log,
@@ -111,6 +132,34 @@ impl Engine {
     }
 }
 
+/// The engine's end of the link to callers' memory, which may outlive the engine.
+struct CallersEnd {
+    poison: Arc<Poison>,
+    applier: Weak<Applier>,
+    arena: Weak<Arena>,
+}
+
+impl StoreEnd for CallersEnd {
+    fn hear(&self, error: Error) -> Error {
+        self.poison.set_by_device(error)
+    }
+
+    fn applied(&self) -> Result<Fence> {
+        let applier = self.applier.upgrade().ok_or(Error::Closed)?;
+        applier.turn(|turn| Ok(turn.submit(Default::default())?.fence()))
+    }
+
+    fn keep(&self, owner: MemoryOwner, fence: Fence) -> Result<(), MemoryOwner> {
+        match self.arena.upgrade() {
+            Some(arena) => {
+                arena.keep_until(owner, fence);
+                Ok(())
+            }
+            None => Err(owner),
+        }
+    }
+}
+
 /// The owner of the engine's threads: they end when it is dropped, whatever else still holds the engine.
 pub(crate) struct RunningEngine(pub Arc<Engine>);
 
@@ -118,6 +167,8 @@ impl Drop for RunningEngine {
     fn drop(&mut self) {
         self.0.applier.stop();
         self.0.log.stop();
+        // The pages have left by now: what callers lent for them is theirs again.
+        self.0.arena.drop_let_go();
     }
 }
 

@@ -91,14 +91,14 @@
 //!
 //! **Child processes.** A store belongs to the process that opened it. In a forked child every call on an
 //! inherited store, [`Ticket`], [`Lease`], [`Pin`], [`LiveView`], [`ReadMany`], [`ChangeStream`],
-//! [`Follower`], [`View`] or [`device::DeviceBytes`] says [`Error::Forked`], before it writes a byte or waits
-//! for a lock; getters that cannot fail return empty values. Dropping what was inherited gives nothing back,
-//! and the parent goes on. A child may open other stores, and this one once its parent has closed it,
-//! whatever the parent's threads were at (but not at the very start or end of a thread, when the list of
-//! threads that read without locks may be held; an `exec` is always safe); a [`Replica`] is plain memory and
-//! goes on in both. A snapshot that a [`View`] holds stays held while the parent holds it; if the parent dies
-//! first, until the child ends. A GPU cannot be used in a child of a process that used it: that is the
-//! driver's rule.
+//! [`Follower`], [`View`], [`StreamGuard`] or [`device::DeviceBytes`] says [`Error::Forked`], before it
+//! writes a byte or waits for a lock; getters that cannot fail return empty values. Dropping what was
+//! inherited gives nothing back, and the parent goes on. A child may open other stores, and this one once its
+//! parent has closed it, whatever the parent's threads were at (but not at the very start or end of a thread,
+//! when the list of threads that read without locks may be held; an `exec` is always safe); a [`Replica`] is
+//! plain memory and goes on in both. A snapshot that a [`View`] holds stays held while the parent holds it;
+//! if the parent dies first, until the child ends. A GPU cannot be used in a child of a process that used it:
+//! that is the driver's rule.
 //!
 //! **What waits for what.**
 //!
@@ -110,6 +110,7 @@
 //! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before; a page's load |
 //! | [`Store::read_many`] | pages that are not loaded |
 //! | [`ChangeStream::next_timeout`] with a time of zero | nothing |
+//! | [`Store::release`] | a sync of the log, the applier, and streams of leases of the page that have ended |
 //! | [`Store::compare`] | the applier: all batches before; after two tries in vain it holds batches up |
 //! | [`Store::snapshots`], [`Store::would_prune`], [`Store::stats`] | nothing, not even a running snapshot or scrub |
 //! | [`Store::snapshot`] and its kin, [`Store::prune`] | each other, and a background snapshot, which goes on at full speed |
@@ -223,7 +224,7 @@ pub use applier::lease::Lease;
 pub use applier::pin::Pin;
 pub use applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub use catalog::SnapshotInfo;
-pub use device::{CallerMemory, DeviceBytes, RawStream};
+pub use device::{Access, AllocationStats, DeviceBytes, LaneStats, RawStream, StreamGuard, TransferStats};
 pub use error::{Error, Remedy, Result, StoreDamage};
 pub use follower::{
     Batches, FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica,
@@ -237,8 +238,8 @@ pub use history::view::View;
 pub use log::LogStats;
 pub use memory::arena::{PlaceUsage, Purpose};
 pub use options::{
-    Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Retention,
-    SnapshotOptions,
+    Ack, Budget, CallerMemory, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad,
+    Retention, SnapshotOptions,
 };
 pub use recovery::RecoveryReport;
 pub use remanent_format::log::TornTail;
@@ -541,6 +542,7 @@ const _: () = {
     shared::<FollowedBatch>();
     shared::<DeviceBytes>();
     shared::<CallerMemory>();
+    shared::<StreamGuard>();
     shared::<Error>();
     shared::<Options>();
     sent::<Follower>();

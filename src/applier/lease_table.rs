@@ -133,6 +133,26 @@ impl Leases {
         pinned.map_or(Ok(()), |page| Err(Error::Leased { page }))
     }
 
+    /// Refuses a page that a lease shows. The caller holds the submission lock.
+    ///
+    /// # Errors
+    /// `Leased`.
+    pub fn check_unleased(&self, page: PageId) -> Result<()> {
+        let state = self.state.lock();
+        let mut records = state.pages.get(&page).into_iter().flatten();
+        if records.any(|record| record.ended.is_none()) { Err(Error::Leased { page }) } else { Ok(()) }
+    }
+
+    /// Waits for the streams of this page's leases that have ended.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn wait_ended_of(&self, page: PageId) -> Result<()> {
+        let ended =
+            self.state.lock().pages.get(&page).into_iter().flatten().filter_map(|record| record.ended).max();
+        ended.map_or(Ok(()), |value| self.device.wait(Fence { lane: Lane::Callers, value }))
+    }
+
     /// Tells the memory that the lease is about: the page's own, between two batches.
     pub fn name(&self, page: PageId, id: LeaseId, memory: MemoryId) {
         self.state.lock().record(page, id).memory = Some(memory);

@@ -13,6 +13,7 @@ pub(crate) mod pin;
 mod catch;
 mod unloaded;
 mod exact_cut;
+mod handover;
 mod readback;
 mod reads;
 mod changes;
@@ -32,6 +33,7 @@ pub(crate) use catch::Catch;
 pub use changes::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, stage_aside};
 pub(crate) use exact_cut::ExactCut;
+pub(crate) use handover::Handover;
 pub(crate) use lease_table::{LeaseId, Leases};
 pub(crate) use readback::{Drain, Drained};
 pub(crate) use reads::{ReadOutcome, ReadState, Reads};
@@ -74,6 +76,8 @@ pub(crate) struct ApplyWork {
     pub asides: VecDeque<StagingBuf>,
     /// Memory for its list.
     pub room: ListRoom,
+    /// Where the memory of a page goes that it deletes; without it, back to the arena.
+    pub handover: Option<Arc<Handover>>,
 }
 
 /// Pages as the lane sees them: after every list submitted so far.

@@ -10,7 +10,7 @@ use remanent_format::{Lsn, PageId};
 use super::changes::{AppliedBatch, WrittenRanges};
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
 use super::queue::Request;
-use super::{AppliedState, Applier, ApplierParts, ApplyWork, LIST_BYTES, Leases, Turn};
+use super::{AppliedState, Applier, ApplierParts, ApplyWork, Handover, LIST_BYTES, Leases, Turn};
 use crate::base::queue::Queue;
 use crate::device::{CommandList, Device, Lane, Pending};
 use crate::error::{Error, Result};
@@ -36,6 +36,8 @@ pub(super) struct Worker {
     retiring: Queue<PageMemory>,
     /// The same, of memory that callers use too.
     given_up: Queue<PageMemory>,
+    /// The same, of memory that goes to a caller.
+    handed_over: Vec<(Arc<Handover>, PageMemory)>,
     /// What the batches of the list under construction changed, for streams; the batch alone where there was
     /// no memory for that. Empty while there is no stream.
     told: Vec<Result<AppliedBatch, Lsn>>,
@@ -67,6 +69,7 @@ impl Worker {
             list: ListBuilder::default(),
             retiring: Queue::default(),
             given_up: Queue::default(),
+            handed_over: Vec::new(),
             told: Vec::new(),
             in_flight: VecDeque::new(),
             fence: 0,
@@ -146,7 +149,8 @@ impl Worker {
 
     /// Adds a batch to the list and installs its changes to the table.
     fn batch(&mut self, work: ApplyWork) {
-        let ApplyWork { point, payload, changes, mut memory, mut relocations, mut asides, room } = work;
+        let ApplyWork { point, payload, changes, mut memory, mut relocations, mut asides, room, handover } =
+            work;
         let mut ranges = self.shared.changes().is_watched().then(WrittenRanges::default);
         if !self.list.has_room(&room) {
             self.flush();
@@ -180,7 +184,10 @@ impl Worker {
                 }
                 Op::Delete { page } => {
                     if let Some(old) = self.applied.memory.remove(page) {
-                        self.give_up(page, old);
+                        match handover.as_ref().filter(|handover| handover.page == page) {
+                            Some(handover) => self.hand_over(old, handover),
+                            None => self.give_up(page, old),
+                        }
                     }
                     if let Some(deleted) = &mut self.applied.deleted {
                         deleted.insert(page, point.lsn);
@@ -217,10 +224,11 @@ impl Worker {
         self.applied.memory.insert(page, new);
     }
 
-    /// Fills new memory with zeros from `from` on, unless it holds them already. Writing gigabytes of zeros
+    /// Fills new memory with zeros from `from` on, unless it holds them already. A caller's memory may hold
+    /// anything, wherever it lies. Writing gigabytes of zeros
     /// would hold up every batch and every read after this one.
     fn zero(&mut self, new: &PageMemory, from: u64) {
-        if !self.device.allocates_zeros(new.place(), new.byte_len()) {
+        if new.is_lent() || !self.device.allocates_zeros(new.place(), new.byte_len()) {
             self.list.zero(new.part(from, new.byte_len() - from));
         }
     }
@@ -287,6 +295,21 @@ impl Worker {
         }
     }
 
+    /// Takes memory of a deleted page that goes to a caller, after the list under construction. No lease is
+    /// open on it. A cut gets a copy: it would keep the memory for as long as its snapshot takes.
+    fn hand_over(&mut self, old: PageMemory, handover: &Arc<Handover>) {
+        let page = handover.page;
+        let AppliedState { table, cut, catches, .. } = &mut self.applied;
+        if let Some(catch) = catches.get_mut(&page) {
+            catch.lose();
+        }
+        if let Some((cut, info)) = cut.as_mut().and_then(|cut| Some((cut, table.get(page)?))) {
+            cut.before_change(&info, &old, &self.arena, &mut self.list);
+        }
+        self.leases.leave(page, old.span().memory);
+        self.handed_over.push((handover.clone(), old));
+    }
+
     /// Submits the list. From here on every later list sees its batches.
     fn flush(&mut self) {
         if !self.list.is_empty() {
@@ -299,6 +322,11 @@ impl Worker {
                         }
                         while let Some(memory) = self.given_up.pop_front() {
                             self.leases.give_up(memory, pending.fence());
+                        }
+                        for (handover, memory) in self.handed_over.drain(..) {
+                            if let Err(memory) = handover.give(memory, pending.fence()) {
+                                self.leases.give_up(memory, pending.fence());
+                            }
                         }
                         self.fence = pending.fence().value;
                         self.in_flight.push_back(pending);
@@ -343,7 +371,8 @@ impl Worker {
         // Memory of a lease that was never ended is left to that lease.
         let pages =
             std::mem::take(&mut self.applied.memory).into_items().filter(is_free).map(|(_, memory)| memory);
-        for memory in pages.chain(std::iter::from_fn(|| self.retiring.pop_front())) {
+        let handed_over = self.handed_over.drain(..).map(|(_, memory)| memory);
+        for memory in pages.chain(std::iter::from_fn(|| self.retiring.pop_front())).chain(handed_over) {
             discard(&self.arena, memory);
         }
         if let Err(error) = self.arena.reap_all() {

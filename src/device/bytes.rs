@@ -6,11 +6,16 @@
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
+use std::ptr;
 use std::sync::Arc;
 
-use remanent_format::Place;
+use remanent_format::{PageId, Place};
 
-use super::{Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
+use super::counted::uncounted;
+use super::lent_ranges::{CallerUse, MemoryRange, RangeInUse, RangeUse};
+use super::memory_link::{MemoryLink, MemoryOwner};
+use super::stream_uses::{Access, LastUse, StreamUses};
+use super::{CallerMemory, Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
 use crate::base::process::ForkGuard;
 use crate::error::{Error, Result};
 
@@ -44,54 +49,78 @@ struct OwnedMemory {
     device: Arc<dyn Device>,
     memory: MemoryId,
     place: Place,
-    /// Called with every error; returns the error that the caller sees.
-    on_error: Box<dyn Fn(Error) -> Error + Send + Sync>,
+    /// Where its first byte is: the space, and the offset there.
+    origin: (u64, u64),
+    /// The ranges in use, of all memory of the store, and the way to the store.
+    link: Arc<MemoryLink>,
+    /// What streams of the caller's do with it.
+    uses: Arc<StreamUses>,
     /// Gives the memory back when it is dropped.
     _owner: Box<dyn Any + Send + Sync>,
 }
 
-/// Memory of the caller's own, such as a tensor's, for a device to adopt. The code that makes one, by
-/// `CallerMemory::from_cuda`, vouches for it.
-#[derive(Clone)]
-pub struct CallerMemory {
-    pub(super) address: u64,
-    pub(super) len: u64,
-    pub(super) owner: Arc<dyn Any + Send + Sync>,
+/// Memory of the caller's own that a device adopted. It is returned to its owner, and never to the arena.
+struct AdoptedMemory {
+    device: Arc<dyn Device>,
+    memory: MemoryId,
+    link: Arc<MemoryLink>,
+    uses: Arc<StreamUses>,
+    owner: Option<MemoryOwner>,
 }
 
-impl CallerMemory {
-    /// The address of the first byte.
-    #[must_use]
-    pub fn address(&self) -> u64 {
-        self.address
-    }
-
-    /// Length in bytes.
-    #[must_use]
-    pub fn byte_len(&self) -> u64 {
-        self.len
-    }
-
-    /// The value that keeps the memory.
-    pub(crate) fn owner(&self) -> Arc<dyn Any + Send + Sync> {
-        self.owner.clone()
+impl Drop for AdoptedMemory {
+    /// Lists that name it were waited for, all but copies to shadows: those read the store's own memory. The
+    /// caller's streams may still use it, and are not waited for here.
+    fn drop(&mut self) {
+        if let Err(error) = self.device.release(self.memory) {
+            tracing::warn!(%error, "a caller's memory stays known to the device");
+        }
+        let Some(owner) = self.owner.take() else { return };
+        match self.uses.last() {
+            LastUse::None => drop(owner),
+            LastUse::At(fence) => self.link.drop_after(&*self.device, owner, fence),
+            // Nothing tells when it may go.
+            LastUse::Unknown => std::mem::forget(owner),
+        }
     }
 }
 
 impl DeviceBytes {
-    /// All bytes of a memory. `owner` gives it back when it is dropped. `on_error` is called with every error
-    /// in using it, for a device's failure concerns the whole store.
+    /// All bytes of a memory. `owner` gives it back when it is dropped, after the streams' uses that it finds
+    /// in `uses`.
     pub(crate) fn new(
         device: Arc<dyn Device>,
         memory: MemoryId,
         place: Place,
         len: u64,
+        link: Arc<MemoryLink>,
+        uses: Arc<StreamUses>,
         owner: impl Any + Send + Sync,
-        on_error: impl Fn(Error) -> Error + Send + Sync + 'static,
     ) -> Self {
-        let owned =
-            OwnedMemory { device, memory, place, on_error: Box::new(on_error), _owner: Box::new(owner) };
+        let origin = device.origin(memory);
+        let owned = OwnedMemory { device, memory, place, origin, link, uses, _owner: Box::new(owner) };
         Self { memory: Arc::new(ForkGuard::new(owned)), offset: 0, len, stream: None }
+    }
+
+    /// Makes memory of the caller's own known to a device.
+    ///
+    /// # Errors
+    /// `MemoryRefused`; a device error.
+    pub(crate) fn adopt(
+        device: &Arc<dyn Device>,
+        memory: &CallerMemory,
+        link: &Arc<MemoryLink>,
+    ) -> Result<Self> {
+        let (id, place) = device.adopt(memory)?;
+        let uses = Arc::<StreamUses>::default();
+        let owner = AdoptedMemory {
+            device: device.clone(),
+            memory: id,
+            link: link.clone(),
+            uses: uses.clone(),
+            owner: Some(memory.owner()),
+        };
+        Ok(Self::new(device.clone(), id, place, memory.byte_len(), link.clone(), uses, owner))
     }
 
     /// Length in bytes.
@@ -112,6 +141,121 @@ impl DeviceBytes {
     pub fn address(&self) -> Option<u64> {
         self.memory.check().ok()?;
         self.memory.device.address(self.memory.memory).map(|address| address + self.offset)
+    }
+
+    /// The page that lives in these bytes, or in a part of them, since [`WriteBatch::create_in`] put it there
+    /// or an open did. `None` once the page has left, and in a forked child.
+    ///
+    /// [`WriteBatch::create_in`]: crate::WriteBatch::create_in
+    #[must_use]
+    pub fn page(&self) -> Option<PageId> {
+        self.memory.check().ok()?;
+        self.memory.link.ranges.page_in(self.range())
+    }
+
+    /// Where the bytes lie.
+    fn range(&self) -> MemoryRange {
+        let (space, origin) = self.memory.origin;
+        let start = origin + self.offset;
+        MemoryRange { space, start, end: start + self.len }
+    }
+
+    /// Refuses bytes in which a page lives: only the store writes there.
+    ///
+    /// # Errors
+    /// [`Error::MemoryInUse`].
+    pub(crate) fn check_unused(&self) -> Result<()> {
+        self.page().map_or(Ok(()), |page| Err(Error::MemoryInUse { len: self.len, page }))
+    }
+
+    /// Begins a use of the caller's of these bytes. No page is put there meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::MemoryInUse`] if the use writes, and a page lives there.
+    pub(super) fn begin_use(&self, by: CallerUse) -> Result<RangeUse> {
+        let begun = self.memory.link.ranges.begin(self.range(), by);
+        begun.map_err(|page| Error::MemoryInUse { len: self.len, page })
+    }
+
+    /// Waits, on this thread, until the store may use the bytes: until streams' uses that have ended are
+    /// done, and the stream on which the bytes are made has come here.
+    ///
+    /// # Errors
+    /// [`Error::MemoryRefused`] while a stream's guard is open; [`Error::StreamRefused`]; a device error.
+    pub(crate) fn arrived(&self, access: Access) -> Result<Span> {
+        self.wait_uses(access)?;
+        if let Some(stream) = self.stream {
+            self.memory.device.wait_stream(stream)?;
+        }
+        Ok(self.span())
+    }
+
+    /// As [`arrived`](Self::arrived), without the stream on which the bytes are made.
+    ///
+    /// # Errors
+    /// As for `arrived`.
+    pub(crate) fn wait_uses(&self, access: Access) -> Result<()> {
+        let is_excluded = self.memory.link.ranges.is_excluded_by_stream(self.range(), access);
+        // Bytes that are named with their stream are taken as they are there now, guard or not.
+        if is_excluded && (self.stream.is_none() || access == Access::Write) {
+            let reason = "a stream uses it: end the guard first".to_owned();
+            return Err(Error::MemoryRefused { len: self.len, reason });
+        }
+        let device = &*self.memory.device;
+        let points = self.memory.uses.before(device, &self.offsets(), access)?;
+        points.iter().try_for_each(|point| device.wait_point(point))
+    }
+
+    /// The range in its memory.
+    pub(super) fn offsets(&self) -> Range<u64> {
+        self.offset..self.offset + self.len
+    }
+
+    pub(super) fn device(&self) -> &Arc<dyn Device> {
+        &self.memory.device
+    }
+
+    pub(super) fn link(&self) -> &MemoryLink {
+        &self.memory.link
+    }
+
+    pub(super) fn uses(&self) -> &StreamUses {
+        &self.memory.uses
+    }
+
+    /// The error that the caller sees. A failed device poisons the store, for its pages are lost too.
+    pub(super) fn hear(&self, error: Error) -> Error {
+        self.memory.link.hear(error)
+    }
+
+    /// Lets a page live in these bytes, which are not empty, and returns the name under which it has them;
+    /// `None` if a page gave up a part of them that a lane may still use.
+    ///
+    /// # Errors
+    /// [`Error::MemoryInUse`] if a page lives there;
+    /// [`Error::MemoryRefused`] while a call writes there or a stream uses it; a device error.
+    pub(crate) fn lend(&self, page: PageId) -> Result<Option<MemoryId>> {
+        match self.memory.link.ranges.lend(self.range(), page) {
+            Ok(()) => {}
+            Err(RangeInUse::Retired) => return Ok(None),
+            Err(RangeInUse::Page(page)) => return Err(Error::MemoryInUse { len: self.len, page }),
+            Err(RangeInUse::Caller) => {
+                let reason = "a call writes to it, or a stream uses it".to_owned();
+                return Err(Error::MemoryRefused { len: self.len, reason });
+            }
+        }
+        let named = self.memory.device.alias(self.span());
+        named.map(Some).inspect_err(|_| self.end_loan())
+    }
+
+    /// The page has given these bytes up, and a lane may still use them.
+    pub(crate) fn retire_loan(&self) {
+        self.memory.link.ranges.retire(self.range());
+    }
+
+    /// Nothing of the store uses these bytes any more.
+    pub(crate) fn end_loan(&self) {
+        self.memory.link.ranges.end(self.range());
     }
 
     /// A range of these bytes.
@@ -143,15 +287,19 @@ impl DeviceBytes {
     /// Replaces bytes from `offset` on, when the stream on which they are made has come here.
     ///
     /// # Errors
-    /// [`Error::MemoryRefused`] if they are outside; [`Error::StreamRefused`]; [`Error::Poisoned`] if the
-    /// device failed, as the store is then; [`Error::Forked`].
+    /// [`Error::MemoryRefused`] if they are outside; [`Error::MemoryInUse`] if a page lives there;
+    /// [`Error::StreamRefused`]; [`Error::Poisoned`] if the device failed, as the store is then;
+    /// [`Error::Forked`].
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.memory.check()?;
-        self.try_write(offset, bytes).map_err(&self.memory.on_error)
+        self.try_write(offset, bytes).map_err(|error| self.hear(error))
     }
 
     fn try_write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        let target = self.part(offset..offset.saturating_add(bytes.len() as u64))?.arrived()?;
+        let part = self.part(offset..offset.saturating_add(bytes.len() as u64))?;
+        // Until the bytes have landed.
+        let _no_page_comes = part.begin_use(CallerUse::Call)?;
+        let target = part.arrived(Access::Write)?;
         let mut staging = self.memory.device.staging(bytes.len())?;
         staging.copy_from_slice(bytes);
         let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
@@ -164,11 +312,11 @@ impl DeviceBytes {
     /// As for [`DeviceBytes::write`].
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.memory.check()?;
-        self.try_read(offset, out).map_err(&self.memory.on_error)
+        self.try_read(offset, out).map_err(|error| self.hear(error))
     }
 
     fn try_read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        let source = self.part(offset..offset.saturating_add(out.len() as u64))?.arrived()?;
+        let source = self.part(offset..offset.saturating_add(out.len() as u64))?.arrived(Access::Read)?;
         let target = StagingSpan { index: 0, offset: 0, len: out.len() };
         let staging = self.memory.device.staging(out.len())?;
         out.copy_from_slice(&self.run(Command::Download { source, target }, staging)?[..out.len()]);
@@ -188,20 +336,13 @@ impl DeviceBytes {
         Span { memory: self.memory.memory, offset: self.offset, len: self.len }
     }
 
-    /// The range, when the stream on which it is made has come here.
-    pub(crate) fn arrived(&self) -> Result<Span> {
-        if let Some(stream) = self.stream {
-            self.memory.device.wait_stream(stream)?;
-        }
-        Ok(self.span())
-    }
-
     /// Refuses the memory of another device.
     ///
     /// # Errors
     /// [`Error::MemoryRefused`], if it is another device's.
     pub(crate) fn check_device(&self, device: &Arc<dyn Device>) -> Result<()> {
-        if Arc::ptr_eq(&self.memory.device, device) {
+        // Another store on the same device counts by itself, and knows the same memory.
+        if ptr::addr_eq(uncounted(&self.memory.device), uncounted(device)) {
             return Ok(());
         }
         let reason = "it is another store's: make it with this one's `device_bytes`".to_owned();
@@ -221,11 +362,5 @@ impl fmt::Debug for DeviceBytes {
         write!(f, "DeviceBytes({} bytes in {}", self.len, self.memory.place)?;
         self.stream.map_or(Ok(()), |stream| write!(f, " on stream {:#x}", stream.handle()))?;
         f.write_str(")")
-    }
-}
-
-impl fmt::Debug for CallerMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CallerMemory({} bytes at {:#x})", self.len, self.address)
     }
 }

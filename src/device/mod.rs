@@ -14,7 +14,12 @@ pub mod host;
 pub mod multi;
 pub(crate) mod spans;
 pub(crate) mod sums;
+mod stream_guard;
 mod bytes;
+mod memory_link;
+mod lent_ranges;
+mod stream_uses;
+mod counted;
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
@@ -23,8 +28,15 @@ use std::sync::Arc;
 use remanent_format::ids::Number;
 use remanent_format::{Place, Width};
 
-pub use self::bytes::{CallerMemory, DeviceBytes};
+pub use self::bytes::DeviceBytes;
+pub use self::counted::{AllocationStats, LaneStats, TransferStats};
+pub(crate) use self::counted::{CountedDevice, DeviceCounts};
+pub(crate) use self::memory_link::{MemoryLink, MemoryOwner, StoreEnd};
+pub use self::stream_guard::StreamGuard;
+pub use self::stream_uses::Access;
+pub(crate) use self::stream_uses::{LastUse, StreamUses};
 use crate::error::{Error, Result};
+pub use crate::options::CallerMemory;
 
 /// A memory that holds pages, and the queues through which it is changed.
 pub trait Device: Any + Send + Sync {
@@ -114,6 +126,44 @@ pub trait Device: Any + Send + Sync {
     /// `StreamRefused`, a device error.
     fn wait_stream(&self, stream: RawStream) -> Result<()>;
 
+    /// Whether callers' streams can be waited for, and told to wait.
+    fn supports_streams(&self) -> bool {
+        false
+    }
+
+    /// The point at which a caller's stream is now. It is waited for later, also when the stream is gone.
+    ///
+    /// # Errors
+    /// `StreamRefused`, a device error.
+    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+        let reason = "the device gives no points of streams";
+        Err(Error::StreamRefused { stream: stream.handle(), reason })
+    }
+
+    /// Waits, on this thread, until a point of a stream has passed. No lane takes part.
+    ///
+    /// # Errors
+    /// A device error.
+    fn wait_point(&self, _point: &StreamPoint) -> Result<()> {
+        unreachable!("a device that gives no points")
+    }
+
+    /// Whether a point of a stream has passed.
+    ///
+    /// # Errors
+    /// A device error.
+    fn has_passed(&self, _point: &StreamPoint) -> Result<bool> {
+        unreachable!("a device that gives no points")
+    }
+
+    /// Makes all later work of a caller's stream run after a point of another one. The host does not wait.
+    ///
+    /// # Errors
+    /// `StreamRefused`, with nothing changed; a device error.
+    fn hold_stream(&self, _stream: RawStream, _point: &StreamPoint) -> Result<()> {
+        unreachable!("a device that gives no points")
+    }
+
     /// The address at which kernels find page memory. It stays the same until the memory is released. `None`
     /// where no kernel reaches it: memory of the host alone, and memory of length 0.
     fn address(&self, memory: MemoryId) -> Option<u64>;
@@ -161,6 +211,38 @@ pub trait Device: Any + Send + Sync {
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         let reason = format!("{} knows no memory but its own", self.label());
         Err(Error::MemoryRefused { len: memory.byte_len(), reason })
+    }
+
+    /// The place that page memory was allocated in, or adopted in.
+    fn place_of(&self, _memory: MemoryId) -> Place {
+        Place::Host
+    }
+
+    /// Gives a range of page memory a name of its own, so that a page can live there. The new name is
+    /// released like any other. That leaves the bytes to the memory in which they lie, which the caller
+    /// releases later.
+    ///
+    /// # Errors
+    /// `MemoryRefused` where the device gives out whole memories only; a device error.
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let reason = format!("{} keeps pages in memory of its own only", self.label());
+        Err(Error::MemoryRefused { len: span.len, reason })
+    }
+
+    /// Where page memory begins: a space, and an offset in it. Two memories share a byte only if they are of
+    /// one space and their ranges there overlap. A name from [`Device::alias`] is of the space of its memory.
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        (memory.0, 0)
+    }
+
+    /// Gives page memory another name, and takes its present one out of use: a read under that name that is
+    /// not over when this returns reads nothing. The caller has waited for the fence of its last use. A
+    /// device that [reads now](Self::reads_now) must have this method.
+    ///
+    /// # Errors
+    /// A device error; an unknown name is a bug of the caller's and panics.
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        Ok(memory)
     }
 
     /// Queues a copy of another device's page memory to memory of this one, after everything that is queued
@@ -217,6 +299,32 @@ impl RawStream {
     #[must_use]
     pub fn handle(self) -> u64 {
         self.0
+    }
+}
+
+/// A point of a caller's stream, as the device that gave it knows it. Clones are the same point.
+#[derive(Clone)]
+pub struct StreamPoint(Arc<dyn Any + Send + Sync>);
+
+impl StreamPoint {
+    /// A point. For devices.
+    pub fn new(point: impl Any + Send + Sync) -> Self {
+        Self(Arc::new(point))
+    }
+
+    /// What the device made it of.
+    ///
+    /// # Panics
+    /// If another kind of device did.
+    #[must_use]
+    pub fn of<T: Any>(&self) -> &T {
+        self.0.downcast_ref().expect("a point that this device gave")
+    }
+}
+
+impl std::fmt::Debug for StreamPoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("StreamPoint")
     }
 }
 

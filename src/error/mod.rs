@@ -273,6 +273,15 @@ pub enum Error {
         /// The reason why not.
         reason: String,
     },
+    /// A page lives in memory of a caller's, where only the store writes, or a lane may still use it for a
+    /// page that left. Nothing changed.
+    #[error("{len} bytes of a caller's memory cannot be used: page {page} lives there")]
+    MemoryInUse {
+        /// How many bytes.
+        len: u64,
+        /// The page that lives there.
+        page: PageId,
+    },
     /// The two pages are not equally long.
     #[error("pages {} and {} are {} and {} bytes long", pages[0], pages[1], lens[0], lens[1])]
     LengthsDiffer {

@@ -76,7 +76,10 @@ impl Error {
             | Error::Forked { .. }
             | Error::OutOfOrder { .. }
             | Error::Closed => Remedy::ChangeCall,
-            Error::Conflict { .. } | Error::Locked { .. } | Error::Leased { .. } => Remedy::Retry,
+            Error::Conflict { .. }
+            | Error::Locked { .. }
+            | Error::Leased { .. }
+            | Error::MemoryInUse { .. } => Remedy::Retry,
             Error::DiskFull { .. } | Error::OverBudget { .. } | Error::OutOfMemory { .. } => {
                 Remedy::FreeSpace
             }

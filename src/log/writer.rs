@@ -617,6 +617,7 @@ impl<'a> SyncGuard<'a> {
 
     fn make_durable(&self) -> Result<()> {
         let _phase = phases::enter(Phase::GroupSync);
+        let _span = tracing::debug_span!("sync", lsn = self.target.0).entered();
         for range in &self.dirty {
             range.window.sync(range.from, range.to - range.from)?;
         }

@@ -2,9 +2,11 @@
 
 mod choices;
 mod budget;
+mod caller_memory;
 mod retention;
 mod snapshot;
 mod getters;
+mod page_memory;
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -12,7 +14,9 @@ use std::time::Duration;
 use remanent_format::limits::{IDENTITY_LEN_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 
 pub use self::budget::Budget;
+pub use self::caller_memory::CallerMemory;
 pub use self::choices::{Ack, Compression, Create, DeviceChoice, ImageIo, LogIo, PageLoad};
+pub(crate) use self::page_memory::PageMemorySource;
 pub use self::retention::Retention;
 pub use self::snapshot::SnapshotOptions;
 use crate::error::{Error, Result};
@@ -45,6 +49,7 @@ pub struct Options {
     pub(crate) chunk_len: Option<u64>,
     pub(crate) replay_window_len: Option<u64>,
     pub(crate) page_load: PageLoad,
+    pub(crate) page_memory: Option<PageMemorySource>,
     pub(crate) snapshot_log_bytes: Option<u64>,
     pub(crate) snapshot_interval: Option<Duration>,
     pub(crate) snapshot_bytes_per_second: Option<u64>,
@@ -72,6 +77,7 @@ impl Default for Options {
             chunk_len: None,
             replay_window_len: None,
             page_load: PageLoad::default(),
+            page_memory: None,
             snapshot_log_bytes: Some(256 << 20),
             snapshot_interval: Some(Duration::from_secs(60)),
             snapshot_bytes_per_second: None,

@@ -68,6 +68,7 @@ mod survey;
 mod log_reader;
 pub(crate) mod image_loader;
 mod catalog;
+mod lent_pages;
 mod page_memory;
 mod load;
 pub(crate) mod opening;

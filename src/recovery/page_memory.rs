@@ -12,6 +12,7 @@ use std::sync::OnceLock;
 use remanent_format::state::by_id::{ById, ROW};
 use remanent_format::{PageId, PageTable, Place};
 
+use super::lent_pages::LentPages;
 use crate::base::allocation::push;
 use crate::device::Span;
 use crate::error::{Error, Result};
@@ -27,6 +28,8 @@ pub(super) struct PageMemories<'a> {
     /// The claim on the budget, from which each page's memory is taken.
     reserved: Reservation<'a>,
     table: &'a PageTable,
+    /// Callers' memory in which some of the pages are to live.
+    lent: LentPages<'a>,
     /// Pieces in the order of their pages.
     pieces: Vec<MemoryPiece>,
 }
@@ -52,14 +55,16 @@ impl<'a> PageMemories<'a> {
     ///
     /// # Errors
     /// `OverBudget`; a device error.
-    pub fn reserve(arena: &'a Arena, table: &'a PageTable) -> Result<Self> {
+    pub fn reserve(arena: &'a Arena, table: &'a PageTable, lent: LentPages<'a>) -> Result<Self> {
         let mut sums: Vec<(Place, u64)> = Vec::new();
         let mut pieces: Vec<MemoryPiece> = Vec::new();
         let mut bytes = 0;
         for (page, place, len) in table.lens() {
+            // Lent memory is beside the budget.
+            let own_len = if lent.has(page) { 0 } else { len };
             match sums.iter_mut().find(|(of, _)| *of == place) {
-                Some((_, sum)) => *sum = sum.saturating_add(len),
-                None => sums.push((place, len)),
+                Some((_, sum)) => *sum = sum.saturating_add(own_len),
+                None => sums.push((place, own_len)),
             }
             match pieces.last_mut() {
                 Some(piece) if bytes < PIECE_BYTES && page.0 / ROW == piece.first.0 / ROW => {
@@ -75,7 +80,7 @@ impl<'a> PageMemories<'a> {
         // The one moment at which the budget is asked: after it, allocating can fail only for want of
         // memory itself.
         let reserved = arena.reserve(Purpose::Page, &sums)?;
-        Ok(Self { reserved, table, pieces })
+        Ok(Self { reserved, table, lent, pieces })
     }
 
     /// Allocates all of it. After a page is refused, no later one is allocated: the open fails anyway.
@@ -85,6 +90,9 @@ impl<'a> PageMemories<'a> {
         for piece in &self.pieces {
             let pages = self.table.lens_between(piece.first, piece.last);
             let memory = pages.map_while(|(page, place, len)| {
+                if let Some(lent) = self.lent.take_out(page) {
+                    return Some((page, lent));
+                }
                 let memory = self.reserved.allocate(place, len).map_err(|error| rest.refused = Some(error));
                 Some((page, memory.ok()?))
             });
@@ -112,10 +120,22 @@ impl<'a> PageMemories<'a> {
     /// # Panics
     /// If the table has no such page.
     pub fn of(&self, page: PageId) -> Result<Span> {
+        self.memory_of(page).map(PageMemory::span)
+    }
+
+    /// Whether a page's memory is a caller's; waits until it is there.
+    ///
+    /// # Errors
+    /// As for [`of`](Self::of).
+    pub fn is_lent(&self, page: PageId) -> Result<bool> {
+        self.memory_of(page).map(PageMemory::is_lent)
+    }
+
+    fn memory_of(&self, page: PageId) -> Result<&PageMemory> {
         let piece = self.pieces.partition_point(|piece| piece.last < page);
         let PieceResult { memory, refused } = self.pieces[piece].allocated.wait();
         match (memory.get(page), refused) {
-            (Some(memory), _) => Ok(memory.span()),
+            (Some(memory), _) => Ok(memory),
             (None, Some(refused)) => Err(refused.clone()),
             (None, None) => panic!("page {page} is in no table"),
         }
@@ -185,7 +205,7 @@ mod tests {
     #[test]
     fn a_thread_that_wants_a_page_waits_until_its_memory_is_there() {
         let (arena, table) = (arena(), table(Place::Host));
-        let memories = PageMemories::reserve(&arena, &table).unwrap();
+        let memories = PageMemories::reserve(&arena, &table, LentPages::none(&arena)).unwrap();
         assert!(memories.pieces.len() > 3);
         let all: u64 = table.lens().map(|(_, _, len)| len).sum();
         assert_eq!(arena.usage(Place::Host).claimed_bytes, all, "claimed before any is allocated");
@@ -215,7 +235,7 @@ mod tests {
         let info = |number: u64| PageInfo::new(PageId(ROW / 2 * number), 1, Place::Host);
         let table = PageTable::from_parts((2..400).map(info), Arc::default(), 1, Epoch(1), Lsn(1));
         let arena = arena();
-        let memories = PageMemories::reserve(&arena, &table).unwrap();
+        let memories = PageMemories::reserve(&arena, &table, LentPages::none(&arena)).unwrap();
         for (count_max, expected) in [(1, 1), (2, 2), (3, 3), (1000, 199)] {
             let parts = memories.parts(count_max);
             assert_eq!(parts.len(), expected);
@@ -230,7 +250,7 @@ mod tests {
     fn pages_after_a_refused_one_are_refused() {
         // No device has memory there.
         let (arena, table) = (arena(), table(Place::Disk));
-        let memories = PageMemories::reserve(&arena, &table).unwrap();
+        let memories = PageMemories::reserve(&arena, &table, LentPages::none(&arena)).unwrap();
         let refused =
             |page| matches!(memories.of(page), Err(Error::PlaceUnavailable { place: Place::Disk, .. }));
         std::thread::scope(|scope| {

@@ -187,6 +187,7 @@ impl Snapshots {
         is_short: bool,
     ) -> Result<SnapshotInfo> {
         self.engine.poison.check()?;
+        let _span = tracing::info_span!("snapshot", is_exact = request.exact).entered();
         // The length of the log before the snapshot begins: later commits count for the next one.
         let (began, (_, log_bytes)) = (Instant::now(), self.engine.log.length());
         // Space that came back to a full disk is the reserve's first: without the reserve no delete could

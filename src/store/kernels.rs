@@ -1,16 +1,20 @@
 //! What a store has for kernels: memory, working copies of pages, and a look at what they did.
 
+use std::sync::Arc;
+
 use remanent_format::{PageId, Place, Width};
 
+use crate::applier::Handover;
 use crate::device::{CallerMemory, DeviceBytes};
-use crate::error::Result;
+use crate::engine::Engine;
+use crate::error::{Error, Result};
 use crate::history::audit::Audit;
 use crate::store::Store;
 use crate::write::batch::WorkingCopy;
 use crate::write::commit::{Direction, Shadow};
 
 #[cfg(doc)]
-use crate::{error::Error, write::batch::WriteBatch};
+use crate::write::batch::WriteBatch;
 
 impl Store {
     /// `len` zeros in the memory of the store's device, for kernels to write and for batches to take bytes
@@ -23,6 +27,23 @@ impl Store {
         self.of_device(|| self.committer().device_bytes(place, len))
     }
 
+    /// Whether streams of the caller's can be waited for and told to wait: not where pages live in memory of
+    /// the host alone. There [`DeviceBytes::begin`], [`Lease::on`] and their kin say
+    /// [`Error::StreamRefused`], and a caller has no kernels to order.
+    ///
+    /// ```
+    /// use remanent::{DeviceChoice, Options, Store};
+    /// let store = Store::temporary(Options::default().device(DeviceChoice::Host))?;
+    /// assert!(!store.supports_streams());
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// [`Lease::on`]: crate::Lease::on
+    #[must_use]
+    pub fn supports_streams(&self) -> bool {
+        self.engine().device.supports_streams()
+    }
+
     /// The memory of the caller's own, for batches to take bytes from. Its owner is held until the last
     /// handle is gone.
     ///
@@ -31,6 +52,64 @@ impl Store {
     /// pages live in host memory; a device error.
     pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         self.of_device(|| self.committer().adopt(memory))
+    }
+
+    /// Hands a page's memory out, and forgets the page, in one commit: what was a page's is the caller's,
+    /// with the bytes that the page had, at the address that it had. So weights that were recovered become a
+    /// framework's without a copy of them.
+    ///
+    /// The delete is durable when this returns, whatever [`Ack`](crate::Ack) says: no later open brings the
+    /// page back. Nothing of the store uses the memory any more, and work on the streams of leases that have
+    /// ended is done. The memory counts in the budget of its place until the last handle to it is dropped. A
+    /// page that [lives in the caller's memory](WriteBatch::create_in) gives back the handle that it was
+    /// created with.
+    ///
+    /// ```
+    /// use remanent::{Error, Options, Place, Store};
+    /// # use remanent::DeviceChoice;
+    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// let store = Store::temporary(options)?;
+    /// let mut batch = store.batch();
+    /// batch.create_from(b"recovered".to_vec(), Place::Device(0));
+    /// let page = store.commit(batch)?.pages[0];
+    ///
+    /// let memory = store.release(page)?;
+    /// let mut bytes = [0; 9];
+    /// memory.read(0, &mut bytes)?;
+    /// assert_eq!(&bytes, b"recovered");
+    /// memory.write(0, b"elsewhere")?;
+    /// assert!(matches!(store.page(page), Err(Error::UnknownPage { .. })));
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`]; [`Error::Leased`] if a lease is open on it, or it is pinned;
+    /// [`Error::Damaged`] as for [`Store::read`]; as for [`Store::commit`]. Nothing changed then. Where the
+    /// store is poisoned before the memory is handed out, the page may be gone, and an open tells whether.
+    pub fn release(&self, page: PageId) -> Result<DeviceBytes> {
+        self.of_device(|| {
+            let Engine { applier, leases, log, device, .. } = self.engine();
+            let handover = Arc::new(Handover::new(page));
+            let mut batch = self.batch();
+            batch.hand_over(handover.clone());
+            let (point, _) = self.committer().submit(&batch)?;
+            let waited = log.wait_durable(point.lsn).and_then(|()| {
+                applier.wait_applied(point.lsn)?;
+                leases.wait_ended_of(page)
+            });
+            // Taken in any case: if it comes later, the applier gives it back.
+            let given = handover.take();
+            match (waited, given) {
+                (Ok(()), Some((memory, fence))) => {
+                    device.wait(fence)?;
+                    self.committer().hand_out(memory)
+                }
+                (waited, given) => {
+                    given.into_iter().for_each(|(memory, fence)| leases.give_up(memory, fence));
+                    Err(waited.err().unwrap_or(Error::Closed))
+                }
+            }
+        })
     }
 
     /// A copy of a page, for kernels to write, in the page's place. [`WriteBatch::capture`] takes what

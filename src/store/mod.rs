@@ -13,6 +13,8 @@ mod bytes;
 mod changes;
 mod compare;
 mod history;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod open;
 mod pages;
 mod read_many;
@@ -49,6 +51,10 @@ pub use ticket::{Acknowledged, CommitReceipt, Ticket};
 pub use view::{LiveView, Pages};
 
 /// A store directory, open for reading and writing: pages, root, log, snapshots.
+///
+/// A `tracing` subscriber sees spans for the long roads: `open` and `snapshot` (info), `sync` of the log
+/// (debug) and `commit` (trace), each with the thread that is in it. Without a subscriber they cost a load
+/// each.
 ///
 /// One writer at a time; the handle is shared by threads by reference or in an `Arc`. Dropping it makes
 /// everything durable and seals the log; [`Store::close`] does the same and reports errors.

@@ -13,7 +13,7 @@ use crate::base::process::ForkGuard;
 use crate::base::sync::atomic::AtomicU64;
 use crate::base::sync::{Instant, Mutex};
 use crate::catalog::CatalogLock;
-use crate::device::Device;
+use crate::device::{CountedDevice, Device};
 use crate::disk::Disk;
 use crate::engine::{Engine, EngineStart};
 use crate::error::{Error, Result};
@@ -62,6 +62,10 @@ impl Store {
         directory: Option<Box<dyn Any + Send + Sync>>,
     ) -> Result<Self> {
         options.check()?;
+        let _span = tracing::info_span!("open", directory = disk.label()).entered();
+        let counted = Arc::new(CountedDevice::new(device));
+        let counts = counted.counts().clone();
+        let device: Arc<dyn Device> = counted;
         check_directory(&*disk, options.create)?;
         if options.create == Create::IfEmpty {
             disk.make_parents()?;
@@ -109,6 +113,7 @@ impl Store {
             log,
             applied,
             submitted: &submitted,
+            counts,
         };
         let running = Engine::start(start)?;
         let engine = &running.0;

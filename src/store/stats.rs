@@ -3,7 +3,7 @@
 use remanent_format::{Lsn, Place};
 
 use super::{Store, StoreParts};
-use crate::device::MemoryStats;
+use crate::device::{AllocationStats, Lane, LaneStats, MemoryStats, TransferStats};
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::log::LogStats;
@@ -11,6 +11,25 @@ use crate::memory::arena::PlaceUsage;
 use crate::snapshot::{ScrubStats, SnapshotStats};
 
 /// Counts and sizes of an open store.
+///
+/// ```
+/// use remanent::{Ack, DeviceChoice, Options, Place, Store};
+/// let options = Options::default().device(DeviceChoice::Host).ack(Ack::Applied);
+/// let store = Store::temporary(options)?;
+/// let mut batch = store.batch();
+/// let page = batch.create(100, Place::Device(0)).page();
+/// batch.write(page, 0, &[1; 60]);
+/// let page = store.commit(batch)?.pages[0];
+/// store.ensure(&[page], Place::Pinned)?;
+///
+/// let stats = store.stats();
+/// let moved = |from, to| stats.transfers.iter().find(|moved| (moved.from, moved.to) == (from, to));
+/// assert_eq!(moved(Place::Host, Place::Device(0)).unwrap().bytes, 60);
+/// assert_eq!(moved(Place::Device(0), Place::Pinned).unwrap().bytes, 100);
+/// let pinned = stats.allocations.iter().find(|(place, _)| *place == Place::Pinned);
+/// assert_eq!(pinned.unwrap().1.allocations, 1);
+/// # Ok::<(), remanent::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Stats {
@@ -29,6 +48,14 @@ pub struct Stats {
     /// What the device holds from its driver for places that share it, in use or idle; empty where the device
     /// keeps nothing back.
     pub device_memory: Vec<(Place, MemoryStats)>,
+    /// Page memory that was allocated and given back since the store was opened, by place.
+    pub allocations: Vec<(Place, AllocationStats)>,
+    /// What was moved between places since then, on the host device as well: deltas and images to the pages,
+    /// reads and snapshots to the host, moves from place to place. Most reads of pages in host memory are a
+    /// thread's own, and move nothing.
+    pub transfers: Vec<TransferStats>,
+    /// The lists of each lane since then: how many are queued, and how long threads waited.
+    pub lanes: Vec<(Lane, LaneStats)>,
     /// Bytes of staging that lie idle.
     pub staging_idle_bytes: usize,
     /// Snapshots taken, and how far the one being taken has come.
@@ -44,7 +71,7 @@ impl Store {
         if self.check_process().is_err() {
             return Stats::default();
         }
-        let Engine { log, applier, device, arena, staging, .. } = self.engine();
+        let Engine { log, applier, device, arena, staging, counts, .. } = self.engine();
         let StoreParts { snapshots, scrub, .. } = &*self.parts;
         Stats {
             logged: self.lsn(),
@@ -54,6 +81,9 @@ impl Store {
             segment: log.current_segment(),
             places: arena.usages().into_iter().collect(),
             device_memory: device.memory_stats(),
+            allocations: counts.allocations(),
+            transfers: counts.transfers(),
+            lanes: counts.lanes(),
             staging_idle_bytes: staging.idle_bytes(),
             snapshots: snapshots.progress.stats(),
             scrubs: scrub.stats(),
@@ -89,6 +119,9 @@ impl Store {
         let Engine { applier, device, arena, staging, .. } = self.engine();
         // Behind the deletes submitted so far.
         applier.turn(|_| Ok(()))?;
+        arena.reap_all()?;
+        arena.drop_let_go();
+        // Memory of the store's that held a page for a caller is retired by the drop.
         arena.reap_all()?;
         staging.trim();
         device.trim()

@@ -13,7 +13,7 @@ use remanent_format::Place;
 use crate::base::sync::Mutex;
 use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, Staging, StagingSpan,
+    RawStream, Span, Staging, StagingSpan, StreamPoint,
 };
 use crate::error::{Error, Result};
 
@@ -47,6 +47,16 @@ pub enum DeviceCall {
     Adopt,
     /// A call of [`Device::wait_stream`].
     WaitStream,
+    /// A call of [`Device::alias`].
+    Alias,
+    /// A call of [`Device::rename`].
+    Rename,
+    /// A call of [`Device::stream_point`].
+    StreamPoint,
+    /// A call of [`Device::wait_point`].
+    WaitPoint,
+    /// A call of [`Device::hold_stream`].
+    HoldStream,
 }
 
 /// The call that fails, and how it fails.
@@ -259,6 +269,29 @@ impl Device for FaultyDevice {
         self.inner.wait_stream(stream)
     }
 
+    fn supports_streams(&self) -> bool {
+        self.inner.supports_streams()
+    }
+
+    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+        self.enter(DeviceCall::StreamPoint)?;
+        self.inner.stream_point(stream)
+    }
+
+    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
+        self.enter(DeviceCall::WaitPoint)?;
+        self.inner.wait_point(point)
+    }
+
+    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+        self.inner.has_passed(point)
+    }
+
+    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+        self.enter(DeviceCall::HoldStream)?;
+        self.inner.hold_stream(stream, point)
+    }
+
     fn address(&self, memory: MemoryId) -> Option<u64> {
         self.inner.address(memory)
     }
@@ -278,6 +311,24 @@ impl Device for FaultyDevice {
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         self.enter(DeviceCall::Adopt)?;
         self.inner.adopt(memory)
+    }
+
+    fn place_of(&self, memory: MemoryId) -> Place {
+        self.inner.place_of(memory)
+    }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        self.enter(DeviceCall::Alias)?;
+        self.inner.alias(span)
+    }
+
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        self.enter(DeviceCall::Rename)?;
+        self.inner.rename(memory)
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        self.inner.origin(memory)
     }
 }
 

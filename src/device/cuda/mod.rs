@@ -45,6 +45,7 @@ use remanent_format::Place;
 use self::bulk_copies::BulkQueue;
 use self::context::{Context, ContextGuard};
 use self::driver::Driver;
+use self::event::CudaEvent;
 use self::handles::{Allocation, Handles};
 use self::kernels::Functions;
 use self::lane::{LaneTurn, Timeline};
@@ -56,7 +57,7 @@ use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
 use self::translate::{ScratchNeed, StagedBytes};
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging,
+    RawStream, ReturnedStaging, Span, Staging, StreamPoint,
 };
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
@@ -388,6 +389,26 @@ impl Device for CudaDevice {
         stream::point(self.context, stream)?.wait()
     }
 
+    fn supports_streams(&self) -> bool {
+        true
+    }
+
+    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+        stream::point(self.context, stream).map(StreamPoint::new)
+    }
+
+    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
+        point.of::<CudaEvent>().wait()
+    }
+
+    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+        point.of::<CudaEvent>().is_reached()
+    }
+
+    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+        stream::hold(self.context, stream, point.of::<CudaEvent>())
+    }
+
     fn address(&self, memory: MemoryId) -> Option<u64> {
         let page = self.pages.named(memory);
         (page.len > 0).then_some(page.address)
@@ -398,6 +419,27 @@ impl Device for CudaDevice {
         let (address, len) = (memory.address(), memory.byte_len());
         let id = self.pages.insert(Allocation { address, len, kind, is_adopted: true });
         Ok((id, caller_memory::place_of(kind)))
+    }
+
+    fn place_of(&self, memory: MemoryId) -> Place {
+        caller_memory::place_of(self.pages.named(memory).kind)
+    }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let whole = self.pages.named(span.memory);
+        let (address, kind) = (whole.at(span), whole.kind);
+        // Adopted, so that a release leaves it to the memory in which it lies.
+        Ok(self.pages.insert(Allocation { address, len: span.len, kind, is_adopted: true }))
+    }
+
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        let renamed = self.pinned_reads.without_readers(memory, || self.pages.remove(memory));
+        Ok(self.pages.insert(renamed.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))))
+    }
+
+    /// One space: the driver's addresses are of all GPUs and of pinned memory together.
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        (0, self.pages.named(memory).address)
     }
 
     fn copy_from(

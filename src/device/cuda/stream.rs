@@ -60,6 +60,19 @@ pub(super) fn point(context: &'static Context, stream: RawStream) -> Result<Cuda
     Ok(event)
 }
 
+/// Makes later work of a caller's stream wait for an event.
+///
+/// # Errors
+/// `StreamRefused`, a device error.
+pub(super) fn hold(context: &Context, stream: RawStream, event: &CudaEvent) -> Result<()> {
+    let entered = context.enter()?;
+    // Within a capture the wait would become a part of the caller's graph.
+    check(context, &entered, stream)?;
+    // SAFETY: the stream is vouched for by the maker of its `RawStream`.
+    let held = unsafe { event.hold_back(&entered, raw(stream)) };
+    held.map_err(|code| refused(context, stream, code))
+}
+
 /// The error for a call with a caller's stream.
 pub(super) fn refused(context: &Context, stream: RawStream, code: Code) -> Error {
     if code.is_of_capture() {

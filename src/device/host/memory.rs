@@ -43,13 +43,17 @@ struct HostSlab {
     free: u64,
 }
 
-/// One memory, as its users hold it.
+/// One memory, as its users hold it, or a range of one under a name of its own.
 #[derive(Clone, Debug)]
 pub struct HostAllocation {
     block: Arc<HostBlock>,
     /// The slot in a slab where it lies; without one it is the whole block.
     slot: Option<HostSlot>,
+    /// The place that it stands for, as two numbers: they fill the gap that alignment leaves.
+    place: (u8, u8),
 }
+
+const _: () = assert!(size_of::<HostAllocation>() == 16);
 
 #[derive(Clone, Copy, Debug)]
 struct HostSlot {
@@ -67,6 +71,10 @@ pub struct HostBlock {
     len: u64,
     /// The number of the slab; 0 if it is none.
     number: u64,
+    /// The block in which this one's bytes lie instead, and the offset of the first one: so a range of a
+    /// memory has a name of its own. One block more, for the few memories that need it, leaves a page's own
+    /// record as short as it is.
+    within: Option<(Arc<HostBlock>, u64)>,
 }
 
 /// Bytes that may have been given out. A reader that was given bytes keeps them: the next command that
@@ -104,18 +112,24 @@ impl HostMemories {
         let key = with_room.map_or((slot_len, self.last_slab + 1), |(key, _)| *key);
         if with_room.is_none() {
             let bytes = RwLock::new(SharedBytes::Ours(zeroed(place, slot_len * SLOTS)?));
-            let block = Arc::new(HostBlock { bytes, len: slot_len, number: key.1 });
+            let block = Arc::new(HostBlock { bytes, len: slot_len, number: key.1, within: None });
             self.slabs.insert(key, HostSlab { block, free: u64::MAX });
             self.last_slab = key.1;
         }
         let slab = self.slabs.get_mut(&key).expect("found or made just now");
         let slot = HostSlot { number: slab.free.trailing_zeros() as u16, len: len as u16 };
-        let memory = HostAllocation { block: slab.block.clone(), slot: Some(slot) };
+        let memory = HostAllocation { block: slab.block.clone(), slot: Some(slot), place: packed(place) };
         slab.free &= slab.free - 1;
         if slab.free == 0 {
             self.slabs.remove(&key);
         }
         Ok(self.insert(memory))
+    }
+
+    /// Gives a memory another name.
+    pub fn rename(&mut self, id: MemoryId) -> MemoryId {
+        let renamed = self.memories.remove(id);
+        self.insert(renamed.unwrap_or_else(|| panic!("{id:?} is no memory of this device")))
     }
 
     /// Takes a memory out. Its bytes are freed when it is dropped. An empty slab goes.
@@ -143,38 +157,62 @@ impl HostAllocation {
 
     /// A memory that is an allocation of its own.
     pub fn long(place: Place, len: u64) -> Result<Self> {
-        let bytes = RwLock::new(SharedBytes::Ours(zeroed(place, len)?));
-        Ok(Self { block: Arc::new(HostBlock { bytes, len, number: 0 }), slot: None })
+        Ok(Self::of(Arc::new(HostBlock::of(zeroed(place, len)?)), place))
+    }
+
+    /// A whole block, as one memory.
+    pub fn of(block: Arc<HostBlock>, place: Place) -> Self {
+        Self { block, slot: None, place: packed(place) }
+    }
+
+    /// The place that it stands for.
+    pub fn place(&self) -> Place {
+        let (kind, ordinal) = self.place;
+        Place::from_raw(kind, ordinal.into()).expect("the numbers of a place")
+    }
+
+    /// A range of this memory, as a memory.
+    pub fn alias(&self, span: Span) -> Self {
+        let at = self.range(span).start as u64;
+        let bytes = RwLock::new(SharedBytes::Ours(Vec::new()));
+        let within = Some((self.block().clone(), at));
+        Self::of(Arc::new(HostBlock { bytes, len: span.len, number: 0, within }), self.place())
     }
 
     /// The block in which its bytes lie, with their neighbours.
-    pub fn block(&self) -> &HostBlock {
-        &self.block
+    pub fn block(&self) -> &Arc<HostBlock> {
+        self.block.within.as_ref().map_or(&self.block, |(block, _)| block)
     }
 
     /// Shows a span of its bytes. `look` must not ask for bytes of any memory: they may lie in the same
     /// block, whose lock is held.
     pub fn read<Seen>(&self, span: Span, look: impl FnOnce(&[u8]) -> Seen) -> Seen {
-        look(&self.block.bytes.read()[self.range(span)])
+        look(&self.block().bytes.read()[self.range(span)])
     }
 
     /// Changes a span of its bytes. `change` must not ask for bytes of any memory.
     pub fn write(&self, span: Span, change: impl FnOnce(&mut [u8])) {
-        change(&mut self.block.bytes.write().make_mut()[self.range(span)]);
+        change(&mut self.block().bytes.write().make_mut()[self.range(span)]);
     }
 
     /// Whether it has `len` bytes from `offset` on.
     pub fn has(&self, offset: u64, len: u64) -> bool {
-        let whole = self.slot.map_or(self.block.len, |slot| slot.len.into());
+        let (_, whole) = self.extent();
         offset.checked_add(len).is_some_and(|end| end <= whole)
+    }
+
+    /// The offset of its first byte in its block, and its length.
+    pub fn extent(&self) -> (u64, u64) {
+        match (self.slot, &self.block.within) {
+            (Some(HostSlot { number, len }), _) => (u64::from(number) * self.block.len, len.into()),
+            (None, Some((_, at))) => (*at, self.block.len),
+            (None, None) => (0, self.block.len),
+        }
     }
 
     /// A span of it as a range of its block; panics if the span does not lie in the memory.
     pub fn range(&self, span: Span) -> Range<usize> {
-        let (at, len) = match self.slot {
-            None => (0, self.block.len),
-            Some(HostSlot { number, len }) => (u64::from(number) * self.block.len, len.into()),
-        };
+        let (at, len) = self.extent();
         let end = span.offset.checked_add(span.len).filter(|end| *end <= len);
         assert!(end.is_some(), "{span:?} is not within its memory of {len} bytes");
         // The block's length is a usize.
@@ -183,13 +221,24 @@ impl HostAllocation {
 
     /// Its bytes as they are now, for good. Bytes of a slot are copied.
     pub fn share(&self) -> Arc<Vec<u8>> {
-        match self.slot {
-            None => self.block.bytes.write().share(),
-            Some(HostSlot { number, len }) => {
-                let at = usize::from(number) * self.block.len as usize;
-                Arc::new(self.block.bytes.read()[at..at + usize::from(len)].to_vec())
-            }
+        if self.slot.is_none() && self.block.within.is_none() {
+            return self.block.bytes.write().share();
         }
+        let (at, len) = self.extent();
+        Arc::new(self.block().bytes.read()[at as usize..(at + len) as usize].to_vec())
+    }
+}
+
+impl HostBlock {
+    /// A block of these bytes.
+    pub fn of(bytes: Vec<u8>) -> Self {
+        let len = bytes.len() as u64;
+        Self { bytes: RwLock::new(SharedBytes::Ours(bytes)), len, number: 0, within: None }
+    }
+
+    /// Length in bytes.
+    pub fn byte_len(&self) -> u64 {
+        self.len
     }
 }
 
@@ -220,6 +269,12 @@ impl Deref for SharedBytes {
             SharedBytes::Shared(bytes) => bytes,
         }
     }
+}
+
+/// A place as its two numbers. No slot has a higher number than the batch that names it may have.
+fn packed(place: Place) -> (u8, u8) {
+    let (kind, ordinal) = place.to_raw();
+    (kind, u8::try_from(ordinal).unwrap_or(u8::MAX))
 }
 
 /// Bytes that are all zero, for safe Rust has no memory of unknown content; an absurd length is an error and

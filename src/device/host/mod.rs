@@ -25,9 +25,9 @@ use zerocopy::FromZeros;
 
 use self::memory::{HostAllocation, HostBlock, HostMemories};
 use super::{
-    Command, CommandList, Device, Fence, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Lane, MemoryId,
-    PageBytes, Payload, Pending, Piece, PieceKind, RawStream, Selection, Span, Staging, StagingMemory,
-    StagingSpan,
+    CallerMemory, Command, CommandList, Device, Fence, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Lane,
+    MemoryId, PageBytes, Payload, Pending, Piece, PieceKind, RawStream, Selection, Span, Staging,
+    StagingMemory, StagingSpan,
 };
 use crate::base::aligned_buf::AlignedBuf;
 use crate::base::parallel;
@@ -209,7 +209,7 @@ impl HostDevice {
         let memories = self.memories.read();
         for piece in rows.iter().flatten() {
             let Payload::Staging { .. } = piece.payload else { return None };
-            let block = ptr::from_ref(memories.get(piece.target.memory).block()).addr() as u64;
+            let block = Arc::as_ptr(memories.get(piece.target.memory).block()).addr() as u64;
             // Blocks lie side by side, at multiples of one distance.
             let share = &mut shares[(block.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % count];
             share.try_reserve(1).ok()?;
@@ -247,7 +247,7 @@ impl HostDevice {
     /// for none.
     fn merge_together<P: Borrow<Piece>>(&self, pieces: &[P], staging: &[Staging]) -> bool {
         let memories = self.memories_of(pieces);
-        let mut blocks: Vec<&HostBlock> = memories.iter().map(HostAllocation::block).collect();
+        let mut blocks: Vec<&HostBlock> = memories.iter().map(|memory| &**memory.block()).collect();
         blocks.sort_unstable_by_key(|block| ptr::from_ref(*block));
         blocks.dedup_by_key(|block| ptr::from_ref(*block));
         let guards: Option<Vec<_>> = blocks.iter().map(|block| block.bytes.try_write()).collect();
@@ -257,8 +257,7 @@ impl HostDevice {
             let Payload::Staging { index, offset } = piece.payload else {
                 unreachable!("short ones are staged")
             };
-            let at =
-                blocks.binary_search_by_key(&ptr::from_ref(memory.block()), |block| ptr::from_ref(*block));
+            let at = blocks.binary_search_by_key(&Arc::as_ptr(memory.block()), |block| ptr::from_ref(*block));
             let content = &mut *contents[at.expect("each piece's is among them")];
             merge(&mut content[memory.range(piece.target)], piece.kind, &staging[index][offset..]);
         }
@@ -511,6 +510,72 @@ impl Device for HostDevice {
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
         let bytes = self.memory(memory).share();
         Some(bytes)
+    }
+
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let Ok(bytes) = memory.owner().downcast::<CallerBytes>() else {
+            let reason = "it is a GPU's, and pages live in host memory here".to_owned();
+            return Err(Error::MemoryRefused { len: memory.byte_len(), reason });
+        };
+        let adopted = self.memories.write().insert(HostAllocation::of(bytes.block.clone(), bytes.place));
+        Ok((adopted, bytes.place))
+    }
+
+    fn place_of(&self, memory: MemoryId) -> Place {
+        self.memories.read().get(memory).place()
+    }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let mut memories = self.memories.write();
+        let alias = memories.get(span.memory).alias(span);
+        Ok(memories.insert(alias))
+    }
+
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        let mut memories = self.memories.write();
+        // A thread that found it by its old name may be reading it now.
+        let block = memories.get(memory).block().clone();
+        let renamed = memories.rename(memory);
+        drop(memories);
+        drop(block.bytes.write());
+        Ok(renamed)
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        let memory = self.memory(memory);
+        (Arc::as_ptr(memory.block()).addr() as u64, memory.extent().0)
+    }
+}
+
+/// The owner of host memory that stands for a caller's.
+struct CallerBytes {
+    block: Arc<HostBlock>,
+    place: Place,
+}
+
+impl CallerMemory {
+    /// Bytes of the host that stand for memory of the caller's in this place, for a store whose pages live in
+    /// host memory: so code that brings its own memory runs, and is tested, without a GPU. A GPU refuses
+    /// them. [`Store::caller_bytes`](crate::Store::caller_bytes) of the same value reads them back.
+    ///
+    /// ```
+    /// use remanent::{CallerMemory, Options, Place, Store};
+    /// # use remanent::DeviceChoice;
+    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// let store = Store::temporary(options)?;
+    /// let tensor = CallerMemory::from_vec(b"its bytes".to_vec(), Place::Device(0));
+    /// let bytes = store.caller_bytes(&tensor)?;
+    /// let mut found = [0; 5];
+    /// bytes.read(4, &mut found)?;
+    /// assert_eq!(&found, b"bytes");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    #[must_use]
+    pub fn from_vec(bytes: Vec<u8>, place: Place) -> Self {
+        let block = Arc::new(HostBlock::of(bytes));
+        let len = block.byte_len();
+        // No address: the bytes may move when they are changed, and only the host device finds them.
+        Self { address: 0, len, owner: Arc::new(CallerBytes { block, place }) }
     }
 }
 

@@ -20,13 +20,16 @@ use self::share::Shares;
 use self::split::{PartSpan, SplitPlanner, SplitStep};
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StagingSpan,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamPoint,
 };
 use crate::base::sync::{Mutex, RwLock};
 use crate::error::{Error, Result};
 
 /// The longest piece of bytes that go from one device to another by way of staging.
 const ACROSS_LEN_MAX: u64 = 4 << 20;
+
+/// The points that parts gave for one stream: several for a default stream.
+type PartPoints = Vec<(usize, StreamPoint)>;
 
 /// Several devices as one.
 pub struct MultiDevice {
@@ -245,16 +248,20 @@ impl MultiDevice {
         Ok(lists.flat_map(|list| list.shares.fences()).collect())
     }
 
-    /// Makes a call with a caller's stream to the device that the stream is of, and returns that device. For
-    /// a default stream it is all of them, for each has one by that handle.
+    /// Makes a call with a caller's stream to the device that the stream is of, and returns that device with
+    /// its answer. For a default stream it is all of them, for each has one by that handle.
     ///
     /// # Errors
     /// `StreamRefused` if all of them refuse it; a device error.
-    fn with_stream(&self, stream: RawStream, call: impl Fn(&dyn Device) -> Result<()>) -> Result<Vec<usize>> {
+    fn with_stream<T>(
+        &self,
+        stream: RawStream,
+        call: impl Fn(&dyn Device) -> Result<T>,
+    ) -> Result<Vec<(usize, T)>> {
         let (mut accepted, mut refused) = (Vec::new(), None);
         for (part, device) in self.parts.iter().enumerate() {
             match call(&**device) {
-                Ok(()) => accepted.push(part),
+                Ok(answer) => accepted.push((part, answer)),
                 // The stream may be another part's.
                 Err(error @ Error::StreamRefused { .. }) => _ = refused.get_or_insert(error),
                 Err(error) => return Err(error),
@@ -371,7 +378,7 @@ impl Device for MultiDevice {
 
     fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
         let parts = self.with_stream(stream, |device| device.wait_external(lane, stream))?;
-        self.lane(lane).state.lock().told_to_wait.extend(parts);
+        self.lane(lane).state.lock().told_to_wait.extend(parts.into_iter().map(|(part, ())| part));
         Ok(())
     }
 
@@ -395,6 +402,42 @@ impl Device for MultiDevice {
 
     fn wait_stream(&self, stream: RawStream) -> Result<()> {
         self.with_stream(stream, |device| device.wait_stream(stream)).map(drop)
+    }
+
+    fn supports_streams(&self) -> bool {
+        self.parts.iter().any(|part| part.supports_streams())
+    }
+
+    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+        let points: PartPoints = self.with_stream(stream, |device| device.stream_point(stream))?;
+        Ok(StreamPoint::new(points))
+    }
+
+    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
+        point.of::<PartPoints>().iter().try_for_each(|(part, point)| self.parts[*part].wait_point(point))
+    }
+
+    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+        for (part, point) in point.of::<PartPoints>() {
+            if !self.parts[*part].has_passed(point)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+        for (part, point) in point.of::<PartPoints>() {
+            match self.parts[*part].hold_stream(stream, point) {
+                // The stream is another part's, which does not know the point: this thread waits instead.
+                Err(Error::StreamRefused { .. }) => {
+                    self.with_stream(stream, |device| device.stream_point(stream))?;
+                    self.parts[*part].wait_point(point)?;
+                }
+                held => held?,
+            }
+        }
+        Ok(())
     }
 
     fn address(&self, memory: MemoryId) -> Option<u64> {
@@ -431,6 +474,29 @@ impl Device for MultiDevice {
             }
         }
         Err(refused.expect("at least one device was asked"))
+    }
+
+    fn place_of(&self, memory: MemoryId) -> Place {
+        let DeviceAddress { part, memory } = self.home(memory);
+        placed(part, self.parts[part].place_of(memory))
+    }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let DeviceAddress { part, memory } = self.home(span.memory);
+        let alias = self.parts[part].alias(Span { memory, ..span })?;
+        Ok(self.name(DeviceAddress { part, memory: alias }))
+    }
+
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        let DeviceAddress { part, memory: own } = self.home(memory);
+        let renamed = self.parts[part].rename(own)?;
+        self.memories.write().remove(&memory);
+        Ok(self.name(DeviceAddress { part, memory: renamed }))
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        let DeviceAddress { part, memory } = self.home(memory);
+        self.parts[part].origin(memory)
     }
 }
 

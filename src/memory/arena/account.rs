@@ -25,12 +25,15 @@ pub enum Purpose {
     /// Memory in which a snapshot gathers pages, or a long read its bytes, on their way to the host; the
     /// marks of a comparison.
     Gather,
+    /// A page in memory of the caller's, which is beside the budget: it is the caller's own, or counted for
+    /// [`Purpose::Caller`] already.
+    Lent,
 }
 
 impl Purpose {
     /// All purposes, in the order of their numbers.
-    pub const ALL: [Self; 6] =
-        [Self::Page, Self::Relocation, Self::Aside, Self::Caller, Self::Stage, Self::Gather];
+    pub const ALL: [Self; 7] =
+        [Self::Page, Self::Relocation, Self::Aside, Self::Caller, Self::Stage, Self::Gather, Self::Lent];
 }
 
 /// The use of a place's budget.
@@ -119,6 +122,24 @@ impl Account {
         self.peak.fetch_max(taken, Ordering::Relaxed);
         self.count.fetch_add(1, Ordering::Relaxed);
         self.by_purpose[purpose as usize].fetch_add(len, Ordering::Relaxed);
+    }
+
+    /// Counts bytes of a page as a caller's from now on.
+    pub fn handed_out(&self, purpose: Purpose, len: u64) {
+        self.by_purpose[purpose as usize].fetch_sub(len, Ordering::Relaxed);
+        self.by_purpose[Purpose::Caller as usize].fetch_add(len, Ordering::Relaxed);
+    }
+
+    /// Counts bytes that a caller lent to a page. They are not of the budget.
+    pub fn lent(&self, len: u64) {
+        self.count.fetch_add(1, Ordering::Relaxed);
+        self.by_purpose[Purpose::Lent as usize].fetch_add(len, Ordering::Relaxed);
+    }
+
+    /// Counts lent bytes as given up by their page.
+    pub fn given_up(&self, len: u64) {
+        self.count.fetch_sub(1, Ordering::Relaxed);
+        self.by_purpose[Purpose::Lent as usize].fetch_sub(len, Ordering::Relaxed);
     }
 
     /// Counts allocated bytes as given up; a lane may still use them.

@@ -7,6 +7,7 @@
 //! The device may keep released memory for itself: [`Device::trim`] gives it back.
 
 mod account;
+mod lent;
 #[cfg(test)]
 mod tests;
 
@@ -14,15 +15,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remanent_format::Place;
+use remanent_format::{PageId, Place};
 
 use self::account::Account;
 pub use self::account::{PlaceUsage, Purpose};
+use self::lent::LentMemories;
 use crate::base::allocation::make_room;
 use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Mutex, RwLock};
-use crate::device::{Device, Fence, Lane, MemoryId, Span};
+use crate::device::{Device, DeviceBytes, Fence, Lane, MemoryId, MemoryLink, MemoryOwner, Span};
 use crate::error::{Error, Result};
 use crate::options::Budget;
 
@@ -59,6 +61,9 @@ pub struct Arena {
     /// is counted. There is one lock for each lane: a thread that waits for callers does not hold up threads
     /// that reap the other lanes.
     reaping: [Mutex<()>; Lane::ALL.len()],
+    /// Callers' memory in which pages live.
+    lent: LentMemories,
+    link: Arc<MemoryLink>,
 }
 
 /// The memory of one page. It is given back by [`Arena::retire`] or [`Arena::discard`], never by being
@@ -98,6 +103,14 @@ struct ScratchMemory {
     waiting: usize,
 }
 
+/// Memory of a page that is gone, for a caller.
+pub enum HandedOut {
+    /// The caller's own, as it lent it.
+    Lent(DeviceBytes),
+    /// The store's, to be given back like any other.
+    Own(PageMemory),
+}
+
 struct RetiredMemory {
     page: PageMemory,
     fence: Fence,
@@ -116,7 +129,72 @@ impl Arena {
             scratch: Mutex::default(),
             scratch_given_back: Condvar::new(),
             reaping: Default::default(),
+            lent: LentMemories::default(),
+            link: Arc::default(),
         }
+    }
+
+    /// Takes memory of the caller's for a page. It is beside the budget. Where a page gave up a part of it,
+    /// this waits until no lane uses that any more. No stream uses the memory, and no work of it is under
+    /// way.
+    ///
+    /// # Errors
+    /// `MemoryInUse` if a page lives in a part of it; a device error.
+    pub fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
+        let memory = loop {
+            match bytes.lend(page)? {
+                Some(memory) => break memory,
+                None => self.reap_all()?,
+            }
+        };
+        self.lent.keep(memory, bytes.clone());
+        let (place, len) = (bytes.place(), bytes.byte_len());
+        self.account(place).lent(len);
+        let (place_kind, place_ordinal) = place.to_raw();
+        Ok(PageMemory { memory, len, place_ordinal, place_kind, purpose: Purpose::Lent, given_back: false })
+    }
+
+    /// Takes the memory of a page that is gone for a caller: no list names it any more. Memory that a caller
+    /// lent comes back as the handle that it lent; all other memory gets a name that no reader knows, and
+    /// stays counted.
+    ///
+    /// # Errors
+    /// A device error; the memory then stays counted.
+    pub fn hand_out(&self, mut page: PageMemory) -> Result<HandedOut> {
+        if page.is_lent() {
+            page.given_back = true;
+            self.device.release(page.memory)?;
+            self.account(page.place()).given_up(page.len);
+            return Ok(HandedOut::Lent(self.lent.end(page.memory)));
+        }
+        match self.device.rename(page.memory) {
+            Ok(renamed) => {
+                self.account(page.place()).handed_out(page.purpose, page.len);
+                (page.memory, page.purpose) = (renamed, Purpose::Caller);
+                Ok(HandedOut::Own(page))
+            }
+            Err(error) => {
+                page.given_back = true;
+                Err(error)
+            }
+        }
+    }
+
+    /// The link between the store and memory that callers have of it.
+    pub fn link(&self) -> &Arc<MemoryLink> {
+        &self.link
+    }
+
+    /// Drops the owner of memory that callers' streams used, after this fence, as
+    /// [`drop_let_go`](Self::drop_let_go) does.
+    pub fn keep_until(&self, owner: MemoryOwner, fence: Fence) {
+        self.lent.keep_until(owner, fence);
+    }
+
+    /// Drops callers' memory in which no page lives any more. That may run a caller's code, so it is for
+    /// threads of callers, and for none that holds a lock.
+    pub fn drop_let_go(&self) {
+        self.lent.drop_let_go(&*self.device);
     }
 
     #[cfg(test)]
@@ -271,7 +349,13 @@ impl Arena {
 
     /// Gives memory back once `fence`, that of the last list that names it, has passed.
     pub fn retire(&self, page: PageMemory, fence: Fence) {
-        self.account(page.place()).retired(page.purpose, page.len);
+        let account = self.account(page.place());
+        if page.is_lent() {
+            account.given_up(page.len);
+            self.lent.retire(page.memory);
+        } else {
+            account.retired(page.purpose, page.len);
+        }
         let scratch = (page.purpose == Purpose::Gather).then_some((page.place(), page.len));
         self.retired_count.fetch_add(1, Ordering::AcqRel);
         self.retired[fence.lane as usize].lock().push_back(RetiredMemory { page, fence });
@@ -290,8 +374,13 @@ impl Arena {
         let released = self.device.release(page.memory);
         if released.is_ok() {
             let account = self.account(page.place());
-            account.retired(page.purpose, page.len);
-            account.released(page.len);
+            if page.is_lent() {
+                account.given_up(page.len);
+                self.lent.let_go(self.lent.end(page.memory));
+            } else {
+                account.retired(page.purpose, page.len);
+                account.released(page.len);
+            }
         }
         if page.purpose == Purpose::Gather {
             self.scratch_is_back(page.place(), page.len);
@@ -400,7 +489,11 @@ impl Arena {
         let mut page = retired.page;
         page.given_back = true;
         self.device.release(page.memory)?;
-        self.account(page.place()).released(page.len);
+        if page.is_lent() {
+            self.lent.let_go(self.lent.end(page.memory));
+        } else {
+            self.account(page.place()).released(page.len);
+        }
         Ok(())
     }
 }
@@ -412,6 +505,7 @@ impl Drop for Arena {
         if let Err(error) = self.reap_all() {
             tracing::warn!(%error, "retired page memory could not be released");
         }
+        self.lent.drop_leaving(&*self.device);
     }
 }
 
@@ -475,6 +569,12 @@ impl PageMemory {
         let within = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(within, "bytes {offset}..+{len} are not within a page of {} bytes", self.len);
         Span { memory: self.memory, offset, len }
+    }
+
+    /// Whether it is a caller's. Then it holds whatever its last use left.
+    #[must_use]
+    pub fn is_lent(&self) -> bool {
+        self.purpose == Purpose::Lent
     }
 
     /// The place where the memory lies.

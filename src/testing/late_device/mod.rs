@@ -23,7 +23,7 @@ use crate::base::sync::{Condvar, Mutex};
 use crate::device::spans::{overlap, staged_spans};
 use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StagingSpan,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamPoint,
 };
 use crate::error::{Error, Result};
 
@@ -187,6 +187,7 @@ impl LateDevice {
             match late.queue.pop_front().expect("as many entries as were given") {
                 StreamEntry::Work(work) => work(&*self.inner),
                 StreamEntry::After(fence) => self.run_to(state, fence)?,
+                StreamEntry::AfterStream(other, position) => self.run_stream_to(state, other, position)?,
             }
             state.streams.of(stream).reached += 1;
         }
@@ -222,7 +223,24 @@ impl LateDevice {
     }
 }
 
+/// A point of a stream: this number of its entries are done.
+#[derive(Clone, Copy)]
+struct LatePoint {
+    stream: RawStream,
+    position: u64,
+}
+
 impl LateState {
+    /// Panics if a queued list names memory that is given up.
+    fn assert_unused(&self, memory: MemoryId) {
+        for entry in self.lanes.iter().flat_map(|lane| &lane.queue) {
+            if let Entry::List { list, .. } = entry {
+                let named = page_spans(&list.commands).iter().any(|span| span.memory == memory);
+                assert!(!named, "{memory:?} is given up while a queued list names it");
+            }
+        }
+    }
+
     fn lane(&mut self, lane: Lane) -> &mut LateLane {
         &mut self.lanes[lane as usize]
     }
@@ -234,7 +252,7 @@ impl LateState {
             Entry::List { .. } => false,
             Entry::After(fence) => self.is_behind_held(*fence),
             Entry::AfterStream(stream, position) => {
-                self.streams.is_held(*stream, *position, |fence| self.is_behind_held(fence))
+                self.streams.is_held(*stream, *position, &|fence| self.is_behind_held(fence))
             }
         })
     }
@@ -285,12 +303,7 @@ impl Device for LateDevice {
 
     fn release(&self, memory: MemoryId) -> Result<()> {
         let mut state = self.state.lock();
-        for entry in state.lanes.iter().flat_map(|lane| &lane.queue) {
-            if let Entry::List { list, .. } = entry {
-                let named = page_spans(&list.commands).iter().any(|span| span.memory == memory);
-                assert!(!named, "{memory:?} is released while a queued list names it");
-            }
-        }
+        state.assert_unused(memory);
         state.lens.remove(&memory);
         self.inner.release(memory)
     }
@@ -348,15 +361,40 @@ impl Device for LateDevice {
     }
 
     fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        self.wait_point(&self.stream_point(stream)?)
+    }
+
+    fn supports_streams(&self) -> bool {
+        true
+    }
+
+    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+        let position = self.state.lock().streams.usable(stream)?.given;
+        Ok(StreamPoint::new(LatePoint { stream, position }))
+    }
+
+    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
+        let LatePoint { stream, position } = *point.of();
         let mut state = self.state.lock();
-        let position = state.streams.usable(stream)?.given;
         state.streams.of(stream).waiting += 1;
         self.changed.notify_all();
-        while state.streams.is_held(stream, position, |fence| state.is_behind_held(fence)) {
+        while state.streams.is_held(stream, position, &|fence| state.is_behind_held(fence)) {
             self.changed.wait(&mut state);
         }
         state.streams.of(stream).waiting -= 1;
         self.run_stream_to(&mut state, stream, position)
+    }
+
+    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+        let LatePoint { stream, position } = *point.of();
+        Ok(self.state.lock().streams.of(stream).reached >= position)
+    }
+
+    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+        let LatePoint { stream: other, position } = *point.of();
+        let mut state = self.state.lock();
+        state.streams.usable(stream)?.push(StreamEntry::AfterStream(other, position));
+        Ok(())
     }
 
     /// An address that is made up: no bytes lie there, but [`LateDevice::span_at`] finds them.
@@ -382,6 +420,29 @@ impl Device for LateDevice {
         let (id, place) = self.inner.adopt(memory)?;
         self.state.lock().lens.insert(id, memory.byte_len());
         Ok((id, place))
+    }
+
+    fn place_of(&self, memory: MemoryId) -> Place {
+        self.inner.place_of(memory)
+    }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let id = self.inner.alias(span)?;
+        self.state.lock().lens.insert(id, span.len);
+        Ok(id)
+    }
+
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        let mut state = self.state.lock();
+        state.assert_unused(memory);
+        let renamed = self.inner.rename(memory)?;
+        let len = state.lens.remove(&memory).expect("memory of this device");
+        state.lens.insert(renamed, len);
+        Ok(renamed)
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        self.inner.origin(memory)
     }
 }
 

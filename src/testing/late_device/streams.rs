@@ -34,6 +34,8 @@ pub(super) struct LateStream {
 pub(super) enum StreamEntry {
     Work(StreamWork),
     After(Fence),
+    /// Another stream comes first, as far as this entry.
+    AfterStream(RawStream, u64),
 }
 
 /// The next handle. No stream is the default one, and none is another device's.
@@ -69,12 +71,16 @@ impl Streams {
 
     /// Whether a stream must be let go before this number of its entries are done. `is_behind` answers the
     /// same for a fence.
-    pub fn is_held(&self, stream: RawStream, position: u64, is_behind: impl Fn(Fence) -> bool) -> bool {
+    pub fn is_held(&self, stream: RawStream, position: u64, is_behind: &dyn Fn(Fence) -> bool) -> bool {
         let late = &self.0[&stream];
         let left = position.saturating_sub(late.reached) as usize;
         let mut entries = late.queue.iter().take(left);
-        left > 0 && late.is_held
-            || entries.any(|entry| matches!(entry, StreamEntry::After(fence) if is_behind(*fence)))
+        let is_in_the_way = |entry: &StreamEntry| match entry {
+            StreamEntry::Work(_) => false,
+            StreamEntry::After(fence) => is_behind(*fence),
+            StreamEntry::AfterStream(other, position) => self.is_held(*other, *position, is_behind),
+        };
+        left > 0 && late.is_held || entries.any(is_in_the_way)
     }
 }
 

@@ -15,6 +15,7 @@ mod whole_pages;
 mod working_copy;
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use changed_ranges::ElementChanges;
@@ -28,6 +29,7 @@ pub use working_copy::WorkingCopy;
 
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 
+use crate::applier::Handover;
 use crate::base::allocation::{copied, push};
 use crate::device::DeviceBytes;
 use crate::error::{Error, Result};
@@ -97,7 +99,11 @@ pub struct WriteBatch {
     number: u64,
     steps: Vec<BatchStep>,
     new_pages: usize,
+    /// Callers' memory for new pages, each with how many pages the batch creates before.
+    lent: Vec<(usize, DeviceBytes)>,
     expectations: Vec<(PageId, Epoch)>,
+    /// Where the memory of a page goes that it deletes.
+    handover: Option<Arc<Handover>>,
     /// Why the batch cannot be committed: the system refused the memory for a copy of what the caller gave,
     /// or a key is none.
     refused: Option<Error>,
@@ -179,6 +185,55 @@ impl WriteBatch {
         self.step(BatchStep::Create { len, place, key: None, metadata: Metadata::new() });
         // A refused operation is not there; then the batch is refused, too.
         let (step, page) = (self.steps.len().saturating_sub(1), self.new_page());
+        CreatePage::new(self, step, page)
+    }
+
+    /// Creates a page that lives in this memory, as long as it is: in a tensor, or in memory of the store's
+    /// that a caller has. The page is zeros at first, whatever the memory held; [`WriteBatch::write_device`]
+    /// from the same memory, in the same batch, takes what it held.
+    ///
+    /// From the commit on only the store writes there, log first, and kernels of the caller's read: ordered
+    /// by [`Store::pin`], which keeps the page where it is, or by [`Store::lease`]. The page leaves the
+    /// memory when it is resized, moved to another place, deleted, or changed while it is leased; a restore
+    /// takes back its bytes there. An open brings it back in the store's own memory, of the same place. The
+    /// handle is held until the page has left and nothing of the store uses the memory any more; the next
+    /// commit, [`Store::trim`] or the close then drops it, on its own thread. [`DeviceBytes::page`] tells
+    /// whether a page lives there.
+    ///
+    /// Beside the budget: the memory is the caller's, or was counted when the store gave it out.
+    ///
+    /// ```
+    /// use remanent::{Ack, Options, Place, Store};
+    /// # use remanent::DeviceChoice;
+    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// let store = Store::temporary(options.ack(Ack::Applied))?;
+    /// let tensor = store.device_bytes(8, Place::Device(0))?; // or `caller_bytes`, for a framework's
+    /// let mut batch = store.batch();
+    /// let page = batch.create_in(&tensor).key("weight").page();
+    /// batch.write(page, 2, &[7, 7]);
+    /// let page = store.commit(batch)?.pages[0];
+    ///
+    /// let mut bytes = [0; 8];
+    /// tensor.read(0, &mut bytes)?;
+    /// assert_eq!(bytes, [0, 0, 7, 7, 0, 0, 0, 0]);
+    /// assert_eq!(tensor.page(), Some(page));
+    /// assert!(tensor.write(0, &[1]).is_err(), "only the store writes there");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// The commit fails, and nothing changed, with [`Error::MemoryInUse`] if another page lives in a part of
+    /// the memory, also one that the same batch deletes; with [`Error::MemoryRefused`] if it is another
+    /// store's, or being written to; with [`Error::StreamRefused`] if the work on the stream that it is made
+    /// on cannot be waited for.
+    ///
+    /// [`Store::pin`]: crate::Store::pin
+    /// [`Store::lease`]: crate::Store::lease
+    /// [`Store::trim`]: crate::Store::trim
+    pub fn create_in(&mut self, memory: &DeviceBytes) -> CreatePage<'_> {
+        let CreatePage { step, page, .. } = self.create(memory.byte_len(), memory.place());
+        if let Err(error) = push(&mut self.lent, (page.index(), memory.clone())) {
+            self.refused.get_or_insert(error);
+        }
         CreatePage::new(self, step, page)
     }
 
@@ -333,9 +388,28 @@ impl WriteBatch {
         self
     }
 
+    /// Deletes the page, and has its memory left there.
+    pub(crate) fn hand_over(&mut self, handover: Arc<Handover>) -> &mut Self {
+        let page = handover.page;
+        self.handover = Some(handover);
+        self.delete(page)
+    }
+
+    /// Where the memory of a page goes that the batch deletes.
+    pub(crate) fn handover(&self) -> Option<Arc<Handover>> {
+        self.handover.clone()
+    }
+
     /// Number of pages that the batch creates.
     pub(crate) fn new_pages(&self) -> usize {
         self.new_pages
+    }
+
+    /// The memory of the caller's in which new pages are to live. `pages` are the ids of the new pages. A
+    /// page of length 0 has no bytes anywhere.
+    pub(crate) fn lent(&self, pages: &[PageId]) -> impl Iterator<Item = (PageId, &DeviceBytes)> {
+        let with_bytes = self.lent.iter().filter(|(_, memory)| memory.byte_len() > 0);
+        with_bytes.map(|(index, memory)| (pages[*index], memory))
     }
 
     /// The epochs that the caller demands of pages.

@@ -22,7 +22,7 @@ use super::Committer;
 use super::device_payload::StageMemory;
 use super::diff::bitmaps_len;
 use super::ranges::{check_epoch, part, parts};
-use crate::device::{Command, CommandList, Lane, Span};
+use crate::device::{Access, Command, CommandList, Lane, Span};
 use crate::error::{Error, Result};
 use crate::memory::arena::Purpose;
 use crate::write::batch::{CapturedPart, ElementChanges, WorkingCopy, WriteBatch};
@@ -119,7 +119,7 @@ impl Committer {
         // A page of that epoch has the length that it had when the copy was made of it.
         let parts = parts(page, ranges, info.len)?;
         let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
-        let source = copy.bytes().arrived()?;
+        let source = copy.bytes().arrived(Access::Read)?;
         let lens = [len, bitmaps_len(&parts, width)];
         // Both are claimed at once: claimed one after the other, a capture could fail half way, for a sum
         // that no error had named.
@@ -171,6 +171,7 @@ impl Committer {
         direction: Direction,
     ) -> Result<WorkingCopy> {
         memory.check_device(&self.engine.device)?;
+        memory.check_unused()?;
         let len = memory.byte_len();
         // Changes are found by elements, so the copy must be a whole number of them, on their boundary.
         if !len.is_multiple_of(width.bytes() as u64) {
@@ -196,8 +197,9 @@ impl Committer {
     /// `UnknownPage`, `MemoryRefused` if the page's length is not the copy's; a device error.
     pub fn load(&self, copy: &WorkingCopy, direction: Direction) -> Result<()> {
         copy.bytes().check_device(&self.engine.device)?;
+        copy.bytes().check_unused()?;
         // Kernels that still write to it come before: their bytes would land on top of the page's.
-        let memory = copy.bytes().arrived()?;
+        let memory = copy.bytes().arrived(Access::Write)?;
         let len = memory.len;
         let shadow = copy.shadow().map(|shadow| shadow.span());
         let targets: Vec<Span> =

@@ -187,6 +187,7 @@ mod tests {
             relocations: Vec::new(),
             asides: VecDeque::new(),
             room: ListRoom::default(),
+            handover: None,
         }
     }
 

@@ -6,7 +6,6 @@
 //!
 //! Nothing is logged before this is done, so a crash loses a batch that no caller was told of.
 
-use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -20,11 +19,12 @@ use crate::base::allocation::{append, collected, push};
 use crate::base::parallel;
 use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
 use crate::device::{
-    CallerMemory, Command, CommandList, Device, DeviceBytes, INDEX_OUT_OF_BOUNDS, IndexList, Lane, MemoryId,
-    Span, Staging, StagingSpan,
+    Access, CallerMemory, Command, CommandList, Device, DeviceBytes, Fence, INDEX_OUT_OF_BOUNDS, IndexList,
+    Lane, LastUse, Span, Staging, StagingSpan, StreamUses,
 };
+use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::memory::arena::{Arena, PageMemory, Purpose};
+use crate::memory::arena::{Arena, HandedOut, PageMemory, Purpose};
 use crate::memory::staging::StagingBuf;
 use crate::write::batch::{DeviceFill, FillSource, WriteBatch};
 
@@ -41,9 +41,35 @@ pub(super) struct StageMemory {
     device: Arc<dyn Device>,
     arena: Arc<Arena>,
     memory: Option<PageMemory>,
+    /// What callers' streams do with it.
+    uses: Arc<StreamUses>,
 }
 
 impl StageMemory {
+    /// Memory that goes back when this is dropped.
+    fn of(engine: &Engine, memory: Option<PageMemory>) -> Self {
+        let (device, arena) = (engine.device.clone(), engine.arena.clone());
+        Self { device, arena, memory, uses: Arc::default() }
+    }
+
+    /// A fence after every list and every stream's use that names this memory.
+    fn last_use(&self) -> Result<Option<Fence>> {
+        // One more list in the lane: its fence comes after every list that names this memory.
+        let staged = self.device.submit(Lane::Stage, CommandList::default())?.fence();
+        let last = self.uses.last();
+        if let LastUse::At(_) = last {
+            return self.after_streams(staged);
+        }
+        Ok((last != LastUse::Unknown).then_some(staged))
+    }
+
+    /// A fence after this one, and after the work of all streams' uses that have ended. A lane waits for
+    /// them, and no thread does.
+    fn after_streams(&self, staged: Fence) -> Result<Option<Fence>> {
+        self.device.after(Lane::Callers, staged)?;
+        Ok(Some(self.device.submit(Lane::Callers, CommandList::default())?.fence()))
+    }
+
     /// The span of `len` bytes from `offset` on.
     pub fn part(&self, offset: u64, len: u64) -> Span {
         self.memory.as_ref().expect("there until it is dropped").part(offset, len)
@@ -52,29 +78,13 @@ impl StageMemory {
 
 impl Drop for StageMemory {
     fn drop(&mut self) {
-        // One more list in the lane: its fence comes after every list that names this memory.
         let Some(memory) = self.memory.take() else { return };
-        match self.device.submit(Lane::Stage, CommandList::default()) {
-            Ok(last) => self.arena.retire(memory, last.fence()),
-            // The lane may still use it, and never says when it is done. It stays counted: given to a
-            // page, it could be written to.
+        match self.last_use() {
+            Ok(Some(fence)) => self.arena.retire(memory, fence),
+            // A use whose end is not known. Given to a page, the memory could be written to.
+            Ok(None) => tracing::warn!("memory that a stream may use stays allocated"),
+            // The lane may still use it, and never says when it is done. It stays counted.
             Err(error) => tracing::warn!(%error, "memory beside pages stays allocated"),
-        }
-    }
-}
-
-/// Memory that belongs to the caller: it is returned to its owner, and never to the arena.
-struct CallerPayload {
-    device: Arc<dyn Device>,
-    memory: MemoryId,
-    _owner: Arc<dyn Any + Send + Sync>,
-}
-
-impl Drop for CallerPayload {
-    /// Lists that name it were waited for, all but copies to shadows: those read the store's own memory.
-    fn drop(&mut self) {
-        if let Err(error) = self.device.release(self.memory) {
-            tracing::warn!(%error, "a caller's memory stays known to the device");
         }
     }
 }
@@ -89,7 +99,7 @@ impl Committer {
         // Counted as the caller's, in the same budget as pages (I10).
         let owner = self.stage_memory(Purpose::Caller, place, len)?;
         let span = owner.part(0, len);
-        let bytes = self.caller_memory(span.memory, place, len, owner);
+        let bytes = self.caller_memory(place, len, owner);
         let zero = Command::Fill { target: span, pattern: [0; 16], width: remanent_format::Width::W1 };
         self.run(vec![zero], Vec::new())?;
         Ok(bytes)
@@ -100,23 +110,29 @@ impl Committer {
     /// # Errors
     /// `MemoryRefused`; a device error.
     pub fn adopt(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
-        let (id, place) = self.engine.device.adopt(memory)?;
-        let owner = CallerPayload { device: self.engine.device.clone(), memory: id, _owner: memory.owner() };
-        Ok(self.caller_memory(id, place, memory.byte_len(), owner))
+        let Engine { device, arena, .. } = &*self.engine;
+        DeviceBytes::adopt(device, memory, arena.link())
+    }
+
+    /// Makes the memory of a page that is gone the caller's.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn hand_out(&self, page: PageMemory) -> Result<DeviceBytes> {
+        let (place, len) = (page.place(), page.byte_len());
+        match self.engine.arena.hand_out(page)? {
+            HandedOut::Lent(bytes) => Ok(bytes),
+            HandedOut::Own(page) => {
+                Ok(self.caller_memory(place, len, StageMemory::of(&self.engine, Some(page))))
+            }
+        }
     }
 
     /// Hands memory to the caller. `owner` lives as long as any handle to it.
-    fn caller_memory(
-        &self,
-        memory: MemoryId,
-        place: Place,
-        len: u64,
-        owner: impl Any + Send + Sync,
-    ) -> DeviceBytes {
-        let poison = self.engine.poison.clone();
-        // An error in reading or writing it poisons the store: the device has failed, and with it the pages.
-        let heard = move |error| poison.set_by_device(error);
-        DeviceBytes::new(self.engine.device.clone(), memory, place, len, owner, heard)
+    fn caller_memory(&self, place: Place, len: u64, owner: StageMemory) -> DeviceBytes {
+        let Engine { device, arena, .. } = &*self.engine;
+        let (memory, uses) = (owner.part(0, len).memory, owner.uses.clone());
+        DeviceBytes::new(device.clone(), memory, place, len, arena.link().clone(), uses, owner)
     }
 
     /// Allocates memory beside pages, of one length.
@@ -132,8 +148,7 @@ impl Committer {
         lens: [u64; N],
     ) -> Result<[StageMemory; N]> {
         let mut memory = self.engine.arena.allocate_all(purpose, &lens.map(|len| (place, len)))?.into_iter();
-        let (device, arena) = (&self.engine.device, &self.engine.arena);
-        Ok(lens.map(|_| StageMemory { device: device.clone(), arena: arena.clone(), memory: memory.next() }))
+        Ok(lens.map(|_| StageMemory::of(&self.engine, memory.next())))
     }
 
     /// Runs commands on the lane for staging, and waits for them. Not in the lane of deltas: batches
@@ -146,18 +161,25 @@ impl Committer {
     }
 
     /// Waits for the streams on which the batch's bytes are made. Returns the place in which they are put
-    /// together, if there are any.
+    /// together, if there are any. `pages` are the ids of the new pages.
     ///
     /// The committing thread waits, not the lane: a caller's stream may stand still for long.
-    pub(super) fn arrivals(&self, batch: &WriteBatch) -> Result<Option<Place>> {
+    pub(super) fn arrivals(&self, batch: &WriteBatch, pages: &[PageId]) -> Result<Option<Place>> {
         let mut streams = BTreeSet::new();
         for bytes in batch.device_bytes() {
             bytes.check_device(&self.engine.device)?;
+            bytes.wait_uses(Access::Read)?;
             streams.extend(bytes.stream());
         }
         // Each stream once, however many ranges are made on it.
         for stream in streams {
             self.engine.device.wait_stream(stream)?;
+        }
+        for (_, memory) in batch.lent(pages) {
+            memory.check_device(&self.engine.device)?;
+            memory.check_process()?;
+            // The store writes there next: over the bytes of a kernel that still runs, or under them.
+            memory.arrived(Access::Write)?;
         }
         let captured = batch.captures().map(|(_, copy, _)| copy.bytes());
         Ok(batch.device_bytes().chain(captured).next().map(DeviceBytes::place))

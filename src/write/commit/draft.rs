@@ -7,6 +7,7 @@
 //! A crash before the append loses a batch that no caller was told of; after it, recovery replays the batch.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use remanent_format::op::OpAt;
 use remanent_format::state::table::{Changes, PlanMode, Refusal};
@@ -14,7 +15,7 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable};
 
 use super::Committer;
 use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
-use crate::applier::{ApplyWork, ListRoom};
+use crate::applier::{ApplyWork, Handover, ListRoom};
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
@@ -40,6 +41,8 @@ pub(super) struct Draft {
     pub asides: VecDeque<StagingBuf>,
     /// Memory for the applier's list.
     pub room: ListRoom,
+    /// Where the memory of a page goes that it deletes.
+    pub handover: Option<Arc<Handover>>,
 }
 
 /// The last change of each page when it was copied: of its bytes, its metadata or its place.
@@ -84,6 +87,10 @@ impl Committer {
         if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_relocation) {
             return Ok(None);
         }
+        // Kernels that a lease lets read the memory would see the next owner's bytes.
+        if let Some(handover) = &draft.handover {
+            self.engine.leases.check_unleased(handover.page)?;
+        }
         // A pinned page keeps its address: callers have it in captured graphs.
         self.engine.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;
         // Its last change of any kind: a clone takes place and metadata as well.
@@ -98,7 +105,7 @@ impl Committer {
         }
         // Memory of another length or place would be applied to a page of the table's length (I10).
         if ops.iter().any(|at| goes_elsewhere(&at.op))
-            && !draft.memory.iter().map(home).eq(homes_made(ops, home_of)?)
+            && !draft.memory.iter().map(home).eq(homes_made(ops, home_of)?.iter().map(|made| made.at))
         {
             return Ok(None);
         }
@@ -140,8 +147,9 @@ impl Committer {
         // version, too.
         self.engine.versions.install(&changes);
         then(point, &changes);
-        let Draft { payload, memory, relocations, asides, room, .. } = draft;
-        self.engine.applier.push(ApplyWork { point, payload, changes, memory, relocations, asides, room });
+        let Draft { payload, memory, relocations, asides, room, handover, .. } = draft;
+        let work = ApplyWork { point, payload, changes, memory, relocations, asides, room, handover };
+        self.engine.applier.push(work);
         Outcome::Logged(point)
     }
 

@@ -45,6 +45,7 @@ use capture::Captures;
 pub use capture::{Direction, Shadow};
 pub(crate) use combine::CombineQueue;
 use draft::{Draft, Outcome, SourceVersions};
+use page_memory::LentPages;
 
 /// How often the bytes that a batch copies are read without the lock. After that the lock is held meanwhile.
 const COPY_TRIES: usize = 3;
@@ -76,6 +77,8 @@ struct CommitterWork<'a> {
     whole: Vec<WholePage<'a>>,
     /// The image file, which goes if the batch is refused.
     ahead: Option<AheadImages<'a>>,
+    /// Memory of the caller's in which new pages are to live.
+    lent: &'a LentPages<'a>,
 }
 
 impl Committer {
@@ -87,6 +90,7 @@ impl Committer {
     /// Logs a batch and hands it to the applier. Returns the end of its frame and its new pages.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         self.engine.poison.check()?;
+        let _span = tracing::trace_span!("commit").entered();
         self.try_submit(batch).map_err(|error| self.engine.poison.set_by_device(error))
     }
 
@@ -100,7 +104,8 @@ impl Committer {
         let sources = batch.copy_sources(&pages)?;
         batch.check_captures(&pages)?;
         let captures = self.capture(batch)?;
-        let born_in = self.arrivals(batch)?;
+        let born_in = self.arrivals(batch, &pages)?;
+        let lent = map_of(batch.lent(&pages));
         let mut tries = 0;
         loop {
             // What is copied is read without the lock, and the pages' versions are checked under it: a slow
@@ -135,8 +140,9 @@ impl Committer {
                 relocations: Vec::new(),
                 asides: VecDeque::new(),
                 room: ListRoom::default(),
+                handover: batch.handover(),
             };
-            let own = CommitterWork { captures: &captures, whole, ahead };
+            let own = CommitterWork { captures: &captures, whole, ahead, lent: &lent };
             // A stale draft has given everything back: it is made anew from the state that there is now.
             if let Some(point) = self.log_draft(draft, own, locked)? {
                 self.refresh_shadows(captures);
@@ -257,7 +263,7 @@ impl Committer {
         draft.asides = staged.into();
         draft.room = ListRoom::of(&ops)?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
-        draft.memory = self.allocate(&ops, locked.as_deref())?;
+        draft.memory = self.allocate(&ops, own.lent, locked.as_deref())?;
         draft.relocations = match self.relocations(&ops, locked.as_deref()) {
             Ok(relocations) => relocations,
             Err(error) => {

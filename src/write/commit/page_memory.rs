@@ -5,23 +5,25 @@
 //! (I10): once it is logged, the applier cannot refuse it. The places of pages are only looked at then,
 //! and checked again under the submission lock.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use remanent_format::limits::PAGE_LEN_MAX;
 use remanent_format::op::{Op, OpAt};
 use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
-use crate::base::allocation::{insert, push};
+use crate::base::allocation::{collected, insert, push};
+use crate::device::DeviceBytes;
 use crate::error::{Error, Result};
 use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
     /// Allocates page memory for the creates, resizes and moves of a batch, in their order: all of it or
-    /// none.
+    /// none. New pages live in the memory that `lent` has for them.
     pub(super) fn allocate(
         &self,
         ops: &[OpAt<'_>],
+        lent: &LentPages<'_>,
         locked: Option<&PageTable>,
     ) -> Result<VecDeque<PageMemory>> {
         // Without the lock, unless the caller holds it: `append` looks again, and a draft with other
@@ -30,9 +32,39 @@ impl Committer {
             Some(table) => home_in(table, page),
             None => home_in(&self.submitted.lock(), page),
         })?;
-        let memory = self.allocate_all(Purpose::Page, &homes)?;
+        // Handles that pages have left are dropped by this thread: their owners are callers' code.
+        self.engine.arena.drop_let_go();
+        let in_lent = |made: &MadeMemory| lent.get(&made.new_page?).copied().zip(made.new_page);
+        let own = collected(homes.iter().filter(|made| in_lent(made).is_none()).map(|made| made.at))?;
+        let mut own = self.allocate_all(Purpose::Page, &own)?.into_iter();
+        let mut memory = VecDeque::new();
+        for made in &homes {
+            let of_page = match in_lent(made) {
+                Some((bytes, page)) => self.lend(page, bytes),
+                None => Ok(own.next().expect("allocated for each that is not lent")),
+            };
+            match of_page {
+                Ok(of_page) => memory.push_back(of_page),
+                Err(error) => {
+                    self.discard(memory.into_iter().chain(own));
+                    return Err(error);
+                }
+            }
+        }
         assert!(memory.len() == homes.len()); // I10: each page brings its memory along.
-        Ok(memory.into())
+        Ok(memory)
+    }
+
+    /// Takes memory of the caller's for a page, again when the applier has caught up: a delete that is logged
+    /// may not have reached it yet.
+    fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
+        match self.engine.arena.lend(page, bytes) {
+            Err(Error::MemoryInUse { .. }) => {
+                self.engine.applier.turn(|_| Ok(()))?;
+                self.engine.arena.lend(page, bytes)
+            }
+            lent => lent,
+        }
     }
 
     /// Allocates from the arena, again when the applier has caught up.
@@ -90,6 +122,16 @@ impl Committer {
     }
 }
 
+/// Memory of callers' in which new pages are to live.
+pub(super) type LentPages<'a> = BTreeMap<PageId, &'a DeviceBytes>;
+
+/// Memory that an operation needs.
+pub(super) struct MadeMemory {
+    /// The page that the operation creates; `None` if the page is there already.
+    pub new_page: Option<PageId>,
+    pub at: PageLocation,
+}
+
 /// Where a page is, or its memory: the place, and the length in bytes.
 pub(super) type PageLocation = (Place, u64);
 
@@ -108,7 +150,7 @@ pub(super) fn home(memory: &PageMemory) -> PageLocation {
 pub(super) fn homes_made(
     ops: &[OpAt<'_>],
     home_of: impl Fn(PageId) -> Option<PageLocation>,
-) -> Result<Vec<PageLocation>> {
+) -> Result<Vec<MadeMemory>> {
     let mut made = Vec::new();
     // Where pages are in the course of the batch: a page may be resized and then moved.
     let mut now: HashMap<PageId, PageLocation> = HashMap::new();
@@ -129,7 +171,8 @@ pub(super) fn homes_made(
             return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
         }
         insert(&mut now, page, (place, len))?;
-        push(&mut made, (place, len))?;
+        let new_page = matches!(at.op, Op::Create { .. }).then_some(page);
+        push(&mut made, MadeMemory { new_page, at: (place, len) })?;
     }
     Ok(made)
 }

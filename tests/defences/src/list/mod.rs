@@ -7,6 +7,7 @@
 
 mod durable;
 mod log;
+mod memory;
 mod open;
 mod process;
 mod reads;
@@ -84,6 +85,7 @@ pub fn all() -> impl Iterator<Item = &'static Defence> {
         salvage::LIST,
         recovery::LIST,
         durable::LIST,
+        memory::LIST,
         open::LIST,
         process::LIST,
         reads::LIST,

@@ -1,0 +1,453 @@
+//! A device that counts: allocations, the bytes that lists move from place to place, and how long lists take.
+//!
+//! It stands before any other device, so that the host device counts as a GPU does. A list is counted when it
+//! is queued, by the ranges that its commands name. Its time is noted by the first thread that sees its fence
+//! pass: on a GPU no thread is told of that, so the time is at least the list's own.
+//!
+//! Counting takes one look-up a range, one lock a list, and an addition an allocation. Bytes that a caller's
+//! thread [reads now](Device::read_now) are no list's, and not counted.
+
+use std::any::Any;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use remanent_format::Place;
+
+use super::{
+    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
+    RawStream, Span, Staging, StreamPoint,
+};
+use crate::base::sync::Mutex;
+use crate::error::Result;
+
+/// The allocations of one place, since the store was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AllocationStats {
+    /// Page memory that was allocated, or taken of a caller.
+    pub allocations: u64,
+    /// Page memory that was given back.
+    pub frees: u64,
+    /// Allocations that were refused.
+    pub refusals: u64,
+}
+
+/// What lists moved from one place to another, since the store was opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TransferStats {
+    /// The place that bytes came from; [`Place::Host`] for those that were brought to the device.
+    pub from: Place,
+    /// The place that they went to; [`Place::Host`] for those that were brought to the host.
+    pub to: Place,
+    /// Pages, or ranges of them: each range of each list counts once.
+    pub pages: u64,
+    /// The bytes of these ranges. A delta that changes single elements counts with all bytes of its range.
+    pub bytes: u64,
+    /// Lists that moved some of them.
+    pub lists: u64,
+    /// The time from a list's submission until its fence was seen to pass, shared out by bytes where a list
+    /// moved them between several places. Lists overlap, so the sum may exceed the time that passed.
+    pub time: Duration,
+}
+
+/// One lane's lists, since the store was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LaneStats {
+    /// Lists that were queued.
+    pub lists: u64,
+    /// Lists that no thread has seen the end of yet.
+    pub queued: u64,
+    /// The most that these have been.
+    pub queued_max: u64,
+    /// Waits for a fence that had not passed.
+    pub waits: u64,
+    /// The time that threads spent in these waits.
+    pub wait_time: Duration,
+}
+
+/// A device that counts what another one does.
+pub(crate) struct CountedDevice {
+    inner: Arc<dyn Device>,
+    counts: Arc<DeviceCounts>,
+}
+
+/// What was counted. Shared by threads.
+pub(crate) struct DeviceCounts {
+    allocations: [AllocationCount; PLACES],
+    transfers: Mutex<BTreeMap<(Place, Place), Moved>>,
+    lanes: [Mutex<LaneCount>; Lane::ALL.len()],
+}
+
+/// A number for each place: the slots of devices, and the places of the host.
+const PLACES: usize = SLOTS + 4;
+const SLOTS: usize = 64;
+
+#[derive(Default)]
+struct AllocationCount {
+    allocations: AtomicU64,
+    frees: AtomicU64,
+    refusals: AtomicU64,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Moved {
+    pages: u64,
+    bytes: u64,
+    lists: u64,
+    time: Duration,
+}
+
+#[derive(Default)]
+struct LaneCount {
+    stats: LaneStats,
+    /// Lists whose end was not seen yet, in their order.
+    under_way: VecDeque<ListUnderWay>,
+}
+
+struct ListUnderWay {
+    fence: u64,
+    submitted: Instant,
+    moved: ListMoves,
+}
+
+/// The bytes that a list moves, by places. Most lists move them between two.
+type ListMoves = Vec<((Place, Place), Moved)>;
+
+impl DeviceCounts {
+    fn new() -> Self {
+        Self {
+            allocations: std::array::from_fn(|_| AllocationCount::default()),
+            transfers: Mutex::default(),
+            lanes: Default::default(),
+        }
+    }
+
+    /// The allocations of each place that has any.
+    pub fn allocations(&self) -> Vec<(Place, AllocationStats)> {
+        let of = |(number, count): (usize, &AllocationCount)| {
+            let [allocations, frees, refusals] = [&count.allocations, &count.frees, &count.refusals]
+                .map(|number| number.load(Ordering::Relaxed));
+            let stats = AllocationStats { allocations, frees, refusals };
+            (stats != AllocationStats::default()).then(|| (place_of(number), stats))
+        };
+        self.allocations.iter().enumerate().filter_map(of).collect()
+    }
+
+    /// What was moved between each two places.
+    pub fn transfers(&self) -> Vec<TransferStats> {
+        let of = |((from, to), moved): (&(Place, Place), &Moved)| {
+            let Moved { pages, bytes, lists, time } = *moved;
+            TransferStats { from: *from, to: *to, pages, bytes, lists, time }
+        };
+        self.transfers.lock().iter().map(of).collect()
+    }
+
+    /// Each lane's lists.
+    pub fn lanes(&self) -> Vec<(Lane, LaneStats)> {
+        Lane::ALL.iter().map(|lane| (*lane, self.lanes[*lane as usize].lock().stats)).collect()
+    }
+
+    fn allocated(&self, place: Place, is_there: bool) {
+        let count = &self.allocations[number_of(place)];
+        let counted = if is_there { &count.allocations } else { &count.refusals };
+        counted.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a list that is queued.
+    fn queued(&self, fence: Fence, submitted: Instant, moved: ListMoves) {
+        {
+            let mut transfers = self.transfers.lock();
+            for (places, of_list) in &moved {
+                let sum = transfers.entry(*places).or_default();
+                sum.pages += of_list.pages;
+                sum.bytes += of_list.bytes;
+                sum.lists += 1;
+            }
+        }
+        let mut lane = self.lanes[fence.lane as usize].lock();
+        // Threads may come here in another order than that in which the lane took their lists.
+        let at = lane.under_way.partition_point(|list| list.fence < fence.value);
+        lane.under_way.insert(at, ListUnderWay { fence: fence.value, submitted, moved });
+        lane.stats.lists += 1;
+        lane.stats.queued = lane.under_way.len() as u64;
+        lane.stats.queued_max = lane.stats.queued_max.max(lane.stats.queued);
+    }
+
+    /// Notes that the lane has come to this fence.
+    fn reached(&self, lane: Lane, value: u64) {
+        let mut done = Vec::new();
+        {
+            let mut lane = self.lanes[lane as usize].lock();
+            while lane.under_way.front().is_some_and(|list| list.fence <= value) {
+                done.extend(lane.under_way.pop_front());
+            }
+            lane.stats.queued = lane.under_way.len() as u64;
+        }
+        if done.iter().all(|list| list.moved.is_empty()) {
+            return;
+        }
+        let now = Instant::now();
+        let mut transfers = self.transfers.lock();
+        for ListUnderWay { submitted, moved, .. } in done {
+            let time = now.saturating_duration_since(submitted);
+            let bytes: u64 = moved.iter().map(|(_, moved)| moved.bytes).sum();
+            for (places, of_list) in moved {
+                let share = of_list.bytes as f64 / bytes.max(1) as f64;
+                transfers.entry(places).or_default().time += time.mul_f64(share);
+            }
+        }
+    }
+}
+
+/// The device that does the work.
+pub(super) fn uncounted(device: &Arc<dyn Device>) -> *const dyn Device {
+    let any: &dyn Any = &**device;
+    Arc::as_ptr(any.downcast_ref::<CountedDevice>().map_or(device, |counted| &counted.inner))
+}
+
+fn number_of(place: Place) -> usize {
+    match place {
+        Place::Device(slot) => (slot as usize).min(SLOTS - 1),
+        Place::Host => SLOTS,
+        Place::Pinned => SLOTS + 1,
+        Place::Unified => SLOTS + 2,
+        _ => SLOTS + 3,
+    }
+}
+
+fn place_of(number: usize) -> Place {
+    match number.checked_sub(SLOTS) {
+        None => Place::Device(number as u32),
+        Some(0) => Place::Host,
+        Some(1) => Place::Pinned,
+        Some(2) => Place::Unified,
+        Some(_) => Place::Disk,
+    }
+}
+
+impl CountedDevice {
+    /// A device that counts what `inner` does from now on.
+    pub fn new(inner: Arc<dyn Device>) -> Self {
+        Self { inner, counts: Arc::new(DeviceCounts::new()) }
+    }
+
+    /// The counts, which outlive the device.
+    pub fn counts(&self) -> &Arc<DeviceCounts> {
+        &self.counts
+    }
+
+    /// What a list moves.
+    fn moves(&self, commands: &[Command]) -> ListMoves {
+        let mut moves = ListMoves::new();
+        let mut add = |from: Place, to: Place, bytes: u64| {
+            if bytes == 0 {
+                return;
+            }
+            let at = moves.iter().position(|(places, _)| *places == (from, to)).unwrap_or_else(|| {
+                moves.push(((from, to), Moved::default()));
+                moves.len() - 1
+            });
+            moves[at].1.pages += 1;
+            moves[at].1.bytes += bytes;
+        };
+        let place = |span: &Span| self.inner.place_of(span.memory);
+        for command in commands {
+            match command {
+                Command::Upload { target, .. } => add(Place::Host, place(target), target.len),
+                Command::Download { source, .. } => add(place(source), Place::Host, source.len),
+                Command::Copy { source, target } => add(place(source), place(target), source.len),
+                Command::Gather { sources, target } => {
+                    let to = place(target);
+                    sources.iter().for_each(|(source, _)| add(place(source), to, source.len));
+                }
+                Command::Scatter { source, targets } => {
+                    let from = place(source);
+                    targets.iter().for_each(|(_, target)| add(from, place(target), target.len));
+                }
+                Command::Apply { pieces } => {
+                    for piece in pieces {
+                        let from = match &piece.payload {
+                            super::Payload::Staging { .. } => Place::Host,
+                            super::Payload::Device(span) => place(span),
+                        };
+                        add(from, place(&piece.target), piece.target.len);
+                    }
+                }
+                // Nothing goes from one memory to another but marks, sums and picked elements.
+                Command::Fill { .. }
+                | Command::Diff { .. }
+                | Command::Select { .. }
+                | Command::Crc { .. }
+                | Command::Pick { .. }
+                | Command::Validate { .. } => {}
+            }
+        }
+        moves
+    }
+
+    fn counted(&self, place: Place, allocated: Result<MemoryId>) -> Result<MemoryId> {
+        self.counts.allocated(place, allocated.is_ok());
+        allocated
+    }
+}
+
+impl Device for CountedDevice {
+    fn label(&self) -> String {
+        self.inner.label()
+    }
+
+    fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.counted(place, self.inner.allocate(place, len))
+    }
+
+    fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
+        self.counted(place, self.inner.allocate_at_once(place, len))
+    }
+
+    fn allocates_zeros(&self, place: Place, len: u64) -> bool {
+        self.inner.allocates_zeros(place, len)
+    }
+
+    fn crosses_bus(&self) -> bool {
+        self.inner.crosses_bus()
+    }
+
+    fn release(&self, memory: MemoryId) -> Result<()> {
+        let place = self.inner.place_of(memory);
+        self.inner.release(memory)?;
+        self.counts.allocations[number_of(place)].frees.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn staging(&self, len: usize) -> Result<Staging> {
+        self.inner.staging(len)
+    }
+
+    fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
+        let moved = self.moves(&list.commands);
+        let submitted = Instant::now();
+        let pending = self.inner.submit(lane, list)?;
+        self.counts.queued(pending.fence(), submitted, moved);
+        Ok(pending)
+    }
+
+    fn reached(&self, lane: Lane) -> u64 {
+        let reached = self.inner.reached(lane);
+        self.counts.reached(lane, reached);
+        reached
+    }
+
+    fn wait(&self, fence: Fence) -> Result<()> {
+        if self.reached(fence.lane) >= fence.value {
+            // Also where the fence has passed: the device may have to end its lists.
+            return self.inner.wait(fence);
+        }
+        let begun = Instant::now();
+        self.inner.wait(fence)?;
+        self.counts.reached(fence.lane, fence.value);
+        let mut lane = self.counts.lanes[fence.lane as usize].lock();
+        lane.stats.waits += 1;
+        lane.stats.wait_time += begun.elapsed();
+        Ok(())
+    }
+
+    fn after(&self, lane: Lane, fence: Fence) -> Result<()> {
+        self.inner.after(lane, fence)
+    }
+
+    fn wait_external(&self, lane: Lane, stream: RawStream) -> Result<()> {
+        self.inner.wait_external(lane, stream)
+    }
+
+    fn signal_external(&self, stream: RawStream, fence: Fence) -> Result<()> {
+        self.inner.signal_external(stream, fence)
+    }
+
+    fn wait_stream(&self, stream: RawStream) -> Result<()> {
+        self.inner.wait_stream(stream)
+    }
+
+    fn supports_streams(&self) -> bool {
+        self.inner.supports_streams()
+    }
+
+    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+        self.inner.stream_point(stream)
+    }
+
+    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
+        self.inner.wait_point(point)
+    }
+
+    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+        self.inner.has_passed(point)
+    }
+
+    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+        self.inner.hold_stream(stream, point)
+    }
+
+    fn address(&self, memory: MemoryId) -> Option<u64> {
+        self.inner.address(memory)
+    }
+
+    fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
+        self.inner.bytes(memory)
+    }
+
+    fn reads_now(&self) -> bool {
+        self.inner.reads_now()
+    }
+
+    fn read_now(&self, memory: MemoryId, offset: u64, out: &mut [u8]) -> bool {
+        self.inner.read_now(memory, offset, out)
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.inner.trim()
+    }
+
+    fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
+        self.inner.memory_stats()
+    }
+
+    fn place_of(&self, memory: MemoryId) -> Place {
+        self.inner.place_of(memory)
+    }
+
+    fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
+        let (id, place) = self.inner.adopt(memory)?;
+        self.counts.allocated(place, true);
+        Ok((id, place))
+    }
+
+    fn alias(&self, span: Span) -> Result<MemoryId> {
+        let alias = self.inner.alias(span)?;
+        self.counts.allocated(self.inner.place_of(alias), true);
+        Ok(alias)
+    }
+
+    fn rename(&self, memory: MemoryId) -> Result<MemoryId> {
+        self.inner.rename(memory)
+    }
+
+    fn origin(&self, memory: MemoryId) -> (u64, u64) {
+        self.inner.origin(memory)
+    }
+
+    fn copy_from(
+        &self,
+        lane: Lane,
+        other: &dyn Device,
+        source: Span,
+        target: Span,
+    ) -> Result<Option<Pending>> {
+        // The other one is a device of this kind only where a caller put it there.
+        let other = (other as &dyn Any).downcast_ref::<Self>().map_or(other, |other| &*other.inner);
+        self.inner.copy_from(lane, other, source, target)
+    }
+}

@@ -1,0 +1,193 @@
+//! The blocks of a cache: how they are found, split, joined and waited for. The cache's one lock is held
+//! around all of it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{CacheStats, StreamPoint};
+use crate::device::RawStream;
+use crate::error::Result;
+
+/// Lengths are multiples of this.
+pub(super) const BLOCK_LEN_MIN: u64 = 512;
+/// The longest block that lies in a short segment.
+pub(super) const SHORT_LEN_MAX: u64 = 1 << 20;
+/// The length of a segment for short blocks.
+pub(super) const SHORT_SEGMENT_LEN: u64 = 2 << 20;
+/// A long free block is split where more than this is left.
+const LONG_REST_MIN: u64 = 1 << 20;
+
+/// A free or used part of a segment. The blocks of a segment cover it without a gap.
+pub(super) struct Block {
+    pub len: u64,
+    pub segment: u64,
+    pub state: BlockState,
+}
+
+pub(super) enum BlockState {
+    Used,
+    Free,
+    /// Given back while work may still use it. If all that work is on one stream, that stream may have it.
+    Waiting {
+        points: Vec<Box<dyn StreamPoint>>,
+        only: Option<RawStream>,
+    },
+}
+
+#[derive(Default)]
+pub(super) struct Cache {
+    /// The lengths of segments by their addresses.
+    pub segments: BTreeMap<u64, u64>,
+    pub blocks: BTreeMap<u64, Block>,
+    /// Free blocks of short segments and of others, by length and address: the first one that is long enough
+    /// fits best.
+    pub free: [BTreeSet<(u64, u64)>; 2],
+    /// Addresses of the blocks that wait.
+    pub waiting: BTreeSet<u64>,
+    pub stats: CacheStats,
+    pub hits: u64,
+    pub misses: u64,
+}
+
+/// Which of the two lists a block of a segment of this length is in.
+pub(super) fn list_of(segment_len: u64) -> usize {
+    usize::from(segment_len > SHORT_SEGMENT_LEN)
+}
+
+/// Whether a free block is worth splitting where this is left of it.
+fn is_worth_splitting(segment_len: u64, rest: u64) -> bool {
+    if list_of(segment_len) == 0 { rest >= BLOCK_LEN_MIN } else { rest > LONG_REST_MIN }
+}
+
+impl Cache {
+    fn segment_len(&self, block: &Block) -> u64 {
+        self.segments[&block.segment]
+    }
+
+    fn list(&mut self, address: u64) -> &mut BTreeSet<(u64, u64)> {
+        let list = list_of(self.segment_len(&self.blocks[&address]));
+        &mut self.free[list]
+    }
+
+    /// The shortest free block that is long enough; of several, the one at the lowest address.
+    pub fn best_fit(&self, len: u64) -> Option<u64> {
+        let list = usize::from(len > SHORT_LEN_MAX);
+        self.free[list].range((len, 0)..).next().map(|(_, address)| *address)
+    }
+
+    /// A block that was given back on this stream alone, and that fits as it is: no part of it could be given
+    /// to another taker.
+    pub fn own_waiting(&self, len: u64, stream: RawStream) -> Option<u64> {
+        let fits = |address: &&u64| {
+            let block = &self.blocks[address];
+            let is_own =
+                matches!(block.state, BlockState::Waiting { only: Some(only), .. } if only == stream);
+            let segment_len = self.segment_len(block);
+            let is_of_list = list_of(segment_len) == usize::from(len > SHORT_LEN_MAX);
+            is_own && is_of_list && block.len >= len && !is_worth_splitting(segment_len, block.len - len)
+        };
+        self.waiting.iter().find(fits).copied()
+    }
+
+    pub fn add_segment(&mut self, address: u64, len: u64) {
+        self.segments.insert(address, len);
+        self.blocks.insert(address, Block { len, segment: address, state: BlockState::Free });
+        self.list(address).insert((len, address));
+        self.stats.reserved_bytes += len;
+        self.stats.reserved_peak_bytes = self.stats.reserved_peak_bytes.max(self.stats.reserved_bytes);
+    }
+
+    /// Hands out a block, cut to this length if the rest is worth it.
+    pub fn hand_out(&mut self, address: u64, len: u64) {
+        let (found_len, segment) = (self.blocks[&address].len, self.blocks[&address].segment);
+        self.list(address).remove(&(found_len, address));
+        self.waiting.remove(&address);
+        let rest = found_len - len;
+        let block_len = if is_worth_splitting(self.segments[&segment], rest) {
+            self.blocks.insert(address + len, Block { len: rest, segment, state: BlockState::Free });
+            self.list(address + len).insert((rest, address + len));
+            len
+        } else {
+            found_len
+        };
+        self.blocks.insert(address, Block { len: block_len, segment, state: BlockState::Used });
+        let stats = &mut self.stats;
+        stats.blocks += 1;
+        stats.allocated_bytes += block_len;
+        stats.allocated_peak_bytes = stats.allocated_peak_bytes.max(stats.allocated_bytes);
+    }
+
+    /// Counts a block as given back.
+    ///
+    /// # Panics
+    /// If it is not in use, or is shorter than the length that it is given back with.
+    pub fn give(&mut self, address: u64, len: u64) {
+        let block = self.blocks.get(&address).filter(|block| matches!(block.state, BlockState::Used));
+        let block = block.expect("a block in use");
+        assert!(len <= block.len, "{len} bytes of a block of {}", block.len);
+        self.stats.blocks -= 1;
+        self.stats.allocated_bytes -= block.len;
+    }
+
+    pub fn wait(&mut self, address: u64, points: Vec<Box<dyn StreamPoint>>, only: Option<RawStream>) {
+        let block = self.blocks.get_mut(&address).expect("given back just now");
+        block.state = BlockState::Waiting { points, only };
+        self.waiting.insert(address);
+    }
+
+    /// Makes a block free, and one with its free neighbours in the segment.
+    pub fn join(&mut self, address: u64) {
+        let Block { mut len, segment, .. } = self.blocks.remove(&address).expect("a block");
+        let mut begin = address;
+        let before = self.blocks.range(..address).next_back().map(|(address, _)| *address);
+        let after = self.blocks.range(address..).next().map(|(address, _)| *address);
+        for neighbour in [before, after].into_iter().flatten() {
+            let block = &self.blocks[&neighbour];
+            // The next segment of the source's may begin where this one ends: it is another allocation.
+            if block.segment == segment && matches!(block.state, BlockState::Free) {
+                let joined_len = block.len;
+                self.list(neighbour).remove(&(joined_len, neighbour));
+                self.blocks.remove(&neighbour);
+                (begin, len) = (begin.min(neighbour), len + joined_len);
+            }
+        }
+        self.blocks.insert(begin, Block { len, segment, state: BlockState::Free });
+        self.list(begin).insert((len, begin));
+    }
+
+    /// Makes those blocks free whose work is done by now.
+    pub fn look_at_waiting(&mut self) -> Result<()> {
+        let mut done = Vec::new();
+        for address in &self.waiting {
+            let BlockState::Waiting { points, .. } = &self.blocks[address].state else { continue };
+            let mut passed = true;
+            for point in points {
+                passed = passed && point.has_passed()?;
+            }
+            if passed {
+                done.push(*address);
+            }
+        }
+        for address in done {
+            self.waiting.remove(&address);
+            self.join(address);
+        }
+        Ok(())
+    }
+
+    /// Takes out the segments that are one free block.
+    pub fn take_free_segments(&mut self) -> Vec<(u64, u64)> {
+        let is_free = |(address, len): &(&u64, &u64)| {
+            let block = &self.blocks[*address];
+            block.len == **len && matches!(block.state, BlockState::Free)
+        };
+        let free: Vec<(u64, u64)> =
+            self.segments.iter().filter(is_free).map(|(address, len)| (*address, *len)).collect();
+        for (address, len) in &free {
+            self.list(*address).remove(&(*len, *address));
+            self.blocks.remove(address);
+            self.segments.remove(address);
+            self.stats.reserved_bytes -= len;
+        }
+        free
+    }
+}

@@ -1,0 +1,237 @@
+//! Blocks cut to measure from few segments, by the rules of PyTorch's allocator: lengths are rounded up to
+//! 512 bytes, short blocks share segments of 2 MiB and longer ones segments of 20 MiB, a free block is split
+//! for a shorter one, and free neighbours become one block again.
+//!
+//! [`Pool`](super::Pool) never joins blocks, so that freeing one takes no look at others: it is for pages, of
+//! which many have the same length. This is for lengths that vary, where blocks of one length would leave no
+//! room for another.
+//!
+//! A block is given back before the work that uses it is done, if its streams are named: the driver's events
+//! tell when it is. Until then only work on the same stream may have it, for that comes later in any case.
+//!
+//! One lock holds all of it. A segment is asked for while it is held, so that two threads do not both ask for
+//! one where one would do.
+
+mod blocks;
+mod stats;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use remanent_format::Place;
+
+use self::blocks::{BLOCK_LEN_MIN, Cache, SHORT_LEN_MAX, SHORT_SEGMENT_LEN};
+pub use self::stats::CacheStats;
+use super::MemoryResource;
+use crate::base::sync::Mutex;
+use crate::device::{MemoryStats, RawStream};
+use crate::error::{Error, Result};
+
+/// Blocks of this length and longer are segments of their own.
+const ALONE_LEN_MIN: u64 = 10 << 20;
+/// The length of a segment for the blocks between.
+const LONG_SEGMENT_LEN: u64 = 20 << 20;
+/// Segments of one block are multiples of this.
+const SEGMENT_ROUND: u64 = 2 << 20;
+
+/// Streams that tell when their work is done.
+pub trait StreamPoints: Send + Sync + 'static {
+    /// The point at which the stream is now.
+    ///
+    /// # Errors
+    /// `StreamRefused`, a device error.
+    fn point(&self, stream: RawStream) -> Result<Box<dyn StreamPoint>>;
+}
+
+/// A point of a stream.
+pub trait StreamPoint: Send {
+    /// Whether all work before it is done.
+    ///
+    /// # Errors
+    /// A device error.
+    fn has_passed(&self) -> Result<bool>;
+}
+
+/// Blocks that are split and joined, over another source.
+///
+/// ```
+/// use remanent::device::cuda::resource::{CachingMemory, HostMemory, MemoryResource};
+/// let memory = CachingMemory::new(HostMemory);
+/// let (one, other) = (memory.allocate(1000)?, memory.allocate(3 << 20)?);
+/// let stats = memory.cache_stats();
+/// assert_eq!((stats.allocated_bytes, stats.reserved_bytes), (1024 + (3 << 20), 22 << 20));
+/// // SAFETY: allocated just now, and nothing uses them.
+/// unsafe { memory.free(one, 1000)? };
+/// unsafe { memory.free(other, 3 << 20)? };
+/// assert_eq!(memory.trim()?, 22 << 20);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+pub struct CachingMemory<R: MemoryResource> {
+    upstream: R,
+    points: Option<Arc<dyn StreamPoints>>,
+    state: Mutex<Cache>,
+}
+
+impl<R: MemoryResource> CachingMemory<R> {
+    /// A cache that holds nothing yet, and knows no streams.
+    #[must_use]
+    pub fn new(upstream: R) -> Self {
+        Self { upstream, points: None, state: Mutex::default() }
+    }
+
+    /// A cache that holds nothing yet, whose blocks may be given back on streams.
+    #[must_use]
+    pub fn with_streams(upstream: R, points: Arc<dyn StreamPoints>) -> Self {
+        Self { upstream, points: Some(points), state: Mutex::default() }
+    }
+
+    /// As [`allocate`](MemoryResource::allocate), for work on this stream alone: it may also have a block
+    /// that was given back on this stream, before the work that uses it is done.
+    ///
+    /// # Errors
+    /// As for `allocate`.
+    pub fn allocate_on(&self, len: u64, stream: RawStream) -> Result<u64> {
+        self.take(len, Some(stream))
+    }
+
+    /// Takes back memory that work on these streams may still use, as far as it is there by now.
+    ///
+    /// # Errors
+    /// [`Error::StreamRefused`], with nothing taken back, where the cache knows no streams or a graph is
+    /// being captured from one; a device error.
+    ///
+    /// # Safety
+    /// As for [`free`](MemoryResource::free), but for the work that is on these streams by now.
+    pub unsafe fn free_on(&self, address: u64, len: u64, streams: &[RawStream]) -> Result<()> {
+        let point = |stream: &RawStream| match &self.points {
+            Some(points) => points.point(*stream),
+            None => {
+                let reason = "this memory was made without streams";
+                Err(Error::StreamRefused { stream: stream.handle(), reason })
+            }
+        };
+        let points = streams.iter().map(point).collect::<Result<Vec<_>>>()?;
+        let only = streams.first().filter(|first| streams.iter().all(|stream| stream == *first)).copied();
+        let mut state = self.state.lock();
+        state.give(address, len);
+        if points.is_empty() {
+            state.join(address);
+        } else {
+            state.wait(address, points, only);
+        }
+        Ok(())
+    }
+
+    /// Counts and sizes as they are now.
+    #[must_use]
+    pub fn cache_stats(&self) -> CacheStats {
+        let state = self.state.lock();
+        let free = || state.free.iter().flatten();
+        CacheStats {
+            segments: state.segments.len() as u64,
+            free_blocks: free().count() as u64,
+            waiting_blocks: state.waiting.len() as u64,
+            free_bytes: free().map(|(len, _)| len).sum(),
+            free_longest_bytes: free().map(|(len, _)| *len).max().unwrap_or(0),
+            ..state.stats
+        }
+    }
+
+    /// Lets the peaks begin anew, at what is in use and held now.
+    pub fn reset_peaks(&self) {
+        let CacheStats { allocated_bytes, allocated_peak_bytes, reserved_bytes, reserved_peak_bytes, .. } =
+            &mut self.state.lock().stats;
+        (*allocated_peak_bytes, *reserved_peak_bytes) = (*allocated_bytes, *reserved_bytes);
+    }
+
+    fn take(&self, len: u64, stream: Option<RawStream>) -> Result<u64> {
+        let out_of_memory = || Error::OutOfMemory { place: Place::Device(0), len };
+        let block_len = len.max(1).checked_next_multiple_of(BLOCK_LEN_MIN).ok_or_else(out_of_memory)?;
+        let segment_len = if block_len <= SHORT_LEN_MAX {
+            SHORT_SEGMENT_LEN
+        } else if block_len < ALONE_LEN_MIN {
+            LONG_SEGMENT_LEN
+        } else {
+            block_len.checked_next_multiple_of(SEGMENT_ROUND).ok_or_else(out_of_memory)?
+        };
+        let mut state = self.state.lock();
+        state.look_at_waiting()?;
+        let found = stream.and_then(|stream| state.own_waiting(block_len, stream));
+        let address = match found.or_else(|| state.best_fit(block_len)) {
+            Some(address) => {
+                state.hits += 1;
+                address
+            }
+            None => {
+                let address = self.upstream.allocate(segment_len)?;
+                state.misses += 1;
+                state.add_segment(address, segment_len);
+                address
+            }
+        };
+        state.hand_out(address, block_len);
+        Ok(address)
+    }
+}
+
+// SAFETY: a block lies within a segment that the source within gave; the blocks of a segment do not overlap,
+// and one that was handed out is neither free nor waiting until it is given back. One that waits is handed
+// out on the stream whose work uses it, and so after that work, or when its points have passed. Segments
+// begin at multiples of `ALIGN`, and so do their blocks, whose lengths are multiples of 512.
+unsafe impl<R: MemoryResource> MemoryResource for CachingMemory<R> {
+    fn allocate(&self, len: u64) -> Result<u64> {
+        self.take(len, None)
+    }
+
+    unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
+        // SAFETY: nothing uses the memory, on any stream.
+        unsafe { self.free_on(address, len, &[]) }
+    }
+
+    fn trim(&self) -> Result<u64> {
+        let free = {
+            let mut state = self.state.lock();
+            state.look_at_waiting()?;
+            state.take_free_segments()
+        };
+        let mut trimmed = Ok(0);
+        for (address, len) in free {
+            // SAFETY: the source gave it, it is one free block, and it is in no list any more.
+            let freed = unsafe { self.upstream.free(address, len) };
+            // A segment that is not taken back keeps no other.
+            trimmed = trimmed.and_then(|bytes| freed.map(|()| bytes + len));
+        }
+        Ok(trimmed? + self.upstream.trim()?)
+    }
+
+    fn stats(&self) -> MemoryStats {
+        let Cache { stats, hits, misses, .. } = &*self.state.lock();
+        MemoryStats {
+            reserved_bytes: stats.reserved_bytes,
+            used_bytes: stats.allocated_bytes,
+            hits: *hits,
+            misses: *misses,
+        }
+    }
+}
+
+impl<R: MemoryResource> Drop for CachingMemory<R> {
+    /// Segments with blocks that were never given back, or whose work is not done, stay allocated: something
+    /// may still use them.
+    fn drop(&mut self) {
+        if let Err(error) = self.trim() {
+            tracing::warn!(%error, "memory could not be given back to the driver");
+        }
+        let still_reserved = self.state.get_mut().stats.reserved_bytes;
+        if still_reserved > 0 {
+            tracing::warn!(bytes = still_reserved, "memory that is still in use stays allocated");
+        }
+    }
+}
+
+impl<R: MemoryResource> std::fmt::Debug for CachingMemory<R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CachingMemory").field("stats", &self.cache_stats()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,209 @@
+//! Ranges of callers' memory in which pages live, and those that calls and streams of callers use now. A page
+//! is put only where no other use is.
+//!
+//! One of these serves all memory that a store gave out or took. Ranges are told apart by where they lie and
+//! not by their handles, because a caller may tell the store of the same tensor twice. A lock is held for a
+//! look at the list, and never while a device works.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use remanent_format::PageId;
+
+use super::stream_uses::Access;
+use crate::base::sync::Mutex;
+
+/// The ranges in use. Shared by threads.
+#[derive(Default)]
+pub(crate) struct LentRanges(Mutex<RangeUses>);
+
+#[derive(Default)]
+struct RangeUses {
+    /// Ranges in which pages live, by their space and their start there. No two share a byte.
+    pages: BTreeMap<(u64, u64), LentRange>,
+    /// Ranges that callers use now, each under a number of its own.
+    callers: Vec<(u64, MemoryRange, CallerUse)>,
+    next: u64,
+}
+
+/// A use of a caller's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CallerUse {
+    /// A call that writes.
+    Call,
+    /// A stream, while its guard is open.
+    Stream(Access),
+}
+
+/// The right of a call, or of a guard, to use a range: no page is put there meanwhile.
+pub(crate) struct RangeUse {
+    ranges: Arc<LentRanges>,
+    number: u64,
+}
+
+impl Drop for RangeUse {
+    fn drop(&mut self) {
+        self.ranges.0.lock().callers.retain(|(number, ..)| *number != self.number);
+    }
+}
+
+struct LentRange {
+    end: u64,
+    page: PageId,
+    /// Whether the page has given it up, and a lane may still use it.
+    is_retired: bool,
+}
+
+/// A range by where it lies: a [space](super::Device::origin), and its bounds there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MemoryRange {
+    pub space: u64,
+    pub start: u64,
+    pub end: u64,
+}
+
+/// The use that keeps a range from being lent.
+pub(crate) enum RangeInUse {
+    /// This page lives in a part of it.
+    Page(PageId),
+    /// A page gave a part of it up, and a lane may still use that.
+    Retired,
+    /// A caller uses a part of it.
+    Caller,
+}
+
+impl MemoryRange {
+    fn overlaps(&self, other: &Self) -> bool {
+        self.space == other.space && self.start < other.end && other.start < self.end
+    }
+}
+
+impl RangeUses {
+    /// The page in a part of the range; of several, the one that begins last.
+    fn page_in(&self, range: MemoryRange) -> Option<&LentRange> {
+        // Of all that begin before this range's end, the last one to begin is the last one to end.
+        let before = self.pages.range(..(range.space, range.end)).next_back();
+        let is_in = |((space, _), lent): &(&(u64, u64), &LentRange)| {
+            *space == range.space && lent.end > range.start && range.start < range.end
+        };
+        before.filter(is_in).map(|(_, lent)| lent)
+    }
+}
+
+impl LentRanges {
+    /// The page that lives in a part of the range.
+    pub fn page_in(&self, range: MemoryRange) -> Option<PageId> {
+        self.0.lock().page_in(range).map(|lent| lent.page)
+    }
+
+    /// Begins a use of a caller's.
+    ///
+    /// # Errors
+    /// The page that lives there, if the use writes: only the store writes to a page.
+    pub fn begin(self: &Arc<Self>, range: MemoryRange, by: CallerUse) -> Result<RangeUse, PageId> {
+        let mut uses = self.0.lock();
+        if by != CallerUse::Stream(Access::Read)
+            && let Some(lent) = uses.page_in(range)
+        {
+            return Err(lent.page);
+        }
+        let number = uses.next;
+        uses.next += 1;
+        uses.callers.push((number, range, by));
+        Ok(RangeUse { ranges: self.clone(), number })
+    }
+
+    /// Whether a stream uses a part of the range now in a way that `access` may not run beside.
+    pub fn is_excluded_by_stream(&self, range: MemoryRange, access: Access) -> bool {
+        let is_in_the_way = |(_, used, by): &(u64, MemoryRange, CallerUse)| match by {
+            CallerUse::Stream(other) => access.excludes(*other) && used.overlaps(&range),
+            CallerUse::Call => false,
+        };
+        self.0.lock().callers.iter().any(is_in_the_way)
+    }
+
+    /// Lets a page live in the range, which is not empty.
+    ///
+    /// # Errors
+    /// The use that is in the way.
+    pub fn lend(&self, range: MemoryRange, page: PageId) -> Result<(), RangeInUse> {
+        let mut uses = self.0.lock();
+        if let Some(lent) = uses.page_in(range) {
+            return Err(if lent.is_retired { RangeInUse::Retired } else { RangeInUse::Page(lent.page) });
+        }
+        if uses.callers.iter().any(|(_, used, _)| used.overlaps(&range)) {
+            return Err(RangeInUse::Caller);
+        }
+        let lent = LentRange { end: range.end, page, is_retired: false };
+        uses.pages.insert((range.space, range.start), lent);
+        Ok(())
+    }
+
+    /// Notes that the page has given its range up.
+    pub fn retire(&self, range: MemoryRange) {
+        let mut uses = self.0.lock();
+        uses.pages.get_mut(&(range.space, range.start)).expect("a range that is lent").is_retired = true;
+    }
+
+    /// Nothing of the store uses the range any more.
+    pub fn end(&self, range: MemoryRange) {
+        let ended = self.0.lock().pages.remove(&(range.space, range.start));
+        assert!(ended.is_some(), "a range that was not lent: {range:?}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(space: u64, start: u64, end: u64) -> MemoryRange {
+        MemoryRange { space, start, end }
+    }
+
+    #[test]
+    fn a_range_is_lent_once_and_its_neighbours_are_free() {
+        let ranges = Arc::new(LentRanges::default());
+        assert!(ranges.lend(range(1, 10, 20), PageId(1)).is_ok());
+        for (start, end) in [(10, 20), (0, 11), (19, 30), (12, 13), (0, 100)] {
+            assert_eq!(ranges.page_in(range(1, start, end)), Some(PageId(1)), "{start}..{end}");
+            let in_use = ranges.lend(range(1, start, end), PageId(2));
+            assert!(matches!(in_use, Err(RangeInUse::Page(PageId(1)))), "{start}..{end}");
+            let uses = [CallerUse::Call, CallerUse::Stream(Access::Write), CallerUse::Stream(Access::Read)];
+            let refused = uses.map(|by| ranges.begin(range(1, start, end), by).err());
+            assert_eq!(refused, [Some(PageId(1)), Some(PageId(1)), None], "only the store writes there");
+        }
+        // Empty ranges, neighbours, and the same numbers in another space.
+        for (space, start, end) in [(1, 15, 15), (1, 0, 10), (1, 20, 30), (0, 10, 20), (2, 10, 20)] {
+            assert_eq!(ranges.page_in(range(space, start, end)), None, "{space}: {start}..{end}");
+        }
+        assert!(ranges.lend(range(1, 0, 10), PageId(3)).is_ok());
+        ranges.retire(range(1, 10, 20));
+        assert!(matches!(ranges.lend(range(1, 15, 25), PageId(4)), Err(RangeInUse::Retired)));
+        ranges.end(range(1, 10, 20));
+        assert!(ranges.lend(range(1, 10, 25), PageId(4)).is_ok());
+    }
+
+    #[test]
+    fn a_range_that_a_caller_uses_is_not_lent() {
+        for by in [CallerUse::Call, CallerUse::Stream(Access::Read), CallerUse::Stream(Access::Write)] {
+            let ranges = Arc::new(LentRanges::default());
+            let begin = |(start, end)| ranges.begin(range(0, start, end), by).ok().unwrap();
+            let [first, second] = [(0, 5), (3, 9)].map(begin);
+            assert!(matches!(ranges.lend(range(0, 4, 5), PageId(1)), Err(RangeInUse::Caller)));
+            assert!(ranges.lend(range(0, 9, 12), PageId(1)).is_ok());
+            drop(first);
+            assert!(matches!(ranges.lend(range(0, 4, 5), PageId(2)), Err(RangeInUse::Caller)));
+            let excluded = [Access::Read, Access::Write].map(|access| {
+                [4, 9].map(|start| ranges.is_excluded_by_stream(range(0, start, start + 1), access))
+            });
+            let expected = match by {
+                CallerUse::Call => [false, false],
+                CallerUse::Stream(Access::Read) => [false, true],
+                CallerUse::Stream(Access::Write) => [true, true],
+            };
+            assert_eq!(excluded, expected.map(|is_excluded| [is_excluded, false]), "{by:?}");
+            drop(second);
+            assert!(ranges.lend(range(0, 4, 5), PageId(2)).is_ok());
+        }
+    }
+}

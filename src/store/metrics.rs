@@ -1,0 +1,95 @@
+//! Counts and sizes of a store, for the `metrics` facade.
+//!
+//! They are published when the caller says so, as the exporters of the facade are read: so a commit pays for
+//! none of them.
+
+use std::time::Duration;
+
+use metrics::{Label, counter, gauge};
+use remanent_format::Place;
+
+use super::{Stats, Store};
+use crate::memory::arena::PlaceUsage;
+
+impl Store {
+    /// Publishes [`Store::stats`] to the recorder of the `metrics` facade: called at intervals, or before an
+    /// exporter is read. Every metric has the label `store`, the directory; those of a place have `place`, of
+    /// a lane `lane`, and transfers `from` and `to`.
+    ///
+    /// | metric | kind | what it is |
+    /// |---|---|---|
+    /// | `remanent_lsn` with `state` = `logged`, `applied`, `durable` | counter | the newest batch of each kind |
+    /// | `remanent_log_bytes`, `remanent_log_syncs` | counter | bytes and syncs of the log since the open |
+    /// | `remanent_place_bytes` with `state` = `allocated`, `retired`, `claimed` | gauge | a place's budget in use |
+    /// | `remanent_pages` | gauge | allocations of a place |
+    /// | `remanent_allocations`, `remanent_frees`, `remanent_refusals` | counter | [`AllocationStats`] |
+    /// | `remanent_transfer_pages`, `_bytes`, `_lists`, `_seconds` | counter, gauge | [`TransferStats`] |
+    /// | `remanent_lane_lists`, `_waits`, `_queued`, `_wait_seconds` | counter, gauge | [`LaneStats`] |
+    ///
+    /// Nothing is published in a forked child.
+    ///
+    /// ```
+    /// use remanent::{Options, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// store.commit(store.batch().set_root("step", 1u64))?;
+    /// store.publish_metrics(); // to the recorder that the program installed, if it did
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// [`AllocationStats`]: crate::AllocationStats
+    /// [`TransferStats`]: crate::TransferStats
+    /// [`LaneStats`]: crate::LaneStats
+    pub fn publish_metrics(&self) {
+        if self.check_process().is_err() {
+            return;
+        }
+        let store = Label::new("store", self.disk().label());
+        publish(&store, &self.stats());
+    }
+}
+
+fn publish(store: &Label, stats: &Stats) {
+    let labels = |more: &[(&'static str, String)]| {
+        let more = more.iter().map(|(name, value)| Label::new(*name, value.clone()));
+        std::iter::once(store.clone()).chain(more).collect::<Vec<_>>()
+    };
+    let states = [("logged", stats.logged), ("applied", stats.applied), ("durable", stats.durable)];
+    for (state, lsn) in states {
+        counter!("remanent_lsn", labels(&[("state", state.to_owned())])).absolute(lsn.0);
+    }
+    counter!("remanent_log_bytes", labels(&[])).absolute(stats.log.bytes);
+    counter!("remanent_log_syncs", labels(&[])).absolute(stats.log.syncs);
+    let of_place = |place: Place| labels(&[("place", place.to_string())]);
+    for (place, usage) in &stats.places {
+        let PlaceUsage { allocated_bytes, retired_bytes, claimed_bytes, count, .. } = *usage;
+        let states = [("allocated", allocated_bytes), ("retired", retired_bytes), ("claimed", claimed_bytes)];
+        for (state, bytes) in states {
+            let labels = labels(&[("place", place.to_string()), ("state", state.to_owned())]);
+            gauge!("remanent_place_bytes", labels).set(bytes as f64);
+        }
+        gauge!("remanent_pages", of_place(*place)).set(count as f64);
+    }
+    for (place, allocations) in &stats.allocations {
+        counter!("remanent_allocations", of_place(*place)).absolute(allocations.allocations);
+        counter!("remanent_frees", of_place(*place)).absolute(allocations.frees);
+        counter!("remanent_refusals", of_place(*place)).absolute(allocations.refusals);
+    }
+    for moved in &stats.transfers {
+        let labels = labels(&[("from", moved.from.to_string()), ("to", moved.to.to_string())]);
+        counter!("remanent_transfer_pages", labels.clone()).absolute(moved.pages);
+        counter!("remanent_transfer_bytes", labels.clone()).absolute(moved.bytes);
+        counter!("remanent_transfer_lists", labels.clone()).absolute(moved.lists);
+        gauge!("remanent_transfer_seconds", labels).set(seconds(moved.time));
+    }
+    for (lane, of_lane) in &stats.lanes {
+        let labels = labels(&[("lane", format!("{lane:?}").to_lowercase())]);
+        counter!("remanent_lane_lists", labels.clone()).absolute(of_lane.lists);
+        counter!("remanent_lane_waits", labels.clone()).absolute(of_lane.waits);
+        gauge!("remanent_lane_queued", labels.clone()).set(of_lane.queued as f64);
+        gauge!("remanent_lane_wait_seconds", labels).set(seconds(of_lane.wait_time));
+    }
+}
+
+fn seconds(time: Duration) -> f64 {
+    time.as_secs_f64()
+}

@@ -1,0 +1,110 @@
+//! Memory of callers', and memory that is used again: no page, stream or list finds another one's bytes
+//! there.
+
+use super::{Defence, Test, check, defence, it, refusal, unit};
+
+const BLOCKS: &str = "src/device/cuda/resource/caching/blocks.rs";
+const WAITS: Test = unit("device::cuda::resource::caching::tests::a_block_waits_for_the_work_that_uses_it");
+const CHANGES: &str = "src/applier/changes.rs";
+const GAP: Test = unit("applier::changes::tests::a_gap_is_told_in_its_place_and_once");
+const RANGES: &str = "src/device/lent_ranges.rs";
+
+pub const LIST: &[Defence] = &[
+    // The caching source.
+    defence(
+        "a cached block waits for its work",
+        BLOCKS,
+        "passed = passed && point.has_passed()?;",
+        "_ = point.has_passed()?;",
+        WAITS,
+    ),
+    defence("a cached block that waits is its stream's alone", BLOCKS, "only == stream", "true", WAITS),
+    defence(
+        "a cached segment with a block in use stays",
+        BLOCKS,
+        "block.len == **len && matches!(block.state, BlockState::Free)",
+        "block.len == **len",
+        WAITS,
+    ),
+    // Streams of changes.
+    refusal("a stream of changes tells of a gap first", CHANGES, "state.lagged.is_some()", GAP),
+    defence(
+        "a stream of changes is bounded",
+        CHANGES,
+        "state.count + batch.count() <= QUEUED_MAX",
+        "true",
+        GAP,
+    ),
+    // Pages in memory of callers'.
+    refusal(
+        "memory that a caller uses is not lent",
+        RANGES,
+        "uses.callers.iter().any(|(_, used, _)| used.overlaps(&range))",
+        unit("device::lent_ranges::tests::a_range_that_a_caller_uses_is_not_lent"),
+    ),
+    defence(
+        "only the store writes where a page lives",
+        RANGES,
+        "by != CallerUse::Stream(Access::Read)",
+        "false",
+        unit("device::lent_ranges::tests::a_range_is_lent_once_and_its_neighbours_are_free"),
+    ),
+    check(
+        "memory that a page gave up is lent again after its last list",
+        "src/memory/arena/lent.rs",
+        "self.handles.lock()[&memory].retire_loan();",
+        it("lent_pages::memory_is_lent_again_as_soon_as_a_delete_is_committed"),
+    ),
+    refusal(
+        "a page in a caller's memory begins with zeros",
+        "src/applier/worker.rs",
+        "new.is_lent()",
+        it("lent_pages::a_page_lives_in_memory_of_the_callers_and_touches_no_byte_beside_it"),
+    ),
+    refusal(
+        "a recovered page of zeros in a caller's memory is zeros",
+        "src/recovery/load.rs",
+        "memories.is_lent(*page)?",
+        it("page_memory::pages_come_back_in_the_memory_that_is_given_for_them"),
+    ),
+    // Memory that goes to a caller.
+    check(
+        "a leased page is not released",
+        "src/write/commit/draft.rs",
+        "self.engine.leases.check_unleased(handover.page)?;",
+        it("releases::a_page_that_is_leased_or_pinned_is_not_released"),
+    ),
+    defence(
+        "a release is durable before memory is handed out",
+        "src/store/kernels.rs",
+        "log.wait_durable(point.lsn)",
+        "Ok(())",
+        it("releases::a_release_is_durable_when_it_returns"),
+    ),
+    // Streams of callers'.
+    refusal(
+        "the store keeps away while a guard is open",
+        "src/device/bytes.rs",
+        "is_excluded && (self.stream.is_none() || access == Access::Write)",
+        it("stream_guards::while_a_guard_is_open_the_store_keeps_away"),
+    ),
+    check(
+        "a stream comes after another one's write",
+        "src/device/stream_guard.rs",
+        "device.hold_stream(stream, &point)?;",
+        it("stream_guards::streams_come_after_each_other_where_one_of_them_writes"),
+    ),
+    defence(
+        "a guard that reads a page comes after the batches before",
+        "src/device/stream_guard.rs",
+        "self.link().applied()?",
+        "passed",
+        it("stream_guards::a_page_is_read_after_every_batch_before_and_no_stream_writes_there"),
+    ),
+    check(
+        "memory is used again after the streams' work",
+        "src/write/commit/device_payload.rs",
+        "return self.after_streams(staged);",
+        it("stream_guards::memory_is_given_back_after_the_work_and_the_drop_waits_for_nothing"),
+    ),
+];

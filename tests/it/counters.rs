@@ -1,0 +1,164 @@
+//! Counts of what the device does: the same on every device, and exact.
+
+use std::sync::Arc;
+
+use remanent::device::host::HostDevice;
+use remanent::device::multi::MultiDevice;
+use remanent::device::{Device, Lane};
+use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{
+    Ack, AllocationStats, Error, LaneStats, Options, PageId, Place, Stats, Store, Width, WriteBatch,
+};
+
+use crate::gpu;
+
+const PLACE: Place = Place::Device(0);
+const LEN: u64 = 5000;
+
+fn options() -> Options {
+    let options = Options::default().ack(Ack::Applied).segment_len(64 << 10);
+    options.snapshot_log_bytes(None).snapshot_interval(None)
+}
+
+fn open(device: Arc<dyn Device>) -> Store {
+    Store::open_on(Arc::new(SimDisk::new()), device, options()).unwrap()
+}
+
+fn host() -> Arc<dyn Device> {
+    Arc::new(HostDevice::new())
+}
+
+fn commit(store: &Store, build: impl FnOnce(&mut WriteBatch)) -> Vec<PageId> {
+    let mut batch = store.batch();
+    build(&mut batch);
+    store.commit(batch).unwrap().pages
+}
+
+/// Pages and bytes that went from one place to another.
+fn moved(stats: &Stats, from: Place, to: Place) -> (u64, u64) {
+    let moved = stats.transfers.iter().find(|moved| (moved.from, moved.to) == (from, to));
+    moved.map_or((0, 0), |moved| (moved.pages, moved.bytes))
+}
+
+fn allocations(stats: &Stats, place: Place) -> AllocationStats {
+    let found = stats.allocations.iter().find(|(of, _)| *of == place);
+    found.map_or(AllocationStats::default(), |(_, stats)| *stats)
+}
+
+fn lane(stats: &Stats, lane: Lane) -> LaneStats {
+    stats.lanes.iter().find(|(of, _)| *of == lane).unwrap().1
+}
+
+/// What a workload moves, each row with its places, how many ranges and how many bytes.
+fn workload(store: &Store, far: Place) -> Vec<(Place, Place, u64, u64)> {
+    let page = commit(store, |batch| {
+        let page = batch.create(LEN, PLACE).page();
+        batch.write(page, 0, &[1; 100]).scatter(page, Width::W4, &[50, 60], &[2; 8]);
+    })[0];
+    // Zeros are written where the page is, and come from nowhere.
+    commit(store, |batch| _ = batch.fill(page, 1000, 100, &[3]).move_to(page, far));
+    commit(store, |batch| _ = batch.write(page, 0, &[4; 7]).resize(page, LEN + 1));
+    let stats = store.stats();
+    let mut rows: Vec<_> =
+        stats.transfers.iter().map(|row| (row.from, row.to, row.pages, row.bytes)).collect();
+    rows.sort_unstable_by_key(|row| (row.0, row.1));
+    rows
+}
+
+#[test]
+fn every_device_counts_the_bytes_of_deltas_and_moves() {
+    let far = Place::Pinned;
+    // The sparse delta counts with the range in which its elements lie: from the page's start on.
+    let expected = [
+        (Place::Host, PLACE, 2, 100 + 244),
+        (Place::Host, far, 1, 7),
+        (PLACE, far, 1, LEN),
+        (far, far, 1, LEN),
+    ];
+    let mut expected = expected.to_vec();
+    expected.sort_unstable_by_key(|row| (row.0, row.1));
+    let mut devices: Vec<Arc<dyn Device>> = vec![
+        host(),
+        Arc::new(LateDevice::new(host())),
+        Arc::new(FaultyDevice::across_a_bus(host())),
+        Arc::new(MultiDevice::new(vec![host(), host()])),
+    ];
+    devices.extend(gpu::device().map(|gpu| gpu as Arc<dyn Device>));
+    for device in devices {
+        let store = open(device.clone());
+        assert_eq!(workload(&store, far), expected, "{}", device.label());
+        let stats = store.stats();
+        // One for the create, one for the move, one for the resize.
+        assert_eq!(allocations(&stats, PLACE).allocations, 1, "{}", device.label());
+        assert_eq!(allocations(&stats, far).allocations, 2, "{}", device.label());
+        store.trim().unwrap();
+        let stats = store.stats();
+        assert_eq!((allocations(&stats, PLACE).frees, allocations(&stats, far).frees), (1, 1));
+        assert!(lane(&stats, Lane::Apply).lists >= 3);
+        assert_eq!(lane(&stats, Lane::Apply).queued, 0, "every list was seen to end");
+    }
+}
+
+#[test]
+fn places_of_several_devices_are_told_apart() {
+    let store = open(Arc::new(MultiDevice::new(vec![host(), host()])));
+    let other = Place::Device(1);
+    let page = commit(&store, |batch| _ = batch.create_from(vec![1; 300], PLACE))[0];
+    store.ensure(&[page], other).unwrap();
+    commit(&store, |batch| _ = batch.write(page, 0, &[2; 9]));
+    let stats = store.stats();
+    assert_eq!(moved(&stats, Place::Host, PLACE), (1, 300));
+    assert_eq!(moved(&stats, PLACE, other), (1, 300));
+    assert_eq!(moved(&stats, Place::Host, other), (1, 9));
+}
+
+#[test]
+fn reads_and_snapshots_count_on_the_way_to_the_host() {
+    let late = Arc::new(LateDevice::new(host()));
+    let store = open(late);
+    let page = commit(&store, |batch| _ = batch.create_from(vec![1; LEN as usize], PLACE))[0];
+    assert_eq!(moved(&store.stats(), PLACE, Place::Host), (0, 0));
+    store.read(page, 10, &mut [0; 90]).unwrap();
+    assert_eq!(moved(&store.stats(), PLACE, Place::Host), (1, 90));
+    store.snapshot().unwrap();
+    let (_, bytes) = moved(&store.stats(), PLACE, Place::Host);
+    // Each page in a snapshot's area begins on a boundary.
+    assert!((90 + LEN..90 + LEN + 64).contains(&bytes), "{bytes}");
+
+    // Bytes that the caller's own thread reads are no transfer.
+    let store = open(host());
+    let page = commit(&store, |batch| _ = batch.create_from(vec![1; LEN as usize], PLACE))[0];
+    store.read(page, 10, &mut [0; 90]).unwrap();
+    assert_eq!(moved(&store.stats(), PLACE, Place::Host), (0, 0));
+}
+
+#[test]
+fn lists_are_queued_until_their_end_is_seen_and_waits_are_counted() {
+    let store = open(Arc::new(LateDevice::new(host())));
+    let page = commit(&store, |batch| _ = batch.create(LEN, PLACE))[0];
+    // In the lane, and not run before a caller must have it.
+    for byte in 1..=3 {
+        commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[byte]));
+    }
+    let before = lane(&store.stats(), Lane::Apply);
+    assert!(before.queued >= 3 && before.queued_max >= before.queued, "{before:?}");
+    let mut bytes = [0; 1];
+    store.read(page, 0, &mut bytes).unwrap();
+    let after = lane(&store.stats(), Lane::Apply);
+    assert_eq!((bytes, after.queued), ([3], 0));
+    assert!(after.waits > before.waits && after.lists > before.lists, "{after:?}");
+}
+
+#[test]
+fn an_allocation_that_is_refused_counts_as_refused() {
+    let device = Arc::new(FaultyDevice::new(host()));
+    let store = open(device.clone());
+    device.arm(DeviceFault { call: Some(DeviceCall::Allocate), nth: 1, context_lost: false });
+    let mut batch = store.batch();
+    batch.create(LEN, PLACE);
+    assert!(matches!(store.commit(batch), Err(Error::Poisoned(_))));
+    let counted = allocations(&store.stats(), PLACE);
+    assert_eq!((counted.allocations, counted.refusals, counted.frees), (0, 1, 0));
+}

@@ -1,0 +1,256 @@
+//! Opens that put pages into memory of the caller's: every way a page comes back, and what is refused.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use remanent::device::Device;
+use remanent::device::host::HostDevice;
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{
+    Budget, CallerMemory, Compression, Error, Options, PageId, PageLoad, Place, Purpose, Remedy, Store,
+    WriteBatch,
+};
+
+use crate::gpu;
+
+const PLACE: Place = Place::Device(0);
+/// One length that shares slabs on the host device, and two that do not; one is longer than a piece of what
+/// an open allocates at once.
+const LENS: [u64; 3] = [700, 5000, 5 << 20];
+
+fn options() -> Options {
+    Options::default().segment_len(1 << 20).snapshot_log_bytes(None).snapshot_interval(None)
+}
+
+fn devices() -> [Arc<dyn Device>; 2] {
+    [Arc::new(HostDevice::new()), Arc::new(LateDevice::new(Arc::new(HostDevice::new())))]
+}
+
+fn commit(store: &Store, build: impl FnOnce(&mut WriteBatch)) -> Vec<PageId> {
+    let mut batch = store.batch();
+    build(&mut batch);
+    store.commit(batch).unwrap().pages
+}
+
+fn content(store: &Store, page: PageId) -> Vec<u8> {
+    let mut bytes = vec![0; store.page(page).unwrap().len as usize];
+    store.read(page, 0, &mut bytes).unwrap();
+    bytes
+}
+
+/// Whether an open finds a page's bytes in an image or in the log, and where.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Source {
+    Log,
+    Snapshot,
+    Both,
+    /// The log resizes the page after the snapshot.
+    Resized,
+    /// The page was created and never written to.
+    Zeros,
+}
+
+const SOURCES: [Source; 5] = [Source::Log, Source::Snapshot, Source::Both, Source::Resized, Source::Zeros];
+
+/// A closed store with pages of several lengths, and the bytes of each.
+fn directory(source: Source) -> (SimDisk, Vec<(PageId, Vec<u8>)>) {
+    let disk = SimDisk::new();
+    let store = Store::open_on(Arc::new(disk.clone()), devices()[0].clone(), options()).unwrap();
+    let begun = |len: u64| if source == Source::Resized { len + 10 } else { len };
+    let pages = commit(&store, |batch| {
+        for len in LENS {
+            let page = batch.create(begun(len), PLACE).page();
+            if source != Source::Zeros {
+                batch.fill(page, 0, begun(len), &[3]);
+            }
+        }
+        // One that nothing is given for, and one without bytes.
+        batch.create_from(vec![8; 100], PLACE);
+        batch.create(0, PLACE);
+    });
+    if matches!(source, Source::Snapshot | Source::Both | Source::Resized) {
+        store.snapshot().unwrap();
+    }
+    if matches!(source, Source::Both | Source::Resized) {
+        commit(&store, |batch| {
+            for (page, len) in pages.iter().zip(LENS) {
+                if source == Source::Resized {
+                    batch.resize(*page, len);
+                }
+                batch.write(*page, len - 5, &[4; 5]);
+            }
+        });
+    }
+    let bytes = pages.iter().map(|page| (*page, content(&store, *page))).collect();
+    store.close().unwrap();
+    (disk, bytes)
+}
+
+#[test]
+fn pages_come_back_in_the_memory_that_is_given_for_them() {
+    for source in SOURCES {
+        for (number, page_load) in [PageLoad::Eager, PageLoad::OnDemand].into_iter().enumerate() {
+            for device in devices() {
+                let what = format!("{source:?} {page_load:?} {}", device.label());
+                let (disk, expected) = directory(source);
+                let tensors: Vec<CallerMemory> =
+                    LENS.map(|len| CallerMemory::from_vec(vec![0xEE; len as usize], PLACE)).to_vec();
+                let (given, asked) = (tensors.clone(), Arc::new(Mutex::new(Vec::new())));
+                let told = asked.clone();
+                // No room for any page but the one that nothing is given for.
+                let options = options()
+                    .page_load(page_load)
+                    .budget(Budget::default().with(PLACE, 100))
+                    .page_memory(move |info| {
+                        told.lock().unwrap().push((info.page, info.len));
+                        LENS.iter().position(|len| *len == info.len).map(|at| given[at].clone())
+                    });
+                let store = Store::open_on(Arc::new(disk.clone()), device.clone(), options).unwrap();
+                let with_bytes = expected.iter().filter(|(_, bytes)| !bytes.is_empty());
+                let lens: Vec<_> = with_bytes.map(|(page, bytes)| (*page, bytes.len() as u64)).collect();
+                assert_eq!(*asked.lock().unwrap(), lens, "{what}");
+                if number == 1 && source == Source::Snapshot {
+                    assert!(store.recovered().unloaded_pages > 0, "{what}");
+                }
+                store.wait_loaded().unwrap();
+                for ((page, bytes), tensor) in expected.iter().zip(&tensors) {
+                    assert!(content(&store, *page) == *bytes, "{what}: page {page}");
+                    let tensor = store.caller_bytes(tensor).unwrap();
+                    let mut found = vec![0; bytes.len()];
+                    tensor.read(0, &mut found).unwrap();
+                    assert!(found == *bytes, "{what}: the tensor of page {page}");
+                    assert_eq!(tensor.page(), Some(*page), "{what}");
+                    let refused = tensor.write(0, &[1]);
+                    assert!(matches!(refused, Err(Error::MemoryInUse { .. })), "{what}: {refused:?}");
+                }
+                let usage = store.stats().places[0].1;
+                assert_eq!(
+                    (usage.bytes_for(Purpose::Lent), usage.used()),
+                    (LENS.iter().sum(), 100),
+                    "{what}"
+                );
+                // From here on it is a page like any other.
+                let (page, tensor) = (expected[1].0, store.caller_bytes(&tensors[1]).unwrap());
+                commit(&store, |batch| _ = batch.write(page, 0, &[6; 8]));
+                assert_eq!(content(&store, page)[..9], [6, 6, 6, 6, 6, 6, 6, 6, expected[1].1[8]]);
+                let mut found = [0; 8];
+                tensor.read(0, &mut found).unwrap();
+                assert_eq!(found, [6; 8], "{what}");
+                store.snapshot().unwrap();
+                store.close().unwrap();
+                let store = Store::open_on(Arc::new(disk), device, self::options()).unwrap();
+                assert_eq!(content(&store, page)[..8], [6; 8], "{what}");
+                assert_eq!(content(&store, expected[2].0), expected[2].1, "{what}");
+            }
+        }
+    }
+}
+
+/// A callback: what is given for each page.
+type Give = Box<dyn Fn(&remanent::PageInfo) -> Option<CallerMemory> + Send + Sync>;
+
+#[test]
+fn what_is_wrong_with_the_memory_fails_the_open_and_harms_nothing() {
+    let shared = CallerMemory::from_vec(vec![0; 64], PLACE);
+    let rows: [(&str, Give, fn(&Error) -> bool); 6] = [
+        ("too short", Box::new(|info| tensor(info.len - 1, PLACE)), |error| {
+            matches!(error, Error::MemoryRefused { .. })
+        }),
+        ("too long", Box::new(|info| tensor(info.len + 1, PLACE)), |error| {
+            matches!(error, Error::MemoryRefused { .. })
+        }),
+        ("another place", Box::new(|info| tensor(info.len, Place::Pinned)), |error| {
+            matches!(error, Error::MemoryRefused { .. })
+        }),
+        ("nowhere", Box::new(|info| Some(nowhere(info.len))), |error| {
+            matches!(error, Error::MemoryRefused { .. })
+        }),
+        ("the same for two", Box::new(move |_| Some(shared.clone())), |error| {
+            matches!(error, Error::MemoryInUse { page: PageId(1), .. })
+        }),
+        ("a panic", Box::new(|info| if info.page.0 == 2 { panic!("as arranged") } else { None }), |error| {
+            matches!(error, Error::Panicked { .. }) && error.to_string().contains("page_memory")
+        }),
+    ];
+    for (what, give, is_expected) in rows {
+        let disk = SimDisk::new();
+        let device = devices()[0].clone();
+        let store = Store::open_on(Arc::new(disk.clone()), device.clone(), options()).unwrap();
+        let pages = commit(&store, |batch| {
+            batch.create_from(vec![1; 64], PLACE);
+            batch.create_from(vec![2; 64], PLACE);
+        });
+        store.close().unwrap();
+        let files = |disk: &SimDisk| disk.bytes(remanent::FileName::Store);
+        let before = files(&disk);
+        let opened = Store::open_on(Arc::new(disk.clone()), device.clone(), options().page_memory(give));
+        let error = opened.map(drop).unwrap_err();
+        assert!(is_expected(&error), "{what}: {error}");
+        assert!(matches!(error.remedy(), Remedy::ChangeCall | Remedy::Retry | Remedy::Reopen), "{what}");
+        assert_eq!(files(&disk), before);
+        let store = Store::open_on(Arc::new(disk), device, options()).unwrap();
+        assert_eq!((content(&store, pages[0]), content(&store, pages[1])), (vec![1; 64], vec![2; 64]));
+    }
+}
+
+fn tensor(len: u64, place: Place) -> Option<CallerMemory> {
+    Some(CallerMemory::from_vec(vec![0; len as usize], place))
+}
+
+/// A GPU's memory, which a host device does not know.
+fn nowhere(len: u64) -> CallerMemory {
+    // SAFETY: the device is the host, which takes no address of a GPU's.
+    unsafe { CallerMemory::from_cuda(64, len, ()) }
+}
+
+/// An open that passes over a damaged snapshot asks again: what the first try took is free by then.
+#[test]
+fn an_open_that_passes_over_a_snapshot_takes_the_same_memory_again() {
+    let (disk, device) = (SimDisk::new(), devices()[0].clone());
+    let plain = options().compression(Compression::Off);
+    let store = Store::open_on(Arc::new(disk.clone()), device.clone(), plain).unwrap();
+    let page = commit(&store, |batch| _ = batch.create_from(vec![1; 5000], PLACE))[0];
+    store.snapshot().unwrap();
+    commit(&store, |batch| _ = batch.fill(page, 0, 5000, &[2]));
+    store.snapshot().unwrap();
+    store.close().unwrap();
+    let newest = (1..9).rev().map(remanent::FileName::Pages).find(|file| disk.bytes(*file).is_some());
+    let newest = newest.expect("the images of a snapshot");
+    let image = disk.bytes(newest).unwrap();
+    let at = image.windows(64).rposition(|bytes| bytes == [2; 64]).expect("an image that is not compressed");
+    disk.damage(newest, at as u64, &[0xFF; 64]);
+    let (tensor, asked) = (CallerMemory::from_vec(vec![0; 5000], PLACE), Arc::new(AtomicU64::new(0)));
+    let (given, count) = (tensor.clone(), asked.clone());
+    let options = options().page_memory(move |_| {
+        count.fetch_add(1, Ordering::Relaxed);
+        Some(given.clone())
+    });
+    let store = Store::open_on(Arc::new(disk), device, options).unwrap();
+    assert_eq!(asked.load(Ordering::Relaxed), 2, "once for each snapshot that was tried");
+    let tensor = store.caller_bytes(&tensor).unwrap();
+    let mut found = vec![0; 5000];
+    tensor.read(0, &mut found).unwrap();
+    assert_eq!((found, content(&store, page)), (vec![2; 5000], vec![2; 5000]));
+    assert_eq!(tensor.page(), Some(page));
+}
+
+#[test]
+fn a_gpus_tensors_take_recovered_pages() {
+    let (Some(gpu), Some(callers)) = (gpu::device(), gpu::device()) else { return };
+    let (disk, expected) = directory(Source::Both);
+    let memory = LENS.map(|len| callers.allocate(PLACE, len).unwrap());
+    let addresses = memory.map(|memory| callers.address(memory).unwrap());
+    let options = options().page_memory(move |info| {
+        let at = LENS.iter().position(|len| *len == info.len)?;
+        // SAFETY: the device keeps the memory until it is released, below.
+        Some(unsafe { CallerMemory::from_cuda(addresses[at], info.len, ()) })
+    });
+    let store = Store::open_on(Arc::new(disk), gpu, options).unwrap();
+    for ((page, bytes), address) in expected.iter().zip(addresses) {
+        assert_eq!(store.pin(*page).unwrap().address(), Some(address));
+        assert!(content(&store, *page) == *bytes);
+    }
+    store.close().unwrap();
+    memory.into_iter().for_each(|memory| callers.release(memory).unwrap());
+}

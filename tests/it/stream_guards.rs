@@ -1,0 +1,376 @@
+//! Guards of memory that callers' streams use: what comes after the work, and what does not wait for it.
+//!
+//! The device runs everything as late as it may. A thread that waited for a stream that is held, where it
+//! should not, panics or waits for good.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use remanent::device::host::HostDevice;
+use remanent::device::{Command, CommandList, Device, Lane, RawStream, Span, StagingSpan};
+use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{Access, CallerMemory, DeviceBytes, Error, Options, PageId, Place, Store, Width, WriteBatch};
+
+use crate::gpu::{self, Caller};
+
+const LEN: u64 = 2000;
+const PLACE: Place = Place::Device(0);
+
+struct Bench {
+    device: Arc<LateDevice>,
+    store: Store,
+    memory: DeviceBytes,
+}
+
+fn options() -> Options {
+    Options::default().segment_len(64 << 10).snapshot_log_bytes(None).snapshot_interval(None)
+}
+
+impl Bench {
+    fn new() -> Self {
+        let device = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+        let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options()).unwrap();
+        let memory = store.device_bytes(LEN, PLACE).unwrap();
+        Self { device, store, memory }
+    }
+
+    fn commit(&self, build: impl FnOnce(&mut WriteBatch)) -> remanent::Result<Vec<PageId>> {
+        let mut batch = self.store.batch();
+        build(&mut batch);
+        Ok(self.store.commit(batch)?.pages)
+    }
+
+    /// Puts a kernel on the stream that fills the bytes.
+    fn fill(&self, stream: RawStream, bytes: &DeviceBytes, byte: u8) {
+        let target = self.device.span_at(bytes.address().unwrap(), bytes.byte_len());
+        self.device.queue(stream, move |inner| fill(inner, target, byte));
+    }
+
+    /// Puts a kernel on the stream that looks at the bytes.
+    fn look(&self, stream: RawStream, bytes: &DeviceBytes) -> Arc<Mutex<Vec<u8>>> {
+        let source = self.device.span_at(bytes.address().unwrap(), bytes.byte_len());
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let told = seen.clone();
+        self.device.queue(stream, move |inner| *told.lock().unwrap() = content(inner, source));
+        seen
+    }
+
+    /// Bytes that are given up and not free yet.
+    fn retired(&self) -> u64 {
+        // A commit frees what is done by then, and waits for nothing.
+        self.commit(|batch| _ = batch.set_root("step", 1u64)).unwrap();
+        self.store.stats().places.iter().map(|(_, usage)| usage.retired_bytes).sum()
+    }
+
+    fn read(&self, page: PageId) -> Vec<u8> {
+        let mut bytes = vec![0; LEN as usize];
+        self.store.read(page, 0, &mut bytes).unwrap();
+        bytes
+    }
+}
+
+fn fill(device: &dyn Device, target: Span, byte: u8) {
+    let fill = Command::Fill { target, pattern: [byte; 16], width: Width::W1 };
+    let list = CommandList { commands: vec![fill], staging: Vec::new() };
+    device.submit(Lane::Drain, list).unwrap().finish(device).unwrap();
+}
+
+fn content(device: &dyn Device, source: Span) -> Vec<u8> {
+    let target = StagingSpan { index: 0, offset: 0, len: source.len as usize };
+    let staging = vec![device.staging(source.len as usize).unwrap()];
+    let list = CommandList { commands: vec![Command::Download { source, target }], staging };
+    device.submit(Lane::Drain, list).unwrap().finish(device).unwrap()[0].to_vec()
+}
+
+fn page_of(byte: u8) -> Vec<u8> {
+    vec![byte; LEN as usize]
+}
+
+#[test]
+fn memory_is_given_back_after_the_work_and_the_drop_waits_for_nothing() {
+    for access in [Access::Read, Access::Write] {
+        let bench = Bench::new();
+        let stream = bench.device.stream();
+        bench.device.hold(stream, true);
+        let memory = bench.store.device_bytes(LEN, PLACE).unwrap();
+        let used = memory.part(8..16).unwrap();
+        let guard = used.begin(stream, access).unwrap();
+        // It would find no memory if that were released before.
+        bench.fill(stream, &used, 3);
+        guard.end().unwrap();
+        drop((memory, used));
+        assert_eq!(bench.retired(), LEN, "the stream stands still");
+        bench.device.hold(stream, false);
+        bench.store.trim().unwrap();
+        assert_eq!(bench.retired(), 0);
+        // The fill ran before the memory went.
+        bench.device.synchronize(stream).unwrap();
+    }
+}
+
+#[test]
+fn a_batch_takes_the_bytes_that_a_guard_wrote_and_waits_alone() {
+    let bench = Bench::new();
+    let stream = bench.device.stream();
+    bench.device.hold(stream, true);
+    let guard = bench.memory.begin(stream, Access::Write).unwrap();
+    bench.fill(stream, &bench.memory, 7);
+    drop(guard);
+    let page = bench.commit(|batch| _ = batch.create(LEN, PLACE)).unwrap()[0];
+    let has_committed = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let taking = scope.spawn(|| {
+            bench.commit(|batch| _ = batch.write_device(page, 0, &bench.memory)).unwrap();
+            has_committed.store(true, Ordering::Release);
+        });
+        bench.device.until_waited_for(stream);
+        // Others go on meanwhile.
+        bench.commit(|batch| _ = batch.fill(page, 0, LEN, &[1])).unwrap();
+        assert_eq!((bench.read(page), has_committed.load(Ordering::Acquire)), (page_of(1), false));
+        bench.device.hold(stream, false);
+        taking.join().unwrap();
+    });
+    assert_eq!(bench.read(page), page_of(7));
+}
+
+#[test]
+fn a_call_that_writes_waits_for_readers_and_one_that_reads_does_not() {
+    let bench = Bench::new();
+    let stream = bench.device.stream();
+    bench.memory.write(0, &page_of(4)).unwrap();
+    bench.device.hold(stream, true);
+    let guard = bench.memory.begin(stream, Access::Read).unwrap();
+    let seen = bench.look(stream, &bench.memory);
+    drop(guard);
+    let mut bytes = page_of(0);
+    bench.memory.read(0, &mut bytes).unwrap();
+    assert_eq!(bytes, page_of(4));
+    thread::scope(|scope| {
+        let writing = scope.spawn(|| bench.memory.write(0, &page_of(5)).unwrap());
+        bench.device.until_waited_for(stream);
+        bench.device.hold(stream, false);
+        writing.join().unwrap();
+    });
+    bench.device.synchronize(stream).unwrap();
+    assert_eq!(*seen.lock().unwrap(), page_of(4));
+}
+
+#[test]
+fn streams_come_after_each_other_where_one_of_them_writes() {
+    for [first, second] in [Access::Read, Access::Write]
+        .into_iter()
+        .flat_map(|first| [Access::Read, Access::Write].map(|second| [first, second]))
+    {
+        let bench = Bench::new();
+        let [one, other] = [bench.device.stream(), bench.device.stream()];
+        bench.device.hold(one, true);
+        let guard = bench.memory.begin(one, first).unwrap();
+        let seen = match first {
+            Access::Read => Some(bench.look(one, &bench.memory)),
+            Access::Write => {
+                bench.fill(one, &bench.memory, 1);
+                None
+            }
+        };
+        guard.end().unwrap();
+        // The host does not wait for the stream that stands still.
+        let guard = bench.memory.begin(other, second).unwrap();
+        let later = match second {
+            Access::Read => Some(bench.look(other, &bench.memory)),
+            Access::Write => {
+                bench.fill(other, &bench.memory, 2);
+                None
+            }
+        };
+        guard.end().unwrap();
+        // Beside it, no stream is waited for.
+        let beside = bench.store.device_bytes(LEN, PLACE).unwrap();
+        let third = bench.device.stream();
+        drop(beside.begin(third, Access::Write).unwrap());
+        bench.device.synchronize(third).unwrap();
+        if [first, second] != [Access::Read; 2] {
+            bench.device.hold(one, false);
+        }
+        bench.device.synchronize(other).unwrap();
+        bench.device.hold(one, false);
+        bench.device.synchronize(one).unwrap();
+        let what = format!("{first:?}, {second:?}");
+        if let Some(seen) = seen {
+            assert_eq!(*seen.lock().unwrap(), page_of(0), "{what}");
+        }
+        if let Some(later) = later {
+            let expected = if first == Access::Write { 1 } else { 0 };
+            assert_eq!(*later.lock().unwrap(), page_of(expected), "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_page_is_read_after_every_batch_before_and_no_stream_writes_there() {
+    let bench = Bench::new();
+    let page = bench.commit(|batch| _ = batch.create_in(&bench.memory)).unwrap()[0];
+    let stream = bench.device.stream();
+    for byte in 1..20 {
+        bench.store.submit(bench.store.batch().fill(page, 0, LEN, &[byte])).unwrap();
+        let guard = bench.memory.begin(stream, Access::Read).unwrap();
+        let seen = bench.look(stream, &bench.memory);
+        drop(guard);
+        bench.device.synchronize(stream).unwrap();
+        assert_eq!(*seen.lock().unwrap(), page_of(byte));
+    }
+    let refused = bench.memory.part(5..6).unwrap().begin(stream, Access::Write);
+    assert!(matches!(refused, Err(Error::MemoryInUse { page: of, .. }) if of == page), "{refused:?}");
+    // The page goes; a kernel that a guard let in still finds the memory, for the handle keeps it.
+    bench.commit(|batch| _ = batch.delete(page)).unwrap();
+    bench.store.trim().unwrap();
+    drop(bench.memory.begin(stream, Access::Write).unwrap());
+}
+
+#[test]
+fn while_a_guard_is_open_the_store_keeps_away() {
+    let bench = Bench::new();
+    let stream = bench.device.stream();
+    let page = bench.commit(|batch| _ = batch.create(LEN, PLACE)).unwrap()[0];
+    let refused = |result: remanent::Result<()>| match result {
+        Err(Error::MemoryRefused { reason, .. }) => assert!(reason.contains("stream"), "{reason}"),
+        other => panic!("{other:?}"),
+    };
+    let take = |memory: &DeviceBytes| bench.commit(|batch| _ = batch.write_device(page, 0, memory)).map(drop);
+    let live_in = |memory: &DeviceBytes| bench.commit(|batch| _ = batch.create_in(memory)).map(drop);
+    let guard = bench.memory.part(100..200).unwrap().begin(stream, Access::Write).unwrap();
+    refused(take(&bench.memory));
+    refused(bench.memory.read(150, &mut [0]));
+    refused(bench.memory.write(150, &[0]));
+    refused(live_in(&bench.memory));
+    // With its stream the memory is taken as it is there now; beside the guard nothing is refused.
+    take(&bench.memory.on(stream)).unwrap();
+    bench.memory.write(99, &[6]).unwrap();
+    guard.end().unwrap();
+    take(&bench.memory).unwrap();
+
+    let guard = bench.memory.begin(stream, Access::Read).unwrap();
+    take(&bench.memory).unwrap();
+    refused(bench.memory.write(150, &[0]));
+    refused(live_in(&bench.memory));
+    drop(guard);
+    live_in(&bench.memory).unwrap();
+    assert_eq!(bench.read(page)[98..101], [0, 6, 0]);
+}
+
+#[test]
+fn a_guard_whose_end_cannot_be_recorded_keeps_the_memory() {
+    let bench = Bench::new();
+    let stream = bench.device.stream();
+    let memory = bench.store.device_bytes(LEN, PLACE).unwrap();
+    let guard = memory.begin(stream, Access::Write).unwrap();
+    bench.device.capture(stream, true);
+    let refused = memory.begin(stream, Access::Read);
+    assert!(matches!(refused, Err(Error::StreamRefused { .. })), "{refused:?}");
+    let refused = guard.end();
+    assert!(matches!(refused, Err(Error::StreamRefused { .. })), "{refused:?}");
+    bench.device.capture(stream, false);
+    let refused = bench.commit(|batch| _ = batch.create_in(&memory));
+    assert!(matches!(refused, Err(Error::MemoryRefused { .. })), "{refused:?}");
+    drop(memory);
+    bench.store.trim().unwrap();
+    let usage = bench.store.stats().places[0].1;
+    assert_eq!(usage.used(), 2 * LEN, "it is not given to another");
+}
+
+#[test]
+fn a_device_without_streams_says_so() {
+    let late = LateDevice::new(Arc::new(HostDevice::new()));
+    let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), options()).unwrap();
+    assert!(!store.supports_streams() && Bench::new().store.supports_streams());
+    let memory = store.device_bytes(LEN, PLACE).unwrap();
+    let refused = memory.begin(late.stream(), Access::Read);
+    assert!(matches!(refused, Err(Error::StreamRefused { .. })), "{refused:?}");
+    memory.write(0, &[1]).unwrap();
+}
+
+#[test]
+fn an_error_of_the_device_in_a_guard_poisons_the_store() {
+    type Use = fn(&DeviceBytes, RawStream, RawStream) -> remanent::Result<()>;
+    let end: Use = |memory, stream, _| memory.begin(stream, Access::Write)?.end();
+    let other: Use = |memory, stream, other| {
+        memory.begin(stream, Access::Write)?.end()?;
+        memory.begin(other, Access::Read).map(drop)
+    };
+    let read: Use = |memory, stream, _| {
+        memory.begin(stream, Access::Write)?.end()?;
+        memory.read(0, &mut [0])
+    };
+    let rows = [
+        (DeviceCall::SignalExternal, end),
+        (DeviceCall::StreamPoint, end),
+        (DeviceCall::WaitExternal, end),
+        (DeviceCall::Submit, end),
+        (DeviceCall::HoldStream, other),
+        (DeviceCall::WaitPoint, read),
+    ];
+    for (call, work) in rows {
+        let late = Arc::new(LateDevice::new(Arc::new(HostDevice::new())));
+        let device = Arc::new(FaultyDevice::new(late.clone()));
+        let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options()).unwrap();
+        let memory = store.device_bytes(LEN, PLACE).unwrap();
+        let streams = [late.stream(), late.stream()];
+        // Something on the stream, so that its point has not passed.
+        late.queue(streams[0], |_| {});
+        device.arm(DeviceFault { call: Some(call), nth: 1, context_lost: false });
+        let error = work(&memory, streams[0], streams[1]).unwrap_err();
+        assert!(matches!(error, Error::Poisoned(_)), "{call:?}: {error}");
+        assert!(matches!(store.commit(store.batch()), Err(Error::Poisoned(_))), "{call:?}");
+    }
+}
+
+/// A tensor that says when it is dropped.
+struct Tensor(Arc<AtomicBool>);
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+#[test]
+fn a_gpus_tensor_goes_after_the_work_of_its_streams() {
+    gpu::alone(|| {
+        let Some(caller) = Caller::new() else { return };
+        let device = gpu::device().expect("it was there just now");
+        let store = Store::open_on(Arc::new(SimDisk::new()), device, options()).unwrap();
+        assert!(store.supports_streams());
+        let step = || _ = store.commit(store.batch().set_root("step", 1u64)).unwrap();
+        let (tensor, source) = (caller.memory(LEN), caller.memory(LEN));
+        let [stream, other] = [caller.stream(), caller.stream()];
+        let is_gone = Arc::new(AtomicBool::new(false));
+        let owner = Tensor(is_gone.clone());
+        // SAFETY: the caller keeps the memory until the end of the test.
+        let memory = store.caller_bytes(&unsafe { CallerMemory::from_cuda(tensor.address, LEN, owner) });
+        let memory = memory.unwrap();
+        memory.write(0, &page_of(9)).unwrap();
+        let hold = stream.hold();
+        let guard = memory.begin(stream.raw(), Access::Write).unwrap();
+        stream.copy(tensor.address, source.address, LEN);
+        guard.end().unwrap();
+        // Another stream waits for it on the device.
+        let guard = memory.begin(other.raw(), Access::Read).unwrap();
+        other.copy(source.address, tensor.address, LEN);
+        guard.end().unwrap();
+        drop(memory);
+        step();
+        assert_eq!(
+            (is_gone.load(Ordering::Acquire), stream.is_done(), other.is_done()),
+            (false, false, false)
+        );
+        hold.let_go();
+        stream.synchronize();
+        other.synchronize();
+        store.trim().unwrap();
+        assert!(is_gone.load(Ordering::Acquire));
+        assert_eq!(tensor.content(), source.content());
+        store.close().unwrap();
+    });
+}
