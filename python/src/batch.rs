@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use remanent::{Epoch, Error, Key, NewPage, PageId, PageRef, Position, WriteBatch};
+use remanent::{Epoch, Error, Key, NewPage, PageChanges, PageId, PageRef, Position, WriteBatch};
 
 use crate::errors::OrRaise;
 use crate::gate::{Gate, seconds, wait};
@@ -254,7 +254,8 @@ impl Batch {
         }
     }
 
-    /// Makes a page that holds `before` hold `after`, of the same length; only what differs is logged.
+    /// Makes a page that holds `before` hold `after`, of the same length; only what differs is logged. Returns how
+    /// many elements differ.
     #[pyo3(signature = (page, before, after, *, width=1))]
     fn write_changes(
         &self,
@@ -263,16 +264,22 @@ impl Batch {
         before: &Bound<'_, PyAny>,
         after: &Bound<'_, PyAny>,
         width: usize,
-    ) -> PyResult<()> {
+    ) -> PyResult<u64> {
         let (page, width) = (self.page(page)?, self::width(width)?);
         let (before, after) = (Input::take_host(before)?, Input::take_host(after)?);
         if before.len() != after.len() {
             let message = format!("before and after are {} and {} bytes long", before.len(), after.len());
             return Err(PyValueError::new_err(message));
         }
+        let mut count = 0;
+        let counted = &mut count;
         self.copy_in(py, move |batch| {
-            batch.write_changes(page, width, before.as_slice(), after.as_slice());
-        })
+            let mut changes = PageChanges::new(width);
+            changes.compare(0, before.as_slice(), after.as_slice());
+            *counted = changes.count();
+            changes.put(batch, page);
+        })?;
+        Ok(count)
     }
 
     /// Replaces those elements of a range whose bit in `mask` is 1, lowest bit first.
