@@ -57,8 +57,8 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of the storage that the tensor uses, and the end of its last one."""
-    start = tensor.storage_offset()
-    last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    last = start + sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
@@ -110,7 +110,7 @@ def _block(group: _Group) -> Block:
     arrays = []
     # In the order of names, so that the page is found again whichever tensor comes first in memory.
     for name, each in sorted(group.tensors, key=lambda item: item[0]):
-        offset = each.storage_offset() * each.element_size() - start
+        offset = int(each.storage_offset()) * each.element_size() - start
         arrays.append(Array(name, _SHORT[each.dtype], tuple(each.shape), tuple(each.stride()), offset))
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     whole.set_(tensor.untyped_storage(), start, (group.end - start,), (1,))
@@ -171,12 +171,11 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
     """
     for given, tensor in tensors.items():
         _plain(given, tensor)
-    ack = "durable" if durable else "logged"
     with _native.Store(directory, device="host", page_load="on_demand", log_kept=1 << 30) as store:
         batch = store.batch(note=note)
         changes = _pages.put(store, batch, _blocks(tensors))
         if changes.changed or note is not None:
-            store.commit(batch, ack)
+            store.commit(batch, "durable" if durable else "logged")
         elif durable:
             store.wait_durable()
         lsn = store.lsn
@@ -570,7 +569,7 @@ def _rng_state() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = list(torch.cuda.get_rng_state_all())
     return state
 

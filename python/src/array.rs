@@ -59,7 +59,15 @@ impl Bytes for Vec<Cell> {
     }
 }
 
-/// A copy of a page's bytes, the caller's own, with a kind of elements and a shape.
+/// A copy of a page's bytes, the caller's own, with a kind of elements and a shape: `numpy()`, memoryview, `from_dlpack`.
+///
+/// The memory begins on a boundary of 64 bytes, so that JAX takes it as it is. Made by `Reader.array`.
+///
+/// >>> with remanent.Store(directory) as store:
+/// ...     store["k"] = bytes(range(8))
+/// ...     array = store.array("k", "int16", [2, 2])
+/// >>> array.shape, array.nbytes, array.numpy().tolist()
+/// ((2, 2), 8, [[256, 770], [1284, 1798]])
 #[pyclass(frozen, module = "remanent")]
 pub struct Array {
     bytes: Aligned,

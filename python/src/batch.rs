@@ -15,7 +15,22 @@ use crate::options::{ack, place, width};
 use crate::reader::{PageName, key};
 use crate::values::{from_py, metadata_from_py};
 
-/// Operations that become visible and durable together or not at all.
+/// Operations that become visible and durable together or not at all, in their order. Made by `Store.batch`.
+///
+/// Bytes that a call takes are copied by it. Offsets and lengths are in bytes, widths in bytes of an element. A page
+/// that a commit cannot find, a range outside of it and a taken key fail the commit, and nothing changed. A key is
+/// looked up by the call, among the batch's own pages first.
+///
+/// >>> store = remanent.Store(directory)
+/// >>> with store.batch() as batch:
+/// ...     page = batch.create(b"0123456789", key="p")
+/// ...     batch.scatter(page, [1, 8], b"!?")
+/// ...     batch.fill(page, 3, 4, b"ab")
+/// ...     batch.set_metadata(page, "kind", "text")
+/// ...     batch.set_root("step", 7)
+/// >>> store["p"], store.info("p").metadata, store.root
+/// (b'0!2abab7?9', {'kind': 'text'}, {'step': 7})
+/// >>> store.close()
 #[pyclass(frozen, module = "remanent")]
 pub struct Batch {
     gate: Arc<Gate>,
@@ -167,7 +182,15 @@ impl Batch {
 
 #[pymethods]
 impl Batch {
-    /// Creates a page: of these bytes, or of so long a row of zeros.
+    /// Creates a page of these bytes, or of zeros.
+    ///
+    /// :param content: bytes, NumPy, a tensor; or an int: the length of a page of zeros.
+    /// :param key: 1 to 64 bytes. :param place: "host", "pinned" or "device:N". :param metadata: plain values by name.
+    /// :raises TypeError, BufferError: `content` gives no contiguous bytes. MemoryRefusedError: a GPU's, and no GPU's store.
+    ///
+    /// >>> with remanent.Store(directory) as store, store.batch() as batch:
+    /// ...     batch.create(16), batch.create(b"bytes", key="k")
+    /// (NewPage(index=0), NewPage(index=1))
     #[pyo3(signature = (content, *, key=None, place="host", metadata=None))]
     fn create(
         &self,
@@ -254,8 +277,14 @@ impl Batch {
         }
     }
 
-    /// Makes a page that holds `before` hold `after`, of the same length; only what differs is logged. Returns how
-    /// many elements differ.
+    /// Makes a page that holds `before` hold `after`, of the same length; only what differs is logged. Returns how many
+    /// elements differ.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = bytes(4000)
+    /// ...     with store.batch() as batch:
+    /// ...         batch.write_changes("k", bytes(4000), bytes(2000) + b"!" + bytes(1999))
+    /// 1
     #[pyo3(signature = (page, before, after, *, width=1))]
     fn write_changes(
         &self,
@@ -497,7 +526,19 @@ pub fn submit(py: Python<'_>, gate: &Arc<Gate>, batch: &Batch) -> PyResult<Ticke
     Ok(ticket)
 }
 
-/// A submitted batch, to wait for.
+/// A submitted batch, to wait for; `await ticket` waits until it is durable. Made by `Store.submit`.
+///
+/// >>> import asyncio
+/// >>> store = remanent.Store(directory)
+/// >>> async def put(key, value):
+/// ...     batch = store.batch()
+/// ...     batch.create(value, key=key)
+/// ...     ticket = store.submit(batch)
+/// ...     await ticket
+/// ...     return ticket.lsn, ticket.is_("durable")
+/// >>> asyncio.run(put("k", b"v"))
+/// (1, True)
+/// >>> store.close()
 #[pyclass(frozen, module = "remanent")]
 pub struct Ticket {
     ticket: remanent::Ticket,
@@ -545,7 +586,12 @@ impl Ticket {
         self.ticket.is(self::ack(ack)?).or_raise(py, Some(&self.path))
     }
 
-    /// Waits until the batch is acknowledged; up to `timeout` seconds. Says whether it is.
+    /// Waits until the batch is acknowledged, up to `timeout` seconds; says whether it is. Ctrl-C ends the wait, and the
+    /// batch stays submitted. :raises PoisonedError: it is not, and never will be.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store.submit(store.batch(note="n")).wait(timeout=60, ack="applied")
+    /// True
     #[pyo3(signature = (timeout=None, ack="durable"))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>, ack: &str) -> PyResult<bool> {
         self.wait_for(py, self::ack(ack)?, seconds(timeout)?)

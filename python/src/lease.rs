@@ -33,7 +33,17 @@ struct HeldLease {
     _handle: Handle,
 }
 
-/// The right to read a page where it lies: the bytes stay what they were when the lease began.
+/// The right to read a page where it lies: the bytes stay what they were when the lease began. Made by `Store.lease`.
+///
+/// memoryview and NumPy see the store's own memory, read-only, and keep the lease from ending. DLPack gives a copy,
+/// because consumers such as torch do not heed "read only"; `copy=False` gives the memory to one that says it does.
+///
+/// >>> import numpy
+/// >>> with remanent.Store(directory, device="host") as store:
+/// ...     store["k"] = bytes(range(6))
+/// ...     with store.lease("k", "uint8", [2, 3]) as lease:
+/// ...         int(numpy.asarray(lease)[1].sum())
+/// 12
 #[pyclass(frozen, name = "Lease", module = "remanent")]
 pub struct PyLease {
     opener: u32,

@@ -84,7 +84,12 @@ pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
     }
 }
 
-/// A page's length, version, key and metadata.
+/// A page's length in bytes, version, key and metadata.
+///
+/// >>> with remanent.Store(directory) as store:
+/// ...     store["k"] = b"v"
+/// ...     store.info("k")
+/// PageInfo(page=1, key=k, length=1, epoch=1, lsn=1, place=host)
 #[pyclass(frozen, name = "PageInfo", module = "remanent", eq)]
 #[derive(PartialEq)]
 pub struct Info(pub PageInfo);
@@ -272,6 +277,16 @@ fn read_whole<M>(
 }
 
 /// Pages and root that can be read: the base of `Store`, `LiveView`, `View` and `Replica`.
+///
+/// A page is named by its id (int), its key (str or bytes) or its PageInfo. A mapping from keys to bytes: iteration
+/// gives the keys, as text where they are UTF-8; pages without a key are found by `pages`.
+///
+/// >>> def total(pages: remanent.Reader) -> int:
+/// ...     return sum(info.length for info in pages.pages())
+/// >>> with remanent.Store(directory) as store:
+/// ...     store["a"] = b"four"
+/// ...     total(store), total(remanent.View(directory))
+/// (4, 4)
 #[pyclass(frozen, subclass, module = "remanent")]
 pub struct Reader {
     pub source: Source,
@@ -351,7 +366,13 @@ impl Reader {
         self.find(page).map(Info)
     }
 
-    /// All pages in the order of their ids, or those whose keys begin with `prefix`.
+    /// All pages in the order of their ids, or those whose keys begin with `prefix` (str or bytes).
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     for key in ("layer.0/w", "layer.1/w", "head"):
+    /// ...         store[key] = b"w"
+    /// ...     len(store.pages("layer.")), len(store.pages())
+    /// (2, 3)
     #[pyo3(signature = (prefix=None))]
     fn pages<'py>(&self, py: Python<'py>, prefix: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyList>> {
         let prefix = prefix.map(|prefix| prefix_of(&prefix)).transpose()?;
@@ -417,6 +438,13 @@ impl Reader {
     }
 
     /// Bytes of a page from `offset` on, to its end or `length` of them.
+    ///
+    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, DamagedError; OvertakenError of a view.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"remanent"
+    /// ...     store.read("k", 2, 3), store.read("k", 6)
+    /// (b'man', b'nt')
     #[pyo3(signature = (page, offset=0, length=None))]
     fn read<'py>(
         &self,
@@ -440,7 +468,16 @@ impl Reader {
         PyBytes::new_with(py, len as usize, |memory| self.call(py, |pages| pages.read(page, offset, memory)))
     }
 
-    /// Fills `out` with bytes of a page from `offset` on. Returns how many.
+    /// Fills `out` with bytes of a page from `offset` on, as many as it holds. Returns how many.
+    ///
+    /// :param out: contiguous, writable memory of the host: bytearray, NumPy, or a tensor with `__dlpack__`.
+    /// :raises BufferError: `out` cannot be written. As for `read`; then some of `out` may have changed.
+    ///
+    /// >>> out = bytearray(4)
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"remanent"
+    /// ...     store.read_into("k", out, 4), out
+    /// (4, bytearray(b'nent'))
     #[pyo3(signature = (page, out, offset=0))]
     fn read_into(&self, page: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>, offset: u64) -> PyResult<usize> {
         let (name, mut out) = (PageName::take(page)?, Output::take(out)?);
@@ -453,6 +490,15 @@ impl Reader {
     }
 
     /// A copy of a whole page, as an array that torch, JAX and NumPy take without another copy.
+    ///
+    /// :param dtype: the kind of elements, as "float32" or "F32"; that of the page's metadata if None, else "uint8".
+    /// :param shape: in elements; that of the page's metadata if None, else one dimension.
+    /// :raises ValueError: the page is not as long as that. As for `read`.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = bytes(8)
+    /// ...     store.array("k", "float32")
+    /// Array(dtype="float32", shape=[2])
     #[pyo3(signature = (page, dtype=None, shape=None))]
     fn array(
         &self,
@@ -471,7 +517,13 @@ impl Reader {
         Ok(Array::new(bytes, dtype, &shape))
     }
 
-    /// A copy of a whole page, as a NumPy array.
+    /// A copy of a whole page, as a NumPy array. `dtype`, `shape` and errors are those of `array`.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     with store.batch() as batch:
+    /// ...         page = batch.create(b"\1\2\3\4", metadata={"dtype": "U8", "shape": [2, 2]})
+    /// ...     store.numpy(batch.pages[0]).tolist()
+    /// [[1, 2], [3, 4]]
     #[pyo3(signature = (page, dtype=None, shape=None))]
     fn numpy<'py>(
         &self,
@@ -493,7 +545,20 @@ fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     }
 }
 
-/// Pages and root of an open store as of one batch.
+/// Pages and root of an open store as of one batch. Made by `Store.view`; its store cannot be closed before it.
+///
+/// It keeps no page's bytes: reading a page that has changed since raises OvertakenError.
+///
+/// >>> store = remanent.Store(directory)
+/// >>> store["k"] = b"old"
+/// >>> with store.view() as view:
+/// ...     store["k"] = b"new"
+/// ...     try:
+/// ...         view["k"]
+/// ...     except remanent.OvertakenError:
+/// ...         "changed", view.info("k").lsn, store.info("k").lsn
+/// ('changed', 1, 2)
+/// >>> store.close()
 #[pyclass(frozen, name = "LiveView", module = "remanent", extends = Reader)]
 pub struct PyLiveView;
 
@@ -522,7 +587,16 @@ impl PyLiveView {
     }
 }
 
-/// A state of a store, read-only, beside a writer.
+/// A state of a store, read-only, without a lock, beside a writer in any process; as a context manager it closes.
+///
+/// :param at: an Lsn, "lsn:N", "snapshot:N", "name:S" or a SnapshotInfo; the newest state if None.
+/// :raises NoStoreError, NoStateError; DamagedError; OvertakenError where no lock can be taken.
+///
+/// >>> with remanent.Store(directory) as store:
+/// ...     store["k"] = b"then"
+/// ...     store["k"] = b"now!"
+/// ...     remanent.View(directory, 1)["k"], remanent.View(directory)["k"]
+/// (b'then', b'now!')
 #[pyclass(frozen, name = "View", module = "remanent", extends = Reader)]
 pub struct PyView;
 

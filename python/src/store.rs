@@ -16,7 +16,31 @@ use crate::options::{Given, ack, place, width};
 use crate::reader::{LiveSource, PyLiveView, Reader, Source, key, state_point};
 use crate::snapshot::{Pruned, SnapshotInfo};
 
-/// A store directory, open for reading and writing.
+/// A store directory, open for reading and writing: pages, root, log, snapshots.
+///
+/// One writer at a time; threads share the object. As a context manager it closes at the end. Lengths are in bytes,
+/// times in seconds.
+///
+/// :param path: the directory; made, with those above it, if it is missing or empty and `create` allows it.
+/// :param ack: what commits wait for: "applied", "logged" (survives the death of the process), "durable" (a power cut).
+/// :param device: "auto", "host" or "cuda:N"; `slots` binds "device:N" to one of several.
+/// :param log_io: "mapped", "buffered" or "direct"; None chooses. `image_io` likewise for images of pages.
+/// :param budget: bytes by place, such as `{"host": 1 << 30}`; a place that is not named has no limit.
+/// :param identity: the caller's own description of the store; given again, it must be the same.
+/// :param layout_fingerprint: 32 bytes that say on what the meaning of pages depends; likewise.
+/// :param snapshots_kept: how many of the newest snapshots are kept; `snapshots_kept_for` (seconds) and `log_kept`
+///     (bytes) keep more.
+/// :param page_load: "eager", or "on_demand": pages are loaded when they are asked for.
+/// :param snapshot_log_bytes: a snapshot is taken by itself after so long a log; None: not for this reason.
+///     `snapshot_interval` (seconds) likewise; `scrub_interval` for scrubs.
+/// :raises LockedError: another process has it open. NoStoreError, ForeignDirectoryError, MismatchError, InvalidError,
+///     DeviceError, OverBudgetError; DamagedError if bytes under a durable mark are not what they were.
+///
+/// >>> store = remanent.Store(directory, device="host", ack="durable")
+/// >>> store["config"] = b"a = 1"
+/// >>> store["config"], list(store), "config" in store
+/// (b'a = 1', ['config'], True)
+/// >>> store.close()
 #[pyclass(frozen, name = "Store", module = "remanent", extends = Reader)]
 pub struct PyStore {
     gate: Arc<Gate>,
@@ -129,7 +153,11 @@ impl PyStore {
         self.gate.is_closed()
     }
 
-    /// What the open found and did.
+    /// What the open found and did: a dict.
+    ///
+    /// >>> with remanent.Store(directory, device="host") as store:
+    /// ...     store.recovered["created"], store.recovered["lsn"], store.recovered["device"]
+    /// (True, 0, 'host')
     #[getter]
     fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let report = self.gate.look(py, |store| Ok(store.recovered().clone()))?;
@@ -177,6 +205,14 @@ impl PyStore {
     }
 
     /// Lets the page that has this key hold exactly these bytes, in one batch; creates it if there is none.
+    ///
+    /// :param data: contiguous host memory. :param place: where a new page lives. Returns the page's id.
+    /// :raises OverBudgetError, DiskFullError: nothing changed. InvalidError for a key that is not 1 to 64 bytes long.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     page = store.put("k", b"one")
+    /// ...     page == store.put("k", memoryview(b"longer")), store[page]
+    /// (True, b'longer')
     #[pyo3(signature = (key, data, *, place="host"))]
     fn put(&self, key: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>, place: &str) -> PyResult<u64> {
         let py = key.py();
@@ -198,6 +234,15 @@ impl PyStore {
     }
 
     /// A batch: a context manager that commits at the end, and does nothing on an exception.
+    ///
+    /// :param ack: what its commit waits for; the store's `ack` if None. :param note: a remark of up to 64 KiB.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     with store.batch(note="first") as batch:
+    /// ...         page = batch.create(4, key="p")
+    /// ...         batch.write(page, 1, b"ab")
+    /// ...     store["p"], batch.lsn
+    /// (b'\x00ab\x00', 1)
     #[pyo3(signature = (*, ack=None, note=None))]
     fn batch(&self, py: Python<'_>, ack: Option<&str>, note: Option<&str>) -> PyResult<Batch> {
         let batch = Batch::new(self.gate.clone(), ack.map(self::ack).transpose()?);
@@ -208,6 +253,14 @@ impl PyStore {
     }
 
     /// Logs a batch, and returns at once with what one waits on.
+    ///
+    /// :raises ConflictError, UnknownPageError, OutOfBoundsError, TakenError, OverBudgetError, DiskFullError: nothing
+    ///     changed. PoisonedError after a failure.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     ticket = store.submit(store.batch(note="empty"))
+    /// ...     ticket.wait(60.0, "durable")
+    /// True
     fn submit(&self, py: Python<'_>, batch: &Bound<'_, Batch>) -> PyResult<Ticket> {
         submit(py, &self.gate, batch.get())
     }
@@ -225,14 +278,32 @@ impl PyStore {
         self.gate.call(py, |store| store.wait_durable(lsn.map_or_else(|| store.lsn(), Lsn)))
     }
 
-    /// Pages and root as they are now.
+    /// Pages and root as they are now; they stay so, whatever is committed. Close it before the store.
+    ///
+    /// >>> store = remanent.Store(directory)
+    /// >>> with store.view() as view:
+    /// ...     store["k"] = b"new"
+    /// ...     list(view), list(store)
+    /// ([], ['k'])
+    /// >>> store.close()
     fn view(&self, py: Python<'_>) -> PyResult<Py<PyLiveView>> {
         let live = py.detach(|| LiveSource::new(&self.gate)).or_raise(py, Some(&self.gate.path))?;
         let reader = Reader::new(Source::Live(live));
         Py::new(py, PyClassInitializer::from(reader).add_subclass(PyLiveView))
     }
 
-    /// Leases a page: its bytes are read where they lie.
+    /// Leases a page: its bytes are read where they lie, as they are now, while batches go on. End it before the store.
+    ///
+    /// :param dtype: the kind of elements, as "float32" or "F32"; that of the page's metadata if None, else "uint8".
+    /// :param shape: in elements; that of the page's metadata if None, else one dimension.
+    /// :raises UnknownPageError, DamagedError; ValueError if the page is not as long as that.
+    ///
+    /// >>> with remanent.Store(directory, device="host") as store:
+    /// ...     store["k"] = b"then"
+    /// ...     with store.lease("k") as lease:
+    /// ...         store["k"] = b"now!"
+    /// ...         bytes(lease), memoryview(lease).readonly
+    /// (b'then', True)
     #[pyo3(signature = (page, dtype=None, shape=None))]
     fn lease(
         slf: PyRef<'_, Self>,
@@ -245,6 +316,16 @@ impl PyStore {
     }
 
     /// Takes a snapshot while commits go on, and removes what is not kept any more.
+    ///
+    /// :param name: 1 to 64 bytes; keeps the snapshot until `prune` gives the name up, and makes it exact.
+    /// :param exact: the state of one batch, so that it needs no log. :param verify: whether the call waits until it was
+    ///     read back. Ctrl-C takes effect after the call.
+    /// :raises TakenError, DiskFullError, OutOfMemoryError: nothing changed.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"v"
+    /// ...     store.snapshot("before tuning").name, [info.end for info in store.snapshots()]
+    /// ('before tuning', [1])
     #[pyo3(signature = (name=None, *, exact=false, verify=true))]
     fn snapshot(
         &self,
@@ -272,18 +353,43 @@ impl PyStore {
     }
 
     /// Takes all pages and the root back to an earlier state, in one more batch. Returns its Lsn.
+    ///
+    /// :param at: an Lsn, "lsn:N", "snapshot:N", "name:S" or a SnapshotInfo.
+    /// :raises NoStateError: the state is not kept. LeasedError while any page is leased. Nothing changed.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"good"
+    /// ...     store["k"] = b"bad!"
+    /// ...     store.restore("lsn:1"), store["k"]
+    /// (3, b'good')
     fn restore(&self, py: Python<'_>, at: &Bound<'_, PyAny>) -> PyResult<u64> {
         let point = state_point(at)?;
         self.gate.call(py, |store| store.restore(&point).map(|position| position.lsn.0))
     }
 
-    /// Makes a new store in `path` that begins at a state of this one. Returns its id.
+    /// Makes a new store in `path` that begins at a state of this one. Returns its id. Images are shared, not copied.
+    ///
+    /// :param at: as for `restore`. :raises NoStateError, ForeignDirectoryError, DiskFullError.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"v"
+    /// ...     identity = store.fork(directory + "-fork", store.lsn)
+    /// >>> remanent.View(directory + "-fork")["k"]
+    /// b'v'
     fn fork(&self, py: Python<'_>, path: PathBuf, at: &Bound<'_, PyAny>) -> PyResult<String> {
         let point = state_point(at)?;
         self.gate.call(py, |store| store.fork(&path, &point).map(|id| id.to_string()))
     }
 
     /// Removes what these rules do not keep; rules that are not given are the store's own.
+    ///
+    /// :param give_up: names that keep a snapshot no longer. :param names_only: only those go.
+    /// :param dry_run: says what would go, and removes nothing.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     first, second = store.snapshot("first"), store.snapshot("second")
+    /// ...     [info.name for info in store.prune(give_up=["first"], names_only=True).snapshots]
+    /// ['first']
     #[pyo3(signature = (*, snapshots_kept=None, snapshots_kept_for=None, log_kept=None, give_up=Vec::new(),
         names_only=false, dry_run=false))]
     #[allow(clippy::too_many_arguments, reason = "each is a rule, given by its name")]
@@ -306,6 +412,13 @@ impl PyStore {
     }
 
     /// Compares two pages of equal length, element by element. Returns how many differ, and the first that does.
+    ///
+    /// :param width: bytes of an element: 1, 2, 4, 8 or 16. :raises InvalidError if the lengths differ.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["a"], store["b"] = b"weights, before", b"weights, behind"
+    /// ...     store.compare("a", "b")
+    /// (4, 11)
     #[pyo3(signature = (left, right, *, width=1))]
     fn compare(
         slf: PyRef<'_, Self>,
