@@ -226,9 +226,11 @@ pub unsafe fn fill_buffer(
     // SAFETY: by this function's contract; a length of isize is 64 bits wide, as a dimension is.
     let view = unsafe { &mut *view };
     let mut strides = vec![parts.item as isize; parts.ndim];
-    // SAFETY: by this function's contract there are this many dimensions.
-    let shape: &[i64] =
-        if parts.ndim == 0 { &[] } else { unsafe { std::slice::from_raw_parts(parts.shape, parts.ndim) } };
+    let shape: &[i64] = match parts.ndim {
+        0 => &[],
+        // SAFETY: by this function's contract there are this many dimensions.
+        ndim => unsafe { std::slice::from_raw_parts(parts.shape, ndim) },
+    };
     for at in (1..parts.ndim).rev() {
         strides[at - 1] = strides[at] * shape[at] as isize;
     }
@@ -257,5 +259,7 @@ pub unsafe fn fill_buffer(
 /// `view` was filled by [`fill_buffer`] and is released once.
 pub unsafe fn release_buffer(view: *mut ffi::Py_buffer) {
     // SAFETY: by this function's contract.
-    drop(unsafe { Box::from_raw((*view).internal.cast::<Vec<isize>>()) });
+    let strides = unsafe { (*view).internal.cast::<Vec<isize>>() };
+    // SAFETY: made by `Box::into_raw` when the view was filled.
+    drop(unsafe { Box::from_raw(strides) });
 }

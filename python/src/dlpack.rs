@@ -140,8 +140,9 @@ impl Imported {
                 return Err(PyBufferError::new_err(format!("DLPack version {} is not known", version.major)));
             }
             // SAFETY: as above, and of a known version.
-            let (tensor, flags) =
-                unsafe { (&raw const (*managed.as_ptr()).tensor, (*managed.as_ptr()).flags) };
+            let flags = unsafe { (*managed.as_ptr()).flags };
+            // SAFETY: as above; only the address is taken.
+            let tensor = unsafe { &raw const (*managed.as_ptr()).tensor };
             (Managed::Versioned(managed), tensor, flags)
         } else {
             let managed = pointer.cast::<DlManaged>();

@@ -104,7 +104,7 @@ pub fn layout(
     let item = dtype.item_size();
     let shape = match shape {
         Some(shape) => shape,
-        None if len % item == 0 => vec![len / item],
+        None if len.is_multiple_of(item) => vec![len / item],
         None => {
             return Err(PyValueError::new_err(format!(
                 "{len} bytes are no whole number of {} elements",

@@ -601,7 +601,7 @@ impl PyLiveView {
 pub struct PyView;
 
 impl PyView {
-    fn past<'r>(reader: &'r Reader) -> &'r PastSource {
+    fn past(reader: &Reader) -> &PastSource {
         let Source::Past(past) = &reader.source else { unreachable!("made with one") };
         past
     }

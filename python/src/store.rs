@@ -462,7 +462,12 @@ impl PyStore {
                 // One that cannot be loaded is not counted: this says so.
                 return call.wait_loaded().map(|()| true);
             }
+            // The first look is free; a timeout of zero is over after it.
             if !std::mem::take(&mut first) {
+                #[allow(
+                    clippy::disallowed_methods,
+                    reason = "the engine waits for this without a time limit only"
+                )]
                 std::thread::sleep(slice.min(std::time::Duration::from_millis(2)));
             }
             Ok(false)

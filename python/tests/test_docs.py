@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import inspect
 from pathlib import Path
 
@@ -30,14 +31,35 @@ def test_every_public_name_says_what_it_is() -> None:
     assert not short
 
 
-@pytest.mark.parametrize(("name", "text"), [each for each in documented() if ">>>" in each[1]])
-def test_the_example_runs(name: str, text: str, tmp_path: Path) -> None:
-    names = {"remanent": remanent, "directory": str(tmp_path / "example")}
-    test = doctest.DocTestParser().get_doctest(inspect.cleandoc(text), names, name, None, 0)
+def run_examples(test: doctest.DocTest) -> None:
     output: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     runner.run(test, out=output.append)
     assert runner.failures == 0 and runner.tries > 0, "".join(output)
+
+
+@pytest.mark.parametrize(("name", "text"), [each for each in documented() if ">>>" in each[1]])
+def test_the_example_runs(name: str, text: str, tmp_path: Path) -> None:
+    names = {"remanent": remanent, "directory": str(tmp_path / "example")}
+    run_examples(doctest.DocTestParser().get_doctest(inspect.cleandoc(text), names, name, None, 0))
+
+
+@pytest.mark.parametrize("module", ["remanent", "remanent._errors", "remanent._pages", "remanent.torch"])
+def test_the_examples_of_a_module_run(module: str, tmp_path: Path) -> None:
+    if module in ("remanent.torch", "remanent.jax", "remanent.weights"):
+        pytest.importorskip(module.removeprefix("remanent.").replace("weights", "torch"))
+    tests = [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
+    assert tests
+    for number, test in enumerate(tests):
+        test.globs |= {"remanent": remanent, "directory": str(tmp_path / f"example{number}")}
+        run_examples(test)
+
+
+def test_the_readme_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    names = {"remanent": remanent, "directory": str(tmp_path / "example")}
+    run_examples(doctest.DocTestParser().get_doctest(readme, names, "README.md", None, 0))
 
 
 def test_the_classes_that_one_makes_or_gets_have_examples() -> None:
