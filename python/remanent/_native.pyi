@@ -54,7 +54,7 @@ class _Operation(TypedDict, total=False):
     base: int
     bytes: bytes
     mask: bytes
-    indices: list[int]
+    indices: Array
     values: bytes
     pattern: bytes
     place: str

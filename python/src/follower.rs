@@ -9,6 +9,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use remanent::{FollowFrom, FollowedBatch, Follower, FollowerPosition, Op, PageId, Replica};
 
+use crate::array::{Aligned, Array};
+use crate::dtype::Dtype;
 use crate::errors::{OrRaise, key_to_py};
 use crate::gate::{check_process, detached, seconds, wait};
 use crate::reader::{Info, Reader, Source};
@@ -218,9 +220,10 @@ impl PyFollowedBatch {
 
     /// The operations in order: a dict each, with "kind" and what belongs to it.
     ///
-    /// Kinds: "create", "write", "masked", "scatter" (element `indices` from byte `base` on, `width` bytes each), "fill",
-    /// "resize", "delete", "set_metadata", "remove_metadata", "set_root", "remove_root", "note", "image" (the page's whole
-    /// content lies in a file: `image(page)` reads it), "restore", "other".
+    /// Kinds: "create", "write", "masked", "scatter" (elements of `width` bytes; `indices`, an Array of uint32, count
+    /// them from byte `base` on), "fill", "resize", "delete", "set_metadata", "remove_metadata", "set_root",
+    /// "remove_root", "note", "image" (the page's whole content lies in a file: `image(page)` reads it), "restore",
+    /// "other".
     #[getter]
     fn operations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
@@ -275,7 +278,13 @@ fn operation<'py>(py: Python<'py>, op: &Op<'_>) -> PyResult<Bound<'py, PyDict>> 
             dict.set_item("page", page.0)?;
             dict.set_item("width", width.bytes())?;
             dict.set_item("base", base)?;
-            dict.set_item("indices", indices.iter().collect::<Vec<u32>>())?;
+            let count = indices.len();
+            let mut aligned = Aligned::zeros(4 * count).or_raise(py, None)?;
+            for (index, place) in indices.iter().zip(aligned.as_mut_slice().chunks_exact_mut(4)) {
+                place.copy_from_slice(&index.to_le_bytes());
+            }
+            let indices = Array::new(aligned, Dtype::parse("uint32")?, &[count]);
+            dict.set_item("indices", indices)?;
             dict.set_item("values", bytes(values))?;
             "scatter"
         }
