@@ -2,7 +2,7 @@
 
     python train_kill_resume.py
 
-The run is a process of its own. It is killed with SIGKILL at moments that nobody chose, and started again; each
+The run is a process of its own. It is killed with SIGKILL at random moments, and started again; each
 start restores the newest version. In the end its losses are those of a run without a kill, bit for bit.
 """
 

@@ -119,7 +119,8 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
             if kind == "key":
                 return jax.random.wrap_key_data(jax.numpy.asarray(elements), impl=of)
             if like is not None and (tuple(like.shape), like.dtype) != (array.shape, dtype):
-                raise NoStateError(f"{path}: the version has {dtype}{list(array.shape)}, the template {like.dtype}{list(like.shape)}")
+                own, other = f"{dtype}{list(array.shape)}", f"{like.dtype}{list(like.shape)}"
+                raise NoStateError(f"{path}: the version has {own}, the template {other}")
             if of == "numpy" and not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
                 return elements
             sharding = getattr(like, "sharding", None)

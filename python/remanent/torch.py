@@ -58,7 +58,8 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of the storage that the tensor uses, and the end of its last one."""
     start = int(tensor.storage_offset())
-    last = start + sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    last = start + sum((int(size) - 1) * int(stride) for size, stride in dims)
     return start * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
@@ -156,7 +157,8 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
         without a name can be loaded as long as the log from a kept snapshot on is there.
     :param durable: whether the call returns once the version survives a power cut; else once it survives the death
         of the process.
-    :raises RefusedError: for a tensor that is not plain: sparse, quantized, a subclass such as DTensor. Nothing is saved.
+    :raises RefusedError: for a tensor that is not plain: sparse, quantized, a subclass such as DTensor. Nothing is
+        saved.
     :raises LockedError: if another process has the store open.
 
     >>> import torch, remanent.torch
@@ -184,7 +186,8 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
         return lsn
 
 
-def load_file(directory: _Path, *, device: str | torch.device = "cpu", at: int | str | None = None) -> dict[str, torch.Tensor]:
+def load_file(directory: _Path, *, device: str | torch.device = "cpu",
+              at: int | str | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a version in `directory`, by name; each byte is proven by checksums before it is returned.
 
     Takes no lock: a writer may go on meanwhile, and the tensors are all of one version. Loads what `save_file` and
@@ -303,13 +306,15 @@ class Checkpointer:
                 raise InvalidError(f"extra: {name!r} is taken")
             self._parts[name] = part
         for name, part in self._parts.items():
-            if not (isinstance(part, MutableMapping) or (hasattr(part, "state_dict") and hasattr(part, "load_state_dict"))):
-                raise RefusedError(f"{name}: a {type(part).__name__} has no state_dict and load_state_dict, and is no dict")
+            has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+            if not (has_state or isinstance(part, MutableMapping)):
+                kind = type(part).__name__
+                raise RefusedError(f"{name}: a {kind} has no state_dict and load_state_dict, and is no dict")
         self._rng, self._keep, self._keep_for = rng, keep, keep_for
         self._directory = directory
         # Each save makes a snapshot of its own: no others are needed.
-        self.store = _native.Store(directory, **{"device": "host", "snapshot_log_bytes": None, "snapshot_interval": None,
-                                                 "snapshots_kept": 1, **options})
+        own = {"device": "host", "snapshot_log_bytes": None, "snapshot_interval": None, "snapshots_kept": 1}
+        self.store = _native.Store(directory, **{**own, **options})
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint")
         self._last: Saved | None = None
 

@@ -59,7 +59,8 @@ impl Bytes for Vec<Cell> {
     }
 }
 
-/// A copy of a page's bytes, the caller's own, with a kind of elements and a shape: `numpy()`, memoryview, `from_dlpack`.
+/// A copy of a page's bytes, the caller's own, with a kind of elements and a shape: `numpy()`, memoryview,
+/// `from_dlpack`.
 ///
 /// The memory begins on a boundary of 64 bytes, so that JAX takes it as it is. Made by `Reader.array`.
 ///

@@ -17,9 +17,10 @@ use crate::values::{from_py, metadata_from_py};
 
 /// Operations that become visible and durable together or not at all, in their order. Made by `Store.batch`.
 ///
-/// Bytes that a call takes are copied by it. Offsets and lengths are in bytes, widths in bytes of an element. A page
-/// that a commit cannot find, a range outside of it and a taken key fail the commit, and nothing changed. A key is
-/// looked up by the call, among the batch's own pages first.
+/// Bytes on the host are copied by the call that takes them, those on a GPU are taken by the commit. Offsets
+/// and lengths are in bytes, widths in bytes of an element. A page that a commit cannot find, a range outside
+/// of it and a taken key fail the commit, and nothing changed. A key is looked up by the call, among the
+/// batch's own pages first.
 ///
 /// >>> store = remanent.Store(directory)
 /// >>> with store.batch() as batch:
@@ -185,8 +186,10 @@ impl Batch {
     /// Creates a page of these bytes, or of zeros.
     ///
     /// :param content: bytes, NumPy, a tensor; or an int: the length of a page of zeros.
-    /// :param key: 1 to 64 bytes. :param place: "host", "pinned" or "device:N". :param metadata: plain values by name.
-    /// :raises TypeError, BufferError: `content` gives no contiguous bytes. MemoryRefusedError: a GPU's, and no GPU's store.
+    /// :param key: 1 to 64 bytes. :param place: "host", "pinned" or "device:N". :param metadata: plain values
+    ///     by name.
+    /// :raises TypeError, BufferError: `content` gives no contiguous bytes. MemoryRefusedError: a GPU's, and
+    ///     no GPU's store.
     ///
     /// >>> with remanent.Store(directory) as store, store.batch() as batch:
     /// ...     batch.create(16), batch.create(b"bytes", key="k")
@@ -277,8 +280,8 @@ impl Batch {
         }
     }
 
-    /// Makes a page that holds `before` hold `after`, of the same length; only what differs is logged. Returns how many
-    /// elements differ.
+    /// Makes a page that holds `before` hold `after`, of the same length; only what differs is logged.
+    /// Returns how many elements differ.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = bytes(4000)
@@ -586,8 +589,8 @@ impl Ticket {
         self.ticket.is(self::ack(ack)?).or_raise(py, Some(&self.path))
     }
 
-    /// Waits until the batch is acknowledged, up to `timeout` seconds; says whether it is. Ctrl-C ends the wait, and the
-    /// batch stays submitted. :raises PoisonedError: it is not, and never will be.
+    /// Waits until the batch is acknowledged, up to `timeout` seconds; says whether it is. Ctrl-C ends the
+    /// wait, and the batch stays submitted. :raises PoisonedError: it is not, and never will be.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store.submit(store.batch(note="n")).wait(timeout=60, ack="applied")

@@ -1,5 +1,6 @@
-//! Futures of the engine for an event loop. A thread of the store that wakes a task never takes the interpreter's
-//! lock: it notes the task's number and writes to an eventfd, which the loop watches like any other.
+//! Futures of the engine for an event loop. A thread of the store that wakes a task never takes the
+//! interpreter's lock: it notes the task's number and writes to an eventfd, which the loop watches like any
+//! other.
 
 use std::future::Future;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

@@ -86,8 +86,8 @@ enum Managed {
     Versioned(NonNull<DlManagedVersioned>),
 }
 
-// SAFETY: the protocol lets a tensor be used and deleted on any thread; what it points to is only used as plain
-// bytes, under the contract that its owner leaves it alone meanwhile.
+// SAFETY: the protocol lets a tensor be used and deleted on any thread; what it points to is only used as
+// plain bytes, under the contract that its owner leaves it alone meanwhile.
 unsafe impl Send for Imported {}
 // SAFETY: as above; sharing gives nothing but the address.
 unsafe impl Sync for Imported {}

@@ -30,7 +30,8 @@ const fn dtype(
     Dtype { name, short, code, bits, format }
 }
 
-/// The codes are DLPack's: 0 signed, 1 unsigned, 2 IEEE, 4 bfloat, 5 complex, 6 bool, from 7 on floats of 8 bits.
+/// The codes are DLPack's: 0 signed, 1 unsigned, 2 IEEE, 4 bfloat, 5 complex, 6 bool, from 7 on floats of 8
+/// bits.
 static DTYPES: &[Dtype] = &[
     dtype("bool", "BOOL", 6, 8, Some(c"?")),
     dtype("uint8", "U8", 1, 8, Some(c"B")),
@@ -78,8 +79,8 @@ impl Dtype {
     }
 }
 
-/// The kind and the shape of a page's elements, as a caller or the page's own metadata says; bytes in one dimension
-/// where nothing says.
+/// The kind and the shape of a page's elements, as a caller or the page's own metadata says; bytes in one
+/// dimension where nothing says.
 ///
 /// # Errors
 /// `ValueError` if the page is not as long as that.

@@ -1,4 +1,5 @@
-//! Errors of the engine as Python's exceptions. The classes are `remanent._errors`'; here is which error is which.
+//! Errors of the engine as Python's exceptions. The classes are `remanent._errors`'; here is which error is
+//! which.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -120,7 +121,8 @@ fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<
     Ok(fields)
 }
 
-/// The exception for an error of the engine. `path` is the store's directory, where the error does not name it.
+/// The exception for an error of the engine. `path` is the store's directory, where the error does not name
+/// it.
 pub fn to_py(py: Python<'_>, error: &Error, path: Option<&str>) -> PyErr {
     let made = || {
         let class = py.import("remanent._errors")?.getattr(class_of(error))?;

@@ -16,12 +16,12 @@ use crate::gate::{check_process, detached, seconds, wait};
 use crate::reader::{Info, Reader, Source};
 use crate::values::{metadata_to_py, to_py};
 
-/// Reads the batches of a store in order, each once, while another process may be writing it: an iterator, also an
-/// asynchronous one, without an end. Locks nothing and writes nothing.
+/// Reads the batches of a store in order, each once, while another process may be writing it: an iterator,
+/// also an asynchronous one, without an end. Locks nothing and writes nothing.
 ///
 /// :param start: "beginning", "snapshot" (after the newest one), or a position: the text of `position`.
-/// :raises NoStoreError; OvertakenError: batches were recycled before they were read; DivergedError: a crash took the
-///     batch at the position; DamagedError.
+/// :raises NoStoreError; OvertakenError: batches were recycled before they were read; DivergedError: a crash
+///     took the batch at the position; DamagedError.
 ///
 /// >>> store = remanent.Store(directory)
 /// >>> store["k"] = b"v"
@@ -220,10 +220,10 @@ impl PyFollowedBatch {
 
     /// The operations in order: a dict each, with "kind" and what belongs to it.
     ///
-    /// Kinds: "create", "write", "masked", "scatter" (elements of `width` bytes; `indices`, an Array of uint32, count
-    /// them from byte `base` on), "fill", "resize", "delete", "set_metadata", "remove_metadata", "set_root",
-    /// "remove_root", "note", "image" (the page's whole content lies in a file: `image(page)` reads it), "restore",
-    /// "other".
+    /// Kinds: "create", "write", "masked", "scatter" (elements of `width` bytes; `indices`, an Array of
+    /// uint32, count them from byte `base` on), "fill", "resize", "delete", "set_metadata",
+    /// "remove_metadata", "set_root", "remove_root", "note", "image" (the page's whole content lies in a
+    /// file: `image(page)` reads it), "restore", "other".
     #[getter]
     fn operations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
@@ -350,7 +350,8 @@ fn operation<'py>(py: Python<'py>, op: &Op<'_>) -> PyResult<Bound<'py, PyDict>> 
 
 /// A copy of a store's pages in host memory, kept up by a follower's batches.
 ///
-/// :param path: a store whose newest snapshot it begins with; without one it begins empty, before the first batch.
+/// :param path: a store whose newest snapshot it begins with; without one it begins empty, before the first
+///     batch.
 ///
 /// >>> with remanent.Store(directory) as store:
 /// ...     store["k"] = b"v"

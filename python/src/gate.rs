@@ -1,5 +1,5 @@
-//! The way from Python into an open store: no call enters a closed one, none touches it in a forked child, and
-//! none holds up the interpreter.
+//! The way from Python into an open store: no call enters a closed one, none touches it in a forked child,
+//! and none holds up the interpreter.
 
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -51,8 +51,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Refuses a handle that a forked child inherited, before any lock is touched: the thread that holds it may not
-/// be there.
+/// Refuses a handle that a forked child inherited, before any lock is touched: the thread that holds it may
+/// not be there.
 pub fn check_process(opener: u32) -> Result<()> {
     if std::process::id() == opener { Ok(()) } else { Err(Error::Forked { opener }) }
 }
@@ -67,8 +67,8 @@ impl Gate {
             state: Mutex::new(state),
             quiet: Condvar::new(),
         });
-        // In a forked child a thread that is not there may hold the list for ever. A store that is not on it is
-        // left to the interpreter.
+        // In a forked child a thread that is not there may hold the list for ever. A store that is not on it
+        // is left to the interpreter.
         if let Ok(mut open) = OPEN.try_lock() {
             open.retain(|gate| gate.strong_count() > 0);
             open.push(Arc::downgrade(&gate));
@@ -206,8 +206,8 @@ fn is_main_thread() -> bool {
     u32::try_from(thread) == Ok(std::process::id())
 }
 
-/// Waits in slices, and looks for Ctrl-C between them. `wait` waits up to a time, and says whether that is over
-/// because what it waits for has come.
+/// Waits in slices, and looks for Ctrl-C between them. `wait` waits up to a time, and says whether that is
+/// over because what it waits for has come.
 pub fn wait<F>(py: Python<'_>, timeout: Option<Duration>, path: Option<&str>, mut wait: F) -> PyResult<bool>
 where
     F: FnMut(Duration) -> Result<bool> + Send,

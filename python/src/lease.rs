@@ -33,10 +33,12 @@ struct HeldLease {
     _handle: Handle,
 }
 
-/// The right to read a page where it lies: the bytes stay what they were when the lease began. Made by `Store.lease`.
+/// The right to read a page where it lies: the bytes stay what they were when the lease began. Made by
+/// `Store.lease`.
 ///
-/// memoryview and NumPy see the store's own memory, read-only, and keep the lease from ending. DLPack gives a copy,
-/// because consumers such as torch do not heed "read only"; `copy=False` gives the memory to one that says it does.
+/// memoryview and NumPy see the store's own memory, read-only, and keep the lease from ending. DLPack gives a
+/// copy, because consumers such as torch do not heed "read only"; `copy=False` gives the memory to one that
+/// says it does.
 ///
 /// >>> import numpy
 /// >>> with remanent.Store(directory, device="host") as store:
@@ -151,7 +153,8 @@ impl PyLease {
         self.look(py, |lease| Ok(lease.address()))
     }
 
-    /// Lets work that is put on the stream from now on read the page; the stream is a CUDA handle as a number.
+    /// Lets work that is put on the stream from now on read the page; the stream is a CUDA handle as a
+    /// number.
     fn on(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         self.look(py, |lease| {
             // SAFETY: the caller names a stream of its own, and keeps it until the lease has ended.
@@ -224,7 +227,8 @@ impl PyLease {
             };
             return export.capsule(py);
         }
-        // Consumers that do not look at the flag "read only", as torch does not, would write to the store's memory.
+        // Consumers that do not look at the flag "read only", as torch does not, would write to the store's
+        // memory.
         let copied = this.look(py, |lease| {
             let bytes = lease.bytes()?;
             let mut copied = Aligned::zeros(bytes.len())?;

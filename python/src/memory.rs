@@ -1,9 +1,9 @@
 //! Memory of the caller's: bytes that a call takes, and buffers that it fills.
 //!
-//! Taken are objects with the buffer protocol (bytes, memoryview, NumPy arrays), with `__cuda_array_interface__`
-//! (CuPy, Numba, torch on a GPU) and with `__dlpack__` (torch, JAX). While a call runs, which it does without the
-//! interpreter's lock, the caller leaves the memory alone: another thread that writes to it meanwhile gets some of
-//! both, as with every library that reads buffers without the lock.
+//! Taken are objects with the buffer protocol (bytes, memoryview, NumPy arrays), with `__dlpack__` (torch,
+//! JAX, CuPy) and with `__cuda_array_interface__` (Numba). While a call runs, which it does without the
+//! interpreter's lock, the caller leaves the memory alone: another thread that writes to it meanwhile gets
+//! some of both, as with every library that reads buffers without the lock.
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError};
@@ -86,9 +86,7 @@ impl Input {
         if unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
             return host_buffer(object, false).map(Input::Host);
         }
-        if object.hasattr("__cuda_array_interface__")? {
-            return cuda_array(object).map(Input::Cuda);
-        }
+        // Before the older interface: only here torch orders the work of its current stream.
         if object.hasattr("__dlpack__")? {
             let tensor = Imported::take(object)?;
             return Ok(match tensor.device {
@@ -100,6 +98,9 @@ impl Input {
                 }),
                 _ => Input::Host(host_tensor(tensor)),
             });
+        }
+        if object.hasattr("__cuda_array_interface__")? {
+            return cuda_array(object).map(Input::Cuda);
         }
         Err(PyTypeError::new_err(format!(
             "{} gives no bytes: it has neither the buffer protocol nor __dlpack__ nor __cuda_array_interface__",
@@ -176,7 +177,8 @@ fn cuda_array(object: &Bound<'_, PyAny>) -> PyResult<CudaBytes> {
         .filter(|stream| !stream.is_none())
         .map(|it| it.extract())
         .transpose()?;
-    // Without a stream the producer says that nothing is under way; torch says so of its current stream's work.
+    // Without a stream the producer says that nothing is under way. The default stream costs little to wait
+    // for.
     Ok(CudaBytes { address, len, stream: stream.or(Some(1)), owner: Box::new(object.clone().unbind()) })
 }
 

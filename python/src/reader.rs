@@ -278,8 +278,8 @@ fn read_whole<M>(
 
 /// Pages and root that can be read: the base of `Store`, `LiveView`, `View` and `Replica`.
 ///
-/// A page is named by its id (int), its key (str or bytes) or its PageInfo. A mapping from keys to bytes: iteration
-/// gives the keys, as text where they are UTF-8; pages without a key are found by `pages`.
+/// A page is named by its id (int), its key (str or bytes) or its PageInfo. A mapping from keys to bytes:
+/// iteration gives the keys, as text where they are UTF-8; pages without a key are found by `pages`.
 ///
 /// >>> def total(pages: remanent.Reader) -> int:
 /// ...     return sum(info.length for info in pages.pages())
@@ -491,7 +491,8 @@ impl Reader {
 
     /// A copy of a whole page, as an array that torch, JAX and NumPy take without another copy.
     ///
-    /// :param dtype: the kind of elements, as "float32" or "F32"; that of the page's metadata if None, else "uint8".
+    /// :param dtype: the kind of elements, as "float32" or "F32"; that of the page's metadata if None, else
+    ///     "uint8".
     /// :param shape: in elements; that of the page's metadata if None, else one dimension.
     /// :raises ValueError: the page is not as long as that. As for `read`.
     ///
@@ -545,7 +546,8 @@ fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     }
 }
 
-/// Pages and root of an open store as of one batch. Made by `Store.view`; its store cannot be closed before it.
+/// Pages and root of an open store as of one batch. Made by `Store.view`; its store cannot be closed before
+/// it.
 ///
 /// It keeps no page's bytes: reading a page that has changed since raises OvertakenError.
 ///
@@ -587,7 +589,8 @@ impl PyLiveView {
     }
 }
 
-/// A state of a store, read-only, without a lock, beside a writer in any process; as a context manager it closes.
+/// A state of a store, read-only, without a lock, beside a writer in any process; as a context manager it
+/// closes.
 ///
 /// :param at: an Lsn, "lsn:N", "snapshot:N", "name:S" or a SnapshotInfo; the newest state if None.
 /// :raises NoStoreError, NoStateError; DamagedError; OvertakenError where no lock can be taken.

@@ -18,23 +18,25 @@ use crate::snapshot::{Pruned, SnapshotInfo};
 
 /// A store directory, open for reading and writing: pages, root, log, snapshots.
 ///
-/// One writer at a time; threads share the object. As a context manager it closes at the end. Lengths are in bytes,
-/// times in seconds.
+/// One writer at a time; threads share the object. As a context manager it closes at the end. Lengths are in
+/// bytes, times in seconds.
 ///
 /// :param path: the directory; made, with those above it, if it is missing or empty and `create` allows it.
-/// :param ack: what commits wait for: "applied", "logged" (survives the death of the process), "durable" (a power cut).
+/// :param ack: what commits wait for: "applied", "logged" (survives the death of the process), "durable" (a
+///     power cut).
 /// :param device: "auto", "host" or "cuda:N"; `slots` binds "device:N" to one of several.
 /// :param log_io: "mapped", "buffered" or "direct"; None chooses. `image_io` likewise for images of pages.
 /// :param budget: bytes by place, such as `{"host": 1 << 30}`; a place that is not named has no limit.
 /// :param identity: the caller's own description of the store; given again, it must be the same.
 /// :param layout_fingerprint: 32 bytes that say on what the meaning of pages depends; likewise.
-/// :param snapshots_kept: how many of the newest snapshots are kept; `snapshots_kept_for` (seconds) and `log_kept`
-///     (bytes) keep more.
+/// :param snapshots_kept: how many of the newest snapshots are kept; `snapshots_kept_for` (seconds) and
+///     `log_kept` (bytes) keep more.
 /// :param page_load: "eager", or "on_demand": pages are loaded when they are asked for.
 /// :param snapshot_log_bytes: a snapshot is taken by itself after so long a log; None: not for this reason.
 ///     `snapshot_interval` (seconds) likewise; `scrub_interval` for scrubs.
-/// :raises LockedError: another process has it open. NoStoreError, ForeignDirectoryError, MismatchError, InvalidError,
-///     DeviceError, OverBudgetError; DamagedError if bytes under a durable mark are not what they were.
+/// :raises LockedError: another process has it open. NoStoreError, ForeignDirectoryError, MismatchError,
+///     InvalidError, DeviceError, OverBudgetError; DamagedError if bytes under a durable mark are not what
+///     they were.
 ///
 /// >>> store = remanent.Store(directory, device="host", ack="durable")
 /// >>> store["config"] = b"a = 1"
@@ -207,7 +209,8 @@ impl PyStore {
     /// Lets the page that has this key hold exactly these bytes, in one batch; creates it if there is none.
     ///
     /// :param data: contiguous host memory. :param place: where a new page lives. Returns the page's id.
-    /// :raises OverBudgetError, DiskFullError: nothing changed. InvalidError for a key that is not 1 to 64 bytes long.
+    /// :raises OverBudgetError, DiskFullError: nothing changed. InvalidError for a key that is not 1 to 64
+    ///     bytes long.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     page = store.put("k", b"one")
@@ -235,7 +238,8 @@ impl PyStore {
 
     /// A batch: a context manager that commits at the end, and does nothing on an exception.
     ///
-    /// :param ack: what its commit waits for; the store's `ack` if None. :param note: a remark of up to 64 KiB.
+    /// :param ack: what its commit waits for; the store's `ack` if None. :param note: a remark of up to 64
+    ///     KiB.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch(note="first") as batch:
@@ -254,8 +258,8 @@ impl PyStore {
 
     /// Logs a batch, and returns at once with what one waits on.
     ///
-    /// :raises ConflictError, UnknownPageError, OutOfBoundsError, TakenError, OverBudgetError, DiskFullError: nothing
-    ///     changed. PoisonedError after a failure.
+    /// :raises ConflictError, UnknownPageError, OutOfBoundsError, TakenError, OverBudgetError, DiskFullError:
+    ///     nothing changed. PoisonedError after a failure.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     ticket = store.submit(store.batch(note="empty"))
@@ -292,9 +296,11 @@ impl PyStore {
         Py::new(py, PyClassInitializer::from(reader).add_subclass(PyLiveView))
     }
 
-    /// Leases a page: its bytes are read where they lie, as they are now, while batches go on. End it before the store.
+    /// Leases a page: its bytes are read where they lie, as they are now, while batches go on. End it before
+    /// the store.
     ///
-    /// :param dtype: the kind of elements, as "float32" or "F32"; that of the page's metadata if None, else "uint8".
+    /// :param dtype: the kind of elements, as "float32" or "F32"; that of the page's metadata if None, else
+    ///     "uint8".
     /// :param shape: in elements; that of the page's metadata if None, else one dimension.
     /// :raises UnknownPageError, DamagedError; ValueError if the page is not as long as that.
     ///
@@ -318,8 +324,8 @@ impl PyStore {
     /// Takes a snapshot while commits go on, and removes what is not kept any more.
     ///
     /// :param name: 1 to 64 bytes; keeps the snapshot until `prune` gives the name up, and makes it exact.
-    /// :param exact: the state of one batch, so that it needs no log. :param verify: whether the call waits until it was
-    ///     read back. Ctrl-C takes effect after the call.
+    /// :param exact: the state of one batch, so that it needs no log. :param verify: whether the call waits
+    ///     until it was read back. Ctrl-C takes effect after the call.
     /// :raises TakenError, DiskFullError, OutOfMemoryError: nothing changed.
     ///
     /// >>> with remanent.Store(directory) as store:
@@ -367,7 +373,8 @@ impl PyStore {
         self.gate.call(py, |store| store.restore(&point).map(|position| position.lsn.0))
     }
 
-    /// Makes a new store in `path` that begins at a state of this one. Returns its id. Images are shared, not copied.
+    /// Makes a new store in `path` that begins at a state of this one. Returns its id. Images are shared, not
+    /// copied.
     ///
     /// :param at: as for `restore`. :raises NoStateError, ForeignDirectoryError, DiskFullError.
     ///
@@ -411,7 +418,8 @@ impl PyStore {
         Ok(Pruned::from(&pruned))
     }
 
-    /// Compares two pages of equal length, element by element. Returns how many differ, and the first that does.
+    /// Compares two pages of equal length, element by element. Returns how many differ, and the first that
+    /// does.
     ///
     /// :param width: bytes of an element: 1, 2, 4, 8 or 16. :raises InvalidError if the lengths differ.
     ///

@@ -18,6 +18,8 @@ import numpy as np  # noqa: E402
 
 from remanent.jax import restore, save  # noqa: E402
 
+pytestmark = pytest.mark.jax
+
 
 def tree() -> dict[str, Any]:
     return {
@@ -32,9 +34,11 @@ def same(left: Any, right: Any) -> bool:
     def alike(one: Any, other: Any) -> bool:
         if isinstance(one, jax.Array) and jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
+        if type(one) is not type(other):
+            return False
         if hasattr(one, "dtype"):
-            return type(one) is type(other) and one.dtype == other.dtype and np.asarray(one).tobytes() == np.asarray(other).tobytes()
-        return type(one) is type(other) and one == other
+            return one.dtype == other.dtype and np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        return bool(one == other)
 
     return all(jax.tree.leaves(jax.tree.map(alike, left, right, is_leaf=lambda each: each is None)))
 

@@ -267,5 +267,5 @@ def test_the_wheel_carries_the_command(store: remanent.Store, directory: str) ->
     done = subprocess.run([*command, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "Usage: remanent" in done.stdout
     # Runs itself in child processes, and kills them.
-    done = subprocess.run([*command, "demo", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
+    done = subprocess.run([*command, "demo", "--kills", "2", "--requests", "400"], capture_output=True, text=True)
+    assert done.returncode == 0 and "kill" in done.stdout, done

@@ -144,6 +144,7 @@ def test_versions_are_whole_and_stay(directory: str) -> None:
         load_file(directory + "y")
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_what_cannot_be_stored_is_refused_by_name_and_nothing_is_saved(directory: str) -> None:
     class Own(torch.Tensor):
         pass

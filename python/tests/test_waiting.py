@@ -179,19 +179,29 @@ def test_the_lock_is_free_while_a_call_waits(store: remanent.Store, directory: s
 
 def test_ctrl_c_ends_a_wait(directory: str) -> None:
     remanent.Store(directory).close()
-    script = """
+    done = run_script("""
         import os, signal, sys, threading, remanent
         follower = remanent.Follower(sys.argv[1])
-        print("waiting", flush=True)
-        try:
-            follower.next()
-        except KeyboardInterrupt:
-            print("interrupted")
-    """
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), directory], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdout.readline() == "waiting\n"
-    child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=30)[0] == "interrupted\n" and child.returncode == 0
+        def interrupt():
+            # Refused once the main thread is within the wait. Between two looks the main thread may begin it.
+            pause = threading.Event()
+            try:
+                while True:
+                    pause.wait(0.001)
+                    follower.next(0)
+            except RuntimeError:
+                os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt).start()
+        while True:
+            try:
+                follower.next()
+            except RuntimeError:
+                continue
+            except KeyboardInterrupt:
+                print("interrupted")
+                break
+    """, directory)
+    assert done.stdout == "interrupted\n" and done.returncode == 0, done
 
 
 def test_a_forked_child_gets_a_typed_error(store: remanent.Store, directory: str) -> None:
