@@ -20,7 +20,7 @@ static OPEN: Mutex<Vec<Weak<Gate>>> = Mutex::new(Vec::new());
 pub struct Gate {
     /// The process that opened it.
     opener: u32,
-    /// Its directory.
+    /// The store's directory.
     pub path: String,
     /// What its commits wait for.
     pub ack: Ack,

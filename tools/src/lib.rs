@@ -18,8 +18,8 @@
 //! # As a library
 //!
 //! The command is also a library, so that a test can run commands by the thousand without a process each:
-//! [`run`], [`import()`]. [`main_as`] is the command for a program that carries it and is called otherwise, such as
-//! the Python package.
+//! [`run`], [`import()`]. [`main_as`] is the command for a program that carries it under another name, such
+//! as the Python package.
 
 mod torture;
 mod bench;
@@ -149,8 +149,8 @@ pub fn main() -> ExitCode {
     exit::code(run_here(&Cli::parse()))
 }
 
-/// The command within a process of another program, such as a Python interpreter. `program` is what starts the
-/// command anew, its own arguments included: some commands run themselves in processes of their own.
+/// The command within a process of another program, such as a Python interpreter. `program` is what starts
+/// the command anew, its own arguments included: some commands run themselves in processes of their own.
 /// `arguments` are those after the program's name. Returns the exit code with which the process should end.
 pub fn main_as(program: Vec<OsString>, arguments: impl IntoIterator<Item = OsString>) -> u8 {
     program::set(program);
