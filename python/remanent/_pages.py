@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -188,7 +189,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tre
         changes.changed = True
     header = _header(new, sizes)
     held = {key: [[a.name, a.dtype, a.shape, a.stride, a.offset] for a in arrays] for key, arrays in new.pages.items()}
-    text = json.dumps({"format": 1, "pages": held, "tree": tree}, separators=(",", ":")).encode()
+    text = json.dumps({"format": 1, "pages": held, "tree": tree}, separators=(",", ":"), allow_nan=False).encode()
     for key, content in ((MANIFEST_KEY, text), (HEADER_KEY, header)):
         changes.changed |= _put_page(store, batch, key, content)
     return changes
@@ -237,14 +238,18 @@ def flatten(path: str, value: object, adapt: Plan, depth: int = 0) -> Any:
     if adapted is not None:
         return adapted
     kind = type(value)
-    if value is None or kind in (bool, str, float):
+    if value is None or kind in (bool, str):
         return value
+    if kind is float:
+        assert isinstance(value, float)
+        # JSON knows no others.
+        return value if math.isfinite(value) else {_TAG: ["float", str(value)]}
     if kind is int:
         # JSON readers of other languages lose what is longer.
         return value if -(1 << 53) <= value <= 1 << 53 else {_TAG: ["int", str(value)]}  # type: ignore[operator]
     if kind is complex:
         assert isinstance(value, complex)
-        return {_TAG: ["complex", value.real, value.imag]}
+        return {_TAG: ["complex", str(value.real), str(value.imag)]}
     if kind in (bytes, bytearray):
         assert isinstance(value, (bytes, bytearray))
         return {_TAG: [kind.__name__, base64.b64encode(value).decode()]}
@@ -276,8 +281,10 @@ def unflatten(held: Any, adapt: Callable[[list[Any]], Any]) -> Any:
     kind, *rest = held[_TAG]
     if kind == "int":
         return int(rest[0])
+    if kind == "float":
+        return float(rest[0])
     if kind == "complex":
-        return complex(rest[0], rest[1])
+        return complex(float(rest[0]), float(rest[1]))
     if kind == "bytes":
         return base64.b64decode(rest[0])
     if kind == "bytearray":

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import numpy as np  # noqa: E402
 
-from remanent.torch import Checkpointer, load_file, save_file  # noqa: E402
+from remanent.torch import Checkpointer, Saved, load_file, save_file  # noqa: E402
 
 
 def same(left: Any, right: Any) -> bool:
@@ -126,6 +127,8 @@ def test_only_what_changed_is_logged(directory: str) -> None:
     logged = log_bytes_of(directory, lambda: save_file(tensors, directory))
     assert 200_000 <= logged < 201_000, logged
     assert load_file(directory).keys() == {"a", "b"}
+    with remanent.View(directory) as view:
+        assert "c" not in view, "what is gone takes no space"
 
 
 def test_versions_are_whole_and_stay(directory: str) -> None:
@@ -337,6 +340,44 @@ def test_a_save_in_the_background_keeps_the_state_of_its_moment(directory: str) 
         assert saved.wait(60) and saved.done()
         run.save(2, wait=False)
         assert run.restore(1) == 1 and torch.equal(model.embed.weight, before)
+
+
+def test_a_save_waits_for_the_one_before(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, scheduler = make()
+    waiting, go_on = threading.Event(), threading.Event()
+    with Checkpointer(directory, model, optimizer, scheduler) as run:
+        keep, wait = run._keep_version, Saved.wait
+
+        def held_up(*given: Any) -> None:
+            assert go_on.wait(60)
+            keep(*given)
+
+        def noted(saved: Saved, timeout: float | None = None) -> bool:
+            waiting.set()
+            return wait(saved, timeout)
+
+        monkeypatch.setattr(run, "_keep_version", held_up)
+        first = run.save(1, wait=False)
+        before = model.embed.weight.detach().clone()
+        assert not first.wait(0) and not first.done()
+        monkeypatch.setattr(Saved, "wait", noted)
+        train(model, optimizer, scheduler, 1)
+        second = threading.Thread(target=lambda: run.save(2))
+        second.start()
+        assert waiting.wait(60), "else version 1 would be what the state is by then"
+        go_on.set()
+        second.join(60)
+        assert [version.step for version in run.versions()] == [1, 2]
+        assert run.restore(1) == 1 and torch.equal(model.embed.weight, before)
+
+
+def test_numbers_that_json_does_not_know_are_text() -> None:
+    from remanent._pages import flatten
+
+    long = (1 << 53) + 1
+    numbers = [1 << 53, long, -(1 << 53), -long, float("-inf"), -0.0]
+    held = [1 << 53, {"$": ["int", str(long)]}, -(1 << 53), {"$": ["int", str(-long)]}, {"$": ["float", "-inf"]}, -0.0]
+    assert flatten("", numbers, lambda path, value: None) == held
 
 
 def test_values_that_cannot_be_stored_are_refused_by_their_path(directory: str) -> None:

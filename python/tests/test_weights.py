@@ -98,6 +98,17 @@ def test_tied_weights_and_whole_tensors(directory: str) -> None:
                 assert checksum(tensors) == checksum(source)
 
 
+def test_elements_are_counted_from_their_base() -> None:
+    from remanent._pages import Array
+    from remanent.weights import _Live
+
+    tensor = torch.zeros(6, dtype=torch.int32)
+    values = torch.tensor([5, 7], dtype=torch.int32).numpy().tobytes()
+    operation = {"width": 4, "base": 8, "indices": torch.tensor([0, 3], dtype=torch.uint32), "values": values}
+    _Live({"w": tensor}).scatter([Array("w", "I32", (6,))], operation)
+    assert tensor.tolist() == [0, 0, 5, 0, 0, 7]
+
+
 def test_other_tensors_are_refused(directory: str) -> None:
     with Publisher(directory) as publisher:
         publisher.publish({"w": torch.ones(4, 2)}, 1)
