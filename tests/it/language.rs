@@ -21,10 +21,11 @@ const SOURCES: &[(&str, &[&str])] = &[
     ("tests", &["rs"]),
     ("examples", &["rs"]),
     ("kernels", &["cu", "cuh"]),
+    ("python/src", &["rs"]),
 ];
 
 /// The folders where prose is read: every page below them, and the pages in the root.
-const PROSE: &[&str] = &["benches", "docs", "format", "fuzz", "kernels", "src", "tests", "tools"];
+const PROSE: &[&str] = &["benches", "docs", "format", "fuzz", "kernels", "python", "src", "tests", "tools"];
 
 /// Pronouns that hide which thread, caller or process is meant.
 const BARE_SUBJECTS: &[&str] = &["who", "whoever", "whom", "nobody", "somebody", "anybody"];
@@ -212,7 +213,9 @@ fn files(folder: &Path, endings: &[&str], deep: bool) -> Vec<PathBuf> {
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).expect("the folder is part of the repository") {
             let path = entry.expect("the folder can be read").path();
-            if path.is_dir() && deep && !path.ends_with("target") {
+            // Caches and environments of Python are none of the repository's.
+            let is_hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+            if path.is_dir() && deep && !path.ends_with("target") && !is_hidden {
                 folders.push(path);
             } else if path.extension().is_some_and(|e| endings.iter().any(|ending| e == *ending)) {
                 files.push(path);

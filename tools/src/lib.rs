@@ -18,7 +18,8 @@
 //! # As a library
 //!
 //! The command is also a library, so that a test can run commands by the thousand without a process each:
-//! [`run`], [`import()`].
+//! [`run`], [`import()`]. [`main_as`] is the command for a program that carries it under another name, such
+//! as the Python package.
 
 mod torture;
 mod bench;
@@ -29,13 +30,15 @@ mod inspect;
 mod read;
 mod cli;
 
+use std::ffi::OsString;
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
 pub use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::output::Output;
-use crate::cli::{completions, exit, interrupt, verbosity};
+use crate::cli::{completions, exit, interrupt, program, verbosity};
 use crate::history::{bisect, blame, diff, fork, prune, restore, salvage, snapshot};
 use crate::inspect::{doctor, dump, follow, info, log, pages, snapshots, verify};
 use crate::replay::demo;
@@ -144,6 +147,27 @@ impl Command {
 /// error.
 pub fn main() -> ExitCode {
     exit::code(run_here(&Cli::parse()))
+}
+
+/// The command within a process of another program, such as a Python interpreter. `program` is what starts
+/// the command anew, its own arguments included: some commands run themselves in processes of their own.
+/// `arguments` are those after the program's name. Returns the exit code with which the process should end.
+pub fn main_as(program: Vec<OsString>, arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    program::set(program);
+    let name = OsString::from("remanent");
+    match Cli::try_parse_from(std::iter::once(name).chain(arguments)) {
+        Ok(cli) => {
+            let code = exit::number(run_here(&cli));
+            // The process may end without the standard library's own flush.
+            let _ = std::io::stdout().flush();
+            code
+        }
+        Err(error) => {
+            // With standard output or error closed, the message has no reader.
+            let _ = error.print();
+            u8::try_from(error.exit_code()).unwrap_or(2)
+        }
+    }
 }
 
 fn run_here(cli: &Cli) -> Outcome {

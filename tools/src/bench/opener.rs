@@ -2,7 +2,7 @@
 //! uses the memory of that work once more, and the open seems to take none.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -15,6 +15,7 @@ use super::room::{self, BenchStop};
 use crate::cli::engine::engine_failure;
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::output::Output;
+use crate::cli::program;
 
 /// Open the store that DIR is, and report the cost
 #[derive(clap::Args)]
@@ -75,7 +76,7 @@ impl Opener {
 
 /// Has a process open the store in `dir`.
 pub fn open(dir: &Path, device: DeviceChoice, watched: bool) -> Result<OpenCost, BenchStop> {
-    let mut opener = Command::new(std::env::current_exe()?);
+    let mut opener = program::again()?;
     opener.args(["bench", "open", "--device", &device.to_string()]).args(watched.then_some("--watched"));
     let output = opener.arg(dir).stdin(Stdio::null()).output()?;
     let opened = serde_json::from_slice(&output.stdout).ok().filter(|_| output.status.success());

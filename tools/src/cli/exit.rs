@@ -43,6 +43,11 @@ pub const INTERRUPTED: u8 = 130;
 
 /// Reports a failure on standard error and gives the exit code.
 pub fn code(outcome: Outcome) -> ExitCode {
+    ExitCode::from(number(outcome))
+}
+
+/// Reports a failure on standard error and gives the exit code's number.
+pub fn number(outcome: Outcome) -> u8 {
     let (code, message) = match outcome {
         Ok(Ending::Fine) | Err(Failure::ClosedPipe) => (0, None),
         Ok(Ending::Difference) => (1, None),
@@ -55,5 +60,5 @@ pub fn code(outcome: Outcome) -> ExitCode {
         // If standard error is closed, the message has no reader.
         let _ = writeln!(std::io::stderr(), "remanent: {message}");
     }
-    ExitCode::from(code)
+    code
 }

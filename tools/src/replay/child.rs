@@ -3,13 +3,14 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdout, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use remanent::{DeviceChoice, LogIo};
 
 use crate::cli::exit::Failure;
+use crate::cli::program;
 use crate::replay::simulate::Rule;
 
 /// How long Ctrl-C may go unnoticed while a replay acknowledges nothing.
@@ -60,9 +61,9 @@ pub enum WatchEnd {
 impl Errand {
     /// Starts a replay that goes on from the store's last request.
     pub fn start(&self) -> Result<Replayer, Failure> {
-        let program = std::env::current_exe().map_err(|error| cannot("find this program", &error))?;
+        let mut command = program::again().map_err(|error| cannot("find this program", &error))?;
         let log_io = self.log_io.map(|log_io| ["--log-io".to_owned(), log_io.to_string()]);
-        let mut process = Command::new(program)
+        let mut process = command
             .arg("replay")
             .args(log_io.into_iter().flatten())
             .args([&self.store, &self.trace])

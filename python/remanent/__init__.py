@@ -1,0 +1,125 @@
+"""Remanent: pages that live in GPU memory and survive a crash.
+
+A store is a directory and the pages in it. Pages are changed by batches; each batch reaches a write-ahead log
+before it is applied; opening the directory after a crash brings back every page, up to the last acknowledged
+batch, bit for bit.
+
+>>> import remanent
+>>> store = remanent.Store(directory)
+>>> with store.batch(ack="durable") as batch:
+...     page = batch.create(b"remains", key="layer.0.weight", metadata={"dtype": "U8", "shape": [7]})
+...     batch.set_root("step", 1)
+>>> store.close()                       # or the process dies
+
+>>> with remanent.Store(directory) as store:
+...     store["layer.0.weight"], store.root["step"]
+(b'remains', 1)
+
+All lengths and offsets are in bytes, all times in seconds. Calls that wait do so without the interpreter's lock;
+waits end at Ctrl-C. A store belongs to the process that opened it: a forked child gets `ForkedError`.
+"""
+
+from __future__ import annotations
+
+import atexit as _atexit
+
+from remanent import _native
+from remanent._errors import (
+    ClosedError,
+    ConflictError,
+    DamagedError,
+    DeviceError,
+    DiskFullError,
+    DivergedError,
+    Error,
+    ForeignDirectoryError,
+    ForkedError,
+    InUseError,
+    InvalidError,
+    LeasedError,
+    LockedError,
+    MemoryRefusedError,
+    MismatchError,
+    NoStateError,
+    NoStoreError,
+    OutOfBoundsError,
+    OutOfMemoryError,
+    OverBudgetError,
+    OvertakenError,
+    PoisonedError,
+    RefusedError,
+    StoreIOError,
+    TakenError,
+    UnknownKeyError,
+    UnknownPageError,
+)
+from remanent._native import (
+    Array,
+    Batch,
+    FollowedBatch,
+    Follower,
+    Lease,
+    LiveView,
+    NewPage,
+    PageInfo,
+    Pruned,
+    Reader,
+    Receipt,
+    Replica,
+    SnapshotInfo,
+    Store,
+    Ticket,
+    View,
+    __version__,
+)
+
+__all__ = [
+    "Array",
+    "Batch",
+    "ClosedError",
+    "ConflictError",
+    "DamagedError",
+    "DeviceError",
+    "DiskFullError",
+    "DivergedError",
+    "Error",
+    "FollowedBatch",
+    "Follower",
+    "ForeignDirectoryError",
+    "ForkedError",
+    "InUseError",
+    "InvalidError",
+    "Lease",
+    "LeasedError",
+    "LiveView",
+    "LockedError",
+    "MemoryRefusedError",
+    "MismatchError",
+    "NewPage",
+    "NoStateError",
+    "NoStoreError",
+    "OutOfBoundsError",
+    "OutOfMemoryError",
+    "OverBudgetError",
+    "OvertakenError",
+    "PageInfo",
+    "PoisonedError",
+    "Pruned",
+    "Reader",
+    "Receipt",
+    "RefusedError",
+    "Replica",
+    "SnapshotInfo",
+    "Store",
+    "StoreIOError",
+    "TakenError",
+    "Ticket",
+    "UnknownKeyError",
+    "UnknownPageError",
+    "View",
+    "__version__",
+]
+
+# Stores that are open at the end are sealed while the interpreter is still whole. One that is in use by then is left
+# as a crash would leave it: nothing acknowledged is lost.
+_atexit.register(_native.close_all)

@@ -1,0 +1,309 @@
+"""Arrays of bytes with names, as pages of a store; and a tree of plain values beside them.
+
+A *block* is one page: the bytes of one array, or of several that share memory. One more page, the manifest, holds
+JSON: which arrays lie in which page, and how; and a tree of plain values, in which arrays stand by their names.
+Nothing is pickled. A page that holds one whole array also has `name`, `dtype` and `shape` in its metadata, as the
+pages that `remanent import` makes, so that `remanent diff`, `blame` and `bisect` know its elements. If all pages are
+of that kind and there is no tree, a header as in a safetensors file lies beside them: `remanent export` gives the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from remanent import _native
+from remanent._errors import DamagedError, NoStateError, RefusedError
+
+MANIFEST_KEY = "remanent tensors"
+HEADER_KEY = "safetensors header"
+_RESERVED = (MANIFEST_KEY, HEADER_KEY)
+_KEY_LEN_MAX = 64
+_DEPTH_MAX = 100
+
+
+class Plan(Protocol):
+    """What adapts one library's arrays: see `flatten`."""
+
+    def __call__(self, path: str, value: object) -> object | None:
+        """A value of JSON that stands for this one, if it is the library's."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array within a page: `stride` in elements, None where they lie row by row; `offset` in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    offset: int = 0
+
+
+@dataclass
+class Block:
+    """What one page is to hold: arrays, and their bytes as a contiguous buffer of uint8."""
+
+    arrays: list[Array]
+    data: Any
+    nbytes: int
+
+
+@dataclass
+class Manifest:
+    """What a store holds: arrays by page, and the tree."""
+
+    pages: dict[str, list[Array]]
+    tree: Any = None
+
+
+def key_of(name: str, taken: Callable[[str], bool]) -> str:
+    """The key of an array's page: its name where that can be one, else its beginning and a hash."""
+    if name and len(name.encode()) <= _KEY_LEN_MAX and name not in _RESERVED and not taken(name):
+        return name
+    for number in range(1 << 20):
+        ending = "~" + hashlib.blake2b(f"{number}:{name}".encode(), digest_size=8).hexdigest()
+        start = name.encode()[: _KEY_LEN_MAX - len(ending)].decode(errors="ignore")
+        if not taken(start + ending):
+            return start + ending
+    raise AssertionError("a million hashes of eight bytes are not all taken")
+
+
+def read_manifest(reader: _native.Reader) -> Manifest:
+    """What the store holds. Of a store that `remanent import` filled, its tensors."""
+    if MANIFEST_KEY in reader:
+        try:
+            held = json.loads(reader[MANIFEST_KEY])
+            pages = {
+                key: [Array(name, dtype, tuple(shape), None if stride is None else tuple(stride), offset)
+                      for name, dtype, shape, stride, offset in arrays]
+                for key, arrays in held["pages"].items()
+            }
+            return Manifest(pages, held["tree"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedError(f"page {MANIFEST_KEY!r} is no list of tensors: {error}", remedy="another program wrote "
+                               "to this page: restore an earlier version") from error
+    pages = {}
+    for info in reader.pages():
+        said = info.metadata
+        if {"name", "dtype", "shape"} <= said.keys() and info.key is not None:
+            pages[info.key] = [Array(said["name"], said["dtype"], tuple(said["shape"]))]
+    if not pages:
+        raise NoStateError("the store holds no tensors", remedy="save some first, or give another directory")
+    return Manifest(pages)
+
+
+def _header(manifest: Manifest, sizes: Mapping[str, int]) -> bytes | None:
+    """The header of a safetensors file with these arrays; None if it could not hold them."""
+    if manifest.tree is not None:
+        return None
+    entries: dict[str, Any] = {}
+    offset = 0
+    for key, arrays in manifest.pages.items():
+        array = arrays[0]
+        if len(arrays) > 1 or array.stride is not None or array.dtype == "C128" or array.name == "__metadata__":
+            return None
+        entries[array.name] = {"dtype": array.dtype, "shape": list(array.shape),
+                               "data_offsets": [offset, offset + sizes[key]]}
+        offset += sizes[key]
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@dataclass
+class Changes:
+    """What a save put into its batch."""
+
+    created: int = 0
+    deleted: int = 0
+    rewritten: int = 0
+    compared: int = 0
+    changed: bool = False
+
+
+def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tree: Any = None) -> Changes:
+    """Makes the store hold these arrays and this tree, and no others of before; what did not change is not logged.
+
+    The caller is the store's only writer meanwhile. Blocks are taken one by one, so that a caller may copy each from
+    a GPU only when it is wanted.
+    """
+    try:
+        old = read_manifest(store)
+    except NoStateError:
+        old = Manifest({})
+    key_by_name = {array.name: key for key, arrays in old.pages.items() for array in arrays}
+    foreign = set(store.keys()) - old.pages.keys()
+    new = Manifest({}, tree)
+    sizes: dict[str, int] = {}
+    changes = Changes()
+
+    def taken(key: str) -> bool:
+        return key in old.pages or key in new.pages or key in foreign
+
+    for block in blocks:
+        first = block.arrays[0]
+        key = key_by_name.get(first.name)
+        if key is None or key in new.pages:
+            key = key_of(first.name, taken)
+        new.pages[key] = block.arrays
+        sizes[key] = block.nbytes
+        whole = len(block.arrays) == 1 and first.stride is None
+        said: dict[str, Any] = {"dtype": first.dtype}
+        if whole:
+            said |= {"name": first.name, "shape": list(first.shape)}
+        if key not in old.pages:
+            batch.create(block.data if block.nbytes else 0, key=key, metadata=said)
+            changes.created += 1
+            changes.changed = True
+            continue
+        info = store.info(key)
+        was = info.metadata
+        for name in was.keys() - said.keys():
+            batch.remove_metadata(key, name)
+            changes.changed = True
+        for name, value in said.items():
+            if name not in was or was[name] != value:
+                batch.set_metadata(key, name, value)
+                changes.changed = True
+        if info.length != block.nbytes:
+            batch.resize(key, block.nbytes)
+            if block.nbytes:
+                batch.write(key, 0, block.data)
+            changes.rewritten += 1
+            changes.changed = True
+        elif block.nbytes:
+            changes.compared += 1
+            # Compared where it lies. The lease ends before the commit, which would have to copy the page for it.
+            with store.lease(key, "uint8", [block.nbytes]) as before:
+                if batch.write_changes(key, before, block.data, width=min(16, _width(first.dtype))):
+                    changes.changed = True
+    for key in old.pages.keys() - new.pages.keys():
+        batch.delete(key)
+        changes.deleted += 1
+        changes.changed = True
+    header = _header(new, sizes)
+    held = {key: [[a.name, a.dtype, a.shape, a.stride, a.offset] for a in arrays] for key, arrays in new.pages.items()}
+    text = json.dumps({"format": 1, "pages": held, "tree": tree}, separators=(",", ":"), allow_nan=False).encode()
+    for key, content in ((MANIFEST_KEY, text), (HEADER_KEY, header)):
+        changes.changed |= _put_page(store, batch, key, content)
+    return changes
+
+
+def _width(dtype: str) -> int:
+    return _native.dtype(dtype)[2]
+
+
+def _put_page(store: _native.Store, batch: _native.Batch, key: str, content: bytes | None) -> bool:
+    if key not in store:
+        if content is not None:
+            batch.create(content, key=key)
+        return content is not None
+    before = store[key]
+    if before == content:
+        return False
+    if content is None:
+        batch.delete(key)
+    elif len(before) == len(content):
+        batch.write_changes(key, before, content)
+    else:
+        batch.resize(key, len(content))
+        batch.write(key, 0, content)
+    return True
+
+
+# The tree: plain values as JSON, with one key of its own for what JSON does not tell apart.
+_TAG = "$"
+
+
+def flatten(path: str, value: object, adapt: Plan, depth: int = 0) -> Any:
+    """A value as JSON that `unflatten` turns back. `adapt` takes what is an array or a library's own.
+
+    >>> from remanent._pages import flatten, unflatten
+    >>> value = {"lr": 0.1, 3: (1, None), "big": 1 << 70, "raw": b"x", "$": [True]}
+    >>> unflatten(flatten("optimizer", value, lambda path, value: None), lambda tag: None) == value
+    True
+    >>> flatten("optimizer", {"hook": print}, lambda path, value: None)
+    Traceback (most recent call last):
+    remanent._errors.RefusedError: optimizer/hook: a builtin_function_or_method cannot be stored
+    """
+    if depth > _DEPTH_MAX:
+        raise RefusedError(f"{path}: values nest more than {_DEPTH_MAX} deep")
+    adapted = adapt(path, value)
+    if adapted is not None:
+        return adapted
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is float:
+        assert isinstance(value, float)
+        # JSON knows no others.
+        return value if math.isfinite(value) else {_TAG: ["float", str(value)]}
+    if kind is int:
+        # JSON readers of other languages lose what is longer.
+        return value if -(1 << 53) <= value <= 1 << 53 else {_TAG: ["int", str(value)]}  # type: ignore[operator]
+    if kind is complex:
+        assert isinstance(value, complex)
+        return {_TAG: ["complex", str(value.real), str(value.imag)]}
+    if kind in (bytes, bytearray):
+        assert isinstance(value, (bytes, bytearray))
+        return {_TAG: [kind.__name__, base64.b64encode(value).decode()]}
+    if kind is list or kind is tuple:
+        assert isinstance(value, (list, tuple))
+        inner = [flatten(f"{path}/{at}", each, adapt, depth + 1) for at, each in enumerate(value)]
+        return inner if kind is list else {_TAG: ["tuple", inner]}
+    if isinstance(value, dict) and kind.__name__ in ("dict", "OrderedDict", "defaultdict"):
+        pairs = []
+        for key, each in value.items():
+            if type(key) not in (str, int, bool, type(None), tuple):
+                raise RefusedError(f"{path}: a {type(key).__name__} as a key cannot be stored")
+            pairs.append((key, flatten(f"{path}/{key}", each, adapt, depth + 1)))
+        if kind is dict and all(type(key) is str for key, _ in pairs) and _TAG not in value:
+            return dict(pairs)
+        keyed = [[flatten(path, key, adapt, depth + 1), each] for key, each in pairs]
+        return {_TAG: ["OrderedDict" if kind.__name__ == "OrderedDict" else "dict", keyed]}
+    raise RefusedError(f"{path}: a {kind.__name__} cannot be stored")
+
+
+def unflatten(held: Any, adapt: Callable[[list[Any]], Any]) -> Any:
+    """The value of which `flatten` made this JSON."""
+    if isinstance(held, list):
+        return [unflatten(each, adapt) for each in held]
+    if not isinstance(held, dict):
+        return held
+    if _TAG not in held:
+        return {key: unflatten(each, adapt) for key, each in held.items()}
+    kind, *rest = held[_TAG]
+    if kind == "int":
+        return int(rest[0])
+    if kind == "float":
+        return float(rest[0])
+    if kind == "complex":
+        return complex(float(rest[0]), float(rest[1]))
+    if kind == "bytes":
+        return base64.b64decode(rest[0])
+    if kind == "bytearray":
+        return bytearray(base64.b64decode(rest[0]))
+    if kind == "tuple":
+        return tuple(unflatten(rest[0], adapt))
+    if kind in ("dict", "OrderedDict"):
+        from collections import OrderedDict
+
+        made: dict[Any, Any] = OrderedDict() if kind == "OrderedDict" else {}
+        for key, each in rest[0]:
+            made[unflatten(key, adapt)] = unflatten(each, adapt)
+        return made
+    return adapt(held[_TAG])
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of an array whose elements lie row by row, in elements."""
+    strides = [1] * len(shape)
+    for at in range(len(shape) - 1, 0, -1):
+        strides[at - 1] = strides[at] * max(1, shape[at])
+    return tuple(strides)

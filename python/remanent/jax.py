@@ -1,0 +1,137 @@
+"""Trees of JAX's arrays that survive: `save(tree, directory)` and `restore(directory, template)`.
+
+Leaves are arrays of one process (sharded ones too, if all their shards are here), keys of random numbers, NumPy's
+arrays and plain values. As in `remanent.torch`: durable, in versions, only changed elements logged, proven on the way
+back, nothing pickled, and what cannot be stored refused by its path.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy
+
+from remanent import _native, _pages
+from remanent._errors import NoStateError, RefusedError
+from remanent._pages import Array, Block
+
+__all__ = ["restore", "save"]
+
+_Path = str | os.PathLike[str]
+
+
+def _is_key(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _host(path: str, leaf: Any) -> numpy.ndarray[Any, Any]:
+    """A leaf's elements on the host."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise RefusedError(f"{path}: not all shards of the array are in this process")
+    array = numpy.asarray(leaf)
+    if array.dtype.hasobject or not array.dtype.isnative:
+        raise RefusedError(f"{path}: elements of {array.dtype} cannot be stored")
+    try:
+        _native.dtype(str(array.dtype))
+    except ValueError:
+        raise RefusedError(f"{path}: elements of {array.dtype} cannot be stored") from None
+    return numpy.ascontiguousarray(array).reshape(array.shape)
+
+
+def _flatten(tree: Any) -> list[tuple[str, Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: each is None)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+
+def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | None = None, durable: bool = True) -> int:
+    """Makes `tree` the newest version in `directory`, whole or not at all; returns its Lsn.
+
+    :param note: a remark of up to 64 KiB. :param name: keeps the version until it is given up; 1 to 64 bytes.
+    :param durable: whether the call returns once the version survives a power cut, or only the death of the process.
+    :raises RefusedError: for a leaf that cannot be stored, by its path. Nothing is saved. LockedError.
+
+    >>> import jax, jax.numpy as jnp, remanent.jax
+    >>> tree = {"w": jnp.arange(6.0).reshape(2, 3), "key": jax.random.key(7), "step": 3}
+    >>> lsn = remanent.jax.save(tree, directory)
+    >>> again = remanent.jax.restore(directory, tree)
+    >>> bool((again["w"] == tree["w"]).all()), again["step"], bool(again["key"] == tree["key"])
+    (True, 3, True)
+    """
+    held: list[list[Any]] = []
+    arrays: dict[str, Any] = {}
+    for path, leaf in _flatten(tree):
+        if _is_key(leaf):
+            arrays[path] = jax.random.key_data(leaf)
+            held.append([path, {"$": ["key", str(jax.random.key_impl(leaf))]}])
+        elif isinstance(leaf, (jax.Array, numpy.ndarray, numpy.generic)):
+            arrays[path] = leaf
+            held.append([path, {"$": ["array", "jax" if isinstance(leaf, jax.Array) else "numpy"]}])
+        else:
+            held.append([path, _pages.flatten(path, leaf, lambda path, value: None)])
+    for path, leaf in arrays.items():
+        _host(path, leaf)
+
+    def blocks() -> Any:
+        for path, leaf in arrays.items():
+            array = _host(path, leaf)
+            kind = Array(path, _native.dtype(str(array.dtype))[1], array.shape)
+            yield Block([kind], array.reshape(-1).view(numpy.uint8), array.nbytes)
+
+    with _native.Store(directory, device="host", page_load="on_demand", log_kept=1 << 30) as store:
+        batch = store.batch(note=note)
+        changes = _pages.put(store, batch, blocks(), {"leaves": held})
+        if changes.changed or note is not None:
+            store.commit(batch, "durable" if durable else "logged")
+        elif durable:
+            store.wait_durable()
+        lsn = store.lsn
+        if name is not None:
+            store.snapshot(name)
+        return lsn
+
+
+def restore(directory: _Path, template: Any = None, *, at: int | str | None = None) -> Any:
+    """A version of a tree, each byte proven by checksums.
+
+    :param template: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s: arrays are put where its own
+        lie, by their shardings. Without one, a dict from paths to leaves, arrays on the default device.
+    :param at: an Lsn, "lsn:N", "snapshot:N" or "name:S"; the newest version if None.
+    :raises NoStateError: the version is not kept, or has not the template's leaves, shapes and kinds of elements.
+    """
+    with _native.View(directory, at) as view:
+        manifest = _pages.read_manifest(view)
+        if not isinstance(manifest.tree, dict) or "leaves" not in manifest.tree:
+            raise NoStateError("the store holds no tree of JAX's", remedy="use `remanent.torch`")
+        where = {array.name: key for key, arrays in manifest.pages.items() for array in arrays}
+        held = dict(map(tuple, manifest.tree["leaves"]))
+
+        def load(path: str, like: Any) -> Any:
+            if not (isinstance(held[path], dict) and held[path].get("$", [""])[0] in ("array", "key")):
+                return _pages.unflatten(held[path], lambda tag: None)
+            kind, of = held[path]["$"]
+            array = manifest.pages[where[path]][0]
+            dtype = jax.numpy.dtype(_native.dtype(array.dtype)[0])
+            elements = numpy.empty(array.shape, dtype)
+            if elements.nbytes:
+                view.read_into(where[path], elements.reshape(-1).view(numpy.uint8))
+            if kind == "key":
+                return jax.random.wrap_key_data(jax.numpy.asarray(elements), impl=of)
+            if like is not None and (tuple(like.shape), like.dtype) != (array.shape, dtype):
+                own, other = f"{dtype}{list(array.shape)}", f"{like.dtype}{list(like.shape)}"
+                raise NoStateError(f"{path}: the version has {own}, the template {other}")
+            if of == "numpy" and not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
+                return elements
+            sharding = getattr(like, "sharding", None)
+            return jax.device_put(elements, sharding)
+
+        if template is None:
+            return {path: load(path, None) for path in held}
+        paths = _flatten(template)
+        if [path for path, _ in paths] != list(held):
+            differ = sorted(held.keys() ^ {path for path, _ in paths})
+            raise NoStateError(f"the version and the template differ in {', '.join(differ[:5])}")
+        leaves = [load(path, like if hasattr(like, "dtype") and not _is_key(like) else None) for path, like in paths]
+        structure = jax.tree_util.tree_structure(template, is_leaf=lambda each: each is None)
+        return jax.tree_util.tree_unflatten(structure, leaves)

@@ -1,0 +1,239 @@
+"""Weights that one process publishes and others follow: the changed elements of each step, whole and in order.
+
+    publisher = Publisher(directory)          subscriber = Subscriber(directory)
+    publisher.publish(model, step)            subscriber.apply_to(model)      # between two batches of work
+
+The publisher's store holds the newest weights and the log of what each step changed. A subscriber, in any process on
+the machine, holds no copy: it scatters what a step changed straight into its live tensors, on whatever device. One
+that falls back too far begins again at the newest snapshot, and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from remanent import _native, _pages
+from remanent._errors import DivergedError, NoStateError, OvertakenError
+from remanent.torch import _DTYPE, _blocks, _bytes_of
+
+__all__ = ["Publisher", "Subscriber", "checksum"]
+
+_Path = str | os.PathLike[str]
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    state = model if isinstance(model, Mapping) else model.state_dict()
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def checksum(model: Any) -> int:
+    """The CRC-32 of all tensors of a model, or of a dict of tensors, in the order of their names.
+
+    >>> import torch, remanent.weights
+    >>> one = {"a": torch.ones(3), "b": torch.zeros(2)}
+    >>> remanent.weights.checksum(one) == remanent.weights.checksum(dict(reversed(one.items())))
+    True
+    """
+    total = 0
+    for name, tensor in sorted(_tensors(model).items()):
+        total = zlib.crc32(_bytes_of(tensor.detach().contiguous()).numpy(), zlib.crc32(name.encode(), total))
+    return total
+
+
+class Publisher:
+    """Publishes the weights of a model, step by step. One process at a time publishes to a directory.
+
+    :param check: whether each step carries the checksum of all weights, which subscribers then compare.
+    :param log_kept: bytes of the log that are kept for subscribers that fall back.
+    :param options: options of `Store`.
+
+    >>> import torch, remanent.weights
+    >>> source, target = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}
+    >>> publisher = remanent.weights.Publisher(directory, check=True)
+    >>> _ = publisher.publish(source, step=1)
+    >>> subscriber = remanent.weights.Subscriber(directory)
+    >>> subscriber.apply_to(target), int(target["w"].sum())
+    (1, 0)
+    >>> source["w"][::100] = 5
+    >>> _ = publisher.publish(source, step=2)
+    >>> subscriber.apply_to(target, timeout=10), int(target["w"].sum())
+    (2, 50)
+    >>> publisher.close()
+    """
+
+    def __init__(self, directory: _Path, *, check: bool = False, log_kept: int = 1 << 30, **options: Any) -> None:
+        self._check = check
+        self.store = _native.Store(directory, **{"device": "host", "log_kept": log_kept, **options})
+
+    def publish(self, model: Any, step: int) -> _native.Ticket:
+        """Logs what changed since the step before; subscribers see it from now on. Returns a ticket to wait for.
+
+        :param model: a module, or tensors by name. :raises RefusedError: for a tensor that is not plain, by its name.
+        """
+        tensors = _tensors(model)
+        batch = self.store.batch(note=f"step {step}")
+        _pages.put(self.store, batch, _blocks(tensors))
+        batch.set_root("step", step)
+        if self._check:
+            batch.set_root("weights.crc32", checksum(tensors))
+        return self.store.submit(batch)
+
+    def close(self) -> None:
+        """Closes the store. Subscribers go on, and find no more steps until it is opened again."""
+        self.store.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Subscriber:
+    """Follows the weights that a publisher publishes to `directory`; see `Publisher` for an example.
+
+    `step` is that of the weights applied last, None before the first. `restarts` counts how often it began anew: at
+    first, when it was overtaken, and when tensors came, went or changed their shapes.
+    """
+
+    def __init__(self, directory: _Path) -> None:
+        self._directory = directory
+        self._follower: _native.Follower | None = None
+        self._arrays: dict[int, list[_pages.Array]] = {}
+        self.step: int | None = None
+        self.restarts = 0
+
+    def apply_to(self, model: Any, *, timeout: float = 0.0) -> int | None:
+        """Brings the tensors of `model`, in place, to the newest step; returns it, None if there is none yet.
+
+        Call it between two uses of the weights: meanwhile they are of two steps.
+
+        :param model: a module, or tensors by name, of the publisher's shapes and kinds, contiguous.
+        :param timeout: seconds to wait for a step if none has come since the last call.
+        :raises NoStateError: the publisher's tensors are others. DivergedError: a checksum differs, or a crash took
+            what was applied: the next call begins anew.
+        """
+        live = _Live(_tensors(model))
+        try:
+            applied = False
+            if self._follower is None:
+                applied = self._restart(live)
+            assert self._follower is not None
+            while (batch := self._follower.next(0 if applied else timeout)) is not None:
+                applied = True
+                try:
+                    self._apply(live, batch)
+                except _Another:
+                    self._restart(live)
+        except OvertakenError:
+            self._follower = None
+            return self.apply_to(model)
+        except BaseException:
+            # Some of a step may be applied: the next call begins anew.
+            self._follower = None
+            raise
+        return self.step
+
+    def _restart(self, live: _Live) -> bool:
+        """Takes all weights of the newest snapshot, or waits at the beginning; says whether there are any."""
+        self.restarts += 1
+        replica = _native.Replica(self._directory)
+        self._follower = _native.Follower(self._directory, replica.position)
+        # The log after the snapshot, read to its end: what follows is then from the same pages.
+        while (batch := self._follower.next(0)) is not None:
+            replica.apply(batch)
+        self._arrays = {}
+        if _pages.MANIFEST_KEY not in replica:
+            return False
+        for key, arrays in _pages.read_manifest(replica).pages.items():
+            info = replica.info(key)
+            self._arrays[info.page] = arrays
+            live.check(arrays)
+            if info.length:
+                live.write(arrays, 0, replica[key])
+        self._seen(live, replica.root)
+        return True
+
+    def _apply(self, live: _Live, batch: _native.FollowedBatch) -> None:
+        root: dict[str, Any] = {}
+        for operation in batch.operations:
+            kind = operation["kind"]
+            if kind == "set_root":
+                root[operation["name"]] = operation["value"]
+            elif kind in ("note", "remove_root"):
+                continue
+            elif kind in ("write", "scatter", "image") and operation["page"] in self._arrays:
+                arrays = self._arrays[operation["page"]]
+                if kind == "write":
+                    live.write(arrays, operation["offset"], operation["bytes"])
+                elif kind == "image":
+                    live.write(arrays, 0, batch.image(operation["page"]))
+                else:
+                    live.scatter(arrays, operation)
+            else:
+                # Pages come, go or change their length, or it is a restore: nothing of that is a step's changes.
+                raise _Another
+        self._seen(live, root)
+
+    def _seen(self, live: _Live, root: Mapping[str, Any]) -> None:
+        self.step = root.get("step", self.step)
+        expected = root.get("weights.crc32")
+        if expected is not None and checksum(live.tensors) != expected:
+            raise DivergedError(f"the weights of step {self.step} have another checksum than the publisher's",
+                                remedy="apply again: it begins anew")
+
+
+class _Another(Exception):
+    """The batch changes more than elements."""
+
+
+class _Live:
+    """Live tensors, as bytes of a publisher's pages."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def check(self, arrays: list[_pages.Array]) -> None:
+        for array in arrays:
+            tensor = self.tensors.get(array.name)
+            if tensor is None or tuple(tensor.shape) != array.shape or tensor.dtype != _DTYPE.get(array.dtype):
+                own = "none" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+                raise NoStateError(f"{array.name}: the publisher has {array.dtype}{list(array.shape)}, the model {own}")
+            if not tensor.is_contiguous() or array.stride not in (None, _pages.contiguous_stride(array.shape)):
+                raise NoStateError(f"{array.name}: weights that are followed lie row by row, on both sides")
+
+    def _flat(self, array: _pages.Array) -> torch.Tensor:
+        """A live tensor's bytes, to be written."""
+        tensor = self.tensors[array.name].detach()
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        return flat.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),), (1,))
+
+    def write(self, arrays: list[_pages.Array], offset: int, content: bytes) -> None:
+        given = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        for array in arrays:
+            flat = self._flat(array)
+            start, end = max(offset, array.offset), min(offset + len(content), array.offset + flat.numel())
+            if start < end:
+                flat[start - array.offset : end - array.offset].copy_(given[start - offset : end - offset])
+
+    def scatter(self, arrays: list[_pages.Array], operation: Any) -> None:
+        width = operation["width"]
+        indices = torch.from_dlpack(operation["indices"]).to(torch.int64) + operation["base"] // width
+        values = torch.frombuffer(bytearray(operation["values"]), dtype=torch.uint8)
+        for array in arrays:
+            flat = self._flat(array)
+            first, count = array.offset // width, flat.numel() // width
+            inside = (indices >= first) & (indices < first + count)
+            where = (indices[inside] - first).to(flat.device)
+            if width in _INTEGERS:
+                whole, rows = flat.view(_INTEGERS[width]), values.view(_INTEGERS[width])[inside]
+            else:
+                whole, rows = flat.view(-1, width), values.view(-1, width)[inside]
+            whole.index_copy_(0, where, rows.to(flat.device))

@@ -1,0 +1,266 @@
+//! A copy of a page, as an array that other libraries take without another copy.
+
+use std::ffi::c_int;
+use std::ptr;
+
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::dlpack::{self, Export};
+use crate::dtype::Dtype;
+
+/// The alignment at which JAX takes memory without a copy.
+const ALIGN: usize = 64;
+
+/// One aligned cell.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+struct Cell([u8; ALIGN]);
+
+/// Bytes on a boundary of 64.
+pub struct Aligned {
+    cells: Vec<Cell>,
+    len: usize,
+}
+
+impl Aligned {
+    /// `len` zeros, if there is memory for them.
+    pub fn zeros(len: usize) -> remanent::Result<Self> {
+        let count = len.div_ceil(ALIGN);
+        let mut cells = Vec::new();
+        cells
+            .try_reserve_exact(count)
+            .map_err(|_| remanent::Error::OutOfMemory { place: remanent::Place::Host, len: len as u64 })?;
+        cells.resize(count, Cell([0; ALIGN]));
+        Ok(Self { cells, len })
+    }
+
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        &mut self.cells.as_flattened_mut_bytes()[..self.len]
+    }
+
+    fn address(&self) -> usize {
+        self.cells.as_ptr() as usize
+    }
+}
+
+/// Cells as their bytes.
+trait Bytes {
+    fn as_flattened_mut_bytes(&mut self) -> &mut [u8];
+}
+
+impl Bytes for Vec<Cell> {
+    fn as_flattened_mut_bytes(&mut self) -> &mut [u8] {
+        let len = self.len() * ALIGN;
+        // SAFETY: cells are bytes and nothing else, without padding, one after the other.
+        unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr().cast(), len) }
+    }
+}
+
+/// A copy of a page's bytes, the caller's own, with a kind of elements and a shape: `numpy()`, memoryview,
+/// `from_dlpack`.
+///
+/// The memory begins on a boundary of 64 bytes, so that JAX takes it as it is. Made by `Reader.array`.
+///
+/// >>> with remanent.Store(directory) as store:
+/// ...     store["k"] = bytes(range(8))
+/// ...     array = store.array("k", "int16", [2, 2])
+/// >>> array.shape, array.nbytes, array.numpy().tolist()
+/// ((2, 2), 8, [[256, 770], [1284, 1798]])
+#[pyclass(frozen, module = "remanent")]
+pub struct Array {
+    bytes: Aligned,
+    dtype: &'static Dtype,
+    shape: Vec<i64>,
+}
+
+impl Array {
+    pub fn new(bytes: Aligned, dtype: &'static Dtype, shape: &[usize]) -> Self {
+        Self { bytes, dtype, shape: shape.iter().map(|dim| *dim as i64).collect() }
+    }
+}
+
+#[pymethods]
+impl Array {
+    /// The name of the elements' kind.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.dtype.name
+    }
+
+    /// The lengths of the dimensions, in elements.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    /// The length in bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.bytes.len
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        (dlpack::CPU, 0)
+    }
+
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        slf: &Bound<'py, Self>,
+        stream: Option<Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        check_export(stream.as_ref(), dl_device)?;
+        let this = slf.get();
+        let (source, owner) = match copy {
+            // Bytes of its own, that neither this array nor another consumer shares.
+            Some(true) => {
+                let mut copied =
+                    Aligned::zeros(this.bytes.len).map_err(|error| crate::errors::to_py(py, &error, None))?;
+                // SAFETY: this array's bytes, which live as long as it.
+                let own =
+                    unsafe { std::slice::from_raw_parts(this.bytes.address() as *const u8, this.bytes.len) };
+                copied.as_mut_slice().copy_from_slice(own);
+                let array = Self { bytes: copied, dtype: this.dtype, shape: this.shape.clone() };
+                let array = Bound::new(py, array)?;
+                (array.get().bytes.address(), array.into_any().unbind())
+            }
+            _ => (this.bytes.address(), slf.clone().into_any().unbind()),
+        };
+        let export = Export {
+            address: source,
+            shape: &this.shape,
+            dtype: this.dtype.dlpack(),
+            owner,
+            read_only: false,
+            is_copy: copy == Some(true),
+            versioned: max_version.is_some_and(|(major, _)| major >= 1),
+        };
+        export.capsule(py)
+    }
+
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let this = slf.get();
+        let Some(format) = this.dtype.format else {
+            let name = this.dtype.name;
+            return Err(PyBufferError::new_err(format!(
+                "the buffer protocol knows no {name}: use DLPack, or uint8"
+            )));
+        };
+        let parts = BufferParts {
+            address: this.bytes.address(),
+            len: this.bytes.len,
+            item: this.dtype.item_size(),
+            format: format.as_ptr(),
+            shape: this.shape.as_ptr(),
+            ndim: this.shape.len(),
+            read_only: false,
+        };
+        // SAFETY: the interpreter gives a view to fill; what it points to lives as long as this object, which
+        // the view keeps.
+        unsafe { fill_buffer(view, flags, slf.into_any(), parts) }
+    }
+
+    unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
+        // SAFETY: the view that `__getbuffer__` filled, given back once.
+        unsafe { release_buffer(view) };
+    }
+
+    /// The array as NumPy's, of the same memory.
+    fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let options = PyDict::new(slf.py());
+        options.set_item("copy", false)?;
+        slf.py().import("numpy")?.call_method("array", (slf,), Some(&options))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Array(dtype={:?}, shape={:?})", self.dtype.name, self.shape)
+    }
+}
+
+/// Refuses what an export from host memory cannot do.
+pub fn check_export(stream: Option<&Bound<'_, PyAny>>, dl_device: Option<(i32, i32)>) -> PyResult<()> {
+    // -1 says that nothing is to be waited for, which is always so here.
+    if let Some(stream) = stream
+        && stream.extract::<i64>()? != -1
+    {
+        return Err(PyBufferError::new_err("memory of the host has no streams"));
+    }
+    match dl_device {
+        None | Some((dlpack::CPU, _)) => Ok(()),
+        Some(_) => Err(PyBufferError::new_err("the bytes lie on the host: let the consumer move them")),
+    }
+}
+
+/// What a view of the buffer protocol shows. Shape and format live as long as the object that exports them.
+pub struct BufferParts {
+    pub address: usize,
+    pub len: usize,
+    pub item: usize,
+    pub format: *const std::ffi::c_char,
+    pub shape: *const i64,
+    pub ndim: usize,
+    pub read_only: bool,
+}
+
+/// Fills a view.
+///
+/// # Safety
+/// `view` is one to be filled; the parts live as long as `owner`.
+pub unsafe fn fill_buffer(
+    view: *mut ffi::Py_buffer,
+    flags: c_int,
+    owner: Bound<'_, PyAny>,
+    parts: BufferParts,
+) -> PyResult<()> {
+    if view.is_null() {
+        return Err(PyBufferError::new_err("a view is needed"));
+    }
+    if parts.read_only && flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE {
+        return Err(PyBufferError::new_err("the memory is the store's: it can be read, and not written"));
+    }
+    // SAFETY: by this function's contract; a length of isize is 64 bits wide, as a dimension is.
+    let view = unsafe { &mut *view };
+    let mut strides = vec![parts.item as isize; parts.ndim];
+    let shape: &[i64] = match parts.ndim {
+        0 => &[],
+        // SAFETY: by this function's contract there are this many dimensions.
+        ndim => unsafe { std::slice::from_raw_parts(parts.shape, ndim) },
+    };
+    for at in (1..parts.ndim).rev() {
+        strides[at - 1] = strides[at] * shape[at] as isize;
+    }
+    // A consumer of an empty buffer may still look at its address.
+    view.buf = parts.address as *mut std::ffi::c_void;
+    view.len = parts.len as isize;
+    view.readonly = c_int::from(parts.read_only);
+    view.itemsize = parts.item as isize;
+    let wants = |flag: c_int| flags & flag == flag;
+    view.format = if wants(ffi::PyBUF_FORMAT) { parts.format.cast_mut() } else { ptr::null_mut() };
+    view.ndim = parts.ndim as c_int;
+    view.shape = if wants(ffi::PyBUF_ND) { parts.shape.cast_mut().cast() } else { ptr::null_mut() };
+    let strides = Box::into_raw(Box::new(strides));
+    view.internal = strides.cast();
+    // SAFETY: made just now, and freed when the view is released.
+    let strides = unsafe { (*strides).as_mut_ptr() };
+    view.strides = if wants(ffi::PyBUF_STRIDES) { strides } else { ptr::null_mut() };
+    view.suboffsets = ptr::null_mut();
+    view.obj = owner.into_ptr();
+    Ok(())
+}
+
+/// Frees what a view held beside the object.
+///
+/// # Safety
+/// `view` was filled by [`fill_buffer`] and is released once.
+pub unsafe fn release_buffer(view: *mut ffi::Py_buffer) {
+    // SAFETY: by this function's contract.
+    let strides = unsafe { (*view).internal.cast::<Vec<isize>>() };
+    // SAFETY: made by `Box::into_raw` when the view was filled.
+    drop(unsafe { Box::from_raw(strides) });
+}

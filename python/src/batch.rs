@@ -1,0 +1,628 @@
+//! A batch under construction, and a submitted one to wait for.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+use remanent::{Epoch, Error, Key, NewPage, PageChanges, PageId, PageRef, Position, WriteBatch};
+
+use crate::errors::OrRaise;
+use crate::gate::{Gate, seconds, wait};
+use crate::memory::Input;
+use crate::options::{ack, place, width};
+use crate::reader::{PageName, key};
+use crate::values::{from_py, metadata_from_py};
+
+/// Operations that become visible and durable together or not at all, in their order. Made by `Store.batch`.
+///
+/// Bytes on the host are copied by the call that takes them, those on a GPU are taken by the commit. Offsets
+/// and lengths are in bytes, widths in bytes of an element. A page that a commit cannot find, a range outside
+/// of it and a taken key fail the commit, and nothing changed. A key is looked up by the call, among the
+/// batch's own pages first.
+///
+/// >>> store = remanent.Store(directory)
+/// >>> with store.batch() as batch:
+/// ...     page = batch.create(b"0123456789", key="p")
+/// ...     batch.scatter(page, [1, 8], b"!?")
+/// ...     batch.fill(page, 3, 4, b"ab")
+/// ...     batch.set_metadata(page, "kind", "text")
+/// ...     batch.set_root("step", 7)
+/// >>> store["p"], store.info("p").metadata, store.root
+/// (b'0!2abab7?9', {'kind': 'text'}, {'step': 7})
+/// >>> store.close()
+#[pyclass(frozen, module = "remanent")]
+pub struct Batch {
+    gate: Arc<Gate>,
+    /// The acknowledgement that a commit of it waits for; the store's own if none is named.
+    ack: Option<remanent::Ack>,
+    state: Mutex<BatchState>,
+}
+
+struct BatchState {
+    batch: Option<WriteBatch>,
+    /// The keys of pages that this batch creates.
+    created: HashMap<Key, NewPage>,
+    committed: Option<Committed>,
+}
+
+/// A page that a batch creates: usable in the calls of that batch that follow.
+#[pyclass(frozen, name = "NewPage", module = "remanent", from_py_object)]
+#[derive(Clone)]
+pub struct PyNewPage(NewPage);
+
+#[pymethods]
+impl PyNewPage {
+    /// The place of the page's id in what the commit returns as `pages`.
+    #[getter]
+    fn index(&self) -> usize {
+        self.0.index()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("NewPage(index={})", self.0.index())
+    }
+}
+
+/// Where a batch lies in the log, and the pages that it created.
+#[derive(Clone)]
+pub struct Committed {
+    position: Position,
+    pages: Vec<u64>,
+}
+
+/// Where a batch lies in the log, and the pages that it created.
+#[pyclass(frozen, module = "remanent")]
+pub struct Receipt(pub Committed);
+
+#[pymethods]
+impl Receipt {
+    /// The number of the batch.
+    #[getter]
+    fn lsn(&self) -> u64 {
+        self.0.position.lsn.0
+    }
+
+    /// The batch with the incarnation in which it was acknowledged, as text.
+    #[getter]
+    fn position(&self) -> String {
+        position_text(self.0.position)
+    }
+
+    /// The ids of the pages that it created, in the order of its creates and clones.
+    #[getter]
+    fn pages(&self) -> Vec<u64> {
+        self.0.pages.clone()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Receipt(lsn={}, pages={:?})", self.lsn(), self.pages())
+    }
+}
+
+pub fn position_text(position: Position) -> String {
+    format!("{}:{}", position.incarnation, position.lsn)
+}
+
+impl Batch {
+    pub fn new(gate: Arc<Gate>, ack: Option<remanent::Ack>) -> Self {
+        let state =
+            BatchState { batch: Some(WriteBatch::default()), created: HashMap::new(), committed: None };
+        Self { gate, ack, state: Mutex::new(state) }
+    }
+
+    /// Adds a remark.
+    pub fn add_note(&self, py: Python<'_>, text: &str) -> PyResult<()> {
+        self.build(py, |batch| {
+            batch.note(text);
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BatchState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds operations; `add` says which.
+    fn build<T>(&self, py: Python<'_>, add: impl FnOnce(&mut WriteBatch) -> T) -> PyResult<T> {
+        match &mut self.lock().batch {
+            Some(batch) => Ok(add(batch)),
+            None => Err(Error::Closed).or_raise(py, Some(&self.gate.path)),
+        }
+    }
+
+    /// Adds operations that copy the caller's bytes, without the interpreter's lock.
+    fn copy_in(&self, py: Python<'_>, add: impl FnOnce(&mut WriteBatch) + Send) -> PyResult<()> {
+        py.detach(|| match &mut self.lock().batch {
+            Some(batch) => {
+                add(batch);
+                Ok(())
+            }
+            None => Err(Error::Closed),
+        })
+        .or_raise(py, Some(&self.gate.path))
+    }
+
+    /// The page that a caller names: of this batch, or of the store.
+    fn page(&self, object: &Bound<'_, PyAny>) -> PyResult<PageRef> {
+        if let Ok(new) = object.cast::<PyNewPage>() {
+            return Ok(new.get().0.into());
+        }
+        match PageName::take(object)? {
+            PageName::Id(page) => Ok(page.into()),
+            PageName::Key(key) => {
+                if let Some(new) = self.lock().created.get(&key) {
+                    return Ok((*new).into());
+                }
+                self.gate.look(object.py(), |store| store.page_by_key(&key)).map(|info| info.page.into())
+            }
+        }
+    }
+
+    /// The batch, to be submitted once.
+    pub fn take(&self, py: Python<'_>, gate: &Arc<Gate>) -> PyResult<WriteBatch> {
+        if !Arc::ptr_eq(gate, &self.gate) {
+            return Err(PyValueError::new_err("the batch is another store's"));
+        }
+        self.lock().batch.take().ok_or(Error::Closed).or_raise(py, Some(&self.gate.path))
+    }
+
+    fn committed<T>(&self, py: Python<'_>, look: impl FnOnce(&Committed) -> T) -> PyResult<T> {
+        let state = self.lock();
+        state.committed.as_ref().map(look).ok_or_else(|| {
+            crate::errors::own(
+                py,
+                "ClosedError",
+                "the batch is not committed",
+                "commit it first",
+                Some(&self.gate.path),
+            )
+        })
+    }
+}
+
+#[pymethods]
+impl Batch {
+    /// Creates a page of these bytes, or of zeros.
+    ///
+    /// :param content: bytes, NumPy, a tensor; or an int: the length of a page of zeros.
+    /// :param key: 1 to 64 bytes. :param place: "host", "pinned" or "device:N". :param metadata: plain values
+    ///     by name.
+    /// :raises TypeError, BufferError: `content` gives no contiguous bytes. MemoryRefusedError: a GPU's, and
+    ///     no GPU's store.
+    ///
+    /// >>> with remanent.Store(directory) as store, store.batch() as batch:
+    /// ...     batch.create(16), batch.create(b"bytes", key="k")
+    /// (NewPage(index=0), NewPage(index=1))
+    #[pyo3(signature = (content, *, key=None, place="host", metadata=None))]
+    fn create(
+        &self,
+        py: Python<'_>,
+        content: &Bound<'_, PyAny>,
+        key: Option<Bound<'_, PyAny>>,
+        place: &str,
+        metadata: Option<Bound<'_, PyDict>>,
+    ) -> PyResult<PyNewPage> {
+        let key = key.map(|key| self::key(&key)).transpose()?;
+        let metadata = metadata.map(|metadata| metadata_from_py(&metadata)).transpose()?.unwrap_or_default();
+        let place = self::place(py, place)?;
+        let zeros = if content.hasattr("__index__")? && !content.hasattr("__dlpack__")? {
+            Some(content.extract::<u64>()?)
+        } else {
+            None
+        };
+        let page = match zeros {
+            Some(len) => self.build(py, |batch| {
+                batch.create(len, place).optional_key(key.clone()).metadata(metadata).page()
+            })?,
+            None => match Input::take(content)? {
+                Input::Host(bytes) => {
+                    let key = key.clone();
+                    let mut created = None;
+                    let page = &mut created;
+                    self.copy_in(py, move |batch| {
+                        let bytes = bytes.as_slice();
+                        // A create of a length, then a write: memory for the copy can be refused that way.
+                        let new = batch
+                            .create(bytes.len() as u64, place)
+                            .optional_key(key)
+                            .metadata(metadata)
+                            .page();
+                        if !bytes.is_empty() {
+                            batch.write(new, 0, bytes);
+                        }
+                        *page = Some(new);
+                    })?;
+                    created.expect("it was created just now")
+                }
+                Input::Cuda(bytes) => {
+                    let len = bytes.len();
+                    let bytes =
+                        if len == 0 { None } else { Some(self.gate.call(py, |store| bytes.adopt(store))?) };
+                    self.build(py, |batch| {
+                        let new =
+                            batch.create(len, place).optional_key(key.clone()).metadata(metadata).page();
+                        if let Some(bytes) = &bytes {
+                            batch.write_device(new, 0, bytes);
+                        }
+                        new
+                    })?
+                }
+            },
+        };
+        if let Some(key) = key {
+            self.lock().created.insert(key, page);
+        }
+        Ok(PyNewPage(page))
+    }
+
+    /// Replaces bytes of a page from `offset` on.
+    #[pyo3(signature = (page, offset, data))]
+    fn write(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        offset: u64,
+        data: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let page = self.page(page)?;
+        match Input::take(data)? {
+            Input::Host(bytes) => self.copy_in(py, move |batch| {
+                batch.write(page, offset, bytes.as_slice());
+            }),
+            Input::Cuda(bytes) if bytes.len() == 0 => Ok(()),
+            Input::Cuda(bytes) => {
+                let bytes = self.gate.call(py, |store| bytes.adopt(store))?;
+                self.build(py, |batch| {
+                    batch.write_device(page, offset, &bytes);
+                })
+            }
+        }
+    }
+
+    /// Makes a page that holds `before` hold `after`, of the same length; only what differs is logged.
+    /// Returns how many elements differ.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = bytes(4000)
+    /// ...     with store.batch() as batch:
+    /// ...         batch.write_changes("k", bytes(4000), bytes(2000) + b"!" + bytes(1999))
+    /// 1
+    #[pyo3(signature = (page, before, after, *, width=1))]
+    fn write_changes(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        before: &Bound<'_, PyAny>,
+        after: &Bound<'_, PyAny>,
+        width: usize,
+    ) -> PyResult<u64> {
+        let (page, width) = (self.page(page)?, self::width(width)?);
+        let (before, after) = (Input::take_host(before)?, Input::take_host(after)?);
+        if before.len() != after.len() {
+            let message = format!("before and after are {} and {} bytes long", before.len(), after.len());
+            return Err(PyValueError::new_err(message));
+        }
+        let mut count = 0;
+        let counted = &mut count;
+        self.copy_in(py, move |batch| {
+            let mut changes = PageChanges::new(width);
+            changes.compare(0, before.as_slice(), after.as_slice());
+            *counted = changes.count();
+            changes.put(batch, page);
+        })?;
+        Ok(count)
+    }
+
+    /// Replaces those elements of a range whose bit in `mask` is 1, lowest bit first.
+    #[pyo3(signature = (page, offset, mask, data, *, width=1))]
+    fn write_masked(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        offset: u64,
+        mask: &Bound<'_, PyAny>,
+        data: &Bound<'_, PyAny>,
+        width: usize,
+    ) -> PyResult<()> {
+        let (page, width) = (self.page(page)?, self::width(width)?);
+        let (mask, data) = (Input::take_host(mask)?, Input::take_host(data)?);
+        self.copy_in(py, move |batch| {
+            batch.write_masked(page, offset, width, mask.as_slice(), data.as_slice());
+        })
+    }
+
+    /// Replaces single elements: one of `values` for each of `indices`, which are all different.
+    #[pyo3(signature = (page, indices, values, *, width=1))]
+    fn scatter(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        indices: &Bound<'_, PyAny>,
+        values: &Bound<'_, PyAny>,
+        width: usize,
+    ) -> PyResult<()> {
+        let (page, width) = (self.page(page)?, self::width(width)?);
+        // SAFETY: the object is alive.
+        let indices: Vec<u32> = if unsafe { pyo3::ffi::PyObject_CheckBuffer(indices.as_ptr()) } == 1 {
+            let buffer = pyo3::buffer::PyBuffer::<u32>::get(indices)
+                .map_err(|_| PyTypeError::new_err("indices are a list of ints, or a buffer of uint32"))?;
+            buffer.to_vec(py)?
+        } else {
+            indices.extract()?
+        };
+        let values = Input::take_host(values)?;
+        self.copy_in(py, move |batch| {
+            batch.scatter(page, width, &indices, values.as_slice());
+        })
+    }
+
+    /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes over `length` bytes from `offset` on.
+    #[pyo3(signature = (page, offset, length, pattern))]
+    fn fill(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        offset: u64,
+        length: u64,
+        pattern: &Bound<'_, PyBytes>,
+    ) -> PyResult<()> {
+        let page = self.page(page)?;
+        self.build(py, |batch| {
+            batch.fill(page, offset, length, pattern.as_bytes());
+        })
+    }
+
+    /// Shortens a page, or extends it by zeros.
+    fn resize(&self, py: Python<'_>, page: &Bound<'_, PyAny>, length: u64) -> PyResult<()> {
+        let page = self.page(page)?;
+        self.build(py, |batch| {
+            batch.resize(page, length);
+        })
+    }
+
+    /// Deletes a page; its key is free again.
+    fn delete(&self, py: Python<'_>, page: &Bound<'_, PyAny>) -> PyResult<()> {
+        let page = self.page(page)?;
+        self.build(py, |batch| {
+            batch.delete(page);
+        })
+    }
+
+    /// Moves a page to another place.
+    fn move_to(&self, py: Python<'_>, page: &Bound<'_, PyAny>, place: &str) -> PyResult<()> {
+        let (page, place) = (self.page(page)?, self::place(py, place)?);
+        self.build(py, |batch| {
+            batch.move_to(page, place);
+        })
+    }
+
+    /// Creates a page with the bytes and the metadata of another one.
+    fn clone_page(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<PyNewPage> {
+        let source = self.page(source)?;
+        self.build(py, |batch| batch.clone_page(source)).map(PyNewPage)
+    }
+
+    /// Copies `length` bytes of one page, from `start` on, over those of another one from `offset` on.
+    #[pyo3(signature = (source, start, length, target, offset))]
+    fn copy(
+        &self,
+        py: Python<'_>,
+        source: &Bound<'_, PyAny>,
+        start: u64,
+        length: u64,
+        target: &Bound<'_, PyAny>,
+        offset: u64,
+    ) -> PyResult<()> {
+        let (source, target) = (self.page(source)?, self.page(target)?);
+        let end = start.checked_add(length).ok_or_else(|| PyValueError::new_err("the range has no end"))?;
+        self.build(py, |batch| {
+            batch.copy(source, start..end, target, offset);
+        })
+    }
+
+    /// Sets one entry of a page's metadata.
+    fn set_metadata(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        name: &str,
+        value: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (page, value) = (self.page(page)?, from_py(value)?);
+        self.build(py, |batch| {
+            batch.set_metadata(page, name, value);
+        })
+    }
+
+    /// Removes one entry of a page's metadata; none of that name is fine too.
+    fn remove_metadata(&self, py: Python<'_>, page: &Bound<'_, PyAny>, name: &str) -> PyResult<()> {
+        let page = self.page(page)?;
+        self.build(py, |batch| {
+            batch.remove_metadata(page, name);
+        })
+    }
+
+    /// Sets one entry of the root.
+    fn set_root(&self, py: Python<'_>, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        let value = from_py(value)?;
+        self.build(py, |batch| {
+            batch.set_root(name, value);
+        })
+    }
+
+    /// Removes one entry of the root; none of that name is fine too.
+    fn remove_root(&self, py: Python<'_>, name: &str) -> PyResult<()> {
+        self.build(py, |batch| {
+            batch.remove_root(name);
+        })
+    }
+
+    /// Adds a remark that travels with the batch in the log.
+    fn note(&self, py: Python<'_>, text: &str) -> PyResult<()> {
+        self.add_note(py, text)
+    }
+
+    /// Demands that a page is at this epoch when the batch is committed.
+    fn expect_epoch(&self, py: Python<'_>, page: u64, epoch: u64) -> PyResult<()> {
+        self.build(py, |batch| {
+            batch.expect_epoch(PageId(page), Epoch(epoch));
+        })
+    }
+
+    /// The ids of the pages that the batch created, once it is committed.
+    #[getter]
+    fn pages(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        self.committed(py, |committed| committed.pages.clone())
+    }
+
+    /// The number of the batch, once it is committed.
+    #[getter]
+    fn lsn(&self, py: Python<'_>) -> PyResult<u64> {
+        self.committed(py, |committed| committed.position.lsn.0)
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (kind, error, traceback, /))]
+    fn __exit__(
+        slf: &Bound<'_, Self>,
+        kind: Option<Bound<'_, PyAny>>,
+        error: Option<Bound<'_, PyAny>>,
+        traceback: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let _ = (error, traceback);
+        let this = slf.get();
+        if kind.is_some() {
+            // Nothing of it happens.
+            this.lock().batch = None;
+            return Ok(());
+        }
+        // Committed or submitted within the block already.
+        if this.lock().batch.is_none() {
+            return Ok(());
+        }
+        commit(slf.py(), &this.gate, this, None).map(drop)
+    }
+}
+
+/// Commits a batch and waits for an acknowledgement, in slices.
+pub fn commit(
+    py: Python<'_>,
+    gate: &Arc<Gate>,
+    batch: &Batch,
+    ack: Option<remanent::Ack>,
+) -> PyResult<Ticket> {
+    let ticket = submit(py, gate, batch)?;
+    ticket.wait_for(py, ack.or(batch.ack).unwrap_or(gate.ack), None)?;
+    Ok(ticket)
+}
+
+/// Submits a batch.
+pub fn submit(py: Python<'_>, gate: &Arc<Gate>, batch: &Batch) -> PyResult<Ticket> {
+    let operations = batch.take(py, gate)?;
+    let ticket = gate.call(py, |store| store.submit(operations))?;
+    let ticket = Ticket { ticket, path: gate.path.clone() };
+    batch.lock().committed = Some(ticket.committed());
+    Ok(ticket)
+}
+
+/// A submitted batch, to wait for; `await ticket` waits until it is durable. Made by `Store.submit`.
+///
+/// >>> import asyncio
+/// >>> store = remanent.Store(directory)
+/// >>> async def put(key, value):
+/// ...     batch = store.batch()
+/// ...     batch.create(value, key=key)
+/// ...     ticket = store.submit(batch)
+/// ...     await ticket
+/// ...     return ticket.lsn, ticket.is_("durable")
+/// >>> asyncio.run(put("k", b"v"))
+/// (1, True)
+/// >>> store.close()
+#[pyclass(frozen, module = "remanent")]
+pub struct Ticket {
+    ticket: remanent::Ticket,
+    path: String,
+}
+
+impl Ticket {
+    pub fn committed(&self) -> Committed {
+        Committed { position: self.ticket.position(), pages: self.pages() }
+    }
+
+    fn wait_for(
+        &self,
+        py: Python<'_>,
+        ack: remanent::Ack,
+        timeout: Option<std::time::Duration>,
+    ) -> PyResult<bool> {
+        wait(py, timeout, Some(&self.path), |slice| self.ticket.wait_timeout(ack, slice))
+    }
+}
+
+#[pymethods]
+impl Ticket {
+    /// The number of the batch.
+    #[getter]
+    fn lsn(&self) -> u64 {
+        self.ticket.position().lsn.0
+    }
+
+    /// The batch with the incarnation in which it was acknowledged, as text.
+    #[getter]
+    fn position(&self) -> String {
+        position_text(self.ticket.position())
+    }
+
+    /// The ids of the pages that it created, in the order of its creates and clones.
+    #[getter]
+    fn pages(&self) -> Vec<u64> {
+        self.ticket.pages().iter().map(|page| page.0).collect()
+    }
+
+    /// Whether the batch is acknowledged at this level. Waits for nothing.
+    #[pyo3(name = "is_", signature = (ack="durable"))]
+    fn is(&self, py: Python<'_>, ack: &str) -> PyResult<bool> {
+        self.ticket.is(self::ack(ack)?).or_raise(py, Some(&self.path))
+    }
+
+    /// Waits until the batch is acknowledged, up to `timeout` seconds; says whether it is. Ctrl-C ends the
+    /// wait, and the batch stays submitted. :raises PoisonedError: it is not, and never will be.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store.submit(store.batch(note="n")).wait(timeout=60, ack="applied")
+    /// True
+    #[pyo3(signature = (timeout=None, ack="durable"))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>, ack: &str) -> PyResult<bool> {
+        self.wait_for(py, self::ack(ack)?, seconds(timeout)?)
+    }
+
+    /// Waits as a task until the batch is acknowledged.
+    #[pyo3(signature = (ack="durable"))]
+    fn acknowledged<'py>(slf: &Bound<'py, Self>, ack: &str) -> PyResult<Bound<'py, PyAny>> {
+        self::ack(ack)?;
+        slf.py().import("remanent._aio")?.call_method1("acknowledged", (slf, ack))
+    }
+
+    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        Self::acknowledged(slf, "durable")?.call_method0("__await__")
+    }
+
+    /// Looks whether the batch is acknowledged; if it is not, `bell` rings with this number once it is.
+    fn _poll(
+        &self,
+        py: Python<'_>,
+        bell: &Bound<'_, crate::bell::Bell>,
+        id: u64,
+        ack: &str,
+    ) -> PyResult<Option<crate::bell::Waiting>> {
+        crate::bell::poll(&self.ticket, bell.get(), id, self::ack(ack)?).or_raise(py, Some(&self.path))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Ticket(lsn={})", self.lsn())
+    }
+}

@@ -1,0 +1,124 @@
+//! Kinds of elements: their names here and in files of weights, in DLPack, and in the buffer protocol.
+
+use std::ffi::CStr;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::dlpack::DlDtype;
+
+/// A kind of elements.
+#[derive(Debug)]
+pub struct Dtype {
+    /// As NumPy, torch and JAX name it.
+    pub name: &'static str,
+    /// As safetensors names it, and the metadata of pages that hold tensors.
+    pub short: &'static str,
+    code: u8,
+    bits: u8,
+    /// As `struct` names it; `None` where it does not know the kind.
+    pub format: Option<&'static CStr>,
+}
+
+const fn dtype(
+    name: &'static str,
+    short: &'static str,
+    code: u8,
+    bits: u8,
+    format: Option<&'static CStr>,
+) -> Dtype {
+    Dtype { name, short, code, bits, format }
+}
+
+/// The codes are DLPack's: 0 signed, 1 unsigned, 2 IEEE, 4 bfloat, 5 complex, 6 bool, from 7 on floats of 8
+/// bits.
+static DTYPES: &[Dtype] = &[
+    dtype("bool", "BOOL", 6, 8, Some(c"?")),
+    dtype("uint8", "U8", 1, 8, Some(c"B")),
+    dtype("int8", "I8", 0, 8, Some(c"b")),
+    dtype("uint16", "U16", 1, 16, Some(c"H")),
+    dtype("int16", "I16", 0, 16, Some(c"h")),
+    dtype("uint32", "U32", 1, 32, Some(c"I")),
+    dtype("int32", "I32", 0, 32, Some(c"i")),
+    dtype("uint64", "U64", 1, 64, Some(c"Q")),
+    dtype("int64", "I64", 0, 64, Some(c"q")),
+    dtype("float16", "F16", 2, 16, Some(c"e")),
+    dtype("bfloat16", "BF16", 4, 16, None),
+    dtype("float32", "F32", 2, 32, Some(c"f")),
+    dtype("float64", "F64", 2, 64, Some(c"d")),
+    dtype("complex64", "C64", 5, 64, Some(c"Zf")),
+    dtype("complex128", "C128", 5, 128, Some(c"Zd")),
+    dtype("float8_e4m3fn", "F8_E4M3", 10, 8, None),
+    dtype("float8_e4m3fnuz", "F8_E4M3FNUZ", 11, 8, None),
+    dtype("float8_e5m2", "F8_E5M2", 12, 8, None),
+    dtype("float8_e5m2fnuz", "F8_E5M2FNUZ", 13, 8, None),
+    dtype("float8_e8m0fnu", "F8_E8M0", 14, 8, None),
+];
+
+impl Dtype {
+    /// The kind of this name, in either spelling.
+    ///
+    /// # Errors
+    /// `ValueError` with the names that there are.
+    pub fn parse(name: &str) -> PyResult<&'static Self> {
+        // torch's own spelling.
+        let name = name.strip_prefix("torch.").unwrap_or(name);
+        DTYPES.iter().find(|dtype| dtype.name == name || dtype.short == name).ok_or_else(|| {
+            let names: Vec<&str> = DTYPES.iter().map(|dtype| dtype.name).collect();
+            PyValueError::new_err(format!("dtype {name:?} is none of {}", names.join(", ")))
+        })
+    }
+
+    /// Bytes of an element.
+    pub fn item_size(&self) -> usize {
+        usize::from(self.bits) / 8
+    }
+
+    pub fn dlpack(&self) -> DlDtype {
+        DlDtype { code: self.code, bits: self.bits, lanes: 1 }
+    }
+}
+
+/// The kind and the shape of a page's elements, as a caller or the page's own metadata says; bytes in one
+/// dimension where nothing says.
+///
+/// # Errors
+/// `ValueError` if the page is not as long as that.
+pub fn layout(
+    dtype: Option<&str>,
+    shape: Option<Vec<usize>>,
+    info: &remanent::PageInfo,
+    len: usize,
+) -> PyResult<(&'static Dtype, Vec<usize>)> {
+    let own_dtype = info.metadata.get("dtype").and_then(remanent::Value::as_str);
+    let own_shape = || -> Option<Vec<usize>> {
+        let dims = info.metadata.get("shape")?.as_list()?;
+        dims.iter().map(|dim| dim.as_u64().and_then(|dim| usize::try_from(dim).ok())).collect()
+    };
+    let (dtype, shape) = match (dtype, shape) {
+        (Some(dtype), shape) => (Dtype::parse(dtype)?, shape),
+        (None, shape) => match own_dtype {
+            Some(own) => (Dtype::parse(own)?, shape.or_else(own_shape)),
+            None => (&DTYPES[1], shape),
+        },
+    };
+    let item = dtype.item_size();
+    let shape = match shape {
+        Some(shape) => shape,
+        None if len.is_multiple_of(item) => vec![len / item],
+        None => {
+            return Err(PyValueError::new_err(format!(
+                "{len} bytes are no whole number of {} elements",
+                dtype.name
+            )));
+        }
+    };
+    let wanted = shape.iter().try_fold(item, |len, dim| len.checked_mul(*dim));
+    if wanted != Some(len) {
+        return Err(PyValueError::new_err(format!(
+            "{len} bytes are not {shape:?} elements of {}",
+            dtype.name
+        )));
+    }
+    Ok((dtype, shape))
+}

@@ -1,0 +1,395 @@
+//! Following a store from Python: batches in order, each once, and a copy of the pages that they make.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pyo3::exceptions::{PyRuntimeError, PyStopIteration, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList};
+use remanent::{FollowFrom, FollowedBatch, Follower, FollowerPosition, Op, PageId, Replica};
+
+use crate::array::{Aligned, Array};
+use crate::dtype::Dtype;
+use crate::errors::{OrRaise, key_to_py};
+use crate::gate::{check_process, detached, seconds, wait};
+use crate::reader::{Info, Reader, Source};
+use crate::values::{metadata_to_py, to_py};
+
+/// Reads the batches of a store in order, each once, while another process may be writing it: an iterator,
+/// also an asynchronous one, without an end. Locks nothing and writes nothing.
+///
+/// :param start: "beginning", "snapshot" (after the newest one), or a position: the text of `position`.
+/// :raises NoStoreError; OvertakenError: batches were recycled before they were read; DivergedError: a crash
+///     took the batch at the position; DamagedError.
+///
+/// >>> store = remanent.Store(directory)
+/// >>> store["k"] = b"v"
+/// >>> follower = remanent.Follower(directory)
+/// >>> batch = follower.next(timeout=10)
+/// >>> batch.lsn, [operation["kind"] for operation in batch.operations]
+/// (1, ['create', 'write'])
+/// >>> later = remanent.Follower(directory, follower.position)
+/// >>> later.next(0) is None
+/// True
+/// >>> store.close()
+#[pyclass(frozen, weakref, name = "Follower", module = "remanent")]
+pub struct PyFollower {
+    opener: u32,
+    path: String,
+    /// That of the newest batch handed over; apart, so that it can be asked for while another thread reads.
+    position: Mutex<FollowerPosition>,
+    state: Mutex<FollowerState>,
+}
+
+struct FollowerState {
+    /// `None` once it is closed.
+    follower: Option<Follower>,
+    /// A batch that was read for a task which was called off: the next caller gets it.
+    kept: Option<FollowedBatch>,
+}
+
+impl PyFollower {
+    /// The follower, if no other thread has it.
+    fn state(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, FollowerState>> {
+        check_process(self.opener).or_raise(py, Some(&self.path))?;
+        match self.state.try_lock() {
+            Ok(state) => Ok(state),
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => {
+                Err(PyRuntimeError::new_err("another thread is reading from this follower"))
+            }
+        }
+    }
+
+    /// Reads a batch and keeps it. Says whether there is one.
+    fn fetch(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<bool> {
+        let mut state = self.state(py)?;
+        if state.kept.is_some() {
+            return Ok(true);
+        }
+        let state = &mut *state;
+        let Some(follower) = &mut state.follower else {
+            return Err(remanent::Error::Closed).or_raise(py, Some(&self.path));
+        };
+        let kept = &mut state.kept;
+        wait(py, timeout, Some(&self.path), |slice| {
+            *kept = follower.next(slice)?;
+            Ok(kept.is_some())
+        })
+    }
+
+    fn taken(&self, py: Python<'_>) -> PyResult<Option<PyFollowedBatch>> {
+        let mut state = self.state(py)?;
+        let batch = state.kept.take();
+        if let Some(batch) = &batch {
+            *self.position.lock().unwrap_or_else(PoisonError::into_inner) = batch.position();
+        }
+        Ok(batch.map(|batch| PyFollowedBatch { path: self.path.clone(), batch }))
+    }
+}
+
+#[pymethods]
+impl PyFollower {
+    #[new]
+    #[pyo3(signature = (path, start="beginning"))]
+    fn new(py: Python<'_>, path: PathBuf, start: &str) -> PyResult<Self> {
+        let from = match start {
+            "beginning" => FollowFrom::Beginning,
+            "snapshot" => FollowFrom::Snapshot,
+            text => FollowFrom::Position(text.parse().map_err(|error: remanent::ParsePositionError| {
+                PyValueError::new_err(format!("{error}; nor is it \"beginning\" or \"snapshot\""))
+            })?),
+        };
+        let shown = path.display().to_string();
+        let follower = py.detach(|| Follower::open(&path, from)).or_raise(py, Some(&shown))?;
+        let position = Mutex::new(follower.position());
+        let state = Mutex::new(FollowerState { follower: Some(follower), kept: None });
+        Ok(Self { opener: std::process::id(), path: shown, position, state })
+    }
+
+    /// The position after the newest batch handed over, as text: another follower goes on from it.
+    #[getter]
+    fn position(&self, py: Python<'_>) -> PyResult<String> {
+        check_process(self.opener).or_raise(py, Some(&self.path))?;
+        Ok(self.position.lock().unwrap_or_else(PoisonError::into_inner).to_string())
+    }
+
+    /// The next batch; None if none came within `timeout` seconds. 0 looks once, None waits for ever.
+    #[pyo3(signature = (timeout=None))]
+    fn next(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<PyFollowedBatch>> {
+        self.fetch(py, seconds(timeout)?)?;
+        self.taken(py)
+    }
+
+    /// Reads the next batch and keeps it; says whether there is one. For a task that may be called off.
+    fn _fetch(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
+        self.fetch(py, seconds(Some(timeout))?)
+    }
+
+    fn __iter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    fn __next__(&self, py: Python<'_>) -> PyResult<PyFollowedBatch> {
+        self.fetch(py, None)?;
+        self.taken(py)?.ok_or_else(|| PyStopIteration::new_err(()))
+    }
+
+    fn __aiter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    fn __anext__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("remanent._aio")?.call_method1("next_batch", (slf,))
+    }
+
+    /// Ends the following.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let ended = {
+            let mut state = self.state(py)?;
+            (state.follower.take(), state.kept.take())
+        };
+        detached(ended);
+        Ok(())
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (kind, error, traceback, /))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<Bound<'_, PyAny>>,
+        error: Option<Bound<'_, PyAny>>,
+        traceback: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let _ = (kind, error, traceback);
+        self.close(py)
+    }
+}
+
+/// A batch as it was committed, every byte checked.
+#[pyclass(frozen, name = "FollowedBatch", module = "remanent")]
+pub struct PyFollowedBatch {
+    path: String,
+    batch: FollowedBatch,
+}
+
+#[pymethods]
+impl PyFollowedBatch {
+    /// The batch's number.
+    #[getter]
+    fn lsn(&self) -> u64 {
+        self.batch.lsn().0
+    }
+
+    /// The position from which a follower goes on after this batch, as text.
+    #[getter]
+    fn position(&self) -> String {
+        self.batch.position().to_string()
+    }
+
+    /// The newest batch that was known to survive a power cut when this one was logged.
+    #[getter]
+    fn durable(&self) -> u64 {
+        self.batch.durable().0
+    }
+
+    /// The remark that it carries, or None.
+    #[getter]
+    fn note(&self) -> Option<String> {
+        self.batch.note()
+    }
+
+    /// The batch whose state this one put in place of everything, if it is a restore; else None.
+    #[getter]
+    fn restored(&self) -> Option<u64> {
+        self.batch.restored().map(|restored| restored.of().0)
+    }
+
+    /// All pages of the state that it put in place, if it is a restore; else none.
+    #[getter]
+    fn restored_pages(&self) -> Vec<Info> {
+        self.batch
+            .restored()
+            .map_or_else(Vec::new, |restored| restored.pages().iter().cloned().map(Info).collect())
+    }
+
+    /// The operations in order: a dict each, with "kind" and what belongs to it.
+    ///
+    /// Kinds: "create", "write", "masked", "scatter" (elements of `width` bytes; `indices`, an Array of
+    /// uint32, count them from byte `base` on), "fill", "resize", "delete", "set_metadata",
+    /// "remove_metadata", "set_root", "remove_root", "note", "image" (the page's whole content lies in a
+    /// file: `image(page)` reads it), "restore", "other".
+    #[getter]
+    fn operations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let list = PyList::empty(py);
+        for op in self.batch.operations() {
+            list.append(operation(py, &op)?)?;
+        }
+        Ok(list)
+    }
+
+    /// The bytes that an "image" operation makes a page's whole content, read and checked.
+    fn image<'py>(&self, py: Python<'py>, page: u64) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = py.detach(|| match self.batch.restored() {
+            Some(restored) => restored.read(PageId(page)),
+            None => self.batch.image(PageId(page)),
+        });
+        Ok(PyBytes::new(py, &bytes.or_raise(py, Some(&self.path))?))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("FollowedBatch(lsn={}, operations={})", self.lsn(), self.batch.operations().len())
+    }
+}
+
+/// An operation as a dict.
+fn operation<'py>(py: Python<'py>, op: &Op<'_>) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let bytes = |bytes: &[u8]| PyBytes::new(py, bytes);
+    let kind = match op {
+        Op::Create { page, len, place, key, metadata } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("length", len)?;
+            dict.set_item("place", place.to_string())?;
+            dict.set_item("key", key.as_ref().map(|key| key_to_py(py, key)))?;
+            dict.set_item("metadata", metadata_to_py(py, metadata)?)?;
+            "create"
+        }
+        Op::Write { page, offset, bytes: written } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("offset", offset)?;
+            dict.set_item("bytes", bytes(written))?;
+            "write"
+        }
+        Op::Masked { page, offset, width, mask, bytes: written } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("offset", offset)?;
+            dict.set_item("width", width.bytes())?;
+            dict.set_item("mask", bytes(mask))?;
+            dict.set_item("bytes", bytes(written))?;
+            "masked"
+        }
+        Op::Scatter { page, width, base, indices, values } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("width", width.bytes())?;
+            dict.set_item("base", base)?;
+            let count = indices.len();
+            let mut aligned = Aligned::zeros(4 * count).or_raise(py, None)?;
+            for (index, place) in indices.iter().zip(aligned.as_mut_slice().chunks_exact_mut(4)) {
+                place.copy_from_slice(&index.to_le_bytes());
+            }
+            let indices = Array::new(aligned, Dtype::parse("uint32")?, &[count]);
+            dict.set_item("indices", indices)?;
+            dict.set_item("values", bytes(values))?;
+            "scatter"
+        }
+        Op::Fill { page, offset, len, pattern } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("offset", offset)?;
+            dict.set_item("length", len)?;
+            dict.set_item("pattern", bytes(pattern))?;
+            "fill"
+        }
+        Op::Resize { page, len } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("length", len)?;
+            "resize"
+        }
+        Op::Delete { page } => {
+            dict.set_item("page", page.0)?;
+            "delete"
+        }
+        Op::SetMetadata { page, name, value } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("name", name)?;
+            dict.set_item("value", to_py(py, value)?)?;
+            "set_metadata"
+        }
+        Op::RemoveMetadata { page, name } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("name", name)?;
+            "remove_metadata"
+        }
+        Op::SetRoot { name, value } => {
+            dict.set_item("name", name)?;
+            dict.set_item("value", to_py(py, value)?)?;
+            "set_root"
+        }
+        Op::RemoveRoot { name } => {
+            dict.set_item("name", name)?;
+            "remove_root"
+        }
+        Op::Note { text } => {
+            dict.set_item("text", text)?;
+            "note"
+        }
+        Op::Image { page, len, .. } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("length", len)?;
+            "image"
+        }
+        Op::Restore { restored, .. } => {
+            dict.set_item("lsn", restored.0)?;
+            "restore"
+        }
+        other => {
+            if let Some(page) = other.page() {
+                dict.set_item("page", page.0)?;
+            }
+            "other"
+        }
+    };
+    dict.set_item("kind", kind)?;
+    Ok(dict)
+}
+
+/// A copy of a store's pages in host memory, kept up by a follower's batches.
+///
+/// :param path: a store whose newest snapshot it begins with; without one it begins empty, before the first
+///     batch.
+///
+/// >>> with remanent.Store(directory) as store:
+/// ...     store["k"] = b"v"
+/// >>> replica, follower = remanent.Replica(), remanent.Follower(directory)
+/// >>> replica.apply(follower.next(10))
+/// >>> replica["k"], replica.position == follower.position
+/// (b'v', True)
+#[pyclass(frozen, name = "Replica", module = "remanent", extends = Reader)]
+pub struct PyReplica;
+
+#[pymethods]
+impl PyReplica {
+    /// The empty store, or the state of the newest snapshot of the store in `path`.
+    #[new]
+    #[pyo3(signature = (path=None))]
+    fn new(py: Python<'_>, path: Option<PathBuf>) -> PyResult<PyClassInitializer<Self>> {
+        let replica = match &path {
+            None => Replica::default(),
+            Some(path) => {
+                let loaded = py.detach(|| Replica::from_snapshot(path));
+                loaded.or_raise(py, Some(&path.display().to_string()))?
+            }
+        };
+        let reader = Reader::new(Source::Replica(Mutex::new(replica)));
+        Ok(PyClassInitializer::from(reader).add_subclass(Self))
+    }
+
+    /// Applies the next batch.
+    fn apply(slf: PyRef<'_, Self>, py: Python<'_>, batch: &Bound<'_, PyFollowedBatch>) -> PyResult<()> {
+        let Source::Replica(replica) = &slf.as_super().source else { unreachable!("made with one") };
+        let batch = &batch.get().batch;
+        py.detach(|| replica.lock().unwrap_or_else(PoisonError::into_inner).apply(batch)).or_raise(py, None)
+    }
+
+    /// The position after the last batch applied, as text: a follower for this replica goes on from it.
+    #[getter]
+    fn position(slf: PyRef<'_, Self>) -> String {
+        let Source::Replica(replica) = &slf.as_super().source else { unreachable!("made with one") };
+        replica.lock().unwrap_or_else(PoisonError::into_inner).position().to_string()
+    }
+}

@@ -1,0 +1,243 @@
+//! The way from Python into an open store: no call enters a closed one, none touches it in a forked child,
+//! and none holds up the interpreter.
+
+use std::mem::ManuallyDrop;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use remanent::{Ack, Error, Result, Store};
+
+use crate::errors::{OrRaise, own};
+
+/// How long a wait goes on before it looks for Ctrl-C.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// The stores of this process, to be closed while the interpreter is still whole.
+static OPEN: Mutex<Vec<Weak<Gate>>> = Mutex::new(Vec::new());
+
+/// An open store, the calls that are in it and the handles that depend on it.
+pub struct Gate {
+    /// The process that opened it.
+    opener: u32,
+    /// The store's directory.
+    pub path: String,
+    /// What its commits wait for.
+    pub ack: Ack,
+    state: Mutex<GateState>,
+    /// No call is in the store any more.
+    quiet: Condvar,
+}
+
+struct GateState {
+    store: Option<Arc<Store>>,
+    calls: usize,
+    handles: usize,
+}
+
+/// A call that is in the store, which stays open meanwhile.
+pub struct Call<'g> {
+    gate: &'g Gate,
+    store: ManuallyDrop<Arc<Store>>,
+}
+
+/// A lease or a view, which keeps its store from being closed.
+pub struct Handle {
+    gate: Arc<Gate>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic in one call says nothing of the counts: each is one step.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Refuses a handle that a forked child inherited, before any lock is touched: the thread that holds it may
+/// not be there.
+pub fn check_process(opener: u32) -> Result<()> {
+    if std::process::id() == opener { Ok(()) } else { Err(Error::Forked { opener }) }
+}
+
+impl Gate {
+    pub fn new(store: Store, path: String, ack: Ack) -> Arc<Self> {
+        let state = GateState { store: Some(Arc::new(store)), calls: 0, handles: 0 };
+        let gate = Arc::new(Self {
+            opener: std::process::id(),
+            path,
+            ack,
+            state: Mutex::new(state),
+            quiet: Condvar::new(),
+        });
+        // In a forked child a thread that is not there may hold the list for ever. A store that is not on it
+        // is left to the interpreter.
+        if let Ok(mut open) = OPEN.try_lock() {
+            open.retain(|gate| gate.strong_count() > 0);
+            open.push(Arc::downgrade(&gate));
+        }
+        gate
+    }
+
+    /// Enters the store for one call.
+    ///
+    /// # Errors
+    /// `Forked`, `Closed`.
+    pub fn enter(&self) -> Result<Call<'_>> {
+        check_process(self.opener)?;
+        let mut state = lock(&self.state);
+        let store = state.store.clone().ok_or(Error::Closed)?;
+        state.calls += 1;
+        Ok(Call { gate: self, store: ManuallyDrop::new(store) })
+    }
+
+    /// Enters the store for as long as a lease or a view lives.
+    ///
+    /// # Errors
+    /// `Forked`, `Closed`.
+    pub fn hold(self: &Arc<Self>) -> Result<(Handle, Arc<Store>)> {
+        check_process(self.opener)?;
+        let mut state = lock(&self.state);
+        let store = state.store.clone().ok_or(Error::Closed)?;
+        state.handles += 1;
+        Ok((Handle { gate: self.clone() }, store))
+    }
+
+    /// Runs a call without the interpreter's lock.
+    pub fn call<T: Send>(&self, py: Python<'_>, run: impl FnOnce(&Store) -> Result<T> + Send) -> PyResult<T> {
+        py.detach(|| self.enter().and_then(|call| run(&call))).or_raise(py, Some(&self.path))
+    }
+
+    /// Runs a call that waits for nothing: giving the interpreter's lock away would cost more than it.
+    pub fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&Store) -> Result<T>) -> PyResult<T> {
+        self.enter().and_then(|call| run(&call)).or_raise(py, Some(&self.path))
+    }
+
+    pub fn is_closed(&self) -> bool {
+        check_process(self.opener).is_ok() && lock(&self.state).store.is_none()
+    }
+
+    /// Closes the store once no call is in it.
+    ///
+    /// # Errors
+    /// `InUseError` while leases or views depend on it; what closing fails with.
+    pub fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let closed = py.detach(|| {
+            check_process(self.opener)?;
+            let mut state = lock(&self.state);
+            if state.store.is_some() && state.handles > 0 {
+                return Ok(Some(state.handles));
+            }
+            let Some(store) = state.store.take() else { return Ok(None) };
+            while state.calls > 0 {
+                state = self.quiet.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            drop(state);
+            Arc::into_inner(store).map_or(Ok(()), Store::close).map(|()| None)
+        });
+        match closed.or_raise(py, Some(&self.path))? {
+            None => Ok(()),
+            Some(count) => {
+                let message = format!("{count} leases or views still use the store in {}", self.path);
+                Err(own(py, "InUseError", &message, "end them, then close the store", Some(&self.path)))
+            }
+        }
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        let store = self.state.get_mut().unwrap_or_else(PoisonError::into_inner).store.take();
+        detached(store);
+    }
+}
+
+impl std::ops::Deref for Call<'_> {
+    type Target = Store;
+
+    fn deref(&self) -> &Store {
+        &self.store
+    }
+}
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        // SAFETY: it is dropped here and nowhere else, before the count that a closing thread waits for.
+        unsafe { ManuallyDrop::drop(&mut self.store) };
+        let mut state = lock(&self.gate.state);
+        state.calls -= 1;
+        if state.calls == 0 {
+            self.gate.quiet.notify_all();
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if check_process(self.gate.opener).is_ok() {
+            lock(&self.gate.state).handles -= 1;
+        }
+    }
+}
+
+/// Drops what waits for a disk or a device without the interpreter's lock.
+pub fn detached<T: Send>(value: T) {
+    let mut value = Some(value);
+    // Without an interpreter there is no lock to hold up.
+    Python::try_attach(|py| py.detach(|| drop(value.take())));
+    drop(value);
+}
+
+/// Closes all stores that are open: before the interpreter goes, and not in a forked child.
+pub fn close_all(py: Python<'_>) {
+    let gates: Vec<Arc<Gate>> = {
+        let own = std::process::id();
+        // A child's first look at the list: a parent's thread may have held it at the fork.
+        let Ok(open) = OPEN.try_lock() else { return };
+        open.iter().filter_map(Weak::upgrade).filter(|gate| gate.opener == own).collect()
+    };
+    for gate in gates {
+        // A store that is in use stays as a crash would leave it: nothing acknowledged is lost.
+        let _ = gate.close(py);
+    }
+}
+
+/// Whether this is the process's first thread, which gets the interpreter's signals.
+fn is_main_thread() -> bool {
+    // SAFETY: the call has no arguments, and cannot fail.
+    let thread = unsafe { libc::gettid() };
+    u32::try_from(thread) == Ok(std::process::id())
+}
+
+/// Waits in slices, and looks for Ctrl-C between them. `wait` waits up to a time, and says whether that is
+/// over because what it waits for has come.
+pub fn wait<F>(py: Python<'_>, timeout: Option<Duration>, path: Option<&str>, mut wait: F) -> PyResult<bool>
+where
+    F: FnMut(Duration) -> Result<bool> + Send,
+{
+    let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+    // Other threads get no signals: they need no slices.
+    let slice = if is_main_thread() { SLICE } else { Duration::from_secs(3600) };
+    loop {
+        let left = until.map_or(slice, |until| until.saturating_duration_since(Instant::now()).min(slice));
+        if py.detach(|| wait(left)).or_raise(py, path)? {
+            return Ok(true);
+        }
+        py.check_signals()?;
+        if until.is_some_and(|until| Instant::now() >= until) {
+            return Ok(false);
+        }
+    }
+}
+
+/// Seconds as Python gives them.
+pub fn seconds(seconds: Option<f64>) -> PyResult<Option<Duration>> {
+    seconds
+        .map(|seconds| {
+            let refused =
+                || pyo3::exceptions::PyValueError::new_err(format!("{seconds} is no number of seconds"));
+            if seconds.is_nan() {
+                Err(refused())
+            } else {
+                Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX))
+            }
+        })
+        .transpose()
+}

@@ -1,0 +1,323 @@
+//! A lease: a page's bytes where they lie, to be read for a while.
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use remanent::device::RawStream;
+use remanent::{Error, Lease, PageId, Result, Store};
+use self_cell::self_cell;
+
+use crate::array::{Aligned, Array, BufferParts, check_export, fill_buffer, release_buffer};
+use crate::dlpack::{self, Export};
+use crate::dtype::{Dtype, layout};
+use crate::errors::OrRaise;
+use crate::gate::{Gate, Handle, check_process, detached};
+use crate::reader::Info;
+
+self_cell! {
+    /// A lease beside the store that it borrows from.
+    struct LeaseCell {
+        owner: Arc<Store>,
+        #[covariant]
+        dependent: Lease,
+    }
+}
+
+/// A lease, and after it in the order of dropping the count that keeps its store open.
+struct HeldLease {
+    cell: LeaseCell,
+    _handle: Handle,
+}
+
+/// The right to read a page where it lies: the bytes stay what they were when the lease began. Made by
+/// `Store.lease`.
+///
+/// memoryview and NumPy see the store's own memory, read-only, and keep the lease from ending. DLPack gives a
+/// copy, because consumers such as torch do not heed "read only"; `copy=False` gives the memory to one that
+/// says it does.
+///
+/// >>> import numpy
+/// >>> with remanent.Store(directory, device="host") as store:
+/// ...     store["k"] = bytes(range(6))
+/// ...     with store.lease("k", "uint8", [2, 3]) as lease:
+/// ...         int(numpy.asarray(lease)[1].sum())
+/// 12
+#[pyclass(frozen, name = "Lease", module = "remanent")]
+pub struct PyLease {
+    opener: u32,
+    path: String,
+    info: remanent::PageInfo,
+    lsn: u64,
+    dtype: &'static Dtype,
+    shape: Vec<i64>,
+    lease: Mutex<Option<Arc<HeldLease>>>,
+    /// Views of its memory that others hold.
+    exports: AtomicUsize,
+}
+
+impl PyLease {
+    pub fn take(
+        py: Python<'_>,
+        gate: &Arc<Gate>,
+        page: PageId,
+        dtype: Option<&str>,
+        shape: Option<Vec<usize>>,
+    ) -> PyResult<Self> {
+        let held = py.detach(|| {
+            let (handle, store) = gate.hold()?;
+            let cell = LeaseCell::try_new(store, |store| store.lease(page))?;
+            Ok(HeldLease { cell, _handle: handle })
+        });
+        let held = held.or_raise(py, Some(&gate.path))?;
+        let lease = held.cell.borrow_dependent();
+        let (info, lsn) = (lease.info().clone(), lease.lsn().0);
+        let (dtype, shape) = match layout(dtype, shape, &info, info.len as usize) {
+            Ok(layout) => layout,
+            Err(error) => {
+                detached(held);
+                return Err(error);
+            }
+        };
+        Ok(Self {
+            opener: std::process::id(),
+            path: gate.path.clone(),
+            info,
+            lsn,
+            dtype,
+            shape: shape.iter().map(|dim| *dim as i64).collect(),
+            lease: Mutex::new(Some(Arc::new(held))),
+            exports: AtomicUsize::new(0),
+        })
+    }
+
+    fn held(&self) -> Result<Arc<HeldLease>> {
+        check_process(self.opener)?;
+        self.lease.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(Error::Closed)
+    }
+
+    fn look<T: Send>(&self, py: Python<'_>, run: impl FnOnce(&Lease<'_>) -> Result<T> + Send) -> PyResult<T> {
+        py.detach(|| run(self.held()?.cell.borrow_dependent())).or_raise(py, Some(&self.path))
+    }
+
+    /// The address of the bytes, once all batches under way are applied.
+    fn bytes_address(&self, py: Python<'_>) -> PyResult<usize> {
+        self.look(py, |lease| lease.bytes().map(|bytes| bytes.as_ptr() as usize))
+    }
+}
+
+#[pymethods]
+impl PyLease {
+    /// The page as it was when the lease began.
+    #[getter]
+    fn info(&self) -> Info {
+        Info(self.info.clone())
+    }
+
+    /// The version of the page that is leased.
+    #[getter]
+    fn epoch(&self) -> u64 {
+        self.info.epoch.0
+    }
+
+    /// The newest batch whose changes the bytes include.
+    #[getter]
+    fn lsn(&self) -> u64 {
+        self.lsn
+    }
+
+    /// The length in bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.info.len
+    }
+
+    /// The name of the elements' kind.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.dtype.name
+    }
+
+    /// The lengths of the dimensions, in elements.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyTuple>> {
+        pyo3::types::PyTuple::new(py, &self.shape)
+    }
+
+    /// The address at which kernels find the bytes, once a stream was named to `on`; None on the host alone.
+    #[getter]
+    fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.look(py, |lease| Ok(lease.address()))
+    }
+
+    /// Lets work that is put on the stream from now on read the page; the stream is a CUDA handle as a
+    /// number.
+    fn on(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        self.look(py, |lease| {
+            // SAFETY: the caller names a stream of its own, and keeps it until the lease has ended.
+            let stream = unsafe { RawStream::from_cuda(stream) };
+            lease.on(stream).map(drop)
+        })
+    }
+
+    /// Ends the lease. Refused while views of its memory are held.
+    fn end(&self, py: Python<'_>) -> PyResult<()> {
+        check_process(self.opener).or_raise(py, Some(&self.path))?;
+        let held = {
+            let mut lease = self.lease.lock().unwrap_or_else(PoisonError::into_inner);
+            let exports = self.exports.load(Ordering::Acquire);
+            if lease.is_some() && exports > 0 {
+                let message = format!("{exports} views of the lease's memory are held: let go of them first");
+                return Err(PyBufferError::new_err(message));
+            }
+            lease.take()
+        };
+        detached(held);
+        Ok(())
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (kind, error, traceback, /))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<Bound<'_, PyAny>>,
+        error: Option<Bound<'_, PyAny>>,
+        traceback: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let _ = (error, traceback);
+        match self.end(py) {
+            // The block's own exception says more; its frames may hold the views.
+            Err(_) if kind.is_some() => Ok(()),
+            ended => ended,
+        }
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        (dlpack::CPU, 0)
+    }
+
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        slf: &Bound<'py, Self>,
+        stream: Option<Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (py, this) = (slf.py(), slf.get());
+        check_export(stream.as_ref(), dl_device)?;
+        if copy == Some(false) {
+            // The store's own memory. An object of its own counts the export, as a memoryview's does.
+            let owner = Bound::new(py, Exported::new(py, slf)?)?;
+            let export = Export {
+                address: owner.get().address,
+                shape: &this.shape,
+                dtype: this.dtype.dlpack(),
+                owner: owner.into_any().unbind(),
+                read_only: true,
+                is_copy: false,
+                versioned: max_version.is_some_and(|(major, _)| major >= 1),
+            };
+            return export.capsule(py);
+        }
+        // Consumers that do not look at the flag "read only", as torch does not, would write to the store's
+        // memory.
+        let copied = this.look(py, |lease| {
+            let bytes = lease.bytes()?;
+            let mut copied = Aligned::zeros(bytes.len())?;
+            copied.as_mut_slice().copy_from_slice(bytes);
+            Ok(copied)
+        })?;
+        let shape: Vec<usize> = this.shape.iter().map(|dim| *dim as usize).collect();
+        let array = Bound::new(py, Array::new(copied, this.dtype, &shape))?;
+        let options = pyo3::types::PyDict::new(py);
+        options.set_item("max_version", max_version)?;
+        array.call_method("__dlpack__", (), Some(&options))
+    }
+
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let this = slf.get();
+        let Some(format) = this.dtype.format else {
+            let name = this.dtype.name;
+            return Err(PyBufferError::new_err(format!(
+                "the buffer protocol knows no {name}: use DLPack, or uint8"
+            )));
+        };
+        // Counted before the lease is looked at: another thread may be ending it.
+        this.exports.fetch_add(1, Ordering::AcqRel);
+        let address = match this.bytes_address(slf.py()) {
+            Ok(address) => address,
+            Err(error) => {
+                this.exports.fetch_sub(1, Ordering::AcqRel);
+                return Err(error);
+            }
+        };
+        let parts = BufferParts {
+            address,
+            len: this.info.len as usize,
+            item: this.dtype.item_size(),
+            format: format.as_ptr(),
+            shape: this.shape.as_ptr(),
+            ndim: this.shape.len(),
+            read_only: true,
+        };
+        // SAFETY: the interpreter gives a view to fill; the lease stays while the view is counted.
+        let filled = unsafe { fill_buffer(view, flags, slf.clone().into_any(), parts) };
+        if filled.is_err() {
+            this.exports.fetch_sub(1, Ordering::AcqRel);
+        }
+        filled
+    }
+
+    unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
+        // SAFETY: the view that `__getbuffer__` filled, given back once.
+        unsafe { release_buffer(view) };
+        self.exports.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// The bytes as a NumPy array, in the store's memory, read-only. It keeps the lease from ending.
+    fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("numpy")?.call_method1("asarray", (slf,))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Lease(page={}, epoch={}, nbytes={})", self.info.page, self.info.epoch, self.info.len)
+    }
+}
+
+impl Drop for PyLease {
+    fn drop(&mut self) {
+        let held = self.lease.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        detached(held);
+    }
+}
+
+/// One export of a lease's memory by DLPack, as long as its consumer holds it.
+#[pyclass(frozen, module = "remanent._native")]
+struct Exported {
+    address: usize,
+    lease: Py<PyLease>,
+}
+
+impl Exported {
+    fn new(py: Python<'_>, lease: &Bound<'_, PyLease>) -> PyResult<Self> {
+        lease.get().exports.fetch_add(1, Ordering::AcqRel);
+        // From here on dropping it takes the count back.
+        let mut exported = Self { address: 0, lease: lease.clone().unbind() };
+        exported.address = lease.get().bytes_address(py)?;
+        Ok(exported)
+    }
+}
+
+impl Drop for Exported {
+    fn drop(&mut self) {
+        self.lease.get().exports.fetch_sub(1, Ordering::AcqRel);
+    }
+}

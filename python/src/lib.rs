@@ -1,0 +1,96 @@
+//! Remanent for Python: the module `remanent._native`.
+//!
+//! # Map
+//!
+//! A file imports only from those below it.
+//!
+//! | file | what it is for |
+//! |---|---|
+//! | `store` | the handle of an open store |
+//! | `follower` | batches as they are logged, and replicas |
+//! | `lease` | a page's bytes where they lie |
+//! | `batch` | operations that happen together, and tickets |
+//! | `reader` | pages and root that can be read, from whatever |
+//! | `snapshot` | what is kept, and what a retention removes |
+//! | `options` | how a store is opened, from words and seconds |
+//! | `bell` | futures of the engine for an event loop |
+//! | `array` | copies of pages that other libraries take without another copy |
+//! | `gate` | the way into a store: closing, forks, the interpreter's lock, Ctrl-C |
+//! | `memory` | bytes that a call takes, and buffers that it fills |
+//! | `dtype`, `dlpack` | kinds of elements; the ABI of tensors |
+//! | `values`, `errors` | metadata and errors as Python has them |
+//!
+//! # Rules
+//!
+//! 1. No call waits while it holds the interpreter's lock; what waits is dropped without it, too.
+//! 2. No thread of the store ever takes the interpreter's lock.
+//! 3. The process is checked before any lock is taken: in a forked child its holder may not be there.
+//! 4. Nothing in the store's memory can be written through an export.
+
+mod store;
+mod follower;
+mod lease;
+mod batch;
+mod reader;
+mod snapshot;
+mod options;
+mod bell;
+mod array;
+mod gate;
+mod memory;
+mod dtype;
+mod dlpack;
+mod values;
+mod errors;
+
+use std::ffi::OsString;
+
+use pyo3::prelude::*;
+
+/// The engine of `remanent`, as the package sees it.
+#[pymodule(gil_used = false)]
+mod _native {
+    #[pymodule_export]
+    use super::array::Array;
+    #[pymodule_export]
+    use super::batch::{Batch, PyNewPage, Receipt, Ticket};
+    #[pymodule_export]
+    use super::bell::{Bell, Waiting};
+    #[pymodule_export]
+    use super::follower::{PyFollowedBatch, PyFollower, PyReplica};
+    #[pymodule_export]
+    use super::lease::PyLease;
+    #[pymodule_export]
+    use super::reader::{Info, PyLiveView, PyView, Reader};
+    #[pymodule_export]
+    use super::snapshot::{Pruned, SnapshotInfo};
+    #[pymodule_export]
+    use super::store::PyStore;
+
+    use super::dtype::Dtype;
+    use super::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+
+    /// Runs the `remanent` command. `program` is what starts it anew, for commands that kill themselves.
+    #[pyfunction]
+    fn command(py: Python<'_>, program: Vec<OsString>, arguments: Vec<OsString>) -> u8 {
+        py.detach(|| remanent_tools::main_as(program, arguments))
+    }
+
+    /// Closes all stores that are open: the package registers it with `atexit`.
+    #[pyfunction]
+    fn close_all(py: Python<'_>) {
+        gate::close_all(py);
+    }
+
+    /// The dtype of a name in any spelling: its NumPy name, its name in metadata, bytes of an element.
+    #[pyfunction]
+    fn dtype(name: &str) -> PyResult<(&'static str, &'static str, usize)> {
+        let dtype = Dtype::parse(name)?;
+        Ok((dtype.name, dtype.short, dtype.item_size()))
+    }
+}

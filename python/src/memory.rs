@@ -1,0 +1,222 @@
+//! Memory of the caller's: bytes that a call takes, and buffers that it fills.
+//!
+//! Taken are objects with the buffer protocol (bytes, memoryview, NumPy arrays), with `__dlpack__` (torch,
+//! JAX, CuPy) and with `__cuda_array_interface__` (Numba). While a call runs, which it does without the
+//! interpreter's lock, the caller leaves the memory alone: another thread that writes to it meanwhile gets
+//! some of both, as with every library that reads buffers without the lock.
+
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::{PyBufferError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use remanent::device::RawStream;
+use remanent::{CallerMemory, DeviceBytes, Store};
+
+use crate::dlpack::{self, Imported};
+
+/// Bytes that a call takes.
+pub enum Input {
+    Host(HostBytes),
+    Cuda(CudaBytes),
+}
+
+/// Bytes in the host's memory. They stay where they are while this is held.
+pub struct HostBytes {
+    address: usize,
+    len: usize,
+    _owner: Owner,
+}
+
+/// Bytes in a GPU's memory.
+pub struct CudaBytes {
+    address: u64,
+    len: u64,
+    stream: Option<u64>,
+    owner: Box<dyn std::any::Any + Send + Sync>,
+}
+
+enum Owner {
+    Buffer { _buffer: PyUntypedBuffer },
+    Tensor { _tensor: Imported },
+}
+
+impl HostBytes {
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn as_slice(&self) -> &[u8] {
+        if self.len == 0 {
+            return &[];
+        }
+        // SAFETY: the exporter holds the bytes in place as long as its owner here; by this module's contract
+        // the caller leaves them alone while the call runs.
+        unsafe { std::slice::from_raw_parts(self.address as *const u8, self.len) }
+    }
+}
+
+impl CudaBytes {
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// The bytes, adopted by a store's device.
+    ///
+    /// # Errors
+    /// `MemoryRefused` where pages live in host memory, and for memory that the device does not know.
+    pub fn adopt(self, store: &Store) -> remanent::Result<DeviceBytes> {
+        // SAFETY: the owner is the object that says that its memory is there, and lives as long as this.
+        let memory = unsafe { CallerMemory::from_cuda(self.address, self.len, self.owner) };
+        let bytes = store.caller_bytes(&memory)?;
+        Ok(match self.stream {
+            // SAFETY: the producer named the stream as one of its own, alive with its memory.
+            Some(stream) => bytes.on(unsafe { RawStream::from_cuda(stream) }),
+            None => bytes,
+        })
+    }
+}
+
+impl Input {
+    /// Takes an object's bytes.
+    ///
+    /// # Errors
+    /// `TypeError` if it gives none, `BufferError` if they are not contiguous.
+    pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        // SAFETY: the object is alive.
+        if unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
+            return host_buffer(object, false).map(Input::Host);
+        }
+        // Before the older interface: only here torch orders the work of its current stream.
+        if object.hasattr("__dlpack__")? {
+            let tensor = Imported::take(object)?;
+            return Ok(match tensor.device {
+                dlpack::CUDA | dlpack::CUDA_MANAGED => Input::Cuda(CudaBytes {
+                    address: tensor.address as u64,
+                    len: tensor.len as u64,
+                    stream: Some(1),
+                    owner: Box::new(tensor),
+                }),
+                _ => Input::Host(host_tensor(tensor)),
+            });
+        }
+        if object.hasattr("__cuda_array_interface__")? {
+            return cuda_array(object).map(Input::Cuda);
+        }
+        Err(PyTypeError::new_err(format!(
+            "{} gives no bytes: it has neither the buffer protocol nor __dlpack__ nor __cuda_array_interface__",
+            object.get_type().name()?
+        )))
+    }
+
+    /// Takes an object's bytes, which must lie in host memory.
+    ///
+    /// # Errors
+    /// As for [`Input::take`]; `BufferError` for a GPU's memory.
+    pub fn take_host(object: &Bound<'_, PyAny>) -> PyResult<HostBytes> {
+        match Self::take(object)? {
+            Input::Host(bytes) => Ok(bytes),
+            Input::Cuda(_) => {
+                Err(PyBufferError::new_err("this call takes bytes in host memory; these are a GPU's"))
+            }
+        }
+    }
+}
+
+fn host_tensor(tensor: Imported) -> HostBytes {
+    HostBytes { address: tensor.address, len: tensor.len, _owner: Owner::Tensor { _tensor: tensor } }
+}
+
+fn host_buffer(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<HostBytes> {
+    let buffer = PyUntypedBuffer::get(object)?;
+    if !buffer.is_c_contiguous() && buffer.len_bytes() > 0 {
+        return Err(PyBufferError::new_err("the buffer is not contiguous: make it so first"));
+    }
+    if is_written && buffer.readonly() {
+        return Err(PyBufferError::new_err("the buffer can only be read"));
+    }
+    Ok(HostBytes {
+        address: buffer.buf_ptr() as usize,
+        len: buffer.len_bytes(),
+        _owner: Owner::Buffer { _buffer: buffer },
+    })
+}
+
+/// Memory by version 3 of the interface that CuPy and Numba share.
+fn cuda_array(object: &Bound<'_, PyAny>) -> PyResult<CudaBytes> {
+    let interface = object.getattr("__cuda_array_interface__")?;
+    let interface = interface.cast::<PyDict>().map_err(PyErr::from)?;
+    let field = |name: &str| {
+        interface
+            .get_item(name)?
+            .ok_or_else(|| PyBufferError::new_err(format!("__cuda_array_interface__ has no {name:?}")))
+    };
+    let (address, _): (u64, bool) = field("data")?.extract()?;
+    let shape: Vec<u64> = field("shape")?.extract()?;
+    let typestr: String = field("typestr")?.extract()?;
+    let item: u64 = typestr
+        .get(2..)
+        .and_then(|digits| digits.parse().ok())
+        .ok_or_else(|| PyBufferError::new_err(format!("typestr {typestr:?} has no size")))?;
+    let strides: Option<Vec<i64>> = interface
+        .get_item("strides")?
+        .filter(|strides| !strides.is_none())
+        .map(|it| it.extract())
+        .transpose()?;
+    let mut len = item;
+    for (at, length) in shape.iter().enumerate().rev() {
+        if let Some(strides) = &strides
+            && *length != 1
+            && strides.get(at).copied() != i64::try_from(len).ok()
+        {
+            return Err(PyBufferError::new_err("the array is not contiguous: make it so first"));
+        }
+        len = len.checked_mul(*length).ok_or_else(|| PyBufferError::new_err("an impossible length"))?;
+    }
+    let stream: Option<u64> = interface
+        .get_item("stream")?
+        .filter(|stream| !stream.is_none())
+        .map(|it| it.extract())
+        .transpose()?;
+    // Without a stream the producer says that nothing is under way. The default stream costs little to wait
+    // for.
+    Ok(CudaBytes { address, len, stream: stream.or(Some(1)), owner: Box::new(object.clone().unbind()) })
+}
+
+/// A buffer of the caller's that a call fills.
+pub struct Output(HostBytes);
+
+impl Output {
+    /// Takes an object's memory, which must lie on the host and be writable.
+    ///
+    /// # Errors
+    /// `TypeError`, `BufferError`.
+    pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        // SAFETY: the object is alive.
+        if unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
+            return host_buffer(object, true).map(Self);
+        }
+        if object.hasattr("__dlpack__")? {
+            let tensor = Imported::take(object)?;
+            if matches!(tensor.device, dlpack::CUDA | dlpack::CUDA_MANAGED) {
+                return Err(PyBufferError::new_err("this call fills host memory; this is a GPU's"));
+            }
+            if tensor.read_only {
+                return Err(PyBufferError::new_err("the tensor can only be read"));
+            }
+            return Ok(Self(host_tensor(tensor)));
+        }
+        Err(PyTypeError::new_err(format!(
+            "{} cannot be filled: it has neither the buffer protocol nor __dlpack__",
+            object.get_type().name()?
+        )))
+    }
+
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        if self.0.len == 0 {
+            return &mut [];
+        }
+        // SAFETY: the exporter said that the bytes are there and may be written, and holds them in place; by
+        // this module's contract the caller leaves them alone while the call runs.
+        unsafe { std::slice::from_raw_parts_mut(self.0.address as *mut u8, self.0.len) }
+    }
+}

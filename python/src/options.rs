@@ -1,0 +1,115 @@
+//! Options as Python gives them: words for choices, seconds for times, `None` for off.
+
+use std::time::Duration;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use remanent::{Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Place};
+
+use crate::errors::OrRaise;
+use crate::gate::seconds;
+
+fn one_of<T: Copy>(option: &str, word: &str, choices: &[(&str, T)]) -> PyResult<T> {
+    choices.iter().find(|(name, _)| *name == word).map(|(_, choice)| *choice).ok_or_else(|| {
+        let names: Vec<String> = choices.iter().map(|(name, _)| format!("{name:?}")).collect();
+        PyValueError::new_err(format!("{option} is one of {}, not {word:?}", names.join(", ")))
+    })
+}
+
+/// What an acknowledgement promises, by its name.
+pub fn ack(word: &str) -> PyResult<Ack> {
+    one_of("ack", word, &[("applied", Ack::Applied), ("logged", Ack::Logged), ("durable", Ack::Durable)])
+}
+
+/// A place by its name.
+pub fn place(py: Python<'_>, text: &str) -> PyResult<Place> {
+    text.parse().map_err(|error: remanent::UnknownPlace| {
+        crate::errors::own(py, "InvalidError", &error.to_string(), "change the call", None)
+    })
+}
+
+/// A width of elements by its number of bytes.
+pub fn width(bytes: usize) -> PyResult<remanent::Width> {
+    remanent::Width::from_bytes(bytes).ok_or_else(|| {
+        PyValueError::new_err(format!("elements are 1, 2, 4, 8 or 16 bytes wide, not {bytes}"))
+    })
+}
+
+/// All options of an open, as they are given by keyword.
+pub struct Given<'py> {
+    pub create: bool,
+    pub ack: String,
+    pub device: String,
+    pub slots: Option<Vec<String>>,
+    pub log_io: Option<String>,
+    pub image_io: String,
+    pub segment_len: u64,
+    pub reserve_bytes: Option<u64>,
+    pub spare_bytes: Option<u64>,
+    pub budget: Option<Bound<'py, PyDict>>,
+    pub identity: Option<Vec<u8>>,
+    pub layout_fingerprint: Option<[u8; 32]>,
+    pub snapshots_kept: usize,
+    pub snapshots_kept_for: f64,
+    pub log_kept: u64,
+    pub compression: bool,
+    pub page_load: String,
+    pub snapshot_log_bytes: Option<u64>,
+    pub snapshot_interval: Option<f64>,
+    pub snapshot_bytes_per_second: Option<u64>,
+    pub scrub_interval: Option<f64>,
+    pub scrub_bytes_per_second: Option<u64>,
+}
+
+impl Given<'_> {
+    pub fn into_options(self, py: Python<'_>) -> PyResult<Options> {
+        let choice = |text: &str| text.parse::<DeviceChoice>().or_raise(py, None);
+        let images =
+            [("mapped", ImageIo::Mapped), ("buffered", ImageIo::Buffered), ("direct", ImageIo::Direct)];
+        let loads = [("eager", PageLoad::Eager), ("on_demand", PageLoad::OnDemand)];
+        let mut options = Options::default()
+            .create(if self.create { Create::IfEmpty } else { Create::Never })
+            .ack(ack(&self.ack)?)
+            .device(choice(&self.device)?)
+            .image_io(one_of("image_io", &self.image_io, &images)?)
+            .segment_len(self.segment_len)
+            .snapshots_kept(self.snapshots_kept)
+            .snapshots_kept_for(seconds(Some(self.snapshots_kept_for))?.unwrap_or(Duration::ZERO))
+            .log_kept(self.log_kept)
+            .compression(if self.compression { Compression::Zstd } else { Compression::Off })
+            .page_load(one_of("page_load", &self.page_load, &loads)?)
+            .snapshot_log_bytes(self.snapshot_log_bytes)
+            .snapshot_interval(seconds(self.snapshot_interval)?)
+            .scrub_interval(seconds(self.scrub_interval)?);
+        options = options.snapshot_bytes_per_second(self.snapshot_bytes_per_second);
+        options = options.scrub_bytes_per_second(self.scrub_bytes_per_second);
+        if let Some(slots) = self.slots {
+            options = options.slots(slots.iter().map(|slot| choice(slot)).collect::<PyResult<Vec<_>>>()?);
+        }
+        if let Some(word) = self.log_io {
+            let ways = [("mapped", LogIo::Mapped), ("buffered", LogIo::Buffered), ("direct", LogIo::Direct)];
+            options = options.log_io(one_of("log_io", &word, &ways)?);
+        }
+        if let Some(bytes) = self.reserve_bytes {
+            options = options.reserve_bytes(bytes);
+        }
+        if let Some(bytes) = self.spare_bytes {
+            options = options.spare_bytes(bytes);
+        }
+        if let Some(limits) = self.budget {
+            let mut budget = Budget::default();
+            for (name, bytes) in limits {
+                budget = budget.with(place(py, &name.extract::<String>()?)?, bytes.extract()?);
+            }
+            options = options.budget(budget);
+        }
+        if let Some(identity) = self.identity {
+            options = options.identity(identity);
+        }
+        if let Some(fingerprint) = self.layout_fingerprint {
+            options = options.layout_fingerprint(fingerprint);
+        }
+        Ok(options)
+    }
+}

@@ -1,0 +1,91 @@
+//! Snapshots that are kept, and what a retention removes, as a caller sees them.
+
+use pyo3::prelude::*;
+use remanent::PruneReport;
+
+/// A snapshot that is kept.
+#[pyclass(frozen, get_all, eq, module = "remanent")]
+#[derive(Clone, PartialEq)]
+pub struct SnapshotInfo {
+    /// The snapshot's number.
+    pub id: u64,
+    /// Its name, which keeps it until it is given up; None if it has none.
+    pub name: Option<String>,
+    /// When it was written, in milliseconds since 1970.
+    pub created_unix_ms: u64,
+    /// Replay starts after this batch.
+    pub redo: u64,
+    /// The batch whose state it is.
+    pub end: u64,
+    /// The number of pages.
+    pub pages: u64,
+    /// Bytes of the pages' images.
+    pub bytes: u64,
+    /// Bytes of the images that it wrote itself; it shares the others with older ones.
+    pub bytes_written: u64,
+    /// Whether it was read back past the cache.
+    pub verified: bool,
+}
+
+impl From<&remanent::SnapshotInfo> for SnapshotInfo {
+    fn from(info: &remanent::SnapshotInfo) -> Self {
+        Self {
+            id: info.id.0,
+            name: info.name.clone(),
+            created_unix_ms: info.created_unix_ms,
+            redo: info.redo.0,
+            end: info.end.0,
+            pages: info.pages,
+            bytes: info.bytes,
+            bytes_written: info.bytes_written,
+            verified: info.verified,
+        }
+    }
+}
+
+#[pymethods]
+impl SnapshotInfo {
+    fn __repr__(&self) -> String {
+        let name = self.name.as_ref().map_or_else(String::new, |name| format!(", name={name:?}"));
+        format!(
+            "SnapshotInfo(id={}{name}, end={}, pages={}, bytes={})",
+            self.id, self.end, self.pages, self.bytes
+        )
+    }
+}
+
+/// What a prune removed, or would remove.
+#[pyclass(frozen, get_all, module = "remanent")]
+pub struct Pruned {
+    /// The snapshots that go.
+    pub snapshots: Vec<SnapshotInfo>,
+    /// The numbers of snapshots that no rule keeps, but a reader does.
+    pub held: Vec<u64>,
+    /// The files that go, with their lengths in bytes.
+    pub files: Vec<(String, u64)>,
+    /// Bytes of all files that go.
+    pub bytes: u64,
+}
+
+impl From<&PruneReport> for Pruned {
+    fn from(report: &PruneReport) -> Self {
+        Self {
+            snapshots: report.snapshots.iter().map(SnapshotInfo::from).collect(),
+            held: report.held.iter().map(|id| id.0).collect(),
+            files: report.files.iter().map(|(file, len)| (file.to_string(), *len)).collect(),
+            bytes: report.bytes(),
+        }
+    }
+}
+
+#[pymethods]
+impl Pruned {
+    fn __repr__(&self) -> String {
+        format!(
+            "Pruned(snapshots={}, files={}, bytes={})",
+            self.snapshots.len(),
+            self.files.len(),
+            self.bytes
+        )
+    }
+}

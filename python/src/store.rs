@@ -1,0 +1,519 @@
+//! An open store.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+use remanent::{Lsn, SnapshotOptions, Store};
+
+use crate::batch::{Batch, Receipt, Ticket, commit, submit};
+use crate::errors::{OrRaise, key_to_py};
+use crate::gate::{Gate, seconds, wait};
+use crate::lease::PyLease;
+use crate::memory::Input;
+use crate::options::{Given, ack, place, width};
+use crate::reader::{LiveSource, PyLiveView, Reader, Source, key, state_point};
+use crate::snapshot::{Pruned, SnapshotInfo};
+
+/// A store directory, open for reading and writing: pages, root, log, snapshots.
+///
+/// One writer at a time; threads share the object. As a context manager it closes at the end. Lengths are in
+/// bytes, times in seconds.
+///
+/// :param path: the directory; made, with those above it, if it is missing or empty and `create` allows it.
+/// :param ack: what commits wait for: "applied", "logged" (survives the death of the process), "durable" (a
+///     power cut).
+/// :param device: "auto", "host" or "cuda:N"; `slots` binds "device:N" to one of several.
+/// :param log_io: "mapped", "buffered" or "direct"; None chooses. `image_io` likewise for images of pages.
+/// :param budget: bytes by place, such as `{"host": 1 << 30}`; a place that is not named has no limit.
+/// :param identity: the caller's own description of the store; given again, it must be the same.
+/// :param layout_fingerprint: 32 bytes that say on what the meaning of pages depends; likewise.
+/// :param snapshots_kept: how many of the newest snapshots are kept; `snapshots_kept_for` (seconds) and
+///     `log_kept` (bytes) keep more.
+/// :param page_load: "eager", or "on_demand": pages are loaded when they are asked for.
+/// :param snapshot_log_bytes: a snapshot is taken by itself after so long a log; None: not for this reason.
+///     `snapshot_interval` (seconds) likewise; `scrub_interval` for scrubs.
+/// :raises LockedError: another process has it open. NoStoreError, ForeignDirectoryError, MismatchError,
+///     InvalidError, DeviceError, OverBudgetError; DamagedError if bytes under a durable mark are not what
+///     they were.
+///
+/// >>> store = remanent.Store(directory, device="host", ack="durable")
+/// >>> store["config"] = b"a = 1"
+/// >>> store["config"], list(store), "config" in store
+/// (b'a = 1', ['config'], True)
+/// >>> store.close()
+#[pyclass(frozen, name = "Store", module = "remanent", extends = Reader)]
+pub struct PyStore {
+    gate: Arc<Gate>,
+}
+
+/// What a retention keeps, with the store's own rules where nothing is said.
+fn retention(
+    store: &Store,
+    snapshots_kept: Option<usize>,
+    snapshots_kept_for: Option<std::time::Duration>,
+    log_kept: Option<u64>,
+    give_up: &[String],
+    names_only: bool,
+) -> remanent::Retention {
+    let mut rules = store.retention();
+    if let Some(count) = snapshots_kept {
+        rules = rules.snapshots_kept(count);
+    }
+    if let Some(age) = snapshots_kept_for {
+        rules = rules.snapshots_kept_for(age);
+    }
+    if let Some(bytes) = log_kept {
+        rules = rules.log_kept(bytes);
+    }
+    give_up.iter().fold(rules, |rules, name| rules.give_up(name)).names_only(names_only)
+}
+
+#[pymethods]
+impl PyStore {
+    #[new]
+    #[pyo3(signature = (path, *, create=true, ack="logged", device="auto", slots=None, log_io=None,
+        image_io="buffered", segment_len=16777216, reserve_bytes=None, spare_bytes=None, budget=None, identity=None,
+        layout_fingerprint=None, snapshots_kept=2, snapshots_kept_for=0.0, log_kept=0, compression=true,
+        page_load="eager", snapshot_log_bytes=Some(268435456), snapshot_interval=Some(60.0),
+        snapshot_bytes_per_second=None, scrub_interval=Some(86400.0), scrub_bytes_per_second=Some(67108864)))]
+    #[allow(clippy::too_many_arguments, reason = "each is an option, given by its name")]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        create: bool,
+        ack: &str,
+        device: &str,
+        slots: Option<Vec<String>>,
+        log_io: Option<String>,
+        image_io: &str,
+        segment_len: u64,
+        reserve_bytes: Option<u64>,
+        spare_bytes: Option<u64>,
+        budget: Option<Bound<'_, PyDict>>,
+        identity: Option<Vec<u8>>,
+        layout_fingerprint: Option<[u8; 32]>,
+        snapshots_kept: usize,
+        snapshots_kept_for: f64,
+        log_kept: u64,
+        compression: bool,
+        page_load: &str,
+        snapshot_log_bytes: Option<u64>,
+        snapshot_interval: Option<f64>,
+        snapshot_bytes_per_second: Option<u64>,
+        scrub_interval: Option<f64>,
+        scrub_bytes_per_second: Option<u64>,
+    ) -> PyResult<PyClassInitializer<Self>> {
+        let given = Given {
+            create,
+            ack: ack.to_owned(),
+            device: device.to_owned(),
+            slots,
+            log_io,
+            image_io: image_io.to_owned(),
+            segment_len,
+            reserve_bytes,
+            spare_bytes,
+            budget,
+            identity,
+            layout_fingerprint,
+            snapshots_kept,
+            snapshots_kept_for,
+            log_kept,
+            compression,
+            page_load: page_load.to_owned(),
+            snapshot_log_bytes,
+            snapshot_interval,
+            snapshot_bytes_per_second,
+            scrub_interval,
+            scrub_bytes_per_second,
+        };
+        let options = given.into_options(py)?;
+        let shown = path.display().to_string();
+        let store = py.detach(|| Store::open(&path, options)).or_raise(py, Some(&shown))?;
+        let gate = Gate::new(store, shown, self::ack(ack)?);
+        let reader = Reader::new(Source::Store(gate.clone()));
+        Ok(PyClassInitializer::from(reader).add_subclass(Self { gate }))
+    }
+
+    /// The store's directory, as it was given.
+    #[getter]
+    fn path(&self) -> &str {
+        &self.gate.path
+    }
+
+    /// The store's identity, as hexadecimal text, drawn at random when it was created.
+    #[getter]
+    fn id(&self, py: Python<'_>) -> PyResult<String> {
+        self.gate.look(py, |store| Ok(store.id().to_string()))
+    }
+
+    /// Whether the store is closed.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.gate.is_closed()
+    }
+
+    /// What the open found and did: a dict.
+    ///
+    /// >>> with remanent.Store(directory, device="host") as store:
+    /// ...     store.recovered["created"], store.recovered["lsn"], store.recovered["device"]
+    /// (True, 0, 'host')
+    #[getter]
+    fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let report = self.gate.look(py, |store| Ok(store.recovered().clone()))?;
+        let dict = PyDict::new(py);
+        dict.set_item("created", report.created)?;
+        dict.set_item("lsn", report.position.lsn.0)?;
+        dict.set_item("snapshot", report.snapshot.map(|id| id.0))?;
+        dict.set_item("replayed_batches", report.replayed_batches)?;
+        dict.set_item("replayed_bytes", report.replayed_bytes)?;
+        dict.set_item("copied_batches", report.copied_batches)?;
+        dict.set_item("unloaded_pages", report.unloaded_pages)?;
+        dict.set_item("torn", report.torn.is_some())?;
+        let harmless: Vec<String> = report.harmless.iter().map(ToString::to_string).collect();
+        dict.set_item("harmless", harmless)?;
+        dict.set_item("device", report.device)?;
+        dict.set_item("log_io", report.log_io)?;
+        dict.set_item("image_io", report.image_io)?;
+        dict.set_item("seconds", report.elapsed.as_secs_f64())?;
+        Ok(dict)
+    }
+
+    /// Counts and sizes; bytes where nothing else is said.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.gate.look(py, |store| Ok(store.stats()))?;
+        let dict = PyDict::new(py);
+        dict.set_item("logged", stats.logged.0)?;
+        dict.set_item("applied", stats.applied.0)?;
+        dict.set_item("durable", stats.durable.0)?;
+        dict.set_item("batches", stats.log.batches)?;
+        dict.set_item("log_bytes", stats.log.bytes)?;
+        dict.set_item("syncs", stats.log.syncs)?;
+        dict.set_item("snapshots_taken", stats.snapshots.taken)?;
+        dict.set_item("snapshots_failed", stats.snapshots.failed)?;
+        dict.set_item("scrubs_done", stats.scrubs.done)?;
+        dict.set_item("damaged", stats.scrubs.damaged)?;
+        let places = PyDict::new(py);
+        for (place, usage) in &stats.places {
+            let of_place = PyDict::new(py);
+            of_place.set_item("used", usage.used())?;
+            of_place.set_item("peak", usage.peak_bytes)?;
+            places.set_item(place.to_string(), of_place)?;
+        }
+        dict.set_item("places", places)?;
+        Ok(dict)
+    }
+
+    /// Lets the page that has this key hold exactly these bytes, in one batch; creates it if there is none.
+    ///
+    /// :param data: contiguous host memory. :param place: where a new page lives. Returns the page's id.
+    /// :raises OverBudgetError, DiskFullError: nothing changed. InvalidError for a key that is not 1 to 64
+    ///     bytes long.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     page = store.put("k", b"one")
+    /// ...     page == store.put("k", memoryview(b"longer")), store[page]
+    /// (True, b'longer')
+    #[pyo3(signature = (key, data, *, place="host"))]
+    fn put(&self, key: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>, place: &str) -> PyResult<u64> {
+        let py = key.py();
+        let (key, place, data) = (self::key(key)?, self::place(py, place)?, Input::take_host(data)?);
+        self.gate.call(py, |store| store.put(&key, data.as_slice(), place).map(|(page, _)| page.0))
+    }
+
+    fn __setitem__(&self, key: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.put(key, data, "host").map(drop)
+    }
+
+    fn __delitem__(slf: PyRef<'_, Self>, page: &Bound<'_, PyAny>) -> PyResult<()> {
+        let page = slf.as_super().find(page)?.page;
+        slf.gate.call(slf.py(), |store| {
+            let mut batch = store.batch();
+            batch.delete(page);
+            store.commit(batch).map(drop)
+        })
+    }
+
+    /// A batch: a context manager that commits at the end, and does nothing on an exception.
+    ///
+    /// :param ack: what its commit waits for; the store's `ack` if None. :param note: a remark of up to 64
+    ///     KiB.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     with store.batch(note="first") as batch:
+    /// ...         page = batch.create(4, key="p")
+    /// ...         batch.write(page, 1, b"ab")
+    /// ...     store["p"], batch.lsn
+    /// (b'\x00ab\x00', 1)
+    #[pyo3(signature = (*, ack=None, note=None))]
+    fn batch(&self, py: Python<'_>, ack: Option<&str>, note: Option<&str>) -> PyResult<Batch> {
+        let batch = Batch::new(self.gate.clone(), ack.map(self::ack).transpose()?);
+        if let Some(note) = note {
+            batch.add_note(py, note)?;
+        }
+        Ok(batch)
+    }
+
+    /// Logs a batch, and returns at once with what one waits on.
+    ///
+    /// :raises ConflictError, UnknownPageError, OutOfBoundsError, TakenError, OverBudgetError, DiskFullError:
+    ///     nothing changed. PoisonedError after a failure.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     ticket = store.submit(store.batch(note="empty"))
+    /// ...     ticket.wait(60.0, "durable")
+    /// True
+    fn submit(&self, py: Python<'_>, batch: &Bound<'_, Batch>) -> PyResult<Ticket> {
+        submit(py, &self.gate, batch.get())
+    }
+
+    /// Submits a batch and waits for an acknowledgement: the one named, else the batch's, else the store's.
+    #[pyo3(signature = (batch, ack=None))]
+    fn commit(&self, py: Python<'_>, batch: &Bound<'_, Batch>, ack: Option<&str>) -> PyResult<Receipt> {
+        let ack = ack.map(self::ack).transpose()?;
+        commit(py, &self.gate, batch.get(), ack).map(|ticket| Receipt(ticket.committed()))
+    }
+
+    /// Waits until batch `lsn`, and every one before it, survives a power cut.
+    #[pyo3(signature = (lsn=None))]
+    fn wait_durable(&self, py: Python<'_>, lsn: Option<u64>) -> PyResult<()> {
+        self.gate.call(py, |store| store.wait_durable(lsn.map_or_else(|| store.lsn(), Lsn)))
+    }
+
+    /// Pages and root as they are now; they stay so, whatever is committed. Close it before the store.
+    ///
+    /// >>> store = remanent.Store(directory)
+    /// >>> with store.view() as view:
+    /// ...     store["k"] = b"new"
+    /// ...     list(view), list(store)
+    /// ([], ['k'])
+    /// >>> store.close()
+    fn view(&self, py: Python<'_>) -> PyResult<Py<PyLiveView>> {
+        let live = py.detach(|| LiveSource::new(&self.gate)).or_raise(py, Some(&self.gate.path))?;
+        let reader = Reader::new(Source::Live(live));
+        Py::new(py, PyClassInitializer::from(reader).add_subclass(PyLiveView))
+    }
+
+    /// Leases a page: its bytes are read where they lie, as they are now, while batches go on. End it before
+    /// the store.
+    ///
+    /// :param dtype: the kind of elements, as "float32" or "F32"; that of the page's metadata if None, else
+    ///     "uint8".
+    /// :param shape: in elements; that of the page's metadata if None, else one dimension.
+    /// :raises UnknownPageError, DamagedError; ValueError if the page is not as long as that.
+    ///
+    /// >>> with remanent.Store(directory, device="host") as store:
+    /// ...     store["k"] = b"then"
+    /// ...     with store.lease("k") as lease:
+    /// ...         store["k"] = b"now!"
+    /// ...         bytes(lease), memoryview(lease).readonly
+    /// (b'then', True)
+    #[pyo3(signature = (page, dtype=None, shape=None))]
+    fn lease(
+        slf: PyRef<'_, Self>,
+        page: &Bound<'_, PyAny>,
+        dtype: Option<&str>,
+        shape: Option<Vec<usize>>,
+    ) -> PyResult<PyLease> {
+        let page = slf.as_super().find(page)?.page;
+        PyLease::take(slf.py(), &slf.gate, page, dtype, shape)
+    }
+
+    /// Takes a snapshot while commits go on, and removes what is not kept any more.
+    ///
+    /// :param name: 1 to 64 bytes; keeps the snapshot until `prune` gives the name up, and makes it exact.
+    /// :param exact: the state of one batch, so that it needs no log. :param verify: whether the call waits
+    ///     until it was read back. Ctrl-C takes effect after the call.
+    /// :raises TakenError, DiskFullError, OutOfMemoryError: nothing changed.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"v"
+    /// ...     store.snapshot("before tuning").name, [info.end for info in store.snapshots()]
+    /// ('before tuning', [1])
+    #[pyo3(signature = (name=None, *, exact=false, verify=true))]
+    fn snapshot(
+        &self,
+        py: Python<'_>,
+        name: Option<String>,
+        exact: bool,
+        verify: bool,
+    ) -> PyResult<SnapshotInfo> {
+        let mut options = SnapshotOptions::new();
+        if let Some(name) = name {
+            options = options.name(name);
+        }
+        if exact {
+            options = options.exact();
+        }
+        if !verify {
+            options = options.only_published();
+        }
+        self.gate.call(py, |store| store.snapshot_with(options)).map(|info| SnapshotInfo::from(&info))
+    }
+
+    /// The snapshots kept, the oldest first.
+    fn snapshots(&self, py: Python<'_>) -> PyResult<Vec<SnapshotInfo>> {
+        self.gate.look(py, |store| Ok(store.snapshots().iter().map(SnapshotInfo::from).collect()))
+    }
+
+    /// Takes all pages and the root back to an earlier state, in one more batch. Returns its Lsn.
+    ///
+    /// :param at: an Lsn, "lsn:N", "snapshot:N", "name:S" or a SnapshotInfo.
+    /// :raises NoStateError: the state is not kept. LeasedError while any page is leased. Nothing changed.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"good"
+    /// ...     store["k"] = b"bad!"
+    /// ...     store.restore("lsn:1"), store["k"]
+    /// (3, b'good')
+    fn restore(&self, py: Python<'_>, at: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let point = state_point(at)?;
+        self.gate.call(py, |store| store.restore(&point).map(|position| position.lsn.0))
+    }
+
+    /// Makes a new store in `path` that begins at a state of this one. Returns its id. Images are shared, not
+    /// copied.
+    ///
+    /// :param at: as for `restore`. :raises NoStateError, ForeignDirectoryError, DiskFullError.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"v"
+    /// ...     identity = store.fork(directory + "-fork", store.lsn)
+    /// >>> remanent.View(directory + "-fork")["k"]
+    /// b'v'
+    fn fork(&self, py: Python<'_>, path: PathBuf, at: &Bound<'_, PyAny>) -> PyResult<String> {
+        let point = state_point(at)?;
+        self.gate.call(py, |store| store.fork(&path, &point).map(|id| id.to_string()))
+    }
+
+    /// Removes what these rules do not keep; rules that are not given are the store's own.
+    ///
+    /// :param give_up: names that keep a snapshot no longer. :param names_only: only those go.
+    /// :param dry_run: says what would go, and removes nothing.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     first, second = store.snapshot("first"), store.snapshot("second")
+    /// ...     [info.name for info in store.prune(give_up=["first"], names_only=True).snapshots]
+    /// ['first']
+    #[pyo3(signature = (*, snapshots_kept=None, snapshots_kept_for=None, log_kept=None, give_up=Vec::new(),
+        names_only=false, dry_run=false))]
+    #[allow(clippy::too_many_arguments, reason = "each is a rule, given by its name")]
+    fn prune(
+        &self,
+        py: Python<'_>,
+        snapshots_kept: Option<usize>,
+        snapshots_kept_for: Option<f64>,
+        log_kept: Option<u64>,
+        give_up: Vec<String>,
+        names_only: bool,
+        dry_run: bool,
+    ) -> PyResult<Pruned> {
+        let age = seconds(snapshots_kept_for)?;
+        let pruned = self.gate.call(py, |store| {
+            let rules = retention(store, snapshots_kept, age, log_kept, &give_up, names_only);
+            if dry_run { store.would_prune(&rules) } else { store.prune(&rules) }
+        })?;
+        Ok(Pruned::from(&pruned))
+    }
+
+    /// Compares two pages of equal length, element by element. Returns how many differ, and the first that
+    /// does.
+    ///
+    /// :param width: bytes of an element: 1, 2, 4, 8 or 16. :raises InvalidError if the lengths differ.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["a"], store["b"] = b"weights, before", b"weights, behind"
+    /// ...     store.compare("a", "b")
+    /// (4, 11)
+    #[pyo3(signature = (left, right, *, width=1))]
+    fn compare(
+        slf: PyRef<'_, Self>,
+        left: &Bound<'_, PyAny>,
+        right: &Bound<'_, PyAny>,
+        width: usize,
+    ) -> PyResult<(u64, Option<u64>)> {
+        let reader = slf.as_super();
+        let (left, right, width) = (reader.find(left)?.page, reader.find(right)?.page, self::width(width)?);
+        let compared = slf.gate.call(slf.py(), |store| store.compare(left, right, width))?;
+        Ok((compared.differing, compared.first))
+    }
+
+    /// Reads all that lies on disk and is needed, and mends from memory what is damaged. Returns the damage.
+    fn scrub(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        let report = self.gate.call(py, |store| store.scrub())?;
+        Ok(report.damage.iter().map(ToString::to_string).collect())
+    }
+
+    /// Looks whether memory is what the batches made it. Returns the pages that are not, by key or id.
+    fn audit<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let audit = self.gate.call(py, |store| store.audit())?;
+        let list = PyList::empty(py);
+        for changed in &audit.changed {
+            match &changed.key {
+                Some(key) => list.append(key_to_py(py, key))?,
+                None => list.append(changed.page.0)?,
+            }
+        }
+        Ok(list)
+    }
+
+    /// Waits until all pages are loaded, up to `timeout` seconds; says whether they are.
+    #[pyo3(signature = (timeout=None))]
+    fn wait_loaded(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let gate = &self.gate;
+        let mut first = true;
+        wait(py, seconds(timeout)?, Some(&gate.path), |slice| {
+            let call = gate.enter()?;
+            if call.unloaded_pages().pages == 0 {
+                // One that cannot be loaded is not counted: this says so.
+                return call.wait_loaded().map(|()| true);
+            }
+            // The first look is free; a timeout of zero is over after it.
+            if !std::mem::take(&mut first) {
+                #[allow(
+                    clippy::disallowed_methods,
+                    reason = "the engine waits for this without a time limit only"
+                )]
+                std::thread::sleep(slice.min(std::time::Duration::from_millis(2)));
+            }
+            Ok(false)
+        })
+    }
+
+    /// Gives back memory that no page uses any more. Returns the bytes that went back to the driver.
+    fn trim(&self, py: Python<'_>) -> PyResult<u64> {
+        self.gate.call(py, |store| store.trim())
+    }
+
+    /// Makes everything durable, seals the log and releases the directory. Closing twice is fine.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.gate.close(py)
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (kind, error, traceback, /))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<Bound<'_, PyAny>>,
+        error: Option<Bound<'_, PyAny>>,
+        traceback: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let _ = (error, traceback);
+        match self.gate.close(py) {
+            // The block's own exception says more; its frames may hold leases.
+            Err(_) if kind.is_some() => Ok(()),
+            closed => closed,
+        }
+    }
+
+    fn __repr__(&self) -> String {
+        let state = if self.gate.is_closed() { ", closed" } else { "" };
+        format!("Store({:?}{state})", self.gate.path)
+    }
+}

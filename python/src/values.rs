@@ -1,0 +1,111 @@
+//! Metadata and root entries: the engine's typed values as plain Python, and back.
+
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+use remanent::{Metadata, Value};
+
+/// How deep lists and dicts may nest: the format's limit, and the end of one that holds itself.
+const DEPTH_MAX: usize = 32;
+
+/// A value as Python has it.
+pub fn to_py<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
+    Ok(match value {
+        Value::Null => py.None().into_bound(py),
+        Value::Bool(value) => PyBool::new(py, *value).to_owned().into_any(),
+        Value::I64(value) => value.into_pyobject(py)?.into_any(),
+        Value::U64(value) => value.into_pyobject(py)?.into_any(),
+        Value::F64(value) => PyFloat::new(py, *value).into_any(),
+        Value::String(value) => PyString::new(py, value).into_any(),
+        Value::Bytes(value) => PyBytes::new(py, value).into_any(),
+        Value::List(values) => {
+            let list = PyList::empty(py);
+            for value in values {
+                list.append(to_py(py, value)?)?;
+            }
+            list.into_any()
+        }
+        Value::Map(entries) => metadata_to_py(py, entries)?.into_any(),
+    })
+}
+
+/// Named values as a dict.
+pub fn metadata_to_py<'py>(py: Python<'py>, entries: &Metadata) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    for (name, value) in entries {
+        dict.set_item(name, to_py(py, value)?)?;
+    }
+    Ok(dict)
+}
+
+/// The value of a Python object; anything that would not come back as it is, is refused by its type.
+pub fn from_py(object: &Bound<'_, PyAny>) -> PyResult<Value> {
+    value_from(object, DEPTH_MAX)
+}
+
+/// Named values from a dict with text as names.
+pub fn metadata_from_py(dict: &Bound<'_, PyDict>) -> PyResult<Metadata> {
+    entries_from(dict, DEPTH_MAX)
+}
+
+fn entries_from(dict: &Bound<'_, PyDict>, depth_left: usize) -> PyResult<Metadata> {
+    let mut entries = Metadata::new();
+    for (name, value) in dict {
+        let name = name.cast::<PyString>().map_err(|_| {
+            PyTypeError::new_err(format!("names of metadata are text, not {}", type_name(&name)))
+        })?;
+        entries.insert(name.to_str()?.to_owned(), value_from(&value, depth_left)?);
+    }
+    Ok(entries)
+}
+
+fn value_from(object: &Bound<'_, PyAny>, depth_left: usize) -> PyResult<Value> {
+    let deeper = || {
+        depth_left
+            .checked_sub(1)
+            .ok_or_else(|| PyTypeError::new_err(format!("values nest at most {DEPTH_MAX} deep")))
+    };
+    if object.is_none() {
+        return Ok(Value::Null);
+    }
+    if let Ok(value) = object.cast::<PyBool>() {
+        return Ok(Value::Bool(value.is_true()));
+    }
+    if object.is_instance_of::<PyInt>() || object.hasattr("__index__")? {
+        if let Ok(value) = object.extract::<u64>() {
+            return Ok(Value::U64(value));
+        }
+        return match object.extract::<i64>() {
+            Ok(value) => Ok(Value::I64(value)),
+            Err(_) => Err(PyOverflowError::new_err("integers are stored in 64 bits; this one needs more")),
+        };
+    }
+    if let Ok(value) = object.cast::<PyFloat>() {
+        return Ok(Value::F64(value.value()));
+    }
+    if let Ok(value) = object.cast::<PyString>() {
+        return Ok(Value::String(value.to_str()?.to_owned()));
+    }
+    if let Ok(value) = object.cast::<PyBytes>() {
+        return Ok(Value::Bytes(value.as_bytes().to_vec()));
+    }
+    if let Ok(value) = object.cast::<PyByteArray>() {
+        return Ok(Value::Bytes(value.to_vec()));
+    }
+    if let Ok(dict) = object.cast::<PyDict>() {
+        return entries_from(dict, deeper()?).map(Value::Map);
+    }
+    if object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>() {
+        let depth_left = deeper()?;
+        let values = object.try_iter()?.map(|value| value_from(&value?, depth_left));
+        return values.collect::<PyResult<_>>().map(Value::List);
+    }
+    Err(PyTypeError::new_err(format!(
+        "metadata holds None, bool, int, float, str, bytes, list and dict, not {}",
+        type_name(object)
+    )))
+}
+
+fn type_name(object: &Bound<'_, PyAny>) -> String {
+    object.get_type().name().map_or_else(|_| "this".to_owned(), |name| name.to_string())
+}

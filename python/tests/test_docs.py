@@ -1,0 +1,69 @@
+"""Every public name is documented, and the examples of the engine's classes run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import remanent
+
+CLASSES = [getattr(remanent, name) for name in remanent.__all__ if inspect.isclass(getattr(remanent, name))]
+
+
+def documented() -> list[tuple[str, str]]:
+    found = []
+    for owner in CLASSES:
+        if owner.__module__ == "remanent":
+            found.append((owner.__name__, owner.__doc__ or ""))
+            for name, member in vars(owner).items():
+                if not name.startswith("_"):
+                    found.append((f"{owner.__name__}.{name}", inspect.getdoc(member) or ""))
+    return found
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    short = [name for name, text in documented() if len(text.split()) < 3]
+    short += [owner.__name__ for owner in CLASSES if not owner.__doc__]
+    assert not short
+
+
+def run_examples(test: doctest.DocTest) -> None:
+    output: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    runner.run(test, out=output.append)
+    assert runner.failures == 0 and runner.tries > 0, "".join(output)
+
+
+@pytest.mark.parametrize(("name", "text"), [each for each in documented() if ">>>" in each[1]])
+def test_the_example_runs(name: str, text: str, tmp_path: Path) -> None:
+    names = {"remanent": remanent, "directory": str(tmp_path / "example")}
+    run_examples(doctest.DocTestParser().get_doctest(inspect.cleandoc(text), names, name, None, 0))
+
+
+@pytest.mark.parametrize("module", ["remanent", "remanent._errors", "remanent._pages", "remanent.torch", "remanent.weights",
+                                    pytest.param("remanent.jax", marks=pytest.mark.jax)])
+def test_the_examples_of_a_module_run(module: str, tmp_path: Path) -> None:
+    if module in ("remanent.torch", "remanent.jax", "remanent.weights"):
+        pytest.importorskip(module.removeprefix("remanent.").replace("weights", "torch"))
+    tests = [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
+    assert tests
+    for number, test in enumerate(tests):
+        test.globs |= {"remanent": remanent, "directory": str(tmp_path / f"example{number}")}
+        run_examples(test)
+
+
+def test_the_readme_runs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    names = {"remanent": remanent, "directory": str(tmp_path / "example")}
+    run_examples(doctest.DocTestParser().get_doctest(readme, names, "README.md", None, 0))
+
+
+def test_the_classes_that_one_makes_or_gets_have_examples() -> None:
+    texts = dict(documented())
+    for name in ("Store", "Batch", "Ticket", "View", "LiveView", "Lease", "Array", "Follower", "Replica", "Reader", "PageInfo"):
+        assert ">>>" in texts[name], name

@@ -1,0 +1,107 @@
+"""The same on a GPU: its tensors into its pages, and models that live there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import remanent
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+
+from remanent.torch import Checkpointer, load_file, save_file  # noqa: E402
+from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
+
+
+class OnlyInterface:
+    """A producer that has the older interface alone."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self.tensor.__cuda_array_interface__
+
+
+def test_tensors_of_a_gpu_go_into_its_pages(directory: str) -> None:
+    said = {"dtype": "F32", "shape": [1 << 20]}
+    with remanent.Store(directory, device="cuda:0") as store:
+        assert "cuda" in store.recovered["device"] or "NVIDIA" in store.recovered["device"], store.recovered
+        # Work that is under way in a stream of its own is waited for.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            tensor = torch.arange(1 << 20, device="cuda", dtype=torch.float32)
+            for _ in range(200):
+                tensor = tensor + 1
+            with store.batch() as batch:
+                batch.create(tensor, key="x", place="device:0", metadata=said)
+        torch.cuda.synchronize()
+        expected = tensor.cpu().numpy()
+        assert (store.numpy("x") == expected).all()
+        with store.batch() as batch:
+            batch.create(OnlyInterface(tensor * 2), key="y", place="device:0", metadata=said)
+            batch.write("x", 0, tensor[7:9])
+            batch.create(tensor[:0], key="empty", place="device:0")
+        assert (store.numpy("y") == expected * 2).all() and (store.numpy("x")[:2] == expected[7:9]).all()
+        with store.lease("y") as lease:
+            stream = torch.cuda.Stream()
+            lease.on(stream.cuda_stream)
+            assert lease.address
+            with pytest.raises(remanent.DeviceError):
+                memoryview(lease)
+        out = torch.empty(1 << 20, dtype=torch.float32, pin_memory=True)
+        store.read_into("y", out)
+        assert (out.numpy() == expected * 2).all()
+        with pytest.raises(BufferError):
+            store.read_into("y", torch.empty(1 << 20, device="cuda"))
+        assert store.audit() == []
+    with remanent.Store(directory, device="host") as store:
+        assert (store.numpy("y") == expected * 2).all(), "the same pages without the GPU"
+
+
+def test_files_go_from_and_to_a_gpu(directory: str) -> None:
+    weight = torch.randn(100, 100, device="cuda", dtype=torch.bfloat16)
+    save_file({"a": weight, "b": weight.T, "c": torch.ones(3)}, directory)
+    loaded = load_file(directory, device="cuda")
+    assert torch.equal(loaded["a"], weight) and torch.equal(loaded["b"], weight.T) and loaded["c"].is_cuda
+    loaded["a"][0, 1] = 7
+    assert loaded["b"][1, 0] == 7
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
+def test_a_run_on_a_gpu_goes_on_bit_for_bit(directory: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 1)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+
+    def train(steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(32, 64, device="cuda")).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    train(3)
+    with Checkpointer(directory, model, optimizer) as run:
+        run.save(3)
+        places = [parameter.data_ptr() for parameter in model.parameters()]
+        expected = train(4)
+        assert run.restore() == 3 and train(4) == expected
+        assert places == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_weights_are_followed_on_a_gpu(directory: str) -> None:
+    source = {"w": torch.randn(1000, 100, device="cuda", dtype=torch.bfloat16), "b": torch.randn(100, device="cuda")}
+    target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    with Publisher(directory, check=True) as publisher:
+        subscriber = Subscriber(directory)
+        for step in range(1, 6):
+            source["w"].view(-1)[step::97] += 1
+            publisher.publish(source, step)
+            assert subscriber.apply_to(target, timeout=10) == step and checksum(target) == checksum(source)

@@ -1,0 +1,271 @@
+"""Stores, batches and what is read back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import remanent
+
+
+def test_a_batch_is_whole_or_not_at_all(store: remanent.Store) -> None:
+    with store.batch(note="first") as batch:
+        page = batch.create(8, key="a", metadata={"kind": "test", "n": -3, "list": [1, None, True, 0.5, b"x"]})
+        batch.write(page, 2, b"xy")
+        batch.write("a", 4, b"z")
+        batch.set_root("step", 1)
+    assert store["a"] == b"\0\0xyz\0\0\0"
+    assert store.root == {"step": 1}
+    assert store.info("a").metadata == {"kind": "test", "n": -3, "list": [1, None, True, 0.5, b"x"]}
+    assert batch.pages == [store.info("a").page] and batch.lsn == store.lsn == 1
+
+    with pytest.raises(ZeroDivisionError):
+        with store.batch() as batch:
+            batch.write("a", 0, b"never")
+            batch.set_root("step", 1 // 0)
+    assert store["a"] == b"\0\0xyz\0\0\0" and store.lsn == 1
+    with pytest.raises(remanent.ClosedError):
+        batch.write("a", 0, b"late")
+
+
+def test_a_store_is_a_mapping(store: remanent.Store) -> None:
+    store["a"] = b"1"
+    store[b"\xff\0"] = b"22"
+    assert list(store) == ["a", b"\xff\0"] and len(store) == 2
+    assert "a" in store and b"a" in store and "b" not in store and 99 not in store
+    assert store.get("b", b"none") == b"none"
+    store["a"] = b"longer"
+    assert store["a"] == b"longer"
+    del store["a"]
+    with pytest.raises(KeyError) as caught:
+        store["a"]
+    assert isinstance(caught.value, remanent.UnknownKeyError) and caught.value.key == "a"
+    assert str(caught.value) == "there is no page with key a"
+
+
+def test_every_operation(store: remanent.Store) -> None:
+    with store.batch() as batch:
+        batch.create(bytes(range(16)), key="p")
+        copy = batch.clone_page("p")
+        batch.copy("p", 0, 4, copy, 12)
+        batch.scatter("p", [0, 3], b"AAAADDDD", width=4)
+        batch.scatter("p", np.array([15], dtype=np.uint32), b"!", width=1)
+        batch.write_masked("p", 4, b"\x05", b"abcd")
+        batch.fill("p", 8, 4, b"\1\2")
+    expected = b"AAAA" + b"a\x05c\x07" + b"\1\2\1\2" + b"DDD!"
+    assert store["p"] == expected
+    assert store[batch.pages[1]] == bytes(range(12)) + bytes(range(4))
+    assert store.compare("p", batch.pages[1], width=4) == (4, 0)
+    with store.batch() as batch:
+        batch.resize("p", 20)
+        batch.set_metadata("p", "x", {"y": [1]})
+        batch.move_to("p", "pinned")
+    info = store.info("p")
+    assert (info.length, info.place, info.metadata) == (20, "pinned", {"x": {"y": [1]}})
+    with store.batch() as batch:
+        batch.remove_metadata("p", "x")
+        batch.write_changes("p", expected + bytes(4), expected + b"\0\0\0!", width=4)
+        batch.expect_epoch(info.page, info.epoch)
+        batch.set_root("gone", 1)
+        batch.remove_root("gone")
+    assert store["p"] == expected + b"\0\0\0!" and store.info("p").metadata == {} and store.root == {}
+    with pytest.raises(remanent.ConflictError) as caught:
+        with store.batch() as batch:
+            batch.expect_epoch(info.page, info.epoch)
+            batch.delete("p")
+    assert caught.value.expected == info.epoch and caught.value.found == info.epoch + 1
+    assert caught.value.remedy == "try again"
+
+
+def test_reading_in_all_ways(store: remanent.Store) -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with store.batch() as batch:
+        batch.create(array, key="x", metadata={"dtype": "F32", "shape": [3, 4]})
+        batch.create(b"", key="empty")
+    assert store.read("x", 4, 4) == array.tobytes()[4:8] and store.read("x", 44) == array.tobytes()[44:]
+    assert store["empty"] == b"" and store.numpy("empty").shape == (0,)
+    out = np.zeros(4, dtype=np.float32)
+    assert store.read_into("x", out, 16) == 16 and (out == array[1]).all()
+    assert (store.numpy("x") == array).all() and store.numpy("x").dtype == np.float32
+    assert store.numpy("x", "uint8").shape == (48,)
+    copy = store.array("x")
+    assert (copy.dtype, copy.shape, copy.nbytes) == ("float32", (3, 4), 48)
+    shared = np.from_dlpack(copy)
+    assert (shared == array).all()
+    shared[0, 0] = 7
+    assert copy.numpy()[0, 0] == 7 and store.numpy("x")[0, 0] == 0, "a copy is the caller's own"
+    for call in (lambda: store.read("x", 40, 9), lambda: store.read_into("x", out, 36), lambda: store.read("x", 49)):
+        with pytest.raises(remanent.OutOfBoundsError):
+            call()
+    for wrong in ({"dtype": "float99"}, {"dtype": "float64", "shape": [5]}):
+        with pytest.raises(ValueError):
+            store.array("x", **wrong)
+    with pytest.raises(BufferError):
+        store.read_into("x", b"readonly")
+
+
+def test_what_is_not_contiguous_or_not_plain_is_refused(store: remanent.Store) -> None:
+    with store.batch() as batch:
+        batch.create(8, key="p")
+        for wrong in (np.zeros((4, 4))[:, 1], memoryview(b"abcdef")[::2]):
+            with pytest.raises(BufferError):
+                batch.write("p", 0, wrong)
+        with pytest.raises(TypeError):
+            batch.write("p", 0, "text")
+        for value in (object(), {1: 2}, {"a": {1, 2}}):
+            with pytest.raises(TypeError):
+                batch.set_root("x", value)
+        with pytest.raises(OverflowError):
+            batch.set_root("x", 1 << 64)
+        recursive: list[object] = []
+        recursive.append(recursive)
+        with pytest.raises(TypeError):
+            batch.set_root("x", recursive)
+    assert store.root == {}
+
+
+def test_root_values_come_back_as_they_were(store: remanent.Store) -> None:
+    root = {"null": None, "no": False, "big": 2**64 - 1, "small": -(2**63), "nan": float("inf"), "text": "ä",
+            "bytes": b"\0\xff", "list": [1, [2]], "map": {"a": {"b": 1}}}
+    with store.batch() as batch:
+        for name, value in root.items():
+            batch.set_root(name, value)
+    assert store.root == root
+
+
+def test_reopening_finds_everything(directory: str) -> None:
+    with remanent.Store(directory, device="host") as store:
+        store["a"] = b"remains"
+        assert store.recovered["created"] and not store.closed
+    assert store.closed
+    with pytest.raises(remanent.ClosedError):
+        store["a"]
+    with pytest.raises(remanent.ClosedError):
+        store.lsn
+    store.close()
+    with remanent.Store(directory, device="host", create=False) as store:
+        assert store["a"] == b"remains" and not store.recovered["created"]
+
+
+def test_a_batch_belongs_to_one_store(store: remanent.Store, tmp_path: Path) -> None:
+    with remanent.Store(tmp_path / "other", device="host") as other:
+        with pytest.raises(ValueError):
+            other.commit(store.batch())
+
+
+def test_errors_are_typed_and_say_what_helps(directory: str, store: remanent.Store, tmp_path: Path) -> None:
+    with pytest.raises(remanent.LockedError) as locked:
+        remanent.Store(directory, device="host")
+    assert locked.value.path == directory and str(os.getpid()) in locked.value.holder
+    with pytest.raises(FileNotFoundError) as missing:
+        remanent.Store(tmp_path / "nothing", create=False)
+    assert isinstance(missing.value, remanent.NoStoreError) and missing.value.path == str(tmp_path / "nothing")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "file").write_text("x")
+    with pytest.raises(remanent.ForeignDirectoryError):
+        remanent.Store(tmp_path / "foreign")
+    with pytest.raises(remanent.InvalidError):
+        remanent.Store(tmp_path / "other", segment_len=5)
+    for options in ({"ack": "soon"}, {"device": "abacus"}, {"page_load": "never"}, {"log_io": "by hand"}):
+        with pytest.raises(ValueError):
+            remanent.Store(tmp_path / "other", **options)
+    with pytest.raises(remanent.UnknownPageError):
+        store[77]
+    with pytest.raises(remanent.InvalidError):
+        store["x" * 65] = b""
+    with pytest.raises(remanent.NoStateError):
+        store.restore("name:nothing")
+    with pytest.raises(remanent.OverBudgetError) as over:
+        with remanent.Store(tmp_path / "small", device="host", budget={"host": 100}) as small:
+            small["a"] = bytes(101)
+    assert over.value.available == 100 and over.value.place == "host"
+    with remanent.Store(tmp_path / "own", identity=b"mine"):
+        pass
+    with pytest.raises(remanent.MismatchError):
+        remanent.Store(tmp_path / "own", identity=b"yours")
+
+
+def test_errors_cross_processes(store: remanent.Store) -> None:
+    import pickle
+
+    with pytest.raises(remanent.UnknownKeyError) as caught:
+        store["nothing"]
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert type(error) is remanent.UnknownKeyError and error.key == "nothing" and error.remedy == "change the call"
+
+
+def test_damage_is_refused_by_name(directory: str) -> None:
+    with remanent.Store(directory, device="host") as store:
+        for n in range(3):
+            store[f"k{n}"] = bytes(1000)
+            store.wait_durable()
+        assert store.scrub() == [] and store.audit() == []
+    segments = sorted((Path(directory) / "log").iterdir())
+    damaged = 0
+    for segment in segments:
+        content = bytearray(segment.read_bytes())
+        at = content.find(b"k1")
+        if at > 0:
+            content[at] ^= 1
+            segment.write_bytes(content)
+            damaged += 1
+    assert damaged
+    with pytest.raises(remanent.DamagedError) as caught:
+        remanent.Store(directory, device="host")
+    assert caught.value.path == directory and caught.value.file and caught.value.offset is not None
+
+
+def test_snapshots_views_and_the_past(store: remanent.Store, directory: str, tmp_path: Path) -> None:
+    store["w"] = b"old!"
+    named = store.snapshot("before")
+    assert named.name == "before" and named.end == store.lsn and named in store.snapshots()
+    with store.view() as view:
+        store["w"] = b"new!"
+        store["x"] = b"x"
+        assert list(view) == ["w"] and list(store) == ["w", "x"]
+        with pytest.raises(remanent.OvertakenError):
+            view["w"]
+        with pytest.raises(remanent.InUseError):
+            store.close()
+    with pytest.raises(remanent.ClosedError):
+        view.lsn
+    for at in ("name:before", named, named.end, f"lsn:{named.end}"):
+        with remanent.View(directory, at) as past:
+            assert past["w"] == b"old!" and past.lsn == named.end and past.id == store.id
+            assert isinstance(past, remanent.Reader) and past.page_count == 1
+    newest = remanent.View(directory)
+    assert newest["w"] == b"new!"
+    identity = newest.fork(tmp_path / "fork")
+    newest.close()
+    assert identity != store.id
+    assert store.fork(tmp_path / "fork2", "name:before") not in (identity, store.id)
+    with remanent.Store(tmp_path / "fork2", device="host") as fork:
+        assert fork["w"] == b"old!"
+    lsn = store.restore("name:before")
+    assert store["w"] == b"old!" and store.lsn == lsn and "x" not in store
+    store.snapshot()
+    assert [info.name for info in store.prune(give_up=["before"], snapshots_kept=1, dry_run=True).snapshots]
+    pruned = store.prune(give_up=["before"], snapshots_kept=1)
+    assert "before" in [info.name for info in pruned.snapshots] and pruned.bytes >= 0
+    with pytest.raises(remanent.NoStateError):
+        remanent.View(directory, "name:before")
+
+
+def test_the_wheel_carries_the_command(store: remanent.Store, directory: str) -> None:
+    store["a"] = b"x"
+    store.close()
+    command = [sys.executable, "-m", "remanent"]
+    done = subprocess.run([*command, "verify", directory], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("clean: "), done
+    done = subprocess.run([*command, "verify", directory + "x"], capture_output=True, text=True)
+    assert done.returncode == 2 and "remanent: " in done.stderr
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "Usage: remanent" in done.stdout
+    # Runs itself in child processes, and kills them.
+    done = subprocess.run([*command, "demo", "--kills", "2", "--requests", "400"], capture_output=True, text=True)
+    assert done.returncode == 0 and "kill" in done.stdout, done

@@ -1,0 +1,320 @@
+"""Tickets, event loops, Ctrl-C, forks, the interpreter's lock and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import remanent
+
+
+def in_child(run: Callable[[], None]) -> str:
+    """What `run` raised in a forked child, by name; "fine" if nothing."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+            said = "fine"
+        except BaseException as error:
+            said = type(error).__name__
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    said = os.read(reader, 1000).decode()
+    os.close(reader)
+    assert os.waitpid(pid, 0)[1] == 0
+    return said
+
+
+def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(script), *arguments], capture_output=True, text=True,
+                          timeout=60)
+
+
+def test_a_ticket_says_what_is_acknowledged(store: remanent.Store) -> None:
+    batch = store.batch()
+    batch.create(4, key="a")
+    ticket = store.submit(batch)
+    assert ticket.is_("logged") and ticket.wait(60) and ticket.is_() and ticket.wait(0, "applied")
+    assert ticket.pages == batch.pages == [store.info("a").page] and ticket.lsn == batch.lsn == 1
+    assert ticket.position.endswith(":1")
+    receipt = store.commit(store.batch(note="empty"), ack="durable")
+    assert receipt.lsn == 2 and receipt.pages == []
+    with pytest.raises(ValueError):
+        ticket.wait(1, "soon")
+    with pytest.raises(ValueError):
+        ticket.wait(float("nan"))
+
+
+def test_tickets_are_awaited(store: remanent.Store) -> None:
+    async def put(number: int) -> int:
+        batch = store.batch()
+        batch.create(bytes([number]), key=f"k{number}")
+        ticket = store.submit(batch)
+        await ticket
+        await ticket.acknowledged("applied")
+        assert ticket.is_("durable")
+        return ticket.lsn
+
+    async def all_of_them() -> list[int]:
+        return await asyncio.gather(*(put(number) for number in range(100)))
+
+    assert sorted(asyncio.run(all_of_them())) == list(range(1, 101))
+    # Another loop has a bell of its own.
+    assert asyncio.run(put(100)) == 101
+
+
+def test_a_wait_that_is_called_off_leaves_the_batch(store: remanent.Store) -> None:
+    async def main() -> None:
+        ticket = store.submit(store.batch(note="x"))
+        task = asyncio.ensure_future(ticket.acknowledged("durable"))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await ticket
+
+    asyncio.run(main())
+
+
+def test_a_follower_gives_every_batch_once(store: remanent.Store, directory: str) -> None:
+    follower = remanent.Follower(directory)
+    assert follower.next(0) is None
+    replica = remanent.Replica()
+    for number in range(5):
+        with store.batch(note=f"n{number}") as batch:
+            batch.create(bytes([number]) * 3, key=f"k{number}", metadata={"n": number})
+            batch.set_root("n", number)
+    seen = []
+    for followed in follower:
+        replica.apply(followed)
+        seen.append((followed.lsn, followed.note))
+        if len(seen) == 5:
+            break
+    assert seen == [(n + 1, f"n{n}") for n in range(5)]
+    assert list(replica) == [f"k{n}" for n in range(5)] and replica["k3"] == b"\3\3\3" and replica.root == {"n": 4}
+    assert replica.position == follower.position
+    kinds = [operation["kind"] for operation in followed.operations]
+    assert kinds == ["note", "create", "write", "set_root"]
+    assert followed.operations[1]["metadata"] == {"n": 4} and followed.operations[2]["bytes"] == b"\4\4\4"
+    later = remanent.Follower(directory, follower.position)
+    assert later.next(0) is None
+    store.restore(2)
+    followed = later.next(10)
+    assert followed is not None and followed.restored == 2
+    assert [info.key for info in followed.restored_pages] == ["k0", "k1"]
+    replica.apply(followed)
+    assert list(replica) == ["k0", "k1"]
+    with pytest.raises(remanent.DivergedError):
+        replica.apply(followed)
+    snapshot = remanent.Replica(directory)
+    assert list(snapshot) == ["k0", "k1"]
+    with pytest.raises(ValueError):
+        remanent.Follower(directory, "nowhere")
+    follower.close()
+    with pytest.raises(remanent.ClosedError):
+        follower.next(0)
+
+
+def test_a_follower_of_whole_pages_reads_their_images(store: remanent.Store, directory: str) -> None:
+    store["big"] = bytes(range(256)) * (64 << 10)
+    followed = remanent.Follower(directory).next(10)
+    assert followed is not None
+    image = next(operation for operation in followed.operations if operation["kind"] == "image")
+    assert followed.image(image["page"]) == store["big"]
+
+
+def test_a_follower_is_an_async_iterator_that_loses_nothing(store: remanent.Store, directory: str) -> None:
+    follower = remanent.Follower(directory)
+
+    async def called_off() -> None:
+        # The batch that its thread may still read is not lost with the task.
+        waiting = asyncio.ensure_future(follower.__anext__())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    async def three() -> list[int]:
+        await called_off()
+        store["a"] = b"1"
+        await called_off()
+        seen = []
+        async for batch in follower:
+            seen.append(batch.lsn)
+            if len(seen) == 3:
+                return seen
+            store["a"] = b"2"
+        raise AssertionError("a follower has no end")
+
+    asyncio.run(called_off())
+    store["a"] = b"0"
+    assert asyncio.run(three()) == [1, 2, 3]
+
+
+def test_the_lock_is_free_while_a_call_waits(store: remanent.Store, directory: str) -> None:
+    store["a"] = b"0"
+    follower = remanent.Follower(directory, "snapshot")
+    follower.next(0)
+    waited = threading.Thread(target=lambda: follower.next(5))
+    waited.start()
+    with pytest.raises(RuntimeError):
+        for _ in range(10_000):
+            follower.next(0)
+    store["a"] = b"1"
+    waited.join(60)
+    assert not waited.is_alive()
+
+
+def test_ctrl_c_ends_a_wait(directory: str) -> None:
+    remanent.Store(directory).close()
+    done = run_script("""
+        import os, signal, sys, threading, remanent
+        follower = remanent.Follower(sys.argv[1])
+        def interrupt():
+            # Refused once the main thread is within the wait. Between two looks the main thread may begin it.
+            pause = threading.Event()
+            try:
+                while True:
+                    pause.wait(0.001)
+                    follower.next(0)
+            except RuntimeError:
+                os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt).start()
+        while True:
+            try:
+                follower.next()
+            except RuntimeError:
+                continue
+            except KeyboardInterrupt:
+                print("interrupted")
+                break
+    """, directory)
+    assert done.stdout == "interrupted\n" and done.returncode == 0, done
+
+
+def test_a_forked_child_gets_a_typed_error(store: remanent.Store, directory: str) -> None:
+    store["a"] = b"x"
+    ticket, view, past = store.submit(store.batch(note="n")), store.view(), remanent.View(directory)
+    lease, batch, follower = store.lease("a"), store.batch(), remanent.Follower(directory)
+    uses: list[Callable[[], object]] = [
+        lambda: store["a"], lambda: store.lsn, lambda: store.put("a", b"y"), lambda: store.commit(batch),
+        lambda: batch.write("a", 0, b"y"), lambda: ticket.wait(1), lambda: ticket.is_(), lambda: view["a"],
+        lambda: past["a"], lambda: lease.address, lambda: memoryview(lease), lambda: lease.end(),
+        lambda: follower.next(0), lambda: store.close(), lambda: store.view(), lambda: store.snapshot(),
+        lambda: view.close(), lambda: past.close(), lambda: follower.position,
+    ]
+    for use in uses:
+        assert in_child(lambda: use() and None) == "ForkedError"
+    # Nothing of it reached the parent's store, which goes on.
+    assert store["a"] == b"x" and bytes(lease) == b"x" and view["a"] == b"x"
+    view.close()
+    lease.end()
+    assert in_child(lambda: remanent.Store(directory)) == "LockedError"
+    assert in_child(lambda: remanent.Store(directory + "2").close()) == "fine"
+
+
+def test_a_child_that_ends_by_itself_leaves_the_store(store: remanent.Store) -> None:
+    store["a"] = b"x"
+    pid = os.fork()
+    if pid == 0:
+        sys.exit = None  # type: ignore[assignment]
+        # What an ordinary end does: exit handlers, then the objects.
+        import atexit
+
+        atexit._run_exitfuncs()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    store["a"] = b"y"
+    assert store["a"] == b"y"
+
+
+@pytest.mark.parametrize("held", ["store = remanent.Store(p)", "store = remanent.Store(p); lease = store.lease('a')",
+                                  "store = remanent.Store(p); view = store.view()",
+                                  "sys.keep = remanent.Store(p)", "store = remanent.Store(p); store.self = [store]"])
+def test_the_interpreter_ends_with_a_store_open(directory: str, held: str) -> None:
+    with remanent.Store(directory) as store:
+        store["a"] = b"x"
+    if "self" in held:
+        held = "store = remanent.Store(p); cycle = [store]; cycle.append(cycle)"
+    done = run_script(f"import sys, remanent; p = sys.argv[1]; {held}; remanent.Store", directory)
+    assert (done.returncode, done.stderr) == (0, "")
+    with remanent.Store(directory) as store:
+        assert store["a"] == b"x"
+
+
+def test_an_interpreter_that_ends_while_threads_wait(directory: str) -> None:
+    remanent.Store(directory).close()
+    done = run_script("""
+        import sys, threading, remanent
+        follower = remanent.Follower(sys.argv[1])
+        thread = threading.Thread(target=follower.next, daemon=True)
+        thread.start()
+        store = remanent.Store(sys.argv[1])
+        other = threading.Thread(target=lambda: [store.put("a", bytes(100000)) for _ in range(100000)], daemon=True)
+        other.start()
+        second = remanent.Follower(sys.argv[1])
+        def work():
+            while True:
+                second.next(0.0005)
+        threading.Thread(target=work, daemon=True).start()
+    """, directory)
+    assert done.returncode == 0 and "panicked" not in done.stderr, done
+    remanent.Store(directory).close()
+
+
+def test_threads_share_a_store(store: remanent.Store) -> None:
+    def work(number: int) -> None:
+        for step in range(50):
+            store.put(f"k{number}", bytes([step]) * 100)
+            assert store[f"k{number}"] == bytes([step]) * 100
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.lsn == 400 and len(store) == 8
+
+
+def test_a_store_closes_once_calls_have_ended(directory: str) -> None:
+    store = remanent.Store(directory, device="host")
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while True:
+                store.put("a", bytes(1000))
+        except remanent.ClosedError:
+            pass
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    store.close()
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+    remanent.Store(directory).close()
+
+
+def test_what_is_dropped_without_closing_lets_the_directory_go(directory: str, tmp_path: Path) -> None:
+    store = remanent.Store(directory, device="host")
+    store["a"] = b"x"
+    lease, view = store.lease("a"), store.view()
+    del store, lease, view
+    gc.collect()
+    remanent.Store(directory).close()

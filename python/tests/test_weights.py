@@ -1,0 +1,158 @@
+"""Weights that one process publishes and another follows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+import remanent
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
+
+
+def make(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {
+        "w": torch.randn(300, 100).to(torch.bfloat16),
+        "b": torch.randn(1000),
+        "z": torch.randn(500, dtype=torch.complex128),
+        "f": torch.randn(4000).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0),
+        "n": torch.tensor(seed),
+    }
+
+
+def step(tensors: dict[str, Any], number: int) -> None:
+    torch.manual_seed(number)
+    for tensor in tensors.values():
+        if tensor.numel():
+            flat = tensor.reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
+            changed = torch.randint(0, len(flat), (max(1, len(flat) // 50),))
+            flat[changed] = torch.randint(0, 256, (len(changed), flat.shape[1]), dtype=torch.uint8)
+    tensors["b"][100:400] = number
+
+
+def test_steps_are_followed_element_by_element(directory: str) -> None:
+    source, target = make(1), make(2)
+    places = {name: tensor.data_ptr() for name, tensor in target.items()}
+    with Publisher(directory, check=True) as publisher:
+        subscriber = Subscriber(directory)
+        assert subscriber.apply_to(target) is None
+        for number in range(1, 20):
+            step(source, number)
+            publisher.publish(source, number)
+            if number % 3:
+                assert subscriber.apply_to(target, timeout=10) == number
+                assert checksum(target) == checksum(source)
+        # One beginning, and one for the pages that the first step made.
+        assert subscriber.restarts == 2
+        assert {name: tensor.data_ptr() for name, tensor in target.items()} == places, "in place"
+        assert subscriber.apply_to(target) == 19
+        # One that comes late begins at once with the newest.
+        late, other = Subscriber(directory), make(3)
+        assert late.apply_to(other) == 19 and checksum(other) == checksum(source) and late.restarts == 1
+        publisher.store.snapshot()
+        step(source, 20)
+        publisher.publish(source, 20)
+        other = make(4)
+        assert Subscriber(directory).apply_to(other) == 20 and checksum(other) == checksum(source)
+
+
+def test_a_subscriber_that_is_overtaken_begins_anew(directory: str) -> None:
+    source, target = make(1), make(2)
+    with Publisher(directory, check=True, log_kept=0, snapshots_kept=1, segment_len=16384, spare_bytes=0) as publisher:
+        publisher.publish(source, 0)
+        subscriber = Subscriber(directory)
+        subscriber.apply_to(target)
+        for number in range(1, 40):
+            step(source, number)
+            publisher.publish(source, number)
+            if number % 10 == 0:
+                publisher.store.snapshot()
+        assert subscriber.apply_to(target) == 39 and checksum(target) == checksum(source)
+        assert subscriber.restarts == 2
+
+
+def test_tied_weights_and_whole_tensors(directory: str) -> None:
+    def tied(value: float) -> dict[str, Any]:
+        weight = torch.full((100, 100), value)
+        return {"embed": weight, "head": weight, "row": weight[3]}
+
+    source, target, untied = tied(1), tied(2), {name: tensor.clone() for name, tensor in tied(3).items()}
+    with Publisher(directory, check=True, segment_len=16384) as publisher:
+        publisher.publish(source, 1)
+        subscribers = [(Subscriber(directory), target), (Subscriber(directory), untied)]
+        for number in range(2, 5):
+            source["embed"][number] = number
+            if number == 4:
+                source["embed"].copy_(torch.randn(100, 100))
+            publisher.publish(source, number)
+            for subscriber, tensors in subscribers:
+                assert subscriber.apply_to(tensors) == number
+                assert checksum(tensors) == checksum(source)
+
+
+def test_elements_are_counted_from_their_base() -> None:
+    from remanent._pages import Array
+    from remanent.weights import _Live
+
+    tensor = torch.zeros(6, dtype=torch.int32)
+    values = torch.tensor([5, 7], dtype=torch.int32).numpy().tobytes()
+    operation = {"width": 4, "base": 8, "indices": torch.tensor([0, 3], dtype=torch.uint32), "values": values}
+    _Live({"w": tensor}).scatter([Array("w", "I32", (6,))], operation)
+    assert tensor.tolist() == [0, 0, 5, 0, 0, 7]
+
+
+def test_other_tensors_are_refused(directory: str) -> None:
+    with Publisher(directory) as publisher:
+        publisher.publish({"w": torch.ones(4, 2)}, 1)
+        for wrong in ({}, {"w": torch.ones(2, 4)}, {"w": torch.ones(4, 2).half()}, {"w": torch.ones(2, 4).T}):
+            with pytest.raises(remanent.NoStateError, match="w"):
+                Subscriber(directory).apply_to(wrong)
+        subscriber, target = Subscriber(directory), {"w": torch.zeros(4, 2)}
+        subscriber.apply_to(target)
+        publisher.publish({"w": torch.ones(4, 3)}, 2)
+        with pytest.raises(remanent.NoStateError):
+            subscriber.apply_to(target)
+        target = {"w": torch.zeros(4, 3)}
+        assert subscriber.apply_to(target) == 2 and target["w"].all()
+
+
+def test_a_checksum_that_differs_is_told(directory: str) -> None:
+    with Publisher(directory, check=True) as publisher:
+        source = {"w": torch.zeros(100)}
+        publisher.publish(source, 1)
+        subscriber, target = Subscriber(directory), {"w": torch.ones(100)}
+        subscriber.apply_to(target)
+        target["w"][50] = 7
+        source["w"][1] = 1
+        publisher.publish(source, 2)
+        with pytest.raises(remanent.DivergedError):
+            subscriber.apply_to(target)
+        assert subscriber.apply_to(target) == 2 and torch.equal(target["w"], source["w"])
+
+
+def test_a_publisher_that_is_killed_goes_on(directory: str) -> None:
+    script = """
+        import os, signal, sys, torch
+        from remanent.weights import Publisher
+        publisher = Publisher(sys.argv[1], check=True)
+        first = publisher.store.root.get("step", 0) + 1
+        weights = {"w": torch.arange(1000.0) * first}
+        for step in range(first, first + 5):
+            weights["w"][step * 7 % 1000] += step
+            publisher.publish(weights, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    subscriber, target = Subscriber(directory), {"w": torch.zeros(1000)}
+    remanent.Store(directory).close()
+    for last in (5, 10, 15):
+        subprocess.run([sys.executable, "-c", textwrap.dedent(script), directory])
+        assert subscriber.apply_to(target, timeout=10) == last
+    assert subscriber.restarts <= 3
