@@ -141,8 +141,7 @@ impl ImageSpares {
             reused.extend(renamed.map(|file| (number, file)));
         }
         if !reused.is_empty() {
-            let synced = self.disk.sync_folder(Folder::Pages);
-            synced.inspect_err(|_| self.forget(reused.keys()))?;
+            self.disk.sync_folder(Folder::Pages).inspect_err(|_| self.forget(reused.keys()))?;
         }
         Ok(reused)
     }
@@ -161,23 +160,27 @@ impl ImageSpares {
     fn rename(&self, number: u64, len: u64) -> Result<Option<ReusedFile>> {
         while let Some(spare) = self.take(len) {
             let name = FileName::ImageSpare(spare.number);
-            let opened = self.disk.open(name, true);
+            let opened = self.disk.open(name, false);
             // A crash may have struck before it was judged, and a program may have linked it since.
-            let judged = opened.and_then(|file| Ok(self.is_usable(&*file)?.then_some(file)));
-            let Some(file) = judged.inspect_err(|_| insert(&mut self.files.lock(), spare))? else {
+            let judged = opened.and_then(|file| self.is_usable(&*file));
+            if !judged.inspect_err(|_| insert(&mut self.files.lock(), spare))? {
                 self.disk.remove(name)?;
                 continue;
-            };
+            }
             // 3.
-            return match self.disk.rename(name, FileName::Pages(number)) {
-                Ok(()) => Ok(Some(ReusedFile { file, space_len: spare.len })),
+            let target = FileName::Pages(number);
+            match self.disk.rename(name, target) {
+                Ok(()) => {}
                 // The file is still the spare that the list said.
                 Err(error) if error.is_no_space() => {
                     insert(&mut self.files.lock(), spare);
-                    Ok(None)
+                    return Ok(None);
                 }
-                Err(error) => Err(error),
-            };
+                Err(error) => return Err(error),
+            }
+            // By its new name, for errors that name it.
+            let file = self.disk.open(target, true).inspect_err(|_| self.forget([number].iter()))?;
+            return Ok(Some(ReusedFile { file, space_len: spare.len }));
         }
         Ok(None)
     }

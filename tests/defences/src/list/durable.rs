@@ -101,11 +101,10 @@ pub const LIST: &[Defence] = &[
         "self.build_once(number, len, opening, frames)",
         it("image_spares::spares_give_way_on_a_full_disk"),
     ),
-    defence(
+    check(
         "the new names of spares are durable before their chunks",
         IMAGE_SPARES,
-        "let synced = self.disk.sync_folder(Folder::Pages);",
-        "let synced = Ok::<_, Error>(());",
+        "self.disk.sync_folder(Folder::Pages).inspect_err(|_| self.forget(reused.keys()))?;",
         it("image_spares::no_spare_holds_a_chunk_of_a_number_to_come"),
     ),
     defence(
