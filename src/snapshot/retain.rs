@@ -173,9 +173,8 @@ impl Snapshots {
         let live: u64 = named.iter().map(|file| file.live_bytes.saturating_add(HEADS_BYTES)).sum();
         let taken: u64 = named.iter().map(|file| file.len).sum();
         let bound = live.saturating_mul(2).saturating_sub(taken);
-        // The next snapshot will probably write as much as the newest one did.
-        let newest = catalog.snapshots.values().next_back();
-        let written = newest.map_or(0, |newest| newest.info.bytes_written);
+        // The next snapshot will probably write as much as one of these did.
+        let written = catalog.snapshots.values().map(|kept| kept.info.bytes_written).max().unwrap_or(0);
         let useful = written.saturating_add(written / HEADS_SHARE + IMAGE_FILES_MAX * HEADS_BYTES);
         let bytes_max = if self.keeps_spares { bound.min(useful) } else { 0 };
         spares.recycle(&free, bytes_max, !going.is_empty())

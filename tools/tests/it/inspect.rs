@@ -416,7 +416,8 @@ fn a_hole_as_long_as_the_disk_is_damage_and_does_not_abort() {
 fn spare_image_files_are_told_apart_and_a_prune_removes_them() {
     const LEN: u64 = 3 << 20;
     let scratch = Scratch::new();
-    let store = Store::open(scratch.store(), Options::default().snapshots_kept(1)).unwrap();
+    let options = Options::default().snapshots_kept(1).compression(remanent::Compression::Off);
+    let store = Store::open(scratch.store(), options).unwrap();
     let mut batch = store.batch();
     batch.create(LEN, Place::Host);
     let page = store.commit(batch).unwrap().pages[0];
