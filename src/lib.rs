@@ -82,7 +82,7 @@
 //! | Visible | of a batch: its versions are in place and it is logged, so that lookups and reads see it |
 //! | [`LiveView`] | root and page table of an open store as of one batch, and bytes that are unchanged since |
 //! | [`Audit`] | a look whether memory is what the batches say |
-//! | Spare, reserve | a segment file that waits to be used again; those that are kept back for a full disk |
+//! | Spare, reserve | a segment or image file that waits to be used again; segments kept back for a full disk |
 //! | Relocation | memory to which a leased page moves when a batch changes it |
 //! | Turn | work that runs on the applier between two batches |
 //! | [`Budget`] | limits in bytes, one per place, checked before anything is allocated |
@@ -183,6 +183,8 @@
 //! - **I12** Images, and payloads born on a device, that cross a bus are summed on both sides of it before
 //!   anything logs, names or serves what arrived. A device's sum that differs is not damage on disk: the
 //!   host's sum of what lies there decides.
+//! - **I13** An image file is written over only when nothing names it, durably, and no other name leads to
+//!   it. It loses its name before. Its next chunks are written after its next name, a new number, is durable.
 //!
 //! Decisions that may surprise, with their reasons: `docs/decisions.md`.
 

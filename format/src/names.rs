@@ -48,6 +48,8 @@ pub enum FileName {
     Spare(u64),
     /// `pages/<n>.pages`: a file of images.
     Pages(u64),
+    /// `pages/<n>.spare`: an image file waiting to be written again.
+    ImageSpare(u64),
     /// `pages/<n>.table`: the table of an old state that a restore record names.
     Table(u64),
     /// `snapshots/<n>.manifest`: the pages and images of snapshot n.
@@ -63,7 +65,7 @@ impl FileName {
         match self {
             FileName::Store | FileName::Lock | FileName::Readers => Folder::Root,
             FileName::Segment(_) | FileName::Spare(_) => Folder::Log,
-            FileName::Pages(_) | FileName::Table(_) => Folder::Pages,
+            FileName::Pages(_) | FileName::ImageSpare(_) | FileName::Table(_) => Folder::Pages,
             FileName::Manifest(_) => Folder::Snapshots,
             FileName::Temporary(folder, _) => folder,
         }
@@ -77,7 +79,7 @@ impl FileName {
             FileName::Lock => "LOCK".to_owned(),
             FileName::Readers => "READERS".to_owned(),
             FileName::Segment(n) => format!("{n:016x}.log"),
-            FileName::Spare(n) => format!("{n:016x}.spare"),
+            FileName::Spare(n) | FileName::ImageSpare(n) => format!("{n:016x}.spare"),
             FileName::Pages(n) => format!("{n:016x}.pages"),
             FileName::Table(n) => format!("{n:016x}.table"),
             FileName::Manifest(n) => format!("{n:016x}.manifest"),
@@ -99,6 +101,7 @@ impl FileName {
                     (Folder::Log, "log") => FileName::Segment(n),
                     (Folder::Log, "spare") => FileName::Spare(n),
                     (Folder::Pages, "pages") => FileName::Pages(n),
+                    (Folder::Pages, "spare") => FileName::ImageSpare(n),
                     (Folder::Pages, "table") => FileName::Table(n),
                     (Folder::Snapshots, "manifest") => FileName::Manifest(n),
                     (_, "tmp") => FileName::Temporary(folder, n),
@@ -154,6 +157,7 @@ mod tests {
             FileName::Segment(17),
             FileName::Spare(NUMBER_MAX),
             FileName::Pages(0),
+            FileName::ImageSpare(9),
             FileName::Table(5),
             FileName::Manifest(0xabc),
             FileName::Temporary(Folder::Root, 1),

@@ -77,7 +77,11 @@ impl Files {
                 FileName::Pages(number) => (FILE_PAGES, number),
                 FileName::Table(number) => (FILE_TABLE, number),
                 FileName::Manifest(number) => (FILE_MANIFEST, number),
-                FileName::Lock | FileName::Readers | FileName::Spare(_) | FileName::Temporary(..) => continue,
+                FileName::Lock
+                | FileName::Readers
+                | FileName::Spare(_)
+                | FileName::ImageSpare(_)
+                | FileName::Temporary(..) => continue,
             };
             record(kind, number, bytes.len() / 4096, bytes.len() % 4096, &[]);
             let is_zero = |line: &[u8]| line.iter().all(|&byte| byte == 0);

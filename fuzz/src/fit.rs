@@ -20,7 +20,11 @@ impl Files {
                     fit_manifest(&mut bytes[second..]);
                     fit_manifest(bytes);
                 }
-                FileName::Lock | FileName::Readers | FileName::Spare(_) | FileName::Temporary(..) => {}
+                FileName::Lock
+                | FileName::Readers
+                | FileName::Spare(_)
+                | FileName::ImageSpare(_)
+                | FileName::Temporary(..) => {}
             }
         }
     }

@@ -403,6 +403,13 @@ impl DiskFile for DirFile {
             .map_err(|source| Error::io("measure", self.name, None, source))
     }
 
+    fn has_one_name(&self) -> Result<bool> {
+        let metadata = self.file.metadata();
+        metadata
+            .map(|found| found.nlink() == 1)
+            .map_err(|source| Error::io("measure", self.name, None, source))
+    }
+
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.file.write_all_at(bytes, offset).map_err(self.failed("write", offset))
     }
@@ -562,7 +569,17 @@ impl ReadAt for DirReader {
             // Closing it again would drop this process's own record lock on it.
             return Err(io::ErrorKind::Unsupported.into());
         }
-        self.open(file)?.read_exact_at(out, offset)
+        let open = self.open(file)?;
+        open.read_exact_at(out, offset)?;
+        // A writer takes an image file's name away before it writes over it (I13).
+        let is_there = |now: std::fs::Metadata| Ok(now.ino() == open.metadata()?.ino());
+        match file {
+            FileName::Pages(_) if !std::fs::metadata(self.disk.file_path(file)).and_then(is_there)? => {
+                *self.last.lock() = None;
+                Err(io::ErrorKind::NotFound.into())
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -7,6 +7,7 @@
 
 pub(crate) mod source;
 pub(crate) mod growing;
+pub(crate) mod image_spares;
 mod buffered;
 mod cached;
 pub mod dir;
@@ -207,6 +208,13 @@ pub trait DiskFile: Send + Sync {
     fn is_without_holes(&self) -> Result<bool> {
         Ok(true)
     }
+
+    /// Whether no other name leads to the file, and the file still has one. Bytes that have a second name are
+    /// not written over: a fork may read them.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn has_one_name(&self) -> Result<bool>;
 
     /// Writes all of `bytes` at `offset`, extending the file if needed.
     ///

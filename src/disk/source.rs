@@ -82,6 +82,13 @@ impl DiskSource {
         Self { disk, way, files: Mutex::default(), uncached: None }
     }
 
+    /// Whether a file has lost its name, which this source may still keep open. An image file whose bytes are
+    /// written over lost it before (I13): where it is gone, what was read proves nothing about the store. An
+    /// error of the system's says nothing.
+    pub fn is_gone(&self, file: FileName) -> bool {
+        Self::new(self.disk.clone()).len(file).is_ok_and(|len| len.is_none())
+    }
+
     fn was_uncached(&self, file: FileName, range: &Range<u64>) -> bool {
         let Some(uncached) = &self.uncached else { return false };
         let uncached = uncached.lock();

@@ -206,9 +206,13 @@ impl<'d> ImageSource<'d> {
         image.read(&self.source, 0, out).map_err(|damage| self.error(damage))
     }
 
+    /// The writer may have written over a file that this source keeps open (I13). It takes the file's name
+    /// away before: where the name is gone, the file was overtaken, and what was read of it says nothing.
     fn error(&self, damage: Damage) -> Error {
         match damage.defect {
             Defect::Missing => missing_file(self.disk, self.lsn, damage),
+            Defect::Memory { .. } | Defect::Shortage { .. } => damage.into(),
+            _ if self.source.is_gone(damage.file) => missing_file(self.disk, self.lsn, damage),
             _ => damage.into(),
         }
     }

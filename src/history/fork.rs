@@ -1,8 +1,8 @@
 //! Forks: a new store that begins at a state of another one.
 //!
 //! The pages that some image holds exactly are not copied: the image file gets a second name in the new
-//! directory. Image files are written once and then only unlinked, so neither store can change what the other
-//! one reads. They go on carrying the id of the store that wrote them, and STORE lists these ids.
+//! directory. A store writes over no image file that has two names (I13), so neither can change what the
+//! other one reads. They go on carrying the id of the store that wrote them, and STORE lists these ids.
 //! The steps in the new directory, and what a crash there leaves, are in `seed.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -27,6 +27,7 @@ use crate::base::wall_clock::unix_ms;
 use crate::catalog::entry;
 use crate::catalog::publish::{of_no_spare, publish_manifest};
 use crate::disk::Disk;
+use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::images::read::{prove, wanted};
@@ -117,7 +118,9 @@ pub(crate) fn create<E: From<Error>>(
     let (segment, newest) = (point.segment + 1, point.incarnation);
     let before = Predecessor { segment, newest, end: Some(end), tail: Vec::new() };
     let rules = SegmentRules { len: SEGMENT_LEN_MIN, reserve: 0, spare_bytes: 0 };
-    let pool = Arc::new(SegmentPool::new(target.clone(), store.store, rules, LogIo::Buffered)?);
+    let image_spares = Arc::new(ImageSpares::none(target.clone(), store.store));
+    let pool = SegmentPool::new(target.clone(), store.store, rules, LogIo::Buffered, image_spares)?;
+    let pool = Arc::new(pool);
     let (log, _) = begin(&pool, store.store, &before, Vec::new())?;
     // 4.
     let table = &origin.table;

@@ -412,20 +412,20 @@ impl PastState {
     /// writer took for something else.
     fn twice<T>(&self, read: impl Fn(&DiskSource) -> Result<T, Damage>) -> Result<T> {
         let source = self.source.lock().clone();
-        let damage = match read(&source) {
+        if let Ok(read) = read(&source) {
+            return Ok(read);
+        }
+        let anew = Arc::new(DiskSource::new(self.disk.clone()));
+        *self.source.lock() = anew.clone();
+        let damage = match read(&anew) {
             Ok(read) => return Ok(read),
-            Err(_) => {
-                let anew = Arc::new(DiskSource::new(self.disk.clone()));
-                *self.source.lock() = anew.clone();
-                match read(&anew) {
-                    Ok(read) => return Ok(read),
-                    Err(damage) => damage,
-                }
-            }
+            Err(damage) => damage,
         };
         match damage.defect {
             Defect::Memory { needed } => Err(Error::OutOfMemory { place: Place::Host, len: needed }),
             Defect::Missing if !self.is_kept()? => Err(self.overtaken()),
+            // The writer took the file for something else after it was opened by its name.
+            _ if anew.is_gone(damage.file) && !self.is_kept()? => Err(self.overtaken()),
             // A fork has to do with another store, too.
             _ => Err(Error::from(damage).in_store(&self.disk.label())),
         }

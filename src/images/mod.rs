@@ -29,6 +29,7 @@ use crate::base::allocation::{collected, make_room, push};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::disk::growing::GrowingFile;
+use crate::disk::image_spares::ReusedFile;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
 use crate::options::{Compression, ImageIo};
@@ -88,8 +89,8 @@ pub(crate) struct ImageOptions {
     pub io: ImageIo,
 }
 
-/// Appends images to one new file. Threads share it: each thread writes its own chunks, which lie in the file
-/// in the order in which they were ready.
+/// Appends images to one file, which is new or was a spare. Threads share it: each thread writes its own
+/// chunks, which lie in the file in the order in which they were ready.
 pub(crate) struct ImageWriter {
     disk: Arc<dyn Disk>,
     store: StoreId,
@@ -128,12 +129,26 @@ impl ImageWriter {
     ) -> Result<Self> {
         let name = FileName::Pages(number);
         let file = disk.create(name).map_err(|error| no_space(number, IMAGE_HEADER_BLOCK, error))?;
+        Self::over(disk, store, number, ReusedFile { file, space_len: 0 }, purpose, options)
+    }
+
+    /// Begins image file `number` over a spare, which has its name durably (I13).
+    fn over(
+        disk: Arc<dyn Disk>,
+        store: StoreId,
+        number: u64,
+        reused: ReusedFile,
+        purpose: ImagePurpose,
+        options: ImageOptions,
+    ) -> Result<Self> {
+        let ReusedFile { file, space_len } = reused;
+        // Zeros fill the block, because a spare's has an older header's bytes.
         let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
         let written = Mutex::new(WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new() });
         let ImageOptions { compression, io } = options;
         let (tail, areas, threads_max) = (Mutex::default(), Mutex::default(), usize::MAX);
-        let growing = GrowingFile::new(file.clone(), io);
+        let growing = GrowingFile::new(file.clone(), io, space_len);
         let writer =
             Self { disk, store, compression, threads_max, number, file, growing, written, tail, areas };
         match writer.growing.write_at(0, &block) {

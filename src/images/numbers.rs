@@ -17,10 +17,13 @@ use remanent_format::{FileName, Lsn};
 
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::disk::Disk;
+use crate::disk::image_spares::ImageSpares;
 
 /// The numbers of image files and tables, and the files that batches name.
 pub(crate) struct ImageFiles {
     disk: Arc<dyn Disk>,
+    /// Files that are free, for images to come.
+    spares: Arc<ImageSpares>,
     state: Mutex<NumberState>,
     /// The first number of this run of the store.
     first: u64,
@@ -38,15 +41,25 @@ struct NumberState {
 impl ImageFiles {
     /// Makes the list of image files. `next` is the first free number; `for_batches` are the files that
     /// frames up to a batch may name.
-    pub fn new(disk: Arc<dyn Disk>, next: u64, for_batches: impl IntoIterator<Item = (u64, Lsn)>) -> Self {
+    pub fn new(
+        disk: Arc<dyn Disk>,
+        spares: Arc<ImageSpares>,
+        next: u64,
+        for_batches: impl IntoIterator<Item = (u64, Lsn)>,
+    ) -> Self {
         let for_batches = for_batches.into_iter().map(|(file, lsn)| (file, Some(lsn))).collect();
         let state = Mutex::new(NumberState { next, for_batches });
-        Self { disk, state, first: next, removals: Mutex::new(()) }
+        Self { disk, spares, state, first: next, removals: Mutex::new(()) }
     }
 
     /// The disk on which the files lie.
     pub fn disk(&self) -> &Arc<dyn Disk> {
         &self.disk
+    }
+
+    /// The files that are free, for images to come.
+    pub fn spares(&self) -> &ImageSpares {
+        &self.spares
     }
 
     /// The number that is taken next.

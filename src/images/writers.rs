@@ -11,13 +11,15 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
-use remanent_format::image::ImagePurpose;
+use remanent_format::image::{IMAGE_HEADER_BLOCK, ImagePurpose};
 use remanent_format::{Folder, StoreId};
 
+use super::numbers::ImageFiles;
 use super::{ImageOptions, ImageWriter};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::disk::Disk;
+use crate::disk::image_spares::ImageSpares;
 use crate::error::{Error, Result};
 
 /// The number of chunks that are worth another file, with its name and its sync. Without it a store would
@@ -33,34 +35,65 @@ pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
 pub(crate) struct ImageWriters {
     disk: Arc<dyn Disk>,
     files: Vec<ImageWriter>,
+    /// How many of the files were spares.
+    reused: usize,
     /// For each file, how many threads append to it, and which of all chunks was its last one.
     uses: Mutex<Vec<(usize, u64)>>,
 }
 
 impl ImageWriters {
-    /// Begins the image files of these numbers. Up to `threads_max` threads compress a chunk, or read chunks
-    /// back. No space is a clean failure, here and in the calls that follow: a caller that gets it abandons
-    /// the files.
+    /// Begins the image files of these numbers, of a snapshot that writes about `len` bytes. Up to
+    /// `threads_max` threads compress a chunk, or read chunks back. No space is a clean failure, here and in
+    /// the calls that follow: a caller that gets it abandons the files.
     pub fn create(
-        disk: Arc<dyn Disk>,
+        image_files: &ImageFiles,
         store: StoreId,
         numbers: Range<u64>,
-        purpose: ImagePurpose,
+        len: u64,
         options: ImageOptions,
         threads_max: usize,
     ) -> Result<Self> {
         let uses = Mutex::new(numbers.clone().map(|_| (0, 0)).collect());
-        let mut writers = Self { disk, files: Vec::new(), uses };
-        for number in numbers {
-            match ImageWriter::create(writers.disk.clone(), store, number, purpose, options) {
-                Ok(file) => writers.files.push(ImageWriter { threads_max, ..file }),
-                Err(error) => {
-                    writers.abandon();
-                    return Err(error);
-                }
+        let mut writers = Self { disk: image_files.disk().clone(), files: Vec::new(), reused: 0, uses };
+        match writers.begin_files(image_files.spares(), store, numbers, len, options) {
+            Ok(()) => {
+                writers.files.iter_mut().for_each(|file| file.threads_max = threads_max);
+                Ok(writers)
+            }
+            Err(error) => {
+                writers.abandon();
+                Err(error)
             }
         }
-        Ok(writers)
+    }
+
+    /// Begins each file over a spare, if there is one of about its length.
+    fn begin_files(
+        &mut self,
+        spares: &ImageSpares,
+        store: StoreId,
+        numbers: Range<u64>,
+        len: u64,
+        options: ImageOptions,
+    ) -> Result<()> {
+        let purpose = ImagePurpose::Snapshot;
+        let file_len = IMAGE_HEADER_BLOCK + len / (numbers.end - numbers.start).max(1);
+        let mut over = spares.reuse(numbers.clone(), file_len)?;
+        self.reused = over.len();
+        for number in numbers {
+            let disk = self.disk.clone();
+            let file = match over.remove(&number) {
+                Some(reused) => ImageWriter::over(disk, store, number, reused, purpose, options),
+                None => ImageWriter::create(disk, store, number, purpose, options),
+            };
+            self.files.push(file.inspect_err(|_| spares.forget(over.keys()))?);
+        }
+        Ok(())
+    }
+
+    /// How many of the files were begun over spares.
+    pub fn reused_count(&self) -> u64 {
+        self.reused as u64
     }
 
     /// Appends a chunk to a file to which no other thread appends, if there is one, and of these to the file

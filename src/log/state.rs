@@ -326,6 +326,7 @@ mod tests {
     use super::super::segments::{SegmentPool, SegmentRules, SpacePurpose};
     use super::*;
     use crate::disk::Disk;
+    use crate::disk::image_spares::ImageSpares;
     use crate::options::LogIo;
     use crate::testing::sim_disk::SimDisk;
 
@@ -333,7 +334,9 @@ mod tests {
         let disk = SimDisk::new();
         disk.make_folder(Folder::Log).unwrap();
         let rules = SegmentRules { len: 16 << 10, reserve: 0, spare_bytes: 0 };
-        let pool = SegmentPool::new(Arc::new(disk), StoreId([1; 16]), rules, LogIo::Mapped).unwrap();
+        let (disk, store): (Arc<dyn Disk>, _) = (Arc::new(disk), StoreId([1; 16]));
+        let image_spares = Arc::new(ImageSpares::none(disk.clone(), store));
+        let pool = SegmentPool::new(disk, store, rules, LogIo::Mapped, image_spares).unwrap();
         let [current, next] = [1, 2].map(|number| pool.make(number, 0, SpacePurpose::User).unwrap());
         let (point, offset) = (LogPoint::default(), SEGMENT_HEADER_BLOCK);
         LogState::new(LogStart { point, chain: 0, offset, current, next, verified: Vec::new() })

@@ -191,6 +191,10 @@ impl Options {
     /// and to [`Store::prune`](crate::Store::prune). One stays in any case, unless this is 0. Default: a
     /// hundredth of the file system, but no more than 512 MiB.
     ///
+    /// Image files that snapshots make superfluous wait as well, and the next snapshots write over them. With
+    /// the images that are kept they take at most twice the bytes that the kept snapshots name. They are not
+    /// counted here, and give way in the same way. If this is 0, none waits.
+    ///
     /// ```
     /// use remanent::{Options, Store};
     /// let store = Store::temporary(Options::default().spare_bytes(0))?;

@@ -21,6 +21,7 @@ use super::{Recovery, verified};
 use crate::base::allocation::set_of;
 use crate::catalog::{Catalog, ImageTotals, KnownImages, ReplayImages, RetainedSnapshot, RetainedTable};
 use crate::disk::Disk;
+use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::IMAGE_FILES_MAX;
@@ -92,6 +93,8 @@ impl<'s> CatalogDraft<'s> {
                         for_batches.insert(number, newest_batch(survey, resolution, number));
                     }
                 }
+                // I13: a spare has chunks of its number.
+                Some(FileName::ImageSpare(number)) => next_file = next_file.max(number + 1),
                 Some(file @ FileName::Table(number)) => {
                     next_file = next_file.max(number + 1);
                     // A table that cannot be read is needed only by log that is older than what was
@@ -150,7 +153,13 @@ impl<'s> CatalogDraft<'s> {
 
     /// Makes the catalog of an open store; `end` is the newest batch. Until the floor has passed it,
     /// files stay that a manifest or table which cannot be read may need.
-    pub fn into_catalog(self, disk: &Arc<dyn Disk>, survey: &Survey, end: Lsn) -> Catalog {
+    pub fn into_catalog(
+        self,
+        disk: &Arc<dyn Disk>,
+        spares: Arc<ImageSpares>,
+        survey: &Survey,
+        end: Lsn,
+    ) -> Catalog {
         let Self { snapshots, tables, known, for_batches, next_file, floor, is_unread, .. } = self;
         let newest = survey.links.keys().next_back();
         Catalog {
@@ -159,7 +168,7 @@ impl<'s> CatalogDraft<'s> {
             floor,
             unread: is_unread.then_some(end),
             next_snapshot: newest.map_or(1, |last| last.0 + 1),
-            files: Arc::new(ImageFiles::new(disk.clone(), next_file, for_batches)),
+            files: Arc::new(ImageFiles::new(disk.clone(), spares, next_file, for_batches)),
             known: Arc::new(known),
             file_lens: BTreeMap::new(),
         }
@@ -171,13 +180,14 @@ impl Recovery<'_> {
     pub(super) fn keep(
         &self,
         draft: CatalogDraft<'_>,
+        spares: Arc<ImageSpares>,
         survey: &Survey,
         base: Option<SnapshotId>,
         end: Lsn,
     ) -> Result<Catalog> {
         let (is_unread, newest) = (draft.is_unread, survey.links.keys().next_back().copied());
         let batch_files: BTreeSet<u64> = draft.for_batches.keys().copied().collect();
-        let catalog = draft.into_catalog(&self.disk, survey, end);
+        let catalog = draft.into_catalog(&self.disk, spares, survey, end);
         // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where
         // a snapshot was passed over, its images stay until newer ones take its place: they are evidence
         // of what was damaged.

@@ -107,6 +107,7 @@ use crate::base::sync::Instant;
 use crate::catalog::Catalog;
 use crate::catalog::publish::{MakeOfSpare, publish, publish_manifest};
 use crate::device::Device;
+use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock};
 use crate::error::{Error, Result};
@@ -347,7 +348,8 @@ impl Recovery<'_> {
         drop(readers_locked_out);
         let changed = std::mem::take(&mut draft.changed);
         let submitted = std::mem::take(&mut draft.submitted);
-        let catalog = self.keep(draft, &survey, resolution.base, end.accepted.lsn)?;
+        let spares = pool.image_spares().clone();
+        let catalog = self.keep(draft, spares, &survey, resolution.base, end.accepted.lsn)?;
 
         let mut recovered = self.report(position, false);
         recovered.previous = Some(Position { incarnation: end.accepted.incarnation, lsn: end.accepted.lsn });
@@ -536,7 +538,8 @@ impl Recovery<'_> {
                 }
             },
         };
-        Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io)?))
+        let image_spares = Arc::new(ImageSpares::open(self.disk.clone(), store)?);
+        Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io, image_spares)?))
     }
 
     /// Begins the report of an open; the caller fills in the rest.

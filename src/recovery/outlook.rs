@@ -16,6 +16,7 @@ use super::catalog::CatalogDraft;
 use super::survey;
 use crate::catalog::{Catalog, ReplayImages};
 use crate::disk::Disk;
+use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
@@ -74,10 +75,11 @@ impl Outlook {
         // from `next_file` on.
         let newest = survey.readable().next_back();
         let numbers = newest.map_or(0, |link| link.next_file.min(link.ahead_from));
+        let spares = Arc::new(ImageSpares::none(disk.clone(), survey.store.store));
         Ok(Self {
             current_segment: end.accepted.segment,
             under_way_from: is_locked.then_some(numbers),
-            catalog: draft.into_catalog(disk, &survey, end.accepted.lsn),
+            catalog: draft.into_catalog(disk, spares, &survey, end.accepted.lsn),
         })
     }
 }

@@ -12,7 +12,8 @@
 //! 4. **Sync** the image files and their names; wait until the log is durable up to `end` (I7).
 //! 5. **Publish** the manifest. From this rename on a crash starts from here.
 //! 6. **Verify**: read the manifest and the images back past the cache; record that in a seal.
-//! 7. **Recycle** what neither a kept snapshot nor the log after the oldest of them needs (I8).
+//! 7. **Recycle** what neither a kept snapshot nor the log after the oldest of them needs (I8). The next
+//!    snapshot writes over image files that are free (I13).
 //!
 //! An exact snapshot ends where it begins: pages that a batch is about to change are kept aside until
 //! they are gathered (`applier/exact_cut.rs`), and all of phase 1 is one turn, with phase 3 in it.
@@ -40,7 +41,6 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use remanent_format::image::ImagePurpose;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::{Epoch, LogPoint, Lsn, Metadata, PageId, SnapshotId};
 
@@ -70,6 +70,7 @@ use crate::device::CommandList;
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::images::numbers::ImageFiles;
 use crate::images::{ImageOptions, ImageWriters, chunk_threads, file_count};
 use crate::log::SpacePurpose;
 use crate::options::Retention;
@@ -83,6 +84,8 @@ pub(crate) struct Snapshots {
     pub images: ImageOptions,
     /// A chunk of images is written when it has this number of bytes.
     pub chunk_len: u64,
+    /// Whether image files that nothing needs are kept, to be written again.
+    pub keeps_spares: bool,
     /// Held while a snapshot is taken, so that there is one at a time: each follows the one before.
     pub catalog: CatalogLock,
     /// Published snapshots that license nothing yet (I7).
@@ -259,7 +262,7 @@ impl Snapshots {
         // c.
         let plan = self.plan_files(catalog, &sorted, threads_max);
         let gathered = plan.and_then(|plan| {
-            let gathered = self.gather_and_end(&plan, &sorted.gather, end, request);
+            let gathered = self.gather_and_end(&catalog.files, &plan, &sorted.gather, end, request);
             Ok((gathered.map_err(|error| needing(plan.gather_bytes, error))?, plan))
         });
         // d.
@@ -372,12 +375,13 @@ impl Snapshots {
     /// Phases 2 and 3. After a failure the image files are gone: nothing names them yet.
     fn gather_and_end(
         &self,
+        files: &ImageFiles,
         plan: &GatherPlan,
         pages: &[(PageId, u64)],
         end: Option<End>,
         request: &SnapshotRequest,
     ) -> Result<GatheredImages> {
-        let (writers, caught) = self.gather_into(plan.numbers.clone(), plan.threads, pages, request)?;
+        let (writers, caught) = self.gather_into(files, plan, pages, request)?;
         match end.map_or_else(|| self.end(), Ok) {
             Ok(end) => Ok(GatheredImages { writers, caught, end }),
             Err(error) => {
@@ -387,22 +391,24 @@ impl Snapshots {
         }
     }
 
-    /// Phase 2, by up to `threads` threads. Where nothing is to be gathered, no file is made.
+    /// Phase 2. Where nothing is to be gathered, no file is made.
     fn gather_into(
         &self,
-        numbers: Range<u64>,
-        threads: usize,
+        files: &ImageFiles,
+        plan: &GatherPlan,
         pages: &[(PageId, u64)],
         request: &SnapshotRequest,
     ) -> Result<(Option<ImageWriters>, Vec<ManifestEntry>)> {
         if pages.is_empty() {
             return Ok((None, Vec::new()));
         }
-        let (disk, store, purpose) = (self.engine.disk.clone(), self.engine.store, ImagePurpose::Snapshot);
-        let threads_max = request.threads_max();
+        let GatherPlan { numbers, gather_bytes, threads } = plan;
+        let (store, threads_max) = (self.engine.store, request.threads_max());
         // A pace, or a caller that waits: the same number of threads compresses and reads back.
-        let writers = ImageWriters::create(disk, store, numbers, purpose, self.images, threads_max)?;
-        match self.gather_all(&writers, threads, pages, request.paced) {
+        let writers =
+            ImageWriters::create(files, store, numbers.clone(), *gather_bytes, self.images, threads_max)?;
+        self.progress.reused(writers.reused_count());
+        match self.gather_all(&writers, *threads, pages, request.paced) {
             Ok(caught) => Ok((Some(writers), caught)),
             Err(error) => {
                 writers.abandon();

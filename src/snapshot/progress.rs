@@ -37,6 +37,8 @@ pub struct SnapshotStats {
     pub bytes_done: u64,
     /// Bytes of the pages to gather, as long as they were when it began.
     pub bytes_total: u64,
+    /// Image files that were written over files which nothing needed any more, since the open.
+    pub files_reused: u64,
     /// Snapshots taken since the open.
     pub taken: u64,
     /// Snapshots that failed since the open.
@@ -68,6 +70,11 @@ impl SnapshotProgress {
         stats.phase = SnapshotPhase::Gather;
         (stats.pages_done, stats.pages_total) = (0, pages);
         (stats.bytes_done, stats.bytes_total) = (0, bytes);
+    }
+
+    /// That many image files were begun over spares.
+    pub fn reused(&self, files: u64) {
+        self.stats.lock().files_reused += files;
     }
 
     /// That many more were gathered, or were gone.

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::io::ErrorKind;
 
 use remanent_format::frame::VerifiedSnapshot;
+use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, Folder, Lsn, SnapshotId};
 
 use super::Snapshots;
@@ -16,6 +17,7 @@ use crate::base::wall_clock::unix_ms;
 use crate::catalog::{Catalog, SnapshotInfo};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
+use crate::images::IMAGE_FILES_MAX;
 use crate::options::Retention;
 
 /// The files and snapshots that a retention removed, or would remove.
@@ -140,8 +142,47 @@ impl Snapshots {
         self.engine.log.pool.recycle(&segments)?;
         // 4. Images and tables.
         files.recycled(floor.unwrap_or_default());
-        self.remove_all(Folder::Pages, &pruned)?;
+        self.recycle_images(catalog, &pruned)?;
         Ok(pruned)
+    }
+
+    /// Step 4: image files that go become spares as far as they may, and are removed otherwise. All that
+    /// named them is gone by now, durably (I13).
+    ///
+    /// Only files whose numbers a kept manifest says are taken: the number of another one may be given again
+    /// after a crash, and its chunks in a spare would look like new ones.
+    fn recycle_images(&self, catalog: &Catalog, pruned: &PruneReport) -> Result<()> {
+        let next_file = catalog.snapshots.values().map(|kept| kept.next_file).max().unwrap_or(0);
+        let is_free = |file: FileName, len: u64| match file {
+            FileName::Pages(number) => self.keeps_spares && number < next_file && len >= self.spare_len_min(),
+            _ => false,
+        };
+        let of_images = || pruned.files.iter().filter(|(file, _)| file.folder() == Folder::Pages);
+        let (free, going): (Vec<&_>, Vec<&_>) = of_images().partition(|(file, len)| is_free(*file, *len));
+        let spares = catalog.files.spares();
+        going.iter().try_for_each(|(file, _)| self.engine.disk.remove(*file))?;
+        let free: Vec<(u64, u64)> =
+            free.into_iter().filter_map(|&(file, len)| Some((number(file)?, len))).collect();
+        if free.is_empty() && spares.is_empty() {
+            // A folder from which nothing went needs no sync.
+            return if going.is_empty() { Ok(()) } else { self.engine.disk.sync_folder(Folder::Pages) };
+        }
+        let named = self.subject(catalog).named_image_files()?;
+        // Spares and files that stay take at most twice what the snapshots name: that is what a snapshot of
+        // all pages takes at its end, with the one that it replaces.
+        let live: u64 = named.iter().map(|file| file.live_bytes.saturating_add(HEADS_BYTES)).sum();
+        let taken: u64 = named.iter().map(|file| file.len).sum();
+        let bound = live.saturating_mul(2).saturating_sub(taken);
+        // The next snapshot will probably write as much as one of these did.
+        let written = catalog.snapshots.values().map(|kept| kept.info.bytes_written).max().unwrap_or(0);
+        let useful = written.saturating_add(written / HEADS_SHARE + IMAGE_FILES_MAX * HEADS_BYTES);
+        let bytes_max = if self.keeps_spares { bound.min(useful) } else { 0 };
+        spares.recycle(&free, bytes_max, !going.is_empty())
+    }
+
+    /// The shortest image file that is worth another sync of its folder: half a chunk.
+    fn spare_len_min(&self) -> u64 {
+        self.chunk_len / 2
     }
 
     /// Asserts that nothing goes that a kept snapshot needs (I8): the catalog is what stays, `segments`
@@ -273,6 +314,25 @@ impl Subject<'_> {
         Ok(files)
     }
 
+    /// Measures the image files that kept snapshots and kept tables name.
+    fn named_image_files(&self) -> Result<Vec<NamedImageFile>> {
+        let Self { catalog, .. } = *self;
+        let named = catalog.named_files();
+        let files = self
+            .lens(Folder::Pages, |file| matches!(file, FileName::Pages(number) if named.contains(&number)))?;
+        let tables = || catalog.tables.values();
+        let live_bytes = |file: u64, len: u64| {
+            // A table does not say how much of a file it names.
+            if tables().any(|table| table.files.contains(&file)) {
+                return len;
+            }
+            let live = catalog.snapshots.values().filter_map(|kept| kept.files.get(&file)).max();
+            live.copied().unwrap_or(0).min(len)
+        };
+        let measured = files.into_iter().filter_map(|(file, len)| Some((number(file)?, len)));
+        Ok(measured.map(|(file, len)| NamedImageFile { len, live_bytes: live_bytes(file, len) }).collect())
+    }
+
     /// Lists the manifests on disk that are no snapshots of their own any more.
     fn links_alone(&self) -> Result<Vec<SnapshotId>> {
         let names = self.disk.list(Folder::Snapshots)?;
@@ -310,6 +370,18 @@ impl Subject<'_> {
         };
         files.filter_map(|file| len(file).transpose()).collect()
     }
+}
+
+/// Bytes of an image file that are no image's: headers, heads of chunks, paddings.
+const HEADS_BYTES: u64 = 3 * GROUP_ALIGN;
+/// The same for heads and paddings of many chunks, as a share of the images' bytes.
+const HEADS_SHARE: u64 = 16;
+
+/// An image file that stays.
+struct NamedImageFile {
+    len: u64,
+    /// The most bytes that any kept snapshot names of it.
+    live_bytes: u64,
 }
 
 /// The number of an image file or a table: they share one count.

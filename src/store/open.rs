@@ -136,6 +136,7 @@ impl Store {
             retention: options.retention.clone(),
             images,
             chunk_len: options.chunk_len.unwrap_or(CHUNK_BYTES),
+            keeps_spares: options.spare_bytes != Some(0),
             catalog: CatalogLock::new(catalog, pace.clone()),
             unverified: Default::default(),
             progress: SnapshotProgress::default(),

@@ -53,7 +53,7 @@ fn page_bytes(disk: &SimDisk) -> (u64, u64) {
     (pages, allowed)
 }
 
-/// The bytes in `pages/`, those that the rule allows there, and those that the kept log takes.
+/// The bytes in `pages/`, spares among them; those that the rule allows there; those that the kept log takes.
 fn bytes_kept(files: &Files) -> [u64; 3] {
     let survey = Survey::read(files).unwrap();
     let lens: BTreeMap<u64, u64> = files
@@ -100,9 +100,11 @@ fn bytes_kept(files: &Files) -> [u64; 3] {
             }
         }
     }
+    let spares = files.0.iter().filter(|(file, _)| matches!(file, FileName::ImageSpare(_)));
+    let spares: u64 = spares.map(|(_, bytes)| bytes.len() as u64).sum();
     let ahead: u64 = ahead.iter().filter_map(|file| lens.get(file)).sum();
     let highest = lens.values().next_back().copied().unwrap_or(0);
-    [lens.values().sum(), 2 * named.values().sum::<u64>() + ahead + highest + (64 << 10), log]
+    [lens.values().sum::<u64>() + spares, 2 * named.values().sum::<u64>() + ahead + highest + (64 << 10), log]
 }
 
 fn assert_bounded(disk: &SimDisk, when: &str) {
@@ -202,7 +204,8 @@ fn bounded_directory(options: &Options, spare_bytes: u64) {
             store = open();
         }
         let files = Files::of(&disk);
-        let [_, allowed, log] = bytes_kept(&files);
+        let [pages_bytes, allowed, log] = bytes_kept(&files);
+        assert!(pages_bytes <= allowed, "round {round}: {pages_bytes} bytes of images, {allowed} allowed");
         let spares = files.0.iter().filter(|(file, _)| matches!(file, FileName::Spare(_)));
         let spares: u64 = spares.map(|(_, content)| content.len() as u64).sum();
         let found = files.bytes_len() as u64;

@@ -139,6 +139,10 @@ struct InterruptedFile {
 }
 
 impl DiskFile for InterruptedFile {
+    fn has_one_name(&self) -> Result<bool> {
+        self.inner.has_one_name()
+    }
+
     fn len(&self) -> Result<u64> {
         self.moment.pass();
         self.inner.len()

@@ -41,6 +41,7 @@ mod full_file_systems;
 mod fuzz_inputs;
 mod gpu;
 mod growth;
+mod image_spares;
 mod image_ways;
 mod interrupted_reads;
 #[cfg(feature = "cuda")]

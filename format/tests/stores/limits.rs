@@ -82,7 +82,14 @@ fn an_opening_names_no_point_that_cannot_be() {
 
 #[test]
 fn no_file_of_a_store_has_a_number_above_the_highest() {
-    for file in [FileName::Segment, FileName::Spare, FileName::Pages, FileName::Table, FileName::Manifest] {
+    for file in [
+        FileName::Segment,
+        FileName::Spare,
+        FileName::Pages,
+        FileName::ImageSpare,
+        FileName::Table,
+        FileName::Manifest,
+    ] {
         let (highest, above) = (file(NUMBER_MAX), file(NUMBER_MAX + 1));
         assert_eq!(FileName::parse(highest.folder(), &highest.name()), Some(highest));
         assert_eq!(FileName::parse(above.folder(), &above.name()), None);

@@ -46,9 +46,9 @@ struct WaitingBlock {
 }
 
 impl BlockWriter {
-    /// A file without bytes.
-    pub fn new(file: Arc<dyn DiskFile>) -> Self {
-        Self { space: Space::new(file.clone()), file, blocks: Mutex::default(), areas: Mutex::default() }
+    /// A file of which no block was written.
+    pub fn new(file: Arc<dyn DiskFile>, space: Space) -> Self {
+        Self { space, file, blocks: Mutex::default(), areas: Mutex::default() }
     }
 
     /// Writes bytes, the whole blocks among them at once.

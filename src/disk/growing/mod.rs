@@ -1,4 +1,4 @@
-//! A new file that grows while it is written, in one of three ways: the way of images to the disk.
+//! A file that grows while it is written, in one of three ways: the way of images to the disk.
 //!
 //! The ways are made here of what every file can do (`DiskFile`), so that the simulated disk sees each step
 //! of each of them as a point at which a crash can strike. All three leave the same bytes.
@@ -11,6 +11,8 @@
 //! 3. **Unmap**, then **cut** the file to its length. A file that is cut under a mapping ends the process at
 //!    the next store.
 //! 4. **Sync**, once. It covers stores into mappings that are gone, too.
+//!
+//! A file that is written again has its space already (I13), and is cut to its new length in 3.
 //!
 //! A crash here leaves a file that nothing names, and that may be longer than what was written.
 
@@ -35,7 +37,7 @@ use crate::options::ImageIo;
 const STEP_LEN_MIN: u64 = 64 << 10;
 const STEP_LEN_MAX: u64 = 16 << 20;
 
-/// A new file that is written by several threads, and then finished.
+/// A file that is written by several threads, and then finished.
 pub(crate) struct GrowingFile {
     file: Arc<dyn DiskFile>,
     way: WriteWay,
@@ -50,12 +52,14 @@ enum WriteWay {
 }
 
 impl GrowingFile {
-    /// Begins to write an empty file. The disk does not refuse this way.
-    pub fn new(file: Arc<dyn DiskFile>, io: ImageIo) -> Self {
+    /// Begins to write a file, whose first `space_len` bytes have their space. The disk does not refuse this
+    /// way.
+    pub fn new(file: Arc<dyn DiskFile>, io: ImageIo, space_len: u64) -> Self {
+        let space = Space::new(file.clone(), space_len);
         let way = match io {
-            ImageIo::Mapped => WriteWay::Mapped(MappedParts::new(file.clone())),
+            ImageIo::Mapped => WriteWay::Mapped(MappedParts::new(file.clone(), space)),
             ImageIo::Buffered => WriteWay::Buffered,
-            ImageIo::Direct => WriteWay::Direct(BlockWriter::new(file.clone())),
+            ImageIo::Direct => WriteWay::Direct(BlockWriter::new(file.clone(), space)),
         };
         Self { file, way, is_finished: AtomicBool::new(false) }
     }
@@ -123,8 +127,10 @@ struct MadeSpace {
 }
 
 impl Space {
-    fn new(file: Arc<dyn DiskFile>) -> Self {
-        Self { file, made: Mutex::new(MadeSpace { end: 0, is_possible: true }) }
+    fn new(file: Arc<dyn DiskFile>, len: u64) -> Self {
+        // Parts that are mapped begin on whole pages.
+        let end = len - len % STEP_LEN_MIN;
+        Self { file, made: Mutex::new(MadeSpace { end, is_possible: true }) }
     }
 
     /// Makes space for the bytes below `end`. Returns how far it goes, or less than `end` where the file
@@ -175,7 +181,7 @@ mod tests {
             return None;
         }
         let file = disk.create(NAME).unwrap();
-        Some((file.clone(), GrowingFile::new(file, io)))
+        Some((file.clone(), GrowingFile::new(file, io, 0)))
     }
 
     fn bytes(seed: usize, len: usize) -> Vec<u8> {

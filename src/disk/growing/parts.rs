@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::Space;
+use super::{STEP_LEN_MAX, STEP_LEN_MIN, Space};
 use crate::base::sync::Mutex;
 use crate::disk::{DiskFile, Window};
 use crate::error::Result;
@@ -30,9 +30,9 @@ struct Part {
 }
 
 impl MappedParts {
-    /// A file without bytes, and without parts.
-    pub fn new(file: Arc<dyn DiskFile>) -> Self {
-        Self { space: Space::new(file.clone()), file, parts: Mutex::default() }
+    /// A file without parts.
+    pub fn new(file: Arc<dyn DiskFile>, space: Space) -> Self {
+        Self { space, file, parts: Mutex::default() }
     }
 
     /// Stores bytes. What their space does not suffice for is an error here, never a signal.
@@ -60,7 +60,8 @@ impl MappedParts {
         }
     }
 
-    /// Notes a part up to `end` at least, with its space.
+    /// Notes a part up to `end` at least, with its space. Space that was there before is mapped in steps as
+    /// well: a part of any length would count as the process's memory.
     fn make_parts(&self, end: u64) -> Result<()> {
         let mut parts = self.parts.lock();
         let start = parts.last().map_or(0, |part| part.range.end);
@@ -71,11 +72,13 @@ impl MappedParts {
         if reached < end {
             // A file system that makes no space without bytes gets zeros. Those have theirs once they are
             // synced.
-            reached = end.next_multiple_of(super::STEP_LEN_MIN);
+            reached = end.next_multiple_of(STEP_LEN_MIN);
             self.file.write_zeros(start, reached, LogIo::Mapped)?;
             self.file.sync()?;
         }
-        parts.push(Part { range: start..reached, window: None });
+        let step = start.clamp(STEP_LEN_MIN, STEP_LEN_MAX);
+        let to = reached.min((start + step).max(end).next_multiple_of(STEP_LEN_MIN));
+        parts.push(Part { range: start..to, window: None });
         Ok(())
     }
 

@@ -47,6 +47,17 @@ impl SegmentPool {
     ) -> Result<Arc<dyn DiskFile>> {
         assert!(len.is_multiple_of(GROUP_ALIGN)); // I5: the last group of a segment ends on a block, too.
         assert!(SEGMENT_HEADER_BLOCK + frames.len() as u64 <= len); // I3: a frame lies within its segment.
+        // Image files that wait to be written again are a convenience; segments are not.
+        self.image_spares.give_way(|| self.build_once(number, len, opening, frames))
+    }
+
+    fn build_once(
+        &self,
+        number: u64,
+        len: u64,
+        opening: Option<Opening>,
+        frames: &[u8],
+    ) -> Result<Arc<dyn DiskFile>> {
         let make = |temporary| self.disk.create(temporary);
         self.written(number, len, make, |file| {
             file.write_at(0, &header_block(&self.header(number, len, opening)))?;
@@ -87,9 +98,11 @@ impl SegmentPool {
 
     /// Renames a file of the log. A lack of space for the name is a clean failure: nothing has changed.
     pub(super) fn rename(&self, source: FileName, target: FileName) -> Result<()> {
-        self.disk
-            .rename(source, target)
-            .map_err(|error| if error.is_no_space() { Error::disk_full(target, FOLDER_BLOCK) } else { error })
+        self.image_spares.give_way(|| {
+            self.disk.rename(source, target).map_err(|error| {
+                if error.is_no_space() { Error::disk_full(target, FOLDER_BLOCK) } else { error }
+            })
+        })
     }
 
     /// Gives a file that is wholly written and synced its name as a segment, durably. Without the folder's

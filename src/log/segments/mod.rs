@@ -37,6 +37,7 @@ use crate::base::phases::Phase;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::AtomicUsize;
 use crate::disk::Disk;
+use crate::disk::image_spares::ImageSpares;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
 
@@ -63,13 +64,21 @@ pub(crate) struct SegmentPool {
     spares: Mutex<Spares>,
     /// How many spares there are, for a check before each batch that takes no lock.
     count: Arc<AtomicUsize>,
+    /// Spare image files, which give way to the log on a full disk.
+    image_spares: Arc<ImageSpares>,
 }
 
 impl SegmentPool {
     /// Makes a pool with the spares of earlier runs. It removes spares that are longer than segments are now.
     /// It also removes spares that were copied with holes, because a hole in a mapped file turns a full disk
     /// into SIGBUS.
-    pub fn new(disk: Arc<dyn Disk>, store: StoreId, rules: SegmentRules, io: LogIo) -> Result<Self> {
+    pub fn new(
+        disk: Arc<dyn Disk>,
+        store: StoreId,
+        rules: SegmentRules,
+        io: LogIo,
+        image_spares: Arc<ImageSpares>,
+    ) -> Result<Self> {
         let mut spares = Spares::new(rules);
         for name in disk.list(Folder::Log)? {
             if let Some(FileName::Spare(number)) = FileName::parse(Folder::Log, &name) {
@@ -98,7 +107,7 @@ impl SegmentPool {
             disk.remove(FileName::Spare(spare.number))?;
         }
         let count = spares.count.clone();
-        Ok(Self { disk, store, rules, io, spares: Mutex::new(spares), count })
+        Ok(Self { disk, store, rules, io, spares: Mutex::new(spares), count, image_spares })
     }
 
     /// How much space is free, as far as the system says. Only a hint: another process may take the space at
@@ -111,6 +120,11 @@ impl SegmentPool {
                 None
             })
             .unwrap_or(u64::MAX)
+    }
+
+    /// Spare image files, which give way to the log.
+    pub fn image_spares(&self) -> &Arc<ImageSpares> {
+        &self.image_spares
     }
 
     fn first_len(&self) -> u64 {

@@ -99,7 +99,7 @@ impl SegmentPool {
             return Ok(());
         }
         let needed = len.saturating_add(lacking.saturating_mul(self.first_len()));
-        if self.free_bytes() < needed {
+        if self.free_bytes() < needed && !(self.image_spares.release()? && self.free_bytes() >= needed) {
             return Err(Error::disk_full(FileName::Segment(number), needed));
         }
         Ok(())
@@ -186,8 +186,9 @@ impl SegmentPool {
         }
     }
 
-    /// Gives up the spares that are not kept back; returns whether there were any.
+    /// Gives up the spares that are not kept back, and those of images. Returns whether there were any.
     pub fn release_surplus(&self) -> Result<bool> {
+        let had_images = self.image_spares.release()?;
         let mut spares = self.spares.lock();
         let (kept, reserve) = (spares.kept_for_opens(), spares.reserve());
         let beyond = (kept.min(reserve.start)..reserve.start).chain(reserve.end..spares.files.len());
@@ -196,7 +197,7 @@ impl SegmentPool {
         for at in beyond.rev() {
             self.give_up(&mut spares, at)?;
         }
-        Ok(had_any)
+        Ok(had_any || had_images)
     }
 
     /// Makes the small file `temporary`, of `len` bytes, of a spare, if one can be spared while `empty`
@@ -247,6 +248,9 @@ impl SegmentPool {
     /// Gives up one spare so that a small file finds space, if one can be spared while `empty` segments of
     /// the log are empty. Returns whether it did.
     pub fn release_one(&self, empty: usize, purpose: SpacePurpose) -> Result<bool> {
+        if self.image_spares.release()? {
+            return Ok(true);
+        }
         let leaves = self.rules.reserve == 0 || self.count.load(Ordering::Acquire) + empty > purpose.leaves();
         if leaves { self.release_reserve() } else { Ok(false) }
     }
@@ -254,6 +258,9 @@ impl SegmentPool {
     /// Gives up one spare, whatever it is held for, because an open must find space. Returns whether there
     /// was one.
     pub fn release_reserve(&self) -> Result<bool> {
+        if self.image_spares.release()? {
+            return Ok(true);
+        }
         let mut spares = self.spares.lock();
         match spares.files.len() {
             0 => Ok(false),

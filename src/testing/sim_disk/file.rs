@@ -12,6 +12,7 @@ use super::node::FileId;
 use super::{EBADF, ENOSPC, Operation, SimDisk, file_failed};
 use crate::base::aligned_buf::is_aligned;
 use crate::base::sync::Mutex;
+use crate::base::sync::atomic::Ordering;
 use crate::disk::{DiskFile, Window};
 use crate::error::Result;
 use crate::options::LogIo;
@@ -32,6 +33,11 @@ impl SimFile {
         if !self.write {
             return Err(io::Error::from_raw_os_error(EBADF));
         }
+        assert!(
+            !shared.now.node(self.id).is_shared.load(Ordering::Relaxed),
+            "{} is written to, and has a name elsewhere",
+            self.file
+        );
         let fault = shared.fault(operation);
         let unfailed = if fault.is_some() { bytes.len() / 2 } else { bytes.len() };
         let fitting = shared.fitting(self.id, offset, unfailed);
@@ -84,6 +90,13 @@ impl SimFile {
 impl DiskFile for SimFile {
     fn len(&self) -> Result<u64> {
         Ok(self.disk.shared.lock().now.node(self.id).visible.len())
+    }
+
+    /// A name on another disk counts for good, also when it is gone.
+    fn has_one_name(&self) -> Result<bool> {
+        let shared = self.disk.shared.lock();
+        let names = shared.now.names_of(self.id);
+        Ok(names == 1 && !shared.now.node(self.id).is_shared.load(Ordering::Relaxed))
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {

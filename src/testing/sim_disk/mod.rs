@@ -25,6 +25,7 @@ use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 
 use crate::base::process::Process;
 use crate::base::sync::Mutex;
+use crate::base::sync::atomic::Ordering;
 use crate::disk::{Disk, DiskFile, DiskLock, Hold};
 use crate::error::{Error, Result};
 use crate::options::{ImageIo, LogIo};
@@ -393,6 +394,7 @@ impl Disk for SimDisk {
             if shared.now.find(file).is_some() { Err(io::ErrorKind::AlreadyExists.into()) } else { Ok(node) }
         });
         let (node, id) = (linked.map_err(file_failed("link", file, None))?, shared.now.new_id());
+        node.is_shared.store(true, Ordering::Relaxed);
         shared.record(DiskEvent::Link { file, id, node });
         Ok(true)
     }

@@ -7,6 +7,8 @@ use std::sync::{Arc, LazyLock};
 
 use remanent_format::limits::SECTOR_LEN;
 
+use crate::base::sync::atomic::AtomicBool;
+
 /// A file itself, whatever its names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct FileId(pub(super) u64);
@@ -133,6 +135,10 @@ pub(super) struct Node {
     pub(super) length_lost: bool,
     /// Whether the medium holds other bytes than it said.
     pub(super) lied_about: bool,
+    /// Whether the file has, or had, a name on another disk. Nothing is written to it any more: the other
+    /// disk has a copy, where a file system would have the same bytes. All versions of the file share this:
+    /// it is no event of a disk that another one links a file of it.
+    pub(super) is_shared: Arc<AtomicBool>,
 }
 
 impl Node {
@@ -245,6 +251,7 @@ impl Node {
             }
         }
         content.resize(len);
-        Self { visible: content.clone(), durable: content, ..Self::default() }
+        let is_shared = self.is_shared.clone();
+        Self { visible: content.clone(), durable: content, is_shared, ..Self::default() }
     }
 }

@@ -121,6 +121,12 @@ impl DiskState {
         names.visible.files.get(&file).copied()
     }
 
+    /// How many names lead to a file, as the process sees it.
+    pub(super) fn names_of(&self, id: FileId) -> usize {
+        let names = self.folders.values().flat_map(|names| names.visible.files.values());
+        names.filter(|named| **named == id).count()
+    }
+
     pub(super) fn node(&self, id: FileId) -> &Node {
         &self.nodes[&id]
     }

@@ -20,7 +20,8 @@ All pages hold random bytes, so that nothing can be compressed, and each was cha
 that all are written. The ceiling is the same number of bytes, written to new files by 4 threads past the page cache, \
 and synced. A snapshot is durable when it is published; reading it back and removing older ones come after that.
 
-A snapshot after one page in a hundred changed is shown as a share of the full one of its round. Commits to a hot page \
+A snapshot after one page in a hundred changed is shown as a share of the full one of its round. After some full \
+snapshots the next one writes over files that they have freed (files of 1 MiB and more). Commits to a hot page \
 wait for Applied, one after the other, first alone, then during a full snapshot.
 
 Examples:
@@ -63,6 +64,8 @@ impl From<ImageWriter> for ImageIo {
 
 /// Bytes that are written to a page to make it differ.
 const TOUCH_LEN: usize = 64;
+/// Full snapshots after which one finds files that were freed: two are kept, and their files are not free.
+const SNAPSHOTS_UNTIL_REUSE: usize = 5;
 /// How often a snapshot is asked how far it has come.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// Values of the course of a hot page's commits, and of the first snapshot.
@@ -85,7 +88,7 @@ impl Measure for SnapshotBench {
     }
 
     fn steps(&self) -> u64 {
-        self.sizes.steps(1 + 2 * u64::from(self.common.rounds) * self.ways())
+        self.sizes.steps(1 + 3 * u64::from(self.common.rounds) * self.ways())
     }
 
     fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
@@ -143,14 +146,17 @@ impl SnapshotBench {
                 part(store, pages, round, figures)?;
                 room.step(&title)?;
                 beside(store, pages, round, figures)?;
+                room.step(&title)?;
+                again(store, pages, round, figures)?;
             }
         }
         let mut figures = vec![raw];
         for (folder, store, _, measured) in stores {
             store.close()?;
             std::fs::remove_dir_all(room.path(&folder))?;
-            let Figures { full, verified, part_time, part_bytes, part, memory, alone, beside } = measured;
-            figures.extend([full, verified, part, part_time, part_bytes, memory, alone, beside]);
+            let Figures { full, verified, again, part_time, part_bytes, part, memory, alone, beside } =
+                measured;
+            figures.extend([full, verified, again, part, part_time, part_bytes, memory, alone, beside]);
         }
         Ok(Group { title, figures })
     }
@@ -160,6 +166,7 @@ impl SnapshotBench {
 struct Figures {
     full: Figure,
     verified: Figure,
+    again: Figure,
     part: Figure,
     part_time: Figure,
     part_bytes: Figure,
@@ -175,6 +182,7 @@ impl Figures {
         Self {
             full: Figure::new(named("full, durable"), Unit::BytesPerSecond).under(raw),
             verified: Figure::new(named("full, read back too"), Unit::BytesPerSecond),
+            again: Figure::new(named("full, durable, over freed files"), Unit::BytesPerSecond).under(raw),
             part_time: Figure::new(named("1 % changed: time, of a full one's"), Unit::Share),
             part_bytes: Figure::new(named("1 % changed: bytes, of a full one's"), Unit::Share),
             part: Figure::new(named("1 % changed: durable after"), Unit::Seconds),
@@ -217,6 +225,20 @@ fn full(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) ->
     match &mut figures.full.course {
         Some(shown) => append(shown, &taken),
         none => *none = Some(course(&taken, taken.durable / ROUND_STEPS + Duration::from_nanos(1))),
+    }
+    Ok(())
+}
+
+/// Snapshots of all pages, until one writes over the files that an earlier one has freed.
+fn again(store: &Store, pages: &[PageId], round: usize, figures: &mut Figures) -> Result<(), BenchStop> {
+    for number in 0..SNAPSHOTS_UNTIL_REUSE {
+        touch(store, pages.iter().copied(), round + 64 * number)?;
+        let before = store.stats().snapshots.files_reused;
+        let taken = watch(store)?;
+        if store.stats().snapshots.files_reused > before {
+            figures.again.push(taken.info.bytes_written as f64 / taken.durable.as_secs_f64());
+            break;
+        }
     }
     Ok(())
 }

@@ -139,6 +139,7 @@ impl References {
                 None => "gone meanwhile".to_owned(),
             },
             FileName::Spare(_) => "space held ready for a segment to come".to_owned(),
+            FileName::ImageSpare(_) => "space held ready for images to come".to_owned(),
             FileName::Pages(number) => match self.images.get(&number) {
                 Some(by) => {
                     let by: Vec<&str> = by.iter().map(String::as_str).collect();

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use remanent_format::{FileName, Folder, ReadAt};
@@ -132,7 +132,16 @@ impl ReadAt for StoreDir {
             *last = Some((file, File::open(self.file(file))?));
         }
         let (_, open) = last.as_ref().expect("a file was just put there");
-        open.read_exact_at(out, offset)
+        open.read_exact_at(out, offset)?;
+        // A writer takes an image file's name away before it writes over it.
+        let is_there = |now: fs::Metadata| Ok(now.ino() == open.metadata()?.ino());
+        match file {
+            FileName::Pages(_) if !fs::metadata(self.file(file)).and_then(is_there)? => {
+                *last = None;
+                Err(ErrorKind::NotFound.into())
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -413,6 +413,37 @@ fn a_hole_as_long_as_the_disk_is_damage_and_does_not_abort() {
 }
 
 #[test]
+fn spare_image_files_are_told_apart_and_a_prune_removes_them() {
+    const LEN: u64 = 3 << 20;
+    let scratch = Scratch::new();
+    let options = Options::default().snapshots_kept(1).compression(remanent::Compression::Off);
+    let store = Store::open(scratch.store(), options).unwrap();
+    let mut batch = store.batch();
+    batch.create(LEN, Place::Host);
+    let page = store.commit(batch).unwrap().pages[0];
+    for round in 1..4 {
+        let mut batch = store.batch();
+        batch.fill(page, 0, 100, &[round]);
+        store.commit(batch).unwrap();
+        store.snapshot().unwrap();
+    }
+    store.close().unwrap();
+    let spares = || -> Vec<serde_json::Value> {
+        let info = run(&["info", &scratch.store(), "--json"]).expect(0).json().remove(0);
+        let files = info["files"].as_array().unwrap().clone().into_iter();
+        files.filter(|file| file["why"] == "space held ready for images to come").collect()
+    };
+    let found = spares();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0]["file"].as_str().unwrap().starts_with("pages/"), "{found:?}");
+    assert!(found[0]["bytes"].as_u64().unwrap() >= LEN, "{found:?}");
+    run(&["verify", &scratch.store()]).expect(0);
+    run(&["prune", &scratch.store(), "--snapshots", "1", "--yes"]).expect(0);
+    assert_eq!(spares(), Vec::<serde_json::Value>::new());
+    run(&["verify", &scratch.store()]).expect(0);
+}
+
+#[test]
 fn a_snapshot_is_verified_as_soon_as_the_store_is_closed() {
     let scratch = Scratch::new();
     small_store(&scratch).close().unwrap();

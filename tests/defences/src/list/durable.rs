@@ -13,6 +13,7 @@ const OPENING_SEGMENT: &str = "src/log/segments/opening.rs";
 const PUBLISH: &str = "src/catalog/publish.rs";
 const IMAGES: &str = "src/images/mod.rs";
 const GROWING: &str = "src/disk/growing/mod.rs";
+const IMAGE_SPARES: &str = "src/disk/image_spares.rs";
 const SIDE_BY_SIDE: &str = "src/images/writers.rs";
 const SNAPSHOT: &str = "src/snapshot/mod.rs";
 const VERIFY: &str = "src/snapshot/verify.rs";
@@ -65,6 +66,53 @@ pub const LIST: &[Defence] = &[
         "Ok::<_, Error>(found.is_none_or(|sum| sum == crc32fast::hash(bytes)))",
         "Ok::<_, Error>(found.is_none_or(|_| true))",
         it("faults::bit_flips::an_open_serves_no_bit_that_turned_over"),
+    ),
+    // Image files that are written again (I13).
+    refusal(
+        "a file that has a second name is not written over",
+        IMAGE_SPARES,
+        "!file.has_one_name()?",
+        it("image_spares::a_spare_that_has_a_second_name_is_not_written_again"),
+    ),
+    refusal(
+        "a spare with holes is not written over",
+        IMAGE_SPARES,
+        "!file.is_without_holes()?",
+        it("image_spares::a_spare_that_was_copied_with_holes_is_not_written_again"),
+    ),
+    defence(
+        "an ancestor's file is not written over",
+        IMAGE_SPARES,
+        "header.store == self.store",
+        "header.store == self.store || true",
+        it("image_spares::a_file_that_a_fork_shares_is_not_written_again"),
+    ),
+    defence(
+        "spares and images take at most twice what is named",
+        IMAGE_SPARES,
+        "bytes + spare.len <= bytes_max",
+        "bytes + spare.len <= bytes_max + (1 << 40)",
+        it("image_spares::spares_take_no_more_than_the_images"),
+    ),
+    defence(
+        "spare image files give way to the log",
+        SEGMENT_FILE,
+        "self.image_spares.give_way(|| self.build_once(number, len, opening, frames))",
+        "self.build_once(number, len, opening, frames)",
+        it("image_spares::spares_give_way_on_a_full_disk"),
+    ),
+    check(
+        "the new names of spares are durable before their chunks",
+        IMAGE_SPARES,
+        "self.disk.sync_folder(Folder::Pages).inspect_err(|_| self.forget(reused.keys()))?;",
+        it("image_spares::no_spare_holds_a_chunk_of_a_number_to_come"),
+    ),
+    defence(
+        "an image that was written over is not damage",
+        "src/follower/batch.rs",
+        "self.source.is_gone(damage.file)",
+        "false",
+        it("image_spares::a_follower_whose_image_is_written_over_was_overtaken"),
     ),
     // The log.
     check("groups are synced", WRITER, "range.window.sync(range.from, range.to - range.from)?;", COMMITS),

@@ -184,7 +184,7 @@ fn commits() -> Vec<Row> {
 /// Rows of snapshots, one of which is kept: files that it replaces are removed as soon as possible. And of
 /// restores.
 fn snapshots() -> Vec<Row> {
-    use scenes::{change_link, first_snapshot, folding, restoring, second_snapshot};
+    use scenes::{change_link, first_snapshot, folding, restoring, second_snapshot, writing_again};
     let names = Sync::Folder(Folder::Snapshots);
     let manifest = Sync::Temporary(Folder::Snapshots);
     let image_names = Sync::Folder(Folder::Pages);
@@ -232,12 +232,37 @@ fn snapshots() -> Vec<Row> {
             Harmless("a link that comes back is older than the base, which needs none"),
         ),
     ];
+    let again = vec![
+        row(
+            "new names of spare image files",
+            writing_again,
+            nth(1, image_names),
+            // `image_spares::no_spare_holds_a_chunk_of_a_number_to_come` shows what it is for.
+            Harmless("the names are synced once more before a manifest names the images"),
+        ),
+        row("images in a file that was a spare", writing_again, nth(1, Sync::Images), NoticedAtOnce),
+        row(
+            "name of an image file that was a spare",
+            writing_again,
+            nth(2, image_names),
+            Harmless("it was synced before the first chunk was written"),
+        ),
+        row(
+            "names of new spare image files",
+            writing_again,
+            nth(3, image_names),
+            Harmless(
+                "an image file that comes back is named by nothing, and a spare's names follow each other",
+            ),
+        ),
+    ];
+    let again = again.into_iter().map(|row| row.with(options().snapshots_kept(1).chunk_len(8 << 10)));
     let restores = vec![
         row("table of the old state", restoring, nth(1, Sync::Temporary(Folder::Pages)), NoticedAtOnce),
         row("name of the table", restoring, nth(1, image_names), Seen),
     ];
     let of_one_kept = of_one_kept.into_iter().map(|row| row.with(options().snapshots_kept(1)));
-    of_one_kept.chain(restores).collect()
+    of_one_kept.chain(again).chain(restores).collect()
 }
 
 /// Rows of forks, to an empty directory.

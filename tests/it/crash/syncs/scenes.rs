@@ -277,6 +277,26 @@ pub fn second_snapshot(bench: &mut Bench) -> Result<Driver, Error> {
     Ok(driver)
 }
 
+/// Three snapshots, each of all pages: the third writes over the file that the second one has freed.
+pub fn writing_again(bench: &mut Bench) -> Result<Driver, Error> {
+    let driver = bench.new_store();
+    let store = driver.open()?;
+    commit_a_long_frame(&driver, &store)?;
+    let page = Target::Page(store.pages()?.next().expect("a page").page);
+    for round in 0..3 {
+        let fill = Act::Fill { page, offset: 0, len: 4, pattern: vec![round; 4] };
+        driver.commit_acts(&store, vec![fill], Ack::Durable)?;
+        if round == 2 {
+            bench.leave_out(&driver.disk);
+        }
+        driver.snapshot(&store)?;
+    }
+    assert_eq!(store.stats().snapshots.files_reused, 1);
+    driver.commit(&store, &mut Writer::new("more", 3), Ack::Durable)?;
+    drop(store);
+    Ok(driver)
+}
+
 /// Restores the state of a snapshot.
 pub fn restoring(bench: &mut Bench) -> Result<Driver, Error> {
     let driver = bench.new_store();

@@ -1,0 +1,395 @@
+//! Image files that nothing needs any more are written over by the next snapshots. No reader finds other
+//! bytes than it looks for (I13).
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent::disk::Disk;
+use remanent::testing::sim_disk::{CrashPlan, SimDisk, SyncPoint, Tears};
+use remanent::{
+    Compression, Error, FileName, Folder, FollowFrom, Follower, ImageIo, Options, PageId, Place, Retention,
+    StatePoint, Store, View,
+};
+use remanent_format::state::survey::Survey;
+
+use crate::files::{Files, State, open_with, small};
+use crate::kill::workload::Random;
+
+const WAYS: [ImageIo; 3] = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct];
+const LEN: u64 = 100_000;
+
+/// One snapshot is kept, and files of any length are worth writing again.
+fn options() -> Options {
+    small().snapshots_kept(1).chunk_len(LEN).compression(Compression::Off)
+}
+
+/// Creates pages, and takes a snapshot of them.
+fn begin(store: &Store, count: u64) -> Vec<PageId> {
+    let mut batch = store.batch();
+    for _ in 0..count {
+        batch.create(LEN, Place::Host);
+    }
+    let pages = store.commit(batch).unwrap().pages;
+    rewrite(store, &pages, 1);
+    pages
+}
+
+/// Changes a part of each page, and takes a snapshot: it writes all of them.
+fn rewrite(store: &Store, pages: &[PageId], seed: u64) {
+    change(store, pages, seed);
+    store.snapshot().unwrap();
+}
+
+fn change(store: &Store, pages: &[PageId], seed: u64) {
+    let mut batch = store.batch();
+    for page in pages {
+        batch.write(*page, 0, &Random(seed * 1000 + page.0).bytes(LEN / 20));
+    }
+    store.commit(batch).unwrap();
+}
+
+fn reused(store: &Store) -> u64 {
+    store.stats().snapshots.files_reused
+}
+
+/// The files of a folder of images by name, with their inodes and lengths.
+fn inodes(directory: &Path) -> BTreeMap<FileName, (u64, u64)> {
+    let files = std::fs::read_dir(directory.join("pages")).unwrap().map(|entry| {
+        let entry = entry.unwrap();
+        let (metadata, name) = (entry.metadata().unwrap(), entry.file_name().into_string().unwrap());
+        (FileName::parse(Folder::Pages, &name).unwrap(), (metadata.ino(), metadata.len()))
+    });
+    files.collect()
+}
+
+fn spares(disk: &SimDisk) -> Vec<(FileName, u64)> {
+    let files = Files::of(disk).0.into_iter();
+    let spares = files.filter(|(file, _)| matches!(file, FileName::ImageSpare(_)));
+    spares.map(|(file, bytes)| (file, bytes.len() as u64)).collect()
+}
+
+/// Bytes of images and spares.
+fn image_bytes(disk: &SimDisk) -> u64 {
+    let files = Files::of(disk).0.into_iter();
+    let files = files.filter(|(file, _)| matches!(file, FileName::Pages(_) | FileName::ImageSpare(_)));
+    files.map(|(_, bytes)| bytes.len() as u64).sum()
+}
+
+#[test]
+fn files_that_snapshots_free_are_written_again_in_place() {
+    for io in WAYS {
+        let directory = tempfile::tempdir().unwrap();
+        let open = || match Store::open(directory.path(), options().image_io(io)) {
+            Err(Error::InvalidOption { .. }) => {
+                eprintln!("SKIPPED: {io} images in {}", directory.path().display());
+                None
+            }
+            opened => Some(opened.unwrap()),
+        };
+        let Some(store) = open() else { continue };
+        let pages = begin(&store, 2);
+        let first = inodes(directory.path());
+        let [(FileName::Pages(_), (inode, _))] = first.iter().map(|(f, i)| (*f, *i)).collect::<Vec<_>>()[..]
+        else {
+            panic!("{io}: {first:?}")
+        };
+        rewrite(&store, &pages, 2);
+        let is_spare = |file: &FileName| matches!(file, FileName::ImageSpare(_));
+        let second = inodes(directory.path());
+        assert_eq!(second.iter().find(|(file, _)| is_spare(file)).unwrap().1.0, inode, "{io}: {second:?}");
+        rewrite(&store, &pages, 3);
+        let third = inodes(directory.path());
+        let (name, _) = third.iter().find(|(_, (other, _))| *other == inode).unwrap();
+        assert!(matches!(name, FileName::Pages(_)), "{io}: {third:?}");
+        assert_eq!(reused(&store), 1, "{io}");
+        let state = State::of(&store);
+        store.close().unwrap();
+
+        let store = open().unwrap();
+        assert_eq!(State::of(&store), state, "{io}");
+        rewrite(&store, &pages, 4);
+        assert_eq!(reused(&store), 1, "{io}: a spare of the run before");
+        assert_eq!(inodes(directory.path()).len(), 2, "{io}");
+        // A caller that prunes wants the space.
+        store.prune(&Retention::default().snapshots_kept(1)).unwrap();
+        assert_eq!(inodes(directory.path()).keys().filter(|file| is_spare(file)).count(), 0, "{io}");
+        let state = State::of(&store);
+        store.close().unwrap();
+        assert_eq!(State::of(&open().unwrap()), state, "{io}");
+    }
+}
+
+#[test]
+fn a_file_that_a_fork_shares_is_not_written_again() {
+    let (directory, beside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let store = Store::open(directory.path(), options()).unwrap();
+    let pages = begin(&store, 2);
+    let state = State::of(&store);
+    let view = Store::open_at(directory.path(), &StatePoint::Snapshot(store.snapshots()[0].id)).unwrap();
+    view.fork(beside.path()).unwrap();
+    drop(view);
+    for seed in 2..6 {
+        rewrite(&store, &pages, seed);
+    }
+    assert!(reused(&store) > 0);
+    let shared: Vec<u64> = inodes(beside.path()).into_values().map(|(inode, _)| inode).collect();
+    // Open files keep their inodes from others.
+    let files = inodes(beside.path()).into_keys();
+    let _open: Vec<_> =
+        files.map(|file| std::fs::File::open(beside.path().join(file.to_string())).unwrap()).collect();
+    assert!(inodes(directory.path()).values().all(|(inode, _)| !shared.contains(inode)));
+
+    let fork = Store::open(beside.path(), options()).unwrap();
+    assert_eq!(State::of(&fork), state);
+    // The ancestor's file has one name once the ancestor is gone. Its readers hold nothing here.
+    store.close().unwrap();
+    drop(directory);
+    rewrite(&fork, &pages, 7);
+    assert!(inodes(beside.path()).values().all(|(inode, _)| !shared.contains(inode)), "it is unlinked");
+    rewrite(&fork, &pages, 8);
+    rewrite(&fork, &pages, 9);
+    assert!(reused(&fork) > 0, "files of its own are written again");
+}
+
+/// A backup by links, taken while the store is open, keeps its bytes.
+#[test]
+fn a_spare_that_has_a_second_name_is_not_written_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), options()).unwrap();
+    let pages = begin(&store, 2);
+    rewrite(&store, &pages, 2);
+    let spare = |file: &&FileName| matches!(file, FileName::ImageSpare(_));
+    let found = inodes(directory.path());
+    let spare = directory.path().join(found.keys().find(spare).unwrap().to_string());
+    let copy = directory.path().join("copy");
+    std::fs::hard_link(&spare, &copy).unwrap();
+    let before = std::fs::read(&copy).unwrap();
+    for seed in 3..6 {
+        rewrite(&store, &pages, seed);
+    }
+    assert!(std::fs::read(&copy).unwrap() == before);
+    assert_eq!(std::fs::metadata(&copy).unwrap().nlink(), 1, "the spare itself is gone");
+}
+
+/// A hole in a file that is mapped would turn a full disk into a signal.
+#[test]
+fn a_spare_that_was_copied_with_holes_is_not_written_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), options()).unwrap();
+    let pages = begin(&store, 2);
+    rewrite(&store, &pages, 2);
+    store.close().unwrap();
+    let found = inodes(directory.path());
+    let (name, (_, len)) = found.iter().find(|(file, _)| matches!(file, FileName::ImageSpare(_))).unwrap();
+    let path = directory.path().join(name.to_string());
+    let head = std::fs::read(&path).unwrap()[..4096].to_vec();
+    std::fs::remove_file(&path).unwrap();
+    std::fs::write(&path, head).unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(*len).unwrap();
+
+    let store = Store::open(directory.path(), options()).unwrap();
+    rewrite(&store, &pages, 3);
+    assert_eq!(reused(&store), 0);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_file_that_a_reader_holds_is_not_written_again() {
+    let sim = SimDisk::new();
+    let store = open_with(&sim, options()).unwrap();
+    let pages = begin(&store, 2);
+    let state = State::of(&store);
+    let disk: Arc<dyn Disk> = Arc::new(sim.clone());
+    let point = StatePoint::Snapshot(store.snapshots()[0].id);
+    let view = View::open_on(&disk, Some(&point)).unwrap();
+    let check = |view: &View| {
+        for (page, expected) in &state.contents {
+            let mut bytes = vec![0; expected.len()];
+            view.read(*page, 0, &mut bytes).unwrap();
+            assert!(bytes == *expected, "page {page}");
+        }
+    };
+    // The view keeps files open from now on.
+    view.read(pages[0], 0, &mut [0; 10]).unwrap();
+    for seed in 2..6 {
+        rewrite(&store, &pages, seed);
+    }
+    check(&view);
+    drop(view);
+    for seed in 6..9 {
+        rewrite(&store, &pages, seed);
+    }
+    assert!(reused(&store) > 0);
+    let Err(error) = View::open_on(&disk, Some(&point)) else { panic!("the snapshot is gone") };
+    assert!(!matches!(error, Error::Damaged(_)), "{error}");
+}
+
+/// A follower is in the middle of an image when the writer frees the file and writes over it.
+#[test]
+fn a_follower_whose_image_is_written_over_was_overtaken() {
+    const LONG: u64 = 4 << 20;
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), options()).unwrap();
+    let mut batch = store.batch();
+    batch.create_from(Random(1).bytes(LONG), Place::Host);
+    let pages = store.commit(batch).unwrap().pages;
+    let mut follower = Follower::open(directory.path(), FollowFrom::Beginning).unwrap();
+    let batch = follower.next(Duration::ZERO).unwrap().unwrap();
+    let named = inodes(directory.path());
+    let [(inode, _)] = named.values().copied().collect::<Vec<_>>()[..] else { panic!("{named:?}") };
+
+    let mut pieces = 0;
+    let streamed = batch.stream_image(pages[0], |_| {
+        pieces += 1;
+        if pieces > 1 {
+            return;
+        }
+        // The snapshot takes the image over, and each of the next ones frees a file.
+        for seed in 1..5 {
+            let mut batch = store.batch();
+            batch.write(pages[0], 8, &Random(seed).bytes(LONG - 8));
+            store.commit(batch).unwrap();
+            store.snapshot().unwrap();
+        }
+    });
+    let now = inodes(directory.path());
+    let is_written_over =
+        |(file, (other, _)): (&FileName, &(u64, u64))| matches!(file, FileName::Pages(_)) && *other == inode;
+    assert!(now.iter().any(is_written_over), "{now:?} was {named:?}");
+    let error = streamed.unwrap_err();
+    assert!(matches!(error, Error::Overtaken { .. }), "{error}");
+    let error = batch.image(pages[0]).unwrap_err();
+    assert!(matches!(error, Error::Overtaken { .. }), "{error}");
+}
+
+/// Images and spares take at most twice what the snapshots name.
+#[test]
+fn spares_take_no_more_than_the_images() {
+    let sim = SimDisk::new();
+    let store = open_with(&sim, options().chunk_len(8 * LEN)).unwrap();
+    let pages = begin(&store, 8);
+    for seed in 2..5 {
+        rewrite(&store, &pages, seed);
+        let named: u64 = store.snapshots().iter().map(|info| info.bytes).sum();
+        let found = image_bytes(&sim);
+        assert!(found <= 2 * (named + 3 * 4096 * 4), "{found} bytes for {named}");
+        assert!(!spares(&sim).is_empty());
+    }
+    let mut batch = store.batch();
+    pages[1..].iter().for_each(|page| _ = batch.delete(*page));
+    store.commit(batch).unwrap();
+    rewrite(&store, &pages[..1], 5);
+    let found = image_bytes(&sim);
+    assert!(found <= 2 * (LEN + 3 * 4096), "{found} bytes after deletes; spares: {:?}", spares(&sim));
+}
+
+/// On a full disk spares are the first to go: for batches, for snapshots, and for an open.
+#[test]
+fn spares_give_way_on_a_full_disk() {
+    let rules = || options().reserve_bytes(64 << 10).chunk_len(4 * LEN);
+    let made = || {
+        let sim = SimDisk::new();
+        let store = open_with(&sim, rules()).unwrap();
+        let pages = begin(&store, 4);
+        rewrite(&store, &pages, 2);
+        assert!(!spares(&sim).is_empty());
+        (sim, store, pages)
+    };
+    let (sim, store, pages) = made();
+    sim.set_capacity(Some(sim.used_bytes()));
+    // No batch is refused while spares can give way.
+    let free: u64 = spares(&sim).iter().map(|(_, len)| len).sum();
+    let mut logged = 0;
+    while logged < free / 2 {
+        let mut batch = store.batch();
+        batch.write(pages[0], 0, &Random(logged + 1).bytes(4000));
+        store.commit(batch).unwrap();
+        logged += 4000;
+    }
+    assert!(spares(&sim).is_empty());
+    drop(store);
+
+    let (sim, store, pages) = made();
+    // A page as long as all of the spares fits only into their space.
+    let free: u64 = spares(&sim).iter().map(|(_, len)| len).sum();
+    let mut batch = store.batch();
+    batch.create(free - (40 << 10), Place::Host);
+    store.commit(batch).unwrap();
+    sim.set_capacity(Some(sim.used_bytes() + (60 << 10)));
+    store.snapshot().unwrap();
+    assert!(spares(&sim).is_empty());
+    let mut batch = store.batch();
+    batch.delete(pages[0]);
+    store.commit(batch).unwrap();
+    store.close().unwrap();
+    drop(open_with(&sim, rules()).unwrap());
+}
+
+/// After no crash does a spare hold a chunk whose number may be given again: in a later file of that number
+/// it would look like a new one. Without the sync of the folder before the first chunk, some would.
+#[test]
+fn no_spare_holds_a_chunk_of_a_number_to_come() {
+    for is_synced in [true, false] {
+        let sim = SimDisk::new();
+        let store = open_with(&sim, options().chunk_len(9000)).unwrap();
+        let mut batch = store.batch();
+        batch.create(9000, Place::Host);
+        let pages = store.commit(batch).unwrap().pages;
+        let write = |seed: u64| {
+            let mut batch = store.batch();
+            batch.write(pages[0], 0, &Random(seed).bytes(500));
+            store.commit(batch).unwrap();
+            store.snapshot().unwrap();
+        };
+        (1..4).for_each(write);
+        let from = sim.events();
+        let is_pages = |point| point == SyncPoint::Folder(Folder::Pages);
+        let mut first = !is_synced;
+        sim.skip_syncs(move |point| is_pages(point) && std::mem::take(&mut first));
+        write(4);
+        assert!(reused(&store) > 0);
+        let plan = CrashPlan {
+            events: from..usize::MAX,
+            tears: Tears::None,
+            images_max: 200,
+            ..CrashPlan::default()
+        };
+        let (mut images, mut to_come) = (0, Vec::new());
+        sim.power_images(&plan, |image| {
+            images += 1;
+            let next = next_number(&image.disk);
+            for (name, bytes) in &Files::of(&image.disk).0 {
+                let FileName::ImageSpare(_) = name else { continue };
+                for block in bytes.chunks_exact(4096).filter(|block| block.starts_with(b"RMNTCHNK")) {
+                    let number = u64::from_le_bytes(block[24..32].try_into().unwrap());
+                    if number >= next {
+                        to_come.push(format!(
+                            "{name} has a chunk of {number} after event {}",
+                            image.moment.event
+                        ));
+                    }
+                }
+            }
+        });
+        assert!(images > 50, "{images} images");
+        assert_eq!(to_come.is_empty(), is_synced, "{to_come:?}");
+    }
+}
+
+/// The number that an open gives the next image file.
+fn next_number(disk: &SimDisk) -> u64 {
+    let numbers = Disk::list(disk, Folder::Pages).unwrap().into_iter().filter_map(|name| {
+        match FileName::parse(Folder::Pages, &name)? {
+            FileName::Pages(number) | FileName::Table(number) | FileName::ImageSpare(number) => {
+                Some(number + 1)
+            }
+            _ => None,
+        }
+    });
+    let survey = Survey::read(disk).unwrap();
+    let named = survey.readable().map(|manifest| manifest.next_file);
+    numbers.chain(named).max().unwrap_or(1)
+}
