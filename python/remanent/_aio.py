@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
+import os
 import weakref
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,11 @@ async def acknowledged(ticket: Ticket, ack: str) -> None:
 
 
 # A thread for each follower that tasks wait for; more of them take turns.
-_readers = concurrent.futures.ThreadPoolExecutor(32, "remanent-follower")
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(32, "remanent-follower")
+
+
+_readers = _threads()
 _reading: weakref.WeakKeyDictionary[Follower, concurrent.futures.Future[bool]] = weakref.WeakKeyDictionary()
 
 
@@ -73,3 +78,14 @@ async def next_batch(follower: Follower) -> FollowedBatch:
             batch = follower.next(0)
             if batch is not None:
                 return batch
+
+
+def _begin_anew() -> None:
+    """Lets a forked child begin with threads and bells of its own: the parent's threads are not there."""
+    global _readers
+    _readers = _threads()
+    _reading.clear()
+    _ringers.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

@@ -23,7 +23,7 @@ _Path = str | os.PathLike[str]
 
 
 def _is_key(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _host(path: str, leaf: Any) -> numpy.ndarray[Any, Any]:

@@ -42,7 +42,7 @@ def checksum(model: Any) -> int:
     """
     total = 0
     for name, tensor in sorted(_tensors(model).items()):
-        total = zlib.crc32(_bytes_of(tensor.detach().contiguous()).numpy(), zlib.crc32(name.encode(), total))
+        total = zlib.crc32(_bytes_of(tensor.detach().contiguous()).numpy().data, zlib.crc32(name.encode(), total))
     return total
 
 
@@ -225,7 +225,7 @@ class _Live:
 
     def scatter(self, arrays: list[_pages.Array], operation: Any) -> None:
         width = operation["width"]
-        indices = torch.from_dlpack(operation["indices"]).to(torch.int64) + operation["base"] // width
+        indices = torch.utils.dlpack.from_dlpack(operation["indices"]).to(torch.int64) + operation["base"] // width
         values = torch.frombuffer(bytearray(operation["values"]), dtype=torch.uint8)
         for array in arrays:
             flat = self._flat(array)

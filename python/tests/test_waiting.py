@@ -225,6 +225,24 @@ def test_a_forked_child_gets_a_typed_error(store: remanent.Store, directory: str
     assert in_child(lambda: remanent.Store(directory + "2").close()) == "fine"
 
 
+def test_tasks_of_a_forked_child_wait_for_stores_of_its_own(store: remanent.Store, directory: str) -> None:
+    async def use(path: str, own: remanent.Store) -> None:
+        await own.submit(own.batch(note="awaited"))
+        async for batch in remanent.Follower(path):
+            assert batch.note == "awaited"
+            return
+
+    # The parent has threads for its followers; the child has none of them.
+    asyncio.run(use(directory, store))
+
+    def child() -> None:
+        signal.alarm(30)
+        with remanent.Store(directory + "2") as own:
+            asyncio.run(use(directory + "2", own))
+
+    assert in_child(child) == "fine"
+
+
 def test_a_child_that_ends_by_itself_leaves_the_store(store: remanent.Store) -> None:
     store["a"] = b"x"
     pid = os.fork()
