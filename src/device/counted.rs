@@ -11,15 +11,15 @@ use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use remanent_format::Place;
 
 use super::{
-    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, Span, Staging, StreamPoint,
+    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
+    Pending, RawStream, Span, Staging, StreamPoint,
 };
-use crate::base::sync::Mutex;
+use crate::base::sync::{Instant, Mutex};
 use crate::error::Result;
 
 /// The allocations of one place, since the store was opened.
@@ -193,12 +193,57 @@ impl DeviceCounts {
         let now = Instant::now();
         let mut transfers = self.transfers.lock();
         for ListUnderWay { submitted, moved, .. } in done {
-            let time = now.saturating_duration_since(submitted);
+            let time = now - submitted;
             let bytes: u64 = moved.iter().map(|(_, moved)| moved.bytes).sum();
             for (places, of_list) in moved {
                 let share = of_list.bytes as f64 / bytes.max(1) as f64;
                 transfers.entry(places).or_default().time += time.mul_f64(share);
             }
+        }
+    }
+}
+
+/// Tells what commands move, by the places of the memories that they name. Ranges without bytes are left out.
+pub(super) fn moves(
+    commands: &[Command],
+    place_of: impl Fn(MemoryId) -> Place,
+    tell: &mut dyn FnMut(Place, Place, u64),
+) {
+    let place = |span: &Span| place_of(span.memory);
+    let mut add = |from: Place, to: Place, bytes: u64| {
+        if bytes > 0 {
+            tell(from, to, bytes);
+        }
+    };
+    for command in commands {
+        match command {
+            Command::Upload { target, .. } => add(Place::Host, place(target), target.len),
+            Command::Download { source, .. } => add(place(source), Place::Host, source.len),
+            Command::Copy { source, target } => add(place(source), place(target), source.len),
+            Command::Gather { sources, target } => {
+                let to = place(target);
+                sources.iter().for_each(|(source, _)| add(place(source), to, source.len));
+            }
+            Command::Scatter { source, targets } => {
+                let from = place(source);
+                targets.iter().for_each(|(_, target)| add(from, place(target), target.len));
+            }
+            Command::Apply { pieces } => {
+                for piece in pieces {
+                    let from = match &piece.payload {
+                        Payload::Staging { .. } => Place::Host,
+                        Payload::Device(span) => place(span),
+                    };
+                    add(from, place(&piece.target), piece.target.len);
+                }
+            }
+            // Nothing goes from one memory to another but marks, sums and picked elements.
+            Command::Fill { .. }
+            | Command::Diff { .. }
+            | Command::Select { .. }
+            | Command::Crc { .. }
+            | Command::Pick { .. }
+            | Command::Validate { .. } => {}
         }
     }
 }
@@ -243,49 +288,14 @@ impl CountedDevice {
     /// What a list moves.
     fn moves(&self, commands: &[Command]) -> ListMoves {
         let mut moves = ListMoves::new();
-        let mut add = |from: Place, to: Place, bytes: u64| {
-            if bytes == 0 {
-                return;
-            }
+        self.inner.tell_moves(commands, &mut |from, to, bytes| {
             let at = moves.iter().position(|(places, _)| *places == (from, to)).unwrap_or_else(|| {
                 moves.push(((from, to), Moved::default()));
                 moves.len() - 1
             });
             moves[at].1.pages += 1;
             moves[at].1.bytes += bytes;
-        };
-        let place = |span: &Span| self.inner.place_of(span.memory);
-        for command in commands {
-            match command {
-                Command::Upload { target, .. } => add(Place::Host, place(target), target.len),
-                Command::Download { source, .. } => add(place(source), Place::Host, source.len),
-                Command::Copy { source, target } => add(place(source), place(target), source.len),
-                Command::Gather { sources, target } => {
-                    let to = place(target);
-                    sources.iter().for_each(|(source, _)| add(place(source), to, source.len));
-                }
-                Command::Scatter { source, targets } => {
-                    let from = place(source);
-                    targets.iter().for_each(|(_, target)| add(from, place(target), target.len));
-                }
-                Command::Apply { pieces } => {
-                    for piece in pieces {
-                        let from = match &piece.payload {
-                            super::Payload::Staging { .. } => Place::Host,
-                            super::Payload::Device(span) => place(span),
-                        };
-                        add(from, place(&piece.target), piece.target.len);
-                    }
-                }
-                // Nothing goes from one memory to another but marks, sums and picked elements.
-                Command::Fill { .. }
-                | Command::Diff { .. }
-                | Command::Select { .. }
-                | Command::Crc { .. }
-                | Command::Pick { .. }
-                | Command::Validate { .. } => {}
-            }
-        }
+        });
         moves
     }
 

@@ -218,6 +218,12 @@ pub trait Device: Any + Send + Sync {
         Place::Host
     }
 
+    /// Tells what commands move, in their order: from which place, to which one, and how many bytes. Bytes
+    /// that lie in staging are in [`Place::Host`].
+    fn tell_moves(&self, commands: &[Command], tell: &mut dyn FnMut(Place, Place, u64)) {
+        counted::moves(commands, |memory| self.place_of(memory), tell);
+    }
+
     /// Gives a range of page memory a name of its own, so that a page can live there. The new name is
     /// released like any other. That leaves the bytes to the memory in which they lie, which the caller
     /// releases later.

@@ -10,8 +10,11 @@ use super::{CallerMemory, Options};
 use crate::error::Error;
 
 /// The caller's answer for each page, as a function.
+type PageMemoryFn = dyn Fn(&PageInfo) -> Option<CallerMemory> + Send + Sync;
+
+/// The function, shared by the clones of its options.
 #[derive(Clone)]
-pub(crate) struct PageMemorySource(pub Arc<dyn Fn(&PageInfo) -> Option<CallerMemory> + Send + Sync>);
+pub(crate) struct PageMemorySource(pub Arc<PageMemoryFn>);
 
 impl fmt::Debug for PageMemorySource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

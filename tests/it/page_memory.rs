@@ -149,11 +149,13 @@ fn pages_come_back_in_the_memory_that_is_given_for_them() {
 
 /// A callback: what is given for each page.
 type Give = Box<dyn Fn(&remanent::PageInfo) -> Option<CallerMemory> + Send + Sync>;
+/// What is wrong, the callback, and whether an error is the right one.
+type Row = (&'static str, Give, fn(&Error) -> bool);
 
 #[test]
 fn what_is_wrong_with_the_memory_fails_the_open_and_harms_nothing() {
     let shared = CallerMemory::from_vec(vec![0; 64], PLACE);
-    let rows: [(&str, Give, fn(&Error) -> bool); 6] = [
+    let rows: [Row; 6] = [
         ("too short", Box::new(|info| tensor(info.len - 1, PLACE)), |error| {
             matches!(error, Error::MemoryRefused { .. })
         }),

@@ -24,6 +24,7 @@ use remanent_format::{Place, Width};
 use zerocopy::FromZeros;
 
 use self::memory::{HostAllocation, HostBlock, HostMemories};
+use super::counted::moves;
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Lane,
     MemoryId, PageBytes, Payload, Pending, Piece, PieceKind, RawStream, Selection, Span, Staging,
@@ -523,6 +524,12 @@ impl Device for HostDevice {
 
     fn place_of(&self, memory: MemoryId) -> Place {
         self.memories.read().get(memory).place()
+    }
+
+    /// Under one lock: lists name thousands of memories.
+    fn tell_moves(&self, commands: &[Command], tell: &mut dyn FnMut(Place, Place, u64)) {
+        let memories = self.memories.read();
+        moves(commands, |memory| memories.get(memory).place(), tell);
     }
 
     fn alias(&self, span: Span) -> Result<MemoryId> {

@@ -139,12 +139,15 @@ impl Arena {
     /// way.
     ///
     /// # Errors
-    /// `MemoryInUse` if a page lives in a part of it; a device error.
+    /// `MemoryInUse` if a page lives in a part of it, or gave it up just now; a device error.
     pub fn lend(&self, page: PageId, bytes: &DeviceBytes) -> Result<PageMemory> {
-        let memory = loop {
-            match bytes.lend(page)? {
-                Some(memory) => break memory,
-                None => self.reap_all()?,
+        let memory = match bytes.lend(page)? {
+            Some(memory) => memory,
+            None => {
+                self.reap_all()?;
+                let in_use =
+                    || Error::MemoryInUse { len: bytes.byte_len(), page: bytes.page().unwrap_or(page) };
+                bytes.lend(page)?.ok_or_else(in_use)?
             }
         };
         self.lent.keep(memory, bytes.clone());

@@ -243,6 +243,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("scrub", here.scrub())?;
                 refused("trim", here.trim())?;
                 refused("device_bytes", here.device_bytes(16, Place::Host))?;
+                refused("release", here.release(pages[0]))?;
                 refused("working_copy", here.working_copy(pages[0], Width::W1, Shadow::Page))?;
                 refused("reload", here.reload(&copy))?;
                 refused("audit", here.audit())?;
