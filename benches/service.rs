@@ -73,6 +73,7 @@ async fn round(store: &Arc<Store>, pages: &[PageId], way: Way) -> Result<u64, Bo
         .collect();
     // A thread of its own ends the round: inline waits may hold up every thread of the runtime, its timer included.
     let timer = std::thread::spawn(move || {
+        #[allow(clippy::disallowed_methods, reason = "a round lasts a time, and no event ends it")]
         std::thread::sleep(ROUND);
         is_over.store(true, Ordering::Relaxed);
     });
