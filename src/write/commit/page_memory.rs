@@ -36,8 +36,11 @@ impl Committer {
         self.engine.arena.drop_let_go();
         let in_lent = |made: &MadeMemory| lent.get(&made.new_page?).copied().zip(made.new_page);
         let own = collected(homes.iter().filter(|made| in_lent(made).is_none()).map(|made| made.at))?;
-        let mut own = self.allocate_all(Purpose::Page, &own)?.into_iter();
+        // Before page memory is allocated, which would have to be given back.
         let mut memory = VecDeque::new();
+        let refused = |_| Error::no_memory((homes.len() * size_of::<PageMemory>()) as u64);
+        memory.try_reserve_exact(homes.len()).map_err(refused)?;
+        let mut own = self.allocate_all(Purpose::Page, &own)?.into_iter();
         for made in &homes {
             let of_page = match in_lent(made) {
                 Some((bytes, page)) => self.lend(page, bytes),
