@@ -13,6 +13,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -193,6 +194,22 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tre
     for key, content in ((MANIFEST_KEY, text), (HEADER_KEY, header)):
         changes.changed |= _put_page(store, batch, key, content)
     return changes
+
+
+def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: Any = None, *, note: str | None,
+         name: str | None, durable: bool) -> int:
+    """Makes these arrays and this tree the newest version in `directory`, as `put` does; returns its Lsn."""
+    with _native.Store(directory, device="host", page_load="on_demand", log_kept=1 << 30) as store:
+        batch = store.batch(note=note)
+        changes = put(store, batch, blocks, tree)
+        if changes.changed or note is not None:
+            store.commit(batch, "durable" if durable else "logged")
+        elif durable:
+            store.wait_durable()
+        lsn = store.lsn
+        if name is not None:
+            store.snapshot(name)
+        return lsn
 
 
 def _width(dtype: str) -> int:

@@ -79,17 +79,7 @@ def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | No
             kind = Array(path, _native.dtype(str(array.dtype))[1], array.shape)
             yield Block([kind], array.reshape(-1).view(numpy.uint8), array.nbytes)
 
-    with _native.Store(directory, device="host", page_load="on_demand", log_kept=1 << 30) as store:
-        batch = store.batch(note=note)
-        changes = _pages.put(store, batch, blocks(), {"leaves": held})
-        if changes.changed or note is not None:
-            store.commit(batch, "durable" if durable else "logged")
-        elif durable:
-            store.wait_durable()
-        lsn = store.lsn
-        if name is not None:
-            store.snapshot(name)
-        return lsn
+    return _pages.save(directory, blocks(), {"leaves": held}, note=note, name=name, durable=durable)
 
 
 def restore(directory: _Path, template: Any = None, *, at: int | str | None = None) -> Any:

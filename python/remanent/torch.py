@@ -173,17 +173,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
     """
     for given, tensor in tensors.items():
         _plain(given, tensor)
-    with _native.Store(directory, device="host", page_load="on_demand", log_kept=1 << 30) as store:
-        batch = store.batch(note=note)
-        changes = _pages.put(store, batch, _blocks(tensors))
-        if changes.changed or note is not None:
-            store.commit(batch, "durable" if durable else "logged")
-        elif durable:
-            store.wait_durable()
-        lsn = store.lsn
-        if name is not None:
-            store.snapshot(name)
-        return lsn
+    return _pages.save(directory, _blocks(tensors), note=note, name=name, durable=durable)
 
 
 def load_file(directory: _Path, *, device: str | torch.device = "cpu",
