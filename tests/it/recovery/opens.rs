@@ -85,7 +85,7 @@ fn a_crash_while_an_incarnation_is_left_out_costs_nothing() {
         (before[before.len() - 1], from)
     };
     let plan =
-        CrashPlan { events: from..disk.events(), images_max: 8, tears: Tears::None, ..CrashPlan::default() };
+        CrashPlan { events: from..disk.events(), images_max: 24, tears: Tears::None, ..CrashPlan::default() };
     let mut outer = 0;
     let mut twice = |image: CrashImage| {
         let (newest, from) = check(&image);
