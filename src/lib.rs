@@ -71,6 +71,8 @@
 //! | Unloaded | of a page: its bytes are on disk only, and are loaded before any reader or batch gets to them |
 //! | Lane | an ordered queue of device work |
 //! | Staging | host memory that a lane copies to or from |
+//! | Lent memory | memory of the caller's in which a page lives; only the store writes there |
+//! | [`StreamGuard`] | a use of memory by a caller's stream; what comes next is ordered after it |
 //! | Working copy | device memory that the caller's kernels write; a capture commits what changed there |
 //! | Shadow | what a working copy was when it was captured last |
 //! | Slot | the *n* of `Place::Device(n)`; bound to a device at open |

@@ -37,7 +37,7 @@ pub fn width(bytes: usize) -> PyResult<remanent::Width> {
 }
 
 /// All options of an open, as they are given by keyword.
-pub struct Given<'py> {
+pub struct OpenKeywords<'py> {
     pub create: bool,
     pub ack: String,
     pub device: String,
@@ -62,7 +62,7 @@ pub struct Given<'py> {
     pub scrub_bytes_per_second: Option<u64>,
 }
 
-impl Given<'_> {
+impl OpenKeywords<'_> {
     pub fn into_options(self, py: Python<'_>) -> PyResult<Options> {
         let choice = |text: &str| text.parse::<DeviceChoice>().or_raise(py, None);
         let images =

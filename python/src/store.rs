@@ -12,7 +12,7 @@ use crate::errors::{OrRaise, key_to_py};
 use crate::gate::{Gate, seconds, wait};
 use crate::lease::PyLease;
 use crate::memory::Input;
-use crate::options::{Given, ack, place, width};
+use crate::options::{OpenKeywords, ack, place, width};
 use crate::reader::{LiveSource, PyLiveView, Reader, Source, key, state_point};
 use crate::snapshot::{Pruned, SnapshotInfo};
 
@@ -105,7 +105,7 @@ impl PyStore {
         scrub_interval: Option<f64>,
         scrub_bytes_per_second: Option<u64>,
     ) -> PyResult<PyClassInitializer<Self>> {
-        let given = Given {
+        let given = OpenKeywords {
             create,
             ack: ack.to_owned(),
             device: device.to_owned(),

@@ -225,8 +225,8 @@ impl Worker {
     }
 
     /// Fills new memory with zeros from `from` on, unless it holds them already. A caller's memory may hold
-    /// anything, wherever it lies. Writing gigabytes of zeros
-    /// would hold up every batch and every read after this one.
+    /// anything, wherever it lies. Writing gigabytes of zeros would hold up every batch and every read after
+    /// this one.
     fn zero(&mut self, new: &PageMemory, from: u64) {
         if new.is_lent() || !self.device.allocates_zeros(new.place(), new.byte_len()) {
             self.list.zero(new.part(from, new.byte_len() - from));

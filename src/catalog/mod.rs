@@ -149,6 +149,17 @@ impl Catalog {
         }
     }
 
+    /// The most bytes that any kept snapshot names of an image file. What only older snapshots name comes
+    /// free when they go.
+    pub fn live_bytes(&self, file: u64) -> u64 {
+        self.snapshots.values().filter_map(|kept| kept.files.get(&file)).max().copied().unwrap_or(0)
+    }
+
+    /// Whether a kept table names an image file. It does not say how much of it.
+    pub fn is_in_table(&self, file: u64) -> bool {
+        self.tables.values().any(|table| table.files.contains(&file))
+    }
+
     /// The image files that a kept snapshot or table names.
     pub fn named_files(&self) -> BTreeSet<u64> {
         let by_snapshots = self.snapshots.values().flat_map(|kept| kept.files.keys());

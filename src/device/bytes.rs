@@ -203,7 +203,7 @@ impl DeviceBytes {
         }
         let device = &*self.memory.device;
         let points = self.memory.uses.before(device, &self.offsets(), access)?;
-        points.iter().try_for_each(|point| device.wait_point(point))
+        points.iter().try_for_each(|point| device.wait_event(point))
     }
 
     /// The range in its memory.

@@ -17,7 +17,7 @@ use remanent_format::Place;
 
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
-    Pending, RawStream, Span, Staging, StreamPoint,
+    Pending, RawStream, Span, Staging, StreamEvent,
 };
 use crate::base::sync::{Instant, Mutex};
 use crate::error::Result;
@@ -385,19 +385,19 @@ impl Device for CountedDevice {
         self.inner.supports_streams()
     }
 
-    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
-        self.inner.stream_point(stream)
+    fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
+        self.inner.stream_event(stream)
     }
 
-    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
-        self.inner.wait_point(point)
+    fn wait_event(&self, point: &StreamEvent) -> Result<()> {
+        self.inner.wait_event(point)
     }
 
-    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+    fn has_passed(&self, point: &StreamEvent) -> Result<bool> {
         self.inner.has_passed(point)
     }
 
-    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+    fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
         self.inner.hold_stream(stream, point)
     }
 

@@ -64,10 +64,16 @@ impl MemoryLink {
             Some(store) => store.keep(owner, fence),
             None => Err(owner),
         };
-        let Err(owner) = kept else { return };
-        if let Err(error) = device.wait(fence) {
-            tracing::warn!(%error, "a caller's memory stays held: a stream may still use it");
-            std::mem::forget(owner);
+        if let Err(owner) = kept {
+            drop_when_passed(device, owner, fence);
         }
+    }
+}
+
+/// Waits until the fence has passed, and drops an owner. It stays where the fence never passes.
+pub(crate) fn drop_when_passed(device: &dyn Device, owner: MemoryOwner, fence: Fence) {
+    if let Err(error) = device.wait(fence) {
+        tracing::warn!(%error, "a caller's memory stays held: a stream may still use it");
+        std::mem::forget(owner);
     }
 }

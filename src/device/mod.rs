@@ -31,7 +31,7 @@ use remanent_format::{Place, Width};
 pub use self::bytes::DeviceBytes;
 pub use self::counted::{AllocationStats, LaneStats, TransferStats};
 pub(crate) use self::counted::{CountedDevice, DeviceCounts};
-pub(crate) use self::memory_link::{MemoryLink, MemoryOwner, StoreEnd};
+pub(crate) use self::memory_link::{MemoryLink, MemoryOwner, StoreEnd, drop_when_passed};
 pub use self::stream_guard::StreamGuard;
 pub use self::stream_uses::Access;
 pub(crate) use self::stream_uses::{LastUse, StreamUses};
@@ -135,7 +135,7 @@ pub trait Device: Any + Send + Sync {
     ///
     /// # Errors
     /// `StreamRefused`, a device error.
-    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+    fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
         let reason = "the device gives no points of streams";
         Err(Error::StreamRefused { stream: stream.handle(), reason })
     }
@@ -144,7 +144,7 @@ pub trait Device: Any + Send + Sync {
     ///
     /// # Errors
     /// A device error.
-    fn wait_point(&self, _point: &StreamPoint) -> Result<()> {
+    fn wait_event(&self, _point: &StreamEvent) -> Result<()> {
         unreachable!("a device that gives no points")
     }
 
@@ -152,7 +152,7 @@ pub trait Device: Any + Send + Sync {
     ///
     /// # Errors
     /// A device error.
-    fn has_passed(&self, _point: &StreamPoint) -> Result<bool> {
+    fn has_passed(&self, _point: &StreamEvent) -> Result<bool> {
         unreachable!("a device that gives no points")
     }
 
@@ -160,7 +160,7 @@ pub trait Device: Any + Send + Sync {
     ///
     /// # Errors
     /// `StreamRefused`, with nothing changed; a device error.
-    fn hold_stream(&self, _stream: RawStream, _point: &StreamPoint) -> Result<()> {
+    fn hold_stream(&self, _stream: RawStream, _point: &StreamEvent) -> Result<()> {
         unreachable!("a device that gives no points")
     }
 
@@ -310,9 +310,9 @@ impl RawStream {
 
 /// A point of a caller's stream, as the device that gave it knows it. Clones are the same point.
 #[derive(Clone)]
-pub struct StreamPoint(Arc<dyn Any + Send + Sync>);
+pub struct StreamEvent(Arc<dyn Any + Send + Sync>);
 
-impl StreamPoint {
+impl StreamEvent {
     /// A point. For devices.
     pub fn new(point: impl Any + Send + Sync) -> Self {
         Self(Arc::new(point))
@@ -328,9 +328,9 @@ impl StreamPoint {
     }
 }
 
-impl std::fmt::Debug for StreamPoint {
+impl std::fmt::Debug for StreamEvent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("StreamPoint")
+        f.write_str("StreamEvent")
     }
 }
 

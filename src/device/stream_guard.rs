@@ -118,7 +118,7 @@ impl StreamGuard {
 
     fn record(&self) -> Result<()> {
         let device = &**self.bytes.device();
-        let point = device.stream_point(self.stream)?;
+        let point = device.stream_event(self.stream)?;
         // The lane that waits for callers: no other one does, and the stream may stand still.
         device.wait_external(Lane::Callers, self.stream)?;
         let fence = device.submit(Lane::Callers, CommandList::default())?.fence();

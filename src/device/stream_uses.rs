@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::{Device, Fence, StreamPoint};
+use super::{Device, Fence, StreamEvent};
 use crate::base::allocation::push;
 use crate::base::sync::Mutex;
 use crate::error::Result;
@@ -42,7 +42,7 @@ struct EndedUses {
 struct EndedUse {
     range: Range<u64>,
     access: Access,
-    point: StreamPoint,
+    point: StreamEvent,
 }
 
 /// When all uses that have ended are done.
@@ -67,7 +67,7 @@ impl StreamUses {
         device: &dyn Device,
         range: Range<u64>,
         access: Access,
-        point: StreamPoint,
+        point: StreamEvent,
         fence: Fence,
     ) -> Result<()> {
         let mut ended = self.0.lock();
@@ -100,7 +100,7 @@ impl StreamUses {
         device: &dyn Device,
         range: &Range<u64>,
         access: Access,
-    ) -> Result<Vec<StreamPoint>> {
+    ) -> Result<Vec<StreamEvent>> {
         let mut ended = self.0.lock();
         drop_passed(device, &mut ended.uses)?;
         let in_the_way = |ended: &&EndedUse| {

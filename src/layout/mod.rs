@@ -37,6 +37,7 @@ mod pages;
 mod tests;
 
 use std::fmt;
+use std::ops::Range;
 
 pub use pages::BlockPages;
 
@@ -313,11 +314,7 @@ impl BlockLayout {
     #[must_use]
     pub fn to_json(&self) -> String {
         let BlockShape { layers, outer, tokens, inner, width } = self.shape;
-        let arrangement = match self.arrangement {
-            Arrangement::Contiguous => "contiguous",
-            Arrangement::LayersApart { block_first: true } => "layers apart, block first",
-            Arrangement::LayersApart { block_first: false } => "layers apart, outer first",
-        };
+        let arrangement = self.arrangement;
         format!(
             "{{\"version\":{VERSION},\"blocks\":{},\"layers\":{layers},\"outer\":{outer},\"tokens\":{tokens},\
              \"inner\":{inner},\"width\":{width},\"arrangement\":\"{arrangement}\",\"align\":{},\
@@ -330,14 +327,20 @@ impl BlockLayout {
     }
 }
 
-impl fmt::Display for BlockLayout {
+impl fmt::Display for Arrangement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let BlockShape { layers, outer, tokens, inner, width } = self.shape;
-        let arrangement = match self.arrangement {
+        f.write_str(match self {
             Arrangement::Contiguous => "contiguous",
             Arrangement::LayersApart { block_first: true } => "layers apart, block first",
             Arrangement::LayersApart { block_first: false } => "layers apart, outer first",
-        };
+        })
+    }
+}
+
+impl fmt::Display for BlockLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let BlockShape { layers, outer, tokens, inner, width } = self.shape;
+        let arrangement = self.arrangement;
         write!(
             f,
             "{} blocks of {layers} layers x {outer} x {tokens} tokens x {inner} elements of {width} bytes, \
@@ -348,6 +351,12 @@ impl fmt::Display for BlockLayout {
 }
 
 impl Extent {
+    /// The bytes in their region.
+    #[must_use]
+    pub fn range(&self) -> Range<u64> {
+        self.offset..self.offset + self.len
+    }
+
     fn is_right_before(&self, other: &Self) -> bool {
         self.region == other.region && self.offset + self.len == other.offset
     }

@@ -2,7 +2,7 @@
 
 use remanent_format::{PageId, Place};
 
-use super::{BlockLayout, Extent, LayoutResult};
+use super::{BlockCopy, BlockLayout, LayoutResult};
 use crate::device::DeviceBytes;
 use crate::error::Result;
 use crate::store::{ManyBytes, Store};
@@ -103,10 +103,7 @@ impl BlockPages {
     ) -> Result<()> {
         from.check_regions(regions.iter().map(DeviceBytes::byte_len))?;
         let copies = from.copies(from_block, &self.layout, block)?;
-        let parts = copies.iter().map(|copy| {
-            let range = copy.from.offset..copy.from.offset + copy.from.len;
-            regions[copy.from.region].part(range)
-        });
+        let parts = copies.iter().map(|copy| regions[copy.from.region].part(copy.from.range()));
         let parts: Vec<DeviceBytes> = parts.collect::<Result<_>>()?;
         for (copy, part) in copies.iter().zip(&parts) {
             batch.write_device(self.pages[copy.to.region], copy.to.offset, part);
@@ -127,9 +124,8 @@ impl BlockPages {
         from_block: u64,
     ) -> LayoutResult<()> {
         for copy in from.layout.copies(from_block, &self.layout, block)? {
-            let range = copy.from.offset..copy.from.offset + copy.from.len;
             let (source, target) = (from.pages[copy.from.region], self.pages[copy.to.region]);
-            batch.copy(source, range, target, copy.to.offset);
+            batch.copy(source, copy.from.range(), target, copy.to.offset);
         }
         Ok(())
     }
@@ -150,7 +146,7 @@ impl BlockPages {
     ) -> Result<()> {
         to.check_regions(regions.iter().map(|region| region.len() as u64))?;
         let copies = self.layout.copies(block, to, to_block)?;
-        let bytes = self.read_all(store, copies.iter().map(|copy| copy.from))?;
+        let bytes = self.read_all(store, &copies)?;
         for (index, copy) in copies.iter().enumerate() {
             let at = copy.to.offset as usize;
             regions[copy.to.region][at..at + copy.to.len as usize].copy_from_slice(bytes.get(index));
@@ -173,16 +169,15 @@ impl BlockPages {
     ) -> Result<()> {
         to.check_regions(regions.iter().map(DeviceBytes::byte_len))?;
         let copies = self.layout.copies(block, to, to_block)?;
-        let bytes = self.read_all(store, copies.iter().map(|copy| copy.from))?;
+        let bytes = self.read_all(store, &copies)?;
         for (index, copy) in copies.iter().enumerate() {
             regions[copy.to.region].write(copy.to.offset, bytes.get(index))?;
         }
         Ok(())
     }
 
-    fn read_all(&self, store: &Store, extents: impl Iterator<Item = Extent>) -> Result<ManyBytes> {
-        let range = |extent: Extent| extent.offset..extent.offset + extent.len;
-        let ranges: Vec<_> = extents.map(|extent| (self.pages[extent.region], range(extent))).collect();
-        store.read_many(&ranges)?.wait()
+    fn read_all(&self, store: &Store, copies: &[BlockCopy]) -> Result<ManyBytes> {
+        let range = |copy: &BlockCopy| (self.pages[copy.from.region], copy.from.range());
+        store.read_many(&copies.iter().map(range).collect::<Vec<_>>())?.wait()
     }
 }

@@ -46,9 +46,7 @@ impl Snapshots {
             let by_name = |kept: &&crate::catalog::RetainedSnapshot| {
                 kept.info.name.is_some() && kept.files.contains_key(&number)
             };
-            if catalog.tables.values().any(|table| table.files.contains(&number))
-                || catalog.snapshots.values().any(|kept| by_name(&kept))
-            {
+            if catalog.is_in_table(number) || catalog.snapshots.values().any(|kept| by_name(&kept)) {
                 continue;
             }
             let len = match catalog.file_lens.get(&number) {
@@ -57,9 +55,7 @@ impl Snapshots {
             };
             // Measured once: a file never changes its length.
             catalog.file_lens.insert(number, len);
-            // Older snapshots may name more of it: what only they need comes free when they go.
-            let live = catalog.snapshots.values().filter_map(|kept| kept.files.get(&number)).max();
-            files.push(ImageFile { number, len, newest_bytes, live_bytes: live.copied().unwrap_or(0) });
+            files.push(ImageFile { number, len, newest_bytes, live_bytes: catalog.live_bytes(number) });
         }
         catalog.file_lens.retain(|number, _| newest.files.contains_key(number));
         Ok(choose(files))

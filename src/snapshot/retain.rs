@@ -320,14 +320,8 @@ impl Subject<'_> {
         let named = catalog.named_files();
         let files = self
             .lens(Folder::Pages, |file| matches!(file, FileName::Pages(number) if named.contains(&number)))?;
-        let tables = || catalog.tables.values();
         let live_bytes = |file: u64, len: u64| {
-            // A table does not say how much of a file it names.
-            if tables().any(|table| table.files.contains(&file)) {
-                return len;
-            }
-            let live = catalog.snapshots.values().filter_map(|kept| kept.files.get(&file)).max();
-            live.copied().unwrap_or(0).min(len)
+            if catalog.is_in_table(file) { len } else { catalog.live_bytes(file).min(len) }
         };
         let measured = files.into_iter().filter_map(|(file, len)| Some((number(file)?, len)));
         Ok(measured.map(|(file, len)| NamedImageFile { len, live_bytes: live_bytes(file, len) }).collect())

@@ -13,7 +13,7 @@ use remanent_format::Place;
 use crate::base::sync::Mutex;
 use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, Span, Staging, StagingSpan, StreamPoint,
+    RawStream, Span, Staging, StagingSpan, StreamEvent,
 };
 use crate::error::{Error, Result};
 
@@ -51,9 +51,9 @@ pub enum DeviceCall {
     Alias,
     /// A call of [`Device::rename`].
     Rename,
-    /// A call of [`Device::stream_point`].
-    StreamPoint,
-    /// A call of [`Device::wait_point`].
+    /// A call of [`Device::stream_event`].
+    StreamEvent,
+    /// A call of [`Device::wait_event`].
     WaitPoint,
     /// A call of [`Device::hold_stream`].
     HoldStream,
@@ -273,21 +273,21 @@ impl Device for FaultyDevice {
         self.inner.supports_streams()
     }
 
-    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
-        self.enter(DeviceCall::StreamPoint)?;
-        self.inner.stream_point(stream)
+    fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
+        self.enter(DeviceCall::StreamEvent)?;
+        self.inner.stream_event(stream)
     }
 
-    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
+    fn wait_event(&self, point: &StreamEvent) -> Result<()> {
         self.enter(DeviceCall::WaitPoint)?;
-        self.inner.wait_point(point)
+        self.inner.wait_event(point)
     }
 
-    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+    fn has_passed(&self, point: &StreamEvent) -> Result<bool> {
         self.inner.has_passed(point)
     }
 
-    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+    fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
         self.enter(DeviceCall::HoldStream)?;
         self.inner.hold_stream(stream, point)
     }

@@ -22,11 +22,12 @@ use crate::gpu;
 const LEN: u64 = 2000;
 const PLACE: Place = Place::Device(0);
 
-fn options() -> Options {
+pub fn options() -> Options {
     Options::default().segment_len(64 << 10).snapshot_log_bytes(None).snapshot_interval(None)
 }
 
-fn devices() -> [Arc<dyn Device>; 2] {
+/// The host device, by itself and where fences pass late.
+pub fn devices() -> [Arc<dyn Device>; 2] {
     [Arc::new(HostDevice::new()), Arc::new(LateDevice::new(Arc::new(HostDevice::new())))]
 }
 

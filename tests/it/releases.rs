@@ -9,22 +9,13 @@ use remanent::device::{Command, CommandList, Device, Lane, StagingSpan};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
-use remanent::{
-    Ack, Budget, DeviceBytes, Error, Options, PageId, PageLoad, Place, Purpose, Store, WriteBatch,
-};
+use remanent::{Ack, Budget, DeviceBytes, Error, PageId, PageLoad, Place, Purpose, Store, WriteBatch};
 
 use crate::gpu;
+use crate::lent_pages::{devices, options};
 
 const LEN: u64 = 3000;
 const PLACE: Place = Place::Device(0);
-
-fn options() -> Options {
-    Options::default().segment_len(64 << 10).snapshot_log_bytes(None).snapshot_interval(None)
-}
-
-fn devices() -> [Arc<dyn Device>; 2] {
-    [Arc::new(HostDevice::new()), Arc::new(LateDevice::new(Arc::new(HostDevice::new())))]
-}
 
 /// A store whose one page is full of ones.
 fn bench(device: Arc<dyn Device>) -> (SimDisk, Store, PageId) {

@@ -305,7 +305,7 @@ fn an_error_of_the_device_in_a_guard_poisons_the_store() {
     };
     let rows = [
         (DeviceCall::SignalExternal, end),
-        (DeviceCall::StreamPoint, end),
+        (DeviceCall::StreamEvent, end),
         (DeviceCall::WaitExternal, end),
         (DeviceCall::Submit, end),
         (DeviceCall::HoldStream, other),

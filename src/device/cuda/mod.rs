@@ -57,7 +57,7 @@ use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
 use self::translate::{ScratchNeed, StagedBytes};
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StreamPoint,
+    RawStream, ReturnedStaging, Span, Staging, StreamEvent,
 };
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
@@ -393,19 +393,19 @@ impl Device for CudaDevice {
         true
     }
 
-    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
-        stream::point(self.context, stream).map(StreamPoint::new)
+    fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
+        stream::point(self.context, stream).map(StreamEvent::new)
     }
 
-    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
+    fn wait_event(&self, point: &StreamEvent) -> Result<()> {
         point.of::<CudaEvent>().wait()
     }
 
-    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+    fn has_passed(&self, point: &StreamEvent) -> Result<bool> {
         point.of::<CudaEvent>().is_reached()
     }
 
-    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+    fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
         stream::hold(self.context, stream, point.of::<CudaEvent>())
     }
 

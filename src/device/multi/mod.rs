@@ -20,7 +20,7 @@ use self::share::Shares;
 use self::split::{PartSpan, SplitPlanner, SplitStep};
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamPoint,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent,
 };
 use crate::base::sync::{Mutex, RwLock};
 use crate::error::{Error, Result};
@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 const ACROSS_LEN_MAX: u64 = 4 << 20;
 
 /// The points that parts gave for one stream: several for a default stream.
-type PartPoints = Vec<(usize, StreamPoint)>;
+type PartPoints = Vec<(usize, StreamEvent)>;
 
 /// Several devices as one.
 pub struct MultiDevice {
@@ -408,16 +408,16 @@ impl Device for MultiDevice {
         self.parts.iter().any(|part| part.supports_streams())
     }
 
-    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
-        let points: PartPoints = self.with_stream(stream, |device| device.stream_point(stream))?;
-        Ok(StreamPoint::new(points))
+    fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
+        let points: PartPoints = self.with_stream(stream, |device| device.stream_event(stream))?;
+        Ok(StreamEvent::new(points))
     }
 
-    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
-        point.of::<PartPoints>().iter().try_for_each(|(part, point)| self.parts[*part].wait_point(point))
+    fn wait_event(&self, point: &StreamEvent) -> Result<()> {
+        point.of::<PartPoints>().iter().try_for_each(|(part, point)| self.parts[*part].wait_event(point))
     }
 
-    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+    fn has_passed(&self, point: &StreamEvent) -> Result<bool> {
         for (part, point) in point.of::<PartPoints>() {
             if !self.parts[*part].has_passed(point)? {
                 return Ok(false);
@@ -426,13 +426,13 @@ impl Device for MultiDevice {
         Ok(true)
     }
 
-    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+    fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
         for (part, point) in point.of::<PartPoints>() {
             match self.parts[*part].hold_stream(stream, point) {
                 // The stream is another part's, which does not know the point: this thread waits instead.
                 Err(Error::StreamRefused { .. }) => {
-                    self.with_stream(stream, |device| device.stream_point(stream))?;
-                    self.parts[*part].wait_point(point)?;
+                    self.with_stream(stream, |device| device.stream_event(stream))?;
+                    self.parts[*part].wait_event(point)?;
                 }
                 held => held?,
             }

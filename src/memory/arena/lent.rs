@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicUsize, Ordering};
-use crate::device::{Device, DeviceBytes, Fence, MemoryId, MemoryOwner};
+use crate::device::{Device, DeviceBytes, Fence, MemoryId, MemoryOwner, drop_when_passed};
 
 /// The handles of memory that is lent to pages. Shared by threads.
 #[derive(Default)]
@@ -71,10 +71,7 @@ impl LentMemories {
     /// Drops all owners, once their fences have passed. Those whose fences never pass stay.
     pub fn drop_leaving(&mut self, device: &dyn Device) {
         for (owner, fence) in self.leaving.get_mut().drain(..) {
-            if let Err(error) = device.wait(fence) {
-                tracing::warn!(%error, "a caller's memory stays held: a stream may still use it");
-                std::mem::forget(owner);
-            }
+            drop_when_passed(device, owner, fence);
         }
     }
 }

@@ -23,7 +23,7 @@ use crate::base::sync::{Condvar, Mutex};
 use crate::device::spans::{overlap, staged_spans};
 use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamPoint,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent,
 };
 use crate::error::{Error, Result};
 
@@ -361,19 +361,19 @@ impl Device for LateDevice {
     }
 
     fn wait_stream(&self, stream: RawStream) -> Result<()> {
-        self.wait_point(&self.stream_point(stream)?)
+        self.wait_event(&self.stream_event(stream)?)
     }
 
     fn supports_streams(&self) -> bool {
         true
     }
 
-    fn stream_point(&self, stream: RawStream) -> Result<StreamPoint> {
+    fn stream_event(&self, stream: RawStream) -> Result<StreamEvent> {
         let position = self.state.lock().streams.usable(stream)?.given;
-        Ok(StreamPoint::new(LatePoint { stream, position }))
+        Ok(StreamEvent::new(LatePoint { stream, position }))
     }
 
-    fn wait_point(&self, point: &StreamPoint) -> Result<()> {
+    fn wait_event(&self, point: &StreamEvent) -> Result<()> {
         let LatePoint { stream, position } = *point.of();
         let mut state = self.state.lock();
         state.streams.of(stream).waiting += 1;
@@ -385,12 +385,12 @@ impl Device for LateDevice {
         self.run_stream_to(&mut state, stream, position)
     }
 
-    fn has_passed(&self, point: &StreamPoint) -> Result<bool> {
+    fn has_passed(&self, point: &StreamEvent) -> Result<bool> {
         let LatePoint { stream, position } = *point.of();
         Ok(self.state.lock().streams.of(stream).reached >= position)
     }
 
-    fn hold_stream(&self, stream: RawStream, point: &StreamPoint) -> Result<()> {
+    fn hold_stream(&self, stream: RawStream, point: &StreamEvent) -> Result<()> {
         let LatePoint { stream: other, position } = *point.of();
         let mut state = self.state.lock();
         state.streams.usable(stream)?.push(StreamEntry::AfterStream(other, position));
