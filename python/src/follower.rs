@@ -13,7 +13,9 @@ use crate::array::{Aligned, Array};
 use crate::dtype::Dtype;
 use crate::errors::{OrRaise, key_to_py};
 use crate::gate::{check_process, detached, seconds, wait};
-use crate::reader::{Info, Reader, Source};
+use crate::page_info::Info;
+use crate::reader::Reader;
+use crate::source::Source;
 use crate::values::{metadata_to_py, to_py};
 
 /// Reads the batches of a store in order, each once, while another process may be writing it: an iterator,

@@ -16,7 +16,7 @@ use crate::dlpack::{self, Export};
 use crate::dtype::{Dtype, layout};
 use crate::errors::OrRaise;
 use crate::gate::{Gate, Handle, check_process, detached};
-use crate::reader::Info;
+use crate::page_info::Info;
 
 self_cell! {
     /// A lease beside the store that it borrows from.

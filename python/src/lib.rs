@@ -9,8 +9,13 @@
 //! | `store` | the handle of an open store |
 //! | `follower` | batches as they are logged, and replicas |
 //! | `lease` | a page's bytes where they lie |
-//! | `batch` | operations that happen together, and tickets |
+//! | `batch` | operations that happen together |
+//! | `ticket` | a submitted batch to wait for |
+//! | `view` | views of an open store, and of earlier states |
 //! | `reader` | pages and root that can be read, from whatever |
+//! | `source` | what they are read from |
+//! | `page_name` | how a caller names pages and states |
+//! | `page_info` | what a look-up gives of a page |
 //! | `snapshot` | what is kept, and what a retention removes |
 //! | `options` | how a store is opened, from words and seconds |
 //! | `bell` | futures of the engine for an event loop |
@@ -31,7 +36,12 @@ mod store;
 mod follower;
 mod lease;
 mod batch;
+mod ticket;
+mod view;
 mod reader;
+mod source;
+mod page_name;
+mod page_info;
 mod snapshot;
 mod options;
 mod bell;
@@ -53,7 +63,7 @@ mod _native {
     #[pymodule_export]
     use super::array::Array;
     #[pymodule_export]
-    use super::batch::{Batch, PyNewPage, Receipt, Ticket};
+    use super::batch::{Batch, PyNewPage};
     #[pymodule_export]
     use super::bell::{Bell, Waiting};
     #[pymodule_export]
@@ -61,11 +71,17 @@ mod _native {
     #[pymodule_export]
     use super::lease::PyLease;
     #[pymodule_export]
-    use super::reader::{Info, PyLiveView, PyView, Reader};
+    use super::page_info::Info;
+    #[pymodule_export]
+    use super::reader::Reader;
     #[pymodule_export]
     use super::snapshot::{Pruned, SnapshotInfo};
     #[pymodule_export]
     use super::store::PyStore;
+    #[pymodule_export]
+    use super::ticket::{Receipt, Ticket};
+    #[pymodule_export]
+    use super::view::{PyLiveView, PyView};
 
     use super::dtype::Dtype;
     use super::*;

@@ -7,14 +7,18 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use remanent::{Lsn, SnapshotOptions, Store};
 
-use crate::batch::{Batch, Receipt, Ticket, commit, submit};
+use crate::batch::{Batch, commit, submit};
 use crate::errors::{OrRaise, key_to_py};
 use crate::gate::{Gate, seconds, wait};
 use crate::lease::PyLease;
 use crate::memory::Input;
 use crate::options::{OpenKeywords, ack, place, width};
-use crate::reader::{LiveSource, PyLiveView, Reader, Source, key, state_point};
+use crate::page_name::{key, state_point};
+use crate::reader::Reader;
 use crate::snapshot::{Pruned, SnapshotInfo};
+use crate::source::{LiveSource, Source};
+use crate::ticket::{Receipt, Ticket};
+use crate::view::PyLiveView;
 
 /// A store directory, open for reading and writing: pages, root, log, snapshots.
 ///

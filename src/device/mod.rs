@@ -5,7 +5,7 @@
 //! handles; bytes cross the seam only in staging. `HostDevice` defines what is correct (I11): every other
 //! device gives the same bytes for the same lists.
 //!
-//! The engine holds `Arc<dyn Device>`: one indirect call a list, a few nanoseconds against a launch's
+//! The engine holds `Arc<dyn Device>`: one indirect call for each list, a few nanoseconds against a launch's
 //! microseconds.
 
 #[cfg(feature = "cuda")]
@@ -14,6 +14,9 @@ pub mod host;
 pub mod multi;
 pub(crate) mod spans;
 pub(crate) mod sums;
+mod commands;
+mod staging;
+mod streams;
 mod stream_guard;
 mod bytes;
 mod memory_link;
@@ -22,19 +25,24 @@ mod stream_uses;
 mod counted;
 
 use std::any::Any;
-use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
+use remanent_format::Place;
 use remanent_format::ids::Number;
-use remanent_format::{Place, Width};
 
 pub use self::bytes::DeviceBytes;
+pub use self::commands::{
+    BITMAP_LEN_END, Command, CommandList, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Payload, Piece,
+    PieceKind, Selection, StagingSpan,
+};
 pub use self::counted::{AllocationStats, LaneStats, TransferStats};
 pub(crate) use self::counted::{CountedDevice, DeviceCounts};
 pub(crate) use self::memory_link::{MemoryLink, MemoryOwner, StoreEnd, drop_when_passed};
+pub use self::staging::{Pending, ReturnedStaging, Staging, StagingMemory};
 pub use self::stream_guard::StreamGuard;
 pub use self::stream_uses::Access;
 pub(crate) use self::stream_uses::{LastUse, StreamUses};
+pub use self::streams::{RawStream, StreamEvent};
 use crate::error::{Error, Result};
 pub use crate::options::CallerMemory;
 
@@ -286,54 +294,6 @@ pub struct MemoryStats {
 /// Bytes of page memory, shared. They outlive it.
 pub type PageBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
-/// A stream of the caller's, as the device names it: for a GPU the handle of a CUDA stream (`CUstream`,
-/// `cudaStream_t`, `torch.cuda.Stream.cuda_stream`) as a number.
-///
-/// The code that makes one, by `RawStream::from_cuda`, vouches for the handle, for a driver follows any
-/// number that it is given. A device that knows no streams refuses all of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct RawStream(pub(crate) u64);
-
-impl RawStream {
-    /// Whether it is a default stream: every GPU has one by the same handle.
-    pub(crate) fn is_default(self) -> bool {
-        // The one of old, and the two that CUDA names: legacy, and one a thread.
-        self.0 <= 2
-    }
-
-    /// The handle as a number.
-    #[must_use]
-    pub fn handle(self) -> u64 {
-        self.0
-    }
-}
-
-/// A point of a caller's stream, as the device that gave it knows it. Clones are the same point.
-#[derive(Clone)]
-pub struct StreamEvent(Arc<dyn Any + Send + Sync>);
-
-impl StreamEvent {
-    /// A point. For devices.
-    pub fn new(point: impl Any + Send + Sync) -> Self {
-        Self(Arc::new(point))
-    }
-
-    /// What the device made it of.
-    ///
-    /// # Panics
-    /// If another kind of device did.
-    #[must_use]
-    pub fn of<T: Any>(&self) -> &T {
-        self.0.downcast_ref().expect("a point that this device gave")
-    }
-}
-
-impl std::fmt::Debug for StreamEvent {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("StreamEvent")
-    }
-}
-
 /// A device's own name for an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MemoryId(pub u64);
@@ -393,302 +353,4 @@ pub struct Fence {
     pub lane: Lane,
     /// Rising from 1 in each lane; 0 has always passed.
     pub value: u64,
-}
-
-/// Work for a lane, in order.
-#[derive(Debug, Default)]
-pub struct CommandList {
-    /// The commands, in order.
-    pub commands: Vec<Command>,
-    /// The staging that the commands name by index.
-    pub staging: Vec<Staging>,
-}
-
-/// A range of one of a list's stagings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StagingSpan {
-    /// Index into [`CommandList::staging`].
-    pub index: usize,
-    /// Offset of its first byte.
-    pub offset: usize,
-    /// Number of bytes.
-    pub len: usize,
-}
-
-/// One step of a list. Ranges were checked by the caller; a device panics on one that is out of bounds.
-#[derive(Clone, Debug)]
-pub enum Command {
-    /// Staging to page memory; equal lengths.
-    Upload {
-        /// The bytes copied.
-        source: StagingSpan,
-        /// The place they go to.
-        target: Span,
-    },
-    /// Page memory to staging; equal lengths.
-    Download {
-        /// The bytes copied.
-        source: Span,
-        /// The place they go to.
-        target: StagingSpan,
-    },
-    /// Deltas, in order. Pieces of one page are applied in the order of the list.
-    Apply {
-        /// The deltas, in order.
-        pieces: Vec<Piece>,
-    },
-    /// Page memory to page memory; equal lengths, not overlapping.
-    Copy {
-        /// The bytes copied.
-        source: Span,
-        /// The place they go to.
-        target: Span,
-    },
-    /// Repeats the first `width` bytes of `pattern` over the target, whose length is a multiple of it.
-    Fill {
-        /// The range that is filled.
-        target: Span,
-        /// The pattern, in its first `width` bytes.
-        pattern: [u8; 16],
-        /// Length of the pattern.
-        width: Width,
-    },
-    /// Many pieces into one area: each source to its offset in `target`.
-    Gather {
-        /// The bytes copied, each with its offset in `target`.
-        sources: Vec<(Span, u64)>,
-        /// The area they go to.
-        target: Span,
-    },
-    /// One area out to many pieces: each target from its offset in `source`.
-    Scatter {
-        /// The bytes copied.
-        source: Span,
-        /// The offset in `source`, and the place that its bytes go to.
-        targets: Vec<(u64, Span)>,
-    },
-    /// One bit an element, lowest bit first: 1 where the two differ. Equal lengths, multiples of `width`.
-    Diff {
-        /// One range compared.
-        left: Span,
-        /// The other range compared.
-        right: Span,
-        /// The element's width.
-        width: Width,
-        /// The range for the bits: one byte for eight elements, rounded up, overlapping neither.
-        target: Span,
-    },
-    /// The indices of the bits that are set, rising. For each bitmap four little-endian bytes hold the number
-    /// of set bits.
-    Select {
-        /// The bitmaps. None writes where another one reads or writes.
-        bitmaps: Vec<Selection>,
-        /// The place for the numbers of set bits.
-        target: StagingSpan,
-    },
-    /// CRC-32 of each source, four little-endian bytes each.
-    Crc {
-        /// The ranges to sum.
-        sources: Vec<Span>,
-        /// The place for the sums.
-        target: StagingSpan,
-    },
-    /// Single elements, one after the other: element `i` of the target is the one of `source` that index `i`
-    /// names.
-    Pick {
-        /// The elements to pick from.
-        source: Span,
-        /// The elements' width; both lengths are multiples of it.
-        width: Width,
-        /// Little-endian u32 indices into `source`, one for each element of `target`.
-        indices: StagingSpan,
-        /// The place for the picked elements; not overlapping the source.
-        target: Span,
-    },
-    /// Looks at indices that only the device has seen. For each list four little-endian bytes hold the sum of
-    /// [`INDEX_OUT_OF_BOUNDS`] and [`INDEX_TWICE`] as they are found, 0 if all indices are good.
-    Validate {
-        /// The lists to look at.
-        lists: Vec<IndexList>,
-        /// The place for the findings.
-        target: StagingSpan,
-    },
-}
-
-/// A bitmap in page memory, lowest bit first, and the place for the indices of its set bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Selection {
-    /// The bits; fewer bytes than [`BITMAP_LEN_END`].
-    pub bits: Span,
-    /// Room for little-endian u32, not overlapping the bits; offset and length are multiples of 4. Indices
-    /// beyond the room are left out; room beyond the indices stays as it is.
-    pub indices: Span,
-}
-
-impl Selection {
-    /// Refuses a selection that breaks these rules. For devices.
-    ///
-    /// # Panics
-    /// If it breaks one.
-    pub fn check(&self) {
-        let Self { bits, indices } = *self;
-        assert!(bits.len < BITMAP_LEN_END, "a bitmap of {} bytes", bits.len);
-        assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "room for whole indices");
-        let are_apart = bits.memory != indices.memory
-            || bits.offset.saturating_add(bits.len) <= indices.offset
-            || indices.offset.saturating_add(indices.len) <= bits.offset;
-        assert!(are_apart, "indices where their bitmap is: {self:?}");
-    }
-}
-
-/// The length in bytes from which a bitmap has bits whose number takes more than 32 bits.
-pub const BITMAP_LEN_END: u64 = 1 << 29;
-
-/// Indices in page memory, all of which should be different and below a bound.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IndexList {
-    /// Little-endian u32 indices; offset and length are multiples of 4.
-    pub indices: Span,
-    /// The number of elements that the indices name.
-    pub bound: u64,
-}
-
-/// An index is not below its bound.
-pub const INDEX_OUT_OF_BOUNDS: u32 = 1;
-/// An index is in its list twice.
-pub const INDEX_TWICE: u32 = 2;
-
-/// One delta: bytes from a staging (or from page memory) merged into a range of page memory.
-#[derive(Clone, Debug)]
-pub struct Piece {
-    /// The range of page memory concerned. For `Sparse`, the range in which the elements lie.
-    pub target: Span,
-    /// The place of the delta's bytes.
-    pub payload: Payload,
-    /// The way they are merged.
-    pub kind: PieceKind,
-}
-
-/// The place of a delta's bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Payload {
-    /// In one of the list's stagings, from this offset on.
-    Staging {
-        /// Index into [`CommandList::staging`].
-        index: usize,
-        /// Offset of the first byte.
-        offset: usize,
-    },
-    /// In a range of page memory.
-    Device(Span),
-}
-
-/// The way a delta's bytes are merged. Offsets are relative to the payload's first byte.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PieceKind {
-    /// `target.len` bytes replace the target.
-    Dense,
-    /// A bitmap at 0 (one bit an element, lowest bit first), bytes of the whole range at `bytes_at`:
-    /// elements whose bit is 1 are replaced.
-    Masked {
-        /// The element's width; `target.len` is a multiple of it.
-        width: Width,
-        /// Offset of the bytes.
-        bytes_at: usize,
-    },
-    /// `count` little-endian u32 element indices at 0, all different; the elements' bytes at `values_at`.
-    Sparse {
-        /// The element's width.
-        width: Width,
-        /// Number of elements.
-        count: usize,
-        /// Offset of the values.
-        values_at: usize,
-    },
-}
-
-/// Host memory that a lane copies from or to. It is readable and writable while the caller owns it. While a
-/// list owns it no other code can touch it, which is what asynchronous copies demand.
-pub struct Staging(Box<dyn StagingMemory>);
-
-/// The memory that a device makes staging of.
-pub trait StagingMemory: Any + Send + Sync {
-    /// The bytes, to read.
-    fn bytes(&self) -> &[u8];
-    /// The bytes, to write.
-    fn bytes_mut(&mut self) -> &mut [u8];
-}
-
-impl StagingMemory for Vec<u8> {
-    fn bytes(&self) -> &[u8] {
-        self
-    }
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        self
-    }
-}
-
-impl Staging {
-    /// Staging made of that memory.
-    pub fn new(memory: impl StagingMemory + 'static) -> Self {
-        Self(Box::new(memory))
-    }
-
-    /// The memory that it is made of. For devices, to tell it from other devices' staging.
-    #[must_use]
-    pub fn memory(&self) -> &dyn Any {
-        &*self.0
-    }
-}
-
-impl Deref for Staging {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        self.0.bytes()
-    }
-}
-
-impl DerefMut for Staging {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        self.0.bytes_mut()
-    }
-}
-
-impl std::fmt::Debug for Staging {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Staging({} bytes)", self.len())
-    }
-}
-
-/// A list in flight. It keeps the list's staging until the fence has passed.
-#[derive(Debug)]
-pub struct Pending {
-    fence: Fence,
-    returned: Arc<ReturnedStaging>,
-}
-
-/// The place where a device leaves a list's staging when the list is done.
-pub type ReturnedStaging = crate::base::sync::Mutex<Vec<Staging>>;
-
-impl Pending {
-    /// A list that passes `fence` and whose staging will lie in `returned` by then. For devices.
-    #[must_use]
-    pub fn new(fence: Fence, returned: Arc<ReturnedStaging>) -> Self {
-        Self { fence, returned }
-    }
-
-    /// The fence that passes when the list is done.
-    #[must_use]
-    pub fn fence(&self) -> Fence {
-        self.fence
-    }
-
-    /// Waits for the fence and gives the staging back, in the list's order.
-    ///
-    /// # Errors
-    /// A device error.
-    pub fn finish(self, device: &dyn Device) -> Result<Vec<Staging>> {
-        device.wait(self.fence)?;
-        Ok(std::mem::take(&mut *self.returned.lock()))
-    }
 }

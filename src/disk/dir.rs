@@ -1,31 +1,20 @@
 //! `DirDisk`: a store directory of a real file system.
 //!
 //! Every method is one or two system calls; the standard library retries those that a signal interrupts.
-//! Names are resolved anew at each call. Open files go on naming the file that they were opened on, so a
-//! rename underneath does not disturb them.
+//! Names are resolved anew at each call. Open files are in `dir_file.rs`.
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::num::NonZeroU64;
-use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
-use rustix::fs::{Advice, FallocateFlags};
-use rustix::io::Errno;
 
-use super::buffered::BufferedWindow;
-use super::cached::read_cached;
 use super::capabilities::{direct_refused, mapping_refused};
-use super::direct::{self, DirectWindow};
-use super::direct_read::{read_direct, reopen, reopen_direct};
-use super::mapped::{self, MappedWindow, PartWindow};
-use super::{
-    Disk, DiskFile, DiskLock, Hold, Watch, Window, ZEROS_LEN_MAX, lock, reader_locks, watch, zeros_by_pieces,
-};
+use super::dir_file::DirFile;
+use super::{Disk, DiskFile, DiskLock, Hold, Watch, lock, reader_locks, watch};
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 use crate::options::{ImageIo, LogIo};
@@ -337,191 +326,6 @@ fn list(path: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// One open file of the directory.
-struct DirFile {
-    file: File,
-    name: FileName,
-    /// A second descriptor that reads past the page cache, opened when first needed. Inside, `None` where the
-    /// file system has no such reads.
-    direct: Mutex<Option<Option<Arc<File>>>>,
-    /// A descriptor that writes past the page cache, opened when first needed.
-    direct_writes: Mutex<Option<Arc<File>>>,
-    /// Whether the page cache has nothing that the medium lacks, as far as it was asked.
-    is_synced: Mutex<bool>,
-}
-
-impl DirFile {
-    fn shared(file: File, name: FileName) -> Arc<dyn DiskFile> {
-        Arc::new(Self {
-            file,
-            name,
-            direct: Mutex::new(None),
-            direct_writes: Mutex::new(None),
-            is_synced: Mutex::new(false),
-        })
-    }
-
-    fn direct(&self) -> Option<Arc<File>> {
-        self.direct.lock().get_or_insert_with(|| reopen_direct(&self.file).map(Arc::new)).clone()
-    }
-
-    fn past_cache(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        if let Some(direct) = self.direct() {
-            match read_direct(&direct, offset, out) {
-                // Some file systems accept the flag at open and refuse the read.
-                Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
-                done => return done,
-            }
-        }
-        // Synced pages are clean, so the kernel can drop them, and must then ask the medium again. If it
-        // keeps them, this is an ordinary read.
-        let len = NonZeroU64::new(out.len() as u64);
-        if len.is_some() {
-            let _ = rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed);
-        }
-        self.file.read_exact_at(out, offset)
-    }
-
-    fn failed(&self, action: &'static str, offset: u64) -> impl FnOnce(io::Error) -> Error {
-        let name = self.name;
-        move |source| Error::io(action, name, Some(offset), source)
-    }
-}
-
-impl DiskFile for DirFile {
-    fn len(&self) -> Result<u64> {
-        let metadata = self.file.metadata();
-        metadata.map(|found| found.len()).map_err(|source| Error::io("measure", self.name, None, source))
-    }
-
-    fn is_without_holes(&self) -> Result<bool> {
-        // The unit of the system's count, whatever a file system's blocks are.
-        const COUNTED_LEN: u64 = 512;
-        let metadata = self.file.metadata();
-        metadata
-            .map(|found| found.blocks() * COUNTED_LEN >= found.len())
-            .map_err(|source| Error::io("measure", self.name, None, source))
-    }
-
-    fn has_one_name(&self) -> Result<bool> {
-        let metadata = self.file.metadata();
-        metadata
-            .map(|found| found.nlink() == 1)
-            .map_err(|source| Error::io("measure", self.name, None, source))
-    }
-
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.file.write_all_at(bytes, offset).map_err(self.failed("write", offset))
-    }
-
-    /// Writes zeros in pieces that suit the window.
-    ///
-    /// The kernel may keep the bytes of one write in its page cache as one page as long as the write. A
-    /// mapped log would pay for that: where its zeros had come 256 KiB at a time, syncing 4 KiB of it wrote
-    /// 256 KiB (Linux 6.18, ext4), and a store next to those 4 KiB waited for that write. So a mapped log
-    /// gets its zeros page by page.
-    fn write_zeros(&self, offset: u64, end: u64, io: LogIo) -> Result<()> {
-        let piece_len = match io {
-            LogIo::Mapped => rustix::param::page_size() as u64,
-            LogIo::Direct | LogIo::Buffered => ZEROS_LEN_MAX,
-        };
-        let direct = match io {
-            LogIo::Direct => offset.next_multiple_of(GROUP_ALIGN).min(end),
-            LogIo::Mapped | LogIo::Buffered => end,
-        };
-        zeros_by_pieces(offset, direct, piece_len, |at, zeros| self.write_at(at, zeros))?;
-        direct::write_zeros(&self.file, direct, end).map_err(self.failed("write", direct))
-    }
-
-    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.file.read_exact_at(out, offset).map_err(self.failed("read", offset))
-    }
-
-    fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        self.past_cache(offset, out).map_err(self.failed("read", offset))
-    }
-
-    /// Reads from the cache what it has, once the file is synced. A store that a program copied here a moment
-    /// ago, without a sync, lies in the cache alone, so the file is synced first, once (I6). For a clean file
-    /// that is no work.
-    fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
-        let mut is_synced = self.is_synced.lock();
-        if !*is_synced {
-            self.sync()?;
-            *is_synced = true;
-        }
-        drop(is_synced);
-        let cached = read_cached(&self.file, offset, out);
-        match &mut out[cached..] {
-            [] => Ok(()),
-            rest => self.past_cache(offset + cached as u64, rest).map_err(self.failed("read", offset)),
-        }
-    }
-
-    /// Counts ranges that cannot be asked about as cached, so that they are read past the cache (I6).
-    fn uncached(&self) -> Vec<Range<u64>> {
-        mapped::uncached(&self.file).unwrap_or_default()
-    }
-
-    fn reserve(&self, offset: u64, end: u64) -> Result<bool> {
-        loop {
-            match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), offset, end - offset) {
-                Ok(()) => return Ok(true),
-                Err(Errno::INTR) => {}
-                Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(false),
-                Err(errno) => return Err(self.failed("make space in", offset)(errno.into())),
-            }
-        }
-    }
-
-    fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()> {
-        let opened = {
-            let mut opened = self.direct_writes.lock();
-            match &*opened {
-                Some(file) => file.clone(),
-                None => {
-                    let file = direct::open_writer(&self.file).map_err(self.failed("open", offset))?;
-                    opened.insert(Arc::new(file)).clone()
-                }
-            }
-        };
-        direct::write_blocks(&opened, offset, blocks).map_err(self.failed("write", offset))
-    }
-
-    fn cut(&self, len: u64) -> Result<()> {
-        self.file.set_len(len).map_err(self.failed("cut", len))
-    }
-
-    fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>> {
-        let failed = self.failed("map", range.start);
-        Ok(Box::new(PartWindow::new(&self.file, self.name, range).map_err(failed)?))
-    }
-
-    /// Advises the kernel to forget the pages. It writes dirty ones first, and does not wait for that.
-    fn write_back(&self, offset: u64, len: u64) {
-        let _advice = rustix::fs::fadvise(&self.file, offset, NonZeroU64::new(len), Advice::DontNeed);
-    }
-
-    fn sync(&self) -> Result<()> {
-        self.file.sync_data().map_err(|source| Error::io("sync", self.name, None, source))
-    }
-
-    fn window(&self, io: LogIo) -> Result<Box<dyn Window>> {
-        let failed = |source| Error::io("map", self.name, None, source);
-        Ok(match io {
-            LogIo::Mapped => Box::new(MappedWindow::new(&self.file, self.name).map_err(failed)?),
-            LogIo::Buffered => {
-                let file = self.file.try_clone().map_err(failed)?;
-                Box::new(BufferedWindow::new(file, self.name, self.len()?))
-            }
-            LogIo::Direct => {
-                let file = reopen(&self.file, direct::FLAGS).map_err(|errno| failed(errno.into()))?;
-                Box::new(DirectWindow::new(file, self.name, self.len()?).map_err(failed)?)
-            }
-        })
-    }
-}
-
 /// Reads a store directory for the pure decoders, without a lock.
 ///
 /// Keeps the file that was read last open, because decoders read a file in many small pieces.
@@ -585,8 +389,9 @@ impl ReadAt for DirReader {
 
 #[cfg(test)]
 mod tests {
+    use rustix::io::Errno;
+
     use super::super::capabilities::direct_verdict;
-    use super::super::direct_read::BOUNCE_LEN_MAX;
     use super::*;
     use crate::error::Remedy;
 
@@ -613,112 +418,5 @@ mod tests {
         assert!(reason.contains("0x9fa0"), "{reason}");
         let missing = DirDisk::new("/proc/no such folder").refuses(LogIo::Mapped);
         assert!(matches!(missing, Err(Error::Folder { .. })));
-    }
-
-    #[test]
-    fn zeros_are_where_the_window_looks_for_them() {
-        let directory = tempfile::tempdir().unwrap();
-        let disk = DirDisk::new(directory.path());
-        let len = 3 << 20;
-        for (number, io) in [(1, LogIo::Direct), (2, LogIo::Buffered), (3, LogIo::Mapped)] {
-            let name = FileName::Temporary(Folder::Root, number);
-            let file = disk.create(name).unwrap();
-            file.write_at(0, &[7; 5000]).unwrap();
-            file.write_zeros(5000, len, io).unwrap();
-            file.sync().unwrap();
-            let path = disk.file_path(name);
-            let cached = read_cached(&File::open(&path).unwrap(), 8192, &mut [0; 4096]);
-            if io == LogIo::Direct && disk.refuses(io).unwrap().is_some() {
-                eprintln!("SKIPPED: no direct writes in {}", path.display());
-            } else {
-                assert_eq!(cached > 0, io != LogIo::Direct, "{io}");
-            }
-            let found = std::fs::read(path).unwrap();
-            assert_eq!(found.len() as u64, len, "{io}");
-            assert!(found[..5000] == [7; 5000] && found[5000..].iter().all(|byte| *byte == 0), "{io}");
-        }
-    }
-
-    /// A page of the cache that is longer than the processor's would be written whole, and a store to its
-    /// other parts would wait.
-    #[test]
-    fn a_sync_of_a_mapped_page_leaves_the_others_alone() {
-        let directory = tempfile::tempdir().unwrap();
-        let disk = DirDisk::new(directory.path());
-        if let Some(reason) = disk.refuses(LogIo::Mapped).unwrap() {
-            eprintln!("SKIPPED: no mapped log in {}: {reason}", directory.path().display());
-            return;
-        }
-        let file = disk.create(FileName::Temporary(Folder::Root, 1)).unwrap();
-        let len = 1 << 20;
-        file.write_zeros(0, len, LogIo::Mapped).unwrap();
-        file.sync().unwrap();
-        let window = file.window(LogIo::Mapped).unwrap();
-        window.prefault(0, len);
-        let page_len = rustix::param::page_size() as u64;
-        let put = |at: u64| {
-            let before = mapped::faults();
-            window.put(at, b"stored").unwrap();
-            mapped::faults() - before
-        };
-        let mut faults = 0;
-        for at in (0..len).step_by(page_len as usize) {
-            faults += put(at);
-            window.sync(at, page_len).unwrap();
-        }
-        // A process that has the system write everything dirty makes some of them fault anew.
-        assert!(faults < len / page_len / 4, "{faults}");
-    }
-
-    /// Past the cache the same bytes come for every alignment of offset, length and end of file.
-    #[test]
-    fn reads_past_the_cache_need_no_alignment() {
-        let directory = tempfile::tempdir().unwrap();
-        let disk = DirDisk::new(directory.path());
-        let file = disk.create(FileName::Store).unwrap();
-        let len = 2 * BOUNCE_LEN_MAX + 5000;
-        let bytes: Vec<u8> = (0..len).map(|index| (index % 251) as u8).collect();
-        file.write_at(0, &bytes).unwrap();
-        file.sync().unwrap();
-        // A file keeps its bytes under another name.
-        disk.rename(FileName::Store, FileName::Temporary(Folder::Root, 1)).unwrap();
-        for (offset, len) in [
-            (0, len),
-            (1, len - 1),
-            (0, 0),
-            (4095, 2),
-            (4096, 4096),
-            (len - 1, 1),
-            (len - 5001, 5001),
-            (123, BOUNCE_LEN_MAX),
-        ] {
-            let mut out = vec![0; len];
-            file.read_past_cache(offset as u64, &mut out).unwrap();
-            assert!(out == bytes[offset..offset + len], "{offset}+{len}");
-        }
-        for (offset, len) in [(len, 1), (len - 1, 2), (len + 5000, 1), (0, len + 1)] {
-            let error = file.read_past_cache(offset as u64, &mut vec![0; len]).unwrap_err();
-            let Error::Io { source, .. } = &error else { panic!("{error}") };
-            assert_eq!(source.kind(), io::ErrorKind::UnexpectedEof, "{offset}+{len}");
-        }
-    }
-
-    #[test]
-    fn the_plain_way_past_the_cache_reads_the_same() {
-        let directory = tempfile::tempdir().unwrap();
-        std::fs::write(directory.path().join("STORE"), b"some bytes").unwrap();
-        let file = File::open(directory.path().join("STORE")).unwrap();
-        // As on a file system that has no direct reads.
-        let file = DirFile {
-            file,
-            name: FileName::Store,
-            direct: Mutex::new(Some(None)),
-            direct_writes: Mutex::new(None),
-            is_synced: Mutex::new(false),
-        };
-        let mut out = [0; 5];
-        file.read_past_cache(5, &mut out).unwrap();
-        assert_eq!(&out, b"bytes");
-        assert_eq!(file.read_past_cache(6, &mut out).unwrap_err().offset(), Some(6));
     }
 }

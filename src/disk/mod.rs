@@ -11,6 +11,7 @@ pub(crate) mod image_spares;
 mod buffered;
 mod cached;
 pub mod dir;
+mod dir_file;
 mod direct;
 mod lock;
 mod mapped;

@@ -12,6 +12,8 @@ pub(crate) mod segments;
 mod state;
 mod group_commit;
 pub(crate) mod writer;
+mod sync_guard;
+mod waits;
 mod threads;
 mod watch;
 

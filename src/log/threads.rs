@@ -12,7 +12,8 @@ use remanent_format::frame::{FrameKind, encode_seal, frame_len};
 
 use super::segments::SpacePurpose;
 use super::state::{EMPTY_COUNT, Room};
-use super::writer::{Log, SyncGuard};
+use super::sync_guard::SyncGuard;
+use super::writer::Log;
 use crate::base::sync::Instant;
 use crate::error::Result;
 

@@ -1,12 +1,8 @@
-//! Appending to the log, and waiting until it is durable.
+//! Appending to the log. Waiting until it is durable is in `waits.rs`.
 //!
 //! A batch is `Logged` when [`Log::append`] returns: its frame and all before it are whole in the mapping or
-//! in the kernel's page cache, which outlive the process. It is `Durable` when its group is synced. The
-//! keeper ([`super::threads`]) syncs when a sync is due; a committer that waits syncs earlier if no other
-//! thread does.
-//!
-//! The frames of a direct log lie in the process's own memory until a sync. So it says `Logged` only when it
-//! can say `Durable` ([`Log::wait_logged`]).
+//! in the kernel's page cache, which outlive the process. The frames of a direct log lie in the process's own
+//! memory until a sync, so a batch there is `Logged` only once its group is synced.
 //!
 //! The frames of one group follow each other. A sync closes the group, and the next frame starts on a new
 //! 4096-byte boundary, so that nothing synced is written again (I5): a power cut in the middle of such a
@@ -21,7 +17,7 @@
 
 use std::sync::Arc;
 
-use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, frame_len};
+use remanent_format::frame::{FrameHeader, FrameKind, frame_len};
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, LogPoint, Lsn, StoreId};
@@ -35,7 +31,7 @@ use crate::base::poison::Poison;
 use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
-use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
+use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::base::wakers::Wakers;
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
@@ -44,7 +40,7 @@ use crate::options::LogIo;
 /// The log of an open store.
 pub(crate) struct Log {
     store: StoreId,
-    io: LogIo,
+    pub(super) io: LogIo,
     pub pool: Arc<SegmentPool>,
     pub(super) poison: Arc<Poison>,
     /// Whether a frame could not be written or synced, or a segment not be made: nothing more becomes
@@ -53,7 +49,7 @@ pub(crate) struct Log {
     pub(super) failed: AtomicBool,
     pub(super) state: OwnLine<Mutex<LogState>>,
     /// The newest logged batch, where a batch is appended before it is logged: in a direct log.
-    logged: Option<Arc<AtomicU64>>,
+    pub(super) logged: Option<Arc<AtomicU64>>,
     /// Held while segments are made, which takes syncs; `state` stays free meanwhile, so that frames which
     /// have room are appended.
     growth: Mutex<()>,
@@ -62,11 +58,11 @@ pub(crate) struct Log {
     /// Tells that `durable`, `seals_durable` or `failed` changed.
     pub(super) progress: Condvar,
     /// Tasks that wait for batches to be durable.
-    wakers: Wakers,
+    pub(super) wakers: Wakers,
     /// Tell committers that their batches are durable. In turn, one serves the committers of the sync under
     /// way, the other those of the next sync. A committer of the next sync is woken before all others,
     /// because it begins that sync. Where it was woken last, each of 8 threads waited for half a sync more.
-    synced: [Condvar; 2],
+    pub(super) synced: [Condvar; 2],
     /// Tells the maker that something is to be made.
     pub(super) room: Condvar,
     /// Tells the watcher that the log is as long as it waits for.
@@ -190,186 +186,9 @@ impl Log {
         Ok(point)
     }
 
-    /// Waits until batch `lsn`, which was appended, survives the death of the process.
-    pub fn wait_logged(&self, lsn: Lsn) -> Result<()> {
-        match self.io {
-            // The kernel's page cache has the frame, and outlives the process.
-            LogIo::Mapped | LogIo::Buffered => Ok(()),
-            // The frame lies in the memory of the process until a sync takes it.
-            LogIo::Direct => self.wait_durable(lsn),
-        }
-    }
-
-    /// As [`wait_logged`](Self::wait_logged), for the applier.
-    ///
-    /// No committer waits for the applier, and the copies that it makes take processor time from them. So
-    /// where a committer will sync, the applier leaves the sync to it, and is woken after all committers.
-    pub fn wait_logged_last(&self, lsn: Lsn) -> Result<()> {
-        if self.io != LogIo::Direct {
-            return Ok(());
-        }
-        let mut state = self.state.lock();
-        while state.durable < lsn {
-            if state.syncing {
-                // Also where the log has failed meanwhile: a batch that this sync makes durable is visible to
-                // readers, and must be applied.
-                self.progress.wait(&mut state);
-                continue;
-            }
-            self.check()?;
-            if state.waiters.has_next() {
-                self.progress.wait(&mut state);
-            } else if let Some(until) = state.more_until() {
-                self.progress.wait_until(&mut state, until);
-            } else {
-                state = self.sync_all(state)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits until batch `lsn`, which was appended, survives a power cut.
-    ///
-    /// If no sync is running, the caller syncs for every batch appended so far. Handing the sync to another
-    /// thread would cost two more context switches: with 4 KiB commits of 8 threads on two cores, a mapped
-    /// log then made 0.27 of the raw loop's commits instead of 0.73. Where more committers are expected
-    /// ([`super::group_commit`]), the last one to come begins the sync.
-    pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
-        let mut state = self.state.lock();
-        if state.durable >= lsn {
-            return Ok(());
-        }
-        // The sync under way took the bytes of batches up to its target; a later batch needs the next sync.
-        if state.syncing && lsn <= state.sync_target {
-            state.waiters.come_late();
-        } else {
-            state.waiters.come();
-        }
-        while state.durable < lsn {
-            // First in the loop: after a failure no sync will ever reach this batch.
-            self.check()?;
-            // Anew in each turn: a sync that began meanwhile may have taken this batch.
-            let round = state.syncs_begun + usize::from(lsn > state.sync_target);
-            let synced = &self.synced[round % 2];
-            if state.syncing {
-                synced.wait(&mut state);
-                continue;
-            }
-            // One committer watches the clock for all that wait; a wake-up for each would be in vain.
-            match state.more_until() {
-                None => state = self.sync_all(state)?,
-                Some(_) if state.waiters.is_watched => synced.wait(&mut state),
-                Some(until) => {
-                    state.waiters.is_watched = true;
-                    synced.wait_until(&mut state, until);
-                    state.waiters.is_watched = false;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether batch `lsn` survives the death of the process. An error says that it never will.
-    pub fn is_logged(&self, lsn: Lsn) -> Result<bool> {
-        match self.io {
-            LogIo::Mapped | LogIo::Buffered => Ok(true),
-            LogIo::Direct => self.is_durable(lsn),
-        }
-    }
-
-    /// Whether batch `lsn` survives a power cut. An error says that it never will.
-    pub fn is_durable(&self, lsn: Lsn) -> Result<bool> {
-        if self.durable() >= lsn {
-            return Ok(true);
-        }
-        self.check()?;
-        Ok(false)
-    }
-
-    /// As [`wait_logged`](Self::wait_logged), up to a time; whether the batch is logged then.
-    pub fn wait_logged_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
-        match self.io {
-            LogIo::Mapped | LogIo::Buffered => Ok(true),
-            LogIo::Direct => self.wait_durable_until(lsn, until),
-        }
-    }
-
-    /// As [`wait_durable`](Self::wait_durable), up to a time; whether the batch is durable then. The keeper
-    /// syncs: a sync cannot be given up halfway.
-    pub fn wait_durable_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
-        self.ask_for_sync();
-        let mut state = self.state.lock();
-        while state.durable < lsn {
-            self.check()?;
-            if self.progress.wait_until(&mut state, until).timed_out() {
-                return Ok(state.durable >= lsn);
-            }
-        }
-        Ok(true)
-    }
-
-    /// Lets the keeper make durable what was logged so far, at once and not when it is due.
-    pub fn ask_for_sync(&self) {
-        let mut state = self.state.lock();
-        if !state.dirty.is_empty() {
-            state.sync_wanted = true;
-            state.keeper_asleep = false;
-            self.work.notify_one();
-        }
-    }
-
     /// The tasks that wait for batches to be durable.
     pub fn wakers(&self) -> &Wakers {
         &self.wakers
-    }
-
-    /// As [`wait_durable`](Self::wait_durable), for the holder of the submission lock. It waits for no
-    /// further committer, because none can append before it gives the lock back.
-    fn sync_up_to(&self, lsn: Lsn) -> Result<()> {
-        let mut state = self.state.lock();
-        while state.durable < lsn {
-            self.check()?;
-            if state.syncing {
-                self.progress.wait(&mut state);
-            } else {
-                state = self.sync_all(state)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Makes durable everything that was logged so far, unless another thread is syncing.
-    fn sync_all<'a>(&'a self, mut state: MutexGuard<'a, LogState>) -> Result<MutexGuard<'a, LogState>> {
-        // Without the lock: committers append the next group while this one is written.
-        let Some(syncing) = SyncGuard::begin(self, &mut state) else { return Ok(state) };
-        drop(state);
-        syncing.sync()?;
-        Ok(self.state.lock())
-    }
-
-    /// Records these snapshots as verified in a seal, and waits until that seal is durable. Only then may
-    /// anything go that they replace (I7): a crash in between would leave an open without proof that they
-    /// hold.
-    pub fn record_verified(&self, verified: Vec<VerifiedSnapshot>) -> Result<()> {
-        let mut state = self.state.lock();
-        state.verified = verified;
-        // Every seal appended from now on names the new list. One that is not synced yet may name the old
-        // one.
-        let (seals, refused) = (state.stats.seals, state.seals_refused);
-        while state.seals_durable <= seals {
-            self.check()?;
-            // A full disk costs the record, and the caller learns of it now: it keeps what it wanted to
-            // remove.
-            if state.seals_refused > refused
-                && let Some(refusal) = &state.seal_refusal
-            {
-                return Err(refusal.clone());
-            }
-            state.seal_now = true;
-            self.work.notify_one();
-            self.progress.wait(&mut state);
-        }
-        Ok(())
     }
 
     /// The newest logged batch; it only rises. `None` where each batch is logged once it is
@@ -574,102 +393,6 @@ impl Log {
         if self.failed.load(Ordering::Acquire) {
             self.wakers.wake(Lsn(u64::MAX));
         }
-    }
-}
-
-/// The right to sync, which one thread has at a time. Two syncs at once could end in the wrong order, and the
-/// mark would go back (I4).
-pub(super) struct SyncGuard<'a> {
-    log: &'a Log,
-    dirty: Vec<DirtyRange>,
-    /// The newest batch among the frames that are synced.
-    target: Lsn,
-    /// Number of seals that were appended by then.
-    seals: u64,
-}
-
-impl<'a> SyncGuard<'a> {
-    /// Takes everything that was logged so far; frames logged from here on form the next group. `None` while
-    /// another thread syncs.
-    pub fn begin(log: &'a Log, state: &mut LogState) -> Option<Self> {
-        if std::mem::replace(&mut state.syncing, true) {
-            return None;
-        }
-        state.group_open = false;
-        state.dirty_bytes = 0;
-        state.dirty_since = None;
-        state.sync_wanted = false;
-        state.sync_target = state.point.lsn;
-        state.syncs_begun += 1;
-        state.waiters.begin(Instant::now());
-        let dirty = std::mem::take(&mut state.dirty);
-        Some(Self { log, dirty, target: state.point.lsn, seals: state.stats.seals })
-    }
-
-    /// Makes the taken frames durable.
-    ///
-    /// # Errors
-    /// The system's error. The log has failed then, for good: the system may have dropped the bytes that it
-    /// could not write, and would report success next time.
-    pub fn sync(self) -> Result<()> {
-        self.make_durable().map_err(|error| self.log.fail(error))
-    }
-
-    fn make_durable(&self) -> Result<()> {
-        let _phase = phases::enter(Phase::GroupSync);
-        let _span = tracing::debug_span!("sync", lsn = self.target.0).entered();
-        for range in &self.dirty {
-            range.window.sync(range.from, range.to - range.from)?;
-        }
-        // The mark advances only now: a frame that carried it earlier would turn a torn tail into damage
-        // (I4).
-        let mut state = self.log.state.lock();
-        assert!(self.target >= state.durable); // I4: the mark only rises.
-        assert!(self.target <= state.point.lsn); // I4: the mark covers only what was appended.
-        state.durable = self.target;
-        if let Some(logged) = &self.log.logged {
-            // Under the lock, so that a caller that finds the batch durable finds it logged.
-            logged.store(self.target.0, Ordering::Release);
-        }
-        state.seals_durable = self.seals;
-        while state.left_behind.front().is_some_and(|(_, last)| *last <= self.target) {
-            state.left_behind.pop_front();
-        }
-        state.stats.syncs += 1;
-        Ok(())
-    }
-}
-
-impl Drop for SyncGuard<'_> {
-    /// Wakes every thread that waits for this sync: its batch is durable, or the log has failed, or it begins
-    /// the next sync.
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.log.fail(Error::panicked("a thread that syncs the log"));
-        }
-        // The right is given back before the threads are woken, so that the first of them can begin the next
-        // sync.
-        let mut state = self.log.state.lock();
-        state.syncing = false;
-        if std::mem::take(&mut state.keeper_asleep) {
-            // The keeper slept because there was nothing to sync and nothing to seal. There may be something
-            // by now.
-            self.log.work.notify_one();
-        }
-        let durable = state.durable;
-        let round = state.syncs_begun;
-        let served = state.waiters.end(Instant::now());
-        drop(state);
-        // The committers of the next sync first: one of them begins it while the others wake up.
-        self.log.synced[(round + 1) % 2].notify_one();
-        let synced = &self.log.synced[round % 2];
-        // One by one. After a call to all at once, each thread is woken by the one before it when that
-        // releases the lock, and 8 threads on 2 cores made a fifth fewer commits of 4 KiB.
-        (0..served).for_each(|_| synced.notify_one());
-        // At most one more is left: it waits for the sync after the next and was called instead of another.
-        synced.notify_all();
-        self.log.progress.notify_all();
-        self.log.wakers.wake(durable);
     }
 }
 

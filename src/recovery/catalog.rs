@@ -17,7 +17,8 @@ use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::{Survey, read_manifest};
 use remanent_format::{FileName, Folder, Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
-use super::{Recovery, verified};
+use super::Recovery;
+use super::verified_snapshots::verified;
 use crate::base::allocation::set_of;
 use crate::catalog::{Catalog, ImageTotals, KnownImages, ReplayImages, RetainedSnapshot, RetainedTable};
 use crate::disk::Disk;

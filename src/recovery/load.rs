@@ -3,97 +3,39 @@
 //! [`load`] is the recipe; each of its steps is a helper. [`Recovery::open`](super::Recovery::open) calls
 //! it once for each snapshot that it tries. Nothing on disk changes here, so a crash loses nothing.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::HashMap;
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
-use remanent_format::op::decode_payload;
 use remanent_format::state::bases::{Base, Bases};
-use remanent_format::state::by_id::ById;
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::survey::Survey;
 use remanent_format::state::trail::PageTrail;
-use remanent_format::state::window::PageWindow;
 use remanent_format::state::window::load_base;
 use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
 
+use super::Recovery;
 use super::catalog::CatalogDraft;
+use super::deltas::{Deltas, NewerBases, ResizedPage};
 use super::image_loader::{ImageLoader, threads};
 use super::lent_pages::LentPages;
-use super::log_reader::{BatchRun, LoggedBatch};
+use super::loaded_pages::{LoadedPages, PageSet};
+use super::log_reader::BatchRun;
 use super::page_memory::PageMemories;
 use super::page_sources::{ImageGroup, PageSources, SourceSorter};
-use super::{Recovery, is_same, on_disk};
-use crate::applier::{ListBuilder, PayloadAt, UnloadedPage, UnloadedSet, stage_aside};
+use super::submitted_lists::SubmittedLists;
+use super::verified_snapshots::is_verified;
+use crate::applier::{ListBuilder, UnloadedPage};
 use crate::base::allocation::{append, copied, make_room};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::device::sums::{changed_on_the_way, sums_in};
-use crate::device::{Command, CommandList, Device, Lane, Pending, StagingSpan};
+use crate::device::{Command, CommandList, Lane, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::images::read::{ImageRequest, SummedBy};
-use crate::memory::arena::{Arena, PageMemory};
-use crate::memory::staging::StagingPool;
+use crate::memory::arena::Arena;
 use crate::options::PageLoad;
-
-/// Lists in flight while pages are loaded. Each owns its staging until it is done, so this bounds that
-/// memory.
-const IN_FLIGHT_MAX: usize = 8;
-/// Bytes of such staging. One list more may be in flight.
-const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
-
-/// Loaded pages that no list uses any more. If the open fails after all, dropping this gives their memory
-/// back, so that an older snapshot finds the whole budget (I10).
-pub(super) struct LoadedPages<'a> {
-    /// The arena that the memory goes back to.
-    arena: &'a Arena,
-    pages: PageSet,
-    /// The payloads of the batches that no mark proves, in order. The new incarnation copies them (I5, I6).
-    pub tail: Vec<Vec<u8>>,
-}
-
-/// The memory of all pages of the table.
-#[derive(Default)]
-pub(super) struct PageSet {
-    /// Memory of the pages that are loaded.
-    pub memory: ById<PageId, PageMemory>,
-    /// Pages that are not loaded yet: each is exactly what its image says.
-    pub unloaded: Vec<UnloadedPage>,
-}
-
-impl PageSet {
-    /// Gives all memory back. The caller knows that no list names it any more.
-    fn give_back(self, arena: &Arena) {
-        let loaded = self.memory.into_items().map(|(_, memory)| memory);
-        for memory in loaded.chain(self.unloaded.into_iter().map(|unloaded| unloaded.memory)) {
-            if let Err(error) = arena.discard(memory) {
-                tracing::warn!(%error, "cannot give page memory back");
-            }
-        }
-    }
-}
-
-impl LoadedPages<'_> {
-    /// Takes the pages for good: nothing gives their memory back any more.
-    ///
-    /// # Errors
-    /// `OutOfMemory`.
-    pub fn keep(mut self) -> Result<(ById<PageId, PageMemory>, UnloadedSet)> {
-        let PageSet { memory, unloaded } = &mut self.pages;
-        let unloaded = UnloadedSet::new(std::mem::take(unloaded)).map_err(|(error, pages)| {
-            *unloaded = pages;
-            error
-        })?;
-        Ok((std::mem::take(memory), unloaded))
-    }
-}
-
-impl Drop for LoadedPages<'_> {
-    fn drop(&mut self) {
-        std::mem::take(&mut self.pages).give_back(self.arena);
-    }
-}
 
 /// Loads the pages of a resolved table: images, then the log on top. Meanwhile it looks up what will be
 /// kept on disk.
@@ -203,62 +145,6 @@ const ON_HOST_MAX: u64 = 64 << 20;
 /// Bytes of one page that are put together at once where all of it would be too much.
 const WINDOW_LEN: u64 = 8 << 20;
 
-/// A page whose length changes during replay.
-enum ResizedPage {
-    /// Its bytes: no more than it has in the end.
-    Whole(PageWindow),
-    /// It is put together after the replay, window by window.
-    Windows(PageTrail),
-}
-
-/// Lists that were submitted and not waited for.
-struct SubmittedLists<'a> {
-    device: &'a dyn Device,
-    staging: &'a StagingPool,
-    /// The oldest list first, each with the bytes of its staging.
-    pending: VecDeque<(Pending, usize)>,
-    /// The sum of these bytes.
-    pending_bytes: usize,
-}
-
-/// The pages whose bases are newer than the batch after which the replay begins. For all other pages each
-/// batch that is read is news.
-///
-/// A snapshot is gathered while batches go on, so its image of a page may hold batches after `redo`.
-/// Applied again, after-images give the same bytes (I2). But a batch from before a resize may write past
-/// the end of the page that the image holds.
-#[derive(Default)]
-struct NewerBases {
-    /// The newest batch that the base of each such page holds.
-    pages: ById<PageId, Lsn>,
-    /// The newest of these batches: after it, every batch applies to every page.
-    newest: Lsn,
-}
-
-impl NewerBases {
-    /// Takes the pages, each with the newest batch that its base holds.
-    fn of(late: Vec<(PageId, Lsn)>) -> Self {
-        let newest = late.iter().map(|(_, base)| *base).max().unwrap_or_default();
-        Self { pages: late.into_iter().collect(), newest }
-    }
-
-    /// Whether a batch is to be applied to the bytes of a page of the table.
-    fn applies(&self, page: PageId, lsn: Lsn) -> bool {
-        // Most batches are newer than every base: they need no look-up a page.
-        lsn > self.newest || self.pages.get(page).is_none_or(|base| lsn > *base)
-    }
-}
-
-/// Makes lists of batches, ahead of the thread that submits them.
-struct Deltas<'l> {
-    /// Where pages lie on the device. Deleted and unloaded ones have none.
-    memory: &'l ById<PageId, PageMemory>,
-    on_host: &'l Mutex<HashMap<PageId, ResizedPage>>,
-    /// The batches that a page's base holds already.
-    late: &'l NewerBases,
-    staging: &'l StagingPool,
-}
-
 impl<'a> Loader<'a> {
     /// A loader that has loaded nothing yet.
     fn new(recovery: &'a Recovery<'a>) -> Self {
@@ -268,7 +154,7 @@ impl<'a> Loader<'a> {
             pages: PageSet::default(),
             on_host: Mutex::default(),
             list: ListBuilder::default(),
-            in_flight: SubmittedLists { device, staging, pending: VecDeque::new(), pending_bytes: 0 },
+            in_flight: SubmittedLists::new(device, staging),
             tail: Vec::new(),
         }
     }
@@ -486,105 +372,6 @@ impl<'a> Loader<'a> {
     }
 }
 
-impl Deltas<'_> {
-    /// Makes the list of a run's batches for pages in device memory, in the order of the log. Batches of
-    /// pages in host memory are applied at once.
-    fn list(&self, run: BatchRun) -> Result<CommandList> {
-        // One thread has lists made, so this lock is never waited for.
-        let mut on_host = self.on_host.lock();
-        let parts = if on_host.is_empty() {
-            run.by_threads(|batches| self.part(&run, batches, &mut HashMap::new()))?
-        } else {
-            vec![self.part(&run, &run.batches, &mut on_host)?]
-        };
-        let mut list = ListBuilder::default();
-        for part in parts {
-            list.append(part)?;
-        }
-        // The device reads deltas from where the frames were read: the list owns that memory until it is
-        // done.
-        if list.is_empty() {
-            self.staging.give(run.memory.into_staging());
-        } else {
-            list.payload(run.memory);
-        }
-        Ok(list.take())
-    }
-
-    /// The part of a list that some batches of a run are.
-    fn part(
-        &self,
-        run: &BatchRun,
-        batches: &[LoggedBatch],
-        on_host: &mut HashMap<PageId, ResizedPage>,
-    ) -> Result<ListBuilder> {
-        let mut list = ListBuilder::default();
-        let index = list.payload_index();
-        for batch in batches {
-            let lsn = batch.header.lsn;
-            let payload = PayloadAt { index, offset: batch.payload.start };
-            let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
-            list.make_room(&ops)?;
-            for (index, op) in ops.iter().enumerate() {
-                // A page without memory is deleted by a later batch, or stays unloaded: then no batch
-                // here changes it.
-                let memory = op.op.page().and_then(|page| Some((page, self.memory.get(page)?)));
-                let Some((page, memory)) = memory else { continue };
-                if !self.late.applies(page, lsn) {
-                    continue;
-                }
-                match on_host.get_mut(&page) {
-                    Some(ResizedPage::Whole(whole)) => whole.apply(&op.op),
-                    Some(ResizedPage::Windows(trail)) => trail
-                        .note(&batch.header, run.payload(batch), &ops, index)
-                        .map_err(|defect| batch.damage(defect))?,
-                    None => {
-                        // No frame that names an image applies here: the image is its page's base from that
-                        // batch on.
-                        let aside = stage_aside(&op.op, &BTreeMap::new(), self.staging)?;
-                        list.data(op, payload, memory, aside);
-                    }
-                }
-            }
-        }
-        Ok(list)
-    }
-}
-
-impl SubmittedLists<'_> {
-    /// Submits a list, unless it is empty, and waits while too many are in flight.
-    fn submit(&mut self, list: CommandList) -> Result<()> {
-        if list.commands.is_empty() && list.staging.is_empty() {
-            return Ok(());
-        }
-        let bytes = list.staging.iter().map(|staging| staging.len()).sum();
-        self.pending.push_back((self.device.submit(Lane::Apply, list)?, bytes));
-        self.pending_bytes += bytes;
-        while self.pending.len() > 1 && self.pending_bytes > IN_FLIGHT_BYTES_MAX {
-            self.finish_oldest()?;
-        }
-        self.drain(IN_FLIGHT_MAX)
-    }
-
-    /// Waits until at most `in_flight_max` lists are in flight, and gives the staging of the others back.
-    fn drain(&mut self, in_flight_max: usize) -> Result<()> {
-        while self.pending.len() > in_flight_max {
-            self.finish_oldest()?;
-        }
-        Ok(())
-    }
-
-    /// Waits for the oldest list: it is done first, for a lane does its lists in order.
-    fn finish_oldest(&mut self) -> Result<()> {
-        let Some((oldest, bytes)) = self.pending.pop_front() else { return Ok(()) };
-        self.pending_bytes -= bytes;
-        for staging in oldest.finish(self.device)? {
-            self.staging.give(staging);
-        }
-        Ok(())
-    }
-}
-
 impl Recovery<'_> {
     /// Reads the batches after `from` up to `until` again: they were there when the state was resolved.
     fn replay<T: Send>(
@@ -603,11 +390,4 @@ impl Recovery<'_> {
         }
         Ok(())
     }
-}
-
-/// Whether a frame records the snapshot from which recovery starts as verified (I7).
-fn is_verified(survey: &Survey, base: &Manifest, resolution: &Resolution) -> bool {
-    let end = resolution.end.as_ref().expect("followed to its end");
-    let found = on_disk(survey, base.snapshot);
-    end.verified.iter().any(|entry| is_same(found, entry))
 }

@@ -68,38 +68,36 @@ mod survey;
 mod log_reader;
 pub(crate) mod image_loader;
 mod catalog;
+mod verified_snapshots;
 mod lent_pages;
 mod page_memory;
+mod loaded_pages;
+mod submitted_lists;
+mod deltas;
 mod load;
+mod candidates;
 pub(crate) mod opening;
 mod outlook;
+mod report;
 mod page_sources;
 mod lazy_load;
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
 
-use remanent_format::frame::VerifiedSnapshot;
 use remanent_format::judge::Record;
-use remanent_format::log::{LogEnd, TornTail};
-use remanent_format::manifest::Manifest;
-use remanent_format::segment::{FORMAT_VERSION, SEGMENT_HEADER_BLOCK};
+use remanent_format::log::LogEnd;
+use remanent_format::segment::FORMAT_VERSION;
 use remanent_format::state::follow::Resolution;
-use remanent_format::state::follow::StateWalk;
-use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::Survey;
 use remanent_format::store::StoreFile;
-use remanent_format::{
-    Damage, Defect, FileName, Folder, LogPoint, Lsn, PageId, PageTable, Position, SnapshotId, StoreId,
-};
+use remanent_format::{Defect, FileName, Folder, LogPoint, PageId, PageTable, Position, SnapshotId, StoreId};
 
-use self::catalog::CatalogDraft;
+use self::candidates::BestCandidate;
 pub(crate) use self::lazy_load::PageLoader;
-use self::load::{LoadedPages, load};
-use self::log_reader::{BatchRun, Frames};
 use self::opening::{Predecessor, begin};
 pub(crate) use self::outlook::Outlook;
+pub use self::report::RecoveryReport;
 use crate::applier::AppliedState;
 use crate::base::phases;
 use crate::base::phases::Phase;
@@ -115,42 +113,6 @@ use crate::log::{LogStart, SegmentPool, SegmentRules, SpacePurpose};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::{LogIo, Options};
-
-/// The report of an open: the state that it found, and the steps that it took.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct RecoveryReport {
-    /// Whether the store was created by this open.
-    pub created: bool,
-    /// The incarnation begun, and the last batch that is there.
-    pub position: Position,
-    /// The last batch as the incarnation before knew it; `None` for a new store.
-    pub previous: Option<Position>,
-    /// The snapshot used; `None` if the log was replayed from its beginning.
-    pub snapshot: Option<SnapshotId>,
-    /// Batches replayed on top of it.
-    pub replayed_batches: u64,
-    /// Bytes of their frames.
-    pub replayed_bytes: u64,
-    /// Batches above the last durable mark, copied into the new incarnation.
-    pub copied_batches: u64,
-    /// Pages that were yet to be loaded when the open returned ([`Options::page_load`]).
-    pub unloaded_pages: u64,
-    /// The frames that were cut from the end of the log, if any.
-    pub torn: Option<TornTail>,
-    /// Damage that cost nothing of the newest state: snapshots passed over, kept snapshots whose
-    /// manifests are missing, an empty segment's header. A lost snapshot is reported by the open that
-    /// finds it, and not again.
-    pub harmless: Vec<Damage>,
-    /// The device that was chosen.
-    pub device: String,
-    /// How the log is written, and why not mapped if it is not.
-    pub log_io: String,
-    /// How images are written.
-    pub image_io: String,
-    /// How long the open took.
-    pub elapsed: Duration,
-}
 
 /// A recovered store, as recovery hands it over.
 pub(crate) struct RecoveredStore {
@@ -198,15 +160,6 @@ impl ReplayBacklog {
         let bytes = if resolution.batches == 0 { 0 } else { segment_bytes.saturating_sub(offset) };
         Self { bytes: bytes.saturating_add(resolution.ahead_bytes), restarts: openings.count() + 1 }
     }
-}
-
-/// The best candidate that could be loaded, with what was found on the way to it.
-struct BestCandidate<'s, 'a> {
-    resolution: Resolution,
-    loaded: LoadedPages<'a>,
-    draft: CatalogDraft<'s>,
-    /// Damage to the snapshots that were passed over.
-    harmless: Vec<Damage>,
 }
 
 /// Writes a small file for an open, which must work on a full disk: where there is no space, it is made of a
@@ -456,69 +409,6 @@ impl Recovery<'_> {
         Ok(())
     }
 
-    /// Tries the snapshots from the newest to the oldest, then the log's beginning. A snapshot that is
-    /// passed over costs time: its pages come from an older one and more log. If nothing is left, the
-    /// newest one's damage is the answer.
-    ///
-    /// Only damage leads to the next candidate. After a shortage an older snapshot would open the same
-    /// state, but the new incarnation would not record the newer ones as verified.
-    fn load_best<'s>(&self, source: &DiskSource, survey: &'s Survey) -> Result<BestCandidate<'s, '_>> {
-        let mut passed_over: Vec<Damage> = Vec::new();
-        for candidate in survey.candidates() {
-            let loaded = candidate.map_err(Error::from).and_then(|base| {
-                let mut resolution = self.resolve(source, survey, base.as_ref())?;
-                let end = resolution.end.as_ref().expect("followed to its end");
-                // The floor is known only at the end of the log: below it, segments and images may be
-                // gone, though the manifest is still there.
-                Reach::of(survey, &end.verified).check_start(base.as_deref())?;
-                let (loaded, draft) = load(self, source, survey, base.as_deref(), &mut resolution)?;
-                Ok(BestCandidate { resolution, loaded, draft, harmless: Vec::new() })
-            });
-            match loaded {
-                Ok(best) => return Ok(BestCandidate { harmless: passed_over, ..best }),
-                Err(Error::Damaged(damage)) => {
-                    tracing::warn!(%damage, "a snapshot cannot be used");
-                    passed_over.push(damage.damage);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        let nothing = Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
-        Err(passed_over.into_iter().next().unwrap_or(nothing).into())
-    }
-
-    /// Follows the log from a snapshot to its end, as [`Survey::resolve`] does on one thread. Other threads
-    /// read, prove and decode frames while this one resolves them.
-    fn resolve(
-        &self,
-        source: &DiskSource,
-        survey: &Survey,
-        base: Option<&Arc<Manifest>>,
-    ) -> Result<Resolution> {
-        let mut following = StateWalk::new_by(survey, source, base, &survey::EntryThreads)?;
-        let with_changes = |run: BatchRun| (run.byte_changes(), run);
-        let stopped =
-            self.frames(source, survey).read(following.start(), None, with_changes, |(changes, run)| {
-                for (batch, changes) in run.batches.iter().zip(changes.iter()) {
-                    let followed = changes.and_then(|changes| following.byte_changes(&batch.header, changes));
-                    match followed {
-                        Some(followed) => followed?,
-                        None => _ = following.batch(&batch.header, run.payload(batch))?,
-                    }
-                }
-                self.staging.give(run.memory.into_staging());
-                Ok(())
-            })?;
-        Ok(following.finish(stopped.end, stopped.point)?)
-    }
-
-    /// The frames of the log, from `source`. The mark of the manifests goes along: a log that ends below
-    /// it has lost batches that were durable (I4), and is not taken for one with a torn tail.
-    fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
-        let window_len = self.options.replay_window_len;
-        Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging, window_len }
-    }
-
     /// Makes the pool of segments for the log to come.
     ///
     /// Spares beyond the reserve keep a busy log from making each segment anew, zeros and a sync, while
@@ -541,58 +431,6 @@ impl Recovery<'_> {
         let image_spares = Arc::new(ImageSpares::open(self.disk.clone(), store)?);
         Ok(Arc::new(SegmentPool::new(self.disk.clone(), store, rules, self.log_io, image_spares)?))
     }
-
-    /// Begins the report of an open; the caller fills in the rest.
-    fn report(&self, position: Position, created: bool) -> RecoveryReport {
-        RecoveryReport {
-            created,
-            position,
-            previous: None,
-            snapshot: None,
-            replayed_batches: 0,
-            replayed_bytes: 0,
-            copied_batches: 0,
-            unloaded_pages: 0,
-            torn: None,
-            harmless: Vec::new(),
-            device: self.device.label(),
-            log_io: String::new(),
-            image_io: String::new(),
-            elapsed: Duration::ZERO,
-        }
-    }
-}
-
-/// The snapshots that the new incarnation records as verified, and the links that must be published anew
-/// before that.
-///
-/// A link is published anew if it is verified only as of just now, and if one of its copies is bad. The
-/// links before its own were durable before it was written.
-fn verified<'s>(
-    survey: &'s Survey,
-    end: &LogEnd,
-    base: Option<SnapshotId>,
-) -> (Vec<VerifiedSnapshot>, Vec<&'s Manifest>) {
-    let health = |snapshot: SnapshotId| survey.links[&snapshot].as_ref().map(|(_, health)| health).ok();
-    let on_disk = |snapshot: SnapshotId| on_disk(survey, snapshot);
-    // Newer snapshots were passed over: a record of them would say that they can be started from.
-    let usable = |snapshot: SnapshotId| base.is_some_and(|base| snapshot <= base);
-    let recorded = end.verified.iter().copied();
-    let mut verified: Vec<VerifiedSnapshot> =
-        recorded.filter(|entry| usable(entry.snapshot) && is_same(on_disk(entry.snapshot), entry)).collect();
-    let is_recorded = |used: &VerifiedSnapshot| verified.iter().any(|entry| is_same(Some(*used), entry));
-    // The snapshot used may be recorded by no frame, where a crash came between its rename and its seal.
-    // It counts from now on: its images were just read past the cache, and its manifest is published anew
-    // (I7).
-    let used = base.and_then(on_disk).filter(|used| !is_recorded(used));
-    verified.extend(used);
-    verified.sort_unstable_by_key(|entry| entry.snapshot);
-    let chain = base.and_then(|base| survey.chain(base).ok()).unwrap_or_default();
-    let is_due = |link: &&Manifest| {
-        let is_new = used.is_some_and(|used| used.snapshot == link.snapshot);
-        is_new || health(link.snapshot).is_some_and(|health| !health.is_whole())
-    };
-    (verified, chain.into_iter().map(AsRef::as_ref).filter(is_due).collect())
 }
 
 /// Where the log ends if its newest incarnation is left out of the line: where that one began. `None` if
@@ -618,18 +456,4 @@ fn end_without(survey: &Survey, end: &LogEnd) -> Option<LogEnd> {
     // The new opening begins as the one left out began: with its batches, and its chain hash.
     let accepted = LogPoint { lsn: opening.accepted, chain: opening.accepted_chain, ..began };
     Some(LogEnd { accepted, proven: began, ..end.clone() })
-}
-
-/// A snapshot as a record of verified ones would name it; `None` if a link of it cannot be read.
-fn on_disk(survey: &Survey, snapshot: SnapshotId) -> Option<VerifiedSnapshot> {
-    survey.chain(snapshot).ok()?;
-    let (_, health) = survey.links[&snapshot].as_ref().ok()?;
-    Some(VerifiedSnapshot { snapshot, manifest_crc: health.header_crc, log_kept: false })
-}
-
-/// Whether the snapshot on disk is the one that was recorded. Whether its log is kept only the record says.
-fn is_same(on_disk: Option<VerifiedSnapshot>, recorded: &VerifiedSnapshot) -> bool {
-    on_disk.is_some_and(|found| {
-        (found.snapshot, found.manifest_crc) == (recorded.snapshot, recorded.manifest_crc)
-    })
 }

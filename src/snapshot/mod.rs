@@ -5,8 +5,8 @@
 //! 1. **Begin** (a turn of the applier, and one for every thousand pages that it looks at): `redo` is the
 //!    last batch applied; from here on the applier notes deletes; the pages are sorted into those that
 //!    are to be gathered and those with a known image.
-//! 2. **Gather** (a turn a chunk): pages are copied aside on the device, in lane order with the deltas,
-//!    each with its table entry of that moment; the copy drains to disk while commits go on.
+//! 2. **Gather** (a turn for each chunk): pages are copied aside on the device, in lane order with the
+//!    deltas, each with its table entry of that moment; the copy drains to disk while commits go on.
 //! 3. **End** (a turn): `end` is the last batch applied; root, numbers, and tombstones of pages that were
 //!    deleted before they were gathered.
 //! 4. **Sync** the image files and their names; wait until the log is durable up to `end` (I7).
@@ -29,23 +29,24 @@
 
 mod compact;
 mod background;
+mod bounds;
 mod gather;
 mod plan;
 mod progress;
+mod publication;
 mod retain;
 mod scrub;
 mod thin_snapshot;
 mod verify;
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
-use remanent_format::{Epoch, LogPoint, Lsn, Metadata, PageId, SnapshotId};
+use remanent_format::manifest::ManifestEntry;
+use remanent_format::{PageId, SnapshotId};
 
 pub(crate) use self::background::{BackgroundSnapshots, LastSnapshot, Rules};
-use self::compact::CARRY_BYTES_MAX;
+use self::bounds::{End, SnapshotStart};
 pub(crate) use self::progress::SnapshotProgress;
 pub use self::progress::{SnapshotPhase, SnapshotStats};
 pub use self::retain::PruneReport;
@@ -53,26 +54,14 @@ pub(crate) use self::retain::Subject;
 pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubReport, ScrubStats};
 use self::verify::{UnverifiedSnapshots, WrittenSnapshot};
-use crate::applier::{AppliedState, ExactCut, Turn};
-use crate::base::allocation::{append, collected};
 use crate::base::pace::Pace;
-use crate::base::parallel;
-use crate::base::phases;
-use crate::base::phases::Phase;
 use crate::base::sync::{Instant, Mutex};
-use crate::base::wall_clock::unix_ms;
-use crate::catalog::publish::{PublishedFile, publish_unchecked};
-use crate::catalog::{
-    Beginning, Catalog, CatalogLock, ImageTotals, KnownImages, Link, NewestSnapshot, RetainedSnapshot,
-    SnapshotInfo, SnapshotWork,
-};
-use crate::device::CommandList;
+use crate::catalog::{Catalog, CatalogLock, RetainedSnapshot, SnapshotInfo, SnapshotWork};
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::images::numbers::ImageFiles;
 use crate::images::{ImageOptions, ImageWriters, chunk_threads, file_count};
-use crate::log::SpacePurpose;
 use crate::options::Retention;
 
 /// Takes snapshots and recycles what they make superfluous.
@@ -315,51 +304,6 @@ impl Snapshots {
         Ok(id)
     }
 
-    /// Phase 1. An exact snapshot looks at all its pages in one turn, any other at some of them a turn: a
-    /// turn is a time in which no batch is applied, and going through a million pages took most of 0.35
-    /// to 0.6 s.
-    fn begin(&self, catalog: &Catalog, wasteful: Vec<(u64, u64)>, exact: bool) -> Result<SnapshotStart> {
-        let known = catalog.known.clone();
-        if exact {
-            return self.engine.applier.turn(move |turn| {
-                let pages = beginning(turn)?;
-                let table = &mut turn.applied.table;
-                let look = |pages: Vec<PageId>| {
-                    let standings = known.look(table, None, &pages);
-                    || standings
-                };
-                let sorted = known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look)?;
-                // All in one turn: no batch is applied between the look at the pages and the cut that
-                // keeps them.
-                let end = Some(End::here(turn));
-                turn.applied.cut = Some(ExactCut::new(sorted.gather.iter().map(|(page, _)| *page)));
-                Ok(SnapshotStart { redo: turn.applied.point, sorted, end })
-            });
-        }
-        // Deletes are noted from `redo` on, in the same turn: a delete in between would be noted nowhere,
-        // and the gathering would miss a page of which nothing says that it is gone.
-        let (redo, pages) = self.engine.applier.turn(|turn| {
-            let pages = beginning(turn)?;
-            turn.applied.deleted = Some(BTreeMap::new());
-            Ok((turn.applied.point, pages))
-        })?;
-        let look = |pages: Vec<PageId>| {
-            let known = known.clone();
-            self.engine.applier.queue_turn(move |turn| {
-                let AppliedState { table, deleted, .. } = turn.applied;
-                known.look(table, deleted.as_ref(), &pages)
-            })
-        };
-        match known.sort_out(pages, &wasteful, CARRY_BYTES_MAX, look) {
-            Ok(sorted) => Ok(SnapshotStart { redo, sorted, end: None }),
-            Err(error) => {
-                // The applier notes deletes for a snapshot that does not come.
-                self.stop_watching()?;
-                Err(error)
-            }
-        }
-    }
-
     /// Chooses how many threads gather, and how many files they write. The files' numbers are taken for good.
     fn plan_files(&self, catalog: &Catalog, sorted: &SnapshotWork, threads_max: usize) -> Result<GatherPlan> {
         let gather_bytes = sorted.gather.iter().map(|(_, len)| len).sum();
@@ -416,131 +360,6 @@ impl Snapshots {
             }
         }
     }
-
-    /// Phase 3: the last batch applied, with the root and the numbers of that moment.
-    fn end(&self) -> Result<End> {
-        self.engine.applier.turn(|turn| Ok(End::here(turn)))
-    }
-
-    /// Ends what the applier does for a snapshot between its begin and its end.
-    fn stop_watching(&self) -> Result<()> {
-        self.engine.applier.turn(|turn| {
-            // Nothing notes deletes any more: the table of them would grow as long as the store is open.
-            turn.applied.deleted = None;
-            if let Some(cut) = turn.applied.cut.take() {
-                // Copies to pages kept aside may be in flight: their memory goes after them in the lane.
-                let last_use = turn.submit(CommandList::default())?.fence();
-                cut.retire(turn.arena, last_use);
-            }
-            Ok(())
-        })
-    }
-
-    /// Puts the manifest together: entries that were known before, those that were gathered, and
-    /// tombstones of pages that were deleted meanwhile.
-    #[expect(clippy::too_many_arguments, reason = "a manifest says all of this, and is put together once")]
-    fn manifest(
-        &self,
-        number: u64,
-        name: Option<String>,
-        redo: LogPoint,
-        sorted: SnapshotWork,
-        caught: Vec<ManifestEntry>,
-        end: End,
-        plan: &GatherPlan,
-        ahead_from: u64,
-    ) -> Result<Manifest> {
-        Ok(Manifest {
-            kind: sorted.follows.map_or(ManifestKind::Base, |(previous, previous_crc)| {
-                ManifestKind::Change { previous, previous_crc }
-            }),
-            store: self.engine.store,
-            snapshot: SnapshotId(number),
-            name,
-            created_unix_ms: unix_ms(),
-            redo,
-            end: end.point.lsn,
-            next_page: end.next_page,
-            epoch_high: end.epoch_high,
-            next_file: plan.numbers.end,
-            ahead_from,
-            tombstones: tombstones(&sorted, &caught, redo.lsn, &end.deleted)?,
-            entries: in_order(sorted.entries, caught)?,
-            root: end.root,
-        })
-    }
-
-    /// Phases 4 and 5, after which the catalog of known images goes on to this snapshot. Returns what it
-    /// names, together, and the links before it.
-    ///
-    /// The known images go on only once it is published: after a failure the next snapshot follows the
-    /// one before.
-    fn publish_newest(
-        &self,
-        known: &KnownImages,
-        writers: Option<&ImageWriters>,
-        manifest: &Manifest,
-        follows: Option<(SnapshotId, u32)>,
-        threads_max: usize,
-    ) -> Result<(PublishedFile, (ImageTotals, Vec<SnapshotId>))> {
-        let publish = || self.publish_all(writers, manifest, threads_max);
-        let Some((previous, _)) = follows else {
-            // It names all pages: its form in memory is made while it is written.
-            let base = || NewestSnapshot::of_base(manifest);
-            let (base, published) = if threads_max == 1 {
-                let published = publish();
-                (base(), published)
-            } else {
-                parallel::join(base, publish)
-            };
-            let published = published?;
-            let named = known.advance_to_base(manifest, published.header_crc, base);
-            return Ok((published, named));
-        };
-        let link = Link::of(manifest, 0)?;
-        let published = publish()?;
-        let link = Link { manifest_crc: published.header_crc, ..link };
-        let named = known.advance_by_change(manifest, link, previous);
-        Ok((published, named))
-    }
-
-    /// Phases 4 and 5: I7, step by step.
-    ///
-    /// 1. **Sync** the image files and their names. A manifest that is published before could name bytes
-    ///    that a power cut takes away.
-    /// 2. **Wait** until the log is durable up to `end`. An image may hold batches up to there: published
-    ///    before, a crash could lose their frames, and leave pages of a state that no prefix of the log
-    ///    has.
-    /// 3. **Publish** the manifest. From this rename on a crash starts from here.
-    fn publish_all(
-        &self,
-        writers: Option<&ImageWriters>,
-        manifest: &Manifest,
-        threads_max: usize,
-    ) -> Result<PublishedFile> {
-        assert!(manifest.redo.lsn <= manifest.end); // I7: a replay from `redo` comes to `end`.
-        writers.map_or(Ok(()), ImageWriters::sync)?;
-        self.engine.log.wait_durable(manifest.end)?;
-        assert!(manifest.end <= self.engine.log.durable()); // I7: the manifest's end is a mark (I4).
-        self.publish_manifest(manifest, threads_max)
-    }
-
-    /// Publishes a manifest, by up to `threads_max` threads. On a full disk it may use the reserve.
-    fn publish_manifest(&self, manifest: &Manifest, threads_max: usize) -> Result<PublishedFile> {
-        let _phase = phases::enter(Phase::Publish);
-        // A manifest without images takes little, and gives back what deleted pages took. So it may go
-        // deeper into the reserve, as a seal may.
-        let purpose = if manifest.entries.is_empty() { SpacePurpose::Seal } else { SpacePurpose::User };
-        let spare = |temporary, len| self.engine.log.make_small(temporary, len, purpose);
-        loop {
-            match publish_unchecked(&self.engine.disk, manifest, threads_max, &spare) {
-                // Without it the images would have been written for nothing. One spare may be too little for
-                // one that is longer than a spare.
-                Err(Error::DiskFull { .. }) if self.engine.log.release_one(purpose)? => {}
-                published => return published,
-            }
-        }
-    }
 }
 
 /// Says what a snapshot needs that does not fit: all images that it writes. With the failed chunk alone,
@@ -550,21 +369,6 @@ fn needing(bytes: u64, error: Error) -> Error {
         Error::DiskFull { file, needed, store } => Error::DiskFull { file, needed: needed.max(bytes), store },
         error => error,
     }
-}
-
-/// The pages that a snapshot begins with, at the moment of a turn.
-fn beginning(turn: &mut Turn<'_>) -> Result<Beginning> {
-    let table = &mut turn.applied.table;
-    let changed = table.changed().map_err(Error::of_memory)?;
-    Ok(Beginning { changed, count: table.pages().len() })
-}
-
-/// The outcome of phase 1: where the snapshot begins, and what it has to do.
-struct SnapshotStart {
-    redo: LogPoint,
-    sorted: SnapshotWork,
-    /// The end of an exact snapshot, which ends where it begins.
-    end: Option<End>,
 }
 
 /// How pages are gathered: by how many threads, into which files.
@@ -583,68 +387,4 @@ struct GatheredImages {
     /// The entries of the pages that were gathered, in their order.
     caught: Vec<ManifestEntry>,
     end: End,
-}
-
-/// The state at a snapshot's end: all of it but the pages.
-struct End {
-    point: LogPoint,
-    root: Arc<Metadata>,
-    /// The next page id: ids of deleted pages are not in the table, and must not come again.
-    next_page: u64,
-    /// The highest epoch ever given: a page that is made later must not repeat one.
-    epoch_high: Epoch,
-    /// The pages that were deleted since the snapshot began, each with its batch.
-    deleted: BTreeMap<PageId, Lsn>,
-}
-
-impl End {
-    /// Takes the state at the moment of a turn, between two batches.
-    fn here(turn: &mut Turn<'_>) -> Self {
-        let table = &turn.applied.table;
-        Self {
-            point: turn.applied.point,
-            root: table.root().clone(),
-            next_page: table.next_page(),
-            epoch_high: table.epoch_high(),
-            deleted: turn.applied.deleted.take().unwrap_or_default(),
-        }
-    }
-}
-
-/// The pages that were to be gathered and were deleted before they could be; and, in a change, those that
-/// were gone when it began. Without tombstones, replay would meet batches of pages that no entry has, and
-/// the link before would bring others back.
-fn tombstones(
-    sorted: &SnapshotWork,
-    caught: &[ManifestEntry],
-    redo: Lsn,
-    deleted: &BTreeMap<PageId, Lsn>,
-) -> Result<Vec<Tombstone>> {
-    // Both lists ascend. Mostly all pages are caught, and none has to be looked for.
-    let mut caught = caught.iter().peekable();
-    let all_are_caught = caught.len() == sorted.gather.len();
-    let mut is_caught = |page| all_are_caught || caught.next_if(|entry| entry.page == page).is_some();
-    let missed = sorted.gather.iter().filter(|(page, _)| !is_caught(*page));
-    let missed = missed.map(|(page, _)| Tombstone {
-        page: *page,
-        lsn: *deleted.get(page).expect("a page that could not be gathered was deleted"),
-    });
-    // Replay begins after their deletion, so any Lsn up to `redo` will do.
-    let gone = sorted.gone.iter().filter(|_| sorted.follows.is_some());
-    let gone = gone.map(|page| Tombstone { page: *page, lsn: redo });
-    let mut tombstones = collected(missed.chain(gone))?;
-    tombstones.sort_unstable_by_key(|tombstone| tombstone.page);
-    Ok(tombstones)
-}
-
-/// All entries in the order of their pages: those with known images, and those that were gathered.
-fn in_order(known: Vec<ManifestEntry>, caught: Vec<ManifestEntry>) -> Result<Vec<ManifestEntry>> {
-    let mut entries = known;
-    if entries.is_empty() {
-        return Ok(caught);
-    }
-    append(&mut entries, caught)?;
-    // No page is among both. (A stable sort takes memory that cannot be refused.)
-    entries.sort_unstable_by_key(|entry| entry.page);
-    Ok(entries)
 }

@@ -16,8 +16,9 @@ use remanent_format::manifest::{Manifest, ManifestKind, Tombstone};
 use remanent_format::state::survey::{read_manifest, read_store};
 use remanent_format::{FileName, Lsn, PageId, SnapshotId};
 
+use super::Snapshots;
+use super::bounds::{End, beginning};
 use super::verify::WrittenSnapshot;
-use super::{End, Snapshots, beginning};
 use crate::base::allocation::{append, collected};
 use crate::catalog::{Catalog, LOOK_PAGES, Link, RetainedSnapshot};
 use crate::disk::source::DiskSource;

@@ -57,6 +57,7 @@ const BEHIND_THE_SEAMS: &[&str] = &[
     "src/device/multi/",
     "src/disk/buffered.rs",
     "src/disk/dir.rs",
+    "src/disk/dir_file.rs",
     "src/disk/direct.rs",
     "src/disk/mapped.rs",
 ];

@@ -7,43 +7,34 @@
 //! The device may keep released memory for itself: [`Device::trim`] gives it back.
 
 mod account;
+mod page_memory;
+mod reservation;
+mod scratch;
 mod lent;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use remanent_format::{PageId, Place};
 
 use self::account::Account;
 pub use self::account::{PlaceUsage, Purpose};
 use self::lent::LentMemories;
+pub use self::page_memory::PageMemory;
+pub use self::reservation::Reservation;
+use self::scratch::{SCRATCH_WAIT_MAX, ScratchMemory};
 use crate::base::allocation::make_room;
 use crate::base::queue::Queue;
-use crate::base::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use crate::base::sync::atomic::{AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Mutex, RwLock};
-use crate::device::{Device, DeviceBytes, Fence, Lane, MemoryId, MemoryLink, MemoryOwner, Span};
+use crate::device::{Device, DeviceBytes, Fence, Lane, MemoryLink, MemoryOwner};
 use crate::error::{Error, Result};
 use crate::options::Budget;
 
 /// The lanes that never wait for a caller.
 const OWN_LANES: [Lane; 4] = [Lane::Apply, Lane::Drain, Lane::Stage, Lane::Load];
-/// The lanes to wait for where nothing may be waited for, not even for memory that the device keeps back.
-const NO_LANES: [Lane; 0] = [];
-
-/// Scratch longer than this comes in pieces of this length, which a GPU cuts from blocks that all allocations
-/// share. A longer block would be one of its own, which serves no other length, and giving it back to the
-/// driver waits for all work of the GPU. So the memory that scratch leaves behind never exceeds its own
-/// limit.
-const SCRATCH_PIECE_LEN: u64 = 16 << 20;
-/// The most scratch of a place. A longer read goes to the host in lane order, 20 ms for this length on an
-/// H200.
-pub(crate) const SCRATCH_BYTES_MAX: u64 = 1 << 30;
-/// The longest wait for scratch. Scratch is on its way to the host, which takes milliseconds. If that never
-/// ends, the device has stopped, and the waiting thread learns it from its next call.
-const SCRATCH_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// The page memory of one device, under one budget. Shared by threads.
 pub struct Arena {
@@ -64,43 +55,6 @@ pub struct Arena {
     /// Callers' memory in which pages live.
     lent: LentMemories,
     link: Arc<MemoryLink>,
-}
-
-/// The memory of one page. It is given back by [`Arena::retire`] or [`Arena::discard`], never by being
-/// dropped: a drop cannot know which lane still uses it.
-#[derive(Debug)]
-pub struct PageMemory {
-    memory: MemoryId,
-    len: u64,
-    /// The place, as two numbers: so it fills the gap that alignment leaves, and there is one of these for
-    /// each page.
-    place_ordinal: u32,
-    place_kind: u8,
-    purpose: Purpose,
-    given_back: bool,
-}
-
-const _: () = assert!(size_of::<PageMemory>() == 24);
-
-/// Bytes of the budget that are put by for allocations to come, so that these cannot fail half way for lack
-/// of budget. Bytes left when it is dropped are free again.
-pub struct Reservation<'a> {
-    arena: &'a Arena,
-    purpose: Purpose,
-    left: Vec<(Arc<Account>, Place, AtomicU64)>,
-    /// The lanes whose retired memory is waited for where memory is short. With none, only free memory is
-    /// taken.
-    awaited: &'static [Lane],
-}
-
-/// Scratch that snapshots gather into, and long reads. It takes all the room there is, so it must not keep an
-/// allocation out. An allocation that would fit without it waits until it is given back, which never waits
-/// for a commit. No scratch is given out meanwhile.
-#[derive(Default)]
-struct ScratchMemory {
-    /// Claimed and allocated bytes of scratch.
-    bytes: BTreeMap<Place, u64>,
-    waiting: usize,
 }
 
 /// Memory of a page that is gone, for a caller.
@@ -292,64 +246,6 @@ impl Arena {
         }
     }
 
-    /// Whether this number of bytes would fit if nothing were retired, and nothing on its way to the host.
-    fn fits_without_scratch(&self, place: Place, len: u64) -> bool {
-        let scratch = self.scratch.lock().bytes.get(&place).copied();
-        scratch.is_some_and(|scratch| self.account(place).fits_without_retired(len.saturating_sub(scratch)))
-    }
-
-    /// Scratch for a snapshot or a read: at least `len` bytes, in pieces of [`SCRATCH_PIECE_LEN`] or in one
-    /// that is shorter. The caller submits to the lanes, so nothing is waited for: scratch is only the memory
-    /// that the budget and the device have at once. None is given out while an allocation waits for scratch.
-    ///
-    /// # Errors
-    /// `OverBudget`, also for more than [`SCRATCH_BYTES_MAX`] together; `OutOfMemory`, `PlaceUnavailable`, a
-    /// device error. Nothing is allocated then.
-    pub(crate) fn allocate_scratch(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
-        if len == 0 {
-            return Ok(Vec::new());
-        }
-        let piece_len = len.min(SCRATCH_PIECE_LEN);
-        let whole_len = len.checked_next_multiple_of(piece_len).unwrap_or(u64::MAX);
-        {
-            let mut scratch = self.scratch.lock();
-            let left = SCRATCH_BYTES_MAX - scratch.bytes.get(&place).copied().unwrap_or(0);
-            if scratch.waiting > 0 || whole_len > left {
-                let available = self.available(place).min(left);
-                let budget = self.budget.limit(place);
-                return Err(Error::OverBudget { place, asked: len, available, budget });
-            }
-            *scratch.bytes.entry(place).or_default() += whole_len;
-        }
-        let mut pieces = Vec::new();
-        let allocated = self.reserve_awaiting(&NO_LANES, Purpose::Gather, &[(place, whole_len)]);
-        let allocated = allocated.and_then(|reserved| {
-            for _ in 0..whole_len / piece_len {
-                pieces.push(reserved.allocate(place, piece_len)?);
-            }
-            Ok(())
-        });
-        match allocated {
-            Ok(()) => Ok(pieces),
-            Err(error) => {
-                self.scratch_is_back(place, whole_len - piece_len * pieces.len() as u64);
-                pieces.into_iter().try_for_each(|piece| self.discard(piece))?;
-                Err(error)
-            }
-        }
-    }
-
-    fn scratch_is_back(&self, place: Place, len: u64) {
-        let mut scratch = self.scratch.lock();
-        if let Some(left) = scratch.bytes.get_mut(&place) {
-            *left -= len;
-            if *left == 0 {
-                scratch.bytes.remove(&place);
-            }
-        }
-        self.scratch_given_back.notify_all();
-    }
-
     /// Gives memory back once `fence`, that of the last list that names it, has passed.
     pub fn retire(&self, page: PageMemory, fence: Fence) {
         let account = self.account(page.place());
@@ -461,24 +357,6 @@ impl Arena {
         self.accounts.write().entry(place).or_insert_with(new).clone()
     }
 
-    /// Claims all or nothing.
-    fn claim(
-        &self,
-        awaited: &'static [Lane],
-        purpose: Purpose,
-        sums: &BTreeMap<Place, u64>,
-    ) -> Result<Reservation<'_>> {
-        // A reservation that is dropped on the way puts back the bytes it has.
-        let mut reservation =
-            Reservation { arena: self, purpose, left: Vec::with_capacity(sums.len()), awaited };
-        for (place, sum) in sums {
-            let account = self.account(*place);
-            account.claim(*sum)?;
-            reservation.left.push((account, *place, AtomicU64::new(*sum)));
-        }
-        Ok(reservation)
-    }
-
     fn next_retired(&self, lane: Lane, ready: impl Fn(Fence) -> bool) -> Option<RetiredMemory> {
         let mut retired = self.retired[lane as usize].lock();
         if !ready(retired.front()?.fence) {
@@ -509,99 +387,5 @@ impl Drop for Arena {
             tracing::warn!(%error, "retired page memory could not be released");
         }
         self.lent.drop_leaving(&*self.device);
-    }
-}
-
-impl Reservation<'_> {
-    /// Memory for a page, of unspecified content, out of the bytes that were put by. If the device is full,
-    /// retired memory is released and the device is asked once more, except where nothing may be waited for.
-    /// Several threads may take from one reservation.
-    ///
-    /// # Errors
-    /// `OutOfMemory`, `PlaceUnavailable`, a device error. The bytes stay put by.
-    ///
-    /// # Panics
-    /// If fewer bytes are left for the place.
-    pub fn allocate(&self, place: Place, len: u64) -> Result<PageMemory> {
-        let left = self.left.iter().find(|(_, reserved, _)| *reserved == place);
-        let (account, _, left) = left.unwrap_or_else(|| panic!("nothing is reserved in place {place}"));
-        let taken = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(len));
-        if let Err(left) = taken {
-            panic!("{len} bytes of {left} that are left of a reservation in place {place}");
-        }
-        let memory = self.ask(place, len).inspect_err(|_| _ = left.fetch_add(len, Ordering::Relaxed))?;
-        account.allocated(self.purpose, len);
-        let (place_kind, place_ordinal) = place.to_raw();
-        Ok(PageMemory { memory, len, place_ordinal, place_kind, purpose: self.purpose, given_back: false })
-    }
-
-    fn ask(&self, place: Place, len: u64) -> Result<MemoryId> {
-        let Arena { device, .. } = self.arena;
-        if self.awaited.is_empty() {
-            return device.allocate_at_once(place, len);
-        }
-        match device.allocate(place, len) {
-            Err(Error::OutOfMemory { .. }) => {
-                self.arena.reap_awaiting(self.awaited)?;
-                device.allocate(place, len)
-            }
-            other => other,
-        }
-    }
-}
-
-impl Drop for Reservation<'_> {
-    fn drop(&mut self) {
-        self.left.iter_mut().for_each(|(account, _, left)| account.unclaim(*left.get_mut()));
-    }
-}
-
-impl PageMemory {
-    /// The span of the whole page.
-    #[must_use]
-    pub fn span(&self) -> Span {
-        Span { memory: self.memory, offset: 0, len: self.len }
-    }
-
-    /// The span of `len` bytes from `offset` on.
-    ///
-    /// # Panics
-    /// If they do not lie within the page: the caller checked that.
-    #[must_use]
-    pub fn part(&self, offset: u64, len: u64) -> Span {
-        let within = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        assert!(within, "bytes {offset}..+{len} are not within a page of {} bytes", self.len);
-        Span { memory: self.memory, offset, len }
-    }
-
-    /// Whether it is a caller's. Then it holds whatever its last use left.
-    #[must_use]
-    pub fn is_lent(&self) -> bool {
-        self.purpose == Purpose::Lent
-    }
-
-    /// The place where the memory lies.
-    #[must_use]
-    pub fn place(&self) -> Place {
-        Place::from_raw(self.place_kind, self.place_ordinal).expect("the numbers of a place")
-    }
-
-    /// Its length in bytes.
-    #[must_use]
-    pub fn byte_len(&self) -> u64 {
-        self.len
-    }
-}
-
-impl Drop for PageMemory {
-    fn drop(&mut self) {
-        if !self.given_back {
-            tracing::warn!(
-                memory = self.memory.0,
-                place = %self.place(),
-                len = self.len,
-                "page memory dropped without being given back: it stays allocated and in the budget"
-            );
-        }
     }
 }

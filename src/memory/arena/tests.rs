@@ -2,6 +2,7 @@
 
 use std::sync::Barrier;
 
+use super::scratch::{SCRATCH_BYTES_MAX, SCRATCH_PIECE_LEN};
 use super::*;
 use crate::device::host::HostDevice;
 use crate::device::{Command, CommandList};

@@ -5,6 +5,8 @@
 use super::{Defence, Test, check, defence, it, refusal, unit};
 
 const WRITER: &str = "src/log/writer.rs";
+const WAITS: &str = "src/log/waits.rs";
+const SYNC_GUARD: &str = "src/log/sync_guard.rs";
 const KEEPER: &str = "src/log/threads.rs";
 const STATE: &str = "src/log/state.rs";
 const SEGMENTS: &str = "src/log/segments/mod.rs";
@@ -15,7 +17,7 @@ const IMAGES: &str = "src/images/mod.rs";
 const GROWING: &str = "src/disk/growing/mod.rs";
 const IMAGE_SPARES: &str = "src/disk/image_spares.rs";
 const SIDE_BY_SIDE: &str = "src/images/writers.rs";
-const SNAPSHOT: &str = "src/snapshot/mod.rs";
+const PUBLICATION: &str = "src/snapshot/publication.rs";
 const VERIFY: &str = "src/snapshot/verify.rs";
 const RETAIN: &str = "src/snapshot/retain.rs";
 const READBACK: &str = "src/applier/readback.rs";
@@ -115,10 +117,10 @@ pub const LIST: &[Defence] = &[
         it("image_spares::a_follower_whose_image_is_written_over_was_overtaken"),
     ),
     // The log.
-    check("groups are synced", WRITER, "range.window.sync(range.from, range.to - range.from)?;", COMMITS),
+    check("groups are synced", SYNC_GUARD, "range.window.sync(range.from, range.to - range.from)?;", COMMITS),
     defence(
         "a failed sync is the end",
-        WRITER,
+        SYNC_GUARD,
         "self.make_durable().map_err(|error| self.log.fail(error))",
         "self.make_durable()",
         it("faults::disk_errors::an_error_of_the_disk_stops_the_store_and_loses_nothing"),
@@ -270,7 +272,7 @@ pub const LIST: &[Defence] = &[
     // Snapshots, and the files that they let go.
     check(
         "the log is durable up to a snapshot's end (I7)",
-        SNAPSHOT,
+        PUBLICATION,
         "self.engine.log.wait_durable(manifest.end)?;",
         it("crash::snapshots::snapshots_during_commits"),
     ),
@@ -290,7 +292,7 @@ pub const LIST: &[Defence] = &[
     ),
     refusal(
         "a record is durable before anything goes (I7)",
-        WRITER,
+        WAITS,
         "state.seals_durable <= seals",
         it("snapshots::retention::a_kill_between_a_snapshot_and_its_record_forgets_no_other"),
     ),

@@ -219,7 +219,7 @@ pub const LIST: &[Defence] = &[
     // Threads that end: no caller waits for them, or takes their half-done work for done.
     check(
         "a sync that panicked has failed",
-        "src/log/writer.rs",
+        "src/log/sync_guard.rs",
         "if std::thread::panicking() {\n            \
          self.log.fail(Error::panicked(\"a thread that syncs the log\"));\n        }",
         it("faults::waiters::a_panic_of_the_syncing_thread_reaches_every_waiter"),

@@ -4,6 +4,7 @@
 use super::{Defence, Test, check, defence, it, refusal, stores};
 
 const RECOVERY: &str = "src/recovery/mod.rs";
+const VERIFIED: &str = "src/recovery/verified_snapshots.rs";
 const CREATE: &str = "src/recovery/create.rs";
 const CATALOG: &str = "src/recovery/catalog.rs";
 const LOAD: &str = "src/recovery/load.rs";
@@ -18,7 +19,7 @@ pub const LIST: &[Defence] = &[
         "a kept snapshot that is not there is reported",
         RECOVERY,
         "Record(&end.verified).lost(&survey)",
-        "Vec::<Damage>::new()",
+        "Vec::<remanent_format::Damage>::new()",
         it("recovery::snapshots::missing_manifest_of_a_kept_snapshot_is_reported"),
     ),
     defence(
@@ -180,13 +181,13 @@ pub const LIST: &[Defence] = &[
     // Snapshots (I7).
     refusal(
         "an unrecorded manifest is published anew (I7)",
-        RECOVERY,
+        VERIFIED,
         "used.is_some_and(|used| used.snapshot == link.snapshot)",
         it("recovery::snapshots::unrecorded_manifest_is_published_anew"),
     ),
     refusal(
         "a manifest with one bad copy is published anew",
-        RECOVERY,
+        VERIFIED,
         "health(link.snapshot).is_some_and(|health| !health.is_whole())",
         it("recovery::snapshots::one_bad_manifest_copy_costs_nothing"),
     ),

@@ -1,0 +1,86 @@
+//! How a caller names pages, by id or by key, and earlier states.
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyString};
+use remanent::{Error, Key, PageId, PageInfo, ReadPages, Result, StatePoint};
+
+use crate::errors::OrRaise;
+use crate::page_info::Info;
+
+/// A page as a caller names it: by its id, by its key, or by what was looked up before.
+pub enum PageName {
+    Id(PageId),
+    Key(Key),
+}
+
+impl PageName {
+    /// Reads a name.
+    ///
+    /// # Errors
+    /// `TypeError`, `InvalidError`.
+    pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if let Ok(info) = object.cast::<Info>() {
+            return Ok(Self::Id(info.get().0.page));
+        }
+        if object.is_instance_of::<PyString>() || object.is_instance_of::<PyBytes>() {
+            return key(object).map(Self::Key);
+        }
+        match object.extract::<u64>() {
+            Ok(id) => Ok(Self::Id(PageId(id))),
+            Err(_) => Err(PyTypeError::new_err(format!(
+                "a page is named by its id (int), its key (str or bytes) or its PageInfo, not by {}",
+                object.get_type().name()?
+            ))),
+        }
+    }
+
+    /// The page as it is in these pages.
+    pub fn find(&self, pages: &dyn ReadPages) -> Result<PageInfo> {
+        match self {
+            Self::Id(page) => pages.page(*page),
+            Self::Key(key) => pages.page_by_key(key),
+        }
+    }
+}
+
+/// A key from text or bytes.
+pub fn key(object: &Bound<'_, PyAny>) -> PyResult<Key> {
+    let key = if let Ok(text) = object.cast::<PyString>() {
+        Key::new(text.to_str()?)
+    } else if let Ok(bytes) = object.cast::<PyBytes>() {
+        Key::new(bytes.as_bytes())
+    } else {
+        let kind = object.get_type().name()?;
+        return Err(PyTypeError::new_err(format!("a key is str or bytes, not {kind}")));
+    };
+    key.map_err(Error::from).or_raise(object.py(), None)
+}
+
+/// A state as a caller names it: an Lsn, the text of one of the three kinds, or a snapshot.
+pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
+    if let Ok(text) = object.cast::<PyString>() {
+        return text.to_str()?.parse().or_raise(object.py(), None);
+    }
+    if let Ok(snapshot) = object.cast::<crate::snapshot::SnapshotInfo>() {
+        return Ok(StatePoint::Snapshot(remanent::SnapshotId(snapshot.get().id)));
+    }
+    match object.extract::<u64>() {
+        Ok(lsn) => Ok(StatePoint::Lsn(remanent::Lsn(lsn))),
+        Err(_) => Err(PyTypeError::new_err(format!(
+            "a state is an Lsn (int), \"lsn:N\", \"snapshot:N\", \"name:S\" or a SnapshotInfo, not {}",
+            object.get_type().name()?
+        ))),
+    }
+}
+
+/// The beginning of keys, from text or bytes.
+pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    if let Ok(text) = object.cast::<PyString>() {
+        return Ok(text.to_str()?.as_bytes().to_vec());
+    }
+    match object.cast::<PyBytes>() {
+        Ok(bytes) => Ok(bytes.as_bytes().to_vec()),
+        Err(_) => Err(PyValueError::new_err("a prefix is str or bytes")),
+    }
+}

@@ -1,0 +1,146 @@
+//! A submitted batch to wait for, and where it lies in the log.
+
+use pyo3::prelude::*;
+use remanent::Position;
+
+use crate::errors::OrRaise;
+use crate::gate::{seconds, wait};
+use crate::options::ack;
+
+/// Where a batch lies in the log, and the pages that it created.
+#[derive(Clone)]
+pub struct Committed {
+    pub position: Position,
+    pub pages: Vec<u64>,
+}
+
+/// Where a batch lies in the log, and the pages that it created.
+#[pyclass(frozen, module = "remanent")]
+pub struct Receipt(pub Committed);
+
+#[pymethods]
+impl Receipt {
+    /// The number of the batch.
+    #[getter]
+    fn lsn(&self) -> u64 {
+        self.0.position.lsn.0
+    }
+
+    /// The batch with the incarnation in which it was acknowledged, as text.
+    #[getter]
+    fn position(&self) -> String {
+        position_text(self.0.position)
+    }
+
+    /// The ids of the pages that it created, in the order of its creates and clones.
+    #[getter]
+    fn pages(&self) -> Vec<u64> {
+        self.0.pages.clone()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Receipt(lsn={}, pages={:?})", self.lsn(), self.pages())
+    }
+}
+
+pub fn position_text(position: Position) -> String {
+    format!("{}:{}", position.incarnation, position.lsn)
+}
+
+/// A submitted batch, to wait for; `await ticket` waits until it is durable. Made by `Store.submit`.
+///
+/// >>> import asyncio
+/// >>> store = remanent.Store(directory)
+/// >>> async def put(key, value):
+/// ...     batch = store.batch()
+/// ...     batch.create(value, key=key)
+/// ...     ticket = store.submit(batch)
+/// ...     await ticket
+/// ...     return ticket.lsn, ticket.is_("durable")
+/// >>> asyncio.run(put("k", b"v"))
+/// (1, True)
+/// >>> store.close()
+#[pyclass(frozen, module = "remanent")]
+pub struct Ticket {
+    pub ticket: remanent::Ticket,
+    pub path: String,
+}
+
+impl Ticket {
+    pub fn committed(&self) -> Committed {
+        Committed { position: self.ticket.position(), pages: self.pages() }
+    }
+
+    pub fn wait_for(
+        &self,
+        py: Python<'_>,
+        ack: remanent::Ack,
+        timeout: Option<std::time::Duration>,
+    ) -> PyResult<bool> {
+        wait(py, timeout, Some(&self.path), |slice| self.ticket.wait_timeout(ack, slice))
+    }
+}
+
+#[pymethods]
+impl Ticket {
+    /// The number of the batch.
+    #[getter]
+    fn lsn(&self) -> u64 {
+        self.ticket.position().lsn.0
+    }
+
+    /// The batch with the incarnation in which it was acknowledged, as text.
+    #[getter]
+    fn position(&self) -> String {
+        position_text(self.ticket.position())
+    }
+
+    /// The ids of the pages that it created, in the order of its creates and clones.
+    #[getter]
+    fn pages(&self) -> Vec<u64> {
+        self.ticket.pages().iter().map(|page| page.0).collect()
+    }
+
+    /// Whether the batch is acknowledged at this level. Waits for nothing.
+    #[pyo3(name = "is_", signature = (ack="durable"))]
+    fn is(&self, py: Python<'_>, ack: &str) -> PyResult<bool> {
+        self.ticket.is(self::ack(ack)?).or_raise(py, Some(&self.path))
+    }
+
+    /// Waits until the batch is acknowledged, up to `timeout` seconds; says whether it is. Ctrl-C ends the
+    /// wait, and the batch stays submitted. :raises PoisonedError: it is not, and never will be.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store.submit(store.batch(note="n")).wait(timeout=60, ack="applied")
+    /// True
+    #[pyo3(signature = (timeout=None, ack="durable"))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>, ack: &str) -> PyResult<bool> {
+        self.wait_for(py, self::ack(ack)?, seconds(timeout)?)
+    }
+
+    /// Waits as a task until the batch is acknowledged.
+    #[pyo3(signature = (ack="durable"))]
+    fn acknowledged<'py>(slf: &Bound<'py, Self>, ack: &str) -> PyResult<Bound<'py, PyAny>> {
+        self::ack(ack)?;
+        slf.py().import("remanent._aio")?.call_method1("acknowledged", (slf, ack))
+    }
+
+    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        Self::acknowledged(slf, "durable")?.call_method0("__await__")
+    }
+
+    /// Looks whether the batch is acknowledged; if it is not, `bell` rings with this number once it is.
+    fn _poll(
+        &self,
+        py: Python<'_>,
+        bell: &Bound<'_, crate::bell::Bell>,
+        id: u64,
+        ack: &str,
+    ) -> PyResult<Option<crate::bell::Waiting>> {
+        crate::bell::poll(&self.ticket, bell.get(), id, self::ack(ack)?).or_raise(py, Some(&self.path))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Ticket(lsn={})", self.lsn())
+    }
+}

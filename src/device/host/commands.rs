@@ -1,0 +1,229 @@
+//! The commands of a list, one by one, as loops over bytes. Deltas are in `deltas.rs`.
+//!
+//! No command waits for a lock while it holds another: bytes on their way from one memory to another lie
+//! aside in between.
+
+use std::collections::HashSet;
+
+use remanent_format::Width;
+
+use super::super::{
+    Command, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Selection, Span, Staging, StagingSpan,
+};
+use super::HostDevice;
+
+/// Bytes that lie aside at a time, while they are copied or compared. Memory for more could be refused, and a
+/// command cannot fail for it.
+const PART_LEN_MAX: u64 = 64 << 10;
+/// Bytes of bits whose numbers lie aside at a time.
+const BITS_AT_ONCE: u64 = 1024;
+
+impl HostDevice {
+    /// Runs one command.
+    pub(super) fn run(&self, command: Command, staging: &mut [Staging]) {
+        match command {
+            Command::Upload { source, target } => self.upload(staged(staging, source), target),
+            Command::Download { source, target } => self.download(source, staged_mut(staging, target)),
+            Command::Apply { pieces } => self.apply_all(&pieces, staging),
+            Command::Copy { source, target } => self.copy(source, target),
+            Command::Fill { target, pattern, width } => self.fill(target, pattern, width),
+            Command::Gather { sources, target } => {
+                for (source, offset) in sources {
+                    self.copy(source, part(target, offset, source.len));
+                }
+            }
+            Command::Scatter { source, targets } => {
+                for (offset, target) in targets {
+                    self.copy(part(source, offset, target.len), target);
+                }
+            }
+            Command::Diff { left, right, width, target } => self.diff(left, right, width, target),
+            Command::Select { bitmaps, target } => self.select(&bitmaps, staged_mut(staging, target)),
+            Command::Crc { sources, target } => self.crc(&sources, staged_mut(staging, target)),
+            Command::Pick { source, width, indices, target } => {
+                self.pick(source, width, staged(staging, indices), target);
+            }
+            Command::Validate { lists, target } => self.validate(&lists, staged_mut(staging, target)),
+        }
+    }
+
+    fn upload(&self, source: &[u8], target: Span) {
+        let memory = self.memory(target.memory);
+        memory.write(target, |target| target.copy_from_slice(source));
+    }
+
+    fn download(&self, source: Span, target: &mut [u8]) {
+        let memory = self.memory(source.memory);
+        memory.read(source, |source| target.copy_from_slice(source));
+    }
+
+    /// Copies through a small area of its own, so that only one memory is locked at a time.
+    pub(super) fn copy(&self, source: Span, target: Span) {
+        assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
+        assert!(!overlap(source, target), "a copy between overlapping ranges: {source:?}, {target:?}");
+        let (source_memory, target_memory) = (self.memory(source.memory), self.memory(target.memory));
+        let mut aside = Vec::new();
+        for done in starts(source.len) {
+            let part_len = PART_LEN_MAX.min(source.len - done);
+            aside.clear();
+            source_memory.read(part(source, done, part_len), |source| aside.extend_from_slice(source));
+            target_memory.write(part(target, done, part_len), |target| target.copy_from_slice(&aside));
+        }
+    }
+
+    fn fill(&self, target: Span, pattern: [u8; 16], width: Width) {
+        let memory = self.memory(target.memory);
+        // Every width divides 16, so sixteen bytes of repeated pattern tile the target.
+        let tile: [u8; 16] = std::array::from_fn(|i| pattern[i % width.bytes()]);
+        memory.write(target, |target| {
+            let _whole = elements(target.len(), width);
+            let mut tiles = target.chunks_exact_mut(tile.len());
+            tiles.by_ref().for_each(|chunk| chunk.copy_from_slice(&tile));
+            let rest = tiles.into_remainder();
+            rest.copy_from_slice(&tile[..rest.len()]);
+        });
+    }
+
+    /// Copies through a small area of its own, so that only one memory is locked at a time.
+    fn diff(&self, left: Span, right: Span, width: Width, target: Span) {
+        let (left_memory, right_memory) = (self.memory(left.memory), self.memory(right.memory));
+        let clashes = overlap(left, target) || overlap(right, target);
+        assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
+        assert_eq!(left.len, right.len, "a diff of ranges of different lengths");
+        let bits_len = elements(left.len as usize, width).div_ceil(8);
+        assert_eq!(target.len, bits_len as u64, "the length of a diff's target");
+        let (mut aside, mut bits) = (Vec::new(), Vec::new());
+        for done in starts(left.len) {
+            let part_len = PART_LEN_MAX.min(left.len - done);
+            aside.clear();
+            bits.clear();
+            bits.resize(elements(part_len as usize, width).div_ceil(8), 0);
+            let mut index = 0;
+            left_memory.read(part(left, done, part_len), |left| aside.extend_from_slice(left));
+            right_memory.read(part(right, done, part_len), |right| {
+                let pairs = aside.chunks_exact(width.bytes()).zip(right.chunks_exact(width.bytes()));
+                for (left, right) in pairs {
+                    bits[index / 8] |= u8::from(left != right) << (index % 8);
+                    index += 1;
+                }
+            });
+            // A part is a whole number of bytes of bits.
+            self.upload(&bits, part(target, done / width.bytes() as u64 / 8, bits.len() as u64));
+        }
+    }
+
+    /// Numbers bits into memory of its own, so that only one memory is locked at a time.
+    fn select(&self, bitmaps: &[Selection], target: &mut [u8]) {
+        assert_eq!(target.len(), 4 * bitmaps.len(), "the length of a selection's target");
+        for (selection, found) in bitmaps.iter().zip(target.chunks_exact_mut(4)) {
+            let Selection { bits, indices } = *selection;
+            selection.check();
+            let (bits_memory, memory) = (self.memory(bits.memory), self.memory(indices.memory));
+            let mut count = 0;
+            for done in (0..bits.len).step_by(BITS_AT_ONCE as usize) {
+                let here = part(bits, done, BITS_AT_ONCE.min(bits.len - done));
+                let set = bits_memory.read(here, |bits| set_bits(bits, 8 * done as u32));
+                let room = set.len().min((indices.len as usize / 4).saturating_sub(count));
+                let numbers: Vec<u8> = set[..room].iter().flat_map(|index| index.to_le_bytes()).collect();
+                // Bounds are checked for all of the room.
+                let at = 4 * count.min(indices.len as usize / 4);
+                memory.write(indices, |indices| indices[at..at + numbers.len()].copy_from_slice(&numbers));
+                count += set.len();
+            }
+            found.copy_from_slice(&(count as u32).to_le_bytes());
+        }
+    }
+
+    fn crc(&self, sources: &[Span], target: &mut [u8]) {
+        assert_eq!(target.len(), 4 * sources.len(), "the length of a checksum command's target");
+        for (source, sum) in sources.iter().zip(target.chunks_exact_mut(4)) {
+            let memory = self.memory(source.memory);
+            sum.copy_from_slice(&memory.read(*source, crc32fast::hash).to_le_bytes());
+        }
+    }
+
+    /// Picks into memory of its own, so that only one memory is locked at a time.
+    fn pick(&self, source: Span, width: Width, indices: &[u8], target: Span) {
+        let bound = elements(source.len as usize, width);
+        assert_eq!(indices.len(), 4 * elements(target.len as usize, width), "one index for each element");
+        assert!(!overlap(source, target), "picked from and to overlapping ranges: {source:?}, {target:?}");
+        let at_once = PART_LEN_MAX as usize / width.bytes();
+        let mut picked = Vec::with_capacity(at_once.min(indices.len() / 4) * width.bytes());
+        let memory = self.memory(source.memory);
+        let mut done = 0;
+        for indices in indices.chunks(4 * at_once) {
+            picked.clear();
+            memory.read(source, |source| {
+                for index in indices.chunks_exact(4).map(index_of) {
+                    assert!(index < bound, "an index that is not within its range");
+                    picked.extend_from_slice(&source[index * width.bytes()..][..width.bytes()]);
+                }
+            });
+            self.upload(&picked, part(target, done, picked.len() as u64));
+            done += picked.len() as u64;
+        }
+    }
+
+    fn validate(&self, lists: &[IndexList], target: &mut [u8]) {
+        assert_eq!(target.len(), 4 * lists.len(), "the length of a validation's target");
+        for (IndexList { indices, bound }, found) in lists.iter().zip(target.chunks_exact_mut(4)) {
+            assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "whole indices");
+            let memory = self.memory(indices.memory);
+            let mut seen = HashSet::new();
+            let mut wrong = 0;
+            memory.read(*indices, |bytes| {
+                for index in bytes.chunks_exact(4).map(index_of) {
+                    if index as u64 >= *bound {
+                        wrong |= INDEX_OUT_OF_BOUNDS;
+                    } else if !seen.insert(index) {
+                        wrong |= INDEX_TWICE;
+                    }
+                }
+            });
+            found.copy_from_slice(&wrong.to_le_bytes());
+        }
+    }
+}
+
+/// The numbers of the bits that are set, lowest first, where the first one has this number.
+fn set_bits(bits: &[u8], first: u32) -> Vec<u32> {
+    let is_set = |bit: &u32| bits[*bit as usize / 8] >> (bit % 8) & 1 == 1;
+    (0..8 * bits.len() as u32).filter(is_set).map(|bit| first + bit).collect()
+}
+
+/// The number of a little-endian u32.
+pub(super) fn index_of(bytes: &[u8]) -> usize {
+    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize
+}
+
+/// The number of elements in a range; panics if the last one is not whole.
+pub(super) fn elements(len: usize, width: Width) -> usize {
+    assert_eq!(len % width.bytes(), 0, "{len} bytes are no whole number of elements");
+    len / width.bytes()
+}
+
+fn staged(staging: &[Staging], span: StagingSpan) -> &[u8] {
+    &staging[span.index][span.offset..][..span.len]
+}
+
+fn staged_mut(staging: &mut [Staging], span: StagingSpan) -> &mut [u8] {
+    &mut staging[span.index][span.offset..][..span.len]
+}
+
+/// The span of `len` bytes from `offset` in another span; panics if they do not lie in it.
+pub(super) fn part(span: Span, offset: u64, len: u64) -> Span {
+    let within = offset.checked_add(len).is_some_and(|end| end <= span.len);
+    assert!(within, "bytes {offset}..+{len} are not within {span:?}");
+    Span { memory: span.memory, offset: span.offset + offset, len }
+}
+
+/// The starts of the parts of `len` bytes that lie aside one after the other. At least one, so that bounds
+/// are checked for empty ranges too.
+fn starts(len: u64) -> impl Iterator<Item = u64> {
+    (0..len.max(1)).step_by(PART_LEN_MAX as usize)
+}
+
+fn overlap(one: Span, other: Span) -> bool {
+    let before = |a: Span, b: Span| a.offset.saturating_add(a.len) <= b.offset;
+    one.memory == other.memory && !before(one, other) && !before(other, one)
+}

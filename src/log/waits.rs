@@ -1,0 +1,196 @@
+//! Waiting until batches are logged, and until they are durable.
+//!
+//! The keeper ([`super::threads`]) syncs when a sync is due; a committer that waits syncs earlier if no other
+//! thread does.
+//!
+//! The frames of a direct log lie in the process's own memory until a sync. So a batch there is `Logged` only
+//! once it is `Durable` ([`Log::wait_logged`]).
+
+use remanent_format::Lsn;
+use remanent_format::frame::VerifiedSnapshot;
+
+use super::state::LogState;
+use super::sync_guard::SyncGuard;
+use super::writer::Log;
+use crate::base::sync::{Instant, MutexGuard};
+use crate::error::Result;
+use crate::options::LogIo;
+
+impl Log {
+    /// Waits until batch `lsn`, which was appended, survives the death of the process.
+    pub fn wait_logged(&self, lsn: Lsn) -> Result<()> {
+        match self.io {
+            // The kernel's page cache has the frame, and outlives the process.
+            LogIo::Mapped | LogIo::Buffered => Ok(()),
+            // The frame lies in the memory of the process until a sync takes it.
+            LogIo::Direct => self.wait_durable(lsn),
+        }
+    }
+
+    /// As [`wait_logged`](Self::wait_logged), for the applier.
+    ///
+    /// No committer waits for the applier, and the copies that it makes take processor time from them. So
+    /// where a committer will sync, the applier leaves the sync to it, and is woken after all committers.
+    pub fn wait_logged_last(&self, lsn: Lsn) -> Result<()> {
+        if self.io != LogIo::Direct {
+            return Ok(());
+        }
+        let mut state = self.state.lock();
+        while state.durable < lsn {
+            if state.syncing {
+                // Also where the log has failed meanwhile: a batch that this sync makes durable is visible to
+                // readers, and must be applied.
+                self.progress.wait(&mut state);
+                continue;
+            }
+            self.check()?;
+            if state.waiters.has_next() {
+                self.progress.wait(&mut state);
+            } else if let Some(until) = state.more_until() {
+                self.progress.wait_until(&mut state, until);
+            } else {
+                state = self.sync_all(state)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until batch `lsn`, which was appended, survives a power cut.
+    ///
+    /// If no sync is running, the caller syncs for every batch appended so far. Handing the sync to another
+    /// thread would cost two more context switches: with 4 KiB commits of 8 threads on two cores, a mapped
+    /// log then made 0.27 of the raw loop's commits instead of 0.73. Where more committers are expected
+    /// ([`super::group_commit`]), the last one to come begins the sync.
+    pub fn wait_durable(&self, lsn: Lsn) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.durable >= lsn {
+            return Ok(());
+        }
+        // The sync under way took the bytes of batches up to its target; a later batch needs the next sync.
+        if state.syncing && lsn <= state.sync_target {
+            state.waiters.come_late();
+        } else {
+            state.waiters.come();
+        }
+        while state.durable < lsn {
+            // First in the loop: after a failure no sync will ever reach this batch.
+            self.check()?;
+            // Anew in each turn: a sync that began meanwhile may have taken this batch.
+            let round = state.syncs_begun + usize::from(lsn > state.sync_target);
+            let synced = &self.synced[round % 2];
+            if state.syncing {
+                synced.wait(&mut state);
+                continue;
+            }
+            // One committer watches the clock for all that wait; a wake-up for each would be in vain.
+            match state.more_until() {
+                None => state = self.sync_all(state)?,
+                Some(_) if state.waiters.is_watched => synced.wait(&mut state),
+                Some(until) => {
+                    state.waiters.is_watched = true;
+                    synced.wait_until(&mut state, until);
+                    state.waiters.is_watched = false;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether batch `lsn` survives the death of the process. An error says that it never will.
+    pub fn is_logged(&self, lsn: Lsn) -> Result<bool> {
+        match self.io {
+            LogIo::Mapped | LogIo::Buffered => Ok(true),
+            LogIo::Direct => self.is_durable(lsn),
+        }
+    }
+
+    /// Whether batch `lsn` survives a power cut. An error says that it never will.
+    pub fn is_durable(&self, lsn: Lsn) -> Result<bool> {
+        if self.durable() >= lsn {
+            return Ok(true);
+        }
+        self.check()?;
+        Ok(false)
+    }
+
+    /// As [`wait_logged`](Self::wait_logged), up to a time; whether the batch is logged then.
+    pub fn wait_logged_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
+        match self.io {
+            LogIo::Mapped | LogIo::Buffered => Ok(true),
+            LogIo::Direct => self.wait_durable_until(lsn, until),
+        }
+    }
+
+    /// As [`wait_durable`](Self::wait_durable), up to a time; whether the batch is durable then. The keeper
+    /// syncs: a sync cannot be given up halfway.
+    pub fn wait_durable_until(&self, lsn: Lsn, until: Instant) -> Result<bool> {
+        self.ask_for_sync();
+        let mut state = self.state.lock();
+        while state.durable < lsn {
+            self.check()?;
+            if self.progress.wait_until(&mut state, until).timed_out() {
+                return Ok(state.durable >= lsn);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Lets the keeper make durable what was logged so far, at once and not when it is due.
+    pub fn ask_for_sync(&self) {
+        let mut state = self.state.lock();
+        if !state.dirty.is_empty() {
+            state.sync_wanted = true;
+            state.keeper_asleep = false;
+            self.work.notify_one();
+        }
+    }
+
+    /// Records these snapshots as verified in a seal, and waits until that seal is durable. Only then may
+    /// anything go that they replace (I7): a crash in between would leave an open without proof that they
+    /// hold.
+    pub fn record_verified(&self, verified: Vec<VerifiedSnapshot>) -> Result<()> {
+        let mut state = self.state.lock();
+        state.verified = verified;
+        // Every seal appended from now on names the new list. One that is not synced yet may name the old
+        // one.
+        let (seals, refused) = (state.stats.seals, state.seals_refused);
+        while state.seals_durable <= seals {
+            self.check()?;
+            // A full disk costs the record, and the caller learns of it now: it keeps what it wanted to
+            // remove.
+            if state.seals_refused > refused
+                && let Some(refusal) = &state.seal_refusal
+            {
+                return Err(refusal.clone());
+            }
+            state.seal_now = true;
+            self.work.notify_one();
+            self.progress.wait(&mut state);
+        }
+        Ok(())
+    }
+
+    /// As [`wait_durable`](Self::wait_durable), for the holder of the submission lock. It waits for no
+    /// further committer, because none can append before it gives the lock back.
+    pub(super) fn sync_up_to(&self, lsn: Lsn) -> Result<()> {
+        let mut state = self.state.lock();
+        while state.durable < lsn {
+            self.check()?;
+            if state.syncing {
+                self.progress.wait(&mut state);
+            } else {
+                state = self.sync_all(state)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes durable everything that was logged so far, unless another thread is syncing.
+    fn sync_all<'a>(&'a self, mut state: MutexGuard<'a, LogState>) -> Result<MutexGuard<'a, LogState>> {
+        // Without the lock: committers append the next group while this one is written.
+        let Some(syncing) = SyncGuard::begin(self, &mut state) else { return Ok(state) };
+        drop(state);
+        syncing.sync()?;
+        Ok(self.state.lock())
+    }
+}

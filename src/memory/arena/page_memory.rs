@@ -1,0 +1,73 @@
+//! The memory of one page.
+
+use remanent_format::Place;
+
+use super::Purpose;
+use crate::device::{MemoryId, Span};
+
+/// The memory of one page. It is given back by [`retire`](super::Arena::retire) or
+/// [`discard`](super::Arena::discard) of its arena, never by being dropped: a drop cannot know which lane
+/// still uses it.
+#[derive(Debug)]
+pub struct PageMemory {
+    pub(super) memory: MemoryId,
+    pub(super) len: u64,
+    /// The place, as two numbers: so it fills the gap that alignment leaves, and there is one of these for
+    /// each page.
+    pub(super) place_ordinal: u32,
+    pub(super) place_kind: u8,
+    pub(super) purpose: Purpose,
+    pub(super) given_back: bool,
+}
+
+const _: () = assert!(size_of::<PageMemory>() == 24);
+
+impl PageMemory {
+    /// The span of the whole page.
+    #[must_use]
+    pub fn span(&self) -> Span {
+        Span { memory: self.memory, offset: 0, len: self.len }
+    }
+
+    /// The span of `len` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// If they do not lie within the page: the caller checked that.
+    #[must_use]
+    pub fn part(&self, offset: u64, len: u64) -> Span {
+        let within = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(within, "bytes {offset}..+{len} are not within a page of {} bytes", self.len);
+        Span { memory: self.memory, offset, len }
+    }
+
+    /// Whether it is a caller's. Then it holds whatever its last use left.
+    #[must_use]
+    pub fn is_lent(&self) -> bool {
+        self.purpose == Purpose::Lent
+    }
+
+    /// The place where the memory lies.
+    #[must_use]
+    pub fn place(&self) -> Place {
+        Place::from_raw(self.place_kind, self.place_ordinal).expect("the numbers of a place")
+    }
+
+    /// Its length in bytes.
+    #[must_use]
+    pub fn byte_len(&self) -> u64 {
+        self.len
+    }
+}
+
+impl Drop for PageMemory {
+    fn drop(&mut self) {
+        if !self.given_back {
+            tracing::warn!(
+                memory = self.memory.0,
+                place = %self.place(),
+                len = self.len,
+                "page memory dropped without being given back: it stays allocated and in the budget"
+            );
+        }
+    }
+}

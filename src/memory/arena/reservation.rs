@@ -1,0 +1,87 @@
+//! Bytes of the budget for allocations to come.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use remanent_format::Place;
+
+use super::account::Account;
+use super::{Arena, PageMemory, Purpose};
+use crate::base::sync::atomic::{AtomicU64, Ordering};
+use crate::device::{Lane, MemoryId};
+use crate::error::{Error, Result};
+
+/// Bytes of the budget that are put by for allocations to come, so that these cannot fail half way for lack
+/// of budget. Bytes left when it is dropped are free again.
+pub struct Reservation<'a> {
+    arena: &'a Arena,
+    purpose: Purpose,
+    left: Vec<(Arc<Account>, Place, AtomicU64)>,
+    /// The lanes whose retired memory is waited for where memory is short. With none, only free memory is
+    /// taken.
+    awaited: &'static [Lane],
+}
+
+impl Arena {
+    /// Claims all or nothing.
+    pub(super) fn claim(
+        &self,
+        awaited: &'static [Lane],
+        purpose: Purpose,
+        sums: &BTreeMap<Place, u64>,
+    ) -> Result<Reservation<'_>> {
+        // A reservation that is dropped on the way puts back the bytes it has.
+        let mut reservation =
+            Reservation { arena: self, purpose, left: Vec::with_capacity(sums.len()), awaited };
+        for (place, sum) in sums {
+            let account = self.account(*place);
+            account.claim(*sum)?;
+            reservation.left.push((account, *place, AtomicU64::new(*sum)));
+        }
+        Ok(reservation)
+    }
+}
+
+impl Reservation<'_> {
+    /// Memory for a page, of unspecified content, out of the bytes that were put by. If the device is full,
+    /// retired memory is released and the device is asked once more, except where nothing may be waited for.
+    /// Several threads may take from one reservation.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, `PlaceUnavailable`, a device error. The bytes stay put by.
+    ///
+    /// # Panics
+    /// If fewer bytes are left for the place.
+    pub fn allocate(&self, place: Place, len: u64) -> Result<PageMemory> {
+        let left = self.left.iter().find(|(_, reserved, _)| *reserved == place);
+        let (account, _, left) = left.unwrap_or_else(|| panic!("nothing is reserved in place {place}"));
+        let taken = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(len));
+        if let Err(left) = taken {
+            panic!("{len} bytes of {left} that are left of a reservation in place {place}");
+        }
+        let memory = self.ask(place, len).inspect_err(|_| _ = left.fetch_add(len, Ordering::Relaxed))?;
+        account.allocated(self.purpose, len);
+        let (place_kind, place_ordinal) = place.to_raw();
+        Ok(PageMemory { memory, len, place_ordinal, place_kind, purpose: self.purpose, given_back: false })
+    }
+
+    fn ask(&self, place: Place, len: u64) -> Result<MemoryId> {
+        let Arena { device, .. } = self.arena;
+        if self.awaited.is_empty() {
+            return device.allocate_at_once(place, len);
+        }
+        match device.allocate(place, len) {
+            Err(Error::OutOfMemory { .. }) => {
+                self.arena.reap_awaiting(self.awaited)?;
+                device.allocate(place, len)
+            }
+            other => other,
+        }
+    }
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        self.left.iter_mut().for_each(|(account, _, left)| account.unclaim(*left.get_mut()));
+    }
+}

@@ -1,0 +1,99 @@
+//! The snapshots that an open may start from: the newest one that can be loaded, and the log after it.
+//!
+//! Nothing on disk changes here, so a crash loses nothing.
+
+use std::sync::Arc;
+
+use remanent_format::manifest::Manifest;
+use remanent_format::segment::SEGMENT_HEADER_BLOCK;
+use remanent_format::state::follow::Resolution;
+use remanent_format::state::follow::StateWalk;
+use remanent_format::state::reach::Reach;
+use remanent_format::state::survey::Survey;
+use remanent_format::{Damage, Defect, FileName, Lsn};
+
+use super::catalog::CatalogDraft;
+use super::load::load;
+use super::loaded_pages::LoadedPages;
+use super::log_reader::{BatchRun, Frames};
+use super::{Recovery, survey};
+use crate::disk::source::DiskSource;
+use crate::error::{Error, Result};
+
+/// The best candidate that could be loaded, with what was found on the way to it.
+pub(super) struct BestCandidate<'s, 'a> {
+    pub resolution: Resolution,
+    pub loaded: LoadedPages<'a>,
+    pub draft: CatalogDraft<'s>,
+    /// Damage to the snapshots that were passed over.
+    pub harmless: Vec<Damage>,
+}
+
+impl Recovery<'_> {
+    /// Tries the snapshots from the newest to the oldest, then the log's beginning. A snapshot that is
+    /// passed over costs time: its pages come from an older one and more log. If nothing is left, the
+    /// newest one's damage is the answer.
+    ///
+    /// Only damage leads to the next candidate. After a shortage an older snapshot would open the same
+    /// state, but the new incarnation would not record the newer ones as verified.
+    pub(super) fn load_best<'s>(
+        &self,
+        source: &DiskSource,
+        survey: &'s Survey,
+    ) -> Result<BestCandidate<'s, '_>> {
+        let mut passed_over: Vec<Damage> = Vec::new();
+        for candidate in survey.candidates() {
+            let loaded = candidate.map_err(Error::from).and_then(|base| {
+                let mut resolution = self.resolve(source, survey, base.as_ref())?;
+                let end = resolution.end.as_ref().expect("followed to its end");
+                // The floor is known only at the end of the log: below it, segments and images may be
+                // gone, though the manifest is still there.
+                Reach::of(survey, &end.verified).check_start(base.as_deref())?;
+                let (loaded, draft) = load(self, source, survey, base.as_deref(), &mut resolution)?;
+                Ok(BestCandidate { resolution, loaded, draft, harmless: Vec::new() })
+            });
+            match loaded {
+                Ok(best) => return Ok(BestCandidate { harmless: passed_over, ..best }),
+                Err(Error::Damaged(damage)) => {
+                    tracing::warn!(%damage, "a snapshot cannot be used");
+                    passed_over.push(damage.damage);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let nothing = Defect::Missing.at_lsn(FileName::Segment(1), SEGMENT_HEADER_BLOCK, Lsn(1));
+        Err(passed_over.into_iter().next().unwrap_or(nothing).into())
+    }
+
+    /// Follows the log from a snapshot to its end, as [`Survey::resolve`] does on one thread. Other threads
+    /// read, prove and decode frames while this one resolves them.
+    pub(super) fn resolve(
+        &self,
+        source: &DiskSource,
+        survey: &Survey,
+        base: Option<&Arc<Manifest>>,
+    ) -> Result<Resolution> {
+        let mut following = StateWalk::new_by(survey, source, base, &survey::EntryThreads)?;
+        let with_changes = |run: BatchRun| (run.byte_changes(), run);
+        let stopped =
+            self.frames(source, survey).read(following.start(), None, with_changes, |(changes, run)| {
+                for (batch, changes) in run.batches.iter().zip(changes.iter()) {
+                    let followed = changes.and_then(|changes| following.byte_changes(&batch.header, changes));
+                    match followed {
+                        Some(followed) => followed?,
+                        None => _ = following.batch(&batch.header, run.payload(batch))?,
+                    }
+                }
+                self.staging.give(run.memory.into_staging());
+                Ok(())
+            })?;
+        Ok(following.finish(stopped.end, stopped.point)?)
+    }
+
+    /// The frames of the log, from `source`. The mark of the manifests goes along: a log that ends below
+    /// it has lost batches that were durable (I4), and is not taken for one with a torn tail.
+    pub(super) fn frames<'s>(&'s self, source: &'s DiskSource, survey: &'s Survey) -> Frames<'s> {
+        let window_len = self.options.replay_window_len;
+        Frames { source, map: &survey.log, mark: survey.mark(), staging: self.staging, window_len }
+    }
+}

@@ -1,0 +1,60 @@
+//! The memory of loaded pages, which goes back to the arena if the open fails.
+
+use remanent_format::PageId;
+use remanent_format::state::by_id::ById;
+
+use crate::applier::{UnloadedPage, UnloadedSet};
+use crate::error::Result;
+use crate::memory::arena::{Arena, PageMemory};
+
+/// Loaded pages that no list uses any more. If the open fails after all, dropping this gives their memory
+/// back, so that an older snapshot finds the whole budget (I10).
+pub(super) struct LoadedPages<'a> {
+    /// The arena that the memory goes back to.
+    pub arena: &'a Arena,
+    pub pages: PageSet,
+    /// The payloads of the batches that no mark proves, in order. The new incarnation copies them (I5, I6).
+    pub tail: Vec<Vec<u8>>,
+}
+
+/// The memory of all pages of the table.
+#[derive(Default)]
+pub(super) struct PageSet {
+    /// Memory of the pages that are loaded.
+    pub memory: ById<PageId, PageMemory>,
+    /// Pages that are not loaded yet: each is exactly what its image says.
+    pub unloaded: Vec<UnloadedPage>,
+}
+
+impl PageSet {
+    /// Gives all memory back. The caller knows that no list names it any more.
+    pub fn give_back(self, arena: &Arena) {
+        let loaded = self.memory.into_items().map(|(_, memory)| memory);
+        for memory in loaded.chain(self.unloaded.into_iter().map(|unloaded| unloaded.memory)) {
+            if let Err(error) = arena.discard(memory) {
+                tracing::warn!(%error, "cannot give page memory back");
+            }
+        }
+    }
+}
+
+impl LoadedPages<'_> {
+    /// Takes the pages for good: nothing gives their memory back any more.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn keep(mut self) -> Result<(ById<PageId, PageMemory>, UnloadedSet)> {
+        let PageSet { memory, unloaded } = &mut self.pages;
+        let unloaded = UnloadedSet::new(std::mem::take(unloaded)).map_err(|(error, pages)| {
+            *unloaded = pages;
+            error
+        })?;
+        Ok((std::mem::take(memory), unloaded))
+    }
+}
+
+impl Drop for LoadedPages<'_> {
+    fn drop(&mut self) {
+        std::mem::take(&mut self.pages).give_back(self.arena);
+    }
+}
