@@ -182,9 +182,9 @@
 //! - **I10** Page memory and the copies beside it stay within [`Options::budget`]; recovery checks the final
 //!   page table before it allocates.
 //! - **I11** The host device defines "correct": every other device gives the same bytes.
-//! - **I12** Images, and payloads born on a device, that cross a bus are summed on both sides of it before
-//!   anything logs, names or serves what arrived. A device's sum that differs is not damage on disk: the
-//!   host's sum of what lies there decides.
+//! - **I12** Images, payloads born on a device, and long writes that cross a bus are summed on both sides of
+//!   it before anything logs, names or serves what arrived. A device's sum that differs is not damage on
+//!   disk: the host's sum of what lies there decides.
 //! - **I13** An image file is written over only when nothing names it, durably, and no other name leads to
 //!   it. It loses its name before. Its next chunks are written after its next name, a new number, is durable.
 //!

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use remanent_format::op::{Op, OpAt, masked_bytes_at, scatter_values_at};
 use remanent_format::{PageId, Width};
 
+use super::arrival::{ArrivalProof, ArrivalSums, is_proven};
 use crate::base::allocation::make_room;
 use crate::device::{Command, CommandList, Payload, Piece, PieceKind, Span, Staging};
 use crate::error::Result;
@@ -21,6 +22,10 @@ pub(crate) struct ListBuilder {
     /// Staging aside for operations of the payload that is handed over next.
     asides: Vec<StagingBuf>,
     payload_bytes: usize,
+    /// The sums of long writes, a proof for each batch that has some.
+    proofs: Vec<ArrivalProof>,
+    /// Whether the last of them is of the payload that is handed over next.
+    proves: bool,
 }
 
 /// The place of a batch's payload in a list's staging.
@@ -48,15 +53,16 @@ const STAGINGS_MAX: usize = 1024;
 
 impl ListRoom {
     /// Room for what these operations may become: a copy for a cut, a copy to a relocation or to new memory,
-    /// and zeros or a delta.
+    /// zeros or a delta, and its sum.
     ///
     /// # Errors
     /// `OutOfMemory`.
     pub fn of(ops: &[OpAt<'_>]) -> Result<Self> {
         let mut room = Self::default();
         if ops.len() > SHORT_LIST {
-            make_room(&mut room.commands, 3 * ops.len())?;
-            let asides = ops.iter().filter(|at| needs_aside(&at.op)).count();
+            make_room(&mut room.commands, 4 * ops.len())?;
+            // One more for the sums of long writes.
+            let asides = ops.iter().filter(|at| needs_aside(&at.op)).count() + 1;
             make_room(&mut room.staging, asides + 1)?;
             make_room(&mut room.asides, asides)?;
         }
@@ -116,16 +122,16 @@ impl ListBuilder {
     pub fn begin_in(&mut self, room: ListRoom) {
         assert!(self.is_empty());
         let ListRoom { commands, staging, asides } = room;
-        *self = Self { list: CommandList { commands, staging }, asides, payload_bytes: 0 };
+        *self = Self { list: CommandList { commands, staging }, asides, ..Self::default() };
     }
 
-    /// Makes room for a delta each of these operations.
+    /// Makes room for a delta for each of these operations, and its sum.
     ///
     /// # Errors
     /// `OutOfMemory`.
     pub fn make_room(&mut self, ops: &[OpAt<'_>]) -> Result<()> {
-        make_room(&mut self.list.commands, ops.len())?;
-        make_room(&mut self.asides, ops.iter().filter(|at| needs_aside(&at.op)).count())?;
+        make_room(&mut self.list.commands, 2 * ops.len())?;
+        make_room(&mut self.asides, ops.iter().filter(|at| needs_aside(&at.op)).count() + 1)?;
         make_room(&mut self.list.staging, self.asides.capacity() + 1)
     }
 
@@ -135,23 +141,30 @@ impl ListBuilder {
     /// # Errors
     /// `OutOfMemory`.
     pub fn append(&mut self, later: Self) -> Result<()> {
-        let Self { list, asides, .. } = later;
+        let Self { list, asides, mut proofs, .. } = later;
         assert!(self.list.staging.is_empty() && list.staging.is_empty());
         make_room(&mut self.list.commands, list.commands.len())?;
         make_room(&mut self.asides, asides.len())?;
+        make_room(&mut self.proofs, proofs.len())?;
         make_room(&mut self.list.staging, self.asides.len() + asides.len() + 1)?;
         let before = self.asides.len();
         self.list.commands.extend(list.commands.into_iter().map(|mut command| {
-            if let Command::Apply { pieces } = &mut command {
-                for piece in pieces {
-                    // 0 is the payload, which both share.
-                    if let Payload::Staging { index: index @ 1.., .. } = &mut piece.payload {
-                        *index += before;
+            match &mut command {
+                Command::Apply { pieces } => {
+                    for piece in pieces {
+                        // 0 is the payload, which both share.
+                        if let Payload::Staging { index: index @ 1.., .. } = &mut piece.payload {
+                            *index += before;
+                        }
                     }
                 }
+                Command::Crc { target, .. } => target.index += before,
+                _ => {}
             }
             command
         }));
+        proofs.iter_mut().for_each(|proof| proof.shift(before));
+        self.proofs.append(&mut proofs);
         self.asides.extend(asides);
         Ok(())
     }
@@ -161,8 +174,17 @@ impl ListBuilder {
         self.list.staging.len()
     }
 
+    /// Takes the sums of the long writes among the operations that follow, up to the next payload.
+    pub fn prove(&mut self, sums: ArrivalSums) {
+        self.asides.push(sums.staging);
+        let index = self.payload_index() + self.asides.len();
+        self.proofs.push(ArrivalProof::new(index, sums.sums));
+        self.proves = true;
+    }
+
     /// Hands over the staging of a payload, or of several, once their operations are added.
     pub fn payload(&mut self, payload: StagingBuf) {
+        self.proves = false;
         for staged in std::iter::once(payload).chain(self.asides.drain(..)) {
             self.payload_bytes += staged.len();
             self.list.staging.push(staged.into_staging());
@@ -179,9 +201,10 @@ impl ListBuilder {
         self.list.commands.is_empty() && self.list.staging.is_empty() && self.asides.is_empty()
     }
 
-    /// Takes the list. The builder is empty again.
-    pub fn take(&mut self) -> CommandList {
-        std::mem::take(self).list
+    /// Takes the list, and the sums that it brings back. The builder is empty again.
+    pub fn take(&mut self) -> (CommandList, Vec<ArrivalProof>) {
+        let Self { list, proofs, .. } = std::mem::take(self);
+        (list, proofs)
     }
 
     /// Adds the operation's change to the bytes of its page; adds nothing if the operation is not about
@@ -221,7 +244,16 @@ impl ListBuilder {
             }
             _ => return,
         };
-        self.piece(Piece { target, payload: staged, kind });
+        let piece = Piece { target, payload: staged, kind };
+        match self.proofs.last_mut().filter(|_| self.proves && is_proven(&at.op)) {
+            // In a command of its own: the sum is of this write, and none after it.
+            Some(proof) => {
+                let sum = proof.sum(target);
+                self.list.commands.push(Command::Apply { pieces: vec![piece] });
+                self.list.commands.push(sum);
+            }
+            None => self.piece(piece),
+        }
     }
 
     /// Adds zeroing a range.

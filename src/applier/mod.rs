@@ -15,6 +15,7 @@ mod unloaded;
 mod exact_cut;
 mod handover;
 mod readback;
+mod arrival;
 mod reads;
 mod changes;
 mod lease_table;
@@ -29,6 +30,7 @@ use remanent_format::state::by_id::ById;
 use remanent_format::state::table::Changes;
 use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 
+pub(crate) use arrival::{ArrivalProof, ArrivalSums};
 pub(crate) use catch::Catch;
 pub use changes::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, stage_aside};
@@ -74,6 +76,8 @@ pub(crate) struct ApplyWork {
     pub relocations: Vec<(PageId, PageMemory)>,
     /// Staging that [`stage_aside`] made of its operations, in their order.
     pub asides: VecDeque<StagingBuf>,
+    /// The sums of its long writes, where a device can tell whether they arrived.
+    pub sums: Option<ArrivalSums>,
     /// Memory for its list.
     pub room: ListRoom,
     /// Where the memory of a page goes that it deletes; without it, back to the arena.

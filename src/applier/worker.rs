@@ -10,7 +10,9 @@ use remanent_format::{Lsn, PageId};
 use super::changes::{AppliedBatch, WrittenRanges};
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
 use super::queue::Request;
-use super::{AppliedState, Applier, ApplierParts, ApplyWork, Handover, LIST_BYTES, Leases, Turn};
+use super::{
+    AppliedState, Applier, ApplierParts, ApplyWork, ArrivalProof, Handover, LIST_BYTES, Leases, Turn,
+};
 use crate::base::queue::Queue;
 use crate::device::{CommandList, Device, Lane, Pending};
 use crate::error::{Error, Result};
@@ -137,7 +139,8 @@ impl Worker {
         self.flush();
         self.shared.progress(|progress| progress.lost = true);
         self.shared.changes().end();
-        for staging in work.asides.into_iter().chain([work.payload]) {
+        let sums = work.sums.map(|sums| sums.staging);
+        for staging in work.asides.into_iter().chain(sums).chain([work.payload]) {
             self.staging.give(staging.into_staging());
         }
         for memory in
@@ -149,8 +152,8 @@ impl Worker {
 
     /// Adds a batch to the list and installs its changes to the table.
     fn batch(&mut self, work: ApplyWork) {
-        let ApplyWork { point, payload, changes, mut memory, mut relocations, mut asides, room, handover } =
-            work;
+        let ApplyWork { point, payload, changes, sums, room, handover, .. } = work;
+        let ApplyWork { mut memory, mut relocations, mut asides, .. } = work;
         let mut ranges = self.shared.changes().is_watched().then(WrittenRanges::default);
         if !self.list.has_room(&room) {
             self.flush();
@@ -158,6 +161,9 @@ impl Worker {
         }
         assert!(point.lsn == self.applied.point.lsn.next()); // I3: in the order of the log, without a hole.
         let in_list = PayloadAt { index: self.list.payload_index(), offset: 0 };
+        if let Some(sums) = sums {
+            self.list.prove(sums);
+        }
         // One by one: the batch is logged, and memory for all of them may be refused.
         let apply = |at: OpAt<'_>| {
             if let Some(ranges) = &mut ranges {
@@ -313,7 +319,7 @@ impl Worker {
     /// Submits the list. From here on every later list sees its batches.
     fn flush(&mut self) {
         if !self.list.is_empty() {
-            let list = self.list.take();
+            let (list, proofs) = self.list.take();
             if self.lost.is_none() {
                 match self.device.submit(Lane::Apply, list) {
                     Ok(pending) => {
@@ -329,7 +335,12 @@ impl Worker {
                             }
                         }
                         self.fence = pending.fence().value;
-                        self.in_flight.push_back(pending);
+                        if proofs.is_empty() {
+                            self.in_flight.push_back(pending);
+                        } else {
+                            // Before anything is told of its batches, and before a turn looks at their pages.
+                            self.prove(pending, &proofs);
+                        }
                     }
                     Err(error) => self.lose(error),
                 }
@@ -354,6 +365,19 @@ impl Worker {
         match pending.finish(&*self.device) {
             Ok(staging) => self.staging.give_all(staging),
             Err(error) => self.lose(error),
+        }
+    }
+
+    /// Waits for a list that has long writes, and holds the device's sums of them against the host's (I12).
+    fn prove(&mut self, pending: Pending, proofs: &[ArrivalProof]) {
+        let returned = pending.finish(&*self.device);
+        let proven = returned.and_then(|staging| {
+            let checked = proofs.iter().try_for_each(|proof| proof.check(&staging, &*self.device));
+            self.staging.give_all(staging);
+            checked
+        });
+        if let Err(error) = proven {
+            self.lose(error);
         }
     }
 

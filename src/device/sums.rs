@@ -25,14 +25,14 @@ pub(crate) fn sums_in(staged: &[u8]) -> impl ExactSizeIterator<Item = u32> {
     staged.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")))
 }
 
-/// The failure of a device that changed bytes twice on their way. Nothing on disk is to blame: the host's
-/// sum of what lies there holds.
+/// The failure of a device that changed bytes on their way, and again where they could be sent again.
+/// Nothing on disk is to blame: the host's sum of what lies there holds.
 pub(crate) fn changed_on_the_way(device: &dyn Device, what: &str) -> Error {
     let label = device.label();
     Error::Device {
         reason: format!(
-            "{what} changed on the way between the host and {label}, twice in a row: look for errors of its \
-             memory, of the bus and of the host's memory"
+            "{what} changed on the way between the host and {label}: look for errors of its memory, of the bus \
+             and of the host's memory"
         ),
         context_lost: false,
     }

@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use remanent_format::op::decode_payload;
+use remanent_format::op::{OpAt, decode_payload};
 use remanent_format::state::by_id::ById;
 use remanent_format::state::trail::PageTrail;
 use remanent_format::state::window::PageWindow;
 use remanent_format::{Lsn, PageId};
 
 use super::log_reader::{BatchRun, LoggedBatch};
-use crate::applier::{ListBuilder, PayloadAt, stage_aside};
+use crate::applier::{ArrivalProof, ArrivalSums, ListBuilder, PayloadAt, stage_aside};
 use crate::base::sync::Mutex;
 use crate::device::CommandList;
 use crate::error::Result;
@@ -60,12 +60,14 @@ pub(super) struct Deltas<'l> {
     /// The batches that a page's base holds already.
     pub late: &'l NewerBases,
     pub staging: &'l StagingPool,
+    /// Whether the device proves long writes where they arrive (I12).
+    pub crosses_bus: bool,
 }
 
 impl Deltas<'_> {
     /// Makes the list of a run's batches for pages in device memory, in the order of the log. Batches of
     /// pages in host memory are applied at once.
-    pub fn list(&self, run: BatchRun) -> Result<CommandList> {
+    pub fn list(&self, run: BatchRun) -> Result<(CommandList, Vec<ArrivalProof>)> {
         // One thread has lists made, so this lock is never waited for.
         let mut on_host = self.on_host.lock();
         let parts = if on_host.is_empty() {
@@ -101,14 +103,21 @@ impl Deltas<'_> {
             let payload = PayloadAt { index, offset: batch.payload.start };
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
             list.make_room(&ops)?;
-            for (index, op) in ops.iter().enumerate() {
-                // A page without memory is deleted by a later batch, or stays unloaded: then no batch
-                // here changes it.
-                let memory = op.op.page().and_then(|page| Some((page, self.memory.get(page)?)));
-                let Some((page, memory)) = memory else { continue };
-                if !self.late.applies(page, lsn) {
-                    continue;
+            // A page without memory is deleted by a later batch, or stays unloaded: no batch here changes it.
+            let target = |op: &OpAt<'_>| {
+                let page = op.op.page().filter(|page| self.late.applies(*page, lsn))?;
+                Some((page, self.memory.get(page)?))
+            };
+            if self.crosses_bus {
+                let on_device =
+                    |op: &&OpAt<'_>| target(op).is_some_and(|(page, _)| !on_host.contains_key(&page));
+                let writes = ops.iter().filter(on_device).map(|op| &op.op);
+                if let Some(sums) = ArrivalSums::of(writes, self.staging)? {
+                    list.prove(sums);
                 }
+            }
+            for (index, op) in ops.iter().enumerate() {
+                let Some((page, memory)) = target(op) else { continue };
                 match on_host.get_mut(&page) {
                     Some(ResizedPage::Whole(whole)) => whole.apply(&op.op),
                     Some(ResizedPage::Windows(trail)) => trail

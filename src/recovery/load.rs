@@ -278,7 +278,8 @@ impl<'a> Loader<'a> {
         let Self { recovery, pages, on_host, in_flight, tail, .. } = self;
         // A list is made on the thread that reads the run, and submitted on this one, in the order of the
         // log: deltas of one page must not overtake each other.
-        let deltas = Deltas { memory: &pages.memory, on_host, late, staging: recovery.staging };
+        let crosses_bus = recovery.device.crosses_bus();
+        let deltas = Deltas { memory: &pages.memory, on_host, late, staging: recovery.staging, crosses_bus };
         let list = |run| deltas.list(run);
         recovery.replay(&sealed_log, survey, from, end.proven.lsn, list, |list| in_flight.submit(list?))?;
         // Batches above the last mark are read through the cache: the cache may be the only place that

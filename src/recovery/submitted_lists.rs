@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use crate::applier::ArrivalProof;
 use crate::device::{CommandList, Device, Lane, Pending};
 use crate::error::Result;
 use crate::memory::staging::StagingPool;
@@ -16,10 +17,18 @@ const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
 pub(super) struct SubmittedLists<'a> {
     pub device: &'a dyn Device,
     staging: &'a StagingPool,
-    /// The oldest list first, each with the bytes of its staging.
-    pending: VecDeque<(Pending, usize)>,
+    /// The oldest list first.
+    pending: VecDeque<SubmittedList>,
     /// The sum of these bytes.
     pending_bytes: usize,
+}
+
+struct SubmittedList {
+    pending: Pending,
+    /// The bytes of its staging.
+    bytes: usize,
+    /// The sums of its long writes.
+    proofs: Vec<ArrivalProof>,
 }
 
 impl<'a> SubmittedLists<'a> {
@@ -29,12 +38,16 @@ impl<'a> SubmittedLists<'a> {
     }
 
     /// Submits a list, unless it is empty, and waits while too many are in flight.
-    pub fn submit(&mut self, list: CommandList) -> Result<()> {
+    ///
+    /// # Errors
+    /// A device error, also where an earlier list brought something that was not sent.
+    pub fn submit(&mut self, (list, proofs): (CommandList, Vec<ArrivalProof>)) -> Result<()> {
         if list.commands.is_empty() && list.staging.is_empty() {
             return Ok(());
         }
         let bytes = list.staging.iter().map(|staging| staging.len()).sum();
-        self.pending.push_back((self.device.submit(Lane::Apply, list)?, bytes));
+        let pending = self.device.submit(Lane::Apply, list)?;
+        self.pending.push_back(SubmittedList { pending, bytes, proofs });
         self.pending_bytes += bytes;
         while self.pending.len() > 1 && self.pending_bytes > IN_FLIGHT_BYTES_MAX {
             self.finish_oldest()?;
@@ -52,11 +65,11 @@ impl<'a> SubmittedLists<'a> {
 
     /// Waits for the oldest list: it is done first, for a lane does its lists in order.
     fn finish_oldest(&mut self) -> Result<()> {
-        let Some((oldest, bytes)) = self.pending.pop_front() else { return Ok(()) };
+        let Some(SubmittedList { pending, bytes, proofs }) = self.pending.pop_front() else { return Ok(()) };
         self.pending_bytes -= bytes;
-        for staging in oldest.finish(self.device)? {
-            self.staging.give(staging);
-        }
-        Ok(())
+        let staging = pending.finish(self.device)?;
+        let proven = proofs.iter().try_for_each(|proof| proof.check(&staging, self.device));
+        self.staging.give_all(staging);
+        proven
     }
 }

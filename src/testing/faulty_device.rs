@@ -12,8 +12,8 @@ use remanent_format::Place;
 
 use crate::base::sync::Mutex;
 use crate::device::{
-    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, Span, Staging, StagingSpan, StreamEvent,
+    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
+    Pending, Piece, PieceKind, RawStream, Span, Staging, StagingSpan, StreamEvent,
 };
 use crate::error::{Error, Result};
 
@@ -75,10 +75,14 @@ pub struct DeviceFault {
 pub enum BusWay {
     /// Bytes of [`Command::Upload`].
     Up,
+    /// Bytes of a write of 64 KiB or more in a [`Command::Apply`].
+    LongWrites,
     /// Bytes of [`Command::Download`].
     Down,
-    /// The sums of [`Command::Crc`].
+    /// The sums of [`Command::Crc`] in a list that writes nothing.
     Sums,
+    /// The sums of [`Command::Crc`] in a list with a [`Command::Apply`].
+    WriteSums,
 }
 
 /// The copy that changes a bit on its way.
@@ -134,11 +138,14 @@ impl FaultyDevice {
     fn flips(&self, way: BusWay, commands: &[Command]) -> Vec<StagingSpan> {
         let mut state = self.state.lock();
         let Some(flip) = state.flip.filter(|flip| flip.way == way) else { return Vec::new() };
-        let spans = commands.iter().filter_map(|command| match (way, command) {
-            (BusWay::Up, Command::Upload { source, .. }) => Some(*source),
-            (BusWay::Down, Command::Download { target, .. }) => Some(*target),
-            (BusWay::Sums, Command::Crc { target, .. }) => Some(*target),
-            _ => None,
+        let writes = commands.iter().any(|command| matches!(command, Command::Apply { .. }));
+        let sums = if writes { BusWay::WriteSums } else { BusWay::Sums };
+        let spans = commands.iter().flat_map(|command| match (way, command) {
+            (BusWay::Up, Command::Upload { source, .. }) => vec![*source],
+            (BusWay::LongWrites, Command::Apply { pieces }) => pieces.iter().filter_map(long_write).collect(),
+            (BusWay::Down, Command::Download { target, .. }) => vec![*target],
+            (_, Command::Crc { target, .. }) if way == sums => vec![*target],
+            _ => Vec::new(),
         });
         let mut flipped = Vec::new();
         for span in spans.filter(|span| span.len > 0) {
@@ -225,10 +232,12 @@ impl Device for FaultyDevice {
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         self.enter(DeviceCall::Submit)?;
         let mut list = list;
-        for span in self.flips(BusWay::Up, &list.commands) {
-            flip(&mut list.staging, span);
+        for way in [BusWay::Up, BusWay::LongWrites] {
+            for span in self.flips(way, &list.commands) {
+                flip(&mut list.staging, span);
+            }
         }
-        let ways = [BusWay::Down, BusWay::Sums];
+        let ways = [BusWay::Down, BusWay::Sums, BusWay::WriteSums];
         let down: Vec<StagingSpan> = ways.iter().flat_map(|way| self.flips(*way, &list.commands)).collect();
         let pending = self.inner.submit(lane, list)?;
         if down.is_empty() {
@@ -340,5 +349,15 @@ fn flip(staging: &mut [Staging], StagingSpan { index, offset, len }: StagingSpan
 impl std::fmt::Debug for FaultyDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("FaultyDevice").field("device", &self.label()).finish_non_exhaustive()
+    }
+}
+
+/// The bytes of a long write, as they lie in staging.
+fn long_write(piece: &Piece) -> Option<StagingSpan> {
+    match (&piece.kind, &piece.payload) {
+        (PieceKind::Dense, Payload::Staging { index, offset }) if piece.target.len >= 64 << 10 => {
+            Some(StagingSpan { index: *index, offset: *offset, len: piece.target.len as usize })
+        }
+        _ => None,
     }
 }

@@ -186,6 +186,7 @@ mod tests {
             memory: VecDeque::new(),
             relocations: Vec::new(),
             asides: VecDeque::new(),
+            sums: None,
             room: ListRoom::default(),
             handover: None,
         }

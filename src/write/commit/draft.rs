@@ -15,7 +15,7 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable};
 
 use super::Committer;
 use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
-use crate::applier::{ApplyWork, Handover, ListRoom};
+use crate::applier::{ApplyWork, ArrivalSums, Handover, ListRoom};
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
@@ -39,6 +39,8 @@ pub(super) struct Draft {
     pub relocations: Vec<(PageId, PageMemory)>,
     /// Bytes that the applier copies from elsewhere than the payload.
     pub asides: VecDeque<StagingBuf>,
+    /// The sums of its long writes, where they cross a bus.
+    pub sums: Option<ArrivalSums>,
     /// Memory for the applier's list.
     pub room: ListRoom,
     /// Where the memory of a page goes that it deletes.
@@ -147,16 +149,16 @@ impl Committer {
         // version, too.
         self.engine.versions.install(&changes);
         then(point, &changes);
-        let Draft { payload, memory, relocations, asides, room, handover, .. } = draft;
-        let work = ApplyWork { point, payload, changes, memory, relocations, asides, room, handover };
+        let Draft { payload, memory, relocations, asides, sums, room, handover, .. } = draft;
+        let work = ApplyWork { point, payload, changes, memory, relocations, asides, sums, room, handover };
         self.engine.applier.push(work);
         Outcome::Logged(point)
     }
 
     /// Gives back the memory of a draft that was not logged.
     pub(super) fn take_back(&self, draft: Draft) {
-        let Draft { payload, memory, relocations, asides, .. } = draft;
-        for staged in asides.into_iter().chain([payload]) {
+        let Draft { payload, memory, relocations, asides, sums, .. } = draft;
+        for staged in asides.into_iter().chain(sums.map(|sums| sums.staging)).chain([payload]) {
             self.engine.staging.give(staged.into_staging());
         }
         self.discard(memory.into_iter().chain(relocations.into_iter().map(|(_, relocation)| relocation)));

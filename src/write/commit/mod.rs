@@ -28,7 +28,7 @@ use remanent_format::op::decode_payload;
 use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
-use crate::applier::{ListRoom, stage_aside};
+use crate::applier::{ArrivalSums, ListRoom, stage_aside};
 use crate::base::allocation::{collected, copied, insert, map_of, push};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
@@ -139,6 +139,7 @@ impl Committer {
                 memory: VecDeque::new(),
                 relocations: Vec::new(),
                 asides: VecDeque::new(),
+                sums: None,
                 room: ListRoom::default(),
                 handover: batch.handover(),
             };
@@ -261,6 +262,9 @@ impl Committer {
             push(&mut staged, aside?)?;
         }
         draft.asides = staged.into();
+        if self.engine.device.crosses_bus() {
+            draft.sums = ArrivalSums::of(ops.iter().map(|at| &at.op), &self.engine.staging)?;
+        }
         draft.room = ListRoom::of(&ops)?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
         draft.memory = self.allocate(&ops, own.lent, locked.as_deref())?;

@@ -23,6 +23,9 @@ const RETAIN: &str = "src/snapshot/retain.rs";
 const READBACK: &str = "src/applier/readback.rs";
 const IMAGE_LOADER: &str = "src/recovery/image_loader.rs";
 const DEVICE_PAYLOAD: &str = "src/write/commit/device_payload.rs";
+const COMMIT: &str = "src/write/commit/mod.rs";
+const WORKER: &str = "src/applier/worker.rs";
+const DELTAS: &str = "src/recovery/deltas.rs";
 const LOAD: &str = "src/recovery/load.rs";
 const COMMITS: Test = it("crash::commits::durable_commits_survive");
 const ROLLS: Test = it("crash::commits::segments_roll");
@@ -34,6 +37,27 @@ const RECYCLED: Test = it("crash::snapshots::what_snapshots_replace_is_recycled"
 
 pub const LIST: &[Defence] = &[
     // The bus (I12).
+    defence(
+        "long writes are summed where they arrive",
+        COMMIT,
+        "self.engine.device.crosses_bus()",
+        "false",
+        it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
+    ),
+    defence(
+        "the applier waits for the sums of long writes",
+        WORKER,
+        "proofs.is_empty()",
+        "true",
+        it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
+    ),
+    defence(
+        "a replay's long writes are summed where they arrive",
+        DELTAS,
+        "self.crosses_bus",
+        "false",
+        it("faults::bit_flips::a_replay_of_long_writes_serves_no_bit_that_turned_over"),
+    ),
     defence(
         "a snapshot's bytes are summed where they lie",
         READBACK,
