@@ -311,6 +311,27 @@ mod tests {
         assert!(matches!(error, Error::OutOfMemory { place: Place::Host, .. }), "{error}");
     }
 
+    /// The memory goes to another page then, and a reader that still has the old name must not get its bytes.
+    #[test]
+    fn memory_is_read_under_its_newest_name_alone() {
+        let device = HostDevice::new();
+        for len in [64, 5000, 200_000] {
+            let first = device.allocate(Place::Host, len).unwrap();
+            let target = Span { memory: first, offset: 0, len };
+            let fill = Command::Fill { target, pattern: [7; 16], width: Width::W1 };
+            let list = CommandList { commands: vec![fill], staging: Vec::new() };
+            device.submit(Lane::Apply, list).unwrap().finish(&device).unwrap();
+            let mut out = [0; 10];
+            assert!(device.read_now(first, 5, &mut out) && out == [7; 10]);
+            let second = device.rename(first).unwrap();
+            let mut out = [0; 10];
+            assert!(!device.read_now(first, 5, &mut out) && out == [0; 10], "{len} bytes under the old name");
+            assert!(device.read_now(second, 5, &mut out) && out == [7; 10]);
+            device.release(second).unwrap();
+            assert!(!device.read_now(second, 5, &mut out));
+        }
+    }
+
     /// Deltas of every kind over a few pages, long ones and some that share a slab, in commands with a fill
     /// between some of them.
     #[test]
