@@ -11,6 +11,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::Io { .. } | Error::Folder { .. } | Error::Thread { .. } | Error::Randomness { .. } => {
             "StoreIOError"
         }
+        Error::SourceFailed { .. } => "StoreIOError",
         Error::DiskFull { .. } => "DiskFullError",
         Error::Damaged(_) => "DamagedError",
         Error::Locked { .. } => "LockedError",
