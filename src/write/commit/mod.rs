@@ -1,8 +1,8 @@
 //! Committing a batch: check everything, log it, then let it be seen.
 //!
 //! 1. Outside the lock: read sources, find what captures changed, read what clones and copies take, write
-//!    whole pages ahead, encode, fill in bytes that only the device has seen, checksum, allocate page memory. Nothing so
-//!    far is visible, and all of it can be taken back.
+//!    whole pages ahead, encode, fill in bytes that only the device has seen, checksum, allocate page memory,
+//!    fill that of pages from sources. Nothing so far is visible, and all of it can be taken back.
 //! 2. Under the submission lock: preconditions, the plan, the append (I1: only now, with payload and
 //!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the
 //!    lock is the order of the log and of the lane. The lock holder does this for the batches that wait

@@ -43,7 +43,7 @@ pub(super) struct SourceImages<'a> {
     pages: Vec<SourcePage<'a>>,
     /// The image file, which goes if the batch is refused.
     ahead: Option<AheadImages<'a>>,
-    /// Their ids.
+    /// The ids of these pages.
     of_pages: BTreeSet<PageId>,
     /// The bytes of the other ones, by the operation's index.
     pub short: BTreeMap<usize, Vec<u8>>,
