@@ -2,7 +2,7 @@
 //! leaves nothing, and no page is longer in memory than its pieces.
 
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use remanent::device::host::HostDevice;
@@ -473,4 +473,40 @@ fn images_of_sources_that_cannot_be_written_poison_and_those_that_cannot_be_read
         create(batch, LONG, Changing::default());
     };
     refuses("read back", &raw(), fill, |error| matches!(error, Error::Damaged(_) | Error::Io { .. }));
+}
+
+/// A draft that waits for the lock may be logged by another thread, which knows nothing of its image file.
+#[test]
+fn images_of_sources_stay_whoever_holds_the_lock() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, raw()).unwrap();
+    let mut batch = store.batch();
+    for seed in 1..4 {
+        batch.create_from(noise(seed, 9), Place::Host);
+    }
+    let others = store.commit(batch).unwrap().pages;
+    let is_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for other in others {
+            let (store, is_done) = (&store, &is_done);
+            scope.spawn(move || {
+                for turn in 0_u64.. {
+                    if is_done.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    store.submit(store.batch().set_metadata(other, "turn", turn)).unwrap();
+                }
+            });
+        }
+        // Each image is needed: no later batch writes the page.
+        for seed in 0..300 {
+            let mut batch = store.batch();
+            batch.create_from_source(4096, Noted::new(noise(seed, 4096)), Place::Host);
+            store.submit(batch).unwrap();
+        }
+        is_done.store(true, Ordering::Relaxed);
+    });
+    let state = State::of(&store);
+    drop(store);
+    assert!(State::of(&open(&disk).unwrap()) == state, "every image is there that a frame names");
 }

@@ -93,7 +93,7 @@ pub const LIST: &[Defence] = &[
         "a batch with images of sources is logged by its committer",
         COMMIT,
         "self.sources.is_any()",
-        it("sources::sources_are_read_once_however_often_the_batch_is_made_anew"),
+        it("sources::images_of_sources_stay_whoever_holds_the_lock"),
     ),
     check(
         "images of sources stay once their batch is logged",
