@@ -134,7 +134,7 @@ impl Committer {
         }
     }
 
-    /// 1. Writes the images.
+    /// Writes the images: step 1.
     fn write_sources(&self, pages: &[SourcePage<'_>]) -> Result<AheadImages<'_>> {
         let lens = collected(pages.iter().map(|page| (page.page, page.len)))?;
         let mut by_id = HashMap::new();
@@ -153,8 +153,8 @@ impl Committer {
         }
     }
 
-    /// 3. Fills the new memory of pages whose bytes are in images. `made` and `memory` are of the operations
-    /// that need memory, in their order. Without success the memory is given back.
+    /// Fills the new memory of pages whose bytes are in images: step 3. `made` and `memory` are of the
+    /// operations that need memory, in their order. Without success the memory is given back.
     ///
     /// # Errors
     /// `Damaged` if the file does not hold what was written; no memory; a device error.
