@@ -389,7 +389,7 @@ impl<'a> ImportVersion<'a> {
                 }
             }
             let end = at + len as u64;
-            let is_due = end == tensor.len || end % LOOKED_AT_LEN == 0;
+            let is_due = end == tensor.len || end.is_multiple_of(LOOKED_AT_LEN);
             if let Some(held) = changes.take_if(|held| is_due && self.is_written_whole(held, tensor)) {
                 counted = held.count();
             }
