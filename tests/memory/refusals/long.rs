@@ -143,8 +143,8 @@ pub const LONG: [(&str, Operation); 36] = [
         "create_from_source",
         call(|store, _| {
             let mut batch = store.batch();
-            for page in 0..LENS.len() {
-                batch.create_from_source(LENS[page], source(page), Place::Host);
+            for (page, len) in LENS.into_iter().enumerate() {
+                batch.create_from_source(len, source(page), Place::Host);
             }
             store.commit(batch).map(drop)
         }),
