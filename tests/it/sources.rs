@@ -268,8 +268,8 @@ fn a_source_that_fails_leaves_nothing_and_the_error_names_it() {
     let is_told = |error: &Error| matches!(error, Error::SourceFailed { index: 3, .. });
     refuses("compressed", &small(), |b, _, _| create(b, LONG, FailsFrom(5 << 20, broken)), is_told);
     let at_once = failed_at(0, "the tape broke", Remedy::Permit);
-    refuses("a short one", &raw(), |b, _, _| create(b, 5000, FailsFrom(5, broken)), &at_once);
-    refuses("in the log", &raw(), |b, _, _| create(b, 50, FailsFrom(5, broken)), &at_once);
+    refuses("a short one", &raw(), |b, _, _| create(b, 5000, FailsFrom(5, broken)), at_once);
+    refuses("in the log", &raw(), |b, _, _| create(b, 50, FailsFrom(5, broken)), at_once);
     refuses(
         "longer than its source",
         &raw(),
@@ -315,7 +315,8 @@ fn a_batch_from_sources_that_is_refused_takes_its_images_with_it() {
         refuses(why, &raw(), |batch, page, _| fill(batch, page), is_it);
     }
     let unknown = |error: &Error| matches!(error, Error::UnknownPage { .. });
-    let later: &[(&str, Fill, fn(&Error) -> bool)] = &[
+    type IsIt = fn(&Error) -> bool;
+    let later: &[(&str, Fill, IsIt)] = &[
         ("no page", |b, _| _ = b.replace_from_source(PageId(99), LEN, some()), unknown),
         (
             "another batch's page",
