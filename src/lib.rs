@@ -62,6 +62,7 @@
 //! | Exact cut | pages as they were after one batch, kept until an exact snapshot has gathered them |
 //! | Fork | a new store that begins at a state of another one |
 //! | Whole page | a page that a batch writes from first byte to last; a long one goes to an image first |
+//! | [`ByteSource`] | bytes that a batch takes for a page when it is committed, piece by piece |
 //! | [`Follower`] | a reader of batches as they are logged, in order, each once |
 //! | [`Replica`] | pages in host memory that a follower's batches are applied to |
 //! | Scrub | a reading of what lies on disk and is needed, which mends from memory what is damaged |
@@ -106,7 +107,7 @@
 //!
 //! | call | waits for |
 //! |---|---|
-//! | [`Store::submit`] | other submissions; room in the log; pages to copy or load; an image file; a full queue |
+//! | [`Store::submit`] | other submissions; room in the log; pages to copy or load; sources; an image file; a full queue |
 //! | [`Store::commit`], [`Ticket::wait`] | what [`Ack`] says: nothing, the applier, or a sync of the log |
 //! | [`Store::page`], [`Store::page_by_key`], [`Store::root`], [`Store::view`] and other lookups | nothing |
 //! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before; a page's load |
@@ -257,7 +258,7 @@ pub use store::{
     Acknowledged, CommitReceipt, Comparison, LiveView, ManyBytes, Pages, ReadMany, ReadPages, Stats, Store,
     Ticket, UnloadedPages,
 };
-pub use write::batch::{CreatePage, NewPage, PageChanges, PageRef, WorkingCopy, WriteBatch};
+pub use write::batch::{ByteSource, CreatePage, NewPage, PageChanges, PageRef, WorkingCopy, WriteBatch};
 pub use write::commit::{Direction, Shadow};
 
 use device::Device;
@@ -531,7 +532,7 @@ fn gpu(ordinal: u32) -> Result<Arc<dyn Device>> {
 
 /// Handles are shared by threads, and what they give can be sent to others.
 const _: () = {
-    const fn shared<T: Send + Sync>() {}
+    const fn shared<T: Send + Sync + ?Sized>() {}
     const fn sent<T: Send>() {}
     shared::<Store>();
     shared::<View>();
@@ -551,6 +552,7 @@ const _: () = {
     shared::<Options>();
     sent::<Follower>();
     sent::<WriteBatch>();
+    shared::<dyn ByteSource>();
     sent::<Pin<'_>>();
     sent::<Pages<'_>>();
 };

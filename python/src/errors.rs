@@ -8,9 +8,11 @@ use remanent::{Error, Key};
 /// The name of the exception's class.
 fn class_of(error: &Error) -> &'static str {
     match error {
-        Error::Io { .. } | Error::Folder { .. } | Error::Thread { .. } | Error::Randomness { .. } => {
-            "StoreIOError"
-        }
+        Error::Io { .. }
+        | Error::Folder { .. }
+        | Error::Thread { .. }
+        | Error::Randomness { .. }
+        | Error::SourceFailed { .. } => "StoreIOError",
         Error::DiskFull { .. } => "DiskFullError",
         Error::Damaged(_) => "DamagedError",
         Error::Locked { .. } => "LockedError",

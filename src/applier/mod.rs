@@ -50,7 +50,7 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::sums::changed_on_the_way;
-use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
+use crate::device::{CommandList, Device, Fence, Lane, MemoryId, Pending, SHORT_COPY_LEN_MAX, Span};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::versions::Versions;
@@ -62,6 +62,10 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 /// A list is submitted when its payloads reach this number of bytes.
 const LIST_BYTES: usize = 256 << 10;
 
+/// New memory that holds the bytes which an image gives its page, in ascending order: the applier leaves it
+/// as it is.
+pub(crate) type FilledMemory = Vec<(PageId, MemoryId)>;
+
 /// A logged batch on its way to the device.
 pub(crate) struct ApplyWork {
     /// The end of the batch's frame.
@@ -72,6 +76,8 @@ pub(crate) struct ApplyWork {
     pub changes: Changes,
     /// Memory for its creates and resizes, and for its moves to another place, in their order.
     pub memory: VecDeque<PageMemory>,
+    /// The part of that memory that holds its page's bytes already.
+    pub filled: FilledMemory,
     /// Memory for the pages that it changes while they are leased; each moves there first.
     pub relocations: Vec<(PageId, PageMemory)>,
     /// Staging that [`stage_aside`] made of its operations, in their order.

@@ -11,7 +11,8 @@ use super::changes::{AppliedBatch, WrittenRanges};
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
 use super::queue::Request;
 use super::{
-    AppliedState, Applier, ApplierParts, ApplyWork, ArrivalProof, Handover, LIST_BYTES, Leases, Turn,
+    AppliedState, Applier, ApplierParts, ApplyWork, ArrivalProof, FilledMemory, Handover, LIST_BYTES, Leases,
+    Turn,
 };
 use crate::base::queue::Queue;
 use crate::device::{CommandList, Device, Lane, Pending};
@@ -152,8 +153,11 @@ impl Worker {
 
     /// Adds a batch to the list and installs its changes to the table.
     fn batch(&mut self, work: ApplyWork) {
-        let ApplyWork { point, payload, changes, sums, room, handover, .. } = work;
+        let ApplyWork { point, payload, changes, filled, sums, room, handover, .. } = work;
         let ApplyWork { mut memory, mut relocations, mut asides, .. } = work;
+        let is_filled = |page: PageId, new: &PageMemory| {
+            !filled.is_empty() && filled.binary_search(&(page, new.span().memory)).is_ok()
+        };
         let mut ranges = self.shared.changes().is_watched().then(WrittenRanges::default);
         if !self.list.has_room(&room) {
             self.flush();
@@ -172,12 +176,16 @@ impl Worker {
             match at.op {
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
-                    self.zero(&new, 0);
+                    if !is_filled(page, &new) {
+                        self.zero(&new, 0);
+                    }
                     self.versions.moved(page, new.span().memory);
                     self.applied.memory.insert(page, new);
                 }
                 Op::Resize { page, .. } => {
-                    self.replace(page, memory.pop_front().expect("one for each resize"));
+                    let new = memory.pop_front().expect("one for each resize");
+                    let is_filled = is_filled(page, &new);
+                    self.replace(page, new, is_filled);
                 }
                 Op::Move { page, place } => {
                     let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
@@ -185,7 +193,8 @@ impl Worker {
                         // The page's Lsn changes all the same: a cut keeps the page with the old one.
                         self.before_change(page, &mut relocations);
                     } else {
-                        self.replace(page, memory.pop_front().expect("one for each move to another place"));
+                        let new = memory.pop_front().expect("one for each move to another place");
+                        self.replace(page, new, false);
                     }
                 }
                 Op::Delete { page } => {
@@ -200,12 +209,16 @@ impl Worker {
                     }
                 }
                 _ => {
-                    let aside = if needs_aside(&at.op) { asides.pop_front() } else { None };
+                    let is_in_place = matches!(at.op, Op::Image { page, .. } if has_filled(&filled, page));
+                    let has_aside = needs_aside(&at.op) && !is_in_place;
+                    let aside = if has_aside { asides.pop_front() } else { None };
                     if let Some(page) = at.op.page() {
                         self.before_change(page, &mut relocations);
                         self.before_write(page, at.op.range());
                         let memory = self.applied.memory.get(page).expect("planned on a page that exists");
-                        self.list.data(&at, in_list, memory, aside);
+                        if !is_in_place {
+                            self.list.data(&at, in_list, memory, aside);
+                        }
                     }
                 }
             }
@@ -219,12 +232,15 @@ impl Worker {
         self.applied.point = point;
     }
 
-    /// Takes a page to new memory, shortened or extended by zeros to its length.
-    fn replace(&mut self, page: PageId, new: PageMemory) {
+    /// Takes a page to new memory, shortened or extended by zeros to its length. Memory that is filled stays
+    /// as it is.
+    fn replace(&mut self, page: PageId, new: PageMemory, is_filled: bool) {
         let old = self.applied.memory.remove(page).expect("planned on a page that exists");
-        let kept = new.byte_len().min(old.byte_len());
-        self.list.copy(old.part(0, kept), new.part(0, kept));
-        self.zero(&new, kept);
+        if !is_filled {
+            let kept = new.byte_len().min(old.byte_len());
+            self.list.copy(old.part(0, kept), new.part(0, kept));
+            self.zero(&new, kept);
+        }
         self.give_up(page, old);
         self.versions.moved(page, new.span().memory);
         self.applied.memory.insert(page, new);
@@ -403,6 +419,12 @@ impl Worker {
             tracing::warn!(%error, "cannot give page memory back");
         }
     }
+}
+
+/// Whether some memory of a batch holds the bytes that an image gives this page.
+fn has_filled(filled: &FilledMemory, page: PageId) -> bool {
+    let at = filled.partition_point(|(of, _)| *of < page);
+    filled.get(at).is_some_and(|(of, _)| *of == page)
 }
 
 /// Gives back memory that no list names.

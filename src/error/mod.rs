@@ -212,6 +212,18 @@ pub enum Error {
         /// The reason why not.
         reason: String,
     },
+    /// A source did not give the bytes of a page. Nothing changed.
+    #[error(
+        "operation {index} of the batch: the source of its bytes cannot be read at offset {offset}: {source}"
+    )]
+    SourceFailed {
+        /// The operation's place in the batch, from 0.
+        index: usize,
+        /// The offset in the source, in bytes, of the piece asked for.
+        offset: u64,
+        /// What the source said.
+        source: Arc<io::Error>,
+    },
     /// A length or count is over the format's limit.
     #[error("{what} is {}over the limit of {limit}", Size(*.found))]
     Limit {

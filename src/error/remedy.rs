@@ -87,7 +87,7 @@ impl Error {
             Error::Io { source, .. } | Error::Folder { source, .. } if is_the_systems(source) => {
                 Remedy::Permit
             }
-            Error::Thread { .. } | Error::Randomness { .. } => Remedy::Permit,
+            Error::Thread { .. } | Error::Randomness { .. } | Error::SourceFailed { .. } => Remedy::Permit,
             Error::Io { .. }
             | Error::Folder { .. }
             | Error::Panicked { .. }
@@ -106,7 +106,10 @@ impl Error {
     pub(crate) fn is_shortage(&self) -> bool {
         match self {
             Error::Io { action: "sync", .. } | Error::Folder { action: "sync", .. } => false,
-            Error::Io { source, .. } | Error::Folder { source, .. } | Error::Thread { source, .. } => {
+            Error::Io { source, .. }
+            | Error::Folder { source, .. }
+            | Error::Thread { source, .. }
+            | Error::SourceFailed { source, .. } => {
                 source.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
             }
             _ => false,
@@ -114,10 +117,11 @@ impl Error {
     }
 
     /// Whether the failure leaves everything as it was where something is made anew: no space,
-    /// no memory, or a [shortage](Self::is_shortage).
+    /// no memory, a source of the caller's that fails, or a [shortage](Self::is_shortage).
     #[must_use]
     pub(crate) fn is_passing(&self) -> bool {
-        matches!(self, Error::DiskFull { .. } | Error::OutOfMemory { .. }) || self.is_shortage()
+        matches!(self, Error::DiskFull { .. } | Error::OutOfMemory { .. } | Error::SourceFailed { .. })
+            || self.is_shortage()
     }
 
     /// Whether the file system said that there is no space left.

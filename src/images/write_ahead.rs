@@ -12,11 +12,11 @@
 use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::{Lsn, PageId, PageInfo, Place, StoreId};
 
-use super::{ImageOptions, ImageWriter};
+use super::{ImageOptions, ImageWriter, PageRead};
 use crate::base::allocation::collected;
 use crate::base::phases;
 use crate::base::phases::Phase;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::images::numbers::ImageFiles;
 
 /// The images of a batch that is not logged yet. Dropping this removes their file.
@@ -36,6 +36,34 @@ impl<'a> AheadImages<'a> {
         options: ImageOptions,
         pages: &[(PageId, &'a [u8])],
     ) -> Result<Self> {
+        let info = |(page, bytes): &(PageId, &'a [u8])| (info(*page, bytes.len() as u64), *bytes);
+        let pages = collected(pages.iter().map(info))?;
+        Self::make(files, store, options, pages.len(), |writer| writer.write_all(&pages))
+    }
+
+    /// As [`write`](Self::write), for pages of these lengths that `read` gives piece by piece. Of a long page
+    /// no more than a piece is held at a time.
+    ///
+    /// # Errors
+    /// What `read` fails with, too: also a clean failure.
+    pub fn write_read(
+        files: &'a ImageFiles,
+        store: StoreId,
+        options: ImageOptions,
+        pages: &[(PageId, u64)],
+        read: PageRead<'_, Error>,
+    ) -> Result<Self> {
+        let pages = collected(pages.iter().map(|(page, len)| info(*page, *len)))?;
+        Self::make(files, store, options, pages.len(), |writer| writer.write_pages(&pages, read))
+    }
+
+    fn make(
+        files: &'a ImageFiles,
+        store: StoreId,
+        options: ImageOptions,
+        count: usize,
+        write: impl FnOnce(&ImageWriter) -> Result<Vec<ImageRef>>,
+    ) -> Result<Self> {
         let _phase = phases::enter(Phase::WriteAhead);
         // 1. From here on the number is taken, whatever becomes of the file.
         let file = files.begin_for_batch();
@@ -44,13 +72,9 @@ impl<'a> AheadImages<'a> {
         let writer = writer.inspect_err(|_| files.forget(file))?;
         // 2. Dropping this before the batch is logged removes the file.
         let mut ahead = Self { files, file, images: Vec::new(), is_refused: true };
-        // Neither epoch nor Lsn is known before the batch is logged, and an image does not state its place.
-        let info = |(page, bytes): &(PageId, &'a [u8])| {
-            (PageInfo::new(*page, bytes.len() as u64, Place::Host), *bytes)
-        };
-        ahead.images = writer.write_all(&collected(pages.iter().map(info))?)?;
+        ahead.images = write(&writer)?;
         writer.sync()?;
-        assert!(ahead.images.len() == pages.len()); // I7: all that the frame will name is synced.
+        assert!(ahead.images.len() == count); // I7: all that the frame will name is synced.
         Ok(ahead)
     }
 
@@ -69,6 +93,12 @@ impl<'a> AheadImages<'a> {
     pub fn leave(&mut self) {
         self.is_refused = false;
     }
+}
+
+/// Describes a page to the image writer. Neither epoch nor Lsn is known before the batch is logged, and an
+/// image does not state its place.
+fn info(page: PageId, len: u64) -> PageInfo {
+    PageInfo::new(page, len, Place::Host)
 }
 
 impl Drop for AheadImages<'_> {

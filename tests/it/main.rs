@@ -71,6 +71,7 @@ mod rule_model;
 mod salvage;
 mod scrub;
 mod snapshots;
+mod sources;
 mod sparse_deltas;
 mod store;
 mod stream_guards;

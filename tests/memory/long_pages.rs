@@ -2,10 +2,13 @@
 //! the page's own does not grow with it.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::disk::dir::DirReader;
-use remanent::{Follower, Options, PageId, Place, Replica, StatePoint, Store, View, Width, WriteBatch};
+use remanent::{
+    ByteSource, Follower, Options, PageId, Place, Replica, StatePoint, Store, View, Width, WriteBatch,
+};
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::state::survey::read_store;
 
@@ -255,6 +258,44 @@ fn history(content: Content) {
     assert!(replica.bytes(page) == Some(&later[..]), "{content:?}: a replica with a whole page");
     store.close().unwrap();
     assert!(failed.is_empty(), "{content:?}: {failed:#?}");
+}
+
+impl ByteSource for Content {
+    fn read_at(&self, offset: u64, bytes: &mut [u8]) -> std::io::Result<()> {
+        (offset..).zip(bytes).for_each(|(at, byte)| *byte = self.byte(at));
+        Ok(())
+    }
+}
+
+/// A page that a batch takes from a source, twice: in addition to its memory a few pieces are held.
+fn stream(content: Content) {
+    let _alone = alone();
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), options()).unwrap();
+    let (page, taken) = peak(|| {
+        let mut batch = store.batch();
+        batch.create_from_source(LEN, Arc::new(content), Place::Host);
+        store.commit(batch).unwrap().pages[0]
+    });
+    assert_bounded("a page from a source", content, taken, LEN);
+    check(&store, page, content);
+    let ((), taken) = peak(|| {
+        store.commit(store.batch().replace_from_source(page, LEN, Arc::new(content))).unwrap();
+        store.read(page, 0, &mut [0]).unwrap();
+    });
+    assert_bounded("a page that is replaced from a source", content, taken, LEN);
+    check(&store, page, content);
+    store.close().unwrap();
+}
+
+#[test]
+fn a_long_page_that_compresses_is_taken_from_a_source_by_pieces() {
+    stream(Content::Rising);
+}
+
+#[test]
+fn a_long_page_of_noise_is_taken_from_a_source_by_pieces() {
+    stream(Content::Noise);
 }
 
 #[test]

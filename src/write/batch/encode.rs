@@ -1,6 +1,6 @@
 //! A batch as a payload: everything that can be checked without looking at a page is checked here.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use remanent_format::image::ImageRef;
 use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
@@ -21,6 +21,8 @@ pub(crate) struct BatchFacts<'a> {
     pub copied: CopiedBytes,
     /// Images that hold what some operations write.
     pub images: OpImages,
+    /// The bytes that other operations take from sources, by their index.
+    pub read: &'a BTreeMap<usize, Vec<u8>>,
     /// The parts that captures found changed, by their operation's index.
     pub captured: &'a HashMap<usize, Vec<CapturedPart>>,
     /// Lengths, before the batch, of the pages whose indices only the device has seen.
@@ -43,7 +45,7 @@ impl WriteBatch {
         found: BatchFacts<'_>,
         payload: &mut B,
     ) -> Result<Vec<DeviceFill>> {
-        let BatchFacts { copied_whole, copied: bytes, images, captured, lens } = found;
+        let BatchFacts { copied_whole, copied: bytes, images, read, captured, lens } = found;
         let writer = PayloadWriter::on(payload);
         let mut encoder = Encoder { index: 0, writer, copied_whole, copied: bytes, blanks: Vec::new(), lens };
         let mut new_pages = pages.iter().copied();
@@ -78,6 +80,14 @@ impl WriteBatch {
                     match images.get(&index) {
                         Some(image) => encoder.push_image(&write, *image)?,
                         None => encoder.push(&write)?,
+                    }
+                }
+                BatchStep::Source { page, len, .. } => {
+                    let page = page.resolve(pages);
+                    if let Some(image) = images.get(&index) {
+                        encoder.push(&Op::Image { page, len: *len, image: *image })?;
+                    } else if let Some(bytes) = read.get(&index) {
+                        encoder.push(&Op::Write { page, offset: 0, bytes })?;
                     }
                 }
                 BatchStep::Masked { page, offset, width, mask, bytes } => {
@@ -166,6 +176,7 @@ impl BatchStep {
         };
         let len = match self {
             BatchStep::Write { bytes, .. } => bytes.len(),
+            BatchStep::Source { len, .. } => *len as usize,
             BatchStep::Masked { mask, bytes, .. } => mask.len() + bytes.len(),
             BatchStep::Scatter { indices, values, .. } => 4 * indices.len() + values.len(),
             BatchStep::WriteDevice { bytes, .. } => bytes.span().len as usize,

@@ -10,6 +10,7 @@ mod device_ops;
 mod changed_ranges;
 mod encode;
 mod page_changes;
+mod sources;
 mod sparse;
 mod whole_pages;
 mod working_copy;
@@ -24,7 +25,9 @@ pub use create_page::CreatePage;
 pub(crate) use device_ops::{CapturedPart, DeviceFill, FillSource};
 pub(crate) use encode::BatchFacts;
 pub use page_changes::PageChanges;
-pub(crate) use whole_pages::{OpImages, WholePage};
+pub use sources::ByteSource;
+pub(crate) use sources::SourcePage;
+pub(crate) use whole_pages::{OpImages, WHOLE_PAGE_LEN_MIN, WholePage};
 pub use working_copy::WorkingCopy;
 
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
@@ -111,24 +114,96 @@ pub struct WriteBatch {
 
 #[derive(Clone, Debug)]
 enum BatchStep {
-    Create { len: u64, place: Place, key: Option<Key>, metadata: Metadata },
-    Clone { source: PageRef },
-    Copy { source: PageRef, range: Range<u64>, target: PageRef, offset: u64 },
-    Write { page: PageRef, offset: u64, bytes: Vec<u8> },
-    Masked { page: PageRef, offset: u64, width: Width, mask: Vec<u8>, bytes: Vec<u8> },
-    Scatter { page: PageRef, width: Width, indices: Vec<u32>, values: Vec<u8> },
-    WriteDevice { page: PageRef, offset: u64, bytes: DeviceBytes },
-    ScatterDevice { page: PageRef, width: Width, indices: DeviceBytes, values: DeviceBytes },
-    Capture { copy: WorkingCopy, ranges: Option<Vec<Range<u64>>> },
-    Fill { page: PageRef, offset: u64, len: u64, pattern: Vec<u8> },
-    Resize { page: PageRef, len: u64 },
-    Delete { page: PageRef },
-    Move { page: PageRef, place: Place },
-    SetMetadata { page: PageRef, name: String, value: Value },
-    RemoveMetadata { page: PageRef, name: String },
-    SetRoot { name: String, value: Value },
-    RemoveRoot { name: String },
-    Note { text: String },
+    Create {
+        len: u64,
+        place: Place,
+        key: Option<Key>,
+        metadata: Metadata,
+    },
+    Clone {
+        source: PageRef,
+    },
+    Copy {
+        source: PageRef,
+        range: Range<u64>,
+        target: PageRef,
+        offset: u64,
+    },
+    Write {
+        page: PageRef,
+        offset: u64,
+        bytes: Vec<u8>,
+    },
+    /// Follows the operation that gives the page this length.
+    Source {
+        page: PageRef,
+        len: u64,
+        source: Arc<dyn ByteSource>,
+    },
+    Masked {
+        page: PageRef,
+        offset: u64,
+        width: Width,
+        mask: Vec<u8>,
+        bytes: Vec<u8>,
+    },
+    Scatter {
+        page: PageRef,
+        width: Width,
+        indices: Vec<u32>,
+        values: Vec<u8>,
+    },
+    WriteDevice {
+        page: PageRef,
+        offset: u64,
+        bytes: DeviceBytes,
+    },
+    ScatterDevice {
+        page: PageRef,
+        width: Width,
+        indices: DeviceBytes,
+        values: DeviceBytes,
+    },
+    Capture {
+        copy: WorkingCopy,
+        ranges: Option<Vec<Range<u64>>>,
+    },
+    Fill {
+        page: PageRef,
+        offset: u64,
+        len: u64,
+        pattern: Vec<u8>,
+    },
+    Resize {
+        page: PageRef,
+        len: u64,
+    },
+    Delete {
+        page: PageRef,
+    },
+    Move {
+        page: PageRef,
+        place: Place,
+    },
+    SetMetadata {
+        page: PageRef,
+        name: String,
+        value: Value,
+    },
+    RemoveMetadata {
+        page: PageRef,
+        name: String,
+    },
+    SetRoot {
+        name: String,
+        value: Value,
+    },
+    RemoveRoot {
+        name: String,
+    },
+    Note {
+        text: String,
+    },
 }
 
 impl WriteBatch {

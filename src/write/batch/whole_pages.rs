@@ -12,7 +12,7 @@ use crate::base::allocation::collected;
 use crate::error::Result;
 
 /// Shorter pages stay in the log: naming an image takes it 80 bytes, and the image 64 of its own.
-const WHOLE_PAGE_LEN_MIN: u64 = 4096;
+pub(crate) const WHOLE_PAGE_LEN_MIN: u64 = 4096;
 
 /// A write of all bytes of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,11 +31,11 @@ pub(crate) struct WholePage<'a> {
 pub(crate) type OpImages = BTreeMap<usize, ImageRef>;
 
 /// A page's bytes and length, as the steps so far make them.
-struct Fate {
+pub(super) struct Fate {
     len_before: Option<u64>,
     len: Option<u64>,
     /// The only step that changed its bytes, if it replaced all of them.
-    whole: Option<usize>,
+    pub whole: Option<usize>,
     changed: bool,
 }
 
@@ -72,7 +72,12 @@ impl WriteBatch {
         Ok(if bytes < bytes_min { Vec::new() } else { whole })
     }
 
-    fn fates(&self, pages: &[PageId], len_of: impl Fn(PageId) -> Option<u64>) -> BTreeMap<PageId, Fate> {
+    /// The fates of the pages that the batch changes.
+    pub(super) fn fates(
+        &self,
+        pages: &[PageId],
+        len_of: impl Fn(PageId) -> Option<u64>,
+    ) -> BTreeMap<PageId, Fate> {
         let mut fates: BTreeMap<PageId, Fate> = BTreeMap::new();
         let mut new_pages = pages.iter().copied();
         for (index, step) in self.steps.iter().enumerate() {
@@ -84,8 +89,13 @@ impl WriteBatch {
             match step {
                 BatchStep::Create { len, .. } => fate.len = Some(*len),
                 BatchStep::Resize { len, .. } => (fate.whole, fate.len) = (None, Some(*len)),
-                BatchStep::Write { offset, bytes, .. } => {
-                    let is_whole = *offset == 0 && fate.len == Some(bytes.len() as u64);
+                BatchStep::Write { .. } | BatchStep::Source { .. } => {
+                    let is_whole = match step {
+                        BatchStep::Write { offset, bytes, .. } => {
+                            *offset == 0 && fate.len == Some(bytes.len() as u64)
+                        }
+                        _ => true,
+                    };
                     fate.whole = (is_whole && !fate.changed).then_some(index);
                     fate.changed = true;
                 }
@@ -108,6 +118,7 @@ impl BatchStep {
             // A clone is written, too, with the bytes that its source has by then.
             BatchStep::Create { .. } | BatchStep::Clone { .. } => new_pages.next(),
             BatchStep::Write { page, .. }
+            | BatchStep::Source { page, .. }
             | BatchStep::Masked { page, .. }
             | BatchStep::Scatter { page, .. }
             | BatchStep::WriteDevice { page, .. }

@@ -184,6 +184,7 @@ mod tests {
             staged: Vec::new(),
             lens: Vec::new(),
             memory: VecDeque::new(),
+            filled: Vec::new(),
             relocations: Vec::new(),
             asides: VecDeque::new(),
             sums: None,

@@ -15,7 +15,7 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable};
 
 use super::Committer;
 use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
-use crate::applier::{ApplyWork, ArrivalSums, Handover, ListRoom};
+use crate::applier::{ApplyWork, ArrivalSums, FilledMemory, Handover, ListRoom};
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
@@ -35,6 +35,8 @@ pub(super) struct Draft {
     pub lens: Vec<(PageId, Option<u64>)>,
     /// Memory for the creates, resizes and moves, in their order.
     pub memory: VecDeque<PageMemory>,
+    /// The part of it that holds its page's bytes already.
+    pub filled: FilledMemory,
     /// Memory to which leased pages move, so that a lease goes on showing the bytes that it showed.
     pub relocations: Vec<(PageId, PageMemory)>,
     /// Bytes that the applier copies from elsewhere than the payload.
@@ -149,8 +151,9 @@ impl Committer {
         // version, too.
         self.engine.versions.install(&changes);
         then(point, &changes);
-        let Draft { payload, memory, relocations, asides, sums, room, handover, .. } = draft;
-        let work = ApplyWork { point, payload, changes, memory, relocations, asides, sums, room, handover };
+        let Draft { payload, memory, filled, relocations, asides, sums, room, handover, .. } = draft;
+        let work =
+            ApplyWork { point, payload, changes, memory, filled, relocations, asides, sums, room, handover };
         self.engine.applier.push(work);
         Outcome::Logged(point)
     }

@@ -1,8 +1,8 @@
 //! Committing a batch: check everything, log it, then let it be seen.
 //!
-//! 1. Outside the lock: find what captures changed, read what clones and copies take, write whole pages
-//!    ahead, encode, fill in bytes that only the device has seen, checksum, allocate page memory. Nothing so
-//!    far is visible, and all of it can be taken back.
+//! 1. Outside the lock: read sources, find what captures changed, read what clones and copies take, write
+//!    whole pages ahead, encode, fill in bytes that only the device has seen, checksum, allocate page memory,
+//!    fill that of pages from sources. Nothing so far is visible, and all of it can be taken back.
 //! 2. Under the submission lock: preconditions, the plan, the append (I1: only now, with payload and
 //!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the
 //!    lock is the order of the log and of the lane. The lock holder does this for the batches that wait
@@ -19,12 +19,13 @@ mod diff;
 mod draft;
 mod page_memory;
 mod ranges;
+mod sources;
 mod combine;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use remanent_format::op::decode_payload;
+use remanent_format::op::{OpAt, decode_payload};
 use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
@@ -46,6 +47,7 @@ pub use capture::{Direction, Shadow};
 pub(crate) use combine::CombineQueue;
 use draft::{Draft, Outcome, SourceVersions};
 use page_memory::LentPages;
+use sources::SourceImages;
 
 /// How often the bytes that a batch copies are read without the lock. After that the lock is held meanwhile.
 const COPY_TRIES: usize = 3;
@@ -71,12 +73,14 @@ pub(crate) struct Committer {
 
 /// Work on a batch that only its own committer can do, under the lock, when it is logged. A draft with
 /// such work is not left to another lock holder.
-struct CommitterWork<'a> {
+struct CommitterWork<'a, 's> {
     captures: &'a Captures<'a>,
     /// Pages whose bytes are in images already.
     whole: Vec<WholePage<'a>>,
     /// The image file, which goes if the batch is refused.
     ahead: Option<AheadImages<'a>>,
+    /// Pages that come from sources, with their image file.
+    sources: &'a mut SourceImages<'s>,
     /// Memory of the caller's in which new pages are to live.
     lent: &'a LentPages<'a>,
 }
@@ -103,6 +107,8 @@ impl Committer {
         let pages = self.new_pages(batch.new_pages() as u64)?;
         let sources = batch.copy_sources(&pages)?;
         batch.check_captures(&pages)?;
+        // Once, however often the draft is made anew: a source may be slow, and other than before.
+        let mut from_sources = self.read_sources(batch, &pages, &sources)?;
         let captures = self.capture(batch)?;
         let born_in = self.arrivals(batch, &pages)?;
         let lent = map_of(batch.lent(&pages));
@@ -119,10 +125,12 @@ impl Committer {
             let (whole, ahead) = self.write_ahead(batch, &pages, locked.as_deref())?;
             let images = ahead.iter().flat_map(AheadImages::images).copied();
             // A frame names the images instead of having the bytes: they are written once.
-            let images = map_of(whole.iter().map(|whole| whole.step).zip(images));
+            let images =
+                map_of(whole.iter().map(|whole| whole.step).zip(images).chain(from_sources.images()));
+            let read = &from_sources.short;
             let lens = self.lens(batch, locked.as_deref());
             let captured = &captures.found;
-            let found = BatchFacts { copied_whole: &sources.whole, copied, images, captured, lens };
+            let found = BatchFacts { copied_whole: &sources.whole, copied, images, read, captured, lens };
             let mut payload = self.engine.staging.take_growing(batch.payload_len(&found))?;
             let blanks = batch.encode(&pages, found, &mut payload)?;
             // Payload and checksum are complete before the draft can reach the lock (I1).
@@ -137,13 +145,15 @@ impl Committer {
                 staged,
                 lens: collected(whole.iter().map(|whole| (whole.page, whole.len_before)))?,
                 memory: VecDeque::new(),
+                filled: Vec::new(),
                 relocations: Vec::new(),
                 asides: VecDeque::new(),
                 sums: None,
                 room: ListRoom::default(),
                 handover: batch.handover(),
             };
-            let own = CommitterWork { captures: &captures, whole, ahead, lent: &lent };
+            let own =
+                CommitterWork { captures: &captures, whole, ahead, sources: &mut from_sources, lent: &lent };
             // A stale draft has given everything back: it is made anew from the state that there is now.
             if let Some(point) = self.log_draft(draft, own, locked)? {
                 self.refresh_shadows(captures);
@@ -240,7 +250,7 @@ impl Committer {
     fn log_draft(
         &self,
         mut draft: Draft,
-        mut own: CommitterWork<'_>,
+        mut own: CommitterWork<'_, '_>,
         locked: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| match defect {
@@ -255,19 +265,23 @@ impl Committer {
         let whole = map_of(own.whole.iter().map(|whole| (whole.page, whole.bytes)));
         // Bytes that the applier cannot take from the payload are staged here: there, a lack of memory
         // would come too late.
+        let is_staged = |at: &&OpAt<'_>| !own.sources.holds(&at.op);
+        let staged_ops = ops.iter().filter(is_staged);
         let asides =
-            ops.iter().filter_map(|at| stage_aside(&at.op, &whole, &self.engine.staging).transpose());
+            staged_ops.filter_map(|at| stage_aside(&at.op, &whole, &self.engine.staging).transpose());
         let mut staged = Vec::new();
         for aside in asides {
             push(&mut staged, aside?)?;
         }
         draft.asides = staged.into();
         if self.engine.device.crosses_bus() {
-            draft.sums = ArrivalSums::of(ops.iter().map(|at| &at.op), &self.engine.staging)?;
+            let writes = ops.iter().filter(is_staged).map(|at| &at.op);
+            draft.sums = ArrivalSums::of(writes, &self.engine.staging)?;
         }
         draft.room = ListRoom::of(&ops)?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
-        draft.memory = self.allocate(&ops, own.lent, locked.as_deref())?;
+        let (made, memory) = self.allocate(&ops, own.lent, locked.as_deref())?;
+        (draft.memory, draft.filled) = self.fill_memory(own.sources, &ops, &made, memory)?;
         draft.relocations = match self.relocations(&ops, locked.as_deref()) {
             Ok(relocations) => relocations,
             Err(error) => {
@@ -308,10 +322,10 @@ impl Committer {
     }
 }
 
-impl CommitterWork<'_> {
+impl CommitterWork<'_, '_> {
     /// Whether there is any such work.
     fn is_needed(&self) -> bool {
-        !self.captures.is_empty() || self.ahead.is_some()
+        !self.captures.is_empty() || self.ahead.is_some() || self.sources.is_any()
     }
 
     /// The batch is logged.
@@ -319,6 +333,7 @@ impl CommitterWork<'_> {
     /// Under the lock still: a snapshot that begins after this batch must know of its images.
     fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
         self.captures.belong_to(changes);
+        self.sources.logged(known, log, point);
         if let Some(ahead) = self.ahead.take() {
             // The next snapshot names them: they need not be written again.
             for (whole, image) in self.whole.iter().zip(ahead.images()) {
@@ -334,8 +349,9 @@ impl CommitterWork<'_> {
     fn refused(&mut self, error: &Error) {
         // Where the log has failed, a frame may be there that names the images: they stay. Otherwise
         // dropping them removes the file.
-        if let (Some(ahead), Error::Poisoned(_)) = (&mut self.ahead, error) {
-            ahead.leave();
+        if matches!(error, Error::Poisoned(_)) {
+            self.ahead.iter_mut().for_each(AheadImages::leave);
+            self.sources.leave();
         }
     }
 }

@@ -19,13 +19,13 @@ use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
     /// Allocates page memory for the creates, resizes and moves of a batch, in their order: all of it or
-    /// none. New pages live in the memory that `lent` has for them.
+    /// none, each with the operation that needs it. New pages live in the memory that `lent` has for them.
     pub(super) fn allocate(
         &self,
         ops: &[OpAt<'_>],
         lent: &LentPages<'_>,
         locked: Option<&PageTable>,
-    ) -> Result<VecDeque<PageMemory>> {
+    ) -> Result<(Vec<MadeMemory>, VecDeque<PageMemory>)> {
         // Without the lock, unless the caller holds it: `append` looks again, and a draft with other
         // memory is stale.
         let homes = homes_made(ops, |page| match locked {
@@ -55,7 +55,7 @@ impl Committer {
             }
         }
         assert!(memory.len() == homes.len()); // I10: each page brings its memory along.
-        Ok(memory)
+        Ok((homes, memory))
     }
 
     /// Takes memory of the caller's for a page, again when the applier has caught up: a delete that is logged
@@ -130,6 +130,8 @@ pub(super) type LentPages<'a> = BTreeMap<PageId, &'a DeviceBytes>;
 
 /// Memory that an operation needs.
 pub(super) struct MadeMemory {
+    /// The operation's index in the payload.
+    pub op: usize,
     /// The page that the operation creates; `None` if the page is there already.
     pub new_page: Option<PageId>,
     pub at: PageLocation,
@@ -157,7 +159,7 @@ pub(super) fn homes_made(
     let mut made = Vec::new();
     // Where pages are in the course of the batch: a page may be resized and then moved.
     let mut now: HashMap<PageId, PageLocation> = HashMap::new();
-    for at in ops {
+    for (op, at) in ops.iter().enumerate() {
         let old = |page| now.get(&page).copied().or_else(|| home_of(page)).ok_or(Error::UnknownPage { page });
         let (page, place, len) = match at.op {
             Op::Create { page, len, place, .. } => (page, place, len),
@@ -175,7 +177,7 @@ pub(super) fn homes_made(
         }
         insert(&mut now, page, (place, len))?;
         let new_page = matches!(at.op, Op::Create { .. }).then_some(page);
-        push(&mut made, MadeMemory { new_page, at: (place, len) })?;
+        push(&mut made, MadeMemory { op, new_page, at: (place, len) })?;
     }
     Ok(made)
 }

@@ -219,6 +219,43 @@ fn whole_pages_survive() {
     });
 }
 
+/// Pages from sources: new ones, and one that is replaced, among deltas and beside whole pages of the same
+/// batch. Their memory is filled before the frame that names their images is there.
+#[test]
+fn pages_from_sources_survive() {
+    suite(images(ImageIo::Mapped).snapshots_kept(1), 2000, |driver, random| {
+        let mut writer = Writer::new("a", random.next());
+        let len = 6 << 10;
+        let store = driver.open()?;
+        driver.commit(&store, &mut writer, Ack::Logged)?;
+        let mut stream = |len| Act::Stream { bytes: random.bytes(len) };
+        // A short one, whose bytes are in the frame.
+        let pages = vec![stream(len), stream(100), stream(len + 9)];
+        let (_, pages) = driver.commit_acts(&store, pages, Ack::Logged)?;
+        let (one, short) = (Target::Page(pages[0]), Target::Page(pages[1]));
+        let mut replace = |page, len| Act::Replace { page, bytes: random.bytes(len) };
+        driver.commit_acts(
+            &store,
+            vec![Act::Write { page: one, offset: 9, bytes: vec![1; 9] }, replace(short, len)],
+            Ack::Durable,
+        )?;
+        driver.snapshot(&store)?;
+        driver.commit_acts(&store, vec![replace(one, len / 2), replace(short, len)], Ack::Logged)?;
+        driver.check(&store);
+        let second = driver.killed();
+        drop(store);
+        let store = second.open()?;
+        let whole = Act::Write { page: one, offset: 0, bytes: random.bytes(len / 2) };
+        second.commit_acts(&store, vec![whole, Act::Stream { bytes: random.bytes(len) }], Ack::Logged)?;
+        second.snapshot(&store)?;
+        let replaced = Act::Replace { page: short, bytes: random.bytes(len + 1) };
+        second.commit_acts(&store, vec![replaced, Act::Delete { page: one }], Ack::Durable)?;
+        second.check(&store);
+        second.close(store)?;
+        Ok(Lives(vec![driver, second]))
+    });
+}
+
 #[test]
 fn a_store_opened_after_a_kill_survives() {
     suite(images(ImageIo::Mapped), 4200, |driver, random| {

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remanent::{
-    Key, Metadata, NewPage, PageId, PageInfo, PageRef, Place, Replica, Store, Value, View, Width, WriteBatch,
+    ByteSource, Key, Metadata, NewPage, PageId, PageInfo, PageRef, Place, Replica, Store, Value, View, Width,
+    WriteBatch,
 };
 
 /// A page that an operation names: one that exists, or the n-th that its own batch creates.
@@ -28,19 +29,86 @@ impl Target {
 /// One operation of a batch.
 #[derive(Clone, Debug)]
 pub enum Act {
-    Create { len: usize, key: Option<Key>, metadata: Metadata },
-    Clone { source: Target },
-    Write { page: Target, offset: usize, bytes: Vec<u8> },
-    Masked { page: Target, offset: usize, width: Width, mask: Vec<u8>, bytes: Vec<u8> },
-    Scatter { page: Target, width: Width, indices: Vec<u32>, values: Vec<u8> },
-    Fill { page: Target, offset: usize, len: usize, pattern: Vec<u8> },
-    Resize { page: Target, len: usize },
-    Delete { page: Target },
-    Move { page: Target, place: Place },
-    SetMetadata { page: Target, name: String, value: u64 },
-    RemoveMetadata { page: Target, name: String },
-    SetRoot { name: String, value: u64 },
-    RemoveRoot { name: String },
+    Create {
+        len: usize,
+        key: Option<Key>,
+        metadata: Metadata,
+    },
+    /// A page from a source.
+    Stream {
+        bytes: Vec<u8>,
+    },
+    /// All bytes of a page, and its length, from a source.
+    Replace {
+        page: Target,
+        bytes: Vec<u8>,
+    },
+    Clone {
+        source: Target,
+    },
+    Write {
+        page: Target,
+        offset: usize,
+        bytes: Vec<u8>,
+    },
+    Masked {
+        page: Target,
+        offset: usize,
+        width: Width,
+        mask: Vec<u8>,
+        bytes: Vec<u8>,
+    },
+    Scatter {
+        page: Target,
+        width: Width,
+        indices: Vec<u32>,
+        values: Vec<u8>,
+    },
+    Fill {
+        page: Target,
+        offset: usize,
+        len: usize,
+        pattern: Vec<u8>,
+    },
+    Resize {
+        page: Target,
+        len: usize,
+    },
+    Delete {
+        page: Target,
+    },
+    Move {
+        page: Target,
+        place: Place,
+    },
+    SetMetadata {
+        page: Target,
+        name: String,
+        value: u64,
+    },
+    RemoveMetadata {
+        page: Target,
+        name: String,
+    },
+    SetRoot {
+        name: String,
+        value: u64,
+    },
+    RemoveRoot {
+        name: String,
+    },
+}
+
+/// Bytes as a source.
+#[derive(Debug)]
+struct OfBytes(Vec<u8>);
+
+impl ByteSource for OfBytes {
+    fn read_at(&self, offset: u64, bytes: &mut [u8]) -> std::io::Result<()> {
+        let Self(own) = self;
+        bytes.copy_from_slice(&own[offset as usize..offset as usize + bytes.len()]);
+        Ok(())
+    }
 }
 
 /// Builds the batch of some acts.
@@ -61,6 +129,14 @@ pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
                         .metadata(metadata.clone())
                         .page(),
                 );
+            }
+            Act::Stream { bytes } => {
+                let source = Arc::new(OfBytes(bytes.clone()));
+                new.push(batch.create_from_source(bytes.len() as u64, source, Place::Host).page());
+            }
+            Act::Replace { page, bytes } => {
+                let source = Arc::new(OfBytes(bytes.clone()));
+                batch.replace_from_source(at(page), bytes.len() as u64, source);
             }
             Act::Clone { source } => {
                 let source = at(source);
@@ -154,6 +230,11 @@ impl State {
                 let (key, metadata) = (key.clone(), metadata.clone());
                 create(Page { key, epoch: 1, lsn, place: Place::Host, metadata, bytes: vec![0; *len] });
             }
+            Act::Stream { bytes } => {
+                let (place, metadata, bytes) = (Place::Host, Metadata::new(), bytes.clone());
+                create(Page { key: None, epoch: 1, lsn, place, metadata, bytes });
+            }
+            Act::Replace { page, bytes } => self.touch(id(page), lsn).bytes.clone_from(bytes),
             Act::Clone { source } => {
                 let source = (*self.pages[&id(source)]).clone();
                 self.pages.insert(

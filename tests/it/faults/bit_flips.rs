@@ -8,7 +8,7 @@
 
 use remanent::testing::faulty_device::{BitFlip, BusWay, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
-use remanent::{PageLoad, SnapshotOptions};
+use remanent::{ByteSource, PageLoad, SnapshotOptions};
 
 use super::*;
 
@@ -200,6 +200,38 @@ fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
         loaded
     });
     (held, loaded)
+}
+
+/// Pages that a batch takes from sources: their memory is filled before the batch is logged.
+#[test]
+fn a_page_from_a_source_serves_no_bit_that_turned_over() {
+    /// A page's bytes in one version.
+    #[derive(Debug)]
+    struct Source(Vec<u8>);
+
+    impl ByteSource for Source {
+        fn read_at(&self, offset: u64, bytes: &mut [u8]) -> std::io::Result<()> {
+            bytes.copy_from_slice(&self.0[offset as usize..][..bytes.len()]);
+            Ok(())
+        }
+    }
+
+    at_every_copy("pages from sources", UP, |bus, flips| {
+        let store = bus.open(options()).unwrap();
+        let mut held = VersionedPages::create(&store);
+        flips();
+        let mut batch = store.batch();
+        for (index, (page, _)) in held.pages.iter().enumerate() {
+            batch.replace_from_source(*page, LENS[index], Arc::new(Source(content(index, 2))));
+        }
+        let committed = store.commit(batch);
+        bus.device.end_flips();
+        if committed.is_ok() {
+            held.pages.iter_mut().for_each(|(_, version)| *version = 2);
+        }
+        held.check(&store).unwrap();
+        (held, committed.map(drop))
+    });
 }
 
 #[test]

@@ -198,6 +198,13 @@ fn every_error_tells_where_and_what_helps() {
             Remedy::ChangeCall,
             "operation 4",
         ),
+        (
+            Error::SourceFailed { index: 4, offset: 4096, source: source() },
+            nowhere,
+            Remedy::Permit,
+            "the source of its bytes cannot be read at offset 4096",
+        ),
+        (Error::SourceFailed { index: 4, offset: 0, source: short() }, nowhere, Remedy::Retry, "operation 4"),
         (Error::Limit { what: "note", found: 9, limit: 8 }, nowhere, Remedy::ChangeCall, "limit of 8"),
         (
             Error::OverBudget { place, asked: 9, available: 8, budget: 10 },

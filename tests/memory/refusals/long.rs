@@ -1,10 +1,11 @@
 //! Operations on a store of three pages, of which two are long.
 
 use std::path::Path;
-use std::sync::{LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use remanent::{
-    PageId, Place, Retention, Shadow, SnapshotId, SnapshotOptions, StatePoint, Store, Width, WriteBatch,
+    ByteSource, PageId, Place, Retention, Shadow, SnapshotId, SnapshotOptions, StatePoint, Store, Width,
+    WriteBatch,
 };
 
 use super::Operation::{self, Call, Commit, Outside};
@@ -16,10 +17,17 @@ use super::{
 /// Longer than a piece, of one piece, and short.
 const LENS: [u64; 3] = [9 << 20, 3 << 20, 1000];
 
-fn content(page: usize, salt: u8) -> Vec<u8> {
-    let noise = |at: u64| ((at ^ (at >> 9)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u8;
+fn byte_of(page: usize, at: u64) -> u8 {
     // One that compresses, and one that does not.
-    (0..LENS[page]).map(|at| if page == 1 { (at >> 14) as u8 ^ salt } else { noise(at) ^ salt }).collect()
+    if page == 1 {
+        (at >> 14) as u8
+    } else {
+        ((at ^ (at >> 9)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u8
+    }
+}
+
+fn content(page: usize, salt: u8) -> Vec<u8> {
+    (0..LENS[page]).map(|at| byte_of(page, at) ^ salt).collect()
 }
 
 fn write(store: &Store, salt: u8) -> WriteBatch {
@@ -55,6 +63,22 @@ fn touch(store: &Store) {
 static INDICES: LazyLock<Vec<u32>> = LazyLock::new(|| (0..600_000).rev().collect());
 static CONTENT: LazyLock<Vec<u8>> = LazyLock::new(|| content(0, 9));
 
+/// A page's content, which takes no memory.
+#[derive(Debug)]
+struct Computed(usize);
+
+impl ByteSource for Computed {
+    fn read_at(&self, offset: u64, bytes: &mut [u8]) -> std::io::Result<()> {
+        let Self(page) = self;
+        (offset..).zip(bytes).for_each(|(at, byte)| *byte = byte_of(*page, at));
+        Ok(())
+    }
+}
+
+fn source(page: usize) -> Arc<dyn ByteSource> {
+    Arc::new(Computed(page))
+}
+
 /// Makes what operations take from outside, before memory is refused.
 pub fn make_inputs() {
     LazyLock::force(&INDICES);
@@ -68,7 +92,7 @@ fn give(_: &Store) {
     *GIVEN.lock().unwrap() = Some(CONTENT.clone());
 }
 
-pub const LONG: [(&str, Operation); 34] = [
+pub const LONG: [(&str, Operation); 36] = [
     ("open", Outside(open)),
     ("open on demand", Outside(open_on_demand)),
     ("follower", Outside(follow)),
@@ -112,6 +136,24 @@ pub const LONG: [(&str, Operation); 34] = [
         Call(give, |store, _| {
             let mut batch = store.batch();
             batch.create_from(GIVEN.lock().unwrap().take().unwrap(), Place::Host);
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
+        "create_from_source",
+        call(|store, _| {
+            let mut batch = store.batch();
+            for (page, len) in LENS.into_iter().enumerate() {
+                batch.create_from_source(len, source(page), Place::Host);
+            }
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
+        "replace_from_source",
+        call(|store, _| {
+            let mut batch = store.batch();
+            batch.replace_from_source(PageId(1), LENS[0], source(0));
             store.commit(batch).map(drop)
         }),
     ),

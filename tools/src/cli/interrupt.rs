@@ -20,10 +20,11 @@ pub fn end_at_once() -> Result<(), Failure> {
 }
 
 /// A Ctrl-C that waits to be noticed.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Interrupt(Arc<InterruptGuard>);
 
 /// The handling of Ctrl-C until this is dropped.
+#[derive(Debug)]
 struct InterruptGuard {
     noted: Arc<AtomicBool>,
     /// Has something to read from when Ctrl-C was pressed.

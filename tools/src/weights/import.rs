@@ -11,8 +11,7 @@ use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use remanent::{
-    Create, FileName, Folder, Key, Lsn, PageChanges, PageId, PageInfo, PageRef, Place, Store, Value, Width,
-    WriteBatch,
+    Create, Error, FileName, Folder, Key, Lsn, PageChanges, PageInfo, Place, Store, Value, Width, WriteBatch,
 };
 
 use crate::cli::engine;
@@ -81,6 +80,14 @@ fn parse_root(text: &str) -> Result<(String, Value), String> {
 const PIECE_LEN: usize = 1 << 20;
 /// A page is written whole where its changes cost more than this share of it, in eighths.
 const WHOLE_FROM_EIGHTHS: u64 = 7;
+/// Of a page up to this length in bytes the changes are always held: it is not worth a file.
+const SHORT_LEN_MAX: u64 = 64 << 10;
+/// The cost, in bytes, of the changes that a version holds in memory until it is committed. In memory a
+/// change takes up to two and a half times its cost. Where there are more, pages are written whole, from the
+/// file.
+const HELD_COST_MAX: u64 = 32 << 20;
+/// Bytes that are compared before the cost of a page's changes is looked at: that ends a range.
+const LOOKED_AT_LEN: u64 = 16 << 20;
 
 /// The result of an import.
 struct ImportReport {
@@ -208,7 +215,11 @@ fn bring(
         along.note.iter().for_each(|note| {
             version.batch.note(note);
         });
-        let committed = store.commit(version.batch).map_err(engine_failure)?;
+        let committed = match store.commit(version.batch) {
+            Err(Error::SourceFailed { .. }) if interrupt.noted() => return Ok(None),
+            Err(Error::SourceFailed { source, .. }) => return Err(file.cannot_read(&source)),
+            committed => committed.map_err(engine_failure)?,
+        };
         store.wait_durable(committed.position.lsn).map_err(engine_failure)?;
     }
     Ok(Some(ImportReport { is_new: version.is_new, totals: version.totals }))
@@ -218,24 +229,17 @@ fn bring(
 struct ImportVersion<'a> {
     store: &'a Store,
     file: &'a WeightsFile,
+    interrupt: &'a Interrupt,
     /// The place of new tensors.
     place: Place,
     batch: WriteBatch,
+    /// The cost of the changes in the batch.
+    held_cost: u64,
     is_new: bool,
     totals: ImportTotals,
     /// Room for a piece of both versions.
     before: Vec<u8>,
     after: Vec<u8>,
-}
-
-/// The source of a page of the new version.
-#[derive(Clone, Copy)]
-struct PageSource {
-    page: PageRef,
-    /// The page's number, unless it is a new one.
-    old: Option<PageId>,
-    /// Its length; bytes of the new version beyond it are zeros so far.
-    len: u64,
 }
 
 impl<'a> ImportVersion<'a> {
@@ -244,12 +248,13 @@ impl<'a> ImportVersion<'a> {
         store: &'a Store,
         file: &'a WeightsFile,
         place: Place,
-        interrupt: &Interrupt,
+        interrupt: &'a Interrupt,
         bar: &ProgressBar,
     ) -> Result<Option<Self>, Failure> {
         let (batch, totals) = (store.batch(), ImportTotals::default());
         let (before, after) = (vec![0; PIECE_LEN], vec![0; PIECE_LEN]);
-        let mut version = Self { store, file, place, batch, is_new: false, totals, before, after };
+        let mut version =
+            Self { store, file, interrupt, place, batch, held_cost: 0, is_new: false, totals, before, after };
         let pages: Vec<PageInfo> = store.pages().map_err(engine_failure)?.collect();
         let header = pages.iter().find(|info| is_header(info));
         let mut old = version.tensors_before(&pages, header)?;
@@ -303,10 +308,29 @@ impl<'a> ImportVersion<'a> {
     }
 
     fn create(&mut self, key: Key, tensor: &Tensor) -> Result<(), Failure> {
-        let page = self.batch.create(tensor.len, self.place).key(key).metadata(tensor.metadata()).page();
         self.is_new = true;
         self.totals.created += 1;
-        self.content(PageSource { page: page.into(), old: None, len: 0 }, tensor).map(drop)
+        let created = if self.is_zeros(tensor)? {
+            // The page is that already.
+            self.batch.create(tensor.len, self.place)
+        } else {
+            let source = self.file.source(tensor, self.interrupt);
+            self.batch.create_from_source(tensor.len, source, self.place)
+        };
+        created.key(key).metadata(tensor.metadata());
+        Ok(())
+    }
+
+    /// Whether all bytes of a tensor are zeros.
+    fn is_zeros(&mut self, tensor: &Tensor) -> Result<bool, Failure> {
+        for at in (0..tensor.len).step_by(PIECE_LEN) {
+            let piece = &mut self.after[..(tensor.len - at).min(PIECE_LEN as u64) as usize];
+            self.file.read_at(tensor.offset + at, piece)?;
+            if piece.iter().any(|byte| *byte != 0) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     fn update(&mut self, info: &PageInfo, tensor: &Tensor) -> Result<(), Failure> {
@@ -317,47 +341,69 @@ impl<'a> ImportVersion<'a> {
             }
         }
         let is_resized = info.len != tensor.len;
-        if is_resized {
-            self.batch.resize(info.page, tensor.len);
-            self.is_new = true;
-            self.totals.resized += 1;
+        let (count, changes) = self.compare(info, tensor)?;
+        self.is_new |= is_resized || count > 0;
+        match changes {
+            None => {
+                let source = self.file.source(tensor, self.interrupt);
+                self.batch.replace_from_source(info.page, tensor.len, source);
+            }
+            Some(changes) => {
+                if is_resized {
+                    self.batch.resize(info.page, tensor.len);
+                }
+                changes.put(&mut self.batch, info.page);
+            }
         }
-        let before = PageSource { page: info.page.into(), old: Some(info.page), len: info.len };
-        let count = self.content(before, tensor)?;
-        if count > 0 && !is_resized {
+        if is_resized {
+            self.totals.resized += 1;
+        } else if count > 0 {
             self.totals.changed += 1;
             self.totals.changed_elements += count;
         }
         Ok(())
     }
 
-    /// Puts the changes of a tensor's bytes into the batch; returns the number of changed elements.
-    fn content(&mut self, before: PageSource, tensor: &Tensor) -> Result<u64, Failure> {
-        let mut changes = PageChanges::new(dtype::width(tensor.dtype));
-        let mut at = 0;
-        while at < tensor.len {
+    /// Compares a tensor with its page. Returns the number of changed elements, and the changes unless the
+    /// page is to be written whole.
+    fn compare(&mut self, info: &PageInfo, tensor: &Tensor) -> Result<(u64, Option<PageChanges>), Failure> {
+        let width = dtype::width(tensor.dtype);
+        let mut changes = Some(PageChanges::new(width));
+        // The changed elements of a page that is written whole.
+        let mut counted = 0;
+        for at in (0..tensor.len).step_by(PIECE_LEN) {
             let len = (tensor.len - at).min(PIECE_LEN as u64) as usize;
             self.file.read_at(tensor.offset + at, &mut self.after[..len])?;
-            let there = before.len.saturating_sub(at).min(len as u64) as usize;
+            // Bytes of the new version beyond the page are zeros so far.
+            let there = info.len.saturating_sub(at).min(len as u64) as usize;
             self.before[there..len].fill(0);
-            if let Some(old) = before.old.filter(|_| there > 0) {
-                self.store.read(old, at, &mut self.before[..there]).map_err(engine_failure)?;
+            if there > 0 {
+                self.store.read(info.page, at, &mut self.before[..there]).map_err(engine_failure)?;
             }
-            changes.compare(at, &self.before[..len], &self.after[..len]);
-            at += len as u64;
+            match &mut changes {
+                Some(changes) => changes.compare(at, &self.before[..len], &self.after[..len]),
+                None => {
+                    let mut piece = PageChanges::new(width);
+                    piece.compare(at, &self.before[..len], &self.after[..len]);
+                    counted += piece.count();
+                }
+            }
+            let end = at + len as u64;
+            let is_due = end == tensor.len || end.is_multiple_of(LOOKED_AT_LEN);
+            if let Some(held) = changes.take_if(|held| is_due && self.is_written_whole(held, tensor)) {
+                counted = held.count();
+            }
         }
-        let count = changes.count();
-        self.is_new |= count > 0;
-        if changes.cost() * 8 > tensor.len * WHOLE_FROM_EIGHTHS {
-            // The changes are dropped first: they are about as long as the page.
-            drop(changes);
-            let mut whole = vec![0; tensor.len as usize];
-            self.file.read_at(tensor.offset, &mut whole)?;
-            self.batch.write(before.page, 0, &whole);
-        } else {
-            changes.put(&mut self.batch, before.page);
-        }
-        Ok(count)
+        let count = changes.as_ref().map_or(counted, PageChanges::count);
+        self.held_cost += changes.as_mut().map_or(0, PageChanges::cost);
+        Ok((count, changes))
+    }
+
+    /// Whether a page is written whole that has these changes, or more.
+    fn is_written_whole(&self, changes: &mut PageChanges, tensor: &Tensor) -> bool {
+        let cost = changes.cost();
+        let is_most = tensor.len > SHORT_LEN_MAX && cost * 8 > tensor.len * WHOLE_FROM_EIGHTHS;
+        is_most || self.held_cost + cost > HELD_COST_MAX
     }
 
     /// The header's page, which makes the tensors a file.
@@ -365,23 +411,23 @@ impl<'a> ImportVersion<'a> {
         let bytes = &self.file.header.bytes;
         let Some(info) = info else {
             let key = Key::new(HEADER_KEY).expect("it is short");
-            let page = self.batch.create(bytes.len() as u64, Place::Host).key(key).page();
-            self.batch.write(page, 0, bytes);
+            self.batch.create_from(&bytes[..], Place::Host).key(key);
             self.is_new = true;
             return Ok(());
         };
-        let mut before = vec![0; info.len as usize];
-        self.store.read(info.page, 0, &mut before).map_err(engine_failure)?;
-        if before == *bytes {
-            return Ok(());
-        }
-        self.is_new = true;
-        if before.len() != bytes.len() {
-            self.batch.resize(info.page, bytes.len() as u64);
-            before.resize(bytes.len(), 0);
-        }
         let mut changes = PageChanges::new(Width::W1);
-        changes.compare(0, &before, bytes);
+        for (at, after) in (0..).step_by(PIECE_LEN).zip(bytes.chunks(PIECE_LEN)) {
+            let before = &mut self.before[..after.len()];
+            let there = info.len.saturating_sub(at).min(after.len() as u64) as usize;
+            before[there..].fill(0);
+            self.store.read(info.page, at.min(info.len), &mut before[..there]).map_err(engine_failure)?;
+            changes.compare(at, before, after);
+        }
+        let is_resized = info.len != bytes.len() as u64;
+        if is_resized {
+            self.batch.resize(info.page, bytes.len() as u64);
+        }
+        self.is_new |= is_resized || changes.count() > 0;
         changes.put(&mut self.batch, info.page);
         Ok(())
     }

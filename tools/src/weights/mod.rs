@@ -11,14 +11,18 @@ pub(crate) mod export;
 pub(crate) mod import;
 
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use remanent::ByteSource;
 use remanent_format::limits::KEY_LEN_MAX;
 use remanent_format::{Key, Metadata, PageInfo, Value};
 use safetensors::Dtype;
 
 use crate::cli::exit::Failure;
+use crate::cli::interrupt::Interrupt;
 
 /// The key of the page that holds the header of the file. No tensor gets it, whatever its name.
 pub const HEADER_KEY: &str = "safetensors header";
@@ -104,7 +108,7 @@ impl Header {
 pub struct WeightsFile {
     /// The header, read and checked.
     pub header: Header,
-    file: File,
+    file: Arc<File>,
     path: PathBuf,
 }
 
@@ -140,14 +144,41 @@ impl WeightsFile {
                 header.file_len()
             )));
         }
-        Ok(Self { header, file, path: path.to_owned() })
+        Ok(Self { header, file: Arc::new(file), path: path.to_owned() })
     }
 
     /// Reads from the file's start.
     pub fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<(), Failure> {
-        self.file.read_exact_at(out, offset).map_err(|error| {
-            Failure::Environment(format!("{}: cannot be read: {error}", self.path.display()))
-        })
+        self.file.read_exact_at(out, offset).map_err(|error| self.cannot_read(&error))
+    }
+
+    /// The file does not give its bytes.
+    pub fn cannot_read(&self, error: &io::Error) -> Failure {
+        Failure::Environment(format!("{}: cannot be read: {error}", self.path.display()))
+    }
+
+    /// The bytes of a tensor, to be read when a batch is committed. Ctrl-C ends that.
+    pub fn source(&self, tensor: &Tensor, interrupt: &Interrupt) -> Arc<dyn ByteSource> {
+        let (file, interrupt) = (self.file.clone(), interrupt.clone());
+        Arc::new(TensorSource { file, start: tensor.offset, interrupt })
+    }
+}
+
+/// The bytes of one tensor in its file.
+#[derive(Debug)]
+struct TensorSource {
+    file: Arc<File>,
+    /// The offset of the tensor, from the file's start.
+    start: u64,
+    interrupt: Interrupt,
+}
+
+impl ByteSource for TensorSource {
+    fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+        if self.interrupt.noted() {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        self.file.read_exact_at(bytes, self.start + offset)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Commands that read pages hold a window of one: they end well where there is less memory than a page is long.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 
 use remanent::{Options, Place, Store, Width};
 use serde_json::json;
@@ -15,10 +16,15 @@ const MAPPED_MAX_KIB: u64 = 300 << 10;
 
 /// Runs the command with little memory.
 fn run(args: &[&str]) -> Run {
+    run_with(MAPPED_MAX_KIB, args)
+}
+
+/// Runs the command with this much memory.
+fn run_with(mapped_max_kib: u64, args: &[&str]) -> Run {
     let whole = command(args);
     let mut limited = std::process::Command::new("sh");
     let program = whole.get_program().to_str().unwrap();
-    limited.args(["-c", &format!("ulimit -v {MAPPED_MAX_KIB} && exec \"$0\" \"$@\""), program]);
+    limited.args(["-c", &format!("ulimit -v {mapped_max_kib} && exec \"$0\" \"$@\""), program]);
     limited.args(whole.get_args());
     finished(limited)
 }
@@ -74,6 +80,45 @@ fn a_page_longer_than_the_memory_is_read_by_windows() {
     run(&["dump", &rescued, "1", "-o", &dumped]).expect(0);
     assert!(fs::read(&dumped).unwrap() == expected, "a rescued store's page");
     run(&["fork", &path, &scratch.path("forked")]).expect(0);
+}
+
+/// The most that an import maps beside the page: code, stacks, the windows of the log, and pieces.
+const IMPORT_MAPPED_MAX_KIB: u64 = 1 << 20;
+
+/// A second copy of the tensor would not fit, nor would its changes.
+#[test]
+fn a_tensor_is_imported_in_memory_for_itself_and_some_pieces() {
+    const LEN: usize = 1 << 30;
+    let scratch = Scratch::new();
+    let (path, source, target) =
+        (scratch.store(), scratch.path("a.safetensors"), scratch.path("b.safetensors"));
+    let import = |pages: u64| {
+        let kib = IMPORT_MAPPED_MAX_KIB + pages * (LEN as u64 >> 10);
+        run_with(kib, &["import", &path, &source, "--json"]).expect(0).json().remove(0)
+    };
+    let shape = format!("[{LEN}]");
+    let header = format!(r#"{{"long":{{"dtype":"U8","shape":{shape},"data_offsets":[0,{LEN}]}}}}"#);
+    let head = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
+    let file = fs::File::create(&source).unwrap();
+    file.write_all_at(&head, 0).unwrap();
+    file.set_len((head.len() + LEN) as u64).unwrap();
+    // Zeros, but for some noise at the end.
+    let at = (head.len() + LEN - 5000) as u64;
+    file.write_all_at(&crate::weights::noise(1, 5000), at).unwrap();
+    let imported = import(1);
+    assert_eq!((&imported["created"], &imported["is_new"]), (&json!(1), &json!(true)), "{imported}");
+    assert_eq!(import(1)["is_new"], json!(false));
+
+    // More changes than are held: an element in three over some 50 MiB.
+    let mut part: Vec<u8> = vec![0; 51 << 20];
+    part.iter_mut().step_by(3).for_each(|byte| *byte = 7);
+    file.write_all_at(&part, head.len() as u64).unwrap();
+    let imported = import(2);
+    assert_eq!(imported["changed_elements"], json!(part.len().div_ceil(3)), "{imported}");
+    run(&["verify", &path]).expect(0);
+    run(&["export", &path, &target]).expect(0);
+    let same = std::process::Command::new("cmp").args([&source, &target]).status().unwrap();
+    assert!(same.success(), "the export is another file");
 }
 
 #[test]

@@ -8,6 +8,12 @@ const WAITS: Test = unit("device::cuda::resource::caching::tests::a_block_waits_
 const CHANGES: &str = "src/applier/changes.rs";
 const GAP: Test = unit("applier::changes::tests::a_gap_is_told_in_its_place_and_once");
 const RANGES: &str = "src/device/lent_ranges.rs";
+const APPLIER: &str = "src/applier/worker.rs";
+const COMMIT: &str = "src/write/commit/mod.rs";
+const SOURCES: &str = "src/write/batch/sources.rs";
+const FROM_SOURCE: Test = it("sources::a_page_from_a_source_holds_its_bytes_and_the_log_only_names_them");
+const REPLACED: Test = it("sources::a_page_that_is_replaced_from_a_source_has_its_length_and_keeps_all_else");
+const REFUSED: Test = it("sources::a_batch_from_sources_that_is_refused_takes_its_images_with_it");
 
 pub const LIST: &[Defence] = &[
     // The caching source.
@@ -57,7 +63,7 @@ pub const LIST: &[Defence] = &[
     ),
     refusal(
         "a page in a caller's memory begins with zeros",
-        "src/applier/worker.rs",
+        APPLIER,
         "new.is_lent()",
         it("lent_pages::a_page_lives_in_memory_of_the_callers_and_touches_no_byte_beside_it"),
     ),
@@ -66,6 +72,34 @@ pub const LIST: &[Defence] = &[
         "src/recovery/load.rs",
         "memories.is_lent(*page)?",
         it("page_memory::pages_come_back_in_the_memory_that_is_given_for_them"),
+    ),
+    // Memory that is filled before its batch is logged.
+    defence("memory that is filled is not zeroed", APPLIER, "!is_filled(page, &new)", "true", FROM_SOURCE),
+    defence(
+        "memory that is filled takes no bytes of the page before",
+        APPLIER,
+        "self.replace(page, new, is_filled)",
+        "self.replace(page, new, false)",
+        REPLACED,
+    ),
+    refusal(
+        "no other operation changes a page from a source",
+        SOURCES,
+        "fates[&page].whole != Some(step)",
+        REFUSED,
+    ),
+    refusal("no operation copies a page from a source", SOURCES, "copied.whole.contains(&page)", REFUSED),
+    refusal(
+        "a batch with images of sources is logged by its committer",
+        COMMIT,
+        "self.sources.is_any()",
+        it("sources::images_of_sources_stay_whoever_holds_the_lock"),
+    ),
+    check(
+        "images of sources stay once their batch is logged",
+        COMMIT,
+        "self.sources.logged(known, log, point);",
+        FROM_SOURCE,
     ),
     // Memory that goes to a caller.
     check(

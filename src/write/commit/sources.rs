@@ -1,0 +1,232 @@
+//! Pages that a batch takes from sources: a long page is on disk before it is in memory.
+//!
+//! 1. The sources are read, piece by piece, and written to an image file, which is synced with its name. No
+//!    lock is held: a source is the caller's code.
+//! 2. The frame names the images, as it does those of other whole pages.
+//! 3. Memory of the pages is filled from the images, and their sums are checked. A source that is read again
+//!    may say something else than before, and the page in memory would not be the one in the log.
+//! 4. The batch is logged. The applier finds the bytes in place.
+//!
+//! A failure, or a crash, before 4 leaves nothing: neither batch nor memory, and the image file goes.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+
+use remanent_format::image::ImageRef;
+use remanent_format::op::{Op, OpAt};
+use remanent_format::{LogPoint, PageId, PageInfo};
+
+use super::Committer;
+use super::page_memory::MadeMemory;
+use crate::applier::FilledMemory;
+use crate::base::allocation::{collected, insert, make_room, push, set_of};
+use crate::base::parallel;
+use crate::catalog::KnownImages;
+use crate::device::{CommandList, Lane, Span};
+use crate::disk::source::DiskSource;
+use crate::error::{Error, Result};
+use crate::images::AheadImages;
+use crate::images::read::{ImageRequest, SummedBy};
+use crate::log::Log;
+use crate::memory::arena::PageMemory;
+use crate::recovery::image_loader::ImageLoader;
+use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatch};
+
+/// Threads that fill pages.
+const THREADS_MAX: usize = 4;
+/// No list of a batch names the memory yet, so the bytes need not go up in the order of batches.
+const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
+
+/// The pages of a batch that come from sources, once the sources are read.
+#[derive(Default)]
+pub(super) struct SourceImages<'a> {
+    /// The pages whose bytes are in images, in the order of the images.
+    pages: Vec<SourcePage<'a>>,
+    /// The image file, which goes if the batch is refused.
+    ahead: Option<AheadImages<'a>>,
+    /// The ids of these pages.
+    of_pages: BTreeSet<PageId>,
+    /// The bytes of the other ones, by the operation's index.
+    pub short: BTreeMap<usize, Vec<u8>>,
+}
+
+impl SourceImages<'_> {
+    /// Whether a page's bytes are in an image.
+    pub fn is_any(&self) -> bool {
+        self.ahead.is_some()
+    }
+
+    /// Whether an operation of the payload is one of the images.
+    pub fn holds(&self, op: &Op<'_>) -> bool {
+        let Op::Image { page, .. } = op else { return false };
+        self.is_any() && self.of_pages.contains(page)
+    }
+
+    /// The images, by the operation's index.
+    pub fn images(&self) -> impl Iterator<Item = (usize, ImageRef)> {
+        let images = self.ahead.iter().flat_map(AheadImages::images).copied();
+        self.pages.iter().map(|page| page.step).zip(images)
+    }
+
+    /// The batch is logged.
+    pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint) {
+        let Some(ahead) = self.ahead.take() else { return };
+        for (page, image) in self.pages.iter().zip(ahead.images()) {
+            known.note_ahead(page.page, point.lsn, *image, page.len);
+        }
+        log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
+        ahead.logged(point.lsn);
+    }
+
+    /// Leaves the file, because the batch may be logged or not.
+    pub fn leave(&mut self) {
+        if let Some(ahead) = &mut self.ahead {
+            ahead.leave();
+        }
+    }
+}
+
+impl Committer {
+    /// Reads the sources of a batch: long pages into an image file, short ones into memory. The file and its
+    /// name are durable when this returns.
+    ///
+    /// # Errors
+    /// `SourceFailed`; those of a batch that contradicts itself; no space or no memory. All are clean.
+    pub(super) fn read_sources<'a>(
+        &'a self,
+        batch: &'a WriteBatch,
+        pages: &[PageId],
+        copied: &CopySources,
+    ) -> Result<SourceImages<'a>> {
+        let mut sources = SourceImages::default();
+        let found = batch.source_pages(pages, copied)?;
+        if found.is_empty() {
+            return Ok(sources);
+        }
+        self.check_there(&found, pages)?;
+        let bytes = found.iter().fold(0_u64, |bytes, page| bytes.saturating_add(page.len));
+        let is_long = |page: &SourcePage<'_>| bytes >= self.ahead_bytes_min && page.len >= WHOLE_PAGE_LEN_MIN;
+        for page in found {
+            if is_long(&page) {
+                push(&mut sources.pages, page)?;
+                continue;
+            }
+            let mut read = Vec::new();
+            make_room(&mut read, page.len as usize)?;
+            read.resize(page.len as usize, 0);
+            page.read_at(0, &mut read)?;
+            sources.short.insert(page.step, read);
+        }
+        if !sources.pages.is_empty() {
+            sources.of_pages = set_of(sources.pages.iter().map(|page| page.page));
+            sources.ahead = Some(self.write_sources(&sources.pages)?);
+        }
+        Ok(sources)
+    }
+
+    /// Refuses a page that is not there before its source is read, which may take minutes.
+    fn check_there(&self, found: &[SourcePage<'_>], new_pages: &[PageId]) -> Result<()> {
+        let mut old =
+            found.iter().map(|page| page.page).filter(|page| new_pages.binary_search(page).is_err());
+        let table = self.submitted.lock();
+        match old.find(|page| table.get(*page).is_none()) {
+            Some(page) => Err(Error::UnknownPage { page }),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes the images: step 1.
+    fn write_sources(&self, pages: &[SourcePage<'_>]) -> Result<AheadImages<'_>> {
+        let lens = collected(pages.iter().map(|page| (page.page, page.len)))?;
+        let mut by_id = HashMap::new();
+        for page in pages {
+            insert(&mut by_id, page.page, page)?;
+        }
+        let pool = &self.engine.log.pool;
+        let write = || {
+            let mut read = |info: &PageInfo, offset, out: &mut [u8]| by_id[&info.page].read_at(offset, out);
+            AheadImages::write_read(&self.files, self.engine.store, self.images, &lens, &mut read)
+        };
+        match pool.fill().and_then(|()| pool.with_surplus(write)) {
+            Ok(ahead) => Ok(ahead),
+            Err(error) if error.is_passing() => Err(error),
+            Err(error) => Err(self.engine.poison.set(error)),
+        }
+    }
+
+    /// Fills the new memory of pages whose bytes are in images: step 3. `made` and `memory` are of the
+    /// operations that need memory, in their order. Without success the memory is given back.
+    ///
+    /// # Errors
+    /// `Damaged` if the file does not hold what was written; no memory; a device error.
+    pub(super) fn fill_memory(
+        &self,
+        sources: &SourceImages<'_>,
+        ops: &[OpAt<'_>],
+        made: &[MadeMemory],
+        memory: VecDeque<PageMemory>,
+    ) -> Result<(VecDeque<PageMemory>, FilledMemory)> {
+        if !sources.is_any() {
+            return Ok((memory, FilledMemory::new()));
+        }
+        match self.load_images(sources, ops, made, &memory) {
+            Ok(filled) => Ok((memory, filled)),
+            Err(error) => {
+                // One more list in each lane tells when those are done that name the memory. If the device
+                // fails at that, the memory stays counted, and a warning says so.
+                let device = &*self.engine.device;
+                let last = |lane: &Lane| {
+                    device
+                        .submit(*lane, CommandList::default())
+                        .and_then(|last| last.finish(device))
+                        .map(drop)
+                };
+                match LANES.iter().try_for_each(last) {
+                    Ok(()) => self.discard(memory),
+                    Err(failed) => {
+                        tracing::warn!(%failed, "memory of pages that were not filled stays allocated")
+                    }
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn load_images(
+        &self,
+        sources: &SourceImages<'_>,
+        ops: &[OpAt<'_>],
+        made: &[MadeMemory],
+        memory: &VecDeque<PageMemory>,
+    ) -> Result<FilledMemory> {
+        let (mut images, mut filled) = (Vec::new(), Vec::new());
+        let mut targets: HashMap<PageId, Span> = HashMap::new();
+        for (made, memory) in made.iter().zip(memory) {
+            // The image follows the operation that gives the page its length, and so its memory.
+            let Some(Op::Image { page, len, image }) = ops.get(made.op + 1).map(|at| &at.op) else {
+                continue;
+            };
+            if !sources.of_pages.contains(page) {
+                continue;
+            }
+            assert!(memory.byte_len() == *len); // I10: the memory is as long as the page.
+            push(&mut images, ImageRequest { page: *page, len: *len, image: *image })?;
+            insert(&mut targets, *page, memory.span())?;
+            push(&mut filled, (*page, memory.span().memory))?;
+        }
+        assert!(images.len() == sources.pages.len()); // I1: each page that the frame names is filled.
+        filled.sort_unstable();
+        // What was just written is in the page cache. A snapshot that is to name it asks the medium (I7).
+        let source = DiskSource::new(self.engine.disk.clone());
+        let target = |page: PageId| Ok(targets[&page]);
+        let loader = ImageLoader {
+            device: &*self.engine.device,
+            staging: &self.engine.staging,
+            source: &source,
+            lanes: &LANES,
+            target: &target,
+            summed_by: SummedBy::Device,
+        };
+        loader.load(std::iter::once(&mut *images), parallel::threads(THREADS_MAX))?;
+        Ok(filled)
+    }
+}
