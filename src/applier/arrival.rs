@@ -2,8 +2,9 @@
 //!
 //! The log has a batch's bytes with their checksum, and the host sends them to the device from memory of its
 //! own. What arrives is summed by the device in the same list, right after each long write: a later one may
-//! change the same bytes. The applier waits for the sums before it goes on. So no read, no snapshot and no
-//! ticket has bytes that changed on the way, and the next open makes them anew from the log.
+//! change the same bytes. Until the sums are there, no batch of the list is told as applied, and no turn
+//! runs. So no read, no snapshot and no ticket has bytes that changed on the way, and the next open makes
+//! them anew from the log.
 
 use remanent_format::op::Op;
 

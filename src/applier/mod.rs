@@ -16,6 +16,7 @@ mod exact_cut;
 mod handover;
 mod readback;
 mod arrival;
+mod in_flight;
 mod reads;
 mod changes;
 mod lease_table;

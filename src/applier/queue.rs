@@ -84,6 +84,11 @@ impl Requests {
         self.request(queue, Request::Batch(work), is_urgent);
     }
 
+    /// Whether nothing is queued.
+    pub fn is_empty(&self) -> bool {
+        self.queue.lock().requests.is_empty()
+    }
+
     /// Queues a turn.
     pub fn turn(&self, turn: TurnFn) {
         self.request(self.queue.lock(), Request::Turn(turn), true);

@@ -9,13 +9,13 @@ use remanent_format::{Lsn, PageId};
 
 use super::changes::{AppliedBatch, WrittenRanges};
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
+use super::in_flight::{InFlight, UntoldBatches};
 use super::queue::Request;
 use super::{
-    AppliedState, Applier, ApplierParts, ApplyWork, ArrivalProof, FilledMemory, Handover, LIST_BYTES, Leases,
-    Turn,
+    AppliedState, Applier, ApplierParts, ApplyWork, FilledMemory, Handover, LIST_BYTES, Leases, Turn,
 };
 use crate::base::queue::Queue;
-use crate::device::{CommandList, Device, Lane, Pending};
+use crate::device::{CommandList, Device, Lane};
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::StagingPool;
@@ -44,7 +44,7 @@ pub(super) struct Worker {
     /// What the batches of the list under construction changed, for streams; the batch alone where there was
     /// no memory for that. Empty while there is no stream.
     told: Vec<Result<AppliedBatch, Lsn>>,
-    in_flight: VecDeque<Pending>,
+    in_flight: InFlight,
     /// The value of the newest list's fence.
     fence: u64,
     /// Why memory is not what the table says, if it is not.
@@ -74,7 +74,7 @@ impl Worker {
             given_up: Queue::default(),
             handed_over: Vec::new(),
             told: Vec::new(),
-            in_flight: VecDeque::new(),
+            in_flight: InFlight::default(),
             fence: 0,
             lost: None,
         }
@@ -83,7 +83,7 @@ impl Worker {
     /// Applies batches and runs turns until the applier is stopped.
     pub fn run(&mut self) {
         let mut requests = VecDeque::new();
-        while self.shared.requests.take(&mut requests) {
+        while self.next(&mut requests) {
             let newest = requests.iter().rev().find_map(|request| match request {
                 Request::Batch(work) => Some(work.point.lsn),
                 Request::Turn(_) => None,
@@ -104,6 +104,8 @@ impl Worker {
                     }
                     Request::Turn(turn) => {
                         self.flush();
+                        // A turn looks at pages, or has them read.
+                        self.prove_all();
                         let was_lost = self.lost.is_some();
                         turn(&mut Turn {
                             applied: &mut self.applied,
@@ -121,8 +123,8 @@ impl Worker {
             }
             self.flush();
         }
-        while let Some(pending) = self.in_flight.pop_front() {
-            self.reclaim(pending);
+        while self.in_flight.len() > 0 {
+            self.finish_oldest();
         }
         // Lists of other threads, reads and gathers, may be under way too. A list after all of them tells
         // when they are done. If it fails, they may still run, and the memory that they name is left to them.
@@ -134,10 +136,20 @@ impl Worker {
         }
     }
 
+    /// Takes what is queued, or waits for it; `false` if there will be nothing more.
+    fn next(&mut self, requests: &mut VecDeque<Request>) -> bool {
+        // No other thread looks whether a list is done. While there is more to do, the next list does.
+        if self.in_flight.is_unproven() && self.shared.requests.is_empty() {
+            self.prove_all();
+        }
+        self.shared.requests.take(requests)
+    }
+
     /// Gives up a batch that the log lost: no reader sees it, and the logged batches go on being read.
     fn refuse(&mut self, work: ApplyWork) {
         // Logged batches go first: a caller that waits for one of them must not hear of a loss.
         self.flush();
+        self.prove_all();
         self.shared.progress(|progress| progress.lost = true);
         self.shared.changes().end();
         let sums = work.sums.map(|sums| sums.staging);
@@ -351,49 +363,55 @@ impl Worker {
                             }
                         }
                         self.fence = pending.fence().value;
-                        if proofs.is_empty() {
-                            self.in_flight.push_back(pending);
-                        } else {
-                            // Before anything is told of its batches, and before a turn looks at their pages.
-                            self.prove(pending, &proofs);
-                        }
+                        self.in_flight.push(pending, proofs);
                     }
                     Err(error) => self.lose(error),
                 }
             }
         }
-        if self.lost.is_none() {
-            let (applied, fence) = (self.applied.point.lsn, self.fence);
-            self.shared.progress(|progress| (progress.applied, progress.fence) = (applied, fence));
-            // After that: a caller that hears of a batch may ask at once whether it is applied.
-            self.told.drain(..).for_each(|told| self.shared.changes().tell(told));
-        }
+        let (applied, fence) = (self.applied.point.lsn, self.fence);
+        self.in_flight.note(UntoldBatches { applied, fence, changes: std::mem::take(&mut self.told) });
+        self.tell();
         let reached = self.device.reached(Lane::Apply);
-        while self.in_flight.front().is_some_and(|pending| pending.fence().value <= reached)
+        while self.in_flight.oldest().is_some_and(|fence| fence <= reached)
             || self.in_flight.len() > IN_FLIGHT_MAX
         {
-            let pending = self.in_flight.pop_front().expect("looked at just now");
-            self.reclaim(pending);
+            self.finish_oldest();
         }
     }
 
-    fn reclaim(&mut self, pending: Pending) {
-        match pending.finish(&*self.device) {
-            Ok(staging) => self.staging.give_all(staging),
+    /// Tells of the batches that are applied, as far as their bytes are proven (I12).
+    fn tell(&mut self) {
+        if self.lost.is_some() {
+            return;
+        }
+        while let Some(UntoldBatches { applied, fence, changes }) = self.in_flight.next_told() {
+            self.shared.progress(|progress| (progress.applied, progress.fence) = (applied, fence));
+            // After that: a caller that hears of a batch may ask at once whether it is applied.
+            changes.into_iter().for_each(|told| self.shared.changes().tell(told));
+        }
+    }
+
+    /// Waits until no list under way is to be proven.
+    fn prove_all(&mut self) {
+        while self.in_flight.is_unproven() {
+            self.finish_oldest();
+        }
+    }
+
+    /// Waits for the oldest list, and takes its staging back.
+    fn finish_oldest(&mut self) {
+        let proven = match self.in_flight.finish_oldest(&*self.device) {
+            Ok(Some((staging, proven))) => {
+                self.staging.give_all(staging);
+                proven
+            }
+            Ok(None) => Ok(()),
+            Err(error) => Err(error),
+        };
+        match proven {
+            Ok(()) => self.tell(),
             Err(error) => self.lose(error),
-        }
-    }
-
-    /// Waits for a list that has long writes, and holds the device's sums of them against the host's (I12).
-    fn prove(&mut self, pending: Pending, proofs: &[ArrivalProof]) {
-        let returned = pending.finish(&*self.device);
-        let proven = returned.and_then(|staging| {
-            let checked = proofs.iter().try_for_each(|proof| proof.check(&staging, &*self.device));
-            self.staging.give_all(staging);
-            checked
-        });
-        if let Err(error) = proven {
-            self.lose(error);
         }
     }
 

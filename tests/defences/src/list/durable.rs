@@ -24,7 +24,7 @@ const READBACK: &str = "src/applier/readback.rs";
 const IMAGE_LOADER: &str = "src/recovery/image_loader.rs";
 const DEVICE_PAYLOAD: &str = "src/write/commit/device_payload.rs";
 const COMMIT: &str = "src/write/commit/mod.rs";
-const WORKER: &str = "src/applier/worker.rs";
+const IN_FLIGHT: &str = "src/applier/in_flight.rs";
 const DELTAS: &str = "src/recovery/deltas.rs";
 const LOAD: &str = "src/recovery/load.rs";
 const COMMITS: Test = it("crash::commits::durable_commits_survive");
@@ -45,10 +45,10 @@ pub const LIST: &[Defence] = &[
         it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
     ),
     defence(
-        "the applier waits for the sums of long writes",
-        WORKER,
-        "proofs.is_empty()",
-        "true",
+        "nothing is told of long writes before their sums are there",
+        IN_FLIGHT,
+        "unproven.map_or(u64::MAX, |list| list.pending.fence().value)",
+        "u64::MAX",
         it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
     ),
     defence(
