@@ -31,6 +31,7 @@ mod compact;
 mod background;
 mod bounds;
 mod gather;
+mod in_place;
 mod plan;
 mod progress;
 mod publication;
