@@ -319,8 +319,9 @@ impl CopiesAside {
                 .iter()
                 .map(|(range, _)| target.part(offset + range.start as u64, range.len() as u64));
             summed.pool.add_sums(&mut list, collected(summed.spans.iter().copied().chain(arrived))?)?;
-            device.after(Lane::Drain, caught)?;
-            let queued = device.submit(Lane::Drain, list);
+            let lane = target.lane();
+            device.after(lane, caught)?;
+            let queued = device.submit(lane, list);
             target.note(queued.as_ref().map(Pending::fence));
             let pending = queued?;
             last_use = pending.fence();

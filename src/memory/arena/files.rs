@@ -11,8 +11,8 @@ use remanent_format::Place;
 
 use super::{Arena, Purpose};
 use crate::base::sync::Mutex;
-use crate::base::sync::atomic::{AtomicBool, Ordering};
-use crate::device::{Fence, MemoryId, Span};
+use crate::base::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::device::{Fence, Lane, MemoryId, Span};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 
@@ -20,6 +20,8 @@ use crate::error::{Error, Result};
 #[derive(Default)]
 pub(super) struct RegisteredFiles {
     files: Mutex<Vec<Weak<RegisteredFile>>>,
+    /// Counts lists that copy to files.
+    lists: AtomicUsize,
     /// Whether the device has refused a file: it would refuse the next one, too.
     is_refused: AtomicBool,
 }
@@ -36,19 +38,15 @@ struct FileState {
     memory: Option<MemoryId>,
     /// Writers that use it now.
     users: usize,
-    last_use: FileUse,
+    /// The last list of each lane that names it; 0 where there is none.
+    last_uses: [Fence; FILE_LANES.len()],
+    /// Whether a list may have been queued that has no fence.
+    is_end_unknown: bool,
 }
 
-/// How far lists that name a file have come.
-#[derive(Clone, Copy)]
-enum FileUse {
-    /// No list named it yet.
-    None,
-    /// It ends with this fence.
-    Until(Fence),
-    /// A list may have been queued that has no fence.
-    Unknown,
-}
+/// The lanes that copy to files, in turns: while the device reads back what one of them brought, the other one
+/// writes, and the bus is used both ways.
+const FILE_LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
 /// The right to copy to a file's memory. While it lives the memory is not given up.
 pub(crate) struct FileTarget {
@@ -82,8 +80,9 @@ impl Arena {
         account.claim(len)?;
         let memory = self.device.register(mapping).inspect_err(|_| account.unclaim(len))?;
         account.allocated(Purpose::Image, len);
-        let state = Mutex::new(FileState { memory: Some(memory), users: 0, last_use: FileUse::None });
-        let registered = Arc::new(RegisteredFile { arena: self.clone(), len, state });
+        let last_uses = FILE_LANES.map(|lane| Fence { lane, value: 0 });
+        let state = FileState { memory: Some(memory), users: 0, last_uses, is_end_unknown: false };
+        let registered = Arc::new(RegisteredFile { arena: self.clone(), len, state: Mutex::new(state) });
         let mut files = self.files.files.lock();
         files.retain(|file| file.strong_count() > 0);
         files.push(Arc::downgrade(&registered));
@@ -126,14 +125,11 @@ impl RegisteredFile {
     fn give_up(&self, state: &mut FileState) -> bool {
         let Some(memory) = state.memory.take() else { return false };
         let device = &self.arena.device;
-        let ended = match state.last_use {
-            FileUse::None => Ok(()),
-            FileUse::Until(fence) => device.wait(fence),
-            FileUse::Unknown => {
-                tracing::warn!("a file's memory stays registered: its last use is not known to be over");
-                return false;
-            }
-        };
+        if state.is_end_unknown {
+            tracing::warn!("a file's memory stays registered: its last use is not known to be over");
+            return false;
+        }
+        let ended = state.last_uses.into_iter().try_for_each(|fence| device.wait(fence));
         match ended.and_then(|()| device.unregister(memory)) {
             Ok(()) => {
                 let account = self.arena.account(Place::Pinned);
@@ -169,15 +165,22 @@ impl FileTarget {
         Span { memory: self.memory, offset, len }
     }
 
+    /// The lane for the next list that copies to a file.
+    pub fn lane(&self) -> Lane {
+        FILE_LANES[self.file.arena.files.lists.fetch_add(1, Ordering::Relaxed) % FILE_LANES.len()]
+    }
+
     /// Notes a list that names the file: its fence, or that the device may have begun it without one.
     pub fn note(&self, queued: Result<Fence, &Error>) {
         let mut state = self.file.state.lock();
-        state.last_use = match (state.last_use, queued) {
-            (FileUse::Unknown, _) | (_, Err(_)) => FileUse::Unknown,
-            // Of one lane, so the later one ends last.
-            (FileUse::Until(before), Ok(fence)) if before.value > fence.value => FileUse::Until(before),
-            (_, Ok(fence)) => FileUse::Until(fence),
-        };
+        match queued {
+            Err(_) => state.is_end_unknown = true,
+            Ok(fence) => {
+                let last = state.last_uses.iter_mut().find(|last| last.lane == fence.lane);
+                let last = last.expect("a lane that copies to files");
+                last.value = last.value.max(fence.value);
+            }
+        }
     }
 }
 
