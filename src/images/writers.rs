@@ -96,7 +96,11 @@ impl ImageWriters {
                 }
                 None => ImageWriter::create(disk, store, number, purpose, options),
             };
-            self.files.push(file.inspect_err(|_| spares.forget(over.keys()))?);
+            let undo = |_: &Error| {
+                spares.let_go(number);
+                spares.forget(over.keys());
+            };
+            self.files.push(file.inspect_err(undo)?);
         }
         Ok(())
     }

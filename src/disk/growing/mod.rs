@@ -323,6 +323,19 @@ mod tests {
         }
     }
 
+    /// A device may still write to the pages that a cut would take.
+    #[test]
+    fn a_file_that_a_device_writes_keeps_its_length() {
+        let disk = SimDisk::new();
+        let (file, growing) = growing(&disk, ImageIo::Buffered).unwrap();
+        growing.write_at(0, &bytes(1, 8192)).unwrap();
+        growing.finish(8192).unwrap();
+        let growing = GrowingFile::in_place(file.clone());
+        growing.write_at(0, &bytes(2, 4096)).unwrap();
+        growing.finish(4096).unwrap();
+        assert_eq!(file.len().unwrap(), 8192);
+    }
+
     /// The page cache keeps what other programs have in it.
     #[test]
     fn direct_writes_leave_nothing_in_the_page_cache() {
