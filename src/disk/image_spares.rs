@@ -211,14 +211,23 @@ impl ImageSpares {
         Ok(had_any)
     }
 
-    /// Has `keep` keep each spare ready for the next images, as far as it can, the longest first. Slow: no
-    /// lock is held, and a spare that goes meanwhile is let go of.
-    pub fn keep_ready(&self, keep: impl Fn(&dyn DiskFile) -> Option<KeptReady>) {
-        let spares: Vec<u64> = self.files.lock().iter().rev().map(|spare| spare.number).collect();
-        for number in spares {
-            if self.kept_ready.lock().contains_key(&number) {
-                continue;
+    /// Has `keep` keep each spare ready for the next images, as far as it can, the longest first; `is_ready`
+    /// says whether one is, for all of its length. Slow: no lock is held, and a spare that goes meanwhile is
+    /// let go of.
+    pub fn keep_ready(
+        &self,
+        is_ready: impl Fn(&KeptReady, u64) -> bool,
+        keep: impl Fn(&dyn DiskFile) -> Option<KeptReady>,
+    ) {
+        let spares: Vec<ImageSpare> = self.files.lock().iter().rev().copied().collect();
+        for ImageSpare { number, len } in spares {
+            match self.kept_ready.lock().get(&number) {
+                Some(kept) if is_ready(kept, len) => continue,
+                _ => {}
             }
+            // Ended outside of the lock, and before the file is mapped anew.
+            let stale = self.kept_ready.lock().remove(&number);
+            drop(stale);
             let opened = self.disk.open(FileName::ImageSpare(number), true);
             let Some(kept) = opened.ok().and_then(|file| keep(&*file)) else { continue };
             let files = self.files.lock();

@@ -19,6 +19,7 @@ use crate::disk::Disk;
 use crate::disk::image_spares::KeptReady;
 use crate::error::{Error, Result};
 use crate::images::IMAGE_FILES_MAX;
+use crate::memory::arena::RegisteredFile;
 use crate::options::Retention;
 
 /// The files and snapshots that a retention removed, or would remove.
@@ -185,7 +186,10 @@ impl Snapshots {
         // Registered here, where it is no commit's wait: the next snapshot but one writes to it.
         if self.images.is_in_place() {
             let arena = &self.engine.arena;
-            spares.keep_ready(|file| arena.register(file).map(|file| file as KeptReady));
+            let is_ready = |kept: &KeptReady, len| {
+                kept.downcast_ref::<RegisteredFile>().is_some_and(|file| file.is_registered(len))
+            };
+            spares.keep_ready(is_ready, |file| arena.register(file).map(|file| file as KeptReady));
         }
         Ok(())
     }

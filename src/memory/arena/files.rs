@@ -116,6 +116,11 @@ impl RegisteredFile {
         Some(FileTarget { file: self.clone(), memory })
     }
 
+    /// Whether a file of this length is registered as a whole, and not given up.
+    pub fn is_registered(&self, len: u64) -> bool {
+        self.len == len && self.state.lock().memory.is_some()
+    }
+
     fn give_up_unused(&self) -> bool {
         let mut state = self.state.lock();
         state.users == 0 && self.give_up(&mut state)
