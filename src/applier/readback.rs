@@ -313,7 +313,7 @@ impl CopiesAside {
                 let target = target.part(offset + gap.start, gap.end - gap.start);
                 push(&mut list.commands, Command::Fill { target, pattern: [0; 16], width: Width::W1 })?;
             }
-            // After the copies, in the order of the lane: what the device reads back is what lies there.
+            // After the copies, in the order of the lane: the device reads back the bytes that lie there.
             let arrived = summed
                 .arrivals
                 .iter()

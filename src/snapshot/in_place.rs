@@ -130,7 +130,7 @@ impl Snapshots {
                 let Some(sources) = caught_sources(turn, page, &range)? else { return Ok(None) };
                 let len = range.end - range.start;
                 let caught = turn.catch(place, sources, len, 0, len, &staging)?;
-                // What batches write there from now on need not be kept aside.
+                // Bytes that batches write there from now on need not be kept aside.
                 turn.gathered(page, range.end, caught.fence());
                 Ok(Some(caught))
             })?;

@@ -152,7 +152,7 @@ fn lie_there_as_other_ways_write_them(lens: &[u64]) {
     }
 }
 
-/// What runs late, on several devices, or on a GPU leaves the same state. A list that named a file which is
+/// Devices that run late, and several as one, leave the same state. A list that named a file which is
 /// let go of too early would panic here.
 #[test]
 fn every_kind_of_device_copies_in_place() {
@@ -387,7 +387,7 @@ fn without_room_aside_pages_go_by_way_of_staging() {
     opens_with(folder.path(), &state);
 }
 
-/// What a file got beyond its registered memory goes by way of staging once, and not for good.
+/// The end of a file that grew goes by way of staging once, and not for good.
 #[test]
 fn a_file_that_grew_is_registered_anew() {
     let Some(folder) = in_memory() else { return };
