@@ -85,6 +85,7 @@
 //! | Visible | of a batch: its versions are in place and it is logged, so that lookups and reads see it |
 //! | [`LiveView`] | root and page table of an open store as of one batch, and bytes that are unchanged since |
 //! | [`Audit`] | a look whether memory is what the batches say |
+//! | Registered file | an image file whose memory the device copies to |
 //! | Spare, reserve | a segment or image file that waits to be used again; segments kept back for a full disk |
 //! | Relocation | memory to which a leased page moves when a batch changes it |
 //! | Turn | work that runs on the applier between two batches |
@@ -147,7 +148,7 @@
 //! | `images/` | pages' bytes in image files |
 //! | `log/` | segments, group commit, syncing |
 //! | `versions/` | what lookups find of pages and root without a lock |
-//! | `memory/` | page memory, and host memory that lanes copy through |
+//! | `memory/` | page memory, host memory that lanes copy through, and files that they copy to |
 //! | `testing/` | a simulated disk, devices that fail or lag; only with the feature `testing` |
 //! | `device/` | the seam to devices: host, CUDA, several as one |
 //! | `disk/` | the seam to files: a directory, and its ways to write |
@@ -188,6 +189,7 @@
 //!   disk: the host's sum of what lies there decides.
 //! - **I13** An image file is written over only when nothing names it, durably, and no other name leads to
 //!   it. It loses its name before. Its next chunks are written after its next name, a new number, is durable.
+//!   It is neither cut nor removed while a device knows its memory.
 //!
 //! Decisions that may surprise, with their reasons: `docs/decisions.md`.
 

@@ -38,7 +38,7 @@ pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, stage_aside};
 pub(crate) use exact_cut::ExactCut;
 pub(crate) use handover::Handover;
 pub(crate) use lease_table::{LeaseId, Leases};
-pub(crate) use readback::{Drain, Drained};
+pub(crate) use readback::{Caught, Drain, Drained};
 pub(crate) use reads::{ReadOutcome, ReadState, Reads};
 pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
 

@@ -13,14 +13,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crc32fast::Hasher;
-use remanent_format::Place;
+use remanent_format::{Place, Width};
 
 use super::Turn;
 use crate::base::allocation::{collected, push};
 use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::{Error, Result};
-use crate::memory::arena::{Arena, PageMemory};
+use crate::memory::arena::{Arena, FileTarget, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// Bytes that were caught between two batches, to be brought to the host.
@@ -34,8 +34,8 @@ pub(crate) struct Drain {
 
 /// The place of the caught bytes.
 enum CopySource {
-    /// In copies on the device.
-    Aside(AsideBuffer),
+    /// In copies on the device, which go to this host memory, after its first bytes.
+    Aside(AsideBuffer, StagingBuf, u64),
     /// On their way to the host.
     UnderWay(Pending),
 }
@@ -47,9 +47,22 @@ struct AsideBuffer {
     /// The copies are complete once this fence has passed.
     caught: Fence,
     arena: Arc<Arena>,
-    /// The host memory that the copies go to, after its first `from` bytes.
-    staging: StagingBuf,
-    from: u64,
+}
+
+/// Bytes that were caught between two batches, whose way from the device is yet to be chosen.
+pub(crate) enum Caught {
+    /// They were copied aside.
+    Aside(CopiesAside),
+    /// There was no room aside, so they go to staging in lane order.
+    Staged(Drain),
+}
+
+/// Ranges of pages that were copied aside.
+pub(crate) struct CopiesAside {
+    aside: AsideBuffer,
+    /// Where the first copy goes in a chunk, and where the last one ends.
+    chunk_range: Range<u64>,
+    summed: SummedCopies,
 }
 
 /// The ranges that are summed, in their order: each is a source, or a part of one where sources are divided.
@@ -103,7 +116,10 @@ impl Turn<'_> {
         assert!(from + len <= staged.len() as u64);
         self.intact()?;
         match self.arena.allocate_scratch(place, len) {
-            Ok(pieces) => self.copy_aside(pieces, sources, staged, from, sums),
+            Ok(pieces) => {
+                let (aside, summed) = self.copy_aside(pieces, sources, from, sums)?;
+                Ok(Drain { len: staged.len(), copies: CopySource::Aside(aside, staged, from), summed })
+            }
             Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
                 self.download(sources, staged, from, sums)
             }
@@ -126,23 +142,50 @@ impl Turn<'_> {
         self.download(sources, staged, from, sums)
     }
 
+    /// As [`drain`](Self::drain), for a chunk of `chunk_len` bytes that goes to a place which is yet to be
+    /// found: the ranges are only copied aside. Where there is no room aside they go to staging as long as the
+    /// chunk, which is made here: the applier waits for that, and for their way in lane order.
+    ///
+    /// # Errors
+    /// As for `drain`.
+    pub fn catch(
+        &self,
+        place: Place,
+        sources: Vec<(Span, u64)>,
+        len: u64,
+        from: u64,
+        chunk_len: u64,
+        pool: &Arc<StagingPool>,
+    ) -> Result<Caught> {
+        self.intact()?;
+        match self.arena.allocate_scratch(place, len) {
+            Ok(pieces) => {
+                let (aside, summed) = self.copy_aside(pieces, sources, from, Some(pool))?;
+                let summed = summed.expect("they were asked for");
+                Ok(Caught::Aside(CopiesAside { aside, chunk_range: from..from + len, summed }))
+            }
+            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
+                let staged = pool.take(chunk_len as usize)?;
+                Ok(Caught::Staged(self.download(sources, staged, from, Some(pool))?))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     fn copy_aside(
         &self,
         pieces: Vec<PageMemory>,
         sources: Vec<(Span, u64)>,
-        staging: StagingBuf,
         from: u64,
         sums: Option<&Arc<StagingPool>>,
-    ) -> Result<Drain> {
+    ) -> Result<(AsideBuffer, Option<SummedCopies>)> {
         let mut summed = sums.map(|pool| SummedCopies::new(pool, sources.len()));
         let queued = divide(self.device, &pieces, sources, from, &mut summed)
             .and_then(|commands| self.submit(CommandList { commands, staging: Vec::new() }));
         match queued {
             Ok(pending) => {
                 let (caught, arena) = (pending.fence(), self.arena.clone());
-                let len = staging.len();
-                let copies = CopySource::Aside(AsideBuffer { pieces, caught, arena, staging, from });
-                Ok(Drain { len, copies, summed })
+                Ok((AsideBuffer { pieces, caught, arena }, summed))
             }
             Err(error) => {
                 pieces.into_iter().try_for_each(|piece| self.arena.discard(piece))?;
@@ -180,7 +223,7 @@ impl Drain {
     /// The fence after the last use of the pages.
     pub fn fence(&self) -> Fence {
         match &self.copies {
-            CopySource::Aside(aside) => aside.caught,
+            CopySource::Aside(aside, ..) => aside.caught,
             CopySource::UnderWay(pending) => pending.fence(),
         }
     }
@@ -204,14 +247,115 @@ impl Drain {
         match copies {
             // The pages may have changed since: only the caller knows whether it may ask again.
             CopySource::UnderWay(pending) => arrived(device, pending, len, &summed),
-            CopySource::Aside(aside) => aside.finish(device, &summed),
+            CopySource::Aside(aside, staging, from) => aside.finish(device, staging, from, &summed),
         }
     }
 }
 
+impl Caught {
+    /// The fence after the last use of the pages.
+    pub fn fence(&self) -> Fence {
+        match self {
+            Caught::Aside(copies) => copies.aside.caught,
+            Caught::Staged(drain) => drain.fence(),
+        }
+    }
+}
+
+impl CopiesAside {
+    /// Gives the copies up.
+    pub fn give_up(self) {
+        let AsideBuffer { pieces, caught, arena } = self.aside;
+        pieces.into_iter().for_each(|piece| arena.retire(piece, caught));
+    }
+
+    /// Brings the copies to staging as long as the chunk, as a [`Drain`] does.
+    pub fn drain_to(self, staging: StagingBuf) -> Drain {
+        let Self { aside, chunk_range, summed } = self;
+        let copies = CopySource::Aside(aside, staging, chunk_range.start);
+        let len = match &copies {
+            CopySource::Aside(_, staging, _) => staging.len(),
+            CopySource::UnderWay(_) => unreachable!("made above"),
+        };
+        Drain { len, copies, summed: Some(summed) }
+    }
+
+    /// Has the device copy them to a file's memory, for a chunk that begins at `offset` there. `gaps` are the
+    /// ranges of the chunk that are to be zeros, between and after the copies. Waits until all is there, and
+    /// returns CRC-32 of each source as it lies in the file: the device sums what arrived, and where the bytes
+    /// crossed a bus, what it sent (I12). Not for the applier's thread.
+    ///
+    /// # Errors
+    /// A device error, also where the bytes in the file are not those that the device sent, twice.
+    pub fn finish_in_place(
+        self,
+        device: &dyn Device,
+        target: &FileTarget,
+        offset: u64,
+        gaps: &[Range<u64>],
+    ) -> Result<Vec<Hasher>> {
+        let Self { aside, chunk_range, summed } = self;
+        let AsideBuffer { pieces, caught, arena } = aside;
+        let mut last_use = caught;
+        let mut copy = || {
+            let mut list = CommandList::default();
+            let mut at = chunk_range.start;
+            for piece in &pieces {
+                // The last piece may be longer than the bytes in it.
+                let len = (chunk_range.end - at).min(piece.byte_len());
+                push(
+                    &mut list.commands,
+                    Command::Copy { source: piece.part(0, len), target: target.part(offset + at, len) },
+                )?;
+                at += len;
+            }
+            for gap in gaps {
+                let target = target.part(offset + gap.start, gap.end - gap.start);
+                push(&mut list.commands, Command::Fill { target, pattern: [0; 16], width: Width::W1 })?;
+            }
+            // After the copies, in the order of the lane: the device reads back the bytes that lie there.
+            let arrived = summed
+                .arrivals
+                .iter()
+                .map(|(range, _)| target.part(offset + range.start as u64, range.len() as u64));
+            summed.pool.add_sums(&mut list, collected(summed.spans.iter().copied().chain(arrived))?)?;
+            let lane = target.lane();
+            device.after(lane, caught)?;
+            let queued = device.submit(lane, list);
+            target.note(queued.as_ref().map(Pending::fence));
+            let pending = queued?;
+            last_use = pending.fence();
+            let words = pending.finish(device)?.into_iter().next().expect("one staging went in");
+            let sums = summed.check_in_place(&words[..sums_len(summed.spans.len() + summed.arrivals.len())]);
+            summed.pool.give(words);
+            sums
+        };
+        let copied = match copy() {
+            Ok(None) => {
+                tracing::warn!(device = device.label(), "bytes changed on their way to a file: once more");
+                copy().and_then(|sums| sums.ok_or_else(|| changed_on_the_way(device, "bytes of pages")))
+            }
+            Ok(Some(sums)) => Ok(sums),
+            Err(error) => Err(error),
+        };
+        match &copied {
+            Ok(_) => pieces.into_iter().try_for_each(|piece| arena.discard(piece))?,
+            // The copies may still be in use.
+            Err(_) => pieces.into_iter().for_each(|piece| arena.retire(piece, last_use)),
+        }
+        copied
+    }
+}
+
 impl AsideBuffer {
-    fn finish(self, device: &dyn Device, summed: &Option<SummedCopies>) -> Result<Option<Drained>> {
-        let Self { pieces, caught, arena, staging, from } = self;
+    fn finish(
+        self,
+        device: &dyn Device,
+        staging: StagingBuf,
+        from: u64,
+        summed: &Option<SummedCopies>,
+    ) -> Result<Option<Drained>> {
+        let Self { pieces, caught, arena } = self;
         let mut last_use = caught;
         let mut drain = |staging: StagingBuf| {
             let len = staging.len();
@@ -265,6 +409,23 @@ impl SummedCopies {
                 return Ok(None);
             }
             // A source that was divided is the sum of its parts.
+            sums[*source].combine(&Hasher::new_with_initial_len(sum, range.len() as u64));
+        }
+        Ok(Some(sums))
+    }
+}
+
+impl SummedCopies {
+    /// Holds the device's sums of what it sent, if it made any, against those of what arrived, which follow
+    /// them; `None` if they are others (I12).
+    fn check_in_place(&self, words: &[u8]) -> Result<Option<Vec<Hasher>>> {
+        let mut sums = collected((0..self.sources).map(|_| Hasher::new()))?;
+        let (sent, arrived) = words.split_at(sums_len(self.spans.len()));
+        let mut sent = sums_in(sent);
+        for ((range, source), sum) in self.arrivals.iter().zip(sums_in(arrived)) {
+            if !self.spans.is_empty() && sent.next() != Some(sum) {
+                return Ok(None);
+            }
             sums[*source].combine(&Hasher::new_with_initial_len(sum, range.len() as u64));
         }
         Ok(Some(sums))

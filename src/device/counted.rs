@@ -20,6 +20,7 @@ use super::{
     Pending, RawStream, Span, Staging, StreamEvent,
 };
 use crate::base::sync::{Instant, Mutex};
+use crate::disk::FileMemory;
 use crate::error::Result;
 
 /// The allocations of one place, since the store was opened.
@@ -433,6 +434,14 @@ impl Device for CountedDevice {
         let (id, place) = self.inner.adopt(memory)?;
         self.counts.allocated(place, true);
         Ok((id, place))
+    }
+
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        self.inner.register(memory)
+    }
+
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        self.inner.unregister(memory)
     }
 
     fn alias(&self, span: Span) -> Result<MemoryId> {

@@ -43,6 +43,7 @@ pub use self::stream_guard::StreamGuard;
 pub use self::stream_uses::Access;
 pub(crate) use self::stream_uses::{LastUse, StreamUses};
 pub use self::streams::{RawStream, StreamEvent};
+use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 pub use crate::options::CallerMemory;
 
@@ -219,6 +220,25 @@ pub trait Device: Any + Send + Sync {
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         let reason = format!("{} knows no memory but its own", self.label());
         Err(Error::MemoryRefused { len: memory.byte_len(), reason })
+    }
+
+    /// Takes the memory of a file for a target of copies. Lists name it as they name page memory: the bytes
+    /// that they copy to it are the file's, and lie in [`Place::Host`]. It is given back by
+    /// [`unregister`](Self::unregister), and by nothing else.
+    ///
+    /// # Errors
+    /// `MemoryRefused`, `OutOfMemory`, a device error. Then the mapping is gone.
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        let reason = format!("{} copies to no files", self.label());
+        Err(Error::MemoryRefused { len: memory.byte_len(), reason })
+    }
+
+    /// Ends the mapping of a file's memory. The caller has waited for the fence of its last use.
+    ///
+    /// # Errors
+    /// A device error. The mapping then stays until the process ends: the device may still write to it.
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        unreachable!("{memory:?} of a device that registers none")
     }
 
     /// The place that page memory was allocated in, or adopted in.

@@ -20,6 +20,8 @@ const EXT: u64 = 0xef53;
 const XFS: u64 = 0x5846_5342;
 const BTRFS: u64 = 0x9123_683e;
 const F2FS: u64 = 0xf2f5_2010;
+/// The magic number of tmpfs.
+const TMPFS: u64 = 0x0102_1994;
 
 fn magic(system: &StatFs) -> u64 {
     // The field is signed on some platforms, unsigned on others; the magic numbers are 32 bits.
@@ -35,6 +37,11 @@ pub(super) fn has_no_other_cache(file: &File) -> rustix::io::Result<bool> {
     Ok(is_known && system.f_bsize as u64 >= rustix::param::page_size() as u64)
 }
 
+/// Whether the file lies in memory alone, whose pages a mapping shares.
+pub(super) fn lies_in_memory(file: &File) -> rustix::io::Result<bool> {
+    Ok(magic(&rustix::fs::fstatfs(file)?) == TMPFS)
+}
+
 /// Why a shared mapping below `path` must not be written through, if so.
 pub(super) fn mapping_refused(path: &Path) -> rustix::io::Result<Option<String>> {
     refusal(magic(&rustix::fs::statfs(path)?), || shares_extents(path))
@@ -47,8 +54,7 @@ fn refusal(
     shares_extents: impl FnOnce() -> rustix::io::Result<bool>,
 ) -> rustix::io::Result<Option<String>> {
     let reason = match magic {
-        // The second magic number is tmpfs's.
-        EXT | 0x0102_1994 => return Ok(None),
+        EXT | TMPFS => return Ok(None),
         XFS if shares_extents()? => "XFS with reflinks needs space to write to a shared extent",
         XFS => return Ok(None),
         BTRFS => "btrfs copies on write",

@@ -17,10 +17,11 @@ use rustix::io::Errno;
 
 use super::buffered::BufferedWindow;
 use super::cached::read_cached;
+use super::capabilities::lies_in_memory;
 use super::direct::{self, DirectWindow};
 use super::direct_read::{read_direct, reopen, reopen_direct};
-use super::mapped::{self, MappedWindow, PartWindow};
-use super::{DiskFile, Window, ZEROS_LEN_MAX, zeros_by_pieces};
+use super::mapped::{self, MappedFile, MappedWindow, PartWindow};
+use super::{DiskFile, FileMemory, Window, ZEROS_LEN_MAX, zeros_by_pieces};
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
 use crate::options::LogIo;
@@ -183,6 +184,15 @@ impl DiskFile for DirFile {
     fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>> {
         let failed = self.failed("map", range.start);
         Ok(Box::new(PartWindow::new(&self.file, self.name, range).map_err(failed)?))
+    }
+
+    fn memory(&self) -> Result<Option<Box<dyn FileMemory>>> {
+        let failed = |source| Error::io("map", self.name, None, source);
+        // A byte without its space would be had from the file system at a store, or not at all.
+        if !lies_in_memory(&self.file).map_err(|errno| failed(errno.into()))? || !self.is_without_holes()? {
+            return Ok(None);
+        }
+        Ok(Some(Box::new(MappedFile::new(&self.file).map_err(failed)?)))
     }
 
     /// Advises the kernel to forget the pages. It writes dirty ones first, and does not wait for that.

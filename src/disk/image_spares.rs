@@ -19,6 +19,7 @@
 //! header, chunks and name are synced. After a crash in 4 the header may be the old one; no image depends on
 //! it.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,7 +43,13 @@ pub(crate) struct ImageSpares {
     store: StoreId,
     /// The spares, from the shortest to the longest.
     files: Mutex<Vec<ImageSpare>>,
+    /// What keeps files ready for the next images, by the files' numbers: those of spares, and of files that
+    /// were spares and are image files again. A file is let go of before it is removed or cut.
+    kept_ready: Mutex<BTreeMap<u64, KeptReady>>,
 }
+
+/// Keeps a file ready for the next images. What that is, is not known here; dropping it ends it.
+pub(crate) type KeptReady = Arc<dyn Any + Send + Sync>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ImageSpare {
@@ -55,6 +62,8 @@ pub(crate) struct ReusedFile {
     pub file: Arc<dyn DiskFile>,
     /// How many bytes have their space.
     pub space_len: u64,
+    /// What keeps the file ready, if anything does.
+    pub kept_ready: Option<KeptReady>,
 }
 
 impl ImageSpares {
@@ -67,12 +76,12 @@ impl ImageSpares {
             }
         }
         files.sort_unstable_by_key(|spare| spare.len);
-        Ok(Self { disk, store, files: Mutex::new(files) })
+        Ok(Self { disk, store, files: Mutex::new(files), kept_ready: Mutex::default() })
     }
 
     /// No spares: for a store that is only looked at, or just made.
     pub fn none(disk: Arc<dyn Disk>, store: StoreId) -> Self {
-        Self { disk, store, files: Mutex::default() }
+        Self { disk, store, files: Mutex::default(), kept_ready: Mutex::default() }
     }
 
     /// Whether there are none.
@@ -102,13 +111,13 @@ impl ImageSpares {
                     Ok(()) => {}
                     // XFS may have no block for the new name; the file's space comes back all the same.
                     Err(error) if error.is_no_space() => {
-                        self.disk.remove(name)?;
+                        self.remove(name, spare.number)?;
                         continue;
                     }
                     Err(error) => return Err(error),
                 },
                 (false, _) => {
-                    self.disk.remove(name)?;
+                    self.remove(name, spare.number)?;
                     files.retain(|other| *other != spare);
                     continue;
                 }
@@ -123,7 +132,7 @@ impl ImageSpares {
             // 2.
             let name = FileName::ImageSpare(spare.number);
             match self.disk.open(name, false).and_then(|file| self.is_usable(&*file)) {
-                Ok(false) => self.disk.remove(name)?,
+                Ok(false) => self.remove(name, spare.number)?,
                 // Where the system is short of something, it is judged when it is taken.
                 Err(error) if !error.is_passing() => return Err(error),
                 Ok(true) | Err(_) => insert(&mut files, *spare),
@@ -149,7 +158,7 @@ impl ImageSpares {
     /// Removes image files that were spares and are not written after all.
     pub fn forget<'n>(&self, numbers: impl Iterator<Item = &'n u64>) {
         for number in numbers {
-            if let Err(error) = self.disk.remove(FileName::Pages(*number)) {
+            if let Err(error) = self.remove(FileName::Pages(*number), *number) {
                 tracing::warn!(%error, "cannot remove an unfinished image file; the next open will");
             }
         }
@@ -164,7 +173,7 @@ impl ImageSpares {
             // A crash may have struck before it was judged, and a program may have linked it since.
             let judged = opened.and_then(|file| self.is_usable(&*file));
             if !judged.inspect_err(|_| insert(&mut self.files.lock(), spare))? {
-                self.disk.remove(name)?;
+                self.remove(name, spare.number)?;
                 continue;
             }
             // 3.
@@ -178,9 +187,14 @@ impl ImageSpares {
                 }
                 Err(error) => return Err(error),
             }
+            let kept_ready = {
+                let mut kept_ready = self.kept_ready.lock();
+                let kept = kept_ready.remove(&spare.number);
+                kept.inspect(|kept| _ = kept_ready.insert(number, kept.clone()))
+            };
             // By its new name, for errors that name it.
             let file = self.disk.open(target, true).inspect_err(|_| self.forget([number].iter()))?;
-            return Ok(Some(ReusedFile { file, space_len: spare.len }));
+            return Ok(Some(ReusedFile { file, space_len: spare.len, kept_ready }));
         }
         Ok(None)
     }
@@ -191,10 +205,48 @@ impl ImageSpares {
         let mut files = self.files.lock();
         let had_any = !files.is_empty();
         while let Some(spare) = files.last() {
-            self.disk.remove(FileName::ImageSpare(spare.number))?;
+            self.remove(FileName::ImageSpare(spare.number), spare.number)?;
             files.pop();
         }
         Ok(had_any)
+    }
+
+    /// Has `keep` keep each spare ready for the next images, as far as it can, the longest first; `is_ready`
+    /// says whether one is, for all of its length. Slow: no lock is held, and a spare that goes meanwhile is
+    /// let go of.
+    pub fn keep_ready(
+        &self,
+        is_ready: impl Fn(&KeptReady, u64) -> bool,
+        keep: impl Fn(&dyn DiskFile) -> Option<KeptReady>,
+    ) {
+        let spares: Vec<ImageSpare> = self.files.lock().iter().rev().copied().collect();
+        for ImageSpare { number, len } in spares {
+            match self.kept_ready.lock().get(&number) {
+                Some(kept) if is_ready(kept, len) => continue,
+                _ => {}
+            }
+            // Ended outside of the lock, and before the file is mapped anew.
+            let stale = self.kept_ready.lock().remove(&number);
+            drop(stale);
+            let opened = self.disk.open(FileName::ImageSpare(number), true);
+            let Some(kept) = opened.ok().and_then(|file| keep(&*file)) else { continue };
+            let files = self.files.lock();
+            if files.iter().any(|spare| spare.number == number) {
+                self.kept_ready.lock().insert(number, kept);
+            }
+        }
+    }
+
+    /// Lets go of a file of this number, if it is kept ready: it is removed or cut next.
+    pub fn let_go(&self, number: u64) {
+        // Ended after the lock is let go: it takes a while.
+        let kept = self.kept_ready.lock().remove(&number);
+        drop(kept);
+    }
+
+    fn remove(&self, name: FileName, number: u64) -> Result<()> {
+        self.let_go(number);
+        self.disk.remove(name)
     }
 
     /// Runs `make`; where it finds no space for its files, gives up the spares and runs it once more. A

@@ -16,8 +16,8 @@ use std::ptr;
 use memmap2::{Advice, MmapOptions, MmapRaw};
 use remanent_format::FileName;
 
-use super::Window;
 use super::capabilities::has_no_other_cache;
+use super::{FileMemory, Window};
 use crate::base::process::ForkGuard;
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
@@ -135,6 +135,55 @@ impl Window for PartWindow {
 
     fn sync(&self, offset: u64, len: u64) -> Result<()> {
         self.0.sync(offset, len)
+    }
+}
+
+/// The bytes of a whole file of a file system in memory, by a shared mapping that is kept out of forked
+/// children: a page that was pinned would be copied for the child, or for this process, by the next store.
+pub(super) struct MappedFile {
+    map: ForkGuard<MmapRaw>,
+}
+
+impl MappedFile {
+    /// Maps the whole of `file`, every byte of which has its space.
+    pub(super) fn new(file: &File) -> io::Result<Self> {
+        let map = MmapRaw::map_raw(file)?;
+        if map.len() == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the file is empty"));
+        }
+        map.advise(Advice::DontFork)?;
+        Ok(Self { map: ForkGuard::new(map) })
+    }
+
+    /// The address of the first byte of a range, checked to lie in the mapping.
+    fn at(&self, range: &Range<usize>) -> *mut u8 {
+        assert!(range.start <= range.end && range.end <= self.map.len(), "a range lies within its file");
+        // SAFETY: the start is at most the mapping's length, by the assertion.
+        unsafe { self.map.as_mut_ptr().add(range.start) }
+    }
+}
+
+impl FileMemory for MappedFile {
+    fn address(&self) -> u64 {
+        self.map.as_ptr() as u64
+    }
+
+    fn byte_len(&self) -> u64 {
+        self.map.len() as u64
+    }
+
+    fn bytes(&self, range: Range<usize>) -> &[u8] {
+        let start = self.at(&range);
+        // SAFETY: the range lies in the mapping, which is readable and lives as long as `self`. Nothing else
+        // changes these bytes meanwhile: the store has the lock on its directory, no thread writes to a chunk
+        // that a list of commands names, and this value alone writes through the mapping.
+        unsafe { std::slice::from_raw_parts(start, range.len()) }
+    }
+
+    fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
+        let start = self.at(&range);
+        // SAFETY: as for `bytes`; the mapping is writable, and the borrow exclusive.
+        unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
     }
 }
 

@@ -295,6 +295,15 @@ pub trait DiskFile: Send + Sync {
     /// What the system says.
     fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>>;
 
+    /// The memory of the file as long as it is now, where the file lies in memory alone and has all its space.
+    /// `None` anywhere else: a medium is proven by reading past the cache, and not by memory (I7).
+    ///
+    /// # Errors
+    /// What the system says.
+    fn memory(&self) -> Result<Option<Box<dyn FileMemory>>> {
+        Ok(None)
+    }
+
     /// Lets the system begin to bring these bytes to the medium, so that `sync` finds less to do. Nothing is
     /// promised: `sync` reports a failure.
     fn write_back(&self, offset: u64, len: u64) {
@@ -314,6 +323,29 @@ pub trait DiskFile: Send + Sync {
     /// # Errors
     /// What the system says.
     fn window(&self, io: LogIo) -> Result<Box<dyn Window>>;
+}
+
+/// The memory of a whole file, for a device that copies to it: the bytes are the file's own. Its owner is the
+/// only writer through it. While it lives the file is neither cut nor given holes: what a device writes to a
+/// page that the file has lost goes nowhere, without an error.
+pub trait FileMemory: Any + Send + Sync {
+    /// The address of the first byte, which begins a page of the system's.
+    fn address(&self) -> u64;
+
+    /// Length in bytes.
+    fn byte_len(&self) -> u64;
+
+    /// A range of the bytes, to read.
+    ///
+    /// # Panics
+    /// If they do not lie in the file.
+    fn bytes(&self, range: Range<usize>) -> &[u8];
+
+    /// A range of the bytes, to write.
+    ///
+    /// # Panics
+    /// As for [`bytes`](Self::bytes).
+    fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8];
 }
 
 /// How many zeros are written at once. The log's syncs wait for the zeros before them. For 8 committing

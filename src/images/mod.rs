@@ -7,9 +7,11 @@ pub(crate) mod numbers;
 pub(crate) mod read;
 mod write_ahead;
 mod compress;
+mod in_place;
 mod long_pages;
 mod writers;
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -32,6 +34,7 @@ use crate::disk::growing::GrowingFile;
 use crate::disk::image_spares::ReusedFile;
 use crate::disk::{Disk, DiskFile};
 use crate::error::{Error, Result};
+use crate::memory::arena::FileTarget;
 use crate::options::{Compression, ImageIo};
 
 /// A chunk is written when its images reach this many bytes; a longer page has a chunk of its own.
@@ -89,6 +92,14 @@ pub(crate) struct ImageOptions {
     pub io: ImageIo,
 }
 
+impl ImageOptions {
+    /// Whether a device copies images to the files' own memory, where a file system has such. Compression is
+    /// the host's work.
+    pub fn is_in_place(&self) -> bool {
+        self.io == ImageIo::Mapped && self.compression == Compression::Off
+    }
+}
+
 /// Appends images to one file, which is new or was a spare. Threads share it: each thread writes its own
 /// chunks, which lie in the file in the order in which they were ready.
 pub(crate) struct ImageWriter {
@@ -106,6 +117,8 @@ pub(crate) struct ImageWriter {
     /// Held while a chunk takes its place after all others, and while a chunk of yet unknown length is
     /// appended. Taken before `written`.
     tail: Mutex<()>,
+    /// The file's memory, if a device copies to it.
+    target: Option<FileTarget>,
     /// Buffers in which chunks are put together. Memory that has been touched is written to faster than new
     /// memory.
     areas: Mutex<Vec<Vec<u8>>>,
@@ -115,6 +128,8 @@ struct WrittenChunks {
     /// Where the next chunk begins.
     end: u64,
     chunks: Vec<Chunk>,
+    /// The offsets of chunks whose images are proven already, where they lie.
+    proven: BTreeSet<u64>,
 }
 
 impl ImageWriter {
@@ -129,28 +144,46 @@ impl ImageWriter {
     ) -> Result<Self> {
         let name = FileName::Pages(number);
         let file = disk.create(name).map_err(|error| no_space(number, IMAGE_HEADER_BLOCK, error))?;
-        Self::over(disk, store, number, ReusedFile { file, space_len: 0 }, purpose, options)
+        let new = ReusedFile { file, space_len: 0, kept_ready: None };
+        Self::over(disk, store, number, new, None, purpose, options)
     }
 
-    /// Begins image file `number` over a spare, which has its name durably (I13).
+    /// Begins image file `number` over a spare, which has its name durably (I13). With a target, a device
+    /// writes to its memory.
     fn over(
         disk: Arc<dyn Disk>,
         store: StoreId,
         number: u64,
         reused: ReusedFile,
+        target: Option<FileTarget>,
         purpose: ImagePurpose,
         options: ImageOptions,
     ) -> Result<Self> {
-        let ReusedFile { file, space_len } = reused;
+        let ReusedFile { file, space_len, .. } = reused;
         // Zeros fill the block, because a spare's has an older header's bytes.
         let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
-        let written = Mutex::new(WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new() });
+        let none = WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new(), proven: BTreeSet::new() };
+        let written = Mutex::new(none);
         let ImageOptions { compression, io } = options;
         let (tail, areas, threads_max) = (Mutex::default(), Mutex::default(), usize::MAX);
-        let growing = GrowingFile::new(file.clone(), io, space_len);
-        let writer =
-            Self { disk, store, compression, threads_max, number, file, growing, written, tail, areas };
+        let growing = match &target {
+            Some(_) => GrowingFile::in_place(file.clone()),
+            None => GrowingFile::new(file.clone(), io, space_len),
+        };
+        let writer = Self {
+            disk,
+            store,
+            compression,
+            threads_max,
+            number,
+            file,
+            growing,
+            written,
+            tail,
+            target,
+            areas,
+        };
         match writer.growing.write_at(0, &block) {
             Ok(()) => Ok(writer),
             Err(error) => {
@@ -341,11 +374,15 @@ impl ImageWriter {
 
     /// Reads everything back past the cache and checks it (I7).
     pub fn verify(&self) -> Result<()> {
-        let chunks = &self.written.lock().chunks;
+        let WrittenChunks { chunks, proven, .. } = &*self.written.lock();
         let is_long = |chunk: &Chunk| chunk.images.iter().any(|image| image.len > PIECE_BYTES);
-        let short = chunks.iter().filter(|chunk| !is_long(chunk));
+        let is_proven = |chunk: &Chunk| proven.contains(&chunk.offset);
+        let short = chunks.iter().filter(|chunk| !is_long(chunk) && !is_proven(chunk));
         let longest = short.map(|chunk| chunk.len).max().unwrap_or(0);
         let verify = |area: &mut AlignedBuf, index: usize| {
+            if is_proven(&chunks[index]) {
+                return self.verify_in_place(&chunks[index]);
+            }
             if is_long(&chunks[index]) && chunks[index].images.len() == 1 {
                 return self.verify_long(&chunks[index]);
             }

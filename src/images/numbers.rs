@@ -58,7 +58,7 @@ impl ImageFiles {
     }
 
     /// The files that are free, for images to come.
-    pub fn spares(&self) -> &ImageSpares {
+    pub fn spares(&self) -> &Arc<ImageSpares> {
         &self.spares
     }
 

@@ -19,12 +19,17 @@ use super::{ImageOptions, ImageWriter};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
 use crate::disk::Disk;
-use crate::disk::image_spares::ImageSpares;
+use crate::disk::image_spares::{ImageSpares, ReusedFile};
 use crate::error::{Error, Result};
+use crate::memory::arena::{FileTarget, RegisteredFile};
 
 /// The number of chunks that are worth another file, with its name and its sync. Without it a store would
 /// have many small files: beyond a number of files, snapshots write the shortest ones again.
 const CHUNKS_MIN: u64 = 8;
+
+/// A file that is written in place may be longer than its images by one byte in this many, and by this many.
+const TAIL_SHARE: u64 = 4;
+const TAIL_MIN: u64 = 64 << 10;
 
 /// How many files are written at the same time for this many bytes, in chunks of `chunk_len`.
 pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
@@ -34,6 +39,7 @@ pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
 /// Appends images to new files, at least one.
 pub(crate) struct ImageWriters {
     disk: Arc<dyn Disk>,
+    spares: Arc<ImageSpares>,
     files: Vec<ImageWriter>,
     /// How many of the files were spares.
     reused: usize,
@@ -54,8 +60,9 @@ impl ImageWriters {
         threads_max: usize,
     ) -> Result<Self> {
         let uses = Mutex::new(numbers.clone().map(|_| (0, 0)).collect());
-        let mut writers = Self { disk: image_files.disk().clone(), files: Vec::new(), reused: 0, uses };
-        match writers.begin_files(image_files.spares(), store, numbers, len, options) {
+        let (disk, spares) = (image_files.disk().clone(), image_files.spares().clone());
+        let mut writers = Self { disk, spares, files: Vec::new(), reused: 0, uses };
+        match writers.begin_files(store, numbers, len, options) {
             Ok(()) => {
                 writers.files.iter_mut().for_each(|file| file.threads_max = threads_max);
                 Ok(writers)
@@ -70,7 +77,6 @@ impl ImageWriters {
     /// Begins each file over a spare, if there is one of about its length.
     fn begin_files(
         &mut self,
-        spares: &ImageSpares,
         store: StoreId,
         numbers: Range<u64>,
         len: u64,
@@ -78,17 +84,43 @@ impl ImageWriters {
     ) -> Result<()> {
         let purpose = ImagePurpose::Snapshot;
         let file_len = IMAGE_HEADER_BLOCK + len / (numbers.end - numbers.start).max(1);
+        let spares = self.spares.clone();
         let mut over = spares.reuse(numbers.clone(), file_len)?;
         self.reused = over.len();
         for number in numbers {
             let disk = self.disk.clone();
             let file = match over.remove(&number) {
-                Some(reused) => ImageWriter::over(disk, store, number, reused, purpose, options),
+                Some(mut reused) => {
+                    let target = self.target(number, &mut reused, file_len);
+                    ImageWriter::over(disk, store, number, reused, target, purpose, options)
+                }
                 None => ImageWriter::create(disk, store, number, purpose, options),
             };
-            self.files.push(file.inspect_err(|_| spares.forget(over.keys()))?);
+            let undo = |_: &Error| {
+                spares.let_go(number);
+                spares.forget(over.keys());
+            };
+            self.files.push(file.inspect_err(undo)?);
         }
         Ok(())
+    }
+
+    /// The memory of a spare, if a device may copy to it. A file that is written in place keeps its length, so
+    /// a spare that is much too long is let go of, and cut.
+    fn target(&self, number: u64, reused: &mut ReusedFile, file_len: u64) -> Option<FileTarget> {
+        let kept = reused.kept_ready.take()?;
+        let target = kept.downcast::<RegisteredFile>().ok().and_then(|file| file.target());
+        let tail_max = file_len / TAIL_SHARE + TAIL_MIN;
+        let target = target.filter(|target| target.byte_len() <= file_len.saturating_add(tail_max));
+        if target.is_none() {
+            self.spares.let_go(number);
+        }
+        target
+    }
+
+    /// Whether a device copies images to the memory of one of the files.
+    pub fn is_in_place(&self) -> bool {
+        self.files.iter().any(|file| file.target().is_some())
     }
 
     /// How many of the files were begun over spares.
@@ -138,6 +170,11 @@ impl ImageWriters {
 
     /// Removes the unfinished files.
     pub fn abandon(self) {
-        self.files.into_iter().for_each(ImageWriter::abandon);
+        for mut file in self.files {
+            // Its space comes back only once no mapping has it any more.
+            file.target = None;
+            self.spares.let_go(file.number);
+            file.abandon();
+        }
     }
 }

@@ -15,7 +15,8 @@ pub enum Ack {
     /// Survives the death of the process at any instruction.
     #[default]
     Logged,
-    /// Survives a power cut.
+    /// Survives a power cut. On a file system in memory, such as tmpfs, it is no more than `Logged`: nothing
+    /// there survives a power cut.
     Durable,
 }
 
@@ -48,7 +49,14 @@ impl fmt::Display for LogIo {
 #[non_exhaustive]
 pub enum ImageIo {
     /// Stores into a shared mapping of space that was made before. Needs a file system that overwrites in
-    /// place. Slower than the other ways where files are new; the way for memory that a device knows.
+    /// place. Slower than the other ways where files are new.
+    ///
+    /// On tmpfs, with [`Compression::Off`], the device copies pages straight to image files that are written
+    /// again, and the host touches none of their bytes: the files' memory is registered with the device, as
+    /// far as the budget of [`Place::Pinned`] goes. [`SnapshotStats::bytes_in_place`] counts these bytes.
+    ///
+    /// [`Place::Pinned`]: crate::Place::Pinned
+    /// [`SnapshotStats::bytes_in_place`]: crate::SnapshotStats::bytes_in_place
     Mapped,
     /// `pwrite` and `fdatasync`. On every file system.
     #[default]

@@ -15,14 +15,15 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
-use crate::applier::{Drain, Drained};
+use super::in_place::PlacedPage;
+use crate::applier::{Drain, Drained, Turn};
 use crate::base::allocation::{collected, make_room};
 use crate::base::parallel;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::sync::{Instant, Mutex};
 use crate::catalog::entry;
-use crate::device::CommandList;
+use crate::device::{CommandList, Fence, Span};
 use crate::error::Result;
 use crate::images::{ImageWriter, ImageWriters, PIECE_BYTES, ReadPass, Sink, chunks};
 use crate::memory::staging::StagingBuf;
@@ -34,10 +35,28 @@ const CATCHES_MAX: usize = 3;
 
 /// Pages caught by one gather, each with the place of its bytes in staging: there the chunk has them that
 /// is made of it.
-struct GatheredPages {
-    pages: Vec<(PageInfo, usize)>,
-    /// The copies on their way to staging, and the fence that ends them.
-    copies: Drain,
+pub(super) struct GatheredPages<C> {
+    pub pages: Vec<(PageInfo, usize)>,
+    /// The copies, or their way to staging.
+    pub copies: C,
+}
+
+/// The pages of a chunk, and the bytes that are to be copied for it.
+pub(super) struct ChunkSources {
+    /// The place in which they are copied aside: the first page's.
+    pub place: Place,
+    /// The pages' memory, each with its offset after the chunk's head.
+    pub sources: Vec<(Span, u64)>,
+    /// The length of the chunk's head, and of all that follows it but the last padding.
+    pub head_len: u64,
+    pub len: u64,
+}
+
+impl ChunkSources {
+    /// The length of the chunk.
+    pub fn chunk_len(&self) -> u64 {
+        align_up(self.head_len + self.len, GROUP_ALIGN)
+    }
 }
 
 /// The entries of chunks in the order of the chunks, whichever is written first. They are put together
@@ -139,7 +158,11 @@ impl Snapshots {
             // An empty page has no image, and takes no space in a file.
             let written = match info.len {
                 0 => Ok(None),
-                _ => writers.append(|file| self.write_caught(file, &info, keep_pace)),
+                _ => writers.append(|file| match self.write_caught_in_place(file, &info, keep_pace)? {
+                    PlacedPage::NoPlace => self.write_caught(file, &info, keep_pace),
+                    PlacedPage::Gone => Ok(None),
+                    PlacedPage::Written(image) => Ok(Some(image)),
+                }),
             };
             // Caught or given up, the applier need not watch the page any more: each batch of it would be
             // copied aside for nothing.
@@ -203,20 +226,8 @@ impl Snapshots {
             let staged = staging.take(len as usize)?;
             let drain = self.engine.applier.turn(move |turn| {
                 turn.intact()?;
-                // The page is where the cut has it, if a batch changed it since; else where it always was.
-                let of_cut = match &turn.applied.cut {
-                    Some(cut) => Some(match cut.look(page)? {
-                        Some((_, memory)) => memory.part(range.start, len),
-                        None => turn.applied.memory[page].part(range.start, len),
-                    }),
-                    None => None,
-                };
-                let sources = match of_cut {
-                    Some(source) => Some(vec![(source, 0)]),
-                    None => turn.caught(page, range.start, range.end),
-                };
                 // More was written than could be kept aside: this catch is lost.
-                let Some(sources) = sources else { return Ok(None) };
+                let Some(sources) = caught_sources(turn, page, &range)? else { return Ok(None) };
                 let drain = turn.drain(place, sources, len, staged, 0, Some(&staging))?;
                 // The last pass has read this range: what batches write there from now on need not be
                 // kept aside.
@@ -249,6 +260,9 @@ impl Snapshots {
             return Ok(Vec::new());
         }
         let _phase = phases::enter(Phase::SnapshotGather);
+        if writers.is_in_place() {
+            return self.gather_in_place(writers, chunk);
+        }
         // A page may be unloaded here though no batch changed it: its file is wasteful, or its image damaged.
         self.engine.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
         // As long as the chunk in the file: head, payloads and padding. It is written from where it was
@@ -278,12 +292,27 @@ impl Snapshots {
         collected(caught.pages.iter().map(entry))
     }
 
-    /// Catches pages in lane order with the deltas, on their way to `staged`. Pages that are gone are
-    /// left out: the notes of deletes, which the applier makes meanwhile, say of each when it went.
-    fn gather(&self, pages: Vec<PageId>, staged: StagingBuf) -> Result<GatheredPages> {
+    /// Catches pages in lane order with the deltas, on their way to `staged`.
+    fn gather(&self, pages: Vec<PageId>, staged: StagingBuf) -> Result<GatheredPages<Drain>> {
+        let staging = self.engine.staging.clone();
+        self.gather_by(pages, Drain::fence, move |turn, chunk| {
+            // As long as the chunk is by now: pages may have grown since they were chosen, or be gone.
+            let staged = staging.shorten(staged, chunk.chunk_len() as usize)?;
+            turn.drain(chunk.place, chunk.sources, chunk.len, staged, chunk.head_len, Some(&staging))
+        })
+    }
+
+    /// Catches pages in lane order with the deltas, as `copy` copies them; `fence` is the end of its use of
+    /// them. Pages that are gone are left out: the notes of deletes, which the applier makes meanwhile, say of
+    /// each when it went.
+    pub(super) fn gather_by<C: Send + 'static>(
+        &self,
+        pages: Vec<PageId>,
+        fence: fn(&C) -> Fence,
+        copy: impl FnOnce(&Turn<'_>, ChunkSources) -> Result<C> + Send + 'static,
+    ) -> Result<GatheredPages<C>> {
         // The turn is the moment of the snapshot for these pages: table entries and bytes are taken in
         // it, together.
-        let staging = self.engine.staging.clone();
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let mut caught = Vec::new();
@@ -322,17 +351,32 @@ impl Snapshots {
                 (info, here)
             });
             let pages = collected(pages)?;
-            // As long as the chunk is by now: pages may have grown since they were chosen, or be gone.
-            let staged = staging.shorten(staged, align_up(head_len + at, GROUP_ALIGN) as usize)?;
-            let copies = turn.drain(place, sources, at, staged, head_len, Some(&staging))?;
+            let copies = copy(turn, ChunkSources { place, sources, head_len, len: at })?;
             // Copies that the cut kept aside are given back after this use of them, not only at the
             // snapshot's end.
             if let Some(cut) = &mut turn.applied.cut {
-                cut.retire_used(turn.arena, copies.fence());
+                cut.retire_used(turn.arena, fence(&copies));
             }
             Ok(GatheredPages { pages, copies })
         })
     }
+}
+
+/// The memory in which a range of a page that is being caught lies, each part with its offset in the range.
+/// `None` if a batch wrote more of the page than could be kept aside.
+pub(super) fn caught_sources(
+    turn: &Turn<'_>,
+    page: PageId,
+    range: &Range<u64>,
+) -> Result<Option<Vec<(Span, u64)>>> {
+    // The page is where the cut has it, if a batch changed it since; else where it always was.
+    let Some(cut) = &turn.applied.cut else { return Ok(turn.caught(page, range.start, range.end)) };
+    let len = range.end - range.start;
+    let source = match cut.look(page)? {
+        Some((_, memory)) => memory.part(range.start, len),
+        None => turn.applied.memory[page].part(range.start, len),
+    };
+    Ok(Some(vec![(source, 0)]))
 }
 
 #[cfg(test)]

@@ -39,6 +39,9 @@ pub struct SnapshotStats {
     pub bytes_total: u64,
     /// Image files that were written over files which nothing needed any more, since the open.
     pub files_reused: u64,
+    /// Bytes of pages that the device copied straight to the memory of image files, since the open; see
+    /// [`ImageIo::Mapped`](crate::ImageIo::Mapped).
+    pub bytes_in_place: u64,
     /// Snapshots taken since the open.
     pub taken: u64,
     /// Snapshots that failed since the open.
@@ -75,6 +78,11 @@ impl SnapshotProgress {
     /// That many image files were begun over spares.
     pub fn reused(&self, files: u64) {
         self.stats.lock().files_reused += files;
+    }
+
+    /// That many bytes were copied straight to image files.
+    pub fn copied_in_place(&self, bytes: u64) {
+        self.stats.lock().bytes_in_place += bytes;
     }
 
     /// That many more were gathered, or were gone.

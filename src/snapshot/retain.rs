@@ -16,8 +16,10 @@ use crate::base::phases::Phase;
 use crate::base::wall_clock::unix_ms;
 use crate::catalog::{Catalog, SnapshotInfo};
 use crate::disk::Disk;
+use crate::disk::image_spares::KeptReady;
 use crate::error::{Error, Result};
 use crate::images::IMAGE_FILES_MAX;
+use crate::memory::arena::RegisteredFile;
 use crate::options::Retention;
 
 /// The files and snapshots that a retention removed, or would remove.
@@ -160,7 +162,10 @@ impl Snapshots {
         let of_images = || pruned.files.iter().filter(|(file, _)| file.folder() == Folder::Pages);
         let (free, going): (Vec<&_>, Vec<&_>) = of_images().partition(|(file, len)| is_free(*file, *len));
         let spares = catalog.files.spares();
-        going.iter().try_for_each(|(file, _)| self.engine.disk.remove(*file))?;
+        going.iter().try_for_each(|(file, _)| {
+            number(*file).into_iter().for_each(|number| spares.let_go(number));
+            self.engine.disk.remove(*file)
+        })?;
         let free: Vec<(u64, u64)> =
             free.into_iter().filter_map(|&(file, len)| Some((number(file)?, len))).collect();
         if free.is_empty() && spares.is_empty() {
@@ -177,7 +182,16 @@ impl Snapshots {
         let written = catalog.snapshots.values().map(|kept| kept.info.bytes_written).max().unwrap_or(0);
         let useful = written.saturating_add(written / HEADS_SHARE + IMAGE_FILES_MAX * HEADS_BYTES);
         let bytes_max = if self.keeps_spares { bound.min(useful) } else { 0 };
-        spares.recycle(&free, bytes_max, !going.is_empty())
+        spares.recycle(&free, bytes_max, !going.is_empty())?;
+        // Registered here, where it is no commit's wait: the next snapshot but one writes to it.
+        if self.images.is_in_place() {
+            let arena = &self.engine.arena;
+            let is_ready = |kept: &KeptReady, len| {
+                kept.downcast_ref::<RegisteredFile>().is_some_and(|file| file.is_registered(len))
+            };
+            spares.keep_ready(is_ready, |file| arena.register(file).map(|file| file as KeptReady));
+        }
+        Ok(())
     }
 
     /// The shortest image file that is worth another sync of its folder: half a chunk.

@@ -6,15 +6,17 @@
 //! A copy with a changed bit reports no error, as a bus, staging or host memory that turns a bit over does
 //! not.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use remanent_format::Place;
+use remanent_format::{Place, Width};
 
 use crate::base::sync::Mutex;
 use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
     Pending, Piece, PieceKind, RawStream, Span, Staging, StagingSpan, StreamEvent,
 };
+use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
 /// A device that passes everything on to another one until its fault strikes.
@@ -57,6 +59,10 @@ pub enum DeviceCall {
     WaitPoint,
     /// A call of [`Device::hold_stream`].
     HoldStream,
+    /// A call of [`Device::register`].
+    Register,
+    /// A call of [`Device::unregister`].
+    Unregister,
 }
 
 /// The call that fails, and how it fails.
@@ -83,6 +89,8 @@ pub enum BusWay {
     Sums,
     /// The sums of [`Command::Crc`] in a list with a [`Command::Apply`].
     WriteSums,
+    /// Bytes of [`Command::Copy`] to the memory of a file.
+    File,
 }
 
 /// The copy that changes a bit on its way.
@@ -105,6 +113,8 @@ struct FaultState {
     armed: Option<DeviceFault>,
     counted: u64,
     lost: Option<Error>,
+    /// The memory of files.
+    files: BTreeSet<MemoryId>,
 }
 
 impl FaultyDevice {
@@ -153,6 +163,33 @@ impl FaultyDevice {
             if state.copies >= flip.nth && state.flipped < flip.times {
                 state.flipped += 1;
                 flipped.push(span);
+            }
+        }
+        flipped
+    }
+
+    /// Changes a bit after each copy to a file that does so now, before what follows it in the list.
+    fn flip_files(&self, commands: Vec<Command>) -> Vec<Command> {
+        let mut state = self.state.lock();
+        let Some(flip) = state.flip.filter(|flip| flip.way == BusWay::File) else { return commands };
+        let mut flipped = Vec::new();
+        for command in commands {
+            let copied = match &command {
+                Command::Copy { source, target } if state.files.contains(&target.memory) => {
+                    Some((*source, *target))
+                }
+                _ => None,
+            };
+            flipped.push(command);
+            let Some((source, target)) = copied.filter(|(source, _)| source.len > 0) else { continue };
+            state.copies += 1;
+            if state.copies >= flip.nth && state.flipped < flip.times {
+                state.flipped += 1;
+                let middle = source.len / 2;
+                let bytes = self.inner.bytes(source.memory).expect("page memory of the host");
+                let byte = (*bytes).as_ref()[(source.offset + middle) as usize] ^ 0x10;
+                let target = Span { offset: target.offset + middle, len: 1, ..target };
+                flipped.push(Command::Fill { target, pattern: [byte; 16], width: Width::W1 });
             }
         }
         flipped
@@ -232,6 +269,7 @@ impl Device for FaultyDevice {
     fn submit(&self, lane: Lane, list: CommandList) -> Result<Pending> {
         self.enter(DeviceCall::Submit)?;
         let mut list = list;
+        list.commands = self.flip_files(list.commands);
         for way in [BusWay::Up, BusWay::LongWrites] {
             for span in self.flips(way, &list.commands) {
                 flip(&mut list.staging, span);
@@ -320,6 +358,19 @@ impl Device for FaultyDevice {
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         self.enter(DeviceCall::Adopt)?;
         self.inner.adopt(memory)
+    }
+
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        self.enter(DeviceCall::Register)?;
+        let file = self.inner.register(memory)?;
+        self.state.lock().files.insert(file);
+        Ok(file)
+    }
+
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        self.enter(DeviceCall::Unregister)?;
+        self.state.lock().files.remove(&memory);
+        self.inner.unregister(memory)
     }
 
     fn place_of(&self, memory: MemoryId) -> Place {

@@ -43,6 +43,7 @@ mod gpu;
 mod growth;
 mod image_spares;
 mod image_ways;
+mod in_place;
 mod interrupted_reads;
 #[cfg(feature = "cuda")]
 mod kernels;

@@ -27,6 +27,7 @@ mod attribute {
     pub const CAPABILITY_MAJOR: i32 = 75;
     pub const CAPABILITY_MINOR: i32 = 76;
     pub const MANAGED_MEMORY: i32 = 83;
+    pub const HOST_ADDRESSES: i32 = 91;
     pub const WRITE_64_BITS: i32 = 122;
 }
 
@@ -44,6 +45,8 @@ pub(super) struct Context {
     pub capability: u32,
     /// Whether the GPU can use managed memory.
     pub has_managed_memory: bool,
+    /// Whether the GPU finds registered memory at the host's addresses.
+    pub knows_host_addresses: bool,
     /// The fault that took the context, once there is one.
     lost: OnceLock<Error>,
 }
@@ -109,6 +112,7 @@ impl Context {
             name: name(driver, device).map_err(|code| code.to_string())?,
             capability,
             has_managed_memory: ask(attribute::MANAGED_MEMORY)? != 0,
+            knows_host_addresses: ask(attribute::HOST_ADDRESSES)? != 0,
             lost: OnceLock::new(),
         })
     }

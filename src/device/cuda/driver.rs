@@ -74,6 +74,8 @@ entry_points! {
     free = "cuMemFree_v2" (address: CUdeviceptr);
     allocate_host = "cuMemHostAlloc" (address: *mut *mut c_void, len: usize, flags: c_uint);
     free_host = "cuMemFreeHost" (address: *mut c_void);
+    register_host = "cuMemHostRegister_v2" (address: *mut c_void, len: usize, flags: c_uint);
+    unregister_host = "cuMemHostUnregister" (address: *mut c_void);
     copy_to_device = "cuMemcpyHtoDAsync_v2" (target: CUdeviceptr, source: *const c_void, len: usize, stream: CUstream);
     copy_to_host = "cuMemcpyDtoHAsync_v2" (target: *mut c_void, source: CUdeviceptr, len: usize, stream: CUstream);
     can_access_peer = "cuDeviceCanAccessPeer" (can: *mut c_int, reader: CUdevice, owner: CUdevice);

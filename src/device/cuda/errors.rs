@@ -50,6 +50,8 @@ const REFUSED: &[(u32, &str)] = &[
     (PEER_ALREADY, "access between these GPUs is there already"),
     (705, "access between these GPUs is not there"),
     (711, "access between more GPUs than can be"),
+    (712, "memory is registered already"),
+    (713, "memory is not registered"),
     (800, "not permitted"),
     (801, "not supported"),
     (802, "system not ready"),

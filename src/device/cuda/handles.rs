@@ -30,8 +30,10 @@ pub(super) struct Allocation {
     pub len: u64,
     /// The kind of memory in which it lies.
     pub kind: Kind,
-    /// Whether the caller owns it, and frees it.
+    /// Whether another owner frees it: the caller, or the memory in which it lies.
     pub is_adopted: bool,
+    /// Whether it is a file's. Then another owner frees it, too.
+    pub is_file: bool,
 }
 
 impl Allocation {
@@ -60,6 +62,7 @@ struct HandleSlot {
     generation: AtomicU32,
     kind: AtomicU8,
     is_adopted: AtomicBool,
+    is_file: AtomicBool,
     address: AtomicU64,
     len: AtomicU64,
 }
@@ -72,7 +75,7 @@ impl Handles {
 
     /// A name for an allocation, never given before.
     pub fn insert(&self, allocation: Allocation) -> MemoryId {
-        let Allocation { address, len, kind, is_adopted } = allocation;
+        let Allocation { address, len, kind, is_adopted, is_file } = allocation;
         let number = self.free_slot();
         let slot = self.slot(number).expect("a slot that was taken is there");
         // No other thread knows the name yet, so these may come in any order before the generation.
@@ -80,6 +83,7 @@ impl Handles {
         slot.len.store(len, Ordering::Relaxed);
         slot.kind.store(kind as u8, Ordering::Relaxed);
         slot.is_adopted.store(is_adopted, Ordering::Relaxed);
+        slot.is_file.store(is_file, Ordering::Relaxed);
         let generation = slot.generation.load(Ordering::Relaxed) + 1;
         slot.generation.store(generation, Ordering::Release);
         MemoryId(u64::from(generation) << u32::BITS | u64::from(number))
@@ -97,6 +101,7 @@ impl Handles {
             len: slot.len.load(Ordering::Relaxed),
             kind: Kind::ALL[usize::from(slot.kind.load(Ordering::Relaxed))],
             is_adopted: slot.is_adopted.load(Ordering::Relaxed),
+            is_file: slot.is_file.load(Ordering::Relaxed),
         };
         // If the slot was released and taken anew meanwhile, the fields may be a mixture.
         fence(Ordering::Acquire);
@@ -178,7 +183,8 @@ mod tests {
     use super::*;
 
     fn allocation(address: u64) -> Allocation {
-        Allocation { address, len: 2 * address, kind: Kind::Pinned, is_adopted: address.is_multiple_of(2) }
+        let (is_adopted, is_file) = (address.is_multiple_of(2), address.is_multiple_of(3));
+        Allocation { address, len: 2 * address, kind: Kind::Pinned, is_adopted, is_file }
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Pages in the memory of a GPU.
 //!
 //! Read in this order: `driver` (the calls, found at run time), `errors`, `context` (how calls are made),
-//! `resource`, `memory` and `staging`, `handles` (names of page memory), `caller_memory`, `completion`,
-//! `event`, `lane` and `stream` (fences, and the caller's streams), `pinned_reads` (pinned pages read by a
+//! `resource`, `memory` and `staging`, `handles` (names of page memory), `caller_memory`, `file_memory`,
+//! `completion`, `event`, `lane` and `stream` (fences, and the caller's streams), `pinned_reads` (pinned pages read by a
 //! caller's thread), `translate` and `plan` (from commands to
 //! launches), `kernels`, `launch` and `bulk_copies` (how launches are carried out), `peer` and `peer_copy`
 //! (another GPU's memory). `abi` is the agreement between host and kernels, `modules` the kernels themselves.
@@ -32,6 +32,7 @@ mod translate;
 mod memory;
 mod peer;
 mod pinned_reads;
+mod file_memory;
 mod plan;
 mod staging;
 mod stream;
@@ -46,6 +47,7 @@ use self::bulk_copies::BulkQueue;
 use self::context::{Context, ContextGuard};
 use self::driver::Driver;
 use self::event::CudaEvent;
+use self::file_memory::RegisteredMappings;
 use self::handles::{Allocation, Handles};
 use self::kernels::Functions;
 use self::lane::{LaneTurn, Timeline};
@@ -60,6 +62,7 @@ use super::{
     RawStream, ReturnedStaging, Span, Staging, StreamEvent,
 };
 use crate::base::sync::Mutex;
+use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
 /// The longest slab of pinned memory, but for a part of a block. A driver pins 1.5 GB/s in however many
@@ -77,6 +80,7 @@ pub struct CudaDevice {
     functions: &'static Functions,
     pages: Handles,
     pinned_reads: PinnedReads,
+    files: RegisteredMappings,
     on_gpu: PlaceMemory,
     managed: PlaceMemory,
     /// Memory for pages in host memory, for staging and for tables.
@@ -128,6 +132,7 @@ impl CudaDevice {
             functions: Functions::of(context).map_err(|error| unavailable(error.to_string()))?,
             pages: Handles::new(),
             pinned_reads: PinnedReads::new(),
+            files: RegisteredMappings::default(),
             on_gpu: PlaceMemory::new(Place::Device(0), on_gpu),
             managed: PlaceMemory::new(Place::Unified, Arc::new(Pool::new(driver(Kind::Managed)))),
             pinned,
@@ -190,12 +195,13 @@ impl CudaDevice {
             other => other,
         };
         let address = if len == 0 { 0 } else { allocate(kind).map_err(named)?.into_raw() };
-        Ok(self.pages.insert(Allocation { address, len, kind, is_adopted: false }))
+        Ok(self.pages.insert(Allocation { address, len, kind, is_adopted: false, is_file: false }))
     }
 
     /// Frees all pages once nothing uses them any more.
     fn free_pages(&self) -> Result<()> {
-        self.lanes.iter().try_for_each(Timeline::drain)?;
+        self.lanes.iter().try_for_each(Timeline::drain).inspect_err(|_| self.files.leave())?;
+        self.files.unregister_all(self.context);
         self.pages.drain().into_iter().try_for_each(|page| self.free(page))
     }
 
@@ -250,7 +256,9 @@ impl CudaDevice {
         queue: impl FnOnce() -> Result<T>,
         fence: impl Fn(&T) -> u64,
     ) -> Result<T> {
-        let is_pinned = |memory| self.pages.get(memory).is_some_and(|page| page.kind == Kind::Pinned);
+        // No thread reads a file's memory by its name.
+        let is_pinned =
+            |memory| self.pages.get(memory).is_some_and(|page| page.kind == Kind::Pinned && !page.is_file);
         let written = WrittenStripes::of(commands, is_pinned);
         self.pinned_reads.announce(written);
         let queued = queue();
@@ -417,19 +425,36 @@ impl Device for CudaDevice {
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         let kind = caller_memory::kind_of(self.context, &self.context.enter()?, memory)?;
         let (address, len) = (memory.address(), memory.byte_len());
-        let id = self.pages.insert(Allocation { address, len, kind, is_adopted: true });
+        let id = self.pages.insert(Allocation { address, len, kind, is_adopted: true, is_file: false });
         Ok((id, caller_memory::place_of(kind)))
     }
 
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        let (address, len) = (memory.address(), memory.byte_len());
+        self.files.register(self.context, memory)?;
+        let file = Allocation { address, len, kind: Kind::Pinned, is_adopted: true, is_file: true };
+        Ok(self.pages.insert(file))
+    }
+
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        let file = self.pages.remove(memory).filter(|file| file.is_file);
+        let file = file.unwrap_or_else(|| panic!("{memory:?} is no file's memory of this device"));
+        self.files.unregister(self.context, file.address)
+    }
+
     fn place_of(&self, memory: MemoryId) -> Place {
-        caller_memory::place_of(self.pages.named(memory).kind)
+        match self.pages.named(memory) {
+            file if file.is_file => Place::Host,
+            page => caller_memory::place_of(page.kind),
+        }
     }
 
     fn alias(&self, span: Span) -> Result<MemoryId> {
         let whole = self.pages.named(span.memory);
         let (address, kind) = (whole.at(span), whole.kind);
         // Adopted, so that a release leaves it to the memory in which it lies.
-        Ok(self.pages.insert(Allocation { address, len: span.len, kind, is_adopted: true }))
+        let alias = Allocation { address, len: span.len, kind, is_adopted: true, is_file: false };
+        Ok(self.pages.insert(alias))
     }
 
     fn rename(&self, memory: MemoryId) -> Result<MemoryId> {

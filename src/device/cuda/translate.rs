@@ -165,6 +165,13 @@ impl ListPlanner<'_> {
     fn copy(&mut self, source: Span, target: Span) {
         assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
         assert!(!overlap(source, target), "a copy between overlapping ranges: {source:?}, {target:?}");
+        // To a file's memory as to staging, which it stands in for.
+        let (from, to) = (self.memory(source.memory), self.memory(target.memory));
+        if to.is_file && from.kind == Kind::Device && target.len > SHORT_COPY_LEN_MAX {
+            let (source, to) = (from.at(source), to.at(target));
+            self.plan.step(LaunchStep::Down { source, target: to, len: target.len });
+            return;
+        }
         let row = PieceRow::dense(self.address(target), self.address(source), target.len);
         self.piece(row, target, [Some(Area::Memory(source.memory.0)), None]);
     }

@@ -7,7 +7,8 @@
 //! kilobyte at most.
 
 use std::collections::BTreeMap;
-use std::ops::{Deref, Range};
+use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use remanent_format::Place;
@@ -16,6 +17,7 @@ use zerocopy::FromZeros;
 
 use super::super::{MemoryId, Span};
 use crate::base::sync::locks::RwLock;
+use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
 /// Memories of up to this many bytes lie in slabs.
@@ -84,6 +86,17 @@ pub struct HostBlock {
 pub enum SharedBytes {
     Ours(Vec<u8>),
     Shared(Arc<Vec<u8>>),
+    /// A file's own bytes.
+    File(FileBytes),
+}
+
+/// The memory of a file that was registered.
+pub struct FileBytes(Box<dyn FileMemory>);
+
+impl fmt::Debug for FileBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FileBytes({} bytes)", self.0.byte_len())
+    }
 }
 
 impl HostMemories {
@@ -187,12 +200,12 @@ impl HostAllocation {
     /// Shows a span of its bytes. `look` must not ask for bytes of any memory: they may lie in the same
     /// block, whose lock is held.
     pub fn read<Seen>(&self, span: Span, look: impl FnOnce(&[u8]) -> Seen) -> Seen {
-        look(&self.block().bytes.read()[self.range(span)])
+        look(self.block().bytes.read().part(self.range(span)))
     }
 
     /// Changes a span of its bytes. `change` must not ask for bytes of any memory.
     pub fn write(&self, span: Span, change: impl FnOnce(&mut [u8])) {
-        change(&mut self.block().bytes.write().make_mut()[self.range(span)]);
+        change(self.block().bytes.write().part_mut(self.range(span)));
     }
 
     /// Whether it has `len` bytes from `offset` on.
@@ -225,7 +238,7 @@ impl HostAllocation {
             return self.block.bytes.write().share();
         }
         let (at, len) = self.extent();
-        Arc::new(self.block().bytes.read()[at as usize..(at + len) as usize].to_vec())
+        Arc::new(self.block().bytes.read().part(at as usize..(at + len) as usize).to_vec())
     }
 }
 
@@ -234,6 +247,13 @@ impl HostBlock {
     pub fn of(bytes: Vec<u8>) -> Self {
         let len = bytes.len() as u64;
         Self { bytes: RwLock::new(SharedBytes::Ours(bytes)), len, number: 0, within: None }
+    }
+
+    /// A block of a file's bytes.
+    pub fn of_file(memory: Box<dyn FileMemory>) -> Self {
+        let len = memory.byte_len();
+        let bytes = RwLock::new(SharedBytes::File(FileBytes(memory)));
+        Self { bytes, len, number: 0, within: None }
     }
 
     /// Length in bytes.
@@ -247,26 +267,42 @@ impl SharedBytes {
         let bytes = match self {
             SharedBytes::Ours(bytes) => Arc::new(std::mem::take(bytes)),
             SharedBytes::Shared(bytes) => bytes.clone(),
+            // The file's bytes stay where they are: the reader gets a copy.
+            SharedBytes::File(FileBytes(memory)) => {
+                return Arc::new(memory.bytes(0..memory.byte_len() as usize).to_vec());
+            }
         };
         *self = SharedBytes::Shared(bytes.clone());
         bytes
     }
 
+    /// A range of the bytes.
+    pub fn part(&self, range: Range<usize>) -> &[u8] {
+        match self {
+            SharedBytes::Ours(bytes) => &bytes[range],
+            SharedBytes::Shared(bytes) => &bytes[range],
+            SharedBytes::File(FileBytes(memory)) => memory.bytes(range),
+        }
+    }
+
+    /// All bytes, to be changed.
     pub fn make_mut(&mut self) -> &mut [u8] {
         match self {
             SharedBytes::Ours(bytes) => bytes,
             SharedBytes::Shared(bytes) => Arc::make_mut(bytes).as_mut_slice(),
+            SharedBytes::File(FileBytes(memory)) => {
+                let len = memory.byte_len() as usize;
+                memory.bytes_mut(0..len)
+            }
         }
     }
-}
 
-impl Deref for SharedBytes {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
+    /// A range of the bytes, to be changed.
+    pub fn part_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         match self {
-            SharedBytes::Ours(bytes) => bytes,
-            SharedBytes::Shared(bytes) => bytes,
+            // Only the range: other threads may write to other chunks of the file.
+            SharedBytes::File(FileBytes(memory)) => memory.bytes_mut(range),
+            _ => &mut self.make_mut()[range],
         }
     }
 }

@@ -31,6 +31,7 @@ use super::{
 use crate::base::aligned_buf::AlignedBuf;
 use crate::base::sync::Mutex;
 use crate::base::sync::locks::RwLock;
+use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
 /// Bytes of deltas that follow each other in a list from which on several threads apply them.
@@ -209,6 +210,15 @@ impl Device for HostDevice {
         };
         let adopted = self.memories.write().insert(HostAllocation::of(bytes.block.clone(), bytes.place));
         Ok((adopted, bytes.place))
+    }
+
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        let block = Arc::new(HostBlock::of_file(memory));
+        Ok(self.memories.write().insert(HostAllocation::of(block, Place::Host)))
+    }
+
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        self.release(memory)
     }
 
     fn place_of(&self, memory: MemoryId) -> Place {

@@ -23,6 +23,7 @@ use super::{
     RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent,
 };
 use crate::base::sync::{Mutex, RwLock};
+use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
 /// The longest piece of bytes that go from one device to another by way of staging.
@@ -479,6 +480,17 @@ impl Device for MultiDevice {
     fn place_of(&self, memory: MemoryId) -> Place {
         let DeviceAddress { part, memory } = self.home(memory);
         placed(part, self.parts[part].place_of(memory))
+    }
+
+    /// The first device registers it for all, as it pins staging for all.
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        Ok(self.name(DeviceAddress { part: 0, memory: self.parts[0].register(memory)? }))
+    }
+
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        let DeviceAddress { part, memory: own } = self.home(memory);
+        self.memories.write().remove(&memory);
+        self.parts[part].unregister(own)
     }
 
     fn alias(&self, span: Span) -> Result<MemoryId> {

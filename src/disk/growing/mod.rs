@@ -49,6 +49,8 @@ enum WriteWay {
     Mapped(MappedParts),
     Buffered,
     Direct(BlockWriter),
+    /// A device writes most of it, through a mapping that others own: the file is never cut.
+    InPlace,
 }
 
 impl GrowingFile {
@@ -64,6 +66,12 @@ impl GrowingFile {
         Self { file, way, is_finished: AtomicBool::new(false) }
     }
 
+    /// Begins to write over a file whose memory a device copies to. Writes here are for the bytes between. The
+    /// file keeps its length: bytes after its last chunk mean nothing (SPEC).
+    pub fn in_place(file: Arc<dyn DiskFile>) -> Self {
+        Self { file, way: WriteWay::InPlace, is_finished: AtomicBool::new(false) }
+    }
+
     /// Writes all of `bytes` at `offset`, extending the file if needed. Readers of the file need not see them
     /// before it is finished. Two threads may write at once, but not the same bytes.
     ///
@@ -74,7 +82,7 @@ impl GrowingFile {
         assert!(!self.is_finished.load(Ordering::Relaxed), "a finished file is not written to");
         match &self.way {
             WriteWay::Mapped(parts) => parts.write_at(offset, bytes),
-            WriteWay::Buffered => self.file.write_at(offset, bytes),
+            WriteWay::Buffered | WriteWay::InPlace => self.file.write_at(offset, bytes),
             WriteWay::Direct(blocks) => blocks.write_at(offset, bytes),
         }
     }
@@ -84,7 +92,7 @@ impl GrowingFile {
     pub fn write_back(&self, offset: u64, len: u64) {
         match self.way {
             WriteWay::Mapped(_) | WriteWay::Buffered => self.file.write_back(offset, len),
-            WriteWay::Direct(_) => {}
+            WriteWay::Direct(_) | WriteWay::InPlace => {}
         }
     }
 
@@ -104,6 +112,8 @@ impl GrowingFile {
             WriteWay::Mapped(parts) => parts.unmap(),
             WriteWay::Buffered => {}
             WriteWay::Direct(blocks) => blocks.flush(len)?,
+            // Cut under a mapping, it would lose pages that the device still writes to.
+            WriteWay::InPlace => return self.file.sync(),
         }
         if self.file.len()? != len {
             self.file.cut(len)?;
@@ -311,6 +321,19 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// A device may still write to the pages that a cut would take.
+    #[test]
+    fn a_file_that_a_device_writes_keeps_its_length() {
+        let disk = SimDisk::new();
+        let (file, growing) = growing(&disk, ImageIo::Buffered).unwrap();
+        growing.write_at(0, &bytes(1, 8192)).unwrap();
+        growing.finish(8192).unwrap();
+        let growing = GrowingFile::in_place(file.clone());
+        growing.write_at(0, &bytes(2, 4096)).unwrap();
+        growing.finish(4096).unwrap();
+        assert_eq!(file.len().unwrap(), 8192);
     }
 
     /// The page cache keeps what other programs have in it.

@@ -28,12 +28,22 @@ pub enum Purpose {
     /// A page in memory of the caller's, which is beside the budget: it is the caller's own, or counted for
     /// [`Purpose::Caller`] already.
     Lent,
+    /// The memory of an image file that the device copies to. It gives way to every other purpose.
+    Image,
 }
 
 impl Purpose {
     /// All purposes, in the order of their numbers.
-    pub const ALL: [Self; 7] =
-        [Self::Page, Self::Relocation, Self::Aside, Self::Caller, Self::Stage, Self::Gather, Self::Lent];
+    pub const ALL: [Self; 8] = [
+        Self::Page,
+        Self::Relocation,
+        Self::Aside,
+        Self::Caller,
+        Self::Stage,
+        Self::Gather,
+        Self::Lent,
+        Self::Image,
+    ];
 }
 
 /// The use of a place's budget.

@@ -11,6 +11,7 @@ mod page_memory;
 mod reservation;
 mod scratch;
 mod lent;
+mod files;
 #[cfg(test)]
 mod tests;
 
@@ -21,6 +22,8 @@ use remanent_format::{PageId, Place};
 
 use self::account::Account;
 pub use self::account::{PlaceUsage, Purpose};
+use self::files::RegisteredFiles;
+pub(crate) use self::files::{FileTarget, RegisteredFile};
 use self::lent::LentMemories;
 pub use self::page_memory::PageMemory;
 pub use self::reservation::Reservation;
@@ -54,6 +57,8 @@ pub struct Arena {
     reaping: [Mutex<()>; Lane::ALL.len()],
     /// Callers' memory in which pages live.
     lent: LentMemories,
+    /// Files that the device copies to.
+    files: RegisteredFiles,
     link: Arc<MemoryLink>,
 }
 
@@ -84,6 +89,7 @@ impl Arena {
             scratch_given_back: Condvar::new(),
             reaping: Default::default(),
             lent: LentMemories::default(),
+            files: RegisteredFiles::default(),
             link: Arc::default(),
         }
     }
@@ -225,6 +231,15 @@ impl Arena {
                 if self.account(place).fits_without_retired(asked) =>
             {
                 self.reap_awaiting(awaited)?;
+                self.claim(awaited, purpose, &sums)
+            }
+            claimed => claimed,
+        };
+        // Files are registered only to be fast. Scratch is refused rather: it is for a snapshot to those files.
+        let claimed = match claimed {
+            Err(Error::OverBudget { place: Place::Pinned, asked, available, .. })
+                if purpose != Purpose::Gather && self.give_up_files(asked.saturating_sub(available)) =>
+            {
                 self.claim(awaited, purpose, &sums)
             }
             claimed => claimed,

@@ -25,6 +25,7 @@ use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
     RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent,
 };
+use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 
 /// The byte that stands for "no caller may rely on this".
@@ -424,6 +425,16 @@ impl Device for LateDevice {
 
     fn place_of(&self, memory: MemoryId) -> Place {
         self.inner.place_of(memory)
+    }
+
+    fn register(&self, memory: Box<dyn FileMemory>) -> Result<MemoryId> {
+        self.inner.register(memory)
+    }
+
+    fn unregister(&self, memory: MemoryId) -> Result<()> {
+        let state = self.state.lock();
+        state.assert_unused(memory);
+        self.inner.unregister(memory)
     }
 
     fn alias(&self, span: Span) -> Result<MemoryId> {

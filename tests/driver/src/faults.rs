@@ -84,6 +84,12 @@ pub extern "C" fn fake_driver_peer_copies() -> u64 {
     stream::peer_copies()
 }
 
+/// Has registrations of memory refused with this code from now on; with 0 none is.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_driver_refuse_registrations(code: u32) {
+    memory::refuse_registrations(code);
+}
+
 /// Lets the process see `count` devices from now on.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_set_devices(count: u32) {

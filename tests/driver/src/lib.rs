@@ -30,6 +30,7 @@ mod code {
     pub const NOT_READY: u32 = 600;
     pub const ILLEGAL_ADDRESS: u32 = 700;
     pub const PEER_ALREADY: u32 = 704;
+    pub const HOST_ALREADY_REGISTERED: u32 = 712;
     pub const CAPTURE_UNSUPPORTED: u32 = 900;
     pub const CAPTURE_INVALIDATED: u32 = 901;
 }

@@ -4,6 +4,7 @@ use std::alloc::Layout;
 use std::collections::BTreeMap;
 use std::ffi::{c_uint, c_void};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::{call_in_context, code, stream};
 
@@ -28,6 +29,16 @@ struct Allocation {
     len: usize,
     kind: Kind,
     device: u32,
+    /// Whether it is the caller's own memory, which was registered.
+    is_registered: bool,
+}
+
+/// The code with which registrations are refused; 0 if they are not.
+static REGISTER_REFUSAL: AtomicU32 = AtomicU32::new(0);
+
+/// Has registrations refused with this code from now on; with 0 none is.
+pub fn refuse_registrations(code: u32) {
+    REGISTER_REFUSAL.store(code, Ordering::Relaxed);
 }
 
 static ALLOCATIONS: Mutex<BTreeMap<u64, Allocation>> = Mutex::new(BTreeMap::new());
@@ -77,7 +88,7 @@ fn allocate(device: u32, kind: Kind, len: usize) -> Result<u64, u32> {
     assert!(!bytes.is_null(), "memory for {len} bytes");
     // SAFETY: allocated just now.
     unsafe { bytes.write_bytes(JUNK, len) };
-    allocations.insert(bytes as u64, Allocation { len, kind, device });
+    allocations.insert(bytes as u64, Allocation { len, kind, device, is_registered: false });
     Ok(bytes as u64)
 }
 
@@ -86,7 +97,8 @@ fn free(device: u32, address: u64, is_kind: impl Fn(Kind) -> bool) -> Result<(),
     stream::refuse_in_capture()?;
     stream::drain(device)?;
     let mut allocations = ALLOCATIONS.lock().unwrap();
-    let found = allocations.get(&address).filter(|found| found.device == device && is_kind(found.kind));
+    let is_it = |found: &&Allocation| found.device == device && is_kind(found.kind) && !found.is_registered;
+    let found = allocations.get(&address).filter(is_it);
     let len = found.ok_or(code::INVALID_VALUE)?.len;
     allocations.remove(&address);
     deallocate(address, len);
@@ -98,7 +110,7 @@ pub fn forget(device: u32) {
     let mut allocations = ALLOCATIONS.lock().unwrap();
     allocations.retain(|address, allocation| {
         let stays = allocation.device != device;
-        if !stays {
+        if !stays && !allocation.is_registered {
             deallocate(*address, allocation.len);
         }
         stays
@@ -167,6 +179,47 @@ pub extern "C" fn cuMemFree_v2(address: u64) -> u32 {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFreeHost(address: *mut c_void) -> u32 {
     call_in_context(|context| free(context.device, address as u64, |kind| kind == Kind::Pinned))
+}
+
+/// Pins memory of the caller's. Whole pages only, as with files that are mapped.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostRegister_v2(address: *mut c_void, len: usize, _flags: c_uint) -> u32 {
+    call_in_context(|context| {
+        stream::refuse_in_capture()?;
+        match REGISTER_REFUSAL.load(Ordering::Relaxed) {
+            0 => {}
+            refusal => return Err(refusal),
+        }
+        let begin = address as u64;
+        if len == 0 || !begin.is_multiple_of(4096) {
+            return Err(code::INVALID_VALUE);
+        }
+        let mut allocations = ALLOCATIONS.lock().unwrap();
+        let before = allocations.range(..begin + len as u64).next_back();
+        if before.is_some_and(|(other, found)| other + found.len as u64 > begin) {
+            return Err(code::HOST_ALREADY_REGISTERED);
+        }
+        let device = context.device;
+        allocations.insert(begin, Allocation { len, kind: Kind::Pinned, device, is_registered: true });
+        Ok(())
+    })
+}
+
+/// Waits for all the device's work first: the store never relies on that.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostUnregister(address: *mut c_void) -> u32 {
+    call_in_context(|context| {
+        stream::refuse_in_capture()?;
+        stream::drain(context.device)?;
+        let mut allocations = ALLOCATIONS.lock().unwrap();
+        match allocations.get(&(address as u64)) {
+            Some(found) if found.is_registered => {
+                allocations.remove(&(address as u64));
+                Ok(())
+            }
+            _ => Err(code::INVALID_VALUE),
+        }
+    })
 }
 
 /// The allocation in which an address lies.

@@ -165,7 +165,8 @@ struct Ground {
 impl Ground {
     fn new(log_io: Option<LogIo>) -> Self {
         // Kept until all went well: a failure leaves it to be looked into.
-        let directory = tempfile::tempdir().unwrap().keep();
+        let in_memory = if log_io.is_none() { tempfile::tempdir_in(worker::IN_MEMORY).ok() } else { None };
+        let directory = in_memory.unwrap_or_else(|| tempfile::tempdir().unwrap()).keep();
         let (board, diary) = (Board::open(&directory.join("board")), directory.join("diary"));
         let (model, diary) = (Model::with_diary(&diary), Diary::open(&diary));
         let random = Random(u64::from(log_io.is_some()));

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 
 use remanent::disk::{Disk, dir::DirDisk};
 use remanent::{
-    Ack, Error, ImageIo, LogIo, Lsn, Options, PageLoad, Position, Result, SnapshotOptions, StatePoint, Store,
-    Ticket, WriteBatch,
+    Ack, Compression, Error, ImageIo, LogIo, Lsn, Options, PageLoad, Position, Result, SnapshotOptions,
+    StatePoint, Store, Ticket, WriteBatch,
 };
 
 use super::board::Board;
@@ -19,6 +19,8 @@ use super::model::PAST_MAX;
 use super::workload::{Shape, changes, device, fill, is_restore, reshape, restore_target};
 use crate::direct_io;
 
+/// A folder of files in memory.
+pub const IN_MEMORY: &str = "/dev/shm";
 /// The number of batches between two named snapshots, or forks.
 const NAME_EVERY: u64 = 83;
 const FORK_EVERY: u64 = 131;
@@ -40,6 +42,10 @@ pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
     let options = Options::default().device(device()).segment_len(64 << 10).log_kept(256 << 10);
     let options = options.snapshot_log_bytes(None).snapshot_interval(None);
     match log_io {
+        // A device copies pages straight to image files there, and short files are worth writing again.
+        None if directory.starts_with(IN_MEMORY) => {
+            options.image_io(ImageIo::Mapped).compression(Compression::Off).chunk_len(4 << 10)
+        }
         Some(log_io) => options.log_io(log_io).image_io(direct_io::image_io(log_io)),
         None => options.image_io(mapped_images(directory)),
     }

@@ -141,4 +141,42 @@ pub const LIST: &[Defence] = &[
         "return self.after_streams(staged);",
         it("stream_guards::memory_is_given_back_after_the_work_and_the_drop_waits_for_nothing"),
     ),
+    // Files that a device copies to.
+    refusal(
+        "what arrived in a file is what the device sent",
+        "src/applier/readback.rs",
+        "!self.spans.is_empty() && sent.next() != Some(sum)",
+        it("in_place::a_bit_that_turns_over_on_the_way_to_a_file_is_not_published"),
+    ),
+    refusal(
+        "only files in memory are registered",
+        "src/disk/dir_file.rs",
+        "!lies_in_memory(&self.file).map_err(|errno| failed(errno.into()))?",
+        it("in_place::nothing_is_registered_where_the_host_has_to_see_the_bytes"),
+    ),
+    refusal(
+        "registered files give way to pages",
+        "src/memory/arena/mod.rs",
+        "self.give_up_files(asked.saturating_sub(available))",
+        it("in_place::registered_files_keep_within_the_budget_to_the_byte_and_give_way"),
+    ),
+    check(
+        "registered files are within the budget",
+        "src/memory/arena/files.rs",
+        "account.claim(len)?;",
+        it("in_place::registered_files_keep_within_the_budget_to_the_byte_and_give_way"),
+    ),
+    check(
+        "a file is let go of before it is removed",
+        "src/disk/image_spares.rs",
+        "self.let_go(number);",
+        it("in_place::a_file_that_is_removed_is_let_go_of"),
+    ),
+    defence(
+        "a file that a device writes is not cut",
+        "src/disk/growing/mod.rs",
+        "WriteWay::InPlace => return self.file.sync(),",
+        "WriteWay::InPlace => {}",
+        unit("disk::growing::tests::a_file_that_a_device_writes_keeps_its_length"),
+    ),
 ];

@@ -65,6 +65,13 @@ impl Driver {
         forget(device);
     }
 
+    /// Has registrations of memory refused with this code; with 0 none is.
+    pub fn refuse_registrations(&self, code: u32) {
+        // SAFETY: the same.
+        let refuse: Symbol<extern "C" fn(u32)> = unsafe { self.own(b"fake_driver_refuse_registrations") };
+        refuse(code);
+    }
+
     /// Lets the process see `count` devices.
     pub fn set_devices(&self, count: u32) {
         // SAFETY: the same.

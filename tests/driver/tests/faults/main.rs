@@ -14,7 +14,7 @@ use std::time::Duration;
 use remanent::device::Device;
 use remanent::device::cuda::CudaDevice;
 use remanent::device::host::HostDevice;
-use remanent::{Error, Remedy, Result, SnapshotId, StatePoint};
+use remanent::{Compression, Error, ImageIo, Options, Place, Remedy, Result, SnapshotId, StatePoint, Store};
 
 use self::driver::{CallerStream, Driver};
 use self::work::Work;
@@ -217,4 +217,38 @@ fn bytes_go_from_one_gpu_to_another_by_the_way_that_there_is() {
         assert!(nth > 200, "{nth} calls");
     }
     driver.set_devices(2);
+}
+
+/// Whether the driver takes files or not, snapshots are written, and nothing of the device's is left.
+#[test]
+fn files_go_by_staging_where_the_driver_refuses_them() {
+    let (driver, _turn) = Driver::get();
+    let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
+        eprintln!("SKIPPED: no files in memory");
+        return;
+    };
+    for code in [INVALID_VALUE, OUT_OF_MEMORY, 0] {
+        driver.refuse_registrations(code);
+        let before = driver.alive(0);
+        let device: Arc<dyn Device> = Arc::new(CudaDevice::open(0).unwrap());
+        let options = Options::default().image_io(ImageIo::Mapped).compression(Compression::Off);
+        let options = options.snapshots_kept(1).chunk_len(4096).snapshot_log_bytes(None);
+        let store = Store::open_with(folder.path().join(code.to_string()), device, options.clone()).unwrap();
+        let mut batch = store.batch();
+        let page = batch.create(100_000, Place::Device(0)).page();
+        batch.fill(page, 0, 100_000, &[1]);
+        let page = store.commit(batch).unwrap().pages[0];
+        for round in 2..7 {
+            let mut batch = store.batch();
+            batch.fill(page, 0, 100_000, &[round]);
+            store.commit(batch).unwrap();
+            store.snapshot().unwrap();
+        }
+        assert_eq!(store.stats().snapshots.bytes_in_place > 0, code == 0, "{code}");
+        store.close().unwrap();
+        assert_eq!(driver.alive(0), before, "{code}: something is left");
+        let host: Arc<dyn Device> = Arc::new(HostDevice::new());
+        let store = Store::open_with(folder.path().join(code.to_string()), host, options).unwrap();
+        assert_eq!(store.read_to_vec(page).unwrap(), vec![6; 100_000]);
+    }
 }

@@ -1,0 +1,82 @@
+//! Memory of files: mappings that the driver pins, so that the GPU copies to a file's own bytes.
+//!
+//! A mapping that is taken apart while the GPU may still write to it leaves the GPU writing to pages that the
+//! system has given to others. So a mapping goes only once the driver has let go of it. Where the driver does
+//! not, as after the loss of the context, the mapping stays until the process ends.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::mem::ManuallyDrop;
+
+use super::context::Context;
+use super::errors::Code;
+use crate::base::sync::Mutex;
+use crate::disk::FileMemory;
+use crate::error::{Error, Result};
+
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for every GPU, at the host's address.
+const FLAGS: u32 = 3;
+
+/// The mappings that the driver knows, by their addresses.
+#[derive(Default)]
+pub(super) struct RegisteredMappings {
+    mappings: Mutex<BTreeMap<u64, Box<dyn FileMemory>>>,
+}
+
+impl RegisteredMappings {
+    /// Has the driver pin a mapping.
+    ///
+    /// # Errors
+    /// `MemoryRefused`, `OutOfMemory`, a device error. Then the mapping is gone.
+    pub fn register(&self, context: &Context, mapping: Box<dyn FileMemory>) -> Result<()> {
+        let (address, len) = (mapping.address(), mapping.byte_len());
+        let refused = |reason: String| Error::MemoryRefused { len, reason };
+        if !context.knows_host_addresses {
+            return Err(refused("this GPU gives registered memory addresses of its own".to_owned()));
+        }
+        let entered = context.enter()?;
+        // SAFETY: the context is current. The range is a mapping, which stays until it is unregistered.
+        let registered = unsafe { entered.register_host(address as *mut c_void, len as usize, FLAGS) };
+        match registered {
+            Ok(()) => {
+                self.mappings.lock().insert(address, mapping);
+                Ok(())
+            }
+            Err(code) if code.context_lost() => Err(context.fault(code)),
+            // A file system whose pages cannot be pinned, or a limit of the system's.
+            Err(code) => Err(refused(code.to_string())),
+        }
+    }
+
+    /// Has the driver let go of the mapping at this address, and ends it.
+    ///
+    /// # Errors
+    /// A device error; the mapping stays until the process ends.
+    pub fn unregister(&self, context: &Context, address: u64) -> Result<()> {
+        let mapping = self.mappings.lock().remove(&address).expect("registered at this address");
+        // Ended only below: the GPU may use it until the driver says otherwise.
+        let mapping = ManuallyDrop::new(mapping);
+        let entered = context.enter()?;
+        // SAFETY: the context is current. The mapping was registered at this address, and the caller has
+        // waited for its last use.
+        let unregistered = unsafe { entered.unregister_host(address as *mut c_void) };
+        unregistered.map_err(|code: Code| context.fault(code))?;
+        drop(ManuallyDrop::into_inner(mapping));
+        Ok(())
+    }
+
+    /// As [`unregister`](Self::unregister), for all that are left. No lane has anything to do.
+    pub fn unregister_all(&self, context: &Context) {
+        let left: Vec<u64> = self.mappings.lock().keys().copied().collect();
+        for address in left {
+            if let Err(error) = self.unregister(context, address) {
+                tracing::warn!(%error, "a file's memory stays mapped until the process ends");
+            }
+        }
+    }
+
+    /// Leaves all that are left to the process: lanes may still write to them.
+    pub fn leave(&self) {
+        std::mem::take(&mut *self.mappings.lock()).into_values().for_each(std::mem::forget);
+    }
+}

@@ -1,0 +1,82 @@
+//! Chunks of images that a device copies to the file's own memory: only head and place of a chunk are made
+//! here.
+//!
+//! 1. **Place**: a chunk takes its place after all others, as long as it will be.
+//! 2. **Copy**: the device copies the images there, and sums what arrived (`snapshot/in_place.rs`).
+//! 3. **Head**: with the sums in hand, the host writes the chunk's head before the images.
+//!
+//! That sum is the read-back of the images, too (I7): it was made of the file's memory, where no cache can
+//! hide what a medium has. Only heads are left to verify.
+//!
+//! A crash here leaves an image file that nothing names, and in it chunks without heads.
+
+use remanent_format::image::{Chunk, ImageRef};
+use remanent_format::{FileName, PageInfo, Place};
+
+use super::{ImageWriter, new_image, no_space};
+use crate::base::aligned_buf::AlignedBuf;
+use crate::base::allocation::{collected, push};
+use crate::error::{Error, Result};
+use crate::memory::arena::FileTarget;
+
+impl ImageWriter {
+    /// The file's memory, if a device copies to it.
+    pub fn target(&self) -> Option<&FileTarget> {
+        self.target.as_ref()
+    }
+
+    /// Takes a place for a chunk of this length; `None` where the file's memory does not reach that far. A
+    /// place that is taken and not used stays without a head, and no reader looks there.
+    pub fn take_place(&self, chunk_len: u64) -> Option<u64> {
+        let reach = self.target.as_ref()?.byte_len();
+        let _no_other_appends = self.tail.lock();
+        let mut written = self.written.lock();
+        let offset = written.end;
+        let end = offset.checked_add(chunk_len).filter(|end| *end <= reach)?;
+        written.end = end;
+        Some(offset)
+    }
+
+    /// Writes the head of a chunk whose images lie in their place, each with the CRC-32 that the device made
+    /// of it. `is_proven` says that it was made of the bytes in that place: others are read back once more.
+    /// Returns the references in the order of the pages.
+    pub fn finish_in_place(
+        &self,
+        offset: u64,
+        chunk_len: u64,
+        pages: &[(&PageInfo, u32)],
+        is_proven: bool,
+    ) -> Result<Vec<ImageRef>> {
+        let images = collected(pages.iter().map(|(info, sum)| new_image(info, *sum, None)))?;
+        let chunk = Chunk::plan(self.number, offset, &images)
+            .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), offset)))?;
+        // I7: a longer one would reach into the next chunk, which another thread has proven.
+        assert!(chunk.len == chunk_len, "a chunk that is not as long as its place");
+        let head = self.encode_head(&chunk)?;
+        self.growing
+            .write_at(offset, &head)
+            .map_err(|error| no_space(self.number, offset + chunk_len, error))?;
+        let references = collected(chunk.images.iter().map(|header| header.image))?;
+        let mut written = self.written.lock();
+        if is_proven {
+            written.proven.insert(offset);
+        }
+        push(&mut written.chunks, chunk)?;
+        Ok(references)
+    }
+
+    /// Writes bytes of a chunk that no device copies to its place.
+    pub fn write_between(&self, at: u64, bytes: &[u8]) -> Result<()> {
+        let end = at + bytes.len() as u64;
+        self.growing.write_at(at, bytes).map_err(|error| no_space(self.number, end, error))
+    }
+
+    /// Checks a chunk whose images were proven where they lie: reads its head back (I7).
+    pub(super) fn verify_in_place(&self, chunk: &Chunk) -> Result<()> {
+        let len = Chunk::head_len(chunk.images.len() as u64);
+        let no_memory = || Error::OutOfMemory { place: Place::Host, len };
+        let mut head = AlignedBuf::try_new(len as usize).ok_or_else(no_memory)?;
+        self.file.read_past_cache(chunk.offset, &mut head)?;
+        self.check_head(chunk, &head)
+    }
+}

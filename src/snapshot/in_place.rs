@@ -1,0 +1,178 @@
+//! Gathering in place: the device copies pages straight to the memory of an image file, and proves there what
+//! arrived. The host writes the heads of chunks, and no byte of a page.
+//!
+//! A chunk goes by way of staging, as in `gather.rs`, where there is no room to copy it aside, and where the
+//! file's memory ends. It is read back like any other then.
+//!
+//! A crash here leaves image files that nothing names.
+
+use std::ops::Range;
+
+use remanent_format::image::{Chunk, ImageRef};
+use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
+use remanent_format::manifest::ManifestEntry;
+use remanent_format::{PageId, PageInfo};
+
+use super::Snapshots;
+use super::gather::{ChunkSources, GatheredPages, caught_sources};
+use crate::applier::{Caught, Drain, Drained};
+use crate::base::allocation::{collected, push};
+use crate::catalog::entry;
+use crate::error::Result;
+use crate::images::{ImageWriter, ImageWriters};
+
+/// The outcome of writing a long page in place.
+pub(super) enum PlacedPage {
+    Written(ImageRef),
+    /// Its bytes are gone: a batch changed more of it than could be kept aside.
+    Gone,
+    /// The file's memory has no place for it.
+    NoPlace,
+}
+
+impl Snapshots {
+    /// Gathers pages, and has the device copy them to the place of their chunk.
+    pub(super) fn gather_in_place(
+        &self,
+        writers: &ImageWriters,
+        chunk: &[(PageId, u64)],
+    ) -> Result<Vec<ManifestEntry>> {
+        self.engine.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
+        let staging = self.engine.staging.clone();
+        let pages = collected(chunk.iter().map(|(page, _)| *page))?;
+        let GatheredPages { pages, copies: (caught, chunk_len) } = self.gather_by(
+            pages,
+            |(caught, _): &(Caught, u64)| caught.fence(),
+            move |turn, chunk| {
+                let chunk_len = chunk.chunk_len();
+                let ChunkSources { place, sources, head_len, len } = chunk;
+                Ok((turn.catch(place, sources, len, head_len, chunk_len, &staging)?, chunk_len))
+            },
+        )?;
+        // Empty pages have an entry, and no image.
+        let images: Vec<&(PageInfo, usize)> = collected(pages.iter().filter(|(info, _)| info.len > 0))?;
+        let references = match (images.is_empty(), caught) {
+            // All of them are gone or empty: no image, and no chunk.
+            (true, Caught::Aside(copies)) => {
+                copies.give_up();
+                Vec::new()
+            }
+            (true, Caught::Staged(drain)) => {
+                self.engine.staging.give(drain.finish(&*self.engine.device)?.bytes.into_staging());
+                Vec::new()
+            }
+            (false, Caught::Staged(drain)) => {
+                writers.append(|file| self.write_drained(file, &images, drain))?
+            }
+            (false, Caught::Aside(copies)) => writers.append(|file| {
+                let Some((target, offset)) = file.target().zip(file.take_place(chunk_len)) else {
+                    let drain = match self.engine.staging.take(chunk_len as usize) {
+                        Ok(staged) => copies.drain_to(staged),
+                        Err(error) => {
+                            copies.give_up();
+                            return Err(error);
+                        }
+                    };
+                    return self.write_drained(file, &images, drain);
+                };
+                let gaps = gaps(&images, chunk_len)?;
+                let sums = copies.finish_in_place(&*self.engine.device, target, offset, &gaps)?;
+                let summed = images.iter().zip(sums).map(|((info, _), sum)| (info, sum.finalize()));
+                let summed: Vec<(&PageInfo, u32)> = collected(summed)?;
+                let references = file.finish_in_place(offset, chunk_len, &summed, true)?;
+                self.progress.copied_in_place(images.iter().map(|(info, _)| info.len).sum());
+                Ok(references)
+            })?,
+        };
+        // Pages that were gone count, too: the figures must come to the total.
+        self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
+        // The images come in the order of the pages that have one.
+        let mut references = references.into_iter();
+        let entry =
+            |(info, _): &(PageInfo, usize)| entry(info, if info.len > 0 { references.next() } else { None });
+        collected(pages.iter().map(entry))
+    }
+
+    /// Writes a chunk by way of staging.
+    fn write_drained(
+        &self,
+        file: &ImageWriter,
+        images: &[&(PageInfo, usize)],
+        drain: Drain,
+    ) -> Result<Vec<ImageRef>> {
+        let Drained { mut bytes, sums } = drain.finish(&*self.engine.device)?;
+        let images = images.iter().zip(sums).map(|((info, at), sum)| (info, *at, sum.finalize()));
+        let images: Vec<(&PageInfo, usize, u32)> = collected(images)?;
+        let written = file.write_staged(&images, &mut bytes);
+        self.engine.staging.give(bytes.into_staging());
+        written
+    }
+
+    /// Writes the image of a long page that is caught to its place, piece by piece.
+    pub(super) fn write_caught_in_place(
+        &self,
+        file: &ImageWriter,
+        info: &PageInfo,
+        keep_pace: &dyn Fn(u64) -> Result<()>,
+    ) -> Result<PlacedPage> {
+        let (page, place) = (info.page, info.place);
+        let head_len = Chunk::head_len(1);
+        let chunk_len = align_up(head_len + info.len, GROUP_ALIGN);
+        let Some((target, offset)) = file.target().zip(file.take_place(chunk_len)) else {
+            return Ok(PlacedPage::NoPlace);
+        };
+        let (mut sum, mut is_proven) = (crc32fast::Hasher::new(), true);
+        for start in (0..info.len).step_by(self.piece_len() as usize) {
+            let range = start..info.len.min(start + self.piece_len());
+            let staging = self.engine.staging.clone();
+            let caught = self.engine.applier.turn(move |turn| {
+                turn.intact()?;
+                let Some(sources) = caught_sources(turn, page, &range)? else { return Ok(None) };
+                let len = range.end - range.start;
+                let caught = turn.catch(place, sources, len, 0, len, &staging)?;
+                // Bytes that batches write there from now on need not be kept aside.
+                turn.gathered(page, range.end, caught.fence());
+                Ok(Some(caught))
+            })?;
+            // The place stays without a head.
+            let Some(caught) = caught else { return Ok(PlacedPage::Gone) };
+            let (at, device) = (offset + head_len + start, &*self.engine.device);
+            match caught {
+                Caught::Aside(copies) => {
+                    let sums = copies.finish_in_place(device, target, at, &[])?;
+                    sums.iter().for_each(|part| sum.combine(part));
+                }
+                Caught::Staged(drain) => {
+                    let drained = drain.finish(device)?;
+                    drained.sums.iter().for_each(|part| sum.combine(part));
+                    let written = file.write_between(at, &drained.bytes);
+                    self.engine.staging.give(drained.bytes.into_staging());
+                    written?;
+                    // The host summed what came to staging, and not what lies in the file.
+                    is_proven = false;
+                }
+            }
+            // Its place counts as written since it was taken: the pace is kept on the whole.
+            keep_pace(0)?;
+        }
+        let end = head_len + info.len;
+        file.write_between(offset + end, &vec![0; (chunk_len - end) as usize])?;
+        let images = file.finish_in_place(offset, chunk_len, &[(info, sum.finalize())], is_proven)?;
+        self.progress.copied_in_place(if is_proven { info.len } else { 0 });
+        Ok(PlacedPage::Written(images[0]))
+    }
+}
+
+/// The ranges of a chunk that no image covers, from the first image on: they are zeros in the file.
+fn gaps(images: &[&(PageInfo, usize)], chunk_len: u64) -> Result<Vec<Range<u64>>> {
+    let mut gaps = Vec::new();
+    let ends = images.iter().map(|(info, at)| *at as u64 + info.len);
+    let next = images.iter().skip(1).map(|(_, at)| *at as u64).chain([chunk_len]);
+    for (end, next) in ends.zip(next) {
+        assert!(next == chunk_len || next == align_up(end, FRAME_ALIGN), "images that follow each other");
+        if end < next {
+            push(&mut gaps, end..next)?;
+        }
+    }
+    Ok(gaps)
+}

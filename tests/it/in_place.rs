@@ -1,0 +1,467 @@
+//! Pages are copied straight to the memory of image files, where a file system in memory and the device allow
+//! it: what lies in the files is the same as by the other ways, it is proven where it lies, and where anything
+//! refuses, bytes go by way of staging.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use remanent::device::Device;
+use remanent::device::host::HostDevice;
+use remanent::device::multi::MultiDevice;
+use remanent::testing::faulty_device::{BitFlip, BusWay, DeviceCall, DeviceFault, FaultyDevice};
+use remanent::testing::late_device::LateDevice;
+use remanent::{
+    Budget, Compression, Error, FileName, Folder, ImageIo, Options, PageId, Place, Purpose, Result,
+    Retention, SnapshotOptions, StatePoint, Store,
+};
+
+use crate::files::{State, small};
+use crate::gpu;
+use crate::kill::workload::Random;
+use crate::machine::skipped;
+
+/// One chunk a snapshot, or two for the pages that are longer than a piece.
+const CHUNK_LEN: u64 = 64 << 10;
+/// Lengths that leave gaps between images, an empty page, and one that goes piece by piece.
+const LENS: [u64; 6] = [1000, 4096, 77, 0, 30_000, 3 * CHUNK_LEN + 5];
+
+/// A folder in memory; `None`, said aloud, where there is none.
+fn in_memory() -> Option<tempfile::TempDir> {
+    let folder = tempfile::tempdir_in("/dev/shm");
+    folder.inspect_err(|error| skipped("files in memory", &format!("/dev/shm: {error}"))).ok()
+}
+
+fn options(io: ImageIo) -> Options {
+    small().snapshots_kept(1).chunk_len(CHUNK_LEN).compression(Compression::Off).image_io(io)
+}
+
+fn in_place() -> Options {
+    options(ImageIo::Mapped)
+}
+
+fn host() -> Arc<dyn Device> {
+    Arc::new(HostDevice::new())
+}
+
+fn create(store: &Store, place: Place) -> Vec<PageId> {
+    create_of(store, place, &LENS)
+}
+
+fn create_of(store: &Store, place: Place, lens: &[u64]) -> Vec<PageId> {
+    let mut batch = store.batch();
+    lens.iter().for_each(|len| _ = batch.create(*len, place));
+    store.commit(batch).unwrap().pages
+}
+
+/// Changes a part of every page, so that the next snapshot writes all of them. A page that is written whole may
+/// have its image ahead of the batch.
+fn change(store: &Store, pages: &[PageId], seed: u64) {
+    let mut batch = store.batch();
+    let len = |page: &PageId| store.page(*page).unwrap().len;
+    for (page, len) in pages.iter().map(|page| (page, len(page))).filter(|(_, len)| *len > 0) {
+        batch.write(*page, 0, &Random(seed * 100 + page.0).bytes(len / 2));
+    }
+    store.commit(batch).unwrap();
+}
+
+/// Takes this many snapshots, each of all pages.
+fn snapshots(store: &Store, pages: &[PageId], seeds: std::ops::Range<u64>) -> Result<()> {
+    seeds.into_iter().try_for_each(|seed| {
+        change(store, pages, seed);
+        store.snapshot().map(drop)
+    })
+}
+
+fn bytes_in_place(store: &Store) -> u64 {
+    store.stats().snapshots.bytes_in_place
+}
+
+fn registered_bytes(store: &Store) -> u64 {
+    let stats = store.stats();
+    let pinned = stats.places.iter().find(|(place, _)| *place == Place::Pinned);
+    pinned.map_or(0, |(_, usage)| usage.bytes_for(Purpose::Image))
+}
+
+fn image_files(directory: &Path) -> BTreeMap<FileName, Vec<u8>> {
+    let files = std::fs::read_dir(directory.join("pages")).unwrap().filter_map(|entry| {
+        let entry = entry.unwrap();
+        let name = FileName::parse(Folder::Pages, entry.file_name().to_str().unwrap());
+        name.map(|name| (name, std::fs::read(entry.path()).unwrap()))
+    });
+    files.collect()
+}
+
+/// The state is there, and nothing on disk is damaged.
+fn opens_with(directory: &Path, state: &State) {
+    let store = Store::open_with(directory, host(), in_place()).unwrap();
+    assert_eq!(State::of(&store), *state);
+    assert_eq!(store.scrub().unwrap().damage, []);
+}
+
+fn copy_folder(source: &Path, target: &Path) {
+    std::fs::create_dir_all(target).unwrap();
+    for entry in std::fs::read_dir(source).unwrap() {
+        let (entry, name) = entry.map(|entry| (entry.path(), entry.file_name())).unwrap();
+        match entry.is_dir() {
+            true => copy_folder(&entry, &target.join(name)),
+            false => _ = std::fs::copy(&entry, target.join(name)).unwrap(),
+        }
+    }
+}
+
+/// One chunk each, so that threads cannot change the order of images.
+#[test]
+fn pages_are_copied_straight_to_files_and_lie_there_as_other_ways_write_them() {
+    lie_there_as_other_ways_write_them(&LENS[..5]);
+    lie_there_as_other_ways_write_them(&LENS[5..]);
+}
+
+fn lie_there_as_other_ways_write_them(lens: &[u64]) {
+    let Some(folder) = in_memory() else { return };
+    let made = folder.path().join("made");
+    let store = Store::open_with(&made, host(), options(ImageIo::Buffered)).unwrap();
+    let pages = create_of(&store, Place::Device(0), lens);
+    store.close().unwrap();
+    let mut found = Vec::new();
+    for io in [ImageIo::Buffered, ImageIo::Mapped] {
+        let path = folder.path().join(io.to_string());
+        copy_folder(&made, &path);
+        let store = Store::open_with(&path, host(), options(io)).unwrap();
+        snapshots(&store, &pages, 1..3).unwrap();
+        assert_eq!(bytes_in_place(&store), 0, "{io}: the first files are new");
+        let mut images = Vec::new();
+        for seed in 3..7 {
+            snapshots(&store, &pages, seed..seed + 1).unwrap();
+            let newest =
+                image_files(&path).into_iter().filter(|(name, _)| matches!(name, FileName::Pages(_)));
+            images.push(newest.last().unwrap());
+        }
+        let all: u64 = 4 * lens.iter().sum::<u64>();
+        assert_eq!(bytes_in_place(&store), if io == ImageIo::Mapped { all } else { 0 }, "{io}");
+        assert_eq!(registered_bytes(&store) > 0, io == ImageIo::Mapped, "{io}");
+        let state = State::of(&store);
+        store.close().unwrap();
+        opens_with(&path, &state);
+        found.push(images);
+    }
+    for ((name, buffered), (other, mapped)) in found[0].iter().zip(&found[1]) {
+        assert_eq!(name, other);
+        // A file that is written in place keeps its length.
+        assert!(mapped[..buffered.len()] == buffered[..], "{name}: other bytes");
+    }
+}
+
+/// Devices that run late, and several as one, leave the same state. A list that named a file which is
+/// let go of too early would panic here.
+#[test]
+fn every_kind_of_device_copies_in_place() {
+    let late = |seed| Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
+    let both = || Arc::new(MultiDevice::new(vec![host(), host()])) as Arc<dyn Device>;
+    let mut devices: Vec<(String, Arc<dyn Device>, u32)> =
+        (0..20).map(|seed| (format!("late {seed}"), late(seed), 0)).collect();
+    devices.push(("two".to_owned(), both(), 1));
+    for (name, device, slot) in devices {
+        let Some(folder) = in_memory() else { return };
+        works_in_place(&name, folder.path(), device, slot, in_place());
+    }
+}
+
+#[test]
+fn a_gpu_copies_in_place() {
+    let Some(device) = gpu::device() else { return };
+    let Some(folder) = in_memory() else { return };
+    works_in_place("a GPU", folder.path(), device, 0, in_place());
+}
+
+fn works_in_place(name: &str, directory: &Path, device: Arc<dyn Device>, slot: u32, options: Options) {
+    let store = Store::open_with(directory, device, options).unwrap();
+    let pages = create(&store, Place::Device(slot));
+    snapshots(&store, &pages, 1..5).unwrap();
+    change(&store, &pages, 5);
+    store.snapshot_with(SnapshotOptions::new().name("exact")).unwrap();
+    // Long pages are caught while batches change them.
+    std::thread::scope(|scope| {
+        scope.spawn(|| (6..30).for_each(|seed| change(&store, &pages, seed)));
+        store.snapshot().unwrap();
+    });
+    assert!(bytes_in_place(&store) > 0, "{name}: none was in place");
+    let state = State::of(&store);
+    store.close().unwrap();
+    opens_with(directory, &state);
+}
+
+#[test]
+fn a_bit_that_turns_over_on_the_way_to_a_file_is_not_published() {
+    let mut struck = 0;
+    for nth in 1.. {
+        let mut flipped = false;
+        for times in [1, u64::MAX] {
+            let Some(folder) = in_memory() else { return };
+            let device = Arc::new(FaultyDevice::across_a_bus(host()));
+            let store = Store::open_with(folder.path(), device.clone(), in_place()).unwrap();
+            let pages = create(&store, Place::Device(0));
+            snapshots(&store, &pages, 1..3).unwrap();
+            change(&store, &pages, 3);
+            let (state, known) = (State::of(&store), store.snapshots());
+            device.flip(BitFlip { way: BusWay::File, nth, times });
+            let taken = store.snapshot();
+            let count = device.end_flips();
+            flipped = count > 0;
+            match taken {
+                Ok(_) => assert!(count <= 1, "{count} copies changed, and nothing was said"),
+                Err(error) => {
+                    let is_told = error.to_string().contains("changed on the way");
+                    assert!(count > 1 && is_told, "{count} changed: {error}");
+                    assert_eq!(store.snapshots(), known, "nothing wrong is published");
+                }
+            }
+            drop(store);
+            opens_with(folder.path(), &state);
+        }
+        if !flipped {
+            break;
+        }
+        struck += 1;
+    }
+    assert!(struck >= 3, "{struck} copies went to files");
+}
+
+/// Whichever call fails, the state is there again, and no file is damaged.
+#[test]
+fn a_device_that_fails_costs_no_state() {
+    let calls = [
+        DeviceCall::Register,
+        DeviceCall::Unregister,
+        DeviceCall::Submit,
+        DeviceCall::Wait,
+        DeviceCall::After,
+        DeviceCall::Staging,
+        DeviceCall::Release,
+    ];
+    for (call, context_lost) in calls.iter().flat_map(|call| [(*call, false), (*call, true)]) {
+        for nth in 1..40 {
+            let Some(folder) = in_memory() else { return };
+            let device = Arc::new(FaultyDevice::across_a_bus(host()));
+            let store = Store::open_with(folder.path(), device.clone(), in_place()).unwrap();
+            let pages = create(&store, Place::Device(0));
+            snapshots(&store, &pages, 1..2).unwrap();
+            change(&store, &pages, 2);
+            let before = store.lsn();
+            device.arm(DeviceFault { call: Some(call), nth, context_lost });
+            // The first registers, the others copy to what is registered.
+            let taken = (0..3).try_for_each(|_| {
+                let mut batch = store.batch();
+                let changed = pages.iter().zip(LENS).filter(|(_, len)| *len > 0);
+                changed.for_each(|(page, len)| _ = batch.fill(*page, 0, len / 2, &[7]));
+                store.commit(batch)?;
+                store.snapshot().map(drop)
+            });
+            let struck = device.struck();
+            if call == DeviceCall::Register && struck && !context_lost {
+                taken.unwrap();
+            }
+            drop(store);
+            let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
+            let found = State::of(&store);
+            assert!(store.lsn() >= before && found.pages.len() == LENS.len(), "{call:?} {nth}");
+            assert_eq!(store.scrub().unwrap().damage, [], "{call:?} {nth}");
+            if !struck {
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_device_that_refuses_files_is_served_by_staging() {
+    let Some(folder) = in_memory() else { return };
+    let device = Arc::new(FaultyDevice::new(host()));
+    let store = Store::open_with(folder.path(), device.clone(), in_place()).unwrap();
+    let pages = create(&store, Place::Device(0));
+    snapshots(&store, &pages, 1..2).unwrap();
+    for seed in 2..5 {
+        device.arm(DeviceFault { call: Some(DeviceCall::Register), nth: 1, context_lost: false });
+        snapshots(&store, &pages, seed..seed + 1).unwrap();
+        assert!(device.struck(), "it was asked");
+    }
+    assert_eq!((bytes_in_place(&store), registered_bytes(&store)), (0, 0));
+    // From now on it is not refused: the second snapshot from here finds a file that is registered.
+    snapshots(&store, &pages, 5..7).unwrap();
+    assert!(bytes_in_place(&store) > 0);
+    let state = State::of(&store);
+    store.close().unwrap();
+    opens_with(folder.path(), &state);
+}
+
+#[test]
+fn registered_files_keep_within_the_budget_to_the_byte_and_give_way() {
+    let Some(folder) = in_memory() else { return };
+    let open = |budget: Option<u64>| {
+        let options = in_place();
+        let budget = budget.map(|bytes| Budget::default().with(Place::Pinned, bytes));
+        let options = budget.into_iter().fold(options, Options::budget);
+        Store::open_with(folder.path(), host(), options).unwrap()
+    };
+    let store = open(None);
+    let pages = create(&store, Place::Device(0));
+    snapshots(&store, &pages, 1..3).unwrap();
+    let len = registered_bytes(&store);
+    assert!(len > 0);
+    let spare =
+        image_files(folder.path()).into_iter().find(|(name, _)| matches!(name, FileName::ImageSpare(_)));
+    assert_eq!(len, spare.unwrap().1.len() as u64);
+    store.close().unwrap();
+
+    let store = open(Some(len - 1));
+    snapshots(&store, &pages, 3..6).unwrap();
+    assert_eq!((bytes_in_place(&store), registered_bytes(&store)), (0, 0), "a byte too little");
+    store.close().unwrap();
+
+    let store = open(Some(len));
+    snapshots(&store, &pages, 6..9).unwrap();
+    assert_eq!(registered_bytes(&store), len, "one of two files");
+    assert!(bytes_in_place(&store) > 0);
+    // Pages come first.
+    let mut batch = store.batch();
+    let page = batch.create(len, Place::Pinned).page();
+    batch.write(page, 0, b"first");
+    store.commit(batch).unwrap();
+    assert_eq!(registered_bytes(&store), 0);
+    let before = bytes_in_place(&store);
+    snapshots(&store, &pages, 9..12).unwrap();
+    assert_eq!(bytes_in_place(&store), before);
+    let state = State::of(&store);
+    store.close().unwrap();
+    opens_with(folder.path(), &state);
+}
+
+/// A fork has a second name for the file: it is not written over, and its mapping goes.
+#[test]
+fn a_file_that_a_fork_shares_is_let_go_of() {
+    let Some(folder) = in_memory() else { return };
+    let (path, fork) = (folder.path().join("store"), folder.path().join("fork"));
+    let store = Store::open_with(&path, host(), in_place()).unwrap();
+    let pages = create(&store, Place::Device(0));
+    snapshots(&store, &pages, 1..5).unwrap();
+    let state = State::of(&store);
+    store.fork(&fork, &StatePoint::Lsn(store.lsn())).unwrap();
+    let shared = registered_bytes(&store);
+    snapshots(&store, &pages, 5..7).unwrap();
+    assert!(registered_bytes(&store) <= shared);
+    snapshots(&store, &pages, 7..10).unwrap();
+    drop(store);
+    let forked = Store::open_with(&fork, host(), in_place()).unwrap();
+    assert_eq!(State::of(&forked).pages, state.pages);
+    assert_eq!(forked.scrub().unwrap().damage, []);
+}
+
+/// A mapping that outlived its file would keep the file's space, and its part of the budget.
+#[test]
+fn a_file_that_is_removed_is_let_go_of() {
+    let Some(folder) = in_memory() else { return };
+    let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
+    let pages = create(&store, Place::Device(0));
+    snapshots(&store, &pages, 1..5).unwrap();
+    let both = registered_bytes(&store);
+    // A caller that prunes wants the space of spares.
+    store.prune(&Retention::default().snapshots_kept(1)).unwrap();
+    let one = registered_bytes(&store);
+    let left = image_files(folder.path());
+    assert_eq!((left.len(), one), (1, left.values().next().unwrap().len() as u64));
+    assert_eq!(both, 2 * one);
+}
+
+/// Without room for copies aside, deltas wait, and the host sums what it writes: all of that is read back.
+#[test]
+fn without_room_aside_pages_go_by_way_of_staging() {
+    let Some(folder) = in_memory() else { return };
+    let budget = Budget::default().with(Place::Device(0), LENS.iter().sum());
+    let store = Store::open_with(folder.path(), host(), in_place().budget(budget)).unwrap();
+    let pages = create(&store, Place::Device(0));
+    snapshots(&store, &pages, 1..6).unwrap();
+    assert_eq!(bytes_in_place(&store), 0);
+    assert!(registered_bytes(&store) > 0);
+    let state = State::of(&store);
+    store.close().unwrap();
+    opens_with(folder.path(), &state);
+}
+
+/// The end of a file that grew goes by way of staging once, and not for good.
+#[test]
+fn a_file_that_grew_is_registered_anew() {
+    let Some(folder) = in_memory() else { return };
+    let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
+    let pages = create(&store, Place::Device(0));
+    snapshots(&store, &pages, 1..5).unwrap();
+    let mut batch = store.batch();
+    let longer = batch.create(CHUNK_LEN / 4, Place::Device(0)).page();
+    batch.fill(longer, 0, 10, &[1]);
+    let longer = store.commit(batch).unwrap().pages[0];
+    let mut taken = Vec::new();
+    for seed in 5..12 {
+        let mut batch = store.batch();
+        batch.fill(longer, 0, 10, &[seed as u8]);
+        store.commit(batch).unwrap();
+        let before = bytes_in_place(&store);
+        snapshots(&store, &pages, seed..seed + 1).unwrap();
+        taken.push(bytes_in_place(&store) - before);
+    }
+    let all = LENS.iter().sum::<u64>() + CHUNK_LEN / 4;
+    assert!(taken[0] < all && taken[6] == all, "{taken:?} of {all}");
+    let state = State::of(&store);
+    store.close().unwrap();
+    opens_with(folder.path(), &state);
+}
+
+/// A file that would keep a long tail is let go of before it is cut, and what the next ones write is right.
+#[test]
+fn files_that_are_much_too_long_are_cut_and_no_mapped_file_is() {
+    let Some(folder) = in_memory() else { return };
+    let store = Store::open_with(folder.path(), host(), in_place()).unwrap();
+    let pages = create(&store, Place::Device(0));
+    snapshots(&store, &pages, 1..5).unwrap();
+    let mut batch = store.batch();
+    batch.delete(pages[4]).resize(pages[5], 2 * CHUNK_LEN + 5);
+    store.commit(batch).unwrap();
+    for seed in 5..9 {
+        let mut batch = store.batch();
+        for page in [0, 1, 2, 5] {
+            batch.write(pages[page], 0, &Random(seed).bytes(77));
+        }
+        store.commit(batch).unwrap();
+        store.snapshot().unwrap();
+    }
+    let longest = image_files(folder.path()).values().map(Vec::len).max().unwrap() as u64;
+    assert!(longest < 3 * CHUNK_LEN + 30_000, "{longest}");
+    let state = State::of(&store);
+    store.close().unwrap();
+    opens_with(folder.path(), &state);
+}
+
+/// Compression is the host's work, and so is a file on a medium.
+#[test]
+fn nothing_is_registered_where_the_host_has_to_see_the_bytes() {
+    let Some(memory) = in_memory() else { return };
+    for compression in [Compression::Zstd, Compression::Off] {
+        for io in [ImageIo::Mapped, ImageIo::Buffered] {
+            let folder = tempfile::tempdir_in(memory.path()).unwrap();
+            let store =
+                Store::open_with(folder.path(), host(), options(io).compression(compression)).unwrap();
+            let pages = create(&store, Place::Device(0));
+            snapshots(&store, &pages, 1..5).unwrap();
+            let expected = (io, compression) == (ImageIo::Mapped, Compression::Off);
+            assert_eq!(bytes_in_place(&store) > 0, expected, "{io} {compression:?}");
+        }
+    }
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    match Store::open_with(folder.path(), host(), in_place()) {
+        Err(Error::InvalidOption { .. }) => skipped("mapped images on a medium", "it refuses them"),
+        opened => {
+            let store = opened.unwrap();
+            let pages = create(&store, Place::Device(0));
+            snapshots(&store, &pages, 1..5).unwrap();
+            assert_eq!((bytes_in_place(&store), registered_bytes(&store)), (0, 0));
+        }
+    }
+}
