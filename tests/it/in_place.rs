@@ -1,6 +1,6 @@
-//! Pages are copied straight to the memory of image files, where a file system in memory and the device allow
-//! it. The same bytes lie in the files as by the other ways, and they are proven where they lie. Where anything
-//! refuses, bytes go by way of staging.
+//! Pages are copied straight to the memory of image files, where a file system in memory and the device
+//! allow it. The same bytes lie in the files as by the other ways, and they are proven where they lie. Where
+//! anything refuses, bytes go by way of staging.
 
 use std::collections::BTreeMap;
 use std::path::Path;
