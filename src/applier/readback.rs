@@ -143,8 +143,8 @@ impl Turn<'_> {
     }
 
     /// As [`drain`](Self::drain), for a chunk of `chunk_len` bytes that goes to a place which is yet to be
-    /// found: the ranges are only copied aside. Where there is no room aside they go to staging as long as the
-    /// chunk, which is made here: the applier waits for that, and for their way in lane order.
+    /// found: the ranges are only copied aside. Where there is no room aside they go to staging as long as
+    /// the chunk, which is made here: the applier waits for that, and for their way in lane order.
     ///
     /// # Errors
     /// As for `drain`.
@@ -282,8 +282,8 @@ impl CopiesAside {
 
     /// Has the device copy them to a file's memory, for a chunk that begins at `offset` there. `gaps` are the
     /// ranges of the chunk that are to be zeros, between and after the copies. Waits until all is there, and
-    /// returns CRC-32 of each source as it lies in the file: the device sums what arrived, and where the bytes
-    /// crossed a bus, what it sent (I12). Not for the applier's thread.
+    /// returns CRC-32 of each source as it lies in the file: the device sums what arrived, and where the
+    /// bytes crossed a bus, what it sent (I12). Not for the applier's thread.
     ///
     /// # Errors
     /// A device error, also where the bytes in the file are not those that the device sent, twice.

@@ -295,8 +295,8 @@ pub trait DiskFile: Send + Sync {
     /// What the system says.
     fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>>;
 
-    /// The memory of the file as long as it is now, where the file lies in memory alone and has all its space.
-    /// `None` anywhere else: a medium is proven by reading past the cache, and not by memory (I7).
+    /// The memory of the file as long as it is now, where the file lies in memory alone and has all its
+    /// space. `None` anywhere else: a medium is proven by reading past the cache, and not by memory (I7).
     ///
     /// # Errors
     /// What the system says.

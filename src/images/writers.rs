@@ -105,8 +105,8 @@ impl ImageWriters {
         Ok(())
     }
 
-    /// The memory of a spare, if a device may copy to it. A file that is written in place keeps its length, so
-    /// a spare that is much too long is let go of, and cut.
+    /// The memory of a spare, if a device may copy to it. A file that is written in place keeps its length,
+    /// so a spare that is much too long is let go of, and cut.
     fn target(&self, number: u64, reused: &mut ReusedFile, file_len: u64) -> Option<FileTarget> {
         let kept = reused.kept_ready.take()?;
         let target = kept.downcast::<RegisteredFile>().ok().and_then(|file| file.target());

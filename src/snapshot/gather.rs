@@ -15,7 +15,6 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
-use super::in_place::PlacedPage;
 use crate::applier::{Drain, Drained, Turn};
 use crate::base::allocation::{collected, make_room};
 use crate::base::parallel;
@@ -57,6 +56,15 @@ impl ChunkSources {
     pub fn chunk_len(&self) -> u64 {
         align_up(self.head_len + self.len, GROUP_ALIGN)
     }
+}
+
+/// The outcome of writing a long page in place.
+pub(super) enum PlacedPage {
+    Written(ImageRef),
+    /// Its bytes are gone: a batch changed more of it than could be kept aside.
+    Gone,
+    /// The file's memory has no place for it.
+    NoPlace,
 }
 
 /// The entries of chunks in the order of the chunks, whichever is written first. They are put together
@@ -303,8 +311,8 @@ impl Snapshots {
     }
 
     /// Catches pages in lane order with the deltas, as `copy` copies them; `fence` is the end of its use of
-    /// them. Pages that are gone are left out: the notes of deletes, which the applier makes meanwhile, say of
-    /// each when it went.
+    /// them. Pages that are gone are left out: the notes of deletes, which the applier makes meanwhile, say
+    /// of each when it went.
     pub(super) fn gather_by<C: Send + 'static>(
         &self,
         pages: Vec<PageId>,

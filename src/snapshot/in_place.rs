@@ -14,21 +14,12 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo};
 
 use super::Snapshots;
-use super::gather::{ChunkSources, GatheredPages, caught_sources};
+use super::gather::{ChunkSources, GatheredPages, PlacedPage, caught_sources};
 use crate::applier::{Caught, Drain, Drained};
 use crate::base::allocation::{collected, push};
 use crate::catalog::entry;
 use crate::error::Result;
 use crate::images::{ImageWriter, ImageWriters};
-
-/// The outcome of writing a long page in place.
-pub(super) enum PlacedPage {
-    Written(ImageRef),
-    /// Its bytes are gone: a batch changed more of it than could be kept aside.
-    Gone,
-    /// The file's memory has no place for it.
-    NoPlace,
-}
 
 impl Snapshots {
     /// Gathers pages, and has the device copy them to the place of their chunk.

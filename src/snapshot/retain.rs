@@ -175,7 +175,7 @@ impl Snapshots {
         let named = self.subject(catalog).named_image_files()?;
         // Spares and files that stay take at most twice what the snapshots name: that is what a snapshot of
         // all pages takes at its end, with the one that it replaces.
-        let live: u64 = named.iter().map(|file| file.live_bytes.saturating_add(HEADS_BYTES)).sum();
+        let live: u64 = named.iter().map(NamedImageFile::live_len).sum();
         let taken: u64 = named.iter().map(|file| file.len).sum();
         let bound = live.saturating_mul(2).saturating_sub(taken);
         // The next snapshot will probably write as much as one of these did.
@@ -390,6 +390,14 @@ struct NamedImageFile {
     len: u64,
     /// The most bytes that any kept snapshot names of it.
     live_bytes: u64,
+}
+
+impl NamedImageFile {
+    /// The bytes that are named, with their heads: of a file in which nothing is wasted, all of it. Without
+    /// the share of many chunks, one file of several that a snapshot frees would never fit.
+    fn live_len(&self) -> u64 {
+        self.len.min(self.live_bytes.saturating_add(self.live_bytes / HEADS_SHARE + HEADS_BYTES))
+    }
 }
 
 /// The number of an image file or a table: they share one count.

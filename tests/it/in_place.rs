@@ -1,6 +1,6 @@
-//! Pages are copied straight to the memory of image files, where a file system in memory and the device allow
-//! it: what lies in the files is the same as by the other ways, it is proven where it lies, and where anything
-//! refuses, bytes go by way of staging.
+//! Pages are copied straight to the memory of image files, where a file system in memory and the device
+//! allow it. The same bytes lie in the files as by the other ways, and they are proven where they lie. Where
+//! anything refuses, bytes go by way of staging.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -54,8 +54,8 @@ fn create_of(store: &Store, place: Place, lens: &[u64]) -> Vec<PageId> {
     store.commit(batch).unwrap().pages
 }
 
-/// Changes a part of every page, so that the next snapshot writes all of them. A page that is written whole may
-/// have its image ahead of the batch.
+/// Changes a part of every page, so that the next snapshot writes all of them. A page that is written whole
+/// may have its image ahead of the batch.
 fn change(store: &Store, pages: &[PageId], seed: u64) {
     let mut batch = store.batch();
     let len = |page: &PageId| store.page(*page).unwrap().len;

@@ -2,10 +2,10 @@
 //!
 //! Read in this order: `driver` (the calls, found at run time), `errors`, `context` (how calls are made),
 //! `resource`, `memory` and `staging`, `handles` (names of page memory), `caller_memory`, `file_memory`,
-//! `completion`, `event`, `lane` and `stream` (fences, and the caller's streams), `pinned_reads` (pinned pages read by a
-//! caller's thread), `translate` and `plan` (from commands to
-//! launches), `kernels`, `launch` and `bulk_copies` (how launches are carried out), `peer` and `peer_copy`
-//! (another GPU's memory). `abi` is the agreement between host and kernels, `modules` the kernels themselves.
+//! `completion`, `event`, `lane` and `stream` (fences, and the caller's streams), `pinned_reads` (pinned
+//! pages read by a caller's thread), `translate` and `plan` (from commands to launches), `kernels`, `launch`
+//! and `bulk_copies` (how launches are carried out), `peer` and `peer_copy` (another GPU's memory). `abi` is
+//! the agreement between host and kernels, `modules` the kernels themselves.
 //! [`HostDevice`] defines the result of every list (I11).
 //!
 //! A list becomes a few launches over tables in pinned memory and one write of the lane's fence. Nothing here

@@ -66,8 +66,8 @@ impl GrowingFile {
         Self { file, way, is_finished: AtomicBool::new(false) }
     }
 
-    /// Begins to write over a file whose memory a device copies to. Writes here are for the bytes between. The
-    /// file keeps its length: bytes after its last chunk mean nothing (SPEC).
+    /// Begins to write over a file whose memory a device copies to. Writes here are for the bytes between.
+    /// The file keeps its length: bytes after its last chunk mean nothing (SPEC).
     pub fn in_place(file: Arc<dyn DiskFile>) -> Self {
         Self { file, way: WriteWay::InPlace, is_finished: AtomicBool::new(false) }
     }
@@ -112,10 +112,11 @@ impl GrowingFile {
             WriteWay::Mapped(parts) => parts.unmap(),
             WriteWay::Buffered => {}
             WriteWay::Direct(blocks) => blocks.flush(len)?,
-            // Cut under a mapping, it would lose pages that the device still writes to.
-            WriteWay::InPlace => return self.file.sync(),
+            WriteWay::InPlace => {}
         }
-        if self.file.len()? != len {
+        // Cut under a mapping, a file would lose pages that the device still writes to.
+        let may_be_cut = !matches!(self.way, WriteWay::InPlace);
+        if may_be_cut && self.file.len()? != len {
             self.file.cut(len)?;
         }
         self.file.sync()

@@ -44,8 +44,8 @@ struct FileState {
     is_end_unknown: bool,
 }
 
-/// The lanes that copy to files, in turns: while the device reads back what one of them brought, the other one
-/// writes, and the bus is used both ways.
+/// The lanes that copy to files, in turns: while the device reads back what one of them brought, the other
+/// one writes, and the bus is used both ways.
 const FILE_LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
 /// The right to copy to a file's memory. While it lives the memory is not given up.
@@ -55,8 +55,8 @@ pub(crate) struct FileTarget {
 }
 
 impl Arena {
-    /// Registers the memory of a file, if the file has any that a mapping shares, the device takes it, and the
-    /// budget of pinned memory has room for it. All else is no error: the bytes go by way of staging.
+    /// Registers the memory of a file, if the file has any that a mapping shares, the device takes it, and
+    /// the budget of pinned memory has room for it. All else is no error: the bytes go by way of staging.
     pub(crate) fn register(self: &Arc<Self>, file: &dyn DiskFile) -> Option<Arc<RegisteredFile>> {
         if self.files.is_refused.load(Ordering::Relaxed) {
             return None;

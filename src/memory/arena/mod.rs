@@ -235,7 +235,7 @@ impl Arena {
             }
             claimed => claimed,
         };
-        // Files are registered only to be fast. Scratch is refused rather: it is for a snapshot to those files.
+        // Files are registered only to be fast. Scratch is refused rather: it is for a snapshot to them.
         let claimed = match claimed {
             Err(Error::OverBudget { place: Place::Pinned, asked, available, .. })
                 if purpose != Purpose::Gather && self.give_up_files(asked.saturating_sub(available)) =>
