@@ -10,12 +10,13 @@ use remanent_format::op::Op;
 
 use crate::base::allocation::push;
 use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
-use crate::device::{Command, Device, SHORT_COPY_LEN_MAX, Span, Staging, StagingSpan};
+use crate::device::{Command, Device, Span, Staging, StagingSpan};
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-/// From this length in bytes on, a write is proven. A shorter one costs less than one more launch.
-const PROVEN_LEN_MIN: u64 = SHORT_COPY_LEN_MAX;
+/// From this length in bytes on, a write is proven. With sums of 64 KiB, an H100 applied a write after 80 µs
+/// and not after 44, and commits lost 0.45 of their rate.
+const PROVEN_LEN_MIN: u64 = 1 << 20;
 
 /// The sums that the long writes of a batch must have where they arrive. They are made before the batch is
 /// logged: after that, memory for them could not be refused any more.

@@ -81,7 +81,7 @@ pub struct DeviceFault {
 pub enum BusWay {
     /// Bytes of [`Command::Upload`].
     Up,
-    /// Bytes of a write of 64 KiB or more in a [`Command::Apply`].
+    /// Bytes of a write of 1 MiB or more in a [`Command::Apply`].
     LongWrites,
     /// Bytes of [`Command::Download`].
     Down,
@@ -406,7 +406,7 @@ impl std::fmt::Debug for FaultyDevice {
 /// The bytes of a long write, as they lie in staging.
 fn long_write(piece: &Piece) -> Option<StagingSpan> {
     match (&piece.kind, &piece.payload) {
-        (PieceKind::Dense, Payload::Staging { index, offset }) if piece.target.len >= 64 << 10 => {
+        (PieceKind::Dense, Payload::Staging { index, offset }) if piece.target.len >= 1 << 20 => {
             Some(StagingSpan { index: *index, offset: *offset, len: piece.target.len as usize })
         }
         _ => None,

@@ -454,7 +454,9 @@ fn nothing_is_registered_where_the_host_has_to_see_the_bytes() {
             assert_eq!(bytes_in_place(&store) > 0, expected, "{io} {compression:?}");
         }
     }
-    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let on_medium = env!("CARGO_TARGET_TMPDIR");
+    std::fs::create_dir_all(on_medium).unwrap();
+    let folder = tempfile::tempdir_in(on_medium).unwrap();
     match Store::open_with(folder.path(), host(), in_place()) {
         Err(Error::InvalidOption { .. }) => skipped("mapped images on a medium", "it refuses them"),
         opened => {

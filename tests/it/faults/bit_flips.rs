@@ -315,7 +315,7 @@ const LONG_WRITES: &[BusWay] = &[BusWay::LongWrites, BusWay::WriteSums];
 /// Writes all but the first byte of two pages: such a write is in the log, and not in an image.
 fn write_most(store: &Store, held: &mut VersionedPages, version: u64) {
     let mut batch = store.batch();
-    for (index, (page, held)) in held.pages.iter_mut().enumerate().skip(1).take(2) {
+    for (index, (page, held)) in held.pages.iter_mut().enumerate().skip(2).take(2) {
         let bytes = content(index, version);
         *held = version;
         // The first bytes after the others, so that a later write of the batch lies over a long one.
