@@ -133,9 +133,9 @@ fn lie_there_as_other_ways_write_them(lens: &[u64]) {
         let mut images = Vec::new();
         for seed in 3..7 {
             snapshots(&store, &pages, seed..seed + 1).unwrap();
-            let newest =
+            let mut newest =
                 image_files(&path).into_iter().filter(|(name, _)| matches!(name, FileName::Pages(_)));
-            images.push(newest.last().unwrap());
+            images.push(newest.next_back().unwrap());
         }
         let all: u64 = 4 * lens.iter().sum::<u64>();
         assert_eq!(bytes_in_place(&store), if io == ImageIo::Mapped { all } else { 0 }, "{io}");
