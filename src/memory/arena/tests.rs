@@ -299,10 +299,10 @@ fn use_is_told_by_purpose_and_peaks_begin_anew() {
     let page = arena.allocate(Purpose::Page, PLACE, 50).unwrap();
     let aside = arena.allocate(Purpose::Aside, PLACE, 20).unwrap();
     let by_purpose = || Purpose::ALL.map(|purpose| arena.usage(PLACE).bytes_for(purpose));
-    assert_eq!(by_purpose(), [50, 0, 20, 0, 0, 0, 0]);
+    assert_eq!(by_purpose(), [50, 0, 20, 0, 0, 0, 0, 0]);
     let fence = use_page(&*device, &aside);
     arena.retire(aside, fence);
-    assert_eq!((by_purpose(), usage(&arena)), ([50, 0, 0, 0, 0, 0, 0], (50, 20, 70, 1)));
+    assert_eq!((by_purpose(), usage(&arena)), ([50, 0, 0, 0, 0, 0, 0, 0], (50, 20, 70, 1)));
     arena.reset_peaks();
     assert_eq!(usage(&arena).2, 70, "retired memory is still there");
     arena.reap_all().unwrap();
