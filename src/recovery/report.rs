@@ -25,7 +25,7 @@ pub struct RecoveryReport {
     pub replayed_bytes: u64,
     /// Batches above the last durable mark, copied into the new incarnation.
     pub copied_batches: u64,
-    /// Pages that were yet to be loaded when the open returned ([`Options::page_load`]).
+    /// Pages that were yet to be loaded when the open returned ([`crate::Options::page_load`]).
     pub unloaded_pages: u64,
     /// The frames that were cut from the end of the log, if any.
     pub torn: Option<TornTail>,
