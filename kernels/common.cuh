@@ -59,7 +59,7 @@ static_assert(sizeof(CrcRow) == 24, "CrcRow");
 // the last.
 constexpr u32 CRC_FIRST = 1;
 constexpr u32 CRC_LAST = 2;
-constexpr u32 CRC_CHUNK_LEN = 64 << 10;
+constexpr u32 CRC_CHUNK_LEN = 8 << 10;
 
 // A source of several chunks, whose remainders become one checksum.
 struct CombineRow {

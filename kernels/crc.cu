@@ -22,8 +22,8 @@
 // Why the result is deterministic: exclusive-or is the same sum in any order, and a team always adds the same
 // words.
 //
-// Checked before: all ranges lie within their memory; targets are multiples of 4; no chunk is longer than
-// CRC_CHUNK_LEN, and only the first of a source is shorter.
+// Checked before: all ranges lie within their memory; no chunk is longer than CRC_CHUNK_LEN, and only the
+// first of a source is shorter. Remainders lie on multiples of 4, sums anywhere: the host's memory has them.
 //
 // Bytes moved: each byte is read once, by loads of four bytes a lane, with 2 KiB of a team under way at a
 // time. If the source does not end on a boundary of four bytes, up to three single bytes are added.
@@ -69,12 +69,12 @@ constexpr u32 COMBINE_THREADS = 256;
 constexpr u32 X_32 = x_squared(5);
 constexpr u32 X_ROW = x_squared(9);
 static_assert(8 * ROW_LEN == 1u << 9, "X_ROW");
-// The factor of a chunk's remainder for each chunk after it: 2^16 bytes are 2^19 bits. It is one constant
+// The factor of a chunk's remainder for each chunk after it: 2^13 bytes are 2^16 bits. It is one constant
 // because all chunks but a source's first have one length.
-constexpr u32 X_CHUNK = x_squared(19);
-constexpr u32 X_CHUNK_A_THREAD = x_squared(27);
-static_assert(8ull * CRC_CHUNK_LEN == 1ull << 19, "X_CHUNK");
-static_assert(8ull * CRC_CHUNK_LEN * COMBINE_THREADS == 1ull << 27, "X_CHUNK_A_THREAD");
+constexpr u32 X_CHUNK = x_squared(16);
+constexpr u32 X_CHUNK_A_THREAD = x_squared(24);
+static_assert(8ull * CRC_CHUNK_LEN == 1ull << 16, "X_CHUNK");
+static_assert(8ull * CRC_CHUNK_LEN * COMBINE_THREADS == 1ull << 24, "X_CHUNK_A_THREAD");
 
 // The products of x^512 with each value of each of the eight nibbles of a word: 8 times 16 words, 512 bytes.
 struct Nibbles {
@@ -228,6 +228,18 @@ __device__ u32 remainder_of_words(const Nibbles &nibbles, u64 begin, u64 end, bo
     return product(sum, WORD_WEIGHTS.of[lane]);
 }
 
+// Writes a word to any address. A sum goes straight to the memory in which the host looks for it: by way of
+// scratch it would take one more launch.
+__device__ void put_word(u64 address, u32 word) {
+    if (aligned(address, 0, 4)) {
+        *at<u32>(address) = word;
+        return;
+    }
+    for (u32 i = 0; i < 4; i++) {
+        at<u8>(address)[i] = u8(word >> (8 * i));
+    }
+}
+
 // The checksums or remainders of chunks, one a team.
 //
 // Five blocks of 128 threads fit a multiprocessor if a thread takes at most 96 registers.
@@ -255,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(128, 5) crc_chunks(const CrcRow *ro
         return;
     }
     remainder = append_bytes(by_words || !first ? remainder : 0xffffffffu, at<u8>(end - tail), tail);
-    *at<u32>(row.target) = row.flags == (CRC_FIRST | CRC_LAST) ? ~remainder : remainder;
+    put_word(row.target, row.flags == (CRC_FIRST | CRC_LAST) ? ~remainder : remainder);
 }
 
 // The checksum of each source of several chunks, from their remainders.
@@ -284,6 +296,6 @@ extern "C" __global__ void __launch_bounds__(256) crc_combine(const CombineRow *
         for (u32 warp = 1; warp < COMBINE_THREADS / 32; warp++) {
             sum ^= sum_of_warp[warp];
         }
-        *at<u32>(row.target) = ~sum;
+        put_word(row.target, ~sum);
     }
 }

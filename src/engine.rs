@@ -16,11 +16,13 @@ use crate::base::poison::Poison;
 use crate::device::{Device, DeviceCounts, Fence, MemoryOwner, StoreEnd};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
+use crate::images::disk_pages::DiskPages;
 use crate::log::{Log, LogStart, SegmentPool};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::LogIo;
 use crate::versions::Versions;
+use crate::versions::uses::PageUses;
 
 /// The shared parts of an open store.
 pub(crate) struct Engine {
@@ -35,6 +37,8 @@ pub(crate) struct Engine {
     pub arena: Arc<Arena>,
     /// Host memory that lanes copy through.
     pub staging: Arc<StagingPool>,
+    /// The parts that pages on disk share.
+    pub disk_pages: Arc<DiskPages>,
     pub log: Arc<Log>,
     /// The owner of the pages' bytes.
     pub applier: Arc<Applier>,
@@ -53,6 +57,7 @@ pub(crate) struct EngineStart<'a> {
     pub device: Arc<dyn Device>,
     pub arena: Arc<Arena>,
     pub staging: Arc<StagingPool>,
+    pub disk_pages: Arc<DiskPages>,
     pub log_io: LogIo,
     /// The segments, to which recycled ones go.
     pub pool: Arc<SegmentPool>,
@@ -64,6 +69,8 @@ pub(crate) struct EngineStart<'a> {
     pub submitted: &'a PageTable,
     /// What the device does.
     pub counts: Arc<DeviceCounts>,
+    /// What policies hear of pages, where there are any.
+    pub uses: Option<Arc<PageUses>>,
 }
 
 impl Engine {
@@ -78,12 +85,14 @@ impl Engine {
             device,
             arena,
             staging,
+            disk_pages,
             log_io,
             pool,
             log,
             applied,
             submitted,
             counts,
+            uses,
         } = start;
         let poison = Arc::new(Poison::none_in(disk.label()));
         let started =
@@ -97,7 +106,7 @@ impl Engine {
         };
         let leases = Arc::new(Leases::new(device.clone(), arena.clone(), poison.clone()));
         let memory = |page| applied.memory.get(page).map(|memory| memory.span().memory);
-        let versions = Arc::new(Versions::new(submitted, log.logged_lsn(), memory));
+        let versions = Arc::new(Versions::new(submitted, log.logged_lsn(), memory, uses));
         let parts = ApplierParts {
             device: device.clone(),
             arena: arena.clone(),
@@ -105,6 +114,7 @@ impl Engine {
             poison: poison.clone(),
             leases: leases.clone(),
             versions: versions.clone(),
+            disk_pages: disk_pages.clone(),
         };
         let wait_logged = {
             let log = log.clone();
@@ -123,6 +133,7 @@ impl Engine {
             counts,
             arena,
             staging,
+            disk_pages,
             log,
             applier,
             leases,

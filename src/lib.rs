@@ -61,6 +61,8 @@
 //! | Hold | a reader's lock on a snapshot or on the log's beginning: retention passes over what it holds |
 //! | Exact cut | pages as they were after one batch, kept until an exact snapshot has gathered them |
 //! | Fork | a new store that begins at a state of another one |
+//! | Tier | a place in the order through which pages that are not used go down |
+//! | Eviction | a page leaves a place to make room; the policy says which |
 //! | Whole page | a page that a batch writes from first byte to last; a long one goes to an image first |
 //! | [`ByteSource`] | bytes that a batch takes for a page when it is committed, piece by piece |
 //! | [`Follower`] | a reader of batches as they are logged, in order, each once |
@@ -69,6 +71,7 @@
 //! | Link | one manifest of a snapshot: a base names all pages, a change those changed since the link before |
 //! | Recovery | opening what a crash left |
 //! | Restore | one more batch that makes the state an earlier one; the states in between stay reachable |
+//! | On disk | of a page: it has no memory; its bytes are an image's, under what batches wrote since |
 //! | Unloaded | of a page: its bytes are on disk only, and are loaded before any reader or batch gets to them |
 //! | Lane | an ordered queue of device work |
 //! | Staging | host memory that a lane copies to or from |
@@ -108,10 +111,10 @@
 //!
 //! | call | waits for |
 //! |---|---|
-//! | [`Store::submit`] | other submissions; room in the log; pages to copy or load; sources; an image file; a full queue |
+//! | [`Store::submit`] | other submissions; room in the log, or for changes of pages on disk; pages to copy or load; sources; an image file; a full queue |
 //! | [`Store::commit`], [`Ticket::wait`] | what [`Ack`] says: nothing, the applier, or a sync of the log |
 //! | [`Store::page`], [`Store::page_by_key`], [`Store::root`], [`Store::view`] and other lookups | nothing |
-//! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before; a page's load |
+//! | [`Store::read`] and its kin | the applier: batches of that page; on a GPU, all batches before; a page's load; the disk |
 //! | [`Store::read_many`] | pages that are not loaded |
 //! | [`ChangeStream::next_timeout`] with a time of zero | nothing |
 //! | [`Store::release`] | a sync of the log, the applier, and streams of leases of the page that have ended |
@@ -137,6 +140,7 @@
 //! |---|---|
 //! | `layout/` | where the blocks of an inference engine's cache lie in pages |
 //! | `store/` | the handle that a caller holds |
+//! | `tiers/` | pages that go down where a place is full, and come up when they are asked for |
 //! | `history/` | looking at, going back to, and branching from earlier states |
 //! | `write/` | a batch as the caller asks for it, and as it is checked, encoded, logged and handed over |
 //! | `recovery/` | the decision table of an open, and the recipe that follows it |
@@ -154,6 +158,7 @@
 //! | `disk/` | the seam to files: a directory, and its ways to write |
 //! | `base/` | locks and threads, parallel work, the process, memory that can be refused, poison |
 //! | `options/` | how a store is opened |
+//! | `eviction/` | policies: which page leaves a place that is full |
 //! | `error/` | what can go wrong, whose fault it is, and what helps |
 //!
 //! # Invariants
@@ -200,6 +205,7 @@ compile_error!(
 
 pub mod layout;
 mod store;
+mod tiers;
 mod history;
 mod write;
 mod recovery;
@@ -218,6 +224,7 @@ pub mod device;
 pub mod disk;
 mod base;
 pub mod options;
+mod eviction;
 pub mod error;
 /// What users of other systems know, and what does its work here.
 #[cfg(doc)]
@@ -233,6 +240,7 @@ pub use applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeS
 pub use catalog::SnapshotInfo;
 pub use device::{Access, AllocationStats, DeviceBytes, LaneStats, RawStream, StreamGuard, TransferStats};
 pub use error::{Error, Remedy, Result, StoreDamage};
+pub use eviction::{EvictionPolicy, Lru, S3Fifo};
 pub use follower::{
     Batches, FollowFrom, FollowedBatch, Follower, FollowerPosition, ParsePositionError, Replica,
     RestoredState,
@@ -246,11 +254,13 @@ pub use log::LogStats;
 pub use memory::arena::{PlaceUsage, Purpose};
 pub use options::{
     Ack, Budget, CallerMemory, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad,
-    Retention, SnapshotOptions,
+    Retention, SnapshotOptions, Tiers,
 };
 pub use recovery::RecoveryReport;
 pub use remanent_format::log::TornTail;
 pub use remanent_format::op::{Indices, Op};
+pub use remanent_format::state::bisection::{BisectVerdict, Bisection};
+pub use remanent_format::state::blame::{ChangeCause, ValueChange};
 pub use remanent_format::{
     Damage, Defect, Epoch, FileName, Folder, Incarnation, Key, KeyLenError, LogPoint, Lsn, Metadata, PageId,
     PageInfo, Place, Position, SharedMetadata, SnapshotId, StoreId, UnknownPlace, Value, Width,
@@ -260,6 +270,7 @@ pub use store::{
     Acknowledged, CommitReceipt, Comparison, LiveView, ManyBytes, Pages, ReadMany, ReadPages, Stats, Store,
     Ticket, UnloadedPages,
 };
+pub use tiers::{MoveStats, Prefetch, TierStats};
 pub use write::batch::{ByteSource, CreatePage, NewPage, PageChanges, PageRef, WorkingCopy, WriteBatch};
 pub use write::commit::{Direction, Shadow};
 

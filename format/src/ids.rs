@@ -279,7 +279,8 @@ pub enum Place {
     Host,
     /// Memory that host and GPU share by page faults.
     Unified,
-    /// On disk only.
+    /// An image file, without memory: bytes are read from there, and what is written stays in host memory
+    /// only until the next snapshot.
     Disk,
 }
 

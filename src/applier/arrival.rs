@@ -1,22 +1,18 @@
 //! Long writes are proven where they arrive (I12).
 //!
 //! The log has a batch's bytes with their checksum, and the host sends them to the device from memory of its
-//! own. What arrives is summed by the device in the same list, right after each long write: a later one may
-//! change the same bytes. Until the sums are there, no batch of the list is told as applied, and no turn
-//! runs. So no read, no snapshot and no ticket has bytes that changed on the way, and the next open makes
-//! them anew from the log.
+//! own. What arrives is summed by the device in the same list, many writes by one command, but before a later
+//! write changes the same bytes. Until the sums are there, no batch of the list is told as applied, and no
+//! turn runs. So no read, no snapshot and no ticket has bytes that changed on the way, and the next open
+//! makes them anew from the log.
 
 use remanent_format::op::Op;
 
 use crate::base::allocation::push;
-use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
+use crate::device::sums::{PROVEN_LEN_MIN, changed_on_the_way, sums_in, sums_len};
 use crate::device::{Command, Device, Span, Staging, StagingSpan};
 use crate::error::Result;
 use crate::memory::staging::{StagingBuf, StagingPool};
-
-/// From this length in bytes on, a write is proven. With sums of 64 KiB, an H100 applied a write after 80 µs
-/// and not after 44, and commits lost 0.45 of their rate.
-const PROVEN_LEN_MIN: u64 = 1 << 20;
 
 /// The sums that the long writes of a batch must have where they arrive. They are made before the batch is
 /// logged: after that, memory for them could not be refused any more.
@@ -33,9 +29,22 @@ pub(crate) struct ArrivalProof {
     index: usize,
     /// The sums that they must be.
     sums: Vec<u32>,
-    /// How many of them have their command so far.
+    /// How many of their writes are in the list so far.
     asked: usize,
 }
+
+/// Long writes that are in a list, and whose sums are not yet.
+#[derive(Default)]
+pub(crate) struct UnsummedWrites(Vec<UnsummedWrite>);
+
+struct UnsummedWrite {
+    source: Span,
+    /// Where its sum comes back.
+    target: StagingSpan,
+}
+
+/// The most writes that are summed together: each later operation of the list is held against all of them.
+const SUMMED_TOGETHER_MAX: usize = 128;
 
 /// Whether the operation's bytes are proven where they arrive. Masked and scattered elements change a part of
 /// what lies there: a sum of that says nothing about what arrived.
@@ -72,13 +81,17 @@ impl ArrivalProof {
         Self { index, sums, asked: 0 }
     }
 
-    /// The command that sums the next long write, which has just arrived.
-    pub fn sum(&mut self, target: Span) -> Command {
+    /// Where the sum of the list's next long write comes back.
+    pub fn next_sum(&mut self) -> StagingSpan {
         let offset = sums_len(self.asked);
         self.asked += 1;
         assert!(self.asked <= self.sums.len()); // I12: each long write was summed before it was logged.
-        let back = StagingSpan { index: self.index, offset, len: sums_len(1) };
-        Command::Crc { sources: vec![target], target: back }
+        StagingSpan { index: self.index, offset, len: sums_len(1) }
+    }
+
+    /// The list's staging in which the sums come back.
+    pub fn index(&self) -> usize {
+        self.index
     }
 
     /// Takes the list's staging for one that is `count` places further back.
@@ -95,5 +108,76 @@ impl ArrivalProof {
         let of_device = &returned[self.index][..sums_len(self.sums.len())];
         let holds = sums_in(of_device).eq(self.sums.iter().copied());
         if holds { Ok(()) } else { Err(changed_on_the_way(device, "bytes of a batch")) }
+    }
+}
+
+impl UnsummedWrites {
+    /// Takes a long write, which the list has by now. Returns whether they are to be summed now.
+    pub fn push(&mut self, source: Span, target: StagingSpan) -> bool {
+        self.0.push(UnsummedWrite { source, target });
+        self.0.len() >= SUMMED_TOGETHER_MAX
+    }
+
+    /// Whether one of them wrote to the range.
+    pub fn any_in(&self, range: Span) -> bool {
+        self.0.iter().any(|write| write.source.overlaps(range))
+    }
+
+    /// How many commands [`commands`](Self::commands) gives at most.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The commands that sum all of them: one for those whose sums lie one after the other. A device makes
+    /// all of them at once, because they follow each other.
+    pub fn commands(&mut self) -> impl Iterator<Item = Command> {
+        let writes = std::mem::take(&mut self.0);
+        let mut commands: Vec<(Vec<Span>, StagingSpan)> = Vec::new();
+        for UnsummedWrite { source, target } in writes {
+            match commands.last_mut() {
+                Some((sources, sums))
+                    if sums.index == target.index && sums.offset + sums.len == target.offset =>
+                {
+                    sources.push(source);
+                    sums.len += target.len;
+                }
+                _ => commands.push((vec![source], target)),
+            }
+        }
+        commands.into_iter().map(|(sources, target)| Command::Crc { sources, target })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::MemoryId;
+
+    #[test]
+    fn writes_are_summed_by_few_commands_and_known_until_then() {
+        let mut unsummed = UnsummedWrites::default();
+        let write = |memory, offset| Span { memory: MemoryId(memory), offset, len: 100 };
+        let (mut first, mut second) = (ArrivalProof::new(1, vec![0; 3]), ArrivalProof::new(2, vec![0; 1]));
+        assert!(!unsummed.push(write(1, 0), first.next_sum()));
+        assert!(!unsummed.push(write(2, 0), first.next_sum()));
+        assert!(!unsummed.push(write(1, 100), second.next_sum()));
+        assert!(!unsummed.push(write(3, 0), first.next_sum()));
+        assert!(unsummed.any_in(write(1, 199)) && !unsummed.any_in(write(1, 200)));
+        assert!(unsummed.any_in(write(3, 99)) && !unsummed.any_in(write(4, 0)));
+        let staged = |index, offset, len| StagingSpan { index, offset, len };
+        let expected = [
+            (vec![write(1, 0), write(2, 0)], staged(1, 0, 8)),
+            (vec![write(1, 100)], staged(2, 0, 4)),
+            (vec![write(3, 0)], staged(1, 8, 4)),
+        ];
+        let commands: Vec<_> = unsummed
+            .commands()
+            .map(|command| match command {
+                Command::Crc { sources, target } => (sources, target),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(commands, expected);
+        assert!(!unsummed.any_in(write(1, 0)), "they are summed");
     }
 }

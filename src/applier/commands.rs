@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use remanent_format::op::{Op, OpAt, masked_bytes_at, scatter_values_at};
 use remanent_format::{PageId, Width};
 
-use super::arrival::{ArrivalProof, ArrivalSums, is_proven};
+use super::arrival::{ArrivalProof, ArrivalSums, UnsummedWrites, is_proven};
 use crate::base::allocation::make_room;
 use crate::device::{Command, CommandList, Payload, Piece, PieceKind, Span, Staging};
 use crate::error::Result;
@@ -24,8 +24,8 @@ pub(crate) struct ListBuilder {
     payload_bytes: usize,
     /// The sums of long writes, a proof for each batch that has some.
     proofs: Vec<ArrivalProof>,
-    /// Whether the last of them is of the payload that is handed over next.
-    proves: bool,
+    /// The long writes that the list does not sum yet.
+    unsummed: UnsummedWrites,
 }
 
 /// The place of a batch's payload in a list's staging.
@@ -60,7 +60,7 @@ impl ListRoom {
     pub fn of(ops: &[OpAt<'_>]) -> Result<Self> {
         let mut room = Self::default();
         if ops.len() > SHORT_LIST {
-            make_room(&mut room.commands, 4 * ops.len())?;
+            make_room(&mut room.commands, 3 * ops.len() + proven_count(ops))?;
             // One more for the sums of long writes.
             let asides = ops.iter().filter(|at| needs_aside(&at.op)).count() + 1;
             make_room(&mut room.staging, asides + 1)?;
@@ -68,6 +68,11 @@ impl ListRoom {
         }
         Ok(room)
     }
+}
+
+/// How many of these operations are proven where they arrive.
+fn proven_count(ops: &[OpAt<'_>]) -> usize {
+    ops.iter().filter(|at| is_proven(&at.op)).count()
 }
 
 /// Whether the operation's bytes lie in the payload in a form that a device cannot read.
@@ -114,7 +119,8 @@ pub(crate) fn stage_aside(
 impl ListBuilder {
     /// Whether the list has room for another batch, which brought this.
     pub fn has_room(&self, room: &ListRoom) -> bool {
-        let is_short = self.list.commands.len() <= SHORT_LIST && self.list.staging.len() <= STAGINGS_MAX;
+        let is_short = self.list.commands.len() + self.unsummed.len() <= SHORT_LIST
+            && self.list.staging.len() <= STAGINGS_MAX;
         room.commands.capacity() == 0 && is_short
     }
 
@@ -130,7 +136,7 @@ impl ListBuilder {
     /// # Errors
     /// `OutOfMemory`.
     pub fn make_room(&mut self, ops: &[OpAt<'_>]) -> Result<()> {
-        make_room(&mut self.list.commands, 2 * ops.len())?;
+        make_room(&mut self.list.commands, ops.len() + proven_count(ops))?;
         make_room(&mut self.asides, ops.iter().filter(|at| needs_aside(&at.op)).count() + 1)?;
         make_room(&mut self.list.staging, self.asides.capacity() + 1)
     }
@@ -140,7 +146,9 @@ impl ListBuilder {
     ///
     /// # Errors
     /// `OutOfMemory`.
-    pub fn append(&mut self, later: Self) -> Result<()> {
+    pub fn append(&mut self, mut later: Self) -> Result<()> {
+        self.sum_writes();
+        later.sum_writes();
         let Self { list, asides, mut proofs, .. } = later;
         assert!(self.list.staging.is_empty() && list.staging.is_empty());
         make_room(&mut self.list.commands, list.commands.len())?;
@@ -179,12 +187,10 @@ impl ListBuilder {
         self.asides.push(sums.staging);
         let index = self.payload_index() + self.asides.len();
         self.proofs.push(ArrivalProof::new(index, sums.sums));
-        self.proves = true;
     }
 
     /// Hands over the staging of a payload, or of several, once their operations are added.
     pub fn payload(&mut self, payload: StagingBuf) {
-        self.proves = false;
         for staged in std::iter::once(payload).chain(self.asides.drain(..)) {
             self.payload_bytes += staged.len();
             self.list.staging.push(staged.into_staging());
@@ -203,6 +209,7 @@ impl ListBuilder {
 
     /// Takes the list, and the sums that it brings back. The builder is empty again.
     pub fn take(&mut self) -> (CommandList, Vec<ArrivalProof>) {
+        self.sum_writes();
         let Self { list, proofs, .. } = std::mem::take(self);
         (list, proofs)
     }
@@ -239,26 +246,45 @@ impl ListBuilder {
                 let mut repeated = [0; 16];
                 repeated[..pattern.len()].copy_from_slice(pattern);
                 let width = Width::from_bytes(pattern.len()).expect("decoded with one of the five widths");
+                self.sum_before(target);
                 self.list.commands.push(Command::Fill { target, pattern: repeated, width });
                 return;
             }
             _ => return,
         };
         let piece = Piece { target, payload: staged, kind };
-        match self.proofs.last_mut().filter(|_| self.proves && is_proven(&at.op)) {
-            // In a command of its own: the sum is of this write, and none after it.
-            Some(proof) => {
-                let sum = proof.sum(target);
-                self.list.commands.push(Command::Apply { pieces: vec![piece] });
-                self.list.commands.push(sum);
+        // Of the payload that is handed over next: the sums of an earlier one come back in staging that the
+        // list has already.
+        let handed_over = self.list.staging.len();
+        let proof = self.proofs.last_mut().filter(|proof| proof.index() >= handed_over && is_proven(&at.op));
+        let sum = proof.map(ArrivalProof::next_sum);
+        self.sum_before(target);
+        self.piece(piece);
+        if let Some(sum) = sum {
+            let is_due = self.unsummed.push(target, sum);
+            // A caller's memory may be lent again, under another name.
+            if is_due || memory.is_lent() {
+                self.sum_writes();
             }
-            None => self.piece(piece),
         }
+    }
+
+    /// Has long writes summed whose bytes the next command changes: a sum is of its own write.
+    fn sum_before(&mut self, target: Span) {
+        if self.unsummed.any_in(target) {
+            self.sum_writes();
+        }
+    }
+
+    /// Has all long writes summed that are not yet.
+    fn sum_writes(&mut self) {
+        self.list.commands.extend(self.unsummed.commands());
     }
 
     /// Adds zeroing a range.
     pub fn zero(&mut self, target: Span) {
         if target.len > 0 {
+            self.sum_before(target);
             self.list.commands.push(Command::Fill { target, pattern: [0; 16], width: Width::W1 });
         }
     }
@@ -276,6 +302,7 @@ impl ListBuilder {
     /// Adds a copy from page memory to page memory.
     pub fn copy(&mut self, source: Span, target: Span) {
         if target.len > 0 {
+            self.sum_before(target);
             self.list.commands.push(Command::Copy { source, target });
         }
     }

@@ -13,6 +13,7 @@ use super::ListBuilder;
 use crate::base::allocation::{make_room, set_of};
 use crate::device::Fence;
 use crate::error::{Error, Result};
+use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::{Arena, PageMemory, Purpose};
 
 /// Pages as they were after one batch.
@@ -21,6 +22,8 @@ pub(crate) struct ExactCut {
     untouched: BTreeSet<PageId>,
     /// Pages that have changed since, as they were at the cut.
     aside: BTreeMap<PageId, (PageInfo, PageMemory)>,
+    /// The same, of pages on disk.
+    on_disk: BTreeMap<PageId, (PageInfo, DiskPage)>,
     /// Copies in use by a list that is not submitted yet.
     used: Vec<PageMemory>,
     /// Why not all pages could be kept.
@@ -30,7 +33,8 @@ pub(crate) struct ExactCut {
 impl ExactCut {
     /// Keeps these pages as they are now.
     pub fn new(pages: impl IntoIterator<Item = PageId>) -> Self {
-        Self { untouched: set_of(pages), aside: BTreeMap::new(), used: Vec::new(), failed: None }
+        let untouched = set_of(pages);
+        Self { untouched, aside: BTreeMap::new(), on_disk: BTreeMap::new(), used: Vec::new(), failed: None }
     }
 
     /// Keeps a page that is about to be changed where it lies.
@@ -65,6 +69,25 @@ impl ExactCut {
         }
         self.aside.insert(info.page, (info.clone(), memory));
         None
+    }
+
+    /// Keeps a page on disk that is about to be changed, or to go.
+    pub fn before_change_on_disk(&mut self, info: &PageInfo, page: &DiskPage) {
+        if self.untouched.remove(&info.page) {
+            self.on_disk.insert(info.page, (info.clone(), page.clone()));
+        }
+    }
+
+    /// Takes a page on disk that is gathered now, as it was at the cut; `None` if it has not changed since,
+    /// or was not on disk then.
+    ///
+    /// # Errors
+    /// The error that kept some page from being kept.
+    pub fn take_on_disk(&mut self, page: PageId) -> Result<Option<(PageInfo, DiskPage)>> {
+        match &self.failed {
+            Some(error) => Err(error.clone()),
+            None => Ok(self.on_disk.remove(&page)),
+        }
     }
 
     /// Takes a page that is gathered now: as it was at the cut, or `None` if it has not changed since. The

@@ -78,7 +78,7 @@ impl<'s> Lease<'s> {
         let taken = applier.turn(move |turn| {
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
             let ready = turn.submit(Default::default())?.fence();
-            let memory = turn.applied.memory[page].span().memory;
+            let memory = turn.applied.memory_of(page)?.span().memory;
             named.name(page, id, memory);
             Ok((info, turn.applied.point.lsn, memory, ready))
         });

@@ -118,6 +118,12 @@ impl Leases {
         }
     }
 
+    /// Whether callers use the page's memory, or rely on its address.
+    pub fn is_used(&self, page: PageId) -> bool {
+        let is_pinned = self.state.lock().pins.contains_key(&page);
+        is_pinned || !self.leased([page]).is_empty()
+    }
+
     /// Refuses pages that are pinned: they would not stay where they are. The caller holds the submission
     /// lock.
     ///

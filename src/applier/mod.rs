@@ -18,6 +18,7 @@ mod readback;
 mod arrival;
 mod in_flight;
 mod reads;
+mod version_reads;
 mod changes;
 mod lease_table;
 mod commands;
@@ -41,6 +42,7 @@ pub(crate) use lease_table::{LeaseId, Leases};
 pub(crate) use readback::{Caught, Drain, Drained};
 pub(crate) use reads::{ReadOutcome, ReadState, Reads};
 pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
+pub(crate) use version_reads::VersionRange;
 
 use self::changes::ChangeFeed;
 use self::queue::Requests;
@@ -53,6 +55,7 @@ use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::sums::changed_on_the_way;
 use crate::device::{CommandList, Device, Fence, Lane, MemoryId, Pending, SHORT_COPY_LEN_MAX, Span};
 use crate::error::{Error, Result};
+use crate::images::disk_pages::{DiskImage, DiskPage, DiskPages};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::versions::Versions;
 
@@ -67,6 +70,9 @@ const LIST_BYTES: usize = 256 << 10;
 /// as it is.
 pub(crate) type FilledMemory = Vec<(PageId, MemoryId)>;
 
+/// Images of pages that a batch takes to disk, each with the page's bytes as they are before the batch.
+pub(crate) type NewDiskImages = Vec<(PageId, Option<Arc<DiskImage>>)>;
+
 /// A logged batch on its way to the device.
 pub(crate) struct ApplyWork {
     /// The end of the batch's frame.
@@ -79,6 +85,8 @@ pub(crate) struct ApplyWork {
     pub memory: VecDeque<PageMemory>,
     /// The part of that memory that holds its page's bytes already.
     pub filled: FilledMemory,
+    /// The images of the pages that it takes to disk; an empty page has none.
+    pub to_disk: NewDiskImages,
     /// Memory for the pages that it changes while they are leased; each moves there first.
     pub relocations: Vec<(PageId, PageMemory)>,
     /// Staging that [`stage_aside`] made of its operations, in their order.
@@ -97,6 +105,8 @@ pub(crate) struct AppliedState {
     pub table: PageTable,
     /// The bytes of all pages that are loaded.
     pub memory: ById<PageId, PageMemory>,
+    /// The pages of [`Place::Disk`], which have no memory.
+    pub on_disk: ById<PageId, DiskPage>,
     /// The pages that are not loaded.
     pub unloaded: Arc<UnloadedSet>,
     /// The end of the last batch.
@@ -110,6 +120,18 @@ pub(crate) struct AppliedState {
 }
 
 impl AppliedState {
+    /// The memory of a loaded page.
+    ///
+    /// # Errors
+    /// `PlaceUnavailable` if the page is on disk, and has none.
+    pub fn memory_of(&self, page: PageId) -> Result<&PageMemory> {
+        if self.on_disk.contains(page) {
+            let reason = "a page on disk has no memory: move it to another place first";
+            return Err(Error::PlaceUnavailable { place: Place::Disk, reason });
+        }
+        Ok(&self.memory[page])
+    }
+
     /// Gives back the memory of all pages, of a store that does not open after all. No list names it any
     /// more.
     pub fn give_back(self, arena: &Arena) {
@@ -132,6 +154,8 @@ pub(crate) struct ApplierParts {
     pub leases: Arc<Leases>,
     /// The pages as readers see them: it is told where their bytes are.
     pub versions: Arc<Versions>,
+    /// The parts that pages on disk share.
+    pub disk_pages: Arc<DiskPages>,
 }
 
 /// The things that a turn may use: the state between two batches, and the lane.
@@ -294,8 +318,8 @@ impl Applier {
         len_known: u64,
         range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
     ) -> Result<(PageInfo, Lsn, StagingBuf)> {
-        let (info, lsn, drain) = self.read_by(staging, page, len_known, range, false)?;
-        Ok((info, lsn, drain.finish(device)?.bytes))
+        let (info, lsn, caught) = self.read_by(staging, page, len_known, range, false)?;
+        Ok((info, lsn, caught.finish(device)?))
     }
 
     /// As [`read`](Self::read), with sums on both sides of the bus: for bytes that go to the log.
@@ -311,8 +335,8 @@ impl Applier {
         range: impl Fn(&PageInfo) -> (u64, u64) + Clone + Send + 'static,
     ) -> Result<(PageInfo, StagingBuf)> {
         let once = || {
-            let (info, _, drain) = self.read_by(staging, page, len_known, range.clone(), true)?;
-            Ok::<_, Error>(drain.finish_once(device)?.map(|drained| (info, drained.bytes)))
+            let (info, _, caught) = self.read_by(staging, page, len_known, range.clone(), true)?;
+            Ok::<_, Error>(caught.finish_once(device)?.map(|bytes| (info, bytes)))
         };
         if let Some(read) = once()? {
             return Ok(read);
@@ -328,7 +352,7 @@ impl Applier {
         len_known: u64,
         range: impl FnOnce(&PageInfo) -> (u64, u64) + Send + 'static,
         is_summed: bool,
-    ) -> Result<(PageInfo, Lsn, Drain)> {
+    ) -> Result<(PageInfo, Lsn, CaughtRange)> {
         self.unloaded.wait([page])?;
         let staged = staging.take(host_len(len_known)?)?;
         let pool = staging.clone();
@@ -341,6 +365,10 @@ impl Applier {
             turn.intact()?;
             // The page may have grown since, and the range with it.
             let staged = pool.shorten(staged, host_len(len)?)?;
+            if let Some(on_disk) = turn.applied.on_disk.get(page) {
+                let caught = CaughtRange::OnDisk(on_disk.part(&(offset..offset + len)), offset, staged);
+                return Ok((info, turn.applied.point.lsn, caught));
+            }
             let source = turn.applied.memory[page].part(offset, len);
             let sums = is_summed.then_some(&pool);
             // From host memory the bytes come as soon as they would be copied aside.
@@ -350,7 +378,7 @@ impl Applier {
             } else {
                 turn.drain_in_order(vec![(source, 0)], staged, 0, sums)?
             };
-            Ok((info, turn.applied.point.lsn, drain))
+            Ok((info, turn.applied.point.lsn, CaughtRange::InMemory(drain)))
         })
     }
 
@@ -455,6 +483,37 @@ impl Drop for ApplierGuard {
         self.0.changes.end();
         self.0.requests.end();
     }
+}
+
+/// A range of a page as it was after some batch.
+enum CaughtRange {
+    /// On its way from memory.
+    InMemory(Drain),
+    /// Yet to be read from disk, from an offset on, into staging as long as the range.
+    OnDisk(DiskPage, u64, StagingBuf),
+}
+
+impl CaughtRange {
+    /// Waits for the bytes. Not for the applier's thread.
+    fn finish(self, device: &dyn Device) -> Result<StagingBuf> {
+        match self {
+            CaughtRange::InMemory(drain) => Ok(drain.finish(device)?.bytes),
+            CaughtRange::OnDisk(page, offset, staged) => read_from_disk(&page, offset, staged),
+        }
+    }
+
+    /// As [`finish`](Self::finish); `None` if the bytes changed on their way.
+    fn finish_once(self, device: &dyn Device) -> Result<Option<StagingBuf>> {
+        match self {
+            CaughtRange::InMemory(drain) => Ok(drain.finish_once(device)?.map(|drained| drained.bytes)),
+            CaughtRange::OnDisk(page, offset, staged) => read_from_disk(&page, offset, staged).map(Some),
+        }
+    }
+}
+
+fn read_from_disk(page: &DiskPage, offset: u64, mut staged: StagingBuf) -> Result<StagingBuf> {
+    page.read(offset, &mut staged)?;
+    Ok(staged)
 }
 
 fn host_len(len: u64) -> Result<usize> {

@@ -72,7 +72,7 @@ impl<'s> Pin<'s> {
         let (info, memory) = store.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
-            Ok((info, turn.applied.memory[page].span().memory))
+            Ok((info, turn.applied.memory_of(page)?.span().memory))
         })?;
         Ok(Self { info, memory, store, pinned })
     }

@@ -20,7 +20,7 @@ use crate::base::allocation::{collected, push};
 use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::{Error, Result};
-use crate::memory::arena::{Arena, FileTarget, PageMemory};
+use crate::memory::arena::{Arena, FILE_LANES, FileTarget, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// Bytes that were caught between two batches, to be brought to the host.
@@ -115,16 +115,11 @@ impl Turn<'_> {
     ) -> Result<Drain> {
         assert!(from + len <= staged.len() as u64);
         self.intact()?;
-        match self.arena.allocate_scratch(place, len) {
-            Ok(pieces) => {
-                let (aside, summed) = self.copy_aside(pieces, sources, from, sums)?;
-                Ok(Drain { len: staged.len(), copies: CopySource::Aside(aside, staged, from), summed })
-            }
-            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
-                self.download(sources, staged, from, sums)
-            }
-            Err(error) => Err(error),
-        }
+        let Some(pieces) = self.room_aside(place, len)? else {
+            return self.download(sources, staged, from, sums);
+        };
+        let (aside, summed) = self.copy_aside(pieces, sources, from, sums)?;
+        Ok(Drain { len: staged.len(), copies: CopySource::Aside(aside, staged, from), summed })
     }
 
     /// As [`drain`](Self::drain), without copies on the device: deltas wait until all bytes are at the host.
@@ -158,16 +153,20 @@ impl Turn<'_> {
         pool: &Arc<StagingPool>,
     ) -> Result<Caught> {
         self.intact()?;
+        let Some(pieces) = self.room_aside(place, len)? else {
+            let staged = pool.take(chunk_len as usize)?;
+            return Ok(Caught::Staged(self.download(sources, staged, from, Some(pool))?));
+        };
+        let (aside, summed) = self.copy_aside(pieces, sources, from, Some(pool))?;
+        let summed = summed.expect("they were asked for");
+        Ok(Caught::Aside(CopiesAside { aside, chunk_range: from..from + len, summed }))
+    }
+
+    /// Memory for copies of `len` bytes; `None` where there is no room.
+    fn room_aside(&self, place: Place, len: u64) -> Result<Option<Vec<PageMemory>>> {
         match self.arena.allocate_scratch(place, len) {
-            Ok(pieces) => {
-                let (aside, summed) = self.copy_aside(pieces, sources, from, Some(pool))?;
-                let summed = summed.expect("they were asked for");
-                Ok(Caught::Aside(CopiesAside { aside, chunk_range: from..from + len, summed }))
-            }
-            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => {
-                let staged = pool.take(chunk_len as usize)?;
-                Ok(Caught::Staged(self.download(sources, staged, from, Some(pool))?))
-            }
+            Ok(pieces) => Ok(Some(pieces)),
+            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => Ok(None),
             Err(error) => Err(error),
         }
     }
@@ -272,11 +271,8 @@ impl CopiesAside {
     /// Brings the copies to staging as long as the chunk, as a [`Drain`] does.
     pub fn drain_to(self, staging: StagingBuf) -> Drain {
         let Self { aside, chunk_range, summed } = self;
+        let len = staging.len();
         let copies = CopySource::Aside(aside, staging, chunk_range.start);
-        let len = match &copies {
-            CopySource::Aside(_, staging, _) => staging.len(),
-            CopySource::UnderWay(_) => unreachable!("made above"),
-        };
         Drain { len, copies, summed: Some(summed) }
     }
 
@@ -284,6 +280,10 @@ impl CopiesAside {
     /// ranges of the chunk that are to be zeros, between and after the copies. Waits until all is there, and
     /// returns CRC-32 of each source as it lies in the file: the device sums what arrived, and where the
     /// bytes crossed a bus, what it sent (I12). Not for the applier's thread.
+    ///
+    /// What arrived is read over the bus again, to memory of the device's own where there is room: a copy
+    /// engine reads faster than kernels that sum bytes on the other side of a bus. That is a list of another
+    /// lane, so that the next chunk is copied meanwhile.
     ///
     /// # Errors
     /// A device error, also where the bytes in the file are not those that the device sent, twice.
@@ -297,35 +297,59 @@ impl CopiesAside {
         let Self { aside, chunk_range, summed } = self;
         let AsideBuffer { pieces, caught, arena } = aside;
         let mut last_use = caught;
+        // Where the device sums what it sends, there is a bus to read over.
+        let len = if summed.spans.is_empty() { 0 } else { chunk_range.end - chunk_range.start };
+        let read_back = match read_back_memory(&arena, &pieces, len) {
+            Ok(read_back) => read_back,
+            Err(error) => {
+                pieces.into_iter().for_each(|piece| arena.retire(piece, caught));
+                return Err(error);
+            }
+        };
         let mut copy = || {
-            let mut list = CommandList::default();
+            let (mut copies, mut proof) = (CommandList::default(), CommandList::default());
             let mut at = chunk_range.start;
-            for piece in &pieces {
+            for (number, piece) in pieces.iter().enumerate() {
                 // The last piece may be longer than the bytes in it.
                 let len = (chunk_range.end - at).min(piece.byte_len());
-                push(
-                    &mut list.commands,
-                    Command::Copy { source: piece.part(0, len), target: target.part(offset + at, len) },
-                )?;
+                let arrived = target.part(offset + at, len);
+                push(&mut copies.commands, Command::Copy { source: piece.part(0, len), target: arrived })?;
+                if let Some(read_back) = read_back.get(number) {
+                    let target = read_back.part(0, len);
+                    push(&mut proof.commands, Command::Copy { source: arrived, target })?;
+                }
                 at += len;
             }
             for gap in gaps {
                 let target = target.part(offset + gap.start, gap.end - gap.start);
-                push(&mut list.commands, Command::Fill { target, pattern: [0; 16], width: Width::W1 })?;
+                push(&mut copies.commands, Command::Fill { target, pattern: [0; 16], width: Width::W1 })?;
             }
-            // After the copies, in the order of the lane: the device reads back the bytes that lie there.
-            let arrived = summed
-                .arrivals
-                .iter()
-                .map(|(range, _)| target.part(offset + range.start as u64, range.len() as u64));
-            summed.pool.add_sums(&mut list, collected(summed.spans.iter().copied().chain(arrived))?)?;
-            let lane = target.lane();
-            device.after(lane, caught)?;
-            let queued = device.submit(lane, list);
-            target.note(queued.as_ref().map(Pending::fence));
-            let pending = queued?;
-            last_use = pending.fence();
-            let words = pending.finish(device)?.into_iter().next().expect("one staging went in");
+            let arrived = summed.arrivals.iter().map(|(range, _)| {
+                let (at, len) = (range.start as u64, range.len() as u64);
+                match read_back.first() {
+                    // A source that lies across the end of a piece was divided there.
+                    Some(first) => {
+                        let at = at - chunk_range.start;
+                        let piece = &read_back[(at / first.byte_len()) as usize];
+                        piece.part(at % first.byte_len(), len)
+                    }
+                    None => target.part(offset + at, len),
+                }
+            });
+            summed.pool.add_sums(&mut proof, collected(summed.spans.iter().copied().chain(arrived))?)?;
+            let mut submit = |lane, after, list| {
+                device.after(lane, after)?;
+                let queued = device.submit(lane, list);
+                target.note(queued.as_ref().map(Pending::fence));
+                let pending = queued?;
+                last_use = pending.fence();
+                Ok::<_, Error>(pending)
+            };
+            let [there, back] = FILE_LANES;
+            let copied = submit(there, caught, copies)?.fence();
+            // After the copies: the device reads back the bytes that lie there.
+            let words = submit(back, copied, proof)?.finish(device)?;
+            let words = words.into_iter().next().expect("one staging went in");
             let sums = summed.check_in_place(&words[..sums_len(summed.spans.len() + summed.arrivals.len())]);
             summed.pool.give(words);
             sums
@@ -338,12 +362,23 @@ impl CopiesAside {
             Ok(Some(sums)) => Ok(sums),
             Err(error) => Err(error),
         };
+        let mut used = pieces.into_iter().chain(read_back);
         match &copied {
-            Ok(_) => pieces.into_iter().try_for_each(|piece| arena.discard(piece))?,
+            Ok(_) => used.try_for_each(|piece| arena.discard(piece))?,
             // The copies may still be in use.
-            Err(_) => pieces.into_iter().for_each(|piece| arena.retire(piece, last_use)),
+            Err(_) => used.for_each(|piece| arena.retire(piece, last_use)),
         }
         copied
+    }
+}
+
+/// Memory to which these copies are brought back from a file, piece by piece. Empty where kernels sum them as
+/// quickly in the file's memory, as of pages in host memory, and where there is no room.
+fn read_back_memory(arena: &Arena, pieces: &[PageMemory], len: u64) -> Result<Vec<PageMemory>> {
+    let Some(place @ Place::Device(_)) = pieces.first().map(PageMemory::place) else { return Ok(Vec::new()) };
+    match arena.allocate_scratch(place, len) {
+        Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => Ok(Vec::new()),
+        allocated => allocated,
     }
 }
 
@@ -413,9 +448,7 @@ impl SummedCopies {
         }
         Ok(Some(sums))
     }
-}
 
-impl SummedCopies {
     /// Holds the device's sums of what it sent, if it made any, against those of what arrived, which follow
     /// them; `None` if they are others (I12).
     fn check_in_place(&self, words: &[u8]) -> Result<Option<Vec<Hasher>>> {

@@ -27,6 +27,7 @@ use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::device::{Device, SHORT_COPY_LEN_MAX};
 use crate::error::{Error, Result};
+use crate::images::disk_pages::DiskPage;
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// Bytes of reads that are under way, or held by callers, at a time.
@@ -64,7 +65,16 @@ struct QueueState {
 struct CaughtRead {
     lsn: Lsn,
     drain: Drain,
+    on_disk: Vec<DiskRead>,
     open: OpenRead,
+}
+
+/// A range that is yet to be read from disk.
+pub(super) struct DiskRead {
+    page: DiskPage,
+    range: Range<u64>,
+    /// Where it goes among the bytes of the read.
+    at: usize,
 }
 
 /// The store's half of a read. Dropped without an outcome, it says that the store is closed.
@@ -151,8 +161,8 @@ impl Reads {
         let shared = self.shared.clone();
         // Not waited for: the turn hands the read to the thread.
         let _waits = self.applier.queue_turn(move |turn| {
-            match catch(turn, &ranges, len, staged) {
-                Ok((lsn, drain)) => shared.push(CaughtRead { lsn, drain, open }),
+            match catch(turn, &ranges, len, staged, None) {
+                Ok((lsn, drain, on_disk)) => shared.push(CaughtRead { lsn, drain, on_disk, open }),
                 Err(error) => {
                     let error = open.poison.set_by_device(error);
                     open.finish(Err(error));
@@ -214,8 +224,14 @@ impl ReadQueue {
     fn run(&self, device: &dyn Device, staging: &Arc<StagingPool>) {
         // A panic must leave no read waiting: those in the queue are dropped, and so are later ones.
         let _end_guard = QueueGuard(self);
-        while let Some(CaughtRead { lsn, drain, mut open }) = self.next() {
-            let outcome = drain.finish(device).map_err(|error| open.poison.set_by_device(error));
+        while let Some(CaughtRead { lsn, drain, on_disk, mut open }) = self.next() {
+            let drained = drain.finish(device).map_err(|error| open.poison.set_by_device(error));
+            let outcome = drained.and_then(|mut drained| {
+                for DiskRead { page, range, at } in on_disk {
+                    page.read(range.start, &mut drained.bytes[at..at + len_of(&range) as usize])?;
+                }
+                Ok(drained)
+            });
             let reserved = open.reserved.take();
             open.finish(outcome.map(|drained| ReadOutcome {
                 lsn,
@@ -335,17 +351,19 @@ impl std::fmt::Debug for ReadState {
     }
 }
 
-/// Catches all ranges as of the turn, one after the other in `staged`.
-fn catch(
+/// Catches all ranges as of the turn, one after the other in `staged`. With a pool for the sums, they are
+/// summed on both sides of the bus.
+pub(super) fn catch(
     turn: &Turn<'_>,
     ranges: &[(PageId, Range<u64>)],
     len: u64,
     staged: StagingBuf,
-) -> Result<(Lsn, Drain)> {
+    sums: Option<&Arc<StagingPool>>,
+) -> Result<(Lsn, Drain, Vec<DiskRead>)> {
     turn.intact()?;
     let mut sources = Vec::new();
     make_room(&mut sources, ranges.len())?;
-    let (mut at, mut places) = (0, Vec::new());
+    let (mut at, mut places, mut on_disk) = (0, Vec::new(), Vec::new());
     for (page, range) in ranges {
         let page = *page;
         let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
@@ -354,6 +372,11 @@ fn catch(
             return Err(Error::OutOfBounds { page, offset: range.start, len, page_len: info.len });
         }
         if range.is_empty() {
+            continue;
+        }
+        if let Some(page) = turn.applied.on_disk.get(page) {
+            push(&mut on_disk, DiskRead { page: page.part(range), range: range.clone(), at: at as usize })?;
+            at += len_of(range);
             continue;
         }
         let source = turn.applied.memory[page].part(range.start, len_of(range));
@@ -368,13 +391,13 @@ fn catch(
     let lsn = turn.applied.point.lsn;
     // Of one GPU and long: gathered there first, so that deltas go on while the bytes come to the host.
     let drain = match places[..] {
-        [Some(place)] if len > SHORT_COPY_LEN_MAX => turn.drain(place, sources, len, staged, 0, None)?,
-        _ => turn.drain_in_order(sources, staged, 0, None)?,
+        [Some(place)] if len > SHORT_COPY_LEN_MAX => turn.drain(place, sources, len, staged, 0, sums)?,
+        _ => turn.drain_in_order(sources, staged, 0, sums)?,
     };
-    Ok((lsn, drain))
+    Ok((lsn, drain, on_disk))
 }
 
-fn len_of(range: &Range<u64>) -> u64 {
+pub(super) fn len_of(range: &Range<u64>) -> u64 {
     range.end.saturating_sub(range.start)
 }
 

@@ -5,18 +5,20 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use remanent_format::op::{Op, OpAt, each_op};
-use remanent_format::{Lsn, PageId};
+use remanent_format::{Lsn, PageId, Place};
 
 use super::changes::{AppliedBatch, WrittenRanges};
 use super::commands::{ListBuilder, PayloadAt, needs_aside};
 use super::in_flight::{InFlight, UntoldBatches};
 use super::queue::Request;
 use super::{
-    AppliedState, Applier, ApplierParts, ApplyWork, FilledMemory, Handover, LIST_BYTES, Leases, Turn,
+    AppliedState, Applier, ApplierParts, ApplyWork, FilledMemory, Handover, LIST_BYTES, Leases,
+    NewDiskImages, Turn,
 };
 use crate::base::queue::Queue;
 use crate::device::{CommandList, Device, Lane};
 use crate::error::{Error, Result};
+use crate::images::disk_pages::{DiskPage, DiskPages};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::StagingPool;
 use crate::versions::Versions;
@@ -32,6 +34,7 @@ pub(super) struct Worker {
     staging: Arc<StagingPool>,
     leases: Arc<Leases>,
     versions: Arc<Versions>,
+    disk_pages: Arc<DiskPages>,
     wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
     applied: AppliedState,
     list: ListBuilder,
@@ -59,7 +62,7 @@ impl Worker {
         wait_logged: Box<dyn Fn(Lsn) -> Result<()> + Send>,
         applied: AppliedState,
     ) -> Self {
-        let ApplierParts { device, arena, staging, poison: _, leases, versions } = parts;
+        let ApplierParts { device, arena, staging, poison: _, leases, versions, disk_pages } = parts;
         Self {
             shared,
             device,
@@ -67,6 +70,7 @@ impl Worker {
             staging,
             leases,
             versions,
+            disk_pages,
             wait_logged,
             applied,
             list: ListBuilder::default(),
@@ -166,7 +170,7 @@ impl Worker {
     /// Adds a batch to the list and installs its changes to the table.
     fn batch(&mut self, work: ApplyWork) {
         let ApplyWork { point, payload, changes, filled, sums, room, handover, .. } = work;
-        let ApplyWork { mut memory, mut relocations, mut asides, .. } = work;
+        let ApplyWork { mut memory, mut relocations, mut asides, to_disk, .. } = work;
         let is_filled = |page: PageId, new: &PageMemory| {
             !filled.is_empty() && filled.binary_search(&(page, new.span().memory)).is_ok()
         };
@@ -186,6 +190,9 @@ impl Worker {
                 ranges.note(&at.op);
             }
             match at.op {
+                Op::Create { page, len, place: Place::Disk, .. } => {
+                    self.applied.on_disk.insert(page, self.disk_pages.zeros(len));
+                }
                 Op::Create { page, .. } => {
                     let new = memory.pop_front().expect("one for each create");
                     if !is_filled(page, &new) {
@@ -194,10 +201,22 @@ impl Worker {
                     self.versions.moved(page, new.span().memory);
                     self.applied.memory.insert(page, new);
                 }
+                Op::Resize { page, .. } if self.applied.on_disk.contains(page) => {
+                    self.change_on_disk(page, |on_disk| on_disk.apply(&at.op));
+                }
                 Op::Resize { page, .. } => {
                     let new = memory.pop_front().expect("one for each resize");
                     let is_filled = is_filled(page, &new);
                     self.replace(page, new, is_filled);
+                }
+                Op::Move { page, place: Place::Disk } => self.move_to_disk(page, &to_disk),
+                Op::Move { page, .. } if self.applied.on_disk.contains(page) => {
+                    let new = memory.pop_front().expect("one for each move to another place");
+                    assert!(is_filled(page, &new)); // I10: memory that goes to a page has the page's bytes.
+                    self.change_on_disk(page, |_| {});
+                    self.applied.on_disk.remove(page);
+                    self.versions.moved(page, new.span().memory);
+                    self.applied.memory.insert(page, new);
                 }
                 Op::Move { page, place } => {
                     let here = self.applied.memory.get(page).expect("planned on a page that exists").place();
@@ -210,6 +229,10 @@ impl Worker {
                     }
                 }
                 Op::Delete { page } => {
+                    if self.applied.on_disk.contains(page) {
+                        self.change_on_disk(page, |_| {});
+                        self.applied.on_disk.remove(page);
+                    }
                     if let Some(old) = self.applied.memory.remove(page) {
                         match handover.as_ref().filter(|handover| handover.page == page) {
                             Some(handover) => self.hand_over(old, handover),
@@ -219,6 +242,19 @@ impl Worker {
                     if let Some(deleted) = &mut self.applied.deleted {
                         deleted.insert(page, point.lsn);
                     }
+                }
+                _ if at.op.page().is_some_and(|page| self.applied.on_disk.contains(page)) => {
+                    let page = at.op.page().expect("looked at just now");
+                    let new = match at.op {
+                        Op::Image { image, len, .. } => {
+                            Some(self.disk_pages.page(Some(self.disk_pages.image(image, len))))
+                        }
+                        _ => None,
+                    };
+                    self.change_on_disk(page, |on_disk| match new {
+                        Some(new) => *on_disk = new,
+                        None => on_disk.apply(&at.op),
+                    });
                 }
                 _ => {
                     let is_in_place = matches!(at.op, Op::Image { page, .. } if has_filled(&filled, page));
@@ -242,6 +278,31 @@ impl Worker {
         }
         self.applied.table.install(&changes);
         self.applied.point = point;
+    }
+
+    /// Changes a page on disk, of which a cut keeps a copy first.
+    fn change_on_disk(&mut self, page: PageId, change: impl FnOnce(&mut DiskPage)) {
+        let AppliedState { table, on_disk, cut, .. } = &mut self.applied;
+        let on_disk = on_disk.get_mut(page).expect("planned on a page that exists");
+        // The cut keeps the page as it was before this batch: the table still says so.
+        if let Some(cut) = cut
+            && let Some(info) = table.get(page)
+        {
+            cut.before_change_on_disk(&info, on_disk);
+        }
+        change(on_disk);
+    }
+
+    /// Takes a page to disk. An image has its bytes by now.
+    fn move_to_disk(&mut self, page: PageId, images: &NewDiskImages) {
+        if self.applied.on_disk.contains(page) {
+            return self.change_on_disk(page, |_| {});
+        }
+        let image = images.iter().find(|(of, _)| *of == page).expect("one for each move to disk");
+        let old = self.applied.memory.remove(page).expect("planned on a page that exists");
+        self.give_up(page, old);
+        self.versions.moved_to_disk(page);
+        self.applied.on_disk.insert(page, self.disk_pages.page(image.1.clone()));
     }
 
     /// Takes a page to new memory, shortened or extended by zeros to its length. Memory that is filled stays

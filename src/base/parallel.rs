@@ -4,6 +4,7 @@
 
 use std::num::NonZero;
 use std::sync::Mutex;
+use std::sync::OnceLock;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -14,7 +15,9 @@ use crate::base::sync::threads;
 
 /// The number of threads that can run at once, but at most `at_most`.
 pub(crate) fn threads(at_most: usize) -> usize {
-    thread::available_parallelism().map_or(1, NonZero::get).min(at_most)
+    // Asked once: the answer is read from files of the system's.
+    static COUNT: OnceLock<usize> = OnceLock::new();
+    (*COUNT.get_or_init(|| thread::available_parallelism().map_or(1, NonZero::get))).min(at_most)
 }
 
 /// Does `work` for each index below `count` on up to `threads` threads, the caller's among them, and returns

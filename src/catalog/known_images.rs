@@ -17,7 +17,7 @@ use remanent_format::limits::CHAIN_LINKS_MAX;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::state::bases::Base;
 use remanent_format::state::survey::Survey;
-use remanent_format::{Lsn, PageId, PageTable, ReadAt, SnapshotId};
+use remanent_format::{Epoch, Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
 use super::classify::PageClass;
 use super::newest::{ImageTotals, KnownImage, Link, NewestSnapshot};
@@ -120,6 +120,13 @@ impl KnownImages {
     /// Notes an image that was written ahead of batch `lsn`, for a page of length `len`.
     pub fn note_ahead(&self, page: PageId, lsn: Lsn, image: ImageRef, len: u64) {
         self.ahead.lock().insert(page, (KnownImage { lsn, image: Some(image) }, len));
+    }
+
+    /// The image that the newest snapshot names for a page of this version, if it is not known to be damaged.
+    pub fn image_of(&self, page: PageId, epoch: Epoch) -> Option<ImageRef> {
+        let newest = self.newest.lock();
+        let image = newest.get(page).filter(|named| named.epoch == epoch)?.known.image?;
+        (!self.spoilt.lock().contains_key(&location(&image))).then_some(image)
     }
 
     /// Reads the images back that were written ahead of their batches. A snapshot may name those that hold

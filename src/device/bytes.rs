@@ -190,6 +190,16 @@ impl DeviceBytes {
         Ok(self.span())
     }
 
+    /// Begins a call that writes to these bytes, once the streams' uses of them are done. No page is put
+    /// there before the use is dropped.
+    ///
+    /// # Errors
+    /// [`Error::MemoryInUse`]; as for [`arrived`](Self::arrived).
+    pub(crate) fn begin_write(&self) -> Result<(RangeUse, Span)> {
+        let begun = self.begin_use(CallerUse::Call)?;
+        Ok((begun, self.arrived(Access::Write)?))
+    }
+
     /// As [`arrived`](Self::arrived), without the stream on which the bytes are made.
     ///
     /// # Errors
@@ -298,8 +308,7 @@ impl DeviceBytes {
     fn try_write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let part = self.part(offset..offset.saturating_add(bytes.len() as u64))?;
         // Until the bytes have landed.
-        let _no_page_comes = part.begin_use(CallerUse::Call)?;
-        let target = part.arrived(Access::Write)?;
+        let (_no_page_comes, target) = part.begin_write()?;
         let mut staging = self.memory.device.staging(bytes.len())?;
         staging.copy_from_slice(bytes);
         let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };

@@ -339,6 +339,14 @@ pub struct Span {
     pub len: u64,
 }
 
+impl Span {
+    /// Whether a byte lies in both ranges.
+    pub(crate) fn overlaps(self, other: Self) -> bool {
+        let before = |a: Self, b: Self| a.offset.saturating_add(a.len) <= b.offset;
+        self.memory == other.memory && !before(self, other) && !before(other, self)
+    }
+}
+
 /// The longest copy between page memory and the host, in bytes, that is done in microseconds and waits for no
 /// other one. A longer one holds up its lane for as long as it takes, so it belongs in [`Lane::Drain`] where
 /// others wait for the lane.

@@ -9,6 +9,10 @@
 use super::{Command, Device, Span, StagingSpan};
 use crate::error::Error;
 
+/// From this length in bytes on, a write is proven where it arrives. A shorter one takes a GPU less time than
+/// the launches of its sum.
+pub(crate) const PROVEN_LEN_MIN: u64 = 64 << 10;
+
 /// The length of the staging that these sums come back in.
 pub(crate) fn sums_len(count: usize) -> usize {
     4 * count

@@ -135,19 +135,29 @@ impl Auditor<'_> {
         let wanted = collected(pages.iter().map(|(page, _)| *page))?;
         self.engine.applier.unloaded().wait(wanted.iter().copied())?;
         let staging = self.engine.staging.take(sums_len(wanted.len()))?.into_staging();
-        let (infos, lsn, pending) = self.engine.applier.turn(move |turn| {
+        let (infos, on_disk, lsn, pending) = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let known = wanted.into_iter().filter_map(|page| turn.applied.table.get(page));
-            let infos = collected(known.filter(|info| info.len > 0))?;
+            let (mut infos, mut on_disk) = (Vec::new(), Vec::new());
+            for info in known.filter(|info| info.len > 0) {
+                match turn.applied.on_disk.get(info.page) {
+                    Some(page) => push(&mut on_disk, (info, page.clone()))?,
+                    None => push(&mut infos, info)?,
+                }
+            }
             let sources = collected(infos.iter().map(|info| turn.applied.memory[info.page].span()))?;
             let commands = vec![sum_each(sources, 0)];
             let pending = turn.submit(CommandList { commands, staging: vec![staging] })?;
-            Ok((infos, turn.applied.point.lsn, pending))
+            Ok((infos, on_disk, turn.applied.point.lsn, pending))
         })?;
         let staging = pending.finish(&*self.engine.device)?.pop().expect("one staging went in");
         let found = StagingBuf::new(staging, sums_len(infos.len()));
-        let pages = collected(infos.into_iter().zip(sums_in(&found)))?;
+        let mut pages = collected(infos.into_iter().zip(sums_in(&found)))?;
         self.engine.staging.give(found.into_staging());
+        for (info, page) in on_disk {
+            let sum = page.sum()?;
+            push(&mut pages, (info, sum))?;
+        }
         Ok(PageSums { pages, lsn })
     }
 

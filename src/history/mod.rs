@@ -1,6 +1,7 @@
 //! Earlier states of a store: looking at one, going back to one, and stores that begin at one.
 
 pub(crate) mod audit;
+pub(crate) mod blame;
 pub(crate) mod fork;
 pub(crate) mod point;
 pub(crate) mod restore;

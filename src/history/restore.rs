@@ -26,7 +26,7 @@ use remanent_format::image::{ImagePurpose, ImageRef};
 use remanent_format::manifest::{Manifest, ManifestKind};
 use remanent_format::op::{Op, PayloadWriter};
 use remanent_format::{
-    Epoch, FileName, Folder, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, SnapshotId,
+    Epoch, FileName, Folder, LogPoint, Lsn, Metadata, PageId, PageInfo, PageTable, Place, SnapshotId,
 };
 
 use crate::applier::Turn;
@@ -40,6 +40,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
+use crate::images::disk_pages::DiskPages;
 use crate::images::read::{SummedBy, prove, wanted};
 use crate::images::{ImageOptions, ImageWriter};
 use crate::log::SpacePurpose;
@@ -72,7 +73,8 @@ impl RestoreRun<'_> {
         // 1.
         self.engine.log.wait_durable(submitted.lsn())?;
         let old = PastState::open(&self.engine.disk, Some(&StatePoint::Lsn(restored)))?;
-        self.budget.check(old.table().pages().map(|info| (info.place, info.len)))?;
+        let in_memory = old.table().pages().filter(|info| info.place != Place::Disk);
+        self.budget.check(in_memory.map(|info| (info.place, info.len)))?;
         // 2.
         let lsn = submitted.lsn().next();
         let epoch = Epoch(submitted.epoch_high().0 + 1);
@@ -196,7 +198,9 @@ impl RestoreRun<'_> {
     fn overwrite(&self, target: Arc<RestoreTarget>, point: LogPoint) -> Result<()> {
         let source = DiskSource::past_cache(self.engine.disk.clone());
         let (device, staging) = (self.engine.device.clone(), self.engine.staging.clone());
+        let disk_pages = self.engine.disk_pages.clone();
         let overwritten = self.engine.applier.turn(move |turn| {
+            overwrite_on_disk(turn, &disk_pages, &target, point);
             overwrite(turn, &source, &*device, &staging, &target, point).inspect_err(|error| turn.lose(error))
         });
         overwritten.map_err(|error| self.lose(error))
@@ -227,7 +231,25 @@ fn at_restore(info: &PageInfo, now: &PageTable, lsn: Lsn, epoch: Epoch) -> PageI
     info
 }
 
-/// Replaces the applier's pages. When it returns, memory holds the old state.
+/// Replaces the applier's pages on disk: each has the image of the old state.
+fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &RestoreTarget, point: LogPoint) {
+    let RestoreTarget { pages, images, .. } = target;
+    let is_on_disk = |page: PageId| {
+        let at = pages.binary_search_by_key(&page, |info| info.page);
+        at.is_ok_and(|at| pages[at].place == Place::Disk)
+    };
+    turn.applied.on_disk.retain(|page, _| is_on_disk(page));
+    let changed = pages.iter().filter(|info| info.lsn == point.lsn && info.place == Place::Disk);
+    for info in changed {
+        // The images were proven before the restore was logged, and the table names them: their files stay.
+        let image = images.get(&info.page).map(|image| disk_pages.image(*image, info.len));
+        turn.versions.moved_to_disk(info.page);
+        turn.applied.on_disk.insert(info.page, disk_pages.page(image));
+    }
+    disk_pages.note(pages.iter().map(|info| info.place));
+}
+
+/// Replaces the applier's pages in memory. When it returns, memory holds the old state.
 fn overwrite(
     turn: &mut Turn<'_>,
     source: &DiskSource,
@@ -254,7 +276,7 @@ fn overwrite(
         let memory = turn.applied.memory.remove(page).expect("listed just now");
         turn.arena.retire(memory, last_use);
     }
-    let changed = || pages.iter().filter(|info| info.lsn == point.lsn);
+    let changed = || pages.iter().filter(|info| info.lsn == point.lsn && info.place != Place::Disk);
     let missing = collected(changed().filter(|info| !turn.applied.memory.contains(info.page)))?;
     let wanted_memory = collected(missing.iter().map(|info| (info.place, info.len)))?;
     let memory = turn.arena.allocate_all(Purpose::Page, &wanted_memory)?;

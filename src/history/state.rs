@@ -432,7 +432,7 @@ impl PastState {
     }
 
     /// Whether no writer can have removed files that this state needs.
-    fn is_kept(&self) -> Result<bool> {
+    pub fn is_kept(&self) -> Result<bool> {
         Ok(self.hold.is_some() || self.is_there()?)
     }
 
@@ -449,7 +449,8 @@ impl PastState {
         Ok(true)
     }
 
-    fn overtaken(&self) -> Error {
+    /// The error of a reader whose state is gone.
+    pub fn overtaken(&self) -> Error {
         let names = self.disk.list(Folder::Snapshots).unwrap_or_default();
         let snapshots = names.iter().filter_map(|name| match FileName::parse(Folder::Snapshots, name) {
             Some(FileName::Manifest(number)) => Some(SnapshotId(number)),

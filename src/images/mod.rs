@@ -3,6 +3,7 @@
 //! A crash here loses nothing: an image file that no manifest, no table and no batch names means nothing, and
 //! the next open removes it.
 
+pub(crate) mod disk_pages;
 pub(crate) mod numbers;
 pub(crate) mod read;
 mod write_ahead;

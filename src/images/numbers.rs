@@ -18,12 +18,15 @@ use remanent_format::{FileName, Lsn};
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::disk::Disk;
 use crate::disk::image_spares::ImageSpares;
+use crate::images::disk_pages::DiskPages;
 
 /// The numbers of image files and tables, and the files that batches name.
 pub(crate) struct ImageFiles {
     disk: Arc<dyn Disk>,
     /// Files that are free, for images to come.
     spares: Arc<ImageSpares>,
+    /// The pages that are read from image files.
+    disk_pages: Arc<DiskPages>,
     state: Mutex<NumberState>,
     /// The first number of this run of the store.
     first: u64,
@@ -44,12 +47,13 @@ impl ImageFiles {
     pub fn new(
         disk: Arc<dyn Disk>,
         spares: Arc<ImageSpares>,
+        disk_pages: Arc<DiskPages>,
         next: u64,
         for_batches: impl IntoIterator<Item = (u64, Lsn)>,
     ) -> Self {
         let for_batches = for_batches.into_iter().map(|(file, lsn)| (file, Some(lsn))).collect();
         let state = Mutex::new(NumberState { next, for_batches });
-        Self { disk, spares, state, first: next, removals: Mutex::new(()) }
+        Self { disk, spares, disk_pages, state, first: next, removals: Mutex::new(()) }
     }
 
     /// The disk on which the files lie.
@@ -130,6 +134,11 @@ impl ImageFiles {
     /// again.
     pub fn block_removals(&self) -> MutexGuard<'_, ()> {
         self.removals.lock()
+    }
+
+    /// Whether a page on disk has its bytes in a file.
+    pub fn is_read_from(&self, file: u64) -> bool {
+        self.disk_pages.uses_file(file)
     }
 
     /// Whether a file was written for a batch that is under way, or is above `floor`.

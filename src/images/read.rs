@@ -19,6 +19,9 @@ use crate::error::{Error, Result};
 /// that is 4 MiB, the length of a staging buffer.
 pub(crate) const RUN_BYTES: u64 = (4 << 20) - 2 * GROUP_ALIGN;
 
+/// The longest gap between two images of a run. A disk reads that many bytes in the time of another request.
+const GAP_BYTES: u64 = 64 << 10;
+
 /// Bytes that are read and summed at once. They fit the second-level cache of a processor, and a disk is as
 /// fast as with more.
 pub(crate) const SUMMED_AT_ONCE: usize = 512 << 10;
@@ -51,7 +54,7 @@ pub(crate) fn wanted(
     pages.into_iter().filter_map(move |info| image(info.borrow()))
 }
 
-/// Images that are neighbours in one file, so that one read gets them.
+/// Images that are neighbours in one file, or nearly, so that one read gets them.
 pub(crate) struct ImageRun<'a> {
     /// The requests, at least one, in the order of the file.
     images: &'a [ImageRequest],
@@ -60,14 +63,21 @@ pub(crate) struct ImageRun<'a> {
 /// Sorts images into runs. A long image is a run of its own.
 pub(crate) fn runs(wanted: &mut [ImageRequest]) -> impl Iterator<Item = ImageRun<'_>> {
     wanted.sort_unstable_by_key(|wanted| (wanted.image.file, wanted.image.offset));
-    let same_run = |first: &ImageRef, image: &ImageRef| {
+    let same_run = |first: &ImageRef, reached: u64, image: &ImageRef| {
         let end = first.offset + RUN_BYTES.max(first.stored_len);
-        image.file == first.file && image.offset + image.stored_len <= end
+        let is_near = image.offset <= reached + GAP_BYTES;
+        image.file == first.file && image.offset + image.stored_len <= end && is_near
     };
     let mut rest = &*wanted;
     std::iter::from_fn(move || {
         let first = rest.first()?;
-        let joins = |wanted: &&ImageRequest| same_run(&first.image, &wanted.image) && !wanted.is_long();
+        let mut reached = first.image.offset;
+        let joins = |wanted: &&ImageRequest| {
+            let image = &wanted.image;
+            let does = same_run(&first.image, reached, image) && !wanted.is_long();
+            reached = reached.max(image.offset + image.stored_len);
+            does
+        };
         let count = if first.is_long() { 1 } else { rest.iter().take_while(joins).count() };
         let (images, after) = rest.split_at(count);
         rest = after;

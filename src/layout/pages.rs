@@ -154,11 +154,12 @@ impl BlockPages {
         Ok(())
     }
 
-    /// Reads a block into memory of a device, as [`read`](Self::read) does into a host's. The bytes go by way
-    /// of the store's pinned memory.
+    /// Reads a block into memory of a device, as [`read`](Self::read) does into a host's: all runs by one
+    /// list of commands.
     ///
     /// # Errors
-    /// As for `read`; those of [`DeviceBytes::write`], after which the device's memory holds a part.
+    /// [`Error::Layout`](crate::Error::Layout), as for `write`; those of [`Store::read_device`], after which
+    /// the device's memory may hold a part.
     pub fn read_device(
         &self,
         store: &Store,
@@ -169,11 +170,12 @@ impl BlockPages {
     ) -> Result<()> {
         to.check_regions(regions.iter().map(DeviceBytes::byte_len))?;
         let copies = self.layout.copies(block, to, to_block)?;
-        let bytes = self.read_all(store, &copies)?;
-        for (index, copy) in copies.iter().enumerate() {
-            regions[copy.to.region].write(copy.to.offset, bytes.get(index))?;
-        }
-        Ok(())
+        let parts = copies.iter().map(|copy| regions[copy.to.region].part(copy.to.range()));
+        let parts: Vec<DeviceBytes> = parts.collect::<Result<_>>()?;
+        let of_page = |copy: &BlockCopy| (self.pages[copy.from.region], copy.from.offset);
+        let ranges: Vec<_> =
+            copies.iter().map(of_page).zip(&parts).map(|((page, at), part)| (page, at, part)).collect();
+        store.read_device(&ranges).map(drop)
     }
 
     fn read_all(&self, store: &Store, copies: &[BlockCopy]) -> Result<ManyBytes> {

@@ -16,9 +16,9 @@ use remanent_format::op::PayloadBytes;
 use crate::base::allocation::{make_room, push};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::Mutex;
-use crate::device::sums::{sum_each, sums_len};
-use crate::device::{CommandList, Device, Span, Staging};
-use crate::error::Result;
+use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
+use crate::device::{Command, CommandList, Device, Lane, Span, Staging, StagingSpan};
+use crate::error::{Error, Result};
 
 /// The smallest class: the payloads of small batches fit. Classes of 4 KiB were slower: the system zeroes
 /// each page of memory when it is first touched.
@@ -126,6 +126,31 @@ impl StagingPool {
         let sums = self.take(sums_len(ranges.len()))?;
         push(&mut list.commands, sum_each(ranges, list.staging.len()))?;
         push(&mut list.staging, sums.into_staging())
+    }
+
+    /// Copies bytes to device memory, and waits until they are there. Where they cross a bus, the device sums
+    /// what arrived (I12). A bit that turned over once must not fail the caller: they are sent twice then.
+    ///
+    /// # Errors
+    /// `OutOfMemory`; a device error, also where other bytes arrived, twice.
+    pub fn upload(&self, lane: Lane, target: Span, bytes: &[u8]) -> Result<()> {
+        let once = || {
+            let mut staged = self.take(bytes.len())?;
+            staged.copy_from_slice(bytes);
+            let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
+            let mut list = CommandList {
+                commands: vec![Command::Upload { source, target }],
+                staging: vec![staged.into_staging()],
+            };
+            if self.device.crosses_bus() {
+                self.add_sums(&mut list, vec![target])?;
+            }
+            let returned = self.device.submit(lane, list)?.finish(&*self.device)?;
+            let found = returned.get(1).and_then(|sums| sums_in(sums).next());
+            self.give_all(returned);
+            Ok::<_, Error>(found.is_none_or(|sum| sum == crc32fast::hash(bytes)))
+        };
+        if once()? || once()? { Ok(()) } else { Err(changed_on_the_way(&*self.device, "a page")) }
     }
 
     /// The first `len` bytes of a staging; another one if it is shorter.

@@ -6,7 +6,12 @@ use remanent_format::Place;
 
 use crate::error::{Error, Result};
 
-/// Byte limits a place. A place that is not named is unlimited.
+/// Limits in bytes, one per place. A place that is not named is unlimited, but for [`Place::Disk`].
+///
+/// Pages on disk have no memory. The limit of [`Place::Disk`] is for the host memory that holds what batches
+/// have written to such pages since their newest images: 128 MiB if it is not named. At half of it a snapshot
+/// is due. At all of it a commit that writes to such pages waits for the snapshot; it is refused where no
+/// thread takes snapshots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Budget {
     limits: BTreeMap<Place, u64>,

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use super::{Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Retention};
+use super::{
+    Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Retention, Tiers,
+};
 
 /// What the options are, each under the name by which it is set with `get_` before it.
 ///
@@ -70,6 +72,12 @@ impl Options {
     #[must_use]
     pub fn get_budget(&self) -> &Budget {
         &self.budget
+    }
+
+    /// The order of places through which pages go down, if there is one.
+    #[must_use]
+    pub fn get_tiers(&self) -> Option<&Tiers> {
+        self.tiers.as_ref()
     }
 
     /// The caller's own description of the store.

@@ -7,6 +7,7 @@ mod retention;
 mod snapshot;
 mod getters;
 mod page_memory;
+mod tiers;
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -19,6 +20,7 @@ pub use self::choices::{Ack, Compression, Create, DeviceChoice, ImageIo, LogIo, 
 pub(crate) use self::page_memory::PageMemorySource;
 pub use self::retention::Retention;
 pub use self::snapshot::SnapshotOptions;
+pub use self::tiers::Tiers;
 use crate::error::{Error, Result};
 
 /// How a store is opened. Every option has a default.
@@ -42,6 +44,7 @@ pub struct Options {
     pub(crate) reserve_bytes: Option<u64>,
     pub(crate) spare_bytes: Option<u64>,
     pub(crate) budget: Budget,
+    pub(crate) tiers: Option<Tiers>,
     pub(crate) identity: Option<Vec<u8>>,
     pub(crate) layout_fingerprint: Option<[u8; 32]>,
     pub(crate) retention: Retention,
@@ -70,6 +73,7 @@ impl Default for Options {
             reserve_bytes: None,
             spare_bytes: None,
             budget: Budget::default(),
+            tiers: None,
             identity: None,
             layout_fingerprint: None,
             retention: Retention::default(),
@@ -174,7 +178,7 @@ impl Options {
     ///
     /// Batches that only delete find room for one in each 4 KiB of a segment but the first, if each is waited
     /// for, and each may delete 100 pages. The last segment that they take has 16 KiB: with a reserve of two
-    /// segments of 256 KiB they are 66.
+    /// segments of 256 KiB they are 66. A pause of 10 ms takes the room of one: the log is sealed then.
     ///
     /// Beside the reserve five segments of at least 16 KiB are kept for opens, seals and manifests, unless
     /// the reserve is 0. Where that is all that is left, and too little for the open after the next one,
@@ -211,6 +215,14 @@ impl Options {
     #[must_use]
     pub fn budget(mut self, budget: Budget) -> Self {
         self.budget = budget;
+        self
+    }
+
+    /// An order of places: where one is full, pages that are not used go to the next one. Default: none, so
+    /// that a batch for which a place has no room is refused with [`Error::OverBudget`].
+    #[must_use]
+    pub fn tiers(mut self, tiers: Tiers) -> Self {
+        self.tiers = Some(tiers);
         self
     }
 
@@ -421,7 +433,7 @@ impl Options {
         if self.retention.snapshots_kept == 0 {
             return invalid("snapshots_kept", "at least one snapshot must be kept".to_owned());
         }
-        Ok(())
+        self.tiers.iter().try_for_each(|tiers| tiers.check(&self.budget))
     }
 
     /// Whole segments of the reserve.

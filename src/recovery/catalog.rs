@@ -26,6 +26,7 @@ use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::IMAGE_FILES_MAX;
+use crate::images::disk_pages::DiskPages;
 use crate::images::numbers::ImageFiles;
 
 /// The files that will be kept on disk, if the pages can be loaded.
@@ -158,6 +159,7 @@ impl<'s> CatalogDraft<'s> {
         self,
         disk: &Arc<dyn Disk>,
         spares: Arc<ImageSpares>,
+        disk_pages: Arc<DiskPages>,
         survey: &Survey,
         end: Lsn,
     ) -> Catalog {
@@ -169,7 +171,7 @@ impl<'s> CatalogDraft<'s> {
             floor,
             unread: is_unread.then_some(end),
             next_snapshot: newest.map_or(1, |last| last.0 + 1),
-            files: Arc::new(ImageFiles::new(disk.clone(), spares, next_file, for_batches)),
+            files: Arc::new(ImageFiles::new(disk.clone(), spares, disk_pages, next_file, for_batches)),
             known: Arc::new(known),
             file_lens: BTreeMap::new(),
         }
@@ -188,7 +190,7 @@ impl Recovery<'_> {
     ) -> Result<Catalog> {
         let (is_unread, newest) = (draft.is_unread, survey.links.keys().next_back().copied());
         let batch_files: BTreeSet<u64> = draft.for_batches.keys().copied().collect();
-        let catalog = draft.into_catalog(&self.disk, spares, survey, end);
+        let catalog = draft.into_catalog(&self.disk, spares, self.disk_pages.clone(), survey, end);
         // Image files of snapshots that nothing names stem from a snapshot that a crash cut short. Where
         // a snapshot was passed over, its images stay until newer ones take its place: they are evidence
         // of what was damaged.
@@ -233,7 +235,9 @@ impl Recovery<'_> {
             // manifest says so. A frame that was cut may name it: a new file of that number would give
             // that frame other bytes.
             let is_highest = number + 1 == catalog.files.first() && number >= next_file;
-            let is_needed = named.contains(&number) || catalog.files.is_for_batch(number, floor);
+            let is_needed = named.contains(&number)
+                || catalog.files.is_for_batch(number, floor)
+                || catalog.files.is_read_from(number);
             if !(is_needed || is_highest && batch_files.contains(&number)) {
                 self.disk.remove(file)?;
             }

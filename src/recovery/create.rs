@@ -86,6 +86,7 @@ impl Recovery<'_> {
             applied: AppliedState {
                 table: PageTable::new(),
                 memory: ById::default(),
+                on_disk: ById::default(),
                 unloaded: Arc::default(),
                 point: log.point,
                 deleted: None,
@@ -101,7 +102,13 @@ impl Recovery<'_> {
                 floor: None,
                 unread: None,
                 next_snapshot: 1,
-                files: Arc::new(ImageFiles::new(self.disk.clone(), pool.image_spares().clone(), 1, [])),
+                files: Arc::new(ImageFiles::new(
+                    self.disk.clone(),
+                    pool.image_spares().clone(),
+                    self.disk_pages.clone(),
+                    1,
+                    [],
+                )),
                 known: Arc::default(),
                 file_lens: BTreeMap::new(),
             },

@@ -13,6 +13,7 @@ use crate::applier::{ArrivalProof, ArrivalSums, ListBuilder, PayloadAt, stage_as
 use crate::base::sync::Mutex;
 use crate::device::CommandList;
 use crate::error::Result;
+use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::StagingPool;
 
@@ -52,11 +53,26 @@ impl NewerBases {
     }
 }
 
+/// The pages to which this thread applies batches.
+#[derive(Default)]
+pub(super) struct HostPages {
+    /// Those that become shorter or longer on the way.
+    pub resized: HashMap<PageId, ResizedPage>,
+    /// Those that have no memory.
+    pub on_disk: ById<PageId, DiskPage>,
+}
+
+impl HostPages {
+    fn is_empty(&self) -> bool {
+        self.resized.is_empty() && self.on_disk.is_empty()
+    }
+}
+
 /// Makes lists of batches, ahead of the thread that submits them.
 pub(super) struct Deltas<'l> {
     /// Where pages lie on the device. Deleted and unloaded ones have none.
     pub memory: &'l ById<PageId, PageMemory>,
-    pub on_host: &'l Mutex<HashMap<PageId, ResizedPage>>,
+    pub on_host: &'l Mutex<HostPages>,
     /// The batches that a page's base holds already.
     pub late: &'l NewerBases,
     pub staging: &'l StagingPool,
@@ -71,7 +87,7 @@ impl Deltas<'_> {
         // One thread has lists made, so this lock is never waited for.
         let mut on_host = self.on_host.lock();
         let parts = if on_host.is_empty() {
-            run.by_threads(|batches| self.part(&run, batches, &mut HashMap::new()))?
+            run.by_threads(|batches| self.part(&run, batches, &mut HostPages::default()))?
         } else {
             vec![self.part(&run, &run.batches, &mut on_host)?]
         };
@@ -90,12 +106,7 @@ impl Deltas<'_> {
     }
 
     /// The part of a list that some batches of a run are.
-    fn part(
-        &self,
-        run: &BatchRun,
-        batches: &[LoggedBatch],
-        on_host: &mut HashMap<PageId, ResizedPage>,
-    ) -> Result<ListBuilder> {
+    fn part(&self, run: &BatchRun, batches: &[LoggedBatch], on_host: &mut HostPages) -> Result<ListBuilder> {
         let mut list = ListBuilder::default();
         let index = list.payload_index();
         for batch in batches {
@@ -103,22 +114,28 @@ impl Deltas<'_> {
             let payload = PayloadAt { index, offset: batch.payload.start };
             let ops = decode_payload(run.payload(batch)).map_err(|defect| batch.damage(defect))?;
             list.make_room(&ops)?;
-            // A page without memory is deleted by a later batch, or stays unloaded: no batch here changes it.
+            let page_of = |op: &OpAt<'_>| op.op.page().filter(|page| self.late.applies(*page, lsn));
+            // A page without memory is on disk, or deleted by a later batch, or stays unloaded: then no batch
+            // here changes it.
             let target = |op: &OpAt<'_>| {
-                let page = op.op.page().filter(|page| self.late.applies(*page, lsn))?;
+                let page = page_of(op)?;
                 Some((page, self.memory.get(page)?))
             };
             if self.crosses_bus {
                 let on_device =
-                    |op: &&OpAt<'_>| target(op).is_some_and(|(page, _)| !on_host.contains_key(&page));
+                    |op: &&OpAt<'_>| target(op).is_some_and(|(page, _)| !on_host.resized.contains_key(&page));
                 let writes = ops.iter().filter(on_device).map(|op| &op.op);
                 if let Some(sums) = ArrivalSums::of(writes, self.staging)? {
                     list.prove(sums);
                 }
             }
             for (index, op) in ops.iter().enumerate() {
+                if let Some(on_disk) = page_of(op).and_then(|page| on_host.on_disk.get_mut(page)) {
+                    on_disk.apply(&op.op);
+                    continue;
+                }
                 let Some((page, memory)) = target(op) else { continue };
-                match on_host.get_mut(&page) {
+                match on_host.resized.get_mut(&page) {
                     Some(ResizedPage::Whole(whole)) => whole.apply(&op.op),
                     Some(ResizedPage::Windows(trail)) => trail
                         .note(&batch.header, run.payload(batch), &ops, index)

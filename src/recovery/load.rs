@@ -3,8 +3,6 @@
 //! [`load`] is the recipe; each of its steps is a helper. [`Recovery::open`](super::Recovery::open) calls
 //! it once for each snapshot that it tries. Nothing on disk changes here, so a crash loses nothing.
 
-use std::collections::HashMap;
-
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
 use remanent_format::state::bases::{Base, Bases};
@@ -16,7 +14,7 @@ use remanent_format::{Defect, FileName, LogPoint, Lsn, PageId, PageTable};
 
 use super::Recovery;
 use super::catalog::CatalogDraft;
-use super::deltas::{Deltas, NewerBases, ResizedPage};
+use super::deltas::{Deltas, HostPages, NewerBases, ResizedPage};
 use super::image_loader::{ImageLoader, threads};
 use super::lent_pages::LentPages;
 use super::loaded_pages::{LoadedPages, PageSet};
@@ -26,14 +24,13 @@ use super::page_sources::{ImageGroup, PageSources, SourceSorter};
 use super::submitted_lists::SubmittedLists;
 use super::verified_snapshots::is_verified;
 use crate::applier::{ListBuilder, UnloadedPage};
-use crate::base::allocation::{append, copied, make_room};
+use crate::base::allocation::{append, copied, insert, make_room};
 use crate::base::parallel;
 use crate::base::sync::Mutex;
-use crate::device::sums::{changed_on_the_way, sums_in};
-use crate::device::{Command, CommandList, Lane, StagingSpan};
+use crate::device::{CommandList, Lane};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
-use crate::images::read::{ImageRequest, SummedBy};
+use crate::images::read::{ImageRequest, SummedBy, prove};
 use crate::memory::arena::Arena;
 use crate::options::PageLoad;
 
@@ -70,7 +67,7 @@ pub(super) fn load<'a, 's>(
     let sources = sort_sources(recovery, survey, base, resolution, &bases, from, &memories)?;
     // Sorted, they are not needed any more: their memory goes before images are read.
     drop(bases);
-    let PageSources { images, zeros, resized, late, beside } = sources;
+    let PageSources { images, zeros, resized, on_disk, late, beside } = sources;
     let late = NewerBases::of(late);
     // 3.
     let mut loader = Loader::new(recovery);
@@ -78,6 +75,7 @@ pub(super) fn load<'a, 's>(
     // following the log already took them from the medium.
     let sealed = DiskSource::past_cache(recovery.disk.clone());
     let load = || {
+        loader.find_on_disk(&sealed, &on_disk)?;
         loader.load_to_host(&sealed, table, &resized)?;
         loader.load_images(&sealed, table, &memories, images, &zeros)
     };
@@ -132,7 +130,7 @@ struct Loader<'a> {
     pages: PageSet,
     /// Pages whose length changes during replay are put together in host memory: on the device they are
     /// allocated once, at their final length.
-    on_host: Mutex<HashMap<PageId, ResizedPage>>,
+    on_host: Mutex<HostPages>,
     /// Commands that make pages of zeros.
     list: ListBuilder,
     /// Lists that the device may still work on: while there is one, no page memory is given back.
@@ -177,8 +175,25 @@ impl<'a> Loader<'a> {
             } else {
                 ResizedPage::Windows(PageTrail::prove(sealed, *page, base)?)
             };
-            self.on_host.lock().insert(*page, resized);
+            insert(&mut self.on_host.lock().resized, *page, resized)?;
         }
+        Ok(())
+    }
+
+    /// Finds the images of the pages that stay on disk. Those that nothing has read back yet are read now,
+    /// because the new incarnation relies on them (I7).
+    fn find_on_disk(&self, sealed: &DiskSource, pages: &[(PageId, Base, bool)]) -> Result<()> {
+        let unproven = pages.iter().filter(|(.., is_proven)| !is_proven);
+        let wanted = unproven.filter_map(|(page, base, _)| {
+            Some(ImageRequest { page: *page, len: base.len, image: base.image? })
+        });
+        prove(sealed, wanted)?;
+        let Recovery { disk_pages, .. } = self.recovery;
+        let page = |(page, base, _): &(PageId, Base, bool)| match base.image {
+            Some(image) => (*page, disk_pages.page(Some(disk_pages.image(image, base.len)))),
+            None => (*page, disk_pages.zeros(base.len)),
+        };
+        self.on_host.lock().on_disk = pages.iter().map(page).collect();
         Ok(())
     }
 
@@ -245,7 +260,7 @@ impl<'a> Loader<'a> {
             return Ok(());
         }
         make_room(&mut self.pages.unloaded, unloaded.len())?;
-        let PageSet { memory, unloaded: pages } = &mut self.pages;
+        let PageSet { memory, unloaded: pages, .. } = &mut self.pages;
         // Both lists ascend.
         let mut unloaded = unloaded.into_iter().peekable();
         let all = std::mem::take(memory).into_items();
@@ -304,9 +319,10 @@ impl<'a> Loader<'a> {
         // I6: each accepted batch that no mark proves is carried on, and none twice. A missing one would
         // be acknowledged by the new opening and be nowhere.
         assert!(tail.len() as u64 == end.accepted.lsn.0 - end.proven.lsn.0);
-        let on_host = std::mem::take(&mut *self.on_host.lock());
+        let HostPages { resized, on_disk } = std::mem::take(&mut *self.on_host.lock());
+        self.pages.on_disk = on_disk;
         let table = &resolution.resolved.table;
-        for (page, resized) in on_host {
+        for (page, resized) in resized {
             let len = table.get(page).expect("a page of the table").len;
             let trail = match resized {
                 ResizedPage::Whole(whole) => {
@@ -330,29 +346,11 @@ impl<'a> Loader<'a> {
     /// Uploads a page's bytes from `offset` on, which were put together in host memory, and holds what
     /// arrived against them. Such pages are few, so this waits.
     fn upload(&self, page: PageId, offset: u64, bytes: &[u8]) -> Result<()> {
-        let Recovery { device, staging, .. } = self.recovery;
+        let Recovery { staging, .. } = self.recovery;
         if bytes.is_empty() {
             return Ok(());
         }
-        let target = self.pages.memory[page].part(offset, bytes.len() as u64);
-        let upload = || {
-            let mut staged = staging.take(bytes.len())?;
-            staged.copy_from_slice(bytes);
-            let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
-            let mut list = CommandList {
-                commands: vec![Command::Upload { source, target }],
-                staging: vec![staged.into_staging()],
-            };
-            if device.crosses_bus() {
-                staging.add_sums(&mut list, vec![target])?;
-            }
-            let returned = device.submit(Lane::Apply, list)?.finish(&**device)?;
-            let found = returned.get(1).and_then(|sums| sums_in(sums).next());
-            returned.into_iter().for_each(|used| staging.give(used));
-            Ok::<_, Error>(found.is_none_or(|sum| sum == crc32fast::hash(bytes)))
-        };
-        // A bit that turned over once must not fail an open.
-        if upload()? || upload()? { Ok(()) } else { Err(changed_on_the_way(&**device, "a page")) }
+        staging.upload(Lane::Apply, self.pages.memory[page].part(offset, bytes.len() as u64), bytes)
     }
 
     /// Step 6: what was loaded, or the memory given back.

@@ -5,6 +5,7 @@ use remanent_format::state::by_id::ById;
 
 use crate::applier::{UnloadedPage, UnloadedSet};
 use crate::error::Result;
+use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::{Arena, PageMemory};
 
 /// Loaded pages that no list uses any more. If the open fails after all, dropping this gives their memory
@@ -22,9 +23,14 @@ pub(super) struct LoadedPages<'a> {
 pub(super) struct PageSet {
     /// Memory of the pages that are loaded.
     pub memory: ById<PageId, PageMemory>,
+    /// Pages that have no memory.
+    pub on_disk: ById<PageId, DiskPage>,
     /// Pages that are not loaded yet: each is exactly what its image says.
     pub unloaded: Vec<UnloadedPage>,
 }
+
+/// The pages that are loaded, those on disk, and those that are not loaded yet.
+pub(super) type KeptPages = (ById<PageId, PageMemory>, ById<PageId, DiskPage>, UnloadedSet);
 
 impl PageSet {
     /// Gives all memory back. The caller knows that no list names it any more.
@@ -43,13 +49,13 @@ impl LoadedPages<'_> {
     ///
     /// # Errors
     /// `OutOfMemory`.
-    pub fn keep(mut self) -> Result<(ById<PageId, PageMemory>, UnloadedSet)> {
-        let PageSet { memory, unloaded } = &mut self.pages;
+    pub fn keep(mut self) -> Result<KeptPages> {
+        let PageSet { memory, on_disk, unloaded } = &mut self.pages;
         let unloaded = UnloadedSet::new(std::mem::take(unloaded)).map_err(|(error, pages)| {
             *unloaded = pages;
             error
         })?;
-        Ok((std::mem::take(memory), unloaded))
+        Ok((std::mem::take(memory), std::mem::take(on_disk), unloaded))
     }
 }
 

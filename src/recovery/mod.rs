@@ -109,6 +109,7 @@ use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
 use crate::disk::{Disk, DiskLock};
 use crate::error::{Error, Result};
+use crate::images::disk_pages::DiskPages;
 use crate::log::{LogStart, SegmentPool, SegmentRules, SpacePurpose};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
@@ -192,6 +193,8 @@ pub(crate) struct Recovery<'a> {
     pub options: &'a Options,
     /// How the log will be written.
     pub log_io: LogIo,
+    /// The parts that pages on disk share.
+    pub disk_pages: Arc<DiskPages>,
 }
 
 impl Recovery<'_> {
@@ -318,15 +321,17 @@ impl Recovery<'_> {
             replayed = recovered.replayed_batches, copied = copied_batches, torn = ?recovered.torn, "recovered"
         );
         // From here on nothing fails, so the memory need not be given back any more.
-        let (memory, unloaded) = loaded.keep()?;
+        let (memory, on_disk, unloaded) = loaded.keep()?;
         // I10: each page of the table has the memory that was claimed for it, and there is no other.
         let (left, _) = unloaded.left();
-        assert!(memory.len() as u64 + left == resolution.resolved.table.pages().len() as u64);
+        let count = memory.len() + on_disk.len();
+        assert!(count as u64 + left == resolution.resolved.table.pages().len() as u64);
         recovered.unloaded_pages = left;
         let (table, unloaded) = (resolution.resolved.table, Arc::new(unloaded));
         let applied = AppliedState {
             table,
             memory,
+            on_disk,
             unloaded,
             point: log.point,
             deleted: None,

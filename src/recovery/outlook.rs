@@ -19,6 +19,7 @@ use crate::disk::Disk;
 use crate::disk::image_spares::ImageSpares;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
+use crate::images::disk_pages::DiskPages;
 
 /// How often the files are looked at anew if a writer changes them meanwhile.
 const ATTEMPTS: usize = 16;
@@ -76,10 +77,12 @@ impl Outlook {
         let newest = survey.readable().next_back();
         let numbers = newest.map_or(0, |link| link.next_file.min(link.ahead_from));
         let spares = Arc::new(ImageSpares::none(disk.clone(), survey.store.store));
+        // No page is read by this process.
+        let disk_pages = Arc::new(DiskPages::new(disk.clone(), u64::MAX));
         Ok(Self {
             current_segment: end.accepted.segment,
             under_way_from: is_locked.then_some(numbers),
-            catalog: draft.into_catalog(disk, spares, &survey, end.accepted.lsn),
+            catalog: draft.into_catalog(disk, spares, disk_pages, &survey, end.accepted.lsn),
         })
     }
 }

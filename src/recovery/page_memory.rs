@@ -60,10 +60,12 @@ impl<'a> PageMemories<'a> {
         let mut pieces: Vec<MemoryPiece> = Vec::new();
         let mut bytes = 0;
         for (page, place, len) in table.lens() {
-            // Lent memory is beside the budget.
-            let own_len = if lent.has(page) { 0 } else { len };
+            // Lent memory is beside the budget, and a page on disk has none. All pages are in the pieces: by
+            // them, other steps divide the table.
+            let own_len = if lent.has(page) || place == Place::Disk { 0 } else { len };
             match sums.iter_mut().find(|(of, _)| *of == place) {
                 Some((_, sum)) => *sum = sum.saturating_add(own_len),
+                None if place == Place::Disk => {}
                 None => sums.push((place, own_len)),
             }
             match pieces.last_mut() {
@@ -89,6 +91,7 @@ impl<'a> PageMemories<'a> {
         let mut rest = PieceGuard { memories: self, refused: None };
         for piece in &self.pieces {
             let pages = self.table.lens_between(piece.first, piece.last);
+            let pages = pages.filter(|(_, place, _)| *place != Place::Disk);
             let memory = pages.map_while(|(page, place, len)| {
                 if let Some(lent) = self.lent.take_out(page) {
                     return Some((page, lent));
@@ -151,7 +154,8 @@ impl<'a> PageMemories<'a> {
             refused = refused.and(why.map_or(Ok(()), Err));
         }
         if refused.is_ok() {
-            assert!(all.len() == table.lens().len()); // I10: what was claimed is what was allocated.
+            let wanted = table.lens().filter(|(_, place, _)| *place != Place::Disk).count();
+            assert!(all.len() == wanted); // I10: what was claimed is what was allocated.
         }
         (all, refused)
     }
@@ -183,6 +187,7 @@ mod tests {
 
     use super::*;
     use crate::device::host::HostDevice;
+    use crate::device::multi::MultiDevice;
     use crate::options::Budget;
 
     /// A table of three pieces and more, some pages long, with gaps between their ids.
@@ -248,11 +253,12 @@ mod tests {
     /// sleeps for ever.
     #[test]
     fn pages_after_a_refused_one_are_refused() {
-        // No device has memory there.
-        let (arena, table) = (arena(), table(Place::Disk));
+        // No device is bound to the slot.
+        let device = Arc::new(MultiDevice::new(vec![Arc::new(HostDevice::new())]));
+        let (arena, table) = (Arena::new(device, Budget::default()), table(Place::Device(1)));
         let memories = PageMemories::reserve(&arena, &table, LentPages::none(&arena)).unwrap();
         let refused =
-            |page| matches!(memories.of(page), Err(Error::PlaceUnavailable { place: Place::Disk, .. }));
+            |page| matches!(memories.of(page), Err(Error::PlaceUnavailable { place: Place::Device(1), .. }));
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| refused(PageId(3 * 999)));
             memories.allocate();

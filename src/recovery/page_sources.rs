@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
 use remanent_format::state::bases::{Base, Bases};
-use remanent_format::{Lsn, PageId, PageTable};
+use remanent_format::{Lsn, PageId, PageTable, Place};
 
 use super::page_memory::PageMemories;
 use crate::base::allocation::{append, make_room, push};
@@ -45,6 +45,9 @@ pub(super) struct PageSources {
     pub zeros: Vec<PageId>,
     /// The pages whose length changes during replay.
     pub resized: Vec<(PageId, Base)>,
+    /// Pages that stay on disk, whatever they are made from, and whether their image was proven on the
+    /// medium.
+    pub on_disk: Vec<(PageId, Base, bool)>,
     /// The pages whose bases are newer than the batch after which replay begins, each with that newer batch.
     pub late: Vec<(PageId, Lsn)>,
     /// Images that later snapshots need not write again, though the one before does not name them.
@@ -63,12 +66,14 @@ pub(super) struct ImageGroup {
 
 impl PageSources {
     fn extend(&mut self, later: Self) -> Result<()> {
-        let Self { images: ImageGroup { proven, unproven, unloaded }, zeros, resized, late, beside } = later;
+        let Self { images, zeros, resized, on_disk, late, beside } = later;
+        let ImageGroup { proven, unproven, unloaded } = images;
         append(&mut self.images.proven, proven)?;
         append(&mut self.images.unproven, unproven)?;
         append(&mut self.images.unloaded, unloaded)?;
         append(&mut self.zeros, zeros)?;
         append(&mut self.resized, resized)?;
+        append(&mut self.on_disk, on_disk)?;
         append(&mut self.late, late)?;
         self.beside.extend(beside);
         Ok(())
@@ -100,6 +105,7 @@ impl SourceSorter<'_> {
     fn sort_between(&self, (first, last): (PageId, PageId)) -> Result<PageSources> {
         let Self { table, bases, snapshot, is_verified, may_be_unloaded, from } = *self;
         let mut sorted = PageSources::default();
+        let any_on_disk = table.lens_between(first, last).any(|(_, place, _)| place == Place::Disk);
         // Counted first: vectors that grew would leave holes in the heap, some 35 bytes a page.
         let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
         let images = bases.range(first, last).filter_map(|(_, base)| base.image);
@@ -117,10 +123,16 @@ impl SourceSorter<'_> {
                 push(&mut sorted.late, (page, base.lsn))?;
             }
             sorted.beside.note(page, named, &base, table);
+            let is_proven = |image| is_verified && named.is_some_and(|entry| entry.image == Some(image));
+            if any_on_disk && table.get(page).is_some_and(|info| info.place == Place::Disk) {
+                let is_proven = base.image.is_none_or(is_proven);
+                push(&mut sorted.on_disk, (page, base, is_proven))?;
+                continue;
+            }
             match base.image {
                 _ if base.resized => push(&mut sorted.resized, (page, base))?,
                 Some(image) => {
-                    let is_proven = is_verified && named.is_some_and(|entry| entry.image == Some(image));
+                    let is_proven = is_proven(image);
                     let is_unchanged = || table.get(page).is_some_and(|info| info.lsn == base.lsn);
                     // A page that a batch changed must have its bytes when the open returns: the log is
                     // not read again later.
@@ -150,7 +162,7 @@ mod tests {
 
     use remanent_format::image::Codec;
     use remanent_format::manifest::ManifestEntry;
-    use remanent_format::{Epoch, LogPoint, PageInfo, Place};
+    use remanent_format::{Epoch, LogPoint, PageInfo};
 
     use super::*;
     use crate::catalog::{entry, sample};
@@ -215,7 +227,8 @@ mod tests {
                 from: REDO,
             };
             let told = |sorted: PageSources| {
-                let PageSources { images, zeros, resized, late, beside } = sorted;
+                let PageSources { images, zeros, resized, on_disk, late, beside } = sorted;
+                assert!(on_disk.is_empty());
                 // Within a part they come grouped by file.
                 let wanted = |images: Vec<Vec<ImageRequest>>| -> BTreeMap<_, _> {
                     images.into_iter().flatten().map(|wanted| (wanted.page, wanted.image)).collect()

@@ -80,6 +80,7 @@ const NO_BATCH: Lsn = Lsn(u64::MAX);
 
 impl Rules {
     /// Decides whether to take a snapshot, for a log that ends with batch `lsn` and has `bytes` bytes.
+    /// `is_pending_due` says that changes of pages on disk take up enough memory to make one due.
     /// After a try that failed, `again` says before which length of the log, or which time, there is no
     /// other. This is the one place that decides, so that the thread's second look cannot differ from the
     /// first.
@@ -87,6 +88,7 @@ impl Rules {
         &self,
         (lsn, bytes): (Lsn, u64),
         last: LastSnapshot,
+        is_pending_due: bool,
         again: Option<(u64, Instant)>,
         now: Instant,
     ) -> Next {
@@ -97,7 +99,11 @@ impl Rules {
         // Counted from where the log stood when the last snapshot began.
         let due_bytes = self.log_bytes.map_or(u64::MAX, |more| more.saturating_add_signed(last.bytes));
         let due_at = self.interval.and_then(|interval| last.at.checked_add(interval));
-        if !last.is_in_pieces() && bytes < due_bytes && due_at.is_none_or(|due_at| now < due_at) {
+        if !last.is_in_pieces()
+            && !is_pending_due
+            && bytes < due_bytes
+            && due_at.is_none_or(|due_at| now < due_at)
+        {
             return Next::Wait { lsn: NO_BATCH, bytes: due_bytes, until: due_at };
         }
         match again {
@@ -166,12 +172,15 @@ impl SnapshotLoop {
             // needless one.
             let log = snapshots.engine.log.length();
             let last = *snapshots.last.lock();
-            match rules.next(log, last, again, Instant::now()) {
+            let is_pending_due = snapshots.engine.disk_pages.is_snapshot_due();
+            match rules.next(log, last, is_pending_due, again, Instant::now()) {
                 Next::Wait { lsn, bytes, until } => snapshots.engine.log.watch(lsn, bytes, until),
                 // Looked at again once it may begin: a caller's snapshot that was being taken meanwhile
                 // may have made it needless.
                 Next::Take => match self.take(log.0, || {
-                    rules.next(log, *snapshots.last.lock(), again, Instant::now()) == Next::Take
+                    let is_pending_due = snapshots.engine.disk_pages.is_snapshot_due();
+                    rules.next(log, *snapshots.last.lock(), is_pending_due, again, Instant::now())
+                        == Next::Take
                 }) {
                     Ok(_) => again = None,
                     Err(error) if error.is_passing() => {
@@ -239,7 +248,11 @@ mod tests {
             ("failed, grown since", both, (7, 1562), last, again, 9, Next::Take),
             ("failed long ago", both, (6, 1500), last, again, 10, Next::Take),
         ] {
-            assert_eq!(rules.next((Lsn(log.0), log.1), last, again, later(now)), expected, "{why}");
+            assert_eq!(rules.next((Lsn(log.0), log.1), last, false, again, later(now)), expected, "{why}");
+            // What is pending makes a snapshot due as the log does.
+            let by_pending = rules.next((Lsn(log.0), log.1), last, true, again, later(now));
+            let is_due = log.0 > last.lsn.0 && again.is_none_or(|again| log.1 >= again.0 || now >= 10);
+            assert_eq!(by_pending == Next::Take, is_due, "{why}");
         }
     }
 }

@@ -15,8 +15,8 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
-use crate::applier::{Drain, Drained, Turn};
-use crate::base::allocation::{collected, make_room};
+use crate::applier::{AppliedState, Drain, Drained, Turn};
+use crate::base::allocation::{append, collected, make_room, push};
 use crate::base::parallel;
 use crate::base::phases;
 use crate::base::phases::Phase;
@@ -24,6 +24,7 @@ use crate::base::sync::{Instant, Mutex};
 use crate::catalog::entry;
 use crate::device::{CommandList, Fence, Span};
 use crate::error::Result;
+use crate::images::disk_pages::DiskPage;
 use crate::images::{ImageWriter, ImageWriters, PIECE_BYTES, ReadPass, Sink, chunks};
 use crate::memory::staging::StagingBuf;
 
@@ -36,6 +37,8 @@ const CATCHES_MAX: usize = 3;
 /// is made of it.
 pub(super) struct GatheredPages<C> {
     pub pages: Vec<(PageInfo, usize)>,
+    /// Those that lie on disk, and are yet to be read.
+    pub on_disk: Vec<(PageInfo, DiskPage)>,
     /// The copies, or their way to staging.
     pub copies: C,
 }
@@ -58,6 +61,28 @@ impl ChunkSources {
     }
 }
 
+/// The entries of pages that were gathered.
+#[derive(Default)]
+pub(super) struct GatheredEntries {
+    /// The entries, ascending.
+    pub entries: Vec<ManifestEntry>,
+    /// The pages on disk among them.
+    pub on_disk: Vec<GatheredDiskPage>,
+}
+
+/// A page on disk as it was gathered, and the image that was made of it; an empty page has none.
+pub(crate) struct GatheredDiskPage {
+    pub page: PageId,
+    pub copy: DiskPage,
+    pub image: Option<ImageRef>,
+}
+
+/// What begins when a long page is caught.
+enum LongPage {
+    InMemory(PageInfo),
+    OnDisk(PageInfo, DiskPage),
+}
+
 /// The outcome of writing a long page in place.
 pub(super) enum PlacedPage {
     Written(ImageRef),
@@ -72,6 +97,8 @@ pub(super) enum PlacedPage {
 struct OrderedEntries {
     /// The entries in order, up to the first chunk that is missing.
     entries: Vec<ManifestEntry>,
+    /// The pages on disk among them, in any order.
+    on_disk: Vec<GatheredDiskPage>,
     /// How many chunks the entries are of.
     chunks: usize,
     /// Entries of later chunks, which wait for one that is not written yet.
@@ -83,11 +110,12 @@ impl OrderedEntries {
     fn of(page_count: usize) -> Result<Self> {
         let mut entries = Vec::new();
         make_room(&mut entries, page_count)?;
-        Ok(Self { entries, chunks: 0, early: BTreeMap::new() })
+        Ok(Self { entries, on_disk: Vec::new(), chunks: 0, early: BTreeMap::new() })
     }
 
     /// Takes the entries of a chunk. All that follow each other from the first chunk on are put in order.
-    fn put(&mut self, chunk: usize, entries: Vec<ManifestEntry>) {
+    fn put(&mut self, chunk: usize, GatheredEntries { entries, mut on_disk }: GatheredEntries) {
+        self.on_disk.append(&mut on_disk);
         self.early.insert(chunk, entries);
         // Each chunk that closes a gap brings all that waited after it.
         while let Some(mut next) = self.early.remove(&self.chunks) {
@@ -115,10 +143,13 @@ impl Snapshots {
         threads: usize,
         pages: &[(PageId, u64)],
         paced: bool,
-    ) -> Result<Vec<ManifestEntry>> {
+    ) -> Result<GatheredEntries> {
         // The pace counts from here: time that other phases took is not made up for.
         let began = Instant::now();
-        let chunks = chunks(pages, self.chunk_len, |(_, len)| *len)?;
+        // Where a device copies to files, each chunk costs launches beside its bytes, and fewer chunks are
+        // quicker. A page that is longer than a piece still has a chunk of its own.
+        let chunk_len = if writers.is_in_place() { self.piece_len() } else { self.chunk_len };
+        let chunks = chunks(pages, chunk_len, |(_, len)| *len)?;
         let caught = Mutex::new(OrderedEntries::of(pages.len())?);
         let write = |(): &mut (), index: usize| {
             let keep_pace =
@@ -126,9 +157,12 @@ impl Snapshots {
             let entries = match chunks[index].split_last() {
                 // Of a chunk only the last page can be long: chunks are cut by their bytes.
                 Some((long, others)) if long.1 > self.piece_len() => {
-                    let mut entries = self.gather_chunk(writers, others)?;
-                    entries.extend(self.gather_long(writers, *long, &keep_pace)?);
-                    entries
+                    let mut gathered = self.gather_chunk(writers, others)?;
+                    let GatheredEntries { entries, on_disk } =
+                        self.gather_long(writers, *long, &keep_pace)?;
+                    gathered.entries.extend(entries);
+                    gathered.on_disk.extend(on_disk);
+                    gathered
                 }
                 _ => self.gather_chunk(writers, chunks[index])?,
             };
@@ -139,7 +173,7 @@ impl Snapshots {
         let caught = caught.into_inner();
         // An entry that was left out would be a page that is lost with the next crash.
         assert!(caught.chunks == chunks.len(), "each chunk was put in its place");
-        Ok(caught.entries)
+        Ok(GatheredEntries { entries: caught.entries, on_disk: caught.on_disk })
     }
 
     /// Gathers a long page piece by piece, and writes each piece before the next one is gathered: held
@@ -153,15 +187,22 @@ impl Snapshots {
         writers: &ImageWriters,
         (page, len): (PageId, u64),
         keep_pace: &dyn Fn(u64) -> Result<()>,
-    ) -> Result<Vec<ManifestEntry>> {
+    ) -> Result<GatheredEntries> {
         let _phase = phases::enter(Phase::SnapshotGather);
         self.engine.applier.unloaded().wait([page])?;
         // A page under constant writes may never be caught piece by piece: the tries are counted.
         for _ in 0..CATCHES_MAX {
             // It was deleted since it was chosen: the note of its delete becomes a tombstone.
-            let Some(info) = self.begin_catch(page)? else {
-                self.progress.gathered(1, len);
-                return Ok(Vec::new());
+            let info = match self.begin_catch(page)? {
+                Some(LongPage::InMemory(info)) => info,
+                Some(LongPage::OnDisk(info, copy)) => {
+                    self.progress.gathered(1, len);
+                    return self.write_on_disk(writers, vec![(info, copy)], keep_pace);
+                }
+                None => {
+                    self.progress.gathered(1, len);
+                    return Ok(GatheredEntries::default());
+                }
             };
             // An empty page has no image, and takes no space in a file.
             let written = match info.len {
@@ -189,7 +230,8 @@ impl Snapshots {
             let image = written?;
             if image.is_some() || info.len == 0 {
                 self.progress.gathered(1, len);
-                return Ok(vec![entry(&info, image)]);
+                let entries = vec![entry(&info, image)];
+                return Ok(GatheredEntries { entries, on_disk: Vec::new() });
             }
         }
         // Whole, in one turn: it takes its length of memory, but it ends.
@@ -198,21 +240,24 @@ impl Snapshots {
     }
 
     /// Begins to catch a page; `None` if it is gone. For an exact snapshot the cut keeps its bytes already.
-    fn begin_catch(&self, page: PageId) -> Result<Option<PageInfo>> {
+    fn begin_catch(&self, page: PageId) -> Result<Option<LongPage>> {
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
+            if let Some((info, copy)) = take_on_disk(turn, page)? {
+                return Ok(Some(LongPage::OnDisk(info, copy)));
+            }
             // The cut decides, if there is one: an exact snapshot is of its moment, not of this one.
             if let Some(cut) = &turn.applied.cut
                 && let Some((info, _)) = cut.look(page)?
             {
-                return Ok(Some(info));
+                return Ok(Some(LongPage::InMemory(info)));
             }
             let Some(info) = turn.applied.table.get(page) else { return Ok(None) };
             // From now on, a batch that is about to write to the page has its bytes kept aside.
             if turn.applied.cut.is_none() {
                 turn.begin_catch(info.clone());
             }
-            Ok(Some(info))
+            Ok(Some(LongPage::InMemory(info)))
         })
     }
 
@@ -263,16 +308,16 @@ impl Snapshots {
     ///
     /// The staging is as long as the chunk, and is made before the turn: a GPU pins it at 1.5 GB/s, and
     /// the applier would wait for that.
-    fn gather_chunk(&self, writers: &ImageWriters, chunk: &[(PageId, u64)]) -> Result<Vec<ManifestEntry>> {
+    fn gather_chunk(&self, writers: &ImageWriters, chunk: &[(PageId, u64)]) -> Result<GatheredEntries> {
         if chunk.is_empty() {
-            return Ok(Vec::new());
+            return Ok(GatheredEntries::default());
         }
         let _phase = phases::enter(Phase::SnapshotGather);
+        // A page may be unloaded here though no batch changed it: its file is wasteful, or its image damaged.
+        self.engine.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
         if writers.is_in_place() {
             return self.gather_in_place(writers, chunk);
         }
-        // A page may be unloaded here though no batch changed it: its file is wasteful, or its image damaged.
-        self.engine.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
         // As long as the chunk in the file: head, payloads and padding. It is written from where it was
         // drained to.
         let len: u64 = chunk.iter().map(|(_, len)| align_up(*len, FRAME_ALIGN)).sum();
@@ -291,13 +336,74 @@ impl Snapshots {
             false => writers.append(|file| file.write_staged(&images, &mut bytes))?,
         };
         self.engine.staging.give(bytes.into_staging());
+        self.chunk_entries(writers, chunk, &caught.pages, references, caught.on_disk)
+    }
+
+    /// Writes images of pages on disk, none of them with its bytes in memory. The entries ascend as the pages
+    /// do.
+    fn write_on_disk(
+        &self,
+        writers: &ImageWriters,
+        pages: Vec<(PageInfo, DiskPage)>,
+        keep_pace: &dyn Fn(u64) -> Result<()>,
+    ) -> Result<GatheredEntries> {
+        let mut gathered = GatheredEntries::default();
+        for (info, copy) in pages {
+            let image = match info.len {
+                0 => None,
+                len if len > self.piece_len() => writers.append(|file| {
+                    let (mut done, mut piece) = (0, Vec::new());
+                    let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| -> Result<bool> {
+                        let len = (range.end - range.start) as usize;
+                        let more = len.saturating_sub(piece.len());
+                        make_room(&mut piece, more)?;
+                        piece.resize(len, 0);
+                        copy.read(range.start, &mut piece)?;
+                        sink(&piece, crc32fast::hash(&piece))?;
+                        done += len as u64;
+                        keep_pace(done)?;
+                        Ok(true)
+                    };
+                    file.write_long(&info, self.piece_len(), &mut source)
+                })?,
+                len => {
+                    let mut bytes = Vec::new();
+                    make_room(&mut bytes, len as usize)?;
+                    bytes.resize(len as usize, 0);
+                    copy.read(0, &mut bytes)?;
+                    writers.append(|file| file.write_chunk(&[(&info, &bytes)]))?.pop()
+                }
+            };
+            assert!(image.is_some() || info.len == 0); // I7: what the manifest names is written.
+            push(&mut gathered.entries, entry(&info, image))?;
+            push(&mut gathered.on_disk, GatheredDiskPage { page: info.page, copy, image })?;
+        }
+        Ok(gathered)
+    }
+
+    /// The entries of a chunk whose pages were gathered. The images come in the order of the pages that have
+    /// one.
+    pub(super) fn chunk_entries(
+        &self,
+        writers: &ImageWriters,
+        chunk: &[(PageId, u64)],
+        pages: &[(PageInfo, usize)],
+        images: Vec<ImageRef>,
+        on_disk: Vec<(PageInfo, DiskPage)>,
+    ) -> Result<GatheredEntries> {
         // Pages that were gone count, too: the figures must come to the total.
         self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
-        // The images come in the order of the pages that have one.
-        let mut references = references.into_iter();
+        let mut images = images.into_iter();
         let entry =
-            |(info, _): &(PageInfo, usize)| entry(info, if info.len > 0 { references.next() } else { None });
-        collected(caught.pages.iter().map(entry))
+            |(info, _): &(PageInfo, usize)| entry(info, if info.len > 0 { images.next() } else { None });
+        let in_memory = collected(pages.iter().map(entry))?;
+        if on_disk.is_empty() {
+            return Ok(GatheredEntries { entries: in_memory, on_disk: Vec::new() });
+        }
+        let mut gathered = self.write_on_disk(writers, on_disk, &|_| Ok(()))?;
+        append(&mut gathered.entries, in_memory)?;
+        gathered.entries.sort_unstable_by_key(|entry| entry.page);
+        Ok(gathered)
     }
 
     /// Catches pages in lane order with the deltas, on their way to `staged`.
@@ -323,9 +429,13 @@ impl Snapshots {
         // it, together.
         self.engine.applier.turn(move |turn| {
             turn.intact()?;
-            let mut caught = Vec::new();
+            let (mut caught, mut on_disk) = (Vec::new(), Vec::new());
             make_room(&mut caught, pages.len())?;
             for page in pages {
+                if let Some(page) = take_on_disk(turn, page)? {
+                    push(&mut on_disk, page)?;
+                    continue;
+                }
                 // Taken from the cut, so that a batch from now on need not keep the page any more.
                 let kept = match &mut turn.applied.cut {
                     // An exact snapshot has the page as it was at the cut, if a batch changed it since.
@@ -365,9 +475,30 @@ impl Snapshots {
             if let Some(cut) = &mut turn.applied.cut {
                 cut.retire_used(turn.arena, fence(&copies));
             }
-            Ok(GatheredPages { pages, copies })
+            Ok(GatheredPages { pages, on_disk, copies })
         })
     }
+}
+
+/// Takes a page that lies on disk, or did at the cut, as it was at the cut or is now.
+fn take_on_disk(turn: &mut Turn<'_>, page: PageId) -> Result<Option<(PageInfo, DiskPage)>> {
+    let AppliedState { table, on_disk, cut, .. } = &mut *turn.applied;
+    if let Some(cut) = cut {
+        if let Some(kept) = cut.take_on_disk(page)? {
+            return Ok(Some(kept));
+        }
+        // Changed since the cut, and kept aside in memory: it is on disk only since then.
+        if cut.look(page)?.is_some() {
+            return Ok(None);
+        }
+    }
+    let Some(copy) = on_disk.get(page).cloned() else { return Ok(None) };
+    let info = table.get(page).expect("a page on disk is in the table");
+    if let Some(cut) = cut {
+        let kept = cut.take(page)?;
+        assert!(kept.is_none(), "looked at just now");
+    }
+    Ok(Some((info, copy)))
 }
 
 /// The memory in which a range of a page that is being caught lies, each part with its offset in the range.
@@ -402,7 +533,8 @@ mod tests {
         // Whichever is written first: 5 and 7 have no common divisor with 12.
         for step in [1, 5, 7, 11] {
             let mut caught = OrderedEntries::of(expected.len()).unwrap();
-            (0..12).map(|at| at * step % 12).for_each(|number| caught.put(number, chunk(number as u64)));
+            let gathered = |number| GatheredEntries { entries: chunk(number as u64), on_disk: Vec::new() };
+            (0..12).map(|at| at * step % 12).for_each(|number| caught.put(number, gathered(number)));
             assert_eq!(caught.entries, expected, "{step}");
         }
     }

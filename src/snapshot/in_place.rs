@@ -10,14 +10,12 @@ use std::ops::Range;
 
 use remanent_format::image::{Chunk, ImageRef};
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
-use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo};
 
 use super::Snapshots;
-use super::gather::{ChunkSources, GatheredPages, PlacedPage, caught_sources};
+use super::gather::{ChunkSources, GatheredEntries, GatheredPages, PlacedPage, caught_sources};
 use crate::applier::{Caught, Drain, Drained};
 use crate::base::allocation::{collected, push};
-use crate::catalog::entry;
 use crate::error::Result;
 use crate::images::{ImageWriter, ImageWriters};
 
@@ -27,11 +25,10 @@ impl Snapshots {
         &self,
         writers: &ImageWriters,
         chunk: &[(PageId, u64)],
-    ) -> Result<Vec<ManifestEntry>> {
-        self.engine.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
+    ) -> Result<GatheredEntries> {
         let staging = self.engine.staging.clone();
         let pages = collected(chunk.iter().map(|(page, _)| *page))?;
-        let GatheredPages { pages, copies: (caught, chunk_len) } = self.gather_by(
+        let GatheredPages { pages, on_disk, copies: (caught, chunk_len) } = self.gather_by(
             pages,
             |(caught, _): &(Caught, u64)| caught.fence(),
             move |turn, chunk| {
@@ -75,13 +72,7 @@ impl Snapshots {
                 Ok(references)
             })?,
         };
-        // Pages that were gone count, too: the figures must come to the total.
-        self.progress.gathered(chunk.len() as u64, chunk.iter().map(|(_, len)| len).sum());
-        // The images come in the order of the pages that have one.
-        let mut references = references.into_iter();
-        let entry =
-            |(info, _): &(PageInfo, usize)| entry(info, if info.len > 0 { references.next() } else { None });
-        collected(pages.iter().map(entry))
+        self.chunk_entries(writers, chunk, &pages, references, on_disk)
     }
 
     /// Writes a chunk by way of staging.

@@ -44,11 +44,11 @@ mod verify;
 use std::ops::Range;
 use std::sync::Arc;
 
-use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, SnapshotId};
 
 pub(crate) use self::background::{BackgroundSnapshots, LastSnapshot, Rules};
 use self::bounds::{End, SnapshotStart};
+use self::gather::GatheredEntries;
 pub(crate) use self::progress::SnapshotProgress;
 pub use self::progress::{SnapshotPhase, SnapshotStats};
 pub use self::retain::PruneReport;
@@ -267,7 +267,7 @@ impl Snapshots {
             request.name.clone(),
             redo,
             sorted,
-            caught,
+            caught.entries,
             end,
             &plan,
             ahead_from,
@@ -301,7 +301,8 @@ impl Snapshots {
             bytes_written = info.bytes_written, visited, "snapshot published"
         );
         let id = info.id;
-        self.unverified.push(WrittenSnapshot { snapshot: id, manifest: file, images: writers });
+        let on_disk = caught.on_disk;
+        self.unverified.push(WrittenSnapshot { snapshot: id, manifest: file, images: writers, on_disk });
         catalog.snapshots.insert(id, kept);
         Ok(id)
     }
@@ -344,9 +345,9 @@ impl Snapshots {
         plan: &GatherPlan,
         pages: &[(PageId, u64)],
         request: &SnapshotRequest,
-    ) -> Result<(Option<ImageWriters>, Vec<ManifestEntry>)> {
+    ) -> Result<(Option<ImageWriters>, GatheredEntries)> {
         if pages.is_empty() {
-            return Ok((None, Vec::new()));
+            return Ok((None, GatheredEntries::default()));
         }
         let GatherPlan { numbers, gather_bytes, threads } = plan;
         let (store, threads_max) = (self.engine.store, request.threads_max());
@@ -387,6 +388,6 @@ struct GatheredImages {
     /// The image files; `None` if nothing had to be gathered.
     writers: Option<ImageWriters>,
     /// The entries of the pages that were gathered, in their order.
-    caught: Vec<ManifestEntry>,
+    caught: GatheredEntries,
     end: End,
 }

@@ -316,7 +316,9 @@ impl Subject<'_> {
                 // The number is known to be taken only while the file is there, or once a manifest says so.
                 FileName::Pages(number) if Some(number) == highest && number >= next_file => false,
                 FileName::Pages(number) => {
-                    !named.contains(&number) && !catalog.files.is_for_batch(number, redo)
+                    !named.contains(&number)
+                        && !catalog.files.is_for_batch(number, redo)
+                        && !catalog.files.is_read_from(number)
                 }
                 FileName::Table(number) => !tables().any(|(kept, _)| *kept == number),
                 _ => false,

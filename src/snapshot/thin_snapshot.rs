@@ -98,7 +98,12 @@ impl Snapshots {
             snapshot = %id, redo = %redo.lsn, end = %manifest.end, gone = manifest.tombstones.len(),
             "no space for images: a snapshot says what was deleted"
         );
-        self.unverified.push(WrittenSnapshot { snapshot: id, manifest: published, images: None });
+        self.unverified.push(WrittenSnapshot {
+            snapshot: id,
+            manifest: published,
+            images: None,
+            on_disk: Vec::new(),
+        });
         catalog.snapshots.insert(id, kept);
         Ok(())
     }

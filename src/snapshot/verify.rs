@@ -18,6 +18,7 @@ use std::sync::Arc;
 use remanent_format::SnapshotId;
 
 use super::Snapshots;
+use super::gather::GatheredDiskPage;
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::Mutex;
 use crate::base::sync::thread::JoinHandle;
@@ -50,6 +51,8 @@ pub(crate) struct WrittenSnapshot {
     pub manifest: PublishedFile,
     /// The image files, with what they should have; `None` if the snapshot wrote none.
     pub images: Option<ImageWriters>,
+    /// The pages on disk that it gathered.
+    pub on_disk: Vec<GatheredDiskPage>,
 }
 
 impl WrittenSnapshot {
@@ -87,11 +90,17 @@ impl UnverifiedSnapshots {
         join(self.thread.lock().take());
     }
 
-    /// Reads back the snapshots that wait. More may be published meanwhile.
-    fn read_back(&self, proven: &mut Vec<SnapshotId>) -> Result<()> {
+    /// Reads back the snapshots that wait. More may be published meanwhile. `then` is told of each one's
+    /// pages on disk.
+    fn read_back(
+        &self,
+        proven: &mut Vec<SnapshotId>,
+        then: impl Fn(Vec<GatheredDiskPage>) -> Result<()>,
+    ) -> Result<()> {
         loop {
-            let Some(written) = self.queue.lock().written.pop_front() else { return Ok(()) };
-            if let Err(error) = written.check() {
+            let Some(mut written) = self.queue.lock().written.pop_front() else { return Ok(()) };
+            let checked = written.check().and_then(|()| then(std::mem::take(&mut written.on_disk)));
+            if let Err(error) = checked {
                 self.queue.lock().written.push_front(written);
                 return Err(error);
                 // It stays the first in the queue: none after it may be called verified before it.
@@ -136,7 +145,8 @@ impl Snapshots {
     /// Does phases 6 and 7 as long as any snapshot waits. Others may take snapshots while it reads.
     fn attend(&self) {
         loop {
-            let proven = self.unverified.read_back(&mut self.unverified.proven.lock());
+            let proven =
+                self.unverified.read_back(&mut self.unverified.proven.lock(), |pages| self.rebase(pages));
             let finished = match proven {
                 // Recorded and recycled by the same thread, in the order of publication.
                 Ok(()) => self.finish(&mut self.catalog.lock_patiently()),
@@ -155,6 +165,23 @@ impl Snapshots {
         }
     }
 
+    /// Has pages on disk read from the images that were made of them, which were read back by now. What held
+    /// their changes gives its memory back.
+    fn rebase(&self, gathered: Vec<GatheredDiskPage>) -> Result<()> {
+        if gathered.is_empty() {
+            return Ok(());
+        }
+        let disk_pages = self.engine.disk_pages.clone();
+        self.engine.applier.turn(move |turn| {
+            for GatheredDiskPage { page, copy, image } in gathered {
+                if let Some(on_disk) = turn.applied.on_disk.get_mut(page) {
+                    on_disk.rebase(&copy, image.map(|image| disk_pages.image(image, copy.byte_len())));
+                }
+            }
+            Ok(())
+        })
+    }
+
     /// Phases 6 and 7 for all snapshots that are published.
     pub fn finish(&self, catalog: &mut Catalog) -> Result<()> {
         match self.verify(catalog).and_then(|()| self.retain(catalog)) {
@@ -169,7 +196,7 @@ impl Snapshots {
     /// license recycling (I7).
     pub fn verify(&self, catalog: &mut Catalog) -> Result<()> {
         let mut proven = self.unverified.proven.lock();
-        self.unverified.read_back(&mut proven)?;
+        self.unverified.read_back(&mut proven, |pages| self.rebase(pages))?;
         // A snapshot that the catalog does not have any more needs no record.
         for snapshot in proven.drain(..) {
             if let Some(kept) = catalog.snapshots.get_mut(&snapshot) {

@@ -1,11 +1,14 @@
 //! Changing pages: batches on their way in.
 
+use std::collections::BTreeMap;
+
 use remanent_format::{Key, Lsn, PageId, Place, Position};
 
 use super::Store;
 use super::ticket::{CommitReceipt, Ticket, wait};
-use crate::base::allocation::set_of;
 use crate::error::{Error, Result};
+use crate::options::Tiers;
+use crate::tiers::Prefetch;
 use crate::write::batch::WriteBatch;
 
 #[cfg(doc)]
@@ -44,7 +47,7 @@ impl Store {
 
     fn log_batch(&self, batch: &WriteBatch) -> Result<CommitReceipt> {
         self.check_process()?;
-        let (point, pages) = self.in_store(self.parts.committer.submit(batch))?;
+        let (point, pages) = self.in_store(self.parts.mover.submit(batch))?;
         Ok(CommitReceipt { position: Position { incarnation: point.incarnation, lsn: point.lsn }, pages })
     }
 
@@ -107,7 +110,7 @@ impl Store {
     /// Lets all these pages live in one place. Those that are there already stay as they are; if all are,
     /// nothing is logged. The others move there in one batch, as by [`WriteBatch::move_to`]. Waits for the
     /// acknowledgement that [`Options::ack`] names. Returns where that batch lies in the log, if there is
-    /// one.
+    /// one. Where there are [`Tiers`], other pages leave the place first if it has no room.
     ///
     /// Batches of other threads may move pages elsewhere after this one.
     ///
@@ -128,18 +131,69 @@ impl Store {
     /// [`Error::UnknownPage`], with nothing moved; [`Error::OverBudget`], [`Error::OutOfMemory`],
     /// [`Error::PlaceUnavailable`] and [`Error::Leased`] as for a move; as for [`Store::commit`].
     pub fn ensure(&self, pages: &[PageId], place: Place) -> Result<Option<Position>> {
-        let mut batch = self.batch();
-        let mut are_there = true;
-        {
-            let view = self.view()?;
-            for page in set_of(pages.iter().copied()) {
-                if view.page(page)?.place != place {
-                    batch.move_to(page, place);
-                    are_there = false;
-                }
-            }
+        self.check_process()?;
+        let Some(point) = self.in_store(self.parts.mover.bring(pages, place))? else { return Ok(None) };
+        wait(self.parts.options.ack, point.lsn, self.engine())?;
+        Ok(Some(Position { incarnation: point.incarnation, lsn: point.lsn }))
+    }
+
+    /// As [`Store::ensure`], ahead of the caller and by another thread: returns at once. The pages move some
+    /// at a time, in the order given, after those of earlier calls.
+    ///
+    /// # Errors
+    /// [`Error::Forked`]; [`Error::Thread`] if there is no thread to be had; [`Error::Closed`] if that thread
+    /// failed. Everything else is told by [`Prefetch::wait`].
+    pub fn prefetch(&self, pages: &[PageId], place: Place) -> Result<Prefetch> {
+        self.check_process()?;
+        self.in_store(self.parts.prefetcher.prefetch(pages, place))
+    }
+
+    /// Moves pages to the first place of the [`Tiers`], as [`Store::ensure`] does.
+    ///
+    /// # Errors
+    /// As for [`Store::ensure`]; [`Error::InvalidOption`] if the store was opened without tiers.
+    pub fn promote(&self, pages: &[PageId]) -> Result<Option<Position>> {
+        let first = self.tiers()?.places()[0];
+        self.ensure(pages, first)
+    }
+
+    /// Moves pages to the next place of the [`Tiers`], each from where it is, for a caller that knows that it
+    /// will not need them soon. Pages in the last place, and in a place that is none of them, stay.
+    ///
+    /// ```
+    /// use remanent::{Budget, Options, Place, Store, Tiers};
+    /// let options = Options::default()
+    ///     .budget(Budget::default().with(Place::Pinned, 1 << 20))
+    ///     .tiers(Tiers::new([Place::Pinned, Place::Disk]));
+    /// let store = Store::temporary(options)?;
+    /// let mut batch = store.batch();
+    /// batch.create_from([1; 4096], Place::Pinned);
+    /// let pages = store.commit(batch)?.pages;
+    /// store.demote(&pages)?;
+    /// assert_eq!(store.page(pages[0])?.place, Place::Disk);
+    /// store.promote(&pages)?;
+    /// assert_eq!(store.page(pages[0])?.place, Place::Pinned);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`Store::promote`].
+    pub fn demote(&self, pages: &[PageId]) -> Result<()> {
+        let places = self.tiers()?.places();
+        let mut going: BTreeMap<Place, Vec<PageId>> = BTreeMap::new();
+        for &page in pages {
+            let place = self.page(page)?.place;
+            let below = places.iter().zip(&places[1..]).find(|(of_tier, _)| **of_tier == place);
+            below.iter().for_each(|(_, below)| going.entry(**below).or_default().push(page));
         }
-        if are_there { Ok(None) } else { self.commit(batch).map(|committed| Some(committed.position)) }
+        going.into_iter().try_for_each(|(below, pages)| self.ensure(&pages, below).map(drop))
+    }
+
+    /// The tiers that the store was opened with.
+    fn tiers(&self) -> Result<&Tiers> {
+        self.check_process()?;
+        let none = || Error::InvalidOption { option: "tiers", reason: "the store has none".to_owned() };
+        self.parts.options.tiers.as_ref().ok_or_else(none)
     }
 
     /// Waits until batch `lsn`, and every one before it, survives a power cut.

@@ -114,6 +114,7 @@ impl Store {
     /// As for [`Store::read_to_vec`].
     pub fn read_into(&self, page: PageId, buffer: &mut Vec<u8>) -> Result<PageInfo> {
         self.check_process()?;
+        self.engine().versions.used(page);
         for _ in 0..TRIES {
             let info = self.page(page)?;
             make_room(buffer, info.len)?;
@@ -133,6 +134,7 @@ impl Store {
     /// The bytes of a page, and the page as it is at these bytes.
     fn read_bytes(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<(PageInfo, Lsn)> {
         let len = out.len() as u64;
+        self.engine().versions.used(page);
         for _ in 0..TRIES {
             let info = self.page(page)?;
             if offset.checked_add(len).is_none_or(|end| end > info.len) {
@@ -195,6 +197,9 @@ impl Store {
         if !applier.has_applied(info.lsn) {
             applier.wait_applied(info.lsn)?;
         }
+        if info.place == Place::Disk {
+            return self.read_on_disk(info, offset, out);
+        }
         // Where a list was lost nothing is read from memory, whatever is in it: the applier says why.
         if !device.reads_now() || !applier.has_applied(info.lsn) {
             return Ok(None);
@@ -209,6 +214,21 @@ impl Store {
             at += piece.len() as u64;
         }
         Ok(applier.has_applied(info.lsn).then_some(lsn))
+    }
+
+    /// As [`read_version`](Self::read_version), for a page on disk: straight to the caller's memory, however
+    /// long the range is.
+    fn read_on_disk(&self, info: &PageInfo, offset: u64, out: &mut [u8]) -> Result<Option<Lsn>> {
+        let (page, lsn, range) = (info.page, info.lsn, offset..offset + out.len() as u64);
+        let caught = self.engine().applier.turn(move |turn| {
+            turn.intact()?;
+            let is_it = turn.applied.table.get(page).is_some_and(|now| now.lsn == lsn);
+            let copy = turn.applied.on_disk.get(page).filter(|_| is_it).map(|page| page.part(&range));
+            Ok(copy.map(|copy| (copy, turn.applied.point.lsn)))
+        })?;
+        let Some((copy, lsn)) = caught else { return Ok(None) };
+        copy.read(offset, out)?;
+        Ok(Some(lsn))
     }
 }
 

@@ -11,7 +11,7 @@
 //!
 //! Nothing is written, so a crash loses nothing.
 
-use remanent_format::{Lsn, PageId, PageInfo, Width};
+use remanent_format::{Lsn, PageId, PageInfo, Place, Width};
 
 use super::Store;
 use super::bytes::make_room;
@@ -219,6 +219,9 @@ fn begin(
     let info = |page| turn.applied.table.get(page).ok_or(Error::UnknownPage { page });
     let [left, right] = [info(pages[0])?, info(pages[1])?];
     check_lens(&left, &right)?;
+    if [&left, &right].iter().any(|info| info.place == Place::Disk) {
+        return Ok(None);
+    }
     let [one, other] = [&left, &right].map(|info| turn.applied.memory[info.page].span());
     if left.place != right.place || left.len == 0 || !turn.is_reached_by_kernels(one) {
         return Ok(None);

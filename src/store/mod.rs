@@ -2,16 +2,17 @@
 //!
 //! These files only put the parts together: [`crate::write::commit`], [`crate::snapshot`],
 //! [`crate::history::restore`] and [`crate::recovery`] say how things work. `open` makes a store of them,
-//! `batches` changes pages, `pages` looks them up, `bytes` reads them, `read_many` reads many
-//! at once, `compare` compares them, `changes` tells what batches change, `view` looks
-//! up and reads as of one batch,
-//! `history` goes back, `scrub` looks after the disk, `stats` counts.
+//! `batches` changes pages, `pages` looks them up, `bytes` reads them, `read_many` reads many at once,
+//! `device_reads` reads into memory of the device, `compare` compares them, `changes` tells what batches
+//! change, `view` looks up and reads as of one batch, `history` goes back, `scrub` looks after the disk,
+//! `stats` counts.
 
 pub(crate) mod kernels;
 mod batches;
 mod bytes;
 mod changes;
 mod compare;
+mod device_reads;
 mod history;
 #[cfg(feature = "metrics")]
 mod metrics;
@@ -40,6 +41,7 @@ use crate::history::audit::Auditor;
 use crate::options::Options;
 use crate::recovery::{PageLoader, RecoveryReport};
 use crate::snapshot::{BackgroundSnapshots, Scrub, Scrubber, Snapshots};
+use crate::tiers::{PageMover, PrefetchThread, TierThread};
 use crate::write::commit::Committer;
 
 pub use compare::Comparison;
@@ -87,6 +89,10 @@ pub struct Store {
 /// The parts of an open store. The owners of threads are dropped in the order of the fields, so that no
 /// thread outlives a thread that it waits for.
 struct StoreParts {
+    prefetcher: PrefetchThread,
+    /// The thread that keeps places free, where there are tiers.
+    _tiers: Option<TierThread>,
+    mover: Arc<PageMover>,
     /// First: called off, a snapshot in the background lets go of the catalog, for which a scrub may wait.
     _background: BackgroundSnapshots,
     _scrubber: Scrubber,
@@ -94,7 +100,7 @@ struct StoreParts {
     reads: Reads,
     /// After everything that gives turns to the applier.
     engine: RunningEngine,
-    committer: Committer,
+    committer: Arc<Committer>,
     snapshots: Arc<Snapshots>,
     scrub: Arc<Scrub>,
     options: Options,

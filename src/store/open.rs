@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use remanent_format::Lsn;
+use remanent_format::{Lsn, Place};
 
 use super::{Store, StoreParts};
 use crate::applier::Reads;
@@ -17,6 +17,7 @@ use crate::device::{CountedDevice, Device};
 use crate::disk::Disk;
 use crate::engine::{Engine, EngineStart};
 use crate::error::{Error, Result};
+use crate::images::disk_pages::DiskPages;
 use crate::images::{CHUNK_BYTES, ImageOptions};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
@@ -26,6 +27,8 @@ use crate::recovery::{PageLoader, RecoveredStore, Recovery};
 use crate::snapshot::{
     BackgroundSnapshots, LastSnapshot, Rules, Scrub, Scrubber, SnapshotProgress, Snapshots,
 };
+use crate::tiers::{PageMover, PrefetchThread, TierCounts, TierKeeper, TierThread};
+use crate::versions::uses::PageUses;
 use crate::write::commit::{CombineQueue, Committer};
 
 /// A batch whose whole pages take more than one part in this number of a segment writes them to an image
@@ -77,6 +80,7 @@ impl Store {
             ImageOptions { compression: options.compression, io: checked_image_io(&*disk, &options)? };
         let arena = Arc::new(Arena::new(device.clone(), options.budget.clone()));
         let staging = Arc::new(StagingPool::new(device.clone(), STAGING_IDLE_BYTES));
+        let disk_pages = Arc::new(DiskPages::new(disk.clone(), options.budget.limit(Place::Disk)));
         let recovery = Recovery {
             disk: disk.clone(),
             device: device.clone(),
@@ -84,6 +88,7 @@ impl Store {
             staging: &staging,
             options: &options,
             log_io,
+            disk_pages: disk_pages.clone(),
         };
         let opened = recovery.open()?;
         let RecoveredStore {
@@ -99,8 +104,13 @@ impl Store {
         } = opened;
         recovered.log_io = log_io_reason;
         recovered.image_io = images.io.to_string();
+        disk_pages.note(submitted.lens().map(|(_, place, _)| place));
         // That of the applier alone: from it snapshots are taken.
         applied.table.watch(changed);
+        let tiers = options.tiers.as_ref().map(|tiers| {
+            let residents = TierKeeper::residents(tiers, &submitted);
+            (tiers, Arc::<PageUses>::default(), residents)
+        });
         // From here on a failure drops what was started before it, the newest first.
         let start = EngineStart {
             store: store.store,
@@ -108,28 +118,43 @@ impl Store {
             device,
             arena,
             staging,
+            disk_pages,
             log_io,
             pool,
             log,
             applied,
             submitted: &submitted,
             counts,
+            uses: tiers.as_ref().map(|(_, uses, _)| uses.clone()),
         };
         let running = Engine::start(start)?;
         let engine = &running.0;
         let loader = PageLoader::start(engine.clone())?;
         let Engine { applier, device, staging, poison, .. } = &**engine;
         let reads = Reads::new(applier.clone(), device.clone(), staging.clone(), poison.clone());
-        let committer = Committer {
+        let committer = Arc::new(Committer {
             engine: engine.clone(),
             next_page: OwnLine(AtomicU64::new(submitted.next_page())),
             submitted: OwnLine(Mutex::new(submitted)),
             waiting: OwnLine(CombineQueue::new()),
             files: catalog.files.clone(),
             known: catalog.known.clone(),
+            takes_snapshots: options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some(),
             images,
             ahead_bytes_min: options.segment_len / BULK_SHARE,
-        };
+        });
+        let counts = Arc::<TierCounts>::default();
+        let keeper = tiers.map(|(tiers, uses, residents)| {
+            let (engine, committer) = (engine.clone(), committer.clone());
+            Arc::new(TierKeeper::new(engine, committer, tiers, uses, residents, counts.clone()))
+        });
+        let mover = Arc::new(PageMover {
+            engine: engine.clone(),
+            committer: committer.clone(),
+            keeper: keeper.clone(),
+            counts,
+        });
+        let tiers = keeper.map(TierThread::start).transpose()?;
         let pace = Arc::new(Pace::new(options.snapshot_bytes_per_second));
         let snapshots = Arc::new(Snapshots {
             engine: engine.clone(),
@@ -156,6 +181,9 @@ impl Store {
         Ok(Self {
             recovered,
             parts: ForkGuard::new(StoreParts {
+                prefetcher: PrefetchThread::new(mover.clone()),
+                _tiers: tiers,
+                mover,
                 _background: background,
                 _scrubber: scrubber,
                 _loader: loader,

@@ -29,11 +29,13 @@ impl Store {
     /// budget of its place.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Leased`] if the page is pinned; [`Error::Damaged`] as for
-    /// [`Store::read`]; [`Error::Poisoned`] if the device failed, now or with a batch before.
+    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk; [`Error::Leased`] if it
+    /// is pinned; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device failed, now
+    /// or with a batch before.
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
         self.check_process()?;
-        let Engine { applier, leases, device, poison, .. } = self.engine();
+        let Engine { applier, leases, device, versions, poison, .. } = self.engine();
+        versions.used(page);
         applier.unloaded().wait([page])?;
         let id = {
             let _every_later_batch_knows = self.committer().lock();
@@ -45,12 +47,13 @@ impl Store {
     /// Pins a page: as long as the pin, it keeps its address, and batches change it there.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::Leased`] while the page is leased, or work on a lease's streams may
-    /// still read it; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device failed,
-    /// now or with a batch before.
+    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk; [`Error::Leased`] while it
+    /// is leased, or work on a lease's streams may still read it; [`Error::Damaged`] as for [`Store::read`];
+    /// [`Error::Poisoned`] if the device failed, now or with a batch before.
     pub fn pin(&self, page: PageId) -> Result<Pin<'_>> {
         self.check_process()?;
-        let Engine { applier, leases, device, poison, .. } = self.engine();
+        let Engine { applier, leases, device, versions, poison, .. } = self.engine();
+        versions.used(page);
         applier.unloaded().wait([page])?;
         {
             let _every_later_batch_knows = self.committer().lock();

@@ -67,6 +67,7 @@ impl Store {
     /// [`Error::Thread`] where there is no thread. The handle gives [`Error::UnknownPage`] and
     /// [`Error::OutOfBounds`], and what else [`Store::read`] fails with.
     pub fn read_many(&self, ranges: &[(PageId, Range<u64>)]) -> Result<ReadMany> {
+        ranges.iter().for_each(|(page, _)| self.engine().versions.used(*page));
         self.of_device(|| {
             let state = self.parts.reads.begin(collected(ranges.iter().cloned())?)?;
             let mut at = 0;

@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::log::LogStats;
 use crate::memory::arena::PlaceUsage;
 use crate::snapshot::{ScrubStats, SnapshotStats};
+use crate::tiers::{MoveStats, TierStats};
 
 /// Counts and sizes of an open store.
 ///
@@ -45,6 +46,12 @@ pub struct Stats {
     pub segment: u64,
     /// Page memory by place.
     pub places: Vec<(Place, PlaceUsage)>,
+    /// What was asked for and what left, by place, as far as anything was.
+    pub tiers: Vec<TierStats>,
+    /// Pages that the store moved from place to place.
+    pub moves: Vec<MoveStats>,
+    /// Bytes of host memory that hold what batches wrote to pages on disk since their newest images.
+    pub pending_bytes: u64,
     /// What the device holds from its driver for places that share it, in use or idle; empty where the device
     /// keeps nothing back.
     pub device_memory: Vec<(Place, MemoryStats)>,
@@ -71,8 +78,8 @@ impl Store {
         if self.check_process().is_err() {
             return Stats::default();
         }
-        let Engine { log, applier, device, arena, staging, counts, .. } = self.engine();
-        let StoreParts { snapshots, scrub, .. } = &*self.parts;
+        let Engine { log, applier, device, arena, staging, disk_pages, counts, .. } = self.engine();
+        let StoreParts { snapshots, scrub, mover, .. } = &*self.parts;
         Stats {
             logged: self.lsn(),
             applied: applier.applied(),
@@ -80,6 +87,9 @@ impl Store {
             log: log.stats(),
             segment: log.current_segment(),
             places: arena.usages().into_iter().collect(),
+            tiers: mover.counts.tiers(),
+            moves: mover.counts.moves(),
+            pending_bytes: disk_pages.pending_bytes(),
             device_memory: device.memory_stats(),
             allocations: counts.allocations(),
             transfers: counts.transfers(),

@@ -127,6 +127,7 @@ impl<'s> LiveView<'s> {
     /// [`Error::Overtaken`] if the page has changed; else as for [`Store::read`].
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
         let info = self.page(page)?;
+        self.store.engine().versions.used(page);
         let len = out.len() as u64;
         if offset.checked_add(len).is_none_or(|end| end > info.len) {
             return Err(Error::OutOfBounds { page, offset, len, page_len: info.len });

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use remanent_format::{Place, Width};
 
 use crate::base::sync::Mutex;
+use crate::device::sums::PROVEN_LEN_MIN;
 use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
     Pending, Piece, PieceKind, RawStream, Span, Staging, StagingSpan, StreamEvent,
@@ -81,7 +82,7 @@ pub struct DeviceFault {
 pub enum BusWay {
     /// Bytes of [`Command::Upload`].
     Up,
-    /// Bytes of a write of 1 MiB or more in a [`Command::Apply`].
+    /// Bytes of a write in a [`Command::Apply`] that is as long as those that are proven where they arrive.
     LongWrites,
     /// Bytes of [`Command::Download`].
     Down,
@@ -91,6 +92,8 @@ pub enum BusWay {
     WriteSums,
     /// Bytes of [`Command::Copy`] to the memory of a file.
     File,
+    /// Bytes of [`Command::Copy`] from the memory of a file.
+    FromFile,
 }
 
 /// The copy that changes a bit on its way.
@@ -168,15 +171,18 @@ impl FaultyDevice {
         flipped
     }
 
-    /// Changes a bit after each copy to a file that does so now, before what follows it in the list.
+    /// Changes a bit after each copy to a file, or from one, that does so now, before what follows it in the
+    /// list.
     fn flip_files(&self, commands: Vec<Command>) -> Vec<Command> {
         let mut state = self.state.lock();
-        let Some(flip) = state.flip.filter(|flip| flip.way == BusWay::File) else { return commands };
+        let ways = [BusWay::File, BusWay::FromFile];
+        let Some(flip) = state.flip.filter(|flip| ways.contains(&flip.way)) else { return commands };
         let mut flipped = Vec::new();
         for command in commands {
             let copied = match &command {
-                Command::Copy { source, target } if state.files.contains(&target.memory) => {
-                    Some((*source, *target))
+                Command::Copy { source, target } => {
+                    let file = if flip.way == BusWay::File { target } else { source };
+                    state.files.contains(&file.memory).then_some((*source, *target))
                 }
                 _ => None,
             };
@@ -406,7 +412,7 @@ impl std::fmt::Debug for FaultyDevice {
 /// The bytes of a long write, as they lie in staging.
 fn long_write(piece: &Piece) -> Option<StagingSpan> {
     match (&piece.kind, &piece.payload) {
-        (PieceKind::Dense, Payload::Staging { index, offset }) if piece.target.len >= 1 << 20 => {
+        (PieceKind::Dense, Payload::Staging { index, offset }) if piece.target.len >= PROVEN_LEN_MIN => {
             Some(StagingSpan { index: *index, offset: *offset, len: piece.target.len as usize })
         }
         _ => None,

@@ -7,7 +7,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use remanent_format::state::table::PageEntry;
-use remanent_format::{Epoch, Key, Lsn, Metadata, PageId, PageInfo};
+use remanent_format::{Epoch, Key, Lsn, Metadata, PageId, PageInfo, Place};
 
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Swap, SwapGuard};
@@ -68,6 +68,16 @@ impl SeenPage<'_> {
     /// The user's name for the page.
     pub fn key(&self) -> Option<&Key> {
         self.entry.key()
+    }
+
+    /// The place where the page lives.
+    pub fn place(&self) -> Place {
+        self.entry.place()
+    }
+
+    /// The page's length in bytes.
+    pub fn len(&self) -> u64 {
+        self.entry.len()
     }
 }
 

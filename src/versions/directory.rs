@@ -67,9 +67,9 @@ impl PageSlot {
         (memory != 0).then_some(MemoryId(memory))
     }
 
-    /// Sets the memory of the page's bytes.
-    pub fn set_memory(&self, memory: MemoryId) {
-        self.memory.store(memory.0, Ordering::Release);
+    /// Sets the memory of the page's bytes; `None` for a page that has none any more.
+    pub fn set_memory(&self, memory: Option<MemoryId>) {
+        self.memory.store(memory.map_or(0, |memory| memory.0), Ordering::Release);
     }
 }
 

@@ -33,6 +33,7 @@
 mod chain;
 mod directory;
 mod recent_pages;
+pub(crate) mod uses;
 #[cfg(test)]
 mod tests;
 
@@ -42,9 +43,11 @@ use std::sync::Arc;
 use remanent_format::state::table::{Changes, PageEntry};
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, PageTable};
 
-use self::chain::{PageState, RootState, SeenPage, Unseen, Version, visible_at};
+pub(crate) use self::chain::SeenPage;
+use self::chain::{PageState, RootState, Unseen, Version, visible_at};
 use self::directory::{Directory, PageSlot};
 use self::recent_pages::RecentPages;
+use self::uses::PageUses;
 use crate::base::allocation::set_of;
 use crate::base::queue::Queue;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
@@ -68,6 +71,8 @@ pub(crate) struct Versions {
     logged: Option<Arc<AtomicU64>>,
     written: WriterLine,
     views: Views,
+    /// Where changes and reads of pages are noted, for policies that ask for them.
+    uses: Option<Arc<PageUses>>,
 }
 
 /// The fields that each batch changes, in one line of a cache, because committers hand it from core to core.
@@ -112,11 +117,12 @@ enum Superseded {
 
 impl Versions {
     /// Makes versions of the pages of a table whose last batch is logged. `memory` says where their bytes
-    /// are, as far as they are loaded.
+    /// are, as far as they are loaded. `uses` is told what changes and what is read.
     pub fn new(
         table: &PageTable,
         logged: Option<Arc<AtomicU64>>,
         memory: impl Fn(PageId) -> Option<MemoryId>,
+        uses: Option<Arc<PageUses>>,
     ) -> Self {
         let state =
             |(page, entry): (PageId, &PageEntry)| (page, PageState::present(entry.clone()), memory(page));
@@ -135,7 +141,13 @@ impl Versions {
             logged,
             written: WriterLine { installed: AtomicU64::new(table.lsn().0), writer: Mutex::default() },
             views: Views::default(),
+            uses,
         }
+    }
+
+    /// Notes that a page was read, where a policy wants to know.
+    pub fn used(&self, page: PageId) {
+        self.uses.iter().for_each(|uses| uses.read(page));
     }
 
     /// The newest batch that is visible.
@@ -212,7 +224,12 @@ impl Versions {
     /// thread that the batch is applied.
     pub fn moved(&self, page: PageId, memory: MemoryId) {
         // A page that is not there was deleted by a batch that the applier has yet to come to.
-        self.pages.look(page, |slot| slot.set_memory(memory));
+        self.pages.look(page, |slot| slot.set_memory(Some(memory)));
+    }
+
+    /// Says that a page has no memory from now on, before that goes to another page.
+    pub fn moved_to_disk(&self, page: PageId) {
+        self.pages.look(page, |slot| slot.set_memory(None));
     }
 
     /// Puts a batch's versions in place: it becomes visible when it is logged (I1). The caller holds the
@@ -246,6 +263,11 @@ impl Versions {
         pages: impl Iterator<Item = (PageId, Option<&'a PageInfo>)>,
         root: Option<&Arc<Metadata>>,
     ) {
+        let pages = pages.inspect(|(page, info)| {
+            if let Some(uses) = &self.uses {
+                uses.changed(*page, info.map(|info| (info.place, info.len)));
+            }
+        });
         let mut writer = self.written.writer.lock();
         let count_before = writer.superseded.len();
         let (mut created, mut deleted) = (0, 0);

@@ -22,7 +22,7 @@ struct Ground {
 impl Ground {
     fn new() -> Self {
         let (table, logged) = (PageTable::new(), Arc::new(AtomicU64::new(0)));
-        let versions = Arc::new(Versions::new(&table, Some(logged.clone()), |_| None));
+        let versions = Arc::new(Versions::new(&table, Some(logged.clone()), |_| None, None));
         Self { table, versions, logged }
     }
 

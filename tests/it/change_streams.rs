@@ -267,8 +267,8 @@ fn only_pages_that_are_elsewhere_move() {
     assert_eq!(store.ensure(&[pages[2], pages[2]], Place::Host).unwrap(), None);
     let unknown = store.ensure(&[pages[0], PageId(99)], Place::Host).unwrap_err();
     assert!(matches!(unknown, Error::UnknownPage { page: PageId(99) }), "{unknown}");
-    let refused = store.ensure(&pages, Place::Disk).unwrap_err();
-    assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Disk, .. }), "{refused}");
+    let refused = store.ensure(&pages, Place::Device(64)).unwrap_err();
+    assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Device(64), .. }), "{refused}");
     assert_eq!(store.lsn(), lsn, "nothing was logged");
 
     let twice = [&pages[..], &pages[..]].concat();

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, Once};
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    Compression, Error, FileName, Folder, ImageIo, Key, LogIo, Lsn, Options, PageId, Place, Result,
-    SnapshotId, StatePoint, Store, View,
+    ChangeCause, Compression, Error, FileName, Folder, ImageIo, Key, LogIo, Lsn, Options, PageId, Place,
+    Result, SnapshotId, StatePoint, Store, ValueChange, View,
 };
 
 use crate::files::{open, open_with, small};
@@ -207,6 +207,12 @@ fn read_while_store_commits(store: Store, look: impl Fn() -> Result<View> + Sync
                             Err(error) => panic!("{error}"),
                         };
                         *seen.lock().unwrap().entry(old.lsn().0).or_default() += 1;
+                        match old.blame(pages[0], 3..9) {
+                            Ok(changes) => check_changes(&changes, pages[0], old.lsn()),
+                            // It holds no more than its own state.
+                            Err(Error::Overtaken { .. }) => {}
+                            Err(error) => panic!("at {}: {error}", old.lsn()),
+                        }
                         for page in &pages {
                             let mut bytes = vec![0; LEN];
                             match old.read(*page, 0, &mut bytes) {
@@ -233,6 +239,18 @@ fn read_while_store_commits(store: Store, look: impl Fn() -> Result<View> + Sync
         ended.into_iter().for_each(|ended| ended.unwrap());
     });
     assert!(seen.into_inner().unwrap().len() >= STATES, "the writer ended first");
+}
+
+/// Demands that changes of bytes 3 to 9 of a page, which `rewrite` wrote, follow each other up to a batch.
+fn check_changes(changes: &[ValueChange], page: PageId, last: Lsn) {
+    for change in changes.iter().filter(|change| change.before.is_some()) {
+        assert_eq!(change.after.as_deref(), Some(&content(page, change.lsn.0)[3..9]), "{change:?}");
+    }
+    for pair in changes.windows(2) {
+        assert!(pair[0].lsn < pair[1].lsn && pair[0].after == pair[1].before, "{pair:?}");
+    }
+    let newest = changes.last().expect("the page was created once");
+    assert_eq!((newest.lsn, newest.after.as_deref()), (last, Some(&content(page, last.0)[3..9])));
 }
 
 /// Says that its thread ended, even after a panic.
@@ -435,4 +453,87 @@ fn a_directory_that_cannot_be_written_is_read() {
     let old = Store::open_read_only(&path).unwrap();
     check(&old, &pages);
     assert!(!path.join("READERS").exists() && !path.join("LOCK").exists());
+}
+
+/// Commits and takes snapshots until the log's first segments are gone. Ends with a snapshot.
+fn forget_the_beginning(store: &Store, pages: &[PageId]) {
+    for _ in 0..20 {
+        (0..5).for_each(|_| _ = rewrite(store, pages));
+        store.snapshot().unwrap();
+    }
+}
+
+#[test]
+fn each_batch_that_changed_a_byte_is_told_as_far_back_as_it_is_kept() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().snapshots_kept(1).log_kept(1 << 30)).unwrap();
+    let pages = three_pages(&store);
+    let lsns: Vec<Lsn> = (0..4).map(|_| rewrite(&store, &pages)).collect();
+    store.snapshot().unwrap();
+    let mut batch = store.batch();
+    // The same bytes again are no change, and neither are those of other pages.
+    batch.write(pages[0], 0, &content(pages[0], lsns[3].0)).write(pages[1], 0, b"other").note("nothing");
+    store.commit(batch).unwrap();
+    let mut batch = store.batch();
+    batch.write(pages[0], 3, b"culprit").set_root("step", 99u64).note("step 99");
+    let culprit = store.commit(batch).unwrap().position.lsn;
+    let restored = store.restore(&StatePoint::Lsn(lsns[3])).unwrap().lsn;
+    let view = newest(&disk).unwrap();
+    let changes = view.blame(pages[0], 3..9).unwrap();
+    let told: Vec<(Lsn, ChangeCause)> = changes.iter().map(|change| (change.lsn, change.cause)).collect();
+    let mut expected = vec![(Lsn(1), ChangeCause::Batch)];
+    expected.extend(lsns.iter().map(|lsn| (*lsn, ChangeCause::Batch)));
+    expected.extend([(culprit, ChangeCause::Batch), (restored, ChangeCause::Restore)]);
+    assert_eq!(told, expected);
+    let change = &changes[5];
+    assert_eq!((change.note.as_deref(), change.after.as_deref()), (Some("step 99"), Some(&b"culpri"[..])));
+    assert_eq!(change.root.as_ref().unwrap()["step"], 99u64.into());
+    assert_eq!(changes[6].after.as_deref(), Some(&content(pages[0], lsns[3].0)[3..9]));
+    // An earlier state knows nothing of later batches.
+    let then = at(&disk, &StatePoint::Lsn(lsns[1])).unwrap();
+    check_changes(&then.blame(pages[0], 3..9).unwrap(), pages[0], lsns[1]);
+    for (page, range) in [(pages[0], 599..601), (pages[0], u64::MAX - 1..u64::MAX)] {
+        assert!(matches!(view.blame(page, range), Err(Error::OutOfBounds { page_len: 600, .. })));
+    }
+    assert!(matches!(view.blame(PageId(77), 0..1), Err(Error::UnknownPage { page: PageId(77) })));
+
+    // Once the log before a snapshot is gone, its page is the first that is known. A view keeps it.
+    drop((view, then, store));
+    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    forget_the_beginning(&store, &pages);
+    let last = rewrite(&store, &pages);
+    let changes = newest(&disk).unwrap().blame(pages[0], 3..9).unwrap();
+    assert_eq!(changes[0].cause, ChangeCause::Snapshot, "{changes:?}");
+    assert_eq!(changes.last().unwrap().lsn, last);
+    let long = 65_537;
+    let mut batch = store.batch();
+    let page = batch.create(long, Place::Host).page();
+    let page = store.commit(batch).unwrap().pages[page.index()];
+    let refused = newest(&disk).unwrap().blame(page, 0..long).unwrap_err();
+    assert!(matches!(refused, Error::Limit { found: 65_537, limit: 65_536, .. }), "{refused}");
+}
+
+#[test]
+fn a_change_is_not_told_from_a_damaged_image() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().compression(Compression::Off).snapshots_kept(1)).unwrap();
+    let pages = three_pages(&store);
+    forget_the_beginning(&store, &pages);
+    drop(store);
+    let view = newest(&disk).unwrap();
+    let wanted = content(pages[0], view.lsn().0);
+    let files = disk.list(Folder::Pages).unwrap();
+    let mut damaged = 0;
+    for file in files.iter().filter_map(|name| FileName::parse(Folder::Pages, name)) {
+        let bytes = disk.bytes(file).unwrap();
+        if let Some(at) = bytes.windows(LEN).position(|window| window == wanted) {
+            disk.damage(file, at as u64 + 500, &[!wanted[500]]);
+            damaged += 1;
+        }
+    }
+    assert!(damaged > 0);
+    // Far from the bytes that are asked for, but within the image.
+    let told = view.blame(pages[0], 3..9);
+    assert!(matches!(told, Err(Error::Damaged(_))), "{told:?}");
+    view.blame(pages[1], 3..9).unwrap();
 }

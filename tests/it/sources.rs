@@ -470,7 +470,10 @@ fn images_of_sources_that_cannot_be_written_poison_and_those_that_cannot_be_read
         assert!(State::of(&open(&disk).unwrap()) == state, "{operation:?}");
     }
     let fill = |batch: &mut WriteBatch, _: PageId, disk: &SimDisk| {
-        disk.fail(DiskFault { operation: Operation::Read, skip: 0, times: usize::MAX, errno: EIO });
+        // Neither from the cache nor from the medium.
+        for operation in [Operation::Read, Operation::ReadPastCache] {
+            disk.fail(DiskFault { operation, skip: 0, times: usize::MAX, errno: EIO });
+        }
         create(batch, LONG, Changing::default());
     };
     refuses("read back", &raw(), fill, |error| matches!(error, Error::Damaged(_) | Error::Io { .. }));

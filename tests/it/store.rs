@@ -127,10 +127,10 @@ fn a_refused_batch_changes_nothing() {
         batch.fill(page, 0, 6, &[1, 2, 3]);
     });
     assert!(matches!(pattern, Error::InvalidOperation { .. }), "{pattern}");
-    let disk = refuse(&|batch| {
-        batch.create(1, Place::Disk);
+    let nowhere = refuse(&|batch| {
+        batch.create(1, Place::Device(64));
     });
-    assert!(matches!(disk, Error::PlaceUnavailable { .. }), "{disk}");
+    assert!(matches!(nowhere, Error::PlaceUnavailable { .. }), "{nowhere}");
 }
 
 #[test]

@@ -200,6 +200,30 @@ pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec
     image.decode(stored.into(), len).map(Cow::into_owned).map_err(at)
 }
 
+/// Reads the image of a page that is as long as `out`, and checks its bytes. After a failure `out` holds
+/// anything.
+///
+/// # Errors
+/// [`Damage`] if it is missing, cut short or damaged.
+pub fn read_image_into(source: &dyn ReadAt, image: &ImageRef, out: &mut [u8]) -> Result<(), Damage> {
+    let (file, len) = (FileName::Pages(image.file), out.len() as u64);
+    let at = |defect: Defect| defect.at(file, image.offset);
+    if image.codec != Codec::Raw {
+        out.copy_from_slice(&read_image(source, image, len)?);
+        return Ok(());
+    }
+    image.check(len).map_err(at)?;
+    check_range(source, file, image.offset, image.stored_len).map_err(at)?;
+    let (mut sum, mut done) = (crc32fast::Hasher::new(), 0);
+    // Summed while the processor has in its cache what was just read.
+    for piece in out.chunks_mut(CHECKED_AT_ONCE as usize) {
+        source.read_at(file, image.offset + done, piece).map_err(|error| at(unreadable(error)))?;
+        sum.update(piece);
+        done += piece.len() as u64;
+    }
+    check_sum("image", image.stored_crc, sum).map_err(at)
+}
+
 /// Refuses a range that does not lie within its file.
 pub(super) fn check_range(source: &dyn ReadAt, file: FileName, offset: u64, len: u64) -> Result<(), Defect> {
     let file_len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing)?;

@@ -6,6 +6,9 @@ use std::ops::Range;
 use crate::image::read::copy_common;
 use crate::op::Op;
 
+/// Bytes of a repeated pattern that are handed out at a time.
+const FILL_RUN_LEN: usize = 4 << 10;
+
 /// Applies an operation to the bytes of its page. [`crate::state::table::PageTable::plan`] has checked bounds
 /// before. Operations that change no bytes do nothing. Nor does one that names an image: a reader of the log
 /// starts the page from there.
@@ -66,6 +69,37 @@ pub(crate) fn apply_clipped(op: &Op<'_>, content: &mut Vec<u8>, window: &Range<u
         | Op::RemoveRoot { .. }
         | Op::Note { .. }
         | Op::Restore { .. } => {}
+    }
+}
+
+/// Hands to `write` the bytes that an operation writes, each run with its offset in the page. One that names
+/// an image writes none: its bytes lie elsewhere.
+pub fn each_write(op: &Op<'_>, mut write: impl FnMut(u64, &[u8])) {
+    match op {
+        Op::Write { offset, bytes, .. } => write(*offset, bytes),
+        Op::Masked { offset, width, mask, bytes, .. } => {
+            let is_set = |index: usize| mask[index / 8] >> (index % 8) & 1 == 1;
+            let (width, count) = (width.bytes(), bytes.len() / width.bytes());
+            let mut next = 0;
+            while let Some(first) = (next..count).find(|index| is_set(*index)) {
+                next = (first..count).find(|index| !is_set(*index)).unwrap_or(count);
+                write(offset + (first * width) as u64, &bytes[first * width..next * width]);
+            }
+        }
+        Op::Scatter { width, base, indices, values, .. } => {
+            let width = width.bytes();
+            for (index, element) in indices.iter().zip(values.chunks_exact(width)) {
+                write(base + u64::from(index) * width as u64, element);
+            }
+        }
+        Op::Fill { offset, len, pattern, .. } => {
+            // A multiple of every pattern's length, so that each run begins with the pattern.
+            let run: Vec<u8> = pattern.iter().copied().cycle().take(FILL_RUN_LEN).collect();
+            for at in (0..*len).step_by(FILL_RUN_LEN) {
+                write(offset + at, &run[..(len - at).min(FILL_RUN_LEN as u64) as usize]);
+            }
+        }
+        _ => {}
     }
 }
 

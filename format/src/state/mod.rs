@@ -11,3 +11,5 @@ pub mod follow;
 pub mod reach;
 pub mod rebuild;
 pub mod trail;
+pub mod blame;
+pub mod bisection;

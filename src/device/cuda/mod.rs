@@ -56,7 +56,7 @@ use self::memory::{DeviceBlock, PlaceMemory};
 use self::pinned_reads::{PinnedReads, WrittenStripes};
 use self::plan::LaunchPlan;
 use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
-use self::translate::{ScratchNeed, StagedBytes};
+use self::translate::StagedBytes;
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
     RawStream, ReturnedStaging, Span, Staging, StreamEvent,
@@ -344,16 +344,11 @@ impl Device for CudaDevice {
         let CommandList { commands, staging } = list;
         // Planned before anything is queued: a list that breaks the contract panics here.
         let mut blocks = Vec::new();
-        let needed = ScratchNeed::needed(&commands);
-        let mut scratch = ScratchNeed::default();
-        if needed.pinned > 0 {
-            let block = self.block(Kind::Pinned, needed.pinned)?;
-            scratch.pinned = block.address;
-            blocks.push(block);
-        }
-        if needed.on_gpu > 0 {
-            let block = self.block(Kind::Device, needed.on_gpu)?;
-            scratch.on_gpu = block.address;
+        let mut scratch = 0;
+        let scratch_len = translate::scratch_len(&commands);
+        if scratch_len > 0 {
+            let block = self.block(Kind::Device, scratch_len)?;
+            scratch = block.address;
             blocks.push(block);
         }
         let staged: Vec<StagedBytes<'_>> =

@@ -49,10 +49,8 @@ pub(super) enum Area {
     Memory(u64),
     /// The list's staging, by its index.
     Staging(usize),
-    /// Results on their way to staging: checksums.
+    /// Results on their way to staging, in the GPU's own memory.
     Scratch,
-    /// Results on their way to staging that many threads write to: in the GPU's own memory.
-    ScratchOnGpu,
 }
 
 /// A piece, with the areas that it touches.
@@ -101,6 +99,8 @@ pub(super) struct LaunchPlan {
     pub selects: Vec<SelectRow>,
     pub scans: Vec<ScanRow>,
     pub indices: Vec<IndexRow>,
+    /// The areas to which the newest step of checksums writes.
+    summed: Areas,
     batch: PieceBatch,
 }
 
@@ -234,13 +234,29 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds checksums: each source gives four bytes to `sums`, one after the other. Remainders of sources
-    /// that take several rows lie after all sums. [`crc_words`] counts them.
-    pub fn crcs(&mut self, sources: &[(u64, u64)], sums: u64) {
-        let (first, first_combine) = (self.crcs.len(), self.combines.len());
-        let mut remainders = sums + 4 * sources.len() as u64;
-        for (number, (source, len)) in sources.iter().enumerate() {
-            let target = sums + 4 * number as u64;
+    /// Adds checksums: each source gives four bytes to `sums` in an area, one after the other. Remainders of
+    /// sources that take several rows go to `remainders`; [`remainder_words`] counts them.
+    ///
+    /// Sums that follow sums to other areas, with no step between them, are made by the same launches.
+    pub fn crcs(&mut self, sources: &[(u64, u64)], (area, sums): (Area, u64), mut remainders: u64) {
+        self.flush();
+        let (mut first, mut first_combine) = (self.crcs.len(), self.combines.len());
+        let is_new_area = self.summed.insert(area);
+        match &self.steps[..] {
+            [.., LaunchStep::Crc(crcs), LaunchStep::Combine(combines)] if is_new_area => {
+                (first, first_combine) = (crcs.start, combines.start);
+                self.steps.truncate(self.steps.len() - 2);
+            }
+            [.., LaunchStep::Crc(crcs)] if is_new_area => {
+                first = crcs.start;
+                self.steps.pop();
+            }
+            _ => {
+                self.summed.clear();
+                self.summed.insert(area);
+            }
+        }
+        for ((source, len), target) in sources.iter().zip((sums..).step_by(4)) {
             let chunks = crc_chunks(*len);
             if chunks == 1 {
                 let flags = CRC_FIRST | CRC_LAST;
@@ -266,9 +282,9 @@ impl LaunchPlan {
             self.combines.push(CombineRow { remainders, target, count: chunks as u32, reserved: 0 });
             remainders += 4 * chunks;
         }
-        self.step(LaunchStep::Crc(first..self.crcs.len()));
+        self.steps.push(LaunchStep::Crc(first..self.crcs.len()));
         if self.combines.len() > first_combine {
-            self.step(LaunchStep::Combine(first_combine..self.combines.len()));
+            self.steps.push(LaunchStep::Combine(first_combine..self.combines.len()));
         }
     }
 
@@ -343,8 +359,8 @@ impl LaunchPlan {
 }
 
 /// Words of scratch that the checksums of sources of these lengths need.
-pub(super) fn crc_words(lens: impl Iterator<Item = u64>) -> u64 {
-    lens.map(|len| 1 + if crc_chunks(len) > 1 { crc_chunks(len) } else { 0 }).sum()
+pub(super) fn remainder_words(lens: impl Iterator<Item = u64>) -> u64 {
+    lens.map(crc_chunks).filter(|chunks| *chunks > 1).sum()
 }
 
 /// The number of rows by which a bitmap of `len` bytes is looked at.
@@ -533,14 +549,36 @@ mod tests {
     fn checksums_are_cut_from_their_ends() {
         let chunk = u64::from(CRC_CHUNK_LEN);
         let mut plan = LaunchPlan::default();
-        plan.crcs(&[(0, 5), (1000, 2 * chunk + 1), (9, 0)], 1 << 20);
+        plan.crcs(&[(0, 5), (1000, 2 * chunk + 1), (9, 0)], (Area::Staging(0), 1 << 20), 1 << 30);
         let rows: Vec<(u64, u32, u32)> =
             plan.crcs.iter().map(|row| (row.source, row.len, row.flags)).collect();
         let both = CRC_FIRST | CRC_LAST;
         let long = [(1000, 1, CRC_FIRST), (1001, CRC_CHUNK_LEN, 0), (1001 + chunk, CRC_CHUNK_LEN, CRC_LAST)];
         assert_eq!(rows, [&[(0, 5, both)], &long[..], &[(9, 0, both)]].concat());
         let CombineRow { remainders, target, count, .. } = plan.combines[0];
-        assert_eq!((remainders, target, count), ((1 << 20) + 12, (1 << 20) + 4, 3));
-        assert_eq!(crc_words([5, 2 * chunk + 1, 0].into_iter()), 6);
+        assert_eq!((remainders, target, count), (1 << 30, (1 << 20) + 4, 3));
+        assert_eq!(remainder_words([5, 2 * chunk + 1, 0].into_iter()), 3);
+    }
+
+    #[test]
+    fn checksums_that_follow_each_other_share_launches() {
+        let long = u64::from(CRC_CHUNK_LEN) + 1;
+        let mut plan = LaunchPlan::default();
+        plan.piece(dense(0, 8));
+        plan.crcs(&[(0, 8)], (Area::Staging(1), 1 << 20), 1 << 30);
+        plan.crcs(&[(64, long)], (Area::Staging(2), 1 << 21), 1 << 31);
+        plan.crcs(&[(0, 4), (4, long)], (Area::Staging(3), 1 << 22), 1 << 32);
+        assert_eq!(
+            plan.steps,
+            [LaunchStep::Apply(APPLY_BY_WARP, 0..1), LaunchStep::Crc(0..6), LaunchStep::Combine(0..2)]
+        );
+        // A piece may change what was summed: what is summed after it is another launch.
+        plan.piece(dense(0, 8));
+        plan.crcs(&[(0, 8)], (Area::Staging(4), 1 << 20), 1 << 30);
+        assert_eq!(plan.steps[3..], [LaunchStep::Apply(APPLY_BY_WARP, 1..2), LaunchStep::Crc(6..7)]);
+        // So are sums that may go where others went.
+        plan.crcs(&[(0, 8)], (Area::Staging(4), 1 << 20), 1 << 30);
+        plan.crcs(&[(8, 8)], (Area::Staging(1), 1 << 20), 1 << 30);
+        assert_eq!(plan.steps[5..], [LaunchStep::Crc(7..9)]);
     }
 }

@@ -12,7 +12,7 @@ use remanent_format::Width;
 
 use super::abi::{IndexRow, PieceRow};
 use super::handles::{Allocation, Handles};
-use super::plan::{Area, LaunchPlan, LaunchStep, PlannedPiece, crc_words, select_rows};
+use super::plan::{Area, LaunchPlan, LaunchStep, PlannedPiece, remainder_words, select_rows};
 use super::resource::Kind;
 use crate::device::{
     Command, IndexList, MemoryId, Payload, Piece, PieceKind, SHORT_COPY_LEN_MAX, Selection, Span, Staging,
@@ -28,41 +28,30 @@ pub(super) struct StagedBytes<'s> {
     pub address: u64,
 }
 
-/// Scratch: the bytes of it that a list needs, or the addresses from which on it is free.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct ScratchNeed {
-    /// In pinned memory: for checksums, which few threads write.
-    pub pinned: u64,
-    /// In the GPU's own, for results that many threads write: bits stored one by one over the bus took longer
-    /// than the comparison that they came from.
-    pub on_gpu: u64,
+/// Bytes of scratch that a list needs, in the GPU's own memory. Many threads write there: bits stored one by
+/// one over the bus took longer than the comparison that they came from.
+pub(super) fn scratch_len(commands: &[Command]) -> u64 {
+    let needed = commands.iter().map(|command| match command {
+        Command::Crc { sources, .. } => remainders_len(sources),
+        Command::Select { bitmaps, .. } => selection_len(bitmaps),
+        Command::Validate { lists, .. } => validation_len(lists),
+        _ => 0,
+    });
+    needed.sum()
 }
 
-impl ScratchNeed {
-    /// The scratch that a list needs.
-    pub fn needed(commands: &[Command]) -> Self {
-        let mut needed = Self::default();
-        for command in commands {
-            match command {
-                Command::Crc { sources, .. } => {
-                    needed.pinned += 4 * crc_words(sources.iter().map(|source| source.len));
-                }
-                Command::Select { bitmaps, .. } => needed.on_gpu += selection_len(bitmaps),
-                Command::Validate { lists, .. } => needed.on_gpu += validation_len(lists),
-                _ => {}
-            }
-        }
-        needed
-    }
+/// Bytes of scratch for the remainders of chunks.
+fn remainders_len(sources: &[Span]) -> u64 {
+    (4 * remainder_words(sources.iter().map(|source| source.len))).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Bytes of scratch for numbering the bits of bitmaps: a number a row, and a sum a bitmap.
+/// Bytes of scratch for numbering the bits of bitmaps: a number for each row, and a sum for each bitmap.
 fn selection_len(bitmaps: &[Selection]) -> u64 {
     let rows: u64 = bitmaps.iter().map(|of| select_rows(of.bits.len)).sum();
     (4 * (rows + bitmaps.len() as u64)).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Bytes of scratch for looking at lists of indices: one bit an element of each, and the findings.
+/// Bytes of scratch for looking at lists of indices: one bit for each element of each, and the findings.
 fn validation_len(lists: &[IndexList]) -> u64 {
     let seen: u64 = lists.iter().map(seen_len).sum();
     seen + (4 * lists.len() as u64).next_multiple_of(SCRATCH_ALIGN)
@@ -72,7 +61,7 @@ fn seen_len(list: &IndexList) -> u64 {
     list.bound.div_ceil(8).next_multiple_of(SCRATCH_ALIGN)
 }
 
-/// Plans a list of commands.
+/// Plans a list of commands. Its scratch begins at `scratch`.
 ///
 /// # Panics
 /// If a range is not within its memory, or ranges that belong together are of different lengths.
@@ -80,7 +69,7 @@ pub(super) fn plan(
     commands: &[Command],
     memories: &Handles,
     staging: &[StagedBytes<'_>],
-    scratch: ScratchNeed,
+    scratch: u64,
 ) -> LaunchPlan {
     let mut planner = ListPlanner { memories, staging, scratch, plan: LaunchPlan::default() };
     commands.iter().for_each(|command| planner.command(command));
@@ -93,7 +82,7 @@ struct ListPlanner<'l> {
     staging: &'l [StagedBytes<'l>],
     /// The next free bytes of scratch. Commands never share any: a later one is planned before an earlier one
     /// runs.
-    scratch: ScratchNeed,
+    scratch: u64,
     plan: LaunchPlan,
 }
 
@@ -164,12 +153,16 @@ impl ListPlanner<'_> {
 
     fn copy(&mut self, source: Span, target: Span) {
         assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
-        assert!(!overlap(source, target), "a copy between overlapping ranges: {source:?}, {target:?}");
-        // To a file's memory as to staging, which it stands in for.
+        assert!(!source.overlaps(target), "a copy between overlapping ranges: {source:?}, {target:?}");
+        // A file's memory stands in for staging: long copies to it and from it are the copy engine's, too.
         let (from, to) = (self.memory(source.memory), self.memory(target.memory));
-        if to.is_file && from.kind == Kind::Device && target.len > SHORT_COPY_LEN_MAX {
-            let (source, to) = (from.at(source), to.at(target));
-            self.plan.step(LaunchStep::Down { source, target: to, len: target.len });
+        let len = target.len;
+        if len > SHORT_COPY_LEN_MAX && from.kind == Kind::Device && to.is_file {
+            self.plan.step(LaunchStep::Down { source: from.at(source), target: to.at(target), len });
+            return;
+        }
+        if len > SHORT_COPY_LEN_MAX && from.is_file && to.kind == Kind::Device {
+            self.plan.step(LaunchStep::Up { source: from.at(source), target: to.at(target), len });
             return;
         }
         let row = PieceRow::dense(self.address(target), self.address(source), target.len);
@@ -223,7 +216,7 @@ impl ListPlanner<'_> {
         assert_eq!(left.len, right.len, "a diff of ranges of different lengths");
         let bits = elements(left.len, width).div_ceil(8);
         assert_eq!(target.len, bits, "the length of a diff's target");
-        let clashes = overlap(left, target) || overlap(right, target);
+        let clashes = left.overlaps(target) || right.overlaps(target);
         assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
         let (from, to) = ((self.address(left), self.address(right)), self.address(target));
         self.plan.diff(from.0, from.1, to, left.len, width.bytes() as u64);
@@ -232,9 +225,9 @@ impl ListPlanner<'_> {
     fn select(&mut self, bitmaps: &[Selection], target: StagingSpan) {
         assert_eq!(target.len, 4 * bitmaps.len(), "the length of a selection's target");
         // The numbers of all rows, then the sums.
-        let (mut numbers, len) = (self.scratch.on_gpu, selection_len(bitmaps));
+        let (mut numbers, len) = (self.scratch, selection_len(bitmaps));
         let sums = numbers + 4 * bitmaps.iter().map(|of| select_rows(of.bits.len)).sum::<u64>();
-        self.scratch.on_gpu += len;
+        self.scratch += len;
         let (rows, scans) = (self.plan.selects.len(), self.plan.scans.len());
         for (selection, sum) in bitmaps.iter().zip((sums..).step_by(4)) {
             let Selection { bits, indices } = *selection;
@@ -246,13 +239,13 @@ impl ListPlanner<'_> {
         }
         // One step for all bitmaps: three launches, however many there are.
         self.plan.select(rows, scans);
-        self.down(sums, Area::ScratchOnGpu, true, target);
+        self.down(sums, Area::Scratch, true, target);
     }
 
     fn pick(&mut self, source: Span, width: Width, indices: StagingSpan, target: Span) {
         let (bound, count) = (elements(source.len, width), elements(target.len, width));
         assert_eq!(indices.len as u64, 4 * count, "one index for each element");
-        assert!(!overlap(source, target), "picked from and to overlapping ranges: {source:?}, {target:?}");
+        assert!(!source.overlaps(target), "picked from and to overlapping ranges: {source:?}, {target:?}");
         let indices_at = self.staged(indices);
         let index_bytes = &self.staging[indices.index].bytes[indices.offset..][..indices.len];
         assert!(all_below(index_bytes, bound), "an index that is not within its range");
@@ -265,13 +258,13 @@ impl ListPlanner<'_> {
         assert_eq!(target.len, 4 * lists.len(), "the length of a validation's target");
         // The bits of all lists, then the findings: zeroed by one piece. Kernels set bits and add findings,
         // so scratch must not hold the bytes of its last user.
-        let (first, len) = (self.scratch.on_gpu, validation_len(lists));
+        let (first, len) = (self.scratch, validation_len(lists));
         let findings = first + lists.iter().map(seen_len).sum::<u64>();
-        self.scratch.on_gpu += len;
+        self.scratch += len;
         self.plan.piece(PlannedPiece {
             row: PieceRow::fill(first, [0; 16], Width::W1, len),
             target_len: len,
-            target: Area::ScratchOnGpu,
+            target: Area::Scratch,
             sources: [None; 2],
         });
         let rows = self.plan.indices.len();
@@ -285,7 +278,7 @@ impl ListPlanner<'_> {
             seen += seen_len(list);
         }
         self.plan.validate(rows);
-        self.down(findings, Area::ScratchOnGpu, true, target);
+        self.down(findings, Area::Scratch, true, target);
     }
 
     fn crc(&mut self, sources: &[Span], target: StagingSpan) {
@@ -296,17 +289,8 @@ impl ListPlanner<'_> {
             return;
         }
         let extents: Vec<(u64, u64)> = sources.iter().map(|span| (self.address(*span), span.len)).collect();
-        self.plan.crcs(&extents, self.scratch.pinned);
-        // Sums are written on boundaries of four bytes, and go from there to the target, which may have any
-        // alignment.
-        let len = target.len as u64;
-        self.plan.piece(PlannedPiece {
-            row: PieceRow::dense(staged, self.scratch.pinned, len),
-            target_len: len,
-            target: Area::Staging(target.index),
-            sources: [Some(Area::Scratch), None],
-        });
-        self.scratch.pinned += 4 * crc_words(sources.iter().map(|source| source.len));
+        self.plan.crcs(&extents, (Area::Staging(target.index), staged), self.scratch);
+        self.scratch += remainders_len(sources);
     }
 
     fn piece(&mut self, row: PieceRow, target: Span, sources: [Option<Area>; 2]) {
@@ -352,9 +336,4 @@ fn part(span: Span, offset: u64, len: u64) -> Span {
     let within = offset.checked_add(len).is_some_and(|end| end <= span.len);
     assert!(within, "bytes {offset}..+{len} are not within {span:?}");
     Span { memory: span.memory, offset: span.offset + offset, len }
-}
-
-fn overlap(one: Span, other: Span) -> bool {
-    let before = |a: Span, b: Span| a.offset.saturating_add(a.len) <= b.offset;
-    one.memory == other.memory && !before(one, other) && !before(other, one)
 }

@@ -60,7 +60,7 @@ impl HostDevice {
     /// Copies through a small area of its own, so that only one memory is locked at a time.
     pub(super) fn copy(&self, source: Span, target: Span) {
         assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
-        assert!(!overlap(source, target), "a copy between overlapping ranges: {source:?}, {target:?}");
+        assert!(!source.overlaps(target), "a copy between overlapping ranges: {source:?}, {target:?}");
         let (source_memory, target_memory) = (self.memory(source.memory), self.memory(target.memory));
         let mut aside = Vec::new();
         for done in starts(source.len) {
@@ -87,7 +87,7 @@ impl HostDevice {
     /// Copies through a small area of its own, so that only one memory is locked at a time.
     fn diff(&self, left: Span, right: Span, width: Width, target: Span) {
         let (left_memory, right_memory) = (self.memory(left.memory), self.memory(right.memory));
-        let clashes = overlap(left, target) || overlap(right, target);
+        let clashes = left.overlaps(target) || right.overlaps(target);
         assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
         assert_eq!(left.len, right.len, "a diff of ranges of different lengths");
         let bits_len = elements(left.len as usize, width).div_ceil(8);
@@ -146,7 +146,7 @@ impl HostDevice {
     fn pick(&self, source: Span, width: Width, indices: &[u8], target: Span) {
         let bound = elements(source.len as usize, width);
         assert_eq!(indices.len(), 4 * elements(target.len as usize, width), "one index for each element");
-        assert!(!overlap(source, target), "picked from and to overlapping ranges: {source:?}, {target:?}");
+        assert!(!source.overlaps(target), "picked from and to overlapping ranges: {source:?}, {target:?}");
         let at_once = PART_LEN_MAX as usize / width.bytes();
         let mut picked = Vec::with_capacity(at_once.min(indices.len() / 4) * width.bytes());
         let memory = self.memory(source.memory);
@@ -221,9 +221,4 @@ pub(super) fn part(span: Span, offset: u64, len: u64) -> Span {
 /// are checked for empty ranges too.
 fn starts(len: u64) -> impl Iterator<Item = u64> {
     (0..len.max(1)).step_by(PART_LEN_MAX as usize)
-}
-
-fn overlap(one: Span, other: Span) -> bool {
-    let before = |a: Span, b: Span| a.offset.saturating_add(a.len) <= b.offset;
-    one.memory == other.memory && !before(one, other) && !before(other, one)
 }

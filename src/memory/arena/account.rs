@@ -2,6 +2,7 @@
 //!
 //! Threads that allocate at the same time meet in these numbers only, so no lock is held for a page.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use remanent_format::Place;
@@ -79,6 +80,29 @@ impl PlaceUsage {
     }
 }
 
+/// How much room a place has, looked at without a lock.
+#[derive(Clone, Debug)]
+pub struct PlaceRoom(Arc<Account>);
+
+impl PlaceRoom {
+    pub(super) fn new(account: Arc<Account>) -> Self {
+        Self(account)
+    }
+
+    /// The limit of the place in bytes; `u64::MAX` if it has none.
+    pub fn budget(&self) -> u64 {
+        self.0.budget
+    }
+
+    /// Bytes that are free, or will be once the lanes have come as far as they were told to.
+    pub fn free_soon(&self) -> u64 {
+        // What is released in between is not counted twice: retired bytes are read first.
+        let retired = self.0.retired.load(Ordering::Acquire);
+        let used = self.0.used.load(Ordering::Relaxed).saturating_sub(retired);
+        self.0.budget.saturating_sub(used)
+    }
+}
+
 /// A place's budget and its use. Bytes are claimed before the device is asked, so that threads which allocate
 /// at the same time cannot exceed the budget together.
 #[derive(Debug)]
@@ -115,7 +139,7 @@ impl Account {
     /// `OverBudget`, with nothing taken.
     pub fn claim(&self, len: u64) -> Result<()> {
         let within = |used: u64| used.checked_add(len).filter(|sum| *sum <= self.budget); // I10
-        let claimed = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, within);
+        let claimed = self.used.fetch_update(Ordering::Acquire, Ordering::Relaxed, within);
         let (place, budget) = (self.place, self.budget);
         let over = |used| Error::OverBudget { place, asked: len, available: budget - used, budget };
         claimed.map(drop).map_err(over)
@@ -161,9 +185,10 @@ impl Account {
 
     /// Counts retired bytes as released.
     pub fn released(&self, len: u64) {
-        // In this order: a thread that finds the bytes not retired any more finds them not used either.
-        self.used.fetch_sub(len, Ordering::Relaxed);
+        // In this order: a thread that claims these bytes finds them not taken any more, so that the peak
+        // never exceeds the budget. A thread that finds them not retired any more finds them not used either.
         self.taken.fetch_sub(len, Ordering::Relaxed);
+        self.used.fetch_sub(len, Ordering::Release);
         self.retired.fetch_sub(len, Ordering::Release);
     }
 

@@ -11,7 +11,7 @@ use remanent_format::Place;
 
 use super::{Arena, Purpose};
 use crate::base::sync::Mutex;
-use crate::base::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::base::sync::atomic::{AtomicBool, Ordering};
 use crate::device::{Fence, Lane, MemoryId, Span};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
@@ -20,8 +20,6 @@ use crate::error::{Error, Result};
 #[derive(Default)]
 pub(super) struct RegisteredFiles {
     files: Mutex<Vec<Weak<RegisteredFile>>>,
-    /// Counts lists that copy to files.
-    lists: AtomicUsize,
     /// Whether the device has refused a file: it would refuse the next one, too.
     is_refused: AtomicBool,
 }
@@ -44,9 +42,9 @@ struct FileState {
     is_end_unknown: bool,
 }
 
-/// The lanes that copy to files, in turns: while the device reads back what one of them brought, the other
-/// one writes, and the bus is used both ways.
-const FILE_LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
+/// The lane that copies to files, and the one that reads back what lies there. Both ways of the bus are in
+/// use: no copy stands in a lane after a read-back, where it would hold the queue of long copies.
+pub(crate) const FILE_LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
 /// The right to copy to a file's memory. While it lives the memory is not given up.
 pub(crate) struct FileTarget {
@@ -168,11 +166,6 @@ impl FileTarget {
     /// A range of the file, for commands.
     pub fn part(&self, offset: u64, len: u64) -> Span {
         Span { memory: self.memory, offset, len }
-    }
-
-    /// The lane for the next list that copies to a file.
-    pub fn lane(&self) -> Lane {
-        FILE_LANES[self.file.arena.files.lists.fetch_add(1, Ordering::Relaxed) % FILE_LANES.len()]
     }
 
     /// Notes a list that names the file: its fence, or that the device may have begun it without one.

@@ -21,9 +21,10 @@ use std::sync::Arc;
 use remanent_format::{PageId, Place};
 
 use self::account::Account;
+pub(crate) use self::account::PlaceRoom;
 pub use self::account::{PlaceUsage, Purpose};
 use self::files::RegisteredFiles;
-pub(crate) use self::files::{FileTarget, RegisteredFile};
+pub(crate) use self::files::{FILE_LANES, FileTarget, RegisteredFile};
 use self::lent::LentMemories;
 pub use self::page_memory::PageMemory;
 pub use self::reservation::Reservation;
@@ -338,6 +339,11 @@ impl Arena {
             }
         }
         Ok(())
+    }
+
+    /// How much room a place has, from now on.
+    pub(crate) fn room(&self, place: Place) -> PlaceRoom {
+        PlaceRoom::new(self.account(place))
     }
 
     /// Bytes of the budget that are left in a place, retired memory counted as used.

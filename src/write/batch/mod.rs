@@ -344,7 +344,7 @@ impl WriteBatch {
     }
 
     /// Replaces those elements of a range whose bit in `mask` is 1, lowest bit first. `bytes` covers the
-    /// whole range; `mask` has one bit an element, rounded up to whole bytes. The log gets the whole
+    /// whole range; `mask` has one bit for each element, rounded up to whole bytes. The log gets the whole
     /// range: unless most elements are replaced, [`WriteBatch::scatter`] takes less.
     pub fn write_masked(
         &mut self,

@@ -216,7 +216,7 @@ impl Committer {
                 let reason = format!("page {page} is {} bytes long", info.len);
                 return Err(Error::MemoryRefused { len, reason });
             }
-            let source = turn.applied.memory[page].span();
+            let source = turn.applied.memory_of(page)?.span();
             let commands = targets.into_iter().map(|target| Command::Copy { source, target }).collect();
             Ok((info.epoch, turn.submit(CommandList { commands, staging: Vec::new() })?))
         })?;

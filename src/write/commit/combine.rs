@@ -167,6 +167,7 @@ fn outcome(entry: Arc<Entry>) -> Option<Outcome> {
 mod tests {
     use std::collections::VecDeque;
 
+    use super::super::disk_moves::DiskOps;
     use super::*;
     use crate::applier::ListRoom;
     use crate::device::host::HostDevice;
@@ -185,6 +186,8 @@ mod tests {
             lens: Vec::new(),
             memory: VecDeque::new(),
             filled: Vec::new(),
+            disk_ops: DiskOps::default(),
+            to_disk: Vec::new(),
             relocations: Vec::new(),
             asides: VecDeque::new(),
             sums: None,

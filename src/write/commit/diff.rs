@@ -1,7 +1,7 @@
 //! The changed elements of staged ranges: how they are found, and brought to the host.
 //!
-//! 1. **Compare** on the device: a bit an element, 1 where the staged bytes differ from the page, in
-//!    the lane of deltas, or from the copy's shadow.
+//! 1. **Compare** on the device: one bit for each element, 1 where the staged bytes differ from the page,
+//!    in the lane of deltas, or from the copy's shadow.
 //! 2. **Number** them there: the indices of the set bits, rising. A bitmap that is so short that it comes
 //!    to the host as soon as the count of its bits would is not numbered.
 //! 3. **Bring** the shorter form to the host. An index is four bytes, so that is the list of them where
@@ -29,17 +29,17 @@ const BITMAP_ALIGN: u64 = 16;
 /// How many bytes an index takes.
 const INDEX_LEN: u64 = 4;
 
-/// Bitmaps of parts, one a part, each with room for all indices that are shorter than the bitmap. A
-/// longer list is never brought, so it need not fit.
+/// Bitmaps, one for each part, with room for all indices that are shorter than the bitmap. A longer list is
+/// never brought, so it need not fit.
 struct Bitmaps {
-    /// A bitmap a part, each with its list of indices.
+    /// One bitmap for each part, with its list of indices.
     selections: Vec<Selection>,
     /// The length of all bitmaps, in bytes.
     len: u64,
 }
 
-/// How many bytes the bitmaps of parts take with their indices: two bits an element, one for the bitmap and
-/// one for the indices.
+/// How many bytes the bitmaps of parts take with their indices: two bits for each element, one in the bitmap
+/// and one for the indices.
 pub(super) fn bitmaps_len(parts: &RangeParts, width: Width) -> u64 {
     parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(BITMAP_ALIGN)).sum()
 }
@@ -104,7 +104,7 @@ impl Committer {
                     // In the same turn as the comparison: a batch in between would show as a change of
                     // the copy's.
                     check_epoch(page, epoch, info.epoch)?;
-                    let commands = diffs(turn.applied.memory[page].span());
+                    let commands = diffs(turn.applied.memory_of(page)?.span());
                     Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
                 })?;
                 // The rest is on the lane for staging: numbering and the way to the host hold up no delta.

@@ -11,11 +11,12 @@ use std::sync::Arc;
 
 use remanent_format::op::OpAt;
 use remanent_format::state::table::{Changes, PlanMode, Refusal};
-use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable};
+use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable, Place};
 
 use super::Committer;
+use super::disk_moves::{DiskOps, new_places};
 use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
-use crate::applier::{ApplyWork, ArrivalSums, FilledMemory, Handover, ListRoom};
+use crate::applier::{ApplyWork, ArrivalSums, FilledMemory, Handover, ListRoom, NewDiskImages};
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
@@ -37,6 +38,10 @@ pub(super) struct Draft {
     pub memory: VecDeque<PageMemory>,
     /// The part of it that holds its page's bytes already.
     pub filled: FilledMemory,
+    /// The operations that concern pages on disk.
+    pub disk_ops: DiskOps,
+    /// Images of the pages that it takes to disk.
+    pub to_disk: NewDiskImages,
     /// Memory to which leased pages move, so that a lease goes on showing the bytes that it showed.
     pub relocations: Vec<(PageId, PageMemory)>,
     /// Bytes that the applier copies from elsewhere than the payload.
@@ -86,7 +91,9 @@ impl Committer {
             let is_its_own = |(moved, memory): &(PageId, PageMemory)| {
                 moved == page && Some(home(memory)) == home_of(*page)
             };
-            draft.relocations.iter().any(is_its_own)
+            // A page on disk has no memory that could be leased.
+            let is_on_disk = || home_of(*page).is_some_and(|(place, _)| place == Place::Disk);
+            draft.relocations.iter().any(is_its_own) || is_on_disk()
         };
         if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_relocation) {
             return Ok(None);
@@ -113,6 +120,10 @@ impl Committer {
         {
             return Ok(None);
         }
+        // Bytes were staged, and images made, by where the pages were.
+        if self.disk_ops(ops, Some(table))? != draft.disk_ops {
+            return Ok(None);
+        }
         for &(page, expected) in &draft.expected {
             let found = table.get(page).map_or(Epoch(0), |info| info.epoch);
             if found != expected {
@@ -125,6 +136,7 @@ impl Committer {
         let planned = table.plan(lsn, ops, PlanMode::Commit);
         let changes = planned.map_err(|(index, refusal)| refused(index, refusal))?;
         let point = self.engine.log.append(&draft.payload, draft.payload_crc, draft.purpose)?;
+        self.engine.disk_pages.note(new_places(ops));
         assert!(point.lsn == lsn); // I1: the table and the log count alike, and an Lsn has its frame.
         Ok(Some((point, changes)))
     }
@@ -151,9 +163,20 @@ impl Committer {
         // version, too.
         self.engine.versions.install(&changes);
         then(point, &changes);
-        let Draft { payload, memory, filled, relocations, asides, sums, room, handover, .. } = draft;
-        let work =
-            ApplyWork { point, payload, changes, memory, filled, relocations, asides, sums, room, handover };
+        let Draft { payload, memory, filled, to_disk, relocations, asides, sums, room, handover, .. } = draft;
+        let work = ApplyWork {
+            point,
+            payload,
+            changes,
+            memory,
+            filled,
+            to_disk,
+            relocations,
+            asides,
+            sums,
+            room,
+            handover,
+        };
         self.engine.applier.push(work);
         Outcome::Logged(point)
     }

@@ -17,6 +17,9 @@ mod device_payload;
 mod capture;
 mod diff;
 mod draft;
+mod image_fills;
+mod going_reader;
+mod disk_moves;
 mod page_memory;
 mod ranges;
 mod sources;
@@ -25,12 +28,12 @@ mod combine;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use remanent_format::op::{OpAt, decode_payload};
+use remanent_format::op::{Op, decode_payload};
 use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
 use crate::applier::{ArrivalSums, ListRoom, stage_aside};
-use crate::base::allocation::{collected, copied, insert, map_of, push};
+use crate::base::allocation::{append, collected, copied, insert, map_of, push};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Mutex, MutexGuard};
@@ -45,6 +48,7 @@ use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, Whol
 use capture::Captures;
 pub use capture::{Direction, Shadow};
 pub(crate) use combine::CombineQueue;
+use disk_moves::{DiskOps, GoingPages};
 use draft::{Draft, Outcome, SourceVersions};
 use page_memory::LentPages;
 use sources::SourceImages;
@@ -65,6 +69,8 @@ pub(crate) struct Committer {
     pub files: Arc<ImageFiles>,
     /// Images that the next snapshot need not write again.
     pub known: Arc<KnownImages>,
+    /// Whether a thread takes snapshots when they are due.
+    pub takes_snapshots: bool,
     /// How images of whole pages are written.
     pub images: ImageOptions,
     /// A batch that writes at least this number of bytes of whole pages writes them ahead.
@@ -81,6 +87,8 @@ struct CommitterWork<'a, 's> {
     ahead: Option<AheadImages<'a>>,
     /// Pages that come from sources, with their image file.
     sources: &'a mut SourceImages<'s>,
+    /// Pages that go to disk, with their image file.
+    going: GoingPages<'a>,
     /// Memory of the caller's in which new pages are to live.
     lent: &'a LentPages<'a>,
 }
@@ -146,14 +154,22 @@ impl Committer {
                 lens: collected(whole.iter().map(|whole| (whole.page, whole.len_before)))?,
                 memory: VecDeque::new(),
                 filled: Vec::new(),
+                disk_ops: DiskOps::default(),
+                to_disk: Vec::new(),
                 relocations: Vec::new(),
                 asides: VecDeque::new(),
                 sums: None,
                 room: ListRoom::default(),
                 handover: batch.handover(),
             };
-            let own =
-                CommitterWork { captures: &captures, whole, ahead, sources: &mut from_sources, lent: &lent };
+            let own = CommitterWork {
+                captures: &captures,
+                whole,
+                ahead,
+                sources: &mut from_sources,
+                going: GoingPages::default(),
+                lent: &lent,
+            };
             // A stale draft has given everything back: it is made anew from the state that there is now.
             if let Some(point) = self.log_draft(draft, own, locked)? {
                 self.refresh_shadows(captures);
@@ -194,14 +210,20 @@ impl Committer {
             return Ok((whole, None));
         }
         let contents = collected(whole.iter().map(|whole| (whole.page, whole.bytes)))?;
-        let pool = &self.engine.log.pool;
         let write = || AheadImages::write(&self.files, self.engine.store, self.images, &contents);
+        Ok((whole, Some(self.in_space(write)?)))
+    }
+
+    /// Writes an image file ahead of its batch, in space that nothing else needs.
+    fn in_space<'a>(&self, write: impl FnMut() -> Result<AheadImages<'a>>) -> Result<AheadImages<'a>> {
+        let pool = &self.engine.log.pool;
         // The reserve is filled first: the image may not take the space that deletes need on a full disk.
-        match pool.fill().and_then(|()| pool.with_surplus(write)) {
-            Ok(ahead) => Ok((whole, Some(ahead))),
-            Err(error) if error.is_passing() => Err(error),
-            Err(error) => Err(self.engine.poison.set(error)),
-        }
+        pool.fill().and_then(|()| pool.with_surplus(write)).map_err(|error| match error {
+            // The page changed as it was read: nothing failed.
+            Error::Overtaken { .. } => error,
+            error if error.is_passing() => error,
+            error => self.engine.poison.set(error),
+        })
     }
 
     /// Reads the bytes that the batch copies, and notes the versions of their pages. `pages` are the new
@@ -247,10 +269,10 @@ impl Committer {
     }
 
     /// Steps from the payload to the log; `None` if the draft is stale.
-    fn log_draft(
-        &self,
+    fn log_draft<'a>(
+        &'a self,
         mut draft: Draft,
-        mut own: CommitterWork<'_, '_>,
+        mut own: CommitterWork<'a, '_>,
         locked: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| match defect {
@@ -262,26 +284,41 @@ impl Committer {
         // Before an Lsn is taken: the applier waits for no page. A batch in the log cannot be put off, so
         // the applier would hold up all that come after it, too.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
+        draft.disk_ops = self.disk_ops(&ops, locked.as_deref())?;
+        if locked.is_none() {
+            self.wait_for_pending(&draft.disk_ops, &ops)?;
+        }
+        match self.going_pages(&draft.disk_ops, &ops, locked.as_deref())? {
+            Some(going) => own.going = going,
+            None => {
+                self.take_back(draft);
+                return Ok(None);
+            }
+        }
+        append(&mut draft.staged, own.going.versions.iter().copied())?;
+        draft.to_disk = std::mem::take(&mut own.going.images);
         let whole = map_of(own.whole.iter().map(|whole| (whole.page, whole.bytes)));
         // Bytes that the applier cannot take from the payload are staged here: there, a lack of memory
         // would come too late.
-        let is_staged = |at: &&OpAt<'_>| !own.sources.holds(&at.op);
-        let staged_ops = ops.iter().filter(is_staged);
-        let asides =
-            staged_ops.filter_map(|at| stage_aside(&at.op, &whole, &self.engine.staging).transpose());
+        let is_staged = |index: usize, op: &Op<'_>| !own.sources.holds(op) && !draft.disk_ops.has(index);
+        let staged_ops =
+            || (0..).zip(&ops).filter(|(index, at)| is_staged(*index, &at.op)).map(|(_, at)| &at.op);
+        let asides = staged_ops().filter_map(|op| stage_aside(op, &whole, &self.engine.staging).transpose());
         let mut staged = Vec::new();
         for aside in asides {
             push(&mut staged, aside?)?;
         }
-        draft.asides = staged.into();
-        if self.engine.device.crosses_bus() {
-            let writes = ops.iter().filter(is_staged).map(|at| &at.op);
-            draft.sums = ArrivalSums::of(writes, &self.engine.staging)?;
-        }
+        let sums = match self.engine.device.crosses_bus() {
+            true => ArrivalSums::of(staged_ops(), &self.engine.staging)?,
+            false => None,
+        };
+        (draft.asides, draft.sums) = (staged.into(), sums);
         draft.room = ListRoom::of(&ops)?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
         let (made, memory) = self.allocate(&ops, own.lent, locked.as_deref())?;
-        (draft.memory, draft.filled) = self.fill_memory(own.sources, &ops, &made, memory)?;
+        let filled = self.fill_memory(own.sources, &draft.disk_ops, &ops, &made, memory)?;
+        (draft.memory, draft.filled) = (filled.memory, filled.pages);
+        append(&mut draft.staged, filled.versions)?;
         draft.relocations = match self.relocations(&ops, locked.as_deref()) {
             Ok(relocations) => relocations,
             Err(error) => {
@@ -325,7 +362,7 @@ impl Committer {
 impl CommitterWork<'_, '_> {
     /// Whether there is any such work.
     fn is_needed(&self) -> bool {
-        !self.captures.is_empty() || self.ahead.is_some() || self.sources.is_any()
+        !self.captures.is_empty() || self.ahead.is_some() || self.sources.is_any() || self.going.is_written()
     }
 
     /// The batch is logged.
@@ -334,14 +371,10 @@ impl CommitterWork<'_, '_> {
     fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
         self.captures.belong_to(changes);
         self.sources.logged(known, log, point);
+        self.going.logged(known, log, point);
         if let Some(ahead) = self.ahead.take() {
-            // The next snapshot names them: they need not be written again.
-            for (whole, image) in self.whole.iter().zip(ahead.images()) {
-                known.note_ahead(whole.page, point.lsn, *image, whole.bytes.len() as u64);
-            }
-            // Images count as log: a snapshot is due by them, too.
-            log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
-            ahead.logged(point.lsn);
+            let pages = self.whole.iter().map(|whole| Some((whole.page, whole.bytes.len() as u64)));
+            images_logged(ahead, pages, known, log, point);
         }
     }
 
@@ -352,6 +385,27 @@ impl CommitterWork<'_, '_> {
         if matches!(error, Error::Poisoned(_)) {
             self.ahead.iter_mut().for_each(AheadImages::leave);
             self.sources.leave();
+            self.going.leave();
         }
     }
+}
+
+/// The batch of these images is logged; `pages` are the pages that they are of, and their lengths, as far as
+/// the pages are after the batch what their images say.
+fn images_logged(
+    ahead: AheadImages<'_>,
+    pages: impl Iterator<Item = Option<(PageId, u64)>>,
+    known: &KnownImages,
+    log: &Log,
+    point: LogPoint,
+) {
+    // The next snapshot names them: they need not be written again.
+    for (page, image) in pages.zip(ahead.images()) {
+        if let Some((page, len)) = page {
+            known.note_ahead(page, point.lsn, *image, len);
+        }
+    }
+    // Images count as log: a snapshot is due by them, too.
+    log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
+    ahead.logged(point.lsn);
 }

@@ -98,7 +98,7 @@ impl Committer {
             let wanted =
                 locked.map_or_else(|| home_in(&self.submitted.lock(), page), |table| home_in(table, page));
             // The plan refuses a page that is not there, with its operation.
-            let Some(wanted) = wanted else { continue };
+            let Some(wanted) = wanted.filter(|(place, _)| *place != Place::Disk) else { continue };
             match self.allocate_all(Purpose::Relocation, &[wanted]) {
                 Ok(relocation) => {
                     relocations.extend(relocation.into_iter().map(|relocation| (page, relocation)))
@@ -176,6 +176,10 @@ pub(super) fn homes_made(
             return Err(Error::Limit { what: "page length", found: len, limit: PAGE_LEN_MAX });
         }
         insert(&mut now, page, (place, len))?;
+        // A page on disk has no memory.
+        if place == Place::Disk {
+            continue;
+        }
         let new_page = matches!(at.op, Op::Create { .. }).then_some(page);
         push(&mut made, MadeMemory { op, new_page, at: (place, len) })?;
     }

@@ -15,26 +15,21 @@ use remanent_format::image::ImageRef;
 use remanent_format::op::{Op, OpAt};
 use remanent_format::{LogPoint, PageId, PageInfo};
 
-use super::Committer;
+use super::disk_moves::DiskOps;
+use super::draft::SourceVersions;
+use super::image_fills::LANES;
 use super::page_memory::MadeMemory;
+use super::{Committer, images_logged};
 use crate::applier::FilledMemory;
 use crate::base::allocation::{collected, insert, make_room, push, set_of};
-use crate::base::parallel;
 use crate::catalog::KnownImages;
 use crate::device::{CommandList, Lane, Span};
-use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::images::AheadImages;
-use crate::images::read::{ImageRequest, SummedBy};
+use crate::images::read::ImageRequest;
 use crate::log::Log;
 use crate::memory::arena::PageMemory;
-use crate::recovery::image_loader::ImageLoader;
 use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatch};
-
-/// Threads that fill pages.
-const THREADS_MAX: usize = 4;
-/// No list of a batch names the memory yet, so the bytes need not go up in the order of batches.
-const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
 /// The pages of a batch that come from sources, once the sources are read.
 #[derive(Default)]
@@ -47,6 +42,16 @@ pub(super) struct SourceImages<'a> {
     of_pages: BTreeSet<PageId>,
     /// The bytes of the other ones, by the operation's index.
     pub short: BTreeMap<usize, Vec<u8>>,
+}
+
+/// Page memory for a batch, some of which holds its page's bytes already.
+pub(super) struct NewMemory {
+    /// The memory, in the order of the operations that need it.
+    pub memory: VecDeque<PageMemory>,
+    /// What is filled.
+    pub pages: FilledMemory,
+    /// The versions of the pages that were read for it.
+    pub versions: SourceVersions,
 }
 
 impl SourceImages<'_> {
@@ -69,12 +74,15 @@ impl SourceImages<'_> {
 
     /// The batch is logged.
     pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint) {
-        let Some(ahead) = self.ahead.take() else { return };
-        for (page, image) in self.pages.iter().zip(ahead.images()) {
-            known.note_ahead(page.page, point.lsn, *image, page.len);
+        if let Some(ahead) = self.ahead.take() {
+            images_logged(
+                ahead,
+                self.pages.iter().map(|page| Some((page.page, page.len))),
+                known,
+                log,
+                point,
+            );
         }
-        log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
-        ahead.logged(point.lsn);
     }
 
     /// Leaves the file, because the batch may be logged or not.
@@ -141,16 +149,10 @@ impl Committer {
         for page in pages {
             insert(&mut by_id, page.page, page)?;
         }
-        let pool = &self.engine.log.pool;
-        let write = || {
+        self.in_space(|| {
             let mut read = |info: &PageInfo, offset, out: &mut [u8]| by_id[&info.page].read_at(offset, out);
             AheadImages::write_read(&self.files, self.engine.store, self.images, &lens, &mut read)
-        };
-        match pool.fill().and_then(|()| pool.with_surplus(write)) {
-            Ok(ahead) => Ok(ahead),
-            Err(error) if error.is_passing() => Err(error),
-            Err(error) => Err(self.engine.poison.set(error)),
-        }
+        })
     }
 
     /// Fills the new memory of pages whose bytes are in images: step 3. `made` and `memory` are of the
@@ -161,15 +163,23 @@ impl Committer {
     pub(super) fn fill_memory(
         &self,
         sources: &SourceImages<'_>,
+        disk_ops: &DiskOps,
         ops: &[OpAt<'_>],
         made: &[MadeMemory],
         memory: VecDeque<PageMemory>,
-    ) -> Result<(VecDeque<PageMemory>, FilledMemory)> {
-        if !sources.is_any() {
-            return Ok((memory, FilledMemory::new()));
-        }
-        match self.load_images(sources, ops, made, &memory) {
-            Ok(filled) => Ok((memory, filled)),
+    ) -> Result<NewMemory> {
+        let (mut pages, mut versions) = (FilledMemory::new(), Vec::new());
+        let mut fill = || {
+            if sources.is_any() {
+                pages = self.load_images(sources, disk_ops, ops, made, &memory)?;
+            }
+            if !disk_ops.coming.is_empty() {
+                versions = self.fill_from_disk(disk_ops, ops, made, &memory, &mut pages)?;
+            }
+            Ok(())
+        };
+        match fill() {
+            Ok(()) => Ok(NewMemory { memory, pages, versions }),
             Err(error) => {
                 // One more list in each lane tells when those are done that name the memory. If the device
                 // fails at that, the memory stays counted, and a warning says so.
@@ -194,6 +204,7 @@ impl Committer {
     fn load_images(
         &self,
         sources: &SourceImages<'_>,
+        disk_ops: &DiskOps,
         ops: &[OpAt<'_>],
         made: &[MadeMemory],
         memory: &VecDeque<PageMemory>,
@@ -213,20 +224,13 @@ impl Committer {
             insert(&mut targets, *page, memory.span())?;
             push(&mut filled, (*page, memory.span().memory))?;
         }
-        assert!(images.len() == sources.pages.len()); // I1: each page that the frame names is filled.
+        // The applier reads a page on disk from its image.
+        let on_disk = disk_ops.on_disk.iter().filter(|index| sources.holds(&ops[**index].op)).count();
+        // I1: each page that the frame names is filled.
+        assert!(images.len() + on_disk == sources.pages.len());
         filled.sort_unstable();
         // What was just written is in the page cache. A snapshot that is to name it asks the medium (I7).
-        let source = DiskSource::new(self.engine.disk.clone());
-        let target = |page: PageId| Ok(targets[&page]);
-        let loader = ImageLoader {
-            device: &*self.engine.device,
-            staging: &self.engine.staging,
-            source: &source,
-            lanes: &LANES,
-            target: &target,
-            summed_by: SummedBy::Device,
-        };
-        loader.load(std::iter::once(&mut *images), parallel::threads(THREADS_MAX))?;
+        self.fill_from_images(&mut images, &targets)?;
         Ok(filled)
     }
 }

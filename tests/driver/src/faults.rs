@@ -15,12 +15,15 @@ struct Armed {
 
 static ARMED: Mutex<Option<Armed>> = Mutex::new(None);
 
+/// The name of the call that the last fault struck.
+static STRUCK: Mutex<&str> = Mutex::new("");
+
 /// Codes from here on take the context with them.
 const LOST_MIN: u32 = 700;
 
-/// Counts a call, and fails it if its turn has come.
+/// Counts a call, and fails it if its turn has come. `name` holds the name of its entry point.
 #[track_caller]
-pub fn strike() -> Result<(), u32> {
+pub fn strike(name: &'static str) -> Result<(), u32> {
     let mut armed = ARMED.lock().unwrap();
     let Some(fault) = armed.as_mut() else { return Ok(()) };
     fault.left -= 1;
@@ -29,10 +32,11 @@ pub fn strike() -> Result<(), u32> {
     }
     let code = fault.code;
     if std::env::var_os(TELL).is_some() {
-        eprintln!("the fault {code} strikes at {}", std::panic::Location::caller());
+        eprintln!("the fault {code} strikes {name} at {}", std::panic::Location::caller());
     }
     *armed = None;
     drop(armed);
+    *STRUCK.lock().unwrap() = name;
     if code >= LOST_MIN
         && let Ok(context) = context::current()
     {
@@ -61,6 +65,17 @@ pub extern "C" fn fake_driver_lose(device: u32, code: u32) {
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_driver_disarm() -> u32 {
     u32::from(ARMED.lock().unwrap().take().is_some())
+}
+
+/// The calls that give something back, and those that must go before one that does.
+const GIVING: [&str; 5] =
+    ["Free", "Destroy", "Unregister", "CtxPushCurrent", "ThreadExchangeStreamCaptureMode"];
+
+/// Whether the call that the last fault struck may have been on the way to give something back.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_driver_struck_giving_back() -> u32 {
+    let name = *STRUCK.lock().unwrap();
+    u32::from(GIVING.iter().any(|giving| name.contains(giving)))
 }
 
 /// Takes back the leftovers of a device whose context is lost. No caller may use any of it any more.

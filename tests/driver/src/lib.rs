@@ -40,13 +40,14 @@ type Done = Result<(), u32>;
 
 /// Runs a call: counted, failed if it is its turn, and refused if the context is lost.
 #[track_caller]
-fn call(work: impl FnOnce() -> Done) -> u32 {
-    let result = faults::strike().and_then(|()| work());
+fn call<W: FnOnce() -> Done>(work: W) -> u32 {
+    // A closure's type is named after the entry point that it is written in.
+    let result = faults::strike(std::any::type_name::<W>()).and_then(|()| work());
     result.err().unwrap_or(0)
 }
 
 /// Runs a call that needs a current context that is not lost.
 #[track_caller]
-fn call_in_context(work: impl FnOnce(&'static context::Context) -> Done) -> u32 {
+fn call_in_context<W: FnOnce(&'static context::Context) -> Done>(work: W) -> u32 {
     call(|| work(context::current()?))
 }

@@ -10,7 +10,7 @@ use super::{Lives, images, options, suite, suite_at};
 
 #[test]
 fn durable_commits_survive() {
-    suite(options(), 1400, |driver, random| {
+    suite(options(), 900, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         for _ in 0..2 {
             let store = driver.open()?;
@@ -26,7 +26,7 @@ fn durable_commits_survive() {
 
 #[test]
 fn logged_commits_survive_a_kill() {
-    suite(options(), 2100, |driver, random| {
+    suite(options(), 1300, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         for step in 1..=16 {
@@ -43,7 +43,7 @@ fn logged_commits_survive_a_kill() {
 
 #[test]
 fn commits_of_two_threads_share_groups() {
-    suite(options(), 2000, |driver, random| {
+    suite(options(), 1300, |driver, random| {
         let store = driver.open()?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
@@ -56,7 +56,7 @@ fn commits_of_two_threads_share_groups() {
 
 #[test]
 fn segments_roll() {
-    suite(options(), 1300, |driver, random| {
+    suite(options(), 800, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         for step in 0..12 {
@@ -113,7 +113,7 @@ fn segments_that_grow_survive() {
 /// Segments that a snapshot made superfluous, with the frames in them, become segments of the next opens.
 #[test]
 fn opens_that_take_spares_survive() {
-    suite(options().snapshots_kept(1), 1500, |driver, random| {
+    suite(options().snapshots_kept(1), 900, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         for _ in 0..9 {
@@ -138,7 +138,7 @@ fn opens_that_take_spares_survive() {
 /// a kill as well.
 #[test]
 fn direct_logs_survive() {
-    suite(images(ImageIo::Direct).log_io(LogIo::Direct), 1900, |driver, random| {
+    suite(images(ImageIo::Direct).log_io(LogIo::Direct), 1200, |driver, random| {
         let store = driver.open()?;
         let writers = [Writer::new("a", random.next()), Writer::new("b", random.next())];
         let ack = |step| if step % 3 == 2 { Ack::Durable } else { Ack::Logged };
@@ -161,7 +161,7 @@ fn direct_logs_survive() {
 
 #[test]
 fn a_frame_longer_than_a_segment_survives() {
-    suite(options(), 2200, |driver, random| {
+    suite(options(), 1400, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         driver.commit(&store, &mut writer, Ack::Logged)?;
@@ -186,7 +186,7 @@ fn a_frame_longer_than_a_segment_survives() {
 
 #[test]
 fn whole_pages_survive() {
-    suite(images(ImageIo::Mapped).snapshots_kept(1), 2300, |driver, random| {
+    suite(images(ImageIo::Mapped).snapshots_kept(1), 1400, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let len = 6 << 10;
         let create = || Act::Create { len, key: None, metadata: Metadata::new() };
@@ -223,7 +223,7 @@ fn whole_pages_survive() {
 /// batch. Their memory is filled before the frame that names their images is there.
 #[test]
 fn pages_from_sources_survive() {
-    suite(images(ImageIo::Mapped).snapshots_kept(1), 2000, |driver, random| {
+    suite(images(ImageIo::Mapped).snapshots_kept(1), 1300, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let len = 6 << 10;
         let store = driver.open()?;
@@ -258,7 +258,7 @@ fn pages_from_sources_survive() {
 
 #[test]
 fn a_store_opened_after_a_kill_survives() {
-    suite(images(ImageIo::Mapped), 4200, |driver, random| {
+    suite(images(ImageIo::Mapped), 2700, |driver, random| {
         let mut writer = Writer::new("a", random.next());
         let store = driver.open()?;
         for _ in 0..5 {
@@ -287,7 +287,7 @@ fn a_store_opened_after_a_kill_survives() {
 /// Every operation, in an order that the seed chooses, over several deaths and power cuts.
 #[test]
 fn anything_in_any_order_survives() {
-    suite(images(ImageIo::Direct), 3700, |mut driver, random| {
+    suite(images(ImageIo::Direct), 2400, |mut driver, random| {
         let mut lives = Vec::new();
         let mut kept = Vec::new();
         for _life in 0..3 {

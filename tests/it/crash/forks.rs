@@ -35,7 +35,7 @@ fn linked(disk: &SimDisk) -> usize {
 /// share.
 #[test]
 fn a_fork_is_whole_or_not_there_and_its_source_is_as_it_was() {
-    suite(images(ImageIo::Direct).snapshots_kept(1), 7800, |driver, random| {
+    suite(images(ImageIo::Direct).snapshots_kept(1), 5000, |driver, random| {
         let store = driver.open()?;
         let pages = pages_to_share(&driver, &store, random)?;
         let at = store.lsn().0;

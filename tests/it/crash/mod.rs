@@ -6,7 +6,7 @@
 //! Lsn must not be below anything acknowledged at the level that the crash spares; no store may be refused;
 //! the pure `rebuild` must agree; and the state that the open returned must survive a power cut at once, and
 //! carry a new commit. In a part of the images the recovery, and the commits after it, are themselves
-//! crashed, three deep. All suites together open at least 80,000 images: each asserts its part.
+//! crashed, three deep. All suites together open at least 60,000 images: each asserts its part.
 //!
 //! [`model`] says what must be there, [`work`] drives the store and notes acknowledgements, [`explore`] opens
 //! and judges. The works are in [`commits`], [`snapshots`], [`scrubs`], [`forks`], [`openings`] and
@@ -64,7 +64,7 @@ fn images(io: ImageIo) -> Options {
 
 /// The usual effort: a work's own crashes thoroughly, those of recoveries from a sample of them.
 const LEVELS: &[Level] = &[
-    Level { tears: Tears::Few(4), images_max: 12, closely_of: 8, nest_of: 200 },
+    Level { tears: Tears::Few(4), images_max: 12, closely_of: 8, nest_of: 300 },
     Level { tears: Tears::Few(2), images_max: 5, closely_of: 16, nest_of: 60 },
     Level { tears: Tears::None, images_max: 4, closely_of: 16, nest_of: 1000 },
     Level { tears: Tears::None, images_max: 4, closely_of: 16, nest_of: 1 },

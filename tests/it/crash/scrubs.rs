@@ -22,7 +22,7 @@ fn image_of(disk: &SimDisk, snapshot: &SnapshotInfo, page: PageId) -> ImageRef {
 #[test]
 fn a_scrub_that_mends_survives() {
     let levels: Vec<Level> = LEVELS.iter().map(|level| Level { closely_of: usize::MAX, ..*level }).collect();
-    suite_at(&levels, options(), 2900, |driver, random: &mut Random| {
+    suite_at(&levels, options(), 1800, |driver, random: &mut Random| {
         let store = driver.open()?;
         let pages = driver.create_pages(&store, random, 8, 300)?;
         let snapshot = driver.snapshot(&store)?;

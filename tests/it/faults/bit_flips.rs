@@ -6,6 +6,8 @@
 //! changed the same bytes by then, and the log has what an open needs. Nothing wrong is ever served, logged
 //! or published, and no file is blamed.
 
+use std::sync::OnceLock;
+
 use remanent::testing::faulty_device::{BitFlip, BusWay, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::{ByteSource, PageLoad, SnapshotOptions};
@@ -16,8 +18,18 @@ use super::*;
 /// and compressed.
 const LENS: [u64; 5] = [3000, 70_000, (1 << 20) + 3, (5 << 20) + 5, 5 << 20];
 
-/// Bytes that no compression shortens, but for the last page, different for each version.
-fn content(page: usize, version: u64) -> Vec<u8> {
+/// The versions of a page, the first of which nothing writes.
+const VERSIONS: usize = 4;
+
+/// Bytes that no compression shortens, but for the last page, different for each version. Each is made once:
+/// thousands of cases compare with them.
+fn content(page: usize, version: u64) -> &'static [u8] {
+    static CONTENTS: [[OnceLock<Vec<u8>>; VERSIONS]; LENS.len()] =
+        [const { [const { OnceLock::new() }; VERSIONS] }; LENS.len()];
+    CONTENTS[page][version as usize].get_or_init(|| made(page, version))
+}
+
+fn made(page: usize, version: u64) -> Vec<u8> {
     let mut state = 0x9E37_79B9 * (page as u64 + 1) + version;
     let word = |at: u64| {
         if page == LENS.len() - 1 {
@@ -59,7 +71,7 @@ impl VersionedPages {
     fn write(&mut self, store: &Store, version: u64) {
         let mut batch = store.batch();
         for (index, (page, held)) in self.pages.iter_mut().enumerate() {
-            batch.write(*page, 0, &content(index, version));
+            batch.write(*page, 0, content(index, version));
             *held = version;
         }
         store.commit(batch).unwrap();
@@ -185,7 +197,7 @@ fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
     // One page is put together in host memory, since its length changes.
     let page = held.pages[1].0;
     let mut batch = store.batch();
-    batch.resize(page, 10).resize(page, LENS[1]).write(page, 0, &content(1, 2));
+    batch.resize(page, 10).resize(page, LENS[1]).write(page, 0, content(1, 2));
     store.commit(batch).unwrap();
     held.pages[1].1 = 2;
     drop(store);
@@ -207,7 +219,7 @@ fn open_again(bus: &Bus, flips: &dyn Fn(), options: Options) -> Ended {
 fn a_page_from_a_source_serves_no_bit_that_turned_over() {
     /// A page's bytes in one version.
     #[derive(Debug)]
-    struct Source(Vec<u8>);
+    struct Source(&'static [u8]);
 
     impl ByteSource for Source {
         fn read_at(&self, offset: u64, bytes: &mut [u8]) -> std::io::Result<()> {
@@ -272,11 +284,11 @@ fn no_bit_that_turned_over_is_logged() {
         let store = bus.open(options()).unwrap();
         let mut held = VersionedPages::create(&store);
         let memory = store.device_bytes(LENS[2], Place::Device(0)).unwrap();
-        memory.write(0, &content(2, 3)).unwrap();
+        memory.write(0, content(2, 3)).unwrap();
         let mut batch = store.batch();
         // Host bytes lie between the device's in the payload.
         batch.write_device(held.pages[2].0, 0, &memory.part(0..100_001).unwrap());
-        batch.write(held.pages[0].0, 0, &content(0, 3));
+        batch.write(held.pages[0].0, 0, content(0, 3));
         batch.write_device(held.pages[2].0, 100_001, &memory.part(100_001..LENS[2]).unwrap());
         flips();
         let committed = store.commit(batch).map(drop);

@@ -57,7 +57,7 @@ fn value() -> impl Strategy<Value = Value> {
 }
 
 fn place() -> impl Strategy<Value = Place> {
-    select(vec![Place::Device(0), Place::Device(7), Place::Pinned, Place::Host, Place::Unified])
+    select(vec![Place::Device(0), Place::Device(7), Place::Pinned, Place::Host, Place::Unified, Place::Disk])
 }
 
 fn width() -> impl Strategy<Value = Width> {
@@ -110,8 +110,8 @@ fn bad() -> impl Strategy<Value = Bad> {
         1 => page().prop_map(|page| Bad::ValuesTooFew { page }),
         3 => (any::<usize>(), 0..7u8).prop_map(|(pick, what)| Bad::GonePage { pick, what }),
         2 => any::<usize>().prop_map(|pick| Bad::KeyTaken { pick }),
-        1 => any::<bool>().prop_map(|on_disk| Bad::PlaceNowhere { on_disk }),
-        1 => (page(), any::<bool>()).prop_map(|(page, on_disk)| Bad::MoveNowhere { page, on_disk }),
+        1 => Just(Bad::PlaceNowhere),
+        1 => page().prop_map(|page| Bad::MoveNowhere { page }),
         1 => Just(Bad::TooLong),
         1 => page().prop_map(|page| Bad::LongName { page }),
         1 => page().prop_map(|page| Bad::LongMetadata { page }),

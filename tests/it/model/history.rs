@@ -211,13 +211,10 @@ pub enum Bad {
         #[arbitrary(with = pick)]
         pick: usize,
     },
-    PlaceNowhere {
-        on_disk: bool,
-    },
+    PlaceNowhere,
     MoveNowhere {
         #[arbitrary(with = pick)]
         page: usize,
-        on_disk: bool,
     },
     TooLong,
     LongName {
@@ -244,7 +241,9 @@ fn len(raw: &mut Unstructured) -> Result<u16> {
 }
 
 fn place(raw: &mut Unstructured) -> Result<Place> {
-    raw.choose(&[Place::Device(0), Place::Device(7), Place::Pinned, Place::Host, Place::Unified]).copied()
+    let places =
+        [Place::Device(0), Place::Device(7), Place::Pinned, Place::Host, Place::Unified, Place::Disk];
+    raw.choose(&places).copied()
 }
 
 fn width(raw: &mut Unstructured) -> Result<Width> {

@@ -372,6 +372,12 @@ impl<'a> Draft<'a> {
             Step::Move { page, place } => {
                 let slot = self.pick(*page)?;
                 let slot = &mut self.changed.slots[slot];
+                // To disk or from there, a page is moved before it is changed.
+                let is_on_disk = |place| place == Place::Disk;
+                let crosses = is_on_disk(slot.page.as_ref()?.place) != is_on_disk(*place);
+                if crosses && (slot.touched || slot.moved) {
+                    return None;
+                }
                 slot.moved = true;
                 slot.page.as_mut()?.place = *place;
                 self.batch.move_to(slot.name, *place);
@@ -496,13 +502,13 @@ impl<'a> Draft<'a> {
                 self.batch.create(1, Place::Host).key(key);
                 Refusal::KeyTaken
             }
-            Bad::PlaceNowhere { on_disk } => {
-                self.batch.create(1, if *on_disk { Place::Disk } else { Place::Device(64) });
+            Bad::PlaceNowhere => {
+                self.batch.create(1, Place::Device(64));
                 Refusal::Place
             }
-            Bad::MoveNowhere { page, on_disk } => {
+            Bad::MoveNowhere { page } => {
                 let (name, _) = self.named(*page)?;
-                self.batch.move_to(name, if *on_disk { Place::Disk } else { Place::Device(64) });
+                self.batch.move_to(name, Place::Device(64));
                 Refusal::Place
             }
             Bad::TooLong => {

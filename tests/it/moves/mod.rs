@@ -229,7 +229,7 @@ fn a_move_that_cannot_be_is_refused_and_nothing_has_changed() {
     let over = matches!(error, Error::OverBudget { place: Place::Pinned, asked, available, .. }
         if (asked, available) == (2 * LEN, LEN + 9));
     assert!(over && error.remedy() == Remedy::FreeSpace, "{error}");
-    for place in [Place::Disk, Place::Device(2), Place::Device(64)] {
+    for place in [Place::Device(2), Place::Device(64)] {
         let error = refused(&|batch| _ = batch.move_to(page, place));
         assert!(matches!(error, Error::PlaceUnavailable { place: found, .. } if found == place), "{error}");
         assert_eq!(error.remedy(), Remedy::ChangeCall, "{error}");

@@ -18,7 +18,8 @@
 //! - *silently wrong*: a record is there that was never written.
 //!
 //! `commits` or `running` as the first argument compares their durable commits instead: see `commits.rs`.
-//! `rings` compares ways to write and read files: see `rings/mod.rs`.
+//! `blocks` plays a cache trace over stores of blocks: see `blocks.rs`. `rings` compares ways to write and
+//! read files: see `rings/mod.rs`.
 
 // The raw loop is the one of `remanent bench commit`.
 #[path = "../../../tools/src/cli/aligned_buf.rs"]
@@ -27,6 +28,7 @@ mod aligned_buf;
 mod cli {
     pub(crate) use crate::aligned_buf;
 }
+mod blocks;
 mod commits;
 mod leftovers;
 mod peers;
@@ -75,12 +77,22 @@ fn main() -> ExitCode {
             let len = kib.first().map(|kib| number(kib) as usize * 1024);
             commits::compare_running(Path::new(directory), rounds, seconds, len)
         }
+        ["blocks", directory, trace, ref options @ ..] => {
+            let option = |at: usize, default: u64| options.get(at).map_or(default, |text| number(text));
+            let asked = blocks::Asked {
+                requests: option(0, 400) as usize,
+                percent: option(1, 10),
+                kib: option(2, 64).max(1),
+                rounds: option(3, 1).max(1) as usize,
+            };
+            blocks::compare(Path::new(directory), Path::new(trace), &asked)
+        }
         ["rings", directory, ref options @ ..] => rings(Path::new(directory), options),
         [] => compare(300, 1),
         [trials] => compare(number(trials), 1),
         [trials, seed] => compare(number(trials), number(seed)),
         _ => panic!(
-            "usage: peers [TRIALS] [SEED] | commits DIR [ROUNDS SECONDS] | running DIR [ROUNDS SECONDS [KIB]] | rings DIR [--seconds N] [--group WORDS] [--json]"
+            "usage: peers [TRIALS] [SEED] | commits DIR [ROUNDS SECONDS] | running DIR [ROUNDS SECONDS [KIB]] | blocks DIR TRACE [REQUESTS PERCENT KIB [ROUNDS]] | rings DIR [--seconds N] [--group WORDS] [--json]"
         ),
     }
 }

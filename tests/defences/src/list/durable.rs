@@ -35,7 +35,83 @@ const OF_SNAPSHOTS: Test = it("crash::syncs::each_sync_of_snapshots_and_restores
 const OF_IMAGE_WAYS: Test = it("image_ways::all_ways_write_the_same_image_files");
 const RECYCLED: Test = it("crash::snapshots::what_snapshots_replace_is_recycled");
 
+const STAGING: &str = "src/memory/staging.rs";
+const STORE_OPEN: &str = "src/store/open.rs";
+const DISK_PAGE: &str = "src/images/disk_pages/page.rs";
+const DISK_MOVES: &str = "src/write/commit/disk_moves.rs";
+const DEVICE_READS: &str = "src/store/device_reads.rs";
+const DRAFT: &str = "src/write/commit/draft.rs";
+const OF_DISK_PAGES: Test = unit("images::disk_pages::tests::a_page_is_what_operations_make_of_it");
+
 pub const LIST: &[Defence] = &[
+    // Pages on disk.
+    defence(
+        "an image of an older copy drops no block that a newer copy gave up",
+        DISK_PAGE,
+        "now.in_image > then.writes",
+        "false",
+        OF_DISK_PAGES,
+    ),
+    defence(
+        "a page that was resized since takes no image of an earlier copy",
+        DISK_PAGE,
+        "now.number != then.number",
+        "false",
+        OF_DISK_PAGES,
+    ),
+    check(
+        "what lay after a page's end does not come back",
+        DISK_PAGE,
+        "Arc::make_mut(block).forget(within..BLOCK_LEN);",
+        OF_DISK_PAGES,
+    ),
+    defence(
+        "a snapshot names no image of a page that the batch which wrote it changed afterwards",
+        DISK_MOVES,
+        "(!is_changed).then_some((info.page, info.len))",
+        "Some((info.page, info.len))",
+        it("pages_on_disk::pages_go_to_disk_and_come_back"),
+    ),
+    defence(
+        "a page goes to disk by a snapshot's image only if the medium has that as it should be",
+        DISK_MOVES,
+        "damaged.contains(&(request.file, request.offset))",
+        "false",
+        it("pages_on_disk::an_image_is_proven_before_its_memory_goes"),
+    ),
+    defence(
+        "a page with writes over its image does not come from disk by its image alone",
+        DISK_PAGE,
+        "is_all && self.blocks.is_empty()",
+        "is_all",
+        it("pages_on_disk::many_pages_move_at_once"),
+    ),
+    defence(
+        "memories of one read into the device lie apart",
+        DEVICE_READS,
+        "pair[0].overlaps(pair[1])",
+        "false",
+        it("device_reads::what_cannot_be_read_or_filled_is_refused"),
+    ),
+    defence(
+        "a draft is stale if a page went to disk or came from there meanwhile",
+        DRAFT,
+        "self.disk_ops(ops, Some(table))? != draft.disk_ops",
+        "false",
+        it("pages_on_disk::moves_writes_and_reads_at_once"),
+    ),
+    check(
+        "an open says that there are pages on disk",
+        STORE_OPEN,
+        "disk_pages.note(submitted.lens().map(|(_, place, _)| place));",
+        it("pages_on_disk::a_store_holds_more_pages_than_memory"),
+    ),
+    check(
+        "an open proves images of pages on disk that nothing has proven",
+        LOAD,
+        "prove(sealed, wanted)?;",
+        it("pages_on_disk::an_open_proves_images_that_nothing_has_proven"),
+    ),
     // The bus (I12).
     defence(
         "long writes are summed where they arrive",
@@ -57,6 +133,13 @@ pub const LIST: &[Defence] = &[
         "self.crosses_bus",
         "false",
         it("faults::bit_flips::a_replay_of_long_writes_serves_no_bit_that_turned_over"),
+    ),
+    defence(
+        "a long write is summed before it is written over",
+        "src/applier/commands.rs",
+        "self.unsummed.any_in(target)",
+        "false",
+        it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
     ),
     defence(
         "a snapshot's bytes are summed where they lie",
@@ -88,7 +171,7 @@ pub const LIST: &[Defence] = &[
     ),
     defence(
         "a page that is put together on the host is summed where it arrives",
-        LOAD,
+        STAGING,
         "Ok::<_, Error>(found.is_none_or(|sum| sum == crc32fast::hash(bytes)))",
         "Ok::<_, Error>(found.is_none_or(|_| true))",
         it("faults::bit_flips::an_open_serves_no_bit_that_turned_over"),

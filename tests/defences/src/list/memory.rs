@@ -148,6 +148,13 @@ pub const LIST: &[Defence] = &[
         "!self.spans.is_empty() && sent.next() != Some(sum)",
         it("in_place::a_bit_that_turns_over_on_the_way_to_a_file_is_not_published"),
     ),
+    defence(
+        "what a file has is read back from it",
+        "src/applier/readback.rs",
+        "Command::Copy { source: arrived, target }",
+        "Command::Copy { source: piece.part(0, len), target }",
+        it("in_place::a_bit_that_turns_over_on_the_way_to_a_file_is_not_published"),
+    ),
     refusal(
         "only files in memory are registered",
         "src/disk/dir_file.rs",

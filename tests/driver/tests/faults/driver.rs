@@ -51,6 +51,13 @@ impl Driver {
         disarm() == 0
     }
 
+    /// Whether the call that the last fault struck may have been on the way to give something back.
+    pub fn struck_giving_back(&self) -> bool {
+        // SAFETY: the same.
+        let giving: Symbol<extern "C" fn() -> u32> = unsafe { self.own(b"fake_driver_struck_giving_back") };
+        giving() != 0
+    }
+
     /// The number of a device's streams, events and allocations that are alive.
     pub fn alive(&self, device: u32) -> u64 {
         // SAFETY: the same.

@@ -30,9 +30,20 @@ const SPARE_GPU: u32 = 1 << 16;
 /// The limit only turns a hang into a failure.
 const HANG: Duration = Duration::from_secs(120);
 
-/// One call after the other with `REMANENT_DRIVER_CALLS=every`; else one of three, which takes minutes less.
+/// The calls that fail: one after the other with `REMANENT_DRIVER_CALLS=every`, otherwise one of eight, which
+/// takes minutes less. Each of three codes begins elsewhere, so that together they strike three of eight.
 fn stride() -> u64 {
-    if std::env::var("REMANENT_DRIVER_CALLS").is_ok_and(|calls| calls == "every") { 1 } else { 3 }
+    if std::env::var("REMANENT_DRIVER_CALLS").is_ok_and(|calls| calls == "every") { 1 } else { 8 }
+}
+
+/// The first call that fails with this code, where one of `stride` does.
+fn first(code: u32, stride: u64) -> u64 {
+    let part = match code {
+        INVALID_VALUE => 0,
+        OUT_OF_MEMORY => 1,
+        _ => 2,
+    };
+    1 + part * stride / 3
 }
 
 /// The life of a store on a GPU, or on several: plainly, or while kernels run.
@@ -105,15 +116,19 @@ fn a_refused_call_among_kernels_is_an_error_or_nothing_and_leaks_nothing() {
 fn refuse_calls(driver: &'static Driver, life: Life<'_>, (gpu, code): (u32, u32), stride: u64) {
     assert!(!live_through(driver, life, u64::MAX, code));
     assert_eq!(driver.alive(gpu), 0, "a store that was closed leaves nothing");
-    let (mut nth, mut left) = (1, 0);
+    let (mut nth, mut left) = (first(code, stride), 0);
     while live_through(driver, life, nth, code) {
         // A resource that the driver refuses to take back stays, and nothing else: one a fault.
         let now = driver.alive(gpu);
-        assert!(now <= left + 1, "call {nth} fails with {code}: {now} things are alive, {left} before");
+        let may_stay = u64::from(driver.struck_giving_back());
+        assert!(
+            now <= left + may_stay,
+            "call {nth} fails with {code}: {now} things are alive, {left} before"
+        );
         (nth, left) = (nth + stride, now);
     }
-    println!("{nth} calls on {gpu} failed with {code}, {left} of them took something back");
-    assert!(nth > 100 && left < nth / stride / 4, "{nth} calls, {left} things left");
+    println!("{nth} calls on {gpu} failed with {code}; {left} of them left something");
+    assert!(nth > 100, "{nth} calls");
 }
 
 #[test]
@@ -121,18 +136,19 @@ fn a_fault_asks_for_a_new_process_and_loses_nothing() {
     let (driver, _turn) = Driver::get();
     // A GPU for each case: a context that is lost stays lost.
     driver.set_devices(1 << 20);
-    let mut nth = 1;
+    let mut nth = first(LAUNCH_FAILED, stride());
     while live_through(driver, Life::Plain(&[1 + nth as u32]), nth, LAUNCH_FAILED) {
         driver.forget(1 + nth as u32);
         nth += stride();
     }
     println!("{nth} calls failed with {LAUNCH_FAILED}");
     assert!(nth > 100, "{nth} calls");
-    // The same while kernels run, one call in 13 or 39.
-    let (first, mut nth) = (SPARE_GPU / 2, 1);
-    while live_through(driver, Life::WithKernels(first + nth as u32), nth, LAUNCH_FAILED) {
-        driver.forget(first + nth as u32);
-        nth += 13 * stride();
+    // The same while kernels run, at most one call in 13.
+    let (base, stride) = (SPARE_GPU / 2, 13 * stride());
+    let mut nth = first(LAUNCH_FAILED, stride);
+    while live_through(driver, Life::WithKernels(base + nth as u32), nth, LAUNCH_FAILED) {
+        driver.forget(base + nth as u32);
+        nth += stride;
     }
     println!("{nth} calls among kernels failed with {LAUNCH_FAILED}");
     assert!(nth > 100, "{nth} calls");
@@ -211,7 +227,7 @@ fn bytes_go_from_one_gpu_to_another_by_the_way_that_there_is() {
     {
         let mut nth = from;
         while live_through(driver, Life::Plain(&gpus), nth, INVALID_VALUE) {
-            nth += 3;
+            nth += 3 * stride();
         }
         println!("{nth} calls on {gpus:?} failed with {INVALID_VALUE}");
         assert!(nth > 200, "{nth} calls");

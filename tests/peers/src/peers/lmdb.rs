@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use heed::types::Bytes;
-use heed::{Database, Env, EnvOpenOptions};
+use heed::{Database, Env, EnvFlags, EnvOpenOptions};
 
-use super::{Commit, Found, Result};
+use super::{Blocks, Commit, Found, Result};
 use crate::record;
 
 /// A map of this length is also as long as the file can become.
@@ -56,5 +56,40 @@ impl Commit for (Env, Database<Bytes, Bytes>) {
         let mut transaction = self.0.write_txn()?;
         self.1.put(&mut transaction, &super::key(thread, count), record)?;
         Ok(transaction.commit()?)
+    }
+}
+
+/// Blocks that are read through the map: the page cache is the cache, and has no limit of LMDB's.
+struct MappedBlocks(Env, Database<Bytes, Bytes>);
+
+/// Without a sync at a commit. The map has room for twice the blocks.
+pub fn open_blocks(directory: &Path, all: u64) -> Result<Box<dyn Blocks>> {
+    let mut options = EnvOpenOptions::new();
+    options.map_size((2 * all as usize).next_multiple_of(1 << 20) + (64 << 20));
+    // SAFETY: the blocks are compared when they are read, and need not survive a power cut.
+    unsafe { options.flags(EnvFlags::NO_SYNC) };
+    // SAFETY: no other process has the directory's files open, and none changes them while this process maps
+    // them.
+    let env = unsafe { options.open(directory)? };
+    let mut transaction = env.write_txn()?;
+    let blocks = env.create_database::<Bytes, Bytes>(&mut transaction, None)?;
+    transaction.commit()?;
+    Ok(Box::new(MappedBlocks(env, blocks)))
+}
+
+impl Blocks for MappedBlocks {
+    fn get(&mut self, block: u64) -> Result<Vec<u8>> {
+        let transaction = self.0.read_txn()?;
+        Ok(self.1.get(&transaction, &block.to_be_bytes())?.ok_or("a block is gone")?.to_vec())
+    }
+
+    fn put(&mut self, block: u64, bytes: &[u8]) -> Result<()> {
+        let mut transaction = self.0.write_txn()?;
+        self.1.put(&mut transaction, &block.to_be_bytes(), bytes)?;
+        Ok(transaction.commit()?)
+    }
+
+    fn hits(&self) -> Option<u64> {
+        None
     }
 }

@@ -35,6 +35,28 @@ pub trait Commit: Sync {
     fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<()>;
 }
 
+/// A store of whole blocks by number. What was put survives the death of the process, not a power cut.
+pub trait Blocks {
+    /// The bytes of a block that was put.
+    fn get(&mut self, block: u64) -> Result<Vec<u8>>;
+    /// Puts a new block.
+    fn put(&mut self, block: u64, bytes: &[u8]) -> Result<()>;
+    /// The gets that the cache of the store answered without its files; `None` if the store cannot tell.
+    fn hits(&self) -> Option<u64>;
+}
+
+/// A way to open an empty store of blocks: the directory, the bytes of its cache, the bytes of all blocks.
+pub type OpenBlocks = fn(&Path, u64, u64) -> Result<Box<dyn Blocks>>;
+
+/// The stores of blocks, each with what its cache is.
+pub const BLOCK_STORES: &[(&str, OpenBlocks)] = &[
+    ("remanent, s3-fifo", |directory, cache, _| remanent::open_blocks(directory, cache, false)),
+    ("remanent, lru", |directory, cache, _| remanent::open_blocks(directory, cache, true)),
+    #[cfg(feature = "rocksdb")]
+    ("rocksdb, block cache", |directory, cache, _| rocksdb::open_blocks(directory, cache)),
+    ("lmdb, the page cache: no limit", |directory, _, all| lmdb::open_blocks(directory, all)),
+];
+
 /// Records of a thread, which are overwritten in turn.
 const RECORDS: u64 = 16;
 

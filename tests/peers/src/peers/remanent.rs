@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use remanent::{Ack, DeviceChoice, Key, Options, PageId, Place, Store};
+use remanent::{Ack, Budget, Compression, DeviceChoice, Key, Options, PageId, Place, Store, Tiers};
 
-use super::{Commit, Found, RECORDS, Result};
+use super::{Blocks, Commit, Found, RECORDS, Result};
 use crate::record;
 
 fn options() -> Options {
@@ -56,5 +56,33 @@ impl Commit for (Store, Vec<PageId>) {
         batch.write(self.1[thread], count % RECORDS * record.len() as u64, record);
         self.0.commit(batch)?;
         Ok(())
+    }
+}
+
+/// A store whose pages are in host memory up to `cache` bytes, and on disk below that.
+pub fn open_blocks(directory: &Path, cache: u64, is_lru: bool) -> Result<Box<dyn Blocks>> {
+    let tiers = Tiers::new([Place::Host, Place::Disk]);
+    let options = Options::default()
+        .device(DeviceChoice::Host)
+        .compression(Compression::Off)
+        .budget(Budget::default().with(Place::Host, cache))
+        .tiers(if is_lru { tiers.lru() } else { tiers });
+    Ok(Box::new(Store::open(directory, options.ack(Ack::Applied))?))
+}
+
+impl Blocks for Store {
+    fn get(&mut self, block: u64) -> Result<Vec<u8>> {
+        let page = self.page_by_key(&Key::new(block.to_be_bytes())?)?.page;
+        self.ensure(&[page], Place::Host)?;
+        Ok(self.read_to_vec(page)?)
+    }
+
+    fn put(&mut self, block: u64, bytes: &[u8]) -> Result<()> {
+        Store::put(self, &Key::new(block.to_be_bytes())?, bytes, Place::Host)?;
+        Ok(())
+    }
+
+    fn hits(&self) -> Option<u64> {
+        self.stats().tiers.iter().find(|tier| tier.place == Place::Host).map(|tier| tier.hits)
     }
 }

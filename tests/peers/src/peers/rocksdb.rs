@@ -3,12 +3,12 @@
 //! as by default: the setting that refuses any damage (`kAbsoluteConsistency`) refuses the files of a power
 //! cut as well.
 
-use std::ffi::{CStr, CString, c_char, c_uchar, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uchar, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr;
 
-use super::{Commit, Found, Result};
+use super::{Blocks, Commit, Found, Result};
 use crate::record;
 
 /// An object of RocksDB's.
@@ -44,6 +44,23 @@ unsafe extern "C" {
     fn rocksdb_iter_value(iterator: Object, len: *mut usize) -> *const c_char;
     fn rocksdb_iter_get_error(iterator: Object, error: *mut *mut c_char);
     fn rocksdb_free(memory: *mut c_void);
+    fn rocksdb_get(
+        database: Object,
+        options: Object,
+        key: *const c_char,
+        key_len: usize,
+        value_len: *mut usize,
+        error: *mut *mut c_char,
+    ) -> *mut c_char;
+    fn rocksdb_cache_create_lru(bytes: usize) -> Object;
+    fn rocksdb_cache_destroy(cache: Object);
+    fn rocksdb_block_based_options_create() -> Object;
+    fn rocksdb_block_based_options_destroy(table: Object);
+    fn rocksdb_block_based_options_set_block_cache(table: Object, cache: Object);
+    fn rocksdb_options_set_block_based_table_factory(options: Object, table: Object);
+    fn rocksdb_options_set_compression(options: Object, kind: c_int);
+    fn rocksdb_options_enable_statistics(options: Object);
+    fn rocksdb_options_statistics_get_string(options: Object) -> *mut c_char;
 }
 
 /// An open store, and its options for writing.
@@ -57,22 +74,27 @@ unsafe impl Sync for Database {}
 
 impl Database {
     fn open(directory: &Path) -> Result<Self> {
+        // SAFETY: they are destroyed after the call that reads them.
+        let options = unsafe { rocksdb_options_create() };
+        let opened = Self::open_with(directory, options, true);
+        // SAFETY: they are not used any more.
+        unsafe { rocksdb_options_destroy(options) };
+        opened
+    }
+
+    fn open_with(directory: &Path, options: Object, is_synced: bool) -> Result<Self> {
         let path = CString::new(directory.as_os_str().as_bytes())?;
         let mut error = ptr::null_mut();
-        // SAFETY: the options live until they are destroyed after the call that reads them; the path ends
-        // with a zero.
+        // SAFETY: the options live, and the path ends with a zero.
         let database = unsafe {
-            let options = rocksdb_options_create();
             rocksdb_options_set_create_if_missing(options, 1);
-            let database = rocksdb_open(options, path.as_ptr(), &mut error);
-            rocksdb_options_destroy(options);
-            database
+            rocksdb_open(options, path.as_ptr(), &mut error)
         };
         refused(error)?;
         // SAFETY: they are destroyed when this is dropped.
         let synced = unsafe { rocksdb_writeoptions_create() };
         // SAFETY: they were just made.
-        unsafe { rocksdb_writeoptions_set_sync(synced, 1) };
+        unsafe { rocksdb_writeoptions_set_sync(synced, is_synced.into()) };
         Ok(Self { database, synced })
     }
 
@@ -155,5 +177,79 @@ pub fn open(directory: &Path, _: usize) -> Result<Box<dyn Commit>> {
 impl Commit for Database {
     fn commit(&self, thread: usize, count: u64, record: &[u8]) -> Result<()> {
         self.put(&super::key(thread, count), record)
+    }
+}
+
+/// Blocks with a block cache of a given length. Those that are not in a file yet are in a table in memory, of
+/// 64 MiB, which is beside the cache.
+struct CachedBlocks {
+    database: Database,
+    /// They hold the counts.
+    options: Object,
+    reading: Object,
+    gets: u64,
+}
+
+/// Without a sync at a put, and without compression.
+pub fn open_blocks(directory: &Path, cache: u64) -> Result<Box<dyn Blocks>> {
+    // SAFETY: each object is made here, and what others refer to is counted by RocksDB itself.
+    let (options, reading) = unsafe {
+        let (options, table) = (rocksdb_options_create(), rocksdb_block_based_options_create());
+        let cache = rocksdb_cache_create_lru(cache as usize);
+        rocksdb_block_based_options_set_block_cache(table, cache);
+        rocksdb_options_set_block_based_table_factory(options, table);
+        rocksdb_cache_destroy(cache);
+        rocksdb_block_based_options_destroy(table);
+        rocksdb_options_set_compression(options, 0);
+        rocksdb_options_enable_statistics(options);
+        (options, rocksdb_readoptions_create())
+    };
+    let database = Database::open_with(directory, options, false)?;
+    Ok(Box::new(CachedBlocks { database, options, reading, gets: 0 }))
+}
+
+impl Blocks for CachedBlocks {
+    fn get(&mut self, block: u64) -> Result<Vec<u8>> {
+        self.gets += 1;
+        let (key, mut len, mut error) = (block.to_be_bytes(), 0, ptr::null_mut());
+        let (database, at) = (self.database.database, key.as_ptr().cast());
+        // SAFETY: all live as long as this, and the key has this length.
+        let value = unsafe { rocksdb_get(database, self.reading, at, key.len(), &mut len, &mut error) };
+        refused(error)?;
+        if value.is_null() {
+            return Err("a block is gone".into());
+        }
+        // SAFETY: it has this length, and is ours to free.
+        let bytes = unsafe { std::slice::from_raw_parts(value.cast::<u8>(), len) }.to_vec();
+        // SAFETY: it is not used any more.
+        unsafe { rocksdb_free(value.cast()) };
+        Ok(bytes)
+    }
+
+    fn put(&mut self, block: u64, bytes: &[u8]) -> Result<()> {
+        self.database.put(&block.to_be_bytes(), bytes)
+    }
+
+    fn hits(&self) -> Option<u64> {
+        // SAFETY: the options live, and the text ends with a zero and is ours to free.
+        let (text, counts) = unsafe {
+            let text = rocksdb_options_statistics_get_string(self.options);
+            (text, CStr::from_ptr(text).to_string_lossy().into_owned())
+        };
+        // SAFETY: the text is not used any more.
+        unsafe { rocksdb_free(text.cast()) };
+        let missed =
+            counts.lines().find_map(|line| line.strip_prefix("rocksdb.block.cache.data.miss COUNT : "))?;
+        Some(self.gets.saturating_sub(missed.trim().parse().ok()?))
+    }
+}
+
+impl Drop for CachedBlocks {
+    fn drop(&mut self) {
+        // SAFETY: no call is under way; the database has its own reference to what the options hold.
+        unsafe {
+            rocksdb_readoptions_destroy(self.reading);
+            rocksdb_options_destroy(self.options);
+        }
     }
 }

@@ -1,0 +1,109 @@
+//! The first bad version, found by halving: which version to try next.
+
+use std::collections::BTreeSet;
+
+use crate::ids::Lsn;
+
+/// A verdict on a version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BisectVerdict {
+    /// The fault is not there yet.
+    Good,
+    /// The fault is there.
+    Bad,
+    /// It cannot be told of this version.
+    Skip,
+}
+
+/// Versions between a good and a bad one.
+///
+/// ```
+/// use remanent_format::Lsn;
+/// use remanent_format::state::bisection::{BisectVerdict, Bisection};
+/// let mut search = Bisection::new(Lsn(1), Lsn(100)).unwrap();
+/// while let Some(lsn) = search.next() {
+///     search.tell(lsn, if lsn < Lsn(42) { BisectVerdict::Good } else { BisectVerdict::Bad });
+/// }
+/// assert_eq!((search.good(), search.bad()), (Lsn(41), Lsn(42)));
+/// ```
+#[derive(Clone, Debug)]
+pub struct Bisection {
+    good: u64,
+    bad: u64,
+    skipped: BTreeSet<u64>,
+}
+
+impl Bisection {
+    /// A search between two versions; `None` unless the good one is older.
+    #[must_use]
+    pub fn new(good: Lsn, bad: Lsn) -> Option<Self> {
+        (good < bad).then(|| Self { good: good.0, bad: bad.0, skipped: BTreeSet::new() })
+    }
+
+    /// The version to try next: the one nearest to the middle that was not skipped. `None` at the end.
+    #[must_use]
+    pub fn next(&self) -> Option<Lsn> {
+        let middle = self.good + (self.bad - self.good) / 2;
+        let untried = (self.good + 1..self.bad).filter(|lsn| !self.skipped.contains(lsn));
+        untried.min_by_key(|lsn| lsn.abs_diff(middle)).map(Lsn)
+    }
+
+    /// Takes the verdict on a version.
+    pub fn tell(&mut self, lsn: Lsn, verdict: BisectVerdict) {
+        match verdict {
+            BisectVerdict::Good => self.good = lsn.0,
+            BisectVerdict::Bad => self.bad = lsn.0,
+            BisectVerdict::Skip => {
+                self.skipped.insert(lsn.0);
+            }
+        }
+    }
+
+    /// The newest version known to be good.
+    #[must_use]
+    pub fn good(&self) -> Lsn {
+        Lsn(self.good)
+    }
+
+    /// The oldest version known to be bad. At the end it is the first one, unless versions between the good
+    /// one and it were skipped.
+    #[must_use]
+    pub fn bad(&self) -> Lsn {
+        Lsn(self.bad)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The versions tried, and the result, if versions from `first_bad` on are bad.
+    fn search(bad: u64, first_bad: u64, skipped: &[u64]) -> (usize, u64, u64) {
+        let mut search = Bisection::new(Lsn(0), Lsn(bad)).unwrap();
+        let mut tried = 0;
+        while let Some(lsn) = search.next() {
+            tried += 1;
+            let verdict = match lsn.0 {
+                lsn if skipped.contains(&lsn) => BisectVerdict::Skip,
+                lsn if lsn < first_bad => BisectVerdict::Good,
+                _ => BisectVerdict::Bad,
+            };
+            search.tell(lsn, verdict);
+        }
+        (tried, search.good, search.bad)
+    }
+
+    #[test]
+    fn halving_finds_every_first_bad_version() {
+        assert!(Bisection::new(Lsn(3), Lsn(3)).is_none());
+        for first_bad in 1..=100 {
+            let (tried, good, bad) = search(100, first_bad, &[]);
+            assert_eq!((good, bad), (first_bad - 1, first_bad));
+            assert!(tried <= 7, "{tried} tries");
+            let skipped = [50, 51, 25, 99, 1];
+            let (_, good, bad) = search(100, first_bad, &skipped);
+            assert!(good < first_bad && first_bad <= bad);
+            assert!((good + 1..bad).all(|lsn| skipped.contains(&lsn)), "{good} to {bad}");
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! The batches that gave a range of a page its value, the oldest first: the answer for a caller that
+//! finds a wrong number in a weight.
+//!
+//! The history goes back as far as the log is kept without a gap, and by the kept snapshots before that. Only
+//! the range is held in memory, however long its page is. Nothing is written, and every byte is proven before
+//! it counts (I9).
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::defect::{Damage, Defect};
+use crate::frame::FrameKind;
+use crate::ids::{LogPoint, Lsn, PageId};
+use crate::image::ImageRef;
+use crate::image::proven::ProvenImage;
+use crate::log::LogWalk;
+use crate::manifest::{Manifest, ManifestEntry};
+use crate::names::{FileName, ReadAt};
+use crate::op::{Op, decode_payload};
+use crate::state::survey::Survey;
+use crate::state::window::{PageWindow, load_window};
+use crate::value::Metadata;
+
+/// How a value came to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChangeCause {
+    /// A batch changed it.
+    Batch,
+    /// A restore of an older state.
+    Restore,
+    /// It was so in a snapshot; the batches before are not kept any more.
+    Snapshot,
+}
+
+/// A change of the value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ValueChange {
+    /// The batch; of [`ChangeCause::Snapshot`] the one that changed the page last.
+    pub lsn: Lsn,
+    /// How it came to be.
+    pub cause: ChangeCause,
+    /// The value before; `None` where there was no page, or one that ends before the range does.
+    pub before: Option<Vec<u8>>,
+    /// The value after.
+    pub after: Option<Vec<u8>>,
+    /// The note of the batch.
+    pub note: Option<String>,
+    /// The root after the batch, where it is known.
+    pub root: Option<Arc<Metadata>>,
+}
+
+/// The changes of a range of a page up to a batch, the oldest first. A batch that writes the same bytes again
+/// is none.
+///
+/// # Errors
+/// [`Damage`] if neither the log nor a snapshot and the log after it leads to the batch, or an image of the
+/// page is damaged; of too little memory if there is none for the range.
+pub fn changes_of(
+    source: &dyn ReadAt,
+    survey: &Survey,
+    page: PageId,
+    range: Range<u64>,
+    until: Lsn,
+) -> Result<Vec<ValueChange>, Damage> {
+    History { source, survey, page, range, until }.changes()
+}
+
+/// The history that is searched.
+struct History<'h> {
+    source: &'h dyn ReadAt,
+    survey: &'h Survey,
+    page: PageId,
+    range: Range<u64>,
+    until: Lsn,
+}
+
+/// The range on its way through the log.
+struct Follower<'h> {
+    history: &'h History<'h>,
+    /// The range's bytes in its page; `None` while there is no page.
+    window: Option<PageWindow>,
+    /// The batch up to which the bytes have everything.
+    window_lsn: Lsn,
+    root: Arc<Metadata>,
+    /// The batch from which on the root is known.
+    root_lsn: Lsn,
+    changes: Vec<ValueChange>,
+}
+
+impl<'h> History<'h> {
+    /// The changes, the oldest first.
+    fn changes(&'h self) -> Result<Vec<ValueChange>, Damage> {
+        let survey = self.survey;
+        let whole = survey.links.keys().filter_map(|snapshot| survey.snapshot(*snapshot).ok());
+        let snapshots: Vec<Arc<Manifest>> = whole.filter(|manifest| manifest.end <= self.until).collect();
+        // From as far back as the log is kept without a gap.
+        let beginning = survey.log.beginning().map(|_| None);
+        let starts = beginning.into_iter().chain(snapshots.iter().map(Some));
+        let mut stopped_by = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
+        for start in starts {
+            let mut follower = Follower::new(self);
+            // Older snapshots tell of the time before.
+            let older =
+                |manifest: &&Arc<Manifest>| start.is_some_and(|start| manifest.snapshot <= start.snapshot);
+            let attempt = snapshots
+                .iter()
+                .filter(older)
+                .try_for_each(|manifest| follower.begin(manifest))
+                .and_then(|()| follower.follow(start));
+            match attempt {
+                Ok(()) => return Ok(follower.changes),
+                Err(damage) => stopped_by = damage,
+            }
+        }
+        Err(stopped_by)
+    }
+
+    /// The page as a manifest names it.
+    fn named(&self, entry: &ManifestEntry) -> Result<PageWindow, Damage> {
+        self.load(entry.image, entry.len)
+    }
+
+    /// The page as an image has it.
+    fn load(&self, image: Option<ImageRef>, len: u64) -> Result<PageWindow, Damage> {
+        // Proven whole, piece by piece, before any byte of it counts (I9).
+        let image = image.map(|image| ProvenImage::prove(self.source, &image, len)).transpose()?;
+        load_window(self.source, len, image.as_ref(), self.range.clone())
+    }
+}
+
+impl<'h> Follower<'h> {
+    fn new(history: &'h History<'h>) -> Self {
+        Self {
+            history,
+            window: None,
+            window_lsn: Lsn(0),
+            root: Arc::default(),
+            root_lsn: Lsn(0),
+            changes: Vec::new(),
+        }
+    }
+
+    /// The range's bytes now.
+    fn value(&self) -> Option<Vec<u8>> {
+        let bytes = self.window.as_ref()?.bytes();
+        let Range { start, end } = &self.history.range;
+        // Fewer where the page ends before the range does.
+        (bytes.len() as u64 == end - start).then(|| bytes.to_vec())
+    }
+
+    /// Notes a change if the value is another one now.
+    fn note(&mut self, lsn: Lsn, cause: ChangeCause, before: Option<Vec<u8>>, note: Option<String>) {
+        let after = self.value();
+        if before != after {
+            let root = (lsn >= self.root_lsn).then(|| self.root.clone());
+            self.changes.push(ValueChange { lsn, cause, before, after, note, root });
+        }
+    }
+
+    /// Takes up a snapshot's page.
+    fn begin(&mut self, manifest: &Manifest) -> Result<(), Damage> {
+        let before = self.value();
+        let page = self.history.page;
+        let entry = manifest.entries.iter().find(|entry| entry.page == page);
+        self.window = entry.map(|entry| self.history.named(entry)).transpose()?;
+        (self.root, self.root_lsn) = (manifest.root.clone(), manifest.end);
+        self.window_lsn = entry.map_or(Lsn(0), |entry| entry.lsn);
+        self.note(self.window_lsn, ChangeCause::Snapshot, before, None);
+        Ok(())
+    }
+
+    /// Follows the log from a snapshot, or from its beginning.
+    fn follow(&mut self, start: Option<&Arc<Manifest>>) -> Result<(), Damage> {
+        let History { source, survey, until, .. } = *self.history;
+        let missing = Defect::Missing.at_lsn(FileName::Segment(1), 0, Lsn(1));
+        let from = match start {
+            Some(manifest) => manifest.redo,
+            None => survey.log.beginning().ok_or(missing)?,
+        };
+        let mut walk = LogWalk::new(source, &survey.log, from, survey.mark())?;
+        while walk.point().lsn < until {
+            let Some(frame) = walk.next()? else { break };
+            if frame.header.kind == FrameKind::Batch {
+                let (lsn, file) = (frame.header.lsn, FileName::Segment(frame.header.segment));
+                self.batch(lsn, frame.payload, file, frame.header.offset)?;
+            }
+        }
+        // A writer that removes the log while it is read may leave less of it than leads to the batch: the
+        // changes found would end too early.
+        let LogPoint { lsn, segment, offset, .. } = walk.point();
+        if lsn < until {
+            return Err(Defect::Missing.at_lsn(FileName::Segment(segment), offset, Lsn(lsn.0 + 1)));
+        }
+        Ok(())
+    }
+
+    fn batch(&mut self, lsn: Lsn, payload: &[u8], file: FileName, offset: u64) -> Result<(), Damage> {
+        let at = |defect: Defect| defect.at_lsn(file, offset, lsn);
+        let ops = decode_payload(payload).map_err(at)?;
+        let before = self.value();
+        let (mut note, mut cause) = (None, ChangeCause::Batch);
+        for op in ops.iter().map(|at| &at.op) {
+            match op {
+                Op::Note { text } => note = Some((*text).to_owned()),
+                // The root of a snapshot is its state's at the end.
+                Op::SetRoot { name, value } if lsn > self.root_lsn => {
+                    Arc::make_mut(&mut self.root).insert(name.clone(), value.clone());
+                }
+                Op::RemoveRoot { name } if lsn > self.root_lsn => {
+                    Arc::make_mut(&mut self.root).remove(*name);
+                }
+                Op::Restore { table, table_crc, .. } => {
+                    let History { source, survey, page, .. } = *self.history;
+                    let table = survey.read_table(source, *table, *table_crc)?;
+                    let entry = table.entries.iter().find(|entry| entry.page == page);
+                    self.window = entry.map(|entry| self.history.named(entry)).transpose()?;
+                    (self.root, self.window_lsn, cause) = (table.root.clone(), lsn, ChangeCause::Restore);
+                }
+                op if op.page() == Some(self.history.page) && lsn > self.window_lsn => self.apply(op)?,
+                _ => {}
+            }
+        }
+        self.note(lsn, cause, before, note);
+        Ok(())
+    }
+
+    fn apply(&mut self, op: &Op<'_>) -> Result<(), Damage> {
+        match op {
+            Op::Create { .. } => self.window = Some(self.history.load(None, 0)?),
+            Op::Image { len, image, .. } => self.window = Some(self.history.load(Some(*image), *len)?),
+            Op::Delete { .. } => self.window = None,
+            _ => {}
+        }
+        if let Some(window) = &mut self.window {
+            let len = window.page_len();
+            let is_within =
+                |(start, count): (u64, u64)| start.checked_add(count).is_some_and(|end| end <= len);
+            // The way to this state was resolved before, so the operation fits the page; but the files may be
+            // others by now.
+            if op.range().is_none_or(is_within) {
+                window.apply(op);
+            }
+        }
+        Ok(())
+    }
+}

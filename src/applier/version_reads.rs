@@ -1,0 +1,64 @@
+//! Reads of many pages of which each must be of one version: for bytes that go to disk before the batch that
+//! takes the pages there.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use remanent_format::{Lsn, PageId, Place};
+
+use super::Applier;
+use super::reads::{catch, len_of};
+use crate::base::allocation::{collected, push};
+use crate::device::Device;
+use crate::device::sums::changed_on_the_way;
+use crate::error::Result;
+use crate::memory::staging::{StagingBuf, StagingPool};
+
+/// A range of a page in memory, as long as the page is of one version.
+#[derive(Clone)]
+pub(crate) struct VersionRange {
+    pub page: PageId,
+    /// The batch that made the version.
+    pub lsn: Lsn,
+    /// Bytes of the page.
+    pub range: Range<u64>,
+}
+
+impl Applier {
+    /// The bytes of all ranges, one after the other, by one turn, with sums on both sides of the bus. `None`
+    /// if one of the pages is of another version by now, or on disk.
+    ///
+    /// # Errors
+    /// `OutOfMemory`; a device error, also where other bytes arrived, twice.
+    pub fn read_versions(
+        &self,
+        device: &dyn Device,
+        staging: &Arc<StagingPool>,
+        ranges: &[VersionRange],
+    ) -> Result<Option<StagingBuf>> {
+        self.unloaded().wait(ranges.iter().map(|version| version.page))?;
+        let len = ranges.iter().map(|version| len_of(&version.range)).sum::<u64>();
+        for _ in 0..2 {
+            let (staged, pool) = (staging.take(len as usize)?, staging.clone());
+            let versions = collected(ranges.iter().cloned())?;
+            let drain = self.turn(move |turn| {
+                let mut ranges = Vec::new();
+                for VersionRange { page, lsn, range } in versions {
+                    let now = turn.applied.table.get(page);
+                    if !now.is_some_and(|now| now.lsn == lsn && now.place != Place::Disk) {
+                        pool.give(staged.into_staging());
+                        return Ok(None);
+                    }
+                    push(&mut ranges, (page, range))?;
+                }
+                Ok(Some(catch(turn, &ranges, len, staged, Some(&pool))?.1))
+            })?;
+            let Some(drain) = drain else { return Ok(None) };
+            if let Some(drained) = drain.finish_once(device)? {
+                return Ok(Some(drained.bytes));
+            }
+            tracing::warn!(device = device.label(), "bytes changed on their way to the host: once more");
+        }
+        Err(changed_on_the_way(device, "bytes of pages"))
+    }
+}

@@ -1,0 +1,87 @@
+//! The batches that gave a range of a page its value, up to a state.
+
+use std::ops::Range;
+
+use remanent_format::state::blame::{ValueChange, changes_of};
+use remanent_format::state::survey::Survey;
+use remanent_format::{Defect, PageId, Place};
+
+use crate::disk::source::DiskSource;
+use crate::error::{Error, Result};
+use crate::history::view::View;
+
+/// The most bytes that one call looks for: each change holds two copies of them.
+const RANGE_LEN_MAX: u64 = 64 << 10;
+
+/// How often files are looked at anew, while a writer removes old ones.
+const ATTEMPTS: usize = 8;
+
+impl View {
+    /// The changes of bytes `range` of a page up to this state, the oldest first: each with the batch, the
+    /// bytes before and after, the batch's note and the root after it. They go back as far as the log is kept
+    /// without a gap, and by the kept snapshots before that. A batch that writes the same bytes again is
+    /// none.
+    ///
+    /// A view holds its own state only: changes older than its snapshot may go while a writer prunes.
+    ///
+    /// ```
+    /// use remanent::{ChangeCause, Options, Place, Store};
+    /// # let directory = tempfile::tempdir().unwrap();
+    /// # let path = directory.path().join("mystore");
+    /// let store = Store::open(&path, Options::default())?;
+    /// let mut batch = store.batch();
+    /// let page = batch.create_from(*b"right", Place::Host).page();
+    /// let page = store.commit(batch)?.pages[0];
+    /// let mut batch = store.batch();
+    /// batch.write(page, 0, b"wrong").note("step 2");
+    /// let culprit = store.commit(batch)?;
+    ///
+    /// let changes = Store::open_read_only(&path)?.blame(page, 0..1)?;
+    /// assert_eq!(changes[1].lsn, culprit.position.lsn);
+    /// assert_eq!(changes[1].cause, ChangeCause::Batch);
+    /// assert_eq!(changes[1].before.as_deref(), Some(&b"r"[..]));
+    /// assert_eq!(changes[1].after.as_deref(), Some(&b"w"[..]));
+    /// assert_eq!(changes[1].note.as_deref(), Some("step 2"));
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::Limit`] for a range of more than 64 KiB;
+    /// [`Error::Damaged`] if an image of the page is damaged, or the log; [`Error::Overtaken`] if a writer
+    /// removes faster than this can read; [`Error::OutOfMemory`], [`Error::Forked`].
+    pub fn blame(&self, page: PageId, range: Range<u64>) -> Result<Vec<ValueChange>> {
+        let (past, page_len) = (self.past()?, self.page(page)?.len);
+        if range.start > range.end || range.end > page_len {
+            let len = range.end.saturating_sub(range.start);
+            return Err(Error::OutOfBounds { page, offset: range.start, len, page_len });
+        }
+        let found = range.end - range.start;
+        if found > RANGE_LEN_MAX {
+            return Err(Error::Limit { what: "bytes of a range to blame", found, limit: RANGE_LEN_MAX });
+        }
+        let mut before = None;
+        for _ in 0..ATTEMPTS {
+            let source = DiskSource::new(past.disk().clone());
+            let look = || changes_of(&source, &Survey::read(&source)?, page, range.clone(), past.lsn());
+            let damage = match look() {
+                Ok(changes) => return Ok(changes),
+                Err(damage) => damage,
+            };
+            match damage.defect {
+                Defect::Memory { needed } => {
+                    return Err(Error::OutOfMemory { place: Place::Host, len: needed });
+                }
+                // Found a second time in the same place, it is there: a writer's changes are elsewhere. But
+                // nothing leads to a state that is gone, each time anew.
+                _ if before.replace(damage.clone()).is_some_and(|before| before == damage) => {
+                    if past.is_kept()? {
+                        return Err(Error::from(damage).in_store(&past.disk().label()));
+                    }
+                    break;
+                }
+                _ => {}
+            }
+        }
+        Err(past.overtaken())
+    }
+}

@@ -1,0 +1,183 @@
+//! Pages of [`Place::Disk`](remanent_format::Place::Disk): pages that have no memory.
+//!
+//! The newest bytes of such a page are those of an image, and over them what batches have written since. The
+//! image is the newest one there is of the page: a snapshot's, or one that was written ahead of a batch. What
+//! was written since is held in host memory, block by block, until a snapshot writes a new image.
+//!
+//! Nothing here is on disk, so a crash loses nothing: an open finds the image by the newest snapshot and the
+//! log, and replays the log over it.
+//!
+//! A file in which such an image lies stays as long as the image is used, whatever else needs it. So neither
+//! a page nor a reader that has caught one finds its bytes gone, or written over by another snapshot (I13).
+
+mod image;
+mod page;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent_format::Place;
+use remanent_format::image::ImageRef;
+
+pub(crate) use self::image::DiskImage;
+pub(crate) use self::page::{DiskPage, pending_bytes_of};
+use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::base::sync::{Condvar, Instant, Mutex};
+use crate::disk::Disk;
+use crate::error::{Error, Result};
+
+/// Bytes of host memory for what batches have written to pages on disk since their images, unless the budget
+/// of [`Place::Disk`] says another number.
+const PENDING_BYTES_MAX: u64 = 128 << 20;
+/// How long a committer waits for room before it looks again. What makes room is a snapshot, which takes
+/// longer.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
+
+/// The parts that all pages on disk of a store share.
+pub(crate) struct DiskPages {
+    disk: Arc<dyn Disk>,
+    uses: Arc<FileUses>,
+    pending: Arc<PendingBytes>,
+    pending_max: u64,
+    /// Whether there is, or was, a page on disk: without one, committers look for none.
+    is_any: AtomicBool,
+}
+
+/// How many images of pages on disk lie in each image file.
+#[derive(Default)]
+struct FileUses(Mutex<BTreeMap<u64, usize>>);
+
+/// Bytes of host memory that hold what batches have written.
+#[derive(Default)]
+struct PendingBytes {
+    bytes: AtomicU64,
+    /// The lock of the committers that wait for room.
+    waiting: Mutex<()>,
+    fell: Condvar,
+}
+
+impl DiskPages {
+    /// The shared parts for a store on this disk. `budget` is the budget of [`Place::Disk`] in bytes.
+    pub fn new(disk: Arc<dyn Disk>, budget: u64) -> Self {
+        let pending_max = if budget == u64::MAX { PENDING_BYTES_MAX } else { budget };
+        Self {
+            disk,
+            uses: Arc::default(),
+            pending: Arc::default(),
+            pending_max,
+            is_any: AtomicBool::new(false),
+        }
+    }
+
+    /// An image of a page of length `len`. Its file stays until the last one to hold the image drops it. The
+    /// caller knows that the file is there, and stays until this returns.
+    pub fn image(&self, image: ImageRef, len: u64) -> Arc<DiskImage> {
+        DiskImage::new(self.disk.clone(), FileUse::of(&self.uses, image.file), image, len)
+    }
+
+    /// A page of `len` zeros.
+    pub fn zeros(&self, len: u64) -> DiskPage {
+        DiskPage::new(None, len, self.pending.clone())
+    }
+
+    /// A page with an image's bytes; an empty page has none.
+    pub fn page(&self, image: Option<Arc<DiskImage>>) -> DiskPage {
+        let len = image.as_ref().map_or(0, |image| image.page_len());
+        DiskPage::new(image, len, self.pending.clone())
+    }
+
+    /// Notes the places of pages that there are from now on. The caller holds the submission lock, or is
+    /// alone.
+    pub fn note(&self, places: impl IntoIterator<Item = Place>) {
+        if !self.is_any() && places.into_iter().any(|place| place == Place::Disk) {
+            self.is_any.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether there is, or was, a page on disk. A caller that does not hold the submission lock may learn of
+    /// the first one late.
+    pub fn is_any(&self) -> bool {
+        self.is_any.load(Ordering::Relaxed)
+    }
+
+    /// Whether a page on disk, or a reader of one, has an image in this file.
+    pub fn uses_file(&self, file: u64) -> bool {
+        self.uses.0.lock().contains_key(&file)
+    }
+
+    /// Bytes of host memory that hold what batches have written.
+    pub fn pending_bytes(&self) -> u64 {
+        self.pending.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Whether a snapshot is due, so that what is pending goes to images.
+    pub fn is_snapshot_due(&self) -> bool {
+        self.pending_bytes() >= self.pending_max / 2
+    }
+
+    /// Waits until `needed` more bytes may be pending. `is_coming` is asked whether a snapshot will make
+    /// room; it says so to the thread that takes it.
+    ///
+    /// # Errors
+    /// `OverBudget` if there never will be as much room, or no snapshot comes; what `is_coming` fails with.
+    pub fn wait_for_room(&self, needed: u64, is_coming: impl Fn() -> Result<bool>) -> Result<()> {
+        let full = |available: u64| Error::OverBudget {
+            place: Place::Disk,
+            asked: needed,
+            available,
+            budget: self.pending_max,
+        };
+        if needed > self.pending_max {
+            return Err(full(self.pending_max.saturating_sub(self.pending_bytes())));
+        }
+        loop {
+            let pending = self.pending_bytes();
+            if pending.saturating_add(needed) <= self.pending_max {
+                return Ok(());
+            }
+            if !is_coming()? {
+                return Err(full(self.pending_max.saturating_sub(pending)));
+            }
+            let mut waiting = self.pending.waiting.lock();
+            self.pending.fell.wait_until(&mut waiting, Instant::now() + LOOK_AGAIN);
+        }
+    }
+}
+
+impl PendingBytes {
+    fn add(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn sub(&self, bytes: u64) {
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+/// A use of an image file, which keeps it.
+struct FileUse {
+    uses: Arc<FileUses>,
+    file: u64,
+}
+
+impl FileUse {
+    fn of(uses: &Arc<FileUses>, file: u64) -> Self {
+        *uses.0.lock().entry(file).or_default() += 1;
+        Self { uses: uses.clone(), file }
+    }
+}
+
+impl Drop for FileUse {
+    fn drop(&mut self) {
+        let mut uses = self.uses.0.lock();
+        let count = uses.get_mut(&self.file).expect("it was counted");
+        *count -= 1;
+        if *count == 0 {
+            uses.remove(&self.file);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,330 @@
+//! A page on disk: its image, and what batches have written over it.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use remanent_format::op::Op;
+use remanent_format::state::apply::each_write;
+
+use super::PendingBytes;
+use super::image::DiskImage;
+use crate::base::allocation::make_room;
+use crate::device::{Lane, Span};
+use crate::error::Result;
+use crate::memory::staging::StagingPool;
+
+/// Bytes of a page that are held together.
+const BLOCK_LEN: usize = 4 << 10;
+const WORDS: usize = BLOCK_LEN / 64;
+/// Bytes of a page that are read at a time, to go through all of them.
+const READ_AT_ONCE: u64 = 4 << 20;
+
+/// A page on disk as of one batch. A copy of it is what the page was then, whatever batches come later: it
+/// shares the blocks that have not changed since.
+#[derive(Clone, Debug)]
+pub(crate) struct DiskPage {
+    len: u64,
+    image: Option<Arc<DiskImage>>,
+    /// Bytes of the image that are the page's, from its first one on. Those after it are zeros: the page was
+    /// shortened, or is longer than its image.
+    image_len: u64,
+    /// The blocks that batches wrote to, by their place in the page.
+    blocks: BTreeMap<u64, Arc<Block>>,
+    lineage: Lineage,
+    pending: Arc<PendingBytes>,
+}
+
+/// What tells whether a copy of a page is an earlier state of it.
+#[derive(Clone, Copy, Debug)]
+struct Lineage {
+    /// A number that changes when the page is resized, or made of another image by a batch.
+    number: u64,
+    /// How often it was written to since.
+    writes: u64,
+    /// The writes that its image holds.
+    in_image: u64,
+}
+
+impl Lineage {
+    fn new() -> Self {
+        /// Numbers of this process: no two lineages share one.
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        // Only that they differ counts.
+        Self { number: NEXT.fetch_add(1, Ordering::Relaxed), writes: 0, in_image: 0 }
+    }
+}
+
+/// Bytes that batches wrote.
+struct Block {
+    bytes: [u8; BLOCK_LEN],
+    /// A bit for each byte that was written.
+    written: [u64; WORDS],
+    pending: Arc<PendingBytes>,
+}
+
+const BLOCK_BYTES: u64 = size_of::<Block>() as u64;
+
+/// Bytes that may be pending after an operation, at most.
+pub(crate) fn pending_bytes_of(op: &Op<'_>) -> u64 {
+    let blocks = |len: u64| if len == 0 { 0 } else { len / BLOCK_LEN as u64 + 2 };
+    let count = match op {
+        Op::Image { .. } => 0,
+        // Each element lies in two blocks at most.
+        Op::Scatter { indices, .. } => {
+            let in_range = op.range().map_or(0, |(_, len)| blocks(len));
+            in_range.min(2 * indices.len() as u64)
+        }
+        _ => op.range().map_or(0, |(_, len)| blocks(len)),
+    };
+    count.saturating_mul(BLOCK_BYTES)
+}
+
+impl DiskPage {
+    /// A page of an image's bytes, or of `len` zeros.
+    pub(super) fn new(image: Option<Arc<DiskImage>>, len: u64, pending: Arc<PendingBytes>) -> Self {
+        let image_len = image.as_ref().map_or(0, |image| image.page_len());
+        Self { len, image, image_len, blocks: BTreeMap::new(), lineage: Lineage::new(), pending }
+    }
+
+    /// The page's length in bytes.
+    pub fn byte_len(&self) -> u64 {
+        self.len
+    }
+
+    /// Applies an operation that a batch makes to the page. One that names an image is the caller's.
+    pub fn apply(&mut self, op: &Op<'_>) {
+        match op {
+            Op::Resize { len, .. } => self.resize(*len),
+            _ => {
+                self.lineage.writes += 1;
+                each_write(op, |offset, bytes| self.write(offset, bytes));
+            }
+        }
+    }
+
+    fn write(&mut self, offset: u64, bytes: &[u8]) {
+        assert!(offset + bytes.len() as u64 <= self.len); // I10: no plan lets that pass.
+        let (mut at, mut rest) = (offset, bytes);
+        while !rest.is_empty() {
+            let (number, within) = (at / BLOCK_LEN as u64, at as usize % BLOCK_LEN);
+            let (here, after) = rest.split_at(rest.len().min(BLOCK_LEN - within));
+            let new = || Arc::new(Block::new(self.pending.clone()));
+            // A copy of the page that a snapshot or a reader has keeps the block as it was.
+            Arc::make_mut(self.blocks.entry(number).or_insert_with(new)).write(within, here);
+            at += here.len() as u64;
+            rest = after;
+        }
+    }
+
+    fn resize(&mut self, len: u64) {
+        self.lineage = Lineage::new();
+        if len < self.len {
+            self.image_len = self.image_len.min(len);
+            let (last, within) = (len / BLOCK_LEN as u64, len as usize % BLOCK_LEN);
+            // What lay after the end must not come back when the page is extended again.
+            self.blocks.split_off(&(last + u64::from(within > 0)));
+            if within > 0
+                && let Some(block) = self.blocks.get_mut(&last)
+            {
+                Arc::make_mut(block).forget(within..BLOCK_LEN);
+            }
+        }
+        self.len = len;
+    }
+
+    /// The page's image, if all of its bytes, and no others, are the page's.
+    pub fn only_image(&self) -> Option<&Arc<DiskImage>> {
+        let image = self.image.as_ref()?;
+        let is_all = self.image_len == self.len && image.page_len() == self.len;
+        (is_all && self.blocks.is_empty()).then_some(image)
+    }
+
+    /// The page with the blocks alone that hold these bytes of it: to read them from.
+    pub fn part(&self, bytes: &Range<u64>) -> Self {
+        let blocks = self.blocks_in(bytes).map(|(number, block)| (number, block.clone())).collect();
+        let Self { len, image_len, lineage, .. } = *self;
+        Self { len, image: self.image.clone(), image_len, blocks, lineage, pending: self.pending.clone() }
+    }
+
+    fn blocks_in(&self, bytes: &Range<u64>) -> impl Iterator<Item = (u64, &Arc<Block>)> {
+        let numbers = bytes.start / BLOCK_LEN as u64..bytes.end.div_ceil(BLOCK_LEN as u64);
+        // An empty range may end in the block in which it begins.
+        let numbers = numbers.start..numbers.end.max(numbers.start);
+        self.blocks.range(numbers).map(|(number, block)| (*number, block))
+    }
+
+    /// Reads bytes of the page. Not for the applier's thread: it waits for the disk.
+    ///
+    /// # Errors
+    /// `Damaged`; no memory.
+    pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let end = offset + out.len() as u64;
+        assert!(end <= self.len, "the caller knows the page's length");
+        if out.is_empty() {
+            return Ok(());
+        }
+        let of_image = self.image_len.saturating_sub(offset).min(out.len() as u64) as usize;
+        let (from_image, after) = out.split_at_mut(of_image);
+        after.fill(0);
+        if let Some(image) = self.image.as_ref().filter(|_| !from_image.is_empty())
+            && !self.is_written(offset..offset + of_image as u64)
+        {
+            image.read(offset, from_image)?;
+        }
+        for (number, block) in self.blocks_in(&(offset..end)) {
+            block.copy_to(number * BLOCK_LEN as u64, out, offset);
+        }
+        Ok(())
+    }
+
+    /// Copies bytes of the page, from `offset` on, to memory of the device. Not for the applier's thread.
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read); a device error.
+    pub fn upload(&self, offset: u64, staging: &StagingPool, target: Span) -> Result<()> {
+        let mut piece = Vec::new();
+        make_room(&mut piece, target.len.min(READ_AT_ONCE) as usize)?;
+        for at in (0..target.len).step_by(READ_AT_ONCE as usize) {
+            let len = READ_AT_ONCE.min(target.len - at);
+            piece.resize(len as usize, 0);
+            self.read(offset + at, &mut piece)?;
+            let target = Span { offset: target.offset + at, len, ..target };
+            staging.upload(Lane::Load, target, &piece)?;
+        }
+        Ok(())
+    }
+
+    /// CRC-32 of the page's bytes. Not for the applier's thread.
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read).
+    pub fn sum(&self) -> Result<u32> {
+        let mut bytes = Vec::new();
+        make_room(&mut bytes, self.len.min(READ_AT_ONCE) as usize)?;
+        bytes.resize(self.len.min(READ_AT_ONCE) as usize, 0);
+        let mut sum = crc32fast::Hasher::new();
+        for at in (0..self.len).step_by(READ_AT_ONCE as usize) {
+            let piece = &mut bytes[..READ_AT_ONCE.min(self.len - at) as usize];
+            self.read(at, piece)?;
+            sum.update(piece);
+        }
+        Ok(sum.finalize())
+    }
+
+    /// Whether batches wrote all of these bytes, so that none of the image's shows.
+    fn is_written(&self, bytes: Range<u64>) -> bool {
+        let mut next = bytes.start;
+        for (number, block) in self.blocks_in(&bytes) {
+            let start = number * BLOCK_LEN as u64;
+            let (from, to) = (start.max(bytes.start), (start + BLOCK_LEN as u64).min(bytes.end));
+            if next < from || !block.has((from - start) as usize..(to - start) as usize) {
+                return false;
+            }
+            next = to;
+        }
+        next == bytes.end
+    }
+
+    /// Takes the image that was made of `gathered`, an earlier copy of this page. What batches wrote since
+    /// stays pending.
+    ///
+    /// A page that was resized since, or is made of another image, stays as it is: the next snapshot makes an
+    /// image of it. So does one whose image holds more than the copy does: dropping blocks once more, by an
+    /// older copy, would lose writes that lie in neither.
+    pub fn rebase(&mut self, gathered: &Self, image: Option<Arc<DiskImage>>) {
+        let (now, then) = (self.lineage, gathered.lineage);
+        if now.number != then.number || now.in_image > then.writes {
+            return;
+        }
+        let is_in_image = |number: &u64, block: &Arc<Block>| {
+            gathered.blocks.get(number).is_some_and(|gathered| Arc::ptr_eq(gathered, block))
+        };
+        self.blocks.retain(|number, block| !is_in_image(number, block));
+        (self.image_len, self.image) = (gathered.len, image);
+        self.lineage.in_image = then.writes;
+    }
+}
+
+impl Block {
+    fn new(pending: Arc<PendingBytes>) -> Self {
+        pending.add(BLOCK_BYTES);
+        Self { bytes: [0; BLOCK_LEN], written: [0; WORDS], pending }
+    }
+
+    fn write(&mut self, at: usize, bytes: &[u8]) {
+        self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
+        each_word(at..at + bytes.len(), |word, bits| self.written[word] |= bits);
+    }
+
+    fn forget(&mut self, range: Range<usize>) {
+        each_word(range, |word, bits| self.written[word] &= !bits);
+    }
+
+    /// Whether all of these bytes were written.
+    fn has(&self, range: Range<usize>) -> bool {
+        let mut has_all = true;
+        each_word(range, |word, bits| has_all &= self.written[word] & bits == bits);
+        has_all
+    }
+
+    /// Copies the bytes that were written to `out`, which begins at `offset` of the page. The block begins at
+    /// `start`.
+    fn copy_to(&self, start: u64, out: &mut [u8], offset: u64) {
+        let from = offset.saturating_sub(start).min(BLOCK_LEN as u64) as usize;
+        let to = (offset + out.len() as u64).saturating_sub(start).min(BLOCK_LEN as u64) as usize;
+        let mut at = from;
+        while at < to {
+            let (word, bit) = (at / 64, at % 64);
+            let rest = self.written[word] >> bit;
+            let gap = rest.trailing_zeros() as usize;
+            if gap > 0 {
+                // No byte before the next set bit, or before the word's end.
+                at += gap.min(64 - bit);
+                continue;
+            }
+            let run = ((!rest).trailing_zeros() as usize).min(64 - bit).min(to - at);
+            let target = (start + at as u64 - offset) as usize;
+            out[target..target + run].copy_from_slice(&self.bytes[at..at + run]);
+            at += run;
+        }
+    }
+}
+
+impl Clone for Block {
+    fn clone(&self) -> Self {
+        self.pending.add(BLOCK_BYTES);
+        Self { bytes: self.bytes, written: self.written, pending: self.pending.clone() }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        self.pending.sub(BLOCK_BYTES);
+    }
+}
+
+impl std::fmt::Debug for Block {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Block").finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for PendingBytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PendingBytes").finish_non_exhaustive()
+    }
+}
+
+/// Calls `each` with the words that hold a range of bits, and with those bits of each.
+fn each_word(bits: Range<usize>, mut each: impl FnMut(usize, u64)) {
+    let mut at = bits.start;
+    while at < bits.end {
+        let (word, bit) = (at / 64, at % 64);
+        let count = (64 - bit).min(bits.end - at);
+        let mask = if count == 64 { u64::MAX } else { ((1 << count) - 1) << bit };
+        each(word, mask);
+        at += count;
+    }
+}

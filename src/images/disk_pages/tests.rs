@@ -1,0 +1,238 @@
+use proptest::prelude::*;
+use remanent_format::image::Codec;
+use remanent_format::op::Op;
+use remanent_format::state::apply::apply;
+use remanent_format::{FileName, Folder, PageId, Width};
+
+use super::*;
+use crate::testing::sim_disk::SimDisk;
+
+const PAGE: PageId = PageId(1);
+/// A page of several blocks, whose last one is not whole.
+const LEN: usize = 3 * 4096 + 100;
+
+/// One change of a page, of which `seed` makes the bytes.
+#[derive(Clone, Debug)]
+enum Change {
+    Write {
+        at: usize,
+        len: usize,
+        seed: u8,
+    },
+    Masked {
+        at: usize,
+        count: usize,
+        mask: u64,
+        seed: u8,
+    },
+    Scatter {
+        indices: Vec<u32>,
+        seed: u8,
+    },
+    Fill {
+        at: usize,
+        count: usize,
+        seed: u8,
+    },
+    Resize {
+        len: usize,
+    },
+    /// A copy is taken: an image is made of it.
+    Gather,
+    /// The image of the oldest copy is there.
+    Rebase,
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    let (at, seed) = (0..LEN, any::<u8>());
+    prop_oneof![
+        6 => (at.clone(), prop_oneof![0..200usize, 3000..9000usize], seed)
+            .prop_map(|(at, len, seed)| Change::Write { at, len, seed }),
+        2 => (at.clone(), 1..60usize, any::<u64>(), seed)
+            .prop_map(|(at, count, mask, seed)| Change::Masked { at, count, mask, seed }),
+        2 => (prop::collection::btree_set(0..(LEN / 4) as u32, 0..40), seed)
+            .prop_map(|(indices, seed)| Change::Scatter { indices: indices.into_iter().collect(), seed }),
+        1 => (at, 0..3000usize, seed).prop_map(|(at, count, seed)| Change::Fill { at, count, seed }),
+        1 => (0..2 * LEN).prop_map(|len| Change::Resize { len }),
+        2 => Just(Change::Gather),
+        2 => Just(Change::Rebase),
+    ]
+}
+
+fn drawn(seed: u8, len: usize) -> Vec<u8> {
+    (0..len).map(|at| seed ^ (at as u8).wrapping_mul(31) ^ (at >> 8) as u8).collect()
+}
+
+/// A disk with image files, each of which is one page's bytes.
+struct Images {
+    disk: Arc<SimDisk>,
+    pages: DiskPages,
+    next: u64,
+}
+
+impl Images {
+    fn new() -> Self {
+        let disk = Arc::new(SimDisk::new());
+        disk.make_folder(Folder::Pages).unwrap();
+        Self { pages: DiskPages::new(disk.clone(), u64::MAX), disk, next: 1 }
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Option<Arc<DiskImage>> {
+        if bytes.is_empty() {
+            return None;
+        }
+        let file = self.next;
+        self.next += 1;
+        let crc = crc32fast::hash(bytes);
+        let (stored_len, codec) = (bytes.len() as u64, Codec::Raw);
+        let image = ImageRef { file, offset: 4096, stored_len, stored_crc: crc, raw_crc: crc, codec };
+        self.disk.create(FileName::Pages(file)).and_then(|file| file.write_at(4096, bytes)).unwrap();
+        Some(self.pages.image(image, stored_len))
+    }
+}
+
+fn read_all(page: &DiskPage) -> Vec<u8> {
+    let mut bytes = vec![7; page.byte_len() as usize];
+    page.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    /// A page on disk is what the plainest code makes of its operations; copies stay what they were; images
+    /// that come late, out of order or never change nothing but the memory that is held.
+    #[test]
+    fn a_page_is_what_operations_make_of_it(
+        changes in prop::collection::vec(change(), 1..40),
+        ranges in prop::collection::vec((0..2 * LEN, 0..6000usize), 4),
+        newest_first in any::<bool>(),
+    ) {
+        let mut images = Images::new();
+        let mut plain = drawn(1, LEN);
+        let base = images.write(&plain);
+        let mut page = images.pages.page(base);
+        let mut copies: Vec<(DiskPage, Vec<u8>)> = Vec::new();
+        for change in changes {
+            let len = plain.len();
+            let fit = |at: usize, wanted: usize, width: usize| {
+                let at = at.min(len);
+                (at, wanted.min((len - at) / width))
+            };
+            match change {
+                Change::Write { at, len, seed } => {
+                    let (at, len) = fit(at, len, 1);
+                    let op = Op::Write { page: PAGE, offset: at as u64, bytes: &drawn(seed, len) };
+                    page.apply(&op);
+                    apply(&op, &mut plain);
+                }
+                Change::Masked { at, count, mask, seed } => {
+                    let (at, count) = fit(at, count, 2);
+                    let mask = (mask & ((1 << count) - 1)).to_le_bytes();
+                    let bytes = drawn(seed, 2 * count);
+                    let (mask, width) = (&mask[..count.div_ceil(8)], Width::W2);
+                    let op = Op::Masked { page: PAGE, offset: at as u64, width, mask, bytes: &bytes };
+                    page.apply(&op);
+                    apply(&op, &mut plain);
+                }
+                Change::Scatter { indices, seed } => {
+                    for index in indices.into_iter().filter(|index| 4 * *index as usize + 4 <= len) {
+                        // As one element each: an operation of its own form is what the format crate tests.
+                        let bytes = drawn(seed, 4);
+                        let op = Op::Write { page: PAGE, offset: 4 * u64::from(index), bytes: &bytes };
+                        page.apply(&op);
+                        apply(&op, &mut plain);
+                    }
+                }
+                Change::Fill { at, count, seed } => {
+                    let (at, count) = fit(at, count, 4);
+                    let pattern = drawn(seed, 4);
+                    let op = Op::Fill { page: PAGE, offset: at as u64, len: 4 * count as u64, pattern: &pattern };
+                    page.apply(&op);
+                    apply(&op, &mut plain);
+                }
+                Change::Resize { len } => {
+                    let op = Op::Resize { page: PAGE, len: len as u64 };
+                    page.apply(&op);
+                    apply(&op, &mut plain);
+                }
+                Change::Gather => copies.push((page.clone(), plain.clone())),
+                Change::Rebase if copies.is_empty() => {}
+                Change::Rebase => {
+                    let at = if newest_first { copies.len() - 1 } else { 0 };
+                    let (copy, was) = copies.remove(at);
+                    prop_assert_eq!(&read_all(&copy), &was);
+                    let image = images.write(&was);
+                    page.rebase(&copy, image);
+                }
+            }
+            prop_assert_eq!(read_all(&page), &plain[..]);
+            for (from, len) in &ranges {
+                let from = (*from).min(plain.len());
+                let to = plain.len().min(from + len);
+                let mut bytes = vec![7; to - from];
+                let range = from as u64..to as u64;
+                page.part(&range).read(range.start, &mut bytes).unwrap();
+                prop_assert_eq!(&bytes, &plain[from..to]);
+            }
+        }
+        // With an image of the newest copy, nothing is pending any more.
+        let copy = page.clone();
+        let image = images.write(&plain);
+        page.rebase(&copy, image);
+        drop((copy, copies));
+        prop_assert_eq!(read_all(&page), plain);
+        prop_assert_eq!(images.pages.pending_bytes(), 0);
+    }
+}
+
+/// Memory goes by the blocks that are held, and a file is in use as long as anything is read from it.
+#[test]
+fn memory_and_files_are_counted() {
+    let mut images = Images::new();
+    let base = images.write(&drawn(3, LEN));
+    let mut page = images.pages.page(base);
+    let copy = page.clone();
+    assert_eq!((images.pages.pending_bytes(), images.pages.uses_file(1)), (0, true));
+    let write = |page: &mut DiskPage, offset| page.apply(&Op::Write { page: PAGE, offset, bytes: &[1; 10] });
+    write(&mut page, 4090);
+    let two_blocks = images.pages.pending_bytes();
+    assert!(two_blocks > 2 * 4096 && two_blocks < 10 << 10, "{two_blocks}");
+    assert!(pending_bytes_of(&Op::Write { page: PAGE, offset: 4090, bytes: &[1; 10] }) >= two_blocks);
+    let caught = page.part(&(0..10));
+    write(&mut page, 4090);
+    assert_eq!(images.pages.pending_bytes(), two_blocks + two_blocks / 2, "one block is the reader's");
+    drop(caught);
+    assert_eq!(images.pages.pending_bytes(), two_blocks);
+    page = images.pages.zeros(3);
+    assert_eq!((images.pages.pending_bytes(), images.pages.uses_file(1)), (0, true));
+    drop(copy);
+    assert!(!images.pages.uses_file(1));
+    assert_eq!(read_all(&page), [0; 3]);
+}
+
+/// A committer waits as long as a snapshot comes, and is refused where none does, or none could help.
+#[test]
+fn room_is_waited_for_where_it_comes() {
+    let disk: Arc<SimDisk> = Arc::new(SimDisk::new());
+    let pages = DiskPages::new(disk, 20 << 10);
+    let mut page = pages.zeros(1 << 20);
+    page.apply(&Op::Write { page: PAGE, offset: 0, bytes: &[1; 3 * 4096] });
+    assert!(pages.is_snapshot_due());
+    pages.wait_for_room(4 << 10, || panic!("there is room")).unwrap();
+    let over = |asked: u64, is_coming: bool| {
+        let refused = pages.wait_for_room(asked, || Ok(is_coming)).unwrap_err();
+        assert!(
+            matches!(refused, Error::OverBudget { place: Place::Disk, asked: found, .. } if found == asked)
+        );
+    };
+    over(8 << 10, false);
+    over(21 << 10, true);
+    let failed = pages.wait_for_room(8 << 10, || Err(Error::Closed)).unwrap_err();
+    assert!(matches!(failed, Error::Closed));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| pages.wait_for_room(8 << 10, || Ok(true)));
+        page = pages.zeros(1);
+        waiting.join().unwrap().unwrap();
+    });
+}

@@ -1,0 +1,126 @@
+//! The order of places through which pages that are not used go down.
+
+use std::fmt;
+use std::sync::Arc;
+
+use remanent_format::Place;
+
+use super::Budget;
+use crate::error::{Error, Result};
+use crate::eviction::{EvictionPolicy, Lru, S3Fifo};
+
+/// Makes the policy of a place.
+type PolicyMaker = dyn Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync;
+
+/// Places in an order, the fastest first: where one is full, pages that are not used go to the next one.
+///
+/// Every place but the last has a limit in the [`Budget`]. A thread of the store keeps some of it free
+/// ([`free_part`](Self::free_part)), so that commits find room at once; a commit that finds none waits for
+/// that thread. Pages move by logged batches, as by [`WriteBatch::move_to`](crate::WriteBatch::move_to):
+/// after a crash each is where it was, or in the place before that. Pages that are leased, pinned or in a
+/// caller's memory stay.
+///
+/// Nothing moves up of its own accord: [`Store::ensure`](crate::Store::ensure) and
+/// [`Store::prefetch`](crate::Store::prefetch) bring pages to where they are needed.
+///
+/// ```
+/// use remanent::{Budget, Options, Place, Store, Tiers};
+/// let options = Options::default()
+///     .budget(Budget::default().with(Place::Host, 64 << 10))
+///     .tiers(Tiers::new([Place::Host, Place::Disk]));
+/// let store = Store::temporary(options)?;
+/// // Four times what the host has room for.
+/// for at in 0..64u8 {
+///     store.put(&format!("block/{at}").as_str().try_into()?, [at; 4096], Place::Host)?;
+/// }
+/// let first = store.page_by_key(&"block/0".try_into()?)?;
+/// assert_eq!(first.place, Place::Disk);
+/// assert_eq!(store.read_to_vec(first.page)?, [0; 4096]);
+/// store.ensure(&[first.page], Place::Host)?;
+/// assert_eq!(store.page(first.page)?.place, Place::Host);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Tiers {
+    places: Vec<Place>,
+    free_part: u32,
+    policy: Arc<PolicyMaker>,
+}
+
+impl Tiers {
+    /// Places, the fastest first.
+    #[must_use]
+    pub fn new(places: impl Into<Vec<Place>>) -> Self {
+        Self { places: places.into(), free_part: 16, policy: Arc::new(|_| Box::<S3Fifo>::default()) }
+    }
+
+    /// The part of each budget that is kept free, one in this number; pages begin to leave when less than
+    /// half of that is free. Default: 16.
+    #[must_use]
+    pub fn free_part(mut self, part: u32) -> Self {
+        self.free_part = part;
+        self
+    }
+
+    /// Lets the page that was not used for longest leave first ([`Lru`]). Default: [`S3Fifo`].
+    #[must_use]
+    pub fn lru(self) -> Self {
+        self.policy(|_| Box::<Lru>::default())
+    }
+
+    /// Which page leaves a place, by a policy of the caller's own for each place.
+    #[must_use]
+    pub fn policy(mut self, make: impl Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync + 'static) -> Self {
+        self.policy = Arc::new(make);
+        self
+    }
+
+    /// The places, the fastest first.
+    #[must_use]
+    pub fn places(&self) -> &[Place] {
+        &self.places
+    }
+
+    /// A new policy for a place.
+    pub(crate) fn new_policy(&self, place: Place) -> Box<dyn EvictionPolicy> {
+        (self.policy)(place)
+    }
+
+    /// Bytes of a budget that are kept free.
+    pub(crate) fn free_bytes(&self, budget: u64) -> u64 {
+        budget / u64::from(self.free_part)
+    }
+
+    /// Refuses an order that cannot be kept.
+    pub(super) fn check(&self, budget: &Budget) -> Result<()> {
+        let invalid = |reason: String| Err(Error::InvalidOption { option: "tiers", reason });
+        if self.places.len() < 2 {
+            return invalid("at least two places are needed, one to leave and one to go to".to_owned());
+        }
+        if self.free_part < 2 {
+            return invalid(format!("one part in {} of a budget cannot be kept free", self.free_part));
+        }
+        for (at, place) in self.places.iter().enumerate() {
+            let is_last = at + 1 == self.places.len();
+            if self.places[..at].contains(place) {
+                return invalid(format!("{place} is there twice"));
+            }
+            if *place == Place::Disk && !is_last {
+                return invalid("the disk is the last of all places".to_owned());
+            }
+            if !is_last && budget.limit(*place) == u64::MAX {
+                return invalid(format!("{place} has no limit in the budget, so it is never full"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Tiers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tiers")
+            .field("places", &self.places)
+            .field("free_part", &self.free_part)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,105 @@
+//! Reading pages into memory of the device, without a way by the host.
+
+use remanent_format::{Lsn, PageId};
+
+use crate::base::allocation::{make_room, push};
+use crate::device::{Command, CommandList, DeviceBytes, Span};
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::images::disk_pages::DiskPage;
+use crate::store::Store;
+
+/// A range of a page on disk, and the memory that takes it.
+struct DiskRead {
+    page: DiskPage,
+    offset: u64,
+    target: Span,
+}
+
+impl Store {
+    /// Fills memory of the device with ranges of pages: of each page as many bytes from an offset on as its
+    /// memory is long. All of them are as of one batch, which is returned, and go by one list of commands,
+    /// from GPU memory at its own speed. Pages on disk come by way of the store's pinned memory.
+    ///
+    /// No two memories may overlap. After an error any of them may be filled or not.
+    ///
+    /// ```
+    /// use remanent::{DeviceChoice, Options, Place, Store};
+    /// let store = Store::temporary(Options::default().device(DeviceChoice::Host))?;
+    /// let mut batch = store.batch();
+    /// batch.create_from(b"keys".to_vec(), Place::Device(0));
+    /// batch.create_from(b"and values".to_vec(), Place::Disk);
+    /// let pages = store.commit(batch)?.pages;
+    ///
+    /// let tensor = store.device_bytes(10, Place::Device(0))?;
+    /// let (first, last) = (tensor.part(0..4)?, tensor.part(4..10)?);
+    /// store.read_device(&[(pages[0], 0, &first), (pages[1], 4, &last)])?;
+    /// let mut bytes = [0; 10];
+    /// tensor.read(0, &mut bytes)?;
+    /// assert_eq!(&bytes, b"keysvalues");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`], [`Error::OutOfBounds`]; [`Error::MemoryRefused`] for memory of another device,
+    /// memory that overlaps other memory of the call, and memory that a stream uses;
+    /// [`Error::MemoryInUse`] if a page lives there; [`Error::Damaged`] as for [`Store::read`];
+    /// [`Error::Poisoned`] if the device failed, now or with a batch before.
+    pub fn read_device(&self, ranges: &[(PageId, u64, &DeviceBytes)]) -> Result<Lsn> {
+        ranges.iter().for_each(|(page, ..)| self.engine().versions.used(*page));
+        self.of_device(|| self.fill_memory(ranges))
+    }
+
+    fn fill_memory(&self, ranges: &[(PageId, u64, &DeviceBytes)]) -> Result<Lsn> {
+        let Engine { applier, device, staging, .. } = self.engine();
+        let (mut wanted, mut in_use) = (Vec::new(), Vec::new());
+        for (page, offset, bytes) in ranges {
+            bytes.check_process()?;
+            bytes.check_device(device)?;
+            // Until all bytes have landed.
+            let (use_of_range, target) = bytes.begin_write()?;
+            push(&mut in_use, use_of_range)?;
+            push(&mut wanted, (*page, *offset, target))?;
+        }
+        check_apart(wanted.iter().map(|(.., target)| *target))?;
+        applier.unloaded().wait(ranges.iter().map(|(page, ..)| *page))?;
+        let (lsn, pending, on_disk) = applier.turn(move |turn| {
+            turn.intact()?;
+            let (mut commands, mut on_disk) = (Vec::new(), Vec::new());
+            make_room(&mut commands, wanted.len())?;
+            for (page, offset, target) in wanted {
+                let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
+                let end = offset.checked_add(target.len).filter(|end| *end <= info.len);
+                let Some(end) = end else {
+                    return Err(Error::OutOfBounds { page, offset, len: target.len, page_len: info.len });
+                };
+                if let Some(copy) = turn.applied.on_disk.get(page) {
+                    let page = copy.part(&(offset..end));
+                    push(&mut on_disk, DiskRead { page, offset, target })?;
+                } else if target.len > 0 {
+                    let source = turn.applied.memory[page].part(offset, target.len);
+                    commands.push(Command::Copy { source, target });
+                }
+            }
+            let list = CommandList { commands, staging: Vec::new() };
+            Ok((turn.applied.point.lsn, turn.submit(list)?, on_disk))
+        })?;
+        // Also if it fails, the list must be done before the memory is the caller's again.
+        let read = on_disk.iter().try_for_each(|read| read.page.upload(read.offset, staging, read.target));
+        pending.finish(&**device)?;
+        read.map(|()| lsn)
+    }
+}
+
+/// Refuses memory that overlaps: copies of one list come in no order.
+fn check_apart(targets: impl Iterator<Item = Span>) -> Result<()> {
+    let mut targets: Vec<Span> = targets.filter(|target| target.len > 0).collect();
+    targets.sort_unstable_by_key(|target| (target.memory, target.offset));
+    match targets.windows(2).find(|pair| pair[0].overlaps(pair[1])) {
+        None => Ok(()),
+        Some(pair) => {
+            let reason = "it overlaps other memory of the same call".to_owned();
+            Err(Error::MemoryRefused { len: pair[1].len, reason })
+        }
+    }
+}

@@ -1,0 +1,409 @@
+//! The thread that keeps a part of each place free.
+//!
+//! It sleeps until a commit finds less free than it should be, or finds no room at all. Then it looks at the
+//! places from the last to the first, so that each finds room below it. What leaves goes to the next place
+//! that has room; on the way to disk a page that no image holds as it is has one written first, by this
+//! thread and without the submission lock.
+//!
+//! A page that another batch changes meanwhile is in use, and stays.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent_format::{PageId, PageTable, Place};
+
+use super::residents::Residents;
+use super::stats::TierCounts;
+use crate::base::poison::PanicPoisons;
+use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::{Condvar, Instant, Mutex, threads};
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::memory::arena::PlaceRoom;
+use crate::options::Tiers;
+use crate::versions::uses::{PageUse, PageUses};
+use crate::write::batch::WriteBatch;
+use crate::write::commit::Committer;
+
+/// The most bytes, and pages, that leave by one batch. A longer page leaves alone.
+const BATCH_BYTES: u64 = 32 << 20;
+const BATCH_PAGES: usize = 4096;
+/// Batches in a row by which no page left; then the place is as free as it gets.
+const BARREN_MAX: usize = 3;
+/// Changes that wait to be heard; more of them call the thread.
+const HEARD_MIN: usize = 64 << 10;
+/// After a round that could not free enough, only a commit that finds no room calls the thread before this
+/// time.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// The places, their policies, and what the thread is called for.
+pub(crate) struct TierKeeper {
+    engine: Arc<Engine>,
+    committer: Arc<Committer>,
+    tiers: Vec<Tier>,
+    uses: Arc<PageUses>,
+    residents: Mutex<Residents>,
+    calls: Mutex<Calls>,
+    called: Condvar,
+    round_ended: Condvar,
+    counts: Arc<TierCounts>,
+}
+
+/// A place in the order.
+struct Tier {
+    place: Place,
+    room: PlaceRoom,
+    /// Bytes that are kept free; 0 in the last place.
+    free_bytes: u64,
+}
+
+/// What the thread is called for.
+#[derive(Default)]
+struct Calls {
+    /// Whether a place has less free than it should have.
+    is_called: bool,
+    /// Bytes for which commits wait, by the number of the place.
+    asked: HashMap<usize, u64>,
+    /// Rounds that began and that ended.
+    begun: u64,
+    ended: u64,
+    /// The places from which the last round could let nothing more leave.
+    stuck: Vec<usize>,
+    /// The last round's failure, for the next call that waits.
+    failure: Option<Error>,
+    /// A round before this time would find what the last one found.
+    not_before: Option<Instant>,
+    is_over: bool,
+}
+
+/// The thread, as the store holds it.
+pub(crate) struct TierThread {
+    keeper: Arc<TierKeeper>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl TierKeeper {
+    /// The pages that there are at the open, as if they had been used when they were changed last.
+    pub fn residents(options: &Tiers, table: &PageTable) -> Residents {
+        let places = options.places();
+        let left = &places[..places.len() - 1];
+        let mut residents =
+            Residents::new(left.iter().map(|place| (*place, options.new_policy(*place))).collect());
+        let mut pages: Vec<_> = table.lens().zip(table.lsns()).map(|(page, (_, lsn))| (lsn, page)).collect();
+        pages.sort_unstable_by_key(|(lsn, (page, ..))| (*lsn, *page));
+        for (_, (page, place, len)) in pages {
+            residents.hear(PageUse::Changed(page, Some((place, len))));
+        }
+        residents
+    }
+
+    /// A keeper of the places that the options name, with the pages that there are.
+    pub fn new(
+        engine: Arc<Engine>,
+        committer: Arc<Committer>,
+        options: &Tiers,
+        uses: Arc<PageUses>,
+        residents: Residents,
+        counts: Arc<TierCounts>,
+    ) -> Self {
+        let places = options.places();
+        let mut tiers = Vec::new();
+        for (at, place) in places.iter().enumerate() {
+            let room = engine.arena.room(*place);
+            let is_last = at + 1 == places.len();
+            let free_bytes = if is_last { 0 } else { options.free_bytes(room.budget()) };
+            tiers.push(Tier { place: *place, room, free_bytes });
+        }
+        Self {
+            engine,
+            committer,
+            tiers,
+            uses,
+            residents: Mutex::new(residents),
+            calls: Mutex::default(),
+            called: Condvar::new(),
+            round_ended: Condvar::new(),
+            counts,
+        }
+    }
+
+    /// Calls the thread if a place has less free than half of what should be.
+    pub fn look_after(&self) {
+        let is_short = |tier: &Tier| tier.room.free_soon() < tier.free_bytes / 2;
+        if !self.tiers.iter().any(is_short) && self.uses.waiting() < HEARD_MIN {
+            return;
+        }
+        let mut calls = self.calls.lock();
+        if calls.not_before.is_some_and(|time| Instant::now() < time) || calls.is_called {
+            return;
+        }
+        calls.is_called = true;
+        self.called.notify_all();
+    }
+
+    /// Waits until the thread has made room for this number of bytes in a place. Other threads may take it
+    /// before the caller does. Returns `false` if no page can leave the place, or it is none that pages
+    /// leave.
+    ///
+    /// # Errors
+    /// What the thread met when it moved pages.
+    pub fn make_room(&self, place: Place, bytes: u64) -> Result<bool> {
+        let count = self.tiers.len() - 1;
+        let Some(tier) = self.tiers[..count].iter().position(|tier| tier.place == place) else {
+            return Ok(false);
+        };
+        let room = &self.tiers[tier].room;
+        if bytes > room.budget() {
+            return Ok(false);
+        }
+        let begun = Instant::now();
+        let mut calls = self.calls.lock();
+        let asked = calls.asked.entry(tier).or_default();
+        *asked = asked.saturating_add(bytes);
+        self.called.notify_all();
+        // A round that is under way did not know of this.
+        let round = calls.begun + 1;
+        while calls.ended < round && !calls.is_over {
+            self.round_ended.wait(&mut calls);
+        }
+        let failure = calls.failure.take();
+        let is_stuck = calls.stuck.contains(&tier);
+        drop(calls);
+        self.counts.at(place, |counts| {
+            counts.waits += 1;
+            counts.waited += begun.elapsed();
+        });
+        self.engine.poison.check()?;
+        match failure {
+            Some(error) => Err(error),
+            None => Ok(!is_stuck || room.free_soon() >= bytes),
+        }
+    }
+
+    /// Lets pages stay where they are while a call brings others there.
+    pub fn hold(&self, pages: &[PageId]) {
+        self.residents.lock().hold(pages);
+    }
+
+    /// Lets held pages go.
+    pub fn let_go(&self, pages: &[PageId]) {
+        self.residents.lock().let_go(pages);
+    }
+
+    /// The life of the thread.
+    fn live(&self) {
+        let mut calls = self.calls.lock();
+        loop {
+            while !calls.is_called && calls.asked.is_empty() && !calls.is_over {
+                self.called.wait(&mut calls);
+            }
+            if calls.is_over {
+                return;
+            }
+            calls.is_called = false;
+            let asked = std::mem::take(&mut calls.asked);
+            calls.begun += 1;
+            drop(calls);
+            let outcome = self.round(&asked);
+            calls = self.calls.lock();
+            calls.ended = calls.begun;
+            calls.stuck.clear();
+            calls.not_before = match outcome {
+                Ok(stuck) => {
+                    calls.stuck = stuck;
+                    (!calls.stuck.is_empty()).then(|| Instant::now() + PAUSE)
+                }
+                Err(error) => {
+                    // Any other failure has poisoned the store, which says why itself.
+                    calls.is_over = !error.is_passing();
+                    if error.is_passing() {
+                        tracing::warn!(%error, "pages could not be moved to a slower place");
+                    }
+                    calls.failure = Some(error);
+                    Some(Instant::now() + PAUSE)
+                }
+            };
+            self.round_ended.notify_all();
+        }
+    }
+
+    /// Frees in each place what should be free, and what is asked for. Returns the places of which nothing
+    /// more can leave.
+    fn round(&self, asked: &HashMap<usize, u64>) -> Result<Vec<usize>> {
+        let mut stuck = Vec::new();
+        for (at, tier) in self.tiers[..self.tiers.len() - 1].iter().enumerate().rev() {
+            let asked = asked.get(&at).copied().unwrap_or(0).min(tier.room.budget());
+            if !self.free_up(at, tier.free_bytes.max(asked))? {
+                stuck.push(at);
+            }
+        }
+        Ok(stuck)
+    }
+
+    /// Lets pages leave a place until it has this number of bytes free. Returns `false` if nothing more can
+    /// leave. Where pages could, and were changed each time, it gives up as well: they are in use.
+    fn free_up(&self, at: usize, goal: u64) -> Result<bool> {
+        let mut barren = 0;
+        while barren < BARREN_MAX {
+            self.listen();
+            let free = self.tiers[at].room.free_soon();
+            if free >= goal {
+                break;
+            }
+            let leases = &self.engine.leases;
+            let bytes = (goal - free).min(BATCH_BYTES);
+            let may_leave = |page| !leases.is_used(page);
+            let victims = self.residents.lock().choose(at, (bytes, BATCH_PAGES), may_leave);
+            if victims.is_empty() {
+                return Ok(false);
+            }
+            match self.move_down(at, victims)? {
+                None => return Ok(false),
+                Some(0) => barren += 1,
+                Some(_) => barren = 0,
+            }
+        }
+        Ok(true)
+    }
+
+    /// Tells the policies what happened.
+    fn listen(&self) {
+        let heard = self.uses.take();
+        let mut residents = self.residents.lock();
+        heard.into_iter().for_each(|heard| residents.hear(heard));
+    }
+
+    /// Moves pages to the next place that has room for them. Those that do not leave stay known to the
+    /// policy. Returns how many left; `None` if no place has room.
+    fn move_down(&self, at: usize, mut pages: Vec<(PageId, u64)>) -> Result<Option<usize>> {
+        // Memory of a caller's is beside the budget, so nothing is gained; and the caller wants it used.
+        let asked: Vec<PageId> = pages.iter().map(|(page, _)| *page).collect();
+        let lent = self.engine.applier.turn(move |turn| {
+            turn.intact()?;
+            let is_lent =
+                |page: &PageId| turn.applied.memory.get(*page).is_some_and(|memory| memory.is_lent());
+            Ok(asked.into_iter().filter(is_lent).collect::<Vec<_>>())
+        })?;
+        pages.retain(|(page, _)| !lent.contains(page));
+        let bytes = pages.iter().map(|(_, len)| len).sum();
+        match self.room_below(at, bytes) {
+            Ok(Some(target)) => self.move_to(self.tiers[at].place, target, pages).map(Some),
+            none => {
+                self.stay(&pages);
+                none.map(|_| None)
+            }
+        }
+    }
+
+    /// The next place that has room for this number of bytes, if there is one.
+    fn room_below(&self, at: usize, bytes: u64) -> Result<Option<Place>> {
+        for below in at + 1..self.tiers.len() {
+            if self.has_room(below, bytes)? {
+                return Ok(Some(self.tiers[below].place));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether a place has room for this number of bytes, once pages have left it for that.
+    fn has_room(&self, at: usize, bytes: u64) -> Result<bool> {
+        let Tier { place, room, .. } = &self.tiers[at];
+        if *place == Place::Disk {
+            return Ok(true);
+        }
+        if bytes > room.budget() {
+            return Ok(false);
+        }
+        if at + 1 < self.tiers.len() {
+            self.free_up(at, bytes)?;
+        }
+        Ok(room.free_soon() >= bytes)
+    }
+
+    /// Moves pages from one place to another by one batch. A page that changes meanwhile, or comes into use,
+    /// stays. Returns how many moved.
+    fn move_to(&self, from: Place, to: Place, mut pages: Vec<(PageId, u64)>) -> Result<usize> {
+        let begun = Instant::now();
+        loop {
+            let mut batch = WriteBatch::default();
+            pages.retain(|(page, _)| {
+                let info = self.engine.versions.page(*page, |seen| seen.info(*page));
+                let Some(info) = info.filter(|info| info.place == from) else { return false };
+                batch.expect_epoch(*page, info.epoch).move_to(*page, to);
+                true
+            });
+            if pages.is_empty() {
+                return Ok(0);
+            }
+            match self.committer.submit(&batch) {
+                Ok((point, _)) => {
+                    // The room is there once the applier has left the memory.
+                    self.engine.applier.wait_applied(point.lsn)?;
+                    let moved: Vec<_> = pages.iter().map(|(_, len)| (from, *len)).collect();
+                    self.counts.moved(to, &moved, begun.elapsed());
+                    self.counts.at(from, |counts| counts.evictions += pages.len() as u64);
+                    return Ok(pages.len());
+                }
+                Err(Error::Conflict { page, .. } | Error::UnknownPage { page } | Error::Leased { page }) => {
+                    let stays = pages.extract_if(.., |(other, _)| *other == page).collect::<Vec<_>>();
+                    self.stay(&stays);
+                }
+                Err(Error::OverBudget { .. }) => {
+                    // Other threads were faster.
+                    self.stay(&pages);
+                    return Ok(0);
+                }
+                Err(error) => {
+                    self.stay(&pages);
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    fn stay(&self, pages: &[(PageId, u64)]) {
+        let mut residents = self.residents.lock();
+        pages.iter().for_each(|(page, _)| residents.stays(*page));
+    }
+}
+
+impl TierThread {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// [`Error::Thread`].
+    pub fn start(keeper: Arc<TierKeeper>) -> Result<Self> {
+        let poisons = PanicPoisons { poison: keeper.engine.poison.clone(), thread: "the thread for tiers" };
+        let life = keeper.clone();
+        let thread = threads::start("remanent-tiers", move || {
+            let _poisons = poisons;
+            let _over = EndsCalls(&life);
+            life.live();
+        });
+        let thread = thread.map_err(|error| Error::thread("the thread for tiers", error))?;
+        Ok(Self { keeper, thread: Some(thread) })
+    }
+}
+
+/// Lets no call wait for a thread that has ended.
+struct EndsCalls<'k>(&'k TierKeeper);
+
+impl Drop for EndsCalls<'_> {
+    fn drop(&mut self) {
+        self.0.calls.lock().is_over = true;
+        self.0.round_ended.notify_all();
+    }
+}
+
+impl Drop for TierThread {
+    fn drop(&mut self) {
+        self.keeper.calls.lock().is_over = true;
+        self.keeper.called.notify_all();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread for tiers panicked");
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! Moving pages to where they will be needed, ahead of the caller.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use remanent_format::{PageId, Place};
+
+use super::mover::PageMover;
+use crate::base::process::ForkGuard;
+use crate::base::sync::thread::JoinHandle;
+use crate::base::sync::{Condvar, Instant, Mutex, threads};
+use crate::error::{Error, Result};
+
+/// Pages, and bytes, that one batch moves. A call that is given up waits for no more than that.
+const BATCH_PAGES: usize = 64;
+const BATCH_BYTES: u64 = 16 << 20;
+
+/// Pages that are on their way to a place, from [`Store::prefetch`](crate::Store::prefetch). Dropping it lets
+/// them go on.
+///
+/// ```
+/// use remanent::{Options, Place, Store};
+/// let store = Store::temporary(Options::default())?;
+/// let mut batch = store.batch();
+/// batch.create_from([7; 4096], Place::Disk);
+/// let pages = store.commit(batch)?.pages;
+///
+/// let coming = store.prefetch(&pages, Place::Host)?;
+/// // Meanwhile the caller does something else.
+/// coming.wait()?;
+/// assert_eq!(store.page(pages[0])?.place, Place::Host);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Prefetch {
+    job: ForkGuard<Arc<Job>>,
+}
+
+#[derive(Debug)]
+struct Job {
+    place: Place,
+    state: Mutex<JobState>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct JobState {
+    /// Pages that are not moved yet.
+    left: VecDeque<PageId>,
+    /// Whether a batch is under way.
+    is_moving: bool,
+    outcome: Option<Result<()>>,
+}
+
+impl Prefetch {
+    /// Gives up what is not under way yet, and waits for what is. Pages that came stay where they came.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn cancel(&self) -> Result<()> {
+        let job = self.job.check()?;
+        let mut state = job.state.lock();
+        state.left.clear();
+        while state.is_moving {
+            job.changed.wait(&mut state);
+        }
+        state.outcome.get_or_insert(Ok(()));
+        job.changed.notify_all();
+        Ok(())
+    }
+
+    /// Whether all pages are there, or nothing more will be done.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn is_done(&self) -> Result<bool> {
+        Ok(self.job.check()?.state.lock().outcome.is_some())
+    }
+
+    /// Waits until all pages are there. Returns at once if it was cancelled. The first call after a failure
+    /// gets it.
+    ///
+    /// # Errors
+    /// As for [`Store::ensure`](crate::Store::ensure), but that pages which are deleted meanwhile are passed
+    /// over; [`Error::Closed`] if the store was closed before.
+    pub fn wait(&self) -> Result<()> {
+        let job = self.job.check()?;
+        let mut state = job.state.lock();
+        loop {
+            match &mut state.outcome {
+                Some(outcome) => return std::mem::replace(outcome, Ok(())),
+                None => job.changed.wait(&mut state),
+            }
+        }
+    }
+
+    /// As [`wait`](Self::wait), for no longer than `timeout`. Returns whether it is done.
+    ///
+    /// # Errors
+    /// As for [`wait`](Self::wait).
+    pub fn wait_timeout(&self, timeout: std::time::Duration) -> Result<bool> {
+        let job = self.job.check()?;
+        let Some(until) = Instant::now().checked_add(timeout) else { return self.wait().map(|()| true) };
+        let mut state = job.state.lock();
+        while state.outcome.is_none() && Instant::now() < until {
+            job.changed.wait_until(&mut state, until);
+        }
+        match &mut state.outcome {
+            Some(outcome) => std::mem::replace(outcome, Ok(())).map(|()| true),
+            None => Ok(false),
+        }
+    }
+}
+
+impl Job {
+    /// Takes the pages that move next; `None` if none are left.
+    fn next(&self, len_of: impl Fn(PageId) -> u64) -> Option<Vec<PageId>> {
+        let mut state = self.state.lock();
+        let (mut pages, mut bytes) = (Vec::new(), 0u64);
+        while pages.len() < BATCH_PAGES && bytes < BATCH_BYTES {
+            let Some(page) = state.left.pop_front() else { break };
+            bytes = bytes.saturating_add(len_of(page));
+            pages.push(page);
+        }
+        state.is_moving = !pages.is_empty();
+        state.is_moving.then_some(pages)
+    }
+
+    fn end(&self, outcome: Result<()>) {
+        let mut state = self.state.lock();
+        state.left.clear();
+        state.is_moving = false;
+        state.outcome.get_or_insert(outcome);
+        self.changed.notify_all();
+    }
+}
+
+/// The thread that moves pages ahead of callers. It starts with the first call.
+pub(crate) struct PrefetchThread {
+    mover: Arc<PageMover>,
+    jobs: Arc<Jobs>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct Jobs {
+    state: Mutex<JobQueue>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct JobQueue {
+    waiting: VecDeque<Arc<Job>>,
+    is_over: bool,
+}
+
+impl PrefetchThread {
+    pub fn new(mover: Arc<PageMover>) -> Self {
+        Self { mover, jobs: Arc::default(), thread: Mutex::default() }
+    }
+
+    /// Has pages moved to a place.
+    ///
+    /// # Errors
+    /// [`Error::Thread`] if the thread cannot be started; then nothing is moved.
+    pub fn prefetch(&self, pages: &[PageId], place: Place) -> Result<Prefetch> {
+        let mut thread = self.thread.lock();
+        if thread.is_none() {
+            let (mover, jobs) = (self.mover.clone(), self.jobs.clone());
+            let started = threads::start("remanent-prefetch", move || jobs.live(&mover));
+            *thread = Some(started.map_err(|error| Error::thread("the thread for prefetching", error))?);
+        }
+        let mut queue = self.jobs.state.lock();
+        if queue.is_over {
+            return Err(Error::Closed);
+        }
+        let state = JobState { left: pages.iter().copied().collect(), is_moving: false, outcome: None };
+        let job = Arc::new(Job { place, state: Mutex::new(state), changed: Condvar::new() });
+        queue.waiting.push_back(job.clone());
+        self.jobs.changed.notify_all();
+        Ok(Prefetch { job: ForkGuard::new(job) })
+    }
+}
+
+impl Jobs {
+    fn live(&self, mover: &PageMover) {
+        let _over = EndsJobs(self);
+        loop {
+            let mut queue = self.state.lock();
+            let job = loop {
+                if queue.is_over {
+                    return;
+                }
+                match queue.waiting.pop_front() {
+                    Some(job) => break job,
+                    None => self.changed.wait(&mut queue),
+                }
+            };
+            drop(queue);
+            let _panicked = EndsPanicked(&job);
+            job.end(self.move_all(&job, mover));
+        }
+    }
+
+    fn move_all(&self, job: &Job, mover: &PageMover) -> Result<()> {
+        let len_of = |page| mover.engine.versions.page(page, |seen| seen.len()).unwrap_or(0);
+        while let Some(mut pages) = job.next(len_of) {
+            if self.state.lock().is_over {
+                return Err(Error::Closed);
+            }
+            loop {
+                match mover.bring(&pages, job.place) {
+                    Ok(_) => break,
+                    Err(Error::UnknownPage { page }) => pages.retain(|other| *other != page),
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Lets no call wait for a job whose thread panicked.
+struct EndsPanicked<'j>(&'j Job);
+
+impl Drop for EndsPanicked<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.end(Err(Error::panicked("the thread for prefetching")));
+        }
+    }
+}
+
+/// Lets no call wait for a thread that has ended.
+struct EndsJobs<'j>(&'j Jobs);
+
+impl Drop for EndsJobs<'_> {
+    fn drop(&mut self) {
+        let mut queue = self.0.state.lock();
+        queue.is_over = true;
+        queue.waiting.drain(..).for_each(|job| job.end(Err(Error::Closed)));
+    }
+}
+
+impl Drop for PrefetchThread {
+    fn drop(&mut self) {
+        self.jobs.state.lock().is_over = true;
+        self.jobs.changed.notify_all();
+        if let Some(thread) = self.thread.lock().take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread for prefetching panicked");
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! Which pages are in which place, as the policies know it.
+
+use std::collections::HashMap;
+
+use remanent_format::{PageId, Place};
+
+use crate::eviction::EvictionPolicy;
+use crate::versions::uses::PageUse;
+
+/// The pages of all places but the last, with a policy for each place.
+pub(crate) struct Residents {
+    tiers: Vec<(Place, Box<dyn EvictionPolicy>)>,
+    pages: HashMap<PageId, Resident>,
+    /// Pages that a call brings to where they are needed, and the number of such calls. They do not leave.
+    held: HashMap<PageId, usize>,
+}
+
+struct Resident {
+    tier: usize,
+    len: u64,
+}
+
+impl Residents {
+    pub fn new(tiers: Vec<(Place, Box<dyn EvictionPolicy>)>) -> Self {
+        Self { tiers, pages: HashMap::new(), held: HashMap::new() }
+    }
+
+    /// Hears of a change or a read.
+    pub fn hear(&mut self, heard: PageUse) {
+        match heard {
+            PageUse::Read(page) => self.used(page),
+            PageUse::Changed(page, at) => {
+                // A page without bytes makes no room when it leaves.
+                let at = at.filter(|(_, len)| *len > 0).and_then(|(place, len)| {
+                    let tier = self.tiers.iter().position(|(of_tier, _)| *of_tier == place)?;
+                    Some(Resident { tier, len })
+                });
+                let is_where_it_was = match (self.pages.get(&page), &at) {
+                    (Some(before), Some(now)) => (before.tier, before.len) == (now.tier, now.len),
+                    _ => false,
+                };
+                if is_where_it_was {
+                    return self.used(page);
+                }
+                if let Some(before) = self.pages.remove(&page) {
+                    self.tiers[before.tier].1.left(page);
+                }
+                if let Some(now) = at {
+                    self.tiers[now.tier].1.arrived(page, now.len);
+                    self.pages.insert(page, now);
+                }
+            }
+        }
+    }
+
+    fn used(&mut self, page: PageId) {
+        if let Some(resident) = self.pages.get(&page) {
+            self.tiers[resident.tier].1.used(page);
+        }
+    }
+
+    /// Chooses pages of a tier until they have this number of bytes, or there are that many of them. Pages
+    /// that are held, and those of which `may_leave` says no, stay. Those that are chosen are not known to
+    /// the policy any more: one that does not leave after all is given back with
+    /// [`stays`](Self::stays).
+    pub fn choose(
+        &mut self,
+        tier: usize,
+        (bytes, count): (u64, usize),
+        may_leave: impl Fn(PageId) -> bool,
+    ) -> Vec<(PageId, u64)> {
+        let (mut chosen, mut staying) = (Vec::new(), Vec::new());
+        let mut sum = 0;
+        while sum < bytes && chosen.len() < count {
+            let Some(page) = self.tiers[tier].1.victim() else { break };
+            let Some(resident) = self.pages.get(&page).filter(|resident| resident.tier == tier) else {
+                continue;
+            };
+            if self.held.contains_key(&page) || !may_leave(page) {
+                staying.push(page);
+            } else {
+                sum += resident.len;
+                chosen.push((page, resident.len));
+            }
+        }
+        staying.into_iter().for_each(|page| self.stays(page));
+        chosen
+    }
+
+    /// A page that was chosen stays where it was.
+    pub fn stays(&mut self, page: PageId) {
+        if let Some(resident) = self.pages.get(&page) {
+            self.tiers[resident.tier].1.arrived(page, resident.len);
+        }
+    }
+
+    /// Lets pages stay where they are until they are let go.
+    pub fn hold(&mut self, pages: &[PageId]) {
+        pages.iter().for_each(|page| *self.held.entry(*page).or_default() += 1);
+    }
+
+    /// Lets held pages go.
+    pub fn let_go(&mut self, pages: &[PageId]) {
+        for page in pages {
+            let holds = self.held.get_mut(page).expect("a page that is held");
+            *holds -= 1;
+            if *holds == 0 {
+                self.held.remove(page);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::eviction::Lru;
+
+    const PAGES: [PageId; 4] = [PageId(1), PageId(2), PageId(3), PageId(4)];
+
+    fn residents() -> Residents {
+        let tiers = [Place::Device(0), Place::Host];
+        Residents::new(tiers.map(|place| (place, Box::<Lru>::default() as Box<dyn EvictionPolicy>)).into())
+    }
+
+    fn chosen(residents: &mut Residents, tier: usize, bytes: u64) -> Vec<PageId> {
+        residents.choose(tier, (bytes, 9), |_| true).into_iter().map(|(page, _)| page).collect()
+    }
+
+    #[test]
+    fn pages_leave_the_place_that_they_are_in() {
+        let mut residents = residents();
+        let [a, b, c, d] = PAGES;
+        for (page, at) in [
+            (a, Some((Place::Device(0), 10))),
+            (b, Some((Place::Device(0), 10))),
+            (c, Some((Place::Host, 10))),
+            (d, Some((Place::Disk, 10))),
+            // Changed where it is, which is a use.
+            (a, Some((Place::Device(0), 10))),
+        ] {
+            residents.hear(PageUse::Changed(page, at));
+        }
+        assert_eq!(chosen(&mut residents, 0, 1), [b]);
+        // It went down by a batch, and is the newest there.
+        residents.hear(PageUse::Changed(b, Some((Place::Host, 10))));
+        residents.hear(PageUse::Read(c));
+        assert_eq!(chosen(&mut residents, 1, 100), [b, c]);
+        residents.hear(PageUse::Changed(a, None));
+        assert_eq!(chosen(&mut residents, 0, 100), []);
+        assert!(residents.pages.keys().all(|page| [b, c].contains(page)));
+    }
+
+    #[test]
+    fn pages_that_are_held_or_in_use_stay_and_are_chosen_later() {
+        let mut residents = residents();
+        for page in PAGES {
+            residents.hear(PageUse::Changed(page, Some((Place::Host, 10))));
+        }
+        residents.hold(&PAGES[..2]);
+        residents.hold(&PAGES[..1]);
+        let leased = PAGES[2];
+        let free = residents.choose(1, (100, 9), |page| page != leased);
+        assert_eq!(free, [(PAGES[3], 10)]);
+        residents.let_go(&PAGES[..2]);
+        assert_eq!(residents.choose(1, (100, 9), |_| true).len(), 2, "one is held twice");
+        residents.let_go(&PAGES[..1]);
+        assert_eq!(chosen(&mut residents, 1, 100), PAGES[..1]);
+        assert!(residents.held.is_empty());
+    }
+}

@@ -1,0 +1,336 @@
+//! Pages that a batch takes to disk, or from there to memory.
+//!
+//! A page that goes to disk has an image with its bytes before the batch is logged: the newest snapshot's, or
+//! one that is written ahead. No frame names it. A crash may lose it, and the open makes the page of an older
+//! image and the log.
+//!
+//! A page that comes from disk brings memory that holds its bytes already. So the applier reads no disk.
+//!
+//! Both look at the page without the submission lock. If another batch changes it before this one is logged,
+//! the draft is stale and made anew.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use remanent_format::op::{Op, OpAt};
+use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
+
+use super::going_reader::GoingReader;
+use super::page_memory::MadeMemory;
+use super::{Committer, images_logged};
+use crate::applier::{FilledMemory, NewDiskImages};
+use crate::base::allocation::{collected, insert, push, set_of};
+use crate::catalog::KnownImages;
+use crate::device::Span;
+use crate::disk::source::DiskSource;
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::images::AheadImages;
+use crate::images::disk_pages::{DiskImage, DiskPage, pending_bytes_of};
+use crate::images::read::{prove, runs};
+use crate::log::Log;
+use crate::memory::arena::PageMemory;
+
+/// The operations of a batch that concern pages on disk.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct DiskOps {
+    /// The operations, by their index, whose page is on disk when they come.
+    pub on_disk: Vec<usize>,
+    /// The pages that go to disk.
+    pub going: Vec<PageId>,
+    /// The pages that come from disk.
+    pub coming: Vec<PageId>,
+}
+
+/// Where a page is in the course of a batch.
+#[derive(Clone, Copy, Default)]
+struct PageCourse {
+    is_on_disk: bool,
+    /// Whether the batch made the page, or changed its bytes or its length.
+    is_changed: bool,
+    /// Whether it went to disk, or came from there.
+    has_moved: bool,
+}
+
+impl DiskOps {
+    /// Finds them; `place_of` tells where pages are before the batch.
+    ///
+    /// # Errors
+    /// `InvalidOperation` if the batch takes a page to disk or from there after it changed the page's bytes:
+    /// the bytes that move are those before the batch.
+    pub fn find(ops: &[OpAt<'_>], place_of: impl Fn(PageId) -> Option<Place>) -> Result<Self> {
+        let mut found = Self::default();
+        let mut courses: HashMap<PageId, PageCourse> = HashMap::new();
+        for (index, at) in ops.iter().enumerate() {
+            let Some(page) = at.op.page() else { continue };
+            let before = courses.get(&page).copied().unwrap_or_else(|| PageCourse {
+                is_on_disk: place_of(page) == Some(Place::Disk),
+                ..PageCourse::default()
+            });
+            let mut course = before;
+            match at.op {
+                Op::Create { place, .. } => {
+                    course =
+                        PageCourse { is_on_disk: place == Place::Disk, is_changed: true, has_moved: false };
+                }
+                Op::Move { place, .. } if (place == Place::Disk) != before.is_on_disk => {
+                    let list = if before.is_on_disk { &mut found.coming } else { &mut found.going };
+                    push(list, page)?;
+                    if before.has_moved || before.is_changed {
+                        let reason = "the batch moves a page to disk or from there after it changed or moved it: \
+                                      move it first";
+                        return Err(Error::InvalidOperation { index, reason: reason.to_owned() });
+                    }
+                    (course.is_on_disk, course.has_moved) = (!before.is_on_disk, true);
+                }
+                Op::Delete { .. } | Op::Move { .. } | Op::SetMetadata { .. } | Op::RemoveMetadata { .. } => {}
+                _ => {
+                    course.is_changed = true;
+                    if before.is_on_disk {
+                        push(&mut found.on_disk, index)?;
+                    }
+                }
+            }
+            insert(&mut courses, page, course)?;
+        }
+        Ok(found)
+    }
+
+    /// Whether an operation comes when its page is on disk.
+    pub fn has(&self, index: usize) -> bool {
+        self.on_disk.binary_search(&index).is_ok()
+    }
+
+    /// Bytes that may be pending after the batch, at most.
+    fn pending_bytes(&self, ops: &[OpAt<'_>]) -> u64 {
+        let bytes = self.on_disk.iter().map(|index| pending_bytes_of(&ops[*index].op));
+        bytes.fold(0, u64::saturating_add)
+    }
+}
+
+/// Pages that a batch takes to disk, with images of their bytes.
+#[derive(Default)]
+pub(super) struct GoingPages<'a> {
+    /// The images, in the order of the pages.
+    pub images: NewDiskImages,
+    /// The versions of which they are.
+    pub versions: Vec<(PageId, Lsn)>,
+    /// The pages of the image file, in its order, with their lengths; `None` for one that the batch changes.
+    written: Vec<Option<(PageId, u64)>>,
+    /// The image file, which goes if the batch is refused.
+    ahead: Option<AheadImages<'a>>,
+}
+
+impl GoingPages<'_> {
+    /// Whether an image file was written for them.
+    pub fn is_written(&self) -> bool {
+        self.ahead.is_some()
+    }
+
+    /// The batch is logged.
+    pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint) {
+        if let Some(ahead) = self.ahead.take() {
+            images_logged(ahead, self.written.iter().copied(), known, log, point);
+        }
+    }
+
+    /// Leaves the file, because the batch may be logged or not.
+    pub fn leave(&mut self) {
+        if let Some(ahead) = &mut self.ahead {
+            ahead.leave();
+        }
+    }
+}
+
+impl Committer {
+    /// The operations of a batch that concern pages on disk. Where there never was such a page, and the batch
+    /// makes none, no page is looked at.
+    pub(super) fn disk_ops(&self, ops: &[OpAt<'_>], locked: Option<&PageTable>) -> Result<DiskOps> {
+        if !self.engine.disk_pages.is_any() && !new_places(ops).any(|place| place == Place::Disk) {
+            return Ok(DiskOps::default());
+        }
+        let place_in = |table: &PageTable, page| table.get(page).map(|info| info.place);
+        DiskOps::find(ops, |page| match locked {
+            Some(table) => place_in(table, page),
+            None => place_in(&self.submitted.lock(), page),
+        })
+    }
+
+    /// Waits until what the batch writes to pages on disk may be pending.
+    pub(super) fn wait_for_pending(&self, found: &DiskOps, ops: &[OpAt<'_>]) -> Result<()> {
+        if found.on_disk.is_empty() {
+            return Ok(());
+        }
+        let Engine { disk_pages, log, poison, .. } = &*self.engine;
+        let call = || {
+            poison.check()?;
+            if self.takes_snapshots {
+                log.call_watcher();
+            }
+            Ok(self.takes_snapshots)
+        };
+        disk_pages.wait_for_room(found.pending_bytes(ops), call)?;
+        if disk_pages.is_snapshot_due() {
+            call()?;
+        }
+        Ok(())
+    }
+
+    /// Finds images of the pages that go to disk, or writes them. `None` if one of the pages changed
+    /// meanwhile.
+    pub(super) fn going_pages(
+        &self,
+        found: &DiskOps,
+        ops: &[OpAt<'_>],
+        locked: Option<&PageTable>,
+    ) -> Result<Option<GoingPages<'_>>> {
+        let mut going = GoingPages::default();
+        let (mut known, mut unwritten) = (Vec::new(), Vec::new());
+        for &page in &found.going {
+            let info = match locked {
+                Some(table) => table.get(page),
+                None => self.submitted.lock().get(page),
+            };
+            let info = info.ok_or(Error::UnknownPage { page })?;
+            push(&mut going.versions, (page, info.lsn))?;
+            if info.len == 0 {
+                push(&mut going.images, (page, None))?;
+            } else if let Some(image) = self.known_image(&info) {
+                push(&mut known, (info, image))?;
+            } else {
+                push(&mut unwritten, info)?;
+            }
+        }
+        self.keep_proven(known, &mut going.images, &mut unwritten)?;
+        if unwritten.is_empty() {
+            return Ok(Some(going));
+        }
+        for info in &unwritten {
+            // An image of an older state: the next snapshot must not name it for the page.
+            let is_changed = found.on_disk.iter().any(|index| ops[*index].op.page() == Some(info.page));
+            push(&mut going.written, (!is_changed).then_some((info.page, info.len)))?;
+        }
+        let Some(ahead) = self.write_going(&unwritten)? else { return Ok(None) };
+        let mut requests = Vec::new();
+        for (info, image) in unwritten.iter().zip(ahead.images()) {
+            let image = self.engine.disk_pages.image(*image, info.len);
+            push(&mut requests, image.request(info.page))?;
+            push(&mut going.images, (info.page, Some(image)))?;
+        }
+        // Before the memory goes, which is the only other place that has all of the bytes (I7).
+        prove(&DiskSource::past_cache(self.engine.disk.clone()), requests)?;
+        going.ahead = Some(ahead);
+        Ok(Some(going))
+    }
+
+    /// The newest snapshot's image of a page, if it is of the page as it is.
+    fn known_image(&self, info: &PageInfo) -> Option<Arc<DiskImage>> {
+        let named = self.known.image_of(info.page, info.epoch)?;
+        let image = self.engine.disk_pages.image(named, info.len);
+        // Named still, after its file was marked as used: so no snapshot removes the file from here on.
+        (self.known.image_of(info.page, info.epoch) == Some(named)).then_some(image)
+    }
+
+    /// Takes the images that the medium has as they should be, and has the other pages written (I7).
+    fn keep_proven(
+        &self,
+        known: Vec<(PageInfo, Arc<DiskImage>)>,
+        images: &mut NewDiskImages,
+        unwritten: &mut Vec<PageInfo>,
+    ) -> Result<()> {
+        let source = DiskSource::past_cache(self.engine.disk.clone());
+        let mut requests = collected(known.iter().map(|(info, image)| image.request(info.page)))?;
+        let mut damaged = HashSet::new();
+        for run in runs(&mut requests) {
+            damaged.extend(run.damaged(&source)?.iter().map(|(image, _)| (image.file, image.offset)));
+        }
+        for (info, image) in known {
+            let request = image.request(info.page).image;
+            if damaged.contains(&(request.file, request.offset)) {
+                push(unwritten, info)?;
+            } else {
+                push(images, (info.page, Some(image)))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes images of pages to a file of their own; `None` if one of them changed meanwhile.
+    fn write_going(&self, pages: &[PageInfo]) -> Result<Option<AheadImages<'_>>> {
+        let lens = collected(pages.iter().map(|info| (info.page, info.len)))?;
+        let mut reader = GoingReader::new(&self.engine, pages);
+        let written = self.in_space(|| {
+            let mut read = |info: &PageInfo, offset: u64, out: &mut [u8]| reader.read(info, offset, out);
+            AheadImages::write_read(&self.files, self.engine.store, self.images, &lens, &mut read)
+        });
+        match written {
+            Ok(ahead) => Ok(Some(ahead)),
+            Err(_) if reader.is_stale() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Fills the new memory of pages that come from disk. Returns the versions that it found, and adds to
+    /// what is filled. A page that changed meanwhile is not filled: by its version the draft is stale.
+    pub(super) fn fill_from_disk(
+        &self,
+        found: &DiskOps,
+        ops: &[OpAt<'_>],
+        made: &[MadeMemory],
+        memory: &VecDeque<PageMemory>,
+        filled: &mut FilledMemory,
+    ) -> Result<Vec<(PageId, Lsn)>> {
+        let mut left = set_of(found.coming.iter().copied());
+        filled.iter().for_each(|(page, _)| _ = left.remove(page));
+        let (mut pages, mut targets) = (Vec::new(), HashMap::new());
+        for (made, memory) in made.iter().zip(memory) {
+            let Op::Move { page, .. } = ops[made.op].op else { continue };
+            // The first of several moves is the one from disk.
+            if left.remove(&page) {
+                push(&mut pages, page)?;
+                insert(&mut targets, page, memory.span())?;
+                push(filled, (page, memory.span().memory))?;
+            }
+        }
+        filled.sort_unstable();
+        let copies = self.engine.applier.turn(move |turn| {
+            turn.intact()?;
+            let mut copies = Vec::new();
+            for page in pages {
+                let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
+                push(&mut copies, (page, info.lsn, turn.applied.on_disk.get(page).cloned()))?;
+            }
+            Ok(copies)
+        })?;
+        self.fill_pages(&copies, &targets)?;
+        collected(copies.iter().map(|(page, lsn, _)| (*page, *lsn)))
+    }
+
+    /// Fills memory with the bytes of pages. One that is in memory by now, or has another length, was
+    /// changed, and is passed over.
+    fn fill_pages(
+        &self,
+        copies: &[(PageId, Lsn, Option<DiskPage>)],
+        targets: &HashMap<PageId, Span>,
+    ) -> Result<()> {
+        let mut images = Vec::new();
+        for (page, _, copy) in copies {
+            let target = targets[page];
+            let Some(copy) = copy.as_ref().filter(|copy| copy.byte_len() == target.len) else { continue };
+            match copy.only_image() {
+                Some(image) => push(&mut images, image.request(*page))?,
+                // Its bytes lie in its image, and in what batches wrote since.
+                None => copy.upload(0, &self.engine.staging, target)?,
+            }
+        }
+        self.fill_from_images(&mut images, targets)
+    }
+}
+
+/// The places that operations give to pages.
+pub(super) fn new_places<'a>(ops: &'a [OpAt<'_>]) -> impl Iterator<Item = Place> + 'a {
+    ops.iter().filter_map(|at| match at.op {
+        Op::Create { place, .. } | Op::Move { place, .. } => Some(place),
+        _ => None,
+    })
+}

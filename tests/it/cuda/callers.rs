@@ -1,0 +1,98 @@
+//! Memory of the caller's: taken where the driver knows it as this GPU's, refused anywhere else.
+
+use std::sync::Arc;
+
+use remanent::device::host::HostDevice;
+use remanent::device::multi::MultiDevice;
+use remanent::device::{Command, CommandList, Device, Lane, Span};
+use remanent::testing::faulty_device::FaultyDevice;
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{CallerMemory, Error, Options, Place, Store, Width};
+
+use super::{PLACE, content};
+use crate::gpu;
+
+#[test]
+fn memory_of_the_callers_is_taken_where_the_driver_knows_it() {
+    let Some(gpu) = gpu::device() else { return };
+    let Some(callers) = gpu::device() else { return };
+    let disk = SimDisk::new();
+    let store = Store::open_on(Arc::new(disk), gpu, Options::default()).unwrap();
+    let mut batch = store.batch();
+    batch.create_from(vec![0; 4096], PLACE);
+    let page = store.commit(batch).unwrap().pages[0];
+    for (place, content) in [(PLACE, 5), (Place::Pinned, 6)] {
+        let memory = callers.allocate(place, 8192).unwrap();
+        let address = callers.address(memory).unwrap();
+        // SAFETY: the device keeps it until it is released, below.
+        let adopt = |address, len| store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, len, ()) });
+        let bytes = adopt(address + 16, 4096).unwrap();
+        assert_eq!((bytes.place(), bytes.address()), (place, Some(address + 16)));
+        bytes.write(0, &[content; 4096]).unwrap();
+        let mut batch = store.batch();
+        batch.write_device(page, 0, &bytes);
+        store.commit(batch).unwrap();
+        let mut found = vec![0; 4096];
+        store.read(page, 0, &mut found).unwrap();
+        assert!(found == [content; 4096]);
+        drop(bytes);
+
+        let local = Box::new([0_u8; 64]);
+        for (what, address, len) in [
+            ("longer than all memory", address, u64::MAX),
+            ("nowhere", 64, 64),
+            ("of no device", local.as_ptr() as u64, 64),
+            ("empty", address, 0),
+        ] {
+            let refused = adopt(address, len).unwrap_err();
+            assert!(matches!(refused, Error::MemoryRefused { .. }), "{what}: {refused}");
+        }
+        // It was left to its owner: the store takes none of its own from there.
+        let own = store.device_bytes(4096, place).unwrap();
+        assert_ne!(own.address(), Some(address + 16));
+        callers.release(memory).unwrap();
+    }
+}
+
+#[test]
+fn memory_of_another_gpu_is_refused() {
+    let Some([one, other]) = gpu::two() else { return };
+    let store = Store::open_on(Arc::new(SimDisk::new()), one, Options::default()).unwrap();
+    let memory = other.allocate(PLACE, 4096).unwrap();
+    let address = other.address(memory).unwrap();
+    // SAFETY: the device keeps it until it is released, below.
+    let refused = store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, 4096, ()) }).unwrap_err();
+    assert!(matches!(refused, Error::MemoryRefused { .. }), "{refused}");
+    other.release(memory).unwrap();
+}
+
+#[test]
+fn a_gpu_within_another_device_takes_memory_of_the_callers_too() {
+    let (Some(gpu), Some(callers)) = (gpu::device(), gpu::device()) else { return };
+    let gpu: Arc<dyn Device> = gpu;
+    let host: Arc<dyn Device> = Arc::new(HostDevice::new());
+    let wrapped: [(Arc<dyn Device>, Place); 3] = [
+        (Arc::new(LateDevice::seeded(gpu.clone(), 1)), Place::Device(0)),
+        (Arc::new(FaultyDevice::new(gpu.clone())), Place::Device(0)),
+        (Arc::new(MultiDevice::new(vec![host, gpu])), Place::Device(1)),
+    ];
+    for (device, place) in wrapped {
+        let memory = callers.allocate(PLACE, 64).unwrap();
+        let address = callers.address(memory).unwrap();
+        // SAFETY: the device keeps it until it is released, below.
+        let (adopted, found) = device.adopt(&unsafe { CallerMemory::from_cuda(address, 64, ()) }).unwrap();
+        assert_eq!(found, place, "{}", device.label());
+        let target = Span { memory: adopted, offset: 0, len: 64 };
+        let fill = Command::Fill { target, pattern: [7; 16], width: Width::W1 };
+        let list = CommandList { commands: vec![fill], staging: vec![] };
+        device.submit(Lane::Apply, list).unwrap().finish(&*device).unwrap();
+        assert_eq!(content(&*callers, memory, 64), [7; 64], "{}", device.label());
+        // SAFETY: no command reads it.
+        let nowhere = unsafe { CallerMemory::from_cuda(64, 64, ()) };
+        let refused = device.adopt(&nowhere).unwrap_err();
+        assert!(matches!(refused, Error::MemoryRefused { .. }), "{refused}");
+        device.release(adopted).unwrap();
+        callers.release(memory).unwrap();
+    }
+}

@@ -1,0 +1,140 @@
+//! Reads into memory of the device: the right bytes in the right places, all of one batch, and nothing else
+//! touched.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use remanent::device::DeviceBytes;
+use remanent::device::host::HostDevice;
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{Ack, Error, PageId, Place, Store};
+
+use crate::device_ops::{PLACE, devices, open, page};
+use crate::kill::workload::Random;
+
+fn bytes_of(memory: &DeviceBytes) -> Vec<u8> {
+    let mut bytes = vec![0; memory.byte_len() as usize];
+    memory.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+/// Pages of all places, ranges short and long, in memory of two places: each byte is the one that a slow copy
+/// puts there.
+#[test]
+fn each_memory_holds_its_range() {
+    const LEN: u64 = 300_000;
+    for device in devices() {
+        let label = device.label();
+        let store = open(&SimDisk::new(), device);
+        let mut random = Random(5);
+        let mut pages = Vec::new();
+        for (len, place) in
+            [(100, PLACE), (200_001, PLACE), (5000, Place::Pinned), (0, PLACE), (90_000, Place::Disk)]
+        {
+            let mut bytes = random.bytes(len);
+            let mut batch = store.batch();
+            batch.create_from(bytes.clone(), place);
+            let created = store.commit(batch).unwrap().pages[0];
+            if len > 80 {
+                // Over the image of the page on disk, too.
+                let mut batch = store.batch();
+                batch.write(created, 50, &[7; 30]);
+                store.commit(batch).unwrap();
+                bytes[50..80].fill(7);
+            }
+            pages.push((created, bytes));
+        }
+        for round in 0..30 {
+            let place = if round % 3 == 0 { Place::Pinned } else { PLACE };
+            let memory = store.device_bytes(LEN, place).unwrap();
+            let mut plain = random.bytes(LEN);
+            memory.write(0, &plain).unwrap();
+            let (mut parts, mut at) = (Vec::new(), 0);
+            for _ in 0..random.below(9) {
+                let (page, bytes) = &pages[random.below(pages.len() as u64) as usize];
+                at += random.below(2000);
+                let offset = random.below(bytes.len() as u64 + 1);
+                let len = random.below(bytes.len() as u64 - offset + 1).min(LEN - at);
+                let (from, to) = (offset as usize..(offset + len) as usize, at as usize..(at + len) as usize);
+                plain[to].copy_from_slice(&bytes[from]);
+                parts.push((*page, offset, memory.part(at..at + len).unwrap()));
+                at += len;
+                if at + 2000 > LEN {
+                    break;
+                }
+            }
+            let ranges: Vec<_> = parts.iter().map(|(page, offset, part)| (*page, *offset, part)).collect();
+            assert_eq!(store.read_device(&ranges).unwrap(), store.lsn());
+            assert!(bytes_of(&memory) == plain, "round {round} on {label}");
+        }
+    }
+}
+
+/// Each batch writes its number to all pages, so all memories hold one number: that of the batch that is
+/// named.
+#[test]
+fn all_memories_are_of_the_batch_that_is_named() {
+    const LEN: u64 = 40_000;
+    let device = Arc::new(LateDevice::seeded(Arc::new(HostDevice::new()), 6));
+    let store = open(&SimDisk::new(), device);
+    let pages: Vec<PageId> = (0..4).map(|_| page(&store, &[0; LEN as usize])).collect();
+    let memory: Vec<DeviceBytes> = pages.iter().map(|_| store.device_bytes(LEN, PLACE).unwrap()).collect();
+    let first = store.lsn().0;
+    let is_done = AtomicBool::new(false);
+    let found = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_done.load(Ordering::Relaxed) {
+                let number = (store.lsn().0 + 1 - first) as u8;
+                let mut batch = store.batch();
+                pages.iter().for_each(|page| _ = batch.fill(*page, 0, LEN, &[number]));
+                // Batches that are not applied yet would gather, and a read waits for all of them.
+                store.submit(batch).unwrap().wait(Ack::Applied).unwrap();
+            }
+        });
+        let ranges: Vec<_> = pages.iter().zip(&memory).map(|(page, memory)| (*page, 0, memory)).collect();
+        // Looked at when the writer has ended: a failure must not leave it running.
+        let read =
+            |_| store.read_device(&ranges).map(|lsn| (lsn, memory.iter().map(bytes_of).collect::<Vec<_>>()));
+        let found: Vec<_> = (0..30).map(read).collect();
+        is_done.store(true, Ordering::Relaxed);
+        found
+    });
+    for found in found {
+        let (lsn, memories) = found.unwrap();
+        let number = (lsn.0 - first) as u8;
+        for bytes in memories {
+            assert!(bytes.iter().all(|byte| *byte == number), "as of {lsn}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_read_or_filled_is_refused() {
+    let device = Arc::new(HostDevice::new());
+    let store = open(&SimDisk::new(), device.clone());
+    let one = page(&store, &[1; 100]);
+    let memory = store.device_bytes(100, PLACE).unwrap();
+    let refused = |ranges: &[(PageId, u64, &DeviceBytes)]| store.read_device(ranges).unwrap_err();
+    assert!(matches!(refused(&[(PageId(99), 0, &memory)]), Error::UnknownPage { page: PageId(99) }));
+    let outside = refused(&[(one, 1, &memory)]);
+    assert!(matches!(outside, Error::OutOfBounds { offset: 1, len: 100, page_len: 100, .. }), "{outside}");
+    assert!(matches!(refused(&[(one, u64::MAX, &memory)]), Error::OutOfBounds { .. }));
+    let (left, right) = (memory.part(0..60).unwrap(), memory.part(59..100).unwrap());
+    let overlap = refused(&[(one, 0, &right), (one, 0, &left)]);
+    assert!(
+        matches!(&overlap, Error::MemoryRefused { reason, .. } if reason.contains("overlaps")),
+        "{overlap}"
+    );
+    let foreign = Store::temporary(remanent::Options::default()).unwrap().device_bytes(100, PLACE).unwrap();
+    assert!(matches!(refused(&[(one, 0, &foreign)]), Error::MemoryRefused { .. }));
+    // A page lives there.
+    let mut batch = store.batch();
+    batch.create_in(&memory);
+    let lent = store.commit(batch).unwrap().pages[0];
+    assert!(matches!(refused(&[(one, 0, &memory)]), Error::MemoryInUse { page, .. } if page == lent));
+    assert_eq!(store.read_to_vec(lent).unwrap(), [0; 100]);
+    // Nothing at all is fine.
+    store.read_device(&[]).unwrap();
+    store.read_device(&[(one, 100, &store.device_bytes(0, PLACE).unwrap())]).unwrap();
+}
