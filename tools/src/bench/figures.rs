@@ -71,6 +71,10 @@ pub enum Unit {
     Seconds,
     /// A share of something, 1 for all of it.
     Share,
+    /// A share of which more is better.
+    Hits,
+    /// A number of things of this name.
+    Count(&'static str),
 }
 
 impl Unit {
@@ -81,13 +85,14 @@ impl Unit {
             Unit::BytesPerSecond => "bytes/s".to_owned(),
             Unit::Bytes => "bytes".to_owned(),
             Unit::Seconds => "s".to_owned(),
-            Unit::Share => "share".to_owned(),
+            Unit::Share | Unit::Hits => "share".to_owned(),
+            Unit::Count(what) => what.to_owned(),
         }
     }
 
     /// Whether more is better, and a ceiling the most there can be.
     pub fn is_rate(self) -> bool {
-        matches!(self, Unit::PerSecond(_) | Unit::BytesPerSecond)
+        matches!(self, Unit::PerSecond(_) | Unit::BytesPerSecond | Unit::Hits)
     }
 
     /// The better direction, as a sign after a multiple of a ceiling.
@@ -107,6 +112,8 @@ impl Unit {
             Unit::Seconds if value < 1.0 => format!("{:.1} ms", value * 1e3),
             Unit::Seconds => format!("{value:.2} s"),
             Unit::Share => format!("{value:.4}"),
+            Unit::Hits => format!("{:.2} %", value * 100.0),
+            Unit::Count(what) => format!("{} {what}", grouped(value)),
         }
     }
 }
@@ -307,6 +314,8 @@ mod tests {
             (Unit::Seconds, 93e-6, "93.0 us"),
             (Unit::Seconds, 0.0123, "12.3 ms"),
             (Unit::Seconds, 8.7, "8.70 s"),
+            (Unit::Hits, 0.5, "50.00 %"),
+            (Unit::Count("blocks"), 12_345.0, "12,345 blocks"),
         ] {
             assert_eq!(unit.show(value), shown);
         }

@@ -26,6 +26,10 @@ mod growth;
 mod follow;
 mod steady;
 mod lookup;
+mod policies;
+mod block_cache;
+mod tier_ceilings;
+mod tiers;
 
 use std::path::PathBuf;
 
@@ -69,6 +73,7 @@ enum BenchKind {
     Follow(follow::FollowBench),
     Steady(steady::SteadyBench),
     Lookup(lookup::LookupBench),
+    Tiers(tiers::TiersBench),
     Ceilings(ceilings::CeilingsBench),
     #[command(hide = true)]
     Open(opener::Opener),
@@ -120,6 +125,7 @@ impl Bench {
             BenchKind::Follow(what) => run(what, out),
             BenchKind::Steady(what) => run(what, out),
             BenchKind::Lookup(what) => run(what, out),
+            BenchKind::Tiers(what) => run(what, out),
             BenchKind::Ceilings(what) => run(what, out),
             BenchKind::Open(what) => what.run(out),
         }

@@ -229,7 +229,7 @@ fn show_tick(unit: Unit, value: f64) -> String {
         Unit::PerSecond(_) if value >= 1e6 => format!("{} M/s", rounded(value / 1e6)),
         Unit::PerSecond(_) if value >= 1e3 => format!("{} k/s", rounded(value / 1e3)),
         Unit::PerSecond(_) => format!("{}/s", rounded(value)),
-        Unit::Bytes | Unit::Share => unit.show(value),
+        Unit::Bytes | Unit::Share | Unit::Hits | Unit::Count(_) => unit.show(value),
     }
 }
 

@@ -1,6 +1,5 @@
 //! `remanent bisect`: the first version at which a command fails, found by halving.
 
-use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -11,6 +10,7 @@ use remanent_format::Lsn;
 use remanent_format::frame::FrameKind;
 use remanent_format::log::LogWalk;
 use remanent_format::op::{Op, decode_payload};
+use remanent_format::state::bisection::{BisectVerdict, Bisection};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
@@ -54,40 +54,6 @@ pub struct Bisect {
     memory: MemoryLimit,
 }
 
-/// The command's verdict on a version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum BisectVerdict {
-    Good,
-    Bad,
-    Skip,
-}
-
-/// Versions between a good and a bad one.
-struct Search {
-    good: u64,
-    bad: u64,
-    skipped: BTreeSet<u64>,
-}
-
-impl Search {
-    /// The version to try next: the one nearest to the middle that was not skipped.
-    fn next(&self) -> Option<u64> {
-        let middle = self.good + (self.bad - self.good) / 2;
-        let untried = (self.good + 1..self.bad).filter(|lsn| !self.skipped.contains(lsn));
-        untried.min_by_key(|lsn| lsn.abs_diff(middle))
-    }
-
-    fn tell(&mut self, lsn: u64, verdict: BisectVerdict) {
-        match verdict {
-            BisectVerdict::Good => self.good = lsn,
-            BisectVerdict::Bad => self.bad = lsn,
-            BisectVerdict::Skip => {
-                self.skipped.insert(lsn);
-            }
-        }
-    }
-}
-
 impl Bisect {
     /// Runs `remanent bisect`.
     pub fn run(&self, out: &mut Output) -> Outcome {
@@ -96,24 +62,22 @@ impl Bisect {
         let bound = |at: &StateName| {
             KeptStates::look(&dir, |past| {
                 let until = past.lsn(Some(at))?;
-                Ok(past.table(until)?.lsn().0)
+                Ok(past.table(until)?.lsn())
             })
         };
         let (good, bad) = (bound(&self.good)?, bound(&self.bad)?);
-        if good >= bad {
-            return Err(Failure::Environment(format!(
+        let mut search = Bisection::new(good, bad).ok_or_else(|| {
+            Failure::Environment(format!(
                 "the good state must be older than the bad one, but lsn {good} is not older than lsn {bad}"
-            )));
-        }
+            ))
+        })?;
         // Whatever ends this function removes it.
         let scratch = tempfile::tempdir()
             .map_err(|error| Failure::Environment(format!("cannot make a temporary directory: {error}")))?;
         let file = scratch.path().join("model.safetensors");
-        let mut search = Search { good, bad, skipped: BTreeSet::new() };
         while let Some(lsn) = search.next() {
-            let version = KeptStates::look(&dir, |past| {
-                ExportVersion::take(past, Some(Lsn(lsn)), self.memory.given())
-            })?;
+            let version =
+                KeptStates::look(&dir, |past| ExportVersion::take(past, Some(lsn), self.memory.given()))?;
             if interrupt.noted() || !version.write_file(&file, &interrupt)? {
                 return Ok(Ending::Interrupted);
             }
@@ -130,14 +94,14 @@ impl Bisect {
             }
             search.tell(lsn, verdict);
         }
-        if search.bad - search.good > 1 {
+        if search.bad().0 - search.good().0 > 1 {
             return Err(Failure::Environment(format!(
                 "the first bad version is one of lsn {} to {}; all others in between were skipped",
-                search.good + 1,
-                search.bad
+                search.good().next(),
+                search.bad()
             )));
         }
-        self.report(&dir, Lsn(search.bad), out)?;
+        self.report(&dir, search.bad(), out)?;
         Ok(Ending::Fine)
     }
 
@@ -220,38 +184,4 @@ fn note_of(past: &KeptStates<'_>, lsn: Lsn) -> Result<Option<String>, Failure> {
         }
     }
     Ok(None)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The versions tried, and the result, if versions from `first_bad` on are bad.
-    fn search(bad: u64, first_bad: u64, skipped: &[u64]) -> (usize, u64, u64) {
-        let mut search = Search { good: 0, bad, skipped: BTreeSet::new() };
-        let mut tried = 0;
-        while let Some(lsn) = search.next() {
-            tried += 1;
-            let verdict = match lsn {
-                lsn if skipped.contains(&lsn) => BisectVerdict::Skip,
-                lsn if lsn < first_bad => BisectVerdict::Good,
-                _ => BisectVerdict::Bad,
-            };
-            search.tell(lsn, verdict);
-        }
-        (tried, search.good, search.bad)
-    }
-
-    #[test]
-    fn halving_finds_every_first_bad_version() {
-        for first_bad in 1..=100 {
-            let (tried, good, bad) = search(100, first_bad, &[]);
-            assert_eq!((good, bad), (first_bad - 1, first_bad));
-            assert!(tried <= 7, "{tried} tries");
-            let skipped = [50, 51, 25, 99, 1];
-            let (_, good, bad) = search(100, first_bad, &skipped);
-            assert!(good < first_bad && first_bad <= bad);
-            assert!((good + 1..bad).all(|lsn| skipped.contains(&lsn)), "{good} to {bad}");
-        }
-    }
 }

@@ -60,7 +60,7 @@ struct ImportExtras {
     /// An entry of the store's root, set in the same batch; a number or a bool if it reads as one, else text
     #[arg(long, value_name = "NAME=VALUE", value_parser = parse_root)]
     root: Vec<(String, Value)>,
-    /// The place of new tensors: host, pinned, or device:N; others stay where they are
+    /// The place of new tensors: host, pinned, disk, or device:N; others stay where they are
     #[arg(long, value_name = "PLACE", default_value_t = Place::Host)]
     place: Place,
 }

@@ -20,7 +20,8 @@ const SMALL: &[(&str, &[&str])] = &[
     ("create", &["--bytes", "2MiB", "--batch", "1MiB", "--page-len", "256KiB"]),
     ("growth", &["--pages", "200,300", "--commits", "20"]),
     ("follow", &["--batches", "20", "--idle", "0.01"]),
-    ("lookup", &["--threads", "2", "--pages", "500", "--seconds", "0.01"]),
+    ("lookup", &["--threads", "2", "--pages", "500", "--seconds", "0.001"]),
+    ("tiers", &["--requests", "30", "--len", "4KiB", "--budgets", "20,100", "--prefetch", "1"]),
     ("steady", &["--threads", "2", "--len", "64KiB,4KiB", "--bytes", "1MiB", "--seconds", "0.05"]),
     ("ceilings", &["--bytes", "1MiB"]),
 ];
@@ -51,8 +52,9 @@ fn every_figure_is_there_once_a_round_with_its_ceiling_and_nothing_is_left() {
             for figure in figures {
                 let rounds = figure["rounds"].as_array().unwrap();
                 assert_eq!(rounds.len(), 2, "{figure}");
-                // Memory may not grow, and a follower may have a batch before its commit returns.
-                let may_be_none = figure["unit"] == "bytes" || *what == "follow";
+                // Memory may not grow, a follower may have a batch before its commit returns, and no block need
+                // wait or leave.
+                let may_be_none = figure["unit"] == "bytes" || ["follow", "tiers"].contains(what);
                 let least = if may_be_none { 0.0 } else { f64::MIN_POSITIVE };
                 assert!(rounds.iter().all(|value| value.as_f64().unwrap() >= least), "{figure}");
                 if let Some(latency) = figure.get("latency_us") {
@@ -106,6 +108,17 @@ fn what_cannot_be_measured_is_refused_before_anything_is_made() {
         (&["commit", path, "--rounds", "0"], "--rounds"),
         (&["replay", path, "--deltas", "256"], "256x64"),
         (&["replay", path, "--deltas", "64KiBx1000"], "a batch"),
+        (&["tiers", path, "--len", "60"], "--len"),
+        (&["tiers", path, "--len", "68"], "--len"),
+        (&["tiers", path, "--budgets", "10,0"], "--budgets"),
+        (&["tiers", path, "--budgets", "101"], "--budgets"),
+        (&["tiers", path, "--budgets", "5,5"], "twice"),
+        (&["tiers", path, "--policies", "lru,lru"], "twice"),
+        (&["tiers", path, "--policies", "fifo"], "--policies"),
+        (&["tiers", path, "--requests", "1"], "--requests"),
+        (&["tiers", path, "--requests", "20000"], "12031 requests"),
+        (&["tiers", path, "--trace", &missing], "cannot read"),
+        (&["tiers", path, "--requests", "12031", "--len", "1GiB"], "free"),
         (&["ceilings", path, "--bytes", "ten"], "no size"),
         (&["ceilings", path, "--device", "cuda:99"], "cuda:99"),
         (&["ceilings", path, "--report", &no_folder], "cannot write the report"),
@@ -113,6 +126,80 @@ fn what_cannot_be_measured_is_refused_before_anything_is_made() {
         let run = run(&[&["bench"], args].concat()).expect(2);
         assert!(run.err.contains(said) && run.out.is_empty(), "{args:?}: {}", run.err);
         assert_eq!(std::fs::read_dir(path).unwrap().count(), 0, "{args:?} made something");
+    }
+}
+
+/// The values of a run's figures by group and name, one of each round.
+fn values(args: &[&str]) -> BTreeMap<(String, String), Vec<f64>> {
+    let mut lines = run(&[args, &["--json"]].concat()).expect(0).json();
+    lines.pop().expect("the run");
+    let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
+    let number = |value: &serde_json::Value| value.as_f64().unwrap();
+    let of = |figure: &serde_json::Value| {
+        let rounds = figure["rounds"].as_array().unwrap().iter().map(number).collect();
+        ((text(&figure["group"]), text(&figure["figure"])), rounds)
+    };
+    lines.iter().map(of).collect()
+}
+
+#[test]
+fn a_cache_of_blocks_finds_each_that_comes_again_and_evicts_what_has_no_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    std::fs::create_dir(path("disk")).unwrap();
+    // 40 requests for 4 of 40 blocks, round and round; one is named twice in each.
+    let request = |at: u64| (0..4).map(|block| (4 * at + block) % 40).collect::<Vec<u64>>();
+    let line = |at: u64| {
+        let ids = [request(at), vec![4 * at % 40]].concat();
+        format!("{{\"timestamp\": {at}, \"hash_ids\": {ids:?}}}\n")
+    };
+    std::fs::write(path("trace"), (0..40).map(line).collect::<String>()).unwrap();
+    let (disk, trace) = (path("disk"), path("trace"));
+    let common = ["bench", "tiers", &disk, "--device", "host", "--rounds", "2", "--trace", &trace];
+    let own = ["--requests", "40", "--len", "4KiB", "--budgets", "30,100", "--prefetch", "2"];
+    let values = values(&[&common[..], &own].concat());
+    let (new, again) = (40.0, 120.0);
+    let mut runs = 0;
+    for (group, name) in values.keys().filter(|(_, name)| name.ends_with(": new")) {
+        let variant = name.strip_suffix(": new").unwrap();
+        let of = |what: &str| {
+            let found = values.get(&(group.clone(), format!("{variant}: {what}")));
+            found.unwrap_or_else(|| panic!("no {what} of {variant} in {group}"))
+        };
+        let has_room = group.starts_with("room for 100 %");
+        for round in 0..2 {
+            let of = |what: &str| of(what)[round];
+            assert_eq!((of("new"), of("asked for again")), (new, again));
+            assert_eq!(of("found in host") + of("found in disk"), again);
+            assert!((of("hits") - of("found in host") / again).abs() < 1e-9);
+            if !variant.contains("ahead") {
+                let (hits, misses) = (of("hits by the store's count"), of("misses by the store's count"));
+                assert_eq!(hits + misses, again, "{variant} in {group}");
+                assert_eq!(has_room, misses == 0.0, "{variant} in {group}");
+            }
+            if has_room {
+                assert_eq!((of("hits"), of("evictions"), of("waits for room")), (1.0, 0.0, 0.0));
+            } else {
+                // With those of the next requests on their way, all may be there in time.
+                assert!(variant.contains("ahead") || of("hits") < 1.0, "{variant} in {group}");
+                assert!(of("evictions") >= 40.0 - 12.0, "{variant} in {group}");
+                assert_eq!(of("host to disk, moved"), 4096.0 * of("evictions"));
+            }
+        }
+        runs += 1;
+    }
+    assert_eq!(runs, 8, "two policies with two budgets, with and without blocks that come ahead");
+    let of_part =
+        |part: &str| values.iter().filter(|((group, _), _)| group.contains(part)).collect::<Vec<_>>();
+    for ((_, name), hits) in of_part("policies alone") {
+        assert_eq!(hits == &[1.0, 1.0], name.ends_with("100 %"), "{name}");
+    }
+    // The budget in the middle of the list has room for all.
+    let around = of_part("a restart");
+    let around: Vec<_> = around.iter().filter(|((_, name), _)| name.contains("hits")).collect();
+    assert_eq!(around.len(), 6);
+    for ((_, name), hits) in around {
+        assert!(name.contains(" 20 requests ") && *hits == &[1.0, 1.0], "{name}");
     }
 }
 

@@ -1,11 +1,11 @@
 //! The inspecting commands: fixed shapes, no writes, and as much as can be made out of a damaged store.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::SystemTime;
+use std::{fs, io};
 
 use remanent::{Ack, Compression, Key, Metadata, Options, Place, Store, Value};
 
@@ -13,25 +13,36 @@ use crate::command::{Scratch, command, run};
 
 /// Every file below a directory, with its bytes and the time of its last change.
 pub fn files(dir: &str) -> BTreeMap<PathBuf, (Vec<u8>, SystemTime)> {
+    try_files(dir).unwrap()
+}
+
+fn try_files(dir: &str) -> io::Result<BTreeMap<PathBuf, (Vec<u8>, SystemTime)>> {
     let mut found = BTreeMap::new();
     let mut folders = vec![Path::new(dir).to_owned()];
     while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
+        for entry in fs::read_dir(folder)? {
+            let path = entry?.path();
             if path.is_dir() {
                 folders.push(path);
             } else {
-                let changed = fs::metadata(&path).unwrap().modified().unwrap();
-                found.insert(path.clone(), (fs::read(&path).unwrap(), changed));
+                let changed = fs::metadata(&path)?.modified()?;
+                found.insert(path.clone(), (fs::read(&path)?, changed));
             }
         }
     }
-    found
+    Ok(found)
 }
 
-/// Copies a store as it lies on disk, as a kill would leave it.
+/// Copies a store as it lies on disk, as a kill would leave it. A store that is open makes segments in advance,
+/// and names them when they are whole: if a file goes while this reads, it reads everything once more.
 pub fn copy(from: &str, to: &str) {
-    for (path, (bytes, _)) in files(from) {
+    let found = loop {
+        match try_files(from) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            found => break found.unwrap(),
+        }
+    };
+    for (path, (bytes, _)) in found {
         let target = Path::new(to).join(path.strip_prefix(from).unwrap());
         fs::create_dir_all(target.parent().unwrap()).unwrap();
         fs::write(target, bytes).unwrap();

@@ -1,0 +1,83 @@
+//! Eviction policies, and what one does alone: the blocks of a trace in a list, without a store.
+
+use std::collections::HashSet;
+
+use clap::ValueEnum;
+use remanent::{EvictionPolicy, Lru, PageId, S3Fifo, Tiers};
+
+/// A policy of the engine's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Policy {
+    /// The block that was not used for longest leaves first
+    Lru,
+    /// Blocks that are used once leave before those that are used again
+    #[value(name = "s3-fifo")]
+    S3Fifo,
+}
+
+impl Policy {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Policy::Lru => "lru",
+            Policy::S3Fifo => "s3-fifo",
+        }
+    }
+
+    /// Tiers from which pages leave by it.
+    pub fn of(self, tiers: Tiers) -> Tiers {
+        match self {
+            Policy::Lru => tiers.lru(),
+            Policy::S3Fifo => tiers.policy(|_| Box::<S3Fifo>::default()),
+        }
+    }
+
+    /// The share of blocks found in a list of `room` blocks, of those that had been asked for before.
+    pub fn hits_alone(self, room: usize, requests: &[Vec<u64>]) -> f64 {
+        let mut policy: Box<dyn EvictionPolicy> = match self {
+            Policy::Lru => Box::<Lru>::default(),
+            Policy::S3Fifo => Box::<S3Fifo>::default(),
+        };
+        let (mut there, mut known) = (HashSet::new(), HashSet::new());
+        let (mut hits, mut asked) = (0_u64, 0_u64);
+        for page in requests.iter().flatten().map(|id| PageId(*id)) {
+            asked += u64::from(!known.insert(page));
+            if there.contains(&page) {
+                hits += 1;
+                policy.used(page);
+                continue;
+            }
+            if there.len() >= room
+                && let Some(victim) = policy.victim()
+            {
+                there.remove(&victim);
+            }
+            there.insert(page);
+            policy.arrived(page, 1);
+        }
+        share(hits, asked)
+    }
+}
+
+/// A share of a number; of none it is 0.
+pub fn share(of: u64, all: u64) -> f64 {
+    if all == 0 { 0.0 } else { of as f64 / all as f64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_with_room_for_all_finds_each_block_that_comes_again() {
+        let requests = [vec![1, 2, 3], vec![1, 2, 4], vec![5, 1]];
+        for policy in [Policy::Lru, Policy::S3Fifo] {
+            assert_eq!(policy.hits_alone(5, &requests), 1.0);
+            assert_eq!(policy.hits_alone(5, &[]), 0.0);
+        }
+        // 1 2 3, then 1 for 2, 2 for 3, 4 for 1, and so on: each one left just before.
+        assert_eq!(Policy::Lru.hits_alone(2, &[vec![1, 2, 3], vec![1, 2, 3]]), 0.0);
+        assert_eq!(Policy::Lru.hits_alone(2, &requests[..2]), 0.0);
+        assert_eq!(Policy::Lru.hits_alone(3, &requests), 2.0 / 3.0 + 1.0 / 3.0);
+    }
+}

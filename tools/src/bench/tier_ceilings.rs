@@ -1,0 +1,83 @@
+//! The ceilings of moves between tiers: the same bytes written, read and copied without a store.
+
+use std::time::{Duration, Instant};
+
+use remanent::Place;
+use remanent::device::{Command, Lane, Span, StagingSpan};
+
+use super::ceilings;
+use super::figures::median;
+use super::room::{BenchStop, Room};
+use super::transfer::{self, Cache};
+
+/// Bytes of a round's ceilings, at most.
+const CEILING_BYTES: u64 = 64 << 20;
+/// Bytes of a copy.
+const COPY_LEN: usize = 8 << 20;
+/// The speed of disk and memory.
+const WRITE: &str = "raw, 4 threads write past the cache, synced";
+const READ: &str = "raw, 4 threads read through the cache";
+const COPY: &str = "raw, a copy in host memory";
+const UP: &str = "raw, pinned host to device";
+const DOWN: &str = "raw, device to pinned host";
+
+/// The ceiling of moves from one place to another.
+pub fn of(from: Place, to: Place) -> &'static str {
+    match (from, to) {
+        (_, Place::Disk) => WRITE,
+        (Place::Disk, _) => READ,
+        (Place::Device(_), Place::Device(_)) => COPY,
+        (Place::Device(_), _) => DOWN,
+        (_, Place::Device(_)) => UP,
+        _ => COPY,
+    }
+}
+
+/// The speed of the machine without a store, in bytes a second, measured with up to `bytes` bytes.
+pub fn rates(room: &Room, bytes: u64) -> Result<Vec<(&'static str, f64)>, BenchStop> {
+    let bytes = bytes.min(CEILING_BYTES);
+    let of = |took: Duration| bytes as f64 / took.as_secs_f64();
+    let (files, took) = transfer::write(&room.path("raw"), bytes)?;
+    let mut rates = vec![(WRITE, of(took))];
+    // The first one brings them there.
+    transfer::read(&files, Cache::Through)?;
+    rates.push((READ, of(transfer::read(&files, Cache::Through)?)));
+    transfer::remove(&files)?;
+    let source = vec![7_u8; COPY_LEN];
+    let mut target = vec![1_u8; COPY_LEN];
+    let mut took = Vec::new();
+    for _ in 0..8 {
+        let started = Instant::now();
+        target.copy_from_slice(&source);
+        std::hint::black_box(&target);
+        took.push(started.elapsed().as_secs_f64());
+    }
+    rates.push((COPY, COPY_LEN as f64 / median(took)));
+    if room.is_gpu() {
+        rates.extend(bus_rates(room)?);
+    }
+    Ok(rates)
+}
+
+/// The speed of copies to the device and back.
+fn bus_rates(room: &Room) -> Result<Vec<(&'static str, f64)>, BenchStop> {
+    let memory = room.device.allocate(room.place, COPY_LEN as u64)?;
+    let span = Span { memory, offset: 0, len: COPY_LEN as u64 };
+    let staged = StagingSpan { index: 0, offset: 0, len: COPY_LEN };
+    let mut rates = Vec::new();
+    for (name, command) in [
+        (UP, Command::Upload { source: staged, target: span }),
+        (DOWN, Command::Download { source: span, target: staged }),
+    ] {
+        let mut staging = vec![room.device.staging(COPY_LEN)?];
+        let mut all = Vec::new();
+        for _ in 0..8 {
+            let took;
+            (took, staging) = ceilings::list(&*room.device, Lane::Drain, vec![command.clone()], staging)?;
+            all.push(took.as_secs_f64());
+        }
+        rates.push((name, COPY_LEN as f64 / median(all)));
+    }
+    room.device.release(memory)?;
+    Ok(rates)
+}
