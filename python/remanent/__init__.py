@@ -24,6 +24,7 @@ from __future__ import annotations
 import atexit as _atexit
 
 from remanent import _native
+from remanent._bisect import bisect
 from remanent._errors import (
     ClosedError,
     ConflictError,
@@ -53,29 +54,41 @@ from remanent._errors import (
     UnknownKeyError,
     UnknownPageError,
 )
+from remanent._log import flush_logging, update_logging
 from remanent._native import (
+    AppliedBatch,
+    AppliedPage,
     Array,
     Batch,
+    ChangeStream,
     FollowedBatch,
     Follower,
+    Lagged,
     Lease,
     LiveView,
+    ManyBytes,
     NewPage,
     PageInfo,
+    Pin,
     Pruned,
     Reader,
+    ReadMany,
     Receipt,
     Replica,
     SnapshotInfo,
     Store,
     Ticket,
+    ValueChange,
     View,
     __version__,
 )
 
 __all__ = [
+    "AppliedBatch",
+    "AppliedPage",
     "Array",
     "Batch",
+    "ChangeStream",
     "ClosedError",
     "ConflictError",
     "DamagedError",
@@ -89,10 +102,12 @@ __all__ = [
     "ForkedError",
     "InUseError",
     "InvalidError",
+    "Lagged",
     "Lease",
     "LeasedError",
     "LiveView",
     "LockedError",
+    "ManyBytes",
     "MemoryRefusedError",
     "MismatchError",
     "NewPage",
@@ -103,8 +118,10 @@ __all__ = [
     "OverBudgetError",
     "OvertakenError",
     "PageInfo",
+    "Pin",
     "PoisonedError",
     "Pruned",
+    "ReadMany",
     "Reader",
     "Receipt",
     "RefusedError",
@@ -116,10 +133,14 @@ __all__ = [
     "Ticket",
     "UnknownKeyError",
     "UnknownPageError",
+    "ValueChange",
     "View",
     "__version__",
+    "bisect",
+    "flush_logging",
+    "update_logging",
 ]
 
 # Stores that are open at the end are sealed while the interpreter is still whole. One that is in use by then is left
-# as a crash would leave it: nothing acknowledged is lost.
+# as a crash would leave it: nothing acknowledged is lost. Exit handlers run in reverse: `_log`'s comes after this one.
 _atexit.register(_native.close_all)

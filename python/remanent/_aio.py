@@ -7,12 +7,23 @@ import concurrent.futures
 import itertools
 import os
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from remanent import _native
 
 if TYPE_CHECKING:
-    from remanent._native import FollowedBatch, Follower, Ticket
+    from remanent._native import (
+        AppliedBatch,
+        ChangeStream,
+        FollowedBatch,
+        Follower,
+        Lagged,
+        ManyBytes,
+        ReadMany,
+        Ticket,
+        Waiting,
+    )
 
 # How long a thread waits for a batch before it looks whether it is still wanted.
 _SLICE = 0.25
@@ -37,8 +48,8 @@ class _Ringer:
 _ringers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Ringer] = weakref.WeakKeyDictionary()
 
 
-async def acknowledged(ticket: Ticket, ack: str) -> None:
-    """Waits until the ticket's batch is acknowledged. Called off, it waits no more; the batch stays submitted."""
+async def _rung(poll: Callable[[_native.Bell, int], tuple[bool, Waiting | None]]) -> None:
+    """Waits until `poll` says so. It is asked again each time that the bell has rung with the number it was given."""
     loop = asyncio.get_running_loop()
     ringer = _ringers.get(loop)
     if ringer is None:
@@ -48,8 +59,8 @@ async def acknowledged(ticket: Ticket, ack: str) -> None:
         while True:
             future: asyncio.Future[None] = loop.create_future()
             ringer.waiting[number] = future
-            waiting = ticket._poll(ringer.bell, number, ack)
-            if waiting is None:
+            done, waiting = poll(ringer.bell, number)
+            if done:
                 return
             await future
             # Held until here: dropped, it would wait no more.
@@ -58,26 +69,64 @@ async def acknowledged(ticket: Ticket, ack: str) -> None:
         ringer.waiting.pop(number, None)
 
 
-# A thread for each follower that tasks wait for; more of them take turns.
+async def acknowledged(ticket: Ticket, ack: str) -> None:
+    """Waits until the ticket's batch is acknowledged. Called off, it waits no more; the batch stays submitted."""
+
+    def poll(bell: _native.Bell, number: int) -> tuple[bool, Waiting | None]:
+        waiting = ticket._poll(bell, number, ack)
+        return waiting is None, waiting
+
+    await _rung(poll)
+
+
+async def read(reading: ReadMany) -> ManyBytes:
+    """Waits for the bytes. Called off, it waits no more; the read goes on."""
+    await _rung(lambda bell, number: (reading._poll(bell, number), None))
+    return reading.result()
+
+
+# A thread for each follower and stream that tasks wait for; more of them take turns.
 def _threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(32, "remanent-follower")
 
 
 _readers = _threads()
-_reading: weakref.WeakKeyDictionary[Follower, concurrent.futures.Future[bool]] = weakref.WeakKeyDictionary()
+_reading: weakref.WeakKeyDictionary[Follower | ChangeStream, concurrent.futures.Future[bool | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+async def _fetched(source: Follower | ChangeStream) -> bool:
+    """Waits until the source keeps what comes next; False says that nothing will."""
+    while True:
+        # One thread at a time reads from a source: that of a task which was called off is waited for.
+        reading = _reading.get(source)
+        if reading is None or reading.done():
+            reading = _reading[source] = _readers.submit(source._fetch, _SLICE)
+        fetched = await asyncio.wrap_future(reading)
+        if fetched is None:
+            return False
+        if fetched:
+            return True
 
 
 async def next_batch(follower: Follower) -> FollowedBatch:
     """The next batch. A batch that is read for a task which was called off stays within the follower, for the next."""
     while True:
-        # One thread at a time reads from a follower: that of a task which was called off is waited for.
-        reading = _reading.get(follower)
-        if reading is None or reading.done():
-            reading = _reading[follower] = _readers.submit(follower._fetch, _SLICE)
-        if await asyncio.wrap_future(reading):
-            batch = follower.next(0)
-            if batch is not None:
-                return batch
+        await _fetched(follower)
+        batch = follower.next(0)
+        # Another task may have been quicker.
+        if batch is not None:
+            return batch
+
+
+async def next_event(stream: ChangeStream) -> AppliedBatch | Lagged:
+    """The next event. One that is taken for a task which was called off stays within the stream, for the next."""
+    while await _fetched(stream):
+        event = stream.next(0)
+        if event is not None:
+            return event
+    raise StopAsyncIteration
 
 
 def _begin_anew() -> None:

@@ -25,6 +25,7 @@ import torch
 from remanent import _native, _pages
 from remanent._errors import ClosedError, InvalidError, NoStateError, RefusedError
 from remanent._pages import Array, Block
+from remanent._progress import Bar
 
 __all__ = ["Checkpointer", "Saved", "Version", "load_file", "save_file"]
 
@@ -145,7 +146,7 @@ def _load_page(reader: _native.Reader, key: str, arrays: list[Array], device: to
 
 
 def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: str | None = None,
-              name: str | None = None, durable: bool = True) -> int:
+              name: str | None = None, durable: bool = True, progress: bool | None = None) -> int:
     """Makes `tensors` the newest version in `directory`, whole or not at all; returns its Lsn.
 
     The directory is a store, made if there is none. Only what differs from the version before is logged; tensors that
@@ -157,6 +158,8 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
         without a name can be loaded as long as the log from a kept snapshot on is there.
     :param durable: whether the call returns once the version survives a power cut; else once it survives the death
         of the process.
+    :param progress: False draws no bar; None draws one for long work if standard error is a terminal and tqdm is
+        installed.
     :raises RefusedError: for a tensor that is not plain: sparse, quantized, a subclass such as DTensor. Nothing is
         saved.
     :raises LockedError: if another process has the store open.
@@ -173,11 +176,22 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
     """
     for given, tensor in tensors.items():
         _plain(given, tensor)
-    return _pages.save(directory, _blocks(tensors), note=note, name=name, durable=durable)
+    # Of tensors that share memory each counts here, so the bar may end early.
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    with Bar(total, "saving", progress) as bar:
+        blocks = _counted(_blocks(tensors), bar)
+        return _pages.save(directory, blocks, note=note, name=name, durable=durable)
+
+
+def _counted(blocks: Iterator[Block], bar: Bar) -> Iterator[Block]:
+    for block in blocks:
+        yield block
+        # The next one is asked for once this one is in the batch.
+        bar.add(block.nbytes)
 
 
 def load_file(directory: _Path, *, device: str | torch.device = "cpu",
-              at: int | str | None = None) -> dict[str, torch.Tensor]:
+              at: int | str | None = None, progress: bool | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a version in `directory`, by name; each byte is proven by checksums before it is returned.
 
     Takes no lock: a writer may go on meanwhile, and the tensors are all of one version. Loads what `save_file` and
@@ -185,6 +199,7 @@ def load_file(directory: _Path, *, device: str | torch.device = "cpu",
 
     :param device: where the tensors are to lie.
     :param at: the version: an Lsn, "lsn:N", "snapshot:N" or "name:S"; the newest if None.
+    :param progress: as for `save_file`.
     :raises NoStoreError: if there is no store.
     :raises NoStateError: if it holds no tensors, or the version is not kept.
     :raises DamagedError: if bytes on disk are not what was written.
@@ -198,8 +213,11 @@ def load_file(directory: _Path, *, device: str | torch.device = "cpu",
     where = torch.device(device)
     with _native.View(directory, at) as view:
         loaded: dict[str, torch.Tensor] = {}
-        for key, arrays in _pages.read_manifest(view).pages.items():
-            loaded |= _load_page(view, key, arrays, where)
+        pages = _pages.read_manifest(view).pages
+        with Bar(sum(view.info(key).length for key in pages), "loading", progress) as bar:
+            for key, arrays in pages.items():
+                loaded |= _load_page(view, key, arrays, where)
+                bar.add(view.info(key).length)
         return loaded
 
 

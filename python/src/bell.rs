@@ -5,8 +5,9 @@
 use std::future::Future;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
 
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
@@ -32,13 +33,67 @@ struct Pull {
     id: u64,
 }
 
-impl Wake for Pull {
-    fn wake(self: Arc<Self>) {
-        self.rope.ready.lock().unwrap_or_else(PoisonError::into_inner).push(self.id);
+impl Rope {
+    /// Says that a task is to be looked at.
+    fn pull(&self, id: u64) {
+        self.ready.lock().unwrap_or_else(PoisonError::into_inner).push(id);
         let one = 1_u64;
         // A full counter has rung already.
         // SAFETY: the descriptor is open as long as the rope, and eight bytes are there.
-        let _ = unsafe { libc::write(self.rope.event.as_raw_fd(), (&raw const one).cast(), 8) };
+        let _ = unsafe { libc::write(self.event.as_raw_fd(), (&raw const one).cast(), 8) };
+    }
+}
+
+impl Wake for Pull {
+    fn wake(self: Arc<Self>) {
+        self.rope.pull(self.id);
+    }
+}
+
+/// The waker of a future that many wait for at once, tasks of any event loop and threads: the engine knows
+/// one waker a future.
+#[derive(Default)]
+pub struct Bells {
+    state: Mutex<BellsState>,
+    rung: Condvar,
+}
+
+#[derive(Default)]
+struct BellsState {
+    count: u64,
+    tasks: Vec<(Arc<Rope>, u64)>,
+}
+
+impl Bells {
+    /// Adds a task, for one ring.
+    pub fn add(&self, bell: &Bell, id: u64) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !state.tasks.iter().any(|(rope, task)| *task == id && Arc::ptr_eq(rope, &bell.0)) {
+            state.tasks.push((bell.0.clone(), id));
+        }
+    }
+
+    /// How often it was rung: see [`wait`](Self::wait).
+    pub fn count(&self) -> u64 {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).count
+    }
+
+    /// Waits up to a time for a ring after the first `count` ones.
+    pub fn wait(&self, count: u64, timeout: Duration) {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.rung.wait_timeout_while(state, timeout, |state| state.count == count));
+    }
+}
+
+impl Wake for Bells {
+    fn wake(self: Arc<Self>) {
+        let tasks = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            state.count += 1;
+            std::mem::take(&mut state.tasks)
+        };
+        self.rung.notify_all();
+        tasks.iter().for_each(|(rope, id)| rope.pull(*id));
     }
 }
 

@@ -104,6 +104,7 @@ impl PyFollower {
             })?),
         };
         let shown = path.display().to_string();
+        crate::log::look(py)?;
         let follower = py.detach(|| Follower::open(&path, from)).or_raise(py, Some(&shown))?;
         let position = Mutex::new(follower.position());
         let state = Mutex::new(FollowerState { follower: Some(follower), kept: None });
@@ -370,6 +371,7 @@ impl PyReplica {
     #[new]
     #[pyo3(signature = (path=None))]
     fn new(py: Python<'_>, path: Option<PathBuf>) -> PyResult<PyClassInitializer<Self>> {
+        crate::log::look(py)?;
         let replica = match &path {
             None => Replica::default(),
             Some(path) => {
@@ -386,6 +388,10 @@ impl PyReplica {
         let Source::Replica(replica) = &slf.as_super().source else { unreachable!("made with one") };
         let batch = &batch.get().batch;
         py.detach(|| replica.lock().unwrap_or_else(PoisonError::into_inner).apply(batch)).or_raise(py, None)
+    }
+
+    fn __repr__(slf: PyRef<'_, Self>) -> String {
+        format!("Replica(position={:?})", Self::position(slf))
     }
 
     /// The position after the last batch applied, as text: a follower for this replica goes on from it.

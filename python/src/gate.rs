@@ -2,6 +2,7 @@
 //! and none holds up the interpreter.
 
 use std::mem::ManuallyDrop;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -20,8 +21,10 @@ static OPEN: Mutex<Vec<Weak<Gate>>> = Mutex::new(Vec::new());
 pub struct Gate {
     /// The process that opened it.
     opener: u32,
-    /// The store's directory.
+    /// The store's directory, as it was given.
     pub path: String,
+    /// The same, wherever the process may go meanwhile.
+    pub directory: PathBuf,
     /// What its commits wait for.
     pub ack: Ack,
     state: Mutex<GateState>,
@@ -58,11 +61,13 @@ pub fn check_process(opener: u32) -> Result<()> {
 }
 
 impl Gate {
-    pub fn new(store: Store, path: String, ack: Ack) -> Arc<Self> {
+    pub fn new(store: Store, path: &Path, ack: Ack) -> Arc<Self> {
         let state = GateState { store: Some(Arc::new(store)), calls: 0, handles: 0 };
         let gate = Arc::new(Self {
             opener: std::process::id(),
-            path,
+            path: path.display().to_string(),
+            // Without a current directory there is no other path than the one that was given.
+            directory: std::path::absolute(path).unwrap_or_else(|_| path.to_owned()),
             ack,
             state: Mutex::new(state),
             quiet: Condvar::new(),

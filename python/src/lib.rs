@@ -8,17 +8,23 @@
 //! |---|---|
 //! | `store` | the handle of an open store |
 //! | `follower` | batches as they are logged, and replicas |
-//! | `lease` | a page's bytes where they lie |
+//! | `changes` | what batches change, as they are applied |
+//! | `lease`, `pin` | a page's bytes where they lie; a page that stays where it is |
+//! | `read_many` | ranges of many pages by one call |
 //! | `batch` | operations that happen together |
 //! | `ticket` | a submitted batch to wait for |
 //! | `view` | views of an open store, and of earlier states |
+//! | `blame` | what changed a value; the search for the first bad version |
 //! | `reader` | pages and root that can be read, from whatever |
 //! | `source` | what they are read from |
 //! | `page_name` | how a caller names pages and states |
 //! | `page_info` | what a look-up gives of a page |
 //! | `snapshot` | what is kept, and what a retention removes |
+//! | `loading` | waiting for pages that an open left on disk |
+//! | `stats` | what an open did, and what a store counts |
 //! | `options` | how a store is opened, from words and seconds |
 //! | `bell` | futures of the engine for an event loop |
+//! | `log` | events of the engine for Python's `logging` |
 //! | `array` | copies of pages that other libraries take without another copy |
 //! | `gate` | the way into a store: closing, forks, the interpreter's lock, Ctrl-C |
 //! | `memory` | bytes that a call takes, and buffers that it fills |
@@ -34,17 +40,24 @@
 
 mod store;
 mod follower;
+mod changes;
 mod lease;
+mod pin;
+mod read_many;
 mod batch;
 mod ticket;
 mod view;
+mod blame;
 mod reader;
 mod source;
 mod page_name;
 mod page_info;
 mod snapshot;
+mod loading;
+mod stats;
 mod options;
 mod bell;
+mod log;
 mod array;
 mod gate;
 mod memory;
@@ -67,11 +80,21 @@ mod _native {
     #[pymodule_export]
     use super::bell::{Bell, Waiting};
     #[pymodule_export]
+    use super::blame::{Bisect, PyValueChange};
+    #[pymodule_export]
+    use super::changes::{Lagged, PyAppliedBatch, PyAppliedPage, PyChangeStream};
+    #[pymodule_export]
     use super::follower::{PyFollowedBatch, PyFollower, PyReplica};
     #[pymodule_export]
     use super::lease::PyLease;
     #[pymodule_export]
+    use super::log::{_log_end, _log_level, _log_mark, _log_take};
+    #[pymodule_export]
     use super::page_info::Info;
+    #[pymodule_export]
+    use super::pin::PyPin;
+    #[pymodule_export]
+    use super::read_many::{PyManyBytes, PyReadMany};
     #[pymodule_export]
     use super::reader::Reader;
     #[pymodule_export]

@@ -113,6 +113,11 @@ impl Reader {
 
 #[pymethods]
 impl Reader {
+    /// A small table for notebooks: pages and root, without bytes.
+    fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("remanent._html")?.call_method1("reader", (slf,))
+    }
+
     /// The newest batch that is seen here.
     #[getter]
     fn lsn(&self, py: Python<'_>) -> PyResult<u64> {

@@ -45,6 +45,11 @@ impl From<&remanent::SnapshotInfo> for SnapshotInfo {
 
 #[pymethods]
 impl SnapshotInfo {
+    /// A small table for notebooks.
+    fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("remanent._html")?.call_method1("snapshot", (slf,))
+    }
+
     fn __repr__(&self) -> String {
         let name = self.name.as_ref().map_or_else(String::new, |name| format!(", name={name:?}"));
         format!(

@@ -25,47 +25,38 @@ pub enum Source {
 }
 
 /// A view of an open store, until it is closed.
-pub struct LiveSource {
+pub type LiveSource = Closable<HeldView>;
+
+/// An earlier state, until it is closed.
+pub type PastSource = Closable<View>;
+
+/// A view that one call may close while others read from it.
+pub struct Closable<V> {
     opener: u32,
     pub path: String,
-    view: Mutex<Option<Arc<HeldView>>>,
+    view: Mutex<Option<Arc<V>>>,
 }
 
 /// A view, and after it in the order of dropping the count that keeps its store open.
-struct HeldView {
+pub struct HeldView {
     cell: LiveCell,
     _handle: Handle,
 }
 
-/// An earlier state, until it is closed.
-pub struct PastSource {
-    opener: u32,
-    pub path: String,
-    view: Mutex<Option<Arc<View>>>,
-}
-
 impl LiveSource {
-    pub fn new(gate: &Arc<Gate>) -> Result<Self> {
+    pub fn of(gate: &Arc<Gate>) -> Result<Self> {
         let (handle, store) = gate.hold()?;
         let cell = LiveCell::try_new(store, |store| store.view())?;
-        let view = Mutex::new(Some(Arc::new(HeldView { cell, _handle: handle })));
-        Ok(Self { opener: std::process::id(), path: gate.path.clone(), view })
-    }
-
-    pub fn close(&self) -> Result<()> {
-        check_process(self.opener)?;
-        let view = self.view.lock().unwrap_or_else(PoisonError::into_inner).take();
-        detached(view);
-        Ok(())
+        Ok(Self::new(HeldView { cell, _handle: handle }, gate.path.clone()))
     }
 }
 
-impl PastSource {
-    pub fn new(view: View, path: String) -> Self {
+impl<V: Send + Sync> Closable<V> {
+    pub fn new(view: V, path: String) -> Self {
         Self { opener: std::process::id(), path, view: Mutex::new(Some(Arc::new(view))) }
     }
 
-    pub fn get(&self) -> Result<Arc<View>> {
+    pub fn get(&self) -> Result<Arc<V>> {
         check_process(self.opener)?;
         self.view.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(Error::Closed)
     }
@@ -93,9 +84,7 @@ impl Source {
         match self {
             Source::Store(gate) => run(&*gate.enter()?),
             Source::Live(live) => {
-                check_process(live.opener)?;
-                let view = live.view.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                let view = view.ok_or(Error::Closed)?;
+                let view = live.get()?;
                 let read = view.cell.with_dependent(|_, view| run(view));
                 // Closed meanwhile by another thread, it ends here.
                 detached(view);

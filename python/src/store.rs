@@ -2,21 +2,28 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use remanent::{Lsn, SnapshotOptions, Store};
 
 use crate::batch::{Batch, commit, submit};
+use crate::blame::{PyValueChange, blame};
+use crate::changes::PyChangeStream;
 use crate::errors::{OrRaise, key_to_py};
-use crate::gate::{Gate, seconds, wait};
+use crate::gate::{Gate, seconds};
 use crate::lease::PyLease;
+use crate::loading::wait_loaded;
 use crate::memory::Input;
 use crate::options::{OpenKeywords, ack, place, width};
-use crate::page_name::{key, state_point};
+use crate::page_name::{PageName, key, state_point};
+use crate::pin::PyPin;
+use crate::read_many::{FoundRanges, PyReadMany, fill};
 use crate::reader::Reader;
 use crate::snapshot::{Pruned, SnapshotInfo};
 use crate::source::{LiveSource, Source};
+use crate::stats::{report_to_py, stats_to_py};
 use crate::ticket::{Receipt, Ticket};
 use crate::view::PyLiveView;
 
@@ -56,7 +63,7 @@ pub struct PyStore {
 fn retention(
     store: &Store,
     snapshots_kept: Option<usize>,
-    snapshots_kept_for: Option<std::time::Duration>,
+    snapshots_kept_for: Option<Duration>,
     log_kept: Option<u64>,
     give_up: &[String],
     names_only: bool,
@@ -135,8 +142,9 @@ impl PyStore {
         };
         let options = given.into_options(py)?;
         let shown = path.display().to_string();
+        crate::log::look(py)?;
         let store = py.detach(|| Store::open(&path, options)).or_raise(py, Some(&shown))?;
-        let gate = Gate::new(store, shown, self::ack(ack)?);
+        let gate = Gate::new(store, &path, self::ack(ack)?);
         let reader = Reader::new(Source::Store(gate.clone()));
         Ok(PyClassInitializer::from(reader).add_subclass(Self { gate }))
     }
@@ -166,48 +174,12 @@ impl PyStore {
     /// (True, 0, 'host')
     #[getter]
     fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let report = self.gate.look(py, |store| Ok(store.recovered().clone()))?;
-        let dict = PyDict::new(py);
-        dict.set_item("created", report.created)?;
-        dict.set_item("lsn", report.position.lsn.0)?;
-        dict.set_item("snapshot", report.snapshot.map(|id| id.0))?;
-        dict.set_item("replayed_batches", report.replayed_batches)?;
-        dict.set_item("replayed_bytes", report.replayed_bytes)?;
-        dict.set_item("copied_batches", report.copied_batches)?;
-        dict.set_item("unloaded_pages", report.unloaded_pages)?;
-        dict.set_item("torn", report.torn.is_some())?;
-        let harmless: Vec<String> = report.harmless.iter().map(ToString::to_string).collect();
-        dict.set_item("harmless", harmless)?;
-        dict.set_item("device", report.device)?;
-        dict.set_item("log_io", report.log_io)?;
-        dict.set_item("image_io", report.image_io)?;
-        dict.set_item("seconds", report.elapsed.as_secs_f64())?;
-        Ok(dict)
+        report_to_py(py, self.gate.look(py, |store| Ok(store.recovered().clone()))?)
     }
 
     /// Counts and sizes; bytes where nothing else is said.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.gate.look(py, |store| Ok(store.stats()))?;
-        let dict = PyDict::new(py);
-        dict.set_item("logged", stats.logged.0)?;
-        dict.set_item("applied", stats.applied.0)?;
-        dict.set_item("durable", stats.durable.0)?;
-        dict.set_item("batches", stats.log.batches)?;
-        dict.set_item("log_bytes", stats.log.bytes)?;
-        dict.set_item("syncs", stats.log.syncs)?;
-        dict.set_item("snapshots_taken", stats.snapshots.taken)?;
-        dict.set_item("snapshots_failed", stats.snapshots.failed)?;
-        dict.set_item("scrubs_done", stats.scrubs.done)?;
-        dict.set_item("damaged", stats.scrubs.damaged)?;
-        let places = PyDict::new(py);
-        for (place, usage) in &stats.places {
-            let of_place = PyDict::new(py);
-            of_place.set_item("used", usage.used())?;
-            of_place.set_item("peak", usage.peak_bytes)?;
-            places.set_item(place.to_string(), of_place)?;
-        }
-        dict.set_item("places", places)?;
-        Ok(dict)
+        stats_to_py(py, &self.gate.look(py, |store| Ok(store.stats()))?)
     }
 
     /// Lets the page that has this key hold exactly these bytes, in one batch; creates it if there is none.
@@ -295,7 +267,7 @@ impl PyStore {
     /// ([], ['k'])
     /// >>> store.close()
     fn view(&self, py: Python<'_>) -> PyResult<Py<PyLiveView>> {
-        let live = py.detach(|| LiveSource::new(&self.gate)).or_raise(py, Some(&self.gate.path))?;
+        let live = py.detach(|| LiveSource::of(&self.gate)).or_raise(py, Some(&self.gate.path))?;
         let reader = Reader::new(Source::Live(live));
         Py::new(py, PyClassInitializer::from(reader).add_subclass(PyLiveView))
     }
@@ -323,6 +295,108 @@ impl PyStore {
     ) -> PyResult<PyLease> {
         let page = slf.as_super().find(page)?.page;
         PyLease::take(slf.py(), &slf.gate, page, dtype, shape)
+    }
+
+    /// Pins a page: it keeps its address, and batches change it there. End it before the store.
+    ///
+    /// :raises UnknownPageError, UnknownKeyError, DamagedError; LeasedError while the page is leased, or
+    ///     work on a lease's streams may still read it.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"v"
+    /// ...     with store.pin("k"), store.batch() as batch:
+    /// ...         batch.write("k", 0, b"w")
+    /// ...     store["k"]
+    /// b'w'
+    fn pin(slf: PyRef<'_, Self>, page: &Bound<'_, PyAny>) -> PyResult<PyPin> {
+        let page = slf.as_super().find(page)?.page;
+        PyPin::take(slf.py(), &slf.gate, page)
+    }
+
+    /// Begins to read ranges of many pages, all as of one batch: the newest one submitted so far, or a later
+    /// one. Wait for what it returns, or `await` it.
+    ///
+    /// :param pages: an iterable of pages, of (page, offset) and of (page, offset, length), in bytes.
+    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, DamagedError; OutOfMemoryError where all
+    ///     such reads whose bytes are held would take more than 256 MiB together.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["a"], store["b"] = b"remanent", b"pages"
+    /// ...     store.read_many(["b", ("a", 2, 3)]).result().tolist()
+    /// [b'pages', b'man']
+    fn read_many(&self, pages: &Bound<'_, PyAny>) -> PyResult<PyReadMany> {
+        let py = pages.py();
+        PyReadMany::begin(py, &self.gate, FoundRanges::take(&self.gate, pages)?)
+    }
+
+    /// Reads ranges of many pages, all as of one batch, into buffers of the caller's. Returns the batch's
+    /// number.
+    ///
+    /// :param pages: as for `read_many`. :param outs: an iterable of as many contiguous, writable buffers of
+    ///     the host, each exactly as long as its range.
+    /// :raises BufferError, ValueError: nothing was read. As for `read_many`. If the call fails, the buffers
+    ///     are as they were.
+    ///
+    /// >>> a, b = bytearray(8), bytearray(2)
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["a"], store["b"] = b"remanent", b"pages"
+    /// ...     store.read_many_into(["a", ("b", 0, 2)], [a, b]), a, b
+    /// (2, bytearray(b'remanent'), bytearray(b'pa'))
+    fn read_many_into(&self, pages: &Bound<'_, PyAny>, outs: &Bound<'_, PyAny>) -> PyResult<u64> {
+        fill(pages.py(), &self.gate, FoundRanges::take(&self.gate, pages)?, outs)
+    }
+
+    /// What each batch changes from now on, told once it is applied: an iterator, also an asynchronous one.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     with store.changes() as changes:
+    /// ...         store["k"] = b"v"
+    /// ...         changes.next(timeout=60), changes.next(timeout=0)
+    /// (AppliedBatch(lsn=1, pages=1), None)
+    fn changes(&self, py: Python<'_>) -> PyResult<PyChangeStream> {
+        PyChangeStream::begin(py, &self.gate)
+    }
+
+    /// The changes of bytes of a page up to now, the oldest first: as `View.blame` of the newest state.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     for value in (b"good", b"bad!"):
+    /// ...         store["k"] = value
+    /// ...     [(change.lsn, change.after) for change in store.blame("k", 0, 4)]
+    /// [(1, b'good'), (2, b'bad!')]
+    #[pyo3(signature = (page, offset, length=None))]
+    fn blame(
+        &self,
+        page: &Bound<'_, PyAny>,
+        offset: u64,
+        length: Option<u64>,
+    ) -> PyResult<Vec<PyValueChange>> {
+        let (name, gate) = (PageName::take(page)?, &self.gate);
+        // The store stays open meanwhile, so no other process writes to the directory.
+        gate.call(page.py(), |_| blame(&Store::open_read_only(&gate.directory)?, &name, offset, length))
+    }
+
+    /// The first bad version of this store: as `remanent.bisect`, up to the newest state if `bad` is None.
+    ///
+    /// >>> with remanent.Store(directory, log_kept=1 << 30) as store:
+    /// ...     for step in range(20):
+    /// ...         store["loss"] = b"nan" if step >= 13 else b"0.5"
+    /// ...     store.bisect(lambda view: view["loss"] != b"nan", good=1)
+    /// 14
+    #[pyo3(signature = (is_good, *, good, bad=None))]
+    fn bisect<'py>(
+        &self,
+        is_good: &Bound<'py, PyAny>,
+        good: &Bound<'py, PyAny>,
+        bad: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = is_good.py();
+        let bounds = PyDict::new(py);
+        bounds.set_item("good", good)?;
+        bounds.set_item("bad", bad)?;
+        self.gate.look(py, |_| Ok(()))?;
+        let bisect = py.import("remanent._bisect")?.getattr("bisect")?;
+        bisect.call((&self.gate.directory, is_good), Some(&bounds))
     }
 
     /// Takes a snapshot while commits go on, and removes what is not kept any more.
@@ -464,26 +538,12 @@ impl PyStore {
     }
 
     /// Waits until all pages are loaded, up to `timeout` seconds; says whether they are.
-    #[pyo3(signature = (timeout=None))]
-    fn wait_loaded(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let gate = &self.gate;
-        let mut first = true;
-        wait(py, seconds(timeout)?, Some(&gate.path), |slice| {
-            let call = gate.enter()?;
-            if call.unloaded_pages().pages == 0 {
-                // One that cannot be loaded is not counted: this says so.
-                return call.wait_loaded().map(|()| true);
-            }
-            // The first look is free; a timeout of zero is over after it.
-            if !std::mem::take(&mut first) {
-                #[allow(
-                    clippy::disallowed_methods,
-                    reason = "the engine waits for this without a time limit only"
-                )]
-                std::thread::sleep(slice.min(std::time::Duration::from_millis(2)));
-            }
-            Ok(false)
-        })
+    ///
+    /// :param progress: False draws no bar; None draws one for long work if standard error is a terminal and
+    ///     tqdm is installed.
+    #[pyo3(signature = (timeout=None, *, progress=None))]
+    fn wait_loaded(&self, py: Python<'_>, timeout: Option<f64>, progress: Option<bool>) -> PyResult<bool> {
+        wait_loaded(py, &self.gate, seconds(timeout)?, progress)
     }
 
     /// Gives back memory that no page uses any more. Returns the bytes that went back to the driver.

@@ -3,8 +3,9 @@
 use pyo3::prelude::*;
 use remanent::Store;
 
+use crate::blame::{PyValueChange, blame};
 use crate::errors::OrRaise;
-use crate::page_name::state_point;
+use crate::page_name::{PageName, state_point};
 use crate::reader::Reader;
 use crate::source::{PastSource, Source};
 
@@ -35,6 +36,10 @@ impl PyLiveView {
         live.close().or_raise(slf.py(), Some(&live.path))
     }
 
+    fn __repr__(slf: PyRef<'_, Self>) -> String {
+        described("LiveView", slf.as_super())
+    }
+
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
         slf
     }
@@ -48,6 +53,16 @@ impl PyLiveView {
     ) -> PyResult<()> {
         let _ = (kind, error, traceback);
         Self::close(slf)
+    }
+}
+
+/// A reader as text, without a byte of its pages.
+fn described(kind: &str, reader: &Reader) -> String {
+    let path = reader.source.path().unwrap_or_default();
+    match reader.source.with(|pages| pages.lsn()) {
+        Ok(lsn) => format!("{kind}({path:?}, lsn={lsn})"),
+        // Closed, or inherited by a forked child.
+        Err(_) => format!("{kind}({path:?}, closed)"),
     }
 }
 
@@ -82,6 +97,7 @@ impl PyView {
         at: Option<Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let point = at.map(|at| state_point(&at)).transpose()?;
+        crate::log::look(py)?;
         let view = py.detach(|| match &point {
             Some(point) => Store::open_at(&path, point),
             None => Store::open_read_only(&path),
@@ -106,6 +122,34 @@ impl PyView {
         Ok(past.get().or_raise(slf.py(), Some(&past.path))?.base().map(|id| id.0))
     }
 
+    /// The changes of bytes of a page up to this state, the oldest first, as ValueChange objects. They go
+    /// back as far as the log is kept, and by the kept snapshots before that. A batch that writes the same
+    /// bytes again is none.
+    ///
+    /// :param offset: in bytes. :param length: in bytes, up to 65536; that of an element by the page's
+    ///     metadata if None, else 1.
+    /// :raises UnknownPageError, UnknownKeyError, OutOfBoundsError, InvalidError, DamagedError;
+    ///     OvertakenError if a writer removes old files faster than they are read.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["w"] = bytes([1, 2, 3])
+    /// ...     with store.batch(note="step 2") as batch:
+    /// ...         batch.write("w", 1, b"\x07")
+    /// ...     changes = remanent.View(directory).blame("w", 1)
+    /// >>> [(change.lsn, change.before, change.after) for change in changes]
+    /// [(1, None, b'\x02'), (2, b'\x02', b'\x07')]
+    #[pyo3(signature = (page, offset, length=None))]
+    fn blame(
+        slf: PyRef<'_, Self>,
+        page: &Bound<'_, PyAny>,
+        offset: u64,
+        length: Option<u64>,
+    ) -> PyResult<Vec<PyValueChange>> {
+        let (name, past) = (PageName::take(page)?, Self::past(slf.as_super()));
+        let changes = page.py().detach(|| blame(&*past.get()?, &name, offset, length));
+        changes.or_raise(page.py(), Some(&past.path))
+    }
+
     /// Makes a new store, with an id of its own, that begins at this state. Returns its id.
     fn fork(slf: PyRef<'_, Self>, path: std::path::PathBuf) -> PyResult<String> {
         let (py, past) = (slf.py(), Self::past(slf.as_super()));
@@ -117,6 +161,10 @@ impl PyView {
     fn close(slf: PyRef<'_, Self>) -> PyResult<()> {
         let past = Self::past(slf.as_super());
         past.close().or_raise(slf.py(), Some(&past.path))
+    }
+
+    fn __repr__(slf: PyRef<'_, Self>) -> String {
+        described("View", slf.as_super())
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {

@@ -1,0 +1,46 @@
+"""The first bad version of a store, found by halving."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from remanent import _native
+from remanent._errors import NoStateError
+
+_At = int | str | _native.SnapshotInfo
+
+
+def bisect(path: str | os.PathLike[str], is_good: Callable[[_native.View], bool | None], *, good: _At,
+           bad: _At | None = None) -> int:
+    """The Lsn of the first version for which `is_good` says False, between a good one and a later bad one.
+
+    Takes no lock and writes nothing; some log2(n) of n versions are looked at, each as a View that is closed after
+    the call.
+
+    :param is_good: is given a View; True for good, False for bad, None for what cannot be told of this version. What it
+        raises ends the search.
+    :param good: a state known to be good: an Lsn, "lsn:N", "snapshot:N", "name:S" or a SnapshotInfo.
+    :param bad: a later state known to be bad; the newest if None.
+    :raises InvalidError: the good state is not older than the bad one.
+    :raises NoStateError: a version in between is not kept; or versions next to the first bad one could not be told.
+    :raises NoStoreError, DamagedError: as for `View`.
+
+    >>> with remanent.Store(directory, log_kept=1 << 30) as store:
+    ...     for step in range(100):
+    ...         with store.batch(note=f"step {step}") as batch:
+    ...             batch.set_root("loss", 0.5 if step < 70 else float("nan"))
+    >>> remanent.bisect(directory, lambda view: view.root["loss"] == 0.5, good=1)
+    71
+    """
+    with _native.View(path, good) as oldest, _native.View(path, bad) as newest:
+        search = _native.Bisect(oldest.lsn, newest.lsn)
+    while (lsn := search.next()) is not None:
+        with _native.View(path, lsn) as view:
+            verdict = is_good(view)
+        search.tell(lsn, None if verdict is None else bool(verdict))
+    newest_good, first_bad = search.bounds()
+    if first_bad - newest_good > 1:
+        raise NoStateError(f"the first bad version is one of lsn {newest_good + 1} to {first_bad}; all others in between "
+                           "could not be told", remedy="tell more of them apart", path=os.fspath(path))
+    return first_bad

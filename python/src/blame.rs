@@ -1,0 +1,127 @@
+//! What changed a value, and the search for the first bad version.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+use remanent::{BisectVerdict, Bisection, ChangeCause, Lsn, PageInfo, ReadPages, View};
+
+use crate::dtype::Dtype;
+use crate::errors::own;
+use crate::page_name::PageName;
+use crate::values::metadata_to_py;
+
+/// A change of a page's bytes: `View.blame` lists them.
+#[pyclass(frozen, name = "ValueChange", module = "remanent")]
+pub struct PyValueChange(remanent::ValueChange);
+
+#[pymethods]
+impl PyValueChange {
+    /// The batch; if `cause` is "snapshot", the one that changed the page last before it.
+    #[getter]
+    fn lsn(&self) -> u64 {
+        self.0.lsn.0
+    }
+
+    /// "batch"; "restore" of an older state; "snapshot": it was so in one, and the batches before are not
+    /// kept any more.
+    #[getter]
+    fn cause(&self) -> &'static str {
+        match self.0.cause {
+            ChangeCause::Batch => "batch",
+            ChangeCause::Restore => "restore",
+            ChangeCause::Snapshot => "snapshot",
+        }
+    }
+
+    /// The bytes before; None where there was no page, or one that ends before them.
+    #[getter]
+    fn before<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        self.0.before.as_ref().map(|bytes| PyBytes::new(py, bytes))
+    }
+
+    /// The bytes after; None likewise.
+    #[getter]
+    fn after<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        self.0.after.as_ref().map(|bytes| PyBytes::new(py, bytes))
+    }
+
+    /// The note of the batch, or None.
+    #[getter]
+    fn note(&self) -> Option<&str> {
+        self.0.note.as_deref()
+    }
+
+    /// The root after the batch; None where it is not known.
+    #[getter]
+    fn root<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        self.0.root.as_ref().map(|root| metadata_to_py(py, root)).transpose()
+    }
+
+    fn __repr__(&self) -> String {
+        let note = self.0.note.as_ref().map_or_else(String::new, |note| format!(", note={note:?}"));
+        format!("ValueChange(lsn={}, cause={:?}{note})", self.0.lsn, self.cause())
+    }
+}
+
+/// Bytes of the element of a page, as its metadata says; 1 where that says nothing that is known here.
+fn width_of(info: &PageInfo) -> u64 {
+    let dtype = info.metadata.get("dtype").and_then(remanent::Value::as_str);
+    dtype.and_then(|dtype| Dtype::parse(dtype).ok()).map_or(1, |dtype| dtype.item_size() as u64)
+}
+
+/// The changes of bytes of a page up to a view's state.
+pub fn blame(
+    view: &View,
+    page: &PageName,
+    offset: u64,
+    length: Option<u64>,
+) -> remanent::Result<Vec<PyValueChange>> {
+    let info = page.find(view as &dyn ReadPages)?;
+    let len = length.unwrap_or_else(|| width_of(&info));
+    let changes = view.blame(info.page, offset..offset.saturating_add(len))?;
+    Ok(changes.into_iter().map(PyValueChange).collect())
+}
+
+/// Which version to try next: what `remanent.bisect` is driven by.
+#[pyclass(frozen, module = "remanent._native")]
+pub struct Bisect(std::sync::Mutex<Bisection>);
+
+#[pymethods]
+impl Bisect {
+    #[new]
+    fn new(py: Python<'_>, good: u64, bad: u64) -> PyResult<Self> {
+        let search = Bisection::new(Lsn(good), Lsn(bad)).ok_or_else(|| {
+            let message = format!(
+                "the good state must be older than the bad one, but lsn {good} is not older than lsn {bad}"
+            );
+            own(py, "InvalidError", &message, "change the call", None)
+        })?;
+        Ok(Self(std::sync::Mutex::new(search)))
+    }
+
+    /// The version to try next; None at the end.
+    fn next(&self) -> Option<u64> {
+        self.search().next().map(|lsn| lsn.0)
+    }
+
+    /// Takes a verdict: True for good, False for bad, None for what cannot be told.
+    fn tell(&self, lsn: u64, is_good: Option<bool>) {
+        let verdict = match is_good {
+            Some(true) => BisectVerdict::Good,
+            Some(false) => BisectVerdict::Bad,
+            None => BisectVerdict::Skip,
+        };
+        self.search().tell(Lsn(lsn), verdict);
+    }
+
+    /// The newest version known to be good, and the oldest known to be bad.
+    fn bounds(&self) -> (u64, u64) {
+        let search = self.search();
+        (search.good().0, search.bad().0)
+    }
+}
+
+impl Bisect {
+    fn search(&self) -> std::sync::MutexGuard<'_, Bisection> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}

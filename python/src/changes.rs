@@ -1,0 +1,321 @@
+//! What batches change, told to this process as soon as they are applied.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pyo3::exceptions::{PyRuntimeError, PyStopIteration};
+use pyo3::prelude::*;
+use remanent::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream, Error};
+
+use crate::errors::OrRaise;
+use crate::gate::{Gate, check_process, detached, seconds, wait};
+
+/// What each batch changes from now on, told once it is applied: an iterator of AppliedBatch and Lagged, also
+/// an asynchronous one. Made by `Store.changes`.
+///
+/// Batches never wait for it. A caller that falls back by some 65,000 changes gets Lagged in place of the
+/// batches that it missed; so it does for a restore, which replaces all pages. The iterator ends when the
+/// store is closed.
+///
+/// >>> with remanent.Store(directory) as store:
+/// ...     changes = store.changes()
+/// ...     page = store.put("k", b"remanent")
+/// ...     with store.batch() as batch:
+/// ...         batch.write("k", 2, b"XYZ")
+/// ...     created, written = changes.next(timeout=60), changes.next(timeout=60)
+/// >>> created.pages[0].created, written.lsn, written.pages[0].ranges, written.pages[0].page == page
+/// (True, 2, [(2, 5)], True)
+#[pyclass(frozen, weakref, name = "ChangeStream", module = "remanent")]
+pub struct PyChangeStream {
+    opener: u32,
+    path: String,
+    begin: u64,
+    state: Mutex<StreamState>,
+}
+
+struct StreamState {
+    /// `None` once it is closed.
+    stream: Option<ChangeStream>,
+    /// An event that was taken for a task which was called off: the next caller gets it.
+    kept: Option<ChangeEvent>,
+}
+
+impl PyChangeStream {
+    pub fn begin(py: Python<'_>, gate: &Gate) -> PyResult<Self> {
+        let stream = gate.call(py, remanent::Store::changes)?;
+        let begin = stream.begin_lsn().0;
+        let state = Mutex::new(StreamState { stream: Some(stream), kept: None });
+        Ok(Self { opener: std::process::id(), path: gate.path.clone(), begin, state })
+    }
+
+    /// The stream, if no other thread has it.
+    fn state(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, StreamState>> {
+        check_process(self.opener).or_raise(py, Some(&self.path))?;
+        match self.state.try_lock() {
+            Ok(state) => Ok(state),
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => {
+                Err(PyRuntimeError::new_err("another thread is waiting for this stream"))
+            }
+        }
+    }
+
+    /// Takes an event and keeps it. Says whether there is one; `Err(Closed)` within says that none will come.
+    fn fetch(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Result<bool, Error>> {
+        let mut state = self.state(py)?;
+        if state.kept.is_some() {
+            return Ok(Ok(true));
+        }
+        let StreamState { stream, kept } = &mut *state;
+        let Some(stream) = stream else { return Ok(Err(Error::Closed)) };
+        let mut is_over = false;
+        let come = wait(py, timeout, Some(&self.path), |slice| {
+            *kept = match stream.next_timeout(slice) {
+                Err(Error::Closed) => {
+                    is_over = true;
+                    return Ok(true);
+                }
+                event => event?,
+            };
+            Ok(kept.is_some())
+        })?;
+        Ok(if is_over { Err(Error::Closed) } else { Ok(come) })
+    }
+
+    fn taken<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let event = self.state(py)?.kept.take();
+        event.map(|event| event_to_py(py, event)).transpose()
+    }
+}
+
+fn event_to_py(py: Python<'_>, event: ChangeEvent) -> PyResult<Bound<'_, PyAny>> {
+    Ok(match event {
+        ChangeEvent::Applied(batch) => Bound::new(py, PyAppliedBatch(batch))?.into_any(),
+        ChangeEvent::Lagged { from } => Bound::new(py, Lagged { lsn: from.0 })?.into_any(),
+    })
+}
+
+#[pymethods]
+impl PyChangeStream {
+    /// The batch after which the stream begins: all later ones are told.
+    #[getter]
+    fn begin_lsn(&self) -> u64 {
+        self.begin
+    }
+
+    /// The next event; None if none came within `timeout` seconds. 0 looks once, None waits for ever.
+    ///
+    /// :raises ClosedError: the store is closed, and all was told. PoisonedError: it failed. RuntimeError:
+    ///     another thread waits for the stream.
+    #[pyo3(signature = (timeout=None))]
+    fn next<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.fetch(py, seconds(timeout)?)?.or_raise(py, Some(&self.path))?;
+        self.taken(py)
+    }
+
+    /// Takes the next event and keeps it; says whether there is one, None that none will come. For a task
+    /// that may be called off.
+    fn _fetch(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<bool>> {
+        Ok(self.fetch(py, seconds(Some(timeout))?)?.ok())
+    }
+
+    fn __iter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        loop {
+            if self.fetch(py, None)?.is_err() {
+                return Err(PyStopIteration::new_err(()));
+            }
+            // Another thread may have been quicker.
+            if let Some(event) = self.taken(py)? {
+                return Ok(event);
+            }
+        }
+    }
+
+    fn __aiter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    fn __anext__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("remanent._aio")?.call_method1("next_event", (slf,))
+    }
+
+    /// Ends the stream; batches cost nothing for it any more.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let ended = {
+            let mut state = self.state(py)?;
+            (state.stream.take(), state.kept.take())
+        };
+        detached(ended);
+        Ok(())
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (kind, error, traceback, /))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<Bound<'_, PyAny>>,
+        error: Option<Bound<'_, PyAny>>,
+        traceback: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let _ = (kind, error, traceback);
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("ChangeStream({:?}, begin_lsn={})", self.path, self.begin)
+    }
+}
+
+impl Drop for PyChangeStream {
+    fn drop(&mut self) {
+        // It may be the last that holds the applier's parts.
+        detached(self.state.get_mut().unwrap_or_else(PoisonError::into_inner).stream.take());
+    }
+}
+
+/// What one batch changed.
+#[pyclass(frozen, name = "AppliedBatch", module = "remanent")]
+pub struct PyAppliedBatch(Arc<AppliedBatch>);
+
+#[pymethods]
+impl PyAppliedBatch {
+    /// The batch that was applied.
+    #[getter]
+    fn lsn(&self) -> u64 {
+        self.0.lsn.0
+    }
+
+    /// The pages that it changed, in the order of their ids.
+    #[getter]
+    fn pages(&self) -> Vec<PyAppliedPage> {
+        (0..self.0.pages.len()).map(|index| PyAppliedPage { batch: self.0.clone(), index }).collect()
+    }
+
+    /// Whether it changed the root.
+    #[getter]
+    fn root_changed(&self) -> bool {
+        self.0.root_changed
+    }
+
+    fn __repr__(&self) -> String {
+        format!("AppliedBatch(lsn={}, pages={})", self.0.lsn, self.0.pages.len())
+    }
+}
+
+/// What one batch changed of a page.
+#[pyclass(frozen, name = "AppliedPage", module = "remanent")]
+pub struct PyAppliedPage {
+    batch: Arc<AppliedBatch>,
+    index: usize,
+}
+
+impl PyAppliedPage {
+    fn page(&self) -> &AppliedPage {
+        &self.batch.pages[self.index]
+    }
+
+    fn find<'a, T>(&'a self, of: impl Fn(&'a AppliedChange) -> Option<T>) -> Option<T> {
+        self.page().changes.iter().find_map(of)
+    }
+}
+
+#[pymethods]
+impl PyAppliedPage {
+    /// The page's id.
+    #[getter(page)]
+    fn id(&self) -> u64 {
+        self.page().page.0
+    }
+
+    /// Its version after the batch; the last one of a page that is deleted.
+    #[getter]
+    fn epoch(&self) -> u64 {
+        self.page().epoch.0
+    }
+
+    /// Whether the page is new. All its bytes are, so `ranges` is empty.
+    #[getter]
+    fn created(&self) -> bool {
+        self.page().changes.contains(&AppliedChange::Created)
+    }
+
+    /// Whether the page is gone.
+    #[getter]
+    fn deleted(&self) -> bool {
+        self.page().changes.contains(&AppliedChange::Deleted)
+    }
+
+    /// Its length in bytes if the batch changed that, else None.
+    #[getter]
+    fn length(&self) -> Option<u64> {
+        self.find(|change| match change {
+            AppliedChange::Resized { len } => Some(*len),
+            _ => None,
+        })
+    }
+
+    /// The place that it went to if the batch moved it, else None.
+    #[getter]
+    fn place(&self) -> Option<String> {
+        self.find(|change| match change {
+            AppliedChange::Moved { place } => Some(place.to_string()),
+            _ => None,
+        })
+    }
+
+    /// The bytes that were written, as (start, end) in ascending order; they neither overlap nor touch. Of
+    /// single elements the range is told in which they lie.
+    #[getter]
+    fn ranges(&self) -> Vec<(u64, u64)> {
+        let ranges = self.find(|change| match change {
+            AppliedChange::Written { ranges } => Some(ranges),
+            _ => None,
+        });
+        ranges.into_iter().flatten().map(|range| (range.start, range.end)).collect()
+    }
+
+    /// Whether entries of its metadata were set or removed.
+    #[getter]
+    fn metadata_changed(&self) -> bool {
+        self.page().changes.contains(&AppliedChange::Metadata)
+    }
+
+    fn __repr__(&self) -> String {
+        let of = |change: &AppliedChange| match change {
+            AppliedChange::Created => "created",
+            AppliedChange::Deleted => "deleted",
+            AppliedChange::Resized { .. } => "resized",
+            AppliedChange::Moved { .. } => "moved",
+            AppliedChange::Written { .. } => "written",
+            AppliedChange::Metadata => "metadata",
+            _ => "changed",
+        };
+        let AppliedPage { page, epoch, changes, .. } = self.page();
+        let words: Vec<&str> = changes.iter().map(of).collect();
+        format!("AppliedPage(page={page}, epoch={epoch}, changes={})", words.join("+"))
+    }
+}
+
+/// Batch `lsn`, and those up to the next one that is told, are not told: look at pages anew. The caller did
+/// not keep up, there was no memory for it, or a restore replaced all pages.
+#[pyclass(frozen, get_all, eq, module = "remanent")]
+#[derive(PartialEq)]
+pub struct Lagged {
+    /// The first batch that is not told.
+    pub lsn: u64,
+}
+
+#[pymethods]
+impl Lagged {
+    fn __repr__(&self) -> String {
+        format!("Lagged(lsn={})", self.lsn)
+    }
+}

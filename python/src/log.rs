@@ -1,0 +1,277 @@
+//! The engine's events for Python's `logging`. A thread of the store that has something to say writes it to a
+//! queue and goes on; a thread of Python's takes it from there. As long as no handler wants events, one costs
+//! a load.
+
+use std::collections::VecDeque;
+use std::fmt::{Debug, Write};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList, PyTuple};
+use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
+use tracing::span::{Attributes, Id, Record as SpanValues};
+use tracing::{Event, Level, Metadata, Subscriber};
+
+use crate::gate::check_process;
+
+/// The most records that wait for Python's thread; those beyond are counted.
+const QUEUED_MAX: usize = 256;
+
+/// The least that is told, as a number: 0 nothing, 1 errors, up to 5 for everything.
+static LEVEL: AtomicU8 = AtomicU8::new(0);
+
+/// This process's queue: never freed, so that a thread that is about to write to it may always do so. A
+/// forked child begins with a new one, because a thread that is not there may hold the lock of the parent's.
+static QUEUE: AtomicPtr<LogQueue> = AtomicPtr::new(ptr::null_mut());
+
+struct LogQueue {
+    opener: u32,
+    state: Mutex<QueueState>,
+    more: Condvar,
+}
+
+#[derive(Default)]
+struct QueueState {
+    records: VecDeque<LogRecord>,
+    left_out: u64,
+    /// How often a thread asked to be told once everything up to then is taken.
+    marks: u64,
+    is_over: bool,
+}
+
+/// What one event says.
+struct LogRecord {
+    level: Level,
+    target: &'static str,
+    file: &'static str,
+    line: u32,
+    /// The thread's name, where it is one of Rust's, and the system's number of it.
+    thread: (String, i32),
+    seconds: f64,
+    message: String,
+    fields: Vec<(&'static str, String)>,
+}
+
+impl LogQueue {
+    /// The queue of this process, if there is one.
+    fn current() -> Option<&'static Self> {
+        let queue = QUEUE.load(Ordering::Acquire);
+        // SAFETY: null, or leaked by `begin_queue` and never freed.
+        let queue = unsafe { queue.as_ref() }?;
+        check_process(queue.opener).is_ok().then_some(queue)
+    }
+
+    fn state(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, record: LogRecord) {
+        let mut state = self.state();
+        if state.records.len() < QUEUED_MAX {
+            state.records.push_back(record);
+        } else {
+            state.left_out += 1;
+        }
+        drop(state);
+        self.more.notify_one();
+    }
+
+    /// The records that wait, how many were left out after them, and the number of the last mark; `None` at
+    /// the end. Waits up to a time for a record, or a mark after `mark`.
+    fn take(&self, timeout: Duration, mark: u64) -> Option<(VecDeque<LogRecord>, u64, u64)> {
+        let waits =
+            |state: &mut QueueState| state.records.is_empty() && state.marks == mark && !state.is_over;
+        let waited = self.more.wait_timeout_while(self.state(), timeout, waits);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.is_over && state.records.is_empty() && state.left_out == 0 {
+            return None;
+        }
+        let (records, left_out) = (std::mem::take(&mut state.records), std::mem::take(&mut state.left_out));
+        Some((records, left_out, state.marks))
+    }
+}
+
+/// Takes what the engine tells.
+struct Forwarder;
+
+fn filter() -> LevelFilter {
+    match LEVEL.load(Ordering::Relaxed) {
+        0 => LevelFilter::OFF,
+        1 => LevelFilter::ERROR,
+        2 => LevelFilter::WARN,
+        3 => LevelFilter::INFO,
+        4 => LevelFilter::DEBUG,
+        _ => LevelFilter::TRACE,
+    }
+}
+
+impl Subscriber for Forwarder {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        // Spans are measured by other means: `Store.stats`.
+        metadata.is_event() && *metadata.level() <= filter()
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(filter())
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &SpanValues<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let metadata = event.metadata();
+        // A callsite may still be open by the level before.
+        if !self.enabled(metadata) {
+            return;
+        }
+        let Some(queue) = LogQueue::current() else { return };
+        let mut said = Said::default();
+        event.record(&mut said);
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        queue.push(LogRecord {
+            level: *metadata.level(),
+            target: metadata.target(),
+            file: metadata.file().unwrap_or_default(),
+            line: metadata.line().unwrap_or_default(),
+            // SAFETY: the call has no arguments, and cannot fail.
+            thread: (std::thread::current().name().unwrap_or_default().to_owned(), unsafe { libc::gettid() }),
+            seconds: since.as_secs_f64(),
+            message: said.message,
+            fields: said.fields,
+        });
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+/// The message and the fields of an event, as text.
+#[derive(Default)]
+struct Said {
+    message: String,
+    fields: Vec<(&'static str, String)>,
+}
+
+impl Visit for Said {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        // Writing to a string fails only if a `Debug` does: then what it wrote is all there is.
+        let mut text = String::new();
+        let _ = write!(text, "{value:?}");
+        match field.name() {
+            "message" => self.message = text,
+            name => self.fields.push((name, text)),
+        }
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        match field.name() {
+            "message" => value.clone_into(&mut self.message),
+            name => self.fields.push((name, value.to_owned())),
+        }
+    }
+}
+
+/// Puts a new queue in the place of the one before, which stays for threads that are about to write to it.
+fn begin_queue() {
+    let queue = LogQueue { opener: std::process::id(), state: Mutex::default(), more: Condvar::new() };
+    QUEUE.store(Box::leak(Box::new(queue)), Ordering::Release);
+}
+
+/// Sets the least level that is told, as `logging` counts levels; None tells nothing. Says whether events can
+/// be told at all.
+#[pyfunction]
+pub fn _log_level(py: Python<'_>, level: Option<u32>) -> bool {
+    let number = match level {
+        None => 0,
+        Some(41..) => 0,
+        Some(31..) => 1,
+        Some(21..) => 2,
+        Some(11..) => 3,
+        Some(10) => 4,
+        Some(_) => 5,
+    };
+    if LogQueue::current().is_none() {
+        if number == 0 {
+            return true;
+        }
+        begin_queue();
+    }
+    if LEVEL.swap(number, Ordering::Relaxed) == number {
+        return true;
+    }
+    // Threads that make themselves known to the events' registry may hold its lock meanwhile.
+    py.detach(|| {
+        static ONCE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+        let is_ours = *ONCE.get_or_init(|| tracing::subscriber::set_global_default(Forwarder).is_ok());
+        tracing::callsite::rebuild_interest_cache();
+        is_ours
+    })
+}
+
+/// The records that wait, how many were left out, and the number of the last mark; None at the end. Waits up
+/// to `timeout` seconds for a record, or a mark after `mark`.
+#[pyfunction]
+pub fn _log_take(py: Python<'_>, timeout: f64, mark: u64) -> PyResult<Option<(Bound<'_, PyList>, u64, u64)>> {
+    let timeout = Duration::try_from_secs_f64(timeout.max(0.0)).unwrap_or(Duration::MAX);
+    let taken = py.detach(|| LogQueue::current().and_then(|queue| queue.take(timeout, mark)));
+    let Some((records, left_out, mark)) = taken else { return Ok(None) };
+    let list = PyList::empty(py);
+    for record in records {
+        list.append(record_to_py(py, record)?)?;
+    }
+    Ok(Some((list, left_out, mark)))
+}
+
+/// Sets a mark after what was said so far, and returns its number: `_log_take` gives it once all before it is
+/// taken.
+#[pyfunction]
+pub fn _log_mark() -> u64 {
+    let Some(queue) = LogQueue::current() else { return 0 };
+    let mark = {
+        let mut state = queue.state();
+        state.marks += 1;
+        state.marks
+    };
+    queue.more.notify_all();
+    mark
+}
+
+/// Lets `_log_take` end once it has given what waits.
+#[pyfunction]
+pub fn _log_end() {
+    if let Some(queue) = LogQueue::current() {
+        queue.state().is_over = true;
+        queue.more.notify_all();
+    }
+}
+
+fn record_to_py(py: Python<'_>, record: LogRecord) -> PyResult<Bound<'_, PyTuple>> {
+    let level = match record.level {
+        Level::ERROR => 40,
+        Level::WARN => 30,
+        Level::INFO => 20,
+        Level::DEBUG => 10,
+        Level::TRACE => 5,
+    };
+    let fields = PyDict::new(py);
+    for (name, value) in record.fields {
+        fields.set_item(name, value)?;
+    }
+    let LogRecord { target, file, line, thread, seconds, message, .. } = record;
+    (level, target, file, line, thread, seconds, message, fields).into_pyobject(py)
+}
+
+/// Looks which level Python's `logging` wants by now.
+pub fn look(py: Python<'_>) -> PyResult<()> {
+    py.import("remanent._log")?.call_method0("update_logging").map(drop)
+}

@@ -1,0 +1,151 @@
+//! A pin: a page that keeps its address while batches change it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use remanent::device::RawStream;
+use remanent::{Error, PageId, Pin, Result, Store};
+use self_cell::self_cell;
+
+use crate::errors::OrRaise;
+use crate::gate::{Gate, Handle, check_process, detached};
+
+self_cell! {
+    /// A pin beside the store that it borrows from.
+    struct PinCell {
+        owner: Arc<Store>,
+        #[covariant]
+        dependent: Pin,
+    }
+}
+
+/// A pin, and after it in the order of dropping the count that keeps its store open.
+struct HeldPin {
+    cell: PinCell,
+    _handle: Handle,
+}
+
+/// The promise that a page keeps its address, for captured CUDA graphs and whatever else holds pointers. Made
+/// by `Store.pin`.
+///
+/// Batches change the page where it lies, and kernels that read it meanwhile may see parts of a change: let
+/// them finish first. They must not write there: their writes would not be logged. What would take the page
+/// elsewhere raises LeasedError, and changes nothing: to resize, move, delete or lease it, and `restore`.
+///
+/// >>> with remanent.Store(directory) as store:
+/// ...     store["k"] = b"here"
+/// ...     with store.pin("k") as pin:
+/// ...         store["k"] = b"new!"
+/// ...         try:
+/// ...             del store["k"]
+/// ...         except remanent.LeasedError as error:
+/// ...             error.page == pin.page, store["k"]
+/// ...     del store["k"]
+/// (True, b'new!')
+#[pyclass(frozen, name = "Pin", module = "remanent")]
+pub struct PyPin {
+    opener: u32,
+    path: String,
+    page: u64,
+    len: u64,
+    pin: Mutex<Option<Arc<HeldPin>>>,
+}
+
+impl PyPin {
+    pub fn take(py: Python<'_>, gate: &Arc<Gate>, page: PageId) -> PyResult<Self> {
+        let held = py.detach(|| {
+            let (handle, store) = gate.hold()?;
+            let cell = PinCell::try_new(store, |store| store.pin(page))?;
+            Ok(HeldPin { cell, _handle: handle })
+        });
+        let held = held.or_raise(py, Some(&gate.path))?;
+        let pin = held.cell.borrow_dependent();
+        Ok(Self {
+            opener: std::process::id(),
+            path: gate.path.clone(),
+            page: pin.page().0,
+            len: pin.byte_len(),
+            pin: Mutex::new(Some(Arc::new(held))),
+        })
+    }
+
+    fn look<T: Send>(&self, py: Python<'_>, run: impl FnOnce(&Pin<'_>) -> Result<T> + Send) -> PyResult<T> {
+        py.detach(|| {
+            check_process(self.opener)?;
+            let held =
+                self.pin.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(Error::Closed)?;
+            // Ended meanwhile by another thread, it is dropped here, still without the interpreter's lock.
+            run(held.cell.borrow_dependent())
+        })
+        .or_raise(py, Some(&self.path))
+    }
+}
+
+#[pymethods]
+impl PyPin {
+    /// The id of the page that is pinned.
+    #[getter]
+    fn page(&self) -> u64 {
+        self.page
+    }
+
+    /// The page's length in bytes, which stays the same.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.len
+    }
+
+    /// The address at which kernels find the bytes, the same as long as the pin. None where pages live in
+    /// memory of the host alone, and for a page of length 0.
+    #[getter]
+    fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.look(py, |pin| Ok(pin.address()))
+    }
+
+    /// Lets work that is put on the stream from now on see every batch submitted so far; the stream is a CUDA
+    /// handle as a number. The stream waits on the device, the call does not.
+    ///
+    /// :raises DeviceError: a graph is being captured from the stream, it is another device's, or pages live
+    ///     in host memory. ClosedError: the pin has ended.
+    fn on(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        self.look(py, |pin| {
+            // SAFETY: the caller names a stream of its own, and keeps it until the pin has ended.
+            let stream = unsafe { RawStream::from_cuda(stream) };
+            pin.on(stream).map(drop)
+        })
+    }
+
+    /// Ends the pin: the page may be moved from now on. Ending twice is fine.
+    fn end(&self, py: Python<'_>) -> PyResult<()> {
+        check_process(self.opener).or_raise(py, Some(&self.path))?;
+        let held = self.pin.lock().unwrap_or_else(PoisonError::into_inner).take();
+        detached(held);
+        Ok(())
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (kind, error, traceback, /))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<Bound<'_, PyAny>>,
+        error: Option<Bound<'_, PyAny>>,
+        traceback: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let _ = (kind, error, traceback);
+        self.end(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Pin(page={}, nbytes={})", self.page, self.len)
+    }
+}
+
+impl Drop for PyPin {
+    fn drop(&mut self) {
+        detached(self.pin.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}

@@ -1,0 +1,354 @@
+//! Ranges of many pages by one call, as of one batch.
+
+use std::ffi::c_int;
+use std::future::Future;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+use remanent::{Error, ManyBytes, PageId, PageInfo, ReadMany, ReadPages, Result};
+
+use crate::array::{BufferParts, fill_buffer, release_buffer};
+use crate::bell::{Bell, Bells};
+use crate::dtype::layout;
+use crate::errors::OrRaise;
+use crate::gate::{Gate, check_process, seconds, wait};
+use crate::memory::Output;
+use crate::page_name::PageName;
+
+/// Ranges as a caller names them, found in the store.
+pub struct FoundRanges {
+    ranges: Vec<(PageId, Range<u64>)>,
+    infos: Vec<PageInfo>,
+}
+
+impl FoundRanges {
+    /// Reads a list of pages, and of tuples (page, offset) and (page, offset, length).
+    ///
+    /// # Errors
+    /// `TypeError`; `UnknownPageError`, `UnknownKeyError`, `OutOfBoundsError`.
+    pub fn take(gate: &Gate, pages: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = pages.py();
+        let mut named = Vec::new();
+        for item in pages.try_iter()? {
+            let item = item?;
+            let Ok(tuple) = item.cast::<PyTuple>() else {
+                named.push((PageName::take(&item)?, 0, None));
+                continue;
+            };
+            if !(2..=3).contains(&tuple.len()) {
+                let message = "a range is a page, (page, offset) or (page, offset, length)";
+                return Err(PyTypeError::new_err(message));
+            }
+            let length = if tuple.len() == 3 { tuple.get_item(2)?.extract()? } else { None };
+            named.push((PageName::take(&tuple.get_item(0)?)?, tuple.get_item(1)?.extract::<u64>()?, length));
+        }
+        gate.look(py, |store| {
+            let mut found = Self { ranges: Vec::new(), infos: Vec::new() };
+            for (name, offset, length) in named {
+                let info = name.find(store as &dyn ReadPages)?;
+                let len: u64 = length.unwrap_or_else(|| info.len.saturating_sub(offset));
+                let end = offset.checked_add(len).filter(|end| *end <= info.len);
+                let page_len = info.len;
+                let end = end.ok_or(Error::OutOfBounds { page: info.page, offset, len, page_len })?;
+                found.ranges.push((info.page, offset..end));
+                found.infos.push(info);
+            }
+            Ok(found)
+        })
+    }
+}
+
+/// A read of many ranges that is under way: wait for it, or `await` it. Made by `Store.read_many`.
+///
+/// >>> import asyncio
+/// >>> store = remanent.Store(directory)
+/// >>> store["a"], store["b"] = b"first", b"second"
+/// >>> read = store.read_many(["a", ("b", 3)])
+/// >>> read.wait(timeout=60), read.result().tolist()
+/// (True, [b'first', b'ond'])
+/// >>> async def lengths():
+/// ...     return len(await store.read_many(["a", "b"]))
+/// >>> asyncio.run(lengths())
+/// 2
+/// >>> store.close()
+#[pyclass(frozen, name = "ReadMany", module = "remanent")]
+pub struct PyReadMany {
+    opener: u32,
+    path: String,
+    infos: Arc<[PageInfo]>,
+    /// Rung once the read is done.
+    bells: Arc<Bells>,
+    state: Mutex<ReadProgress>,
+}
+
+enum ReadProgress {
+    Pending(ReadMany),
+    Done(Arc<ManyBytes>),
+    Failed(Error),
+}
+
+impl ReadProgress {
+    fn end(&mut self, outcome: Result<ManyBytes>) {
+        *self = match outcome {
+            Ok(bytes) => Self::Done(Arc::new(bytes)),
+            Err(error) => Self::Failed(error),
+        };
+    }
+}
+
+impl PyReadMany {
+    pub fn begin(py: Python<'_>, gate: &Gate, found: FoundRanges) -> PyResult<Self> {
+        let read = gate.call(py, |store| store.read_many(&found.ranges))?;
+        Ok(Self {
+            opener: std::process::id(),
+            path: gate.path.clone(),
+            infos: found.infos.into(),
+            bells: Arc::default(),
+            state: Mutex::new(ReadProgress::Pending(read)),
+        })
+    }
+
+    fn state(&self) -> Result<MutexGuard<'_, ReadProgress>> {
+        check_process(self.opener)?;
+        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Waits up to a time; says whether the read is done.
+    fn wait_up_to(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<bool> {
+        let waker = Waker::from(self.bells.clone());
+        wait(py, timeout, Some(&self.path), |slice| {
+            let before = self.bells.count();
+            if self.poll(&waker)? {
+                return Ok(true);
+            }
+            // Not with the lock held: other threads and tasks ask meanwhile.
+            self.bells.wait(before, slice);
+            self.poll(&waker)
+        })
+    }
+
+    /// Looks once; says whether the read is done.
+    fn poll(&self, waker: &Waker) -> Result<bool> {
+        let mut state = self.state()?;
+        if let ReadProgress::Pending(read) = &mut *state {
+            match std::pin::Pin::new(read).poll(&mut Context::from_waker(waker)) {
+                Poll::Ready(outcome) => state.end(outcome),
+                Poll::Pending => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+
+    /// The bytes of a read that is done.
+    fn bytes(&self) -> Result<Arc<ManyBytes>> {
+        match &*self.state()? {
+            ReadProgress::Done(bytes) => Ok(bytes.clone()),
+            ReadProgress::Failed(error) => Err(error.clone()),
+            ReadProgress::Pending(_) => unreachable!("asked for once the read is done"),
+        }
+    }
+}
+
+/// Reads ranges into buffers of the caller's, each exactly as long as its range. Returns the batch as of
+/// which all bytes are. An interrupted call leaves the buffers as they were.
+pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let mut outs = outs.try_iter()?.map(|out| Output::take(&out?)).collect::<PyResult<Vec<_>>>()?;
+    if outs.len() != found.ranges.len() {
+        let message = format!("{} buffers are given for {} ranges", outs.len(), found.ranges.len());
+        return Err(PyValueError::new_err(message));
+    }
+    for (index, (out, (_, range))) in outs.iter_mut().zip(&found.ranges).enumerate() {
+        let (given, wanted) = (out.as_mut_slice().len() as u64, range.end - range.start);
+        if given != wanted {
+            let message = format!("buffer {index} holds {given} bytes, and its range has {wanted}");
+            return Err(PyValueError::new_err(message));
+        }
+    }
+    let read = PyReadMany::begin(py, gate, found)?;
+    read.wait_up_to(py, None)?;
+    let outs = &mut outs;
+    let filled = py.detach(move || {
+        let bytes = read.bytes()?;
+        for (index, out) in outs.iter_mut().enumerate() {
+            out.as_mut_slice().copy_from_slice(bytes.get(index));
+        }
+        Ok(bytes.lsn().0)
+    });
+    filled.or_raise(py, Some(&gate.path))
+}
+
+#[pymethods]
+impl PyReadMany {
+    /// Whether the read is done, well or not: `result` waits for nothing then.
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        self.poll(&Waker::from(self.bells.clone())).or_raise(py, Some(&self.path))
+    }
+
+    /// Waits until the read is done, up to `timeout` seconds; says whether it is. Ctrl-C ends the wait.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        self.wait_up_to(py, seconds(timeout)?)
+    }
+
+    /// The bytes; waits for them.
+    ///
+    /// :raises UnknownPageError, OutOfBoundsError: a batch deleted or cut a page meanwhile. ClosedError: the
+    ///     store was closed before the read began. PoisonedError.
+    fn result(&self, py: Python<'_>) -> PyResult<PyManyBytes> {
+        self.wait_up_to(py, None)?;
+        let bytes = self.bytes().or_raise(py, Some(&self.path))?;
+        Ok(PyManyBytes::new(self, bytes))
+    }
+
+    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let task = slf.py().import("remanent._aio")?.call_method1("read", (slf,))?;
+        task.call_method0("__await__")
+    }
+
+    /// Looks whether the read is done; if it is not, `bell` rings with this number once it is.
+    fn _poll(&self, py: Python<'_>, bell: &Bound<'_, Bell>, id: u64) -> PyResult<bool> {
+        check_process(self.opener).or_raise(py, Some(&self.path))?;
+        self.bells.add(bell.get(), id);
+        self.done(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("ReadMany(ranges={})", self.infos.len())
+    }
+}
+
+/// The bytes of many ranges of pages, all as of one batch. Made by `ReadMany.result`.
+///
+/// A sequence of bytes. `numpy(index)` and memoryview see the store's own buffer, read-only and without a
+/// copy. The buffer goes back to the store once this object and all views of it are gone; all such buffers
+/// take 256 MiB at most.
+///
+/// >>> with remanent.Store(directory) as store:
+/// ...     store["a"], store["b"] = bytes(range(4)), b"b"
+/// ...     many = store.read_many(["a", "b"]).result()
+/// >>> many[1], many.numpy(0, "uint16").tolist(), many.lsn, bytes(memoryview(many))
+/// (b'b', [256, 770], 2, b'\x00\x01\x02\x03b')
+#[pyclass(frozen, sequence, name = "ManyBytes", module = "remanent")]
+pub struct PyManyBytes {
+    opener: u32,
+    path: String,
+    infos: Arc<[PageInfo]>,
+    bytes: Arc<ManyBytes>,
+    /// The length of the whole buffer, as the buffer protocol wants it.
+    shape: [i64; 1],
+}
+
+impl PyManyBytes {
+    fn new(read: &PyReadMany, bytes: Arc<ManyBytes>) -> Self {
+        let shape = [bytes.as_bytes().len() as i64];
+        Self { opener: read.opener, path: read.path.clone(), infos: read.infos.clone(), bytes, shape }
+    }
+
+    fn bytes(&self, py: Python<'_>) -> PyResult<&ManyBytes> {
+        check_process(self.opener).or_raise(py, Some(&self.path))?;
+        Ok(&self.bytes)
+    }
+
+    /// An index as Python counts: from the end if it is below 0.
+    fn index(&self, index: isize) -> PyResult<usize> {
+        let count = self.bytes.count();
+        let from_start = if index < 0 { count.checked_add_signed(index) } else { Some(index as usize) };
+        from_start
+            .filter(|index| *index < count)
+            .ok_or_else(|| PyIndexError::new_err(format!("there is no range {index}, but {count} of them")))
+    }
+}
+
+#[pymethods]
+impl PyManyBytes {
+    /// The batch as of which all bytes are.
+    #[getter]
+    fn lsn(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.bytes(py)?.lsn().0)
+    }
+
+    /// The length of all ranges together, in bytes.
+    #[getter]
+    fn nbytes(&self) -> i64 {
+        self.shape[0]
+    }
+
+    fn __len__(&self) -> usize {
+        self.bytes.count()
+    }
+
+    fn __getitem__<'py>(&self, py: Python<'py>, index: isize) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = self.bytes(py)?;
+        Ok(PyBytes::new(py, bytes.get(self.index(index)?)))
+    }
+
+    /// All ranges, as a list of bytes.
+    fn tolist<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let bytes = self.bytes(py)?;
+        PyList::new(py, (0..bytes.count()).map(|index| PyBytes::new(py, bytes.get(index))))
+    }
+
+    /// A range as a NumPy array in the store's buffer, read-only.
+    ///
+    /// :param index: the range's place in the call. :param dtype: the kind of elements, as "float32" or
+    ///     "F32"; that of the page's metadata if None, else "uint8".
+    /// :param shape: in elements; for a whole page that of its metadata if None, else one dimension.
+    /// :raises ValueError: the range is not as long as that. BufferError for kinds that NumPy does not know.
+    #[pyo3(signature = (index, dtype=None, shape=None))]
+    fn numpy<'py>(
+        slf: &Bound<'py, Self>,
+        index: isize,
+        dtype: Option<&str>,
+        shape: Option<Vec<usize>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (py, this) = (slf.py(), slf.get());
+        let index = this.index(index)?;
+        let range = this.bytes(py)?.range(index);
+        let mut info = this.infos[index].clone();
+        if range.len() as u64 != info.len {
+            // The shape is the whole page's.
+            info.metadata.make_mut().remove("shape");
+        }
+        let (dtype, shape) = layout(dtype, shape, &info, range.len())?;
+        if dtype.format.is_none() {
+            let message = format!("NumPy knows no {}: take uint8", dtype.name);
+            return Err(pyo3::exceptions::PyBufferError::new_err(message));
+        }
+        let options = PyDict::new(py);
+        options.set_item("dtype", dtype.name)?;
+        options.set_item("buffer", slf)?;
+        options.set_item("offset", range.start)?;
+        py.import("numpy")?.call_method("ndarray", (shape,), Some(&options))
+    }
+
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let this = slf.get();
+        let parts = BufferParts {
+            address: this.bytes(slf.py())?.as_bytes().as_ptr() as usize,
+            len: this.shape[0] as usize,
+            item: 1,
+            format: c"B".as_ptr(),
+            shape: this.shape.as_ptr(),
+            ndim: 1,
+            read_only: true,
+        };
+        // SAFETY: the interpreter gives a view to fill; the bytes live as long as this object, which the view
+        // keeps.
+        unsafe { fill_buffer(view, flags, slf.clone().into_any(), parts) }
+    }
+
+    unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
+        // SAFETY: the view that `__getbuffer__` filled, given back once.
+        unsafe { release_buffer(view) };
+    }
+
+    fn __repr__(&self) -> String {
+        format!("ManyBytes(ranges={}, nbytes={})", self.bytes.count(), self.shape[0])
+    }
+}

@@ -1,0 +1,157 @@
+"""What is shown to people: texts of objects, tables in notebooks, progress on a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+import remanent
+from remanent._progress import Bar
+
+
+class Cells(HTMLParser):
+    """The tags of a text, and the text of its cells."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == [], "all is closed"
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert not attributes
+        self.tags.append(tag)
+        self.open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["td"]:
+            self.cells[-1] += data
+
+
+def test_a_notebook_gets_a_small_table_in_which_all_is_escaped(store: remanent.Store, directory: str) -> None:
+    evil = "<script>alert('&')</script>"
+    with store.batch() as batch:
+        batch.create(b"secret bytes", key=evil, metadata={"dtype": evil, "shape": [12]})
+        batch.create(3 << 20)
+        batch.set_root(evil, evil)
+        batch.set_root("raw", b"secret bytes")
+        batch.set_root("list", [evil] * 100)
+    snapshot = store.snapshot(evil)
+    shown = [store, store.view(), remanent.View(directory), remanent.Replica(directory)]
+    for reader in shown:
+        text = reader._repr_html_()
+        cells = Cells(text)
+        assert set(cells.tags) == {"p", "b", "table", "thead", "tbody", "tr", "th", "td"}
+        assert "secret" not in text and "12 bytes" in cells.cells and "list of 100" in cells.cells
+        assert evil in cells.cells and f"{evil} [12]" in cells.cells and "3 MiB" in cells.cells and len(text) < 3000
+    cells = Cells(snapshot._repr_html_())
+    assert set(cells.tags) == {"table", "thead", "tbody", "tr", "th", "td"} and evil in cells.cells
+    assert "2" in cells.cells
+    shown[1].close()  # type: ignore[attr-defined]
+
+
+def test_a_notebook_gets_few_rows_of_many_pages_and_none_of_a_closed_store(directory: str) -> None:
+    with remanent.Store(directory, device="host") as store:
+        Cells(store._repr_html_())
+        with store.batch() as batch:
+            for n in range(1000):
+                batch.create(1, key=f"k{n}" if n else "x" * 64)
+                batch.set_root(f"r{n}", "long " * 100)
+        text = store._repr_html_()
+        assert "and 980 more" in text and len(text) < 10_000 and "1000 pages, 1000 B, lsn 1" in text
+    assert "closed" in store._repr_html_()
+    view = remanent.View(directory)
+    view.close()
+    assert "closed" in view._repr_html_()
+
+
+def test_texts_of_objects_have_no_bytes_of_pages(store: remanent.Store, directory: str) -> None:
+    with store.batch(note="n") as batch:
+        batch.create(b"secret", key="k")
+    view, past, replica = store.view(), remanent.View(directory), remanent.Replica(directory)
+    assert repr(store) == f'Store("{directory}")' and repr(view) == f'LiveView("{directory}", lsn=1)'
+    assert repr(past) == f'View("{directory}", lsn=1)' and repr(replica).startswith("Replica(position=")
+    many = store.read_many(["k"])
+    followed = remanent.Follower(directory).next(10)
+    lease = store.lease("k")
+    for shown in (store, view, past, replica, many, many.result(), followed, lease, store.array("k"), store.info("k"),
+                  store.blame("k", 0, 6)[0], store.changes(), store.submit(store.batch())):
+        assert "secret" not in repr(shown) and "object at" not in repr(shown), shown
+    lease.end()
+    for closed in (view, past):
+        closed.close()
+        assert repr(closed).endswith(", closed)")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_drawn_on_a_terminal_only(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr("remanent._progress._DELAY", 0.0)
+    for stream, shown, drawn in [(Terminal(), None, True), (Terminal(), False, False), (io.StringIO(), None, False),
+                                 (None, None, False)]:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Bar(4 << 20, "saving", shown) as bar:
+            bar.add(1 << 20)
+            bar.add(3 << 20)
+        if stream is not None:
+            assert ("saving" in stream.getvalue()) == drawn, stream.getvalue()
+    # What is over at once needs no bar.
+    monkeypatch.setattr("remanent._progress._DELAY", 60.0)
+    monkeypatch.setattr(sys, "stderr", quick := Terminal())
+    with Bar(4, "saving") as bar:
+        bar.add(4)
+    assert "saving" not in quick.getvalue()
+    # Without tqdm nothing is drawn, and nothing fails.
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr("remanent._progress._DELAY", 0.0)
+    monkeypatch.setattr(sys, "stderr", without := Terminal())
+    with Bar(4, "saving") as bar:
+        bar.add(4)
+    assert without.getvalue() == ""
+
+
+def test_saving_loading_and_waiting_for_pages_are_counted(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from remanent.torch import load_file, save_file
+
+    made: list[tuple[str, int, bool | None, list[int]]] = []
+
+    class Counted(Bar):
+        def __init__(self, total: int, what: str, shown: bool | None = None) -> None:
+            super().__init__(total, what, False)
+            self.counts: list[int] = []
+            made.append((what, total, shown, self.counts))
+
+        def add(self, count: int) -> None:
+            self.counts.append(count)
+
+    monkeypatch.setattr("remanent.torch.Bar", Counted)
+    monkeypatch.setattr("remanent._progress.Bar", Counted)
+    tensors = {f"t{n}": torch.ones(1000) for n in range(4)}
+    save_file(tensors, directory, progress=True)
+    load_file(directory)
+    load_file(directory, progress=False)
+    assert made == [("saving", 16000, True, [4000] * 4), ("loading", 16000, None, [4000] * 4),
+                    ("loading", 16000, False, [4000] * 4)]
+    made.clear()
+    with remanent.Store(directory, device="host") as store:
+        store.snapshot()
+    with remanent.Store(directory, device="host", page_load="on_demand") as store:
+        assert store.wait_loaded(60, progress=False)
+    ((what, total, shown, counts),) = made
+    assert (what, shown) == ("loading", False) and sum(counts) <= total
