@@ -17,7 +17,7 @@ mod device_payload;
 mod capture;
 mod diff;
 mod draft;
-mod image_fills;
+mod fills;
 mod going_reader;
 mod disk_moves;
 mod page_memory;
@@ -28,11 +28,11 @@ mod combine;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use remanent_format::op::{Op, decode_payload};
+use remanent_format::op::{Op, OpAt, decode_payload};
 use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
-use crate::applier::{ArrivalSums, ListRoom, stage_aside};
+use crate::applier::{ArrivalSums, FilledMemory, ListRoom, stage_aside};
 use crate::base::allocation::{append, collected, copied, insert, map_of, push};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
@@ -49,7 +49,8 @@ use capture::Captures;
 pub use capture::{Direction, Shadow};
 pub(crate) use combine::CombineQueue;
 use disk_moves::{DiskOps, GoingPages};
-use draft::{Draft, Outcome, SourceVersions};
+use draft::{Draft, Outcome, Provision, SourceVersions};
+use fills::FillSources;
 use page_memory::LentPages;
 use sources::SourceImages;
 
@@ -153,13 +154,10 @@ impl Committer {
                 staged,
                 lens: collected(whole.iter().map(|whole| (whole.page, whole.len_before)))?,
                 memory: VecDeque::new(),
-                filled: Vec::new(),
+                filled: FilledMemory::default(),
                 disk_ops: DiskOps::default(),
                 to_disk: Vec::new(),
-                relocations: Vec::new(),
-                asides: VecDeque::new(),
-                sums: None,
-                room: ListRoom::default(),
+                provision: Provision::default(),
                 handover: batch.handover(),
             };
             let own = CommitterWork {
@@ -298,35 +296,21 @@ impl Committer {
         append(&mut draft.staged, own.going.versions.iter().copied())?;
         draft.to_disk = std::mem::take(&mut own.going.images);
         let whole = map_of(own.whole.iter().map(|whole| (whole.page, whole.bytes)));
-        // Bytes that the applier cannot take from the payload are staged here: there, a lack of memory
-        // would come too late.
-        let is_staged = |index: usize, op: &Op<'_>| !own.sources.holds(op) && !draft.disk_ops.has(index);
-        let staged_ops =
-            || (0..).zip(&ops).filter(|(index, at)| is_staged(*index, &at.op)).map(|(_, at)| &at.op);
-        let asides = staged_ops().filter_map(|op| stage_aside(op, &whole, &self.engine.staging).transpose());
-        let mut staged = Vec::new();
-        for aside in asides {
-            push(&mut staged, aside?)?;
-        }
-        let sums = match self.engine.device.crosses_bus() {
-            true => ArrivalSums::of(staged_ops(), &self.engine.staging)?,
-            false => None,
-        };
-        (draft.asides, draft.sums) = (staged.into(), sums);
-        draft.room = ListRoom::of(&ops)?;
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
         let (made, memory) = self.allocate(&ops, own.lent, locked.as_deref())?;
-        let filled = self.fill_memory(own.sources, &draft.disk_ops, &ops, &made, memory)?;
-        (draft.memory, draft.filled) = (filled.memory, filled.pages);
-        append(&mut draft.staged, filled.versions)?;
-        draft.relocations = match self.relocations(&ops, locked.as_deref()) {
-            Ok(relocations) => relocations,
+        let from = FillSources { whole: &whole, sources: own.sources, disk_ops: &draft.disk_ops };
+        let filled = self.fill_memory(&from, &ops, &made, memory)?;
+        (draft.memory, draft.filled) = (filled.memory, filled.filled);
+        let provision = append(&mut draft.staged, filled.versions)
+            .and_then(|()| self.provision(&ops, &draft.filled, &from, locked.as_deref()));
+        match provision {
+            Ok(provision) => draft.provision = provision,
             Err(error) => {
                 // The draft goes, and nothing is logged: what it allocated so far is given back.
                 self.discard(draft.memory);
                 return Err(error);
             }
-        };
+        }
 
         // A lock that is free is taken. If another thread has it, a draft without own work is left to
         // that thread: handing the lock on would cost a change of threads a batch.
@@ -356,6 +340,35 @@ impl Committer {
                 Err(error)
             }
         }
+    }
+}
+
+impl Committer {
+    /// Takes what the applier needs for a batch besides the memory of its pages.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, `OverBudget`, a device error.
+    fn provision(
+        &self,
+        ops: &[OpAt<'_>],
+        filled: &FilledMemory,
+        from: &FillSources<'_>,
+        locked: Option<&PageTable>,
+    ) -> Result<Provision> {
+        let Engine { staging, device, .. } = &*self.engine;
+        // What the applier finds in place, or reads from disk, it takes from nowhere else.
+        let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if filled.has_image_of(*page));
+        let is_taken = |index: usize, op: &Op<'_>| !from.disk_ops.has(index) && !is_there(op);
+        let taken = || (0..).zip(ops).filter(|(index, at)| is_taken(*index, &at.op)).map(|(_, at)| &at.op);
+        let mut asides = Vec::new();
+        for aside in taken().filter_map(|op| stage_aside(op, from.whole, staging).transpose()) {
+            push(&mut asides, aside?)?;
+        }
+        let sums = if device.crosses_bus() { ArrivalSums::of(taken(), staging)? } else { None };
+        let room = ListRoom::of(ops)?;
+        // Last: it alone has to be given back.
+        let relocations = self.relocations(ops, locked)?;
+        Ok(Provision { asides: asides.into(), sums, room, relocations })
     }
 }
 
