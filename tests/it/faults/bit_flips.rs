@@ -256,7 +256,7 @@ fn new_whole_pages_serve_no_bit_that_turned_over() {
         flips();
         let mut batch = store.batch();
         for index in 0..held.pages.len() {
-            batch.create_from(content(index, 2), PLACE);
+            batch.create_from(content(index, 2), Place::Device(0));
         }
         let committed = store.commit(batch);
         bus.device.end_flips();

@@ -116,7 +116,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "long writes are summed where they arrive",
         COMMIT,
-        "self.engine.device.crosses_bus()",
+        "device.crosses_bus()",
         "false",
         it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
     ),
