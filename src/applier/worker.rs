@@ -256,7 +256,8 @@ impl Worker {
                     });
                 }
                 _ => {
-                    let is_in_place = matches!(at.op, Op::Image { page, .. } if self.holds_image(page, &filled));
+                    let is_in_place =
+                        matches!(at.op, Op::Image { page, .. } if self.holds_image(page, &filled));
                     let has_aside = needs_aside(&at.op) && !is_in_place;
                     let aside = if has_aside { asides.pop_front() } else { None };
                     if let Some(page) = at.op.page() {

@@ -9,7 +9,8 @@ use remanent::disk::Disk;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation, SimDisk};
 use remanent::{
-    Ack, Epoch, Error, FileName, Folder, Key, Options, PageId, Place, Remedy, Store, StoreId, Width, WriteBatch,
+    Ack, Epoch, Error, FileName, Folder, Key, Options, PageId, Place, Remedy, Store, StoreId, Width,
+    WriteBatch,
 };
 use remanent_format::frame::FrameKind;
 use remanent_format::image::{ImageFileHeader, ImagePurpose};

@@ -2,7 +2,8 @@
 //!
 //! 1. Outside the lock: read sources, find what captures changed, read what clones and copies take, write
 //!    whole pages ahead, encode, fill in bytes that only the device has seen, checksum, allocate page memory,
-//!    fill that of pages from sources. Nothing so far is visible, and all of it can be taken back.
+//!    fill that of pages from sources and from disk. Nothing so far is visible, and all of it can be taken
+//!    back.
 //! 2. Under the submission lock: preconditions, the plan, the append (I1: only now, with payload and
 //!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the
 //!    lock is the order of the log and of the lane. The lock holder does this for the batches that wait
@@ -23,9 +24,10 @@ mod disk_moves;
 mod page_memory;
 mod ranges;
 mod sources;
+mod whole_pages;
 mod combine;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use remanent_format::op::{Op, OpAt, decode_payload};
@@ -43,7 +45,7 @@ use crate::error::{Error, Result};
 use crate::images::numbers::ImageFiles;
 use crate::images::{AheadImages, ImageOptions};
 use crate::log::{Log, SpacePurpose};
-use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WholePage, WriteBatch};
+use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WriteBatch};
 
 use capture::Captures;
 pub use capture::{Direction, Shadow};
@@ -53,6 +55,7 @@ use draft::{Draft, Outcome, Provision, SourceVersions};
 use fills::FillSources;
 use page_memory::LentPages;
 use sources::SourceImages;
+use whole_pages::WholePages;
 
 /// How often the bytes that a batch copies are read without the lock. After that the lock is held meanwhile.
 const COPY_TRIES: usize = 3;
@@ -82,10 +85,8 @@ pub(crate) struct Committer {
 /// such work is not left to another lock holder.
 struct CommitterWork<'a, 's> {
     captures: &'a Captures<'a>,
-    /// Pages whose bytes are in images already.
-    whole: Vec<WholePage<'a>>,
-    /// The image file, which goes if the batch is refused.
-    ahead: Option<AheadImages<'a>>,
+    /// Pages whose bytes are in images already, and of new ones in memory.
+    whole: WholePages<'a>,
     /// Pages that come from sources, with their image file.
     sources: &'a mut SourceImages<'s>,
     /// Pages that go to disk, with their image file.
@@ -131,11 +132,11 @@ impl Committer {
             // From here to the append, whatever is looked up without the lock is noted in the draft, and
             // checked again under the lock.
             let (copied, staged) = self.read_copied(&sources, &pages, locked.as_deref())?;
-            let (whole, ahead) = self.write_ahead(batch, &pages, locked.as_deref())?;
-            let images = ahead.iter().flat_map(AheadImages::images).copied();
+            let whole = self.write_ahead(batch, &pages, &lent, locked.as_deref())?;
+            let images = whole.ahead.iter().flat_map(AheadImages::images).copied();
             // A frame names the images instead of having the bytes: they are written once.
             let images =
-                map_of(whole.iter().map(|whole| whole.step).zip(images).chain(from_sources.images()));
+                map_of(whole.pages.iter().map(|whole| whole.step).zip(images).chain(from_sources.images()));
             let read = &from_sources.short;
             let lens = self.lens(batch, locked.as_deref());
             let captured = &captures.found;
@@ -152,7 +153,7 @@ impl Committer {
                 purpose: if only_deletes { SpacePurpose::Delete } else { SpacePurpose::User },
                 expected: collected(batch.expectations().iter().copied().chain(captures.epochs()))?,
                 staged,
-                lens: collected(whole.iter().map(|whole| (whole.page, whole.len_before)))?,
+                lens: collected(whole.pages.iter().map(|whole| (whole.page, whole.len_before)))?,
                 memory: VecDeque::new(),
                 filled: FilledMemory::default(),
                 disk_ops: DiskOps::default(),
@@ -163,7 +164,6 @@ impl Committer {
             let own = CommitterWork {
                 captures: &captures,
                 whole,
-                ahead,
                 sources: &mut from_sources,
                 going: GoingPages::default(),
                 lent: &lent,
@@ -186,30 +186,6 @@ impl Committer {
         }
         let first = self.next_page.fetch_add(count, Ordering::Relaxed);
         collected((first..first + count).map(PageId))
-    }
-
-    /// Writes the batch's whole pages to an image file, if they are worth one. The file and its name are
-    /// durable when this returns: a frame that names it must never be found without it.
-    ///
-    /// The length of an old page is only looked at here. It is checked again under the lock: a page that
-    /// was resized meanwhile is not whole any more.
-    fn write_ahead<'a>(
-        &'a self,
-        batch: &'a WriteBatch,
-        pages: &[PageId],
-        locked: Option<&PageTable>,
-    ) -> Result<(Vec<WholePage<'a>>, Option<AheadImages<'a>>)> {
-        let len_in = |table: &PageTable, page| table.get(page).map(|info| info.len);
-        let whole = batch.whole_pages(pages, self.ahead_bytes_min, |page| match locked {
-            Some(table) => len_in(table, page),
-            None => len_in(&self.submitted.lock(), page),
-        })?;
-        if whole.is_empty() {
-            return Ok((whole, None));
-        }
-        let contents = collected(whole.iter().map(|whole| (whole.page, whole.bytes)))?;
-        let write = || AheadImages::write(&self.files, self.engine.store, self.images, &contents);
-        Ok((whole, Some(self.in_space(write)?)))
     }
 
     /// Writes an image file ahead of its batch, in space that nothing else needs.
@@ -295,14 +271,14 @@ impl Committer {
         }
         append(&mut draft.staged, own.going.versions.iter().copied())?;
         draft.to_disk = std::mem::take(&mut own.going.images);
-        let whole = map_of(own.whole.iter().map(|whole| (whole.page, whole.bytes)));
+        let whole = map_of(own.whole.pages.iter().map(|whole| (whole.page, whole.bytes)));
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
-        let (made, memory) = self.allocate(&ops, own.lent, locked.as_deref())?;
-        let from = FillSources { whole: &whole, sources: own.sources, disk_ops: &draft.disk_ops };
-        let filled = self.fill_memory(&from, &ops, &made, memory)?;
-        (draft.memory, draft.filled) = (filled.memory, filled.filled);
-        let provision = append(&mut draft.staged, filled.versions)
-            .and_then(|()| self.provision(&ops, &draft.filled, &from, locked.as_deref()));
+        let (made, new) = self.allocate(&ops, own.lent, &mut own.whole.memory, locked.as_deref())?;
+        let from = FillSources { sources: own.sources, disk_ops: &draft.disk_ops };
+        let (new, versions) = self.fill_memory(&from, &ops, &made, new)?;
+        (draft.memory, draft.filled) = (new.memory, new.filled);
+        let provision = append(&mut draft.staged, versions)
+            .and_then(|()| self.provision(&ops, &draft, &whole, locked.as_deref()));
         match provision {
             Ok(provision) => draft.provision = provision,
             Err(error) => {
@@ -351,17 +327,17 @@ impl Committer {
     fn provision(
         &self,
         ops: &[OpAt<'_>],
-        filled: &FilledMemory,
-        from: &FillSources<'_>,
+        draft: &Draft,
+        whole: &BTreeMap<PageId, &[u8]>,
         locked: Option<&PageTable>,
     ) -> Result<Provision> {
         let Engine { staging, device, .. } = &*self.engine;
         // What the applier finds in place, or reads from disk, it takes from nowhere else.
-        let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if filled.has_image_of(*page));
-        let is_taken = |index: usize, op: &Op<'_>| !from.disk_ops.has(index) && !is_there(op);
+        let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if draft.filled.has_image_of(*page));
+        let is_taken = |index: usize, op: &Op<'_>| !draft.disk_ops.has(index) && !is_there(op);
         let taken = || (0..).zip(ops).filter(|(index, at)| is_taken(*index, &at.op)).map(|(_, at)| &at.op);
         let mut asides = Vec::new();
-        for aside in taken().filter_map(|op| stage_aside(op, from.whole, staging).transpose()) {
+        for aside in taken().filter_map(|op| stage_aside(op, whole, staging).transpose()) {
             push(&mut asides, aside?)?;
         }
         let sums = if device.crosses_bus() { ArrivalSums::of(taken(), staging)? } else { None };
@@ -375,7 +351,10 @@ impl Committer {
 impl CommitterWork<'_, '_> {
     /// Whether there is any such work.
     fn is_needed(&self) -> bool {
-        !self.captures.is_empty() || self.ahead.is_some() || self.sources.is_any() || self.going.is_written()
+        !self.captures.is_empty()
+            || self.whole.ahead.is_some()
+            || self.sources.is_any()
+            || self.going.is_written()
     }
 
     /// The batch is logged.
@@ -385,8 +364,8 @@ impl CommitterWork<'_, '_> {
         self.captures.belong_to(changes);
         self.sources.logged(known, log, point);
         self.going.logged(known, log, point);
-        if let Some(ahead) = self.ahead.take() {
-            let pages = self.whole.iter().map(|whole| Some((whole.page, whole.bytes.len() as u64)));
+        if let Some(ahead) = self.whole.ahead.take() {
+            let pages = self.whole.pages.iter().map(|whole| Some((whole.page, whole.bytes.len() as u64)));
             images_logged(ahead, pages, known, log, point);
         }
     }
@@ -396,7 +375,7 @@ impl CommitterWork<'_, '_> {
         // Where the log has failed, a frame may be there that names the images: they stay. Otherwise
         // dropping them removes the file.
         if matches!(error, Error::Poisoned(_)) {
-            self.ahead.iter_mut().for_each(AheadImages::leave);
+            self.whole.ahead.iter_mut().for_each(AheadImages::leave);
             self.sources.leave();
             self.going.leave();
         }

@@ -97,13 +97,6 @@ pub const LIST: &[Defence] = &[
         "filled.has(page, memory.span().memory)",
         OVERWRITTEN,
     ),
-    defence(
-        "bytes of whole pages that arrive otherwise are loaded again",
-        "src/recovery/image_loader/bytes.rs",
-        "self.load_again(copies.unlike()?, threads)",
-        "copies.unlike().map(drop)",
-        it("faults::bit_flips::new_whole_pages_serve_no_bit_that_turned_over"),
-    ),
     refusal(
         "no other operation changes a page from a source",
         SOURCES,

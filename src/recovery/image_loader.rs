@@ -8,14 +8,10 @@
 //! by the host: if the host's sum is wrong too, the image is damaged. If it holds, the bytes go up once more,
 //! and a device that changes them again has failed.
 //!
-//! Pages that a caller has in memory go the same way, without the medium ([`bytes`]).
-//!
 //! Nothing on disk changes here, so a crash loses nothing.
 
-mod copies;
-mod bytes;
-
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use remanent_format::image::read::stream_image;
@@ -24,19 +20,22 @@ use remanent_format::{Defect, FileName, PageId};
 
 use crate::base::allocation::{append, collected, make_room, push};
 use crate::base::parallel;
-use crate::device::sums::changed_on_the_way;
-use crate::device::{Device, Lane, Span};
+use crate::base::sync::Mutex;
+use crate::base::sync::atomic::{AtomicUsize, Ordering};
+use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
+use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 use crate::images::read::{FilePiece, ImageRequest, ImageRun, RUN_BYTES, SUMMED_AT_ONCE, SummedBy, runs};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
-pub(crate) use bytes::PageBytes;
-use copies::{Part, PendingCopies};
-
 /// Threads that read images. Four keep a disk busy. From the page cache each gives a few gigabytes a
 /// second, checksums included, and a GPU takes fifty.
 const THREADS_MAX: usize = 12;
+/// Copies that may be under way when a thread reads on. A lane does them one after the other, but it
+/// should never have to wait for the next. From the page cache to an H200, 4 copies of 2 MiB made 39
+/// GB/s, 8 made 49, 12 make 50. More would only need more staging, and a GPU pins that at 1.5 GB/s.
+const COPIES_MAX: usize = 12;
 
 /// Loads images into the memory of their pages.
 #[derive(Clone, Copy)]
@@ -93,12 +92,7 @@ impl ImageLoader<'_> {
         images: impl Iterator<Item = &'i mut [ImageRequest]>,
         threads: usize,
     ) -> Result<()> {
-        let unlike = self.load_once(images, threads)?;
-        self.load_again(unlike, threads)
-    }
-
-    /// Loads the images once more for which the device's sums are not those of the images.
-    fn load_again(&self, mut unlike: Vec<ImageRequest>, threads: usize) -> Result<()> {
+        let mut unlike = self.load_once(images, threads)?;
         if unlike.is_empty() {
             return Ok(());
         }
@@ -127,7 +121,12 @@ impl ImageLoader<'_> {
         // least. The parts of an image stay together, as `check_parts` demands.
         // (A stable sort takes memory that cannot be refused.)
         work.sort_unstable_by_key(LoadStep::key);
-        let copies = PendingCopies::new(self);
+        let copies = PendingCopies {
+            loader: self,
+            begun: AtomicUsize::new(0),
+            under_way: Mutex::default(),
+            found: Mutex::default(),
+        };
         let checksums = parallel::map_indexed(
             threads,
             work.len(),
@@ -142,7 +141,7 @@ impl ImageLoader<'_> {
         // any more.
         copies.finish_but(0)?;
         check_parts(work.iter().zip(checksums?))?;
-        copies.unlike()
+        copies.found.into_inner().unlike()
     }
 
     /// The side that proves an image which is stored as it is.
@@ -241,6 +240,145 @@ struct StagingFill {
     staged: Option<StagingBuf>,
     /// How many bytes of it are filled.
     filled: usize,
+}
+
+/// A range of a page on its way up.
+#[derive(Clone, Copy)]
+struct Part {
+    /// Its first byte in staging.
+    at: usize,
+    /// Its place in page memory.
+    target: Span,
+    /// The image that it is of.
+    of: ImageRequest,
+    /// Its first byte in the page.
+    offset: u64,
+}
+
+/// Copies from staging to pages that are under way.
+struct PendingCopies<'a> {
+    /// Whose device and staging the copies use.
+    loader: &'a ImageLoader<'a>,
+    /// Counts the lists that were submitted, so that lanes take turns.
+    begun: AtomicUsize,
+    /// The oldest first, or nearly so: threads add theirs as they come.
+    under_way: Mutex<VecDeque<Copies>>,
+    /// What the device's sums of the copies that are done say.
+    found: Mutex<FoundSums>,
+}
+
+/// A list that brings parts of pages up.
+struct Copies {
+    pending: Pending,
+    /// The parts that the device sums.
+    summed: Vec<Part>,
+}
+
+/// The device's sums, as far as they do not prove a page.
+#[derive(Default)]
+struct FoundSums {
+    /// Images whose page has another sum.
+    unlike: Vec<ImageRequest>,
+    /// Parts of pages, each with its sum: they prove a page only together.
+    parts: Vec<(Part, u32)>,
+}
+
+impl FoundSums {
+    /// Takes the sum of what arrived.
+    fn add(&mut self, part: &Part, sum: u32) -> Result<()> {
+        if part.target.len < part.of.len {
+            push(&mut self.parts, (*part, sum))
+        } else if sum != part.of.image.raw_crc {
+            push(&mut self.unlike, part.of)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The images whose pages have another sum.
+    fn unlike(self) -> Result<Vec<ImageRequest>> {
+        let Self { mut unlike, mut parts } = self;
+        parts.sort_unstable_by_key(|(part, _)| (part.of.page, part.offset));
+        for of_page in parts.chunk_by(|(one, _), (next, _)| one.of.page == next.of.page) {
+            let mut sum = crc32fast::Hasher::new();
+            let mut end = 0;
+            for (part, of_part) in of_page {
+                // I6: a hole would be bytes of the page that no sum proves.
+                assert!(part.offset == end, "a part of a page without its sum");
+                end += part.target.len;
+                sum.combine(&crc32fast::Hasher::new_with_initial_len(*of_part, part.target.len));
+            }
+            let of = of_page[0].0.of;
+            assert!(end == of.len, "the last part of a page without its sum"); // I6
+            if sum.finalize() != of.image.raw_crc {
+                push(&mut unlike, of)?;
+            }
+        }
+        Ok(unlike)
+    }
+}
+
+impl PendingCopies<'_> {
+    /// Copies bytes to staging, and submits their upload.
+    fn upload_copy(&self, bytes: &[u8], parts: &[Part]) -> Result<()> {
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let mut staged = self.loader.staging.take(bytes.len())?;
+        staged.copy_from_slice(bytes);
+        self.upload(staged, parts)
+    }
+
+    /// Submits the upload of these parts, which lie in `staged`, with their sums where the device makes them.
+    fn upload(&self, staged: StagingBuf, parts: &[Part]) -> Result<()> {
+        let ImageLoader { device, staging: pool, lanes, .. } = *self.loader;
+        let parts = || parts.iter().filter(|part| part.target.len > 0);
+        let upload = |part: &Part| {
+            let source = StagingSpan { index: 0, offset: part.at, len: part.target.len as usize };
+            Command::Upload { source, target: part.target }
+        };
+        let mut commands = Vec::new();
+        make_room(&mut commands, parts().count() + 1)?;
+        commands.extend(parts().map(upload));
+        let mut list = CommandList { commands, staging: vec![staged.into_staging()] };
+        let summed = if device.crosses_bus() { collected(parts().copied())? } else { Vec::new() };
+        if !summed.is_empty() {
+            // After the copies, in one list: the sums are of what arrived.
+            pool.add_sums(&mut list, collected(summed.iter().map(|part| part.target))?)?;
+        }
+        // Any order will do: a counter is enough to spread the lists.
+        let turn = self.begun.fetch_add(1, Ordering::Relaxed) % lanes.len();
+        let pending = device.submit(lanes[turn], list)?;
+        self.under_way.lock().push_back(Copies { pending, summed });
+        // The thread that adds a copy waits for the oldest: so staging is bounded for all of them together.
+        self.finish_but(COPIES_MAX)
+    }
+
+    /// Waits for the oldest copies until at most `at_most` are under way, and gives their staging back.
+    /// Staging of copies that are done already is given back, too, and used for the next ones: on the
+    /// host it is in the processor's cache.
+    fn finish_but(&self, at_most: usize) -> Result<()> {
+        // A fence that was reached costs no wait.
+        let is_done = |copies: &Copies| {
+            let Fence { lane, value } = copies.pending.fence();
+            value <= self.loader.device.reached(lane)
+        };
+        let oldest = || {
+            let mut under_way = self.under_way.lock();
+            let is_due = under_way.len() > at_most || under_way.front().is_some_and(is_done);
+            if is_due { under_way.pop_front() } else { None }
+        };
+        while let Some(Copies { pending, summed }) = oldest() {
+            let staging = pending.finish(self.loader.device)?;
+            if !summed.is_empty() {
+                let sums = &staging[1][..sums_len(summed.len())];
+                let mut found = self.found.lock();
+                summed.iter().zip(sums_in(sums)).try_for_each(|(part, sum)| found.add(part, sum))?;
+            }
+            staging.into_iter().for_each(|used| self.loader.staging.give(used));
+        }
+        Ok(())
+    }
 }
 
 /// Cuts a run into pieces of work. A run is one piece, unless it is a single long image: that one is
