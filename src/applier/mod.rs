@@ -14,6 +14,7 @@ mod catch;
 mod unloaded;
 mod exact_cut;
 mod handover;
+mod filled;
 mod readback;
 mod arrival;
 mod in_flight;
@@ -37,6 +38,7 @@ pub(crate) use catch::Catch;
 pub use changes::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, stage_aside};
 pub(crate) use exact_cut::ExactCut;
+pub(crate) use filled::FilledMemory;
 pub(crate) use handover::Handover;
 pub(crate) use lease_table::{LeaseId, Leases};
 pub(crate) use readback::{Caught, Drain, Drained};
@@ -53,7 +55,7 @@ use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::threads;
 use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::sums::changed_on_the_way;
-use crate::device::{CommandList, Device, Fence, Lane, MemoryId, Pending, SHORT_COPY_LEN_MAX, Span};
+use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskImage, DiskPage, DiskPages};
 use crate::memory::arena::{Arena, PageMemory};
@@ -65,10 +67,6 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// A list is submitted when its payloads reach this number of bytes.
 const LIST_BYTES: usize = 256 << 10;
-
-/// New memory that holds the bytes which an image gives its page, in ascending order: the applier leaves it
-/// as it is.
-pub(crate) type FilledMemory = Vec<(PageId, MemoryId)>;
 
 /// Images of pages that a batch takes to disk, each with the page's bytes as they are before the batch.
 pub(crate) type NewDiskImages = Vec<(PageId, Option<Arc<DiskImage>>)>;

@@ -171,9 +171,7 @@ impl Worker {
     fn batch(&mut self, work: ApplyWork) {
         let ApplyWork { point, payload, changes, filled, sums, room, handover, .. } = work;
         let ApplyWork { mut memory, mut relocations, mut asides, to_disk, .. } = work;
-        let is_filled = |page: PageId, new: &PageMemory| {
-            !filled.is_empty() && filled.binary_search(&(page, new.span().memory)).is_ok()
-        };
+        let is_filled = |page: PageId, new: &PageMemory| filled.has(page, new.span().memory);
         let mut ranges = self.shared.changes().is_watched().then(WrittenRanges::default);
         if !self.list.has_room(&room) {
             self.flush();
@@ -225,7 +223,8 @@ impl Worker {
                         self.before_change(page, &mut relocations);
                     } else {
                         let new = memory.pop_front().expect("one for each move to another place");
-                        self.replace(page, new, false);
+                        let has_bytes = is_filled(page, &new);
+                        self.replace(page, new, has_bytes);
                     }
                 }
                 Op::Delete { page } => {
@@ -257,7 +256,8 @@ impl Worker {
                     });
                 }
                 _ => {
-                    let is_in_place = matches!(at.op, Op::Image { page, .. } if has_filled(&filled, page));
+                    let is_in_place =
+                        matches!(at.op, Op::Image { page, .. } if self.holds_image(page, &filled));
                     let has_aside = needs_aside(&at.op) && !is_in_place;
                     let aside = if has_aside { asides.pop_front() } else { None };
                     if let Some(page) = at.op.page() {
@@ -303,6 +303,12 @@ impl Worker {
         self.give_up(page, old);
         self.versions.moved_to_disk(page);
         self.applied.on_disk.insert(page, self.disk_pages.page(image.1.clone()));
+    }
+
+    /// Whether the page's memory holds the bytes that an image of the batch gives it.
+    fn holds_image(&self, page: PageId, filled: &FilledMemory) -> bool {
+        let memory = self.applied.memory.get(page).expect("planned on a page that exists");
+        filled.has_image(page, memory.span().memory)
     }
 
     /// Takes a page to new memory, shortened or extended by zeros to its length. Memory that is filled stays
@@ -498,12 +504,6 @@ impl Worker {
             tracing::warn!(%error, "cannot give page memory back");
         }
     }
-}
-
-/// Whether some memory of a batch holds the bytes that an image gives this page.
-fn has_filled(filled: &FilledMemory, page: PageId) -> bool {
-    let at = filled.partition_point(|(of, _)| *of < page);
-    filled.get(at).is_some_and(|(of, _)| *of == page)
 }
 
 /// Gives back memory that no list names.

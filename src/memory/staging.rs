@@ -13,7 +13,7 @@ use std::sync::Arc;
 use remanent_format::Defect;
 use remanent_format::op::PayloadBytes;
 
-use crate::base::allocation::{make_room, push};
+use crate::base::allocation::{collected, make_room, push};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::Mutex;
 use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
@@ -134,23 +134,38 @@ impl StagingPool {
     /// # Errors
     /// `OutOfMemory`; a device error, also where other bytes arrived, twice.
     pub fn upload(&self, lane: Lane, target: Span, bytes: &[u8]) -> Result<()> {
+        self.upload_each(lane, &[(target, bytes)])
+    }
+
+    /// As [`upload`](Self::upload), for several ranges of memory by one list of commands.
+    ///
+    /// # Errors
+    /// Those of [`upload`](Self::upload).
+    pub fn upload_each(&self, lane: Lane, parts: &[(Span, &[u8])]) -> Result<()> {
         let once = || {
-            let mut staged = self.take(bytes.len())?;
-            staged.copy_from_slice(bytes);
-            let source = StagingSpan { index: 0, offset: 0, len: bytes.len() };
-            let mut list = CommandList {
-                commands: vec![Command::Upload { source, target }],
-                staging: vec![staged.into_staging()],
-            };
+            let mut staged = self.take(parts.iter().map(|(_, bytes)| bytes.len()).sum())?;
+            let mut list = CommandList::default();
+            let mut offset = 0;
+            for (target, bytes) in parts {
+                let source = StagingSpan { index: 0, offset, len: bytes.len() };
+                staged[offset..][..bytes.len()].copy_from_slice(bytes);
+                push(&mut list.commands, Command::Upload { source, target: *target })?;
+                offset += bytes.len();
+            }
+            push(&mut list.staging, staged.into_staging())?;
             if self.device.crosses_bus() {
-                self.add_sums(&mut list, vec![target])?;
+                self.add_sums(&mut list, collected(parts.iter().map(|(target, _)| *target))?)?;
             }
             let returned = self.device.submit(lane, list)?.finish(&*self.device)?;
-            let found = returned.get(1).and_then(|sums| sums_in(sums).next());
+            let as_sent = |sums: &Staging| {
+                let sent = parts.iter().map(|(_, bytes)| crc32fast::hash(bytes));
+                sums_in(&sums[..sums_len(parts.len())]).eq(sent)
+            };
+            let is_proven = returned.get(1).is_none_or(as_sent);
             self.give_all(returned);
-            Ok::<_, Error>(found.is_none_or(|sum| sum == crc32fast::hash(bytes)))
+            Ok::<_, Error>(is_proven)
         };
-        if once()? || once()? { Ok(()) } else { Err(changed_on_the_way(&*self.device, "a page")) }
+        if once()? || once()? { Ok(()) } else { Err(changed_on_the_way(&*self.device, "pages")) }
     }
 
     /// The first `len` bytes of a staging; another one if it is shorter.

@@ -3,11 +3,14 @@
 
 use std::sync::Arc;
 
+use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
+use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, EIO, Operation, SimDisk};
 use remanent::{
-    Ack, Epoch, Error, FileName, Folder, Key, Options, PageId, Place, Remedy, Store, StoreId, WriteBatch,
+    Ack, Epoch, Error, FileName, Folder, Key, Options, PageId, Place, Remedy, Store, StoreId, Width,
+    WriteBatch,
 };
 use remanent_format::frame::FrameKind;
 use remanent_format::image::{ImageFileHeader, ImagePurpose};
@@ -330,4 +333,47 @@ fn long_pages_keep_their_order_among_other_commits() {
     let state = State::of(&store);
     drop(store);
     assert_eq!(State::of(&open(&disk).unwrap()), state);
+}
+
+/// A batch moves a page and overwrites all of it, in this order and with more between the two: the page has
+/// the new bytes, wherever it came from and went to, before and after a restart.
+#[test]
+fn a_page_that_moves_and_is_overwritten_has_the_new_bytes() {
+    const PLACES: [Place; 3] = [Place::Disk, Place::Host, Place::Pinned];
+    let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
+    for device in [host(), Arc::new(LateDevice::seeded(host(), 3))] {
+        let disk = SimDisk::new();
+        let reopen = || Store::open_on(Arc::new(disk.clone()), device.clone(), small()).unwrap();
+        let mut store = reopen();
+        let mut seed = 0;
+        for (from, to) in PLACES.iter().flat_map(|from| PLACES.iter().map(move |to| (*from, *to))) {
+            for is_adjacent in [true, false] {
+                seed += 2;
+                let mut batch = store.batch();
+                batch.create_from(content(seed), from);
+                batch.create(5, Place::Host);
+                let [page, other] = store.commit(batch).unwrap().pages[..] else { panic!("two pages") };
+                let mut batch = store.batch();
+                batch.move_to(page, to);
+                if !is_adjacent {
+                    batch.set_metadata(page, "between", 1_i64);
+                    batch.write(other, 0, b"hello");
+                }
+                batch.write(page, 0, &content(seed + 1));
+                // Elements with gaps between them are staged as whole pages are.
+                batch.scatter(other, Width::W1, &[1, 3], b"ab");
+                store.commit(batch).unwrap();
+                let check = |store: &Store| {
+                    let what = format!("{from:?} to {to:?}, adjacent: {is_adjacent}");
+                    assert!(store.read_to_vec(page).unwrap() == content(seed + 1), "{what}");
+                    let expected = if is_adjacent { b"\0a\0b\0" } else { b"halbo" };
+                    assert_eq!(store.read_to_vec(other).unwrap(), expected, "{what}");
+                };
+                check(&store);
+                drop(store);
+                store = reopen();
+                check(&store);
+            }
+        }
+    }
 }

@@ -288,6 +288,30 @@ fn stream(content: Content) {
     store.close().unwrap();
 }
 
+/// New pages whose bytes the caller has: in addition to their memory a few pieces are held, however many
+/// bytes the batch has.
+#[test]
+fn a_batch_of_whole_pages_is_staged_by_pieces() {
+    const SHORT: u64 = 1 << 20;
+    let _alone = alone();
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path(), options()).unwrap();
+    for content in [Content::Rising, Content::Noise] {
+        let mut batch = store.batch();
+        batch.create_from(content.piece(0, LEN), Place::Host);
+        for number in 0..LEN / SHORT {
+            batch.create_from(content.piece(number, number + SHORT), Place::Host);
+        }
+        let (pages, taken) = peak(|| store.commit(batch).unwrap().pages);
+        assert_bounded("a batch of whole pages", content, taken, 2 * LEN);
+        check(&store, pages[0], content);
+        for (number, page) in (0..).zip(&pages[1..]) {
+            assert!(store.read_to_vec(*page).unwrap() == content.piece(number, number + SHORT));
+        }
+    }
+    store.close().unwrap();
+}
+
 #[test]
 fn a_long_page_that_compresses_is_taken_from_a_source_by_pieces() {
     stream(Content::Rising);

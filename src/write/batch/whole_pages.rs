@@ -4,8 +4,8 @@
 
 use std::collections::BTreeMap;
 
-use remanent_format::PageId;
 use remanent_format::image::ImageRef;
+use remanent_format::{PageId, Place};
 
 use super::{BatchStep, WriteBatch};
 use crate::base::allocation::collected;
@@ -23,6 +23,9 @@ pub(crate) struct WholePage<'a> {
     pub page: PageId,
     /// The length that the page was said to have before the batch; none if the batch creates it.
     pub len_before: Option<u64>,
+    /// The place where the batch creates the page with this length, so that its first memory may have the
+    /// bytes from the beginning.
+    pub created_in: Option<Place>,
     /// The page's bytes after the batch.
     pub bytes: &'a [u8],
 }
@@ -34,6 +37,8 @@ pub(crate) type OpImages = BTreeMap<usize, ImageRef>;
 pub(super) struct Fate {
     len_before: Option<u64>,
     len: Option<u64>,
+    /// The place where it was created with this length.
+    created_in: Option<Place>,
     /// The only step that changed its bytes, if it replaced all of them.
     pub whole: Option<usize>,
     changed: bool,
@@ -63,8 +68,9 @@ impl WriteBatch {
         let whole = fates.into_iter().filter_map(|(page, fate)| {
             let step = fate.whole?;
             let BatchStep::Write { bytes, .. } = &self.steps[step] else { return None };
-            let len_before = fate.len_before;
-            (bytes.len() as u64 >= WHOLE_PAGE_LEN_MIN).then_some(WholePage { step, page, len_before, bytes })
+            let Fate { len_before, created_in, .. } = fate;
+            let whole = WholePage { step, page, len_before, created_in, bytes };
+            (bytes.len() as u64 >= WHOLE_PAGE_LEN_MIN).then_some(whole)
         });
         let mut whole = collected(whole)?;
         whole.sort_unstable_by_key(|whole| whole.step);
@@ -84,11 +90,15 @@ impl WriteBatch {
             let Some(page) = step.changes(pages, &mut new_pages) else { continue };
             let fate = fates.entry(page).or_insert_with(|| {
                 let len = len_of(page);
-                Fate { len_before: len, len, whole: None, changed: false }
+                Fate { len_before: len, len, created_in: None, whole: None, changed: false }
             });
             match step {
-                BatchStep::Create { len, .. } => fate.len = Some(*len),
-                BatchStep::Resize { len, .. } => (fate.whole, fate.len) = (None, Some(*len)),
+                BatchStep::Create { len, place, .. } => {
+                    (fate.len, fate.created_in) = (Some(*len), Some(*place));
+                }
+                BatchStep::Resize { len, .. } => {
+                    (fate.whole, fate.len, fate.created_in) = (None, Some(*len), None);
+                }
                 BatchStep::Write { .. } | BatchStep::Source { .. } => {
                     let is_whole = match step {
                         BatchStep::Write { offset, bytes, .. } => {
@@ -206,7 +216,27 @@ mod tests {
         batch.write(OLD, 0, &[1; LEN]);
         let len_of = |_| Some(LEN as u64);
         assert_eq!(batch.whole_pages(&[], LEN as u64 + 1, len_of).unwrap(), []);
-        let whole = WholePage { step: 0, page: OLD, len_before: Some(LEN as u64), bytes: &[1; LEN] };
+        let whole = WholePage {
+            step: 0,
+            page: OLD,
+            len_before: Some(LEN as u64),
+            created_in: None,
+            bytes: &[1; LEN],
+        };
         assert_eq!(batch.whole_pages(&[], LEN as u64, len_of).unwrap(), [whole]);
+    }
+
+    /// Memory that is filled in advance is that of the create, so it must be as long.
+    #[test]
+    fn a_page_is_created_somewhere_only_with_the_length_that_it_keeps() {
+        let mut batch = WriteBatch::default();
+        batch.create_from([1; LEN], Place::Pinned);
+        let page = batch.create(10, Place::Host).page();
+        batch.resize(page, LEN as u64).write(page, 0, &[1; LEN]).write(OLD, 0, &[1; LEN]);
+        let len_of = |page| (page == OLD).then_some(LEN as u64);
+        let found = batch.whole_pages(&[PageId(5), PageId(6)], 0, len_of).unwrap();
+        let found = found.iter().map(|whole| (whole.page, whole.created_in));
+        let expected = [(PageId(5), Some(Place::Pinned)), (PageId(6), None), (OLD, None)];
+        assert_eq!(found.collect::<Vec<_>>(), expected);
     }
 }

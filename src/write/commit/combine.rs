@@ -168,8 +168,9 @@ mod tests {
     use std::collections::VecDeque;
 
     use super::super::disk_moves::DiskOps;
+    use super::super::draft::Provision;
     use super::*;
-    use crate::applier::ListRoom;
+    use crate::applier::FilledMemory;
     use crate::device::host::HostDevice;
     use crate::log::SpacePurpose;
     use crate::memory::staging::StagingPool;
@@ -185,13 +186,10 @@ mod tests {
             staged: Vec::new(),
             lens: Vec::new(),
             memory: VecDeque::new(),
-            filled: Vec::new(),
+            filled: FilledMemory::default(),
             disk_ops: DiskOps::default(),
             to_disk: Vec::new(),
-            relocations: Vec::new(),
-            asides: VecDeque::new(),
-            sums: None,
-            room: ListRoom::default(),
+            provision: Provision::default(),
             handover: None,
         }
     }

@@ -280,8 +280,9 @@ impl Committer {
         memory: &VecDeque<PageMemory>,
         filled: &mut FilledMemory,
     ) -> Result<Vec<(PageId, Lsn)>> {
-        let mut left = set_of(found.coming.iter().copied());
-        filled.iter().for_each(|(page, _)| _ = left.remove(page));
+        // Of a page that the batch overwrites whole, the bytes on disk are not needed.
+        let coming = found.coming.iter().copied().filter(|page| !filled.has_image_of(*page));
+        let mut left = set_of(coming);
         let (mut pages, mut targets) = (Vec::new(), HashMap::new());
         for (made, memory) in made.iter().zip(memory) {
             let Op::Move { page, .. } = ops[made.op].op else { continue };
@@ -289,10 +290,9 @@ impl Committer {
             if left.remove(&page) {
                 push(&mut pages, page)?;
                 insert(&mut targets, page, memory.span())?;
-                push(filled, (page, memory.span().memory))?;
             }
         }
-        filled.sort_unstable();
+        filled.add_moved(targets.iter().map(|(page, span)| (*page, span.memory)))?;
         let copies = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let mut copies = Vec::new();

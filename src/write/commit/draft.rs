@@ -42,16 +42,24 @@ pub(super) struct Draft {
     pub disk_ops: DiskOps,
     /// Images of the pages that it takes to disk.
     pub to_disk: NewDiskImages,
-    /// Memory to which leased pages move, so that a lease goes on showing the bytes that it showed.
-    pub relocations: Vec<(PageId, PageMemory)>,
+    /// What else the applier takes for it.
+    pub provision: Provision,
+    /// Where the memory of a page goes that it deletes.
+    pub handover: Option<Arc<Handover>>,
+}
+
+/// What the applier takes for a batch besides the memory of its pages. It is there before the batch is
+/// logged: after that, a lack of memory would come too late.
+#[derive(Default)]
+pub(super) struct Provision {
     /// Bytes that the applier copies from elsewhere than the payload.
     pub asides: VecDeque<StagingBuf>,
-    /// The sums of its long writes, where they cross a bus.
+    /// The sums of the batch's long writes, where they cross a bus.
     pub sums: Option<ArrivalSums>,
     /// Memory for the applier's list.
     pub room: ListRoom,
-    /// Where the memory of a page goes that it deletes.
-    pub handover: Option<Arc<Handover>>,
+    /// Memory to which leased pages move, so that a lease goes on showing the bytes that it showed.
+    pub relocations: Vec<(PageId, PageMemory)>,
 }
 
 /// The last change of each page when it was copied: of its bytes, its metadata or its place.
@@ -93,7 +101,7 @@ impl Committer {
             };
             // A page on disk has no memory that could be leased.
             let is_on_disk = || home_of(*page).is_some_and(|(place, _)| place == Place::Disk);
-            draft.relocations.iter().any(is_its_own) || is_on_disk()
+            draft.provision.relocations.iter().any(is_its_own) || is_on_disk()
         };
         if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_relocation) {
             return Ok(None);
@@ -163,7 +171,8 @@ impl Committer {
         // version, too.
         self.engine.versions.install(&changes);
         then(point, &changes);
-        let Draft { payload, memory, filled, to_disk, relocations, asides, sums, room, handover, .. } = draft;
+        let Draft { payload, memory, filled, to_disk, provision, handover, .. } = draft;
+        let Provision { asides, sums, room, relocations } = provision;
         let work = ApplyWork {
             point,
             payload,
@@ -183,7 +192,8 @@ impl Committer {
 
     /// Gives back the memory of a draft that was not logged.
     pub(super) fn take_back(&self, draft: Draft) {
-        let Draft { payload, memory, relocations, asides, sums, .. } = draft;
+        let Draft { payload, memory, provision, .. } = draft;
+        let Provision { asides, sums, relocations, .. } = provision;
         for staged in asides.into_iter().chain(sums.map(|sums| sums.staging)).chain([payload]) {
             self.engine.staging.give(staged.into_staging());
         }

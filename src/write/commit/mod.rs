@@ -2,7 +2,8 @@
 //!
 //! 1. Outside the lock: read sources, find what captures changed, read what clones and copies take, write
 //!    whole pages ahead, encode, fill in bytes that only the device has seen, checksum, allocate page memory,
-//!    fill that of pages from sources. Nothing so far is visible, and all of it can be taken back.
+//!    fill that of pages from sources and from disk. Nothing so far is visible, and all of it can be taken
+//!    back.
 //! 2. Under the submission lock: preconditions, the plan, the append (I1: only now, with payload and
 //!    checksum in hand, is an Lsn assigned), the table, the hand-over to the applier. The order of the
 //!    lock is the order of the log and of the lane. The lock holder does this for the batches that wait
@@ -17,22 +18,23 @@ mod device_payload;
 mod capture;
 mod diff;
 mod draft;
-mod image_fills;
+mod fills;
 mod going_reader;
 mod disk_moves;
 mod page_memory;
 mod ranges;
 mod sources;
+mod whole_pages;
 mod combine;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use remanent_format::op::{Op, decode_payload};
+use remanent_format::op::{Op, OpAt, decode_payload};
 use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
-use crate::applier::{ArrivalSums, ListRoom, stage_aside};
+use crate::applier::{ArrivalSums, FilledMemory, ListRoom, stage_aside};
 use crate::base::allocation::{append, collected, copied, insert, map_of, push};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
@@ -43,15 +45,17 @@ use crate::error::{Error, Result};
 use crate::images::numbers::ImageFiles;
 use crate::images::{AheadImages, ImageOptions};
 use crate::log::{Log, SpacePurpose};
-use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WholePage, WriteBatch};
+use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WriteBatch};
 
 use capture::Captures;
 pub use capture::{Direction, Shadow};
 pub(crate) use combine::CombineQueue;
 use disk_moves::{DiskOps, GoingPages};
-use draft::{Draft, Outcome, SourceVersions};
+use draft::{Draft, Outcome, Provision, SourceVersions};
+use fills::FillSources;
 use page_memory::LentPages;
 use sources::SourceImages;
+use whole_pages::WholePages;
 
 /// How often the bytes that a batch copies are read without the lock. After that the lock is held meanwhile.
 const COPY_TRIES: usize = 3;
@@ -81,10 +85,8 @@ pub(crate) struct Committer {
 /// such work is not left to another lock holder.
 struct CommitterWork<'a, 's> {
     captures: &'a Captures<'a>,
-    /// Pages whose bytes are in images already.
-    whole: Vec<WholePage<'a>>,
-    /// The image file, which goes if the batch is refused.
-    ahead: Option<AheadImages<'a>>,
+    /// Pages whose bytes are in images already, and of new ones in memory.
+    whole: WholePages<'a>,
     /// Pages that come from sources, with their image file.
     sources: &'a mut SourceImages<'s>,
     /// Pages that go to disk, with their image file.
@@ -130,11 +132,11 @@ impl Committer {
             // From here to the append, whatever is looked up without the lock is noted in the draft, and
             // checked again under the lock.
             let (copied, staged) = self.read_copied(&sources, &pages, locked.as_deref())?;
-            let (whole, ahead) = self.write_ahead(batch, &pages, locked.as_deref())?;
-            let images = ahead.iter().flat_map(AheadImages::images).copied();
+            let whole = self.write_ahead(batch, &pages, &lent, locked.as_deref())?;
+            let images = whole.ahead.iter().flat_map(AheadImages::images).copied();
             // A frame names the images instead of having the bytes: they are written once.
             let images =
-                map_of(whole.iter().map(|whole| whole.step).zip(images).chain(from_sources.images()));
+                map_of(whole.pages.iter().map(|whole| whole.step).zip(images).chain(from_sources.images()));
             let read = &from_sources.short;
             let lens = self.lens(batch, locked.as_deref());
             let captured = &captures.found;
@@ -151,21 +153,17 @@ impl Committer {
                 purpose: if only_deletes { SpacePurpose::Delete } else { SpacePurpose::User },
                 expected: collected(batch.expectations().iter().copied().chain(captures.epochs()))?,
                 staged,
-                lens: collected(whole.iter().map(|whole| (whole.page, whole.len_before)))?,
+                lens: collected(whole.pages.iter().map(|whole| (whole.page, whole.len_before)))?,
                 memory: VecDeque::new(),
-                filled: Vec::new(),
+                filled: FilledMemory::default(),
                 disk_ops: DiskOps::default(),
                 to_disk: Vec::new(),
-                relocations: Vec::new(),
-                asides: VecDeque::new(),
-                sums: None,
-                room: ListRoom::default(),
+                provision: Provision::default(),
                 handover: batch.handover(),
             };
             let own = CommitterWork {
                 captures: &captures,
                 whole,
-                ahead,
                 sources: &mut from_sources,
                 going: GoingPages::default(),
                 lent: &lent,
@@ -188,30 +186,6 @@ impl Committer {
         }
         let first = self.next_page.fetch_add(count, Ordering::Relaxed);
         collected((first..first + count).map(PageId))
-    }
-
-    /// Writes the batch's whole pages to an image file, if they are worth one. The file and its name are
-    /// durable when this returns: a frame that names it must never be found without it.
-    ///
-    /// The length of an old page is only looked at here. It is checked again under the lock: a page that
-    /// was resized meanwhile is not whole any more.
-    fn write_ahead<'a>(
-        &'a self,
-        batch: &'a WriteBatch,
-        pages: &[PageId],
-        locked: Option<&PageTable>,
-    ) -> Result<(Vec<WholePage<'a>>, Option<AheadImages<'a>>)> {
-        let len_in = |table: &PageTable, page| table.get(page).map(|info| info.len);
-        let whole = batch.whole_pages(pages, self.ahead_bytes_min, |page| match locked {
-            Some(table) => len_in(table, page),
-            None => len_in(&self.submitted.lock(), page),
-        })?;
-        if whole.is_empty() {
-            return Ok((whole, None));
-        }
-        let contents = collected(whole.iter().map(|whole| (whole.page, whole.bytes)))?;
-        let write = || AheadImages::write(&self.files, self.engine.store, self.images, &contents);
-        Ok((whole, Some(self.in_space(write)?)))
     }
 
     /// Writes an image file ahead of its batch, in space that nothing else needs.
@@ -297,36 +271,22 @@ impl Committer {
         }
         append(&mut draft.staged, own.going.versions.iter().copied())?;
         draft.to_disk = std::mem::take(&mut own.going.images);
-        let whole = map_of(own.whole.iter().map(|whole| (whole.page, whole.bytes)));
-        // Bytes that the applier cannot take from the payload are staged here: there, a lack of memory
-        // would come too late.
-        let is_staged = |index: usize, op: &Op<'_>| !own.sources.holds(op) && !draft.disk_ops.has(index);
-        let staged_ops =
-            || (0..).zip(&ops).filter(|(index, at)| is_staged(*index, &at.op)).map(|(_, at)| &at.op);
-        let asides = staged_ops().filter_map(|op| stage_aside(op, &whole, &self.engine.staging).transpose());
-        let mut staged = Vec::new();
-        for aside in asides {
-            push(&mut staged, aside?)?;
-        }
-        let sums = match self.engine.device.crosses_bus() {
-            true => ArrivalSums::of(staged_ops(), &self.engine.staging)?,
-            false => None,
-        };
-        (draft.asides, draft.sums) = (staged.into(), sums);
-        draft.room = ListRoom::of(&ops)?;
+        let whole = map_of(own.whole.pages.iter().map(|whole| (whole.page, whole.bytes)));
         // Memory that is refused must refuse the batch: once it is logged, it must be applied.
-        let (made, memory) = self.allocate(&ops, own.lent, locked.as_deref())?;
-        let filled = self.fill_memory(own.sources, &draft.disk_ops, &ops, &made, memory)?;
-        (draft.memory, draft.filled) = (filled.memory, filled.pages);
-        append(&mut draft.staged, filled.versions)?;
-        draft.relocations = match self.relocations(&ops, locked.as_deref()) {
-            Ok(relocations) => relocations,
+        let (made, new) = self.allocate(&ops, own.lent, &mut own.whole.memory, locked.as_deref())?;
+        let from = FillSources { sources: own.sources, disk_ops: &draft.disk_ops };
+        let (new, versions) = self.fill_memory(&from, &ops, &made, new)?;
+        (draft.memory, draft.filled) = (new.memory, new.filled);
+        let provision = append(&mut draft.staged, versions)
+            .and_then(|()| self.provision(&ops, &draft, &whole, locked.as_deref()));
+        match provision {
+            Ok(provision) => draft.provision = provision,
             Err(error) => {
                 // The draft goes, and nothing is logged: what it allocated so far is given back.
                 self.discard(draft.memory);
                 return Err(error);
             }
-        };
+        }
 
         // A lock that is free is taken. If another thread has it, a draft without own work is left to
         // that thread: handing the lock on would cost a change of threads a batch.
@@ -359,10 +319,42 @@ impl Committer {
     }
 }
 
+impl Committer {
+    /// Takes what the applier needs for a batch besides the memory of its pages.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, `OverBudget`, a device error.
+    fn provision(
+        &self,
+        ops: &[OpAt<'_>],
+        draft: &Draft,
+        whole: &BTreeMap<PageId, &[u8]>,
+        locked: Option<&PageTable>,
+    ) -> Result<Provision> {
+        let Engine { staging, device, .. } = &*self.engine;
+        // What the applier finds in place, or reads from disk, it takes from nowhere else.
+        let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if draft.filled.has_image_of(*page));
+        let is_taken = |index: usize, op: &Op<'_>| !draft.disk_ops.has(index) && !is_there(op);
+        let taken = || (0..).zip(ops).filter(|(index, at)| is_taken(*index, &at.op)).map(|(_, at)| &at.op);
+        let mut asides = Vec::new();
+        for aside in taken().filter_map(|op| stage_aside(op, whole, staging).transpose()) {
+            push(&mut asides, aside?)?;
+        }
+        let sums = if device.crosses_bus() { ArrivalSums::of(taken(), staging)? } else { None };
+        let room = ListRoom::of(ops)?;
+        // Last: it alone has to be given back.
+        let relocations = self.relocations(ops, locked)?;
+        Ok(Provision { asides: asides.into(), sums, room, relocations })
+    }
+}
+
 impl CommitterWork<'_, '_> {
     /// Whether there is any such work.
     fn is_needed(&self) -> bool {
-        !self.captures.is_empty() || self.ahead.is_some() || self.sources.is_any() || self.going.is_written()
+        !self.captures.is_empty()
+            || self.whole.ahead.is_some()
+            || self.sources.is_any()
+            || self.going.is_written()
     }
 
     /// The batch is logged.
@@ -372,8 +364,8 @@ impl CommitterWork<'_, '_> {
         self.captures.belong_to(changes);
         self.sources.logged(known, log, point);
         self.going.logged(known, log, point);
-        if let Some(ahead) = self.ahead.take() {
-            let pages = self.whole.iter().map(|whole| Some((whole.page, whole.bytes.len() as u64)));
+        if let Some(ahead) = self.whole.ahead.take() {
+            let pages = self.whole.pages.iter().map(|whole| Some((whole.page, whole.bytes.len() as u64)));
             images_logged(ahead, pages, known, log, point);
         }
     }
@@ -383,7 +375,7 @@ impl CommitterWork<'_, '_> {
         // Where the log has failed, a frame may be there that names the images: they stay. Otherwise
         // dropping them removes the file.
         if matches!(error, Error::Poisoned(_)) {
-            self.ahead.iter_mut().for_each(AheadImages::leave);
+            self.whole.ahead.iter_mut().for_each(AheadImages::leave);
             self.sources.leave();
             self.going.leave();
         }

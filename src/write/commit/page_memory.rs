@@ -12,20 +12,23 @@ use remanent_format::op::{Op, OpAt};
 use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
+use crate::applier::FilledMemory;
 use crate::base::allocation::{collected, insert, push};
-use crate::device::DeviceBytes;
+use crate::device::{CommandList, DeviceBytes, Lane, MemoryId};
 use crate::error::{Error, Result};
 use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
     /// Allocates page memory for the creates, resizes and moves of a batch, in their order: all of it or
-    /// none, each with the operation that needs it. New pages live in the memory that `lent` has for them.
+    /// none, each with the operation that needs it. New pages live in the memory that `lent` has for them, or
+    /// `ready`, which has their bytes.
     pub(super) fn allocate(
         &self,
         ops: &[OpAt<'_>],
         lent: &LentPages<'_>,
+        ready: &mut ReadyMemory<'_>,
         locked: Option<&PageTable>,
-    ) -> Result<(Vec<MadeMemory>, VecDeque<PageMemory>)> {
+    ) -> Result<(Vec<MadeMemory>, NewMemory)> {
         // Without the lock, unless the caller holds it: `append` looks again, and a draft with other
         // memory is stale.
         let homes = homes_made(ops, |page| match locked {
@@ -35,16 +38,20 @@ impl Committer {
         // Handles that pages have left are dropped by this thread: their owners are callers' code.
         self.engine.arena.drop_let_go();
         let in_lent = |made: &MadeMemory| lent.get(&made.new_page?).copied().zip(made.new_page);
-        let own = collected(homes.iter().filter(|made| in_lent(made).is_none()).map(|made| made.at))?;
+        let is_ready = |made: &MadeMemory| made.new_page.is_some_and(|page| ready.has(page));
+        let is_own = |made: &&MadeMemory| in_lent(made).is_none() && !is_ready(made);
+        let own = collected(homes.iter().filter(is_own).map(|made| made.at))?;
         // Before page memory is allocated, which would have to be given back.
-        let mut memory = VecDeque::new();
+        let (mut memory, mut filled) = (VecDeque::new(), FilledMemory::default());
+        filled.add_images(ready.iter())?;
         let refused = |_| Error::no_memory((homes.len() * size_of::<PageMemory>()) as u64);
         memory.try_reserve_exact(homes.len()).map_err(refused)?;
         let mut own = self.allocate_all(Purpose::Page, &own)?.into_iter();
         for made in &homes {
-            let of_page = match in_lent(made) {
-                Some((bytes, page)) => self.lend(page, bytes),
-                None => Ok(own.next().expect("allocated for each that is not lent")),
+            let of_page = match (in_lent(made), made.new_page.and_then(|page| ready.take(page))) {
+                (Some((bytes, page)), _) => self.lend(page, bytes),
+                (None, Some(ready)) => Ok(ready),
+                (None, None) => Ok(own.next().expect("allocated for each that has none")),
             };
             match of_page {
                 Ok(of_page) => memory.push_back(of_page),
@@ -54,8 +61,9 @@ impl Committer {
                 }
             }
         }
-        assert!(memory.len() == homes.len()); // I10: each page brings its memory along.
-        Ok((homes, memory))
+        // I10: each page brings its memory along.
+        assert!(memory.iter().map(home).eq(homes.iter().map(|made| made.at)));
+        Ok((homes, NewMemory { memory, filled }))
     }
 
     /// Takes memory of the caller's for a page, again when the applier has caught up: a delete that is logged
@@ -71,7 +79,7 @@ impl Committer {
     }
 
     /// Allocates from the arena, again when the applier has caught up.
-    fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
+    pub(super) fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
         match self.engine.arena.allocate_all(purpose, pages) {
             // Deletes that are logged may not have reached the applier yet. Whether a batch fits must not
             // depend on how far the applier has come.
@@ -122,6 +130,66 @@ impl Committer {
                 tracing::warn!(%error, "cannot give page memory back");
             }
         }
+    }
+
+    /// Gives memory back that lists may name which are under way.
+    pub(super) fn discard_filling(&self, memory: impl IntoIterator<Item = PageMemory>) {
+        let device = &*self.engine.device;
+        // One more list in each lane tells when those before it are done. If the device fails at that, the
+        // memory stays counted, and a warning says so.
+        let last = |lane: &Lane| {
+            device.submit(*lane, CommandList::default()).and_then(|last| last.finish(device)).map(drop)
+        };
+        match LANES.iter().try_for_each(last) {
+            Ok(()) => self.discard(memory),
+            Err(failed) => tracing::warn!(%failed, "memory of pages that were not filled stays allocated"),
+        }
+    }
+}
+
+/// The lanes by which new memory is filled. No list of a batch names it yet, so the bytes need not come in
+/// the order of batches.
+pub(super) const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
+
+/// Page memory for a batch, some of which holds its page's bytes already.
+pub(super) struct NewMemory {
+    /// The memory, in the order of the operations that need it.
+    pub memory: VecDeque<PageMemory>,
+    /// What is filled.
+    pub filled: FilledMemory,
+}
+
+/// Memory of new pages that holds their bytes. Dropping it gives back what no batch took.
+pub(super) struct ReadyMemory<'a> {
+    committer: &'a Committer,
+    memory: BTreeMap<PageId, PageMemory>,
+}
+
+impl<'a> ReadyMemory<'a> {
+    /// Takes over this memory of pages.
+    pub fn new(committer: &'a Committer, memory: impl IntoIterator<Item = (PageId, PageMemory)>) -> Self {
+        Self { committer, memory: memory.into_iter().collect() }
+    }
+
+    /// Takes a page's memory, if it is there.
+    pub fn take(&mut self, page: PageId) -> Option<PageMemory> {
+        self.memory.remove(&page)
+    }
+
+    /// The memory that is there, by page.
+    pub fn iter(&self) -> impl Iterator<Item = (PageId, MemoryId)> {
+        self.memory.iter().map(|(page, memory)| (*page, memory.span().memory))
+    }
+
+    /// Whether a page's memory is there.
+    pub fn has(&self, page: PageId) -> bool {
+        self.memory.contains_key(&page)
+    }
+}
+
+impl Drop for ReadyMemory<'_> {
+    fn drop(&mut self) {
+        self.committer.discard(std::mem::take(&mut self.memory).into_values());
     }
 }
 

@@ -3,32 +3,25 @@
 //! 1. The sources are read, piece by piece, and written to an image file, which is synced with its name. No
 //!    lock is held: a source is the caller's code.
 //! 2. The frame names the images, as it does those of other whole pages.
-//! 3. Memory of the pages is filled from the images, and their sums are checked. A source that is read again
-//!    may say something else than before, and the page in memory would not be the one in the log.
+//! 3. Memory of the pages is filled from the images ([`super::fills`]), and their sums are checked. A source
+//!    that is read again may say something else than before, and the page in memory would not be the one in
+//!    the log.
 //! 4. The batch is logged. The applier finds the bytes in place.
 //!
 //! A failure, or a crash, before 4 leaves nothing: neither batch nor memory, and the image file goes.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use remanent_format::image::ImageRef;
-use remanent_format::op::{Op, OpAt};
+use remanent_format::op::Op;
 use remanent_format::{LogPoint, PageId, PageInfo};
 
-use super::disk_moves::DiskOps;
-use super::draft::SourceVersions;
-use super::image_fills::LANES;
-use super::page_memory::MadeMemory;
 use super::{Committer, images_logged};
-use crate::applier::FilledMemory;
 use crate::base::allocation::{collected, insert, make_room, push, set_of};
 use crate::catalog::KnownImages;
-use crate::device::{CommandList, Lane, Span};
 use crate::error::{Error, Result};
 use crate::images::AheadImages;
-use crate::images::read::ImageRequest;
 use crate::log::Log;
-use crate::memory::arena::PageMemory;
 use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatch};
 
 /// The pages of a batch that come from sources, once the sources are read.
@@ -44,20 +37,15 @@ pub(super) struct SourceImages<'a> {
     pub short: BTreeMap<usize, Vec<u8>>,
 }
 
-/// Page memory for a batch, some of which holds its page's bytes already.
-pub(super) struct NewMemory {
-    /// The memory, in the order of the operations that need it.
-    pub memory: VecDeque<PageMemory>,
-    /// What is filled.
-    pub pages: FilledMemory,
-    /// The versions of the pages that were read for it.
-    pub versions: SourceVersions,
-}
-
 impl SourceImages<'_> {
     /// Whether a page's bytes are in an image.
     pub fn is_any(&self) -> bool {
         self.ahead.is_some()
+    }
+
+    /// How many pages have their bytes in images.
+    pub fn count(&self) -> usize {
+        self.pages.len()
     }
 
     /// Whether an operation of the payload is one of the images.
@@ -153,84 +141,5 @@ impl Committer {
             let mut read = |info: &PageInfo, offset, out: &mut [u8]| by_id[&info.page].read_at(offset, out);
             AheadImages::write_read(&self.files, self.engine.store, self.images, &lens, &mut read)
         })
-    }
-
-    /// Fills the new memory of pages whose bytes are in images: step 3. `made` and `memory` are of the
-    /// operations that need memory, in their order. Without success the memory is given back.
-    ///
-    /// # Errors
-    /// `Damaged` if the file does not hold what was written; no memory; a device error.
-    pub(super) fn fill_memory(
-        &self,
-        sources: &SourceImages<'_>,
-        disk_ops: &DiskOps,
-        ops: &[OpAt<'_>],
-        made: &[MadeMemory],
-        memory: VecDeque<PageMemory>,
-    ) -> Result<NewMemory> {
-        let (mut pages, mut versions) = (FilledMemory::new(), Vec::new());
-        let mut fill = || {
-            if sources.is_any() {
-                pages = self.load_images(sources, disk_ops, ops, made, &memory)?;
-            }
-            if !disk_ops.coming.is_empty() {
-                versions = self.fill_from_disk(disk_ops, ops, made, &memory, &mut pages)?;
-            }
-            Ok(())
-        };
-        match fill() {
-            Ok(()) => Ok(NewMemory { memory, pages, versions }),
-            Err(error) => {
-                // One more list in each lane tells when those are done that name the memory. If the device
-                // fails at that, the memory stays counted, and a warning says so.
-                let device = &*self.engine.device;
-                let last = |lane: &Lane| {
-                    device
-                        .submit(*lane, CommandList::default())
-                        .and_then(|last| last.finish(device))
-                        .map(drop)
-                };
-                match LANES.iter().try_for_each(last) {
-                    Ok(()) => self.discard(memory),
-                    Err(failed) => {
-                        tracing::warn!(%failed, "memory of pages that were not filled stays allocated")
-                    }
-                }
-                Err(error)
-            }
-        }
-    }
-
-    fn load_images(
-        &self,
-        sources: &SourceImages<'_>,
-        disk_ops: &DiskOps,
-        ops: &[OpAt<'_>],
-        made: &[MadeMemory],
-        memory: &VecDeque<PageMemory>,
-    ) -> Result<FilledMemory> {
-        let (mut images, mut filled) = (Vec::new(), Vec::new());
-        let mut targets: HashMap<PageId, Span> = HashMap::new();
-        for (made, memory) in made.iter().zip(memory) {
-            // The image follows the operation that gives the page its length, and so its memory.
-            let Some(Op::Image { page, len, image }) = ops.get(made.op + 1).map(|at| &at.op) else {
-                continue;
-            };
-            if !sources.of_pages.contains(page) {
-                continue;
-            }
-            assert!(memory.byte_len() == *len); // I10: the memory is as long as the page.
-            push(&mut images, ImageRequest { page: *page, len: *len, image: *image })?;
-            insert(&mut targets, *page, memory.span())?;
-            push(&mut filled, (*page, memory.span().memory))?;
-        }
-        // The applier reads a page on disk from its image.
-        let on_disk = disk_ops.on_disk.iter().filter(|index| sources.holds(&ops[**index].op)).count();
-        // I1: each page that the frame names is filled.
-        assert!(images.len() + on_disk == sources.pages.len());
-        filled.sort_unstable();
-        // What was just written is in the page cache. A snapshot that is to name it asks the medium (I7).
-        self.fill_from_images(&mut images, &targets)?;
-        Ok(filled)
     }
 }

@@ -246,6 +246,28 @@ fn a_page_from_a_source_serves_no_bit_that_turned_over() {
     });
 }
 
+/// New pages whose bytes the caller has: they go up before the batch is logged, and their images mend what
+/// arrived otherwise.
+#[test]
+fn new_whole_pages_serve_no_bit_that_turned_over() {
+    at_every_copy("new whole pages", UP, |bus, flips| {
+        let store = bus.open(options()).unwrap();
+        let mut held = VersionedPages::create(&store);
+        flips();
+        let mut batch = store.batch();
+        for index in 0..held.pages.len() {
+            batch.create_from(content(index, 2), Place::Device(0));
+        }
+        let committed = store.commit(batch);
+        bus.device.end_flips();
+        if let Ok(committed) = &committed {
+            held.pages = committed.pages.iter().map(|page| (*page, 2)).collect();
+        }
+        held.check(&store).unwrap();
+        (held, committed.map(drop))
+    });
+}
+
 #[test]
 fn an_open_serves_no_bit_that_turned_over() {
     at_every_copy("an open", UP, |bus, flips| open_again(bus, flips, options()));

@@ -13,6 +13,7 @@ const COMMIT: &str = "src/write/commit/mod.rs";
 const SOURCES: &str = "src/write/batch/sources.rs";
 const FROM_SOURCE: Test = it("sources::a_page_from_a_source_holds_its_bytes_and_the_log_only_names_them");
 const REPLACED: Test = it("sources::a_page_that_is_replaced_from_a_source_has_its_length_and_keeps_all_else");
+const OVERWRITTEN: Test = it("bulk::a_page_that_moves_and_is_overwritten_has_the_new_bytes");
 const REFUSED: Test = it("sources::a_batch_from_sources_that_is_refused_takes_its_images_with_it");
 
 pub const LIST: &[Defence] = &[
@@ -81,6 +82,20 @@ pub const LIST: &[Defence] = &[
         "self.replace(page, new, is_filled)",
         "self.replace(page, new, false)",
         REPLACED,
+    ),
+    defence(
+        "a page that moves and is overwritten keeps its new bytes",
+        APPLIER,
+        "self.replace(page, new, has_bytes)",
+        "self.replace(page, new, false)",
+        OVERWRITTEN,
+    ),
+    defence(
+        "memory with the bytes from disk does not pass for an image",
+        APPLIER,
+        "filled.has_image(page, memory.span().memory)",
+        "filled.has(page, memory.span().memory)",
+        OVERWRITTEN,
     ),
     refusal(
         "no other operation changes a page from a source",

@@ -1,0 +1,74 @@
+//! New memory of a batch that holds its page's bytes before the batch is logged. The applier leaves it as it
+//! is. A crash loses all memory, and replay fills it anew.
+
+use remanent_format::PageId;
+
+use crate::base::allocation::push;
+use crate::device::MemoryId;
+use crate::error::Result;
+
+/// The memory of a batch that is filled, by page. A page may get several in one batch, of which some are.
+#[derive(Debug, Default)]
+pub(crate) struct FilledMemory {
+    /// Those with the bytes that an image of the batch gives the page, in ascending order.
+    images: Vec<(PageId, MemoryId)>,
+    /// Those with the bytes that the page has before the batch, in ascending order.
+    moved: Vec<(PageId, MemoryId)>,
+}
+
+impl FilledMemory {
+    /// Memory that holds an image's bytes.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn add_images(&mut self, memory: impl IntoIterator<Item = (PageId, MemoryId)>) -> Result<()> {
+        memory.into_iter().try_for_each(|of_page| push(&mut self.images, of_page))?;
+        self.images.sort_unstable();
+        Ok(())
+    }
+
+    /// Memory that holds a page's bytes as they are before the batch.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn add_moved(&mut self, memory: impl IntoIterator<Item = (PageId, MemoryId)>) -> Result<()> {
+        memory.into_iter().try_for_each(|of_page| push(&mut self.moved, of_page))?;
+        self.moved.sort_unstable();
+        Ok(())
+    }
+
+    /// Whether memory that goes to a page holds the bytes that the page is to have.
+    pub fn has(&self, page: PageId, memory: MemoryId) -> bool {
+        self.has_image(page, memory) || self.moved.binary_search(&(page, memory)).is_ok()
+    }
+
+    /// Whether the page's memory holds the bytes that the batch's image gives the page.
+    pub fn has_image(&self, page: PageId, memory: MemoryId) -> bool {
+        self.images.binary_search(&(page, memory)).is_ok()
+    }
+
+    /// Whether some memory holds the bytes that the batch's image gives the page. A batch has one image of a
+    /// page at most.
+    pub fn has_image_of(&self, page: PageId) -> bool {
+        let at = self.images.partition_point(|(of, _)| *of < page);
+        self.images.get(at).is_some_and(|(of, _)| *of == page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_with_a_pages_old_bytes_does_not_pass_for_its_image() {
+        let mut filled = FilledMemory::default();
+        filled.add_images([(PageId(9), MemoryId(1)), (PageId(2), MemoryId(4))]).unwrap();
+        filled.add_moved([(PageId(5), MemoryId(2)), (PageId(2), MemoryId(3))]).unwrap();
+        assert!(filled.has_image(PageId(9), MemoryId(1)) && filled.has_image(PageId(2), MemoryId(4)));
+        assert!(!filled.has_image(PageId(2), MemoryId(3)), "this one has the old bytes");
+        assert!(filled.has(PageId(2), MemoryId(3)) && filled.has(PageId(5), MemoryId(2)));
+        assert!(!filled.has(PageId(5), MemoryId(1)) && !filled.has(PageId(9), MemoryId(2)));
+        assert!(filled.has_image_of(PageId(2)) && filled.has_image_of(PageId(9)));
+        assert!(!filled.has_image_of(PageId(5)), "its old bytes came, no image");
+    }
+}

@@ -1,0 +1,135 @@
+//! Filling new memory with its page's bytes before the batch that brings the memory is logged.
+//!
+//! The bytes are those of a page from a source, whose image was just written, or those of a page that comes
+//! from disk. They go up piece by piece. The applier finds them in place, and the batches after this one do
+//! not wait for them. A crash loses all memory, and the open fills it from the images.
+
+use std::collections::{HashMap, VecDeque};
+
+use remanent_format::PageId;
+use remanent_format::op::{Op, OpAt};
+
+use super::Committer;
+use super::disk_moves::DiskOps;
+use super::draft::SourceVersions;
+use super::page_memory::{LANES, MadeMemory, NewMemory};
+use super::sources::SourceImages;
+use crate::applier::FilledMemory;
+use crate::base::allocation::{insert, push};
+use crate::base::parallel;
+use crate::device::Span;
+use crate::disk::source::DiskSource;
+use crate::error::{Error, Result};
+use crate::images::read::{ImageRequest, SummedBy};
+use crate::memory::arena::PageMemory;
+use crate::recovery::image_loader::ImageLoader;
+
+/// Threads that fill pages.
+const THREADS_MAX: usize = 4;
+/// What new memory of a batch is filled with.
+pub(super) struct FillSources<'a> {
+    /// Pages that come from sources.
+    pub sources: &'a SourceImages<'a>,
+    /// Pages that come from disk.
+    pub disk_ops: &'a DiskOps,
+}
+
+impl Committer {
+    /// Fills new memory with the bytes of its pages, as far as it is not filled yet. `made` and the memory
+    /// are of the operations that need memory, in their order. Without success the memory is given back.
+    ///
+    /// Returns the versions of the pages that were read for it.
+    ///
+    /// # Errors
+    /// `Damaged` if a file does not hold what was written; no memory; a device error.
+    pub(super) fn fill_memory(
+        &self,
+        from: &FillSources<'_>,
+        ops: &[OpAt<'_>],
+        made: &[MadeMemory],
+        new: NewMemory,
+    ) -> Result<(NewMemory, SourceVersions)> {
+        let (NewMemory { memory, mut filled }, mut versions) = (new, SourceVersions::new());
+        let mut fill = || {
+            if from.sources.is_any() {
+                self.fill_from_sources(from, ops, made, &memory, &mut filled)?;
+            }
+            if !from.disk_ops.coming.is_empty() {
+                versions = self.fill_from_disk(from.disk_ops, ops, made, &memory, &mut filled)?;
+            }
+            Ok(())
+        };
+        match fill() {
+            Ok(()) => Ok((NewMemory { memory, filled }, versions)),
+            Err(error) => {
+                self.discard_filling(memory);
+                Err(error)
+            }
+        }
+    }
+
+    /// Fills the memory of pages that come from sources.
+    fn fill_from_sources(
+        &self,
+        from: &FillSources<'_>,
+        ops: &[OpAt<'_>],
+        made: &[MadeMemory],
+        memory: &VecDeque<PageMemory>,
+        filled: &mut FilledMemory,
+    ) -> Result<()> {
+        let mut images = Vec::new();
+        let mut targets: HashMap<PageId, Span> = HashMap::new();
+        for (made, memory) in made.iter().zip(memory) {
+            // The image follows the operation that gives the page its length, and so its memory.
+            let Some(op) = ops.get(made.op + 1).map(|at| &at.op) else { continue };
+            let Op::Image { page, len, image } = op else { continue };
+            if !from.sources.holds(op) {
+                continue;
+            }
+            assert!(memory.byte_len() == *len); // I10: the memory is as long as the page.
+            push(&mut images, ImageRequest { page: *page, len: *len, image: *image })?;
+            insert(&mut targets, *page, memory.span())?;
+        }
+        // The applier reads a page on disk from its image.
+        let is_on_disk = |index: &&usize| from.sources.holds(&ops[**index].op);
+        let on_disk = from.disk_ops.on_disk.iter().filter(is_on_disk).count();
+        // I1: each page that the frame takes from a source is filled.
+        assert!(images.len() + on_disk == from.sources.count());
+        // What was just written is in the page cache. A snapshot that is to name it asks the medium (I7).
+        self.fill_from_images(&mut images, &targets)?;
+        filled.add_images(targets.iter().map(|(page, span)| (*page, span.memory)))
+    }
+
+    /// Fills the memory of these images' pages, and proves them there.
+    ///
+    /// # Errors
+    /// `Damaged` if the medium does not hold an image, either; no memory; a device error. Lists that name the
+    /// memory may still be under way then.
+    pub(super) fn fill_from_images(
+        &self,
+        images: &mut [ImageRequest],
+        targets: &HashMap<PageId, Span>,
+    ) -> Result<()> {
+        if images.is_empty() {
+            return Ok(());
+        }
+        let target = |page: PageId| Ok(targets[&page]);
+        let mut load = |source: &DiskSource| {
+            let loader = ImageLoader {
+                device: &*self.engine.device,
+                staging: &self.engine.staging,
+                source,
+                lanes: &LANES,
+                target: &target,
+                summed_by: SummedBy::Device,
+            };
+            loader.load(std::iter::once(&mut *images), parallel::threads(THREADS_MAX))
+        };
+        let source = DiskSource::new(self.engine.disk.clone());
+        match load(&source) {
+            // The cached copy alone may be damaged: the medium decides.
+            Err(Error::Damaged(_)) => load(&source.on_medium()),
+            loaded => loaded,
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! The whole pages of a batch: images ahead of it, and meanwhile the memory of those that it creates.
+//!
+//! The memory is filled by pieces of a few megabytes, beside the writing of the images. So staging is
+//! bounded, however long a batch is: a GPU pins new staging at 1.5 GB/s, which took a batch of 512 MiB longer
+//! than its way over the bus. The applier finds the bytes in place, and the batches after this one do not
+//! wait for them.
+//!
+//! A page that is there already may be read until the batch is logged. Its new bytes are staged, and the
+//! applier copies them.
+//!
+//! A failure, or a crash, before the batch is logged leaves neither images nor memory.
+
+use remanent_format::{PageId, PageTable, Place};
+
+use super::Committer;
+use super::page_memory::{LANES, LentPages, ReadyMemory};
+use crate::base::allocation::{collected, push};
+use crate::base::parallel;
+use crate::device::Span;
+use crate::error::Result;
+use crate::images::AheadImages;
+use crate::memory::arena::{PageMemory, Purpose};
+use crate::write::batch::{WholePage, WriteBatch};
+
+/// Bytes that go up by one list: the length of a staging buffer.
+const PIECE_LEN: u64 = 4 << 20;
+/// The same where nothing crosses a bus: they are still in the processor's cache when they are copied again.
+const CACHED_PIECE_LEN: u64 = 512 << 10;
+/// Threads that fill memory. One writes the images meanwhile.
+const THREADS_MAX: usize = 3;
+
+/// The whole pages that a batch writes, if together they are worth an image file.
+pub(super) struct WholePages<'a> {
+    /// The pages, in the order of their operations.
+    pub pages: Vec<WholePage<'a>>,
+    /// Their images. The file goes if the batch is refused.
+    pub ahead: Option<AheadImages<'a>>,
+    /// The memory of those that the batch creates.
+    pub memory: ReadyMemory<'a>,
+}
+
+/// A part of a page's bytes, and the memory that they go to.
+type Part<'a> = (Span, &'a [u8]);
+
+impl Committer {
+    /// Writes the batch's whole pages to an image file, if they are worth one, and fills the memory of new
+    /// ones. The file and its name are durable when this returns: a frame that names it must never be found
+    /// without it.
+    ///
+    /// The length of an old page is only looked at here. It is checked again under the lock: a page that
+    /// was resized meanwhile is not whole any more.
+    pub(super) fn write_ahead<'a>(
+        &'a self,
+        batch: &'a WriteBatch,
+        pages: &[PageId],
+        lent: &LentPages<'_>,
+        locked: Option<&PageTable>,
+    ) -> Result<WholePages<'a>> {
+        let len_in = |table: &PageTable, page| table.get(page).map(|info| info.len);
+        let whole = batch.whole_pages(pages, self.ahead_bytes_min, |page| match locked {
+            Some(table) => len_in(table, page),
+            None => len_in(&self.submitted.lock(), page),
+        })?;
+        if whole.is_empty() {
+            return Ok(WholePages { pages: whole, ahead: None, memory: ReadyMemory::new(self, []) });
+        }
+        let contents = collected(whole.iter().map(|whole| (whole.page, whole.bytes)))?;
+        let write = || AheadImages::write(&self.files, self.engine.store, self.images, &contents);
+        let (made, memory) = self.allocate_ready(&whole, lent)?;
+        let mut parts = Vec::new();
+        let planned = made
+            .iter()
+            .zip(&memory)
+            .try_for_each(|(whole, memory)| push(&mut parts, (memory.span(), whole.bytes)));
+        let (filled, written) =
+            parallel::join(|| planned.and_then(|()| self.fill_parts(&parts)), || self.in_space(write));
+        if let Err(error) = filled {
+            self.discard_filling(memory);
+            return Err(error);
+        }
+        let memory = ReadyMemory::new(self, made.iter().map(|whole| whole.page).zip(memory));
+        Ok(WholePages { ahead: Some(written?), pages: whole, memory })
+    }
+
+    /// Allocates the first memory of the pages that the batch creates in memory of the store's own.
+    fn allocate_ready<'a>(
+        &self,
+        whole: &[WholePage<'a>],
+        lent: &LentPages<'_>,
+    ) -> Result<(Vec<WholePage<'a>>, Vec<PageMemory>)> {
+        let is_made = |whole: &&WholePage<'_>| {
+            whole.created_in.is_some_and(|place| place != Place::Disk) && !lent.contains_key(&whole.page)
+        };
+        let made = collected(whole.iter().filter(is_made).copied())?;
+        let place_of = |whole: &WholePage<'_>| {
+            (whole.created_in.expect("only those are made"), whole.bytes.len() as u64)
+        };
+        let memory = self.allocate_all(Purpose::Page, &collected(made.iter().map(place_of))?)?;
+        Ok((made, memory))
+    }
+
+    /// Brings bytes to memory of the device, piece by piece and by several threads.
+    fn fill_parts(&self, parts: &[Part<'_>]) -> Result<()> {
+        let at_once = if self.engine.device.crosses_bus() { PIECE_LEN } else { CACHED_PIECE_LEN };
+        let pieces = pieces(parts, at_once)?;
+        let threads = parallel::threads(THREADS_MAX + 1).saturating_sub(1).max(1);
+        let lane = |index: usize| LANES[index % LANES.len()];
+        let upload = |(): &mut (), index: usize| self.engine.staging.upload_each(lane(index), &pieces[index]);
+        parallel::map_indexed(threads, pieces.len(), || (), upload).map(drop)
+    }
+}
+
+/// Cuts parts into pieces of a bounded length: short ones are put together, a long one is cut.
+fn pieces<'a>(parts: &[Part<'a>], at_once: u64) -> Result<Vec<Vec<Part<'a>>>> {
+    let (mut pieces, mut piece, mut free) = (Vec::new(), Vec::new(), at_once);
+    for (span, bytes) in parts {
+        let mut at = 0;
+        while at < span.len {
+            let len = free.min(span.len - at);
+            let target = Span { offset: span.offset + at, len, ..*span };
+            push(&mut piece, (target, &bytes[at as usize..(at + len) as usize]))?;
+            (free, at) = (free - len, at + len);
+            if free == 0 {
+                push(&mut pieces, std::mem::take(&mut piece))?;
+                free = at_once;
+            }
+        }
+    }
+    if !piece.is_empty() {
+        push(&mut pieces, piece)?;
+    }
+    Ok(pieces)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::MemoryId;
+
+    #[test]
+    fn pieces_are_short_and_have_all_bytes_in_order() {
+        let bytes: Vec<u8> = (0..100).collect();
+        let of = |memory, range: std::ops::Range<usize>| {
+            let span = Span { memory: MemoryId(memory), offset: 0, len: range.len() as u64 };
+            (span, &bytes[range])
+        };
+        let parts = [of(1, 0..3), of(2, 3..3), of(3, 3..40), of(4, 40..50), of(5, 50..60)];
+        let pieces = pieces(&parts, 10).unwrap();
+        let lens = pieces.iter().map(|piece| piece.iter().map(|(span, _)| span.len).sum::<u64>());
+        assert_eq!(lens.collect::<Vec<_>>(), [10; 6]);
+        let joined: Vec<u8> = pieces.iter().flatten().flat_map(|(_, bytes)| bytes.to_vec()).collect();
+        assert_eq!(joined, bytes[..60]);
+        for (span, part) in pieces.iter().flatten() {
+            let (whole, of) = parts.iter().find(|(whole, _)| whole.memory == span.memory).unwrap();
+            assert!(span.offset + span.len <= whole.len);
+            assert_eq!(of[span.offset as usize..][..span.len as usize], **part);
+        }
+        assert!(super::pieces(&[], 10).unwrap().is_empty());
+        let last = super::pieces(&parts[..3], 30).unwrap();
+        assert_eq!(last.iter().map(Vec::len).collect::<Vec<_>>(), [2, 1], "the last piece is short");
+    }
+}
