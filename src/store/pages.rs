@@ -58,14 +58,14 @@ impl Store {
     }
 
     fn take_lease(&self, page: PageId) -> Result<Lease<'_>> {
-        let Engine { applier, leases, device, versions, poison, .. } = self.engine();
+        let Engine { applier, leases, device, versions, poison, store, .. } = self.engine();
         versions.used(page);
         applier.unloaded().wait([page])?;
         let id = {
             let _every_later_batch_knows = self.committer().lock();
             leases.begin(page)?
         };
-        Lease::take(applier, leases, device, page, id).map_err(|error| poison.set_by_device(error))
+        Lease::take(applier, leases, device, *store, page, id).map_err(|error| poison.set_by_device(error))
     }
 
     /// Pins a page: as long as the pin, it keeps its address, and batches change it there. A page on disk
@@ -98,14 +98,15 @@ impl Store {
     }
 
     fn take_pin(&self, page: PageId) -> Result<Pin<'_>> {
-        let Engine { applier, leases, device, versions, poison, .. } = self.engine();
+        let Engine { applier, leases, device, versions, poison, store, .. } = self.engine();
         versions.used(page);
         applier.unloaded().wait([page])?;
         {
             let _every_later_batch_knows = self.committer().lock();
             leases.pin(page)?;
         }
-        Pin::take(PinSource { applier, leases, device }, page).map_err(|error| poison.set_by_device(error))
+        let source = PinSource { applier, leases, device, id: *store };
+        Pin::take(source, page).map_err(|error| poison.set_by_device(error))
     }
 
     /// How many pages are yet to be loaded: none, unless the store was opened with [`PageLoad::OnDemand`].

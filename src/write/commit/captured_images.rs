@@ -99,3 +99,34 @@ impl Committer {
         Ok(CapturedImages { pages, file })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use remanent_format::image::Codec;
+
+    use super::*;
+    use crate::device::MemoryId;
+
+    /// The applier makes no bytes in memory of an image: a page that came to memory since is taken anew.
+    #[test]
+    fn images_suit_pages_that_are_on_disk_still() {
+        let staged = Span { memory: MemoryId(1), offset: 0, len: 4096 };
+        let pages = vec![CapturedPage { step: 0, page: PageId(5), staged }];
+        let captured = CapturedImages { pages, file: BatchImages::default() };
+        let image = ImageRef {
+            file: 1,
+            offset: 4096,
+            stored_len: 4096,
+            codec: Codec::Raw,
+            stored_crc: 0,
+            raw_crc: 0,
+        };
+        let of = |page| OpAt { body_at: 0, op: Op::Image { page: PageId(page), len: 4096, image } };
+        let on_disk = |on_disk: &[usize]| DiskOps { on_disk: on_disk.to_vec(), ..DiskOps::default() };
+        assert!(captured.suit(&[of(5)], &on_disk(&[0])));
+        assert!(!captured.suit(&[of(5)], &on_disk(&[])), "in memory by now");
+        assert!(!captured.suit(&[of(4), of(5)], &on_disk(&[0])), "that is another page's");
+        assert!(captured.suit(&[of(4)], &on_disk(&[])), "of a page that the caller wrote whole");
+        assert!(captured.suit(&[], &on_disk(&[])), "the page's changes are in the payload");
+    }
+}

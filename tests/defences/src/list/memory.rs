@@ -84,13 +84,6 @@ pub const LIST: &[Defence] = &[
         REPLACED,
     ),
     defence(
-        "a page that moves and is overwritten keeps its new bytes",
-        APPLIER,
-        "self.replace(page, new, has_bytes)",
-        "self.replace(page, new, false)",
-        OVERWRITTEN,
-    ),
-    defence(
         "memory with the bytes from disk does not pass for an image",
         APPLIER,
         "filled.has_image(page, memory.span().memory)",
@@ -122,7 +115,7 @@ pub const LIST: &[Defence] = &[
         "src/write/commit/captured_images.rs",
         "!is_one(&at.op) || disk_ops.has(index)",
         "!is_one(&at.op) || disk_ops.has(index) || true",
-        it("pages_on_disk::a_page_moves_while_it_is_captured"),
+        unit("write::commit::captured_images::tests::images_suit_pages_that_are_on_disk_still"),
     ),
     defence(
         "an image of a captured page has the bytes that the device has",
