@@ -234,6 +234,7 @@ pub mod coming_from {}
 use std::path::Path;
 use std::sync::Arc;
 
+pub use applier::descriptor::{MemoryDescriptor, MemoryKind};
 pub use applier::lease::Lease;
 pub use applier::pin::Pin;
 pub use applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};

@@ -6,8 +6,9 @@
 use std::marker::PhantomData;
 use std::sync::{Arc, OnceLock};
 
-use remanent_format::{Epoch, Lsn, PageId, PageInfo, Place};
+use remanent_format::{Epoch, Lsn, PageId, PageInfo, Place, StoreId};
 
+use crate::applier::descriptor::MemoryDescriptor;
 use crate::applier::{Applier, LeaseId, Leases};
 use crate::base::process::Process;
 use crate::base::sync::Mutex;
@@ -59,6 +60,7 @@ pub struct Lease<'s> {
     /// Whether the lease has ended.
     is_over: bool,
     opener: Process,
+    store: StoreId,
     leases: Arc<Leases>,
     device: Arc<dyn Device>,
     /// Keeps the store open as long as the lease.
@@ -71,6 +73,7 @@ impl<'s> Lease<'s> {
         applier: &Applier,
         leases: &Arc<Leases>,
         device: &Arc<dyn Device>,
+        store: StoreId,
         page: PageId,
         id: LeaseId,
     ) -> Result<Self> {
@@ -93,6 +96,7 @@ impl<'s> Lease<'s> {
             bytes: OnceLock::new(),
             is_over: false,
             opener: Process::current(),
+            store,
             leases: leases.clone(),
             device: device.clone(),
             _store: PhantomData,
@@ -130,6 +134,17 @@ impl<'s> Lease<'s> {
     pub fn address(&self) -> Option<u64> {
         self.opener.check().ok()?;
         self.device.address(self.memory)
+    }
+
+    /// Describes the page's memory, for a transport that registers it. Waits until batches that are under way
+    /// are applied: the transport knows no stream.
+    ///
+    /// # Errors
+    /// [`Error::PlaceUnavailable`] where [`Lease::address`] has none; [`Error::Forked`]; a device error.
+    pub fn descriptor(&self) -> Result<MemoryDescriptor> {
+        self.opener.check()?;
+        self.device.wait(self.ready)?;
+        MemoryDescriptor::of(&*self.device, self.memory, self.store, &self.info)
     }
 
     /// Lets work that is put on the caller's stream from now on read the page. The stream waits on the device

@@ -10,6 +10,7 @@
 
 pub(crate) mod lease;
 pub(crate) mod pin;
+pub(crate) mod descriptor;
 mod catch;
 mod unloaded;
 mod exact_cut;

@@ -5,8 +5,9 @@
 
 use std::sync::Arc;
 
-use remanent_format::{PageId, PageInfo};
+use remanent_format::{PageId, PageInfo, StoreId};
 
+use crate::applier::descriptor::MemoryDescriptor;
 use crate::applier::{Applier, Leases};
 use crate::base::process::ForkGuard;
 use crate::device::{Device, MemoryId, RawStream};
@@ -56,6 +57,8 @@ pub(crate) struct PinSource<'s> {
     pub applier: &'s Applier,
     pub leases: &'s Arc<Leases>,
     pub device: &'s Arc<dyn Device>,
+    /// The store's id.
+    pub id: StoreId,
 }
 
 /// Ends its pin when it is dropped.
@@ -95,6 +98,15 @@ impl<'s> Pin<'s> {
     pub fn address(&self) -> Option<u64> {
         self.pinned.check().ok()?;
         self.store.device.address(self.memory)
+    }
+
+    /// Describes the page's memory, for a transport that registers it.
+    ///
+    /// # Errors
+    /// [`Error::PlaceUnavailable`] where [`Pin::address`] has none; [`Error::Forked`].
+    pub fn descriptor(&self) -> Result<MemoryDescriptor> {
+        self.pinned.check()?;
+        MemoryDescriptor::of(&**self.store.device, self.memory, self.store.id, &self.info)
     }
 
     /// Lets work that is put on the caller's stream from now on see every batch submitted before the call.

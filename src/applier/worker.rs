@@ -223,8 +223,7 @@ impl Worker {
                         self.before_change(page, &mut relocations);
                     } else {
                         let new = memory.pop_front().expect("one for each move to another place");
-                        let has_bytes = is_filled(page, &new);
-                        self.replace(page, new, has_bytes);
+                        self.replace(page, new, false);
                     }
                 }
                 Op::Delete { page } => {

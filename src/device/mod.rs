@@ -177,6 +177,12 @@ pub trait Device: Any + Send + Sync {
     /// where no kernel reaches it: memory of the host alone, and memory of length 0.
     fn address(&self, memory: MemoryId) -> Option<u64>;
 
+    /// The GPU that page memory is of, or is registered with, by its CUDA ordinal. `None` for memory of the
+    /// host alone.
+    fn gpu_of(&self, _memory: MemoryId) -> Option<u32> {
+        None
+    }
+
     /// The bytes of page memory as they are now. They are never seen to change: a caller that wants them up
     /// to date waits for the lanes first, and asks again later. `None` where they do not lie in memory of the
     /// host.

@@ -168,6 +168,31 @@ impl StagingPool {
         if once()? || once()? { Ok(()) } else { Err(changed_on_the_way(&*self.device, "pages")) }
     }
 
+    /// Copies bytes of device memory to the host, and waits for them. Where they cross a bus, the device sums
+    /// what it sends (I12). A bit that turned over once must not fail the caller: they are sent twice then.
+    /// No list may write to them meanwhile.
+    ///
+    /// # Errors
+    /// `OutOfMemory`; a device error, also where other bytes arrived, twice.
+    pub fn download(&self, lane: Lane, source: Span, out: &mut [u8]) -> Result<()> {
+        let mut once = || {
+            let target = StagingSpan { index: 0, offset: 0, len: out.len() };
+            let mut list = CommandList {
+                commands: vec![Command::Download { source, target }],
+                staging: vec![self.take(out.len())?.into_staging()],
+            };
+            if self.device.crosses_bus() {
+                self.add_sums(&mut list, vec![source])?;
+            }
+            let returned = self.device.submit(lane, list)?.finish(&*self.device)?;
+            out.copy_from_slice(&returned[0][..out.len()]);
+            let sent = returned.get(1).and_then(|sums| sums_in(sums).next());
+            self.give_all(returned);
+            Ok::<_, Error>(sent.is_none_or(|sum| sum == crc32fast::hash(out)))
+        };
+        if once()? || once()? { Ok(()) } else { Err(changed_on_the_way(&*self.device, "bytes of a page")) }
+    }
+
     /// The first `len` bytes of a staging; another one if it is shorter.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use remanent_format::{Key, Metadata, PageId, PageInfo};
+use remanent_format::{Key, Metadata, PageId, PageInfo, Place};
 
 use super::{Pages, Store};
 use crate::applier::lease::Lease;
@@ -12,6 +12,9 @@ use crate::error::{Error, Result};
 
 #[cfg(doc)]
 use crate::options::PageLoad;
+
+/// How often a page on disk is brought to memory for one call.
+const COMING_TRIES: usize = 8;
 
 /// Pages that are yet to be loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,38 +31,82 @@ impl Store {
     /// the call, or a later one. Batches that change the page go on; each needs room for a copy of it, in the
     /// budget of its place.
     ///
+    /// A page on disk has no address. Where there are [`Tiers`](crate::Tiers) it comes to the first of them
+    /// that is memory, as by [`Store::ensure`], and stays there as long as it is leased.
+    ///
+    /// ```
+    /// use remanent::{Budget, DeviceChoice, Options, Place, Store, Tiers};
+    /// let budget = Budget::default().with(Place::Host, 1 << 20);
+    /// let tiers = Tiers::new([Place::Host, Place::Disk]);
+    /// let options = Options::default().device(DeviceChoice::Host).budget(budget).tiers(tiers);
+    /// let store = Store::temporary(options)?;
+    /// let mut batch = store.batch();
+    /// batch.create_from(b"cold".to_vec(), Place::Disk);
+    /// let page = store.commit(batch)?.pages[0];
+    /// assert_eq!(store.lease(page)?.bytes()?, b"cold");
+    /// assert_eq!(store.page(page)?.place, Place::Host);
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk; [`Error::Leased`] if it
-    /// is pinned; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device failed, now
-    /// or with a batch before.
+    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk, and there are no tiers;
+    /// [`Error::Leased`] if it is pinned; [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if
+    /// the device failed, now or with a batch before; for a page on disk as for [`Store::ensure`].
     pub fn lease(&self, page: PageId) -> Result<Lease<'_>> {
         self.check_process()?;
-        let Engine { applier, leases, device, versions, poison, .. } = self.engine();
+        self.in_memory(page, || self.take_lease(page))
+    }
+
+    fn take_lease(&self, page: PageId) -> Result<Lease<'_>> {
+        let Engine { applier, leases, device, versions, poison, store, .. } = self.engine();
         versions.used(page);
         applier.unloaded().wait([page])?;
         let id = {
             let _every_later_batch_knows = self.committer().lock();
             leases.begin(page)?
         };
-        Lease::take(applier, leases, device, page, id).map_err(|error| poison.set_by_device(error))
+        Lease::take(applier, leases, device, *store, page, id).map_err(|error| poison.set_by_device(error))
     }
 
-    /// Pins a page: as long as the pin, it keeps its address, and batches change it there.
+    /// Pins a page: as long as the pin, it keeps its address, and batches change it there. A page on disk
+    /// comes to memory as for [`Store::lease`].
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk; [`Error::Leased`] while it
-    /// is leased, or work on a lease's streams may still read it; [`Error::Damaged`] as for [`Store::read`];
-    /// [`Error::Poisoned`] if the device failed, now or with a batch before.
+    /// [`Error::UnknownPage`]; [`Error::PlaceUnavailable`] if the page is on disk, and there are no tiers;
+    /// [`Error::Leased`] while it is leased, or work on a lease's streams may still read it;
+    /// [`Error::Damaged`] as for [`Store::read`]; [`Error::Poisoned`] if the device failed, now or with a
+    /// batch before; for a page on disk as for [`Store::ensure`].
     pub fn pin(&self, page: PageId) -> Result<Pin<'_>> {
         self.check_process()?;
-        let Engine { applier, leases, device, versions, poison, .. } = self.engine();
+        self.in_memory(page, || self.take_pin(page))
+    }
+
+    /// Calls `take`, and brings the page to memory first if it is on disk. Meanwhile other pages may need the
+    /// room, and it leaves again: so it is tried several times.
+    fn in_memory<T>(&self, page: PageId, take: impl Fn() -> Result<T>) -> Result<T> {
+        let tiers = self.parts.options.tiers.as_ref();
+        let memory = tiers.and_then(|tiers| tiers.places().iter().find(|place| **place != Place::Disk));
+        for _ in 0..COMING_TRIES {
+            match (take(), memory) {
+                (Err(Error::PlaceUnavailable { place: Place::Disk, .. }), Some(place)) => {
+                    self.in_store(self.parts.mover.bring(&[page], *place))?;
+                }
+                (taken, _) => return taken,
+            }
+        }
+        take()
+    }
+
+    fn take_pin(&self, page: PageId) -> Result<Pin<'_>> {
+        let Engine { applier, leases, device, versions, poison, store, .. } = self.engine();
         versions.used(page);
         applier.unloaded().wait([page])?;
         {
             let _every_later_batch_knows = self.committer().lock();
             leases.pin(page)?;
         }
-        Pin::take(PinSource { applier, leases, device }, page).map_err(|error| poison.set_by_device(error))
+        let source = PinSource { applier, leases, device, id: *store };
+        Pin::take(source, page).map_err(|error| poison.set_by_device(error))
     }
 
     /// How many pages are yet to be loaded: none, unless the store was opened with [`PageLoad::OnDemand`].

@@ -349,6 +349,10 @@ impl Device for FaultyDevice {
         self.inner.address(memory)
     }
 
+    fn gpu_of(&self, memory: MemoryId) -> Option<u32> {
+        self.inner.gpu_of(memory)
+    }
+
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
         self.inner.bytes(memory)
     }

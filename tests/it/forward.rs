@@ -71,6 +71,10 @@ macro_rules! forward {
             self.$inner.wait_stream(stream)
         }
 
+        fn gpu_of(&self, memory: remanent::device::MemoryId) -> Option<u32> {
+            self.$inner.gpu_of(memory)
+        }
+
         fn address(&self, memory: remanent::device::MemoryId) -> Option<u64> {
             self.$inner.address(memory)
         }

@@ -8,7 +8,7 @@ use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, Lane, StagingSpan};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Error, Lsn, Options, PageId, Place, Remedy, StatePoint, Store, WriteBatch};
+use remanent::{Error, Lsn, MemoryKind, Options, PageId, Place, Remedy, StatePoint, Store, WriteBatch};
 
 const LEN: u64 = 64;
 const PLACE: Place = Place::Device(0);
@@ -130,4 +130,56 @@ fn a_page_that_is_leased_is_not_pinned() {
     assert_eq!((pin.address(), read(&store, page)), (address, vec![3; LEN as usize]));
     device.hold(stream, false);
     device.synchronize(stream).unwrap();
+}
+
+/// A transport gets an address that holds, with the version that lies there.
+#[test]
+fn a_transport_is_told_where_a_page_lies() {
+    let (_device, store, page) = late();
+    let id = store.id();
+    let lease = store.lease(page).unwrap();
+    let leased = lease.descriptor().unwrap();
+    assert_eq!((Some(leased.address), leased.len, leased.kind), (lease.address(), LEN, MemoryKind::Device));
+    assert_eq!((leased.store, leased.page, leased.epoch, leased.gpu), (id, page, lease.epoch(), None));
+    commit(&store, |batch| _ = batch.fill(page, 0, LEN, &[2])).unwrap();
+    assert_eq!(read(&store, page), [2; LEN as usize]);
+    assert_eq!(lease.descriptor().unwrap(), leased, "the lease still shows what it showed");
+    drop(lease);
+    let pin = store.pin(page).unwrap();
+    let pinned = pin.descriptor().unwrap();
+    assert_eq!(Some(pinned.address), pin.address());
+    assert_ne!(pinned.address, leased.address, "the page has moved since");
+    assert_eq!(pinned.epoch, store.page(page).unwrap().epoch);
+    drop(pin);
+
+    for (place, kind) in [
+        (Place::Pinned, MemoryKind::Pinned),
+        (Place::Host, MemoryKind::Host),
+        (Place::Unified, MemoryKind::Unified),
+    ] {
+        let page = {
+            let mut batch = store.batch();
+            batch.create(LEN, place);
+            store.commit(batch).unwrap().pages[0]
+        };
+        let pin = store.pin(page).unwrap();
+        assert_eq!(pin.descriptor().unwrap().kind, kind);
+        assert!(pin.descriptor().unwrap().to_json().contains(&format!("\"kind\":\"{kind}\"")));
+    }
+    // Nothing is made up where there is no address.
+    let nowhere = |found: remanent::Result<remanent::MemoryDescriptor>, why: &str| {
+        assert!(
+            matches!(&found, Err(Error::PlaceUnavailable { reason, .. }) if reason.contains(why)),
+            "{found:?}"
+        );
+    };
+    let mut batch = store.batch();
+    batch.create(0, PLACE);
+    let empty = store.commit(batch).unwrap().pages[0];
+    nowhere(store.pin(empty).unwrap().descriptor(), "an empty page");
+    let host = Store::temporary(Options::default().device(remanent::DeviceChoice::Host)).unwrap();
+    let mut batch = host.batch();
+    batch.create(LEN, PLACE);
+    let page = host.commit(batch).unwrap().pages[0];
+    nowhere(host.lease(page).unwrap().descriptor(), "memory of the host alone");
 }

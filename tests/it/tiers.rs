@@ -434,3 +434,45 @@ fn a_crash_finds_every_page_in_one_of_its_places() {
     disk.power_images(&cuts, &mut check);
     assert!(images > 500 && below > images, "{images} images, {below} pages below");
 }
+
+/// A lease or a pin needs an address, so the page comes to memory, and stays there as long as it lasts,
+/// however many others come.
+#[test]
+fn leases_and_pins_bring_pages_from_disk() {
+    let store = open(&SimDisk::new(), two_tiers());
+    let pages: Vec<PageId> = (0..3 * ROOM).map(|number| put(&store, number, 0, Place::Disk)).collect();
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let store = &store;
+        scope.spawn(|| {
+            for number in 0.. {
+                if is_over.load(Ordering::Relaxed) {
+                    break;
+                }
+                put(store, 1000 + number % ROOM, number, DEVICE);
+            }
+        });
+        for round in 0..10_u64 {
+            let of =
+                |at: u64| ((5 * round + at) % (3 * ROOM), pages[((5 * round + at) % (3 * ROOM)) as usize]);
+            let leases: Vec<_> = (0..4).map(|at| (of(at).0, store.lease(of(at).1).unwrap())).collect();
+            let (number, pinned) = of(4);
+            let pin = store.pin(pinned).unwrap();
+            for (number, lease) in &leases {
+                assert_eq!(lease.bytes().unwrap(), bytes(*number, 0), "page {number}");
+                assert_eq!(place(store, lease.info().page), DEVICE);
+            }
+            assert_eq!(pin.byte_len(), LEN);
+            assert_eq!(place(store, pinned), DEVICE);
+            assert_eq!(store.read_to_vec(pinned).unwrap(), bytes(number, 0));
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+    // Without tiers no place is named to come to.
+    let store = open(&SimDisk::new(), small());
+    let page = put(&store, 0, 0, Place::Disk);
+    for refused in [store.lease(page).map(drop), store.pin(page).map(drop)] {
+        assert!(matches!(refused, Err(Error::PlaceUnavailable { place: Place::Disk, .. })), "{refused:?}");
+    }
+    assert!(matches!(store.lease(PageId(999)), Err(Error::UnknownPage { .. })));
+}

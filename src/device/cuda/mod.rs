@@ -417,6 +417,10 @@ impl Device for CudaDevice {
         (page.len > 0).then_some(page.address)
     }
 
+    fn gpu_of(&self, _memory: MemoryId) -> Option<u32> {
+        Some(self.context.ordinal)
+    }
+
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         let kind = caller_memory::kind_of(self.context, &self.context.enter()?, memory)?;
         let (address, len) = (memory.address(), memory.byte_len());

@@ -446,6 +446,11 @@ impl Device for MultiDevice {
         self.parts[part].address(memory)
     }
 
+    fn gpu_of(&self, memory: MemoryId) -> Option<u32> {
+        let DeviceAddress { part, memory } = self.home(memory);
+        self.parts[part].gpu_of(memory)
+    }
+
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
         let DeviceAddress { part, memory } = self.home(memory);
         self.parts[part].bytes(memory)

@@ -405,6 +405,10 @@ impl Device for LateDevice {
         (*len > 0).then_some(memory.0 << ADDRESS_BITS)
     }
 
+    fn gpu_of(&self, memory: MemoryId) -> Option<u32> {
+        self.inner.gpu_of(memory)
+    }
+
     fn bytes(&self, memory: MemoryId) -> Option<PageBytes> {
         self.inner.bytes(memory)
     }

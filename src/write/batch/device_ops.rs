@@ -58,6 +58,14 @@ pub(crate) struct CapturedPart {
     pub elements: Vec<u32>,
 }
 
+impl CapturedPart {
+    /// How many bytes changed.
+    pub fn changed_bytes(&self, width: Width) -> u64 {
+        let in_runs: u64 = self.runs.iter().map(|run| run.end - run.start).sum();
+        in_runs + (self.elements.len() * width.bytes()) as u64
+    }
+}
+
 impl WriteBatch {
     /// Replaces bytes of the page by these, from `offset` on. They are read once, when the batch
     /// is submitted: log and page get the same bytes, whatever is written to the memory meanwhile.

@@ -129,6 +129,10 @@ impl WriteBatch {
                 BatchStep::ScatterDevice { page, width, indices, values } => {
                     encoder.push_scatter(page.resolve(pages), *width, indices.span(), values.span())?;
                 }
+                BatchStep::Capture { copy, .. } if images.contains_key(&index) => {
+                    let (page, len) = (copy.page(), copy.bytes().byte_len());
+                    encoder.push(&Op::Image { page, len, image: images[&index] })?;
+                }
                 BatchStep::Capture { copy, .. } => {
                     for part in &captured[&index] {
                         encoder.push_captured(copy.page(), copy.width(), part)?;

@@ -21,9 +21,12 @@ use remanent_format::{Epoch, PageId, Width};
 use super::Committer;
 use super::device_payload::StageMemory;
 use super::diff::bitmaps_len;
+use super::disk_moves::is_on_disk;
 use super::ranges::{check_epoch, part, parts};
-use crate::device::{Access, Command, CommandList, Lane, Span};
+use crate::base::allocation::collected;
+use crate::device::{Access, Command, CommandList, Lane, Pending, Span};
 use crate::error::{Error, Result};
+use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::Purpose;
 use crate::write::batch::{CapturedPart, ElementChanges, WorkingCopy, WriteBatch};
 
@@ -37,6 +40,8 @@ pub(super) struct Captures<'a> {
 
 /// One capture of a working copy.
 struct Capture<'a> {
+    /// The operation's index in the batch.
+    step: usize,
     copy: &'a WorkingCopy,
     /// The epoch of the state that its changes were found against.
     epoch: Epoch,
@@ -44,6 +49,14 @@ struct Capture<'a> {
     parts: Vec<(Range<u64>, u64)>,
     /// The copy's bytes as they were captured: from here they go to the payload and to the shadow.
     staged: StageMemory,
+}
+
+/// The source of a working copy's bytes.
+enum LoadedFrom {
+    /// The page's memory; the copy is under way.
+    Memory(Pending),
+    /// The page's image, and what batches wrote since.
+    Disk(DiskPage),
 }
 
 /// The direction in which bytes go when a caller's memory becomes a working copy.
@@ -60,7 +73,8 @@ pub enum Direction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Shadow {
-    /// The page itself. This takes no memory; it is done in the queue of deltas, between two of them.
+    /// The page itself. This takes no memory; it is done in the queue of deltas, between two of them. Not for
+    /// a page on disk, which has no memory to compare with.
     Page,
     /// A copy of its own in this place, as long as the page and counted in the budget, which every capture
     /// takes along. Deltas of other pages do not wait for the comparison.
@@ -71,6 +85,21 @@ impl Captures<'_> {
     /// Whether the batch captures nothing.
     pub fn is_empty(&self) -> bool {
         self.taken.is_empty()
+    }
+
+    /// The captures of a whole page of which more than one byte in `part` changed: the operation's index, the
+    /// page, and its staged bytes.
+    pub fn whole(&self, part: u64) -> impl Iterator<Item = (usize, PageId, Span)> {
+        self.found.iter().filter_map(move |(step, found)| {
+            let capture = self.taken.iter().find(|capture| capture.step == *step)?;
+            let len = capture.copy.bytes().byte_len();
+            let changed: u64 = found.iter().map(|part| part.changed_bytes(capture.copy.width())).sum();
+            let is_staged = found.iter().map(|part| part.staged.len).sum::<u64>() == len;
+            if !(is_staged && changed.saturating_mul(part) > len) {
+                return None;
+            }
+            Some((*step, capture.copy.page(), capture.staged.part(0, len)))
+        })
     }
 
     /// The captured pages, with the epochs at which they must be when the batch is logged.
@@ -96,7 +125,7 @@ impl Committer {
     pub(super) fn capture<'a>(&self, batch: &'a WriteBatch) -> Result<Captures<'a>> {
         let mut captures = Captures::default();
         for (index, copy, ranges) in batch.captures() {
-            let (capture, found) = self.capture_one(copy, ranges)?;
+            let (capture, found) = self.capture_one(index, copy, ranges)?;
             // By the operation's index: the encoder comes to it there, in the batch's order.
             captures.found.insert(index, found);
             captures.taken.push(capture);
@@ -107,6 +136,7 @@ impl Committer {
     /// Steps 1 to 3 for one working copy.
     fn capture_one<'a>(
         &self,
+        step: usize,
         copy: &'a WorkingCopy,
         ranges: Option<&[Range<u64>]>,
     ) -> Result<(Capture<'a>, Vec<CapturedPart>)> {
@@ -135,7 +165,7 @@ impl Committer {
             CapturedPart { offset: range.start, staged, runs, elements }
         });
         let found = found.collect();
-        Ok((Capture { copy, epoch, parts, staged }, found))
+        Ok((Capture { step, copy, epoch, parts, staged }, found))
     }
 
     /// Takes the captured bytes to the shadows, once the batch is logged. A copy whose shadow cannot
@@ -183,6 +213,11 @@ impl Committer {
             return Err(Error::MemoryRefused { len, reason });
         }
         let shadow = match shadow {
+            Shadow::Page if is_on_disk(&self.submitted.lock(), page) => {
+                let reason = "a page on disk has no memory to compare a working copy with: keep a shadow \
+                              (`Shadow::Kept`), or move the page to memory";
+                return Err(Error::PlaceUnavailable { place: remanent_format::Place::Disk, reason });
+            }
             Shadow::Page => None,
             Shadow::Kept(place) => Some(self.device_bytes(place, len)?),
         };
@@ -208,20 +243,36 @@ impl Committer {
         copy.belongs_to(Epoch(0));
         let page = copy.page();
         self.engine.applier.unloaded().wait([page])?;
+        let to = targets.clone();
         // In one turn: epoch and bytes are of one state, in lane order with the batches.
-        let (epoch, pending) = self.engine.applier.turn(move |turn| {
+        let (epoch, bytes) = self.engine.applier.turn(move |turn| {
             turn.intact()?;
             let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
             if info.len != len {
                 let reason = format!("page {page} is {} bytes long", info.len);
                 return Err(Error::MemoryRefused { len, reason });
             }
+            if let Some(on_disk) = turn.applied.on_disk.get(page) {
+                return Ok((info.epoch, LoadedFrom::Disk(on_disk.clone())));
+            }
             let source = turn.applied.memory_of(page)?.span();
-            let commands = targets.into_iter().map(|target| Command::Copy { source, target }).collect();
-            Ok((info.epoch, turn.submit(CommandList { commands, staging: Vec::new() })?))
+            let commands = to.into_iter().map(|target| Command::Copy { source, target }).collect();
+            Ok((info.epoch, LoadedFrom::Memory(turn.submit(CommandList { commands, staging: Vec::new() })?)))
         })?;
-        pending.finish(&*self.engine.device)?;
+        match bytes {
+            LoadedFrom::Memory(pending) => _ = pending.finish(&*self.engine.device)?,
+            LoadedFrom::Disk(on_disk) => self.load_from_disk(page, &on_disk, &targets)?,
+        }
         copy.belongs_to(epoch);
         Ok(())
+    }
+
+    /// Copies the bytes of a page on disk to all of the targets: from disk to the first one, and from there
+    /// to the others.
+    fn load_from_disk(&self, page: PageId, on_disk: &DiskPage, targets: &[Span]) -> Result<()> {
+        let Some((first, others)) = targets.split_first() else { return Ok(()) };
+        self.fill_page(page, on_disk, *first)?;
+        let copies = others.iter().map(|target| Command::Copy { source: *first, target: *target });
+        self.run(collected(copies)?, Vec::new()).map(drop)
     }
 }

@@ -13,14 +13,14 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use remanent_format::op::{Op, OpAt};
-use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
+use remanent_format::{Lsn, PageId, PageInfo, PageTable, Place};
 
+use super::Committer;
+use super::batch_images::BatchImages;
 use super::going_reader::GoingReader;
 use super::page_memory::MadeMemory;
-use super::{Committer, images_logged};
 use crate::applier::{FilledMemory, NewDiskImages};
 use crate::base::allocation::{collected, insert, push, set_of};
-use crate::catalog::KnownImages;
 use crate::device::Span;
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
@@ -28,7 +28,6 @@ use crate::error::{Error, Result};
 use crate::images::AheadImages;
 use crate::images::disk_pages::{DiskImage, DiskPage, pending_bytes_of};
 use crate::images::read::{prove, runs};
-use crate::log::Log;
 use crate::memory::arena::PageMemory;
 
 /// The operations of a batch that concern pages on disk.
@@ -115,31 +114,8 @@ pub(super) struct GoingPages<'a> {
     pub images: NewDiskImages,
     /// The versions of which they are.
     pub versions: Vec<(PageId, Lsn)>,
-    /// The pages of the image file, in its order, with their lengths; `None` for one that the batch changes.
-    written: Vec<Option<(PageId, u64)>>,
-    /// The image file, which goes if the batch is refused.
-    ahead: Option<AheadImages<'a>>,
-}
-
-impl GoingPages<'_> {
-    /// Whether an image file was written for them.
-    pub fn is_written(&self) -> bool {
-        self.ahead.is_some()
-    }
-
-    /// The batch is logged.
-    pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint) {
-        if let Some(ahead) = self.ahead.take() {
-            images_logged(ahead, self.written.iter().copied(), known, log, point);
-        }
-    }
-
-    /// Leaves the file, because the batch may be logged or not.
-    pub fn leave(&mut self) {
-        if let Some(ahead) = &mut self.ahead {
-            ahead.leave();
-        }
-    }
+    /// Those of the images that were written for the batch.
+    pub file: BatchImages<'a>,
 }
 
 impl Committer {
@@ -205,11 +181,11 @@ impl Committer {
         if unwritten.is_empty() {
             return Ok(Some(going));
         }
-        for info in &unwritten {
-            // An image of an older state: the next snapshot must not name it for the page.
-            let is_changed = found.on_disk.iter().any(|index| ops[*index].op.page() == Some(info.page));
-            push(&mut going.written, (!is_changed).then_some((info.page, info.len)))?;
-        }
+        // Of a page that the batch changes, the image is of an older state: the next snapshot must not name
+        // it.
+        let is_changed = |page| found.on_disk.iter().any(|index: &usize| ops[*index].op.page() == Some(page));
+        let stay = unwritten.iter().map(|info| (!is_changed(info.page)).then_some((info.page, info.len)));
+        let stay = collected(stay)?;
         let Some(ahead) = self.write_going(&unwritten)? else { return Ok(None) };
         let mut requests = Vec::new();
         for (info, image) in unwritten.iter().zip(ahead.images()) {
@@ -219,7 +195,7 @@ impl Committer {
         }
         // Before the memory goes, which is the only other place that has all of the bytes (I7).
         prove(&DiskSource::past_cache(self.engine.disk.clone()), requests)?;
-        going.ahead = Some(ahead);
+        going.file = BatchImages::new(ahead, stay);
         Ok(Some(going))
     }
 
@@ -325,6 +301,16 @@ impl Committer {
         }
         self.fill_from_images(&mut images, targets)
     }
+
+    /// Fills memory with the bytes of one page on disk.
+    pub(super) fn fill_page(&self, page: PageId, copy: &DiskPage, target: Span) -> Result<()> {
+        self.fill_pages(&[(page, Lsn(0), Some(copy.clone()))], &HashMap::from([(page, target)]))
+    }
+}
+
+/// Whether a page is on disk by this table.
+pub(super) fn is_on_disk(table: &PageTable, page: PageId) -> bool {
+    table.get(page).is_some_and(|info| info.place == Place::Disk)
 }
 
 /// The places that operations give to pages.

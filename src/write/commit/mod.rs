@@ -16,6 +16,7 @@
 
 mod device_payload;
 mod capture;
+mod batch_images;
 mod diff;
 mod draft;
 mod fills;
@@ -26,6 +27,7 @@ mod ranges;
 mod sources;
 mod whole_pages;
 mod combine;
+mod captured_images;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -47,10 +49,12 @@ use crate::images::{AheadImages, ImageOptions};
 use crate::log::{Log, SpacePurpose};
 use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WriteBatch};
 
+use batch_images::BatchImages;
 use capture::Captures;
 pub use capture::{Direction, Shadow};
+use captured_images::CapturedImages;
 pub(crate) use combine::CombineQueue;
-use disk_moves::{DiskOps, GoingPages};
+use disk_moves::{DiskOps, GoingPages, is_on_disk};
 use draft::{Draft, Outcome, Provision, SourceVersions};
 use fills::FillSources;
 use page_memory::LentPages;
@@ -86,11 +90,13 @@ pub(crate) struct Committer {
 struct CommitterWork<'a, 's> {
     captures: &'a Captures<'a>,
     /// Pages whose bytes are in images already, and of new ones in memory.
-    whole: WholePages<'a>,
-    /// Pages that come from sources, with their image file.
+    whole: WholePages<'s>,
+    /// Pages that come from sources.
     sources: &'a mut SourceImages<'s>,
-    /// Pages that go to disk, with their image file.
-    going: GoingPages<'a>,
+    /// Captured pages on disk.
+    captured: &'a mut CapturedImages<'s>,
+    /// Pages that go to disk.
+    going: GoingPages<'s>,
     /// Memory of the caller's in which new pages are to live.
     lent: &'a LentPages<'a>,
 }
@@ -120,6 +126,7 @@ impl Committer {
         // Once, however often the draft is made anew: a source may be slow, and other than before.
         let mut from_sources = self.read_sources(batch, &pages, &sources)?;
         let captures = self.capture(batch)?;
+        let mut captured_pages = self.write_captured(&captures, &sources)?;
         let born_in = self.arrivals(batch, &pages)?;
         let lent = map_of(batch.lent(&pages));
         let mut tries = 0;
@@ -133,10 +140,14 @@ impl Committer {
             // checked again under the lock.
             let (copied, staged) = self.read_copied(&sources, &pages, locked.as_deref())?;
             let whole = self.write_ahead(batch, &pages, &lent, locked.as_deref())?;
-            let images = whole.ahead.iter().flat_map(AheadImages::images).copied();
+            let is_on_disk = |page| match locked.as_deref() {
+                Some(table) => is_on_disk(table, page),
+                None => is_on_disk(&self.submitted.lock(), page),
+            };
             // A frame names the images instead of having the bytes: they are written once.
-            let images =
-                map_of(whole.pages.iter().map(|whole| whole.step).zip(images).chain(from_sources.images()));
+            let of_whole = whole.pages.iter().map(|whole| whole.step).zip(whole.file.refs());
+            let of_captured = captured_pages.images(is_on_disk);
+            let images = map_of(of_whole.chain(from_sources.images()).chain(of_captured));
             let read = &from_sources.short;
             let lens = self.lens(batch, locked.as_deref());
             let captured = &captures.found;
@@ -165,6 +176,7 @@ impl Committer {
                 captures: &captures,
                 whole,
                 sources: &mut from_sources,
+                captured: &mut captured_pages,
                 going: GoingPages::default(),
                 lent: &lent,
             };
@@ -243,10 +255,10 @@ impl Committer {
     }
 
     /// Steps from the payload to the log; `None` if the draft is stale.
-    fn log_draft<'a>(
-        &'a self,
+    fn log_draft<'s>(
+        &'s self,
         mut draft: Draft,
-        mut own: CommitterWork<'a, '_>,
+        mut own: CommitterWork<'_, 's>,
         locked: Option<MutexGuard<'_, PageTable>>,
     ) -> Result<Option<LogPoint>> {
         let encoded = |defect: Defect| match defect {
@@ -263,8 +275,8 @@ impl Committer {
             self.wait_for_pending(&draft.disk_ops, &ops)?;
         }
         match self.going_pages(&draft.disk_ops, &ops, locked.as_deref())? {
-            Some(going) => own.going = going,
-            None => {
+            Some(going) if own.captured.suit(&ops, &draft.disk_ops) => own.going = going,
+            _ => {
                 self.take_back(draft);
                 return Ok(None);
             }
@@ -348,26 +360,21 @@ impl Committer {
     }
 }
 
-impl CommitterWork<'_, '_> {
+impl<'s> CommitterWork<'_, 's> {
     /// Whether there is any such work.
-    fn is_needed(&self) -> bool {
-        !self.captures.is_empty()
-            || self.whole.ahead.is_some()
-            || self.sources.is_any()
-            || self.going.is_written()
+    fn is_needed(&mut self) -> bool {
+        !self.captures.is_empty() || self.files().iter().any(|file| file.is_any())
+    }
+
+    /// The image files of the batch.
+    fn files(&mut self) -> [&mut BatchImages<'s>; 4] {
+        [&mut self.whole.file, &mut self.sources.file, &mut self.captured.file, &mut self.going.file]
     }
 
     /// The batch is logged.
-    ///
-    /// Under the lock still: a snapshot that begins after this batch must know of its images.
     fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
         self.captures.belong_to(changes);
-        self.sources.logged(known, log, point);
-        self.going.logged(known, log, point);
-        if let Some(ahead) = self.whole.ahead.take() {
-            let pages = self.whole.pages.iter().map(|whole| Some((whole.page, whole.bytes.len() as u64)));
-            images_logged(ahead, pages, known, log, point);
-        }
+        self.files().into_iter().for_each(|file| file.logged(known, log, point));
     }
 
     /// The batch is not logged, for this reason.
@@ -375,29 +382,7 @@ impl CommitterWork<'_, '_> {
         // Where the log has failed, a frame may be there that names the images: they stay. Otherwise
         // dropping them removes the file.
         if matches!(error, Error::Poisoned(_)) {
-            self.whole.ahead.iter_mut().for_each(AheadImages::leave);
-            self.sources.leave();
-            self.going.leave();
+            self.files().into_iter().for_each(BatchImages::leave);
         }
     }
-}
-
-/// The batch of these images is logged; `pages` are the pages that they are of, and their lengths, as far as
-/// the pages are after the batch what their images say.
-fn images_logged(
-    ahead: AheadImages<'_>,
-    pages: impl Iterator<Item = Option<(PageId, u64)>>,
-    known: &KnownImages,
-    log: &Log,
-    point: LogPoint,
-) {
-    // The next snapshot names them: they need not be written again.
-    for (page, image) in pages.zip(ahead.images()) {
-        if let Some((page, len)) = page {
-            known.note_ahead(page, point.lsn, *image, len);
-        }
-    }
-    // Images count as log: a snapshot is due by them, too.
-    log.count_ahead(ahead.images().iter().map(|image| image.stored_len).sum());
-    ahead.logged(point.lsn);
 }

@@ -14,14 +14,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use remanent_format::image::ImageRef;
 use remanent_format::op::Op;
-use remanent_format::{LogPoint, PageId, PageInfo};
+use remanent_format::{PageId, PageInfo};
 
-use super::{Committer, images_logged};
+use super::Committer;
+use super::batch_images::BatchImages;
 use crate::base::allocation::{collected, insert, make_room, push, set_of};
-use crate::catalog::KnownImages;
 use crate::error::{Error, Result};
 use crate::images::AheadImages;
-use crate::log::Log;
 use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatch};
 
 /// The pages of a batch that come from sources, once the sources are read.
@@ -29,8 +28,8 @@ use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatc
 pub(super) struct SourceImages<'a> {
     /// The pages whose bytes are in images, in the order of the images.
     pages: Vec<SourcePage<'a>>,
-    /// The image file, which goes if the batch is refused.
-    ahead: Option<AheadImages<'a>>,
+    /// Their images, which go if the batch is refused.
+    pub file: BatchImages<'a>,
     /// The ids of these pages.
     of_pages: BTreeSet<PageId>,
     /// The bytes of the other ones, by the operation's index.
@@ -40,7 +39,7 @@ pub(super) struct SourceImages<'a> {
 impl SourceImages<'_> {
     /// Whether a page's bytes are in an image.
     pub fn is_any(&self) -> bool {
-        self.ahead.is_some()
+        self.file.is_any()
     }
 
     /// How many pages have their bytes in images.
@@ -56,28 +55,7 @@ impl SourceImages<'_> {
 
     /// The images, by the operation's index.
     pub fn images(&self) -> impl Iterator<Item = (usize, ImageRef)> {
-        let images = self.ahead.iter().flat_map(AheadImages::images).copied();
-        self.pages.iter().map(|page| page.step).zip(images)
-    }
-
-    /// The batch is logged.
-    pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint) {
-        if let Some(ahead) = self.ahead.take() {
-            images_logged(
-                ahead,
-                self.pages.iter().map(|page| Some((page.page, page.len))),
-                known,
-                log,
-                point,
-            );
-        }
-    }
-
-    /// Leaves the file, because the batch may be logged or not.
-    pub fn leave(&mut self) {
-        if let Some(ahead) = &mut self.ahead {
-            ahead.leave();
-        }
+        self.pages.iter().map(|page| page.step).zip(self.file.refs())
     }
 }
 
@@ -114,7 +92,7 @@ impl Committer {
         }
         if !sources.pages.is_empty() {
             sources.of_pages = set_of(sources.pages.iter().map(|page| page.page));
-            sources.ahead = Some(self.write_sources(&sources.pages)?);
+            sources.file = self.write_sources(&sources.pages)?;
         }
         Ok(sources)
     }
@@ -131,15 +109,16 @@ impl Committer {
     }
 
     /// Writes the images: step 1.
-    fn write_sources(&self, pages: &[SourcePage<'_>]) -> Result<AheadImages<'_>> {
+    fn write_sources(&self, pages: &[SourcePage<'_>]) -> Result<BatchImages<'_>> {
         let lens = collected(pages.iter().map(|page| (page.page, page.len)))?;
         let mut by_id = HashMap::new();
         for page in pages {
             insert(&mut by_id, page.page, page)?;
         }
-        self.in_space(|| {
+        let ahead = self.in_space(|| {
             let mut read = |info: &PageInfo, offset, out: &mut [u8]| by_id[&info.page].read_at(offset, out);
             AheadImages::write_read(&self.files, self.engine.store, self.images, &lens, &mut read)
-        })
+        })?;
+        Ok(BatchImages::new(ahead, collected(lens.into_iter().map(Some))?))
     }
 }

@@ -13,6 +13,7 @@
 use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
+use super::batch_images::BatchImages;
 use super::page_memory::{LANES, LentPages, ReadyMemory};
 use crate::base::allocation::{collected, push};
 use crate::base::parallel;
@@ -33,8 +34,8 @@ const THREADS_MAX: usize = 3;
 pub(super) struct WholePages<'a> {
     /// The pages, in the order of their operations.
     pub pages: Vec<WholePage<'a>>,
-    /// Their images. The file goes if the batch is refused.
-    pub ahead: Option<AheadImages<'a>>,
+    /// Their images, which go if the batch is refused.
+    pub file: BatchImages<'a>,
     /// The memory of those that the batch creates.
     pub memory: ReadyMemory<'a>,
 }
@@ -62,7 +63,8 @@ impl Committer {
             None => len_in(&self.submitted.lock(), page),
         })?;
         if whole.is_empty() {
-            return Ok(WholePages { pages: whole, ahead: None, memory: ReadyMemory::new(self, []) });
+            let memory = ReadyMemory::new(self, []);
+            return Ok(WholePages { pages: whole, file: BatchImages::default(), memory });
         }
         let contents = collected(whole.iter().map(|whole| (whole.page, whole.bytes)))?;
         let write = || AheadImages::write(&self.files, self.engine.store, self.images, &contents);
@@ -79,7 +81,9 @@ impl Committer {
             return Err(error);
         }
         let memory = ReadyMemory::new(self, made.iter().map(|whole| whole.page).zip(memory));
-        Ok(WholePages { ahead: Some(written?), pages: whole, memory })
+        let of = whole.iter().map(|whole| Some((whole.page, whole.bytes.len() as u64)));
+        let file = BatchImages::new(written?, collected(of)?);
+        Ok(WholePages { pages: whole, file, memory })
     }
 
     /// Allocates the first memory of the pages that the batch creates in memory of the store's own.

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use remanent::{
-    ByteSource, Key, Metadata, NewPage, PageId, PageInfo, PageRef, Place, Replica, Store, Value, View, Width,
-    WriteBatch,
+    ByteSource, Direction, Key, Metadata, NewPage, PageId, PageInfo, PageRef, Place, Replica, Shadow, Store,
+    Value, View, Width, WriteBatch,
 };
 
 /// A page that an operation names: one that exists, or the n-th that its own batch creates.
@@ -41,6 +41,11 @@ pub enum Act {
     /// All bytes of a page, and its length, from a source.
     Replace {
         page: Target,
+        bytes: Vec<u8>,
+    },
+    /// All bytes of a page that was there before, from a working copy.
+    Capture {
+        page: PageId,
         bytes: Vec<u8>,
     },
     Clone {
@@ -137,6 +142,12 @@ pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
             Act::Replace { page, bytes } => {
                 let source = Arc::new(OfBytes(bytes.clone()));
                 batch.replace_from_source(at(page), bytes.len() as u64, source);
+            }
+            Act::Capture { page, bytes } => {
+                let tensor = store.device_bytes(bytes.len() as u64, Place::Device(0)).unwrap();
+                tensor.write(0, bytes).unwrap();
+                let (kept, direction) = (Shadow::Kept(Place::Host), Direction::Store);
+                batch.capture(&store.working_copy_in(*page, &tensor, Width::W1, kept, direction).unwrap());
             }
             Act::Clone { source } => {
                 let source = at(source);
@@ -235,6 +246,7 @@ impl State {
                 create(Page { key: None, epoch: 1, lsn, place, metadata, bytes });
             }
             Act::Replace { page, bytes } => self.touch(id(page), lsn).bytes.clone_from(bytes),
+            Act::Capture { page, bytes } => self.touch(*page, lsn).bytes.clone_from(bytes),
             Act::Clone { source } => {
                 let source = (*self.pages[&id(source)]).clone();
                 self.pages.insert(

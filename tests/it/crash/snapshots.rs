@@ -305,6 +305,39 @@ fn pages_on_disk_survive() {
     });
 }
 
+/// Captures of pages on disk: by an image that the frame names, by the frame's bytes, and of a page that came
+/// to memory.
+#[test]
+fn captured_pages_on_disk_survive() {
+    suite(images(ImageIo::Mapped).snapshots_kept(1), 1500, |driver, random| {
+        let len = 6 << 10;
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 2, len)?;
+        let to = |page, place| Act::Move { page: Target::Page(page), place };
+        let both = |place| vec![to(pages[0], place), to(pages[1], place)];
+        driver.commit_acts(&store, both(Place::Disk), Ack::Logged)?;
+        let capture = |page, random: &mut Random| Act::Capture { page, bytes: random.bytes(len) };
+        driver.commit_acts(&store, vec![capture(pages[0], random)], Ack::Logged)?;
+        let write = Act::Write { page: Target::Page(pages[0]), offset: 9, bytes: vec![1; 9] };
+        driver.commit_acts(&store, vec![write, capture(pages[1], random)], Ack::Durable)?;
+        driver.snapshot(&store)?;
+        driver.check(&store);
+        driver.commit_acts(&store, pages.iter().map(|page| capture(*page, random)).collect(), Ack::Logged)?;
+        let second = driver.killed();
+        drop(store);
+        let store = second.open()?;
+        second.check(&store);
+        second.commit_acts(&store, vec![to(pages[1], Place::Host)], Ack::Logged)?;
+        let captures = pages.iter().map(|page| capture(*page, random)).collect();
+        second.commit_acts(&store, captures, Ack::Logged)?;
+        second.snapshot(&store)?;
+        second.commit_acts(&store, vec![capture(pages[0], random)], Ack::Durable)?;
+        second.check(&store);
+        second.close(store)?;
+        Ok(Lives(vec![driver, second]))
+    });
+}
+
 /// Compressible pages, in snapshots and in a restore.
 #[test]
 fn compressed_images_survive() {

@@ -167,6 +167,8 @@ fn a_leased_page_in_host_memory_is_read_by_the_host_at_its_address() {
         let refused = lease.bytes().unwrap_err();
         let Error::PlaceUnavailable { place: named, reason } = refused else { panic!("{refused}") };
         assert_eq!((named, reason.contains("the host's as well")), (place, place != PLACE), "{reason}");
+        let told = lease.descriptor().unwrap();
+        assert_eq!((Some(told.address), told.len, told.gpu), (lease.address(), LEN, Some(0)), "{place}");
         if place != PLACE {
             assert_eq!(
                 gpu::host_sees(lease.address().unwrap(), LEN),

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use remanent::testing::faulty_device::{BitFlip, BusWay, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
-use remanent::{ByteSource, PageLoad, SnapshotOptions};
+use remanent::{ByteSource, Direction, PageLoad, Shadow, SnapshotOptions, Width};
 
 use super::*;
 
@@ -262,6 +262,35 @@ fn new_whole_pages_serve_no_bit_that_turned_over() {
         bus.device.end_flips();
         if let Ok(committed) = &committed {
             held.pages = committed.pages.iter().map(|page| (*page, 2)).collect();
+        }
+        held.check(&store).unwrap();
+        (held, committed.map(drop))
+    });
+}
+
+/// Captured pages on disk: their bytes come down to an image, and nothing in memory has them.
+#[test]
+fn an_image_of_a_capture_has_no_bit_that_turned_over() {
+    at_every_copy("captured pages on disk", &[BusWay::Down], |bus, flips| {
+        let store = bus.open(options()).unwrap();
+        let mut held = VersionedPages::create(&store);
+        let mut batch = store.batch();
+        held.pages.iter().for_each(|(page, _)| _ = batch.move_to(*page, Place::Disk));
+        store.commit(batch).unwrap();
+        let copies = held.pages.iter().enumerate().map(|(index, (page, _))| {
+            let tensor = store.device_bytes(LENS[index], Place::Device(0)).unwrap();
+            tensor.write(0, content(index, 2)).unwrap();
+            let (kept, direction) = (Shadow::Kept(Place::Host), Direction::Store);
+            store.working_copy_in(*page, &tensor, Width::W1, kept, direction).unwrap()
+        });
+        let copies = copies.collect::<Vec<_>>();
+        flips();
+        let mut batch = store.batch();
+        copies.iter().for_each(|copy| _ = batch.capture(copy));
+        let committed = store.commit(batch);
+        bus.device.end_flips();
+        if committed.is_ok() {
+            held.pages.iter_mut().for_each(|(_, version)| *version = 2);
         }
         held.check(&store).unwrap();
         (held, committed.map(drop))

@@ -68,7 +68,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "a snapshot names no image of a page that the batch which wrote it changed afterwards",
         DISK_MOVES,
-        "(!is_changed).then_some((info.page, info.len))",
+        "(!is_changed(info.page)).then_some((info.page, info.len))",
         "Some((info.page, info.len))",
         it("pages_on_disk::pages_go_to_disk_and_come_back"),
     ),

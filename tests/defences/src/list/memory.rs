@@ -84,13 +84,6 @@ pub const LIST: &[Defence] = &[
         REPLACED,
     ),
     defence(
-        "a page that moves and is overwritten keeps its new bytes",
-        APPLIER,
-        "self.replace(page, new, has_bytes)",
-        "self.replace(page, new, false)",
-        OVERWRITTEN,
-    ),
-    defence(
         "memory with the bytes from disk does not pass for an image",
         APPLIER,
         "filled.has_image(page, memory.span().memory)",
@@ -105,16 +98,37 @@ pub const LIST: &[Defence] = &[
     ),
     refusal("no operation copies a page from a source", SOURCES, "copied.whole.contains(&page)", REFUSED),
     refusal(
-        "a batch with images of sources is logged by its committer",
+        "a batch with images of its own is logged by its committer",
         COMMIT,
-        "self.sources.is_any()",
+        "self.files().iter().any(|file| file.is_any())",
         it("sources::images_of_sources_stay_whoever_holds_the_lock"),
     ),
     check(
-        "images of sources stay once their batch is logged",
+        "images of a batch stay once it is logged",
         COMMIT,
-        "self.sources.logged(known, log, point);",
+        "self.files().into_iter().for_each(|file| file.logged(known, log, point));",
         FROM_SOURCE,
+    ),
+    // Captures of pages on disk.
+    defence(
+        "an image of a captured page is not taken for a page in memory",
+        "src/write/commit/captured_images.rs",
+        "!is_one(&at.op) || disk_ops.has(index)",
+        "!is_one(&at.op) || disk_ops.has(index) || true",
+        unit("write::commit::captured_images::tests::images_suit_pages_that_are_on_disk_still"),
+    ),
+    defence(
+        "an image of a captured page has the bytes that the device has",
+        "src/memory/staging.rs",
+        "sent.is_none_or(|sum| sum == crc32fast::hash(out))",
+        "sent.is_none_or(|_| true)",
+        it("faults::bit_flips::an_image_of_a_capture_has_no_bit_that_turned_over"),
+    ),
+    refusal(
+        "a page is captured whole only if all of it is staged",
+        "src/write/commit/capture.rs",
+        "!(is_staged && changed.saturating_mul(part) > len)",
+        it("captures::declared_ranges_are_looked_at_and_no_others"),
     ),
     // Memory that goes to a caller.
     check(

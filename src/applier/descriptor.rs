@@ -1,0 +1,130 @@
+//! Descriptions of pages' memory, for transports that register it.
+
+use remanent_format::{Epoch, PageId, PageInfo, Place, StoreId};
+
+use crate::device::{Device, MemoryId};
+use crate::error::{Error, Result};
+
+/// The kind of memory that a page's bytes lie in, by the words that transports have for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MemoryKind {
+    /// Memory of a GPU.
+    Device,
+    /// Memory of the host that is registered with the GPU's driver, and so stays in physical memory.
+    Pinned,
+    /// Ordinary memory of the host.
+    Host,
+    /// Memory that host and GPU share by page faults.
+    Unified,
+}
+
+/// Where a page's bytes lie in this process, for a transport that is to read them there: NIXL, UCX, verbs.
+///
+/// The address holds as long as the [`Lease`](crate::Lease) or [`Pin`](crate::Pin) that it is of: end the
+/// registration first. Transports only read: what they wrote would not be logged.
+///
+/// ```no_run
+/// # fn register(address: u64, len: u64, gpu: Option<u32>) {}
+/// # let store = remanent::Store::temporary(Default::default())?;
+/// # let page = remanent::PageId(1);
+/// let lease = store.lease(page)?;
+/// let memory = lease.descriptor()?;
+/// register(memory.address, memory.len, memory.gpu);
+/// // A peer is told which version of which page it reads.
+/// println!("{}", memory.to_json());
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryDescriptor {
+    /// The address of the first byte. A GPU's kernels and this process's transports use the same one.
+    pub address: u64,
+    /// The page's length in bytes.
+    pub len: u64,
+    /// The kind of memory.
+    pub kind: MemoryKind,
+    /// The GPU that the memory is of, or is registered with, by its CUDA ordinal in this process.
+    pub gpu: Option<u32>,
+    /// The id of the store.
+    pub store: StoreId,
+    /// The id of the page.
+    pub page: PageId,
+    /// The version of a leased page, and of a pinned one the version that it had when it was pinned.
+    pub epoch: Epoch,
+}
+
+impl MemoryDescriptor {
+    /// Describes a page's memory.
+    ///
+    /// # Errors
+    /// `PlaceUnavailable` where the memory has no address that lasts, as that of a device of the host alone.
+    pub(crate) fn of(device: &dyn Device, memory: MemoryId, store: StoreId, info: &PageInfo) -> Result<Self> {
+        let kind = match info.place {
+            Place::Device(_) => MemoryKind::Device,
+            Place::Pinned => MemoryKind::Pinned,
+            Place::Unified => MemoryKind::Unified,
+            // A page on disk is neither leased nor pinned.
+            _ => MemoryKind::Host,
+        };
+        let reason = match info.len {
+            0 => "an empty page has no address",
+            _ => "pages in memory of the host alone have no address that lasts: read them by `Store::read`",
+        };
+        let nowhere = Error::PlaceUnavailable { place: info.place, reason };
+        let address = device.address(memory).ok_or(nowhere)?;
+        let (page, len, epoch) = (info.page, info.len, info.epoch);
+        Ok(Self { address, len, kind, gpu: device.gpu_of(memory), store, page, epoch })
+    }
+
+    /// The description as a JSON object, for another process or language. Numbers are decimal, the store's id
+    /// is its text.
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        let Self { address, len, kind, gpu, store, page, epoch } = self;
+        let gpu = gpu.map_or_else(|| "null".to_owned(), |gpu| gpu.to_string());
+        format!(
+            "{{\"version\":1,\"address\":{address},\"len\":{len},\"kind\":\"{kind}\",\"gpu\":{gpu},\
+             \"store\":\"{store}\",\"page\":{page},\"epoch\":{epoch}}}"
+        )
+    }
+}
+
+impl std::fmt::Display for MemoryKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            MemoryKind::Device => "device",
+            MemoryKind::Pinned => "pinned",
+            MemoryKind::Host => "host",
+            MemoryKind::Unified => "unified",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_is_told_as_json() {
+        let memory = MemoryDescriptor {
+            address: 0x7f00_0000_1000,
+            len: 4096,
+            kind: MemoryKind::Pinned,
+            gpu: Some(2),
+            store: StoreId([0xab; 16]),
+            page: PageId(7),
+            epoch: Epoch(3),
+        };
+        let id = "ab".repeat(16);
+        assert_eq!(
+            memory.to_json(),
+            format!(
+                "{{\"version\":1,\"address\":139637976731648,\"len\":4096,\"kind\":\"pinned\",\"gpu\":2,\
+                 \"store\":\"{id}\",\"page\":7,\"epoch\":3}}"
+            )
+        );
+        let on_host = MemoryDescriptor { gpu: None, kind: MemoryKind::Host, ..memory };
+        assert!(on_host.to_json().contains("\"kind\":\"host\",\"gpu\":null"));
+    }
+}

@@ -1,0 +1,132 @@
+//! Captures that change much of a page on disk: the page's new bytes go from the device to an image file,
+//! once, and the frame names the image. Written to the log, they would wait in host memory for the next
+//! snapshot, which would write them a second time.
+//!
+//! The image is of the staged bytes, from which the batch would be encoded otherwise. It is synced with its
+//! name before the batch is logged, so a frame never names what a crash takes away. A page that comes to
+//! memory before its batch is logged gets its changes from the log as ever.
+
+use std::collections::HashMap;
+
+use remanent_format::image::ImageRef;
+use remanent_format::op::{Op, OpAt};
+use remanent_format::{PageId, PageInfo};
+
+use super::Committer;
+use super::batch_images::BatchImages;
+use super::capture::Captures;
+use super::disk_moves::{DiskOps, is_on_disk};
+use crate::base::allocation::{collected, insert, push};
+use crate::device::{Lane, Span};
+use crate::error::Result;
+use crate::images::AheadImages;
+use crate::write::batch::{CopySources, WHOLE_PAGE_LEN_MIN};
+
+/// A page of which more than this part changed is written whole: that is read back by one read, and takes no
+/// memory until the next snapshot.
+const WHOLE_PART: u64 = 4;
+
+/// Captured pages whose new bytes are in images.
+#[derive(Default)]
+pub(super) struct CapturedImages<'a> {
+    /// The pages, in the order of the images.
+    pages: Vec<CapturedPage>,
+    /// Their images, which go if the batch is refused.
+    pub file: BatchImages<'a>,
+}
+
+/// A page that is captured whole.
+#[derive(Clone, Copy)]
+struct CapturedPage {
+    /// The capture's index in the batch.
+    step: usize,
+    page: PageId,
+    /// The page's new bytes.
+    staged: Span,
+}
+
+impl CapturedImages<'_> {
+    /// The images, by the operation's index, of the pages that are on disk still.
+    pub fn images(&self, is_on_disk: impl Fn(PageId) -> bool) -> impl Iterator<Item = (usize, ImageRef)> {
+        let by_step = self.pages.iter().zip(self.file.refs());
+        by_step.filter(move |(page, _)| is_on_disk(page.page)).map(|(page, image)| (page.step, image))
+    }
+
+    /// Whether each image of these that the payload names is of a page on disk. The applier makes no bytes in
+    /// memory of them.
+    pub fn suit(&self, ops: &[OpAt<'_>], disk_ops: &DiskOps) -> bool {
+        let is_one = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if self.pages.iter().any(|one| one.page == *page));
+        self.pages.is_empty() || (0..).zip(ops).all(|(index, at)| !is_one(&at.op) || disk_ops.has(index))
+    }
+}
+
+impl Committer {
+    /// Writes images of the captured pages on disk that changed most, if they are worth an image file. The
+    /// file and its name are durable when this returns.
+    ///
+    /// # Errors
+    /// No space or no memory; a device error. All are clean.
+    pub(super) fn write_captured(
+        &self,
+        captures: &Captures<'_>,
+        copied: &CopySources,
+    ) -> Result<CapturedImages<'_>> {
+        let mut pages = Vec::new();
+        for (step, page, staged) in captures.whole(WHOLE_PART) {
+            let is_alone = staged.len >= WHOLE_PAGE_LEN_MIN && !copied.whole.contains(&page);
+            if is_alone && is_on_disk(&self.submitted.lock(), page) {
+                push(&mut pages, CapturedPage { step, page, staged })?;
+            }
+        }
+        if pages.iter().map(|page| page.staged.len).sum::<u64>() < self.ahead_bytes_min || pages.is_empty() {
+            return Ok(CapturedImages::default());
+        }
+        pages.sort_unstable_by_key(|page| page.step);
+        let lens = collected(pages.iter().map(|page| (page.page, page.staged.len)))?;
+        let mut staged: HashMap<PageId, Span> = HashMap::new();
+        for page in &pages {
+            insert(&mut staged, page.page, page.staged)?;
+        }
+        let ahead = self.in_space(|| {
+            let mut read = |info: &PageInfo, offset: u64, out: &mut [u8]| {
+                let all = staged[&info.page];
+                let source = Span { offset: all.offset + offset, len: out.len() as u64, ..all };
+                self.engine.staging.download(Lane::Stage, source, out)
+            };
+            AheadImages::write_read(&self.files, self.engine.store, self.images, &lens, &mut read)
+        })?;
+        let file = BatchImages::new(ahead, collected(lens.into_iter().map(Some))?);
+        Ok(CapturedImages { pages, file })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use remanent_format::image::Codec;
+
+    use super::*;
+    use crate::device::MemoryId;
+
+    /// The applier makes no bytes in memory of an image: a page that came to memory since is taken anew.
+    #[test]
+    fn images_suit_pages_that_are_on_disk_still() {
+        let staged = Span { memory: MemoryId(1), offset: 0, len: 4096 };
+        let pages = vec![CapturedPage { step: 0, page: PageId(5), staged }];
+        let captured = CapturedImages { pages, file: BatchImages::default() };
+        let image = ImageRef {
+            file: 1,
+            offset: 4096,
+            stored_len: 4096,
+            codec: Codec::Raw,
+            stored_crc: 0,
+            raw_crc: 0,
+        };
+        let of = |page| OpAt { body_at: 0, op: Op::Image { page: PageId(page), len: 4096, image } };
+        let on_disk = |on_disk: &[usize]| DiskOps { on_disk: on_disk.to_vec(), ..DiskOps::default() };
+        assert!(captured.suit(&[of(5)], &on_disk(&[0])));
+        assert!(!captured.suit(&[of(5)], &on_disk(&[])), "in memory by now");
+        assert!(!captured.suit(&[of(4), of(5)], &on_disk(&[0])), "that is another page's");
+        assert!(captured.suit(&[of(4)], &on_disk(&[])), "of a page that the caller wrote whole");
+        assert!(captured.suit(&[], &on_disk(&[])), "the page's changes are in the payload");
+    }
+}
