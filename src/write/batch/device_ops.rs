@@ -120,6 +120,9 @@ impl WriteBatch {
     /// [`Error::OverBudget`](crate::Error::OverBudget) before anything is copied, and the copy can be
     /// captured later, or range by range.
     ///
+    /// Of a page on disk, of which more than a quarter changed, all bytes go to an image file, and the log
+    /// names it.
+    ///
     /// ```
     /// use remanent::{Options, Place, Shadow, Store, Width};
     /// # use remanent::DeviceChoice;
