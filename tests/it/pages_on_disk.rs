@@ -541,10 +541,10 @@ fn a_working_copy_stands_for_a_page_on_disk() {
         let (logged, in_images) = capture(&store, &mut plain, &[4..8, 9000..9100, LEN - 4..LEN], 3);
         assert!(logged < 4096 && in_images == 0, "{logged} bytes in the log, {in_images} in images");
         // Much of the page goes to an image, once.
-        let (logged, in_images) = capture(&store, &mut plain, &[100..LEN / 2], 5);
+        let (logged, in_images) = capture(&store, &mut plain, std::slice::from_ref(&(100..LEN / 2)), 5);
         assert!(logged < 4096 && in_images >= LEN as u64, "{logged} bytes in the log, {in_images} in images");
         assert_eq!(store.stats().pending_bytes, 0, "the image has all of them");
-        let (logged, in_images) = capture(&store, &mut plain, &[0..4], 7);
+        let (logged, in_images) = capture(&store, &mut plain, std::slice::from_ref(&(0..4)), 7);
         assert!(logged < 4096 && in_images == 0, "{logged} bytes in the log, {in_images} in images");
         let written = store.snapshot().unwrap().bytes_written;
         assert!(written >= LEN as u64, "the page changed since its image: {written}");
