@@ -58,7 +58,7 @@ use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::sums::changed_on_the_way;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
 use crate::error::{Error, Result};
-use crate::images::disk_pages::{DiskImage, DiskPage, DiskPages};
+use crate::images::disk_pages::{DiskImage, DiskPage, DiskPages, PendingClaim};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::versions::Versions;
 
@@ -86,6 +86,8 @@ pub(crate) struct ApplyWork {
     pub filled: FilledMemory,
     /// The images of the pages that it takes to disk; an empty page has none.
     pub to_disk: NewDiskImages,
+    /// Room for what it writes to pages on disk, until it has.
+    pub pending: Option<PendingClaim>,
     /// Memory for the pages that it changes while they are leased; each moves there first.
     pub relocations: Vec<(PageId, PageMemory)>,
     /// Staging that [`stage_aside`] made of its operations, in their order.

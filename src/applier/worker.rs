@@ -169,7 +169,7 @@ impl Worker {
 
     /// Adds a batch to the list and installs its changes to the table.
     fn batch(&mut self, work: ApplyWork) {
-        let ApplyWork { point, payload, changes, filled, sums, room, handover, .. } = work;
+        let ApplyWork { point, payload, changes, filled, sums, room, handover, pending, .. } = work;
         let ApplyWork { mut memory, mut relocations, mut asides, to_disk, .. } = work;
         let is_filled = |page: PageId, new: &PageMemory| filled.has(page, new.span().memory);
         let mut ranges = self.shared.changes().is_watched().then(WrittenRanges::default);
@@ -271,6 +271,8 @@ impl Worker {
             }
         };
         each_op(&payload, apply).expect("decoded before it was logged");
+        // What it wrote to pages on disk is counted there by now.
+        drop(pending);
         self.list.payload(payload);
         if let Some(ranges) = ranges {
             self.told.push(AppliedBatch::of(&changes, &self.applied.table, ranges));

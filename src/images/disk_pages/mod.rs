@@ -52,9 +52,18 @@ struct FileUses(Mutex<BTreeMap<u64, usize>>);
 #[derive(Default)]
 struct PendingBytes {
     bytes: AtomicU64,
-    /// The lock of the committers that wait for room.
-    waiting: Mutex<()>,
+    /// Bytes of batches that the applier has not come to. It adds theirs to the others before it gives this
+    /// up, so that a reader under the lock misses none.
+    claimed: Mutex<u64>,
     fell: Condvar,
+}
+
+/// Room for what a batch writes to pages on disk, from its check until the applier has written it. Without it
+/// all batches would find the room that there was before the applier came to the first of them.
+#[derive(Debug)]
+pub(crate) struct PendingClaim {
+    pending: Arc<PendingBytes>,
+    bytes: u64,
 }
 
 impl DiskPages {
@@ -116,12 +125,17 @@ impl DiskPages {
         self.pending_bytes() >= self.pending_max / 2
     }
 
-    /// Waits until `needed` more bytes may be pending. `is_coming` is asked whether a snapshot will make
-    /// room; it says so to the thread that takes it.
+    /// Claims `needed` bytes, however many are pending: for a caller that cannot wait.
+    pub fn claim(&self, needed: u64) -> PendingClaim {
+        self.pending.claim(needed, u64::MAX).expect("all claims fit")
+    }
+
+    /// Claims `needed` bytes, and waits until as many more may be pending. `is_coming` is asked whether a
+    /// snapshot will make room; it says so to the thread that takes it.
     ///
     /// # Errors
     /// `OverBudget` if there never will be as much room, or no snapshot comes; what `is_coming` fails with.
-    pub fn wait_for_room(&self, needed: u64, is_coming: impl Fn() -> Result<bool>) -> Result<()> {
+    pub fn wait_for_room(&self, needed: u64, is_coming: impl Fn() -> Result<bool>) -> Result<PendingClaim> {
         let full = |available: u64| Error::OverBudget {
             place: Place::Disk,
             asked: needed,
@@ -132,15 +146,15 @@ impl DiskPages {
             return Err(full(self.pending_max.saturating_sub(self.pending_bytes())));
         }
         loop {
-            let pending = self.pending_bytes();
-            if pending.saturating_add(needed) <= self.pending_max {
-                return Ok(());
-            }
+            let pending = match self.pending.claim(needed, self.pending_max) {
+                Ok(claim) => return Ok(claim),
+                Err(pending) => pending,
+            };
             if !is_coming()? {
                 return Err(full(self.pending_max.saturating_sub(pending)));
             }
-            let mut waiting = self.pending.waiting.lock();
-            self.pending.fell.wait_until(&mut waiting, Instant::now() + LOOK_AGAIN);
+            let mut claimed = self.pending.claimed.lock();
+            self.pending.fell.wait_until(&mut claimed, Instant::now() + LOOK_AGAIN);
         }
     }
 }
@@ -152,6 +166,27 @@ impl PendingBytes {
 
     fn sub(&self, bytes: u64) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Claims bytes if all that is pending and claimed is at most `max` with them.
+    ///
+    /// # Errors
+    /// What is pending and claimed without them.
+    fn claim(self: &Arc<Self>, bytes: u64, max: u64) -> Result<PendingClaim, u64> {
+        let mut claimed = self.claimed.lock();
+        let before = self.bytes.load(Ordering::Relaxed).saturating_add(*claimed);
+        if before.saturating_add(bytes) > max {
+            return Err(before);
+        }
+        *claimed += bytes;
+        Ok(PendingClaim { pending: self.clone(), bytes })
+    }
+}
+
+impl Drop for PendingClaim {
+    fn drop(&mut self) {
+        *self.pending.claimed.lock() -= self.bytes;
+        self.pending.fell.notify_all();
     }
 }
 

@@ -236,3 +236,23 @@ fn room_is_waited_for_where_it_comes() {
         waiting.join().unwrap().unwrap();
     });
 }
+
+/// Batches are logged much faster than they are applied: what waits for the applier counts.
+#[test]
+fn a_claim_counts_until_it_is_given_up() {
+    let pages = DiskPages::new(Arc::new(SimDisk::new()), 16 << 10);
+    let is_refused = |needed| match pages.wait_for_room(needed, || Ok(false)) {
+        Err(Error::OverBudget { asked, available, .. }) => (asked == needed).then_some(available),
+        other => panic!("{other:?}"),
+    };
+    let claims: Vec<_> = (0..4).map(|_| pages.wait_for_room(4 << 10, || Ok(false)).unwrap()).collect();
+    assert_eq!(is_refused(1), Some(0));
+    drop(claims);
+    let claim = pages.wait_for_room(12 << 10, || Ok(false)).unwrap();
+    assert_eq!(is_refused(8 << 10), Some(4 << 10));
+    // A caller that cannot wait.
+    let more = pages.claim(32 << 10);
+    assert_eq!(is_refused(1), Some(0));
+    drop((claim, more));
+    drop(pages.wait_for_room(16 << 10, || Ok(false)).unwrap());
+}

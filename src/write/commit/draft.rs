@@ -18,6 +18,7 @@ use super::disk_moves::{DiskOps, new_places};
 use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
 use crate::applier::{ApplyWork, ArrivalSums, FilledMemory, Handover, ListRoom, NewDiskImages};
 use crate::error::{Error, Result};
+use crate::images::disk_pages::PendingClaim;
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::StagingBuf;
@@ -60,6 +61,8 @@ pub(super) struct Provision {
     pub room: ListRoom,
     /// Memory to which leased pages move, so that a lease goes on showing the bytes that it showed.
     pub relocations: Vec<(PageId, PageMemory)>,
+    /// Room for what it writes to pages on disk.
+    pub pending: Option<PendingClaim>,
 }
 
 /// The last change of each page when it was copied: of its bytes, its metadata or its place.
@@ -129,7 +132,7 @@ impl Committer {
             return Ok(None);
         }
         // Bytes were staged, and images made, by where the pages were.
-        if self.disk_ops(ops, Some(table))? != draft.disk_ops {
+        if !self.disk_ops(ops, Some(table))?.is_same(&draft.disk_ops) {
             return Ok(None);
         }
         for &(page, expected) in &draft.expected {
@@ -172,7 +175,7 @@ impl Committer {
         self.engine.versions.install(&changes);
         then(point, &changes);
         let Draft { payload, memory, filled, to_disk, provision, handover, .. } = draft;
-        let Provision { asides, sums, room, relocations } = provision;
+        let Provision { asides, sums, room, relocations, pending } = provision;
         let work = ApplyWork {
             point,
             payload,
@@ -184,6 +187,7 @@ impl Committer {
             asides,
             sums,
             room,
+            pending,
             handover,
         };
         self.engine.applier.push(work);

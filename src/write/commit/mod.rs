@@ -271,9 +271,7 @@ impl Committer {
         // the applier would hold up all that come after it, too.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
         draft.disk_ops = self.disk_ops(&ops, locked.as_deref())?;
-        if locked.is_none() {
-            self.wait_for_pending(&draft.disk_ops, &ops)?;
-        }
+        let pending = self.claim_pending(&draft.disk_ops, &ops, locked.as_deref())?;
         match self.going_pages(&draft.disk_ops, &ops, locked.as_deref())? {
             Some(going) if own.captured.suit(&ops, &draft.disk_ops) => own.going = going,
             _ => {
@@ -292,7 +290,7 @@ impl Committer {
         let provision = append(&mut draft.staged, versions)
             .and_then(|()| self.provision(&ops, &draft, &whole, locked.as_deref()));
         match provision {
-            Ok(provision) => draft.provision = provision,
+            Ok(provision) => draft.provision = Provision { pending, ..provision },
             Err(error) => {
                 // The draft goes, and nothing is logged: what it allocated so far is given back.
                 self.discard(draft.memory);
@@ -356,7 +354,7 @@ impl Committer {
         let room = ListRoom::of(ops)?;
         // Last: it alone has to be given back.
         let relocations = self.relocations(ops, locked)?;
-        Ok(Provision { asides: asides.into(), sums, room, relocations })
+        Ok(Provision { asides: asides.into(), sums, room, relocations, pending: None })
     }
 }
 

@@ -93,10 +93,16 @@ pub const LIST: &[Defence] = &[
         "false",
         it("device_reads::what_cannot_be_read_or_filled_is_refused"),
     ),
+    check(
+        "what waits for the applier counts as pending on disk pages",
+        "src/images/disk_pages/mod.rs",
+        "*claimed += bytes;",
+        unit("images::disk_pages::tests::a_claim_counts_until_it_is_given_up"),
+    ),
     defence(
         "a draft is stale if a page went to disk or came from there meanwhile",
         DRAFT,
-        "self.disk_ops(ops, Some(table))? != draft.disk_ops",
+        "!self.disk_ops(ops, Some(table))?.is_same(&draft.disk_ops)",
         "false",
         it("pages_on_disk::moves_writes_and_reads_at_once"),
     ),
