@@ -164,12 +164,12 @@ impl Committer {
         let needed = found.pending_bytes(ops);
         let claim = match locked {
             Some(_) => disk_pages.claim(needed),
-            None => match disk_pages.wait_for_room(needed, &call) {
+            None => match disk_pages.wait_for_room(needed, call) {
                 // What the applier is about to write is claimed, and counted twice for a moment. Whether a
                 // batch fits must not depend on how far the applier has come.
                 Err(Error::OverBudget { .. }) => {
                     applier.turn(|_| Ok(()))?;
-                    disk_pages.wait_for_room(needed, &call)?
+                    disk_pages.wait_for_room(needed, call)?
                 }
                 claimed => claimed?,
             },
