@@ -69,7 +69,8 @@ use crate::memory::staging::{StagingBuf, StagingPool};
 /// A list is submitted when its payloads reach this number of bytes.
 const LIST_BYTES: usize = 256 << 10;
 
-/// Images of pages that a batch takes to disk, each with the page's bytes as they are before the batch.
+/// Images of pages that a batch takes to disk, each with the page's bytes as they are before the batch, in
+/// the order of the pages' ids.
 pub(crate) type NewDiskImages = Vec<(PageId, Option<Arc<DiskImage>>)>;
 
 /// A logged batch on its way to the device.

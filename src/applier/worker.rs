@@ -299,11 +299,12 @@ impl Worker {
         if self.applied.on_disk.contains(page) {
             return self.change_on_disk(page, |_| {});
         }
-        let image = images.iter().find(|(of, _)| *of == page).expect("one for each move to disk");
+        let at = images.binary_search_by_key(&page, |(of, _)| *of).expect("one for each move to disk");
+        let (_, image) = &images[at];
         let old = self.applied.memory.remove(page).expect("planned on a page that exists");
         self.give_up(page, old);
         self.versions.moved_to_disk(page);
-        self.applied.on_disk.insert(page, self.disk_pages.page(image.1.clone()));
+        self.applied.on_disk.insert(page, self.disk_pages.page(image.clone()));
     }
 
     /// Whether the page's memory holds the bytes that an image of the batch gives it.

@@ -120,7 +120,8 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page is no whole number of elements;
-    /// [`Error::OverBudget`], [`Error::OutOfMemory`]; a device error.
+    /// [`Error::OverBudget`], [`Error::OutOfMemory`]; [`Error::PlaceUnavailable`] for a page on disk, whose
+    /// copy needs memory of its own: [`Store::working_copy_in`]; a device error.
     pub fn working_copy(&self, page: PageId, width: Width, shadow: Shadow) -> Result<WorkingCopy> {
         let info = self.page(page)?;
         let memory = self.device_bytes(info.len, info.place)?;
@@ -151,7 +152,8 @@ impl Store {
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the memory is not as long as the page, no whole
     /// number of elements, or not on their boundary; for a shadow [`Error::OverBudget`] and
-    /// [`Error::OutOfMemory`]; a device error.
+    /// [`Error::OutOfMemory`]; for a page on disk [`Error::PlaceUnavailable`] with [`Shadow::Page`], and
+    /// [`Error::Damaged`] as for [`Store::read`]; a device error.
     pub fn working_copy_in(
         &self,
         page: PageId,
@@ -167,7 +169,8 @@ impl Store {
     /// drop what was not captured.
     ///
     /// # Errors
-    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length changed; a device error.
+    /// [`Error::UnknownPage`]; [`Error::MemoryRefused`] if the page's length changed; [`Error::Damaged`] for
+    /// a page on disk, as for [`Store::read`]; a device error.
     pub fn reload(&self, copy: &WorkingCopy) -> Result<()> {
         self.of_device(|| self.committer().load(copy, Direction::Load))
     }

@@ -476,3 +476,47 @@ fn leases_and_pins_bring_pages_from_disk() {
     }
     assert!(matches!(store.lease(PageId(999)), Err(Error::UnknownPage { .. })));
 }
+
+/// A full disk takes no page: what has no room is refused, nothing that was there is lost, and with space the
+/// pages go down as before, also after a restart.
+#[test]
+fn a_full_disk_keeps_pages_where_they_are() {
+    let disk = SimDisk::new();
+    let options = || two_tiers().compression(remanent::Compression::Off);
+    let mut store = open(&disk, options());
+    let mut held: Vec<(u64, PageId)> = Vec::new();
+    let mut next = 0;
+    for turn in 0..3 {
+        for number in next..next + ROOM {
+            held.push((number, put(&store, number, 0, DEVICE)));
+        }
+        next += ROOM;
+        disk.set_capacity(Some(disk.used_bytes()));
+        let mut refusals = 0;
+        for number in next..next + 2 * ROOM {
+            match store.put(&key(number), bytes(number, 0), DEVICE) {
+                Ok((page, _)) => held.push((number, page)),
+                Err(Error::OverBudget { place: DEVICE, .. } | Error::DiskFull { .. }) => refusals += 1,
+                Err(error) => panic!("turn {turn}: {error}"),
+            }
+        }
+        next += 2 * ROOM;
+        assert!(refusals > 0, "turn {turn}: there was no room for {} pages", 2 * ROOM);
+        let check = |store: &Store, what: &str| {
+            for (number, page) in &held {
+                assert_eq!(store.read_to_vec(*page).unwrap(), bytes(*number, 0), "{what}: page {number}");
+            }
+        };
+        check(&store, "on the full disk");
+        assert!(peak(&store, DEVICE) <= ROOM * LEN);
+        drop(store);
+        store = open(&disk, options());
+        check(&store, "on the full disk, opened anew");
+        disk.set_capacity(None);
+        for number in next..next + ROOM {
+            put(&store, number, 0, DEVICE);
+        }
+        next += ROOM;
+        check(&store, "with space");
+    }
+}

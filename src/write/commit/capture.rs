@@ -90,15 +90,15 @@ impl Captures<'_> {
     /// The captures of a whole page of which more than one byte in `part` changed: the operation's index, the
     /// page, and its staged bytes.
     pub fn whole(&self, part: u64) -> impl Iterator<Item = (usize, PageId, Span)> {
-        self.found.iter().filter_map(move |(step, found)| {
-            let capture = self.taken.iter().find(|capture| capture.step == *step)?;
+        self.taken.iter().filter_map(move |capture| {
+            let found = self.found.get(&capture.step)?;
             let len = capture.copy.bytes().byte_len();
             let changed: u64 = found.iter().map(|part| part.changed_bytes(capture.copy.width())).sum();
             let is_staged = found.iter().map(|part| part.staged.len).sum::<u64>() == len;
             if !(is_staged && changed.saturating_mul(part) > len) {
                 return None;
             }
-            Some((*step, capture.copy.page(), capture.staged.part(0, len)))
+            Some((capture.step, capture.copy.page(), capture.staged.part(0, len)))
         })
     }
 

@@ -16,7 +16,7 @@ use super::Committer;
 use super::batch_images::BatchImages;
 use super::capture::Captures;
 use super::disk_moves::{DiskOps, is_on_disk};
-use crate::base::allocation::{collected, insert, push};
+use crate::base::allocation::{collected, insert, push, set_of};
 use crate::device::{Lane, Span};
 use crate::error::Result;
 use crate::images::AheadImages;
@@ -55,8 +55,12 @@ impl CapturedImages<'_> {
     /// Whether each image of these that the payload names is of a page on disk. The applier makes no bytes in
     /// memory of them.
     pub fn suit(&self, ops: &[OpAt<'_>], disk_ops: &DiskOps) -> bool {
-        let is_one = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if self.pages.iter().any(|one| one.page == *page));
-        self.pages.is_empty() || (0..).zip(ops).all(|(index, at)| !is_one(&at.op) || disk_ops.has(index))
+        if self.pages.is_empty() {
+            return true;
+        }
+        let pages = set_of(self.pages.iter().map(|one| one.page));
+        let is_one = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if pages.contains(page));
+        (0..).zip(ops).all(|(index, at)| !is_one(&at.op) || disk_ops.has(index))
     }
 }
 
@@ -81,7 +85,6 @@ impl Committer {
         if pages.iter().map(|page| page.staged.len).sum::<u64>() < self.ahead_bytes_min || pages.is_empty() {
             return Ok(CapturedImages::default());
         }
-        pages.sort_unstable_by_key(|page| page.step);
         let lens = collected(pages.iter().map(|page| (page.page, page.staged.len)))?;
         let mut staged: HashMap<PageId, Span> = HashMap::new();
         for page in &pages {

@@ -209,15 +209,30 @@ impl Committer {
             }
         }
         self.keep_proven(known, &mut going.images, &mut unwritten)?;
-        if unwritten.is_empty() {
-            return Ok(Some(going));
+        if !unwritten.is_empty() && !self.write_unwritten(&unwritten, found, ops, &mut going)? {
+            return Ok(None);
         }
+        // The applier looks up each page's image by its id.
+        going.images.sort_unstable_by_key(|(page, _)| *page);
+        Ok(Some(going))
+    }
+
+    /// Writes images of the pages that go to disk and have none. Returns whether none of them changed
+    /// meanwhile.
+    fn write_unwritten<'a>(
+        &'a self,
+        unwritten: &[PageInfo],
+        found: &DiskOps,
+        ops: &[OpAt<'_>],
+        going: &mut GoingPages<'a>,
+    ) -> Result<bool> {
         // Of a page that the batch changes, the image is of an older state: the next snapshot must not name
         // it.
-        let is_changed = |page| found.on_disk.iter().any(|index: &usize| ops[*index].op.page() == Some(page));
+        let changed = set_of(found.on_disk.iter().filter_map(|index| ops[*index].op.page()));
+        let is_changed = |page| changed.contains(&page);
         let stay = unwritten.iter().map(|info| (!is_changed(info.page)).then_some((info.page, info.len)));
         let stay = collected(stay)?;
-        let Some(ahead) = self.write_going(&unwritten)? else { return Ok(None) };
+        let Some(ahead) = self.write_going(unwritten)? else { return Ok(false) };
         let mut requests = Vec::new();
         for (info, image) in unwritten.iter().zip(ahead.images()) {
             let image = self.engine.disk_pages.image(*image, info.len);
@@ -227,7 +242,7 @@ impl Committer {
         // Before the memory goes, which is the only other place that has all of the bytes (I7).
         prove(&DiskSource::past_cache(self.engine.disk.clone()), requests)?;
         going.file = BatchImages::new(ahead, stay);
-        Ok(Some(going))
+        Ok(true)
     }
 
     /// The newest snapshot's image of a page, if it is of the page as it is.
