@@ -7,11 +7,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use remanent::device::RawStream;
 use remanent::{Error, Lease, PageId, Result, Store};
 use self_cell::self_cell;
 
 use crate::array::{Aligned, Array, BufferParts, check_export, fill_buffer, release_buffer};
+use crate::descriptor::descriptor_to_py;
 use crate::dlpack::{self, Export};
 use crate::dtype::{Dtype, layout};
 use crate::errors::OrRaise;
@@ -151,6 +153,15 @@ impl PyLease {
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.look(py, |lease| Ok(lease.address()))
+    }
+
+    /// Where the page's bytes lie, for a transport that registers memory (NIXL, UCX, verbs): "address", "len",
+    /// "kind" ("device", "pinned", "host" or "unified"), "gpu" (its CUDA ordinal), "store", "page" and
+    /// "epoch". It holds as long as this object: end the registration first. Transports only read.
+    ///
+    /// :raises DeviceError: pages live in memory of the host alone, or the page is empty.
+    fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        descriptor_to_py(py, &self.look(py, |lease| lease.descriptor())?)
     }
 
     /// Lets work that is put on the stream from now on read the page; the stream is a CUDA handle as a

@@ -43,6 +43,7 @@ mod follower;
 mod changes;
 mod lease;
 mod pin;
+mod descriptor;
 mod read_many;
 mod batch;
 mod ticket;

@@ -5,7 +5,9 @@ use std::time::Duration;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::{Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Place};
+use remanent::{
+    Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Place, Tiers,
+};
 
 use crate::errors::OrRaise;
 use crate::gate::seconds;
@@ -48,6 +50,8 @@ pub struct OpenKeywords<'py> {
     pub reserve_bytes: Option<u64>,
     pub spare_bytes: Option<u64>,
     pub budget: Option<Bound<'py, PyDict>>,
+    pub tiers: Option<Vec<String>>,
+    pub eviction: String,
     pub identity: Option<Vec<u8>>,
     pub layout_fingerprint: Option<[u8; 32]>,
     pub snapshots_kept: usize,
@@ -103,6 +107,13 @@ impl OpenKeywords<'_> {
                 budget = budget.with(place(py, &name.extract::<String>()?)?, bytes.extract()?);
             }
             options = options.budget(budget);
+        }
+        let policies = [("s3-fifo", false), ("lru", true)];
+        let is_lru = one_of("eviction", &self.eviction, &policies)?;
+        if let Some(names) = self.tiers {
+            let places = names.iter().map(|name| place(py, name)).collect::<PyResult<Vec<_>>>()?;
+            let tiers = Tiers::new(places);
+            options = options.tiers(if is_lru { tiers.lru() } else { tiers });
         }
         if let Some(identity) = self.identity {
             options = options.identity(identity);

@@ -3,10 +3,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use remanent::device::RawStream;
 use remanent::{Error, PageId, Pin, Result, Store};
 use self_cell::self_cell;
 
+use crate::descriptor::descriptor_to_py;
 use crate::errors::OrRaise;
 use crate::gate::{Gate, Handle, check_process, detached};
 
@@ -100,6 +102,15 @@ impl PyPin {
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         self.look(py, |pin| Ok(pin.address()))
+    }
+
+    /// Where the page's bytes lie, for a transport that registers memory (NIXL, UCX, verbs): "address", "len",
+    /// "kind" ("device", "pinned", "host" or "unified"), "gpu" (its CUDA ordinal), "store", "page" and
+    /// "epoch". It holds as long as this object: end the registration first. Transports only read.
+    ///
+    /// :raises DeviceError: pages live in memory of the host alone, or the page is empty.
+    fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        descriptor_to_py(py, &self.look(py, |pin| pin.descriptor())?)
     }
 
     /// Lets work that is put on the stream from now on see every batch submitted so far; the stream is a CUDA

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use remanent::{Lsn, SnapshotOptions, Store};
+use remanent::{Lsn, PageId, SnapshotOptions, Store};
 
 use crate::batch::{Batch, commit, submit};
 use crate::blame::{PyValueChange, blame};
@@ -38,6 +38,8 @@ use crate::view::PyLiveView;
 /// :param device: "auto", "host" or "cuda:N"; `slots` binds "device:N" to one of several.
 /// :param log_io: "mapped", "buffered" or "direct"; None chooses. `image_io` likewise for images of pages.
 /// :param budget: bytes by place, such as `{"host": 1 << 30}`; a place that is not named has no limit.
+/// :param tiers: an order of places, such as `["device:0", "pinned", "disk"]`. Where one is full, pages that are
+///     not used go to the next one by themselves. `eviction` says which leave first: "s3-fifo" or "lru".
 /// :param identity: the caller's own description of the store; given again, it must be the same.
 /// :param layout_fingerprint: 32 bytes that say on what the meaning of pages depends; likewise.
 /// :param snapshots_kept: how many of the newest snapshots are kept; `snapshots_kept_for` (seconds) and
@@ -81,12 +83,22 @@ fn retention(
     give_up.iter().fold(rules, |rules, name| rules.give_up(name)).names_only(names_only)
 }
 
+/// Pages as a caller names them.
+fn page_names(pages: &Bound<'_, PyAny>) -> PyResult<Vec<PageName>> {
+    pages.try_iter()?.map(|page| PageName::take(&page?)).collect()
+}
+
+/// The ids of these pages.
+fn found(store: &Store, names: &[PageName]) -> remanent::Result<Vec<PageId>> {
+    names.iter().map(|name| Ok(name.find(store)?.page)).collect()
+}
+
 #[pymethods]
 impl PyStore {
     #[new]
     #[pyo3(signature = (path, *, create=true, ack="logged", device="auto", slots=None, log_io=None,
-        image_io="buffered", segment_len=16777216, reserve_bytes=None, spare_bytes=None, budget=None, identity=None,
-        layout_fingerprint=None, snapshots_kept=2, snapshots_kept_for=0.0, log_kept=0, compression=true,
+        image_io="buffered", segment_len=16777216, reserve_bytes=None, spare_bytes=None, budget=None, tiers=None,
+        eviction="s3-fifo", identity=None, layout_fingerprint=None, snapshots_kept=2, snapshots_kept_for=0.0, log_kept=0, compression=true,
         page_load="eager", snapshot_log_bytes=Some(268435456), snapshot_interval=Some(60.0),
         snapshot_bytes_per_second=None, scrub_interval=Some(86400.0), scrub_bytes_per_second=Some(67108864)))]
     #[allow(clippy::too_many_arguments, reason = "each is an option, given by its name")]
@@ -103,6 +115,8 @@ impl PyStore {
         reserve_bytes: Option<u64>,
         spare_bytes: Option<u64>,
         budget: Option<Bound<'_, PyDict>>,
+        tiers: Option<Vec<String>>,
+        eviction: &str,
         identity: Option<Vec<u8>>,
         layout_fingerprint: Option<[u8; 32]>,
         snapshots_kept: usize,
@@ -127,6 +141,8 @@ impl PyStore {
             reserve_bytes,
             spare_bytes,
             budget,
+            tiers,
+            eviction: eviction.to_owned(),
             identity,
             layout_fingerprint,
             snapshots_kept,
@@ -256,6 +272,54 @@ impl PyStore {
     #[pyo3(signature = (lsn=None))]
     fn wait_durable(&self, py: Python<'_>, lsn: Option<u64>) -> PyResult<()> {
         self.gate.call(py, |store| store.wait_durable(lsn.map_or_else(|| store.lsn(), Lsn)))
+    }
+
+    /// Lets all these pages live in one place. Those that are not there move, in one batch; where there are
+    /// tiers, others leave if there is no room. Returns the batch's number, None if all were there.
+    ///
+    /// :param pages: an iterable of pages. :param place: "host", "pinned", "device:N" or "disk".
+    /// :raises UnknownPageError, UnknownKeyError, OverBudgetError, LeasedError: nothing moved.
+    ///
+    /// >>> with remanent.Store(directory, device="host") as store:
+    /// ...     store["a"], store["b"] = b"one", b"two"
+    /// ...     store.ensure(["a", "b"], "disk"), store.ensure(["a"], "disk")
+    /// ...     store.info("a").place, store["a"]
+    /// (3, None)
+    /// ('disk', b'one')
+    fn ensure(&self, pages: &Bound<'_, PyAny>, place: &str) -> PyResult<Option<u64>> {
+        let (py, place) = (pages.py(), self::place(pages.py(), place)?);
+        let names = page_names(pages)?;
+        self.gate.call(py, |store| {
+            let moved = store.ensure(&found(store, &names)?, place)?;
+            Ok(moved.map(|position| position.lsn.0))
+        })
+    }
+
+    /// Moves pages to the first of the store's tiers, as `ensure` does.
+    ///
+    /// :raises InvalidError: the store was opened without tiers. As for `ensure`.
+    fn promote(&self, pages: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+        let names = page_names(pages)?;
+        self.gate.call(pages.py(), |store| {
+            let moved = store.promote(&found(store, &names)?)?;
+            Ok(moved.map(|position| position.lsn.0))
+        })
+    }
+
+    /// Moves pages to the next of the store's tiers, each from where it is: for a caller that knows that it
+    /// will not need them soon.
+    ///
+    /// :raises InvalidError: the store was opened without tiers. As for `ensure`.
+    ///
+    /// >>> with remanent.Store(directory, device="host", tiers=["host", "disk"], budget={"host": 4096}) as store:
+    /// ...     for number in range(4):
+    /// ...         store[f"{number}"] = bytes(2048)
+    /// ...     store.demote(["3"])
+    /// ...     store.info("3").place, len(store)
+    /// ('disk', 4)
+    fn demote(&self, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+        let names = page_names(pages)?;
+        self.gate.call(pages.py(), |store| store.demote(&found(store, &names)?))
     }
 
     /// Pages and root as they are now; they stay so, whatever is committed. Close it before the store.

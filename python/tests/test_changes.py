@@ -169,6 +169,8 @@ def test_a_forked_child_gets_a_typed_error(store: remanent.Store, directory: str
 def test_ctrl_c_ends_a_wait(directory: str) -> None:
     done = run_script("""
         import os, signal, sys, threading, remanent
+        # A process that is started in the background ignores Ctrl-C until it says otherwise.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         store = remanent.Store(sys.argv[1])
         changes = store.changes()
         def interrupt():

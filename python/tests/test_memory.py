@@ -108,3 +108,11 @@ def test_an_array_that_says_it_is_a_gpus_is_refused_on_the_host(store: remanent.
     Pretender.__cuda_array_interface__["strides"] = (8,)
     with store.batch() as batch, pytest.raises(BufferError, match="contiguous"):
         batch.create(Pretender())
+
+
+def test_a_transport_is_told_no_address_that_does_not_last(store: remanent.Store) -> None:
+    store["a"] = b"1234"
+    with store.lease("a") as lease, pytest.raises(remanent.DeviceError, match="memory of the host alone"):
+        lease.descriptor()
+    with store.pin("a") as pin, pytest.raises(remanent.DeviceError, match="memory of the host alone"):
+        pin.descriptor()

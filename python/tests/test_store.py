@@ -269,3 +269,44 @@ def test_the_wheel_carries_the_command(store: remanent.Store, directory: str) ->
     # Runs itself in child processes, and kills them.
     done = subprocess.run([*command, "demo", "--kills", "2", "--requests", "400"], capture_output=True, text=True)
     assert done.returncode == 0 and "kill" in done.stdout, done
+
+
+def test_more_pages_than_room_are_held_by_tiers(tmp_path: Path) -> None:
+    room, length = 8, 4096
+    pages = {f"page {number}": bytes([number]) * length for number in range(4 * room)}
+    options = {"device": "host", "budget": {"host": room * length}, "tiers": ["host", "disk"]}
+    for eviction in ("lru", "s3-fifo"):
+        path = tmp_path / eviction
+        with remanent.Store(path, eviction=eviction, **options) as store:
+            for key, data in pages.items():
+                store[key] = data
+            assert {key: store[key] for key in store} == pages
+            on_disk = [key for key in store if store.info(key).place == "disk"]
+            assert len(on_disk) >= 3 * room
+            assert store.promote(on_disk[:2]) is not None and store.promote(on_disk[:2]) is None
+            assert [store.info(key).place for key in on_disk[:2]] == ["host", "host"]
+            # A lease needs an address, so the page comes.
+            with store.lease(on_disk[3]) as lease:
+                assert bytes(lease) == pages[on_disk[3]] and store.info(on_disk[3]).place == "host"
+            store.demote(on_disk[:1])
+            assert store.info(on_disk[0]).place == "disk"
+            lsn = store.ensure([store.info(on_disk[0]).page], "host")
+            assert lsn == store.lsn and store.ensure(iter([on_disk[0]]), "host") is None
+        with remanent.Store(path, eviction=eviction, **options) as store:
+            assert {key: store[key] for key in store} == pages
+
+
+def test_tiers_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    for options in ({"tiers": ["host", "shelf"]}, {"tiers": ["host", "disk"], "eviction": "random"}, {"tiers": []}):
+        with pytest.raises((remanent.InvalidError, ValueError)):
+            remanent.Store(tmp_path / "store", device="host", **options)
+    with remanent.Store(tmp_path / "store", device="host") as store:
+        store["a"] = b"1"
+        for call in (store.promote, store.demote):
+            with pytest.raises(remanent.InvalidError, match="tiers"):
+                call(["a"])
+        with pytest.raises(remanent.UnknownKeyError):
+            store.ensure(["b"], "disk")
+        with pytest.raises(TypeError):
+            store.ensure([1.5], "disk")
+        assert store.ensure([], "disk") is None

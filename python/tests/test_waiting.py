@@ -158,6 +158,8 @@ def test_ctrl_c_ends_a_wait(directory: str) -> None:
     remanent.Store(directory).close()
     done = run_script("""
         import os, signal, sys, threading, remanent
+        # A process that is started in the background ignores Ctrl-C until it says otherwise.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         follower = remanent.Follower(sys.argv[1])
         def interrupt():
             # Refused once the main thread is within the wait. Between two looks the main thread may begin it.
