@@ -155,8 +155,8 @@ impl PyLease {
         self.look(py, |lease| Ok(lease.address()))
     }
 
-    /// Where the page's bytes lie, for a transport that registers memory (NIXL, UCX, verbs): "address", "len",
-    /// "kind" ("device", "pinned", "host" or "unified"), "gpu" (its CUDA ordinal), "store", "page" and
+    /// Where the page's bytes lie, for a transport that registers memory (NIXL, UCX, verbs): "address",
+    /// "len", "kind" ("device", "pinned", "host" or "unified"), "gpu" (its CUDA ordinal), "store", "page" and
     /// "epoch". It holds as long as this object: end the registration first. Transports only read.
     ///
     /// :raises DeviceError: pages live in memory of the host alone, or the page is empty.

@@ -104,8 +104,8 @@ impl PyPin {
         self.look(py, |pin| Ok(pin.address()))
     }
 
-    /// Where the page's bytes lie, for a transport that registers memory (NIXL, UCX, verbs): "address", "len",
-    /// "kind" ("device", "pinned", "host" or "unified"), "gpu" (its CUDA ordinal), "store", "page" and
+    /// Where the page's bytes lie, for a transport that registers memory (NIXL, UCX, verbs): "address",
+    /// "len", "kind" ("device", "pinned", "host" or "unified"), "gpu" (its CUDA ordinal), "store", "page" and
     /// "epoch". It holds as long as this object: end the registration first. Transports only read.
     ///
     /// :raises DeviceError: pages live in memory of the host alone, or the page is empty.

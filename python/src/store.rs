@@ -38,8 +38,8 @@ use crate::view::PyLiveView;
 /// :param device: "auto", "host" or "cuda:N"; `slots` binds "device:N" to one of several.
 /// :param log_io: "mapped", "buffered" or "direct"; None chooses. `image_io` likewise for images of pages.
 /// :param budget: bytes by place, such as `{"host": 1 << 30}`; a place that is not named has no limit.
-/// :param tiers: an order of places, such as `["device:0", "pinned", "disk"]`. Where one is full, pages that are
-///     not used go to the next one by themselves. `eviction` says which leave first: "s3-fifo" or "lru".
+/// :param tiers: an order of places, such as `["device:0", "pinned", "disk"]`. Where one is full, pages that
+///     are not used go to the next one by themselves. `eviction` says which leave first: "s3-fifo" or "lru".
 /// :param identity: the caller's own description of the store; given again, it must be the same.
 /// :param layout_fingerprint: 32 bytes that say on what the meaning of pages depends; likewise.
 /// :param snapshots_kept: how many of the newest snapshots are kept; `snapshots_kept_for` (seconds) and
@@ -311,7 +311,8 @@ impl PyStore {
     ///
     /// :raises InvalidError: the store was opened without tiers. As for `ensure`.
     ///
-    /// >>> with remanent.Store(directory, device="host", tiers=["host", "disk"], budget={"host": 4096}) as store:
+    /// >>> options = {"device": "host", "tiers": ["host", "disk"], "budget": {"host": 4096}}
+    /// >>> with remanent.Store(directory, **options) as store:
     /// ...     for number in range(4):
     /// ...         store[f"{number}"] = bytes(2048)
     /// ...     store.demote(["3"])
