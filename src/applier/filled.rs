@@ -22,9 +22,7 @@ impl FilledMemory {
     /// # Errors
     /// `OutOfMemory`.
     pub fn add_images(&mut self, memory: impl IntoIterator<Item = (PageId, MemoryId)>) -> Result<()> {
-        memory.into_iter().try_for_each(|of_page| push(&mut self.images, of_page))?;
-        self.images.sort_unstable();
-        Ok(())
+        add(&mut self.images, memory)
     }
 
     /// Memory that holds a page's bytes as they are before the batch.
@@ -32,9 +30,7 @@ impl FilledMemory {
     /// # Errors
     /// `OutOfMemory`.
     pub fn add_moved(&mut self, memory: impl IntoIterator<Item = (PageId, MemoryId)>) -> Result<()> {
-        memory.into_iter().try_for_each(|of_page| push(&mut self.moved, of_page))?;
-        self.moved.sort_unstable();
-        Ok(())
+        add(&mut self.moved, memory)
     }
 
     /// Whether memory that goes to a page holds the bytes that the page is to have.
@@ -53,6 +49,16 @@ impl FilledMemory {
         let at = self.images.partition_point(|(of, _)| *of < page);
         self.images.get(at).is_some_and(|(of, _)| *of == page)
     }
+}
+
+/// Adds to a list, which stays in ascending order.
+fn add(
+    list: &mut Vec<(PageId, MemoryId)>,
+    memory: impl IntoIterator<Item = (PageId, MemoryId)>,
+) -> Result<()> {
+    memory.into_iter().try_for_each(|of_page| push(list, of_page))?;
+    list.sort_unstable();
+    Ok(())
 }
 
 #[cfg(test)]

@@ -8,9 +8,9 @@
 
 use std::collections::HashMap;
 
+use remanent_format::PageId;
 use remanent_format::image::ImageRef;
 use remanent_format::op::{Op, OpAt};
-use remanent_format::{PageId, PageInfo};
 
 use super::Committer;
 use super::batch_images::BatchImages;
@@ -19,7 +19,6 @@ use super::disk_moves::{DiskOps, is_on_disk};
 use crate::base::allocation::{collected, insert, push, set_of};
 use crate::device::{Lane, Span};
 use crate::error::Result;
-use crate::images::AheadImages;
 use crate::write::batch::{CopySources, WHOLE_PAGE_LEN_MIN};
 
 /// A page of which more than this part changed is written whole: that is read back by one read, and takes no
@@ -90,13 +89,10 @@ impl Committer {
         for page in &pages {
             insert(&mut staged, page.page, page.staged)?;
         }
-        let ahead = self.in_space(|| {
-            let mut read = |info: &PageInfo, offset: u64, out: &mut [u8]| {
-                let all = staged[&info.page];
-                let source = Span { offset: all.offset + offset, len: out.len() as u64, ..all };
-                self.engine.staging.download(Lane::Stage, source, out)
-            };
-            AheadImages::write_read(&self.files, self.engine.store, self.images, &lens, &mut read)
+        let ahead = self.write_read(&lens, |info, offset, out| {
+            let all = staged[&info.page];
+            let source = Span { offset: all.offset + offset, len: out.len() as u64, ..all };
+            self.engine.staging.download(Lane::Stage, source, out)
         })?;
         let file = BatchImages::new(ahead, collected(lens.into_iter().map(Some))?);
         Ok(CapturedImages { pages, file })

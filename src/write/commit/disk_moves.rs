@@ -281,11 +281,7 @@ impl Committer {
     fn write_going(&self, pages: &[PageInfo]) -> Result<Option<AheadImages<'_>>> {
         let lens = collected(pages.iter().map(|info| (info.page, info.len)))?;
         let mut reader = GoingReader::new(&self.engine, pages);
-        let written = self.in_space(|| {
-            let mut read = |info: &PageInfo, offset: u64, out: &mut [u8]| reader.read(info, offset, out);
-            AheadImages::write_read(&self.files, self.engine.store, self.images, &lens, &mut read)
-        });
-        match written {
+        match self.write_read(&lens, |info, offset, out| reader.read(info, offset, out)) {
             Ok(ahead) => Ok(Some(ahead)),
             Err(_) if reader.is_stale() => Ok(None),
             Err(error) => Err(error),

@@ -212,6 +212,17 @@ impl Committer {
         })
     }
 
+    /// Writes an image file ahead of its batch, of pages of these lengths that `read` gives piece by piece.
+    fn write_read(
+        &self,
+        lens: &[(PageId, u64)],
+        mut read: impl FnMut(&PageInfo, u64, &mut [u8]) -> Result<()>,
+    ) -> Result<AheadImages<'_>> {
+        self.in_space(|| {
+            AheadImages::write_read(&self.files, self.engine.store, self.images, lens, &mut read)
+        })
+    }
+
     /// Reads the bytes that the batch copies, and notes the versions of their pages. `pages` are the new
     /// ones, of which there is nothing to read.
     fn read_copied(

@@ -12,15 +12,14 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use remanent_format::PageId;
 use remanent_format::image::ImageRef;
 use remanent_format::op::Op;
-use remanent_format::{PageId, PageInfo};
 
 use super::Committer;
 use super::batch_images::BatchImages;
 use crate::base::allocation::{collected, insert, make_room, push, set_of};
 use crate::error::{Error, Result};
-use crate::images::AheadImages;
 use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatch};
 
 /// The pages of a batch that come from sources, once the sources are read.
@@ -115,10 +114,7 @@ impl Committer {
         for page in pages {
             insert(&mut by_id, page.page, page)?;
         }
-        let ahead = self.in_space(|| {
-            let mut read = |info: &PageInfo, offset, out: &mut [u8]| by_id[&info.page].read_at(offset, out);
-            AheadImages::write_read(&self.files, self.engine.store, self.images, &lens, &mut read)
-        })?;
+        let ahead = self.write_read(&lens, |info, offset, out| by_id[&info.page].read_at(offset, out))?;
         Ok(BatchImages::new(ahead, collected(lens.into_iter().map(Some))?))
     }
 }
