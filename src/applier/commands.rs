@@ -68,6 +68,11 @@ impl ListRoom {
         }
         Ok(room)
     }
+
+    /// Whether the batch needs no room of its own.
+    pub fn is_empty(&self) -> bool {
+        self.commands.capacity() == 0
+    }
 }
 
 /// How many of these operations are proven where they arrive.
@@ -121,7 +126,7 @@ impl ListBuilder {
     pub fn has_room(&self, room: &ListRoom) -> bool {
         let is_short = self.list.commands.len() + self.unsummed.len() <= SHORT_LIST
             && self.list.staging.len() <= STAGINGS_MAX;
-        room.commands.capacity() == 0 && is_short
+        room.is_empty() && is_short
     }
 
     /// Begins an empty list in memory that a batch brought.

@@ -15,6 +15,7 @@ mod catch;
 mod unloaded;
 mod exact_cut;
 mod handover;
+mod provision;
 mod filled;
 mod readback;
 mod arrival;
@@ -27,7 +28,7 @@ mod commands;
 mod queue;
 mod worker;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use remanent_format::state::by_id::ById;
@@ -42,6 +43,7 @@ pub(crate) use exact_cut::ExactCut;
 pub(crate) use filled::FilledMemory;
 pub(crate) use handover::Handover;
 pub(crate) use lease_table::{LeaseId, Leases};
+pub(crate) use provision::Provision;
 pub(crate) use readback::{Caught, Drain, Drained};
 pub(crate) use reads::{ReadOutcome, ReadState, Reads};
 pub(crate) use unloaded::{UnloadedPage, UnloadedSet};
@@ -58,7 +60,7 @@ use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::sums::changed_on_the_way;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
 use crate::error::{Error, Result};
-use crate::images::disk_pages::{DiskImage, DiskPage, DiskPages, PendingClaim};
+use crate::images::disk_pages::{DiskImage, DiskPage, DiskPages};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::versions::Versions;
 
@@ -81,24 +83,8 @@ pub(crate) struct ApplyWork {
     pub payload: StagingBuf,
     /// The batch's changes to the table.
     pub changes: Changes,
-    /// Memory for its creates and resizes, and for its moves to another place, in their order.
-    pub memory: VecDeque<PageMemory>,
-    /// The part of that memory that holds its page's bytes already.
-    pub filled: FilledMemory,
-    /// The images of the pages that it takes to disk; an empty page has none.
-    pub to_disk: NewDiskImages,
-    /// Room for what it writes to pages on disk, until it has.
-    pub pending: Option<PendingClaim>,
-    /// Memory for the pages that it changes while they are leased; each moves there first.
-    pub relocations: Vec<(PageId, PageMemory)>,
-    /// Staging that [`stage_aside`] made of its operations, in their order.
-    pub asides: VecDeque<StagingBuf>,
-    /// The sums of its long writes, where a device can tell whether they arrived.
-    pub sums: Option<ArrivalSums>,
-    /// Memory for its list.
-    pub room: ListRoom,
-    /// Where the memory of a page goes that it deletes; without it, back to the arena.
-    pub handover: Option<Arc<Handover>>,
+    /// What else applying it takes, if anything.
+    pub provision: Option<Box<Provision>>,
 }
 
 /// Pages as the lane sees them: after every list submitted so far.
@@ -138,11 +124,7 @@ impl AppliedState {
     /// more.
     pub fn give_back(self, arena: &Arena) {
         let loaded = self.memory.into_items().map(|(_, memory)| memory);
-        for memory in loaded.chain(self.unloaded.take_memory()) {
-            if let Err(error) = arena.discard(memory) {
-                tracing::warn!(%error, "cannot give page memory back");
-            }
-        }
+        arena.discard_all(loaded.chain(self.unloaded.take_memory()));
     }
 }
 

@@ -13,7 +13,7 @@ use super::in_flight::{InFlight, UntoldBatches};
 use super::queue::Request;
 use super::{
     AppliedState, Applier, ApplierParts, ApplyWork, FilledMemory, Handover, LIST_BYTES, Leases,
-    NewDiskImages, Turn,
+    NewDiskImages, Provision, Turn,
 };
 use crate::base::queue::Queue;
 use crate::device::{CommandList, Device, Lane};
@@ -156,21 +156,18 @@ impl Worker {
         self.prove_all();
         self.shared.progress(|progress| progress.lost = true);
         self.shared.changes().end();
-        let sums = work.sums.map(|sums| sums.staging);
-        for staging in work.asides.into_iter().chain(sums).chain([work.payload]) {
-            self.staging.give(staging.into_staging());
-        }
-        for memory in
-            work.memory.into_iter().chain(work.relocations.into_iter().map(|(_, relocation)| relocation))
-        {
-            discard(&self.arena, memory);
+        self.staging.give(work.payload.into_staging());
+        if let Some(provision) = work.provision {
+            provision.give_back(&self.staging, &self.arena);
         }
     }
 
     /// Adds a batch to the list and installs its changes to the table.
     fn batch(&mut self, work: ApplyWork) {
-        let ApplyWork { point, payload, changes, filled, sums, room, handover, pending, .. } = work;
-        let ApplyWork { mut memory, mut relocations, mut asides, to_disk, .. } = work;
+        let ApplyWork { point, payload, changes, provision } = work;
+        let provision = provision.map_or_else(Provision::default, |provision| *provision);
+        let Provision { filled, to_disk, pending, sums, room, handover, .. } = provision;
+        let Provision { mut memory, mut relocations, mut asides, .. } = provision;
         let is_filled = |page: PageId, new: &PageMemory| filled.has(page, new.span().memory);
         let mut ranges = self.shared.changes().is_watched().then(WrittenRanges::default);
         if !self.list.has_room(&room) {
@@ -360,7 +357,7 @@ impl Worker {
             }
         } else {
             // Another batch has moved the page already, or the caller's work is done.
-            discard(&self.arena, relocation);
+            self.arena.discard_all([relocation]);
         }
     }
 
@@ -499,18 +496,10 @@ impl Worker {
         let pages =
             std::mem::take(&mut self.applied.memory).into_items().filter(is_free).map(|(_, memory)| memory);
         let handed_over = self.handed_over.drain(..).map(|(_, memory)| memory);
-        for memory in pages.chain(std::iter::from_fn(|| self.retiring.pop_front())).chain(handed_over) {
-            discard(&self.arena, memory);
-        }
+        let retiring = std::iter::from_fn(|| self.retiring.pop_front());
+        self.arena.discard_all(pages.chain(retiring).chain(handed_over));
         if let Err(error) = self.arena.reap_all() {
             tracing::warn!(%error, "cannot give page memory back");
         }
-    }
-}
-
-/// Gives back memory that no list names.
-fn discard(arena: &Arena, memory: PageMemory) {
-    if let Err(error) = arena.discard(memory) {
-        tracing::warn!(%error, "cannot give page memory back");
     }
 }

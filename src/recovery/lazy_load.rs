@@ -258,10 +258,6 @@ impl Loads {
             tracing::warn!(%error, "memory of pages that were not loaded stays allocated");
             return;
         }
-        for memory in memory {
-            if let Err(error) = self.engine.arena.discard(memory) {
-                tracing::warn!(%error, "cannot give page memory back");
-            }
-        }
+        self.engine.arena.discard_all(memory);
     }
 }

@@ -79,10 +79,6 @@ impl<'a> LentPages<'a> {
 
 impl Drop for LentPages<'_> {
     fn drop(&mut self) {
-        for memory in std::mem::take(&mut *self.memory.lock()).into_values() {
-            if let Err(error) = self.arena.discard(memory) {
-                tracing::warn!(%error, "a caller's memory stays lent");
-            }
-        }
+        self.arena.discard_all(std::mem::take(&mut *self.memory.lock()).into_values());
     }
 }

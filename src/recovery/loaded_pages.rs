@@ -36,11 +36,7 @@ impl PageSet {
     /// Gives all memory back. The caller knows that no list names it any more.
     pub fn give_back(self, arena: &Arena) {
         let loaded = self.memory.into_items().map(|(_, memory)| memory);
-        for memory in loaded.chain(self.unloaded.into_iter().map(|unloaded| unloaded.memory)) {
-            if let Err(error) = arena.discard(memory) {
-                tracing::warn!(%error, "cannot give page memory back");
-            }
-        }
+        arena.discard_all(loaded.chain(self.unloaded.into_iter().map(|unloaded| unloaded.memory)));
     }
 }
 

@@ -303,6 +303,16 @@ impl Arena {
         released
     }
 
+    /// As [`discard`](Self::discard), for callers that have an error to tell already, or none to tell it to.
+    /// What the device does not take back stays counted, and a warning says so.
+    pub fn discard_all(&self, memory: impl IntoIterator<Item = PageMemory>) {
+        for page in memory {
+            if let Err(error) = self.discard(page) {
+                tracing::warn!(%error, "cannot give page memory back");
+            }
+        }
+    }
+
     /// Releases retired memory whose fence has passed. Does not wait, neither for a fence nor for another
     /// thread that reaps already.
     ///

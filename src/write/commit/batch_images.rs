@@ -14,7 +14,12 @@ use crate::log::Log;
 /// goes when this is dropped.
 #[derive(Default)]
 pub(super) struct BatchImages<'a> {
-    ahead: Option<AheadImages<'a>>,
+    /// In a box: most batches have none of the four kinds.
+    written: Option<Box<WrittenImages<'a>>>,
+}
+
+struct WrittenImages<'a> {
+    ahead: AheadImages<'a>,
     /// What the images are of, in their order; `None` where the page is other than its image after the batch.
     pages: Vec<Option<(PageId, u64)>>,
 }
@@ -23,25 +28,26 @@ impl<'a> BatchImages<'a> {
     /// Takes over images of these pages, with their lengths in bytes.
     pub fn new(ahead: AheadImages<'a>, pages: Vec<Option<(PageId, u64)>>) -> Self {
         assert!(ahead.images().len() == pages.len()); // I7: each image is its page's.
-        Self { ahead: Some(ahead), pages }
+        Self { written: Some(Box::new(WrittenImages { ahead, pages })) }
     }
 
     /// Whether there are any.
     pub fn is_any(&self) -> bool {
-        self.ahead.is_some()
+        self.written.is_some()
     }
 
     /// The images, in the order of their pages.
     pub fn refs(&self) -> impl Iterator<Item = ImageRef> {
-        self.ahead.iter().flat_map(AheadImages::images).copied()
+        self.written.iter().flat_map(|written| written.ahead.images()).copied()
     }
 
     /// The batch is logged. Under the submission lock still: a snapshot that begins after this batch must
     /// know of its images.
     pub fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint) {
-        let Some(ahead) = self.ahead.take() else { return };
+        let Some(written) = self.written.take() else { return };
+        let WrittenImages { ahead, pages } = *written;
         // The next snapshot names them: they need not be written again.
-        for (page, image) in self.pages.iter().zip(ahead.images()) {
+        for (page, image) in pages.iter().zip(ahead.images()) {
             if let Some((page, len)) = page {
                 known.note_ahead(*page, point.lsn, *image, *len);
             }
@@ -53,6 +59,8 @@ impl<'a> BatchImages<'a> {
 
     /// Leaves the file, because the batch may be logged or not: recovery finds out.
     pub fn leave(&mut self) {
-        self.ahead.iter_mut().for_each(AheadImages::leave);
+        if let Some(written) = &mut self.written {
+            written.ahead.leave();
+        }
     }
 }

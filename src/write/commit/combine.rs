@@ -165,12 +165,8 @@ fn outcome(entry: Arc<Entry>) -> Option<Outcome> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::VecDeque;
-
     use super::super::disk_moves::DiskOps;
-    use super::super::draft::Provision;
     use super::*;
-    use crate::applier::FilledMemory;
     use crate::device::host::HostDevice;
     use crate::log::SpacePurpose;
     use crate::memory::staging::StagingPool;
@@ -185,12 +181,8 @@ mod tests {
             expected: Vec::new(),
             staged: Vec::new(),
             lens: Vec::new(),
-            memory: VecDeque::new(),
-            filled: FilledMemory::default(),
             disk_ops: DiskOps::default(),
-            to_disk: Vec::new(),
-            provision: Provision::default(),
-            handover: None,
+            provision: None,
         }
     }
 

@@ -6,9 +6,6 @@
 //!
 //! A crash before the append loses a batch that no caller was told of; after it, recovery replays the batch.
 
-use std::collections::VecDeque;
-use std::sync::Arc;
-
 use remanent_format::op::OpAt;
 use remanent_format::state::table::{Changes, PlanMode, Refusal};
 use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable, Place};
@@ -16,9 +13,9 @@ use remanent_format::{Epoch, LogPoint, Lsn, PageId, PageTable, Place};
 use super::Committer;
 use super::disk_moves::{DiskOps, new_places};
 use super::page_memory::{changed_in_place, goes_elsewhere, home, home_in, homes_made, taken_elsewhere};
-use crate::applier::{ApplyWork, ArrivalSums, FilledMemory, Handover, ListRoom, NewDiskImages};
+use crate::applier::{ApplyWork, Provision};
+use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::images::disk_pages::PendingClaim;
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::StagingBuf;
@@ -35,34 +32,10 @@ pub(super) struct Draft {
     pub staged: SourceVersions,
     /// Pages whose bytes are in images, and the lengths that they had when the images were written.
     pub lens: Vec<(PageId, Option<u64>)>,
-    /// Memory for the creates, resizes and moves, in their order.
-    pub memory: VecDeque<PageMemory>,
-    /// The part of it that holds its page's bytes already.
-    pub filled: FilledMemory,
     /// The operations that concern pages on disk.
     pub disk_ops: DiskOps,
-    /// Images of the pages that it takes to disk.
-    pub to_disk: NewDiskImages,
-    /// What else the applier takes for it.
-    pub provision: Provision,
-    /// Where the memory of a page goes that it deletes.
-    pub handover: Option<Arc<Handover>>,
-}
-
-/// What the applier takes for a batch besides the memory of its pages. It is there before the batch is
-/// logged: after that, a lack of memory would come too late.
-#[derive(Default)]
-pub(super) struct Provision {
-    /// Bytes that the applier copies from elsewhere than the payload.
-    pub asides: VecDeque<StagingBuf>,
-    /// The sums of the batch's long writes, where they cross a bus.
-    pub sums: Option<ArrivalSums>,
-    /// Memory for the applier's list.
-    pub room: ListRoom,
-    /// Memory to which leased pages move, so that a lease goes on showing the bytes that it showed.
-    pub relocations: Vec<(PageId, PageMemory)>,
-    /// Room for what it writes to pages on disk.
-    pub pending: Option<PendingClaim>,
+    /// What else applying it takes, if anything.
+    pub provision: Option<Box<Provision>>,
 }
 
 /// The last change of each page when it was copied: of its bytes, its metadata or its place.
@@ -80,6 +53,18 @@ pub(super) enum Outcome {
 
 /// A draft in the log, and what it does to the table.
 pub(super) type AppendResult = (LogPoint, Changes);
+
+impl Draft {
+    /// Memory for the creates, resizes and moves, in their order.
+    fn memory(&self) -> impl Iterator<Item = &PageMemory> {
+        self.provision.iter().flat_map(|provision| &provision.memory)
+    }
+
+    /// Memory to which leased pages move.
+    fn relocations(&self) -> &[(PageId, PageMemory)] {
+        self.provision.as_ref().map_or(&[], |provision| &provision.relocations)
+    }
+}
 
 impl Committer {
     /// Checks a draft against the state that it is to follow, and appends it. `None` if it is stale: a
@@ -104,13 +89,13 @@ impl Committer {
             };
             // A page on disk has no memory that could be leased.
             let is_on_disk = || home_of(*page).is_some_and(|(place, _)| place == Place::Disk);
-            draft.provision.relocations.iter().any(is_its_own) || is_on_disk()
+            draft.relocations().iter().any(is_its_own) || is_on_disk()
         };
         if !self.engine.leases.leased(changed_in_place(ops)).iter().all(has_relocation) {
             return Ok(None);
         }
         // Kernels that a lease lets read the memory would see the next owner's bytes.
-        if let Some(handover) = &draft.handover {
+        if let Some(handover) = draft.provision.as_ref().and_then(|provision| provision.handover.as_ref()) {
             self.engine.leases.check_unleased(handover.page)?;
         }
         // A pinned page keeps its address: callers have it in captured graphs.
@@ -127,7 +112,7 @@ impl Committer {
         }
         // Memory of another length or place would be applied to a page of the table's length (I10).
         if ops.iter().any(|at| goes_elsewhere(&at.op))
-            && !draft.memory.iter().map(home).eq(homes_made(ops, home_of)?.iter().map(|made| made.at))
+            && !draft.memory().map(home).eq(homes_made(ops, home_of)?.iter().map(|made| made.at))
         {
             return Ok(None);
         }
@@ -174,34 +159,18 @@ impl Committer {
         // version, too.
         self.engine.versions.install(&changes);
         then(point, &changes);
-        let Draft { payload, memory, filled, to_disk, provision, handover, .. } = draft;
-        let Provision { asides, sums, room, relocations, pending } = provision;
-        let work = ApplyWork {
-            point,
-            payload,
-            changes,
-            memory,
-            filled,
-            to_disk,
-            relocations,
-            asides,
-            sums,
-            room,
-            pending,
-            handover,
-        };
-        self.engine.applier.push(work);
+        let Draft { payload, provision, .. } = draft;
+        self.engine.applier.push(ApplyWork { point, payload, changes, provision });
         Outcome::Logged(point)
     }
 
-    /// Gives back the memory of a draft that was not logged.
+    /// Gives back what a draft brought that was not logged.
     pub(super) fn take_back(&self, draft: Draft) {
-        let Draft { payload, memory, provision, .. } = draft;
-        let Provision { asides, sums, relocations, .. } = provision;
-        for staged in asides.into_iter().chain(sums.map(|sums| sums.staging)).chain([payload]) {
-            self.engine.staging.give(staged.into_staging());
+        let Engine { staging, arena, .. } = &*self.engine;
+        staging.give(draft.payload.into_staging());
+        if let Some(provision) = draft.provision {
+            provision.give_back(staging, arena);
         }
-        self.discard(memory.into_iter().chain(relocations.into_iter().map(|(_, relocation)| relocation)));
     }
 }
 

@@ -12,9 +12,9 @@ use remanent_format::op::{Op, OpAt};
 use super::Committer;
 use super::disk_moves::DiskOps;
 use super::draft::SourceVersions;
-use super::page_memory::{LANES, MadeMemory, NewMemory};
+use super::page_memory::{LANES, MadeMemory};
 use super::sources::SourceImages;
-use crate::applier::FilledMemory;
+use crate::applier::{FilledMemory, Provision};
 use crate::base::allocation::{insert, push};
 use crate::base::parallel;
 use crate::device::Span;
@@ -36,7 +36,7 @@ pub(super) struct FillSources<'a> {
 
 impl Committer {
     /// Fills new memory with the bytes of its pages, as far as it is not filled yet. `made` and the memory
-    /// are of the operations that need memory, in their order. Without success the memory is given back.
+    /// are of the operations that need memory, in their order. Without success the memory is gone.
     ///
     /// Returns the versions of the pages that were read for it.
     ///
@@ -44,28 +44,27 @@ impl Committer {
     /// `Damaged` if a file does not hold what was written; no memory; a device error.
     pub(super) fn fill_memory(
         &self,
+        provision: &mut Provision,
         from: &FillSources<'_>,
         ops: &[OpAt<'_>],
         made: &[MadeMemory],
-        new: NewMemory,
-    ) -> Result<(NewMemory, SourceVersions)> {
-        let (NewMemory { memory, mut filled }, mut versions) = (new, SourceVersions::new());
+    ) -> Result<SourceVersions> {
+        let Provision { memory, filled, .. } = provision;
         let mut fill = || {
             if from.sources.is_any() {
-                self.fill_from_sources(from, ops, made, &memory, &mut filled)?;
+                self.fill_from_sources(from, ops, made, memory, filled)?;
             }
-            if !from.disk_ops.coming.is_empty() {
-                versions = self.fill_from_disk(from.disk_ops, ops, made, &memory, &mut filled)?;
+            if from.disk_ops.coming.is_empty() {
+                return Ok(SourceVersions::new());
             }
-            Ok(())
+            self.fill_from_disk(from.disk_ops, ops, made, memory, filled)
         };
-        match fill() {
-            Ok(()) => Ok((NewMemory { memory, filled }, versions)),
-            Err(error) => {
-                self.discard_filling(memory);
-                Err(error)
-            }
+        let versions = fill();
+        if versions.is_err() {
+            // Lists that name it may be under way: it is not given back like other memory.
+            self.discard_filling(std::mem::take(memory));
         }
+        versions
     }
 
     /// Fills the memory of pages that come from sources.

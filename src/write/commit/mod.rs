@@ -23,21 +23,20 @@ mod fills;
 mod going_reader;
 mod disk_moves;
 mod page_memory;
+mod provisioning;
 mod ranges;
 mod sources;
 mod whole_pages;
 mod combine;
 mod captured_images;
 
-use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use remanent_format::op::{Op, OpAt, decode_payload};
+use remanent_format::op::decode_payload;
 use remanent_format::state::table::Changes;
 use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
 
-use crate::applier::{ArrivalSums, FilledMemory, ListRoom, stage_aside};
-use crate::base::allocation::{append, collected, copied, insert, map_of, push};
+use crate::base::allocation::{collected, copied, insert, map_of, push};
 use crate::base::own_line::OwnLine;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Mutex, MutexGuard};
@@ -55,8 +54,7 @@ pub use capture::{Direction, Shadow};
 use captured_images::CapturedImages;
 pub(crate) use combine::CombineQueue;
 use disk_moves::{DiskOps, GoingPages, is_on_disk};
-use draft::{Draft, Outcome, Provision, SourceVersions};
-use fills::FillSources;
+use draft::{Draft, Outcome, SourceVersions};
 use page_memory::LentPages;
 use sources::SourceImages;
 use whole_pages::WholePages;
@@ -88,6 +86,7 @@ pub(crate) struct Committer {
 /// Work on a batch that only its own committer can do, under the lock, when it is logged. A draft with
 /// such work is not left to another lock holder.
 struct CommitterWork<'a, 's> {
+    batch: &'a WriteBatch,
     captures: &'a Captures<'a>,
     /// Pages whose bytes are in images already, and of new ones in memory.
     whole: WholePages<'s>,
@@ -165,14 +164,11 @@ impl Committer {
                 expected: collected(batch.expectations().iter().copied().chain(captures.epochs()))?,
                 staged,
                 lens: collected(whole.pages.iter().map(|whole| (whole.page, whole.len_before)))?,
-                memory: VecDeque::new(),
-                filled: FilledMemory::default(),
                 disk_ops: DiskOps::default(),
-                to_disk: Vec::new(),
-                provision: Provision::default(),
-                handover: batch.handover(),
+                provision: None,
             };
             let own = CommitterWork {
+                batch,
                 captures: &captures,
                 whole,
                 sources: &mut from_sources,
@@ -282,30 +278,12 @@ impl Committer {
         // the applier would hold up all that come after it, too.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
         draft.disk_ops = self.disk_ops(&ops, locked.as_deref())?;
-        let pending = self.claim_pending(&draft.disk_ops, &ops, locked.as_deref())?;
-        match self.going_pages(&draft.disk_ops, &ops, locked.as_deref())? {
-            Some(going) if own.captured.suit(&ops, &draft.disk_ops) => own.going = going,
-            _ => {
+        let staged = &mut draft.staged;
+        match self.provide(&draft.disk_ops, staged, &mut own, &ops, locked.as_deref())? {
+            Some(provision) => draft.provision = provision,
+            None => {
                 self.take_back(draft);
                 return Ok(None);
-            }
-        }
-        append(&mut draft.staged, own.going.versions.iter().copied())?;
-        draft.to_disk = std::mem::take(&mut own.going.images);
-        let whole = map_of(own.whole.pages.iter().map(|whole| (whole.page, whole.bytes)));
-        // Memory that is refused must refuse the batch: once it is logged, it must be applied.
-        let (made, new) = self.allocate(&ops, own.lent, &mut own.whole.memory, locked.as_deref())?;
-        let from = FillSources { sources: own.sources, disk_ops: &draft.disk_ops };
-        let (new, versions) = self.fill_memory(&from, &ops, &made, new)?;
-        (draft.memory, draft.filled) = (new.memory, new.filled);
-        let provision = append(&mut draft.staged, versions)
-            .and_then(|()| self.provision(&ops, &draft, &whole, locked.as_deref()));
-        match provision {
-            Ok(provision) => draft.provision = Provision { pending, ..provision },
-            Err(error) => {
-                // The draft goes, and nothing is logged: what it allocated so far is given back.
-                self.discard(draft.memory);
-                return Err(error);
             }
         }
 
@@ -337,35 +315,6 @@ impl Committer {
                 Err(error)
             }
         }
-    }
-}
-
-impl Committer {
-    /// Takes what the applier needs for a batch besides the memory of its pages.
-    ///
-    /// # Errors
-    /// `OutOfMemory`, `OverBudget`, a device error.
-    fn provision(
-        &self,
-        ops: &[OpAt<'_>],
-        draft: &Draft,
-        whole: &BTreeMap<PageId, &[u8]>,
-        locked: Option<&PageTable>,
-    ) -> Result<Provision> {
-        let Engine { staging, device, .. } = &*self.engine;
-        // What the applier finds in place, or reads from disk, it takes from nowhere else.
-        let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if draft.filled.has_image_of(*page));
-        let is_taken = |index: usize, op: &Op<'_>| !draft.disk_ops.has(index) && !is_there(op);
-        let taken = || (0..).zip(ops).filter(|(index, at)| is_taken(*index, &at.op)).map(|(_, at)| &at.op);
-        let mut asides = Vec::new();
-        for aside in taken().filter_map(|op| stage_aside(op, whole, staging).transpose()) {
-            push(&mut asides, aside?)?;
-        }
-        let sums = if device.crosses_bus() { ArrivalSums::of(taken(), staging)? } else { None };
-        let room = ListRoom::of(ops)?;
-        // Last: it alone has to be given back.
-        let relocations = self.relocations(ops, locked)?;
-        Ok(Provision { asides: asides.into(), sums, room, relocations, pending: None })
     }
 }
 

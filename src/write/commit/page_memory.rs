@@ -5,30 +5,31 @@
 //! (I10): once it is logged, the applier cannot refuse it. The places of pages are only looked at then,
 //! and checked again under the submission lock.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 
 use remanent_format::limits::PAGE_LEN_MAX;
 use remanent_format::op::{Op, OpAt};
 use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
-use crate::applier::FilledMemory;
+use crate::applier::Provision;
 use crate::base::allocation::{collected, insert, push};
 use crate::device::{CommandList, DeviceBytes, Lane, MemoryId};
 use crate::error::{Error, Result};
 use crate::memory::arena::{PageMemory, Purpose};
 
 impl Committer {
-    /// Allocates page memory for the creates, resizes and moves of a batch, in their order: all of it or
-    /// none, each with the operation that needs it. New pages live in the memory that `lent` has for them, or
-    /// `ready`, which has their bytes.
+    /// Allocates page memory for the creates, resizes and moves of a batch, in their order. Returns the
+    /// operation that needs it for each. New pages live in the memory that `lent` has for them, or `ready`,
+    /// which has their bytes.
     pub(super) fn allocate(
         &self,
+        provision: &mut Provision,
         ops: &[OpAt<'_>],
         lent: &LentPages<'_>,
         ready: &mut ReadyMemory<'_>,
         locked: Option<&PageTable>,
-    ) -> Result<(Vec<MadeMemory>, NewMemory)> {
+    ) -> Result<Vec<MadeMemory>> {
         // Without the lock, unless the caller holds it: `append` looks again, and a draft with other
         // memory is stale.
         let homes = homes_made(ops, |page| match locked {
@@ -37,12 +38,15 @@ impl Committer {
         })?;
         // Handles that pages have left are dropped by this thread: their owners are callers' code.
         self.engine.arena.drop_let_go();
+        if homes.is_empty() {
+            return Ok(homes);
+        }
         let in_lent = |made: &MadeMemory| lent.get(&made.new_page?).copied().zip(made.new_page);
         let is_ready = |made: &MadeMemory| made.new_page.is_some_and(|page| ready.has(page));
         let is_own = |made: &&MadeMemory| in_lent(made).is_none() && !is_ready(made);
         let own = collected(homes.iter().filter(is_own).map(|made| made.at))?;
         // Before page memory is allocated, which would have to be given back.
-        let (mut memory, mut filled) = (VecDeque::new(), FilledMemory::default());
+        let Provision { memory, filled, .. } = provision;
         filled.add_images(ready.iter())?;
         let refused = |_| Error::no_memory((homes.len() * size_of::<PageMemory>()) as u64);
         memory.try_reserve_exact(homes.len()).map_err(refused)?;
@@ -56,14 +60,14 @@ impl Committer {
             match of_page {
                 Ok(of_page) => memory.push_back(of_page),
                 Err(error) => {
-                    self.discard(memory.into_iter().chain(own));
+                    self.engine.arena.discard_all(own);
                     return Err(error);
                 }
             }
         }
         // I10: each page brings its memory along.
         assert!(memory.iter().map(home).eq(homes.iter().map(|made| made.at)));
-        Ok((homes, NewMemory { memory, filled }))
+        Ok(homes)
     }
 
     /// Takes memory of the caller's for a page, again when the applier has caught up: a delete that is logged
@@ -115,21 +119,12 @@ impl Committer {
                 // any more.
                 Err(_) if self.engine.leases.leased([page]).is_empty() => {}
                 Err(error) => {
-                    self.discard(relocations.into_iter().map(|(_, relocation)| relocation));
+                    self.engine.arena.discard_all(relocations.into_iter().map(|(_, memory)| memory));
                     return Err(error);
                 }
             }
         }
         Ok(relocations)
-    }
-
-    /// Gives back memory that no list has named yet.
-    pub(super) fn discard(&self, memory: impl IntoIterator<Item = PageMemory>) {
-        for page in memory {
-            if let Err(error) = self.engine.arena.discard(page) {
-                tracing::warn!(%error, "cannot give page memory back");
-            }
-        }
     }
 
     /// Gives memory back that lists may name which are under way.
@@ -141,7 +136,7 @@ impl Committer {
             device.submit(*lane, CommandList::default()).and_then(|last| last.finish(device)).map(drop)
         };
         match LANES.iter().try_for_each(last) {
-            Ok(()) => self.discard(memory),
+            Ok(()) => self.engine.arena.discard_all(memory),
             Err(failed) => tracing::warn!(%failed, "memory of pages that were not filled stays allocated"),
         }
     }
@@ -150,14 +145,6 @@ impl Committer {
 /// The lanes by which new memory is filled. No list of a batch names it yet, so the bytes need not come in
 /// the order of batches.
 pub(super) const LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
-
-/// Page memory for a batch, some of which holds its page's bytes already.
-pub(super) struct NewMemory {
-    /// The memory, in the order of the operations that need it.
-    pub memory: VecDeque<PageMemory>,
-    /// What is filled.
-    pub filled: FilledMemory,
-}
 
 /// Memory of new pages that holds their bytes. Dropping it gives back what no batch took.
 pub(super) struct ReadyMemory<'a> {
@@ -189,7 +176,7 @@ impl<'a> ReadyMemory<'a> {
 
 impl Drop for ReadyMemory<'_> {
     fn drop(&mut self) {
-        self.committer.discard(std::mem::take(&mut self.memory).into_values());
+        self.committer.engine.arena.discard_all(std::mem::take(&mut self.memory).into_values());
     }
 }
 
@@ -225,6 +212,9 @@ pub(super) fn homes_made(
     home_of: impl Fn(PageId) -> Option<PageLocation>,
 ) -> Result<Vec<MadeMemory>> {
     let mut made = Vec::new();
+    if !ops.iter().any(|at| matches!(at.op, Op::Create { .. } | Op::Resize { .. } | Op::Move { .. })) {
+        return Ok(made);
+    }
     // Where pages are in the course of the batch: a page may be resized and then moved.
     let mut now: HashMap<PageId, PageLocation> = HashMap::new();
     for (op, at) in ops.iter().enumerate() {

@@ -1,0 +1,94 @@
+//! What applying a batch takes besides its payload, taken before the batch is logged.
+//!
+//! Memory that is refused must refuse the batch: once it is logged, it must be applied (I10). A batch that
+//! fails here leaves nothing, and neither does a crash: memory is gone with the process, and the next open
+//! removes images that no frame names.
+
+use std::collections::BTreeMap;
+
+use remanent_format::op::{Op, OpAt};
+use remanent_format::{PageId, PageTable};
+
+use super::disk_moves::DiskOps;
+use super::draft::SourceVersions;
+use super::fills::FillSources;
+use super::{Committer, CommitterWork};
+use crate::applier::{ArrivalSums, ListRoom, Provision, stage_aside};
+use crate::base::allocation::{append, map_of, push};
+use crate::engine::Engine;
+use crate::error::Result;
+
+/// What a draft takes for the applier; none for a batch that only writes to pages in memory.
+type DraftProvision = Option<Box<Provision>>;
+
+impl Committer {
+    /// Takes it. `None` if the draft is stale: a page changed meanwhile that it takes to disk, or came to
+    /// memory. The versions of pages that are read without the lock are noted in `staged`.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, `OverBudget`, no space; those of the files that pages come from; a device error.
+    pub(super) fn provide<'s>(
+        &'s self,
+        disk_ops: &DiskOps,
+        staged: &mut SourceVersions,
+        own: &mut CommitterWork<'_, 's>,
+        ops: &[OpAt<'_>],
+        locked: Option<&PageTable>,
+    ) -> Result<Option<DraftProvision>> {
+        let pending = self.claim_pending(disk_ops, ops, locked)?;
+        let Some(going) = self.going_pages(disk_ops, ops, locked)? else { return Ok(None) };
+        own.going = going;
+        if !own.captured.suit(ops, disk_ops) {
+            return Ok(None);
+        }
+        append(staged, own.going.versions.iter().copied())?;
+        let to_disk = std::mem::take(&mut own.going.images);
+        let handover = own.batch.handover();
+        let mut provision = Provision { pending, to_disk, handover, ..Provision::default() };
+        match self
+            .provide_memory(&mut provision, disk_ops, own, ops, locked)
+            .and_then(|read| append(staged, read))
+        {
+            Ok(()) if provision.is_empty() => Ok(Some(None)),
+            Ok(()) => Ok(Some(Some(Box::new(provision)))),
+            Err(error) => {
+                provision.give_back(&self.engine.staging, &self.engine.arena);
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes memory, of pages and of the applier's, and fills that of pages that come from elsewhere. Returns
+    /// the versions of the pages that were read for it.
+    fn provide_memory(
+        &self,
+        provision: &mut Provision,
+        disk_ops: &DiskOps,
+        own: &mut CommitterWork<'_, '_>,
+        ops: &[OpAt<'_>],
+        locked: Option<&PageTable>,
+    ) -> Result<SourceVersions> {
+        let Engine { staging, device, .. } = &*self.engine;
+        let whole: BTreeMap<PageId, &[u8]> =
+            map_of(own.whole.pages.iter().map(|whole| (whole.page, whole.bytes)));
+        let made = self.allocate(provision, ops, own.lent, &mut own.whole.memory, locked)?;
+        let from = FillSources { sources: own.sources, disk_ops };
+        let versions = self.fill_memory(provision, &from, ops, &made)?;
+        // What the applier finds in place, or reads from disk, it takes from nowhere else.
+        let filled = &provision.filled;
+        let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if filled.has_image_of(*page));
+        let is_taken = |index: usize, op: &Op<'_>| !disk_ops.has(index) && !is_there(op);
+        let taken = || (0..).zip(ops).filter(|(index, at)| is_taken(*index, &at.op)).map(|(_, at)| &at.op);
+        let mut asides = Vec::new();
+        for aside in taken().filter_map(|op| stage_aside(op, &whole, staging).transpose()) {
+            push(&mut asides, aside?)?;
+        }
+        provision.asides = asides.into();
+        if device.crosses_bus() {
+            provision.sums = ArrivalSums::of(taken(), staging)?;
+        }
+        provision.room = ListRoom::of(ops)?;
+        provision.relocations = self.relocations(ops, locked)?;
+        Ok(versions)
+    }
+}
