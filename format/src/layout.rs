@@ -18,9 +18,11 @@ macro_rules! integer_field {
     ($($integer:ty),*) => {$(
         impl Field for $integer {
             const SIZE: usize = size_of::<$integer>();
+            #[inline]
             fn put(&self, out: &mut [u8]) {
                 out[..Self::SIZE].copy_from_slice(&self.to_le_bytes());
             }
+            #[inline]
             fn get(bytes: &[u8]) -> Self {
                 let mut raw = [0; Self::SIZE];
                 raw.copy_from_slice(&bytes[..Self::SIZE]);
@@ -33,9 +35,11 @@ integer_field!(u8, u16, u32, u64);
 
 impl<const N: usize> Field for [u8; N] {
     const SIZE: usize = N;
+    #[inline]
     fn put(&self, out: &mut [u8]) {
         out[..N].copy_from_slice(self);
     }
+    #[inline]
     fn get(bytes: &[u8]) -> Self {
         let mut raw = [0; N];
         raw.copy_from_slice(&bytes[..N]);
@@ -96,6 +100,7 @@ macro_rules! layout {
 
             /// The structure's bytes.
             #[must_use]
+            #[inline]
             pub fn to_bytes(&self) -> [u8; $len] {
                 let mut out = [0; $len];
                 $( $crate::layout::Field::put(&self.$field, &mut out[$offset..]); )*
@@ -104,6 +109,7 @@ macro_rules! layout {
 
             /// Reads the fields; checks nothing.
             #[must_use]
+            #[inline]
             pub fn from_bytes(bytes: &[u8; $len]) -> Self {
                 Self { $( $field: $crate::layout::Field::get(&bytes[$offset..]), )* }
             }

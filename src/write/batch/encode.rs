@@ -34,7 +34,7 @@ impl WriteBatch {
     pub(crate) fn payload_len(&self, found: &BatchFacts<'_>) -> usize {
         let in_payload = self.steps.iter().enumerate().filter(|(index, _)| !found.images.contains_key(index));
         let steps = in_payload.map(|(index, step)| step.bytes_len(found.captured.get(&index)));
-        PAYLOAD_HEAD_LEN + steps.chain([found.copied.byte_len()]).fold(0, usize::saturating_add)
+        steps.fold(PAYLOAD_HEAD_LEN + found.copied.byte_len(), usize::saturating_add)
     }
 
     /// Writes the batch's payload, with blanks of zeros for the bytes that only the device has seen.

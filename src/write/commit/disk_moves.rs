@@ -95,6 +95,11 @@ impl DiskOps {
         Ok(found)
     }
 
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.on_disk.is_empty() && self.going.is_empty() && self.coming.is_empty()
+    }
+
     /// Whether both are of the same operations and pages.
     ///
     /// One by one. A comparison of two empty slices becomes a call that reads no byte at an address where

@@ -36,8 +36,6 @@ impl Committer {
             Some(table) => home_in(table, page),
             None => home_in(&self.submitted.lock(), page),
         })?;
-        // Handles that pages have left are dropped by this thread: their owners are callers' code.
-        self.engine.arena.drop_let_go();
         if homes.is_empty() {
             return Ok(homes);
         }
@@ -176,7 +174,9 @@ impl<'a> ReadyMemory<'a> {
 
 impl Drop for ReadyMemory<'_> {
     fn drop(&mut self) {
-        self.committer.engine.arena.discard_all(std::mem::take(&mut self.memory).into_values());
+        if !self.memory.is_empty() {
+            self.committer.engine.arena.discard_all(std::mem::take(&mut self.memory).into_values());
+        }
     }
 }
 
@@ -212,7 +212,7 @@ pub(super) fn homes_made(
     home_of: impl Fn(PageId) -> Option<PageLocation>,
 ) -> Result<Vec<MadeMemory>> {
     let mut made = Vec::new();
-    if !ops.iter().any(|at| matches!(at.op, Op::Create { .. } | Op::Resize { .. } | Op::Move { .. })) {
+    if !ops.iter().any(|at| may_take_memory(&at.op)) {
         return Ok(made);
     }
     // Where pages are in the course of the batch: a page may be resized and then moved.
@@ -242,6 +242,11 @@ pub(super) fn homes_made(
         push(&mut made, MadeMemory { op, new_page, at: (place, len) })?;
     }
     Ok(made)
+}
+
+/// Whether an operation may give its page memory.
+pub(super) fn may_take_memory(op: &Op<'_>) -> bool {
+    matches!(op, Op::Create { .. } | Op::Resize { .. } | Op::Move { .. })
 }
 
 /// Whether an operation takes its page to other memory.

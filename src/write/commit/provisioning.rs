@@ -12,8 +12,9 @@ use remanent_format::{PageId, PageTable};
 use super::disk_moves::DiskOps;
 use super::draft::SourceVersions;
 use super::fills::FillSources;
+use super::page_memory::{changed_in_place, may_take_memory};
 use super::{Committer, CommitterWork};
-use crate::applier::{ArrivalSums, ListRoom, Provision, stage_aside};
+use crate::applier::{ArrivalSums, ListRoom, Provision, is_payload_enough, stage_aside};
 use crate::base::allocation::{append, map_of, push};
 use crate::engine::Engine;
 use crate::error::Result;
@@ -35,6 +36,19 @@ impl Committer {
         ops: &[OpAt<'_>],
         locked: Option<&PageTable>,
     ) -> Result<Option<DraftProvision>> {
+        let Engine { device, leases, arena, .. } = &*self.engine;
+        // Handles that pages have left are dropped by this thread: their owners are callers' code.
+        arena.drop_let_go();
+        let handover = own.batch.handover();
+        // Most batches change a few bytes of pages in memory: they take nothing.
+        let is_plain = is_payload_enough(ops, device.crosses_bus())
+            && disk_ops.is_empty()
+            && handover.is_none()
+            && leases.leased(changed_in_place(ops)).is_empty()
+            && !ops.iter().any(|at| may_take_memory(&at.op));
+        if is_plain {
+            return Ok(Some(None));
+        }
         let pending = self.claim_pending(disk_ops, ops, locked)?;
         let Some(going) = self.going_pages(disk_ops, ops, locked)? else { return Ok(None) };
         own.going = going;
@@ -43,7 +57,6 @@ impl Committer {
         }
         append(staged, own.going.versions.iter().copied())?;
         let to_disk = std::mem::take(&mut own.going.images);
-        let handover = own.batch.handover();
         let mut provision = Provision { pending, to_disk, handover, ..Provision::default() };
         match self
             .provide_memory(&mut provision, disk_ops, own, ops, locked)
