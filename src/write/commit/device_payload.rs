@@ -25,7 +25,7 @@ use crate::device::{
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::memory::arena::{Arena, HandedOut, PageMemory, Purpose};
-use crate::memory::staging::StagingBuf;
+use crate::memory::staging::{GrowingStaging, StagingBuf};
 use crate::write::batch::{DeviceFill, FillSource, WriteBatch};
 
 /// Bytes that one thread sums.
@@ -213,14 +213,15 @@ impl Committer {
     /// device's sum, bytes that changed on their way would be damage that the next open lays to the disk.
     pub(super) fn fill(
         &self,
-        mut staged: StagingBuf,
+        mut payload: GrowingStaging,
         blanks: Vec<DeviceFill>,
         born_in: Option<Place>,
     ) -> Result<(StagingBuf, u32)> {
         let Some(place) = born_in.filter(|_| !blanks.is_empty()) else {
-            let crc = crc32fast::hash(&staged);
-            return Ok((staged, crc));
+            let crc = crc32fast::hash(payload.as_mut());
+            return Ok((self.engine.staging.grown(payload)?, crc));
         };
+        let mut staged = self.engine.staging.grown(payload)?;
         let device = &*self.engine.device;
         // One after the other, each where a kernel reads it best.
         let mut area_len = 0;

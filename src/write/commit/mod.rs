@@ -154,7 +154,7 @@ impl Committer {
             let mut payload = self.engine.staging.take_growing(batch.payload_len(&found))?;
             let blanks = batch.encode(&pages, found, &mut payload)?;
             // Payload and checksum are complete before the draft can reach the lock (I1).
-            let (payload, payload_crc) = self.fill(self.engine.staging.grown(payload)?, blanks, born_in)?;
+            let (payload, payload_crc) = self.fill(payload, blanks, born_in)?;
             let only_deletes = batch.only_deletes();
             let draft = Draft {
                 payload,
