@@ -92,8 +92,8 @@ pub(crate) fn needs_aside(op: &Op<'_>) -> bool {
 /// Whether the applier takes nothing but the payload for these operations, unless they give pages memory or
 /// change leased ones.
 pub(crate) fn is_payload_enough(ops: &[OpAt<'_>], crosses_bus: bool) -> bool {
-    let is_enough = |op: &Op<'_>| !needs_aside(op) && !(crosses_bus && is_proven(op));
-    ops.len() <= SHORT_LIST && ops.iter().all(|at| is_enough(&at.op))
+    let takes_more = |op: &Op<'_>| needs_aside(op) || (crosses_bus && is_proven(op));
+    ops.len() <= SHORT_LIST && !ops.iter().any(|at| takes_more(&at.op))
 }
 
 /// Stages the operation's bytes as a device reads them, if the payload does not hold them like that. The

@@ -23,10 +23,7 @@ const REQUESTS_KEPT: usize = 4 << 10;
 
 pub(super) type TurnFn = Box<dyn FnOnce(&mut Turn<'_>) + Send>;
 
-#[expect(
-    clippy::large_enum_variant,
-    reason = "most are batches; boxes would be made and dropped by different threads"
-)]
+/// Batches are in no box: one thread would make the boxes and another one drop them.
 pub(super) enum Request {
     Batch(ApplyWork),
     Turn(TurnFn),

@@ -89,9 +89,9 @@ impl StagingPool {
     /// Staging for about `len` bytes that are to come. Staging that the pool would not keep is not made
     /// before it is known to be needed; ordinary memory has room for the bytes until then.
     ///
-    /// Few bytes come to ordinary memory, too. Staging was last read by another thread: whatever is read back
-    /// from it, such as for a checksum, waits until the lines of its memory have come from that core. A commit
-    /// of 256 bytes took a twentieth longer for that than for the copy.
+    /// Few bytes come to ordinary memory, too. Another thread read the staging last: whatever is read back
+    /// from it, such as for a checksum, waits for the lines of its memory to come from that core. A commit of
+    /// 256 bytes took a twentieth longer for that than for the copy.
     ///
     /// # Errors
     /// As for [`take`](Self::take).

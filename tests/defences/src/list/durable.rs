@@ -23,7 +23,7 @@ const RETAIN: &str = "src/snapshot/retain.rs";
 const READBACK: &str = "src/applier/readback.rs";
 const IMAGE_LOADER: &str = "src/recovery/image_loader.rs";
 const DEVICE_PAYLOAD: &str = "src/write/commit/device_payload.rs";
-const COMMIT: &str = "src/write/commit/mod.rs";
+const PROVISIONING: &str = "src/write/commit/provisioning.rs";
 const IN_FLIGHT: &str = "src/applier/in_flight.rs";
 const DELTAS: &str = "src/recovery/deltas.rs";
 const LOAD: &str = "src/recovery/load.rs";
@@ -121,9 +121,9 @@ pub const LIST: &[Defence] = &[
     // The bus (I12).
     defence(
         "long writes are summed where they arrive",
-        COMMIT,
-        "device.crosses_bus()",
-        "false",
+        PROVISIONING,
+        "if device.crosses_bus()",
+        "if false",
         it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
     ),
     defence(
