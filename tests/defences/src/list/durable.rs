@@ -119,11 +119,10 @@ pub const LIST: &[Defence] = &[
         it("pages_on_disk::an_open_proves_images_that_nothing_has_proven"),
     ),
     // The bus (I12).
-    defence(
+    check(
         "long writes are summed where they arrive",
         PROVISIONING,
-        "if device.crosses_bus()",
-        "if false",
+        "provision.sums = ArrivalSums::of(taken(), staging)?;",
         it("faults::bit_flips::a_long_write_serves_no_bit_that_turned_over"),
     ),
     defence(
