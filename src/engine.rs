@@ -9,7 +9,7 @@
 
 use std::sync::{Arc, Weak};
 
-use remanent_format::{PageTable, StoreId};
+use remanent_format::{LogPoint, PageTable, StoreId};
 
 use crate::applier::{AppliedState, Applier, ApplierParts, Leases};
 use crate::base::poison::Poison;
@@ -17,7 +17,7 @@ use crate::device::{Device, DeviceCounts, Fence, MemoryOwner, StoreEnd};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPages;
-use crate::log::{Log, LogStart, SegmentPool};
+use crate::log::{Log, LogStart, SegmentPool, SpacePurpose};
 use crate::memory::arena::Arena;
 use crate::memory::staging::StagingPool;
 use crate::options::LogIo;
@@ -63,6 +63,8 @@ pub(crate) struct EngineStart<'a> {
     pub pool: Arc<SegmentPool>,
     /// Where the log goes on.
     pub log: LogStart,
+    /// The payload of a batch that the pages have and the log does not: it is logged first.
+    pub first_batch: Option<Vec<u8>>,
     /// The pages and their memory.
     pub applied: AppliedState,
     /// The same pages, as committers and readers see them.
@@ -89,7 +91,8 @@ impl Engine {
             log_io,
             pool,
             log,
-            applied,
+            first_batch,
+            mut applied,
             submitted,
             counts,
             uses,
@@ -97,7 +100,15 @@ impl Engine {
         let poison = Arc::new(Poison::none_in(disk.label()));
         let started =
             disk.keep_folders_open().and_then(|()| Log::start(store, log_io, pool, poison.clone(), log));
-        let log = match started {
+        let log = started.and_then(|log| {
+            if let Some(payload) = first_batch {
+                let logged = append_first(&log, &payload).inspect_err(|_| log.stop())?;
+                assert!(logged.lsn == applied.table.lsn()); // I1: the tables have this batch, and no other.
+                applied.point = logged;
+            }
+            Ok(log)
+        });
+        let log = match log {
             Ok(log) => log,
             Err(error) => {
                 applied.give_back(&arena);
@@ -141,6 +152,14 @@ impl Engine {
             poison,
         })))
     }
+}
+
+/// Logs a batch before the store can be used. It takes no more of a full disk than a batch of deletes: with
+/// pages in slower places the store opens, and can be emptied.
+fn append_first(log: &Log, payload: &[u8]) -> Result<LogPoint> {
+    let point = log.append(payload, crc32fast::hash(payload), SpacePurpose::Delete)?;
+    log.wait_logged(point.lsn)?;
+    Ok(point)
 }
 
 /// The engine's end of the link to callers' memory, which may outlive the engine.

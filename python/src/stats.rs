@@ -14,6 +14,7 @@ pub fn report_to_py(py: Python<'_>, report: RecoveryReport) -> PyResult<Bound<'_
     dict.set_item("replayed_bytes", report.replayed_bytes)?;
     dict.set_item("copied_batches", report.copied_batches)?;
     dict.set_item("unloaded_pages", report.unloaded_pages)?;
+    dict.set_item("lowered_pages", report.lowered_pages)?;
     dict.set_item("torn", report.torn.is_some())?;
     let harmless: Vec<String> = report.harmless.iter().map(ToString::to_string).collect();
     dict.set_item("harmless", harmless)?;

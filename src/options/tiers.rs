@@ -20,6 +20,10 @@ type PolicyMaker = dyn Fn(Place) -> Box<dyn EvictionPolicy> + Send + Sync;
 /// after a crash each is where it was, or in the place before that. Pages that are leased, pinned or in a
 /// caller's memory stay.
 ///
+/// An open with less memory than the pages take, on a smaller machine for one, takes those down that were
+/// not changed for longest, before it loads any ([`RecoveryReport::lowered_pages`](crate::RecoveryReport)).
+/// Without tiers it is refused.
+///
 /// Nothing moves up of its own accord: [`Store::ensure`](crate::Store::ensure) and
 /// [`Store::prefetch`](crate::Store::prefetch) bring pages to where they are needed.
 ///

@@ -112,6 +112,7 @@ impl Recovery<'_> {
                 known: Arc::default(),
                 file_lens: BTreeMap::new(),
             },
+            first_batch: None,
             pool,
             behind: ReplayBacklog::default(),
             recovered: self.report(position, true),

@@ -5,7 +5,7 @@
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
-use remanent_format::state::bases::{Base, Bases};
+use remanent_format::state::bases::Base;
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::survey::Survey;
 use remanent_format::state::trail::PageTrail;
@@ -19,6 +19,7 @@ use super::image_loader::{ImageLoader, threads};
 use super::lent_pages::LentPages;
 use super::loaded_pages::{LoadedPages, PageSet};
 use super::log_reader::BatchRun;
+use super::lowered_pages::{ImagedPages, LoweredPages};
 use super::page_memory::PageMemories;
 use super::page_sources::{ImageGroup, PageSources, SourceSorter};
 use super::submitted_lists::SubmittedLists;
@@ -40,7 +41,8 @@ use crate::options::PageLoad;
 /// The order of the steps matters:
 ///
 /// 1. **Claim** memory for the final table (I10), the caller's where it has some for a page. Allocated page
-///    by page instead, a table over the budget would be noticed only after gigabytes had been read.
+///    by page instead, a table over the budget would be noticed only after gigabytes had been read. Where
+///    there are tiers, pages that have no room go to slower places first.
 /// 2. **Sort** the pages by what they are made from.
 /// 3. **Load** images, **allocate** memory and **look up** what is kept, all three at once: one after the
 ///    other, allocating alone took a third of the time that pages of 16 KiB take to load.
@@ -61,10 +63,29 @@ pub(super) fn load<'a, 's>(
     // 1.
     let asked = recovery.options.page_memory.as_ref();
     let lent = LentPages::ask(recovery.arena, &recovery.device, asked, table)?;
-    let memories = PageMemories::reserve(recovery.arena, table, lent)?;
+    let imaged = ImagedPages { bases: &bases, snapshot: base };
+    let lowered = match &recovery.options.tiers {
+        Some(tiers) => {
+            LoweredPages::find(table, &imaged, tiers, &recovery.options.budget, |page| lent.has(page))?
+        }
+        None => None,
+    };
+    let placed = lowered.as_ref().map_or(table, |lowered| &lowered.table);
+    let memories = PageMemories::reserve(recovery.arena, placed, lent)?;
     // 2.
     let from = replay_start(survey, base);
-    let sources = sort_sources(recovery, survey, base, resolution, &bases, from, &memories)?;
+    // Unverified, a snapshot's images are loaded at once, also on demand: nothing has read them back yet
+    // (I7).
+    let sorter = SourceSorter {
+        table,
+        placed,
+        bases: &bases,
+        snapshot: base,
+        is_verified: base.is_some_and(|base| is_verified(survey, base, resolution)),
+        may_be_unloaded: recovery.options.page_load == PageLoad::OnDemand,
+        from: from.lsn,
+    };
+    let sources = sorter.sort(&memories)?;
     // Sorted, they are not needed any more: their memory goes before images are read.
     drop(bases);
     let PageSources { images, zeros, resized, on_disk, late, beside } = sources;
@@ -77,7 +98,7 @@ pub(super) fn load<'a, 's>(
     let load = || {
         loader.find_on_disk(&sealed, &on_disk)?;
         loader.load_to_host(&sealed, table, &resized)?;
-        loader.load_images(&sealed, table, &memories, images, &zeros)
+        loader.load_images(&sealed, placed, &memories, images, &zeros)
     };
     let look_up = || CatalogDraft::look(&*recovery.disk, source, survey, base, resolution, beside);
     let (read, (draft, ())) = parallel::join(load, || parallel::join(look_up, || memories.allocate()));
@@ -89,7 +110,8 @@ pub(super) fn load<'a, 's>(
         loader.set_apart(unloaded)?;
         loader.replay(source, survey, resolution, from, &late)
     });
-    let loaded = loader.finish(recovery.arena, replayed)?;
+    let mut loaded = loader.finish(recovery.arena, replayed)?;
+    loaded.lowered = lowered;
     Ok((loaded, draft?))
 }
 
@@ -99,29 +121,6 @@ fn replay_start(survey: &Survey, base: Option<&Manifest>) -> LogPoint {
         Some(manifest) => manifest.redo,
         None => survey.log.beginning().expect("resolved from it"),
     }
-}
-
-/// Step 2 of [`load`]: what each page of the table is made from.
-fn sort_sources(
-    recovery: &Recovery<'_>,
-    survey: &Survey,
-    base: Option<&Manifest>,
-    resolution: &Resolution,
-    bases: &Bases,
-    from: LogPoint,
-    memories: &PageMemories<'_>,
-) -> Result<PageSources> {
-    // Unverified, a snapshot's images are loaded at once, also on demand: nothing has read them back yet
-    // (I7).
-    let sorter = SourceSorter {
-        table: &resolution.resolved.table,
-        bases,
-        snapshot: base,
-        is_verified: base.is_some_and(|base| is_verified(survey, base, resolution)),
-        may_be_unloaded: recovery.options.page_load == PageLoad::OnDemand,
-        from: from.lsn,
-    };
-    sorter.sort(memories)
 }
 
 /// Brings pages into device memory.
@@ -367,7 +366,7 @@ impl<'a> Loader<'a> {
                 std::mem::take(&mut self.pages).give_back(arena);
             }
         }
-        loaded.map(|()| LoadedPages { arena, pages: self.pages, tail: self.tail })
+        loaded.map(|()| LoadedPages { arena, pages: self.pages, tail: self.tail, lowered: None })
     }
 }
 

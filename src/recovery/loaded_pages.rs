@@ -3,6 +3,7 @@
 use remanent_format::PageId;
 use remanent_format::state::by_id::ById;
 
+use super::lowered_pages::LoweredPages;
 use crate::applier::{UnloadedPage, UnloadedSet};
 use crate::error::Result;
 use crate::images::disk_pages::DiskPage;
@@ -16,6 +17,8 @@ pub(super) struct LoadedPages<'a> {
     pub pages: PageSet,
     /// The payloads of the batches that no mark proves, in order. The new incarnation copies them (I5, I6).
     pub tail: Vec<Vec<u8>>,
+    /// The pages that the budget had no room for where they were.
+    pub lowered: Option<LoweredPages>,
 }
 
 /// The memory of all pages of the table.

@@ -71,6 +71,7 @@ mod catalog;
 mod verified_snapshots;
 mod lent_pages;
 mod page_memory;
+mod lowered_pages;
 mod loaded_pages;
 mod submitted_lists;
 mod deltas;
@@ -95,6 +96,7 @@ use remanent_format::{Defect, FileName, Folder, LogPoint, PageId, PageTable, Pos
 
 use self::candidates::BestCandidate;
 pub(crate) use self::lazy_load::PageLoader;
+use self::lowered_pages::LoweredPages;
 use self::opening::{Predecessor, begin};
 pub(crate) use self::outlook::Outlook;
 pub use self::report::RecoveryReport;
@@ -127,6 +129,8 @@ pub(crate) struct RecoveredStore {
     pub changed: Vec<PageId>,
     /// Where the log goes on, in the new incarnation.
     pub log: LogStart,
+    /// The payload of a batch that the tables have and the log does not.
+    pub first_batch: Option<Vec<u8>>,
     /// Segments for the log to come, and those that wait to be used again.
     pub pool: Arc<SegmentPool>,
     /// The files that are kept, and why.
@@ -260,7 +264,7 @@ impl Recovery<'_> {
         //    byte that an older build would misread; manifests before the seal that records them.
         let store = survey.store.store;
         let highest = survey.log.segments().keys().next_back().copied().unwrap_or(0);
-        let tail = std::mem::take(&mut loaded.tail);
+        let (tail, lowered) = (std::mem::take(&mut loaded.tail), loaded.lowered.take());
         // All is read and proven. From here on the directory changes; a store that was refused was not
         // touched.
         for folder in inner {
@@ -302,8 +306,8 @@ impl Recovery<'_> {
         assert!(base.is_none_or(|(link, _)| link.redo.segment <= kept.proven.segment));
         pool.recycle(&junk)?;
         drop(readers_locked_out);
-        let changed = std::mem::take(&mut draft.changed);
-        let submitted = std::mem::take(&mut draft.submitted);
+        let mut changed = std::mem::take(&mut draft.changed);
+        let mut submitted = std::mem::take(&mut draft.submitted);
         let spares = pool.image_spares().clone();
         let catalog = self.keep(draft, spares, &survey, resolution.base, end.accepted.lsn)?;
 
@@ -327,7 +331,14 @@ impl Recovery<'_> {
         let count = memory.len() + on_disk.len();
         assert!(count as u64 + left == resolution.resolved.table.pages().len() as u64);
         recovered.unloaded_pages = left;
-        let (table, unloaded) = (resolution.resolved.table, Arc::new(unloaded));
+        let (mut table, unloaded) = (resolution.resolved.table, Arc::new(unloaded));
+        let mut first_batch = None;
+        if let Some(LoweredPages { table: after, pages, payload }) = lowered {
+            (table, submitted) = (after.clone(), after);
+            changed.extend(&pages);
+            recovered.lowered_pages = pages.len() as u64;
+            first_batch = Some(payload);
+        }
         let applied = AppliedState {
             table,
             memory,
@@ -344,6 +355,7 @@ impl Recovery<'_> {
             submitted,
             changed,
             log,
+            first_batch,
             pool,
             catalog,
             behind,

@@ -25,6 +25,8 @@ const PAGES_MIN: usize = 8 << 10;
 /// The table to sort, and what decides about its pages.
 pub(super) struct SourceSorter<'a> {
     pub table: &'a PageTable,
+    /// The same with the places that the pages are to have.
+    pub placed: &'a PageTable,
     /// The image and the batch that each page is made from.
     pub bases: &'a Bases,
     /// The snapshot from which recovery starts, whole.
@@ -103,9 +105,9 @@ impl SourceSorter<'_> {
     /// touches them, and each has its checksum. So cached bytes of them are taken from the cache. Where
     /// pages are loaded on demand, those that no batch changed since are left unloaded.
     fn sort_between(&self, (first, last): (PageId, PageId)) -> Result<PageSources> {
-        let Self { table, bases, snapshot, is_verified, may_be_unloaded, from } = *self;
+        let Self { table, placed, bases, snapshot, is_verified, may_be_unloaded, from } = *self;
         let mut sorted = PageSources::default();
-        let any_on_disk = table.lens_between(first, last).any(|(_, place, _)| place == Place::Disk);
+        let any_on_disk = placed.lens_between(first, last).any(|(_, place, _)| place == Place::Disk);
         // Counted first: vectors that grew would leave holes in the heap, some 35 bytes a page.
         let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
         let images = bases.range(first, last).filter_map(|(_, base)| base.image);
@@ -124,7 +126,7 @@ impl SourceSorter<'_> {
             }
             sorted.beside.note(page, named, &base, table);
             let is_proven = |image| is_verified && named.is_some_and(|entry| entry.image == Some(image));
-            if any_on_disk && table.get(page).is_some_and(|info| info.place == Place::Disk) {
+            if any_on_disk && placed.get(page).is_some_and(|info| info.place == Place::Disk) {
                 let is_proven = base.image.is_none_or(is_proven);
                 push(&mut sorted.on_disk, (page, base, is_proven))?;
                 continue;
@@ -220,6 +222,7 @@ mod tests {
         for (is_verified, may_be_unloaded) in [(false, false), (true, false), (true, true), (false, true)] {
             let sorting = SourceSorter {
                 table: &table,
+                placed: &table,
                 bases: &bases,
                 snapshot: Some(&snapshot),
                 is_verified,

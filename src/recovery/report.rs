@@ -27,6 +27,9 @@ pub struct RecoveryReport {
     pub copied_batches: u64,
     /// Pages that were yet to be loaded when the open returned ([`crate::Options::page_load`]).
     pub unloaded_pages: u64,
+    /// Pages that the open took to slower places, because the budget has no room for them where they were
+    /// ([`crate::Options::tiers`]).
+    pub lowered_pages: u64,
     /// The frames that were cut from the end of the log, if any.
     pub torn: Option<TornTail>,
     /// Damage that cost nothing of the newest state: snapshots passed over, kept snapshots whose
@@ -55,6 +58,7 @@ impl Recovery<'_> {
             replayed_bytes: 0,
             copied_batches: 0,
             unloaded_pages: 0,
+            lowered_pages: 0,
             torn: None,
             harmless: Vec::new(),
             device: self.device.label(),

@@ -66,15 +66,19 @@ pub(crate) struct PendingClaim {
     bytes: u64,
 }
 
+/// Bytes of host memory that may be pending by this budget of [`Place::Disk`].
+pub(crate) fn pending_max(budget: u64) -> u64 {
+    if budget == u64::MAX { PENDING_BYTES_MAX } else { budget }
+}
+
 impl DiskPages {
     /// The shared parts for a store on this disk. `budget` is the budget of [`Place::Disk`] in bytes.
     pub fn new(disk: Arc<dyn Disk>, budget: u64) -> Self {
-        let pending_max = if budget == u64::MAX { PENDING_BYTES_MAX } else { budget };
         Self {
             disk,
             uses: Arc::default(),
             pending: Arc::default(),
-            pending_max,
+            pending_max: pending_max(budget),
             is_any: AtomicBool::new(false),
         }
     }

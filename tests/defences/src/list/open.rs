@@ -84,6 +84,19 @@ pub const LIST: &[Defence] = &[
         "self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;",
         it("on_demand::an_access_to_an_unloaded_page_waits_for_it"),
     ),
+    // Opens with less memory than the pages take.
+    refusal(
+        "an open takes no more changed bytes down than may wait in memory",
+        "src/recovery/lowered_pages.rs",
+        "waiting > pending_max(budget.limit(Place::Disk))",
+        it("tiers::an_open_takes_no_more_changed_bytes_down_than_may_wait"),
+    ),
+    check(
+        "a snapshot knows of the pages that an open took down",
+        "src/recovery/mod.rs",
+        "changed.extend(&pages);",
+        it("tiers::an_open_with_less_memory_takes_pages_down"),
+    ),
     // Pages that callers use: they read no bytes but the page's.
     check(
         "a leased page is not pinned",

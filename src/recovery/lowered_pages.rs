@@ -1,0 +1,150 @@
+//! Pages that an open takes to slower places, because the budget has no room where they were.
+//!
+//! A store may be opened with less memory than it had: on a smaller machine, or beside another process.
+//! Where [`Tiers`] name an order of places, the pages that were not changed for longest go down before
+//! memory is claimed, and only then is anything loaded. A page that goes to disk stays in its image. The new
+//! incarnation logs the moves as its first batch, before the store can be used.
+//!
+//! A crash before that loses nothing: the next open finds the pages where they were, and decides anew.
+
+use std::collections::BTreeMap;
+
+use remanent_format::limits::FRAME_PAYLOAD_LEN_MAX;
+use remanent_format::manifest::Manifest;
+use remanent_format::op::{Op, PayloadWriter, decode_payload};
+use remanent_format::state::bases::Bases;
+use remanent_format::state::table::{PlanMode, Refusal};
+use remanent_format::{Lsn, PageId, PageTable, Place};
+
+use crate::base::allocation::push;
+use crate::error::{Error, Result};
+use crate::images::disk_pages::pending_max;
+use crate::options::{Budget, Tiers};
+
+/// The pages that go down, as a batch that is yet to be logged.
+pub(super) struct LoweredPages {
+    /// The table after the batch.
+    pub table: PageTable,
+    /// The pages, in ascending order.
+    pub pages: Vec<PageId>,
+    /// The batch's payload.
+    pub payload: Vec<u8>,
+}
+
+/// A page that may leave a place. The first in order leaves first: one whose image has its bytes as they are,
+/// if it goes to disk; of these the one whose last change is oldest.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct LeavingPage {
+    waits_in_memory: bool,
+    lsn: Lsn,
+    page: PageId,
+    len: u64,
+}
+
+/// The pages of a place once these moves are made, each with its length in bytes and its last change.
+fn residents<'a>(
+    table: &'a PageTable,
+    moves: &'a BTreeMap<PageId, Place>,
+    place: Place,
+) -> impl Iterator<Item = (PageId, u64, Lsn)> + 'a {
+    let pages = table.lens().zip(table.lsns());
+    let is_there = move |page, before| moves.get(&page).copied().unwrap_or(before) == place;
+    pages
+        .filter_map(move |((page, before, len), (_, lsn))| is_there(page, before).then_some((page, len, lsn)))
+}
+
+/// What pages are made from.
+pub(super) struct ImagedPages<'a> {
+    pub bases: &'a Bases,
+    /// The snapshot from which recovery starts, whole.
+    pub snapshot: Option<&'a Manifest>,
+}
+
+impl ImagedPages<'_> {
+    /// Whether an image has a page's bytes as they are in this table.
+    fn has(&self, table: &PageTable, page: PageId) -> bool {
+        let (Some(info), Some(base)) = (table.get(page), self.bases.get(page)) else { return false };
+        let Some(image) = base.image else { return false };
+        if base.lsn == info.lsn {
+            return true;
+        }
+        // A move since then changed no byte.
+        let entries = self.snapshot.map_or(&[][..], |snapshot| &snapshot.entries);
+        let named = entries.binary_search_by_key(&page, |entry| entry.page).map(|at| &entries[at]);
+        named.is_ok_and(|named| named.image == Some(image) && named.epoch == info.epoch)
+    }
+}
+
+impl LoweredPages {
+    /// Finds the pages to take down. `None` where all fit as they are, and where too few can go: then the
+    /// open is refused, as without tiers. `is_lent` tells of pages in callers' memory, which are beside the
+    /// budget.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, `Limit`.
+    pub fn find(
+        table: &PageTable,
+        imaged: &ImagedPages<'_>,
+        tiers: &Tiers,
+        budget: &Budget,
+        is_lent: impl Fn(PageId) -> bool,
+    ) -> Result<Option<Self>> {
+        let mut moves = BTreeMap::new();
+        let places = tiers.places();
+        for pair in places.windows(2) {
+            let &[from, to] = pair else { unreachable!("pairs") };
+            let there = || residents(table, &moves, from).filter(|(page, ..)| !is_lent(*page));
+            let used = there().fold(0, |sum: u64, (_, len, _)| sum.saturating_add(len));
+            let limit = budget.limit(from);
+            if used <= limit {
+                continue;
+            }
+            let mut leaving = Vec::new();
+            for (page, len, lsn) in there().filter(|(_, len, _)| *len > 0) {
+                let waits_in_memory = to == Place::Disk && !imaged.has(table, page);
+                push(&mut leaving, LeavingPage { waits_in_memory, lsn, page, len })?;
+            }
+            leaving.sort_unstable();
+            // The part that is kept free is free at once.
+            let mut surplus = used - (limit - tiers.free_bytes(limit));
+            let mut waiting = 0;
+            for LeavingPage { waits_in_memory, page, len, .. } in leaving {
+                if surplus == 0 {
+                    break;
+                }
+                waiting += if waits_in_memory { len } else { 0 };
+                if waiting > pending_max(budget.limit(Place::Disk)) {
+                    return Ok(None);
+                }
+                moves.insert(page, to);
+                surplus = surplus.saturating_sub(len);
+            }
+        }
+        if moves.is_empty() { Ok(None) } else { Self::after(table, &moves).map(Some) }
+    }
+
+    /// The batch that makes these moves.
+    fn after(table: &PageTable, moves: &BTreeMap<PageId, Place>) -> Result<Self> {
+        let mut writer = PayloadWriter::default();
+        for (&page, &place) in moves {
+            writer.push(&Op::Move { page, place }).map_err(Error::of_memory)?;
+        }
+        let payload = writer.finish();
+        let (len, limit) = (payload.len() as u64, FRAME_PAYLOAD_LEN_MAX);
+        if len > limit {
+            return Err(Error::Limit { what: "batch", found: len, limit });
+        }
+        let mut after = table.clone();
+        let ops = decode_payload(&payload).map_err(Error::of_memory)?;
+        let planned = after.plan(table.lsn().next(), &ops, PlanMode::Commit);
+        let changes = planned.map_err(|(_, refusal)| match refusal {
+            Refusal::Memory { needed } => Error::no_memory(needed),
+            other => panic!("these pages are there: {other}"),
+        })?;
+        after.install(&changes);
+        let mut pages = Vec::new();
+        moves.keys().try_for_each(|page| push(&mut pages, *page))?;
+        drop(ops);
+        Ok(Self { table: after, pages, payload })
+    }
+}
