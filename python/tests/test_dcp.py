@@ -1,0 +1,295 @@
+"""Checkpoints of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import remanent
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.distributed.is_available():
+    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+
+from remanent.dcp import StorageReader, StorageWriter  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def save(state: Any, path: str, **options: Any) -> None:
+    dcp.save(state, storage_writer=StorageWriter(path, **options), no_dist=True)
+
+
+def load(state: Any, path: str) -> Any:
+    dcp.load(state, storage_reader=StorageReader(path), no_dist=True)
+    return state
+
+
+def cause(raised: pytest.ExceptionInfo[Any]) -> BaseException:
+    """What a rank failed with. Of what a reader's metadata failed with DCP keeps the text."""
+    failure = raised.value.failures[0]
+    error: BaseException = failure[0] if isinstance(failure, tuple) else failure
+    return error
+
+
+def image_bytes(root: str) -> int:
+    return sum(path.stat().st_size for path in Path(root).glob(".remanent/*/pages/*.pages"))
+
+
+def test_a_run_goes_on_where_it_was_saved(directory: str) -> None:
+    def run(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train(model: Any, optimizer: Any, seed: int) -> float:
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        return {"model": of_model, "optimizer": of_optimizer, "step": 3, "note": ("a", [1.5, None])}
+
+    model, optimizer = run(1)
+    for step in range(3):
+        train(model, optimizer, step)
+    save(state_of(model, optimizer), directory + "/3")
+    expected = [train(model, optimizer, step) for step in range(3, 6)]
+    other_model, other_optimizer = run(2)
+    # An optimizer that has not stepped has no state to load into.
+    train(other_model, other_optimizer, 0)
+    found = load({**state_of(other_model, other_optimizer), "step": 0, "note": None}, directory + "/3")
+    set_state_dict(other_model, other_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    assert (found["step"], found["note"]) == (3, ("a", [1.5, None]))
+    assert [train(other_model, other_optimizer, step) for step in range(3, 6)] == expected
+
+
+def test_tensors_of_all_kinds_and_shapes(directory: str) -> None:
+    torch.manual_seed(0)
+    square = torch.randn(6, 4)
+    state = {
+        "scalar": torch.tensor(7), "empty": torch.empty(0, 3), "turned": square.T, "every other": square[::2],
+        "one of it": square[2:3, 1:3], "a name that is much longer than the sixty-four bytes that a key may have": square,
+    }
+    for name in ("bool", "uint8", "int16", "float16", "bfloat16", "float64", "complex64", "float8_e4m3fn"):
+        state[name] = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
+    save(state, directory + "/all")
+    found = load({name: torch.zeros_like(tensor) for name, tensor in state.items()}, directory + "/all")
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name].cpu(), tensor), name
+    # As `remanent diff` and `blame` see them.
+    with remanent.View(directory + "/.remanent/rank-0") as view:
+        assert view.info("float16").metadata == {"name": "float16", "dtype": "F16", "shape": [2, 3]}
+
+
+def test_what_did_not_change_is_not_written_again(directory: str) -> None:
+    state = {"frozen": torch.randn(1 << 20), "tuned": torch.zeros(1 << 18), "step": 1}
+    save(state, directory + "/1")
+    once = image_bytes(directory)
+    state["tuned"] += 1
+    save(state, directory + "/2")
+    assert once > 5 << 20 and image_bytes(directory) - once < 2 << 20
+    for step, value in (("1", 0), ("2", 1)):
+        found = load({"frozen": torch.zeros(1 << 20), "tuned": torch.zeros(1 << 18)}, f"{directory}/{step}")
+        assert torch.equal(found["frozen"], state["frozen"]) and bool((found["tuned"] == value).all())
+    # Another shape, another kind, a tensor less and one more.
+    other = {"frozen": torch.ones(5, 5), "tuned": torch.ones(1 << 18, dtype=torch.float16), "new": torch.ones(2)}
+    save(other, directory + "/3")
+    found = load({name: torch.zeros_like(tensor) for name, tensor in other.items()}, directory + "/3")
+    assert all(torch.equal(found[name], tensor) for name, tensor in other.items())
+    with remanent.View(directory + "/.remanent/rank-0") as view:
+        assert sorted(view.keys()) == ["frozen", "new", "tuned"]
+    found = load({"frozen": torch.zeros(1 << 20)}, directory + "/1")
+    assert torch.equal(found["frozen"], state["frozen"])
+
+
+def test_a_checkpoint_that_is_removed_is_given_up_by_the_next_save(directory: str) -> None:
+    def names() -> list[str | None]:
+        with remanent.Store(directory + "/.remanent/rank-0", device="host") as store:
+            return [info.name for info in store.snapshots()]
+
+    for step in range(3):
+        save({"w": torch.full((1 << 18,), float(step))}, f"{directory}/{step}")
+    assert names() == ["0@1", "1@2", "2@3"]
+    shutil.rmtree(directory + "/0")
+    # A file that cannot be read might name any of them.
+    whole = Path(directory + "/1/.metadata").read_bytes()
+    Path(directory + "/1/.metadata").write_bytes(whole[:-5] + b"wrong")
+    save({"w": torch.full((1 << 18,), 3.0)}, directory + "/3")
+    assert names() == ["0@1", "1@2", "2@3", "3@4"]
+    with pytest.raises(CheckpointException) as raised:
+        load({"w": torch.zeros(1 << 18)}, directory + "/1")
+    assert "1/.metadata is not what was written" in str(cause(raised))
+    Path(directory + "/1/.metadata").write_bytes(whole)
+    # DCP's own checkpoints beside ours are not ours to judge.
+    dcp.save({"w": torch.zeros(2)}, checkpoint_id=directory + "/theirs", no_dist=True)
+    save({"w": torch.full((1 << 18,), 4.0)}, directory + "/4")
+    assert names() == ["1@2", "2@3", "3@4", "4@5"]
+    for step in range(1, 5):
+        assert bool((load({"w": torch.zeros(1 << 18)}, f"{directory}/{step}")["w"] == step).all())
+    with pytest.raises(CheckpointException) as raised:
+        load({"w": torch.zeros(2)}, directory + "/theirs")
+    assert "theirs/.metadata is of DCP's own format" in str(cause(raised))
+
+
+def test_a_checkpoint_is_there_whole_until_the_next_one_is(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = directory + "/last"
+    save({"a": torch.zeros(1000), "b": torch.zeros(1000)}, path)
+
+    def crash(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StorageWriter, "finish", crash)
+    with pytest.raises(BaseException):
+        save({"a": torch.ones(1000), "b": torch.ones(1000)}, path)
+    monkeypatch.undo()
+    found = load({"a": torch.full((1000,), 5.0), "b": torch.full((1000,), 5.0)}, path)
+    assert not found["a"].any() and not found["b"].any()
+    with pytest.raises(CheckpointException) as raised:
+        save({"a": torch.ones(1000)}, path, overwrite=False)
+    assert isinstance(cause(raised), remanent.TakenError)
+    save({"a": torch.ones(1000), "b": torch.ones(1000)}, path)
+    assert bool(load({"a": torch.zeros(1000), "b": torch.zeros(1000)}, path)["b"].all())
+
+
+def test_bytes_that_rot_are_not_loaded(directory: str) -> None:
+    save({"w": torch.randn(1 << 16), "step": 5}, directory + "/1")
+    [images] = Path(directory + "/.remanent/rank-0/pages").glob("*.pages")
+    found = bytearray(images.read_bytes())
+    found[len(found) // 2] ^= 1
+    images.write_bytes(found)
+    with pytest.raises(CheckpointException) as raised:
+        load({"w": torch.zeros(1 << 16)}, directory + "/1")
+    assert isinstance(cause(raised), remanent.DamagedError)
+    with pytest.raises(CheckpointException) as raised:
+        load({"w": torch.zeros(1)}, directory + "/2")
+    assert "there is no checkpoint in" in str(cause(raised))
+
+
+def test_what_cannot_be_stored_is_refused_by_its_name(directory: str) -> None:
+    save({"w": torch.ones(2)}, directory + "/1")
+    with pytest.raises(CheckpointException) as raised:
+        save({"w": torch.zeros(2), "odd": torch.ones(2, 2).to_sparse()}, directory + "/2")
+    assert "odd" in str(cause(raised))
+    assert bool(load({"w": torch.zeros(2)}, directory + "/1")["w"].all())
+
+
+# Ranks.
+
+RANKS = """
+import os, sys
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from remanent.dcp import StorageReader, StorageWriter
+
+def begin(rank, ranks, root):
+    dist.init_process_group("gloo", init_method=f"file://{root}/meet-{os.getppid()}", rank=rank, world_size=ranks)
+    return init_device_mesh("cpu", (ranks,))
+
+def end():
+    # Without it gloo may end a process whose peer is gone.
+    dist.barrier()
+    dist.destroy_process_group()
+
+def of_step(step, mesh, dim):
+    whole = torch.arange(60.0).reshape(10, 6) + 1000 * step
+    return distribute_tensor(whole, mesh, [Shard(dim)])
+"""
+
+
+def in_ranks(count: int, body: str, *arguments: str) -> list[str]:
+    """Lets `run(rank, ranks, *arguments)` of this body run in a process for each rank; what they print, in order."""
+    script = RANKS + textwrap.dedent(body) + textwrap.dedent("""
+        if __name__ == "__main__":
+            ranks = int(sys.argv[1])
+            mp.spawn(run, (ranks, *sys.argv[2:]), nprocs=ranks)
+    """)
+    path = Path(arguments[0]) / "ranks.py"
+    path.write_text(script)
+    done = subprocess.run([sys.executable, str(path), str(count), *arguments], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.split("\n"))[1:]
+
+
+def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    in_ranks(2, """
+        def run(rank, ranks, root):
+            mesh = begin(rank, ranks, root)
+            state = {"by rows": of_step(1, mesh, 0), "by columns": of_step(2, mesh, 1), "all": torch.arange(5)}
+            dcp.save(state, storage_writer=StorageWriter(root + "/one"))
+            work = dcp.async_save(state, storage_writer=StorageWriter(root + "/two"))
+            work.result()
+            end()
+    """, root)
+    assert sorted(path.name for path in (tmp_path / ".remanent").iterdir()) == ["rank-0", "rank-1"]
+    said = in_ranks(3, """
+        def run(rank, ranks, root):
+            mesh = begin(rank, ranks, root)
+            for name in ("one", "two"):
+                state = {"by rows": of_step(0, mesh, 1), "by columns": of_step(0, mesh, 0), "all": torch.zeros(5).long()}
+                dcp.load(state, storage_reader=StorageReader(root + "/" + name))
+                for key, step in (("by rows", 1), ("by columns", 2)):
+                    assert torch.equal(state[key].full_tensor(), torch.arange(60.0).reshape(10, 6) + 1000 * step)
+                assert torch.equal(state["all"], torch.arange(5))
+            print(f"rank {rank}: fine")
+            end()
+    """, root)
+    assert said == ["rank 0: fine", "rank 1: fine", "rank 2: fine"]
+    # And one process alone.
+    found = load({"by rows": torch.zeros(10, 6), "by columns": torch.zeros(10, 6)}, root + "/two")
+    assert torch.equal(found["by columns"], torch.arange(60.0).reshape(10, 6) + 2000)
+
+
+def test_ranks_that_are_killed_leave_whole_checkpoints(tmp_path: Path) -> None:
+    body = """
+        def run(rank, ranks, root):
+            mesh = begin(rank, ranks, root)
+            for step in range(1, 1000):
+                dcp.save({"w": of_step(step, mesh, 0), "step": step}, storage_writer=StorageWriter(root + "/last"))
+                if rank == 0:
+                    with open(root + "/saved", "w") as file:
+                        file.write(str(step))
+    """
+    root, saved = str(tmp_path), tmp_path / "saved"
+    path = tmp_path / "ranks.py"
+    path.write_text(RANKS + textwrap.dedent(body) + '\nif __name__ == "__main__":\n'
+                    '    mp.spawn(run, (2, sys.argv[1]), nprocs=2)\n')
+    chance = random.Random(7)
+    for _ in range(3):
+        saved.unlink(missing_ok=True)
+        ranks = subprocess.Popen([sys.executable, str(path), root], start_new_session=True, stderr=subprocess.DEVNULL)
+        while not saved.exists():
+            assert ranks.poll() is None
+            time.sleep(0.01)
+        time.sleep(chance.random())
+        # One of the ranks first, so that the other one is left in the middle of a save.
+        [first, *_] = subprocess.run(["pgrep", "-P", str(ranks.pid), "-f", "spawn_main"], capture_output=True,
+                                     text=True).stdout.split() or [str(ranks.pid)]
+        os.kill(int(first), signal.SIGKILL)
+        time.sleep(chance.random() / 4)
+        os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
+        acknowledged = int(saved.read_text() or 0)
+        found = load({"w": torch.zeros(10, 6), "step": 0}, root + "/last")
+        assert found["step"] >= acknowledged
+        assert torch.equal(found["w"], torch.arange(60.0).reshape(10, 6) + 1000 * found["step"])
