@@ -29,7 +29,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem, metadata, planner, storage
+from torch.distributed.checkpoint import filesystem, storage
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from remanent import _native, _pages, torch as _torch
@@ -106,7 +117,7 @@ class StorageWriter(storage.StorageWriter):
         self._rank = _rank(kwargs)
         self._together = kwargs.get("use_collectives", True)
 
-    def prepare_local_plan(self, plan: planner.SavePlan) -> planner.SavePlan:
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuses what cannot be stored, before anything is written."""
         for item in plan.items:
             if item.tensor_data is not None and item.tensor_data.properties.dtype not in _torch._SHORT:
@@ -116,16 +127,17 @@ class StorageWriter(storage.StorageWriter):
         self._path.mkdir(parents=True, exist_ok=True)
         return replace(plan, storage_data=f"rank-{self._rank}")
 
-    def prepare_global_plan(self, plans: list[planner.SavePlan]) -> list[planner.SavePlan]:
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Nothing is divided anew: each rank writes what it has, to its own store."""
         return plans
 
-    def write_data(self, plan: planner.SavePlan, planner: planner.SavePlanner) -> Future[list[storage.WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items and makes its snapshot; durable when this returns."""
         store_name = plan.storage_data or f"rank-{self._rank}"
         directory = self._path.parent / _STORES / store_name
         directory.parent.mkdir(exist_ok=True)
-        own = {"device": "host", "page_load": "on_demand", "snapshots_kept": 1, "compression": False, "spare_bytes": 0}
+        own = {"device": "host", "page_load": "on_demand", "snapshots_kept": 1, "compression": False,
+               "spare_bytes": 0}
         with _native.Store(directory, **{**own, **self._options}) as store:
             # Before anything is written: the space of checkpoints that are gone is there for this one.
             _give_up_unnamed(store, self._path.parent, store_name)
@@ -137,12 +149,12 @@ class StorageWriter(storage.StorageWriter):
             results = []
             for item, (key, length) in zip(plan.items, keys, strict=True):
                 stored = StoredItem(store_name, store.id, name, key, length)
-                results.append(storage.WriteResult(item.index, length, stored))
-        done: Future[list[storage.WriteResult]] = Future()
+                results.append(WriteResult(item.index, length, stored))
+        done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
-    def finish(self, metadata: metadata.Metadata, results: list[list[storage.WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Makes the checkpoint visible: all ranks have theirs on disk."""
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -150,9 +162,9 @@ class StorageWriter(storage.StorageWriter):
         path = _metadata_path(self._path, None if self._together else self._rank)
         _publish(path, _encode(metadata))
 
-    def storage_meta(self) -> metadata.StorageMeta | None:
+    def storage_meta(self) -> StorageMeta | None:
         """What DCP's planners are told of this save."""
-        return metadata.StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
@@ -172,7 +184,7 @@ class StorageReader(storage.StorageReader):
         super().__init__()
         self._path = Path(path)
         self._load_id = uuid.uuid4().hex
-        self._items: dict[metadata.MetadataIndex, StoredItem] = {}
+        self._items: dict[MetadataIndex, StoredItem] = {}
 
     @property
     def checkpoint_id(self) -> _Path:
@@ -186,29 +198,29 @@ class StorageReader(storage.StorageReader):
         self._load_id = uuid.uuid4().hex
         self._items = {}
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint holds."""
         found = _read(_metadata_path(self._path, kwargs.get("rank")))
         if found.storage_meta is not None:
             found.storage_meta.load_id = self._load_id
         return found
 
-    def set_up_storage_reader(self, metadata: metadata.Metadata, is_coordinator: bool, *args: Any,
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any,
                               **kwargs: Any) -> None:
         """Takes what `read_metadata` found."""
         self._items = metadata.storage_data
 
-    def prepare_local_plan(self, plan: planner.LoadPlan) -> planner.LoadPlan:
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Nothing is planned: each rank reads what it wants."""
         return plan
 
-    def prepare_global_plan(self, plans: list[planner.LoadPlan]) -> list[planner.LoadPlan]:
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Nothing is planned: each rank reads what it wants."""
         return plans
 
-    def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads items into the tensors that the planner names, and no more of a page than they want."""
-        by_snapshot: defaultdict[tuple[str, str, str], list[planner.ReadItem]] = defaultdict(list)
+        by_snapshot: defaultdict[tuple[str, str, str], list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             stored = self._items[item.storage_index]
             by_snapshot[stored.store, stored.store_id, stored.snapshot].append(item)
@@ -223,7 +235,7 @@ class StorageReader(storage.StorageReader):
         done.set_result(None)
         return done
 
-    def _load(self, view: _native.View, item: planner.ReadItem, planner: planner.LoadPlanner) -> None:
+    def _load(self, view: _native.View, item: ReadItem, planner: LoadPlanner) -> None:
         stored = self._items[item.storage_index]
         if item.type.name == "BYTE_IO":
             planner.load_bytes(item, io.BytesIO(view.read(stored.key)))
@@ -253,7 +265,7 @@ def _rank(kwargs: dict[str, Any]) -> int:
 
 # Pages.
 
-def _write_items(store: _native.Store, plan: planner.SavePlan, planner: planner.SavePlanner) -> list[tuple[str, int]]:
+def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> list[tuple[str, int]]:
     """Makes the store hold these items and no others; returns each one's key and length.
 
     By batches of a bounded length: what is between two checkpoints is in no snapshot, and so in none of them.
@@ -293,7 +305,7 @@ def _write_items(store: _native.Store, plan: planner.SavePlan, planner: planner.
     return keys
 
 
-def _resolved(item: planner.WriteItem, planner: planner.SavePlanner) -> tuple[str, dict[str, Any], Any, int]:
+def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, dict[str, Any], Any, int]:
     """An item's full name, what its page says of it, its bytes and their number."""
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):
@@ -383,11 +395,11 @@ def _publish(path: Path, content: bytes) -> None:
             os.close(handle)
 
 
-def _encode(found: metadata.Metadata) -> bytes:
+def _encode(found: Metadata) -> bytes:
     """The metadata as two lines of JSON; the first one has the sum of the second."""
     tensors: dict[str, Any] = {}
     for name, entry in found.state_dict_metadata.items():
-        if isinstance(entry, metadata.BytesStorageMetadata):
+        if isinstance(entry, BytesStorageMetadata):
             tensors[name] = None
             continue
         kind = entry.properties
@@ -419,7 +431,7 @@ def _adapt(path: str, value: object) -> object | None:
     return {"$": ["size", list(value)]} if type(value) is torch.Size else None
 
 
-def _read(path: Path) -> metadata.Metadata:
+def _read(path: Path) -> Metadata:
     """The metadata in a file, proven by its sum.
 
     :raises NoStateError: if there is none, or it is not ours.
@@ -439,21 +451,21 @@ def _read(path: Path) -> metadata.Metadata:
     entries: dict[str, Any] = {}
     for name, entry in held["tensors"].items():
         if entry is None:
-            entries[name] = metadata.BytesStorageMetadata()
+            entries[name] = BytesStorageMetadata()
             continue
-        kind = metadata.TensorProperties(
+        kind = TensorProperties(
             dtype=_torch._DTYPE[entry["dtype"]], requires_grad=entry["requires_grad"],
             memory_format=_FORMATS[entry["memory_format"]], pin_memory=entry["pin_memory"])
         if entry["strides"] is not None and hasattr(kind, "strides"):
             kind.strides = tuple(entry["strides"])
-        chunks = [metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
                   for offsets, sizes in entry["chunks"]]
-        entries[name] = metadata.TensorStorageMetadata(kind, torch.Size(entry["size"]), chunks)
+        entries[name] = TensorStorageMetadata(kind, torch.Size(entry["size"]), chunks)
     items = {}
     for fqn, offset, hint, store, key, length in held["items"]:
         store_id, snapshot = held["stores"][store]
-        items[metadata.MetadataIndex(fqn, offset, hint)] = StoredItem(store, store_id, snapshot, key, length)
-    meta = metadata.StorageMeta(checkpoint_id=held["checkpoint_id"], save_id=held["save_id"])
+        items[MetadataIndex(fqn, offset, hint)] = StoredItem(store, store_id, snapshot, key, length)
+    meta = StorageMeta(checkpoint_id=held["checkpoint_id"], save_id=held["save_id"])
     adapt = {"size": torch.Size}
     planner_data = _pages.unflatten(held["planner"], lambda tag: adapt[tag[0]](tag[1]))
-    return metadata.Metadata(entries, planner_data, items, meta, held["version"])
+    return Metadata(entries, planner_data, items, meta, held["version"])

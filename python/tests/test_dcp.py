@@ -62,7 +62,7 @@ def test_a_run_goes_on_where_it_was_saved(directory: str) -> None:
         loss = model(torch.randn(16, 4)).square().mean()
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
         of_model, of_optimizer = get_state_dict(model, optimizer)
@@ -87,7 +87,8 @@ def test_tensors_of_all_kinds_and_shapes(directory: str) -> None:
     square = torch.randn(6, 4)
     state = {
         "scalar": torch.tensor(7), "empty": torch.empty(0, 3), "turned": square.T, "every other": square[::2],
-        "one of it": square[2:3, 1:3], "a name that is much longer than the sixty-four bytes that a key may have": square,
+        "one of it": square[2:3, 1:3],
+        "a name that is much longer than the sixty-four bytes that a key may have": square,
     }
     for name in ("bool", "uint8", "int16", "float16", "bfloat16", "float64", "complex64", "float8_e4m3fn"):
         state[name] = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
@@ -225,7 +226,8 @@ def in_ranks(count: int, body: str, *arguments: str) -> list[str]:
     """)
     path = Path(arguments[0]) / "ranks.py"
     path.write_text(script)
-    done = subprocess.run([sys.executable, str(path), str(count), *arguments], capture_output=True, text=True, timeout=240)
+    command = [sys.executable, str(path), str(count), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.split("\n"))[1:]
 
@@ -246,7 +248,8 @@ def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
         def run(rank, ranks, root):
             mesh = begin(rank, ranks, root)
             for name in ("one", "two"):
-                state = {"by rows": of_step(0, mesh, 1), "by columns": of_step(0, mesh, 0), "all": torch.zeros(5).long()}
+                state = {"by rows": of_step(0, mesh, 1), "by columns": of_step(0, mesh, 0)}
+                state["all"] = torch.zeros(5).long()
                 dcp.load(state, storage_reader=StorageReader(root + "/" + name))
                 for key, step in (("by rows", 1), ("by columns", 2)):
                     assert torch.equal(state[key].full_tensor(), torch.arange(60.0).reshape(10, 6) + 1000 * step)
