@@ -527,7 +527,8 @@ fn a_full_disk_keeps_pages_where_they_are() {
 /// loaded. Commits, restarts and audits find the pages as they were.
 #[test]
 fn an_open_with_less_memory_takes_pages_down() {
-    for page_load in [PageLoad::Eager, PageLoad::OnDemand] {
+    let page_loads = [PageLoad::Eager, PageLoad::OnDemand];
+    for (page_load, snapshot) in page_loads.into_iter().flat_map(|load| [(load, false), (load, true)]) {
         let disk = SimDisk::new();
         let roomy = open(&disk, small());
         let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&roomy, number, 0, DEVICE)).collect();
@@ -564,6 +565,9 @@ fn an_open_with_less_memory_takes_pages_down() {
         assert!(found[changed as usize..].iter().all(|place| *place == DEVICE));
         check(&store);
         store.audit().unwrap();
+        if snapshot {
+            store.snapshot().unwrap();
+        }
         store.close().unwrap();
         // The next open finds them there.
         let store = open(&disk, options());
