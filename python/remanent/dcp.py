@@ -16,13 +16,15 @@ when it was saved. All of them must see the root, as on a file system that they 
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import io
 import json
+import math
 import os
 import uuid
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,9 @@ _STORES = ".remanent"
 _METADATA = ".metadata"
 _MAGIC = b'{"remanent checkpoint": 1, '
 # Bytes of one batch; a longer page has one of its own.
-_BATCH_BYTES = 64 << 20
+_BATCH_BYTES = 32 << 20
+# Threads that read or write for one rank: ranks share a machine.
+_THREADS_MAX = 4
 # Bytes that are compared at once.
 _COMPARED_BYTES = 8 << 20
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last,
@@ -77,7 +81,8 @@ class StorageWriter(storage.StorageWriter):
 
     :param path: the checkpoint, `root/name`; `checkpoint_id` of a call takes its place.
     :param overwrite: whether a checkpoint of that name may be there. It is whole until the new one is.
-    :param verify: whether the call returns only once the images on disk were read back.
+    :param verify: whether the save returns only once all that it wrote was read back from the disk. A load proves each
+        byte either way.
     :param options: options of `Store`, such as `image_io`.
 
     >>> import torch, torch.distributed.checkpoint as dcp
@@ -92,7 +97,7 @@ class StorageWriter(storage.StorageWriter):
     (6.0, 1)
     """
 
-    def __init__(self, path: _Path, *, overwrite: bool = True, verify: bool = True, **options: Any) -> None:
+    def __init__(self, path: _Path, *, overwrite: bool = True, verify: bool = False, **options: Any) -> None:
         super().__init__()
         self._path = Path(path)
         self._overwrite, self._verify, self._options = overwrite, verify, options
@@ -120,8 +125,9 @@ class StorageWriter(storage.StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuses what cannot be stored, before anything is written."""
         for item in plan.items:
-            if item.tensor_data is not None and item.tensor_data.properties.dtype not in _torch._SHORT:
-                raise RefusedError(f"{item.index.fqn}: elements of {item.tensor_data.properties.dtype} cannot be stored")
+            dtype = None if item.tensor_data is None else item.tensor_data.properties.dtype
+            if dtype is not None and dtype not in _torch._SHORT:
+                raise RefusedError(f"{item.index.fqn}: elements of {dtype} cannot be stored")
         if not self._overwrite and _metadata_path(self._path, None if self._together else self._rank).exists():
             raise TakenError(f"there is a checkpoint in {self._path}", remedy="remove it, or save with `overwrite`")
         self._path.mkdir(parents=True, exist_ok=True)
@@ -229,26 +235,27 @@ class StorageReader(storage.StorageReader):
                 if view.id != store_id:
                     raise DamagedError(f"the checkpoint lies in store {store_id}, and {store} is store {view.id}",
                                        remedy="put back the store that it was saved to", path=str(self._path))
-                for item in items:
-                    self._load(view, item, planner)
+                self._load(view, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _load(self, view: _native.View, item: ReadItem, planner: LoadPlanner) -> None:
-        stored = self._items[item.storage_index]
-        if item.type.name == "BYTE_IO":
-            planner.load_bytes(item, io.BytesIO(view.read(stored.key)))
-            return
-        said = view.info(stored.key).metadata
-        dtype, shape = _torch._DTYPE[said["dtype"]], tuple(said["shape"])
-        target = planner.resolve_tensor(item).detach()
-        found = _read_part(view, stored.key, dtype, shape, tuple(item.storage_offsets), tuple(item.lengths))
-        if target.size() != found.size():
-            raise RefusedError(f"{item.storage_index.fqn}: {tuple(found.size())} elements do not fit into "
-                               f"{tuple(target.size())}")
-        target.copy_(found)
-        planner.commit_tensor(item, target)
+    def _load(self, view: _native.View, items: list[ReadItem], planner: LoadPlanner) -> None:
+        targets = []
+        with _Jobs() as jobs:
+            for item in items:
+                key = self._items[item.storage_index].key
+                if item.type.name == "BYTE_IO":
+                    planner.load_bytes(item, io.BytesIO(view.read(key)))
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                if target.size() != item.lengths:
+                    raise RefusedError(f"{item.storage_index.fqn}: {tuple(item.lengths)} elements do not fit into "
+                                       f"{tuple(target.size())}")
+                targets.append((item, target))
+                jobs.run(_read_part, view, key, tuple(item.storage_offsets), tuple(item.lengths), target)
+        for item, target in targets:
+            planner.commit_tensor(item, target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
@@ -265,47 +272,98 @@ def _rank(kwargs: dict[str, Any]) -> int:
 
 # Pages.
 
+@dataclass
+class _Write:
+    """A page to be written: its content, and what was there before, if anything."""
+
+    key: str
+    said: dict[str, Any]
+    content: torch.Tensor | None
+    length: int
+    before: _native.PageInfo | None
+
+
 def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> list[tuple[str, int]]:
     """Makes the store hold these items and no others; returns each one's key and length.
 
-    By batches of a bounded length: what is between two checkpoints is in no snapshot, and so in none of them.
+    By batches of a bounded length, several at a time: what is between two checkpoints is in no snapshot, and so in
+    none of them.
     """
     before = {info.metadata["name"]: info for info in store.pages() if "name" in info.metadata}
     taken = set(store.keys())
     keys: list[tuple[str, int]] = []
-    batch, bytes_ = store.batch(), 0
-    for item in plan.items:
-        name, said, content, length = _resolved(item, planner)
-        was = before.pop(name, None)
-        if was is not None and was.metadata != said:
-            # Of another kind or shape: another page.
-            batch.delete(was.page)
-            taken.discard(str(was.key))
-            was = None
-        if was is None:
-            key = _pages.key_of(name, taken.__contains__)
+    with _Jobs() as jobs:
+        group: list[_Write] = []
+        for item in plan.items:
+            name, said, content, length = _resolved(item, planner)
+            was = before.pop(name, None)
+            key = str(was.key) if was is not None else _pages.key_of(name, taken.__contains__)
             taken.add(key)
-            batch.create(content if length else 0, key=key, place="disk", metadata=said)
-            bytes_ += length
-        else:
-            key = str(was.key)
-            if was.length != length:
-                batch.resize(key, length)
-            if length and not (was.length == length and _is_same(store, key, content)):
-                batch.write(key, 0, content)
-                bytes_ += length
-        keys.append((key, length))
-        if bytes_ >= _BATCH_BYTES:
-            store.commit(batch)
-            batch, bytes_ = store.batch(), 0
+            keys.append((key, length))
+            group.append(_Write(key, said, content, length, was))
+            if sum(write.length for write in group) >= _BATCH_BYTES:
+                jobs.run(_write_group, store, group)
+                group = []
+        jobs.run(_write_group, store, group)
     # What the plan does not name is in this checkpoint no more.
-    for info in before.values():
-        batch.delete(info.page)
-    store.commit(batch, "durable")
+    if before:
+        batch = store.batch()
+        for info in before.values():
+            batch.delete(info.page)
+        store.commit(batch)
+    store.wait_durable()
     return keys
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, dict[str, Any], Any, int]:
+def _write_group(store: _native.Store, group: list[_Write]) -> None:
+    batch, is_empty = store.batch(), True
+    for write in group:
+        was = write.before
+        if was is not None and was.metadata != write.said:
+            # Of another kind or shape: another page.
+            batch.delete(was.page)
+            was = None
+        if was is None:
+            batch.create(write.content if write.length else 0, key=write.key, place="disk", metadata=write.said)
+            is_empty = False
+            continue
+        if was.length != write.length:
+            batch.resize(was.page, write.length)
+            is_empty = False
+        if write.content is not None and not (was.length == write.length and _is_same(store, was.page, write.content)):
+            batch.write(was.page, 0, write.content)
+            is_empty = False
+    if not is_empty:
+        store.commit(batch)
+
+
+class _Jobs:
+    """Threads that copy, read and write, while the calling thread asks the planner for more. The engine's calls and
+    torch's copies let go of the interpreter's lock. Work that waits holds bytes, so no more waits than can be done.
+    """
+
+    def __init__(self) -> None:
+        threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, "remanent-dcp")
+        self._room = threads + 1
+        self._running: deque[concurrent.futures.Future[None]] = deque()
+
+    def run(self, job: Callable[..., None], *arguments: Any) -> None:
+        while len(self._running) >= self._room:
+            self._running.popleft().result()
+        self._running.append(self._pool.submit(job, *arguments))
+
+    def __enter__(self) -> _Jobs:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            for running in self._running:
+                running.result()
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, dict[str, Any], torch.Tensor | None, int]:
     """An item's full name, what its page says of it, its bytes and their number."""
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):
@@ -318,37 +376,43 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, dict[str, Any
     tensor = _torch._plain(name, data)
     bytes_ = _torch._bytes_of(tensor.contiguous())
     said = {"name": name, "dtype": _torch._SHORT[tensor.dtype], "shape": [int(size) for size in tensor.shape]}
-    return name, said, bytes_, bytes_.numel()
+    return name, said, bytes_ if bytes_.numel() else None, bytes_.numel()
 
 
-def _is_same(store: _native.Store, key: str, content: torch.Tensor) -> bool:
+def _is_same(store: _native.Store, page: int, content: torch.Tensor) -> bool:
     """Whether a page has these bytes, piece by piece: the page is on disk, and no longer than memory."""
     piece = torch.empty(min(_COMPARED_BYTES, content.numel()), dtype=torch.uint8)
     for at in range(0, content.numel(), _COMPARED_BYTES):
         now = content[at:at + _COMPARED_BYTES]
         before = piece[:now.numel()]
-        store.read_into(key, before, at)
+        store.read_into(page, before, at)
         if not torch.equal(before, now):
             return False
     return True
 
 
-def _read_part(view: _native.View, key: str, dtype: torch.dtype, shape: tuple[int, ...], offsets: tuple[int, ...],
-               lengths: tuple[int, ...]) -> torch.Tensor:
-    """A block of a page's tensor: the rows that it lies in are read, and the rest of them cut off."""
-    rows = lengths[0] if shape else 1
-    row = dtype.itemsize
-    for size in shape[1:]:
-        row *= size
+def _read_part(view: _native.View, key: str, offsets: tuple[int, ...], lengths: tuple[int, ...],
+               target: torch.Tensor) -> None:
+    """Reads a block of a page's tensor: the rows that it lies in, of which the rest is cut off."""
+    if target.numel() == 0:
+        return
+    said = view.info(key).metadata
+    dtype, shape = _torch._DTYPE[said["dtype"]], tuple(said["shape"])
+    rows, first = (lengths[0], offsets[0]) if shape else (1, 0)
+    row = dtype.itemsize * math.prod(shape[1:])
+    is_whole = lengths[1:] == shape[1:]
+    if is_whole and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+        # Where they are wanted, without a copy.
+        view.read_into(key, _torch._bytes_of(target), first * row)
+        return
     part = torch.empty(rows * row, dtype=torch.uint8)
-    if part.numel():
-        view.read_into(key, part, (offsets[0] if shape else 0) * row)
+    view.read_into(key, part, first * row)
     found = torch.empty(0, dtype=dtype)
     of_rows = (rows, *shape[1:]) if shape else ()
     found.set_(part.untyped_storage(), 0, of_rows, _pages.contiguous_stride(of_rows))
     for dim in range(1, len(shape)):
         found = found.narrow(dim, offsets[dim], lengths[dim])
-    return found
+    target.copy_(found)
 
 
 def _give_up_unnamed(store: _native.Store, root: Path, store_name: str) -> None:
