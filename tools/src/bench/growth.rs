@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use remanent::{DeviceChoice, PageId, Store};
+use remanent::{DeviceChoice, Key, PageId, Store};
 
 use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, BenchStop, Room, size};
@@ -22,6 +22,7 @@ time is shown with them.
 
 Examples:
   remanent bench growth /mnt/fast
+  remanent bench growth /mnt/fast --keys
   remanent bench growth /mnt/fast --pages 1000,10000,100000,1000000,10000000 --json";
 
 /// Pages that are created in one batch.
@@ -46,6 +47,9 @@ pub struct GrowthBench {
     /// Bytes of a page
     #[arg(long, value_name = "BYTES", default_value = "64")]
     page_len: Size,
+    /// Give each page a key
+    #[arg(long)]
+    keys: bool,
     /// Commits of a round
     #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..))]
     commits: u64,
@@ -71,8 +75,12 @@ impl GrowthBench {
         let mut pages = Vec::new();
         while (pages.len() as u64) < count {
             let mut batch = store.batch();
-            for _ in 0..BATCH_PAGES.min(count - pages.len() as u64) {
-                batch.create_from(vec![7; self.page_len.0 as usize], room.place);
+            let first = pages.len() as u64;
+            for number in first..count.min(first + BATCH_PAGES) {
+                let page = batch.create_from(vec![7; self.page_len.0 as usize], room.place);
+                if self.keys {
+                    page.key(Key::new(format!("page/{number}")).expect("a short key"));
+                }
             }
             pages.extend(store.commit(batch)?.pages);
             room.check()?;

@@ -18,7 +18,7 @@ const SMALL: &[(&str, &[&str])] = &[
     ("restore", &["--bytes", "2MiB", "--page-len", "64KiB,4KiB"]),
     ("replay", &["--bytes", "256KiB", "--pages", "256KiB"]),
     ("create", &["--bytes", "2MiB", "--batch", "1MiB", "--page-len", "256KiB"]),
-    ("growth", &["--pages", "200,300", "--commits", "20"]),
+    ("growth", &["--pages", "200,300", "--commits", "20", "--keys"]),
     ("follow", &["--batches", "20", "--idle", "0.01"]),
     ("lookup", &["--threads", "2", "--pages", "500", "--seconds", "0.001"]),
     ("tiers", &["--requests", "30", "--len", "4KiB", "--budgets", "20,100", "--prefetch", "1"]),
