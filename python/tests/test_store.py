@@ -296,6 +296,20 @@ def test_more_pages_than_room_are_held_by_tiers(tmp_path: Path) -> None:
             assert {key: store[key] for key in store} == pages
 
 
+def test_an_open_with_less_memory_takes_pages_down(directory: str) -> None:
+    with remanent.Store(directory, device="host") as store:
+        for number in range(32):
+            store[f"block {number}"] = bytes([number]) * 4096
+        store.snapshot()
+    small = {"device": "host", "budget": {"host": 8 * 4096}}
+    with pytest.raises(remanent.OverBudgetError):
+        remanent.Store(directory, **small)
+    with remanent.Store(directory, **small, tiers=["host", "disk"]) as store:
+        assert store.recovered["lowered_pages"] == 32 - 7, "a part of eight is kept free"
+        assert all(store[f"block {number}"] == bytes([number]) * 4096 for number in range(32))
+        assert [store.info(f"block {number}").place for number in (0, 31)] == ["disk", "host"]
+
+
 def test_tiers_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     for options in ({"tiers": ["host", "shelf"]}, {"tiers": ["host", "disk"], "eviction": "random"}, {"tiers": []}):
         with pytest.raises((remanent.InvalidError, ValueError)):
