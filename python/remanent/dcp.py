@@ -24,7 +24,7 @@ import math
 import os
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -289,15 +289,15 @@ def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> 
     By batches of a bounded length, several at a time: what is between two checkpoints is in no snapshot, and so in
     none of them.
     """
-    before = {info.metadata["name"]: info for info in store.pages() if "name" in info.metadata}
+    before = {_identity(info.metadata): info for info in store.pages() if "name" in info.metadata}
     taken = set(store.keys())
     keys: list[tuple[str, int]] = []
     with _Jobs() as jobs:
         group: list[_Write] = []
         for item in plan.items:
-            name, said, content, length = _resolved(item, planner)
-            was = before.pop(name, None)
-            key = str(was.key) if was is not None else _pages.key_of(name, taken.__contains__)
+            said, content, length = _resolved(item, planner)
+            was = before.pop(_identity(said), None)
+            key = str(was.key) if was is not None else _pages.key_of(said["name"], taken.__contains__)
             taken.add(key)
             keys.append((key, length))
             group.append(_Write(key, said, content, length, was))
@@ -363,20 +363,27 @@ class _Jobs:
                 running.result()
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, dict[str, Any], torch.Tensor | None, int]:
-    """An item's full name, what its page says of it, its bytes and their number."""
+def _identity(said: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Which item a page holds: the name of the whole, and where in it the page's part begins."""
+    return said.get("part of", said["name"]), tuple(said.get("offset", ()))
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], torch.Tensor | None, int]:
+    """What an item's page says of it, its bytes and their number."""
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):
         content = torch.frombuffer(data.getbuffer(), dtype=torch.uint8) if data.getbuffer().nbytes else None
         length = data.getbuffer().nbytes
-        return item.index.fqn, {"name": item.index.fqn}, content, length
+        return {"name": item.index.fqn}, content, length
     name = item.index.fqn
-    if item.index.offset is not None and any(item.index.offset):
-        name += "@" + ",".join(str(int(offset)) for offset in item.index.offset)
     tensor = _torch._plain(name, data)
     bytes_ = _torch._bytes_of(tensor.contiguous())
-    said = {"name": name, "dtype": _torch._SHORT[tensor.dtype], "shape": [int(size) for size in tensor.shape]}
-    return name, said, bytes_ if bytes_.numel() else None, bytes_.numel()
+    said: dict[str, Any] = {"name": name, "dtype": _torch._SHORT[tensor.dtype], "shape": list(map(int, tensor.shape))}
+    if item.index.offset is not None and any(item.index.offset):
+        offset = [int(each) for each in item.index.offset]
+        # A name of its own, for what looks at the store; another item may have the very same one.
+        said |= {"name": f"{name}@{','.join(map(str, offset))}", "part of": name, "offset": offset}
+    return said, bytes_ if bytes_.numel() else None, bytes_.numel()
 
 
 def _is_same(store: _native.Store, page: int, content: torch.Tensor) -> bool:

@@ -238,6 +238,8 @@ def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
         def run(rank, ranks, root):
             mesh = begin(rank, ranks, root)
             state = {"by rows": of_step(1, mesh, 0), "by columns": of_step(2, mesh, 1), "all": torch.arange(5)}
+            # Named as the second rank's part of another one is shown.
+            state["by rows@5,0"] = torch.full((7,), 3.0)
             dcp.save(state, storage_writer=StorageWriter(root + "/one"))
             work = dcp.async_save(state, storage_writer=StorageWriter(root + "/two"))
             work.result()
@@ -249,11 +251,12 @@ def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
             mesh = begin(rank, ranks, root)
             for name in ("one", "two"):
                 state = {"by rows": of_step(0, mesh, 1), "by columns": of_step(0, mesh, 0)}
-                state["all"] = torch.zeros(5).long()
+                state |= {"all": torch.zeros(5).long(), "by rows@5,0": torch.zeros(7)}
                 dcp.load(state, storage_reader=StorageReader(root + "/" + name))
                 for key, step in (("by rows", 1), ("by columns", 2)):
                     assert torch.equal(state[key].full_tensor(), torch.arange(60.0).reshape(10, 6) + 1000 * step)
                 assert torch.equal(state["all"], torch.arange(5))
+                assert bool((state["by rows@5,0"] == 3).all())
             # In one piece: all ranks write to one pipe.
             os.write(1, f"rank {rank}: fine\\n".encode())
             end()
