@@ -7,11 +7,15 @@ A checkpoint's path is `root/name`. Each rank has a store, `root/.remanent/rank-
 root lie: pages that did not change since the one before are not written again. A checkpoint is a named snapshot of
 each rank's store; `root/name/.metadata` names them. It is written last, once all ranks' snapshots are durable, in one
 step: a crash of any rank at any moment leaves the checkpoint that was there before under that path, or none, and
-never a mix. To give a checkpoint up, remove `root/name`; the next save to the root gives back its space.
+never a mix. Without collectives (`use_collectives=False`) that holds for each rank alone.
+
+To give a checkpoint up, remove `root/name`, or move it out of the root: the next save of the same ranks to the root,
+a minute after it was saved or later, gives back its space. It may be renamed within the root.
 
 Each byte is proven by checksums on the way back, and so is `.metadata`, which is JSON: nothing is unpickled, but what
 DCP's own planner pickles into a value that is no tensor. Ranks need not be as many when a checkpoint is loaded as
-when it was saved. All of them must see the root, as on a file system that they share.
+when it was saved. All of them must see the root, as on a file system that they share. Saves to one root take turns: a
+rank's store is open while the rank writes.
 """
 
 from __future__ import annotations
@@ -19,9 +23,13 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import io
+import fcntl
+import functools
 import json
+import logging
 import math
 import os
+import time
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +54,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from remanent import _native, _pages, torch as _torch
-from remanent._errors import DamagedError, NoStateError, RefusedError, TakenError
+from remanent._errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
 
 __all__ = ["StorageReader", "StorageWriter", "StoredItem"]
 
@@ -54,9 +62,23 @@ _Path = str | os.PathLike[str]
 
 _STORES = ".remanent"
 _METADATA = ".metadata"
-_MAGIC = b'{"remanent checkpoint": 1, '
+_MAGIC = b'{"remanent checkpoint": '
+_FORMAT = _MAGIC + b"1, "
 # Bytes of one batch; a longer page has one of its own.
 _BATCH_BYTES = 32 << 20
+# What a short page takes of a batch beyond its bytes, at most.
+_PAGE_BYTES = 16 << 10
+# Pages that are deleted by one batch.
+_DELETED_PAGES = 10_000
+# Bytes of a tensor that are read at once.
+_READ_BYTES = 8 << 20
+# Seconds for which a save waits until another one has closed the rank's store.
+_LOCK_WAIT = 60.0
+# Seconds after which a file that one rank made is there for all: caches of file systems that are shared hold what
+# they know of a folder for up to a minute.
+_VISIBLE_AFTER = 60.0
+# Bytes of a name that a page's metadata holds.
+_NAME_BYTES_MAX = 32 << 10
 # Threads that read or write for one rank: ranks share a machine.
 _THREADS_MAX = 4
 # Bytes that are compared at once.
@@ -99,9 +121,10 @@ class StorageWriter(storage.StorageWriter):
 
     def __init__(self, path: _Path, *, overwrite: bool = True, verify: bool = False, **options: Any) -> None:
         super().__init__()
-        self._path = Path(path)
+        self._path = _absolute(path)
         self._overwrite, self._verify, self._options = overwrite, verify, options
         self._save_id = uuid.uuid4().hex
+        self._saving: _Saving | None = None
         self._rank = 0
         self._together = True
 
@@ -113,8 +136,9 @@ class StorageWriter(storage.StorageWriter):
     def reset(self, checkpoint_id: _Path | None = None) -> None:
         """Begins another checkpoint, in another path if one is given."""
         if checkpoint_id:
-            self._path = Path(checkpoint_id)
+            self._path = _absolute(checkpoint_id)
         self._save_id = uuid.uuid4().hex
+        self._end_saving()
 
     # DCP looks for a parameter of the name `kwargs`.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -128,30 +152,43 @@ class StorageWriter(storage.StorageWriter):
             dtype = None if item.tensor_data is None else item.tensor_data.properties.dtype
             if dtype is not None and dtype not in _torch._SHORT:
                 raise RefusedError(f"{item.index.fqn}: elements of {dtype} cannot be stored")
-        if not self._overwrite and _metadata_path(self._path, None if self._together else self._rank).exists():
+            if len(item.index.fqn.encode(errors="surrogatepass")) > _NAME_BYTES_MAX:
+                raise RefusedError(f"{item.index.fqn[:100]}…: a name of more than {_NAME_BYTES_MAX} bytes")
+        if not self._overwrite and any(path.exists() for path in _metadata_files(self._path)):
             raise TakenError(f"there is a checkpoint in {self._path}", remedy="remove it, or save with `overwrite`")
-        self._path.mkdir(parents=True, exist_ok=True)
-        return replace(plan, storage_data=f"rank-{self._rank}")
+        _make_folder(self._path)
+        _make_folder(self._stores)
+        return plan if self._together else replace(plan, storage_data=_store_of(self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Nothing is divided anew: each rank writes what it has, to its own store."""
-        return plans
+        # No more than that: a planner that caches plans gives ranks one of an earlier save.
+        return [replace(plan, storage_data=_store_of(rank)) for rank, plan in enumerate(plans)]
+
+    @property
+    def _stores(self) -> Path:
+        return self._path.parent / _STORES
+
+    def _end_saving(self) -> None:
+        if self._saving is not None:
+            self._saving.end()
+            self._saving = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items and makes its snapshot; durable when this returns."""
-        store_name = plan.storage_data or f"rank-{self._rank}"
-        directory = self._path.parent / _STORES / store_name
-        directory.parent.mkdir(exist_ok=True)
+        store_name = plan.storage_data or _store_of(self._rank)
+        self._end_saving()
+        # Said before the checkpoints are looked at: another save that looks later finds this one.
+        self._saving = _Saving(self._stores, self._save_id)
         own = {"device": "host", "page_load": "on_demand", "snapshots_kept": 1, "compression": False,
                "spare_bytes": 0}
-        with _native.Store(directory, **{**own, **self._options}) as store:
+        with _open_store(self._stores / store_name, {**own, **self._options}) as store:
             # Before anything is written: the space of checkpoints that are gone is there for this one.
-            _give_up_unnamed(store, self._path.parent, store_name)
+            _give_up(store, store_name, self._path.parent)
             keys = _write_items(store, plan, planner)
-            label = self._path.name.encode()[:40].decode(errors="ignore")
-            name = f"{label}@{store.lsn}"
-            if all(info.name != name for info in store.snapshots()):
-                store.snapshot(name, verify=self._verify)
+            label = self._path.name.encode(errors="ignore")[:24].decode(errors="ignore")
+            name = f"{label}@{store.lsn} {self._saving.token}"
+            store.snapshot(name, verify=self._verify)
             results = []
             for item, (key, length) in zip(plan.items, keys, strict=True):
                 stored = StoredItem(store_name, store.id, name, key, length)
@@ -167,6 +204,11 @@ class StorageWriter(storage.StorageWriter):
         metadata.storage_meta = self.storage_meta()
         path = _metadata_path(self._path, None if self._together else self._rank)
         _publish(path, _encode(metadata))
+        # What an earlier save of the other kind left here would be loaded in its place.
+        for other in _metadata_files(self._path):
+            if (other.name == _METADATA) != self._together:
+                other.unlink(missing_ok=True)
+        self._end_saving()
 
     def storage_meta(self) -> StorageMeta | None:
         """What DCP's planners are told of this save."""
@@ -182,14 +224,15 @@ class StorageReader(storage.StorageReader):
     """Loads checkpoints that `StorageWriter` saved: for `dcp.load`. Takes no lock: a save may go on meanwhile.
 
     :param path: the checkpoint, `root/name`; `checkpoint_id` of a call takes its place.
-    :raises NoStateError: if there is no checkpoint.
-    :raises DamagedError: if bytes on disk are not what was written. Tensors that were loaded before keep what they got.
+    DCP raises a `CheckpointException` with what a rank failed with: `NoStateError` if there is no such checkpoint,
+    `DamagedError` if bytes on disk are not what was written. Tensors that were loaded before keep what they got.
     """
 
     def __init__(self, path: _Path) -> None:
         super().__init__()
-        self._path = Path(path)
+        self._path = _absolute(path)
         self._load_id = uuid.uuid4().hex
+        self._save_id: str | None = None
         self._items: dict[MetadataIndex, StoredItem] = {}
 
     @property
@@ -200,13 +243,17 @@ class StorageReader(storage.StorageReader):
     def reset(self, checkpoint_id: _Path | None = None) -> None:
         """Begins to load another checkpoint, from another path if one is given."""
         if checkpoint_id:
-            self._path = Path(checkpoint_id)
+            self._path = _absolute(checkpoint_id)
         self._load_id = uuid.uuid4().hex
         self._items = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint holds."""
-        found = _read(_metadata_path(self._path, kwargs.get("rank")))
+        rank = kwargs.get("rank")
+        if rank is not None and _metadata_path(self._path, None).exists():
+            # DCP asks for a rank's own if that of all ranks cannot be read: it would be of another save.
+            _read(_metadata_path(self._path, None))
+        found = _read(_metadata_path(self._path, rank))
         if found.storage_meta is not None:
             found.storage_meta.load_id = self._load_id
         return found
@@ -215,46 +262,63 @@ class StorageReader(storage.StorageReader):
                               **kwargs: Any) -> None:
         """Takes what `read_metadata` found."""
         self._items = metadata.storage_data
+        self._save_id = None if metadata.storage_meta is None else metadata.storage_meta.save_id
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing is planned: each rank reads what it wants."""
-        return plan
+        """Each rank reads what it wants; it says of which save."""
+        return replace(plan, storage_data=self._save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing is planned: each rank reads what it wants."""
+        """Refuses a load of which some ranks would have an earlier save than others."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise RefusedError(f"{self._path} was saved over while its ranks began to load", remedy="load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads items into the tensors that the planner names, and no more of a page than they want."""
+        """Reads items into the tensors that the planner names: of a page the rows that they lie in."""
         by_snapshot: defaultdict[tuple[str, str, str], list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             stored = self._items[item.storage_index]
             by_snapshot[stored.store, stored.store_id, stored.snapshot].append(item)
         for (store, store_id, snapshot), items in by_snapshot.items():
-            with _native.View(self._path.parent / _STORES / store, f"name:{snapshot}") as view:
+            try:
+                view = _native.View(_root_of(self._path) / _STORES / store, f"name:{snapshot}")
+            except NoStateError as error:
+                raise NoStateError(f"{self._path} was saved over or removed meanwhile", remedy="load again") from error
+            with view:
                 if view.id != store_id:
                     raise DamagedError(f"the checkpoint lies in store {store_id}, and {store} is store {view.id}",
                                        remedy="put back the store that it was saved to", path=str(self._path))
-                self._load(view, items, planner)
+                with _Jobs() as jobs:
+                    for item in items:
+                        self._load(jobs, view, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _load(self, view: _native.View, items: list[ReadItem], planner: LoadPlanner) -> None:
-        targets = []
-        with _Jobs() as jobs:
-            for item in items:
-                key = self._items[item.storage_index].key
-                if item.type.name == "BYTE_IO":
-                    planner.load_bytes(item, io.BytesIO(view.read(key)))
-                    continue
-                target = planner.resolve_tensor(item).detach()
-                if target.size() != item.lengths:
-                    raise RefusedError(f"{item.storage_index.fqn}: {tuple(item.lengths)} elements do not fit into "
-                                       f"{tuple(target.size())}")
-                targets.append((item, target))
-                jobs.run(_read_part, view, key, tuple(item.storage_offsets), tuple(item.lengths), target)
-        for item, target in targets:
+    def _load(self, jobs: _Jobs, view: _native.View, item: ReadItem, planner: LoadPlanner) -> None:
+        key = self._items[item.storage_index].key
+        if item.type.name == "BYTE_IO":
+            planner.load_bytes(item, io.BytesIO(view.read(key)))
+            return
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            raise RefusedError(f"{item.storage_index.fqn}: {tuple(item.lengths)} elements do not fit into "
+                               f"{tuple(target.size())}")
+        blocks = list(_row_blocks(view, key, item, target)) if target.numel() else []
+        left = len(blocks)
+
+        def finish(block: _RowBlock, _: None) -> None:
+            nonlocal left
+            # In the calling thread, whose streams and modes are those that the target is to be changed by.
+            block.copy()
+            left -= 1
+            if left == 0:
+                planner.commit_tensor(item, target)
+
+        for block in blocks:
+            jobs.run(block.read, functools.partial(finish, block))
+        if not blocks:
             planner.commit_tensor(item, target)
 
     @classmethod
@@ -294,6 +358,7 @@ def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> 
     keys: list[tuple[str, int]] = []
     with _Jobs() as jobs:
         group: list[_Write] = []
+        group_bytes = 0
         for item in plan.items:
             said, content, length = _resolved(item, planner)
             was = before.pop(_identity(said), None)
@@ -301,15 +366,17 @@ def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> 
             taken.add(key)
             keys.append((key, length))
             group.append(_Write(key, said, content, length, was))
-            if sum(write.length for write in group) >= _BATCH_BYTES:
-                jobs.run(_write_group, store, group)
-                group = []
-        jobs.run(_write_group, store, group)
+            group_bytes += length + _PAGE_BYTES
+            if group_bytes >= _BATCH_BYTES:
+                jobs.run(functools.partial(_write_group, store, group))
+                group, group_bytes = [], 0
+        jobs.run(functools.partial(_write_group, store, group))
     # What the plan does not name is in this checkpoint no more.
-    if before:
+    gone = [info.page for info in before.values()]
+    for at in range(0, len(gone), _DELETED_PAGES):
         batch = store.batch()
-        for info in before.values():
-            batch.delete(info.page)
+        for page in gone[at:at + _DELETED_PAGES]:
+            batch.delete(page)
         store.commit(batch)
     store.wait_durable()
     return keys
@@ -338,29 +405,37 @@ def _write_group(store: _native.Store, group: list[_Write]) -> None:
 
 
 class _Jobs:
-    """Threads that copy, read and write, while the calling thread asks the planner for more. The engine's calls and
-    torch's copies let go of the interpreter's lock. Work that waits holds bytes, so no more waits than can be done.
+    """Threads that read and write, while the calling thread asks the planner for more. The engine's calls let go of
+    the interpreter's lock. Work that waits holds bytes, so no more waits than can be done.
     """
 
     def __init__(self) -> None:
         threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "remanent-dcp")
-        self._room = threads + 1
-        self._running: deque[concurrent.futures.Future[None]] = deque()
+        self._room = 2 * threads
+        self._running: deque[tuple[concurrent.futures.Future[Any], Callable[[Any], None] | None]] = deque()
 
-    def run(self, job: Callable[..., None], *arguments: Any) -> None:
+    def run(self, job: Callable[[], Any], finish: Callable[[Any], None] | None = None) -> None:
+        """Has a thread do a job, and the calling thread what comes after it, in the order of the jobs."""
         while len(self._running) >= self._room:
-            self._running.popleft().result()
-        self._running.append(self._pool.submit(job, *arguments))
+            self._finish()
+        self._running.append((self._pool.submit(job), finish))
+
+    def _finish(self) -> None:
+        running, finish = self._running.popleft()
+        found = running.result()
+        if finish is not None:
+            finish(found)
 
     def __enter__(self) -> _Jobs:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=kind is not None)
-        if kind is None:
-            for running in self._running:
-                running.result()
+        try:
+            while kind is None and self._running:
+                self._finish()
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _identity(said: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -398,44 +473,187 @@ def _is_same(store: _native.Store, page: int, content: torch.Tensor) -> bool:
     return True
 
 
-def _read_part(view: _native.View, key: str, offsets: tuple[int, ...], lengths: tuple[int, ...],
-               target: torch.Tensor) -> None:
-    """Reads a block of a page's tensor: the rows that it lies in, of which the rest is cut off."""
-    if target.numel() == 0:
-        return
+@dataclass
+class _RowBlock:
+    """Some rows of a page, and the part of the target that they go to."""
+
+    view: _native.View
+    key: str
+    offset: int
+    # Where the bytes come to: the target's own memory, or memory of which `copied` is what the target gets.
+    memory: torch.Tensor
+    copied: torch.Tensor | None
+    target: torch.Tensor
+
+    def read(self) -> None:
+        self.view.read_into(self.key, self.memory, self.offset)
+
+    def copy(self) -> None:
+        if self.copied is not None:
+            self.target.copy_(self.copied)
+
+
+def _row_blocks(view: _native.View, key: str, item: ReadItem, target: torch.Tensor) -> Iterator[_RowBlock]:
+    """The rows of a page that a tensor lies in, some megabytes at a time."""
     said = view.info(key).metadata
     dtype, shape = _torch._DTYPE[said["dtype"]], tuple(said["shape"])
+    offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     rows, first = (lengths[0], offsets[0]) if shape else (1, 0)
     row = dtype.itemsize * math.prod(shape[1:])
-    is_whole = lengths[1:] == shape[1:]
-    if is_whole and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-        # Where they are wanted, without a copy.
-        view.read_into(key, _torch._bytes_of(target), first * row)
-        return
-    part = torch.empty(rows * row, dtype=torch.uint8)
-    view.read_into(key, part, first * row)
-    found = torch.empty(0, dtype=dtype)
-    of_rows = (rows, *shape[1:]) if shape else ()
-    found.set_(part.untyped_storage(), 0, of_rows, _pages.contiguous_stride(of_rows))
-    for dim in range(1, len(shape)):
-        found = found.narrow(dim, offsets[dim], lengths[dim])
-    target.copy_(found)
-
-
-def _give_up_unnamed(store: _native.Store, root: Path, store_name: str) -> None:
-    """Gives up the snapshots that no checkpoint of the root names. If one cannot be read, none is given up."""
-    named = set()
-    for path in _metadata_paths(root):
-        try:
-            stored = _read(path).storage_data.values()
-        except NoStateError:
+    # Where they are wanted, without a copy.
+    in_place = (lengths[1:] == shape[1:] and target.device.type == "cpu" and target.dtype == dtype
+                and target.is_contiguous() and not target.is_conj() and not target.is_neg())
+    at_once = max(1, _READ_BYTES // row)
+    for at in range(0, rows, at_once):
+        count = min(at_once, rows - at)
+        part = target.narrow(0, at, count) if shape else target
+        if in_place:
+            yield _RowBlock(view, key, (first + at) * row, _torch._bytes_of(part), None, part)
             continue
-        except (DamagedError, OSError):
-            return
-        named |= {item.snapshot for item in stored if item.store == store_name and item.store_id == store.id}
-    gone = [info.name for info in store.snapshots() if info.name is not None and info.name not in named]
+        memory = torch.empty(count * row, dtype=torch.uint8)
+        found = torch.empty(0, dtype=dtype)
+        of_rows = (count, *shape[1:]) if shape else ()
+        found.set_(memory.untyped_storage(), 0, of_rows, _pages.contiguous_stride(of_rows))
+        for dim in range(1, len(shape)):
+            found = found.narrow(dim, offsets[dim], lengths[dim])
+        yield _RowBlock(view, key, (first + at) * row, memory, found, part)
+
+
+# Stores.
+
+def _open_store(directory: Path, options: dict[str, Any]) -> _native.Store:
+    until = time.monotonic() + _LOCK_WAIT
+    while True:
+        try:
+            return _native.Store(directory, **options)
+        except LockedError:
+            # Another save to this root writes: it takes as long as a checkpoint's bytes take.
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.05)
+
+
+def _give_up(store: _native.Store, store_name: str, root: Path) -> None:
+    """Gives up the snapshots that no checkpoint of the root names, and no save is about to name."""
+    saving, stores = _saving(root / _STORES), _kept_snapshots(root)
+    named = {snapshot for store_id, snapshot in (stores or {}).get(store_name, ()) if store_id == store.id}
+    if not named:
+        # Perhaps the root cannot be read, or it is not the one that the other ranks see.
+        return
+    since = (time.time() - _VISIBLE_AFTER) * 1000
+    gone = [info.name for info in store.snapshots()
+            if info.name is not None and info.name not in named and info.name[-_TOKEN_LEN:] not in saving
+            and info.created_unix_ms <= since]
     if gone:
         store.prune(give_up=gone, names_only=True)
+
+
+def _store_of(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+_TOKEN_LEN = 12
+
+
+class _Saving:
+    """Says that a save is under way, until it ends or its process dies."""
+
+    def __init__(self, stores: Path, save_id: str) -> None:
+        self.token = save_id[:_TOKEN_LEN]
+        self._path = stores / f"saving-{self.token}"
+        self._file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o644)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def end(self) -> None:
+        """The checkpoint can be seen, or will never be."""
+        if self._file >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self.end()
+
+
+def _saving(stores: Path) -> frozenset[str]:
+    """The tokens of the saves that are under way. What is left of those that died is removed."""
+    tokens = set()
+    for entry in os.scandir(stores):
+        if not entry.name.startswith("saving-"):
+            continue
+        try:
+            file = os.open(entry.path, os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(entry.path).unlink(missing_ok=True)
+        except OSError:
+            tokens.add(entry.name.removeprefix("saving-"))
+        finally:
+            os.close(file)
+    return frozenset(tokens)
+
+
+def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
+    """The snapshots that checkpoints of the root name, by store; None if there is one that cannot be read."""
+    kept: dict[str, set[tuple[str, str]]] = {}
+    try:
+        folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir() and entry.name != _STORES]
+        for path in [path for folder in folders for path in _metadata_files(folder)]:
+            try:
+                stores = json.loads(_proven(path)[0])
+            except NoStateError as error:
+                if path.exists():
+                    # Another program's.
+                    continue
+                # It was there just now: it may be on its way to another name.
+                raise error
+            for store, (store_id, snapshot) in stores.items():
+                kept.setdefault(store, set()).add((store_id, snapshot))
+    except (Error, OSError) as error:
+        logging.getLogger("remanent").warning(
+            "a checkpoint in %s cannot be read, so the space of those that are gone is not given back: %s", root, error)
+        return None
+    return kept
+
+
+# Paths.
+
+def _absolute(path: _Path) -> Path:
+    # Without following links: what a link names may change.
+    return Path(os.path.abspath(path))
+
+
+def _root_of(checkpoint: Path) -> Path:
+    """The folder that a checkpoint's stores lie in. Its path may be a link from elsewhere."""
+    if (checkpoint.parent / _STORES).is_dir():
+        return checkpoint.parent
+    return checkpoint.resolve().parent
+
+
+def _make_folder(path: Path) -> None:
+    """Makes a folder with those above it; their names are durable when this returns."""
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for folder in reversed(missing):
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+            continue
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 # The metadata.
@@ -444,9 +662,14 @@ def _metadata_path(checkpoint: Path, rank: int | None) -> Path:
     return checkpoint / (_METADATA if rank is None else f"__{rank}{_METADATA}")
 
 
-def _metadata_paths(root: Path) -> Iterator[Path]:
-    yield from root.glob(f"*/{_METADATA}")
-    yield from root.glob(f"*/__*{_METADATA}")
+def _metadata_files(checkpoint: Path) -> list[Path]:
+    """The files of metadata in a folder: that of all ranks, and those of ranks that saved alone."""
+    try:
+        names = [entry.name for entry in os.scandir(checkpoint)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [checkpoint / name for name in names if name == _METADATA or (name.startswith("__") and
+                                                                        name.endswith(_METADATA))]
 
 
 def _publish(path: Path, content: bytes) -> None:
@@ -457,17 +680,11 @@ def _publish(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    # The file's name, and the folder's.
-    for folder in (path.parent, path.parent.parent):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    _sync_folder(path.parent)
 
 
 def _encode(found: Metadata) -> bytes:
-    """The metadata as two lines of JSON; the first one has the sum of the second."""
+    """The metadata as three lines of JSON: a sum of the others, the stores, and all the rest."""
     tensors: dict[str, Any] = {}
     for name, entry in found.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
@@ -489,36 +706,50 @@ def _encode(found: Metadata) -> bytes:
         items.append([index.fqn, offset, index.index, stored.store, stored.key, stored.length])
     meta = found.storage_meta
     held = {
-        "version": found.version, "tensors": tensors, "stores": stores, "items": items,
+        "version": found.version, "tensors": tensors, "items": items,
         "planner": _pages.flatten("planner_data", found.planner_data, _adapt),
         "save_id": None if meta is None else meta.save_id,
         "checkpoint_id": None if meta is None else str(meta.checkpoint_id),
     }
-    body = json.dumps(held, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-    return _MAGIC + b'"blake2b": "' + hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b'"}\n' + body
+    lines = [json.dumps(part, separators=(",", ":"), allow_nan=False).encode() + b"\n" for part in (stores, held)]
+    body = b"".join(lines)
+    return _sum_line(body) + b"\n" + body
+
+
+def _sum_line(body: bytes) -> bytes:
+    return _FORMAT + b'"blake2b": "' + hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b'"}'
 
 
 def _adapt(path: str, value: object) -> object | None:
     return {"$": ["size", list(value)]} if type(value) is torch.Size else None
 
 
-def _read(path: Path) -> Metadata:
-    """The metadata in a file, proven by its sum.
+def _proven(path: Path) -> tuple[bytes, bytes]:
+    """What a file says of stores, and of all the rest, proven by its sum.
 
     :raises NoStateError: if there is none, or it is not ours.
     """
     try:
         content = path.read_bytes()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise NoStateError(f"there is no checkpoint in {path.parent}: {path.name} is missing",
                            remedy="give the path of a checkpoint that was saved whole") from error
+    except IsADirectoryError as error:
+        raise NoStateError(f"{path} is a folder") from error
+    first, _, body = content.partition(b"\n")
     if content[:1] == b"\x80":
         raise NoStateError(f"{path} is of DCP's own format", remedy="load it with DCP's FileSystemReader")
-    first, _, body = content.partition(b"\n")
-    wanted = _MAGIC + b'"blake2b": "' + hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b'"}'
-    if first != wanted:
-        raise DamagedError(f"{path} is not what was written", remedy="load another checkpoint", path=str(path.parent))
-    held = json.loads(body)
+    if len(content) >= len(_MAGIC) and not content.startswith(_MAGIC):
+        raise NoStateError(f"{path} is not a checkpoint of this package")
+    if first != _sum_line(body):
+        raise DamagedError(f"{path} is not what was written, or a newer version of this package wrote it",
+                           remedy="load another checkpoint", path=str(path.parent))
+    stores, _, rest = body.partition(b"\n")
+    return stores, rest
+
+
+def _read(path: Path) -> Metadata:
+    stores, held = (json.loads(part) for part in _proven(path))
     entries: dict[str, Any] = {}
     for name, entry in held["tensors"].items():
         if entry is None:
@@ -534,7 +765,7 @@ def _read(path: Path) -> Metadata:
         entries[name] = TensorStorageMetadata(kind, torch.Size(entry["size"]), chunks)
     items = {}
     for fqn, offset, hint, store, key, length in held["items"]:
-        store_id, snapshot = held["stores"][store]
+        store_id, snapshot = stores[store]
         items[MetadataIndex(fqn, offset, hint)] = StoredItem(store, store_id, snapshot, key, length)
     meta = StorageMeta(checkpoint_id=held["checkpoint_id"], save_id=held["save_id"])
     adapt = {"size": torch.Size}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,14 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 
+import remanent.dcp  # noqa: E402
 from remanent.dcp import StorageReader, StorageWriter  # noqa: E402
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was removed is given up by the next save, however soon that comes."""
+    monkeypatch.setattr(remanent.dcp, "_VISIBLE_AFTER", -1.0)
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -123,9 +131,9 @@ def test_what_did_not_change_is_not_written_again(directory: str) -> None:
 
 
 def test_a_checkpoint_that_is_removed_is_given_up_by_the_next_save(directory: str) -> None:
-    def names() -> list[str | None]:
+    def names() -> list[str]:
         with remanent.Store(directory + "/.remanent/rank-0", device="host") as store:
-            return [info.name for info in store.snapshots()]
+            return [str(info.name).split(" ")[0] for info in store.snapshots()]
 
     for step in range(3):
         save({"w": torch.full((1 << 18,), float(step))}, f"{directory}/{step}")
@@ -158,10 +166,9 @@ def test_a_checkpoint_is_there_whole_until_the_next_one_is(directory: str, monke
     def crash(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(StorageWriter, "finish", crash)
-    with pytest.raises(BaseException):
+    with monkeypatch.context() as patched, pytest.raises(BaseException):
+        patched.setattr(StorageWriter, "finish", crash)
         save({"a": torch.ones(1000), "b": torch.ones(1000)}, path)
-    monkeypatch.undo()
     found = load({"a": torch.full((1000,), 5.0), "b": torch.full((1000,), 5.0)}, path)
     assert not found["a"].any() and not found["b"].any()
     with pytest.raises(CheckpointException) as raised:
@@ -169,6 +176,119 @@ def test_a_checkpoint_is_there_whole_until_the_next_one_is(directory: str, monke
     assert isinstance(cause(raised), remanent.TakenError)
     save({"a": torch.ones(1000), "b": torch.ones(1000)}, path)
     assert bool(load({"a": torch.zeros(1000), "b": torch.zeros(1000)}, path)["b"].all())
+
+
+def test_many_short_tensors(directory: str) -> None:
+    count = 15_000
+    save({f"{number}": torch.tensor(number) for number in range(count)}, directory + "/1")
+    found = load({f"{number}": torch.tensor(-1) for number in range(0, count, 1000)}, directory + "/1")
+    assert [int(tensor) for tensor in found.values()] == list(range(0, count, 1000))
+    save({"0": torch.tensor(0)}, directory + "/2")
+    with remanent.View(directory + "/.remanent/rank-0") as view:
+        assert view.keys() == ["0"]
+
+
+def test_targets_of_every_kind(directory: str) -> None:
+    state = {"real": torch.arange(12.0).reshape(3, 4), "complex": torch.tensor([1 + 2j, 3 - 1j])}
+    save(state, directory + "/1")
+    targets = {
+        "real": [torch.zeros(4, 3).T, torch.zeros(3, 8)[:, ::2], torch.zeros(3, 4, dtype=torch.float16)],
+        "complex": [torch.zeros(2, dtype=torch.complex64).conj(), torch.zeros(2, 2, dtype=torch.complex64)[:, 0]],
+    }
+    for name, each in targets.items():
+        for target in each:
+            load({name: target}, directory + "/1")
+            assert torch.equal(target.to(state[name].dtype), state[name])
+    with torch.inference_mode():
+        inferred = load({"real": torch.zeros(4, 3).T}, directory + "/1")["real"]
+    assert torch.equal(inferred, state["real"])
+
+
+def test_saves_to_one_root_take_turns(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(number: int) -> None:
+        save({"w": torch.full((1 << 18,), float(number))}, f"{directory}/{number}")
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # One that is on disk, and not visible yet, stays while others come and go.
+    publish = StorageWriter.finish
+
+    def slow(writer: StorageWriter, **arguments: Any) -> None:
+        if Path(writer.checkpoint_id).name == "slow":
+            for number in range(4, 7):
+                one(number)
+        publish(writer, **arguments)
+
+    monkeypatch.setattr(StorageWriter, "finish", slow)
+    save({"w": torch.full((1 << 18,), 9.0)}, directory + "/slow")
+    monkeypatch.chdir(directory)
+    save({"w": torch.full((1 << 18,), 8.0)}, "8")
+    monkeypatch.chdir(directory + "/8")
+    save({"w": torch.full((1 << 18,), 10.0)}, ".")
+    one(11)
+    one(12)
+    for name, number in [*((str(each), each) for each in (*range(7), 11, 12)), ("slow", 9), ("8", 10)]:
+        assert bool((load({"w": torch.zeros(1 << 18)}, f"{directory}/{name}")["w"] == number).all()), name
+    assert not list(Path(directory).glob(".remanent/saving-*"))
+
+
+def test_a_rank_that_saves_alone_and_ranks_together(directory: str) -> None:
+    def alone(value: float) -> None:
+        state = {"w": torch.full((2,), value)}
+        dcp.save(state, storage_writer=StorageWriter(path), no_dist=True, use_collectives=False)
+
+    path = directory + "/1"
+    save({"w": torch.ones(2)}, path)
+    alone(2)
+    assert not Path(path + "/.metadata").exists()
+    with pytest.raises(CheckpointException) as raised:
+        save({"w": torch.ones(2)}, path, overwrite=False)
+    assert isinstance(cause(raised), remanent.TakenError)
+    assert load({"w": torch.zeros(2)}, path)["w"].tolist() == [2, 2]
+    save({"w": torch.full((2,), 3.0)}, path)
+    assert [each.name for each in Path(path).iterdir()] == [".metadata"]
+    assert load({"w": torch.zeros(2)}, path)["w"].tolist() == [3, 3]
+
+
+def test_a_planner_that_caches_plans(directory: str) -> None:
+    for step in range(4):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        state = {"w": torch.full((1 << 18,), float(step))}
+        dcp.save(state, storage_writer=StorageWriter(f"{directory}/{step}"), planner=planner, no_dist=True)
+    for step in range(4):
+        assert bool((load({"w": torch.zeros(1 << 18)}, f"{directory}/{step}")["w"] == step).all())
+
+
+def test_what_cannot_be_looked_at_gives_nothing_up(directory: str, monkeypatch: pytest.MonkeyPatch,
+                                                   caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(3):
+        save({"w": torch.full((4,), float(step))}, f"{directory}/{step}")
+    scan = os.scandir
+
+    def refused(path: Any) -> Any:
+        if str(path).endswith("/1"):
+            raise PermissionError(path)
+        return scan(path)
+
+    with monkeypatch.context() as patched, caplog.at_level("WARNING", "remanent"):
+        patched.setattr(os, "scandir", refused)
+        save({"w": torch.full((4,), 3.0)}, directory + "/3")
+    assert "cannot be read" in caplog.text
+    assert load({"w": torch.zeros(4)}, directory + "/1")["w"].tolist() == [1] * 4
+    # Another program's file of that name says nothing of ours.
+    Path(directory + "/other").mkdir()
+    Path(directory + "/other/.metadata").write_text("a file of another program")
+    shutil.rmtree(directory + "/0")
+    save({"w": torch.full((4,), 4.0)}, directory + "/4")
+    with remanent.Store(directory + "/.remanent/rank-0", device="host") as store:
+        assert len(store.snapshots()) == 4
+    # A link from elsewhere leads to it.
+    Path(directory + "/elsewhere").mkdir()
+    Path(directory + "/elsewhere/latest").symlink_to(directory + "/4")
+    assert load({"w": torch.zeros(4)}, directory + "/elsewhere/latest")["w"].tolist() == [4] * 4
 
 
 def test_bytes_that_rot_are_not_loaded(directory: str) -> None:
@@ -245,7 +365,7 @@ def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
             work.result()
             end()
     """, root)
-    assert sorted(path.name for path in (tmp_path / ".remanent").iterdir()) == ["rank-0", "rank-1"]
+    assert sorted(path.name for path in tmp_path.glob(".remanent/rank-*")) == ["rank-0", "rank-1"]
     said = in_ranks(3, """
         def run(rank, ranks, root):
             mesh = begin(rank, ranks, root)
