@@ -318,7 +318,7 @@ def test_what_cannot_be_stored_is_refused_by_its_name(directory: str) -> None:
 # Ranks.
 
 RANKS = """
-import os, sys
+import os, sys, time
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -328,10 +328,13 @@ def begin(rank, ranks, root):
     dist.init_process_group("gloo", init_method=f"file://{root}/meet-{os.getppid()}", rank=rank, world_size=ranks)
     return init_device_mesh("cpu", (ranks,))
 
-def end():
-    # Without it gloo may end a process whose peer is gone.
-    dist.barrier()
-    dist.destroy_process_group()
+def end(rank, ranks, root):
+    # All together, and at once: on its way out torch aborts now and then, as do ranks whose peers are gone.
+    mine = f"{root}/end-{os.getppid()}-"
+    open(mine + str(rank), "w").close()
+    while not all(os.path.exists(mine + str(each)) for each in range(ranks)):
+        time.sleep(0.01)
+    os._exit(0)
 
 def of_step(step, mesh, dim):
     whole = torch.arange(60.0).reshape(10, 6) + 1000 * step
@@ -365,7 +368,7 @@ def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
             dcp.save(state, storage_writer=StorageWriter(root + "/one"))
             work = dcp.async_save(state, storage_writer=StorageWriter(root + "/two"))
             work.result()
-            end()
+            end(rank, ranks, root)
     """, root)
     assert sorted(path.name for path in tmp_path.glob(".remanent/rank-*")) == ["rank-0", "rank-1"]
     said = in_ranks(3, """
@@ -381,7 +384,7 @@ def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
                 assert bool((state["by rows@5,0"] == 3).all())
             # In one piece: all ranks write to one pipe.
             os.write(1, f"rank {rank}: fine\\n".encode())
-            end()
+            end(rank, ranks, root)
     """, root)
     assert said == ["rank 0: fine", "rank 1: fine", "rank 2: fine"]
     # And one process alone.
