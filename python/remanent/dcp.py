@@ -21,10 +21,10 @@ rank's store is open while the rank writes.
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
-import io
 import fcntl
 import functools
+import hashlib
+import io
 import json
 import logging
 import math
@@ -70,7 +70,7 @@ _BATCH_BYTES = 32 << 20
 _PAGE_BYTES = 16 << 10
 # Pages that are deleted by one batch.
 _DELETED_PAGES = 10_000
-# Bytes of a tensor that are read at once.
+# Bytes of a page that are read at once.
 _READ_BYTES = 8 << 20
 # Seconds for which a save waits until another one has closed the rank's store.
 _LOCK_WAIT = 60.0
@@ -81,8 +81,8 @@ _VISIBLE_AFTER = 60.0
 _NAME_BYTES_MAX = 32 << 10
 # Threads that read or write for one rank: ranks share a machine.
 _THREADS_MAX = 4
-# Bytes that are compared at once.
-_COMPARED_BYTES = 8 << 20
+# Characters of a save's name at the end of its snapshots' names.
+_TOKEN_LEN = 12
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last,
             "preserve": torch.preserve_format}
 
@@ -98,7 +98,27 @@ class StoredItem:
     length: int
 
 
-class StorageWriter(storage.StorageWriter):
+class _AtPath:
+    """What a writer and a reader of a checkpoint have in common."""
+
+    _path: Path
+
+    def _go_to(self, path: _Path) -> None:
+        # Without following links: what a link names may change.
+        self._path = Path(os.path.abspath(path))
+
+    @property
+    def checkpoint_id(self) -> _Path:
+        """The checkpoint's path."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
+        """Whether a checkpoint may have this path."""
+        return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+class StorageWriter(_AtPath, storage.StorageWriter):
     """Saves checkpoints of DCP: for `dcp.save` and `dcp.async_save`.
 
     :param path: the checkpoint, `root/name`; `checkpoint_id` of a call takes its place.
@@ -121,22 +141,17 @@ class StorageWriter(storage.StorageWriter):
 
     def __init__(self, path: _Path, *, overwrite: bool = True, verify: bool = False, **options: Any) -> None:
         super().__init__()
-        self._path = _absolute(path)
+        self._go_to(path)
         self._overwrite, self._verify, self._options = overwrite, verify, options
         self._save_id = uuid.uuid4().hex
         self._saving: _Saving | None = None
         self._rank = 0
         self._together = True
 
-    @property
-    def checkpoint_id(self) -> _Path:
-        """The checkpoint's path."""
-        return self._path
-
     def reset(self, checkpoint_id: _Path | None = None) -> None:
         """Begins another checkpoint, in another path if one is given."""
         if checkpoint_id:
-            self._path = _absolute(checkpoint_id)
+            self._go_to(checkpoint_id)
         self._save_id = uuid.uuid4().hex
         self._end_saving()
 
@@ -154,7 +169,7 @@ class StorageWriter(storage.StorageWriter):
                 raise RefusedError(f"{item.index.fqn}: elements of {dtype} cannot be stored")
             if len(item.index.fqn.encode(errors="surrogatepass")) > _NAME_BYTES_MAX:
                 raise RefusedError(f"{item.index.fqn[:100]}…: a name of more than {_NAME_BYTES_MAX} bytes")
-        if not self._overwrite and any(path.exists() for path in _metadata_files(self._path)):
+        if not self._overwrite and _metadata_files(self._path):
             raise TakenError(f"there is a checkpoint in {self._path}", remedy="remove it, or save with `overwrite`")
         _make_folder(self._path)
         _make_folder(self._stores)
@@ -205,45 +220,38 @@ class StorageWriter(storage.StorageWriter):
         path = _metadata_path(self._path, None if self._together else self._rank)
         _publish(path, _encode(metadata))
         # What an earlier save of the other kind left here would be loaded in its place.
-        for other in _metadata_files(self._path):
-            if (other.name == _METADATA) != self._together:
-                other.unlink(missing_ok=True)
+        others = [each for each in _metadata_files(self._path) if (each.name == _METADATA) != self._together]
+        for other in others:
+            other.unlink(missing_ok=True)
+        if others:
+            _sync_folder(self._path)
         self._end_saving()
 
     def storage_meta(self) -> StorageMeta | None:
         """What DCP's planners are told of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
-        """Whether a checkpoint may have this path."""
-        return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
 
-
-class StorageReader(storage.StorageReader):
+class StorageReader(_AtPath, storage.StorageReader):
     """Loads checkpoints that `StorageWriter` saved: for `dcp.load`. Takes no lock: a save may go on meanwhile.
 
     :param path: the checkpoint, `root/name`; `checkpoint_id` of a call takes its place.
+
     DCP raises a `CheckpointException` with what a rank failed with: `NoStateError` if there is no such checkpoint,
     `DamagedError` if bytes on disk are not what was written. Tensors that were loaded before keep what they got.
     """
 
     def __init__(self, path: _Path) -> None:
         super().__init__()
-        self._path = _absolute(path)
+        self._go_to(path)
         self._load_id = uuid.uuid4().hex
         self._save_id: str | None = None
         self._items: dict[MetadataIndex, StoredItem] = {}
 
-    @property
-    def checkpoint_id(self) -> _Path:
-        """The checkpoint's path."""
-        return self._path
-
     def reset(self, checkpoint_id: _Path | None = None) -> None:
         """Begins to load another checkpoint, from another path if one is given."""
         if checkpoint_id:
-            self._path = _absolute(checkpoint_id)
+            self._go_to(checkpoint_id)
         self._load_id = uuid.uuid4().hex
         self._items = {}
 
@@ -252,7 +260,7 @@ class StorageReader(storage.StorageReader):
         rank = kwargs.get("rank")
         if rank is not None and _metadata_path(self._path, None).exists():
             # DCP asks for a rank's own if that of all ranks cannot be read: it would be of another save.
-            _read(_metadata_path(self._path, None))
+            _proven(_metadata_path(self._path, None))
         found = _read(_metadata_path(self._path, rank))
         if found.storage_meta is not None:
             found.storage_meta.load_id = self._load_id
@@ -305,26 +313,12 @@ class StorageReader(storage.StorageReader):
         if target.size() != item.lengths:
             raise RefusedError(f"{item.storage_index.fqn}: {tuple(item.lengths)} elements do not fit into "
                                f"{tuple(target.size())}")
-        blocks = list(_row_blocks(view, key, item, target)) if target.numel() else []
-        left = len(blocks)
-
-        def finish(block: _RowBlock, _: None) -> None:
-            nonlocal left
-            # In the calling thread, whose streams and modes are those that the target is to be changed by.
-            block.copy()
-            left -= 1
-            if left == 0:
-                planner.commit_tensor(item, target)
-
-        for block in blocks:
-            jobs.run(block.read, functools.partial(finish, block))
-        if not blocks:
-            planner.commit_tensor(item, target)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
-        """Whether a checkpoint may have this path."""
-        return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
+        if target.numel():
+            for block in _row_blocks(view, key, item, target):
+                # Copied in the calling thread, whose streams and modes are those that the target is changed by.
+                jobs.run(block.read, block.copy)
+        # Jobs end in their order, so after the last block.
+        jobs.run(None, functools.partial(planner.commit_tensor, item, target))
 
 
 def _rank(kwargs: dict[str, Any]) -> int:
@@ -342,8 +336,7 @@ class _Write:
 
     key: str
     said: dict[str, Any]
-    content: torch.Tensor | None
-    length: int
+    content: torch.Tensor
     before: _native.PageInfo | None
 
 
@@ -360,12 +353,13 @@ def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> 
         group: list[_Write] = []
         group_bytes = 0
         for item in plan.items:
-            said, content, length = _resolved(item, planner)
+            said, content = _resolved(item, planner)
+            length = content.numel()
             was = before.pop(_identity(said), None)
             key = str(was.key) if was is not None else _pages.key_of(said["name"], taken.__contains__)
             taken.add(key)
             keys.append((key, length))
-            group.append(_Write(key, said, content, length, was))
+            group.append(_Write(key, said, content, was))
             group_bytes += length + _PAGE_BYTES
             if group_bytes >= _BATCH_BYTES:
                 jobs.run(functools.partial(_write_group, store, group))
@@ -385,21 +379,21 @@ def _write_items(store: _native.Store, plan: SavePlan, planner: SavePlanner) -> 
 def _write_group(store: _native.Store, group: list[_Write]) -> None:
     batch, is_empty = store.batch(), True
     for write in group:
-        was = write.before
+        was, length = write.before, write.content.numel()
         if was is not None and was.metadata != write.said:
             # Of another kind or shape: another page.
             batch.delete(was.page)
             was = None
         if was is None:
-            batch.create(write.content if write.length else 0, key=write.key, place="disk", metadata=write.said)
-            is_empty = False
+            batch.create(write.content if length else 0, key=write.key, place="disk", metadata=write.said)
+        elif was.length == length and _is_same(store, was.page, write.content):
             continue
-        if was.length != write.length:
-            batch.resize(was.page, write.length)
-            is_empty = False
-        if write.content is not None and not (was.length == write.length and _is_same(store, was.page, write.content)):
-            batch.write(was.page, 0, write.content)
-            is_empty = False
+        else:
+            if was.length != length:
+                batch.resize(was.page, length)
+            if length:
+                batch.write(was.page, 0, write.content)
+        is_empty = False
     if not is_empty:
         store.commit(batch)
 
@@ -413,19 +407,20 @@ class _Jobs:
         threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "remanent-dcp")
         self._room = 2 * threads
-        self._running: deque[tuple[concurrent.futures.Future[Any], Callable[[Any], None] | None]] = deque()
+        self._running: deque[tuple[concurrent.futures.Future[None] | None, Callable[[], None] | None]] = deque()
 
-    def run(self, job: Callable[[], Any], finish: Callable[[Any], None] | None = None) -> None:
+    def run(self, job: Callable[[], None] | None, finish: Callable[[], None] | None = None) -> None:
         """Has a thread do a job, and the calling thread what comes after it, in the order of the jobs."""
         while len(self._running) >= self._room:
             self._finish()
-        self._running.append((self._pool.submit(job), finish))
+        self._running.append((None if job is None else self._pool.submit(job), finish))
 
     def _finish(self) -> None:
         running, finish = self._running.popleft()
-        found = running.result()
+        if running is not None:
+            running.result()
         if finish is not None:
-            finish(found)
+            finish()
 
     def __enter__(self) -> _Jobs:
         return self
@@ -443,29 +438,28 @@ def _identity(said: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
     return said.get("part of", said["name"]), tuple(said.get("offset", ()))
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], torch.Tensor | None, int]:
-    """What an item's page says of it, its bytes and their number."""
+def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], torch.Tensor]:
+    """What an item's page says of it, and its bytes."""
     data = planner.resolve_data(item)
     if isinstance(data, io.BytesIO):
-        content = torch.frombuffer(data.getbuffer(), dtype=torch.uint8) if data.getbuffer().nbytes else None
-        length = data.getbuffer().nbytes
-        return {"name": item.index.fqn}, content, length
+        held = data.getbuffer()
+        empty = torch.empty(0, dtype=torch.uint8)
+        return {"name": item.index.fqn}, torch.frombuffer(held, dtype=torch.uint8) if held.nbytes else empty
     name = item.index.fqn
     tensor = _torch._plain(name, data)
-    bytes_ = _torch._bytes_of(tensor.contiguous())
     said: dict[str, Any] = {"name": name, "dtype": _torch._SHORT[tensor.dtype], "shape": list(map(int, tensor.shape))}
     if item.index.offset is not None and any(item.index.offset):
         offset = [int(each) for each in item.index.offset]
         # A name of its own, for what looks at the store; another item may have the very same one.
         said |= {"name": f"{name}@{','.join(map(str, offset))}", "part of": name, "offset": offset}
-    return said, bytes_ if bytes_.numel() else None, bytes_.numel()
+    return said, _torch._bytes_of(tensor.contiguous())
 
 
 def _is_same(store: _native.Store, page: int, content: torch.Tensor) -> bool:
     """Whether a page has these bytes, piece by piece: the page is on disk, and no longer than memory."""
-    piece = torch.empty(min(_COMPARED_BYTES, content.numel()), dtype=torch.uint8)
-    for at in range(0, content.numel(), _COMPARED_BYTES):
-        now = content[at:at + _COMPARED_BYTES]
+    piece = torch.empty(min(_READ_BYTES, content.numel()), dtype=torch.uint8)
+    for at in range(0, content.numel(), _READ_BYTES):
+        now = content[at:at + _READ_BYTES]
         before = piece[:now.numel()]
         store.read_into(page, before, at)
         if not torch.equal(before, now):
@@ -552,17 +546,17 @@ def _store_of(rank: int) -> str:
     return f"rank-{rank}"
 
 
-_TOKEN_LEN = 12
-
-
 class _Saving:
     """Says that a save is under way, until it ends or its process dies."""
 
     def __init__(self, stores: Path, save_id: str) -> None:
         self.token = save_id[:_TOKEN_LEN]
         self._path = stores / f"saving-{self.token}"
-        self._file = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o644)
+        # Under another name until it is locked: unlocked, it would be taken for what a dead process left.
+        unlocked = stores / f"unlocked-{self.token}"
+        self._file = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o644)
         fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.replace(unlocked, self._path)
 
     def end(self) -> None:
         """The checkpoint can be seen, or will never be."""
@@ -620,11 +614,6 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
 
 
 # Paths.
-
-def _absolute(path: _Path) -> Path:
-    # Without following links: what a link names may change.
-    return Path(os.path.abspath(path))
-
 
 def _root_of(checkpoint: Path) -> Path:
     """The folder that a checkpoint's stores lie in. Its path may be a link from elsewhere."""
