@@ -33,11 +33,6 @@ impl FilledMemory {
         add(&mut self.moved, memory)
     }
 
-    /// Whether none is.
-    pub fn is_empty(&self) -> bool {
-        self.images.is_empty() && self.moved.is_empty()
-    }
-
     /// Whether memory that goes to a page holds the bytes that the page is to have.
     pub fn has(&self, page: PageId, memory: MemoryId) -> bool {
         self.has_image(page, memory) || self.moved.binary_search(&(page, memory)).is_ok()

@@ -42,20 +42,6 @@ pub(crate) struct Provision {
 }
 
 impl Provision {
-    /// Whether there is nothing in it.
-    pub fn is_empty(&self) -> bool {
-        let Self { memory, filled, to_disk, pending, relocations, asides, sums, room, handover } = self;
-        memory.is_empty()
-            && filled.is_empty()
-            && to_disk.is_empty()
-            && pending.is_none()
-            && relocations.is_empty()
-            && asides.is_empty()
-            && sums.is_none()
-            && room.is_empty()
-            && handover.is_none()
-    }
-
     /// Gives back what a batch brought that is not applied. No list names its memory.
     pub fn give_back(self, staging: &StagingPool, arena: &Arena) {
         for staged in self.asides.into_iter().chain(self.sums.map(|sums| sums.staging)) {

@@ -16,7 +16,7 @@ use remanent_format::state::bases::Bases;
 use remanent_format::state::table::{PlanMode, Refusal};
 use remanent_format::{Lsn, PageId, PageTable, Place};
 
-use crate::base::allocation::push;
+use crate::base::allocation::{collected, push};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::pending_max;
 use crate::options::{Budget, Tiers};
@@ -89,6 +89,11 @@ impl LoweredPages {
         budget: &Budget,
         is_lent: impl Fn(PageId) -> bool,
     ) -> Result<Option<Self>> {
+        let in_memory = table.lens().filter(|(_, place, _)| *place != Place::Disk);
+        // Most often all fit where they are.
+        if budget.check(in_memory.map(|(_, place, len)| (place, len))).is_ok() {
+            return Ok(None);
+        }
         let mut moves = BTreeMap::new();
         let places = tiers.places();
         for pair in places.windows(2) {
@@ -142,9 +147,7 @@ impl LoweredPages {
             other => panic!("these pages are there: {other}"),
         })?;
         after.install(&changes);
-        let mut pages = Vec::new();
-        moves.keys().try_for_each(|page| push(&mut pages, *page))?;
         drop(ops);
-        Ok(Self { table: after, pages, payload })
+        Ok(Self { table: after, pages: collected(moves.keys().copied())?, payload })
     }
 }

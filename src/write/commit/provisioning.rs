@@ -58,11 +58,8 @@ impl Committer {
         append(staged, own.going.versions.iter().copied())?;
         let to_disk = std::mem::take(&mut own.going.images);
         let mut provision = Provision { pending, to_disk, handover, ..Provision::default() };
-        match self
-            .provide_memory(&mut provision, disk_ops, own, ops, locked)
-            .and_then(|read| append(staged, read))
-        {
-            Ok(()) if provision.is_empty() => Ok(Some(None)),
+        let provided = self.provide_memory(&mut provision, disk_ops, own, ops, locked);
+        match provided.and_then(|read| append(staged, read)) {
             Ok(()) => Ok(Some(Some(Box::new(provision)))),
             Err(error) => {
                 provision.give_back(&self.engine.staging, &self.engine.arena);
