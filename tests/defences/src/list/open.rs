@@ -89,13 +89,13 @@ pub const LIST: &[Defence] = &[
         "an open takes no more changed bytes down than may wait in memory",
         "src/recovery/lowered_pages.rs",
         "waiting > pending_max(budget.limit(Place::Disk))",
-        it("tiers::an_open_takes_no_more_changed_bytes_down_than_may_wait"),
+        it("tiers::less_memory::an_open_takes_no_more_changed_bytes_down_than_may_wait"),
     ),
     check(
         "a snapshot knows of the pages that an open took down",
         "src/recovery/mod.rs",
         "changed.extend(&pages);",
-        it("tiers::an_open_with_less_memory_takes_pages_down"),
+        it("tiers::less_memory::an_open_with_less_memory_takes_pages_down"),
     ),
     // Pages that callers use: they read no bytes but the page's.
     check(

@@ -1,14 +1,15 @@
 //! Tiers: pages that are not used go down, so that more pages are held than a place has room for.
 
+mod less_memory;
+
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::testing::sim_disk::{CrashImage, CrashPlan, SimDisk, Tears};
-use remanent::{
-    Ack, Budget, Error, EvictionPolicy, Key, Options, PageId, PageLoad, Place, Store, TierStats, Tiers,
-};
+use remanent::{Ack, Budget, Error, EvictionPolicy, Key, Options, PageId, Place, Store, TierStats, Tiers};
 
 use crate::files::small;
 
@@ -53,6 +54,22 @@ fn tier(store: &Store, place: Place) -> TierStats {
 
 fn peak(store: &Store, place: Place) -> u64 {
     store.stats().places.iter().find(|(of, _)| *of == place).map_or(0, |(_, usage)| usage.peak_bytes)
+}
+
+/// Asserts that every page that was acknowledged before a crash has its newest bytes, where `number_of` tells
+/// the page that a round wrote. Returns the places of these pages.
+fn places_after(store: &Store, image: &CrashImage, number_of: impl Fn(u64) -> u64) -> Vec<Place> {
+    let acked = image.acks.len() as u64;
+    let expected: BTreeMap<u64, u64> = (0..acked).map(|round| (number_of(round), round)).collect();
+    let check = |(number, version)| {
+        let info = store.page_by_key(&key(number)).unwrap_or_else(|error| panic!("{image}: {error}"));
+        let found = store.read_to_vec(info.page).unwrap();
+        // The batch after the last one acknowledged may be there.
+        let is_next = number_of(acked) == number && found == bytes(number, acked);
+        assert!(is_next || found == bytes(number, version), "{image}: page {number}");
+        info.place
+    };
+    expected.into_iter().map(check).collect()
 }
 
 #[test]
@@ -411,17 +428,9 @@ fn a_crash_finds_every_page_in_one_of_its_places() {
     let (mut images, mut below) = (0, 0);
     let mut check = |image: CrashImage| {
         let store = open(&image.disk, options());
-        let acked = image.acks.len() as u64;
-        let mut expected = std::collections::BTreeMap::new();
-        (0..acked).for_each(|round| _ = expected.insert(number_of(round), round));
-        for (number, version) in expected {
-            let info = store.page_by_key(&key(number)).unwrap_or_else(|error| panic!("{image}: {error}"));
-            let found = store.read_to_vec(info.page).unwrap();
-            // The batch after the last one acknowledged may be there.
-            let is_next = number_of(acked) == number && found == bytes(number, acked);
-            assert!(is_next || found == bytes(number, version), "{image}: page {number}");
-            assert!([DEVICE, Place::Host, Place::Disk].contains(&info.place));
-            below += u64::from(info.place != DEVICE);
+        for place in places_after(&store, &image, number_of) {
+            assert!([DEVICE, Place::Host, Place::Disk].contains(&place));
+            below += u64::from(place != DEVICE);
         }
         images += 1;
         // It goes on from there.
@@ -521,149 +530,4 @@ fn a_full_disk_keeps_pages_where_they_are() {
         next += ROOM;
         check(&store, "with space");
     }
-}
-
-/// A life without a limit, then an open with little memory: what does not fit goes down before anything is
-/// loaded. Commits, restarts and audits find the pages as they were.
-#[test]
-fn an_open_with_less_memory_takes_pages_down() {
-    let page_loads = [PageLoad::Eager, PageLoad::OnDemand];
-    for (page_load, snapshot) in page_loads.into_iter().flat_map(|load| [(load, false), (load, true)]) {
-        let disk = SimDisk::new();
-        let roomy = open(&disk, small());
-        let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&roomy, number, 0, DEVICE)).collect();
-        roomy.snapshot().unwrap();
-        // These are not as their images are.
-        let changed = 4 * ROOM - 3;
-        for number in 0..4 * ROOM {
-            if number >= changed {
-                put(&roomy, number, 1, DEVICE);
-            }
-        }
-        let lsn = roomy.lsn();
-        roomy.close().unwrap();
-        let options = || {
-            let budget = Budget::default().with(DEVICE, ROOM * LEN).with(Place::Host, ROOM * LEN);
-            let tiers = Tiers::new([DEVICE, Place::Host, Place::Disk]).lru();
-            small().budget(budget).tiers(tiers).page_load(page_load)
-        };
-        let check = |store: &Store| {
-            for (number, page) in (0..).zip(&pages) {
-                let version = u64::from(number >= changed);
-                assert_eq!(store.read_to_vec(*page).unwrap(), bytes(number, version), "page {number}");
-            }
-            assert!(peak(store, DEVICE) <= ROOM * LEN && peak(store, Place::Host) <= ROOM * LEN);
-        };
-        let store = open(&disk, options());
-        assert_eq!(store.recovered().lowered_pages, 4 * ROOM - (ROOM - 1), "one part in 16 is kept free");
-        assert_eq!(store.lsn(), lsn.next(), "one batch says so");
-        let found = places(&store, &pages);
-        let count = |place| found.iter().filter(|of| **of == place).count() as u64;
-        assert_eq!((count(DEVICE), count(Place::Host)), (ROOM - 1, ROOM - 1));
-        // The least recently changed leave, the last to change stay.
-        assert!(found[..2 * ROOM as usize].iter().all(|place| *place == Place::Disk));
-        assert!(found[changed as usize..].iter().all(|place| *place == DEVICE));
-        check(&store);
-        store.audit().unwrap();
-        if snapshot {
-            store.snapshot().unwrap();
-        }
-        store.close().unwrap();
-        // The next open finds them there.
-        let store = open(&disk, options());
-        assert_eq!((places(&store, &pages), store.recovered().lowered_pages), (found.clone(), 0));
-        check(&store);
-        store.snapshot().unwrap();
-        store.close().unwrap();
-        // A snapshot after it has them there, too.
-        let store = open(&disk, options());
-        assert_eq!((places(&store, &pages), store.recovered().lowered_pages), (found, 0));
-        check(&store);
-        put(&store, 0, 7, DEVICE);
-        store.ensure(&pages[..ROOM as usize / 2], DEVICE).unwrap();
-        assert_eq!(store.read_to_vec(pages[0]).unwrap(), bytes(0, 7));
-        assert!(store.audit().unwrap().changed.is_empty());
-    }
-}
-
-/// What batches wrote to pages after their images waits in host memory where they go to disk, within that
-/// budget. Where it does not fit, an open is refused as without tiers, and nothing is lost by it.
-#[test]
-fn an_open_takes_no_more_changed_bytes_down_than_may_wait() {
-    let disk = SimDisk::new();
-    // The segments are long, so that the log has the pages' bytes, and no image.
-    let long = || small().segment_len(1 << 20);
-    let roomy = open(&disk, long());
-    let pages: Vec<PageId> = (0..2 * ROOM).map(|number| put(&roomy, number, 3, DEVICE)).collect();
-    roomy.close().unwrap();
-    let options = |waiting: u64| {
-        let budget = Budget::default().with(DEVICE, ROOM * LEN).with(Place::Disk, waiting);
-        long().budget(budget).tiers(Tiers::new([DEVICE, Place::Disk]))
-    };
-    let opened = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options(ROOM * LEN));
-    let refused = opened.unwrap_err();
-    assert!(
-        matches!(refused, Error::OverBudget { place: DEVICE, asked, .. } if asked == 2 * ROOM * LEN),
-        "{refused}"
-    );
-    let store = open(&disk, options(2 * ROOM * LEN));
-    assert_eq!(store.recovered().lowered_pages, ROOM + 1);
-    for (number, page) in (0..).zip(&pages) {
-        assert_eq!(store.read_to_vec(*page).unwrap(), bytes(number, 3));
-    }
-    store.snapshot().unwrap();
-    store.close().unwrap();
-    // Imaged by then, they need no memory.
-    open(&disk, options(ROOM * LEN)).audit().unwrap();
-}
-
-/// A crash at any moment of a life without a limit, or of the open that takes pages down, or after it: an
-/// open with little memory finds every page that was acknowledged.
-#[test]
-fn a_crash_about_an_open_with_less_memory_loses_nothing() {
-    let disk = SimDisk::new();
-    let tiers = || {
-        let budget = Budget::default().with(DEVICE, 5 * LEN).with(Place::Host, 3 * LEN);
-        small().budget(budget).tiers(Tiers::new([DEVICE, Place::Host, Place::Disk])).ack(Ack::Durable)
-    };
-    let (mut round, number_of) = (0, |round: u64| round * 7 % 13);
-    let mut live = |store: Store, rounds: u64| {
-        for _ in 0..rounds {
-            put(&store, number_of(round), round, DEVICE);
-            disk.note_ack(round);
-            round += 1;
-            if round % 16 == 9 {
-                store.snapshot().unwrap();
-            }
-        }
-    };
-    live(open(&disk, small().ack(Ack::Durable)), 24);
-    let lowering = open(&disk, tiers());
-    assert_eq!(lowering.recovered().lowered_pages, 13 - 4, "a part of five is kept free");
-    live(lowering, 6);
-    let (mut images, mut lowered) = (0, 0);
-    let mut check = |image: CrashImage| {
-        let store = open(&image.disk, tiers());
-        let acked = image.acks.len() as u64;
-        let mut expected = std::collections::BTreeMap::new();
-        (0..acked).for_each(|round| _ = expected.insert(number_of(round), round));
-        for (number, version) in expected {
-            let info = store.page_by_key(&key(number)).unwrap_or_else(|error| panic!("{image}: {error}"));
-            let found = store.read_to_vec(info.page).unwrap();
-            // The batch after the last one acknowledged may be there.
-            let is_next = number_of(acked) == number && found == bytes(number, acked);
-            assert!(is_next || found == bytes(number, version), "{image}: page {number}");
-        }
-        assert!(peak(&store, DEVICE) <= 5 * LEN && peak(&store, Place::Host) <= 3 * LEN, "{image}");
-        (images, lowered) = (images + 1, lowered + u64::from(store.recovered().lowered_pages > 0));
-        if images % 16 == 0 {
-            (50..60).for_each(|number| _ = put(&store, number, 0, DEVICE));
-            assert!(store.audit().unwrap().changed.is_empty(), "{image}");
-        }
-    };
-    let kills = CrashPlan { tears: Tears::None, ..CrashPlan::default() };
-    disk.kill_images(&kills, &mut check);
-    let cuts = CrashPlan { tears: Tears::None, images_max: 6, ..CrashPlan::default() };
-    disk.power_images(&cuts, &mut check);
-    assert!(images > 500 && lowered > images / 4, "{images} images, {lowered} opens took pages down");
 }

@@ -1,0 +1,146 @@
+//! Opens with less memory than the pages take: what has no room goes down before anything is loaded.
+
+use std::sync::Arc;
+
+use remanent::device::host::HostDevice;
+use remanent::testing::sim_disk::{CrashImage, CrashPlan, SimDisk, Tears};
+use remanent::{Ack, Budget, Error, PageId, PageLoad, Place, Store, Tiers};
+
+use super::{DEVICE, LEN, ROOM, bytes, open, peak, places, places_after, put};
+use crate::files::small;
+
+/// A life without a limit, then an open with little memory: what does not fit goes down before anything is
+/// loaded. Commits, restarts and audits find the pages as they were.
+#[test]
+fn an_open_with_less_memory_takes_pages_down() {
+    let page_loads = [PageLoad::Eager, PageLoad::OnDemand];
+    for (page_load, snapshot) in page_loads.into_iter().flat_map(|load| [(load, false), (load, true)]) {
+        let disk = SimDisk::new();
+        let roomy = open(&disk, small());
+        let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&roomy, number, 0, DEVICE)).collect();
+        roomy.snapshot().unwrap();
+        // These are not as their images are.
+        let changed = 4 * ROOM - 3;
+        for number in 0..4 * ROOM {
+            if number >= changed {
+                put(&roomy, number, 1, DEVICE);
+            }
+        }
+        let lsn = roomy.lsn();
+        roomy.close().unwrap();
+        let options = || {
+            let budget = Budget::default().with(DEVICE, ROOM * LEN).with(Place::Host, ROOM * LEN);
+            let tiers = Tiers::new([DEVICE, Place::Host, Place::Disk]).lru();
+            small().budget(budget).tiers(tiers).page_load(page_load)
+        };
+        let check = |store: &Store| {
+            for (number, page) in (0..).zip(&pages) {
+                let version = u64::from(number >= changed);
+                assert_eq!(store.read_to_vec(*page).unwrap(), bytes(number, version), "page {number}");
+            }
+            assert!(peak(store, DEVICE) <= ROOM * LEN && peak(store, Place::Host) <= ROOM * LEN);
+        };
+        let store = open(&disk, options());
+        assert_eq!(store.recovered().lowered_pages, 4 * ROOM - (ROOM - 1), "one part in 16 is kept free");
+        assert_eq!(store.lsn(), lsn.next(), "one batch says so");
+        let found = places(&store, &pages);
+        let count = |place| found.iter().filter(|of| **of == place).count() as u64;
+        assert_eq!((count(DEVICE), count(Place::Host)), (ROOM - 1, ROOM - 1));
+        // The least recently changed leave, the last to change stay.
+        assert!(found[..2 * ROOM as usize].iter().all(|place| *place == Place::Disk));
+        assert!(found[changed as usize..].iter().all(|place| *place == DEVICE));
+        check(&store);
+        store.audit().unwrap();
+        if snapshot {
+            store.snapshot().unwrap();
+        }
+        store.close().unwrap();
+        // The next open finds them there.
+        let store = open(&disk, options());
+        assert_eq!((places(&store, &pages), store.recovered().lowered_pages), (found.clone(), 0));
+        check(&store);
+        store.snapshot().unwrap();
+        store.close().unwrap();
+        // A snapshot after it has them there, too.
+        let store = open(&disk, options());
+        assert_eq!((places(&store, &pages), store.recovered().lowered_pages), (found, 0));
+        check(&store);
+        put(&store, 0, 7, DEVICE);
+        store.ensure(&pages[..ROOM as usize / 2], DEVICE).unwrap();
+        assert_eq!(store.read_to_vec(pages[0]).unwrap(), bytes(0, 7));
+        assert!(store.audit().unwrap().changed.is_empty());
+    }
+}
+
+/// What batches wrote to pages after their images waits in host memory where they go to disk, within that
+/// budget. Where it does not fit, an open is refused as without tiers, and nothing is lost by it.
+#[test]
+fn an_open_takes_no_more_changed_bytes_down_than_may_wait() {
+    let disk = SimDisk::new();
+    // The segments are long, so that the log has the pages' bytes, and no image.
+    let long = || small().segment_len(1 << 20);
+    let roomy = open(&disk, long());
+    let pages: Vec<PageId> = (0..2 * ROOM).map(|number| put(&roomy, number, 3, DEVICE)).collect();
+    roomy.close().unwrap();
+    let options = |waiting: u64| {
+        let budget = Budget::default().with(DEVICE, ROOM * LEN).with(Place::Disk, waiting);
+        long().budget(budget).tiers(Tiers::new([DEVICE, Place::Disk]))
+    };
+    let opened = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options(ROOM * LEN));
+    let refused = opened.unwrap_err();
+    assert!(
+        matches!(refused, Error::OverBudget { place: DEVICE, asked, .. } if asked == 2 * ROOM * LEN),
+        "{refused}"
+    );
+    let store = open(&disk, options(2 * ROOM * LEN));
+    assert_eq!(store.recovered().lowered_pages, ROOM + 1);
+    for (number, page) in (0..).zip(&pages) {
+        assert_eq!(store.read_to_vec(*page).unwrap(), bytes(number, 3));
+    }
+    store.snapshot().unwrap();
+    store.close().unwrap();
+    // Imaged by then, they need no memory.
+    open(&disk, options(ROOM * LEN)).audit().unwrap();
+}
+
+/// A crash at any moment of a life without a limit, or of the open that takes pages down, or after it: an
+/// open with little memory finds every page that was acknowledged.
+#[test]
+fn a_crash_about_an_open_with_less_memory_loses_nothing() {
+    let disk = SimDisk::new();
+    let tiers = || {
+        let budget = Budget::default().with(DEVICE, 5 * LEN).with(Place::Host, 3 * LEN);
+        small().budget(budget).tiers(Tiers::new([DEVICE, Place::Host, Place::Disk])).ack(Ack::Durable)
+    };
+    let (mut round, number_of) = (0, |round: u64| round * 7 % 13);
+    let mut live = |store: Store, rounds: u64| {
+        for _ in 0..rounds {
+            put(&store, number_of(round), round, DEVICE);
+            disk.note_ack(round);
+            round += 1;
+            if round % 16 == 9 {
+                store.snapshot().unwrap();
+            }
+        }
+    };
+    live(open(&disk, small().ack(Ack::Durable)), 24);
+    let lowering = open(&disk, tiers());
+    assert_eq!(lowering.recovered().lowered_pages, 13 - 4, "a part of five is kept free");
+    live(lowering, 6);
+    let (mut images, mut lowered) = (0, 0);
+    let mut check = |image: CrashImage| {
+        let store = open(&image.disk, tiers());
+        places_after(&store, &image, number_of);
+        assert!(peak(&store, DEVICE) <= 5 * LEN && peak(&store, Place::Host) <= 3 * LEN, "{image}");
+        (images, lowered) = (images + 1, lowered + u64::from(store.recovered().lowered_pages > 0));
+        if images % 16 == 0 {
+            (50..60).for_each(|number| _ = put(&store, number, 0, DEVICE));
+            assert!(store.audit().unwrap().changed.is_empty(), "{image}");
+        }
+    };
+    let kills = CrashPlan { tears: Tears::None, ..CrashPlan::default() };
+    disk.kill_images(&kills, &mut check);
+    let cuts = CrashPlan { tears: Tears::None, images_max: 6, ..CrashPlan::default() };
+    disk.power_images(&cuts, &mut check);
+    assert!(images > 500 && lowered > images / 4, "{images} images, {lowered} opens took pages down");
+}
