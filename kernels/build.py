@@ -28,7 +28,7 @@ WHEEL_SHA256 = "a178759ebb095827bd30ef56598ec182b85547f1508941a3d560eb7ea1fbf338
 PTX_VERSION = "8.4"
 PTX_ARCH = "compute_80"
 CUBIN_ARCH = "sm_90"
-MODULES = ["apply", "crc", "diff", "select", "validate"]
+MODULES = ["apply", "crc", "diff", "digest", "select", "validate"]
 HEADER = "common.cuh"
 OPTIONS = ["--std=c++17"]
 

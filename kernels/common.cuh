@@ -111,6 +111,19 @@ struct IndexRow {
 };
 static_assert(sizeof(IndexRow) == 40, "IndexRow");
 
+// One chunk to digest, and the key to do it with.
+struct DigestRow {
+    u64 source;
+    u64 key;
+    u64 target;
+    u32 len;
+    u32 reserved;
+};
+static_assert(sizeof(DigestRow) == 32, "DigestRow");
+
+constexpr u32 DIGEST_CHUNK_LEN = 64 << 10;
+constexpr u32 DIGEST_KEY_LEN = 4384;
+
 // The verdict on indices, a sum of these.
 constexpr u32 OUT_OF_BOUNDS = 1;
 constexpr u32 TWICE = 2;

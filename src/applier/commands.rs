@@ -178,7 +178,7 @@ impl ListBuilder {
                         }
                     }
                 }
-                Command::Crc { target, .. } => target.index += before,
+                Command::Crc { target, .. } | Command::Digest { target, .. } => target.index += before,
                 _ => {}
             }
             command

@@ -106,6 +106,16 @@ pub enum Command {
         /// The place for the sums.
         target: StagingSpan,
     },
+    /// The digest of each chunk of each source, [`DIGEST_LEN`](super::DIGEST_LEN) bytes each. Chunks begin at
+    /// a source's start; only its last one may be shorter than [`DIGEST_CHUNK_LEN`](super::DIGEST_CHUNK_LEN).
+    Digest {
+        /// The ranges to digest.
+        sources: Vec<Span>,
+        /// The key, from [`digest_key`](super::digest_key); it begins at a multiple of 8.
+        key: Span,
+        /// The place for the digests; it begins at a multiple of 8.
+        target: StagingSpan,
+    },
     /// Single elements, one after the other: element `i` of the target is the one of `source` that index `i`
     /// names.
     Pick {

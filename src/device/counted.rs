@@ -243,6 +243,7 @@ pub(super) fn moves(
             | Command::Diff { .. }
             | Command::Select { .. }
             | Command::Crc { .. }
+            | Command::Digest { .. }
             | Command::Pick { .. }
             | Command::Validate { .. } => {}
         }

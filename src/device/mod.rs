@@ -14,6 +14,7 @@ pub mod host;
 pub mod multi;
 pub(crate) mod spans;
 pub(crate) mod sums;
+mod digests;
 mod commands;
 mod staging;
 mod streams;
@@ -37,6 +38,9 @@ pub use self::commands::{
 };
 pub use self::counted::{AllocationStats, LaneStats, TransferStats};
 pub(crate) use self::counted::{CountedDevice, DeviceCounts};
+pub use self::digests::{
+    DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Digest, digest_count, digest_key,
+};
 pub(crate) use self::memory_link::{MemoryLink, MemoryOwner, StoreEnd, drop_when_passed};
 pub use self::staging::{Pending, ReturnedStaging, Staging, StagingMemory};
 pub use self::stream_guard::StreamGuard;

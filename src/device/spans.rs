@@ -12,6 +12,7 @@ pub fn staged_spans(commands: &[Command]) -> (Vec<StagingSpan>, Vec<StagingSpan>
             Command::Download { target, .. }
             | Command::Select { target, .. }
             | Command::Crc { target, .. }
+            | Command::Digest { target, .. }
             | Command::Validate { target, .. } => written.push(*target),
             Command::Apply { pieces } => read.extend(pieces.iter().flat_map(payload_spans)),
             Command::Copy { .. }

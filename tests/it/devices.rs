@@ -96,6 +96,7 @@ fn ranges_that_break_the_contract_panic_on(device: Arc<dyn Device>) {
         bitmaps: vec![Selection { bits, indices }],
         target: staged(found_len),
     };
+    let digest = |key, len| Command::Digest { sources: vec![ok], key, target: staged(len) };
     let rows: Vec<(&str, Command)> = vec![
         ("past the end", fill(span(memory, 60, 5), 0)),
         ("empty, past the end", fill(span(memory, 65, 0), 0)),
@@ -134,6 +135,8 @@ fn ranges_that_break_the_contract_panic_on(device: Arc<dyn Device>) {
         ("indices past the end", select(ok, span(other, 60, 8), 4)),
         ("a bitmap past the end", select(span(memory, 60, 8), span(other, 0, 8), 4)),
         ("sums for fewer ranges than there are", Command::Crc { sources: vec![ok, ok], target: staged(4) }),
+        ("digests for fewer chunks than there are", digest(span(other, 0, 8), 16)),
+        ("half a key", digest(span(other, 0, 16), 32)),
         ("an index past the range", Command::Apply { pieces: vec![sparse(4)] }),
         ("a picked index past the range", pick(staged(4), span(other, 0, 4))),
         ("indices for fewer elements than there are", pick(staged(4), span(other, 0, 8))),

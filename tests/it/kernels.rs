@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use remanent::device::DIGEST_KEY_LEN;
 use remanent::device::cuda::abi::{self, KERNELS};
 use remanent::device::cuda::modules::MODULES;
 
@@ -117,6 +118,8 @@ fn host_and_kernels_agree_on_constants() {
         ("CRC_FIRST", abi::CRC_FIRST.to_string()),
         ("CRC_LAST", abi::CRC_LAST.to_string()),
         ("CRC_CHUNK_LEN", format!("{} << 10", abi::CRC_CHUNK_LEN >> 10)),
+        ("DIGEST_CHUNK_LEN", format!("{} << 10", abi::DIGEST_CHUNK_LEN >> 10)),
+        ("DIGEST_KEY_LEN", DIGEST_KEY_LEN.to_string()),
         ("OUT_OF_BOUNDS", abi::OUT_OF_BOUNDS.to_string()),
         ("TWICE", abi::TWICE.to_string()),
     ];

@@ -185,6 +185,7 @@ void apply_by_block(const void *, u32, const void *);
 void crc_chunks(const void *, u32);
 void crc_combine(const void *, u32);
 void diff(const void *, u32);
+void digest(const void *, u32);
 void select_count(const void *, u32);
 void select_scan(const void *, u32);
 void select_emit(const void *, u32);
@@ -210,9 +211,9 @@ const struct {
 } KERNELS[] = {
     {"apply_by_warp", call<apply_by_warp>}, {"apply_by_block", call<apply_by_block>},
     {"crc_chunks", call<crc_chunks>},       {"crc_combine", call<crc_combine>},
-    {"diff", call<diff>},                   {"select_count", call<select_count>},
-    {"select_scan", call<select_scan>},     {"select_emit", call<select_emit>},
-    {"validate", call<validate>},
+    {"diff", call<diff>},                   {"digest", call<digest>},
+    {"select_count", call<select_count>},   {"select_scan", call<select_scan>},
+    {"select_emit", call<select_emit>},     {"validate", call<validate>},
 };
 
 } // namespace

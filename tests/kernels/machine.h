@@ -56,6 +56,10 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
     return unsigned(((unsigned long long)(high) << 32 | low) >> (bits & 31));
 }
 
+inline unsigned long long __umul64hi(unsigned long long one, unsigned long long other) {
+    return (unsigned long long)((unsigned __int128)(one) * other >> 64);
+}
+
 inline unsigned atomicOr(unsigned *target, unsigned bits) {
     const unsigned old = *target;
     *target |= bits;

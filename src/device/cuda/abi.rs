@@ -247,6 +247,25 @@ pub const OUT_OF_BOUNDS: u32 = INDEX_OUT_OF_BOUNDS;
 /// An index occurs twice.
 pub const TWICE: u32 = INDEX_TWICE;
 
+/// A chunk whose digest [`DIGEST`] makes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DigestRow {
+    /// Address of the first byte. Any alignment.
+    pub source: u64,
+    /// Address of the key, [`DIGEST_KEY_LEN`](crate::device::DIGEST_KEY_LEN) bytes; a multiple of 8.
+    pub key: u64,
+    /// Address of the sixteen bytes of the digest; a multiple of 8.
+    pub target: u64,
+    /// Number of bytes, at most [`DIGEST_CHUNK_LEN`].
+    pub len: u32,
+    /// Always 0: it fills the row to its size.
+    pub reserved: u32,
+}
+
+/// The longest chunk, and the length of every chunk but the last of a range.
+pub const DIGEST_CHUNK_LEN: u32 = crate::device::DIGEST_CHUNK_LEN as u32;
+
 /// The sizes that `kernels/common.cuh` asserts too.
 const _: () = {
     assert!(size_of::<PieceRow>() == 48);
@@ -254,6 +273,7 @@ const _: () = {
     assert!(size_of::<CrcRow>() == 24);
     assert!(size_of::<CombineRow>() == 24);
     assert!(size_of::<DiffRow>() == 32);
+    assert!(size_of::<DigestRow>() == 32);
     assert!(size_of::<SelectRow>() == 40);
     assert!(size_of::<ScanRow>() == 24);
     assert!(size_of::<IndexRow>() == 40);
@@ -264,7 +284,7 @@ const _: () = {
 pub struct Kernel {
     /// The function's name in its module.
     pub name: &'static str,
-    /// The module that holds it, an index: apply, crc, diff, select, validate.
+    /// The module that holds it, an index: apply, crc, diff, digest, select, validate.
     pub module: usize,
     /// Threads of each block.
     pub threads: u32,
@@ -292,22 +312,25 @@ pub const CRC_CHUNKS: Kernel = Kernel { name: "crc_chunks", module: 1, threads: 
 pub const CRC_COMBINE: Kernel = Kernel { name: "crc_combine", module: 1, threads: 256, rows_per_block: 1 };
 /// [`DiffRow`]s: each takes a block.
 pub const DIFF: Kernel = Kernel { name: "diff", module: 2, threads: 256, rows_per_block: 1 };
+/// [`DigestRow`]s: each takes a block.
+pub const DIGEST: Kernel = Kernel { name: "digest", module: 3, threads: 256, rows_per_block: 1 };
 /// [`SelectRow`]s: each takes a block.
-pub const SELECT_COUNT: Kernel = Kernel { name: "select_count", module: 3, threads: 256, rows_per_block: 1 };
+pub const SELECT_COUNT: Kernel = Kernel { name: "select_count", module: 4, threads: 256, rows_per_block: 1 };
 /// [`ScanRow`]s: each takes a block. After [`SELECT_COUNT`], in the same stream.
-pub const SELECT_SCAN: Kernel = Kernel { name: "select_scan", module: 3, threads: 256, rows_per_block: 1 };
+pub const SELECT_SCAN: Kernel = Kernel { name: "select_scan", module: 4, threads: 256, rows_per_block: 1 };
 /// [`SelectRow`]s again: each takes a block. After [`SELECT_SCAN`], in the same stream.
-pub const SELECT_EMIT: Kernel = Kernel { name: "select_emit", module: 3, threads: 256, rows_per_block: 1 };
+pub const SELECT_EMIT: Kernel = Kernel { name: "select_emit", module: 4, threads: 256, rows_per_block: 1 };
 /// [`IndexRow`]s: each takes a block.
-pub const VALIDATE: Kernel = Kernel { name: "validate", module: 4, threads: 256, rows_per_block: 1 };
+pub const VALIDATE: Kernel = Kernel { name: "validate", module: 5, threads: 256, rows_per_block: 1 };
 
 /// All entry points, by rising module.
-pub const KERNELS: [Kernel; 9] = [
+pub const KERNELS: [Kernel; 10] = [
     APPLY_BY_WARP,
     APPLY_BY_BLOCK,
     CRC_CHUNKS,
     CRC_COMBINE,
     DIFF,
+    DIGEST,
     SELECT_COUNT,
     SELECT_SCAN,
     SELECT_EMIT,

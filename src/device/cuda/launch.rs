@@ -7,8 +7,8 @@
 use std::ffi::c_void;
 
 use super::abi::{
-    CRC_CHUNKS, CRC_COMBINE, DIFF, Kernel, SELECT_COUNT, SELECT_EMIT, SELECT_SCAN, ScanRow, SelectRow,
-    VALIDATE,
+    CRC_CHUNKS, CRC_COMBINE, DIFF, DIGEST, Kernel, SELECT_COUNT, SELECT_EMIT, SELECT_SCAN, ScanRow,
+    SelectRow, VALIDATE,
 };
 use super::bulk_copies::BulkQueue;
 use super::context::{Context, ContextGuard};
@@ -30,6 +30,7 @@ pub(super) struct Layout {
     crcs: usize,
     combines: usize,
     diffs: usize,
+    digests: usize,
     selects: usize,
     scans: usize,
     indices: usize,
@@ -61,6 +62,7 @@ impl Layout {
             crcs: place(size_of_val(&plan.crcs[..])),
             combines: place(size_of_val(&plan.combines[..])),
             diffs: place(size_of_val(&plan.diffs[..])),
+            digests: place(size_of_val(&plan.digests[..])),
             selects: place(size_of_val(&plan.selects[..])),
             scans: place(size_of_val(&plan.scans[..])),
             indices: place(size_of_val(&plan.indices[..])),
@@ -75,6 +77,7 @@ impl Layout {
         write_rows(&plan.crcs, tables.address + self.crcs as u64);
         write_rows(&plan.combines, tables.address + self.combines as u64);
         write_rows(&plan.diffs, tables.address + self.diffs as u64);
+        write_rows(&plan.digests, tables.address + self.digests as u64);
         write_rows(&plan.selects, tables.address + self.selects as u64);
         write_rows(&plan.scans, tables.address + self.scans as u64);
         write_rows(&plan.indices, tables.address + self.indices as u64);
@@ -114,6 +117,10 @@ impl Launcher<'_> {
                 LaunchStep::Diff(range) => {
                     let rows = row(layout.diffs, range.start, size_of_val(&plan.diffs[0]));
                     self.launch(DIFF, rows, range.len() as u32, None)?;
+                }
+                LaunchStep::Digest(range) => {
+                    let rows = row(layout.digests, range.start, size_of_val(&plan.digests[0]));
+                    self.launch(DIGEST, rows, range.len() as u32, None)?;
                 }
                 LaunchStep::Select(range, scans) => {
                     let rows = row(layout.selects, range.start, size_of::<SelectRow>());

@@ -26,5 +26,11 @@ macro_rules! module {
 }
 
 /// All modules. A [`Kernel`](super::abi::Kernel) names its module by the index here.
-pub const MODULES: [Module; 5] =
-    [module!("apply"), module!("crc"), module!("diff"), module!("select"), module!("validate")];
+pub const MODULES: [Module; 6] = [
+    module!("apply"),
+    module!("crc"),
+    module!("diff"),
+    module!("digest"),
+    module!("select"),
+    module!("validate"),
+];

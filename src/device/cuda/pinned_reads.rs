@@ -107,7 +107,10 @@ impl WrittenStripes {
                 Command::Scatter { targets, .. } => targets.iter().for_each(|(_, target)| add(target)),
                 Command::Select { bitmaps, .. } => bitmaps.iter().for_each(|bitmap| add(&bitmap.indices)),
                 // To staging.
-                Command::Download { .. } | Command::Crc { .. } | Command::Validate { .. } => {}
+                Command::Download { .. }
+                | Command::Crc { .. }
+                | Command::Digest { .. }
+                | Command::Validate { .. } => {}
             }
         }
         written

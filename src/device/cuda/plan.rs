@@ -19,9 +19,10 @@ use std::ops::Range;
 
 use super::abi::{
     APPLY_BY_BLOCK, APPLY_BY_WARP, CRC_CHUNK_LEN, CRC_FIRST, CRC_LAST, CombineRow, CrcRow, DIFF_LEN_MAX,
-    DiffRow, INDEX_COUNT_MAX, IndexRow, Kernel, MASK_STEPS, PIECE_MASKED, PIECE_PICK, PIECE_SPARSE, PartRow,
-    PieceRow, SELECT_LEN_MAX, ScanRow, SelectRow,
+    DIGEST_CHUNK_LEN, DiffRow, DigestRow, INDEX_COUNT_MAX, IndexRow, Kernel, MASK_STEPS, PIECE_MASKED,
+    PIECE_PICK, PIECE_SPARSE, PartRow, PieceRow, SELECT_LEN_MAX, ScanRow, SelectRow,
 };
+use crate::device::DIGEST_LEN;
 
 /// Bytes of a part of a long piece: enough for a block to hide the latency of its reads.
 const PART_BYTES: u64 = 32 << 10;
@@ -77,6 +78,8 @@ pub(super) enum LaunchStep {
     Combine(Range<usize>),
     /// Cuts of comparisons of ranges.
     Diff(Range<usize>),
+    /// Chunks whose digests are made.
+    Digest(Range<usize>),
     /// Cuts of bitmaps, and the bitmaps.
     Select(Range<usize>, Range<usize>),
     /// Cuts of lists of indices.
@@ -96,6 +99,7 @@ pub(super) struct LaunchPlan {
     pub crcs: Vec<CrcRow>,
     pub combines: Vec<CombineRow>,
     pub diffs: Vec<DiffRow>,
+    pub digests: Vec<DigestRow>,
     pub selects: Vec<SelectRow>,
     pub scans: Vec<ScanRow>,
     pub indices: Vec<IndexRow>,
@@ -189,6 +193,21 @@ impl LaunchPlan {
         }
         if self.diffs.len() > first {
             self.step(LaunchStep::Diff(first..self.diffs.len()));
+        }
+    }
+
+    /// Adds the digests of all chunks of these ranges, which go to `target` one after the other.
+    pub fn digests(&mut self, sources: &[(u64, u64)], key: u64, mut target: u64) {
+        let first = self.digests.len();
+        for (source, len) in sources {
+            for begin in (0..*len).step_by(DIGEST_CHUNK_LEN as usize) {
+                let len = (len - begin).min(u64::from(DIGEST_CHUNK_LEN)) as u32;
+                self.digests.push(DigestRow { source: source + begin, key, target, len, reserved: 0 });
+                target += DIGEST_LEN as u64;
+            }
+        }
+        if self.digests.len() > first {
+            self.step(LaunchStep::Digest(first..self.digests.len()));
         }
     }
 

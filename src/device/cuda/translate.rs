@@ -14,6 +14,7 @@ use super::abi::{IndexRow, PieceRow};
 use super::handles::{Allocation, Handles};
 use super::plan::{Area, LaunchPlan, LaunchStep, PlannedPiece, remainder_words, select_rows};
 use super::resource::Kind;
+use crate::device::digests::check_digests;
 use crate::device::{
     Command, IndexList, MemoryId, Payload, Piece, PieceKind, SHORT_COPY_LEN_MAX, Selection, Span, Staging,
     StagingSpan,
@@ -111,6 +112,7 @@ impl ListPlanner<'_> {
             Command::Diff { left, right, width, target } => self.diff(*left, *right, *width, *target),
             Command::Select { bitmaps, target } => self.select(bitmaps, *target),
             Command::Crc { sources, target } => self.crc(sources, *target),
+            Command::Digest { sources, key, target } => self.digest(sources, *key, *target),
             Command::Pick { source, width, indices, target } => {
                 self.pick(*source, *width, *indices, *target);
             }
@@ -291,6 +293,13 @@ impl ListPlanner<'_> {
         let extents: Vec<(u64, u64)> = sources.iter().map(|span| (self.address(*span), span.len)).collect();
         self.plan.crcs(&extents, (Area::Staging(target.index), staged), self.scratch);
         self.scratch += remainders_len(sources);
+    }
+
+    fn digest(&mut self, sources: &[Span], key: Span, target: StagingSpan) {
+        check_digests(sources, key, target);
+        let extents: Vec<(u64, u64)> = sources.iter().map(|span| (self.address(*span), span.len)).collect();
+        let (key, staged) = (self.address(key), self.staged(target));
+        self.plan.digests(&extents, key, staged);
     }
 
     fn piece(&mut self, row: PieceRow, target: Span, sources: [Option<Area>; 2]) {

@@ -7,8 +7,10 @@ use std::collections::HashSet;
 
 use remanent_format::Width;
 
+use super::super::digests::{check_digests, digest};
 use super::super::{
-    Command, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Selection, Span, Staging, StagingSpan,
+    Command, DIGEST_CHUNK_LEN, DIGEST_LEN, INDEX_OUT_OF_BOUNDS, INDEX_TWICE, IndexList, Selection, Span,
+    Staging, StagingSpan,
 };
 use super::HostDevice;
 
@@ -40,6 +42,10 @@ impl HostDevice {
             Command::Diff { left, right, width, target } => self.diff(left, right, width, target),
             Command::Select { bitmaps, target } => self.select(&bitmaps, staged_mut(staging, target)),
             Command::Crc { sources, target } => self.crc(&sources, staged_mut(staging, target)),
+            Command::Digest { sources, key, target } => {
+                check_digests(&sources, key, target);
+                self.digest(&sources, key, staged_mut(staging, target));
+            }
             Command::Pick { source, width, indices, target } => {
                 self.pick(source, width, staged(staging, indices), target);
             }
@@ -139,6 +145,21 @@ impl HostDevice {
         for (source, sum) in sources.iter().zip(target.chunks_exact_mut(4)) {
             let memory = self.memory(source.memory);
             sum.copy_from_slice(&memory.read(*source, crc32fast::hash).to_le_bytes());
+        }
+    }
+
+    fn digest(&self, sources: &[Span], key: Span, target: &mut [u8]) {
+        let mut digests = target.chunks_exact_mut(DIGEST_LEN);
+        // Aside, so that only one memory is locked at a time.
+        let mut key_bytes = Vec::new();
+        self.memory(key.memory).read(key, |key| key_bytes.extend_from_slice(key));
+        for source in sources {
+            let memory = self.memory(source.memory);
+            memory.read(*source, |bytes| {
+                for (chunk, out) in bytes.chunks(DIGEST_CHUNK_LEN as usize).zip(&mut digests) {
+                    out.copy_from_slice(&digest(chunk, &key_bytes));
+                }
+            });
         }
     }
 

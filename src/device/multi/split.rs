@@ -2,7 +2,9 @@
 
 use super::DeviceAddress;
 use crate::device::spans::{overlap, staged_spans};
-use crate::device::{Command, IndexList, Payload, Piece, Selection, Span, StagingSpan};
+use crate::device::{
+    Command, DIGEST_LEN, IndexList, Payload, Piece, Selection, Span, StagingSpan, digest_count,
+};
 use crate::error::Result;
 
 /// A range of one part's page memory.
@@ -106,6 +108,19 @@ impl<F: Fn(Span) -> DeviceAddress, A: FnMut(usize, u64) -> Result<Span>> SplitPl
                 for of_part in local.chunk_by(|one, next| one.part == next.part) {
                     let sources = of_part.iter().map(|source| source.span).collect();
                     self.run(of_part[0].part, Command::Crc { sources, target: words.next(of_part.len()) });
+                }
+            }
+            Command::Digest { sources, key, mut target } => {
+                let local: Vec<PartSpan> = sources.into_iter().map(|source| self.local(source)).collect();
+                for of_part in local.chunk_by(|one, next| one.part == next.part) {
+                    let sources: Vec<Span> = of_part.iter().map(|source| source.span).collect();
+                    let count: u64 = sources.iter().map(|source| digest_count(source.len)).sum();
+                    let digests = StagingSpan { len: DIGEST_LEN * count as usize, ..target };
+                    target.len = target.len.checked_sub(digests.len).expect("no more digests than room");
+                    target.offset += digests.len;
+                    let part = of_part[0].part;
+                    let key = self.brought(part, key)?;
+                    self.run(part, Command::Digest { sources, key, target: digests });
                 }
             }
             Command::Pick { source, width, indices, target } => {
@@ -233,6 +248,7 @@ pub(super) fn staging_indices(command: &mut Command) -> Vec<&mut usize> {
         | Command::Download { target: span, .. }
         | Command::Select { target: span, .. }
         | Command::Crc { target: span, .. }
+        | Command::Digest { target: span, .. }
         | Command::Pick { indices: span, .. }
         | Command::Validate { target: span, .. } => vec![&mut span.index],
         Command::Apply { pieces } => pieces

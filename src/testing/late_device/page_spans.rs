@@ -22,6 +22,7 @@ pub fn page_spans(commands: &[Command]) -> Vec<Span> {
                 spans.extend(bitmaps.iter().flat_map(|of| [of.bits, of.indices]));
             }
             Command::Crc { sources, .. } => spans.extend(sources),
+            Command::Digest { sources, key, .. } => spans.extend(sources.iter().chain([key])),
             Command::Pick { source, target, .. } => spans.extend([*source, *target]),
             Command::Validate { lists, .. } => spans.extend(lists.iter().map(|list| list.indices)),
         }

@@ -2,7 +2,8 @@
 
 use remanent::Width;
 use remanent::device::{
-    Command, IndexList, Lane, MemoryId, Payload, Piece, PieceKind, Selection, Span, StagingSpan,
+    Command, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, IndexList, Lane, MemoryId, Payload, Piece,
+    PieceKind, Selection, Span, StagingSpan, digest_count, digest_key,
 };
 
 use super::model::{Case, CaseList};
@@ -34,6 +35,7 @@ pub fn table(every: usize) -> Vec<Case> {
         overlapping_pieces(),
         gather_and_scatter_back(),
         many_checksums(),
+        digests(),
         validations(),
         selections(),
         long_diff(),
@@ -284,6 +286,27 @@ fn many_checksums() -> Case {
         vec![bytes(1, 5000)],
         staging,
         vec![Command::Crc { sources, target }],
+    )
+}
+
+/// Around the borders of vectors, rows and chunks, on a boundary of sixteen bytes and off it; zeros and all
+/// bits set, which make the largest sums.
+fn digests() -> Case {
+    const CHUNK: usize = DIGEST_CHUNK_LEN as usize;
+    let lens = [0, 1, 15, 16, 17, 4095, 4096, 4097, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 40];
+    let mut sources: Vec<Span> = lens.iter().flat_map(|len| OFFSETS.map(|at| span(0, at, *len))).collect();
+    sources.extend([span(2, 0, CHUNK), span(3, 0, CHUNK)]);
+    let count: u64 = sources.iter().map(|source| digest_count(source.len)).sum();
+    let len = DIGEST_LEN * count as usize;
+    let seed = bytes(16, DIGEST_SEED_LEN).try_into().unwrap();
+    let key = [vec![0; 8], digest_key(&seed).unwrap()].concat();
+    let key_at = span(1, 8, key.len() - 8);
+    let target = StagingSpan { index: 0, offset: 8, len };
+    Case::new(
+        "digests".to_owned(),
+        vec![bytes(1, 2 * CHUNK + 80), key, vec![0; CHUNK], vec![0xFF; CHUNK]],
+        vec![bytes(17, len + 16)],
+        vec![Command::Digest { sources, key: key_at, target }],
     )
 }
 

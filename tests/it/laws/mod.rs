@@ -169,8 +169,8 @@ fn a_receipt_tells_what_ran_and_what_came_of_it() {
     let short = run_laws(&HostDevice::new(), SHORT_EVERY);
     let ran: Vec<&str> = short.ran().collect();
     let all = [
-        "copy", "crc", "dense", "diff", "download", "fill", "gather", "masked", "pick", "scatter", "select",
-        "sparse", "upload", "validate",
+        "copy", "crc", "dense", "diff", "digest", "download", "fill", "gather", "masked", "pick", "scatter",
+        "select", "sparse", "upload", "validate",
     ];
     assert_eq!(ran, all, "a short run leaves no command out");
 
@@ -321,6 +321,9 @@ fn named(command: &Command, ids: &[MemoryId]) -> Command {
         Command::Select { bitmaps, target } => {
             let on = |of: &Selection| Selection { bits: on(&of.bits), indices: on(&of.indices) };
             Command::Select { bitmaps: bitmaps.iter().map(on).collect(), target: *target }
+        }
+        Command::Digest { sources, key, target } => {
+            Command::Digest { sources: sources.iter().map(on).collect(), key: on(key), target: *target }
         }
         Command::Crc { sources, target } => {
             Command::Crc { sources: sources.iter().map(on).collect(), target: *target }

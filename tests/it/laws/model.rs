@@ -138,6 +138,17 @@ impl Run<'_> {
                     });
                 }
             }
+            Command::Digest { sources, key, target } => {
+                let key: Vec<u8> = (0..key.len).map(|at| self.get(*key, at)).collect();
+                let mut number = 0;
+                for source in sources {
+                    let bytes: Vec<u8> = (0..source.len).map(|at| self.get(*source, at)).collect();
+                    for byte in bytes.chunks(64 << 10).flat_map(|chunk| digest(chunk, &key)) {
+                        self.stage(*target, number, byte);
+                        number += 1;
+                    }
+                }
+            }
             Command::Pick { source, width, indices, target } => {
                 for number in 0..indices.len / 4 {
                     let index =
@@ -226,4 +237,36 @@ impl Run<'_> {
         assert!(at < span.len);
         self.staging[span.index][span.offset + at] = byte;
     }
+}
+
+/// A chunk's digest by the book: numbers that are never folded, columns one after the other.
+fn digest(chunk: &[u8], key: &[u8]) -> Vec<u8> {
+    let prime = (1_u128 << 61) - 1;
+    let word = |bytes: &[u8], at: usize| -> u128 {
+        let byte = |index| bytes.get(at + index).copied().unwrap_or(0);
+        u128::from(u64::from_le_bytes(std::array::from_fn(byte)))
+    };
+    let pass = |pass: usize| {
+        let point = word(key, 8 * (34 + 257 * pass));
+        let (mut value, mut power) = (chunk.len() as u128, 1);
+        for column in 0..256 {
+            let mut sum = 0_u128;
+            for row in 0..16 {
+                let at = 16 * (256 * row + column);
+                if at < chunk.len() {
+                    let factor = |half: usize| {
+                        let key = word(key, 8 * (2 * (row + pass) + half));
+                        (word(chunk, at + 8 * half) + key) % (1 << 64)
+                    };
+                    sum = sum.wrapping_add(factor(0) * factor(1));
+                }
+            }
+            for limb in [sum % (1 << 60), (sum >> 60) % (1 << 60), sum >> 120] {
+                power = power * point % prime;
+                value = (value + limb * power) % prime;
+            }
+        }
+        (value as u64).to_le_bytes()
+    };
+    [pass(0), pass(1)].concat()
 }

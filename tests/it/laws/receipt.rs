@@ -90,6 +90,7 @@ fn names(command: &Command) -> Vec<&'static str> {
         Command::Diff { .. } => "diff",
         Command::Select { .. } => "select",
         Command::Crc { .. } => "crc",
+        Command::Digest { .. } => "digest",
         Command::Pick { .. } => "pick",
         Command::Validate { .. } => "validate",
     };

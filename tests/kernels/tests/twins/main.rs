@@ -10,12 +10,12 @@ use kernels_on_cpu::{launch, launch_apply};
 use memory::{Fenced, Random};
 use remanent::device::cuda::abi::{
     APPLY_BY_BLOCK, APPLY_BY_WARP, CRC_CHUNK_LEN, CRC_CHUNKS, CRC_COMBINE, CRC_FIRST, CRC_LAST, CombineRow,
-    CrcRow, DIFF, DiffRow, IndexRow, MASK_STEPS, OUT_OF_BOUNDS, PartRow, PieceRow, SELECT_COUNT, SELECT_EMIT,
+    CrcRow, DIFF, DIGEST, DiffRow, DigestRow, IndexRow, MASK_STEPS, OUT_OF_BOUNDS, PartRow, PieceRow, SELECT_COUNT, SELECT_EMIT,
     SELECT_SCAN, ScanRow, SelectRow, TWICE, VALIDATE,
 };
 use remanent::device::host::HostDevice;
 use remanent::device::{
-    Command, CommandList, Device, Lane, Payload, Piece, PieceKind, Span, Staging, StagingSpan,
+    Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Device, Lane, Payload, Piece, PieceKind, Span, Staging, StagingSpan, digest_key,
 };
 use remanent::{Place, Width};
 
@@ -371,6 +371,65 @@ fn differing_elements_are_marked() {
         unsafe { launch(DIFF, &rows, seed) };
         assert!(*found == *expected, "{width:?}, seed {seed}");
     }
+}
+
+#[test]
+fn digests_are_the_hosts() {
+    let random = &mut Random(7);
+    let seed = random.bytes(DIGEST_SEED_LEN).try_into().unwrap();
+    let key = Fenced::of(&digest_key(&seed).unwrap());
+    let edges = [0, 1, 16, 4096, 8192, 32 << 10, DIGEST_CHUNK_LEN as usize];
+    for seed in 0..60 {
+        let random = &mut Random(seed);
+        let sources: Vec<Fenced> = (0..4)
+            .map(|_| {
+                let edge = edges[random.below(edges.len())];
+                let len = (edge + random.below(35)).saturating_sub(17).clamp(1, DIGEST_CHUNK_LEN as usize);
+                // What ends at a fence begins at any address, unless its length is a multiple of 16.
+                let len = [len, len.next_multiple_of(16).min(DIGEST_CHUNK_LEN as usize)][random.below(2)];
+                Fenced::of(&random.bytes(len))
+            })
+            .collect();
+        let found = Fenced::of(&vec![0; DIGEST_LEN * sources.len()]);
+        let rows: Vec<DigestRow> = (found.address()..)
+            .step_by(DIGEST_LEN)
+            .zip(&sources)
+            .map(|(target, source)| DigestRow {
+                source: source.address(),
+                key: key.address(),
+                target,
+                len: source.len() as u32,
+                reserved: 0,
+            })
+            .collect();
+        // SAFETY: sources, key and digests live until the end.
+        unsafe { launch(DIGEST, &rows, seed) };
+        for (index, source) in sources.iter().enumerate() {
+            let expected = digest_on_host(source, &key);
+            let found = &found[DIGEST_LEN * index..][..DIGEST_LEN];
+            assert_eq!(found, expected, "{} bytes, seed {seed}", source.len());
+        }
+    }
+}
+
+/// The digest of one chunk, by the host device.
+fn digest_on_host(chunk: &[u8], key: &[u8]) -> Vec<u8> {
+    let device = HostDevice::new();
+    let (mut commands, mut staging) = (Vec::new(), Vec::new());
+    let mut uploaded = |bytes: &[u8]| {
+        let len = bytes.len() as u64;
+        let target = Span { memory: device.allocate(Place::Host, len).unwrap(), offset: 0, len };
+        let source = StagingSpan { index: staging.len(), offset: 0, len: bytes.len() };
+        staging.push(Staging::new(bytes.to_vec()));
+        commands.push(Command::Upload { source, target });
+        target
+    };
+    let (source, key) = (uploaded(chunk), uploaded(key));
+    let target = StagingSpan { index: 2, offset: 0, len: DIGEST_LEN };
+    commands.push(Command::Digest { sources: vec![source], key, target });
+    staging.push(Staging::new(vec![0; DIGEST_LEN]));
+    let pending = device.submit(Lane::Apply, CommandList { commands, staging }).unwrap();
+    pending.finish(&device).unwrap().swap_remove(2).to_vec()
 }
 
 /// Bits of every density, in rows of any length of whole words, with more room than they need and with less.

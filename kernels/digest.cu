@@ -1,0 +1,167 @@
+// Digests of chunks: sixteen bytes under a key that nobody else knows, so that two contents of a chunk have
+// one digest with a probability below 2^-100, whatever they are. `src/device/digests.rs` says what is
+// computed, and why that holds.
+//
+// A chunk is 4096 vectors of sixteen bytes, 256 columns of sixteen. Thread t takes column t: vectors t,
+// t + 256, t + 512 and so on, in two sums of products (NH), which need 34 words of key that are the same for
+// all threads. Then the block adds the columns' sums as the coefficients of two polynomials modulo 2^61 - 1,
+// for which each thread has its power of the key ready. So no thread talks to another one before its sixteen
+// vectors are done.
+//
+// Grid: a block of 256 threads for each row.
+//
+// Owner: the first thread of a block writes the sixteen bytes of its row. No other thread writes.
+//
+// Why the result is deterministic: sums modulo 2^128 and modulo 2^61 - 1 are the same in any order.
+//
+// Checked before: the range lies within its memory and is not longer than DIGEST_CHUNK_LEN; the key is whole
+// and begins at a multiple of 8.
+//
+// Bytes moved: each byte of the range is read once, by loads of sixteen bytes where it begins on such a
+// boundary and by single bytes otherwise. Each block reads the 4.4 KiB of the key, which the caches hold.
+
+#include "common.cuh"
+
+constexpr u32 THREADS = 256;
+constexpr u32 WARPS = THREADS / 32;
+// Vectors of a column.
+constexpr u32 DEPTH = DIGEST_CHUNK_LEN / 16 / THREADS;
+// Vectors of a thread that are under way at a time: loads first, sums after them.
+constexpr u32 AT_ONCE = 8;
+constexpr u32 PASSES = 2;
+constexpr u64 PRIME = (1ull << 61) - 1;
+
+// The key as it lies in memory.
+struct DigestKey {
+    // Pass n begins at word 2 n.
+    u64 words[2 * DEPTH + 2 * (PASSES - 1)];
+    struct {
+        // The point r at which the polynomial is evaluated, and r^(3 t + 1) for each column t.
+        u64 point;
+        u64 powers[THREADS];
+    } passes[PASSES];
+};
+static_assert(sizeof(DigestKey) == DIGEST_KEY_LEN, "DigestKey");
+
+// A sum modulo 2^128.
+struct Sum128 {
+    u64 low;
+    u64 high;
+
+    __device__ __forceinline__ void add_product(u64 one, u64 other) {
+        const u64 product = one * other;
+        low += product;
+        high += __umul64hi(one, other) + (low < product);
+    }
+};
+
+// A number below 2^62 that is the same modulo 2^61 - 1.
+__device__ __forceinline__ u64 folded(u64 number) {
+    return (number & PRIME) + (number >> 61);
+}
+
+// The product modulo 2^61 - 1, below 2^62. The factors are below 2^62.
+__device__ __forceinline__ u64 times(u64 one, u64 other) {
+    const u64 low = one * other, high = __umul64hi(one, other);
+    // Below 2^61 and 2^63.
+    return folded((low & PRIME) + (low >> 61 | high << 3));
+}
+
+// The coefficients of a column: its sum in limbs of sixty bits, times the column's power.
+__device__ __forceinline__ u64 column(const Sum128 &sum, u64 point, u64 power) {
+    constexpr u64 LIMB = (1ull << 60) - 1;
+    const u64 limbs[3] = {sum.low & LIMB, (sum.low >> 60 | sum.high << 4) & LIMB, sum.high >> 56};
+    const u64 inner = folded(times(limbs[2], point) + limbs[1]);
+    return times(folded(times(inner, point) + limbs[0]), power);
+}
+
+// The sum of one number of each lane, modulo 2^61 - 1, in lane 0.
+__device__ __forceinline__ u64 over_warp(u64 number) {
+    for (u32 distance = 16; distance > 0; distance /= 2) {
+        const u32 low = __shfl_down_sync(EVERYONE, u32(number), distance);
+        const u32 high = __shfl_down_sync(EVERYONE, u32(number >> 32), distance);
+        number = folded(number + (u64(high) << 32 | low));
+    }
+    return number;
+}
+
+// A vector of a range that may begin at any address and end within the vector: zeros follow it.
+__device__ __forceinline__ Bytes16 load_bytes(const u8 *bytes, u64 begin, u64 len) {
+    Bytes16 vector = {};
+#pragma unroll
+    for (u32 byte = 0; byte < 16; byte++) {
+        if (begin + byte < len) {
+            vector.word[byte / 4] |= u32(bytes[begin + byte]) << (8 * (byte % 4));
+        }
+    }
+    return vector;
+}
+
+// Adds the vector of this row to both sums.
+__device__ __forceinline__ void add_vector(Sum128 (&found)[PASSES], const u64 *words, u32 row, const Bytes16 &vector) {
+    const u64 left = u64(vector.word[1]) << 32 | vector.word[0], right = u64(vector.word[3]) << 32 | vector.word[2];
+#pragma unroll
+    for (u32 pass = 0; pass < PASSES; pass++) {
+        const u32 word = 2 * (row + pass);
+        found[pass].add_product(left + words[word], right + words[word + 1]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) digest(const DigestRow *rows, u32 row_count) {
+    __shared__ u64 words[2 * DEPTH + 2 * (PASSES - 1)];
+    __shared__ u64 sums[PASSES][WARPS];
+    const DigestRow row = rows[blockIdx.x];
+    const DigestKey &key = *at<const DigestKey>(row.key);
+    const u32 thread = threadIdx.x;
+    if (thread < sizeof(words) / sizeof(u64)) {
+        words[thread] = key.words[thread];
+    }
+    __syncthreads();
+
+    Sum128 found[PASSES] = {};
+    const u32 whole = aligned(row.source, 0, 16) ? row.len / 16 : 0;
+    const Bytes16 *vectors = at<const Bytes16>(row.source);
+    for (u32 first = 0; first * THREADS + thread < whole; first += AT_ONCE) {
+        Bytes16 loaded[AT_ONCE];
+        // All loads first: eight vectors of a thread are under way before the first product.
+#pragma unroll
+        for (u32 k = 0; k < AT_ONCE; k++) {
+            const u32 vector = (first + k) * THREADS + thread;
+            if (vector < whole) {
+                loaded[k] = vectors[vector];
+            }
+        }
+#pragma unroll
+        for (u32 k = 0; k < AT_ONCE; k++) {
+            if ((first + k) * THREADS + thread < whole) {
+                add_vector(found, words, first + k, loaded[k]);
+            }
+        }
+    }
+    // What does not begin on a boundary, and the end of what does.
+    const u32 count = (row.len + 15) / 16;
+    for (u32 vector = whole / THREADS * THREADS + thread; vector < count; vector += THREADS) {
+        if (vector >= whole) {
+            add_vector(found, words, vector / THREADS, load_bytes(at<const u8>(row.source), 16ull * vector, row.len));
+        }
+    }
+#pragma unroll
+    for (u32 pass = 0; pass < PASSES; pass++) {
+        const u64 sum = over_warp(column(found[pass], key.passes[pass].point, key.passes[pass].powers[thread]));
+        if (thread % 32 == 0) {
+            sums[pass][thread / 32] = sum;
+        }
+    }
+    __syncthreads();
+    if (thread == 0) {
+        for (u32 pass = 0; pass < PASSES; pass++) {
+            // The length is the constant of the polynomial.
+            u64 sum = row.len;
+            for (u32 warp = 0; warp < WARPS; warp++) {
+                sum = folded(sum + sums[pass][warp]);
+            }
+            sum = folded(sum);
+            at<u64>(row.target)[pass] = sum >= PRIME ? sum - PRIME : sum;
+        }
+    }
+}
