@@ -142,6 +142,7 @@ impl Store {
             files: catalog.files.clone(),
             known: catalog.known.clone(),
             takes_snapshots: options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some(),
+            digest_keys: Mutex::default(),
             images,
             ahead_bytes_min: options.segment_len / BULK_SHARE,
         });

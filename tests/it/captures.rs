@@ -16,7 +16,9 @@ use remanent::{
 use crate::device_ops::{PLACE, content, devices, open, page};
 use crate::kill::workload::Random;
 
-const SHADOWS: [Shadow; 3] = [Shadow::Page, Shadow::Kept(Place::Device(0)), Shadow::Kept(Place::Pinned)];
+/// Shadows that find elements.
+const COPIES: [Shadow; 3] = [Shadow::Page, Shadow::Kept(Place::Device(0)), Shadow::Kept(Place::Pinned)];
+const SHADOWS: [Shadow; 4] = [COPIES[0], COPIES[1], COPIES[2], Shadow::Digest];
 
 fn host() -> Store {
     open(&SimDisk::new(), Arc::new(HostDevice::new()))
@@ -174,7 +176,7 @@ fn a_capture_brings_indices_and_values_to_the_host() {
     let device = Arc::new(Counting { inner: HostDevice::new(), brought: AtomicU64::new(0) });
     let store = open(&SimDisk::new(), device.clone());
     let page = page(&store, &[7; LEN]);
-    for shadow in SHADOWS {
+    for shadow in COPIES {
         let copy = store.working_copy(page, Width::W1, shadow).unwrap();
         // From one changed element in thirty-two on, a bitmap is shorter than indices.
         for (every, per_element) in [(LEN, 0), (1000, 5), (40, 5), (20, 0)] {
@@ -262,7 +264,7 @@ fn what_was_staged_stays_until_the_shadow_has_it() {
 
 #[test]
 fn declared_ranges_are_looked_at_and_no_others() {
-    for shadow in SHADOWS {
+    for shadow in COPIES {
         let store = host();
         let page = page(&store, &[0; 1000]);
         let copy = store.working_copy(page, Width::W1, shadow).unwrap();
@@ -309,7 +311,7 @@ fn changes_of_others_are_never_taken_back() {
 /// Two threads capture copies of one page, again and again: each change is there at the end, once.
 #[test]
 fn of_two_captures_at_once_one_wins_and_the_other_hears_of_it() {
-    for seed in 0..4 {
+    for (seed, shadow) in (0..4).flat_map(|seed| [(seed, Shadow::Page), (seed, Shadow::Digest)]) {
         let device: Arc<dyn Device> = if seed == 0 {
             Arc::new(HostDevice::new())
         } else {
@@ -321,7 +323,7 @@ fn of_two_captures_at_once_one_wins_and_the_other_hears_of_it() {
             for thread in 0..2_u64 {
                 let store = &store;
                 scope.spawn(move || {
-                    let copy = store.working_copy(page, Width::W1, Shadow::Page).unwrap();
+                    let copy = store.working_copy(page, Width::W1, shadow).unwrap();
                     for _ in 0..20 {
                         // Both threads count in the same byte, and each in one of its own.
                         loop {
@@ -340,15 +342,19 @@ fn of_two_captures_at_once_one_wins_and_the_other_hears_of_it() {
                 });
             }
         });
-        assert_eq!(content(&store, page)[..4], [40, 20, 20, 0], "seed {seed}");
+        assert_eq!(content(&store, page)[..4], [40, 20, 20, 0], "seed {seed}, {shadow:?}");
     }
 }
 
 #[test]
 fn several_captures_are_one_batch_or_none() {
+    SHADOWS.into_iter().for_each(several_captures_are_one_batch_or_none_with);
+}
+
+fn several_captures_are_one_batch_or_none_with(shadow: Shadow) {
     let store = host();
     let pages = [page(&store, &[0; 40]), page(&store, &[0; 40])];
-    let copies = pages.map(|page| store.working_copy(page, Width::W4, Shadow::Page).unwrap());
+    let copies = pages.map(|page| store.working_copy(page, Width::W4, shadow).unwrap());
     copies.iter().for_each(|copy| copy.bytes().write(4, &[1; 4]).unwrap());
     let both = || {
         let mut batch = store.batch();

@@ -26,6 +26,8 @@ mod defences;
 mod device_ops;
 mod device_reads;
 mod devices;
+mod digests;
+mod disk_captures;
 mod direct_io;
 mod disk_faults;
 mod disk_laws;

@@ -3,13 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use remanent::device::Device;
 use remanent::device::host::HostDevice;
-use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{Operation, SimDisk};
 use remanent::{
-    Budget, Compression, Direction, Error, FileName, Folder, Options, PageId, PageLoad, Place, Remedy,
-    Shadow, SnapshotOptions, StatePoint, Store, Width,
+    Budget, Compression, Error, FileName, Folder, Options, PageId, PageLoad, Place, Remedy, SnapshotOptions,
+    StatePoint, Store, Width,
 };
 
 use crate::files::{Files, small};
@@ -19,13 +17,13 @@ use crate::kill::workload::Random;
 const LONG: u64 = (3 << 20) + 77;
 const SHORT: u64 = 5000;
 
-fn commit(store: &Store, build: impl FnOnce(&mut remanent::WriteBatch)) -> Vec<PageId> {
+pub fn commit(store: &Store, build: impl FnOnce(&mut remanent::WriteBatch)) -> Vec<PageId> {
     let mut batch = store.batch();
     build(&mut batch);
     store.commit(batch).unwrap().pages
 }
 
-fn move_to(store: &Store, page: PageId, place: Place) {
+pub fn move_to(store: &Store, page: PageId, place: Place) {
     commit(store, |batch| _ = batch.move_to(page, place));
 }
 
@@ -38,12 +36,12 @@ fn without_memory() -> Options {
     )
 }
 
-fn opened(disk: &SimDisk, options: Options) -> Store {
+pub fn opened(disk: &SimDisk, options: Options) -> Store {
     Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap()
 }
 
 /// Options under which a page's bytes can be found in the files.
-fn uncompressed() -> Options {
+pub fn uncompressed() -> Options {
     small().compression(Compression::Off)
 }
 
@@ -478,164 +476,4 @@ fn a_store_holds_more_pages_than_memory() {
     }
     let written = store.snapshot().unwrap().bytes_written;
     assert_eq!(written, 0, "pages that only moved are not written again");
-}
-
-/// Bytes of the caller's, as long as a page, for kernels to write.
-fn tensor(store: &Store, bytes: &[u8]) -> remanent::DeviceBytes {
-    let tensor = store.device_bytes(bytes.len() as u64, Place::Device(0)).unwrap();
-    tensor.write(0, bytes).unwrap();
-    tensor
-}
-
-/// The image files of a store, and how many bytes they hold.
-fn image_bytes(disk: &SimDisk) -> u64 {
-    let files = Files::of(disk);
-    let names = files.names(|file| matches!(file, FileName::Pages(_)));
-    names.iter().map(|name| files.0[name].len() as u64).sum()
-}
-
-/// A state that lives in the caller's memory and on disk: no memory of the store's holds the page. Changes
-/// are found against a shadow.
-#[test]
-fn a_working_copy_stands_for_a_page_on_disk() {
-    const LEN: usize = 300 << 10;
-    let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
-    for device in [host(), Arc::new(LateDevice::seeded(host(), 8))] {
-        let disk = SimDisk::new();
-        let reopen = || Store::open_on(Arc::new(disk.clone()), device.clone(), uncompressed()).unwrap();
-        let mut random = Random(21);
-        let mut plain = random.bytes(LEN as u64);
-        let mut store = reopen();
-        let page = commit(&store, |batch| _ = batch.create_from(plain.clone(), Place::Disk))[0];
-        // Also a page that is more than its image.
-        plain[70..80].fill(1);
-        commit(&store, |batch| _ = batch.write(page, 70, &[1; 10]));
-
-        let memory = tensor(&store, &[0; LEN]);
-        let refused = store.working_copy_in(page, &memory, Width::W4, Shadow::Page, Direction::Load);
-        assert!(
-            matches!(&refused, Err(Error::PlaceUnavailable { place: Place::Disk, reason }) if reason.contains("Shadow::Kept")),
-            "{refused:?}"
-        );
-        let kept = Shadow::Kept(Place::Host);
-        let copy = store.working_copy_in(page, &memory, Width::W4, kept, Direction::Load).unwrap();
-        let in_memory = |copy: &remanent::WorkingCopy| {
-            let mut found = vec![0; LEN];
-            copy.bytes().read(0, &mut found).unwrap();
-            found
-        };
-        assert!(in_memory(&copy) == plain, "what was loaded");
-        assert_eq!(store.page(page).unwrap().place, Place::Disk);
-
-        // A few elements go to the log.
-        let capture = |store: &Store, plain: &mut Vec<u8>, changes: &[std::ops::Range<usize>], salt: u8| {
-            for range in changes {
-                plain[range.clone()].iter_mut().for_each(|byte| *byte = byte.wrapping_add(salt));
-                copy.bytes().write(range.start as u64, &plain[range.clone()]).unwrap();
-            }
-            let before = (store.stats().log.bytes, image_bytes(&disk));
-            commit(store, |batch| _ = batch.capture(&copy));
-            assert!(store.read_to_vec(page).unwrap() == *plain, "{changes:?}");
-            (store.stats().log.bytes - before.0, image_bytes(&disk) - before.1)
-        };
-        let (logged, in_images) = capture(&store, &mut plain, &[4..8, 9000..9100, LEN - 4..LEN], 3);
-        assert!(logged < 4096 && in_images == 0, "{logged} bytes in the log, {in_images} in images");
-        // Much of the page goes to an image, once.
-        let (logged, in_images) = capture(&store, &mut plain, std::slice::from_ref(&(100..LEN / 2)), 5);
-        assert!(logged < 4096 && in_images >= LEN as u64, "{logged} bytes in the log, {in_images} in images");
-        assert_eq!(store.stats().pending_bytes, 0, "the image has all of them");
-        let (logged, in_images) = capture(&store, &mut plain, std::slice::from_ref(&(0..4)), 7);
-        assert!(logged < 4096 && in_images == 0, "{logged} bytes in the log, {in_images} in images");
-        let written = store.snapshot().unwrap().bytes_written;
-        assert!(written >= LEN as u64, "the page changed since its image: {written}");
-
-        // Changes of others are not taken back.
-        commit(&store, |batch| _ = batch.write(page, 0, &[9]));
-        plain[0] = 9;
-        let refused = store.commit({
-            let mut batch = store.batch();
-            batch.capture(&copy);
-            batch
-        });
-        assert!(matches!(refused, Err(Error::Conflict { .. })), "{refused:?}");
-        store.reload(&copy).unwrap();
-        assert!(in_memory(&copy) == plain, "what was loaded again");
-        // The other way round: fresh memory takes the page over with the next capture.
-        let fresh = random.bytes(LEN as u64);
-        let memory = tensor(&store, &fresh);
-        let copy = store.working_copy_in(page, &memory, Width::W1, kept, Direction::Store).unwrap();
-        commit(&store, |batch| _ = batch.capture(&copy));
-        assert!(store.read_to_vec(page).unwrap() == fresh);
-        // It goes on as a copy of a page in memory, and back.
-        let mut plain = fresh;
-        for (place, at) in [(Place::Host, 10), (Place::Disk, 20), (Place::Pinned, 30)] {
-            move_to(&store, page, place);
-            plain[at] ^= 0xff;
-            copy.bytes().write(at as u64, &plain[at..=at]).unwrap();
-            commit(&store, |batch| _ = batch.capture(&copy));
-            assert!(store.read_to_vec(page).unwrap() == plain, "in {place:?}");
-        }
-        drop((copy, memory));
-        for _ in 0..2 {
-            drop(store);
-            store = reopen();
-            assert!(store.read_to_vec(page).unwrap() == plain);
-            store.snapshot().unwrap();
-        }
-    }
-}
-
-/// A page goes to memory and back while it is captured whole: an image that was written for the page on disk
-/// is not taken for one in memory.
-#[test]
-fn a_page_moves_while_it_is_captured() {
-    const LEN: usize = 64 << 10;
-    let disk = SimDisk::new();
-    let store = opened(&disk, uncompressed().log_kept(0));
-    let page = commit(&store, |batch| _ = batch.create(LEN as u64, Place::Disk))[0];
-    let memory = tensor(&store, &[0; LEN]);
-    let kept = Shadow::Kept(Place::Host);
-    let copy = store.working_copy_in(page, &memory, Width::W1, kept, Direction::Load).unwrap();
-    let is_over = AtomicBool::new(false);
-    let mut by_image = 0;
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            for place in [Place::Host, Place::Disk].into_iter().cycle() {
-                if is_over.load(Ordering::Relaxed) {
-                    break;
-                }
-                move_to(&store, page, place);
-            }
-        });
-        for round in 1..=200_u8 {
-            copy.bytes().write(0, &[round; LEN]).unwrap();
-            let logged = store.stats().log.bytes;
-            commit(&store, |batch| _ = batch.capture(&copy));
-            by_image += usize::from(store.stats().log.bytes - logged < LEN as u64);
-            assert!(store.read_to_vec(page).unwrap() == [round; LEN], "round {round}");
-        }
-        is_over.store(true, Ordering::Relaxed);
-    });
-    assert!(by_image > 0, "some found the page on disk");
-}
-
-/// A capture that loses its race for the page writes an image in vain, which goes.
-#[test]
-fn an_image_of_a_capture_that_is_refused_goes() {
-    const LEN: usize = 64 << 10;
-    let disk = SimDisk::new();
-    let store = opened(&disk, uncompressed());
-    let page = commit(&store, |batch| _ = batch.create(LEN as u64, Place::Disk))[0];
-    let memory = tensor(&store, &[7; LEN]);
-    let kept = Shadow::Kept(Place::Host);
-    let copy = store.working_copy_in(page, &memory, Width::W1, kept, Direction::Store).unwrap();
-    let before = image_bytes(&disk);
-    let mut batch = store.batch();
-    batch.capture(&copy).expect_epoch(page, remanent::Epoch(99));
-    let refused = store.commit(batch);
-    assert!(matches!(refused, Err(Error::Conflict { .. })), "{refused:?}");
-    assert_eq!(image_bytes(&disk), before);
-    commit(&store, |batch| _ = batch.capture(&copy));
-    assert!(store.read_to_vec(page).unwrap() == [7; LEN]);
-    assert!(image_bytes(&disk) > before);
 }

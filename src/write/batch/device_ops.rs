@@ -12,7 +12,7 @@ use remanent_format::{PageId, Width};
 use super::encode::Encoder;
 use super::sparse::CodedIndices;
 use super::{BatchStep, PageRef, WorkingCopy, WriteBatch};
-use crate::device::{DeviceBytes, Span};
+use crate::device::{DIGEST_CHUNK_LEN, DeviceBytes, Span, digest_count};
 use crate::error::{Error, Result};
 
 /// A range of a payload that the device fills.
@@ -28,9 +28,32 @@ impl DeviceFill {
     /// The length of the range in bytes.
     pub fn byte_len(&self) -> u64 {
         match &self.content {
-            FillSource::Bytes(span) | FillSource::Indices { span, .. } => span.len,
+            FillSource::Bytes(span) | FillSource::Chunks { span, .. } | FillSource::Indices { span, .. } => {
+                span.len
+            }
             FillSource::Elements { width, indices, .. } => (indices.len() * width.bytes()) as u64,
         }
+    }
+
+    /// Cuts the range off after `len` bytes, which is a multiple of a chunk's length, and returns what follows;
+    /// `None` for indices and elements, which stay together.
+    pub fn split_off(&mut self, len: u64) -> Option<Self> {
+        let after = |span: Span| Span { offset: span.offset + len, len: span.len - len, ..span };
+        let rest = match &mut self.content {
+            FillSource::Bytes(span) => {
+                let rest = FillSource::Bytes(after(*span));
+                span.len = len;
+                rest
+            }
+            FillSource::Chunks { span, key, step, first } => {
+                let first = *first + digest_count(len) as usize;
+                let rest = FillSource::Chunks { span: after(*span), key: *key, step: *step, first };
+                span.len = len;
+                rest
+            }
+            FillSource::Indices { .. } | FillSource::Elements { .. } => return None,
+        };
+        Some(Self { at: self.at + len as usize, content: rest })
     }
 }
 
@@ -39,6 +62,9 @@ impl DeviceFill {
 pub(crate) enum FillSource {
     /// Bytes as they lie on the device.
     Bytes(Span),
+    /// Chunks of a working copy, from number `first` of its page on. Their digests under this key are those of
+    /// the bytes that come to the blank. `step` is the capture.
+    Chunks { span: Span, key: Span, step: usize, first: usize },
     /// Indices that may be equal, or not below the bound: the device checks them. `step` is their operation.
     Indices { span: Span, bound: u64, step: usize },
     /// Single elements of a range, by their indices.
@@ -50,8 +76,10 @@ pub(crate) enum FillSource {
 pub(crate) struct CapturedPart {
     /// Where the part begins in the page.
     pub offset: u64,
-    /// The part's bytes, which are staged.
+    /// The part's bytes. They are staged, unless `key` says that they are the copy's own.
     pub staged: Span,
+    /// The key of digests, if the part is whole chunks of a copy that is compared with its digests.
+    pub key: Option<Span>,
     /// Changed ranges of the part, in bytes.
     pub runs: Vec<Range<u64>>,
     /// Changed elements of the part, outside of these ranges.
@@ -253,7 +281,12 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         for run in &part.runs {
             let span =
                 Span { offset: part.staged.offset + run.start, len: run.end - run.start, ..part.staged };
-            self.push_bytes(page, part.offset + run.start, span)?;
+            let offset = part.offset + run.start;
+            self.push_bytes(page, offset, span)?;
+            if let (Some(key), Some(blank)) = (part.key, self.blanks.last_mut()) {
+                let (step, first) = (self.index, (offset / DIGEST_CHUNK_LEN) as usize);
+                blank.content = FillSource::Chunks { span, key, step, first };
+            }
         }
         if part.elements.is_empty() {
             return Ok(());

@@ -29,6 +29,7 @@ pub use sources::ByteSource;
 pub(crate) use sources::SourcePage;
 pub(crate) use whole_pages::{OpImages, WHOLE_PAGE_LEN_MIN, WholePage};
 pub use working_copy::WorkingCopy;
+pub(crate) use working_copy::{ChunkDigests, CopyShadow, UNKNOWN_DIGEST};
 
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 

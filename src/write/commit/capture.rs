@@ -5,7 +5,7 @@
 //! 2. **Stage**: the copy's ranges are copied aside on the device. From here on the caller may write to
 //!    it again. Compared in place instead, the log could get other bytes than were compared.
 //! 3. **Compare** the staged bytes with the page, in the lane of deltas and at the copy's epoch, or with the
-//!    copy's shadow: `diff.rs` says how.
+//!    copy's shadow: `diff.rs` says how. A copy with digests is compared before it is staged: `digests.rs`.
 //! 4. The batch is encoded from the staged bytes, and logged if the page is still at that epoch. Without
 //!    that second look, under the lock, the bytes between two changes of ours would take back changes of
 //!    others.
@@ -19,16 +19,18 @@ use remanent_format::state::table::Changes;
 use remanent_format::{Epoch, PageId, Width};
 
 use super::Committer;
-use super::device_payload::StageMemory;
+use super::device_payload::CapturedDigests;
 use super::diff::bitmaps_len;
+use super::digests::unknown_digests;
 use super::disk_moves::is_on_disk;
-use super::ranges::{check_epoch, part, parts};
+use super::ranges::{RANGE_ALIGN, check_epoch, part, parts};
+use super::stage_memory::StageMemory;
 use crate::base::allocation::collected;
-use crate::device::{Access, Command, CommandList, Lane, Pending, Span};
+use crate::device::{Access, Command, CommandList, DIGEST_CHUNK_LEN, Lane, Pending, Span};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::Purpose;
-use crate::write::batch::{CapturedPart, ElementChanges, WorkingCopy, WriteBatch};
+use crate::write::batch::{CapturedPart, CopyShadow, ElementChanges, WorkingCopy, WriteBatch};
 
 /// The captures of a batch, with the memory that they staged.
 #[derive(Default)]
@@ -47,8 +49,33 @@ struct Capture<'a> {
     epoch: Epoch,
     /// The ranges of the page that are staged, each with where it begins in `staged`.
     parts: Vec<(Range<u64>, u64)>,
-    /// The copy's bytes as they were captured: from here they go to the payload and to the shadow.
-    staged: StageMemory,
+    /// The copy's bytes as they were captured: from here they go to the payload and to the shadow. `None` for
+    /// a copy with digests, which is gathered as it is written.
+    staged: Option<StageMemory>,
+}
+
+/// A capture of all bytes of a page.
+pub(super) struct WholeCapture<'a> {
+    /// The operation's index in the batch.
+    pub step: usize,
+    pub page: PageId,
+    pub bytes: CapturedBytes<'a>,
+}
+
+/// The place of a captured page's bytes.
+#[derive(Clone, Copy)]
+pub(super) enum CapturedBytes<'a> {
+    Staged(Span),
+    /// In the copy itself, which lies there and has this key: they are gathered as they are written.
+    InCopy(&'a WorkingCopy, Span, Span),
+}
+
+impl CapturedBytes<'_> {
+    pub fn byte_len(&self) -> u64 {
+        match self {
+            Self::Staged(span) | Self::InCopy(_, span, _) => span.len,
+        }
+    }
 }
 
 /// The source of a working copy's bytes.
@@ -79,6 +106,14 @@ pub enum Shadow {
     /// A copy of its own in this place, as long as the page and counted in the budget, which every capture
     /// takes along. Deltas of other pages do not wait for the comparison.
     Kept(remanent_format::Place),
+    /// Digests of what it was: sixteen bytes of the host's memory for each chunk of 64 KiB. Captures log whole
+    /// chunks, and take no memory on the device but for 32 MiB of them at a time. Ranges are widened to
+    /// chunks.
+    ///
+    /// A change that leaves its chunk's digest as it was is not captured. That has a probability below 2^-100
+    /// a chunk and capture, whatever the bytes are, if they were chosen without the key, which the store
+    /// draws at random when it is opened and never writes.
+    Digest,
 }
 
 impl Captures<'_> {
@@ -88,17 +123,22 @@ impl Captures<'_> {
     }
 
     /// The captures of a whole page of which more than one byte in `part` changed: the operation's index, the
-    /// page, and its staged bytes.
-    pub fn whole(&self, part: u64) -> impl Iterator<Item = (usize, PageId, Span)> {
+    /// page, and its bytes.
+    pub fn whole(&self, part: u64) -> impl Iterator<Item = WholeCapture<'_>> {
         self.taken.iter().filter_map(move |capture| {
-            let found = self.found.get(&capture.step)?;
-            let len = capture.copy.bytes().byte_len();
-            let changed: u64 = found.iter().map(|part| part.changed_bytes(capture.copy.width())).sum();
-            let is_staged = found.iter().map(|part| part.staged.len).sum::<u64>() == len;
-            if !(is_staged && changed.saturating_mul(part) > len) {
+            let Capture { step, copy, parts, staged, .. } = capture;
+            let found = self.found.get(step)?;
+            let len = copy.bytes().byte_len();
+            let changed: u64 = found.iter().map(|part| part.changed_bytes(copy.width())).sum();
+            let is_looked_at = parts.iter().map(|(range, _)| range.end - range.start).sum::<u64>() == len;
+            if !(is_looked_at && changed.saturating_mul(part) > len) {
                 return None;
             }
-            Some((capture.step, capture.copy.page(), capture.staged.part(0, len)))
+            let bytes = match staged {
+                Some(staged) => CapturedBytes::Staged(staged.part(0, len)),
+                None => CapturedBytes::InCopy(copy, copy.bytes().span(), found.first()?.key?),
+            };
+            Some(WholeCapture { step: *step, page: copy.page(), bytes })
         })
     }
 
@@ -108,13 +148,14 @@ impl Captures<'_> {
     }
 
     /// The batch is logged: from now on the copies belong to the state that it makes of their pages, so
-    /// that the next capture finds only what changed since.
-    pub fn belong_to(&self, changes: &Changes) {
+    /// that the next capture finds only what changed since. `digests` are those of the chunks that the batch
+    /// has.
+    pub fn belong_to(&self, changes: &Changes, digests: &CapturedDigests) {
         for capture in &self.taken {
             let mut pages = changes.pages().iter().filter(|(page, _)| *page == capture.copy.page());
             // A page that the same batch deletes has no state for the copy to belong to.
             if let Some((_, Some(info))) = pages.next() {
-                capture.copy.belongs_to(info.epoch);
+                capture.copy.captured(info.epoch, digests.get(&capture.step).into_iter().flatten());
             }
         }
     }
@@ -147,7 +188,18 @@ impl Committer {
         let info = self.submitted.lock().get(page).ok_or(Error::UnknownPage { page })?;
         check_epoch(page, epoch, info.epoch)?;
         // A page of that epoch has the length that it had when the copy was made of it.
-        let parts = parts(page, ranges, info.len)?;
+        if let CopyShadow::Digests(key) = copy.shadow() {
+            let parts = parts(page, ranges, info.len, DIGEST_CHUNK_LEN)?;
+            let (live, key) = (copy.bytes().arrived(Access::Read)?, key.span());
+            let found = self.changed_chunks(copy, epoch, &parts, live, key)?.into_iter().map(|run| {
+                let (staged, len) = (part(live, &run), run.end - run.start);
+                let runs = vec![0..len];
+                CapturedPart { offset: run.start, staged, key: Some(key), runs, elements: Vec::new() }
+            });
+            let found = collected(found)?;
+            return Ok((Capture { step, copy, epoch, parts, staged: None }, found));
+        }
+        let parts = parts(page, ranges, info.len, RANGE_ALIGN)?;
         let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
         let source = copy.bytes().arrived(Access::Read)?;
         let lens = [len, bitmaps_len(&parts, width)];
@@ -162,17 +214,17 @@ impl Committer {
             let byte = |element: u32| u64::from(element) * width.bytes() as u64;
             let runs = runs.into_iter().map(|run| byte(run.start)..byte(run.end)).collect();
             let staged = staged.part(*at, range.end - range.start);
-            CapturedPart { offset: range.start, staged, runs, elements }
+            CapturedPart { offset: range.start, staged, key: None, runs, elements }
         });
         let found = found.collect();
-        Ok((Capture { step, copy, epoch, parts, staged }, found))
+        Ok((Capture { step, copy, epoch, parts, staged: Some(staged) }, found))
     }
 
     /// Takes the captured bytes to the shadows, once the batch is logged. A copy whose shadow cannot
     /// follow is of no known state any more: epoch 0, at which no capture succeeds.
     pub(super) fn refresh_shadows(&self, captures: Captures<'_>) {
         for Capture { copy, parts, staged, .. } in captures.taken {
-            let Some(shadow) = copy.shadow() else { continue };
+            let (CopyShadow::Kept(shadow), Some(staged)) = (copy.shadow(), staged) else { continue };
             // From the staged bytes, not from the copy: its owner may have written to it since.
             let copies = parts.iter().map(|(range, at)| Command::Copy {
                 source: staged.part(*at, range.end - range.start),
@@ -181,7 +233,7 @@ impl Committer {
             let list = CommandList { commands: copies.collect(), staging: Vec::new() };
             // The next use of the shadow is on the same lane, so it comes after this.
             if let Err(error) = self.engine.device.submit(Lane::Stage, list) {
-                copy.belongs_to(Epoch(0));
+                copy.belongs_to(Epoch(0), Vec::new());
                 let error = self.engine.poison.set_by_device(error);
                 tracing::error!(%error, page = %copy.page(), "a working copy's shadow is lost");
             }
@@ -215,11 +267,12 @@ impl Committer {
         let shadow = match shadow {
             Shadow::Page if is_on_disk(&self.submitted.lock(), page) => {
                 let reason = "a page on disk has no memory to compare a working copy with: keep a shadow \
-                              (`Shadow::Kept`), or move the page to memory";
+                              (`Shadow::Kept`) or digests (`Shadow::Digest`), or move the page to memory";
                 return Err(Error::PlaceUnavailable { place: remanent_format::Place::Disk, reason });
             }
-            Shadow::Page => None,
-            Shadow::Kept(place) => Some(self.device_bytes(place, len)?),
+            Shadow::Page => CopyShadow::Page,
+            Shadow::Kept(place) => CopyShadow::Kept(self.device_bytes(place, len)?),
+            Shadow::Digest => CopyShadow::Digests(self.digest_key(memory.place())?),
         };
         let copy = WorkingCopy::new(page, width, memory, shadow);
         self.load(&copy, direction)?;
@@ -236,11 +289,15 @@ impl Committer {
         // Kernels that still write to it come before: their bytes would land on top of the page's.
         let memory = copy.bytes().arrived(Access::Write)?;
         let len = memory.len;
-        let shadow = copy.shadow().map(|shadow| shadow.span());
-        let targets: Vec<Span> =
-            (direction == Direction::Load).then_some(memory).into_iter().chain(shadow).collect();
+        let (kept, key) = match copy.shadow() {
+            CopyShadow::Page => (None, None),
+            CopyShadow::Kept(shadow) => (Some(shadow.span()), None),
+            CopyShadow::Digests(key) => (None, Some(key.span())),
+        };
+        let is_loaded = direction == Direction::Load;
+        let targets: Vec<Span> = is_loaded.then_some(memory).into_iter().chain(kept).collect();
         // Half loaded, it is of no state: a capture in between is refused.
-        copy.belongs_to(Epoch(0));
+        copy.belongs_to(Epoch(0), Vec::new());
         let page = copy.page();
         self.engine.applier.unloaded().wait([page])?;
         let to = targets.clone();
@@ -263,7 +320,13 @@ impl Committer {
             LoadedFrom::Memory(pending) => _ = pending.finish(&*self.engine.device)?,
             LoadedFrom::Disk(on_disk) => self.load_from_disk(page, &on_disk, &targets)?,
         }
-        copy.belongs_to(epoch);
+        let digests = match key {
+            None => Vec::new(),
+            Some(key) if is_loaded => self.all_digests(memory, key)?,
+            // Nothing is known of the page: the next capture takes all of the copy.
+            Some(_) => unknown_digests(len)?,
+        };
+        copy.belongs_to(epoch, digests);
         Ok(())
     }
 

@@ -2,7 +2,8 @@
 //! once, and the frame names the image. Written to the log, they would wait in host memory for the next
 //! snapshot, which would write them a second time.
 //!
-//! The image is of the staged bytes, from which the batch would be encoded otherwise. It is synced with its
+//! The image is of the staged bytes, from which the batch would be encoded otherwise. A copy with digests is
+//! staged wave by wave as its image is written. It is synced with its
 //! name before the batch is logged, so a frame never names what a crash takes away. A page that comes to
 //! memory before its batch is logged gets its changes from the log as ever.
 
@@ -14,12 +15,14 @@ use remanent_format::op::{Op, OpAt};
 
 use super::Committer;
 use super::batch_images::BatchImages;
-use super::capture::Captures;
+use super::capture::{CapturedBytes, Captures, WholeCapture};
+use super::device_payload::CapturedDigests;
+use super::digests::CopyWaves;
 use super::disk_moves::{DiskOps, is_on_disk};
-use crate::base::allocation::{collected, insert, push, set_of};
+use crate::base::allocation::{collected, copied, insert, push, set_of};
 use crate::device::{Lane, Span};
 use crate::error::Result;
-use crate::write::batch::{CopySources, WHOLE_PAGE_LEN_MIN};
+use crate::write::batch::{ChunkDigests, CopySources, OpImages, WHOLE_PAGE_LEN_MIN};
 
 /// A page of which more than this part changed is written whole: that is read back by one read, and takes no
 /// memory until the next snapshot.
@@ -35,13 +38,12 @@ pub(super) struct CapturedImages<'a> {
 }
 
 /// A page that is captured whole.
-#[derive(Clone, Copy)]
 struct CapturedPage {
     /// The capture's index in the batch.
     step: usize,
     page: PageId,
-    /// The page's new bytes.
-    staged: Span,
+    /// The digests of its image's chunks, if they are kept.
+    digests: ChunkDigests,
 }
 
 impl CapturedImages<'_> {
@@ -49,6 +51,16 @@ impl CapturedImages<'_> {
     pub fn images(&self, is_on_disk: impl Fn(PageId) -> bool) -> impl Iterator<Item = (usize, ImageRef)> {
         let by_step = self.pages.iter().zip(self.file.refs());
         by_step.filter(move |(page, _)| is_on_disk(page.page)).map(|(page, image)| (page.step, image))
+    }
+
+    /// The digests of what those of the images hold that the payload names.
+    pub fn digests(&self, named: &OpImages) -> Result<CapturedDigests> {
+        let mut digests = CapturedDigests::new();
+        for page in self.pages.iter().filter(|page| named.contains_key(&page.step)) {
+            let ChunkDigests { first, digests: of_page } = &page.digests;
+            digests.insert(page.step, vec![ChunkDigests { first: *first, digests: copied(of_page)? }]);
+        }
+        Ok(digests)
     }
 
     /// Whether each image of these that the payload names is of a page on disk. The applier makes no bytes in
@@ -74,26 +86,41 @@ impl Committer {
         captures: &Captures<'_>,
         copied: &CopySources,
     ) -> Result<CapturedImages<'_>> {
-        let mut pages = Vec::new();
-        for (step, page, staged) in captures.whole(WHOLE_PART) {
-            let is_alone = staged.len >= WHOLE_PAGE_LEN_MIN && !copied.whole.contains(&page);
-            if is_alone && is_on_disk(&self.submitted.lock(), page) {
-                push(&mut pages, CapturedPage { step, page, staged })?;
+        let mut whole = Vec::new();
+        for capture in captures.whole(WHOLE_PART) {
+            let is_alone =
+                capture.bytes.byte_len() >= WHOLE_PAGE_LEN_MIN && !copied.whole.contains(&capture.page);
+            if is_alone && is_on_disk(&self.submitted.lock(), capture.page) {
+                push(&mut whole, capture)?;
             }
         }
-        if pages.iter().map(|page| page.staged.len).sum::<u64>() < self.ahead_bytes_min || pages.is_empty() {
+        if whole.is_empty()
+            || whole.iter().map(|page| page.bytes.byte_len()).sum::<u64>() < self.ahead_bytes_min
+        {
             return Ok(CapturedImages::default());
         }
-        let lens = collected(pages.iter().map(|page| (page.page, page.staged.len)))?;
-        let mut staged: HashMap<PageId, Span> = HashMap::new();
-        for page in &pages {
-            insert(&mut staged, page.page, page.staged)?;
+        let lens = collected(whole.iter().map(|capture| (capture.page, capture.bytes.byte_len())))?;
+        let mut sources: HashMap<PageId, (CapturedBytes<'_>, ChunkDigests)> = HashMap::new();
+        for capture in &whole {
+            let digests = ChunkDigests { first: 0, digests: Vec::new() };
+            insert(&mut sources, capture.page, (capture.bytes, digests))?;
         }
+        let mut waves = CopyWaves::new(self);
         let ahead = self.write_read(&lens, |info, offset, out| {
-            let all = staged[&info.page];
-            let source = Span { offset: all.offset + offset, len: out.len() as u64, ..all };
-            self.engine.staging.download(Lane::Stage, source, out)
+            let (bytes, digests) = sources.get_mut(&info.page).expect("only these are asked for");
+            match *bytes {
+                CapturedBytes::Staged(all) => {
+                    let source = Span { offset: all.offset + offset, len: out.len() as u64, ..all };
+                    self.engine.staging.download(Lane::Stage, source, out)
+                }
+                CapturedBytes::InCopy(copy, live, key) => waves.read(copy, (live, key), offset, out, digests),
+            }
         })?;
+        let mut captured = |capture: &WholeCapture<'_>| {
+            let (_, digests) = sources.remove(&capture.page).expect("each page is captured once");
+            CapturedPage { step: capture.step, page: capture.page, digests }
+        };
+        let pages = collected(whole.iter().map(&mut captured))?;
         let file = BatchImages::new(ahead, collected(lens.into_iter().map(Some))?);
         Ok(CapturedImages { pages, file })
     }
@@ -104,13 +131,12 @@ mod tests {
     use remanent_format::image::Codec;
 
     use super::*;
-    use crate::device::MemoryId;
 
     /// The applier makes no bytes in memory of an image: a page that came to memory since is taken anew.
     #[test]
     fn images_suit_pages_that_are_on_disk_still() {
-        let staged = Span { memory: MemoryId(1), offset: 0, len: 4096 };
-        let pages = vec![CapturedPage { step: 0, page: PageId(5), staged }];
+        let digests = ChunkDigests { first: 0, digests: Vec::new() };
+        let pages = vec![CapturedPage { step: 0, page: PageId(5), digests }];
         let captured = CapturedImages { pages, file: BatchImages::default() };
         let image = ImageRef {
             file: 1,

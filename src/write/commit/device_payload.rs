@@ -6,28 +6,28 @@
 //!
 //! Nothing is logged before this is done, so a crash loses a batch that no caller was told of.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::convert::Infallible;
-use std::sync::Arc;
 
 use crc32fast::Hasher;
 use remanent_format::limits::{FRAME_ALIGN, align_up};
 use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
-use crate::base::allocation::{append, collected, push};
+use crate::base::allocation::{append, collected, copied, push};
 use crate::base::parallel;
 use crate::device::sums::{changed_on_the_way, sum_each, sums_in, sums_len};
 use crate::device::{
-    Access, CallerMemory, Command, CommandList, Device, DeviceBytes, Fence, INDEX_OUT_OF_BOUNDS, IndexList,
-    Lane, LastUse, Span, Staging, StagingSpan, StreamUses,
+    Access, Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_LEN, DeviceBytes, INDEX_OUT_OF_BOUNDS, IndexList,
+    Lane, Span, Staging, StagingSpan, digest_count,
 };
-use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::memory::arena::{Arena, HandedOut, PageMemory, Purpose};
+use crate::memory::arena::Purpose;
 use crate::memory::staging::{GrowingStaging, StagingBuf};
-use crate::write::batch::{DeviceFill, FillSource, WriteBatch};
+use crate::write::batch::{ChunkDigests, DeviceFill, FillSource, WriteBatch};
 
+/// Bytes that are gathered at a time: a multiple of a chunk's length.
+pub(super) const WAVE_LEN: u64 = 32 << 20;
 /// Bytes that one thread sums.
 const SUMMED_ALONE_LEN: usize = 1 << 20;
 /// Threads that sum a payload.
@@ -35,122 +35,7 @@ const SUM_THREADS_MAX: usize = 4;
 /// The length from which combining two sums is cheaper than summing again.
 const COMBINED_LEN_MIN: u64 = 4 << 10;
 
-/// Memory beside pages, counted in the budget like them (I10). It is given back after everything that is
-/// in the lane by then.
-pub(super) struct StageMemory {
-    device: Arc<dyn Device>,
-    arena: Arc<Arena>,
-    memory: Option<PageMemory>,
-    /// What callers' streams do with it.
-    uses: Arc<StreamUses>,
-}
-
-impl StageMemory {
-    /// Memory that goes back when this is dropped.
-    fn of(engine: &Engine, memory: Option<PageMemory>) -> Self {
-        let (device, arena) = (engine.device.clone(), engine.arena.clone());
-        Self { device, arena, memory, uses: Arc::default() }
-    }
-
-    /// A fence after every list and every stream's use that names this memory.
-    fn last_use(&self) -> Result<Option<Fence>> {
-        // One more list in the lane: its fence comes after every list that names this memory.
-        let staged = self.device.submit(Lane::Stage, CommandList::default())?.fence();
-        let last = self.uses.last();
-        if let LastUse::At(_) = last {
-            return self.after_streams(staged);
-        }
-        Ok((last != LastUse::Unknown).then_some(staged))
-    }
-
-    /// A fence after this one, and after the work of all streams' uses that have ended. A lane waits for
-    /// them, and no thread does.
-    fn after_streams(&self, staged: Fence) -> Result<Option<Fence>> {
-        self.device.after(Lane::Callers, staged)?;
-        Ok(Some(self.device.submit(Lane::Callers, CommandList::default())?.fence()))
-    }
-
-    /// The span of `len` bytes from `offset` on.
-    pub fn part(&self, offset: u64, len: u64) -> Span {
-        self.memory.as_ref().expect("there until it is dropped").part(offset, len)
-    }
-}
-
-impl Drop for StageMemory {
-    fn drop(&mut self) {
-        let Some(memory) = self.memory.take() else { return };
-        match self.last_use() {
-            Ok(Some(fence)) => self.arena.retire(memory, fence),
-            // A use whose end is not known. Given to a page, the memory could be written to.
-            Ok(None) => tracing::warn!("memory that a stream may use stays allocated"),
-            // The lane may still use it, and never says when it is done. It stays counted.
-            Err(error) => tracing::warn!(%error, "memory beside pages stays allocated"),
-        }
-    }
-}
-
 impl Committer {
-    /// Allocates memory of a device for a caller, filled with zeros: what lay there before is not the
-    /// caller's to see.
-    ///
-    /// # Errors
-    /// `OverBudget`, `OutOfMemory`, `PlaceUnavailable`; a device error.
-    pub fn device_bytes(&self, place: Place, len: u64) -> Result<DeviceBytes> {
-        // Counted as the caller's, in the same budget as pages (I10).
-        let owner = self.stage_memory(Purpose::Caller, place, len)?;
-        let span = owner.part(0, len);
-        let bytes = self.caller_memory(place, len, owner);
-        let zero = Command::Fill { target: span, pattern: [0; 16], width: remanent_format::Width::W1 };
-        self.run(vec![zero], Vec::new())?;
-        Ok(bytes)
-    }
-
-    /// Makes memory that the caller allocated known to the device.
-    ///
-    /// # Errors
-    /// `MemoryRefused`; a device error.
-    pub fn adopt(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
-        let Engine { device, arena, .. } = &*self.engine;
-        DeviceBytes::adopt(device, memory, arena.link())
-    }
-
-    /// Makes the memory of a page that is gone the caller's.
-    ///
-    /// # Errors
-    /// A device error.
-    pub fn hand_out(&self, page: PageMemory) -> Result<DeviceBytes> {
-        let (place, len) = (page.place(), page.byte_len());
-        match self.engine.arena.hand_out(page)? {
-            HandedOut::Lent(bytes) => Ok(bytes),
-            HandedOut::Own(page) => {
-                Ok(self.caller_memory(place, len, StageMemory::of(&self.engine, Some(page))))
-            }
-        }
-    }
-
-    /// Hands memory to the caller. `owner` lives as long as any handle to it.
-    fn caller_memory(&self, place: Place, len: u64, owner: StageMemory) -> DeviceBytes {
-        let Engine { device, arena, .. } = &*self.engine;
-        let (memory, uses) = (owner.part(0, len).memory, owner.uses.clone());
-        DeviceBytes::new(device.clone(), memory, place, len, arena.link().clone(), uses, owner)
-    }
-
-    /// Allocates memory beside pages, of one length.
-    pub(super) fn stage_memory(&self, purpose: Purpose, place: Place, len: u64) -> Result<StageMemory> {
-        self.stage_memories(purpose, place, [len]).map(|[memory]| memory)
-    }
-
-    /// Allocates all of these or none, so that the error says at once what they take together.
-    pub(super) fn stage_memories<const N: usize>(
-        &self,
-        purpose: Purpose,
-        place: Place,
-        lens: [u64; N],
-    ) -> Result<[StageMemory; N]> {
-        let mut memory = self.engine.arena.allocate_all(purpose, &lens.map(|len| (place, len)))?.into_iter();
-        Ok(lens.map(|_| StageMemory::of(&self.engine, memory.next())))
-    }
-
     /// Runs commands on the lane for staging, and waits for them. Not in the lane of deltas: batches
     /// would wait for this one.
     pub(super) fn run(&self, commands: Vec<Command>, staging: Vec<Staging>) -> Result<Vec<Staging>> {
@@ -201,12 +86,13 @@ impl Committer {
         }
     }
 
-    /// Completes the payload, whose blanks are zeros so far, and returns its checksum with it.
+    /// Completes the payload, whose blanks are zeros so far.
     ///
-    /// One list does the device's part, in this order:
+    /// Blanks are filled in waves of a bounded length, so that the device's memory for them is, too. A list
+    /// does the device's part of a wave, in this order:
     ///
-    /// 1. The caller's bytes are gathered. From here on the caller may write to its memory.
-    /// 2. Each blank's bytes are summed, and the lists of indices are checked.
+    /// 1. The caller's bytes are gathered. From the last wave's gather on the caller may write to its memory.
+    /// 2. Each blank's bytes are summed and digested, and the lists of indices are checked.
     /// 3. They come down, each to its blank.
     ///
     /// Then the host sums what arrived. Only where both sums agree does the batch go on: logged with the
@@ -216,35 +102,62 @@ impl Committer {
         mut payload: GrowingStaging,
         blanks: Vec<DeviceFill>,
         born_in: Option<Place>,
-    ) -> Result<(StagingBuf, u32)> {
+    ) -> Result<FilledPayload> {
         let Some(place) = born_in.filter(|_| !blanks.is_empty()) else {
             let crc = crc32fast::hash(payload.as_mut());
-            return Ok((self.engine.staging.grown(payload)?, crc));
+            let payload = self.engine.staging.grown(payload)?;
+            return Ok(FilledPayload { payload, crc, digests: CapturedDigests::new() });
         };
-        let mut staged = self.engine.staging.grown(payload)?;
+        let mut payload = self.engine.staging.grown(payload)?;
+        let waves = waves(blanks)?;
+        let area_len = waves.iter().map(|wave| wave_len(wave)).max().unwrap_or_default();
+        let area = self.stage_memory(Purpose::Stage, place, area_len)?;
+        let (mut sums, mut digests) = (Vec::new(), CapturedDigests::new());
+        for wave in &waves {
+            let filled = self.fill_wave(payload, wave, area.part(0, area_len), &mut digests)?;
+            payload = filled.0;
+            append(&mut sums, filled.1)?;
+        }
+        let crc = whole_sum(&payload, waves.iter().flatten().zip(sums));
+        Ok(FilledPayload { payload, crc, digests })
+    }
+
+    /// Fills the blanks of a wave, by way of `area`. Returns the payload and the sum of each blank, and adds
+    /// the digests of captured chunks.
+    fn fill_wave(
+        &self,
+        payload: StagingBuf,
+        blanks: &[DeviceFill],
+        area: Span,
+        digests: &mut CapturedDigests,
+    ) -> Result<(StagingBuf, Vec<u32>)> {
         let device = &*self.engine.device;
         // One after the other, each where a kernel reads it best.
-        let mut area_len = 0;
-        let offset_of = |blank: &DeviceFill| {
-            let at = area_len;
-            area_len = align_up(at + blank.byte_len(), FRAME_ALIGN);
-            at
+        let mut at = 0;
+        let target_of = |blank: &DeviceFill| {
+            let target = Span { offset: area.offset + at, len: blank.byte_len(), ..area };
+            at = align_up(at + target.len, FRAME_ALIGN);
+            target
         };
-        let offsets = collected(blanks.iter().map(offset_of))?;
-        // All of it lies on the device for a while: it is summed there, and is never longer than a frame may
-        // be.
-        let area = self.stage_memory(Purpose::Stage, place, area_len)?;
+        let targets = collected(blanks.iter().map(target_of))?;
         let (mut sources, mut picks, mut copies) = (Vec::new(), Vec::new(), Vec::new());
         let (mut lists, mut steps, mut indices) = (Vec::new(), Vec::new(), Vec::new());
-        for (blank, at) in blanks.iter().zip(offsets) {
-            let target = area.part(at, blank.byte_len());
+        let (mut digested, mut chunks) = (Vec::new(), Vec::new());
+        let mut keys = Vec::new();
+        for (blank, target) in blanks.iter().zip(targets) {
             push(&mut copies, BlankCopy { at: blank.at, source: target })?;
             match &blank.content {
-                FillSource::Bytes(span) => push(&mut sources, (*span, at))?,
+                FillSource::Bytes(span) => push(&mut sources, (*span, target.offset - area.offset))?,
+                FillSource::Chunks { span, key, step, first } => {
+                    push(&mut sources, (*span, target.offset - area.offset))?;
+                    push(&mut digested, target)?;
+                    push(&mut chunks, (*step, *first, digest_count(span.len) as usize))?;
+                    push(&mut keys, *key)?;
+                }
                 // The device checks them before the log has them: applied, a wrong index would write
                 // outside of its page.
                 FillSource::Indices { span, bound, step } => {
-                    push(&mut sources, (*span, at))?;
+                    push(&mut sources, (*span, target.offset - area.offset))?;
                     push(&mut lists, IndexList { indices: target, bound: *bound })?;
                     push(&mut steps, *step)?;
                 }
@@ -258,29 +171,43 @@ impl Committer {
             }
         }
         let found_len = 4 * lists.len();
-        let mut commands = vec![Command::Gather { sources, target: area.part(0, area_len) }];
+        let mut commands = vec![Command::Gather { sources, target: area }];
         append(&mut commands, picks)?;
         let target = StagingSpan { index: 3, offset: 0, len: found_len };
         commands.push(Command::Validate { lists, target });
+        let digests_len = DIGEST_LEN * chunks.iter().map(|(_, _, count)| count).sum::<usize>();
+        // Copies of one place have one key.
+        if let Some(key) = keys.first() {
+            let target = StagingSpan { index: 4, offset: 0, len: digests_len };
+            commands.push(Command::Digest { sources: digested, key: *key, target });
+        }
         bring_down(&mut commands, &copies, device.crosses_bus())?;
         let mut picked = self.engine.staging.take(indices.len())?;
         picked.copy_from_slice(&indices);
-        let (len, sums_len) = (staged.len(), sums_len(copies.len()));
-        let sums = self.engine.staging.take(sums_len)?;
-        let found = self.engine.staging.take(found_len)?;
-        let staging = [staged, sums, picked, found].map(StagingBuf::into_staging);
+        let (len, sums_len) = (payload.len(), sums_len(copies.len()));
+        let [sums, found, digest_bytes] = [sums_len, found_len, digests_len];
+        let sums = self.engine.staging.take(sums)?;
+        let found = self.engine.staging.take(found)?;
+        let digest_bytes = self.engine.staging.take(digest_bytes)?;
+        let staging = [payload, sums, picked, found, digest_bytes].map(StagingBuf::into_staging);
         let mut returned = self.run(commands, staging.into())?.into_iter();
         let mut next = |len| StagingBuf::new(returned.next().expect("as many as went in"), len);
-        staged = next(len);
-        let (mut sums, picked, found) = (next(sums_len), next(indices.len()), next(found_len));
+        let (mut payload, mut sums, picked) = (next(len), next(sums_len), next(indices.len()));
+        let (found, digest_bytes) = (next(found_len), next(digests_len));
         // A wrong index would write outside of the page, and a repeated one has no defined result on a
         // device: both are refused before the batch is logged. A word a list: 0 if its indices hold.
         let wrong = steps.into_iter().zip(sums_in(&found)).find(|(_, wrong)| *wrong != 0);
-        for staging in [picked, found] {
+        let mut all = digest_bytes.as_chunks::<DIGEST_LEN>().0;
+        for (step, first, count) in chunks {
+            let (these, rest) = all.split_at(count);
+            all = rest;
+            push(digests.entry(step).or_default(), ChunkDigests { first, digests: copied(these)? })?;
+        }
+        for staging in [picked, found, digest_bytes] {
             self.engine.staging.give(staging.into_staging());
         }
         if let Some((index, wrong)) = wrong {
-            for staging in [staged, sums] {
+            for staging in [payload, sums] {
                 self.engine.staging.give(staging.into_staging());
             }
             let reason = if wrong & INDEX_OUT_OF_BOUNDS != 0 {
@@ -291,22 +218,64 @@ impl Committer {
             return Err(Error::InvalidOperation { index, reason });
         }
         let is_summed = device.crosses_bus();
-        let mut crc = proven_sum(&staged, &copies, is_summed.then_some(&*sums));
-        if crc.is_none() {
+        let mut arrived = proven_sums(&payload, &copies, is_summed.then_some(&*sums))?;
+        if arrived.is_none() {
             // I12. The bytes are still there: a bit that turned over once must not refuse a commit.
             tracing::warn!(device = device.label(), "a payload changed on its way to the host: once more");
             let mut commands = Vec::new();
             bring_down(&mut commands, &copies, is_summed)?;
-            let again = self.run(commands, vec![staged.into_staging(), sums.into_staging()])?;
+            let again = self.run(commands, vec![payload.into_staging(), sums.into_staging()])?;
             let mut again = again.into_iter();
             let mut next = |len| StagingBuf::new(again.next().expect("as many as went in"), len);
-            (staged, sums) = (next(len), next(sums_len));
-            crc = proven_sum(&staged, &copies, Some(&*sums));
+            (payload, sums) = (next(len), next(sums_len));
+            arrived = proven_sums(&payload, &copies, Some(&*sums))?;
         }
         self.engine.staging.give(sums.into_staging());
-        let crc = crc.ok_or_else(|| changed_on_the_way(device, "a payload"))?;
-        Ok((staged, crc))
+        let arrived = arrived.ok_or_else(|| changed_on_the_way(device, "a payload"))?;
+        Ok((payload, arrived))
     }
+}
+
+/// A payload without blanks.
+pub(super) struct FilledPayload {
+    pub payload: StagingBuf,
+    /// Its CRC-32.
+    pub crc: u32,
+    /// The digests of captured chunks, as they are in the payload.
+    pub digests: CapturedDigests,
+}
+
+/// Digests of captured chunks, by the operation's index.
+pub(super) type CapturedDigests = BTreeMap<usize, Vec<ChunkDigests>>;
+
+/// Divides blanks among waves. Bytes of a blank may be of several; indices and elements stay together.
+fn waves(blanks: Vec<DeviceFill>) -> Result<Vec<Vec<DeviceFill>>> {
+    let (mut waves, mut wave, mut len) = (Vec::new(), Vec::new(), 0);
+    for blank in blanks {
+        let mut rest = Some(blank);
+        while let Some(mut blank) = rest.take() {
+            // Whole chunks, so that a chunk is digested as one.
+            let room = (WAVE_LEN - len) / DIGEST_CHUNK_LEN * DIGEST_CHUNK_LEN;
+            if blank.byte_len() > WAVE_LEN - len {
+                rest = (room > 0).then(|| blank.split_off(room)).flatten();
+                if rest.is_none() && len > 0 {
+                    push(&mut waves, std::mem::take(&mut wave))?;
+                    len = 0;
+                    rest = Some(blank);
+                    continue;
+                }
+            }
+            len = align_up(len + blank.byte_len(), FRAME_ALIGN).min(WAVE_LEN);
+            push(&mut wave, blank)?;
+        }
+    }
+    push(&mut waves, wave)?;
+    Ok(waves)
+}
+
+/// The memory that a wave takes.
+fn wave_len(blanks: &[DeviceFill]) -> u64 {
+    blanks.iter().fold(0, |len, blank| align_up(len + blank.byte_len(), FRAME_ALIGN))
 }
 
 /// Bytes of a payload that the device has.
@@ -329,32 +298,32 @@ fn bring_down(commands: &mut Vec<Command>, copies: &[BlankCopy], is_summed: bool
     append(commands, copies.iter().map(download))
 }
 
-/// CRC-32 of a payload; `None` if what arrived in a blank is not what the device summed. Each byte is summed
-/// once.
-fn proven_sum(payload: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) -> Option<u32> {
+/// CRC-32 of what arrived in each blank; `None` if one is not what the device summed.
+fn proven_sums(payload: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) -> Result<Option<Vec<u32>>> {
+    let arrived = |copy: &BlankCopy| sum_of(&payload[copy.at..copy.at + copy.source.len as usize]);
+    let arrived = collected(copies.iter().map(arrived))?;
+    let is_sent = of_device.is_none_or(|sums| arrived.iter().copied().eq(sums_in(sums)));
+    Ok(is_sent.then_some(arrived))
+}
+
+/// CRC-32 of a payload whose blanks, in their order, have these sums. Bytes of long ones are not summed again.
+fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill, u32)>) -> u32 {
     let mut whole = Hasher::new();
-    // Between two blanks lie bytes that the host knows. Blanks come in their order, and none overlaps
-    // another.
+    // Between two blanks lie bytes that the host knows. No blank overlaps another.
     let mut known_from = 0;
-    let mut of_device = of_device.map(sums_in);
-    for BlankCopy { at, source } in copies {
-        let end = at + source.len as usize;
-        whole.update(&payload[known_from..*at]);
+    for (blank, sum) in blanks {
+        let (at, len) = (blank.at, blank.byte_len());
+        let end = at + len as usize;
+        whole.update(&payload[known_from..at]);
         known_from = end;
-        let sum = sum_of(&payload[*at..end]);
-        if let Some(of_device) = &mut of_device
-            && of_device.next() != Some(sum)
-        {
-            return None;
-        }
-        if source.len < COMBINED_LEN_MIN {
-            whole.update(&payload[*at..end]);
+        if len < COMBINED_LEN_MIN {
+            whole.update(&payload[at..end]);
         } else {
-            whole.combine(&Hasher::new_with_initial_len(sum, source.len));
+            whole.combine(&Hasher::new_with_initial_len(sum, len));
         }
     }
     whole.update(&payload[known_from..]);
-    Some(whole.finalize())
+    whole.finalize()
 }
 
 /// CRC-32 of bytes that just arrived, by several threads if they are many: a GPU sends several times as fast

@@ -17,12 +17,12 @@ use std::ops::Range;
 use remanent_format::Width;
 
 use super::Committer;
-use super::device_payload::StageMemory;
 use super::ranges::{RangeParts, check_epoch, part};
+use super::stage_memory::StageMemory;
 use crate::device::{Command, CommandList, Fence, Lane, SHORT_COPY_LEN_MAX, Selection, Span, StagingSpan};
 use crate::error::{Error, Result};
 use crate::memory::staging::StagingBuf;
-use crate::write::batch::{ElementChanges, WorkingCopy};
+use crate::write::batch::{CopyShadow, ElementChanges, WorkingCopy};
 
 /// Boundary on which each bitmap, and each list of indices, begins.
 const BITMAP_ALIGN: u64 = 16;
@@ -95,8 +95,9 @@ impl Committer {
         let mut commands = Vec::new();
         match copy.shadow() {
             // The shadow is the copy's own: no batch writes to it, so no turn is needed.
-            Some(shadow) => commands = diffs(shadow.span()),
-            None => {
+            CopyShadow::Kept(shadow) => commands = diffs(shadow.span()),
+            CopyShadow::Digests(_) => unreachable!("those find chunks, not elements"),
+            CopyShadow::Page => {
                 self.engine.applier.unloaded().wait([page])?;
                 let compared: Fence = self.engine.applier.turn(move |turn| {
                     turn.intact()?;

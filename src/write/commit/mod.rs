@@ -18,6 +18,7 @@ mod device_payload;
 mod capture;
 mod batch_images;
 mod diff;
+mod digests;
 mod draft;
 mod fills;
 mod going_reader;
@@ -25,6 +26,7 @@ mod disk_moves;
 mod page_memory;
 mod provisioning;
 mod ranges;
+mod stage_memory;
 mod sources;
 mod whole_pages;
 mod combine;
@@ -53,6 +55,8 @@ use capture::Captures;
 pub use capture::{Direction, Shadow};
 use captured_images::CapturedImages;
 pub(crate) use combine::CombineQueue;
+use device_payload::{CapturedDigests, FilledPayload};
+pub(crate) use digests::DigestKeys;
 use disk_moves::{DiskOps, GoingPages, is_on_disk};
 use draft::{Draft, Outcome, SourceVersions};
 use page_memory::LentPages;
@@ -77,6 +81,8 @@ pub(crate) struct Committer {
     pub known: Arc<KnownImages>,
     /// Whether a thread takes snapshots when they are due.
     pub takes_snapshots: bool,
+    /// The key of digests of working copies.
+    pub digest_keys: Mutex<DigestKeys>,
     /// How images of whole pages are written.
     pub images: ImageOptions,
     /// A batch that writes at least this number of bytes of whole pages writes them ahead.
@@ -88,6 +94,8 @@ pub(crate) struct Committer {
 struct CommitterWork<'a, 's> {
     batch: &'a WriteBatch,
     captures: &'a Captures<'a>,
+    /// The digests of captured chunks, for copies that keep them.
+    digests: CapturedDigests,
     /// Pages whose bytes are in images already, and of new ones in memory.
     whole: WholePages<'s>,
     /// Pages that come from sources.
@@ -147,6 +155,7 @@ impl Committer {
             let of_whole = whole.pages.iter().map(|whole| whole.step).zip(whole.file.refs());
             let of_captured = captured_pages.images(is_on_disk);
             let images = map_of(of_whole.chain(from_sources.images()).chain(of_captured));
+            let mut digests = captured_pages.digests(&images)?;
             let read = &from_sources.short;
             let lens = self.lens(batch, locked.as_deref());
             let captured = &captures.found;
@@ -154,7 +163,9 @@ impl Committer {
             let mut payload = self.engine.staging.take_growing(batch.payload_len(&found))?;
             let blanks = batch.encode(&pages, found, &mut payload)?;
             // Payload and checksum are complete before the draft can reach the lock (I1).
-            let (payload, payload_crc) = self.fill(payload, blanks, born_in)?;
+            let FilledPayload { payload, crc: payload_crc, digests: in_payload } =
+                self.fill(payload, blanks, born_in)?;
+            digests.extend(in_payload);
             let only_deletes = batch.only_deletes();
             let draft = Draft {
                 payload,
@@ -170,6 +181,7 @@ impl Committer {
             let own = CommitterWork {
                 batch,
                 captures: &captures,
+                digests,
                 whole,
                 sources: &mut from_sources,
                 captured: &mut captured_pages,
@@ -331,7 +343,7 @@ impl<'s> CommitterWork<'_, 's> {
 
     /// The batch is logged.
     fn logged(&mut self, known: &KnownImages, log: &Log, point: LogPoint, changes: &Changes) {
-        self.captures.belong_to(changes);
+        self.captures.belong_to(changes, &self.digests);
         self.files().into_iter().for_each(|file| file.logged(known, log, point));
     }
 

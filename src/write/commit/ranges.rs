@@ -14,12 +14,12 @@ use crate::error::{Error, Result};
 pub(super) type RangeParts = [(Range<u64>, u64)];
 
 /// The boundary to which ranges are widened: the device compares vectors of sixteen bytes.
-const RANGE_ALIGN: u64 = 16;
+pub(super) const RANGE_ALIGN: u64 = 16;
 
 /// The longest part that is compared as one, so that a part's elements are counted in 32 bits.
 const PART_LEN_MAX: u64 = 256 << 20;
 
-/// Widens the ranges to boundaries, merges and cuts them. Each part comes with where it begins when they
+/// Widens the ranges to boundaries, multiples of `align` and the page's end, merges and cuts them. Each part comes with where it begins when they
 /// lie one after the other, on boundaries again. Without ranges it is the whole page.
 ///
 /// # Errors
@@ -29,6 +29,7 @@ pub(super) fn parts(
     page: PageId,
     ranges: Option<&[Range<u64>]>,
     page_len: u64,
+    align: u64,
 ) -> Result<Vec<(Range<u64>, u64)>> {
     let mut wanted = Vec::new();
     let all = 0..page_len;
@@ -40,10 +41,10 @@ pub(super) fn parts(
         if range.is_empty() {
             continue;
         }
-        let start = range.start / RANGE_ALIGN * RANGE_ALIGN;
+        let start = range.start / align * align;
         // Widened bytes are compared like the others: a change in them is captured, too, and nothing is
         // lost by it.
-        wanted.push(start..range.end.next_multiple_of(RANGE_ALIGN).min(page_len));
+        wanted.push(start..range.end.next_multiple_of(align).min(page_len));
     }
     wanted.sort_unstable_by_key(|range| range.start);
     let mut merged: Vec<Range<u64>> = Vec::new();
@@ -86,7 +87,7 @@ mod tests {
     /// Ranges as callers give them: empty, overlapping, in any order, reversed, past the end.
     #[test]
     fn ranges_are_widened_merged_and_cut() {
-        let of = |ranges: &[Range<u64>], len| parts(PageId(1), Some(ranges), len).unwrap();
+        let of = |ranges: &[Range<u64>], len| parts(PageId(1), Some(ranges), len, RANGE_ALIGN).unwrap();
         assert_eq!(of(&[], 100), []);
         assert_eq!(of(&[5..5, 100..100], 100), []);
         assert_eq!(of(&[70..71, 3..4, 17..20], 100), [(0..32, 0), (64..80, 32)]);
@@ -94,13 +95,13 @@ mod tests {
         assert_eq!(of(&[0..60, 3..4], 100), [(0..64, 0)], "one range within another");
         let long = PART_LEN_MAX + 20;
         assert_eq!(of(&[0..9, 9..long], long), [(0..PART_LEN_MAX, 0), (PART_LEN_MAX..long, PART_LEN_MAX)]);
-        assert_eq!(parts(PageId(1), None, 7).unwrap(), [(0..7, 0)]);
+        assert_eq!(parts(PageId(1), None, 7, RANGE_ALIGN).unwrap(), [(0..7, 0)]);
         assert!(matches!(
-            parts(PageId(1), Some(&[0..1, 90..101]), 100),
+            parts(PageId(1), Some(&[0..1, 90..101]), 100, RANGE_ALIGN),
             Err(Error::OutOfBounds { len: 11, .. })
         ));
         #[allow(clippy::reversed_empty_ranges, reason = "a caller may")]
-        let reversed = parts(PageId(1), Some(&[9..3, 0..1]), 100);
+        let reversed = parts(PageId(1), Some(&[9..3, 0..1]), 100, RANGE_ALIGN);
         assert!(reversed.is_err());
     }
 }

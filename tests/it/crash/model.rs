@@ -146,8 +146,11 @@ pub fn batch(store: &Store, acts: &[Act]) -> WriteBatch {
             Act::Capture { page, bytes } => {
                 let tensor = store.device_bytes(bytes.len() as u64, Place::Device(0)).unwrap();
                 tensor.write(0, bytes).unwrap();
-                let (kept, direction) = (Shadow::Kept(Place::Host), Direction::Store);
-                batch.capture(&store.working_copy_in(*page, &tensor, Width::W1, kept, direction).unwrap());
+                // One way as often as the other.
+                let shadow =
+                    if page.0.is_multiple_of(2) { Shadow::Kept(Place::Host) } else { Shadow::Digest };
+                let direction = Direction::Store;
+                batch.capture(&store.working_copy_in(*page, &tensor, Width::W1, shadow, direction).unwrap());
             }
             Act::Clone { source } => {
                 let source = at(source);

@@ -271,7 +271,16 @@ fn new_whole_pages_serve_no_bit_that_turned_over() {
 /// Captured pages on disk: their bytes come down to an image, and nothing in memory has them.
 #[test]
 fn an_image_of_a_capture_has_no_bit_that_turned_over() {
-    at_every_copy("captured pages on disk", &[BusWay::Down], |bus, flips| {
+    for (what, shadow) in [
+        ("captured pages on disk", Shadow::Kept(Place::Host)),
+        ("captured pages on disk, by digests", Shadow::Digest),
+    ] {
+        captured_at_every_copy(what, shadow);
+    }
+}
+
+fn captured_at_every_copy(what: &'static str, shadow: Shadow) {
+    at_every_copy(what, &[BusWay::Down], move |bus, flips| {
         let store = bus.open(options()).unwrap();
         let mut held = VersionedPages::create(&store);
         let mut batch = store.batch();
@@ -280,8 +289,8 @@ fn an_image_of_a_capture_has_no_bit_that_turned_over() {
         let copies = held.pages.iter().enumerate().map(|(index, (page, _))| {
             let tensor = store.device_bytes(LENS[index], Place::Device(0)).unwrap();
             tensor.write(0, content(index, 2)).unwrap();
-            let (kept, direction) = (Shadow::Kept(Place::Host), Direction::Store);
-            store.working_copy_in(*page, &tensor, Width::W1, kept, direction).unwrap()
+            let direction = Direction::Store;
+            store.working_copy_in(*page, &tensor, Width::W1, shadow, direction).unwrap()
         });
         let copies = copies.collect::<Vec<_>>();
         flips();

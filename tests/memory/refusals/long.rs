@@ -196,6 +196,18 @@ pub const LONG: [(&str, Operation); 36] = [
         }),
     ),
     (
+        "capture by digests",
+        call(|store, _| {
+            let copy = store.working_copy(PageId(1), Width::W4, Shadow::Digest)?;
+            let mut bytes = [0; 4];
+            copy.bytes().read(70_000, &mut bytes)?;
+            copy.bytes().write(70_000, &bytes.map(|byte| !byte))?;
+            let mut batch = store.batch();
+            batch.capture(&copy);
+            store.commit(batch).map(drop)
+        }),
+    ),
+    (
         "lease",
         call(|store, _| {
             let lease = store.lease(PageId(1))?;

@@ -172,17 +172,19 @@ impl Work {
         }
         let long_copy = store.working_copy(long, Width::W1, Shadow::Page)?;
         let copy = store.working_copy(self.pages[0], Width::W1, Shadow::Kept(PLACES[0]))?;
+        let digested = store.working_copy(self.pages[3], Width::W1, Shadow::Digest)?;
         let mut changed = vec![0; CHANGED_LEN];
         changed.iter_mut().step_by(CHANGED_EVERY).for_each(|changed| *changed = byte);
         long_copy.bytes().write(0, &changed)?;
         copy.bytes().write(0, &vec![byte; LEN as usize])?;
+        digested.bytes().write(0, &vec![byte; LEN as usize])?;
         // Only this thread may not change a page that it has leased.
         let mut batch = store.batch();
         let range = 0..CHANGED_LEN as u64;
-        batch.capture_ranges(&long_copy, &[range]).capture(&copy);
+        batch.capture_ranges(&long_copy, &[range]).capture(&copy).capture(&digested);
         batch.write_device(self.pages[1], 0, &adopted);
         batch.scatter_device(self.pages[2], Width::W1, &indices, &values.on(stream));
-        for page in &self.pages[3..] {
+        for page in &self.pages[4..] {
             batch.write_device(*page, 0, &values);
         }
         batch.set_root("step", self.tried);

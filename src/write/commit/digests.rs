@@ -1,0 +1,228 @@
+//! Working copies that are compared with digests of what they were: sixteen bytes for each chunk of 64 KiB
+//! ([`digests`](crate::device)), in the host's memory.
+//!
+//! 1. **Look**: the device digests the copy where it lies. Chunks with other digests than before are captured.
+//! 2. **Gather**: the bytes of these chunks are copied aside in waves of a bounded length, digested there, and
+//!    brought to the host: to the payload, or to the image of a page on disk.
+//! 3. The digests of 2 become the copy's when the batch is logged.
+//!
+//! Were those of 1 kept, and the caller wrote to the copy between the two, the log would have other bytes than
+//! the digest is of, and the change would never be captured.
+//!
+//! A crash ends all digests. The key is drawn when the store first needs one.
+
+use std::ops::Range;
+
+use remanent_format::{Epoch, PageId, Place};
+
+use super::Committer;
+use super::device_payload::WAVE_LEN;
+use super::ranges::{RangeParts, part};
+use super::stage_memory::StageMemory;
+use crate::base::allocation::{append, copied, make_room, push};
+use crate::device::{
+    Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, DIGEST_LEN, DeviceBytes, Digest, Lane, Pending,
+    Span, StagingSpan, digest_count, digest_key,
+};
+use crate::error::{Error, Result};
+use crate::memory::arena::Purpose;
+use crate::memory::staging::StagingBuf;
+use crate::recovery::opening::random;
+use crate::write::batch::{ChunkDigests, UNKNOWN_DIGEST, WorkingCopy};
+
+/// Bytes that are looked at by one list, so that its digests are a mebibyte at most.
+const LOOK_LEN: u64 = 4 << 30;
+
+/// The key of all digests, in each place where there are copies to digest.
+#[derive(Default)]
+pub(crate) struct DigestKeys {
+    /// As devices read it; empty until it is drawn. In all places it is the same: what one device digested
+    /// may be compared with what another one did.
+    bytes: Vec<u8>,
+    places: Vec<(Place, DeviceBytes)>,
+}
+
+/// A digest list that runs, and how many digests it makes.
+pub(super) struct PendingDigests {
+    pending: Pending,
+    count: usize,
+}
+
+impl Committer {
+    /// The key for copies in a place.
+    ///
+    /// # Errors
+    /// `OverBudget`, `OutOfMemory`; no randomness; a device error.
+    pub(super) fn digest_key(&self, place: Place) -> Result<DeviceBytes> {
+        let mut keys = self.digest_keys.lock();
+        if let Some((_, key)) = keys.places.iter().find(|(of, _)| *of == place) {
+            return Ok(key.clone());
+        }
+        if keys.bytes.is_empty() {
+            keys.bytes = digest_key(&random()?)?;
+        }
+        let key = self.device_bytes(place, DIGEST_KEY_LEN)?;
+        key.write(0, &keys.bytes)?;
+        push(&mut keys.places, (place, key.clone()))?;
+        Ok(key)
+    }
+
+    /// Queues digests of ranges, with whatever queues a list.
+    pub(super) fn queue_digests(
+        &self,
+        sources: Vec<Span>,
+        key: Span,
+        before: Vec<Command>,
+        submit: impl FnOnce(CommandList) -> Result<Pending>,
+    ) -> Result<PendingDigests> {
+        let count: u64 = sources.iter().map(|source| digest_count(source.len)).sum();
+        let count = count as usize;
+        let target = StagingSpan { index: 0, offset: 0, len: DIGEST_LEN * count };
+        let mut commands = before;
+        push(&mut commands, Command::Digest { sources, key, target })?;
+        let staging = vec![self.engine.staging.take(target.len)?.into_staging()];
+        Ok(PendingDigests { pending: submit(CommandList { commands, staging })?, count })
+    }
+
+    /// Waits for digests.
+    pub(super) fn finish_digests(&self, digests: PendingDigests) -> Result<Vec<Digest>> {
+        let PendingDigests { pending, count } = digests;
+        let mut returned = pending.finish(&*self.engine.device)?;
+        let bytes = StagingBuf::new(returned.pop().expect("one staging went in"), DIGEST_LEN * count);
+        let found = copied(bytes.as_chunks().0);
+        self.engine.staging.give(bytes.into_staging());
+        found
+    }
+
+    /// The digests of ranges, after these commands.
+    fn digests(&self, sources: Vec<Span>, key: Span, before: Vec<Command>) -> Result<Vec<Digest>> {
+        let submit = |list| self.engine.device.submit(Lane::Stage, list);
+        let queued = self.queue_digests(sources, key, before, submit)?;
+        self.finish_digests(queued)
+    }
+
+    /// The digests of all chunks of a range.
+    pub(super) fn all_digests(&self, source: Span, key: Span) -> Result<Vec<Digest>> {
+        let mut all = Vec::new();
+        for begin in (0..source.len).step_by(LOOK_LEN as usize) {
+            let range = begin..source.len.min(begin + LOOK_LEN);
+            append(&mut all, self.digests(vec![part(source, &range)], key, Vec::new())?)?;
+        }
+        Ok(all)
+    }
+
+    /// The changed chunks of parts of a copy that is at `epoch`, as ranges of its page: step 1. The parts are
+    /// whole chunks.
+    pub(super) fn changed_chunks(
+        &self,
+        copy: &WorkingCopy,
+        epoch: Epoch,
+        parts: &RangeParts,
+        live: Span,
+        key: Span,
+    ) -> Result<Vec<Range<u64>>> {
+        // Nothing is known after memory became a copy that its page is to follow: all of it counts as changed.
+        let looks = copy.has_digests();
+        let mut changed: Vec<Range<u64>> = Vec::new();
+        for (range, _) in parts {
+            let now = if looks { Some(self.all_digests(part(live, range), key)?) } else { None };
+            let first = (range.start / DIGEST_CHUNK_LEN) as usize;
+            let mut starts = (range.start..range.end).step_by(DIGEST_CHUNK_LEN as usize);
+            let mut digests = now.iter().flatten();
+            let mut made = Ok(());
+            let is_there = copy.each_digest(epoch, first, |known| {
+                let Some(start) = starts.next() else { return };
+                if digests.next().is_some_and(|now| now == known) {
+                    return;
+                }
+                let chunk = start..range.end.min(start + DIGEST_CHUNK_LEN);
+                match changed.last_mut().filter(|last| last.end == chunk.start) {
+                    Some(last) => last.end = chunk.end,
+                    None if made.is_ok() => made = push(&mut changed, chunk),
+                    None => {}
+                }
+            });
+            made?;
+            if !is_there {
+                let (page, found) = (copy.page(), copy.epoch());
+                return Err(Error::Conflict { page, expected: epoch, found });
+            }
+        }
+        Ok(changed)
+    }
+}
+
+/// Digests that say nothing: every chunk of a copy of this length counts as changed.
+pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
+    let (mut digests, count) = (Vec::new(), digest_count(len) as usize);
+    make_room(&mut digests, count)?;
+    digests.resize(count, UNKNOWN_DIGEST);
+    Ok(digests)
+}
+
+/// Reads whole copies aside, wave by wave: step 2 for pages whose bytes go to an image.
+pub(super) struct CopyWaves<'c> {
+    committer: &'c Committer,
+    /// The memory of a wave, in this place.
+    memory: Option<(Place, StageMemory)>,
+    /// What it holds: this range of a page.
+    holds: Option<(PageId, Range<u64>)>,
+}
+
+impl<'c> CopyWaves<'c> {
+    pub fn new(committer: &'c Committer) -> Self {
+        Self { committer, memory: None, holds: None }
+    }
+
+    /// Reads bytes of a copy as they were gathered, and notes the digests of what was. Reads of a page come in
+    /// the order of its bytes, or begin anew.
+    pub fn read(
+        &mut self,
+        copy: &WorkingCopy,
+        (live, key): (Span, Span),
+        mut offset: u64,
+        mut out: &mut [u8],
+        digests: &mut ChunkDigests,
+    ) -> Result<()> {
+        let page = copy.page();
+        while !out.is_empty() {
+            let begin = offset / WAVE_LEN * WAVE_LEN;
+            let wave = begin..live.len.min(begin + WAVE_LEN);
+            let aside = self.memory(copy.bytes().place(), live.len)?;
+            let target = Span { len: wave.end - wave.start, ..aside };
+            // Gathered at its first byte, also when the page is read a second time: what is written then is
+            // what is digested.
+            if offset == begin || self.holds != Some((page, wave.clone())) {
+                let gather = Command::Copy { source: part(live, &wave), target };
+                let found = self.committer.digests(vec![target], key, vec![gather])?;
+                let first = (begin / DIGEST_CHUNK_LEN) as usize;
+                digests.digests.truncate(first);
+                append(&mut digests.digests, found)?;
+                self.holds = Some((page, wave.clone()));
+            }
+            let len = (wave.end - offset).min(out.len() as u64);
+            let source = Span { offset: target.offset + offset - begin, len, ..target };
+            let (now, later) = out.split_at_mut(len as usize);
+            self.committer.engine.staging.download(Lane::Stage, source, now)?;
+            (offset, out) = (offset + len, later);
+        }
+        Ok(())
+    }
+
+    /// Memory for a wave of a page of this length.
+    fn memory(&mut self, place: Place, page_len: u64) -> Result<Span> {
+        let len = page_len.min(WAVE_LEN);
+        if let Some((of, memory)) = &self.memory
+            && *of == place
+            && memory.byte_len() >= len
+        {
+            return Ok(memory.part(0, len));
+        }
+        // The old one goes first: two at a time would be more than a wave.
+        (self.memory, self.holds) = (None, None);
+        let memory = self.committer.stage_memory(Purpose::Stage, place, len)?;
+        let span = memory.part(0, len);
+        self.memory = Some((place, memory));
+        Ok(span)
+    }
+}

@@ -1,0 +1,215 @@
+//! Working copies that are compared with digests: whole chunks are captured, each change once, and no memory
+//! is taken for what did not change.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use remanent::device::host::HostDevice;
+use remanent::device::{Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, Device, Lane, Pending, Span};
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{
+    Budget, Compression, Direction, Error, Options, PageId, Place, Shadow, Store, Width, WorkingCopy,
+};
+
+use crate::device_ops::{PLACE, content, open, page};
+use crate::kill::workload::Random;
+
+const CHUNK: u64 = DIGEST_CHUNK_LEN;
+
+fn host() -> Store {
+    open(&SimDisk::new(), Arc::new(HostDevice::new()))
+}
+
+fn capture(store: &Store, copy: &WorkingCopy) -> remanent::Result<u64> {
+    let before = store.stats().log.bytes;
+    let mut batch = store.batch();
+    batch.capture(copy);
+    store.commit(batch)?;
+    Ok(store.stats().log.bytes - before)
+}
+
+/// How many chunks a capture logged.
+fn chunks_captured(store: &Store, copy: &WorkingCopy) -> u64 {
+    let logged = capture(store, copy).unwrap();
+    let chunks = logged / CHUNK;
+    assert!(logged - chunks * CHUNK < 8192, "{logged} bytes logged, beside whole chunks");
+    chunks
+}
+
+#[test]
+fn the_log_gets_the_chunks_that_changed() {
+    let store = host();
+    let mut plain = Random(1).bytes(40 * CHUNK);
+    let page = page(&store, &plain);
+    let copy = store.working_copy(page, Width::W2, Shadow::Digest).unwrap();
+    assert_eq!(chunks_captured(&store, &copy), 0, "nothing changed since it was loaded");
+    let epoch = copy.epoch();
+    let changes: [&[u64]; 4] = [&[0], &[CHUNK - 1, CHUNK], &[7 * CHUNK, 8 * CHUNK, 39 * CHUNK + 5], &[]];
+    for (round, changes) in changes.into_iter().enumerate() {
+        for at in changes {
+            plain[*at as usize] ^= 1;
+            copy.bytes().write(*at, &plain[*at as usize..][..1]).unwrap();
+        }
+        let logged = chunks_captured(&store, &copy);
+        assert_eq!(logged, changes.len() as u64, "round {round}");
+        assert!(content(&store, page) == plain, "round {round}");
+    }
+    assert!(copy.epoch() > epoch);
+    // Bytes that are written, and are what they were.
+    copy.bytes().write(100, &plain[100..5000]).unwrap();
+    assert_eq!(chunks_captured(&store, &copy), 0);
+    // There and back: both are changes.
+    for byte in [9, plain[3]] {
+        copy.bytes().write(3, &[byte]).unwrap();
+        assert_eq!(chunks_captured(&store, &copy), 1);
+        assert_eq!(content(&store, page)[3], byte);
+    }
+}
+
+#[test]
+fn ranges_are_widened_to_chunks() {
+    let store = host();
+    let len = 5 * CHUNK + 1000;
+    let page = page(&store, &vec![0; len as usize]);
+    let copy = store.working_copy(page, Width::W1, Shadow::Digest).unwrap();
+    copy.bytes().write(0, &vec![1; len as usize]).unwrap();
+    let mut expected = vec![0; len as usize];
+    let mut batch = store.batch();
+    batch.capture_ranges(&copy, &[CHUNK + 5..CHUNK + 6, len - 1..len, 3 * CHUNK..3 * CHUNK]);
+    store.commit(batch).unwrap();
+    expected[CHUNK as usize..2 * CHUNK as usize].fill(1);
+    expected[5 * CHUNK as usize..].fill(1);
+    assert!(content(&store, page) == expected);
+    // What was not looked at is a change still, and what was captured is none any more.
+    assert_eq!(chunks_captured(&store, &copy), 4);
+    assert!(content(&store, page).iter().all(|byte| *byte == 1));
+}
+
+/// Memory that becomes a copy which its page is to follow: nothing is known of it, so all of it is captured.
+#[test]
+fn nothing_is_known_before_the_first_capture_of_stored_memory() {
+    let store = host();
+    let page = page(&store, &vec![7; 3 * CHUNK as usize]);
+    let tensor = store.device_bytes(3 * CHUNK, PLACE).unwrap();
+    tensor.write(0, &vec![7; 3 * CHUNK as usize]).unwrap();
+    let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, Direction::Store).unwrap();
+    // A part of it first: the rest stays unknown.
+    let mut batch = store.batch();
+    batch.capture_ranges(&copy, &[0..1]);
+    store.commit(batch).unwrap();
+    assert_eq!(chunks_captured(&store, &copy), 2);
+    assert_eq!(chunks_captured(&store, &copy), 0);
+    store.reload(&copy).unwrap();
+    assert_eq!(chunks_captured(&store, &copy), 0, "what is loaded is known");
+}
+
+#[test]
+fn what_a_refused_batch_found_is_found_again() {
+    let store = host();
+    let page = page(&store, &vec![0; 2 * CHUNK as usize]);
+    let copy = store.working_copy(page, Width::W1, Shadow::Digest).unwrap();
+    copy.bytes().write(CHUNK, &[1]).unwrap();
+    let mut batch = store.batch();
+    batch.capture(&copy).expect_epoch(page, remanent::Epoch(99));
+    assert!(matches!(store.commit(batch), Err(Error::Conflict { .. })));
+    assert_eq!(chunks_captured(&store, &copy), 1);
+    assert_eq!(content(&store, page)[CHUNK as usize], 1);
+}
+
+/// A host device on which a kernel of the caller's writes to a copy right after its digests were made.
+struct Meddling {
+    inner: HostDevice,
+    /// Whether it does so with the next digests.
+    is_armed: AtomicBool,
+}
+
+impl Device for Meddling {
+    forward!(inner: label allocate release staging reached wait after streams_and_memory);
+
+    fn submit(&self, lane: Lane, list: CommandList) -> remanent::Result<Pending> {
+        let digested = list.commands.iter().find_map(|command| match command {
+            Command::Digest { sources, .. } => sources.first().copied(),
+            _ => None,
+        });
+        let pending = self.inner.submit(lane, list)?;
+        let Some(source) = digested.filter(|_| self.is_armed.swap(false, Ordering::Relaxed)) else {
+            return Ok(pending);
+        };
+        self.inner.wait(pending.fence())?;
+        // Two chunks of three: one that was found changed, and one that was not.
+        let fill = |chunk: u64| Command::Fill {
+            target: Span { offset: source.offset + chunk * CHUNK, len: 8, ..source },
+            pattern: [5; 16],
+            width: Width::W1,
+        };
+        let list = CommandList { commands: vec![fill(0), fill(1)], staging: Vec::new() };
+        self.inner.submit(lane, list)?.finish(&self.inner)?;
+        Ok(pending)
+    }
+}
+
+/// The digests that are kept are those of what was captured: of what was looked at, a change in between would
+/// never be captured.
+#[test]
+fn a_change_between_look_and_capture_is_not_lost() {
+    for place in [PLACE, Place::Disk] {
+        let device = Arc::new(Meddling { inner: HostDevice::new(), is_armed: AtomicBool::new(false) });
+        let options = Options::default().compression(Compression::Off).segment_len(64 << 10);
+        let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options).unwrap();
+        let mut batch = store.batch();
+        batch.create_from(vec![0; 3 * CHUNK as usize], place);
+        let page = store.commit(batch).unwrap().pages[0];
+        let tensor = store.device_bytes(3 * CHUNK, PLACE).unwrap();
+        let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, Direction::Load).unwrap();
+        // Of a page on disk, a third is captured as an image of all of it.
+        copy.bytes().write(100, &[1]).unwrap();
+        device.is_armed.store(true, Ordering::Relaxed);
+        capture(&store, &copy).unwrap();
+        assert!(!device.is_armed.load(Ordering::Relaxed), "the copy was looked at");
+        capture(&store, &copy).unwrap();
+        let mut expected = vec![0; 3 * CHUNK as usize];
+        expected[100] = 1;
+        expected[..8].fill(5);
+        expected[CHUNK as usize..][..8].fill(5);
+        let found = store.read_to_vec(page).unwrap();
+        let wrong = found.iter().zip(&expected).position(|(found, expected)| found != expected);
+        assert_eq!(wrong, None, "{place:?}");
+    }
+}
+
+/// A state in the caller's memory and on disk, without a second copy anywhere: beside the tensor, a capture
+/// takes a wave of 32 MiB and the key.
+#[test]
+fn a_capture_takes_a_wave_of_memory() {
+    const WAVE: u64 = 32 << 20;
+    const LEN: u64 = 2 * WAVE + 5 * CHUNK + 77;
+    let budget =
+        Budget::default().with(PLACE, LEN + WAVE + DIGEST_KEY_LEN + 4096).with(Place::Disk, 64 << 20);
+    let budget = [Place::Host, Place::Pinned].into_iter().fold(budget, |budget, place| budget.with(place, 0));
+    let options =
+        || Options::default().compression(Compression::Off).segment_len(1 << 20).budget(budget.clone());
+    let disk = SimDisk::new();
+    let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options()).unwrap();
+    let mut batch = store.batch();
+    batch.create(LEN, Place::Disk);
+    let page: PageId = store.commit(batch).unwrap().pages[0];
+    let tensor = store.device_bytes(LEN, PLACE).unwrap();
+    let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, Direction::Load).unwrap();
+    let mut plain = vec![0_u8; LEN as usize];
+    // A few chunks go to the log, a half to an image, more than a wave to the log.
+    let rounds = [(5, LEN / CHUNK / 3), (5, 2), (9, 1), (11, 5)];
+    for (salt, every) in rounds {
+        for chunk in (0..LEN / CHUNK + 1).step_by(every as usize) {
+            let at = chunk * CHUNK + 70;
+            plain[at as usize] = plain[at as usize].wrapping_add(salt);
+            copy.bytes().write(at, &plain[at as usize..][..1]).unwrap();
+        }
+        let logged = capture(&store, &copy).unwrap();
+        assert_eq!(logged > CHUNK, every > 4, "every {every}: {logged} bytes in the log");
+        assert!(store.read_to_vec(page).unwrap() == plain, "every {every}");
+        assert!(capture(&store, &copy).unwrap() < 4096, "every {every}: nothing is left to capture");
+    }
+    drop((copy, tensor, store));
+    let store = Store::open_on(Arc::new(disk), Arc::new(HostDevice::new()), options()).unwrap();
+    assert!(store.read_to_vec(page).unwrap() == plain);
+}
