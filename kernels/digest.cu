@@ -1,4 +1,4 @@
-// Digests of chunks: sixteen bytes under a key that nobody else knows, so that two contents of a chunk have
+// Digests of chunks: sixteen bytes under a key that is drawn at random, so that two contents of a chunk have
 // one digest with a probability below 2^-100, whatever they are. `src/device/digests.rs` says what is
 // computed, and why that holds.
 //

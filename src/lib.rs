@@ -78,7 +78,7 @@
 //! | Lent memory | memory of the caller's in which a page lives; only the store writes there |
 //! | [`StreamGuard`] | a use of memory by a caller's stream; what comes next is ordered after it |
 //! | Working copy | device memory that the caller's kernels write; a capture commits what changed there |
-//! | Shadow | what a working copy was when it was captured last |
+//! | Shadow | what a working copy was when it was captured last: the page, a copy, or digests of its chunks |
 //! | Slot | the *n* of `Place::Device(n)`; bound to a device at open |
 //! | Fence, Pending | a point in a lane; a list in flight that owns its staging |
 //! | [`Ticket`] | a submitted batch: what one waits on |

@@ -3,18 +3,19 @@
 //! They are compared in one process only, and their key is drawn at random for it: a digest says nothing
 //! about bytes that were chosen by someone with the key, and is never stored. What a digest calls unchanged
 //! is not written, so two contents with one digest would be a lost change. A CRC is linear: two flipped signs
-//! can cancel out in it, as can words that change places in a plain sum. Here two contents of a chunk have one
-//! digest with a probability below 2^-100, whatever they are, if they were chosen without the key.
+//! can cancel out in it, as can words that change places in a plain sum. Here two contents of a chunk have
+//! one digest with a probability below 2^-100, whatever they are, if they were chosen without the key.
 //!
 //! # What is computed
 //!
 //! A chunk is up to [`DIGEST_CHUNK_LEN`] bytes: vectors of two little-endian words of 64 bits, the last one
-//! filled up with zeros. Vector number `v` is in row `v / 256` of column `v % 256`. Two passes, `n` = 0 and 1:
+//! filled up with zeros. Vector number `v` is in row `v / 256` of column `v % 256`. Two passes, `n` = 0 and
+//! 1:
 //!
 //! 1. *NH* of each column, modulo 2^128: the sum over its rows `i` of `(a + K[2(i + n)]) × (b + K[2(i + n) +
 //!    1])`, where `a` and `b` are the vector's words and the sums within the product are modulo 2^64.
-//! 2. The number of each column in limbs of 60, 60 and 8 bits, as coefficients of a polynomial modulo
-//!    p = 2^61 − 1 that is evaluated at `R[n]`: limb `l` of column `t` belongs to the power 3t + 1 + l, and the
+//! 2. The number of each column in limbs of 60, 60 and 8 bits, as coefficients of a polynomial modulo p =
+//!    2^61 − 1 that is evaluated at `R[n]`: limb `l` of column `t` belongs to the power 3t + 1 + l, and the
 //!    chunk's length in bytes to the power 0.
 //!
 //! The digest is the two values below p, little-endian.
@@ -25,8 +26,8 @@
 //! probability of at most 2^-64, and both passes, whose keys are the same words two further on, with at most
 //! 2^-128 (Black, Halevi, Krawczyk, Krovetz, Rogaway: *UMAC*, CRYPTO 1999, theorems 4.2 and 4.3). Where the
 //! columns differ, so do the polynomials, of degree 768 at most: they have one value at 768 of 2^61 points at
-//! most, so with a probability below 2^-51. `R[0]` and `R[1]` are independent of each other and of `K`, so that
-//! both values are the same with a probability below 2^-102 + 2 × 2^-64 × 2^-51 + 2^-128, which is below
+//! most, so with a probability below 2^-51. `R[0]` and `R[1]` are independent of each other and of `K`, so
+//! that both values are the same with a probability below 2^-102 + 2 × 2^-64 × 2^-51 + 2^-128, which is below
 //! 2^-101. Chunks of different lengths differ in the constant.
 
 use super::{Span, StagingSpan};
@@ -39,8 +40,8 @@ pub const DIGEST_CHUNK_LEN: u64 = 64 << 10;
 /// The length of a chunk's digest, in bytes.
 pub const DIGEST_LEN: usize = 16;
 
-/// The length of a key as devices read it, in bytes: the words of `K`; for each pass the point `R[n]`, and its
-/// power 3t + 1 for each column t. Little-endian words of 64 bits.
+/// The length of a key as devices read it, in bytes: the words of `K`; for each pass the point `R[n]`, and
+/// its power 3t + 1 for each column t. Little-endian words of 64 bits.
 pub const DIGEST_KEY_LEN: u64 = 8 * (WORDS + PASSES * (1 + COLUMNS)) as u64;
 
 const COLUMNS: usize = 256;

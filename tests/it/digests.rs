@@ -1,8 +1,7 @@
 //! Working copies that are compared with digests: whole chunks are captured, each change once, and no memory
 //! is taken for what did not change.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use remanent::device::host::HostDevice;
 use remanent::device::{Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, Device, Lane, Pending, Span};
@@ -116,44 +115,73 @@ fn what_a_refused_batch_found_is_found_again() {
     assert_eq!(content(&store, page)[CHUNK as usize], 1);
 }
 
-/// A host device on which a kernel of the caller's writes to a copy right after its digests were made.
+/// The moment at which a kernel of the caller's writes to a copy that is being captured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Moment {
+    /// The copy was looked at.
+    Looked,
+    /// What changed was gathered, and its digests are not made yet.
+    Gathered,
+}
+
+/// A host device with such a kernel.
 struct Meddling {
     inner: HostDevice,
-    /// Whether it does so with the next digests.
-    is_armed: AtomicBool,
+    /// When it writes, once.
+    at: Mutex<Option<Moment>>,
+}
+
+impl Meddling {
+    /// Writes to two chunks of three: one that was found changed, and one that was not.
+    fn meddle(&self, lane: Lane, copy: Span) {
+        let fill = |chunk: u64| Command::Fill {
+            target: Span { offset: chunk * CHUNK, len: 8, ..copy },
+            pattern: [5; 16],
+            width: Width::W1,
+        };
+        let list = CommandList { commands: vec![fill(0), fill(1)], staging: Vec::new() };
+        self.inner.submit(lane, list).unwrap().finish(&self.inner).unwrap();
+    }
 }
 
 impl Device for Meddling {
     forward!(inner: label allocate release staging reached wait after streams_and_memory);
 
-    fn submit(&self, lane: Lane, list: CommandList) -> remanent::Result<Pending> {
-        let digested = list.commands.iter().find_map(|command| match command {
-            Command::Digest { sources, .. } => sources.first().copied(),
-            _ => None,
-        });
+    fn submit(&self, lane: Lane, mut list: CommandList) -> remanent::Result<Pending> {
+        let mut at = self.at.lock().unwrap();
+        let digests = list.commands.iter().any(|command| matches!(command, Command::Digest { .. }));
+        let (moment, copy) = match list.commands.first() {
+            Some(Command::Digest { sources, .. }) => (Moment::Looked, sources[0]),
+            Some(Command::Gather { sources, .. }) if digests => (Moment::Gathered, sources[0].0),
+            Some(Command::Copy { source, .. }) if digests => (Moment::Gathered, *source),
+            _ => return self.inner.submit(lane, list),
+        };
+        if *at != Some(moment) {
+            return self.inner.submit(lane, list);
+        }
+        *at = None;
+        if moment == Moment::Gathered {
+            let gather = CommandList { commands: vec![list.commands.remove(0)], staging: Vec::new() };
+            self.inner.submit(lane, gather)?.finish(&self.inner)?;
+            self.meddle(lane, copy);
+            return self.inner.submit(lane, list);
+        }
         let pending = self.inner.submit(lane, list)?;
-        let Some(source) = digested.filter(|_| self.is_armed.swap(false, Ordering::Relaxed)) else {
-            return Ok(pending);
-        };
         self.inner.wait(pending.fence())?;
-        // Two chunks of three: one that was found changed, and one that was not.
-        let fill = |chunk: u64| Command::Fill {
-            target: Span { offset: source.offset + chunk * CHUNK, len: 8, ..source },
-            pattern: [5; 16],
-            width: Width::W1,
-        };
-        let list = CommandList { commands: vec![fill(0), fill(1)], staging: Vec::new() };
-        self.inner.submit(lane, list)?.finish(&self.inner)?;
+        self.meddle(lane, copy);
         Ok(pending)
     }
 }
 
-/// The digests that are kept are those of what was captured: of what was looked at, a change in between would
-/// never be captured.
+/// The digests that are kept are those of what was captured. Of what was looked at, or of what lies in the
+/// copy by then, a change in between would never be captured.
 #[test]
-fn a_change_between_look_and_capture_is_not_lost() {
-    for place in [PLACE, Place::Disk] {
-        let device = Arc::new(Meddling { inner: HostDevice::new(), is_armed: AtomicBool::new(false) });
+fn a_change_in_the_middle_of_a_capture_is_not_lost() {
+    for (place, moment) in [PLACE, Place::Disk]
+        .into_iter()
+        .flat_map(|place| [(place, Moment::Looked), (place, Moment::Gathered)])
+    {
+        let device = Arc::new(Meddling { inner: HostDevice::new(), at: Mutex::new(None) });
         let options = Options::default().compression(Compression::Off).segment_len(64 << 10);
         let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options).unwrap();
         let mut batch = store.batch();
@@ -163,9 +191,9 @@ fn a_change_between_look_and_capture_is_not_lost() {
         let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, Direction::Load).unwrap();
         // Of a page on disk, a third is captured as an image of all of it.
         copy.bytes().write(100, &[1]).unwrap();
-        device.is_armed.store(true, Ordering::Relaxed);
+        *device.at.lock().unwrap() = Some(moment);
         capture(&store, &copy).unwrap();
-        assert!(!device.is_armed.load(Ordering::Relaxed), "the copy was looked at");
+        assert_eq!(*device.at.lock().unwrap(), None, "a kernel wrote");
         capture(&store, &copy).unwrap();
         let mut expected = vec![0; 3 * CHUNK as usize];
         expected[100] = 1;
@@ -173,7 +201,7 @@ fn a_change_between_look_and_capture_is_not_lost() {
         expected[CHUNK as usize..][..8].fill(5);
         let found = store.read_to_vec(page).unwrap();
         let wrong = found.iter().zip(&expected).position(|(found, expected)| found != expected);
-        assert_eq!(wrong, None, "{place:?}");
+        assert_eq!(wrong, None, "{place:?}, {moment:?}");
     }
 }
 

@@ -4,6 +4,7 @@
 //! aside in between.
 
 use std::collections::HashSet;
+use std::convert::Infallible;
 
 use remanent_format::Width;
 
@@ -13,12 +14,18 @@ use super::super::{
     Staging, StagingSpan,
 };
 use super::HostDevice;
+use crate::base::parallel;
 
 /// Bytes that lie aside at a time, while they are copied or compared. Memory for more could be refused, and a
 /// command cannot fail for it.
 const PART_LEN_MAX: u64 = 64 << 10;
 /// Bytes of bits whose numbers lie aside at a time.
 const BITS_AT_ONCE: u64 = 1024;
+
+/// Chunks that one thread digests: starting another one takes as long as some of them.
+const DIGESTED_ALONE: usize = 32;
+/// Chunks whose digests lie aside at a time.
+const DIGESTED_AT_ONCE: usize = 1024;
 
 impl HostDevice {
     /// Runs one command.
@@ -149,15 +156,23 @@ impl HostDevice {
     }
 
     fn digest(&self, sources: &[Span], key: Span, target: &mut [u8]) {
-        let mut digests = target.chunks_exact_mut(DIGEST_LEN);
         // Aside, so that only one memory is locked at a time.
         let mut key_bytes = Vec::new();
         self.memory(key.memory).read(key, |key| key_bytes.extend_from_slice(key));
+        let mut digests = target.chunks_exact_mut(DIGEST_LEN);
         for source in sources {
             let memory = self.memory(source.memory);
             memory.read(*source, |bytes| {
-                for (chunk, out) in bytes.chunks(DIGEST_CHUNK_LEN as usize).zip(&mut digests) {
-                    out.copy_from_slice(&digest(chunk, &key_bytes));
+                for bytes in bytes.chunks(DIGESTED_AT_ONCE * DIGEST_CHUNK_LEN as usize) {
+                    let chunk = |index: usize| {
+                        let rest = &bytes[index * DIGEST_CHUNK_LEN as usize..];
+                        &rest[..rest.len().min(DIGEST_CHUNK_LEN as usize)]
+                    };
+                    let count = bytes.len().div_ceil(DIGEST_CHUNK_LEN as usize);
+                    let of = |(): &mut (), index| Ok::<_, Infallible>(digest(chunk(index), &key_bytes));
+                    let threads = parallel::threads(count / DIGESTED_ALONE + 1);
+                    let Ok(found) = parallel::map_indexed(threads, count, || (), of);
+                    found.iter().zip(&mut digests).for_each(|(digest, out)| out.copy_from_slice(digest));
                 }
             });
         }

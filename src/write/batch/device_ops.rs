@@ -35,8 +35,8 @@ impl DeviceFill {
         }
     }
 
-    /// Cuts the range off after `len` bytes, which is a multiple of a chunk's length, and returns what follows;
-    /// `None` for indices and elements, which stay together.
+    /// Cuts the range off after `len` bytes, which is a multiple of a chunk's length, and returns what
+    /// follows; `None` for indices and elements, which stay together.
     pub fn split_off(&mut self, len: u64) -> Option<Self> {
         let after = |span: Span| Span { offset: span.offset + len, len: span.len - len, ..span };
         let rest = match &mut self.content {
@@ -62,8 +62,8 @@ impl DeviceFill {
 pub(crate) enum FillSource {
     /// Bytes as they lie on the device.
     Bytes(Span),
-    /// Chunks of a working copy, from number `first` of its page on. Their digests under this key are those of
-    /// the bytes that come to the blank. `step` is the capture.
+    /// Chunks of a working copy, from number `first` of its page on. Their digests under this key are those
+    /// of the bytes that come to the blank. `step` is the capture.
     Chunks { span: Span, key: Span, step: usize, first: usize },
     /// Indices that may be equal, or not below the bound: the device checks them. `step` is their operation.
     Indices { span: Span, bound: u64, step: usize },

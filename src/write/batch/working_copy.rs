@@ -120,8 +120,8 @@ impl WorkingCopy {
         }
     }
 
-    /// Looks at the digests of chunks from `first` on, one after the other, as they were at this epoch. Returns
-    /// whether the copy is at that epoch still.
+    /// Looks at the digests of chunks from `first` on, one after the other, as they were at this epoch.
+    /// Returns whether the copy is at that epoch still.
     pub(crate) fn each_digest(&self, epoch: Epoch, first: usize, mut look: impl FnMut(&Digest)) -> bool {
         let state = self.0.state.lock();
         state.digests.iter().skip(first).for_each(&mut look);

@@ -21,12 +21,12 @@ use remanent_format::{Epoch, PageId, Width};
 use super::Committer;
 use super::device_payload::CapturedDigests;
 use super::diff::bitmaps_len;
-use super::digests::unknown_digests;
+use super::digests::{CopyLook, unknown_digests};
 use super::disk_moves::is_on_disk;
 use super::ranges::{RANGE_ALIGN, check_epoch, part, parts};
 use super::stage_memory::StageMemory;
-use crate::base::allocation::collected;
-use crate::device::{Access, Command, CommandList, DIGEST_CHUNK_LEN, Lane, Pending, Span};
+use crate::base::allocation::{collected, push};
+use crate::device::{Access, Command, CommandList, Lane, Pending, Span};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::Purpose;
@@ -106,8 +106,8 @@ pub enum Shadow {
     /// A copy of its own in this place, as long as the page and counted in the budget, which every capture
     /// takes along. Deltas of other pages do not wait for the comparison.
     Kept(remanent_format::Place),
-    /// Digests of what it was: sixteen bytes of the host's memory for each chunk of 64 KiB. Captures log whole
-    /// chunks, and take no memory on the device but for 32 MiB of them at a time. Ranges are widened to
+    /// Digests of what it was: sixteen bytes of the host's memory for each chunk of 64 KiB. Captures log
+    /// whole chunks, and take no memory on the device but for 32 MiB of them at a time. Ranges are widened to
     /// chunks.
     ///
     /// A change that leaves its chunk's digest as it was is not captured. That has a probability below 2^-100
@@ -165,11 +165,30 @@ impl Committer {
     /// Finds what changed in the working copies that the batch captures.
     pub(super) fn capture<'a>(&self, batch: &'a WriteBatch) -> Result<Captures<'a>> {
         let mut captures = Captures::default();
+        let mut looks = Vec::new();
         for (index, copy, ranges) in batch.captures() {
-            let (capture, found) = self.capture_one(index, copy, ranges)?;
-            // By the operation's index: the encoder comes to it there, in the batch's order.
-            captures.found.insert(index, found);
-            captures.taken.push(capture);
+            copy.bytes().check_device(&self.engine.device)?;
+            // Refused here already, a copy of an older state costs no comparison. The epoch is checked again
+            // under the lock.
+            let (page, epoch) = (copy.page(), copy.epoch());
+            let info = self.submitted.lock().get(page).ok_or(Error::UnknownPage { page })?;
+            check_epoch(page, epoch, info.epoch)?;
+            // A page of that epoch has the length that it had when the copy was made of it.
+            let of = (epoch, info.len);
+            if let CopyShadow::Digests(key) = copy.shadow() {
+                push(&mut looks, self.begin_look(index, copy, of, ranges, key.span())?)?;
+            } else {
+                let (capture, found) = self.capture_one(index, copy, of, ranges)?;
+                // By the operation's index: the encoder comes to it there, in the batch's order.
+                captures.found.insert(index, found);
+                captures.taken.push(capture);
+            }
+        }
+        self.look(&mut looks)?;
+        for look in looks {
+            captures.found.insert(look.step, changed_chunks(&look)?);
+            let CopyLook { step, copy, epoch, parts, .. } = look;
+            captures.taken.push(Capture { step, copy, epoch, parts, staged: None });
         }
         Ok(captures)
     }
@@ -179,27 +198,11 @@ impl Committer {
         &self,
         step: usize,
         copy: &'a WorkingCopy,
+        (epoch, page_len): (Epoch, u64),
         ranges: Option<&[Range<u64>]>,
     ) -> Result<(Capture<'a>, Vec<CapturedPart>)> {
-        copy.bytes().check_device(&self.engine.device)?;
-        // Refused here already, a copy of an older state costs no comparison. The epoch is checked
-        // again under the lock.
-        let (page, epoch, width) = (copy.page(), copy.epoch(), copy.width());
-        let info = self.submitted.lock().get(page).ok_or(Error::UnknownPage { page })?;
-        check_epoch(page, epoch, info.epoch)?;
-        // A page of that epoch has the length that it had when the copy was made of it.
-        if let CopyShadow::Digests(key) = copy.shadow() {
-            let parts = parts(page, ranges, info.len, DIGEST_CHUNK_LEN)?;
-            let (live, key) = (copy.bytes().arrived(Access::Read)?, key.span());
-            let found = self.changed_chunks(copy, epoch, &parts, live, key)?.into_iter().map(|run| {
-                let (staged, len) = (part(live, &run), run.end - run.start);
-                let runs = vec![0..len];
-                CapturedPart { offset: run.start, staged, key: Some(key), runs, elements: Vec::new() }
-            });
-            let found = collected(found)?;
-            return Ok((Capture { step, copy, epoch, parts, staged: None }, found));
-        }
-        let parts = parts(page, ranges, info.len, RANGE_ALIGN)?;
+        let (page, width) = (copy.page(), copy.width());
+        let parts = parts(page, ranges, page_len, RANGE_ALIGN)?;
         let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
         let source = copy.bytes().arrived(Access::Read)?;
         let lens = [len, bitmaps_len(&parts, width)];
@@ -338,4 +341,14 @@ impl Committer {
         let copies = others.iter().map(|target| Command::Copy { source: *first, target: *target });
         self.run(collected(copies)?, Vec::new()).map(drop)
     }
+}
+
+/// The changed chunks of a copy that was looked at. Their bytes stay in the copy until they are written.
+fn changed_chunks(look: &CopyLook<'_>) -> Result<Vec<CapturedPart>> {
+    let found = look.changed()?.into_iter().map(|run| {
+        let (staged, len) = (part(look.live, &run), run.end - run.start);
+        let (key, runs) = (Some(look.key), std::iter::once(0..len).collect());
+        CapturedPart { offset: run.start, staged, key, runs, elements: Vec::new() }
+    });
+    collected(found)
 }

@@ -239,7 +239,7 @@ impl Committer {
 /// A payload without blanks.
 pub(super) struct FilledPayload {
     pub payload: StagingBuf,
-    /// Its CRC-32.
+    /// The CRC-32 of the payload.
     pub crc: u32,
     /// The digests of captured chunks, as they are in the payload.
     pub digests: CapturedDigests,
@@ -306,7 +306,8 @@ fn proven_sums(payload: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) -
     Ok(is_sent.then_some(arrived))
 }
 
-/// CRC-32 of a payload whose blanks, in their order, have these sums. Bytes of long ones are not summed again.
+/// CRC-32 of a payload whose blanks, in their order, have these sums. Bytes of long ones are not summed
+/// again.
 fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill, u32)>) -> u32 {
     let mut whole = Hasher::new();
     // Between two blanks lie bytes that the host knows. No blank overlaps another.

@@ -1,13 +1,14 @@
 //! Working copies that are compared with digests of what they were: sixteen bytes for each chunk of 64 KiB
 //! ([`digests`](crate::device)), in the host's memory.
 //!
-//! 1. **Look**: the device digests the copy where it lies. Chunks with other digests than before are captured.
-//! 2. **Gather**: the bytes of these chunks are copied aside in waves of a bounded length, digested there, and
-//!    brought to the host: to the payload, or to the image of a page on disk.
+//! 1. **Look**: the device digests the copy where it lies. Chunks with other digests than before are
+//!    captured.
+//! 2. **Gather**: the bytes of these chunks are copied aside in waves of a bounded length, digested there,
+//!    and brought to the host: to the payload, or to the image of a page on disk.
 //! 3. The digests of 2 become the copy's when the batch is logged.
 //!
-//! Were those of 1 kept, and the caller wrote to the copy between the two, the log would have other bytes than
-//! the digest is of, and the change would never be captured.
+//! Were those of 1 kept, and the caller wrote to the copy between the two, the log would have other bytes
+//! than the digest is of, and the change would never be captured.
 //!
 //! A crash ends all digests. The key is drawn when the store first needs one.
 
@@ -17,12 +18,12 @@ use remanent_format::{Epoch, PageId, Place};
 
 use super::Committer;
 use super::device_payload::WAVE_LEN;
-use super::ranges::{RangeParts, part};
+use super::ranges::{part, parts};
 use super::stage_memory::StageMemory;
 use crate::base::allocation::{append, copied, make_room, push};
 use crate::device::{
-    Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, DIGEST_LEN, DeviceBytes, Digest, Lane, Pending,
-    Span, StagingSpan, digest_count, digest_key,
+    Access, Command, DIGEST_CHUNK_LEN, DIGEST_KEY_LEN, DIGEST_LEN, DeviceBytes, Digest, Lane, Span,
+    StagingSpan, digest_count, digest_key,
 };
 use crate::error::{Error, Result};
 use crate::memory::arena::Purpose;
@@ -40,12 +41,6 @@ pub(crate) struct DigestKeys {
     /// may be compared with what another one did.
     bytes: Vec<u8>,
     places: Vec<(Place, DeviceBytes)>,
-}
-
-/// A digest list that runs, and how many digests it makes.
-pub(super) struct PendingDigests {
-    pending: Pending,
-    count: usize,
 }
 
 impl Committer {
@@ -67,38 +62,18 @@ impl Committer {
         Ok(key)
     }
 
-    /// Queues digests of ranges, with whatever queues a list.
-    pub(super) fn queue_digests(
-        &self,
-        sources: Vec<Span>,
-        key: Span,
-        before: Vec<Command>,
-        submit: impl FnOnce(CommandList) -> Result<Pending>,
-    ) -> Result<PendingDigests> {
+    /// The digests of ranges, after these commands.
+    fn digests(&self, sources: Vec<Span>, key: Span, before: Vec<Command>) -> Result<Vec<Digest>> {
         let count: u64 = sources.iter().map(|source| digest_count(source.len)).sum();
-        let count = count as usize;
-        let target = StagingSpan { index: 0, offset: 0, len: DIGEST_LEN * count };
+        let target = StagingSpan { index: 0, offset: 0, len: DIGEST_LEN * count as usize };
         let mut commands = before;
         push(&mut commands, Command::Digest { sources, key, target })?;
         let staging = vec![self.engine.staging.take(target.len)?.into_staging()];
-        Ok(PendingDigests { pending: submit(CommandList { commands, staging })?, count })
-    }
-
-    /// Waits for digests.
-    pub(super) fn finish_digests(&self, digests: PendingDigests) -> Result<Vec<Digest>> {
-        let PendingDigests { pending, count } = digests;
-        let mut returned = pending.finish(&*self.engine.device)?;
-        let bytes = StagingBuf::new(returned.pop().expect("one staging went in"), DIGEST_LEN * count);
+        let mut returned = self.run(commands, staging)?;
+        let bytes = StagingBuf::new(returned.pop().expect("one staging went in"), target.len);
         let found = copied(bytes.as_chunks().0);
         self.engine.staging.give(bytes.into_staging());
         found
-    }
-
-    /// The digests of ranges, after these commands.
-    fn digests(&self, sources: Vec<Span>, key: Span, before: Vec<Command>) -> Result<Vec<Digest>> {
-        let submit = |list| self.engine.device.submit(Lane::Stage, list);
-        let queued = self.queue_digests(sources, key, before, submit)?;
-        self.finish_digests(queued)
     }
 
     /// The digests of all chunks of a range.
@@ -111,28 +86,80 @@ impl Committer {
         Ok(all)
     }
 
-    /// The changed chunks of parts of a copy that is at `epoch`, as ranges of its page: step 1. The parts are
-    /// whole chunks.
-    pub(super) fn changed_chunks(
+    /// Prepares a look at a copy, once the streams' uses of it are done.
+    pub(super) fn begin_look<'a>(
         &self,
-        copy: &WorkingCopy,
-        epoch: Epoch,
-        parts: &RangeParts,
-        live: Span,
+        step: usize,
+        copy: &'a WorkingCopy,
+        (epoch, page_len): (Epoch, u64),
+        ranges: Option<&[Range<u64>]>,
         key: Span,
-    ) -> Result<Vec<Range<u64>>> {
-        // Nothing is known after memory became a copy that its page is to follow: all of it counts as changed.
-        let looks = copy.has_digests();
+    ) -> Result<CopyLook<'a>> {
+        let parts = parts(copy.page(), ranges, page_len, DIGEST_CHUNK_LEN)?;
+        let live = copy.bytes().arrived(Access::Read)?;
+        // Nothing is known after memory became a copy that its page is to follow: all of it counts as
+        // changed.
+        let is_needed = copy.has_digests();
+        Ok(CopyLook { step, copy, epoch, parts, live, key, is_needed, now: Vec::new() })
+    }
+
+    /// Step 1, for all copies of a batch: a list for each is a wait for each.
+    pub(super) fn look(&self, looks: &mut [CopyLook<'_>]) -> Result<()> {
+        for of_place in looks.chunk_by_mut(|one, next| one.key == next.key) {
+            let (mut sources, mut digests) = (Vec::new(), Vec::new());
+            let (key, mut len) = (of_place[0].key, 0);
+            let needed = of_place.iter().filter(|look| look.is_needed);
+            for span in needed.flat_map(|look| look.parts.iter().map(|(range, _)| part(look.live, range))) {
+                if len + span.len > LOOK_LEN && len > 0 {
+                    append(&mut digests, self.digests(std::mem::take(&mut sources), key, Vec::new())?)?;
+                    len = 0;
+                }
+                push(&mut sources, span)?;
+                len += span.len;
+            }
+            if !sources.is_empty() {
+                append(&mut digests, self.digests(sources, key, Vec::new())?)?;
+            }
+            let mut digests = digests.into_iter();
+            for look in of_place.iter_mut().filter(|look| look.is_needed) {
+                let count: u64 =
+                    look.parts.iter().map(|(range, _)| digest_count(range.end - range.start)).sum();
+                append(&mut look.now, digests.by_ref().take(count as usize))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A copy that is looked at.
+pub(super) struct CopyLook<'a> {
+    /// The operation's index in the batch.
+    pub step: usize,
+    pub copy: &'a WorkingCopy,
+    /// The epoch of the state that it is compared with.
+    pub epoch: Epoch,
+    /// The ranges that are looked at, whole chunks.
+    pub parts: Vec<(Range<u64>, u64)>,
+    /// The place of the copy's bytes, and of the key.
+    pub live: Span,
+    pub key: Span,
+    is_needed: bool,
+    /// The digests of the parts, one after the other; none if none are needed.
+    now: Vec<Digest>,
+}
+
+impl CopyLook<'_> {
+    /// The changed chunks, as ranges of the page.
+    pub fn changed(&self) -> Result<Vec<Range<u64>>> {
         let mut changed: Vec<Range<u64>> = Vec::new();
-        for (range, _) in parts {
-            let now = if looks { Some(self.all_digests(part(live, range), key)?) } else { None };
+        let mut now = self.now.iter();
+        for (range, _) in &self.parts {
             let first = (range.start / DIGEST_CHUNK_LEN) as usize;
             let mut starts = (range.start..range.end).step_by(DIGEST_CHUNK_LEN as usize);
-            let mut digests = now.iter().flatten();
             let mut made = Ok(());
-            let is_there = copy.each_digest(epoch, first, |known| {
+            let is_there = self.copy.each_digest(self.epoch, first, |known| {
                 let Some(start) = starts.next() else { return };
-                if digests.next().is_some_and(|now| now == known) {
+                if now.next().is_some_and(|now| now == known) {
                     return;
                 }
                 let chunk = start..range.end.min(start + DIGEST_CHUNK_LEN);
@@ -144,8 +171,8 @@ impl Committer {
             });
             made?;
             if !is_there {
-                let (page, found) = (copy.page(), copy.epoch());
-                return Err(Error::Conflict { page, expected: epoch, found });
+                let (page, found) = (self.copy.page(), self.copy.epoch());
+                return Err(Error::Conflict { page, expected: self.epoch, found });
             }
         }
         Ok(changed)
@@ -174,8 +201,8 @@ impl<'c> CopyWaves<'c> {
         Self { committer, memory: None, holds: None }
     }
 
-    /// Reads bytes of a copy as they were gathered, and notes the digests of what was. Reads of a page come in
-    /// the order of its bytes, or begin anew.
+    /// Reads bytes of a copy as they were gathered, and notes the digests of what was. Reads of a page come
+    /// in the order of its bytes, or begin anew.
     pub fn read(
         &mut self,
         copy: &WorkingCopy,

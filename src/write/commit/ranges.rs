@@ -19,8 +19,9 @@ pub(super) const RANGE_ALIGN: u64 = 16;
 /// The longest part that is compared as one, so that a part's elements are counted in 32 bits.
 const PART_LEN_MAX: u64 = 256 << 20;
 
-/// Widens the ranges to boundaries, multiples of `align` and the page's end, merges and cuts them. Each part comes with where it begins when they
-/// lie one after the other, on boundaries again. Without ranges it is the whole page.
+/// Widens the ranges to boundaries, multiples of `align` and the page's end, merges and cuts them. Each part
+/// comes with where it begins when they lie one after the other, on boundaries again. Without ranges it is
+/// the whole page.
 ///
 /// # Errors
 /// `OutOfBounds` for a range that is not within the page, or ends before it begins: a caller's mistake

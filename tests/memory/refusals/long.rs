@@ -92,7 +92,7 @@ fn give(_: &Store) {
     *GIVEN.lock().unwrap() = Some(CONTENT.clone());
 }
 
-pub const LONG: [(&str, Operation); 36] = [
+pub const LONG: [(&str, Operation); 37] = [
     ("open", Outside(open)),
     ("open on demand", Outside(open_on_demand)),
     ("follower", Outside(follow)),

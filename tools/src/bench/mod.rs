@@ -26,6 +26,7 @@ mod growth;
 mod follow;
 mod steady;
 mod lookup;
+mod capture;
 mod policies;
 mod block_cache;
 mod tier_ceilings;
@@ -73,6 +74,7 @@ enum BenchKind {
     Follow(follow::FollowBench),
     Steady(steady::SteadyBench),
     Lookup(lookup::LookupBench),
+    Capture(capture::CaptureBench),
     Tiers(tiers::TiersBench),
     Ceilings(ceilings::CeilingsBench),
     #[command(hide = true)]
@@ -125,6 +127,7 @@ impl Bench {
             BenchKind::Follow(what) => run(what, out),
             BenchKind::Steady(what) => run(what, out),
             BenchKind::Lookup(what) => run(what, out),
+            BenchKind::Capture(what) => run(what, out),
             BenchKind::Tiers(what) => run(what, out),
             BenchKind::Ceilings(what) => run(what, out),
             BenchKind::Open(what) => what.run(out),

@@ -125,10 +125,46 @@ pub const LIST: &[Defence] = &[
         it("faults::bit_flips::an_image_of_a_capture_has_no_bit_that_turned_over"),
     ),
     refusal(
-        "a page is captured whole only if all of it is staged",
+        "a page is captured whole only if all of it was looked at",
         "src/write/commit/capture.rs",
-        "!(is_staged && changed.saturating_mul(part) > len)",
+        "!(is_looked_at && changed.saturating_mul(part) > len)",
         it("captures::declared_ranges_are_looked_at_and_no_others"),
+    ),
+    // Working copies with digests.
+    defence(
+        "a digest that is kept is of what was gathered for the payload",
+        "src/write/commit/device_payload.rs",
+        "push(&mut digested, target)?;",
+        "push(&mut digested, *span)?;",
+        it("digests::a_change_in_the_middle_of_a_capture_is_not_lost"),
+    ),
+    defence(
+        "a digest that is kept is of what was gathered for the image",
+        "src/write/commit/digests.rs",
+        "self.committer.digests(vec![target], key, vec![gather])?",
+        "self.committer.digests(vec![part(live, &wave)], key, vec![gather])?",
+        it("digests::a_change_in_the_middle_of_a_capture_is_not_lost"),
+    ),
+    defence(
+        "digests are those of the images that the payload names",
+        "src/write/commit/captured_images.rs",
+        "named.contains_key(&page.step)",
+        "!named.contains_key(&page.step)",
+        it("digests::a_capture_takes_a_wave_of_memory"),
+    ),
+    defence(
+        "what a copy held before it was captured is not known",
+        "src/write/commit/capture.rs",
+        "unknown_digests(len)?",
+        "self.all_digests(memory, key.unwrap_or(memory))?",
+        it("digests::nothing_is_known_before_the_first_capture_of_stored_memory"),
+    ),
+    defence(
+        "a copy is known as it was captured",
+        "src/write/commit/mod.rs",
+        "self.captures.belong_to(changes, &self.digests);",
+        "self.captures.belong_to(changes, &CapturedDigests::new());",
+        it("digests::the_log_gets_the_chunks_that_changed"),
     ),
     // Memory that goes to a caller.
     check(
@@ -166,7 +202,7 @@ pub const LIST: &[Defence] = &[
     ),
     check(
         "memory is used again after the streams' work",
-        "src/write/commit/device_payload.rs",
+        "src/write/commit/stage_memory.rs",
         "return self.after_streams(staged);",
         it("stream_guards::memory_is_given_back_after_the_work_and_the_drop_waits_for_nothing"),
     ),

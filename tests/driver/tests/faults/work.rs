@@ -115,13 +115,15 @@ impl Work {
         PLACES.into_iter().chain((1..self.slots).map(Place::Device)).collect()
     }
 
-    /// Creates the pages, one for each place.
+    /// Creates the pages: one for each place, and more for kernels.
     pub fn begin(&mut self, store: &Store) -> Result<()> {
         let mut batch = store.batch();
         for place in self.places() {
             batch.create(LEN, place);
         }
         if self.stream.is_some() {
+            // One more to capture, and the long one.
+            batch.create(LEN, PLACES[0]);
             batch.create(LONG_LEN, PLACES[0]);
         }
         batch.set_root("step", 0_i64);
@@ -172,7 +174,8 @@ impl Work {
         }
         let long_copy = store.working_copy(long, Width::W1, Shadow::Page)?;
         let copy = store.working_copy(self.pages[0], Width::W1, Shadow::Kept(PLACES[0]))?;
-        let digested = store.working_copy(self.pages[3], Width::W1, Shadow::Digest)?;
+        let (last, others) = self.pages.split_last().expect("one for each place, and one more");
+        let digested = store.working_copy(*last, Width::W1, Shadow::Digest)?;
         let mut changed = vec![0; CHANGED_LEN];
         changed.iter_mut().step_by(CHANGED_EVERY).for_each(|changed| *changed = byte);
         long_copy.bytes().write(0, &changed)?;
@@ -184,7 +187,7 @@ impl Work {
         batch.capture_ranges(&long_copy, &[range]).capture(&copy).capture(&digested);
         batch.write_device(self.pages[1], 0, &adopted);
         batch.scatter_device(self.pages[2], Width::W1, &indices, &values.on(stream));
-        for page in &self.pages[4..] {
+        for page in &others[3..] {
             batch.write_device(*page, 0, &values);
         }
         batch.set_root("step", self.tried);

@@ -1,0 +1,223 @@
+//! `remanent bench capture`: what changed of a state in the caller's memory, found and made durable.
+
+use std::time::{Duration, Instant};
+
+use remanent::device::{
+    Command, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Lane, Span, StagingSpan, digest_count, digest_key,
+};
+use remanent::{Ack, Direction, Place, Shadow, Store, Width, WorkingCopy};
+
+use super::figures::{Figure, Findings, Group, Unit};
+use super::room::{self, BenchStop, Room, size};
+use super::{Common, Measure, ceilings};
+use crate::cli::exit::Failure;
+use crate::cli::size::Size;
+
+const EXAMPLES: &str = "\
+A state of --bytes lies in the caller's memory, where the pages of --device are; its pages are on disk, in pages of \
+--page-len. One byte in each changed chunk of 64 KiB changes: --changed of all chunks, in one row from the start, or \
+spread evenly. The capture finds the chunks by their digests, and logs them. The ceiling is what no capture can do \
+without: the device reads the state once, and the changed chunks go to the host. Reading is taken from a copy of half \
+as many bytes on the device, which moves as many as reading all of them does.
+
+Examples:
+  remanent bench capture /dev/shm --device cuda:0 --bytes 16GiB
+  remanent bench capture /mnt/fast --bytes 512MiB --changed 10";
+
+/// What changed of a state in the caller's memory, captured
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct CaptureBench {
+    #[command(flatten)]
+    common: Common,
+    /// Bytes of the state
+    #[arg(long, default_value = "256MiB")]
+    bytes: Size,
+    /// Bytes of a page
+    #[arg(long, value_name = "BYTES", default_value = "16MiB")]
+    page_len: Size,
+    /// How much of the state changes, in percent of its chunks
+    #[arg(long, value_name = "PERCENT", default_value_t = 1)]
+    changed: u64,
+}
+
+impl Measure for CaptureBench {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        let is_whole = |len: u64| len > 0 && len.is_multiple_of(DIGEST_CHUNK_LEN);
+        if !is_whole(self.page_len.0) || self.bytes < self.page_len || !(1..=100).contains(&self.changed) {
+            let text = "--page-len is a multiple of 64KiB, --bytes no less, --changed between 1 and 100";
+            return Err(Failure::Environment(text.to_owned()));
+        }
+        Ok(())
+    }
+
+    fn bytes_needed(&self) -> u64 {
+        // The pages once, and what a round of captures writes.
+        let changed = self.bytes.0 / 100 * self.changed;
+        self.bytes.0.saturating_mul(2) + changed.saturating_mul(4 * (u64::from(self.common.rounds) + 1))
+    }
+
+    fn steps(&self) -> u64 {
+        u64::from(self.common.rounds) + 1
+    }
+
+    fn measure(&self, room: &Room) -> Result<Findings, BenchStop> {
+        room.step("the state")?;
+        let state = State::new(self, room)?;
+        let mut ways = [Way::new("in a row"), Way::new("spread")];
+        let names = ["copied, read and written", "digested"];
+        let mut rates = names.map(|name| Figure::new(name, Unit::BytesPerSecond));
+        for round in 0..self.common.rounds {
+            room.step("captures")?;
+            for (number, way) in ways.iter_mut().enumerate() {
+                let changed = state.change(number == 1, self.changed, round as u8 * 2 + number as u8 + 1)?;
+                let took = state.read(&mut rates)?;
+                way.round(&state, changed, took)?;
+            }
+        }
+        let mut settings = room.settings(&self.common);
+        settings.push(("rounds", self.common.rounds.to_string()));
+        let (bytes, page_len) = (size(self.bytes.0), size(self.page_len.0));
+        let group = |way: Way| Group {
+            title: format!("{}% of {bytes} changed, {}, pages of {page_len}", self.changed, way.name),
+            figures: vec![way.ceiling, way.logged, way.durable, way.written],
+        };
+        let mut groups: Vec<Group> = ways.into_iter().map(group).collect();
+        groups.push(Group { title: "the device".to_owned(), figures: rates.into() });
+        state.store.close()?;
+        Ok(Findings { bench: "capture", settings, groups, left_out: Vec::new() })
+    }
+}
+
+/// A state in the caller's memory, and its pages on disk.
+struct State<'r> {
+    room: &'r Room,
+    store: Store,
+    copies: Vec<WorkingCopy>,
+    page_len: u64,
+    /// Memory that is read beside it: as much as the state, up to a bound.
+    halves: [Span; 2],
+    key: Span,
+}
+
+/// The most bytes that are read beside the state: more are read no faster.
+const READ_LEN_MAX: u64 = 4 << 30;
+
+impl<'r> State<'r> {
+    fn new(bench: &CaptureBench, room: &'r Room) -> Result<Self, BenchStop> {
+        let store = room.open("store", room::options())?;
+        let page_len = bench.page_len.0;
+        let mut copies = Vec::new();
+        for _ in 0..bench.bytes.0 / page_len {
+            room.check()?;
+            let mut batch = store.batch();
+            batch.create(page_len, Place::Disk);
+            let page = store.commit(batch)?.pages[0];
+            let memory = store.device_bytes(page_len, room.place)?;
+            copies.push(store.working_copy_in(page, &memory, Width::W2, Shadow::Digest, Direction::Load)?);
+        }
+        store.snapshot()?;
+        let half = bench.bytes.0.min(READ_LEN_MAX) / 2;
+        let allocated =
+            |len| room.device.allocate(room.place, len).map(|memory| Span { memory, offset: 0, len });
+        let halves = [allocated(half)?, allocated(half)?];
+        let key = digest_key(&std::array::from_fn::<u8, DIGEST_SEED_LEN, _>(|at| at as u8))?;
+        let key_at = allocated(key.len() as u64)?;
+        let mut staging = room.device.staging(key.len())?;
+        staging[..key.len()].copy_from_slice(&key);
+        let source = StagingSpan { index: 0, offset: 0, len: key.len() };
+        let upload = Command::Upload { source, target: key_at };
+        ceilings::list(&*room.device, Lane::Stage, vec![upload], vec![staging])?;
+        Ok(Self { room, store, copies, page_len, halves, key: key_at })
+    }
+
+    /// Changes a byte in each of the chunks that are to change. Returns how many bytes the changed chunks have.
+    fn change(&self, is_spread: bool, percent: u64, byte: u8) -> Result<u64, BenchStop> {
+        let per_page = self.page_len / DIGEST_CHUNK_LEN;
+        let all = per_page * self.copies.len() as u64;
+        let changed = (all * percent / 100).max(1);
+        for number in 0..changed {
+            let chunk = if is_spread { number * (all / changed) } else { number };
+            let copy = &self.copies[(chunk / per_page) as usize];
+            copy.bytes().write(chunk % per_page * DIGEST_CHUNK_LEN + 100, &[byte])?;
+        }
+        Ok(changed * DIGEST_CHUNK_LEN)
+    }
+
+    /// Measures how fast the device copies and digests. Returns the seconds that reading the state takes.
+    fn read(&self, [copied, digested]: &mut [Figure; 2]) -> Result<f64, BenchStop> {
+        let device = &*self.room.device;
+        let [source, target] = self.halves;
+        let copy = Command::Copy { source, target };
+        let (took, _) = ceilings::list(device, Lane::Stage, vec![copy], Vec::new())?;
+        let rate = 2.0 * source.len as f64 / took.as_secs_f64();
+        copied.push(rate);
+        let len = DIGEST_LEN * (2 * digest_count(source.len)) as usize;
+        let digests = StagingSpan { index: 0, offset: 0, len };
+        let digest = Command::Digest { sources: self.halves.into(), key: self.key, target: digests };
+        let staging = vec![device.staging(len)?];
+        let (took, _) = ceilings::list(device, Lane::Stage, vec![digest], staging)?;
+        digested.push(2.0 * source.len as f64 / took.as_secs_f64());
+        Ok((self.page_len * self.copies.len() as u64) as f64 / rate)
+    }
+
+    /// How long a copy of this length to the host takes.
+    fn down(&self, bytes: u64) -> Result<Duration, BenchStop> {
+        let device = &*self.room.device;
+        let mut left = bytes;
+        let mut staging = vec![device.staging(DOWN_LEN.min(bytes) as usize)?];
+        let mut all = Duration::ZERO;
+        while left > 0 {
+            let len = left.min(DOWN_LEN).min(self.halves[0].len);
+            let target = StagingSpan { index: 0, offset: 0, len: len as usize };
+            let download = Command::Download { source: Span { len, ..self.halves[0] }, target };
+            let took;
+            (took, staging) = ceilings::list(device, Lane::Stage, vec![download], staging)?;
+            all += took;
+            left -= len;
+        }
+        Ok(all)
+    }
+}
+
+/// Bytes that come to the host at a time.
+const DOWN_LEN: u64 = 32 << 20;
+
+/// One way of changing the state.
+struct Way {
+    name: &'static str,
+    ceiling: Figure,
+    logged: Figure,
+    durable: Figure,
+    written: Figure,
+}
+
+impl Way {
+    fn new(name: &'static str) -> Self {
+        let ceiling = Figure::new("read on the device, changed chunks to the host", Unit::Seconds);
+        let under = |name| Figure::new(name, Unit::Seconds).under(&ceiling.name);
+        let (logged, durable) = (under("captured, Logged"), under("captured, durable"));
+        let written = Figure::new("logged, of the changed chunks' bytes", Unit::Share);
+        Self { name, ceiling, logged, durable, written }
+    }
+
+    fn round(&mut self, state: &State<'_>, changed: u64, read: f64) -> Result<(), BenchStop> {
+        self.ceiling.push(read + state.down(changed)?.as_secs_f64());
+        let before = state.store.stats().log.bytes;
+        let mut batch = state.store.batch();
+        state.copies.iter().for_each(|copy| _ = batch.capture(copy));
+        let started = Instant::now();
+        let ticket = state.store.submit(batch)?;
+        ticket.wait(Ack::Logged)?;
+        self.logged.push(started.elapsed().as_secs_f64());
+        ticket.wait(Ack::Durable)?;
+        self.durable.push(started.elapsed().as_secs_f64());
+        let written = state.store.stats().log.bytes - before;
+        self.written.push(written as f64 / changed as f64);
+        Ok(state.store.snapshot().map(drop)?)
+    }
+}
