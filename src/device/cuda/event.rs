@@ -4,7 +4,7 @@
 //! caller's stream, to which the store queues nothing, and for a point that another stream is told to wait
 //! for.
 
-use super::completion::BackoffSleep;
+use super::completion::Naps;
 use super::context::{Context, ContextGuard};
 use super::driver::{CUevent, CUstream};
 use super::errors::Code;
@@ -67,7 +67,7 @@ impl CudaEvent {
     /// # Errors
     /// A device error.
     pub fn wait(&self) -> Result<()> {
-        let mut naps = BackoffSleep::default();
+        let mut naps = Naps::new();
         while !self.is_reached()? {
             naps.take();
         }

@@ -140,6 +140,7 @@ impl Launcher<'_> {
                     let rows = row(layout.indices, range.start, size_of_val(&plan.indices[0]));
                     self.launch(VALIDATE, rows, range.len() as u32, None)?;
                 }
+                LaunchStep::Within { source, target, len } => self.within(*source, *target, *len)?,
                 LaunchStep::Up { source, target, len } => self.up(*source, *target, *len)?,
                 LaunchStep::Down { source, target, len } => {
                     self.bulk.down(self.entered, self.lane, *source, *target, *len)?;
@@ -178,6 +179,13 @@ impl Launcher<'_> {
             }
         };
         launch(parameters.as_mut_ptr()).map_err(|code| self.context.fault(code))
+    }
+
+    fn within(&self, source: u64, target: u64, len: u64) -> Result<()> {
+        // SAFETY: the context is current; both ranges were checked to lie in page memory, do not overlap, and
+        // stay until the lane's next value has passed.
+        let queued = unsafe { self.entered.copy_within(target, source, len as usize, self.lane.stream()) };
+        queued.map_err(|code| self.context.fault(code))
     }
 
     fn up(&self, source: u64, target: u64, len: u64) -> Result<()> {

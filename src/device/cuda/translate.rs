@@ -23,6 +23,10 @@ use crate::device::{
 /// Boundary on which each use of scratch on the GPU begins.
 const SCRATCH_ALIGN: u64 = 16;
 
+/// Copies within the GPU's memory are the driver's from this length on. Its kernel needs no rows: those of a
+/// copy of 64 MiB take the host and the bus half as long as the copy itself.
+const WITHIN_LEN_MIN: u64 = 4 << 20;
+
 /// A staging of a list: its bytes, and their address.
 pub(super) struct StagedBytes<'s> {
     pub bytes: &'s Staging,
@@ -165,6 +169,10 @@ impl ListPlanner<'_> {
         }
         if len > SHORT_COPY_LEN_MAX && from.is_file && to.kind == Kind::Device {
             self.plan.step(LaunchStep::Up { source: from.at(source), target: to.at(target), len });
+            return;
+        }
+        if len >= WITHIN_LEN_MIN && from.kind == Kind::Device && to.kind == Kind::Device {
+            self.plan.step(LaunchStep::Within { source: from.at(source), target: to.at(target), len });
             return;
         }
         let row = PieceRow::dense(self.address(target), self.address(source), target.len);

@@ -504,6 +504,18 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     })
 }
 
+/// Copies within the memory of one GPU.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemcpyDtoDAsync_v2(target: u64, source: u64, len: usize, stream: *mut c_void) -> u32 {
+    call_in_context(|context| {
+        let is_right = [target, source].into_iter().all(|at| memory::is_of_device(at, len, context.device));
+        if !is_right {
+            return Err(code::INVALID_VALUE);
+        }
+        queue(context, stream, Work::Copy { target, source, len })
+    })
+}
+
 /// Copies to another GPU. Without access it would go by way of the host, which the store never wants.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyPeerAsync(

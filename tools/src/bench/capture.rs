@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use remanent::device::{
     Command, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Lane, Span, StagingSpan, digest_count, digest_key,
 };
-use remanent::{Ack, Direction, Place, Shadow, Store, Width, WorkingCopy};
+use remanent::{Ack, Budget, Direction, Place, Shadow, Store, Width, WorkingCopy};
 
 use super::figures::{Figure, Findings, Group, Unit};
 use super::room::{self, BenchStop, Room, size};
@@ -109,7 +109,10 @@ const READ_LEN_MAX: u64 = 4 << 30;
 
 impl<'r> State<'r> {
     fn new(bench: &CaptureBench, room: &'r Room) -> Result<Self, BenchStop> {
-        let store = room.open("store", room::options())?;
+        // What is logged waits in memory until the next snapshot, with its indices.
+        let pending = bench.bytes.0 / 100 * bench.changed + bench.bytes.0 / 16 + (128 << 20);
+        let options = room::options().budget(Budget::default().with(Place::Disk, pending));
+        let store = room.open("store", options)?;
         let page_len = bench.page_len.0;
         let mut copies = Vec::new();
         for _ in 0..bench.bytes.0 / page_len {

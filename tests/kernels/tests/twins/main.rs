@@ -10,12 +10,13 @@ use kernels_on_cpu::{launch, launch_apply};
 use memory::{Fenced, Random};
 use remanent::device::cuda::abi::{
     APPLY_BY_BLOCK, APPLY_BY_WARP, CRC_CHUNK_LEN, CRC_CHUNKS, CRC_COMBINE, CRC_FIRST, CRC_LAST, CombineRow,
-    CrcRow, DIFF, DIGEST, DiffRow, DigestRow, IndexRow, MASK_STEPS, OUT_OF_BOUNDS, PartRow, PieceRow, SELECT_COUNT, SELECT_EMIT,
-    SELECT_SCAN, ScanRow, SelectRow, TWICE, VALIDATE,
+    CrcRow, DIFF, DIGEST, DiffRow, DigestRow, IndexRow, MASK_STEPS, OUT_OF_BOUNDS, PartRow, PieceRow,
+    SELECT_COUNT, SELECT_EMIT, SELECT_SCAN, ScanRow, SelectRow, TWICE, VALIDATE,
 };
 use remanent::device::host::HostDevice;
 use remanent::device::{
-    Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Device, Lane, Payload, Piece, PieceKind, Span, Staging, StagingSpan, digest_key,
+    Command, CommandList, DIGEST_CHUNK_LEN, DIGEST_LEN, DIGEST_SEED_LEN, Device, Lane, Payload, Piece,
+    PieceKind, Span, Staging, StagingSpan, digest_count, digest_key,
 };
 use remanent::{Place, Width};
 
@@ -378,42 +379,35 @@ fn digests_are_the_hosts() {
     let random = &mut Random(7);
     let seed = random.bytes(DIGEST_SEED_LEN).try_into().unwrap();
     let key = Fenced::of(&digest_key(&seed).unwrap());
-    let edges = [0, 1, 16, 4096, 8192, 32 << 10, DIGEST_CHUNK_LEN as usize];
+    let edges = [0, 1, 16, 4096, 8192, 32 << 10, DIGEST_CHUNK_LEN as usize, 3 * DIGEST_CHUNK_LEN as usize];
     for seed in 0..60 {
         let random = &mut Random(seed);
         let sources: Vec<Fenced> = (0..4)
             .map(|_| {
                 let edge = edges[random.below(edges.len())];
-                let len = (edge + random.below(35)).saturating_sub(17).clamp(1, DIGEST_CHUNK_LEN as usize);
+                let len = (edge + random.below(35)).saturating_sub(17).max(1);
                 // What ends at a fence begins at any address, unless its length is a multiple of 16.
-                let len = [len, len.next_multiple_of(16).min(DIGEST_CHUNK_LEN as usize)][random.below(2)];
+                let len = [len, len.next_multiple_of(16)][random.below(2)];
                 Fenced::of(&random.bytes(len))
             })
             .collect();
-        let found = Fenced::of(&vec![0; DIGEST_LEN * sources.len()]);
-        let rows: Vec<DigestRow> = (found.address()..)
-            .step_by(DIGEST_LEN)
-            .zip(&sources)
-            .map(|(target, source)| DigestRow {
-                source: source.address(),
-                key: key.address(),
-                target,
-                len: source.len() as u32,
-                reserved: 0,
-            })
-            .collect();
+        let expected: Vec<Vec<u8>> = sources.iter().map(|source| digests_on_host(source, &key)).collect();
+        let found = Fenced::of(&vec![0; expected.iter().map(Vec::len).sum()]);
+        let mut target = found.address();
+        let row = |(source, expected): (&Fenced, &Vec<u8>)| {
+            let (source, len, at) = (source.address(), source.len() as u32, target);
+            target += expected.len() as u64;
+            DigestRow { source, key: key.address(), target: at, len, reserved: 0 }
+        };
+        let rows: Vec<DigestRow> = sources.iter().zip(&expected).map(row).collect();
         // SAFETY: sources, key and digests live until the end.
         unsafe { launch(DIGEST, &rows, seed) };
-        for (index, source) in sources.iter().enumerate() {
-            let expected = digest_on_host(source, &key);
-            let found = &found[DIGEST_LEN * index..][..DIGEST_LEN];
-            assert_eq!(found, expected, "{} bytes, seed {seed}", source.len());
-        }
+        assert_eq!(*found, *expected.concat(), "seed {seed}");
     }
 }
 
-/// The digest of one chunk, by the host device.
-fn digest_on_host(chunk: &[u8], key: &[u8]) -> Vec<u8> {
+/// The digests of all chunks, by the host device.
+fn digests_on_host(chunks: &[u8], key: &[u8]) -> Vec<u8> {
     let device = HostDevice::new();
     let (mut commands, mut staging) = (Vec::new(), Vec::new());
     let mut uploaded = |bytes: &[u8]| {
@@ -424,10 +418,11 @@ fn digest_on_host(chunk: &[u8], key: &[u8]) -> Vec<u8> {
         commands.push(Command::Upload { source, target });
         target
     };
-    let (source, key) = (uploaded(chunk), uploaded(key));
-    let target = StagingSpan { index: 2, offset: 0, len: DIGEST_LEN };
+    let (source, key) = (uploaded(chunks), uploaded(key));
+    let len = DIGEST_LEN * digest_count(source.len) as usize;
+    let target = StagingSpan { index: 2, offset: 0, len };
     commands.push(Command::Digest { sources: vec![source], key, target });
-    staging.push(Staging::new(vec![0; DIGEST_LEN]));
+    staging.push(Staging::new(vec![0; len]));
     let pending = device.submit(Lane::Apply, CommandList { commands, staging }).unwrap();
     pending.finish(&device).unwrap().swap_remove(2).to_vec()
 }
