@@ -26,6 +26,11 @@ HEADER_KEY = "safetensors header"
 _RESERVED = (MANIFEST_KEY, HEADER_KEY)
 _KEY_LEN_MAX = 64
 _DEPTH_MAX = 100
+# Bytes of one batch, where a save may take several; a longer page has one of its own.
+_BATCH_BYTES = 64 << 20
+# Bytes of changed elements of a save, roughly, that are logged; pages that change beyond that are written whole. What
+# is logged of pages on disk waits in memory for the next snapshot.
+_LOGGED_BYTES = 48 << 20
 
 
 class Plan(Protocol):
@@ -117,22 +122,19 @@ def _header(manifest: Manifest, sizes: Mapping[str, int]) -> bytes | None:
     return len(text).to_bytes(8, "little") + text
 
 
-@dataclass
-class Changes:
-    """What a save put into its batch."""
-
-    created: int = 0
-    deleted: int = 0
-    rewritten: int = 0
-    compared: int = 0
-    changed: bool = False
-
-
-def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tree: Any = None) -> Changes:
+def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tree: Any = None, *, place: str = "disk",
+        flush: Callable[[], _native.Batch] | None = None) -> tuple[_native.Batch, bool]:
     """Makes the store hold these arrays and this tree, and no others of before; what did not change is not logged.
 
     The caller is the store's only writer meanwhile. Blocks are taken one by one, so that a caller may copy each from
-    a GPU only when it is wanted.
+    a GPU only when it is wanted; their bytes are read when the batch is committed, and stay as they are until then.
+
+    On disk, pages take no memory beside their blocks. In memory they are compared where they lie, and no page is
+    written whole because much of it changed.
+
+    `flush` commits the batch that it was given and gives a new one: then no more than some megabytes of blocks are
+    held at a time, and the store is in between two versions until the last batch. Returns that one, and whether
+    anything changed.
     """
     try:
         old = read_manifest(store)
@@ -142,12 +144,17 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tre
     foreign = set(store.keys()) - old.pages.keys()
     new = Manifest({}, tree)
     sizes: dict[str, int] = {}
-    changes = Changes()
+    changed = False
+    # Bytes in the batch, and those that changes took of the log.
+    held = logged = 0
 
     def taken(key: str) -> bool:
         return key in old.pages or key in new.pages or key in foreign
 
     for block in blocks:
+        if flush is not None and held + block.nbytes > _BATCH_BYTES and held:
+            batch, held = flush(), 0
+        held += block.nbytes
         first = block.arrays[0]
         key = key_by_name.get(first.name)
         if key is None or key in new.pages:
@@ -159,50 +166,49 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tre
         if whole:
             said |= {"name": first.name, "shape": list(first.shape)}
         if key not in old.pages:
-            batch.create(block.data if block.nbytes else 0, key=key, metadata=said)
-            changes.created += 1
-            changes.changed = True
+            content = block.data if block.nbytes else 0
+            batch.create(content, key=key, place=place, metadata=said, at_commit=True)
+            changed = True
             continue
         info = store.info(key)
         was = info.metadata
         for name in was.keys() - said.keys():
             batch.remove_metadata(key, name)
-            changes.changed = True
+            changed = True
         for name, value in said.items():
             if name not in was or was[name] != value:
                 batch.set_metadata(key, name, value)
-                changes.changed = True
-        if info.length != block.nbytes:
-            batch.resize(key, block.nbytes)
-            if block.nbytes:
-                batch.write(key, 0, block.data)
-            changes.rewritten += 1
-            changes.changed = True
-        elif block.nbytes:
-            changes.compared += 1
-            # Compared where it lies. The lease ends before the commit, which would have to copy the page for it.
+                changed = True
+        if info.place != place:
+            batch.move_to(key, place)
+            changed = True
+        width = min(16, _width(first.dtype))
+        if place != "disk" and info.length == block.nbytes and block.nbytes:
+            # The lease ends before the commit, which would have to copy the page for it.
             with store.lease(key, "uint8", [block.nbytes]) as before:
-                if batch.write_changes(key, before, block.data, width=min(16, _width(first.dtype))):
-                    changes.changed = True
+                changed |= batch.write_changes(key, before, block.data, width=width) > 0
+        elif info.length != block.nbytes or block.nbytes:
+            left = max(0, _LOGGED_BYTES - logged)
+            differing = batch.update(key, block.data if block.nbytes else b"", width=width, logged_max=left)
+            logged += 2 * (differing or 0) * width
+            changed |= differing != 0
     for key in old.pages.keys() - new.pages.keys():
         batch.delete(key)
-        changes.deleted += 1
-        changes.changed = True
+        changed = True
     header = _header(new, sizes)
-    held = {key: [[a.name, a.dtype, a.shape, a.stride, a.offset] for a in arrays] for key, arrays in new.pages.items()}
-    text = json.dumps({"format": 1, "pages": held, "tree": tree}, separators=(",", ":"), allow_nan=False).encode()
+    lie = {key: [[a.name, a.dtype, a.shape, a.stride, a.offset] for a in arrays] for key, arrays in new.pages.items()}
+    text = json.dumps({"format": 1, "pages": lie, "tree": tree}, separators=(",", ":"), allow_nan=False).encode()
     for key, content in ((MANIFEST_KEY, text), (HEADER_KEY, header)):
-        changes.changed |= _put_page(store, batch, key, content)
-    return changes
+        changed |= _put_page(store, batch, key, content)
+    return batch, changed
 
 
 def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: Any = None, *, note: str | None,
          name: str | None, durable: bool) -> int:
     """Makes these arrays and this tree the newest version in `directory`, as `put` does; returns its Lsn."""
     with _native.Store(directory, device="host", page_load="on_demand", log_kept=1 << 30) as store:
-        batch = store.batch(note=note)
-        changes = put(store, batch, blocks, tree)
-        if changes.changed or note is not None:
+        batch, changed = put(store, store.batch(note=note), blocks, tree)
+        if changed or note is not None:
             store.commit(batch, "durable" if durable else "logged")
         elif durable:
             store.wait_durable()

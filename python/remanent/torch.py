@@ -5,8 +5,8 @@
 
 Both keep state in a store: durable, in versions, with only the changed elements of a version logged, and proven by
 checksums on the way back. Nothing is pickled: tensors are pages, all other values are typed, and what cannot be
-stored faithfully is refused by its name. Bytes lie in host memory in this version; tensors on a GPU are copied there
-one by one while they are saved.
+stored faithfully is refused by its name. What is saved lies on disk, and in no memory beside the tensors themselves;
+tensors on a GPU are copied to the host one by one while they are saved.
 """
 
 from __future__ import annotations
@@ -261,14 +261,17 @@ class Saved:
 
 
 _STEP = "step "
+# The entry of the root that stands while a save has written a part of its version.
+_SAVING = "saving"
 
 
 class Checkpointer:
     """Keeps the state of a training run: model, optimizer, scheduler, random numbers, and what else has a state.
 
-    `save(step)` makes the state the newest version: one batch, whole or not at all, of what changed. `restore()` puts
-    a version back into the objects that are there. A process that is killed at any moment finds the last version whose
-    save had returned, or the one that was under way, and never a mix.
+    `save(step)` makes the state the newest version, whole or not at all; only what changed is written. `restore()`
+    puts a version back into the objects that are there. A process that is killed at any moment finds the last version
+    whose save had returned, or the one that was under way, and never a mix. A save takes some megabytes of host memory
+    beside the tensors, however many they are.
 
     :param directory: the store of the run; made if there is none. One process at a time has it open.
     :param model: a module, or anything with `state_dict` and `load_state_dict`.
@@ -344,8 +347,21 @@ class Checkpointer:
             raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
         tensors: dict[str, torch.Tensor] = {}
         tree = _pages.flatten("", self._state(), _Capture(tensors))
+        for path, tensor in tensors.items():
+            _plain(path, tensor)
         batch = self.store.batch(note=note or f"step {step}")
-        _pages.put(self.store, batch, _blocks(tensors), tree)
+
+        def flush() -> _native.Batch:
+            # From here to the last batch the store is in between two versions, and says so.
+            nonlocal batch
+            batch.set_root(_SAVING, step)
+            self.store.commit(batch, "logged")
+            batch = self.store.batch(note=note or f"step {step}")
+            return batch
+
+        _pages.put(self.store, batch, _blocks(tensors), tree, flush=flush)
+        if _SAVING in self.store.root:
+            batch.remove_root(_SAVING)
         batch.set_root("step", step)
         batch.set_root("saved_unix_ms", time.time_ns() // 1_000_000)
         ticket = self.store.submit(batch)
@@ -394,15 +410,11 @@ class Checkpointer:
         :raises DamagedError: if bytes on disk are not what was written.
         """
         self._finish()
-        if at is None:
-            return self._restore_from(self.store)
         with self._view(at) as view:
             return self._restore_from(view)
 
     def _restore_from(self, reader: _native.Reader) -> int:
         root = reader.root
-        if "step" not in root:
-            raise NoStateError("the run has no version yet", remedy="save one first")
         state = _load_state(reader)
         missing = self._parts.keys() - state.keys()
         if missing:
@@ -417,7 +429,17 @@ class Checkpointer:
             _set_rng_state(state["rng"])
         return int(root["step"])
 
-    def _view(self, at: int | str) -> _native.View:
+    def _view(self, at: int | str | None) -> _native.View:
+        if at is None:
+            self._finish()
+            root = self.store.root
+            if "step" in root and _SAVING not in root:
+                return _native.View(self._directory)
+            # A save was ended before its last batch: the newest whole version is a snapshot.
+            versions = self.versions()
+            if not versions:
+                raise NoStateError("the run has no version yet", remedy="save one first")
+            return _native.View(self._directory, f"lsn:{versions[-1].lsn}")
         if isinstance(at, int):
             for version in reversed(self.versions()):
                 if version.step == at:
@@ -456,14 +478,13 @@ class Checkpointer:
         """
         self._finish()
         with self._view(before) as old:
-            new = self._view(after) if after is not None else _native.View(self._directory)
-            with new:
+            with self._view(after) as new:
                 return _diff(old, new)
 
     def fork(self, directory: _Path, at: int | str | None = None) -> None:
         """Makes a new store in `directory` that begins at a version of this one. Images are shared, not copied."""
         self._finish()
-        with self._view(at) if at is not None else _native.View(self._directory) as view:
+        with self._view(at) as view:
             view.fork(directory)
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class Publisher:
         """
         tensors = _tensors(model)
         batch = self.store.batch(note=f"step {step}")
-        _pages.put(self.store, batch, _blocks(tensors))
+        _pages.put(self.store, batch, _blocks(tensors), place="host")
         batch.set_root("step", step)
         if self._check:
             batch.set_root("weights.crc32", checksum(tensors))

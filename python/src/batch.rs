@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use remanent::{Epoch, Error, Key, NewPage, PageChanges, PageId, PageRef, WriteBatch};
+use remanent::{Epoch, Error, Key, NewPage, PageChanges, PageId, PageRef, Store, Width, WriteBatch};
 
 use crate::errors::OrRaise;
 use crate::gate::Gate;
@@ -120,6 +120,21 @@ impl Batch {
         }
     }
 
+    /// The page of the store that a caller names.
+    fn page_of_store(&self, object: &Bound<'_, PyAny>) -> PyResult<PageId> {
+        let own = || PyValueError::new_err("a page that the batch creates holds nothing to compare with");
+        if object.cast::<PyNewPage>().is_ok() {
+            return Err(own());
+        }
+        match PageName::take(object)? {
+            PageName::Id(page) => Ok(page),
+            PageName::Key(key) if self.lock().created.contains_key(&key) => Err(own()),
+            PageName::Key(key) => {
+                self.gate.look(object.py(), |store| store.page_by_key(&key)).map(|info| info.page)
+            }
+        }
+    }
+
     /// The batch, to be submitted once.
     pub fn take(&self, py: Python<'_>, gate: &Arc<Gate>) -> PyResult<WriteBatch> {
         if !Arc::ptr_eq(gate, &self.gate) {
@@ -147,15 +162,17 @@ impl Batch {
     /// Creates a page of these bytes, or of zeros.
     ///
     /// :param content: bytes, NumPy, a tensor; or an int: the length of a page of zeros.
-    /// :param key: 1 to 64 bytes. :param place: "host", "pinned" or "device:N". :param metadata: plain values
-    ///     by name.
+    /// :param key: 1 to 64 bytes. :param place: "host", "pinned", "device:N" or "disk".
+    /// :param metadata: plain values by name.
+    /// :param at_commit: the bytes, on the host, are read by the commit and not copied by this call: until
+    ///     then they must not change.
     /// :raises TypeError, BufferError: `content` gives no contiguous bytes. MemoryRefusedError: a GPU's, and
     ///     no GPU's store.
     ///
     /// >>> with remanent.Store(directory) as store, store.batch() as batch:
     /// ...     batch.create(16), batch.create(b"bytes", key="k")
     /// (NewPage(index=0), NewPage(index=1))
-    #[pyo3(signature = (content, *, key=None, place="host", metadata=None))]
+    #[pyo3(signature = (content, *, key=None, place="host", metadata=None, at_commit=false))]
     fn create(
         &self,
         py: Python<'_>,
@@ -163,6 +180,7 @@ impl Batch {
         key: Option<Bound<'_, PyAny>>,
         place: &str,
         metadata: Option<Bound<'_, PyDict>>,
+        at_commit: bool,
     ) -> PyResult<PyNewPage> {
         let key = key.map(|key| self::key(&key)).transpose()?;
         let metadata = metadata.map(|metadata| metadata_from_py(&metadata)).transpose()?.unwrap_or_default();
@@ -177,6 +195,11 @@ impl Batch {
                 batch.create(len, place).optional_key(key.clone()).metadata(metadata).page()
             })?,
             None => match Input::take(content)? {
+                Input::Host(bytes) if at_commit && bytes.len() > 0 => self.build(py, |batch| {
+                    let len = bytes.len() as u64;
+                    let created = batch.create_from_source(len, Arc::new(bytes), place);
+                    created.optional_key(key.clone()).metadata(metadata).page()
+                })?,
                 Input::Host(bytes) => {
                     let key = key.clone();
                     let mut created = None;
@@ -271,6 +294,45 @@ impl Batch {
             changes.compare(0, before.as_slice(), after.as_slice());
             *counted = changes.count();
             changes.put(batch, page);
+        })?;
+        Ok(count)
+    }
+
+    /// Makes a page hold `data`, which lies on the host, whatever it holds now. The page is read piece by
+    /// piece. Elements that differ are logged; where that would be more than a quarter of the page, or more
+    /// than `logged_max` bytes, or the page has another length, all of it is written once, outside of the
+    /// log. Returns how many elements differ, or None where all of the page is written: then `data` is read
+    /// by the commit, and must not change before it.
+    ///
+    /// >>> store = remanent.Store(directory)
+    /// >>> store["k"] = bytes(100_000)
+    /// >>> with store.batch() as batch:
+    /// ...     batch.update("k", bytes(50_000) + b"!" + bytes(49_999))
+    /// 1
+    /// >>> with store.batch() as batch:
+    /// ...     print(batch.update("k", b"!" * 100_000))
+    /// None
+    /// >>> store.close()
+    #[pyo3(signature = (page, data, *, width=1, logged_max=None))]
+    fn update(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        data: &Bound<'_, PyAny>,
+        width: usize,
+        logged_max: Option<u64>,
+    ) -> PyResult<Option<u64>> {
+        let page = self.page_of_store(page)?;
+        let (data, width) = (Input::take_host(data)?, self::width(width)?);
+        let len = data.len() as u64;
+        let limit = logged_max.unwrap_or(u64::MAX).min(len / LOGGED_PART);
+        let compared = |store: &Store| changes(store, page, data.as_slice(), width, limit);
+        let changes = self.gate.call(py, compared)?;
+        let count = changes.as_ref().map(PageChanges::count);
+        self.build(py, |batch| match changes {
+            Some(changes) => changes.put(batch, page),
+            None if len == 0 => _ = batch.resize(page, 0),
+            None => _ = batch.replace_from_source(page, len, Arc::new(data)),
         })?;
         Ok(count)
     }
@@ -488,4 +550,46 @@ pub fn submit(py: Python<'_>, gate: &Arc<Gate>, batch: &Batch) -> PyResult<Ticke
     let ticket = Ticket { ticket, path: gate.path.clone() };
     batch.lock().committed = Some(ticket.committed());
     Ok(ticket)
+}
+
+/// A page of which changes take more than this part is written whole.
+const LOGGED_PART: u64 = 4;
+/// Bytes of a page that are compared at once, and those that are looked at first: a page of which more than a
+/// part of these changed has mostly changed as a whole, and the rest of it need not be read.
+const COMPARED_LEN: usize = 4 << 20;
+const PROBED_LEN: usize = 64 << 10;
+
+/// The changes that make a page hold `data`; `None` if they take more than `limit` bytes of log, or the page
+/// has another length.
+fn changes(
+    store: &Store,
+    page: PageId,
+    data: &[u8],
+    width: Width,
+    limit: u64,
+) -> remanent::Result<Option<PageChanges>> {
+    if store.page(page)?.len != data.len() as u64 {
+        return Ok(None);
+    }
+    let mut changes = PageChanges::new(width);
+    let mut before = vec![0; COMPARED_LEN.min(data.len())];
+    let probe = data.len().min(PROBED_LEN);
+    store.read(page, 0, &mut before[..probe])?;
+    changes.compare(0, &before[..probe], &data[..probe]);
+    let probed_max = if data.len() > COMPARED_LEN { probe as u64 / LOGGED_PART } else { limit };
+    if changes.cost() > probed_max.min(limit) {
+        return Ok(None);
+    }
+    let mut at = probe;
+    while at < data.len() {
+        let after = &data[at..data.len().min(at + COMPARED_LEN)];
+        let before = &mut before[..after.len()];
+        store.read(page, at as u64, before)?;
+        changes.compare(at as u64, before, after);
+        if changes.cost() > limit {
+            return Ok(None);
+        }
+        at += after.len();
+    }
+    Ok(Some(changes))
 }

@@ -5,12 +5,14 @@
 //! interpreter's lock, the caller leaves the memory alone: another thread that writes to it meanwhile gets
 //! some of both, as with every library that reads buffers without the lock.
 
+use std::io;
+
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::device::RawStream;
-use remanent::{CallerMemory, DeviceBytes, Store};
+use remanent::{ByteSource, CallerMemory, DeviceBytes, Store};
 
 use crate::dlpack::{self, Imported};
 
@@ -52,6 +54,22 @@ impl HostBytes {
         // SAFETY: the exporter holds the bytes in place as long as its owner here; by this module's contract
         // the caller leaves them alone while the call runs.
         unsafe { std::slice::from_raw_parts(self.address as *const u8, self.len) }
+    }
+}
+
+impl std::fmt::Debug for HostBytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes of the caller's", self.len)
+    }
+}
+
+/// Bytes that a commit reads: until then the caller leaves them alone.
+impl ByteSource for HostBytes {
+    fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+        let at = usize::try_from(offset).ok();
+        let here = at.and_then(|at| self.as_slice().get(at..at.checked_add(bytes.len())?));
+        bytes.copy_from_slice(here.ok_or(io::ErrorKind::UnexpectedEof)?);
+        Ok(())
     }
 }
 

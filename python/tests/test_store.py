@@ -324,3 +324,45 @@ def test_tiers_that_mean_nothing_are_refused(tmp_path: Path) -> None:
         with pytest.raises(TypeError):
             store.ensure([1.5], "disk")
         assert store.ensure([], "disk") is None
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_page_is_updated_to_what_it_is_to_hold(directory: str, place: str) -> None:
+    with remanent.Store(directory) as store:
+        held = bytearray(os.urandom(300_000))
+        with store.batch() as batch:
+            batch.create(bytes(held), key="k", place=place)
+
+        def update(data: bytes, **options: int) -> int | None:
+            with store.batch() as batch:
+                return batch.update("k", data, **options)
+
+        assert update(bytes(held)) == 0
+        for at in (0, 3, 200_000, 299_999):
+            held[at] ^= 1
+        assert update(bytes(held), width=4) == 3, "bytes 0 and 3 are of one element"
+        assert store["k"] == held
+        # Much of it, more than may be logged, all of it, and other lengths: written whole.
+        held[100_000:200_000] = bytes(100_000)
+        assert update(bytes(held)) is None and store["k"] == held
+        held[5] ^= 1
+        assert update(bytes(held), logged_max=0) is None and store["k"] == held
+        assert update(os.urandom(300_000)) is None
+        for data in (b"short", b"", os.urandom(500_000)):
+            assert update(data) is None or not data, len(data)
+            assert store["k"] == data
+        with pytest.raises(ValueError), store.batch() as batch:
+            batch.update(batch.create(b"new"), b"old")
+        with pytest.raises(remanent.UnknownKeyError), store.batch() as batch:
+            batch.update("none", b"")
+
+
+def test_bytes_are_read_by_the_commit_where_that_was_asked_for(directory: str) -> None:
+    with remanent.Store(directory) as store:
+        copied, read = bytearray(b"copied"), bytearray(b"before")
+        with store.batch() as batch:
+            batch.create(copied, key="copied")
+            batch.create(read, key="read", at_commit=True)
+            batch.create(bytearray(), key="empty", at_commit=True)
+            copied[:] = read[:] = b"after!"
+        assert (store["copied"], store["read"], store["empty"]) == (b"copied", b"after!", b"")

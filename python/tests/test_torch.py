@@ -9,12 +9,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import remanent
+from remanent import _pages
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -473,3 +475,90 @@ def test_a_process_that_is_killed_finds_its_last_save(directory: str) -> None:
                 step, total = line.split()
                 sums[int(step)], last = float(total), int(step)
         child.wait()
+
+
+def test_a_save_that_ends_halfway_leaves_the_version_before(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Several batches a save.
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", 300)
+    model, optimizer, scheduler = make()
+    train(model, optimizer, scheduler, 1)
+    blocks = list(remanent.torch._blocks(model.state_dict()))
+    with Checkpointer(directory, model, optimizer, scheduler) as run:
+        run.save(1)
+        sound = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        sound_blocks = remanent.torch._blocks
+        ended = set()
+        for count in range(1, len(blocks) + 5):
+            train(model, optimizer, scheduler, 1)
+
+            def ending(tensors: Any, count: int = count) -> Iterator[Any]:
+                for number, block in enumerate(sound_blocks(tensors)):
+                    if number == count:
+                        raise InterruptedError
+                    yield block
+
+            monkeypatch.setattr(remanent.torch, "_blocks", ending)
+            with pytest.raises(InterruptedError):
+                run.save(2)
+            monkeypatch.setattr(remanent.torch, "_blocks", sound_blocks)
+            ended.add("saving" in run.store.root)
+            assert run.restore() == 1
+            for name, tensor in model.state_dict().items():
+                assert (tensor == sound[name]).all(), (count, name)
+        assert ended == {False, True}, "before the first batch, and after it"
+    with Checkpointer(directory, model, optimizer, scheduler) as run:
+        assert run.restore() == 1
+        train(model, optimizer, scheduler, 1)
+        weights = model.embed.weight.clone()
+        run.save(2)
+        train(model, optimizer, scheduler, 1)
+        assert run.restore() == 2 and (model.embed.weight == weights).all()
+        assert "saving" not in run.store.root
+        assert [version.step for version in run.versions()] == [1, 2]
+
+
+def test_pages_of_a_version_lie_on_disk(directory: str) -> None:
+    model, optimizer, scheduler = make()
+    with Checkpointer(directory, model, optimizer, scheduler) as run:
+        run.save(1)
+        run.save(2)
+        places = {info.place for info in run.store.pages() if info.key != _pages.MANIFEST_KEY}
+    assert places == {"disk"}
+
+
+MEMORY = """
+    import resource, sys, torch, remanent.torch
+    state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(64)}
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    run = remanent.torch.Checkpointer(sys.argv[1], extra={"state": state}, rng=False)
+    before = peak()
+    for step in range(3):
+        for tensor in state.values():
+            tensor += 1
+        run.save(step)
+    run.close()
+    print(peak() - before)
+"""
+
+
+def test_a_save_takes_little_memory_beside_the_state(directory: str) -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEMORY), directory], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # MiB, of a state of 256.
+    assert int(done.stdout) < 128, done.stdout
+
+
+def test_pages_in_memory_go_to_disk(directory: str) -> None:
+    # As `remanent import` makes them.
+    with remanent.Store(directory, device="host") as store, store.batch() as batch:
+        for name, count in (("same", 1000), ("other", 1000), ("longer", 10)):
+            metadata = {"name": name, "dtype": "F32", "shape": [count]}
+            batch.create(torch.ones(count), key=name, metadata=metadata)
+    tensors = {"same": torch.ones(1000), "other": torch.zeros(1000), "longer": torch.ones(100_000)}
+    save_file(tensors, directory)
+    loaded = load_file(directory)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (loaded[name] == tensor).all(), name
+    with remanent.View(directory) as view:
+        assert {view.info(name).place for name in tensors} == {"disk"}

@@ -22,9 +22,9 @@ use super::lane::Timeline;
 use crate::base::sync::{Condvar, Mutex, MutexGuard};
 use crate::error::Result;
 
-/// The longest piece. It takes a GPU about 40 µs: little to wait for, and enough to keep the engine busy while
-/// the next piece is queued. Between two pieces the engine stands still for 2 to 3 µs: in pieces of 1 MiB an
-/// H100 copied 45 GB/s, in pieces of 2 MiB 49.5, at once 53.
+/// The longest piece. It takes a GPU about 40 µs: little to wait for, and enough to keep the engine busy
+/// while the next piece is queued. Between two pieces the engine stands still for 2 to 3 µs: in pieces of 1
+/// MiB an H100 copied 45 GB/s, in pieces of 2 MiB 49.5, at once 53.
 const PIECE_LEN_MAX: u64 = 2 << 20;
 /// The most pieces under way: one moves, and one is ready when it is done.
 const PIECES_MAX: usize = 2;

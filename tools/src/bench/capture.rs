@@ -138,7 +138,8 @@ impl<'r> State<'r> {
         Ok(Self { room, store, copies, page_len, halves, key: key_at })
     }
 
-    /// Changes a byte in each of the chunks that are to change. Returns how many bytes the changed chunks have.
+    /// Changes a byte in each of the chunks that are to change. Returns how many bytes the changed chunks
+    /// have.
     fn change(&self, is_spread: bool, percent: u64, byte: u8) -> Result<u64, BenchStop> {
         let per_page = self.page_len / DIGEST_CHUNK_LEN;
         let all = per_page * self.copies.len() as u64;
