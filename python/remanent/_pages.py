@@ -28,9 +28,6 @@ _KEY_LEN_MAX = 64
 _DEPTH_MAX = 100
 # Bytes of one batch, where a save may take several; a longer page has one of its own.
 _BATCH_BYTES = 64 << 20
-# Bytes of changed elements of a save, roughly, that are logged; pages that change beyond that are written whole. What
-# is logged of pages on disk waits in memory for the next snapshot.
-_LOGGED_BYTES = 48 << 20
 
 
 class Plan(Protocol):
@@ -123,14 +120,15 @@ def _header(manifest: Manifest, sizes: Mapping[str, int]) -> bytes | None:
 
 
 def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tree: Any = None, *, place: str = "disk",
-        flush: Callable[[], _native.Batch] | None = None) -> tuple[_native.Batch, bool]:
+        elements: bool = True, flush: Callable[[], _native.Batch] | None = None) -> tuple[_native.Batch, bool]:
     """Makes the store hold these arrays and this tree, and no others of before; what did not change is not logged.
 
     The caller is the store's only writer meanwhile. Blocks are taken one by one, so that a caller may copy each from
     a GPU only when it is wanted; their bytes are read when the batch is committed, and stay as they are until then.
 
-    On disk, pages take no memory beside their blocks. In memory they are compared where they lie, and no page is
-    written whole because much of it changed.
+    On disk, pages take no memory beside their blocks, and where much of a page changed, or `elements` is False, all
+    of it is written once: a snapshot writes whole pages anyway. In memory they are compared where they lie, and only
+    what changed is logged.
 
     `flush` commits the batch that it was given and gives a new one: then no more than some megabytes of blocks are
     held at a time, and the store is in between two versions until the last batch. Returns that one, and whether
@@ -145,8 +143,8 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tre
     new = Manifest({}, tree)
     sizes: dict[str, int] = {}
     changed = False
-    # Bytes in the batch, and those that changes took of the log.
-    held = logged = 0
+    # Bytes of the blocks in the batch.
+    held = 0
 
     def taken(key: str) -> bool:
         return key in old.pages or key in new.pages or key in foreign
@@ -188,10 +186,8 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tre
             with store.lease(key, "uint8", [block.nbytes]) as before:
                 changed |= batch.write_changes(key, before, block.data, width=width) > 0
         elif info.length != block.nbytes or block.nbytes:
-            left = max(0, _LOGGED_BYTES - logged)
-            differing = batch.update(key, block.data if block.nbytes else b"", width=width, logged_max=left)
-            logged += 2 * (differing or 0) * width
-            changed |= differing != 0
+            data = block.data if block.nbytes else b""
+            changed |= batch.update(key, data, width=width, logged_max=None if elements else 0) != 0
     for key in old.pages.keys() - new.pages.keys():
         batch.delete(key)
         changed = True

@@ -16,6 +16,7 @@ import os
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,10 +128,33 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.cpu()
 
 
-def _load_page(reader: _native.Reader, key: str, arrays: list[Array], device: torch.device) -> dict[str, torch.Tensor]:
+def _read_page(reader: _native.Reader, key: str) -> torch.Tensor:
     page = torch.empty(reader.info(key).length, dtype=torch.uint8)
     if page.numel():
         reader.read_into(key, page)
+    return page
+
+
+def _read_pages(reader: _native.Reader, pages: Mapping[str, list[Array]]) -> Iterator[tuple[torch.Tensor, list[Array]]]:
+    """The bytes of pages, in their order: read by several threads, a few pages ahead of the caller."""
+    threads = min(_THREADS_MAX, os.cpu_count() or 1)
+    coming: deque[tuple[concurrent.futures.Future[torch.Tensor], list[Array]]] = deque()
+    with concurrent.futures.ThreadPoolExecutor(threads, "remanent-load") as pool:
+        try:
+            for key, arrays in pages.items():
+                coming.append((pool.submit(_read_page, reader, key), arrays))
+                if len(coming) > threads:
+                    read, of = coming.popleft()
+                    yield read.result(), of
+            while coming:
+                read, of = coming.popleft()
+                yield read.result(), of
+        finally:
+            for read, _ in coming:
+                read.cancel()
+
+
+def _tensors_of(page: torch.Tensor, arrays: list[Array], device: torch.device) -> dict[str, torch.Tensor]:
     page = page.to(device)
     loaded = {}
     for array in arrays:
@@ -215,9 +239,9 @@ def load_file(directory: _Path, *, device: str | torch.device = "cpu",
         loaded: dict[str, torch.Tensor] = {}
         pages = _pages.read_manifest(view).pages
         with Bar(sum(view.info(key).length for key in pages), "loading", progress) as bar:
-            for key, arrays in pages.items():
-                loaded |= _load_page(view, key, arrays, where)
-                bar.add(view.info(key).length)
+            for page, arrays in _read_pages(view, pages):
+                loaded |= _tensors_of(page, arrays, where)
+                bar.add(page.numel())
         return loaded
 
 
@@ -260,6 +284,8 @@ class Saved:
         return f"Saved(step={self.step}, lsn={self.lsn}, done={self._done.done()})"
 
 
+# Threads that read for one load.
+_THREADS_MAX = 4
 _STEP = "step "
 # The entry of the root that stands while a save has written a part of its version.
 _SAVING = "saving"
@@ -359,7 +385,8 @@ class Checkpointer:
             batch = self.store.batch(note=note or f"step {step}")
             return batch
 
-        _pages.put(self.store, batch, _blocks(tensors), tree, flush=flush)
+        # Each version is a snapshot, for which a page that changed is written whole.
+        _pages.put(self.store, batch, _blocks(tensors), tree, elements=False, flush=flush)
         if _SAVING in self.store.root:
             batch.remove_root(_SAVING)
         batch.set_root("step", step)
@@ -548,8 +575,8 @@ def _load_state(reader: _native.Reader) -> dict[str, Any]:
         raise NoStateError("the store holds tensors, and no state of a run", remedy="use `load_file`")
     cpu = torch.device("cpu")
     tensors: dict[str, torch.Tensor] = {}
-    for key, arrays in manifest.pages.items():
-        tensors |= _load_page(reader, key, arrays, cpu)
+    for page, arrays in _read_pages(reader, manifest.pages):
+        tensors |= _tensors_of(page, arrays, cpu)
 
     def adapt(tag: list[Any]) -> Any:
         kind, *rest = tag
@@ -587,8 +614,8 @@ def _diff(old: _native.View, new: _native.View) -> dict[str, int | None]:
         was, now = old.info(old_key), new.info(new_key)
         if (was.page, was.epoch, was.lsn) == (now.page, now.epoch, now.lsn):
             continue
-        left = _load_page(old, old_key, [old_array], cpu)[name]
-        right = _load_page(new, new_key, [new_array], cpu)[name]
+        left = _tensors_of(_read_page(old, old_key), [old_array], cpu)[name]
+        right = _tensors_of(_read_page(new, new_key), [new_array], cpu)[name]
         # By bits: a NaN equals itself, and 0.0 differs from -0.0.
         size = left.element_size()
         flat = [_bytes_of(each.contiguous()).view(-1, size) for each in (left, right)]

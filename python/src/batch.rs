@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use remanent::{Epoch, Error, Key, NewPage, PageChanges, PageId, PageRef, Store, Width, WriteBatch};
+use remanent::{Epoch, Error, Key, NewPage, PageChanges, PageId, PageRef, Place, Store, Width, WriteBatch};
 
 use crate::errors::OrRaise;
 use crate::gate::Gate;
@@ -45,6 +45,8 @@ struct BatchState {
     batch: Option<WriteBatch>,
     /// The keys of pages that this batch creates.
     created: HashMap<Key, NewPage>,
+    /// Bytes that its updates log, or keep waiting.
+    logged: u64,
     committed: Option<Committed>,
 }
 
@@ -68,8 +70,12 @@ impl PyNewPage {
 
 impl Batch {
     pub fn new(gate: Arc<Gate>, ack: Option<remanent::Ack>) -> Self {
-        let state =
-            BatchState { batch: Some(WriteBatch::default()), created: HashMap::new(), committed: None };
+        let state = BatchState {
+            batch: Some(WriteBatch::default()),
+            created: HashMap::new(),
+            logged: 0,
+            committed: None,
+        };
         Self { gate, ack, state: Mutex::new(state) }
     }
 
@@ -298,11 +304,14 @@ impl Batch {
         Ok(count)
     }
 
-    /// Makes a page hold `data`, which lies on the host, whatever it holds now. The page is read piece by
-    /// piece. Elements that differ are logged; where that would be more than a quarter of the page, or more
-    /// than `logged_max` bytes, or the page has another length, all of it is written once, outside of the
-    /// log. Returns how many elements differ, or None where all of the page is written: then `data` is read
-    /// by the commit, and must not change before it.
+    /// Makes a page hold `data`, which lies on the host, whatever it holds now. The page is read piece by piece.
+    /// Elements that differ are logged; where they take more than a quarter of the page, or the updates of the
+    /// batch together more than `logged_max` bytes, or the page has another length, all of it is written once,
+    /// outside of the log. Returns how many elements differ, or None where all of the page is written: then
+    /// `data` is read by the commit, and must not change before it.
+    ///
+    /// What is logged of a page on disk waits in memory for the next snapshot, in blocks of 4 KiB, and is
+    /// counted so.
     ///
     /// >>> store = remanent.Store(directory)
     /// >>> store["k"] = bytes(100_000)
@@ -325,12 +334,12 @@ impl Batch {
         let page = self.page_of_store(page)?;
         let (data, width) = (Input::take_host(data)?, self::width(width)?);
         let len = data.len() as u64;
-        let limit = logged_max.unwrap_or(u64::MAX).min(len / LOGGED_PART);
-        let compared = |store: &Store| changes(store, page, data.as_slice(), width, limit);
-        let changes = self.gate.call(py, compared)?;
-        let count = changes.as_ref().map(PageChanges::count);
+        let left = logged_max.unwrap_or(LOGGED_MAX).saturating_sub(self.lock().logged);
+        let changes = self.gate.call(py, |store| changes(store, page, data.as_slice(), width, left))?;
+        let count = changes.as_ref().map(|(changes, _)| changes.count());
+        self.lock().logged += changes.as_ref().map_or(0, |(_, cost)| *cost);
         self.build(py, |batch| match changes {
-            Some(changes) => changes.put(batch, page),
+            Some((changes, _)) => changes.put(batch, page),
             None if len == 0 => _ = batch.resize(page, 0),
             None => _ = batch.replace_from_source(page, len, Arc::new(data)),
         })?;
@@ -554,42 +563,51 @@ pub fn submit(py: Python<'_>, gate: &Arc<Gate>, batch: &Batch) -> PyResult<Ticke
 
 /// A page of which changes take more than this part is written whole.
 const LOGGED_PART: u64 = 4;
-/// Bytes of a page that are compared at once, and those that are looked at first: a page of which more than a
-/// part of these changed has mostly changed as a whole, and the rest of it need not be read.
+/// Bytes that updates of a batch log together unless told otherwise: well below what may wait for a snapshot.
+const LOGGED_MAX: u64 = 48 << 20;
+/// Bytes of a page that are compared at once.
 const COMPARED_LEN: usize = 4 << 20;
+/// Bytes that are looked at first: a page of which more than a part of these changed has mostly changed as a
+/// whole, and the rest of it need not be read.
 const PROBED_LEN: usize = 64 << 10;
+/// Bytes of a page on disk that wait together, and what they take with the marks of what was written.
+const BLOCK_LEN: usize = 4 << 10;
+const BLOCK_BYTES: u64 = 4608;
 
-/// The changes that make a page hold `data`; `None` if they take more than `limit` bytes of log, or the page
-/// has another length.
+/// The changes that make a page hold `data`, and what they take; `None` if that is more than `left` bytes, or
+/// the page is to be written whole.
 fn changes(
     store: &Store,
     page: PageId,
     data: &[u8],
     width: Width,
-    limit: u64,
-) -> remanent::Result<Option<PageChanges>> {
-    if store.page(page)?.len != data.len() as u64 {
+    left: u64,
+) -> remanent::Result<Option<(PageChanges, u64)>> {
+    let info = store.page(page)?;
+    if info.len != data.len() as u64 {
         return Ok(None);
     }
-    let mut changes = PageChanges::new(width);
+    let (mut changes, mut waiting) = (PageChanges::new(width), 0);
     let mut before = vec![0; COMPARED_LEN.min(data.len())];
-    let probe = data.len().min(PROBED_LEN);
-    store.read(page, 0, &mut before[..probe])?;
-    changes.compare(0, &before[..probe], &data[..probe]);
-    let probed_max = if data.len() > COMPARED_LEN { probe as u64 / LOGGED_PART } else { limit };
-    if changes.cost() > probed_max.min(limit) {
-        return Ok(None);
-    }
-    let mut at = probe;
+    let mut at = 0;
     while at < data.len() {
-        let after = &data[at..data.len().min(at + COMPARED_LEN)];
-        let before = &mut before[..after.len()];
+        let (end, of) = match at {
+            0 if data.len() > PROBED_LEN => (PROBED_LEN, PROBED_LEN),
+            _ => (data.len().min(at + COMPARED_LEN), data.len()),
+        };
+        let (before, after) = (&mut before[..end - at], &data[at..end]);
         store.read(page, at as u64, before)?;
         changes.compare(at as u64, before, after);
-        if changes.cost() > limit {
+        if info.place == Place::Disk {
+            let blocks = before.chunks(BLOCK_LEN).zip(after.chunks(BLOCK_LEN));
+            waiting += BLOCK_BYTES * blocks.filter(|(before, after)| before != after).count() as u64;
+        }
+        let logged = changes.cost();
+        if logged > of as u64 / LOGGED_PART || logged.max(waiting) > left {
             return Ok(None);
         }
-        at += after.len();
+        at = end;
     }
-    Ok(Some(changes))
+    let taken = changes.cost().max(waiting);
+    Ok(Some((changes, taken)))
 }
