@@ -385,14 +385,10 @@ def _write_group(store: _native.Store, group: list[_Write]) -> None:
             batch.delete(was.page)
             was = None
         if was is None:
-            batch.create(write.content if length else 0, key=write.key, place="disk", metadata=write.said)
-        elif was.length == length and _is_same(store, was.page, write.content):
+            content = write.content if length else 0
+            batch.create(content, key=write.key, place="disk", metadata=write.said, at_commit=True)
+        elif batch.update(was.page, write.content if length else b"", logged_max=0) == 0:
             continue
-        else:
-            if was.length != length:
-                batch.resize(was.page, length)
-            if length:
-                batch.write(was.page, 0, write.content)
         is_empty = False
     if not is_empty:
         store.commit(batch)
@@ -453,18 +449,6 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], to
         # A name of its own, for what looks at the store; another item may have the very same one.
         said |= {"name": f"{name}@{','.join(map(str, offset))}", "part of": name, "offset": offset}
     return said, _torch._bytes_of(tensor.contiguous())
-
-
-def _is_same(store: _native.Store, page: int, content: torch.Tensor) -> bool:
-    """Whether a page has these bytes, piece by piece: the page is on disk, and no longer than memory."""
-    piece = torch.empty(min(_READ_BYTES, content.numel()), dtype=torch.uint8)
-    for at in range(0, content.numel(), _READ_BYTES):
-        now = content[at:at + _READ_BYTES]
-        before = piece[:now.numel()]
-        store.read_into(page, before, at)
-        if not torch.equal(before, now):
-            return False
-    return True
 
 
 @dataclass
