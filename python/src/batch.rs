@@ -304,11 +304,11 @@ impl Batch {
         Ok(count)
     }
 
-    /// Makes a page hold `data`, which lies on the host, whatever it holds now. The page is read piece by piece.
-    /// Elements that differ are logged; where they take more than a quarter of the page, or the updates of the
-    /// batch together more than `logged_max` bytes, or the page has another length, all of it is written once,
-    /// outside of the log. Returns how many elements differ, or None where all of the page is written: then
-    /// `data` is read by the commit, and must not change before it.
+    /// Makes a page hold `data`, which lies on the host, whatever it holds now. The page is read piece by
+    /// piece. Elements that differ are logged; where they take more than a quarter of the page, or the
+    /// updates of the batch together more than `logged_max` bytes, or the page has another length, all of it
+    /// is written once, outside of the log. Returns how many elements differ, or None where all of the page
+    /// is written: then `data` is read by the commit, and must not change before it.
     ///
     /// What is logged of a page on disk waits in memory for the next snapshot, in blocks of 4 KiB, and is
     /// counted so.

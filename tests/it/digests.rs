@@ -94,7 +94,7 @@ fn nothing_is_known_before_the_first_capture_of_stored_memory() {
     let copy = store.working_copy_in(page, &tensor, Width::W1, Shadow::Digest, Direction::Store).unwrap();
     // A part of it first: the rest stays unknown.
     let mut batch = store.batch();
-    batch.capture_ranges(&copy, &[0..1]);
+    batch.capture_ranges(&copy, &[0..1, 5..6]);
     store.commit(batch).unwrap();
     assert_eq!(chunks_captured(&store, &copy), 2);
     assert_eq!(chunks_captured(&store, &copy), 0);
