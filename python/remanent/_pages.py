@@ -119,7 +119,7 @@ def _header(manifest: Manifest, sizes: Mapping[str, int]) -> bytes | None:
     return len(text).to_bytes(8, "little") + text
 
 
-def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tree: Any = None, *, place: str = "disk",
+def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | None], tree: Any = None, *, place: str = "disk",
         elements: bool = True, flush: Callable[[], _native.Batch] | None = None) -> tuple[_native.Batch, bool]:
     """Makes the store hold these arrays and this tree, and no others of before; what did not change is not logged.
 
@@ -131,8 +131,8 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tre
     what changed is logged.
 
     `flush` commits the batch that it was given and gives a new one: then no more than some megabytes of blocks are
-    held at a time, and the store is in between two versions until the last batch. Returns that one, and whether
-    anything changed.
+    held at a time, and the store is in between two versions until the last batch. None in place of a block asks for
+    that. Returns the last batch, and whether anything changed.
     """
     try:
         old = read_manifest(store)
@@ -150,8 +150,10 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block], tre
         return key in old.pages or key in new.pages or key in foreign
 
     for block in blocks:
-        if flush is not None and held + block.nbytes > _BATCH_BYTES and held:
+        if flush is not None and (block is None or held + block.nbytes > _BATCH_BYTES and held):
             batch, held = flush(), 0
+        if block is None:
+            continue
         held += block.nbytes
         first = block.arrays[0]
         key = key_by_name.get(first.name)

@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from remanent import _native, _pages
 from remanent._errors import ClosedError, InvalidError, NoStateError, RefusedError
 from remanent._pages import Array, Block
 from remanent._progress import Bar
+from remanent._room import Room, WriterEndedError
 
 __all__ = ["Checkpointer", "Saved", "Version", "load_file", "save_file"]
 
@@ -74,8 +75,11 @@ class _Group:
     tensors: list[tuple[str, torch.Tensor]]
 
 
-def _blocks(tensors: Mapping[str, torch.Tensor]) -> Iterator[Block]:
-    """The pages that hold these tensors: tensors that overlap in memory share one, so that they share memory again."""
+def _blocks(tensors: Mapping[str, torch.Tensor], *, on_host: bool = True) -> Iterator[Block]:
+    """The pages that hold these tensors: tensors that overlap in memory share one, so that they share memory again.
+
+    Their bytes lie on the host, or where the tensors are.
+    """
     by_storage: dict[tuple[str, int], list[tuple[str, torch.Tensor]]] = {}
     alone: list[tuple[str, torch.Tensor]] = []
     for name, given in tensors.items():
@@ -97,16 +101,16 @@ def _blocks(tensors: Mapping[str, torch.Tensor]) -> Iterator[Block]:
             else:
                 groups.append(_Group(start, end, [(name, tensor)]))
         for group in groups:
-            yield _block(group)
+            yield _block(group, on_host)
 
 
-def _block(group: _Group) -> Block:
+def _block(group: _Group, on_host: bool) -> Block:
     name, tensor = group.tensors[0]
     if len(group.tensors) == 1:
         holes = group.end - group.start > tensor.numel() * tensor.element_size()
         if holes or tensor.is_contiguous():
             # A tensor that uses little of its extent is stored without the rest, and comes back contiguous.
-            bytes_ = _bytes_of(tensor.contiguous())
+            bytes_ = _bytes_of(tensor.contiguous(), on_host)
             return Block([Array(name, _SHORT[tensor.dtype], tuple(tensor.shape))], bytes_, bytes_.numel())
     # A boundary of the widest elements, so that each tensor begins at a whole element of its own.
     start = group.start - group.start % 16
@@ -117,15 +121,15 @@ def _block(group: _Group) -> Block:
         arrays.append(Array(name, _SHORT[each.dtype], tuple(each.shape), tuple(each.stride()), offset))
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     whole.set_(tensor.untyped_storage(), start, (group.end - start,), (1,))
-    return Block(arrays, whole.cpu(), group.end - start)
+    return Block(arrays, whole.cpu() if on_host else whole, group.end - start)
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's bytes, on the host."""
+def _bytes_of(tensor: torch.Tensor, on_host: bool = True) -> torch.Tensor:
+    """A contiguous tensor's bytes, on the host or where they are."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start = tensor.storage_offset() * tensor.element_size()
     flat.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),), (1,))
-    return flat.cpu()
+    return flat.cpu() if on_host else flat
 
 
 def _read_page(reader: _native.Reader, key: str) -> torch.Tensor:
@@ -258,10 +262,15 @@ class Version:
 class Saved:
     """A save that may still be under way: its state is captured, and becomes durable in the background."""
 
-    def __init__(self, step: int, lsn: int, done: concurrent.futures.Future[None]) -> None:
+    def __init__(self, step: int, done: concurrent.futures.Future[int]) -> None:
         self.step = step
-        self.lsn = lsn
         self._done = done
+
+    @property
+    def lsn(self) -> int:
+        """The version's batch; waits until it is durable."""
+        self.wait()
+        return self._done.result()
 
     def done(self) -> bool:
         """Whether the version is durable and kept."""
@@ -281,7 +290,7 @@ class Saved:
                 return False
 
     def __repr__(self) -> str:
-        return f"Saved(step={self.step}, lsn={self.lsn}, done={self._done.done()})"
+        return f"Saved(step={self.step}, done={self._done.done()})"
 
 
 # Threads that read for one load.
@@ -297,7 +306,7 @@ class Checkpointer:
     `save(step)` makes the state the newest version, whole or not at all; only what changed is written. `restore()`
     puts a version back into the objects that are there. A process that is killed at any moment finds the last version
     whose save had returned, or the one that was under way, and never a mix. A save takes some megabytes of host memory
-    beside the tensors, however many they are.
+    beside the tensors, however many they are; one that does not wait, up to `room` bytes.
 
     :param directory: the store of the run; made if there is none. One process at a time has it open.
     :param model: a module, or anything with `state_dict` and `load_state_dict`.
@@ -305,6 +314,8 @@ class Checkpointer:
     :param rng: whether the random states of Python, NumPy (if it is imported), torch and all GPUs are kept.
     :param keep: how many of the newest versions without a name are kept.
     :param keep_for: seconds for which versions without a name are kept beyond that.
+    :param room: bytes of host memory for saves that do not wait: what fits is copied there, and the call returns while
+        it is being written. Of a longer state the rest is written first.
     :param options: options of `Store`, such as `log_io`.
 
     Values are tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict, and NumPy's
@@ -331,9 +342,11 @@ class Checkpointer:
 
     def __init__(self, directory: _Path, model: Any = None, optimizer: Any = None, scheduler: Any = None, *,
                  extra: Mapping[str, Any] | None = None, rng: bool = True, keep: int = 2,
-                 keep_for: float | None = None, **options: Any) -> None:
+                 keep_for: float | None = None, room: int = 256 << 20, **options: Any) -> None:
         if keep < 1:
             raise InvalidError("keep: at least one version must be kept")
+        if room < 0:
+            raise InvalidError("room: that is a number of bytes")
         self._parts: dict[str, Any] = {}
         for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
             if part is not None:
@@ -354,6 +367,7 @@ class Checkpointer:
         self.store = _native.Store(directory, **{**own, **options})
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint")
         self._last: Saved | None = None
+        self._room = Room(room)
 
     # Saving.
 
@@ -363,7 +377,9 @@ class Checkpointer:
         A save while the one before is under way waits for that first. The state may change once this returns.
 
         :param name: keeps the version until `give_up(name)`; 1 to 64 bytes, not beginning with "step ".
-        :param wait: whether to return only once the version is durable; else `Saved.wait` says when it is.
+        :param wait: whether to return only once the version is durable. Else the call returns once the state is
+            copied, and `Saved.wait` says when the version is durable; a process that is killed before that finds the
+            version before.
         :raises RefusedError: for what cannot be stored, by its name. Nothing is saved.
         """
         if name is not None and (name.startswith(_STEP) or not name):
@@ -375,28 +391,60 @@ class Checkpointer:
         tree = _pages.flatten("", self._state(), _Capture(tensors))
         for path, tensor in tensors.items():
             _plain(path, tensor)
-        batch = self.store.batch(note=note or f"step {step}")
+        note = note or f"step {step}"
+        if wait:
+            ticket = self._write(step, note, _blocks(tensors), tree)
+            self._last = saved = Saved(step, self._worker.submit(self._keep_version, ticket, step, name))
+            saved.wait()
+            return saved
+        # Of tensors that share memory each counts here.
+        self._room.begin(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+        done = self._worker.submit(self._write_and_keep, step, name, note, tree)
+        try:
+            self._room.send(_blocks(tensors, on_host=False))
+        except WriterEndedError:
+            # Raises what it ended with.
+            done.result()
+            raise
+        except BaseException:
+            self._room.give_up()
+            concurrent.futures.wait([done])
+            raise
+        self._last = saved = Saved(step, done)
+        return saved
+
+    def _write(self, step: int, note: str, blocks: Iterable[Block | None], tree: Any,
+               committed: Callable[[], None] = lambda: None) -> _native.Ticket:
+        """Writes a version, by several batches if it is long. The blocks so far have been read when `committed` is
+        called.
+        """
+        batch = self.store.batch(note=note)
 
         def flush() -> _native.Batch:
             # From here to the last batch the store is in between two versions, and says so.
             nonlocal batch
             batch.set_root(_SAVING, step)
             self.store.commit(batch, "logged")
-            batch = self.store.batch(note=note or f"step {step}")
+            committed()
+            batch = self.store.batch(note=note)
             return batch
 
         # Each version is a snapshot, for which a page that changed is written whole.
-        _pages.put(self.store, batch, _blocks(tensors), tree, elements=False, flush=flush)
+        _pages.put(self.store, batch, blocks, tree, elements=False, flush=flush)
         if _SAVING in self.store.root:
             batch.remove_root(_SAVING)
         batch.set_root("step", step)
         batch.set_root("saved_unix_ms", time.time_ns() // 1_000_000)
         ticket = self.store.submit(batch)
-        saved = Saved(step, ticket.lsn, self._worker.submit(self._keep_version, ticket, step, name))
-        self._last = saved
-        if wait:
-            saved.wait()
-        return saved
+        committed()
+        return ticket
+
+    def _write_and_keep(self, step: int, name: str | None, note: str, tree: Any) -> int:
+        try:
+            ticket = self._write(step, note, self._room.blocks(), tree, self._room.committed)
+        finally:
+            self._room.ended()
+        return self._keep_version(ticket, step, name)
 
     def _state(self) -> dict[str, Any]:
         state = {name: dict(part) if isinstance(part, MutableMapping) else part.state_dict()
@@ -405,7 +453,7 @@ class Checkpointer:
             state["rng"] = _rng_state()
         return state
 
-    def _keep_version(self, ticket: _native.Ticket, step: int, name: str | None) -> None:
+    def _keep_version(self, ticket: _native.Ticket, step: int, name: str | None) -> int:
         ticket.wait()
         # No batch comes before the snapshot is taken: the next save waits for this one. The Lsn makes the name
         # another one than that of an earlier save of the step, which may be the newest snapshot and stays until then.
@@ -419,6 +467,7 @@ class Checkpointer:
         gone = [info.name for info in unnamed[: -self._keep] if info.name and info.created_unix_ms / 1000 < since]
         if gone:
             self.store.prune(give_up=gone, names_only=True)
+        return ticket.lsn
 
     def _finish(self) -> None:
         last, self._last = self._last, None

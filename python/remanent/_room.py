@@ -1,0 +1,147 @@
+"""Room in host memory: where the bytes of a save wait to be written, while the state changes already.
+
+One thread sends blocks, another one writes them. The sender copies each block into a ring of memory, first in, first
+out, and waits while it is full. The writer gives memory back once the batch is committed that reads it. A block that
+is longer than the ring is not copied: its sender waits until it is committed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from remanent._pages import Block
+
+
+class WriterEndedError(Exception):
+    """The writer has ended before all was written; its own exception says why."""
+
+
+class Room:
+    """A ring of up to `nbytes` of host memory, for one save at a time."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._changed = threading.Condition()
+        self._reset()
+
+    def _reset(self) -> None:
+        # Blocks on their way; None at their end; an exception where there will be no end.
+        self._coming: deque[Block | BaseException | None] = deque()
+        # Where the blocks lie that are not committed yet, the oldest first; None for one that lies elsewhere.
+        self._held: deque[tuple[int, int] | None] = deque()
+        # How many of them the writer has.
+        self._given = 0
+        self._waits = self._ended = False
+
+    # The sender's side.
+
+    def begin(self, nbytes: int) -> None:
+        """Makes room for a save of these bytes, if that is not more than there may be."""
+        nbytes = min(nbytes, self.nbytes)
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._reset()
+
+    def send(self, blocks: Iterable[Block]) -> None:
+        """Returns once all blocks are copied or committed: from then on their bytes may change.
+
+        :raises WriterEndedError: if nobody writes any more.
+        """
+        for block in blocks:
+            if not block.nbytes:
+                self._push(block, None)
+            elif block.nbytes > self._memory.numel():
+                data = block.data.cpu()
+                self._push(Block(block.arrays, data, block.nbytes), None)
+                self._wait_until(lambda: not self._held)
+            else:
+                start = self._wait_for_place(block.nbytes)
+                memory = self._memory[start:start + block.nbytes]
+                memory.copy_(block.data)
+                self._push(Block(block.arrays, memory, block.nbytes), (start, start + block.nbytes))
+        with self._changed:
+            self._coming.append(None)
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Has the writer end without the rest."""
+        with self._changed:
+            self._coming.append(InterruptedError("the save was ended before all of its state was copied"))
+            self._changed.notify_all()
+
+    def _push(self, block: Block, place: tuple[int, int] | None) -> None:
+        with self._changed:
+            self._coming.append(block)
+            self._held.append(place)
+            self._changed.notify_all()
+
+    def _wait_until(self, is_there: Callable[[], bool]) -> None:
+        with self._changed:
+            while not is_there():
+                if self._ended:
+                    raise WriterEndedError
+                self._waits = True
+                self._changed.notify_all()
+                # In slices, so that Ctrl-C ends the wait.
+                self._changed.wait(0.1)
+            self._waits = False
+
+    def _wait_for_place(self, nbytes: int) -> int:
+        self._wait_until(lambda: self._place(nbytes) is not None)
+        # Nobody but this thread takes places.
+        with self._changed:
+            start = self._place(nbytes)
+        assert start is not None
+        return start
+
+    def _place(self, nbytes: int) -> int | None:
+        """Where a block has room behind the newest one; None if nowhere."""
+        places = [place for place in self._held if place is not None]
+        if not places:
+            return 0
+        oldest, newest = places[0][0], places[-1][1]
+        if newest > oldest:
+            if newest + nbytes <= self._memory.numel():
+                return newest
+            return 0 if nbytes < oldest else None
+        return newest if newest + nbytes < oldest else None
+
+    # The writer's side.
+
+    def blocks(self) -> Iterator[Block | None]:
+        """The blocks as they come. None asks the writer to commit those that it has: the sender waits for it."""
+        while True:
+            with self._changed:
+                while not self._coming and not (self._waits and self._given):
+                    self._changed.wait()
+                if not self._coming:
+                    block: Block | BaseException | None = None
+                    is_end = False
+                else:
+                    block = self._coming.popleft()
+                    is_end = block is None
+                    self._given += isinstance(block, Block)
+            if is_end:
+                return
+            if isinstance(block, BaseException):
+                raise block
+            yield block
+
+    def committed(self) -> None:
+        """The blocks that the writer had are committed: their memory is free."""
+        with self._changed:
+            for _ in range(self._given):
+                self._held.popleft()
+            self._given = 0
+            self._changed.notify_all()
+
+    def ended(self) -> None:
+        """Nobody writes any more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
