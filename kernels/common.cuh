@@ -111,7 +111,7 @@ struct IndexRow {
 };
 static_assert(sizeof(IndexRow) == 40, "IndexRow");
 
-// One chunk to digest, and the key to do it with.
+// Chunks to digest, one after the other, and the key to do it with.
 struct DigestRow {
     u64 source;
     u64 key;

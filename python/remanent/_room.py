@@ -1,8 +1,8 @@
 """Room in host memory: where the bytes of a save wait to be written, while the state changes already.
 
 One thread sends blocks, another one writes them. The sender copies each block into a ring of memory, first in, first
-out, and waits while it is full. The writer gives memory back once the batch is committed that reads it. A block that
-is longer than the ring is not copied: its sender waits until it is committed.
+out, and waits while it is full. The writer frees memory once the batch is committed that reads it. A block that is
+longer than the ring is not copied: its sender waits until it is committed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Room:
         self._coming: deque[Block | BaseException | None] = deque()
         # Where the blocks lie that are not committed yet, the oldest first; None for one that lies elsewhere.
         self._held: deque[tuple[int, int] | None] = deque()
-        # How many of them the writer has.
+        # How many of them the writer has, and has not taken for a batch.
         self._given = 0
         self._waits = self._ended = False
 
@@ -47,13 +47,15 @@ class Room:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         self._reset()
 
-    def send(self, blocks: Iterable[Block]) -> None:
+    def send(self, blocks: Iterable[Block], *, copied: bool = True) -> None:
         """Returns once all blocks are copied or committed: from then on their bytes may change.
 
+        :param copied: whether blocks that lie on the host are copied; else they must stay as they are until they are
+            committed.
         :raises WriterEndedError: if nobody writes any more.
         """
         for block in blocks:
-            if not block.nbytes:
+            if not block.nbytes or (not copied and block.data.device.type == "cpu"):
                 self._push(block, None)
             elif block.nbytes > self._memory.numel():
                 data = block.data.cpu()
@@ -114,7 +116,7 @@ class Room:
     # The writer's side.
 
     def blocks(self) -> Iterator[Block | None]:
-        """The blocks as they come. None asks the writer to commit those that it has: the sender waits for it."""
+        """The blocks as they come. None asks the writer to commit those that it has: the sender waits for them."""
         while True:
             with self._changed:
                 while not self._coming and not (self._waits and self._given):
@@ -125,20 +127,34 @@ class Room:
                 else:
                     block = self._coming.popleft()
                     is_end = block is None
-                    self._given += isinstance(block, Block)
             if is_end:
                 return
             if isinstance(block, BaseException):
                 raise block
             yield block
+            # Here the writer has put it into its batch. Counted before, it would be of a batch that the writer ends
+            # with the block in hand, and its memory would be free too early.
+            if block is not None:
+                with self._changed:
+                    self._given += 1
 
-    def committed(self) -> None:
-        """The blocks that the writer had are committed: their memory is free."""
+    def take(self) -> int:
+        """How many blocks came since the last call: those of the writer's batch."""
         with self._changed:
-            for _ in range(self._given):
+            taken, self._given = self._given, 0
+            return taken
+
+    def free(self, count: int) -> None:
+        """Of the blocks that were taken, the oldest are committed: their memory is free."""
+        with self._changed:
+            for _ in range(count):
                 self._held.popleft()
-            self._given = 0
             self._changed.notify_all()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the sender waits for memory."""
+        return self._waits
 
     def ended(self) -> None:
         """Nobody writes any more."""

@@ -5,8 +5,8 @@
 
 Both keep state in a store: durable, in versions, with only the changed elements of a version logged, and proven by
 checksums on the way back. Nothing is pickled: tensors are pages, all other values are typed, and what cannot be
-stored faithfully is refused by its name. What is saved lies on disk, and in no memory beside the tensors themselves;
-tensors on a GPU are copied to the host one by one while they are saved.
+stored faithfully is refused by its name. What is saved lies on disk, and in no memory beside the tensors themselves.
+`save_file` holds copies of those on a GPU, and of those that are not contiguous, until all is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -240,6 +240,7 @@ def load_file(directory: _Path, *, device: str | torch.device = "cpu",
     """
     where = torch.device(device)
     with _native.View(directory, at) as view:
+        _whole(view)
         loaded: dict[str, torch.Tensor] = {}
         pages = _pages.read_manifest(view).pages
         with Bar(sum(view.info(key).length for key in pages), "loading", progress) as bar:
@@ -295,6 +296,8 @@ class Saved:
 
 # Threads that read for one load.
 _THREADS_MAX = 4
+# Batches of a save that are written at a time.
+_WRITERS = min(4, os.cpu_count() or 1)
 _STEP = "step "
 # The entry of the root that stands while a save has written a part of its version.
 _SAVING = "saving"
@@ -366,6 +369,7 @@ class Checkpointer:
         own = {"device": "host", "snapshot_log_bytes": None, "snapshot_interval": None, "snapshots_kept": 1}
         self.store = _native.Store(directory, **{**own, **options})
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint")
+        self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS, "remanent-checkpoint-write")
         self._last: Saved | None = None
         self._room = Room(room)
 
@@ -392,16 +396,12 @@ class Checkpointer:
         for path, tensor in tensors.items():
             _plain(path, tensor)
         note = note or f"step {step}"
-        if wait:
-            ticket = self._write(step, note, _blocks(tensors), tree)
-            self._last = saved = Saved(step, self._worker.submit(self._keep_version, ticket, step, name))
-            saved.wait()
-            return saved
         # Of tensors that share memory each counts here.
         self._room.begin(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
         done = self._worker.submit(self._write_and_keep, step, name, note, tree)
         try:
-            self._room.send(_blocks(tensors, on_host=False))
+            # Where the call waits anyway, bytes on the host are read where they are.
+            self._room.send(_blocks(tensors, on_host=False), copied=not wait)
         except WriterEndedError:
             # Raises what it ended with.
             done.result()
@@ -411,37 +411,63 @@ class Checkpointer:
             concurrent.futures.wait([done])
             raise
         self._last = saved = Saved(step, done)
+        if wait:
+            saved.wait()
         return saved
 
-    def _write(self, step: int, note: str, blocks: Iterable[Block | None], tree: Any,
-               committed: Callable[[], None] = lambda: None) -> _native.Ticket:
-        """Writes a version, by several batches if it is long. The blocks so far have been read when `committed` is
-        called.
-        """
-        batch = self.store.batch(note=note)
+    def _write(self, step: int, note: str, tree: Any) -> _native.Ticket:
+        """Writes a version from the room, by several batches if it is long, some of them at a time."""
+        self._make_way()
+        room, batch = self._room, self.store.batch(note=note)
+        running: deque[tuple[concurrent.futures.Future[Any], int]] = deque()
+
+        def finish() -> None:
+            committed, count = running.popleft()
+            committed.result()
+            room.free(count)
 
         def flush() -> _native.Batch:
             # From here to the last batch the store is in between two versions, and says so.
             nonlocal batch
             batch.set_root(_SAVING, step)
-            self.store.commit(batch, "logged")
-            committed()
+            running.append((self._writers.submit(self.store.commit, batch, "logged"), room.take()))
+            while len(running) > _WRITERS or running and room.waits:
+                finish()
             batch = self.store.batch(note=note)
             return batch
 
         # Each version is a snapshot, for which a page that changed is written whole.
-        _pages.put(self.store, batch, blocks, tree, elements=False, flush=flush)
+        _pages.put(self.store, batch, room.blocks(), tree, elements=False, flush=flush)
+        while running:
+            finish()
         if _SAVING in self.store.root:
             batch.remove_root(_SAVING)
         batch.set_root("step", step)
         batch.set_root("saved_unix_ms", time.time_ns() // 1_000_000)
         ticket = self.store.submit(batch)
-        committed()
+        room.free(room.take())
         return ticket
+
+    def _make_way(self) -> None:
+        """Keeps what there is before a save writes over it; removes what one that was ended halfway has left."""
+        root = self.store.root
+        if _SAVING in root:
+            held = _pages.read_manifest(self.store).pages if _pages.MANIFEST_KEY in self.store else {}
+            left = [info.page for info in self.store.pages() if info.key not in held and "dtype" in info.metadata]
+            batch = self.store.batch()
+            for page in left:
+                batch.delete(page)
+            if left:
+                self.store.commit(batch, "logged")
+        elif "step" in root:
+            kept = max((info.end for info in self.store.snapshots() if info.name is not None), default=-1)
+            if kept < self.store.lsn:
+                # A fork's first version, or one whose process ended before it was kept.
+                self.store.snapshot(f"{_STEP}{root['step']} @{self.store.lsn}", verify=False)
 
     def _write_and_keep(self, step: int, name: str | None, note: str, tree: Any) -> int:
         try:
-            ticket = self._write(step, note, self._room.blocks(), tree, self._room.committed)
+            ticket = self._write(step, note, tree)
         finally:
             self._room.ended()
         return self._keep_version(ticket, step, name)
@@ -491,6 +517,9 @@ class Checkpointer:
 
     def _restore_from(self, reader: _native.Reader) -> int:
         root = reader.root
+        if "step" not in root:
+            raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
+        _whole(reader)
         state = _load_state(reader)
         missing = self._parts.keys() - state.keys()
         if missing:
@@ -534,7 +563,7 @@ class Checkpointer:
                 continue
             with _native.View(self._directory, info) as view:
                 root = view.root
-            if "step" in root:
+            if "step" in root and _SAVING not in root:
                 name = None if info.name.startswith(_STEP) else info.name
                 versions.append(Version(root["step"], info.end, name, info.created_unix_ms / 1000))
         return sorted(versions, key=lambda version: version.lsn)
@@ -555,13 +584,13 @@ class Checkpointer:
         self._finish()
         with self._view(before) as old:
             with self._view(after) as new:
-                return _diff(old, new)
+                return _diff(_whole(old), _whole(new))
 
     def fork(self, directory: _Path, at: int | str | None = None) -> None:
         """Makes a new store in `directory` that begins at a version of this one. Images are shared, not copied."""
         self._finish()
         with self._view(at) as view:
-            view.fork(directory)
+            _whole(view).fork(directory)
 
     def close(self) -> None:
         """Waits for the save under way and closes the store."""
@@ -570,6 +599,7 @@ class Checkpointer:
                 self._finish()
         finally:
             self._worker.shutdown()
+            self._writers.shutdown()
             self.store.close()
 
     def __enter__(self) -> Checkpointer:
@@ -618,6 +648,16 @@ class _Capture:
         return None
 
 
+_R = TypeVar("_R", bound=_native.Reader)
+
+
+def _whole(reader: _R) -> _R:
+    """The reader, if what it reads is no half of a save."""
+    if _SAVING in reader.root:
+        raise NoStateError("a save of a run was ended halfway there", remedy="give a version: `versions` lists them")
+    return reader
+
+
 def _load_state(reader: _native.Reader) -> dict[str, Any]:
     manifest = _pages.read_manifest(reader)
     if manifest.tree is None:
@@ -661,7 +701,8 @@ def _diff(old: _native.View, new: _native.View) -> dict[str, int | None]:
             differ[name] = None
             continue
         was, now = old.info(old_key), new.info(new_key)
-        if (was.page, was.epoch, was.lsn) == (now.page, now.epoch, now.lsn):
+        is_same_page = (was.page, was.epoch, was.lsn) == (now.page, now.epoch, now.lsn)
+        if is_same_page and (old_array.offset, old_array.stride) == (new_array.offset, new_array.stride):
             continue
         left = _tensors_of(_read_page(old, old_key), [old_array], cpu)[name]
         right = _tensors_of(_read_page(new, new_key), [new_array], cpu)[name]

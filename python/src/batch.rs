@@ -1,12 +1,14 @@
 //! A batch under construction, and the ways to commit it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use remanent::{Epoch, Error, Key, NewPage, PageChanges, PageId, PageRef, Place, Store, Width, WriteBatch};
+use remanent::{
+    Epoch, Error, Key, NewPage, PageChanges, PageId, PageInfo, PageRef, Place, Store, Width, WriteBatch,
+};
 
 use crate::errors::OrRaise;
 use crate::gate::Gate;
@@ -47,6 +49,8 @@ struct BatchState {
     created: HashMap<Key, NewPage>,
     /// Bytes that its updates log, or keep waiting.
     logged: u64,
+    /// The pages that it updates.
+    updated: HashSet<PageId>,
     committed: Option<Committed>,
 }
 
@@ -74,6 +78,7 @@ impl Batch {
             batch: Some(WriteBatch::default()),
             created: HashMap::new(),
             logged: 0,
+            updated: HashSet::new(),
             committed: None,
         };
         Self { gate, ack, state: Mutex::new(state) }
@@ -98,7 +103,8 @@ impl Batch {
         }
     }
 
-    /// Adds operations that copy the caller's bytes, without the interpreter's lock.
+    /// Adds operations that copy the caller's bytes, without the interpreter's lock. `add` borrows them:
+    /// dropping them takes that lock, for which a thread must not wait while it has the batch.
     fn copy_in(&self, py: Python<'_>, add: impl FnOnce(&mut WriteBatch) + Send) -> PyResult<()> {
         py.detach(|| match &mut self.lock().batch {
             Some(batch) => {
@@ -210,7 +216,7 @@ impl Batch {
                     let key = key.clone();
                     let mut created = None;
                     let page = &mut created;
-                    self.copy_in(py, move |batch| {
+                    self.copy_in(py, |batch| {
                         let bytes = bytes.as_slice();
                         // A create of a length, then a write: memory for the copy can be refused that way.
                         let new = batch
@@ -257,7 +263,7 @@ impl Batch {
     ) -> PyResult<()> {
         let page = self.page(page)?;
         match Input::take(data)? {
-            Input::Host(bytes) => self.copy_in(py, move |batch| {
+            Input::Host(bytes) => self.copy_in(py, |batch| {
                 batch.write(page, offset, bytes.as_slice());
             }),
             Input::Cuda(bytes) if bytes.len() == 0 => Ok(()),
@@ -295,7 +301,7 @@ impl Batch {
         }
         let mut count = 0;
         let counted = &mut count;
-        self.copy_in(py, move |batch| {
+        self.copy_in(py, |batch| {
             let mut changes = PageChanges::new(width);
             changes.compare(0, before.as_slice(), after.as_slice());
             *counted = changes.count();
@@ -304,11 +310,15 @@ impl Batch {
         Ok(count)
     }
 
-    /// Makes a page hold `data`, which lies on the host, whatever it holds now. The page is read piece by
-    /// piece. Elements that differ are logged; where they take more than a quarter of the page, or the
-    /// updates of the batch together more than `logged_max` bytes, or the page has another length, all of it
-    /// is written once, outside of the log. Returns how many elements differ, or None where all of the page
-    /// is written: then `data` is read by the commit, and must not change before it.
+    /// Makes a page, as the store has it now, hold `data`, which lies on the host. The page is read piece by
+    /// piece. No other operation of the batch may change its bytes, and the commit fails with ConflictError
+    /// if another batch did meanwhile.
+    ///
+    /// Elements that differ are logged. Where they take more than a quarter of the page, or the updates of
+    /// the batch together more than `logged_max` bytes, or the page has another length, all of it is written
+    /// once, outside of the log. Returns how many elements differ, or None where all of the page is written:
+    /// then `data` is read by the commit, and must not change before it. Of a page of more than 4 MiB the
+    /// beginning and the middle are looked at first.
     ///
     /// What is logged of a page on disk waits in memory for the next snapshot, in blocks of 4 KiB, and is
     /// counted so.
@@ -335,9 +345,15 @@ impl Batch {
         let (data, width) = (Input::take_host(data)?, self::width(width)?);
         let len = data.len() as u64;
         let left = logged_max.unwrap_or(LOGGED_MAX).saturating_sub(self.lock().logged);
-        let changes = self.gate.call(py, |store| changes(store, page, data.as_slice(), width, left))?;
+        let (epoch, changes) =
+            self.gate.call(py, |store| changes(store, page, data.as_slice(), width, left))?;
         let count = changes.as_ref().map(|(changes, _)| changes.count());
         self.lock().logged += changes.as_ref().map_or(0, |(_, cost)| *cost);
+        // Of two, the second one would not know of the first.
+        if !self.lock().updated.insert(page) {
+            return Err(PyValueError::new_err("the batch has an update of this page already"));
+        }
+        self.build(py, |batch| _ = batch.expect_epoch(page, epoch))?;
         self.build(py, |batch| match changes {
             Some((changes, _)) => changes.put(batch, page),
             None if len == 0 => _ = batch.resize(page, 0),
@@ -359,7 +375,7 @@ impl Batch {
     ) -> PyResult<()> {
         let (page, width) = (self.page(page)?, self::width(width)?);
         let (mask, data) = (Input::take_host(mask)?, Input::take_host(data)?);
-        self.copy_in(py, move |batch| {
+        self.copy_in(py, |batch| {
             batch.write_masked(page, offset, width, mask.as_slice(), data.as_slice());
         })
     }
@@ -384,7 +400,7 @@ impl Batch {
             indices.extract()?
         };
         let values = Input::take_host(values)?;
-        self.copy_in(py, move |batch| {
+        self.copy_in(py, |batch| {
             batch.scatter(page, width, &indices, values.as_slice());
         })
     }
@@ -567,47 +583,62 @@ const LOGGED_PART: u64 = 4;
 const LOGGED_MAX: u64 = 48 << 20;
 /// Bytes of a page that are compared at once.
 const COMPARED_LEN: usize = 4 << 20;
-/// Bytes that are looked at first: a page of which more than a part of these changed has mostly changed as a
-/// whole, and the rest of it need not be read.
+/// Bytes that are looked at first, at the start and in the middle of a page: one of which more than a part
+/// changed in both has mostly changed as a whole, and the rest of it need not be read.
 const PROBED_LEN: usize = 64 << 10;
 /// Bytes of a page on disk that wait together, and what they take with the marks of what was written.
 const BLOCK_LEN: usize = 4 << 10;
 const BLOCK_BYTES: u64 = 4608;
 
 /// The changes that make a page hold `data`, and what they take; `None` if that is more than `left` bytes, or
-/// the page is to be written whole.
+/// the page is to be written whole. With the epoch of the page that was compared.
 fn changes(
     store: &Store,
     page: PageId,
     data: &[u8],
     width: Width,
     left: u64,
-) -> remanent::Result<Option<(PageChanges, u64)>> {
+) -> remanent::Result<(Epoch, Option<(PageChanges, u64)>)> {
     let info = store.page(page)?;
     if info.len != data.len() as u64 {
-        return Ok(None);
+        return Ok((info.epoch, None));
     }
-    let (mut changes, mut waiting) = (PageChanges::new(width), 0);
     let mut before = vec![0; COMPARED_LEN.min(data.len())];
-    let mut at = 0;
-    while at < data.len() {
-        let (end, of) = match at {
-            0 if data.len() > PROBED_LEN => (PROBED_LEN, PROBED_LEN),
-            _ => (data.len().min(at + COMPARED_LEN), data.len()),
+    if data.len() > COMPARED_LEN && left > 0 {
+        let mut mostly_changed = |at: usize| {
+            let (before, after) = (&mut before[..PROBED_LEN], &data[at..at + PROBED_LEN]);
+            store.read(page, at as u64, before)?;
+            let elements = before.chunks(width.bytes()).zip(after.chunks(width.bytes()));
+            let changed = elements.filter(|(before, after)| before != after).count() * width.bytes();
+            Ok::<_, Error>(changed as u64 > PROBED_LEN as u64 / LOGGED_PART)
         };
-        let (before, after) = (&mut before[..end - at], &data[at..end]);
-        store.read(page, at as u64, before)?;
-        changes.compare(at as u64, before, after);
-        if info.place == Place::Disk {
-            let blocks = before.chunks(BLOCK_LEN).zip(after.chunks(BLOCK_LEN));
-            waiting += BLOCK_BYTES * blocks.filter(|(before, after)| before != after).count() as u64;
+        let middle = data.len() / 2 / BLOCK_LEN * BLOCK_LEN;
+        if mostly_changed(0)? && mostly_changed(middle)? {
+            return Ok((info.epoch, None));
         }
-        let logged = changes.cost();
-        if logged > of as u64 / LOGGED_PART || logged.max(waiting) > left {
-            return Ok(None);
-        }
-        at = end;
     }
-    let taken = changes.cost().max(waiting);
-    Ok(Some((changes, taken)))
+    let (mut changes, mut blocks) = (PageChanges::new(width), 0);
+    for (index, after) in data.chunks(COMPARED_LEN).enumerate() {
+        let (at, before) = ((index * COMPARED_LEN) as u64, &mut before[..after.len()]);
+        store.read(page, at, before)?;
+        changes.compare(at, before, after);
+        let of_piece = before.chunks(BLOCK_LEN).zip(after.chunks(BLOCK_LEN));
+        blocks += of_piece.filter(|(before, after)| before != after).count() as u64;
+        let is_much = changes.cost() > data.len() as u64 / LOGGED_PART;
+        if is_much || taken(&info, &mut changes, blocks) > left {
+            return Ok((info.epoch, None));
+        }
+    }
+    let taken = taken(&info, &mut changes, blocks);
+    Ok((info.epoch, Some((changes, taken))))
+}
+
+/// What changes take until the next snapshot. Of a page on disk, as a commit claims it: two blocks for each
+/// element, if the page has as many, and those of ranges.
+fn taken(info: &PageInfo, changes: &mut PageChanges, blocks: u64) -> u64 {
+    if info.place != Place::Disk {
+        return changes.cost();
+    }
+    let all_blocks = info.len / BLOCK_LEN as u64 + 2;
+    BLOCK_BYTES * (2 * changes.count()).min(all_blocks).max(2 * blocks)
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -353,6 +354,44 @@ def test_a_page_is_updated_to_what_it_is_to_hold(directory: str, place: str) -> 
             assert store["k"] == data
         with pytest.raises(ValueError), store.batch() as batch:
             batch.update(batch.create(b"new"), b"old")
+        with pytest.raises(ValueError), store.batch() as batch:
+            batch.update("k", bytes(500_000))
+            batch.update("k", data)
+        with pytest.raises(remanent.ConflictError), store.batch() as batch:
+            batch.update("k", data)
+            store["k"] = bytes(500_000)
+
+
+def test_threads_share_a_batch(store: remanent.Store) -> None:
+    page = store.put("k", bytes(1 << 20))
+    batch = store.batch()
+
+    def write(number: int) -> None:
+        for at in range(200):
+            batch.write(page, 1000 * at + number, bytearray(b"x") * 100)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    store.commit(batch)
+
+
+def test_a_page_updates_follow(directory: str) -> None:
+    with remanent.Store(directory) as store:
+        held = bytearray(os.urandom(9_000_000))
+        with store.batch() as batch:
+            batch.create(bytes(held), key="k", place="disk")
+        # Few of many blocks, at the start of a long page.
+        held[:70_000] = os.urandom(70_000)
+        with store.batch() as batch:
+            assert batch.update("k", held) is not None
+        held[:] = os.urandom(len(held))
+        with store.batch() as batch:
+            assert batch.update("k", held) is None
+        assert store["k"] == held
         with pytest.raises(remanent.UnknownKeyError), store.batch() as batch:
             batch.update("none", b"")
 

@@ -492,8 +492,8 @@ def test_a_save_that_ends_halfway_leaves_the_version_before(directory: str, monk
         for count in range(1, len(blocks) + 5):
             train(model, optimizer, scheduler, 1)
 
-            def ending(tensors: Any, count: int = count) -> Iterator[Any]:
-                for number, block in enumerate(sound_blocks(tensors)):
+            def ending(tensors: Any, count: int = count, **named: Any) -> Iterator[Any]:
+                for number, block in enumerate(sound_blocks(tensors, **named)):
                     if number == count:
                         raise InterruptedError
                     yield block
@@ -593,9 +593,9 @@ def test_blocks_pass_through_a_room_as_they_were(nbytes: int) -> None:
                     # What a commit reads.
                     written.extend(torch.as_tensor(data).clone() for data in held)
                     held.clear()
-                    room.committed()
+                    room.free(room.take())
             written.extend(torch.as_tensor(data).clone() for data in held)
-            room.committed()
+            room.free(room.take())
 
         writer = threading.Thread(target=write)
         writer.start()
@@ -609,7 +609,11 @@ def test_blocks_pass_through_a_room_as_they_were(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 5000, 30_000, 1 << 20])
-def test_a_save_in_the_background_has_room_for_a_part_of_the_state(directory: str, room: int) -> None:
+def test_a_save_in_the_background_has_room_for_a_part_of_the_state(
+    directory: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Batches end with a block in hand: its memory is not theirs to free.
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", 9000)
     state = {f"w{number}": torch.randn(size) for number, size in enumerate(sizes_of(9))}
     state["shared"] = state["w3"][:1]
     with Checkpointer(directory, extra={"state": state}, rng=False, room=room) as run:
@@ -663,3 +667,76 @@ def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch
         assert run.restore() == 2 and state["a"].sum() == 3000
     with pytest.raises(remanent.InvalidError):
         Checkpointer(directory, extra={"state": state}, room=-1)
+
+
+def halfway(run: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that is ended after some batches."""
+    sound = remanent.torch._blocks
+
+    def ending(*given: Any, **named: Any) -> Iterator[Any]:
+        for number, block in enumerate(sound(*given, **named)):
+            if number == 3:
+                raise InterruptedError
+            yield block
+
+    monkeypatch.setattr(remanent.torch, "_blocks", ending)
+    with pytest.raises(InterruptedError):
+        run.save(step)
+    monkeypatch.setattr(remanent.torch, "_blocks", sound)
+    assert "saving" in run.store.root
+
+
+@pytest.mark.parametrize("how", ["fork", "given up", "not kept yet"])
+def test_the_version_before_is_kept_whatever_it_was_kept_by(
+    directory: str, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", 300)
+    state = {f"w{number}": torch.full((100,), 1.0) for number in range(5)}
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        if how == "not kept yet":
+            monkeypatch.setattr(run, "_keep_version", lambda *given: 0)
+        run.save(1, name="first")
+        if how == "given up":
+            run.give_up("first")
+        if how == "fork":
+            run.fork(tmp_path / "fork")
+            directory = str(tmp_path / "fork")
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        for tensor in state.values():
+            tensor.fill_(2.0)
+        halfway(run, 2, monkeypatch)
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        assert run.restore() == 1 and all((tensor == 1).all() for tensor in state.values())
+
+
+def test_half_a_save_is_no_version_and_leaves_nothing(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", 300)
+    state = {"first": torch.ones(100)}
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        run.save(1)
+        for number in range(9):
+            state[f"w{number}"] = torch.full((100,), float(number))
+        for _ in range(3):
+            halfway(run, 2, monkeypatch)
+        half = run.store.lsn
+        run.store.snapshot("mine")
+        for call in (lambda: run.restore(at=f"lsn:{half}"), lambda: run.diff(1, "name:mine"),
+                     lambda: run.fork(f"{directory}-fork", at="name:mine"), lambda: load_file(directory)):
+            with pytest.raises(remanent.NoStateError, match="halfway"):
+                call()
+        assert [version.step for version in run.versions()] == [1]
+        run.save(2)
+        held = _pages.read_manifest(run.store).pages.keys()
+        assert {info.key for info in run.store.pages() if "dtype" in info.metadata} == held
+        assert [str(key) for key in held if "~" in str(key)] == [], "their own keys"
+        assert run.restore() == 2 and len(state) == 10
+
+
+def test_arrays_that_change_places_differ(directory: str) -> None:
+    base = torch.arange(10.0)
+    state = {"a": base[0:6], "b": base[4:10]}
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        run.save(1, name="one")
+        state["a"], state["b"] = state["b"], state["a"]
+        run.save(2)
+        assert run.diff("one") == {"state/a": 6, "state/b": 6}

@@ -22,7 +22,7 @@ use remanent_format::image::ImageRef;
 
 pub(crate) use self::image::DiskImage;
 pub(crate) use self::page::{DiskPage, pending_bytes_of};
-use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::base::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
@@ -42,6 +42,8 @@ pub(crate) struct DiskPages {
     pending_max: u64,
     /// Whether there is, or was, a page on disk: without one, committers look for none.
     is_any: AtomicBool,
+    /// Committers that wait for room.
+    waiting: AtomicUsize,
 }
 
 /// How many images of pages on disk lie in each image file.
@@ -80,6 +82,7 @@ impl DiskPages {
             pending: Arc::default(),
             pending_max: pending_max(budget),
             is_any: AtomicBool::new(false),
+            waiting: AtomicUsize::new(0),
         }
     }
 
@@ -124,9 +127,11 @@ impl DiskPages {
         self.pending.bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether a snapshot is due, so that what is pending goes to images.
+    /// Whether a snapshot is due, so that what is pending goes to images: half of what may be pending is, or
+    /// a committer waits for room that only a snapshot makes.
     pub fn is_snapshot_due(&self) -> bool {
-        self.pending_bytes() >= self.pending_max / 2
+        let pending = self.pending_bytes();
+        pending >= self.pending_max / 2 || (pending > 0 && self.waiting.load(Ordering::Relaxed) > 0)
     }
 
     /// Claims `needed` bytes, however many are pending: for a caller that cannot wait.
@@ -149,17 +154,36 @@ impl DiskPages {
         if needed > self.pending_max {
             return Err(full(self.pending_max.saturating_sub(self.pending_bytes())));
         }
+        let mut waits = None;
         loop {
             let pending = match self.pending.claim(needed, self.pending_max) {
                 Ok(claim) => return Ok(claim),
                 Err(pending) => pending,
             };
+            // Before the thread that takes snapshots is called: it looks whether one is due.
+            waits.get_or_insert_with(|| Waiting::new(&self.waiting));
             if !is_coming()? {
                 return Err(full(self.pending_max.saturating_sub(pending)));
             }
             let mut claimed = self.pending.claimed.lock();
             self.pending.fell.wait_until(&mut claimed, Instant::now() + LOOK_AGAIN);
         }
+    }
+}
+
+/// A committer that waits, counted as long as this lives.
+struct Waiting<'w>(&'w AtomicUsize);
+
+impl<'w> Waiting<'w> {
+    fn new(waiting: &'w AtomicUsize) -> Self {
+        waiting.fetch_add(1, Ordering::Relaxed);
+        Self(waiting)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -230,6 +230,13 @@ fn room_is_waited_for_where_it_comes() {
     over(21 << 10, true);
     let failed = pages.wait_for_room(8 << 10, || Err(Error::Closed)).unwrap_err();
     assert!(matches!(failed, Error::Closed));
+    // One that waits makes a snapshot due, however little is pending.
+    let short = DiskPages::new(Arc::new(SimDisk::new()), 64 << 10);
+    let mut little = short.zeros(1 << 20);
+    little.apply(&Op::Write { page: PAGE, offset: 0, bytes: &[1] });
+    assert!(!short.is_snapshot_due());
+    let refused = short.wait_for_room(63 << 10, || Ok(!short.is_snapshot_due()));
+    assert!(refused.is_err() && !short.is_snapshot_due(), "it was due, and nobody waits any more");
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| pages.wait_for_room(8 << 10, || Ok(true)));
         page = pages.zeros(1);

@@ -107,13 +107,20 @@ impl WorkingCopy {
         *self.0.state.lock() = CopyState { epoch, digests };
     }
 
-    /// The copy was captured: from now on it belongs to this state of the page, and these chunks have these
-    /// digests.
-    pub(crate) fn captured<'d>(&self, epoch: Epoch, captured: impl IntoIterator<Item = &'d ChunkDigests>) {
+    /// The copy was captured as it was at epoch `before`: from now on it belongs to this state of the page,
+    /// and these chunks have these digests. A copy that was loaded meanwhile stays what it was loaded as.
+    pub(crate) fn captured<'d>(
+        &self,
+        before: Epoch,
+        epoch: Epoch,
+        captured: impl IntoIterator<Item = &'d ChunkDigests>,
+    ) {
         let mut state = self.0.state.lock();
+        if state.epoch != before {
+            return;
+        }
         state.epoch = epoch;
         for ChunkDigests { first, digests } in captured {
-            // A copy that was loaded meanwhile has another page length at most; its epoch conflicts then.
             if let Some(known) = state.digests.get_mut(*first..first + digests.len()) {
                 known.copy_from_slice(digests);
             }

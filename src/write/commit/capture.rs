@@ -110,6 +110,9 @@ pub enum Shadow {
     /// whole chunks, and take no memory on the device but for 32 MiB of them at a time. Ranges are widened to
     /// chunks.
     ///
+    /// What goes to the log has the limits of a batch: of a page in memory of which more changed, ranges are
+    /// captured one after the other.
+    ///
     /// A change that leaves its chunk's digest as it was is not captured. That has a probability below 2^-100
     /// a chunk and capture, whatever the bytes are, if they were chosen without the key, which the store
     /// draws at random when it is opened and never writes.
@@ -155,7 +158,8 @@ impl Captures<'_> {
             let mut pages = changes.pages().iter().filter(|(page, _)| *page == capture.copy.page());
             // A page that the same batch deletes has no state for the copy to belong to.
             if let Some((_, Some(info))) = pages.next() {
-                capture.copy.captured(info.epoch, digests.get(&capture.step).into_iter().flatten());
+                let digests = digests.get(&capture.step).into_iter().flatten();
+                capture.copy.captured(capture.epoch, info.epoch, digests);
             }
         }
     }

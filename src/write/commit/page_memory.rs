@@ -13,7 +13,7 @@ use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
 use crate::applier::Provision;
-use crate::base::allocation::{collected, insert, push};
+use crate::base::allocation::{collected, insert, map_of, push};
 use crate::device::{CommandList, DeviceBytes, Lane, MemoryId};
 use crate::error::{Error, Result};
 use crate::memory::arena::{PageMemory, Purpose};
@@ -153,7 +153,7 @@ pub(super) struct ReadyMemory<'a> {
 impl<'a> ReadyMemory<'a> {
     /// Takes over this memory of pages.
     pub fn new(committer: &'a Committer, memory: impl IntoIterator<Item = (PageId, PageMemory)>) -> Self {
-        Self { committer, memory: memory.into_iter().collect() }
+        Self { committer, memory: map_of(memory) }
     }
 
     /// Takes a page's memory, if it is there.
