@@ -26,6 +26,8 @@ class Room:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._memory = torch.empty(0, dtype=torch.uint8)
+        # The length that the memory has once a block is copied there.
+        self._size = 0
         self._changed = threading.Condition()
         self._reset()
 
@@ -42,9 +44,7 @@ class Room:
 
     def begin(self, nbytes: int) -> None:
         """Makes room for a save of these bytes, if that is not more than there may be."""
-        nbytes = min(nbytes, self.nbytes)
-        if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._size = max(self._memory.numel(), min(nbytes, self.nbytes))
         self._reset()
 
     def send(self, blocks: Iterable[Block], *, copied: bool = True) -> None:
@@ -57,11 +57,14 @@ class Room:
         for block in blocks:
             if not block.nbytes or (not copied and block.data.device.type == "cpu"):
                 self._push(block, None)
-            elif block.nbytes > self._memory.numel():
+            elif block.nbytes > self._size:
                 data = block.data.cpu()
                 self._push(Block(block.arrays, data, block.nbytes), None)
                 self._wait_until(lambda: not self._held)
             else:
+                if self._memory.numel() < self._size:
+                    # No block lies in the old memory: each save begins with an empty room.
+                    self._memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
                 start = self._wait_for_place(block.nbytes)
                 memory = self._memory[start:start + block.nbytes]
                 memory.copy_(block.data)
@@ -108,7 +111,7 @@ class Room:
             return 0
         oldest, newest = places[0][0], places[-1][1]
         if newest > oldest:
-            if newest + nbytes <= self._memory.numel():
+            if newest + nbytes <= self._size:
                 return newest
             return 0 if nbytes < oldest else None
         return newest if newest + nbytes < oldest else None

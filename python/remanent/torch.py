@@ -436,10 +436,14 @@ class Checkpointer:
             batch = self.store.batch(note=note)
             return batch
 
-        # Each version is a snapshot, for which a page that changed is written whole.
-        _pages.put(self.store, batch, room.blocks(), tree, elements=False, flush=flush)
-        while running:
-            finish()
+        try:
+            # Each version is a snapshot, for which a page that changed is written whole.
+            _pages.put(self.store, batch, room.blocks(), tree, elements=False, flush=flush)
+            while running:
+                finish()
+        finally:
+            # Whatever fails: the memory that they read is the next save's, and so is the store.
+            concurrent.futures.wait([committed for committed, _ in running])
         if _SAVING in self.store.root:
             batch.remove_root(_SAVING)
         batch.set_root("step", step)
