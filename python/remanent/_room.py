@@ -16,6 +16,10 @@ import torch
 from remanent._pages import Block
 
 
+# Blocks that wait for the writer, of those that are not copied.
+_COMING_MAX = 8
+
+
 class WriterEndedError(Exception):
     """The writer has ended before all was written; its own exception says why."""
 
@@ -56,6 +60,8 @@ class Room:
         """
         for block in blocks:
             if not block.nbytes or (not copied and block.data.device.type == "cpu"):
+                # It may be a copy already, of a tensor that is not contiguous: few at a time.
+                self._wait_until(lambda: len(self._coming) < _COMING_MAX, for_memory=False)
                 self._push(block, None)
             elif block.nbytes > self._size:
                 data = block.data.cpu()
@@ -85,12 +91,12 @@ class Room:
             self._held.append(place)
             self._changed.notify_all()
 
-    def _wait_until(self, is_there: Callable[[], bool]) -> None:
+    def _wait_until(self, is_there: Callable[[], bool], *, for_memory: bool = True) -> None:
         with self._changed:
             while not is_there():
                 if self._ended:
                     raise WriterEndedError
-                self._waits = True
+                self._waits = for_memory
                 self._changed.notify_all()
                 # In slices, so that Ctrl-C ends the wait.
                 self._changed.wait(0.1)
@@ -130,6 +136,7 @@ class Room:
                 else:
                     block = self._coming.popleft()
                     is_end = block is None
+                    self._changed.notify_all()
             if is_end:
                 return
             if isinstance(block, BaseException):

@@ -12,6 +12,7 @@ stored faithfully is refused by its name. What is saved lies on disk, and in no 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import random
 import sys
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from remanent import _native, _pages
-from remanent._errors import ClosedError, InvalidError, NoStateError, RefusedError
+from remanent._errors import ClosedError, InvalidError, NoStateError, OvertakenError, RefusedError
 from remanent._pages import Array, Block
 from remanent._progress import Bar
 from remanent._room import Room, WriterEndedError
@@ -296,6 +297,8 @@ class Saved:
 
 # Threads that read for one load.
 _THREADS_MAX = 4
+# How often versions are listed anew while files are going.
+_LIST_TRIES = 5
 # Batches of a save that are written at a time.
 _WRITERS = min(4, os.cpu_count() or 1)
 _STEP = "step "
@@ -561,6 +564,13 @@ class Checkpointer:
     def versions(self) -> list[Version]:
         """The versions that are kept, the oldest first."""
         self._finish()
+        for _ in range(_LIST_TRIES):
+            with contextlib.suppress(OvertakenError):
+                return self._listed()
+        return self._listed()
+
+    def _listed(self) -> list[Version]:
+        # The files of versions that were given up may be going still: a reader that is overtaken looks again.
         versions = []
         for info in self.store.snapshots():
             if info.name is None:
