@@ -415,7 +415,11 @@ class Checkpointer:
             raise
         self._last = saved = Saved(step, done)
         if wait:
-            saved.wait()
+            try:
+                saved.wait()
+            finally:
+                # After Ctrl-C, too: the bytes are read where they are, and may change once this returns.
+                concurrent.futures.wait([done])
         return saved
 
     def _write(self, step: int, note: str, tree: Any) -> _native.Ticket:
