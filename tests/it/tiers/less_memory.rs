@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use remanent::device::host::HostDevice;
-use remanent::testing::sim_disk::{CrashImage, CrashPlan, SimDisk, Tears};
+use remanent::testing::sim_disk::{CrashImage, SimDisk};
 use remanent::{Ack, Budget, Error, PageId, PageLoad, Place, Store, Tiers};
 
-use super::{DEVICE, LEN, ROOM, bytes, open, peak, places, places_after, put};
+use super::{DEVICE, LEN, ROOM, bytes, each_crash, goes_on, open, peak, places, places_after, put};
 use crate::files::small;
 
 /// A life without a limit, then an open with little memory: what does not fit goes down before anything is
@@ -134,13 +134,9 @@ fn a_crash_about_an_open_with_less_memory_loses_nothing() {
         assert!(peak(&store, DEVICE) <= 5 * LEN && peak(&store, Place::Host) <= 3 * LEN, "{image}");
         (images, lowered) = (images + 1, lowered + u64::from(store.recovered().lowered_pages > 0));
         if images % 16 == 0 {
-            (50..60).for_each(|number| _ = put(&store, number, 0, DEVICE));
-            assert!(store.audit().unwrap().changed.is_empty(), "{image}");
+            goes_on(&store, &image);
         }
     };
-    let kills = CrashPlan { tears: Tears::None, ..CrashPlan::default() };
-    disk.kill_images(&kills, &mut check);
-    let cuts = CrashPlan { tears: Tears::None, images_max: 6, ..CrashPlan::default() };
-    disk.power_images(&cuts, &mut check);
+    each_crash(&disk, &mut check);
     assert!(images > 500 && lowered > images / 4, "{images} images, {lowered} opens took pages down");
 }

@@ -56,6 +56,20 @@ fn peak(store: &Store, place: Place) -> u64 {
     store.stats().places.iter().find(|(of, _)| *of == place).map_or(0, |(_, usage)| usage.peak_bytes)
 }
 
+/// Looks at the images that kills and power cuts leave of a life.
+fn each_crash(disk: &SimDisk, check: &mut impl FnMut(CrashImage)) {
+    let kills = CrashPlan { tears: Tears::None, ..CrashPlan::default() };
+    disk.kill_images(&kills, &mut *check);
+    let cuts = CrashPlan { tears: Tears::None, images_max: 6, ..CrashPlan::default() };
+    disk.power_images(&cuts, check);
+}
+
+/// A store that was opened after a crash goes on from there.
+fn goes_on(store: &Store, image: &CrashImage) {
+    (50..60).for_each(|number| _ = put(store, number, 0, DEVICE));
+    assert!(store.audit().unwrap().changed.is_empty(), "{image}");
+}
+
 /// Asserts that every page that was acknowledged before a crash has its newest bytes, where `number_of` tells
 /// the page that a round wrote. Returns the places of these pages.
 fn places_after(store: &Store, image: &CrashImage, number_of: impl Fn(u64) -> u64) -> Vec<Place> {
@@ -433,16 +447,11 @@ fn a_crash_finds_every_page_in_one_of_its_places() {
             below += u64::from(place != DEVICE);
         }
         images += 1;
-        // It goes on from there.
         if images % 16 == 0 {
-            (50..60).for_each(|number| _ = put(&store, number, 0, DEVICE));
-            assert!(store.audit().unwrap().changed.is_empty(), "{image}");
+            goes_on(&store, &image);
         }
     };
-    let kills = CrashPlan { tears: Tears::None, ..CrashPlan::default() };
-    disk.kill_images(&kills, &mut check);
-    let cuts = CrashPlan { tears: Tears::None, images_max: 6, ..CrashPlan::default() };
-    disk.power_images(&cuts, &mut check);
+    each_crash(&disk, &mut check);
     assert!(images > 500 && below > images, "{images} images, {below} pages below");
 }
 
