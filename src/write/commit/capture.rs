@@ -26,7 +26,7 @@ use super::disk_moves::is_on_disk;
 use super::ranges::{RANGE_ALIGN, check_epoch, part, parts};
 use super::stage_memory::StageMemory;
 use crate::base::allocation::{collected, push};
-use crate::device::{Access, Command, CommandList, Lane, Pending, Span};
+use crate::device::{Access, Command, CommandList, DIGEST_CHUNK_LEN, Lane, Pending, Span};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::Purpose;
@@ -329,7 +329,10 @@ impl Committer {
         }
         let digests = match key {
             None => Vec::new(),
-            Some(key) if is_loaded => self.all_digests(memory, key)?,
+            Some(key) if is_loaded => {
+                let parts = parts(page, None, len, DIGEST_CHUNK_LEN)?;
+                self.all_digests(parts.iter().map(|(range, _)| part(memory, range)), key)?
+            }
             // Nothing is known of the page: the next capture takes all of the copy.
             Some(_) => unknown_digests(len)?,
         };

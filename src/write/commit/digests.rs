@@ -76,12 +76,19 @@ impl Committer {
         found
     }
 
-    /// The digests of all chunks of a range.
-    pub(super) fn all_digests(&self, source: Span, key: Span) -> Result<Vec<Digest>> {
-        let mut all = Vec::new();
-        for begin in (0..source.len).step_by(LOOK_LEN as usize) {
-            let range = begin..source.len.min(begin + LOOK_LEN);
-            append(&mut all, self.digests(vec![part(source, &range)], key, Vec::new())?)?;
+    /// The digests of many ranges, by lists of a bounded length.
+    pub(super) fn all_digests(&self, ranges: impl Iterator<Item = Span>, key: Span) -> Result<Vec<Digest>> {
+        let (mut all, mut sources, mut len) = (Vec::new(), Vec::new(), 0);
+        for span in ranges {
+            if len + span.len > LOOK_LEN && len > 0 {
+                append(&mut all, self.digests(std::mem::take(&mut sources), key, Vec::new())?)?;
+                len = 0;
+            }
+            push(&mut sources, span)?;
+            len += span.len;
+        }
+        if !sources.is_empty() {
+            append(&mut all, self.digests(sources, key, Vec::new())?)?;
         }
         Ok(all)
     }
@@ -106,21 +113,9 @@ impl Committer {
     /// Step 1, for all copies of a batch: a list for each is a wait for each.
     pub(super) fn look(&self, looks: &mut [CopyLook<'_>]) -> Result<()> {
         for of_place in looks.chunk_by_mut(|one, next| one.key == next.key) {
-            let (mut sources, mut digests) = (Vec::new(), Vec::new());
-            let (key, mut len) = (of_place[0].key, 0);
             let needed = of_place.iter().filter(|look| look.is_needed);
-            for span in needed.flat_map(|look| look.parts.iter().map(|(range, _)| part(look.live, range))) {
-                if len + span.len > LOOK_LEN && len > 0 {
-                    append(&mut digests, self.digests(std::mem::take(&mut sources), key, Vec::new())?)?;
-                    len = 0;
-                }
-                push(&mut sources, span)?;
-                len += span.len;
-            }
-            if !sources.is_empty() {
-                append(&mut digests, self.digests(sources, key, Vec::new())?)?;
-            }
-            let mut digests = digests.into_iter();
+            let ranges = needed.flat_map(|look| look.parts.iter().map(|(range, _)| part(look.live, range)));
+            let mut digests = self.all_digests(ranges, of_place[0].key)?.into_iter();
             for look in of_place.iter_mut().filter(|look| look.is_needed) {
                 let count: u64 =
                     look.parts.iter().map(|(range, _)| digest_count(range.end - range.start)).sum();

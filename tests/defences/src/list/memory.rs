@@ -156,7 +156,7 @@ pub const LIST: &[Defence] = &[
         "what a copy held before it was captured is not known",
         "src/write/commit/capture.rs",
         "unknown_digests(len)?",
-        "self.all_digests(memory, key.unwrap_or(memory))?",
+        "self.all_digests(std::iter::once(memory), key.unwrap_or(memory))?",
         it("digests::nothing_is_known_before_the_first_capture_of_stored_memory"),
     ),
     defence(
