@@ -164,12 +164,18 @@ impl Node {
     }
 
     pub(super) fn set_len(&mut self, stamp: u64, len: u64) {
-        // Sectors that are cut away read as zeros when the file grows again.
+        // What is cut away reads as zeros when the file grows again, in the last sector, too.
         let kept = len.div_ceil(SECTOR_LEN as u64) as usize;
         for index in kept..self.visible.sectors.len() {
             self.set_sector(stamp, index, Sector::zero());
         }
+        let last = kept.checked_sub(1).and_then(|last| self.visible.sectors.get(last).cloned());
         self.visible.resize(len);
+        if let Some(before) = last
+            && before.hash != self.visible.sectors[kept - 1].hash
+        {
+            self.set_sector(stamp, kept - 1, self.visible.sectors[kept - 1].clone());
+        }
         self.lengths.push(StampedVersion { stamp, value: len });
         self.length_lost = false;
     }

@@ -427,6 +427,29 @@ fn creating_a_name_again_empties_the_file_and_reads_past_its_end_fail() {
 }
 
 #[test]
+fn bytes_that_are_cut_from_a_sector_do_not_come_back_when_the_file_grows() {
+    let bytes = |disk: &SimDisk| disk.bytes(SEGMENT).unwrap();
+    for (synced_before, grown_to) in [(false, 400), (true, 400), (false, SECTOR + 1), (true, SECTOR + 1)] {
+        let (disk, file) = with_segment(1);
+        file.write_at(0, &[7; SECTOR_LEN]).unwrap();
+        if synced_before {
+            file.sync().unwrap();
+        }
+        file.cut(100).unwrap();
+        file.write_at(grown_to - 1, &[9]).unwrap();
+        let mut expected = vec![0; grown_to as usize];
+        expected[..100].fill(7);
+        expected[grown_to as usize - 1] = 9;
+        assert_eq!(bytes(&disk), expected);
+        file.sync().unwrap();
+        let mut on_the_medium = vec![0; expected.len()];
+        file.read_past_cache(0, &mut on_the_medium).unwrap();
+        assert_eq!(on_the_medium, expected, "grown to {grown_to}, synced before: {synced_before}");
+        assert_eq!(after_power_cuts(&disk, bytes), [expected].into());
+    }
+}
+
+#[test]
 fn an_open_file_survives_its_name() {
     let (disk, file) = with_segment(1);
     disk.remove(SEGMENT).unwrap();
