@@ -176,6 +176,9 @@ impl Options {
     /// [`segment_len`](Self::segment_len). While the log's segments are shorter than that, so are those of
     /// the reserve. Default: two segments.
     ///
+    /// A thread of the store makes the reserve after the open, and again after the batches that lengthened
+    /// the log. A disk that others fill in those milliseconds has less of it.
+    ///
     /// Batches that only delete find room for one in each 4 KiB of a segment but the first, if each is waited
     /// for, and each may delete 100 pages. The last segment that they take has 16 KiB: with a reserve of two
     /// segments of 256 KiB they are 66. A pause of 10 ms takes the room of one: the log is sealed then.

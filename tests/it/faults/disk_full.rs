@@ -50,7 +50,7 @@ pub(crate) fn until(condition: impl Fn() -> bool) {
 
 /// Whether a reserve of this number of spares and what is held for opens are there, and nothing more is being
 /// made.
-pub(crate) fn is_held(disk: &impl Disk, reserve: usize) -> bool {
+pub(crate) fn is_held(disk: &(impl Disk + ?Sized), reserve: usize) -> bool {
     spares(disk) >= reserve + KEPT_FOR_OPENS
         && names(disk, Folder::Log).iter().all(|name| !is_temporary(name))
 }
@@ -59,7 +59,7 @@ fn pages(store: &Store) -> Vec<PageInfo> {
     store.pages().unwrap().collect()
 }
 
-fn names(disk: &impl Disk, folder: Folder) -> Vec<String> {
+fn names(disk: &(impl Disk + ?Sized), folder: Folder) -> Vec<String> {
     disk.list(folder).unwrap()
 }
 
@@ -67,7 +67,7 @@ fn is_temporary(name: &str) -> bool {
     matches!(FileName::parse(Folder::Log, name), Some(FileName::Temporary(..)))
 }
 
-fn spares(disk: &impl Disk) -> usize {
+fn spares(disk: &(impl Disk + ?Sized)) -> usize {
     let is_spare = |name: &String| matches!(FileName::parse(Folder::Log, name), Some(FileName::Spare(_)));
     names(disk, Folder::Log).into_iter().filter(is_spare).count()
 }

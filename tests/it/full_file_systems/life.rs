@@ -1,9 +1,12 @@
 //! One life on a disk that has little space, in an order of steps that covers what is promised there.
 
+use remanent::disk::Disk;
 use remanent::{Compression, Error, LogIo, Options, PageId, Place, SnapshotOptions, StatePoint, Store};
 
+use super::RESERVE;
 use crate::damage::mix;
 use crate::direct_io;
+use crate::faults::disk_full::{is_held, until};
 use crate::files::{State, small};
 
 /// Length of the pages of a life, in bytes.
@@ -21,6 +24,8 @@ pub fn life_options(io: LogIo) -> Options {
 
 /// How a life opens its store and forks it, and when it opens it anew.
 pub struct Ways<'w> {
+    /// Where the store lies.
+    pub disk: &'w dyn Disk,
     pub open: &'w dyn Fn() -> Result<Store, Error>,
     /// Makes a fork of the newest state, compares it with the store by [`is_fork_of`], and removes it.
     pub fork: &'w dyn Fn(&Store) -> Result<(), Error>,
@@ -221,6 +226,8 @@ pub fn life(why: &str, ways: &Ways<'_>, fill: impl FnOnce()) -> Course {
         write(life.store(), info.page, 9).unwrap();
     }
     life.store().wait_durable(life.store().lsn()).unwrap();
+    // A thread of the store fills the reserve, and does so after the batches.
+    until(|| is_held(ways.disk, RESERVE));
     fill();
     for left in (0..3).rev() {
         life.why = format!("{why}, {left} left");

@@ -199,7 +199,7 @@ fn a_life_on_a_simulated_disk_with_any_space_left() {
                 Ok(())
             };
             let refuses_files = file_bytes > 0;
-            let ways = Ways { open: &|| open_on(&disk), fork: &fork, each_step, refuses_files };
+            let ways = Ways { disk: &disk, open: &|| open_on(&disk), fork: &fork, each_step, refuses_files };
             let course = life(&why, &ways, || disk.set_capacity(Some(disk.used_bytes() + free)));
             all.lock().unwrap().add(&course);
         });
@@ -319,7 +319,8 @@ fn lives(name: &str, root: &Path, opens_from: u64) {
                     }
                 };
                 let refuses_files = opens_from > 0;
-                let ways = Ways { open: &open, fork: &fork, each_step, refuses_files };
+                let disk = DirDisk::new(&directory);
+                let ways = Ways { disk: &disk, open: &open, fork: &fork, each_step, refuses_files };
                 in_a_folder(&mut || {
                     let mut filler = None;
                     all.add(&life(&why, &ways, || filler = Some(fill(free))));
