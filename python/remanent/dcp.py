@@ -53,7 +53,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from remanent import _native, _pages, torch as _torch
+from remanent import _native, _pages, _tensors
 from remanent._errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
 
 __all__ = ["StorageReader", "StorageWriter", "StoredItem"]
@@ -165,7 +165,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         """Refuses what cannot be stored, before anything is written."""
         for item in plan.items:
             dtype = None if item.tensor_data is None else item.tensor_data.properties.dtype
-            if dtype is not None and dtype not in _torch._SHORT:
+            if dtype is not None and dtype not in _tensors.SHORT:
                 raise RefusedError(f"{item.index.fqn}: elements of {dtype} cannot be stored")
             if len(item.index.fqn.encode(errors="surrogatepass")) > _NAME_BYTES_MAX:
                 raise RefusedError(f"{item.index.fqn[:100]}…: a name of more than {_NAME_BYTES_MAX} bytes")
@@ -442,13 +442,13 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], to
         empty = torch.empty(0, dtype=torch.uint8)
         return {"name": item.index.fqn}, torch.frombuffer(held, dtype=torch.uint8) if held.nbytes else empty
     name = item.index.fqn
-    tensor = _torch._plain(name, data)
-    said: dict[str, Any] = {"name": name, "dtype": _torch._SHORT[tensor.dtype], "shape": list(map(int, tensor.shape))}
+    tensor = _tensors.plain(name, data)
+    said: dict[str, Any] = {"name": name, "dtype": _tensors.SHORT[tensor.dtype], "shape": list(map(int, tensor.shape))}
     if item.index.offset is not None and any(item.index.offset):
         offset = [int(each) for each in item.index.offset]
         # A name of its own, for what looks at the store; another item may have the very same one.
         said |= {"name": f"{name}@{','.join(map(str, offset))}", "part of": name, "offset": offset}
-    return said, _torch._bytes_of(tensor.contiguous())
+    return said, _tensors.bytes_of(tensor.contiguous())
 
 
 @dataclass
@@ -474,7 +474,7 @@ class _RowBlock:
 def _row_blocks(view: _native.View, key: str, item: ReadItem, target: torch.Tensor) -> Iterator[_RowBlock]:
     """The rows of a page that a tensor lies in, some megabytes at a time."""
     said = view.info(key).metadata
-    dtype, shape = _torch._DTYPE[said["dtype"]], tuple(said["shape"])
+    dtype, shape = _tensors.DTYPE[said["dtype"]], tuple(said["shape"])
     offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     rows, first = (lengths[0], offsets[0]) if shape else (1, 0)
     row = dtype.itemsize * math.prod(shape[1:])
@@ -486,7 +486,7 @@ def _row_blocks(view: _native.View, key: str, item: ReadItem, target: torch.Tens
         count = min(at_once, rows - at)
         part = target.narrow(0, at, count) if shape else target
         if in_place:
-            yield _RowBlock(view, key, (first + at) * row, _torch._bytes_of(part), None, part)
+            yield _RowBlock(view, key, (first + at) * row, _tensors.bytes_of(part), None, part)
             continue
         memory = torch.empty(count * row, dtype=torch.uint8)
         found = torch.empty(0, dtype=dtype)
@@ -667,7 +667,7 @@ def _encode(found: Metadata) -> bytes:
         memory_format = next(name for name, format_ in _FORMATS.items() if format_ == kind.memory_format)
         strides = getattr(kind, "strides", None)
         tensors[name] = {
-            "dtype": _torch._SHORT[kind.dtype], "requires_grad": kind.requires_grad, "pin_memory": kind.pin_memory,
+            "dtype": _tensors.SHORT[kind.dtype], "requires_grad": kind.requires_grad, "pin_memory": kind.pin_memory,
             "memory_format": memory_format, "strides": None if strides is None else list(strides),
             "size": list(entry.size), "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks],
         }
@@ -729,7 +729,7 @@ def _read(path: Path) -> Metadata:
             entries[name] = BytesStorageMetadata()
             continue
         kind = TensorProperties(
-            dtype=_torch._DTYPE[entry["dtype"]], requires_grad=entry["requires_grad"],
+            dtype=_tensors.DTYPE[entry["dtype"]], requires_grad=entry["requires_grad"],
             memory_format=_FORMATS[entry["memory_format"]], pin_memory=entry["pin_memory"])
         if entry["strides"] is not None and hasattr(kind, "strides"):
             kind.strides = tuple(entry["strides"])

@@ -19,7 +19,7 @@ import torch
 
 from remanent import _native, _pages
 from remanent._errors import DivergedError, NoStateError, OvertakenError
-from remanent.torch import _DTYPE, _blocks, _bytes_of
+from remanent._tensors import DTYPE, blocks, bytes_of
 
 __all__ = ["Publisher", "Subscriber", "checksum"]
 
@@ -42,7 +42,7 @@ def checksum(model: Any) -> int:
     """
     total = 0
     for name, tensor in sorted(_tensors(model).items()):
-        total = zlib.crc32(_bytes_of(tensor.detach().contiguous()).numpy().data, zlib.crc32(name.encode(), total))
+        total = zlib.crc32(bytes_of(tensor.detach().contiguous()).numpy().data, zlib.crc32(name.encode(), total))
     return total
 
 
@@ -78,7 +78,7 @@ class Publisher:
         """
         tensors = _tensors(model)
         batch = self.store.batch(note=f"step {step}")
-        _pages.put(self.store, batch, _blocks(tensors), place="host")
+        _pages.put(self.store, batch, blocks(tensors), place="host")
         batch.set_root("step", step)
         if self._check:
             batch.set_root("weights.crc32", checksum(tensors))
@@ -202,7 +202,7 @@ class _Live:
     def check(self, arrays: list[_pages.Array]) -> None:
         for array in arrays:
             tensor = self.tensors.get(array.name)
-            if tensor is None or tuple(tensor.shape) != array.shape or tensor.dtype != _DTYPE.get(array.dtype):
+            if tensor is None or tuple(tensor.shape) != array.shape or tensor.dtype != DTYPE.get(array.dtype):
                 own = "none" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
                 raise NoStateError(f"{array.name}: the publisher has {array.dtype}{list(array.shape)}, the model {own}")
             if not tensor.is_contiguous() or array.stride not in (None, _pages.contiguous_stride(array.shape)):

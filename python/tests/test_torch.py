@@ -483,11 +483,11 @@ def test_a_save_that_ends_halfway_leaves_the_version_before(directory: str, monk
     monkeypatch.setattr(_pages, "_BATCH_BYTES", 300)
     model, optimizer, scheduler = make()
     train(model, optimizer, scheduler, 1)
-    blocks = list(remanent.torch._blocks(model.state_dict()))
+    blocks = list(remanent._checkpointer.blocks(model.state_dict()))
     with Checkpointer(directory, model, optimizer, scheduler) as run:
         run.save(1)
         sound = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        sound_blocks = remanent.torch._blocks
+        sound_blocks = remanent._checkpointer.blocks
         ended = set()
         for count in range(1, len(blocks) + 5):
             train(model, optimizer, scheduler, 1)
@@ -498,10 +498,10 @@ def test_a_save_that_ends_halfway_leaves_the_version_before(directory: str, monk
                         raise InterruptedError
                     yield block
 
-            monkeypatch.setattr(remanent.torch, "_blocks", ending)
+            monkeypatch.setattr(remanent._checkpointer, "blocks", ending)
             with pytest.raises(InterruptedError):
                 run.save(2)
-            monkeypatch.setattr(remanent.torch, "_blocks", sound_blocks)
+            monkeypatch.setattr(remanent._checkpointer, "blocks", sound_blocks)
             ended.add("saving" in run.store.root)
             assert run.restore() == 1
             for name, tensor in model.state_dict().items():
@@ -650,16 +650,16 @@ def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch
             monkeypatch.setattr(_pages, "put", sound)
             run._last = None
             assert run.restore() == 1 and state["a"].sum() == 1000
-        blocks = remanent.torch._blocks
+        blocks = remanent._checkpointer.blocks
 
         def ending(*given: Any, **named: Any) -> Iterator[Any]:
             yield next(blocks(*given, **named))
             raise InterruptedError
 
-        monkeypatch.setattr(remanent.torch, "_blocks", ending)
+        monkeypatch.setattr(remanent._checkpointer, "blocks", ending)
         with pytest.raises(InterruptedError):
             run.save(2, wait=False)
-        monkeypatch.setattr(remanent.torch, "_blocks", blocks)
+        monkeypatch.setattr(remanent._checkpointer, "blocks", blocks)
         assert run.restore() == 1
         state["a"].fill_(3)
         run.save(2, wait=False).wait()
@@ -671,7 +671,7 @@ def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch
 
 def halfway(run: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that is ended after some batches."""
-    sound = remanent.torch._blocks
+    sound = remanent._checkpointer.blocks
 
     def ending(*given: Any, **named: Any) -> Iterator[Any]:
         for number, block in enumerate(sound(*given, **named)):
@@ -679,10 +679,10 @@ def halfway(run: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 raise InterruptedError
             yield block
 
-    monkeypatch.setattr(remanent.torch, "_blocks", ending)
+    monkeypatch.setattr(remanent._checkpointer, "blocks", ending)
     with pytest.raises(InterruptedError):
         run.save(step)
-    monkeypatch.setattr(remanent.torch, "_blocks", sound)
+    monkeypatch.setattr(remanent._checkpointer, "blocks", sound)
     assert "saving" in run.store.root
 
 

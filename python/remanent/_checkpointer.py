@@ -1,0 +1,425 @@
+"""Checkpoints of a training run: versions of its state in a store."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remanent import _native, _pages
+from remanent._errors import ClosedError, InvalidError, NoStateError, OvertakenError, RefusedError
+from remanent._room import Room, WriterEndedError
+from remanent._run_state import SAVING, Capture, load_state, rng_state, set_rng_state, whole
+from remanent._tensors import blocks, bytes_of, plain, read_page, tensors_of
+
+_Path = str | os.PathLike[str]
+
+# How often versions are listed anew while files are going.
+_LIST_TRIES = 5
+# Batches of a save that are written at a time.
+_WRITERS = min(4, os.cpu_count() or 1)
+_STEP = "step "
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a run that is kept: its step, its batch, its name if it was given one, its time in seconds."""
+
+    step: int
+    lsn: int
+    name: str | None
+    created: float
+
+
+class Saved:
+    """A save that may still be under way: its state is captured, and becomes durable in the background."""
+
+    def __init__(self, step: int, done: concurrent.futures.Future[int]) -> None:
+        self.step = step
+        self._done = done
+
+    @property
+    def lsn(self) -> int:
+        """The version's batch; waits until it is durable."""
+        self.wait()
+        return self._done.result()
+
+    def done(self) -> bool:
+        """Whether the version is durable and kept."""
+        return self._done.done() and self._done.exception() is None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the version is durable and kept, up to `timeout` seconds; says whether it is."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            # In slices, so that Ctrl-C ends the wait.
+            left = 0.1 if until is None else max(0.0, min(0.1, until - time.monotonic()))
+            if concurrent.futures.wait([self._done], left).done:
+                # Raises what the save failed with.
+                self._done.result()
+                return True
+            if until is not None and time.monotonic() >= until:
+                return False
+
+    def __repr__(self) -> str:
+        return f"Saved(step={self.step}, done={self._done.done()})"
+
+
+class Checkpointer:
+    """Keeps the state of a training run: model, optimizer, scheduler, random numbers, and what else has a state.
+
+    `save(step)` makes the state the newest version, whole or not at all; only what changed is written. `restore()`
+    puts a version back into the objects that are there. A process that is killed at any moment finds the last version
+    whose save had returned, or the one that was under way, and never a mix. A save takes some megabytes of host memory
+    beside the tensors, however many they are; one that does not wait, up to `room` bytes.
+
+    :param directory: the store of the run; made if there is none. One process at a time has it open.
+    :param model: a module, or anything with `state_dict` and `load_state_dict`.
+    :param extra: more of those by name; or dicts of plain values, such as a loader's position, which `restore` fills.
+    :param rng: whether the random states of Python, NumPy (if it is imported), torch and all GPUs are kept.
+    :param keep: how many of the newest versions without a name are kept.
+    :param keep_for: seconds for which versions without a name are kept beyond that.
+    :param room: bytes of host memory for saves that do not wait: what fits is copied there, and the call returns while
+        it is being written. Of a longer state the rest is written first.
+    :param options: options of `Store`, such as `log_io`.
+
+    Values are tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict, and NumPy's
+    arrays; `torch.dtype`, `torch.device` and `torch.Size`. All else is refused by its name, before anything is saved.
+
+    >>> import torch, remanent.torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> run = remanent.torch.Checkpointer(directory, model, optimizer, extra={"loader": {"position": 0}})
+    >>> def train():
+    ...     optimizer.zero_grad()
+    ...     loss = model(torch.randn(8, 2)).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     return loss.item()
+    >>> _ = train(), run.save(1, name="start")
+    >>> losses = [train() for step in range(3)]
+    >>> run.restore(at="start")
+    1
+    >>> losses == [train() for step in range(3)]
+    True
+    >>> run.close()
+    """
+
+    def __init__(self, directory: _Path, model: Any = None, optimizer: Any = None, scheduler: Any = None, *,
+                 extra: Mapping[str, Any] | None = None, rng: bool = True, keep: int = 2,
+                 keep_for: float | None = None, room: int = 256 << 20, **options: Any) -> None:
+        if keep < 1:
+            raise InvalidError("keep: at least one version must be kept")
+        if room < 0:
+            raise InvalidError("room: that is a number of bytes")
+        self._parts: dict[str, Any] = {}
+        for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
+            if part is not None:
+                self._parts[name] = part
+        for name, part in (extra or {}).items():
+            if name in self._parts or name == "rng":
+                raise InvalidError(f"extra: {name!r} is taken")
+            self._parts[name] = part
+        for name, part in self._parts.items():
+            has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+            if not (has_state or isinstance(part, MutableMapping)):
+                kind = type(part).__name__
+                raise RefusedError(f"{name}: a {kind} has no state_dict and load_state_dict, and is no dict")
+        self._rng, self._keep, self._keep_for = rng, keep, keep_for
+        self._directory = directory
+        # Each save makes a snapshot of its own: no others are needed.
+        own = {"device": "host", "snapshot_log_bytes": None, "snapshot_interval": None, "snapshots_kept": 1}
+        self.store = _native.Store(directory, **{**own, **options})
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint")
+        self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS, "remanent-checkpoint-write")
+        self._last: Saved | None = None
+        self._room = Room(room)
+
+    # Saving.
+
+    def save(self, step: int, name: str | None = None, *, note: str | None = None, wait: bool = True) -> Saved:
+        """Makes the present state the version of `step`.
+
+        A save while the one before is under way waits for that first. The state may change once this returns.
+
+        :param name: keeps the version until `give_up(name)`; 1 to 64 bytes, not beginning with "step ".
+        :param wait: whether to return only once the version is durable. Else the call returns once the state is
+            copied, and `Saved.wait` says when the version is durable; a process that is killed before that finds the
+            version before.
+        :raises RefusedError: for what cannot be stored, by its name. Nothing is saved.
+        """
+        if name is not None and (name.startswith(_STEP) or not name):
+            raise InvalidError(f"name: {name!r} is empty, or a name for steps without one")
+        self._finish()
+        if name is not None and any(info.name == name for info in self.store.snapshots()):
+            raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
+        tensors: dict[str, torch.Tensor] = {}
+        tree = _pages.flatten("", self._state(), Capture(tensors))
+        for path, tensor in tensors.items():
+            plain(path, tensor)
+        note = note or f"step {step}"
+        # Of tensors that share memory each counts here.
+        self._room.begin(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+        done = self._worker.submit(self._write_and_keep, step, name, note, tree)
+        try:
+            # Where the call waits anyway, bytes on the host are read where they are.
+            self._room.send(blocks(tensors, on_host=False), copied=not wait)
+        except WriterEndedError:
+            # Raises what it ended with.
+            done.result()
+            raise
+        except BaseException:
+            self._room.give_up()
+            concurrent.futures.wait([done])
+            raise
+        self._last = saved = Saved(step, done)
+        if wait:
+            try:
+                saved.wait()
+            finally:
+                # After Ctrl-C, too: the bytes are read where they are, and may change once this returns.
+                concurrent.futures.wait([done])
+        return saved
+
+    def _write(self, step: int, note: str, tree: Any) -> _native.Ticket:
+        """Writes a version from the room, by several batches if it is long, some of them at a time."""
+        self._make_way()
+        room, batch = self._room, self.store.batch(note=note)
+        running: deque[tuple[concurrent.futures.Future[Any], int]] = deque()
+
+        def finish() -> None:
+            committed, count = running.popleft()
+            committed.result()
+            room.free(count)
+
+        def flush() -> _native.Batch:
+            # From here to the last batch the store is in between two versions, and says so.
+            nonlocal batch
+            batch.set_root(SAVING, step)
+            running.append((self._writers.submit(self.store.commit, batch, "logged"), room.take()))
+            while len(running) > _WRITERS or running and room.waits:
+                finish()
+            batch = self.store.batch(note=note)
+            return batch
+
+        try:
+            # Each version is a snapshot, for which a page that changed is written whole.
+            _pages.put(self.store, batch, room.blocks(), tree, elements=False, flush=flush)
+            while running:
+                finish()
+        finally:
+            # Whatever fails: the memory that they read is the next save's, and so is the store.
+            concurrent.futures.wait([committed for committed, _ in running])
+        if SAVING in self.store.root:
+            batch.remove_root(SAVING)
+        batch.set_root("step", step)
+        batch.set_root("saved_unix_ms", time.time_ns() // 1_000_000)
+        ticket = self.store.submit(batch)
+        room.free(room.take())
+        return ticket
+
+    def _make_way(self) -> None:
+        """Keeps what there is before a save writes over it; removes what one that was ended halfway has left."""
+        root = self.store.root
+        if SAVING in root:
+            held = _pages.read_manifest(self.store).pages if _pages.MANIFEST_KEY in self.store else {}
+            left = [info.page for info in self.store.pages() if info.key not in held and "dtype" in info.metadata]
+            batch = self.store.batch()
+            for page in left:
+                batch.delete(page)
+            if left:
+                self.store.commit(batch, "logged")
+        elif "step" in root:
+            kept = max((info.end for info in self.store.snapshots() if info.name is not None), default=-1)
+            if kept < self.store.lsn:
+                # A fork's first version, or one whose process ended before it was kept.
+                self.store.snapshot(f"{_STEP}{root['step']} @{self.store.lsn}", verify=False)
+
+    def _write_and_keep(self, step: int, name: str | None, note: str, tree: Any) -> int:
+        try:
+            ticket = self._write(step, note, tree)
+        finally:
+            self._room.ended()
+        return self._keep_version(ticket, step, name)
+
+    def _state(self) -> dict[str, Any]:
+        state = {name: dict(part) if isinstance(part, MutableMapping) else part.state_dict()
+                 for name, part in self._parts.items()}
+        if self._rng:
+            state["rng"] = rng_state()
+        return state
+
+    def _keep_version(self, ticket: _native.Ticket, step: int, name: str | None) -> int:
+        ticket.wait()
+        # No batch comes before the snapshot is taken: the next save waits for this one. The Lsn makes the name
+        # another one than that of an earlier save of the step, which may be the newest snapshot and stays until then.
+        self.store.snapshot(name or f"{_STEP}{step} @{ticket.lsn}", verify=False)
+        again = f"{_STEP}{step} @"
+        again_by = [info.name for info in self.store.snapshots() if info.name and info.name.startswith(again)][:-1]
+        if name is None and again_by:
+            self.store.prune(give_up=again_by, names_only=True)
+        unnamed = [info for info in self.store.snapshots() if info.name and info.name.startswith(_STEP)]
+        since = time.time() - self._keep_for if self._keep_for is not None else float("inf")
+        gone = [info.name for info in unnamed[: -self._keep] if info.name and info.created_unix_ms / 1000 < since]
+        if gone:
+            self.store.prune(give_up=gone, names_only=True)
+        return ticket.lsn
+
+    def _finish(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+
+    # Going back.
+
+    def restore(self, at: int | str | None = None) -> int:
+        """Puts a version into model, optimizer and the rest, in place; returns its step.
+
+        All of it is read and proven before the first tensor changes: a version that is damaged changes nothing.
+
+        :param at: a step (int), a name, or "lsn:N", "snapshot:N"; the newest version if None.
+        :raises NoStateError: if there is no such version.
+        :raises DamagedError: if bytes on disk are not what was written.
+        """
+        self._finish()
+        with self._view(at) as view:
+            return self._restore_from(view)
+
+    def _restore_from(self, reader: _native.Reader) -> int:
+        root = reader.root
+        if "step" not in root:
+            raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
+        whole(reader)
+        state = load_state(reader)
+        missing = self._parts.keys() - state.keys()
+        if missing:
+            raise NoStateError(f"the version has no {', '.join(sorted(missing))}")
+        for name, part in self._parts.items():
+            if isinstance(part, MutableMapping):
+                part.clear()
+                part.update(state[name])
+            else:
+                part.load_state_dict(state[name])
+        if self._rng and "rng" in state:
+            set_rng_state(state["rng"])
+        return int(root["step"])
+
+    def _view(self, at: int | str | None) -> _native.View:
+        if at is None:
+            self._finish()
+            root = self.store.root
+            if "step" in root and SAVING not in root:
+                return _native.View(self._directory)
+            # A save was ended before its last batch: the newest whole version is a snapshot.
+            versions = self.versions()
+            if not versions:
+                raise NoStateError("the run has no version yet", remedy="save one first")
+            return _native.View(self._directory, f"lsn:{versions[-1].lsn}")
+        if isinstance(at, int):
+            for version in reversed(self.versions()):
+                if version.step == at:
+                    return _native.View(self._directory, f"lsn:{version.lsn}")
+            raise NoStateError(f"there is no version of step {at}", remedy="`versions` lists those that are kept")
+        if not at.startswith(("lsn:", "snapshot:", "name:")):
+            at = f"name:{at}"
+        return _native.View(self._directory, at)
+
+    def versions(self) -> list[Version]:
+        """The versions that are kept, the oldest first."""
+        self._finish()
+        for _ in range(_LIST_TRIES):
+            with contextlib.suppress(OvertakenError, NoStateError):
+                return self._listed()
+        return self._listed()
+
+    def _listed(self) -> list[Version]:
+        # Another thread may give up a version between the list and the look at it: then the list is made anew.
+        versions = []
+        for info in self.store.snapshots():
+            if info.name is None:
+                continue
+            with _native.View(self._directory, info) as view:
+                root = view.root
+            if "step" in root and SAVING not in root:
+                name = None if info.name.startswith(_STEP) else info.name
+                versions.append(Version(root["step"], info.end, name, info.created_unix_ms / 1000))
+        return sorted(versions, key=lambda version: version.lsn)
+
+    def give_up(self, name: str) -> None:
+        """Gives up a version by its name; what only it needs is removed. The newest version stays for now."""
+        self._finish()
+        if all(info.name != name for info in self.store.snapshots()):
+            raise NoStateError(f"there is no version named {name!r}", remedy="`versions` lists those that are kept")
+        self.store.prune(give_up=[name], names_only=True)
+
+    def diff(self, before: int | str, after: int | str | None = None) -> dict[str, int | None]:
+        """The tensors that differ between two versions, each with its number of changed elements.
+
+        None stands for a tensor that only one of them has, or that has another shape or kind of elements.
+        Pages that no batch changed in between are not read.
+        """
+        self._finish()
+        with self._view(before) as old:
+            with self._view(after) as new:
+                return _diff(whole(old), whole(new))
+
+    def fork(self, directory: _Path, at: int | str | None = None) -> None:
+        """Makes a new store in `directory` that begins at a version of this one. Images are shared, not copied."""
+        self._finish()
+        with self._view(at) as view:
+            whole(view).fork(directory)
+
+    def close(self) -> None:
+        """Waits for the save under way and closes the store."""
+        try:
+            if not self.store.closed:
+                self._finish()
+        finally:
+            self._worker.shutdown()
+            self._writers.shutdown()
+            self.store.close()
+
+    def __enter__(self) -> Checkpointer:
+        if self.store.closed:
+            raise ClosedError("the checkpointer is closed")
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            # The block's own exception says more than what it did to the store.
+            if kind is None:
+                raise
+
+
+def _diff(old: _native.View, new: _native.View) -> dict[str, int | None]:
+    before = {array.name: (key, array) for key, arrays in _pages.read_manifest(old).pages.items() for array in arrays}
+    after = {array.name: (key, array) for key, arrays in _pages.read_manifest(new).pages.items() for array in arrays}
+    cpu = torch.device("cpu")
+    differ: dict[str, int | None] = {name: None for name in before.keys() ^ after.keys()}
+    for name in before.keys() & after.keys():
+        (old_key, old_array), (new_key, new_array) = before[name], after[name]
+        if (old_array.shape, old_array.dtype) != (new_array.shape, new_array.dtype):
+            differ[name] = None
+            continue
+        was, now = old.info(old_key), new.info(new_key)
+        is_same_page = (was.page, was.epoch, was.lsn) == (now.page, now.epoch, now.lsn)
+        if is_same_page and (old_array.offset, old_array.stride) == (new_array.offset, new_array.stride):
+            continue
+        left = tensors_of(read_page(old, old_key), [old_array], cpu)[name]
+        right = tensors_of(read_page(new, new_key), [new_array], cpu)[name]
+        # By bits: a NaN equals itself, and 0.0 differs from -0.0.
+        size = left.element_size()
+        flat = [bytes_of(each.contiguous()).view(-1, size) for each in (left, right)]
+        count = int((flat[0] != flat[1]).any(dim=1).sum()) if left.numel() else 0
+        if count:
+            differ[name] = count
+    return dict(sorted(differ.items()))

@@ -1,0 +1,111 @@
+"""The state of a training run as tensors and a tree of plain values, and back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any, TypeVar
+
+import torch
+
+from remanent import _native, _pages
+from remanent._errors import NoStateError, RefusedError
+from remanent._tensors import read_pages, tensors_of
+
+# The entry of the root that stands while a save has written a part of its version.
+SAVING = "saving"
+
+
+class Capture:
+    """Takes tensors out of a state, by the paths at which they lie."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __call__(self, path: str, value: object) -> object | None:
+        name = path.removeprefix("/")
+        if isinstance(value, torch.Tensor):
+            self.tensors[name] = value
+            return {"$": ["tensor", name]}
+        if isinstance(value, torch.dtype):
+            return {"$": ["dtype", str(value).removeprefix("torch.")]}
+        if isinstance(value, torch.device):
+            return {"$": ["device", str(value)]}
+        if type(value) is torch.Size:
+            return {"$": ["size", list(value)]}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            if value.dtype.hasobject or not value.dtype.isnative:
+                raise RefusedError(f"{name}: an array of {value.dtype} cannot be stored")
+            try:
+                self.tensors[name] = torch.from_numpy(numpy.ascontiguousarray(value).reshape(value.shape))
+            except TypeError as error:
+                raise RefusedError(f"{name}: an array of {value.dtype} cannot be stored") from error
+            return {"$": ["ndarray", name]}
+        if numpy is not None and isinstance(value, (numpy.bool_, numpy.number)):
+            # NumPy's float64 is a float of Python's, too; what it is comes back by its dtype.
+            return {"$": ["scalar", str(value.dtype), _pages.flatten(path, value.item(), self)]}
+        return None
+
+
+_R = TypeVar("_R", bound=_native.Reader)
+
+
+def whole(reader: _R) -> _R:
+    """The reader, if what it reads is no half of a save."""
+    if SAVING in reader.root:
+        raise NoStateError("a save of a run was ended halfway there", remedy="give a version: `versions` lists them")
+    return reader
+
+
+def load_state(reader: _native.Reader) -> dict[str, Any]:
+    manifest = _pages.read_manifest(reader)
+    if manifest.tree is None:
+        raise NoStateError("the store holds tensors, and no state of a run", remedy="use `load_file`")
+    cpu = torch.device("cpu")
+    tensors: dict[str, torch.Tensor] = {}
+    for page, arrays in read_pages(reader, manifest.pages):
+        tensors |= tensors_of(page, arrays, cpu)
+
+    def adapt(tag: list[Any]) -> Any:
+        kind, *rest = tag
+        if kind == "tensor":
+            return tensors[rest[0]]
+        if kind == "ndarray":
+            return tensors[rest[0]].numpy()
+        if kind == "dtype":
+            return getattr(torch, rest[0])
+        if kind == "device":
+            return torch.device(rest[0])
+        if kind == "size":
+            return torch.Size(rest[0])
+        if kind == "scalar":
+            import numpy
+
+            return numpy.dtype(rest[0]).type(_pages.unflatten(rest[1], adapt))
+        raise NoStateError(f"the version holds a {kind}, which this package does not know", remedy="use a newer one")
+
+    state = _pages.unflatten(manifest.tree, adapt)
+    assert isinstance(state, dict)
+    return state
+
+
+def rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
