@@ -58,6 +58,24 @@ class Block:
 
 
 @dataclass
+class Update:
+    """What `Batch.update` is given: a page on disk is to hold these bytes."""
+
+    key: str
+    data: Any
+    width: int
+    logged_max: int | None
+
+
+def update(batch: _native.Batch, updates: Iterable[Update]) -> bool:
+    """Puts updates into a batch; returns whether anything changed. Each reads its page."""
+    changed = False
+    for each in updates:
+        changed |= batch.update(each.key, each.data, width=each.width, logged_max=each.logged_max) != 0
+    return changed
+
+
+@dataclass
 class Manifest:
     """What a store holds: arrays by page, and the tree."""
 
@@ -120,7 +138,7 @@ def _header(manifest: Manifest, sizes: Mapping[str, int]) -> bytes | None:
 
 
 def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | None], tree: Any = None, *, place: str = "disk",
-        elements: bool = True, flush: Callable[[], _native.Batch] | None = None) -> tuple[_native.Batch, bool]:
+        elements: bool = True, flush: Callable[[list[Update]], _native.Batch] | None = None) -> tuple[_native.Batch, bool]:
     """Makes the store hold these arrays and this tree, and no others of before; what did not change is not logged.
 
     The caller is the store's only writer meanwhile. Blocks are taken one by one, so that a caller may copy each from
@@ -130,9 +148,9 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
     of it is written once: a snapshot writes whole pages anyway. In memory they are compared where they lie, and only
     what changed is logged.
 
-    `flush` commits the batch that it was given and gives a new one: then no more than some megabytes of blocks are
-    held at a time, and the store is in between two versions until the last batch. None in place of a block asks for
-    that. Returns the last batch, and whether anything changed.
+    `flush` does the updates that it is given in the batch, commits it, now or later, and gives a new one: then no more
+    than some megabytes of blocks are held at a time, and the store is in between two versions until the last batch.
+    None in place of a block asks for that. Returns the last batch, and whether anything in it changed.
     """
     try:
         old = read_manifest(store)
@@ -143,6 +161,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
     new = Manifest({}, tree)
     sizes: dict[str, int] = {}
     changed = False
+    updates: list[Update] = []
     # Bytes of the blocks in the batch.
     held = 0
 
@@ -151,7 +170,8 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
 
     for block in blocks:
         if flush is not None and (block is None or held + block.nbytes > _BATCH_BYTES and held):
-            batch, held = flush(), 0
+            batch, held = flush(updates), 0
+            updates = []
         if block is None:
             continue
         held += block.nbytes
@@ -188,8 +208,8 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
             with store.lease(key, "uint8", [block.nbytes]) as before:
                 changed |= batch.write_changes(key, before, block.data, width=width) > 0
         elif info.length != block.nbytes or block.nbytes:
-            data = block.data if block.nbytes else b""
-            changed |= batch.update(key, data, width=width, logged_max=None if elements else 0) != 0
+            updates.append(Update(key, block.data if block.nbytes else b"", width, None if elements else 0))
+    changed |= update(batch, updates)
     for key in old.pages.keys() - new.pages.keys():
         batch.delete(key)
         changed = True

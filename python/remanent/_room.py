@@ -1,8 +1,10 @@
-"""Room in host memory: where the bytes of a save wait to be written, while the state changes already.
+"""Room in memory: where the bytes of a save wait to be written, while the state changes already.
 
-One thread sends blocks, another one writes them. The sender copies each block into a ring of memory, first in, first
-out, and waits while it is full. The writer frees memory once the batch is committed that reads it. A block that is
-longer than the ring is not copied: its sender waits until it is committed.
+One thread sends blocks, another one writes them. The sender copies each block into a ring of host memory, first in,
+first out, and waits while it is full. The writer frees memory once the batch is committed that reads it. A block that
+is longer than the ring is not copied: its sender waits until it is committed.
+
+A GPU may have room of its own. What fits is copied aside there first, and leaves that copy for the ring.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from remanent._copy_streams import CopyStreams
 from remanent._pages import Block
-
 
 # Blocks that wait for the writer, of those that are not copied.
 _COMING_MAX = 8
@@ -25,10 +27,15 @@ class WriterEndedError(Exception):
 
 
 class Room:
-    """A ring of up to `nbytes` of host memory, for one save at a time."""
+    """A ring of up to `nbytes` of host memory, and up to `device_nbytes` of each GPU's, for one save at a time."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device_nbytes: int = 0) -> None:
         self.nbytes = nbytes
+        self.device_nbytes = device_nbytes
+        self.streams = CopyStreams()
+        # Memory of each GPU for what is copied aside, and how much of it has a copy.
+        self._aside: dict[torch.device, torch.Tensor] = {}
+        self._aside_used: dict[torch.device, int] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         # The length that the memory has once a block is copied there.
         self._size = 0
@@ -36,8 +43,9 @@ class Room:
         self._reset()
 
     def _reset(self) -> None:
-        # Blocks on their way; None at their end; an exception where there will be no end.
-        self._coming: deque[Block | BaseException | None] = deque()
+        # Blocks on their way, and when their bytes are there; None at their end; an exception where there will be
+        # no end.
+        self._coming: deque[tuple[Block, torch.cuda.Event | None] | BaseException | None] = deque()
         # Where the blocks lie that are not committed yet, the oldest first; None for one that lies elsewhere.
         self._held: deque[tuple[int, int] | None] = deque()
         # How many of them the writer has, and has not taken for a batch.
@@ -46,18 +54,42 @@ class Room:
 
     # The sender's side.
 
-    def begin(self, nbytes: int) -> None:
-        """Makes room for a save of these bytes, if that is not more than there may be."""
+    def begin(self, nbytes: int, devices: Iterable[torch.device] = ()) -> None:
+        """Makes room for a save of these bytes, if that is not more than there may be, from these devices."""
         self._size = max(self._memory.numel(), min(nbytes, self.nbytes))
         self._reset()
+        self._aside_used.clear()
+        self.streams.begin(devices)
+
+    def set_aside(self, blocks: Iterable[Block], aside: list[Block]) -> Iterator[Block]:
+        """Copies blocks of a GPU aside as far as there is room, to the end of `aside`; yields the others."""
+        for block in blocks:
+            device, used = block.data.device if block.nbytes else None, 0
+            if device is not None and device.type == "cuda":
+                used = self._aside_used.get(device, 0)
+            if device is None or device.type != "cuda" or used + block.nbytes > self.device_nbytes:
+                yield block
+                continue
+            with self.streams.entered():
+                if device not in self._aside:
+                    self._aside[device] = torch.empty(self.device_nbytes, dtype=torch.uint8, device=device)
+                memory = self._aside[device][used:used + block.nbytes]
+                self.streams.copy(memory, block.data)
+            # Elements of any width are copied fast from such a boundary.
+            self._aside_used[device] = used + (block.nbytes + 255) // 256 * 256
+            aside.append(Block(block.arrays, memory, block.nbytes))
 
     def send(self, blocks: Iterable[Block], *, copied: bool = True) -> None:
-        """Returns once all blocks are copied or committed: from then on their bytes may change.
+        """Returns once all blocks are copied or committed, or will be copied by what is queued on `streams`.
 
         :param copied: whether blocks that lie on the host are copied; else they must stay as they are until they are
             committed.
         :raises WriterEndedError: if nobody writes any more.
         """
+        with self.streams.entered():
+            self._send(blocks, copied)
+
+    def _send(self, blocks: Iterable[Block], copied: bool) -> None:
         for block in blocks:
             if not block.nbytes or (not copied and block.data.device.type == "cpu"):
                 # It may be a copy already, of a tensor that is not contiguous: few at a time.
@@ -73,21 +105,24 @@ class Room:
                     self._memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
                 start = self._wait_for_place(block.nbytes)
                 memory = self._memory[start:start + block.nbytes]
-                memory.copy_(block.data)
-                self._push(Block(block.arrays, memory, block.nbytes), (start, start + block.nbytes))
+                ready = self.streams.copy(memory, block.data)
+                self._push(Block(block.arrays, memory, block.nbytes), (start, start + block.nbytes), ready)
+
+    def end(self) -> None:
+        """All blocks were sent."""
         with self._changed:
             self._coming.append(None)
             self._changed.notify_all()
 
-    def give_up(self) -> None:
-        """Has the writer end without the rest."""
+    def give_up(self, error: BaseException | None = None) -> None:
+        """Has the writer end without the rest, with `error`."""
         with self._changed:
-            self._coming.append(InterruptedError("the save was ended before all of its state was copied"))
+            self._coming.append(error or InterruptedError("the save was ended before all of its state was copied"))
             self._changed.notify_all()
 
-    def _push(self, block: Block, place: tuple[int, int] | None) -> None:
+    def _push(self, block: Block, place: tuple[int, int] | None, ready: torch.cuda.Event | None = None) -> None:
         with self._changed:
-            self._coming.append(block)
+            self._coming.append((block, ready))
             self._held.append(place)
             self._changed.notify_all()
 
@@ -112,10 +147,11 @@ class Room:
 
     def _place(self, nbytes: int) -> int | None:
         """Where a block has room behind the newest one; None if nowhere."""
-        places = [place for place in self._held if place is not None]
-        if not places:
+        oldest_place = next((place for place in self._held if place is not None), None)
+        newest_place = next((place for place in reversed(self._held) if place is not None), None)
+        if oldest_place is None or newest_place is None:
             return 0
-        oldest, newest = places[0][0], places[-1][1]
+        oldest, newest = oldest_place[0], newest_place[1]
         if newest > oldest:
             if newest + nbytes <= self._size:
                 return newest
@@ -126,21 +162,23 @@ class Room:
 
     def blocks(self) -> Iterator[Block | None]:
         """The blocks as they come. None asks the writer to commit those that it has: the sender waits for them."""
+        coming: tuple[Block | None, torch.cuda.Event | None] | BaseException | None
         while True:
             with self._changed:
                 while not self._coming and not (self._waits and self._given):
                     self._changed.wait()
                 if not self._coming:
-                    block: Block | BaseException | None = None
-                    is_end = False
+                    coming = None, None
                 else:
-                    block = self._coming.popleft()
-                    is_end = block is None
+                    coming = self._coming.popleft()
                     self._changed.notify_all()
-            if is_end:
+            if coming is None:
                 return
-            if isinstance(block, BaseException):
-                raise block
+            if isinstance(coming, BaseException):
+                raise coming
+            block, ready = coming
+            if ready is not None:
+                ready.synchronize()
             yield block
             # Here the writer has put it into its batch. Counted before, it would be of a batch that the writer ends
             # with the block in hand, and its memory would be free too early.

@@ -604,7 +604,20 @@ fn changes(
         return Ok((info.epoch, None));
     }
     let mut before = vec![0; COMPARED_LEN.min(data.len())];
-    if data.len() > COMPARED_LEN && left > 0 {
+    if left == 0 {
+        // All or nothing: which elements differ is of no use. A page that changed mostly differs soon.
+        let (mut at, mut len) = (0, PROBED_LEN);
+        while at < data.len() {
+            let after = &data[at..data.len().min(at + len)];
+            store.read(page, at as u64, &mut before[..after.len()])?;
+            if before[..after.len()] != *after {
+                return Ok((info.epoch, None));
+            }
+            (at, len) = (at + after.len(), COMPARED_LEN);
+        }
+        return Ok((info.epoch, Some((PageChanges::new(width), 0))));
+    }
+    if data.len() > COMPARED_LEN {
         let mut mostly_changed = |at: usize| {
             let (before, after) = (&mut before[..PROBED_LEN], &data[at..at + PROBED_LEN]);
             store.read(page, at as u64, before)?;

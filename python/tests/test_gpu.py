@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
+from remanent._copy_streams import CopyStreams  # noqa: E402
 from remanent.torch import Checkpointer, load_file, save_file  # noqa: E402
 from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
 
@@ -105,3 +106,98 @@ def test_weights_are_followed_on_a_gpu(directory: str) -> None:
             source["w"].view(-1)[step::97] += 1
             publisher.publish(source, step)
             assert subscriber.apply_to(target, timeout=10) == step and checksum(target) == checksum(source)
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    for at, each in optimizer.state_dict()["state"].items():
+        state |= {f"{name}/{at}": tensor for name, tensor in each.items()}
+    return state
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("device_room", [0, 1 << 20, 1 << 30])
+@pytest.mark.parametrize("room", [1000, 1 << 20, 1 << 30])
+def test_a_save_that_does_not_wait_is_of_its_moment(
+    directory: str, room: int, device_room: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512), torch.nn.ReLU(), torch.nn.Linear(512, 512)]
+    model = torch.nn.Sequential(*layers).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    # A tensor that is not contiguous is copied twice.
+    model.register_buffer("count", torch.zeros(64, 64, device="cuda").T[::2])
+    sound = CopyStreams.copy
+
+    def late(self: CopyStreams, target: Any, source: Any) -> Any:
+        if source.is_cuda:
+            torch.cuda._sleep(2_000_000)
+        return sound(self, target, source)
+
+    monkeypatch.setattr(CopyStreams, "copy", late)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+            optimizer.step()
+            model.count += 1
+
+    train(2)
+    with Checkpointer(directory, model, optimizer, rng=False, keep=9, room=room, device_room=device_room,
+                      overlap=overlap) as run:
+        expected = {}
+        for step in range(3):
+            expected[step] = {name: tensor.clone() for name, tensor in state_of(model, optimizer).items()}
+            run.save(step, wait=False)
+            if overlap:
+                train(1)
+            else:
+                with torch.no_grad():
+                    for tensor in state_of(model, optimizer).values():
+                        tensor.zero_()
+        for step in range(3):
+            assert run.restore(at=step) == step
+            now = state_of(model, optimizer)
+            assert all(torch.equal(now[name], tensor) for name, tensor in expected[step].items()), step
+
+
+def test_memory_that_is_freed_after_a_save_is_not_used_before_its_copy(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = CopyStreams.copy
+
+    def late(self: CopyStreams, target: Any, source: Any) -> Any:
+        if source.is_cuda:
+            torch.cuda._sleep(50_000_000)
+        return sound(self, target, source)
+
+    monkeypatch.setattr(CopyStreams, "copy", late)
+    model = torch.nn.Linear(1000, 1000).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = model.weight.detach().clone()
+    with Checkpointer(directory, model, optimizer, room=1 << 30, overlap=True) as run:
+        saved = run.save(1, wait=False)
+        # In place of a step: the storage moves, as sharded parameters do. Only the copy has it still.
+        run._sender.submit(lambda: None).result()
+        model.weight.data = torch.empty(0, device="cuda")
+        other = [torch.zeros(1000, 1000, device="cuda") for _ in range(4)]
+        saved.wait()
+        del other
+        model.weight.data = torch.zeros(1000, 1000, device="cuda")
+        assert run.restore() == 1 and torch.equal(model.weight, expected)
+
+
+def test_a_graph_that_is_captured_is_no_place_for_a_save(directory: str) -> None:
+    model = torch.nn.Linear(10, 10).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(3, 10, device="cuda")).sum().backward()
+    with Checkpointer(directory, model, optimizer, overlap=True) as run:
+        run.save(1)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in (lambda: run.save(2, wait=False), optimizer.step):
+                with pytest.raises(remanent.RefusedError, match="captured"):
+                    call()
+        assert [version.step for version in run.versions()] == [1]

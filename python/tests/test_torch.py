@@ -22,7 +22,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import numpy as np  # noqa: E402
 
-from remanent._room import Room  # noqa: E402
 from remanent.torch import Checkpointer, Saved, load_file, save_file  # noqa: E402
 
 
@@ -563,110 +562,6 @@ def test_pages_in_memory_go_to_disk(directory: str) -> None:
         assert (loaded[name] == tensor).all(), name
     with remanent.View(directory) as view:
         assert {view.info(name).place for name in tensors} == {"disk"}
-
-
-# The room of a save that does not wait.
-
-
-def sizes_of(seed: int) -> list[int]:
-    drawn = random.Random(seed)
-    return [drawn.choice([0, 1, drawn.randrange(300), drawn.randrange(2000)]) for _ in range(60)]
-
-
-@pytest.mark.parametrize("nbytes", [0, 100, 1000, 4000, 1 << 20])
-def test_blocks_pass_through_a_room_as_they_were(nbytes: int) -> None:
-    for seed in range(5):
-        sizes = sizes_of(seed)
-        data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-        expected = [each.clone() for each in data]
-        room = Room(nbytes)
-        room.begin(sum(sizes))
-        written: list[Any] = []
-        held: list[Any] = []
-
-        def write(room: Room = room, written: list[Any] = written, held: list[Any] = held) -> None:
-            drawn = random.Random(nbytes)
-            for block in room.blocks():
-                if block is not None:
-                    held.append(block.data)
-                if block is None or drawn.random() < 0.1:
-                    # What a commit reads.
-                    written.extend(torch.as_tensor(data).clone() for data in held)
-                    held.clear()
-                    room.free(room.take())
-            written.extend(torch.as_tensor(data).clone() for data in held)
-            room.free(room.take())
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        room.send(_pages.Block([], each, each.numel()) for each in data)
-        # From here on the state changes.
-        for each in data:
-            each.fill_(0)
-        writer.join(60)
-        assert not writer.is_alive() and len(written) == len(expected)
-        assert all(torch.equal(found, each) for found, each in zip(written, expected, strict=True)), (seed, nbytes)
-
-
-@pytest.mark.parametrize("room", [0, 5000, 30_000, 1 << 20])
-def test_a_save_in_the_background_has_room_for_a_part_of_the_state(
-    directory: str, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Batches end with a block in hand: its memory is not theirs to free.
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", 9000)
-    state = {f"w{number}": torch.randn(size) for number, size in enumerate(sizes_of(9))}
-    state["shared"] = state["w3"][:1]
-    with Checkpointer(directory, extra={"state": state}, rng=False, room=room) as run:
-        expected = {}
-        for step in range(4):
-            for tensor in state.values():
-                tensor.normal_()
-            expected[step] = {name: tensor.clone() for name, tensor in state.items()}
-            saved = run.save(step, wait=False, name=f"v{step}")
-            for tensor in state.values():
-                tensor.fill_(7)
-        assert saved.lsn == run.versions()[-1].lsn
-        for step in range(4):
-            assert run.restore(at=f"v{step}") == step
-            assert all(torch.equal(state[name], tensor) for name, tensor in expected[step].items()), step
-
-
-def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"a": torch.ones(1000), "b": torch.ones(1000)}
-    with Checkpointer(directory, extra={"state": state}, rng=False, room=5000) as run:
-        run.save(1)
-        sound = _pages.put
-
-        def failing(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
-            next(iter(blocks))
-            raise OSError("as arranged")
-
-        # While the state is copied, or after it.
-        for size in (1000, 10):
-            monkeypatch.setattr(_pages, "put", failing)
-            state["a"], state["b"] = torch.zeros(size), torch.zeros(size)
-            with pytest.raises(OSError, match="as arranged"):
-                run.save(2, wait=False).wait()
-            monkeypatch.setattr(_pages, "put", sound)
-            run._last = None
-            assert run.restore() == 1 and state["a"].sum() == 1000
-        blocks = remanent._checkpointer.blocks
-
-        def ending(*given: Any, **named: Any) -> Iterator[Any]:
-            yield next(blocks(*given, **named))
-            raise InterruptedError
-
-        monkeypatch.setattr(remanent._checkpointer, "blocks", ending)
-        with pytest.raises(InterruptedError):
-            run.save(2, wait=False)
-        monkeypatch.setattr(remanent._checkpointer, "blocks", blocks)
-        assert run.restore() == 1
-        state["a"].fill_(3)
-        run.save(2, wait=False).wait()
-        state["a"].fill_(4)
-        assert run.restore() == 2 and state["a"].sum() == 3000
-    with pytest.raises(remanent.InvalidError):
-        Checkpointer(directory, extra={"state": state}, room=-1)
 
 
 def halfway(run: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@
 //! Nothing here is on disk: each open builds it anew from the snapshot used and the log after it.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
@@ -22,8 +23,14 @@ use remanent_format::{Epoch, Lsn, PageId, PageTable, ReadAt, SnapshotId};
 use super::classify::PageClass;
 use super::newest::{ImageTotals, KnownImage, Link, NewestSnapshot};
 use crate::base::allocation::{append, collected, push};
+use crate::base::parallel;
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::error::Result;
+
+/// Threads that read images back: with four the disks that were measured gave all they had.
+const PROVERS_MAX: usize = 4;
+/// The number of parts that they share images in.
+const PARTS_MAX: usize = 256;
 
 /// The images on disk that hold the bytes of a page as it is now, or was a moment ago.
 #[derive(Default)]
@@ -129,17 +136,34 @@ impl KnownImages {
         (!self.spoilt.lock().contains_key(&location(&image))).then_some(image)
     }
 
-    /// Reads the images back that were written ahead of their batches. A snapshot may name those that hold
-    /// (I7). The pages of the others are gathered, because their bytes are in memory.
-    pub fn prove(&self, source: &dyn ReadAt) {
-        let ahead = std::mem::take(&mut *self.ahead.lock());
-        for (page, (known, len)) in ahead {
-            let Some(image) = known.image else { continue };
+    /// Reads the images back that were written ahead of their batches, by up to `threads_max` threads. A
+    /// snapshot may name those that hold (I7). The pages of the others are gathered, because their bytes are
+    /// in memory.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, with all as it was.
+    pub fn prove(&self, source: &(dyn ReadAt + Sync), threads_max: usize) -> Result<()> {
+        let ahead = {
+            let mut noted = self.ahead.lock();
+            let ahead = collected(noted.iter().map(|(page, (known, len))| (*page, *known, *len)))?;
+            noted.clear();
+            ahead
+        };
+        let prove = |page: PageId, known: KnownImage, len: u64| {
+            let Some(image) = known.image else { return };
             match check_image(source, &image, len) {
                 Ok(()) => _ = self.beside.lock().insert(page, known),
                 Err(damage) => tracing::warn!(%damage, %page, "an image that a batch names does not hold"),
             }
-        }
+        };
+        let threads = parallel::threads(PROVERS_MAX.min(threads_max));
+        let parts: Vec<_> = ahead.chunks(ahead.len().div_ceil(PARTS_MAX).max(1)).collect();
+        let all = |(): &mut (), part: usize| {
+            parts[part].iter().for_each(|(page, known, len)| prove(*page, *known, *len));
+            Ok::<(), Infallible>(())
+        };
+        let Ok(_) = parallel::map_indexed(threads, parts.len(), || (), all);
+        Ok(())
     }
 
     /// Notes that an image does not hold any more: the next snapshot gathers its page.

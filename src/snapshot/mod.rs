@@ -244,7 +244,7 @@ impl Snapshots {
     fn write(&self, catalog: &mut Catalog, request: &SnapshotRequest, is_short: bool) -> Result<SnapshotId> {
         let threads_max = request.threads_max();
         // a.
-        catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()));
+        catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()), threads_max)?;
         // b.
         // Without space no image is written again only to empty its file.
         let wasteful = if is_short { Vec::new() } else { self.wasteful_files(catalog)? };

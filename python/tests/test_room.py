@@ -1,0 +1,204 @@
+"""Saves that do not wait: the room that they are copied to, and what waits for the copies."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import remanent
+from remanent import _pages
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from remanent._room import Room  # noqa: E402
+from remanent.torch import Checkpointer  # noqa: E402
+
+
+def sizes_of(seed: int) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.choice([0, 1, drawn.randrange(300), drawn.randrange(2000)]) for _ in range(60)]
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 1000, 4000, 1 << 20])
+def test_blocks_pass_through_a_room_as_they_were(nbytes: int) -> None:
+    for seed in range(5):
+        sizes = sizes_of(seed)
+        data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+        expected = [each.clone() for each in data]
+        room = Room(nbytes)
+        room.begin(sum(sizes))
+        written: list[Any] = []
+        held: list[Any] = []
+
+        def write(room: Room = room, written: list[Any] = written, held: list[Any] = held) -> None:
+            drawn = random.Random(nbytes)
+            for block in room.blocks():
+                if block is not None:
+                    held.append(block.data)
+                if block is None or drawn.random() < 0.1:
+                    # What a commit reads.
+                    written.extend(torch.as_tensor(data).clone() for data in held)
+                    held.clear()
+                    room.free(room.take())
+            written.extend(torch.as_tensor(data).clone() for data in held)
+            room.free(room.take())
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        room.send(_pages.Block([], each, each.numel()) for each in data)
+        room.end()
+        # From here on the state changes.
+        for each in data:
+            each.fill_(0)
+        writer.join(60)
+        assert not writer.is_alive() and len(written) == len(expected)
+        assert all(torch.equal(found, each) for found, each in zip(written, expected, strict=True)), (seed, nbytes)
+
+
+@pytest.mark.parametrize("room", [0, 5000, 30_000, 1 << 20])
+def test_a_save_in_the_background_has_room_for_a_part_of_the_state(
+    directory: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Batches end with a block in hand: its memory is not theirs to free.
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", 9000)
+    state = {f"w{number}": torch.randn(size) for number, size in enumerate(sizes_of(9))}
+    state["shared"] = state["w3"][:1]
+    with Checkpointer(directory, extra={"state": state}, rng=False, room=room) as run:
+        expected = {}
+        for step in range(4):
+            for tensor in state.values():
+                tensor.normal_()
+            expected[step] = {name: tensor.clone() for name, tensor in state.items()}
+            saved = run.save(step, wait=False, name=f"v{step}")
+            for tensor in state.values():
+                tensor.fill_(7)
+        assert saved.lsn == run.versions()[-1].lsn
+        for step in range(4):
+            assert run.restore(at=f"v{step}") == step
+            assert all(torch.equal(state[name], tensor) for name, tensor in expected[step].items()), step
+
+
+def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.ones(1000), "b": torch.ones(1000)}
+    with Checkpointer(directory, extra={"state": state}, rng=False, room=5000) as run:
+        run.save(1)
+        sound = _pages.put
+
+        def failing(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
+            next(iter(blocks))
+            raise OSError("as arranged")
+
+        # While the state is copied, or after it.
+        for size in (1000, 10):
+            monkeypatch.setattr(_pages, "put", failing)
+            state["a"], state["b"] = torch.zeros(size), torch.zeros(size)
+            with pytest.raises(OSError, match="as arranged"):
+                run.save(2, wait=False).wait()
+            monkeypatch.setattr(_pages, "put", sound)
+            run._last = None
+            assert run.restore() == 1 and state["a"].sum() == 1000
+        blocks = remanent._checkpointer.blocks
+
+        def ending(*given: Any, **named: Any) -> Iterator[Any]:
+            yield next(blocks(*given, **named))
+            raise InterruptedError
+
+        monkeypatch.setattr(remanent._checkpointer, "blocks", ending)
+        with pytest.raises(InterruptedError):
+            run.save(2, wait=False)
+        monkeypatch.setattr(remanent._checkpointer, "blocks", blocks)
+        assert run.restore() == 1
+        state["a"].fill_(3)
+        run.save(2, wait=False).wait()
+        state["a"].fill_(4)
+        assert run.restore() == 2 and state["a"].sum() == 3000
+    with pytest.raises(remanent.InvalidError):
+        Checkpointer(directory, extra={"state": state}, room=-1)
+
+
+def small_run(kind: Any = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 1))
+    return model, kind(model.parameters(), lr=0.1, **options)
+
+
+def take_steps(model: Any, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 30)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("room", [100, 3000, 1 << 20])
+def test_a_step_waits_for_what_a_save_has_yet_to_copy(
+    directory: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = small_run(momentum=0.9)
+    take_steps(model, optimizer, 1)
+    sound = Room.send
+
+    def late(self: Room, *given: Any, **named: Any) -> None:
+        if threading.current_thread().name.startswith("remanent-checkpoint-copy"):
+            time.sleep(0.1)
+        sound(self, *given, **named)
+
+    monkeypatch.setattr(Room, "send", late)
+    with Checkpointer(directory, model, optimizer, rng=False, room=room, overlap=True, keep=9) as run:
+        expected = {}
+        for step in range(3):
+            now = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+            now |= {f"momentum/{at}": each["momentum_buffer"] for at, each in optimizer.state_dict()["state"].items()}
+            expected[step] = {name: tensor.clone() for name, tensor in now.items()}
+            saved = run.save(step, wait=False)
+            # The forward pass changes what the batch norm has counted.
+            take_steps(model, optimizer, 2)
+        saved.wait_copied()
+        with torch.no_grad():
+            model[0].weight.zero_()
+        for step in range(3):
+            assert run.restore(at=step) == step
+            now = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+            now |= {f"momentum/{at}": each["momentum_buffer"] for at, each in optimizer.state_dict()["state"].items()}
+            assert all(torch.equal(now[name], tensor) for name, tensor in expected[step].items()), step
+    optimizer.step()
+
+
+def test_a_step_goes_on_after_a_save_that_failed(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small_run(torch.optim.AdamW)
+    take_steps(model, optimizer, 1)
+    with Checkpointer(directory, model, optimizer, room=500, overlap=True) as run:
+        run.save(1)
+        sound_put, sound_blocks = _pages.put, remanent._checkpointer.blocks
+
+        def failing(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
+            next(iter(blocks))
+            raise OSError("as arranged")
+
+        def ending(*given: Any, **named: Any) -> Iterator[Any]:
+            yield next(sound_blocks(*given, **named))
+            raise OSError("as arranged")
+
+        for patched in ((_pages, "put", failing), (remanent._checkpointer, "blocks", ending)):
+            monkeypatch.setattr(*patched)
+            with pytest.raises(OSError, match="as arranged"):
+                run.save(2, wait=False).wait()
+            take_steps(model, optimizer, 1)
+            monkeypatch.setattr(_pages, "put", sound_put)
+            monkeypatch.setattr(remanent._checkpointer, "blocks", sound_blocks)
+            run._last = None
+            assert [version.step for version in run.versions()] == [1]
+        run.save(3, wait=False).wait()
+
+
+def test_steps_that_cannot_be_told_are_refused(directory: str) -> None:
+    model, optimizer = small_run(torch.optim.AdamW, capturable=True)
+    for given in (optimizer, None):
+        with pytest.raises(remanent.InvalidError, match="overlap"):
+            Checkpointer(directory, model, given, overlap=True)
+    assert not os.path.exists(directory)

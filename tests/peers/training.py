@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""What saves cost a training loop on a GPU: the time that a step takes beside them, and when each is durable.
+
+    training.py DIRECTORY [--parameters 350e6] [--every 40] [--saves 4] [--rounds 2] [NAME ...]
+
+A transformer in bfloat16 with AdamW trains on random numbers. Every `--every` steps its whole state is saved, which has
+changed all over. The loop runs without saves and with each way to save in turn; what a save adds to the loop is the
+difference of their times. `copies alone` only copies the state to pinned memory, on a stream of its own, and has the
+next step wait for that: no way to save that is to have the state of one moment adds less, without a copy on the GPU.
+
+Needs torch with CUDA, and `remanent` on the path. Medians over the rounds.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from remanent.torch import Checkpointer
+
+SEQUENCE, BATCH, VOCABULARY = 512, 24, 32_000
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(width) for _ in range(2)])
+        self.joined, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        heads = [each.unflatten(-1, (-1, 64)).transpose(1, 2) for each in self.joined(self.norms[0](x)).chunk(3, -1)]
+        seen = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(-2))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self, parameters, width=1024):
+        super().__init__()
+        layers = max(1, round((parameters - 2 * VOCABULARY * width) / (12 * width * width)))
+        self.embed = torch.nn.Embedding(VOCABULARY, width)
+        self.layers = torch.nn.ModuleList([Layer(width) for _ in range(layers)])
+        self.head = torch.nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Nothing:
+    """The loop alone."""
+
+    def __init__(self, directory, model, optimizer, size):
+        self.model, self.optimizer = model, optimizer
+
+    def save(self, step):
+        pass
+
+    def wait(self):
+        pass
+
+    def close(self):
+        pass
+
+
+class Copies(Nothing):
+    """The least that a save of one moment can do."""
+
+    def __init__(self, directory, model, optimizer, size):
+        super().__init__(directory, model, optimizer, size)
+        self.stream, self.event = torch.cuda.Stream(), None
+        self.tensors = list(model.state_dict().values())
+        self.tensors += [each for state in optimizer.state.values() for each in state.values()]
+        self.copies = [torch.empty_like(each, device="cpu", pin_memory=True) for each in self.tensors]
+        self.hook = optimizer.register_step_pre_hook(self.before)
+
+    def before(self, *given):
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+    def save(self, step):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for copy, tensor in zip(self.copies, self.tensors):
+                copy.copy_(tensor, non_blocking=True)
+            self.event = self.stream.record_event()
+
+    def wait(self):
+        self.event.synchronize()
+
+    def close(self):
+        self.hook.remove()
+
+
+class Remanent(Nothing):
+    def __init__(self, directory, model, optimizer, size, **options):
+        self.run = Checkpointer(directory, model, optimizer, **options)
+
+    def save(self, step):
+        self.saved = self.run.save(step, wait=False)
+
+    def wait(self):
+        self.saved.wait()
+
+    def close(self):
+        self.run.close()
+
+
+class Dcp(Nothing):
+    """PyTorch's distributed checkpoints, in the background of one process."""
+
+    def __init__(self, directory, model, optimizer, size):
+        super().__init__(directory, model, optimizer, size)
+        self.directory, self.last, self.before = Path(directory), None, None
+        # Its best mode: staging in pinned memory that is made once.
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
+
+    def save(self, step):
+        self.wait()
+        if self.before is not None:
+            shutil.rmtree(self.before)
+        self.before, self.now = getattr(self, "now", None), self.directory / str(step)
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        self.last = dcp.async_save(state, checkpoint_id=self.now, async_stager=self.stager)
+
+    def wait(self):
+        if self.last is not None:
+            self.last.result()
+
+
+WAYS = {
+    "no saves": Nothing,
+    "copies alone": Copies,
+    "host, overlap": lambda *given: Remanent(*given, room=given[3], overlap=True),
+    "host": lambda *given: Remanent(*given, room=given[3]),
+    "ring of 256 MiB, overlap": lambda *given: Remanent(*given, overlap=True),
+    "aside on the GPU": lambda *given: Remanent(*given, device_room=given[3]),
+    "DCP async": Dcp,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"ways to save: {', '.join(WAYS)}")
+    parser.add_argument("--parameters", type=float, default=350e6)
+    parser.add_argument("--every", type=int, default=40, help="steps between two saves")
+    parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    chosen = parser.parse_intermixed_args()
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Transformer(chosen.parameters).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), device="cuda")
+
+    def step():
+        optimizer.zero_grad()
+        scores = model(tokens[:, :-1])
+        torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    for _ in range(10):
+        step()
+    tensors = list(model.state_dict().values())
+    tensors += [each for state in optimizer.state.values() for each in state.values()]
+    size = sum(each.numel() * each.element_size() for each in tensors) + len(tensors) * 256
+    print(f"{size / 1e9:.2f} GB of state in {len(tensors)} tensors, {torch.cuda.get_device_name()}, a save every "
+          f"{chosen.every} steps, in {chosen.directory}")
+    found = {name: [] for name in WAYS if name in chosen.names or not chosen.names}
+    for _ in range(chosen.rounds):
+        for name in found:
+            directory = chosen.directory / "training"
+            shutil.rmtree(directory, ignore_errors=True)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            way = WAYS[name](directory, model, optimizer, size)
+            calls, durable = [], []
+            # The first one makes room.
+            way.save(0)
+            step()
+            way.wait()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for save in range(1, chosen.saves + 1):
+                at = time.perf_counter()
+                way.save(save)
+                calls.append(time.perf_counter() - at)
+                for _ in range(chosen.every):
+                    step()
+            torch.cuda.synchronize()
+            took = time.perf_counter() - began
+            way.wait()
+            at = time.perf_counter()
+            way.save(chosen.saves + 1)
+            way.wait()
+            durable = time.perf_counter() - at
+            extra = torch.cuda.memory_allocated() - before
+            way.close()
+            found[name].append((took / chosen.saves, statistics.median(calls), max(calls), durable, extra))
+            print(f"  {name}: {took:.2f} s", file=sys.stderr, flush=True)
+    alone = statistics.median(each[0] for each in found["no saves"])
+    print(f"{'':28}{'ms in the call':>16}{'worst':>8}{'added to the loop, ms':>24}{'of it':>8}{'durable, s':>12}"
+          f"{'MiB on GPU':>12}")
+    for name, rounds in found.items():
+        loop, call, worst, durable, extra = (statistics.median(each) for each in zip(*rounds))
+        added = loop - alone
+        print(f"{name:28}{call * 1e3:>16.1f}{worst * 1e3:>8.1f}{added * 1e3:>24.1f}{added / alone:>8.2%}"
+              f"{durable:>12.2f}{extra / (1 << 20):>12.0f}")
+    print(f"a step takes {alone / chosen.every * 1e3:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
