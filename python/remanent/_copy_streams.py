@@ -49,28 +49,24 @@ class CopyStreams:
                 stack.enter_context(torch.cuda.stream(stream))
             yield
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
-        """Copies bytes in the block of `entered`. Returns when they will be there; None if they are already."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies bytes in the block of `entered`; those of a GPU are there at a later `moment`."""
         stream = self._streams.get(source.device)
-        if stream is None:
-            target.copy_(source)
-            return None
-        target.copy_(source, non_blocking=True)
-        # The owner may free the source before the copy has run.
-        source.record_stream(stream)
-        return self._event(stream)
+        target.copy_(source, non_blocking=stream is not None)
+        if stream is not None:
+            # The owner may free the source before the copy has run.
+            source.record_stream(stream)
 
     def moment(self) -> Moment:
         """The end of all copies that were queued so far."""
-        return Moment({device: self._event(stream) for device, stream in self._streams.items()})
+        events = {}
+        for device, stream in self._streams.items():
+            # One whose waiter sleeps: the thread that waits is not the one that trains.
+            events[device] = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            events[device].record(stream)
+        return Moment(events)
 
     def synchronize(self) -> None:
         """Waits for all copies."""
         for stream in self._streams.values():
             stream.synchronize()
-
-    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        # One whose waiter sleeps: the thread that waits is not the one that trains.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from remanent._copy_streams import CopyStreams
+from remanent._copy_streams import CopyStreams, Moment
 from remanent._pages import Block
 
 # Blocks that wait for the writer, of those that are not copied.
 _COMING_MAX = 8
+# Bytes of blocks that the writer is told of together: for each it would take the interpreter from the sender.
+_PARCEL_BYTES = 8 << 20
 
 
 class WriterEndedError(Exception):
@@ -45,7 +47,10 @@ class Room:
     def _reset(self) -> None:
         # Blocks on their way, and when their bytes are there; None at their end; an exception where there will be
         # no end.
-        self._coming: deque[tuple[Block, torch.cuda.Event | None] | BaseException | None] = deque()
+        self._coming: deque[tuple[Block, Moment | None] | BaseException | None] = deque()
+        # Blocks with a place in the ring that the writer does not know of yet, and their bytes.
+        self._parcel: list[Block] = []
+        self._parcel_bytes = 0
         # Where the blocks lie that are not committed yet, the oldest first; None for one that lies elsewhere.
         self._held: deque[tuple[int, int] | None] = deque()
         # How many of them the writer has, and has not taken for a batch.
@@ -92,21 +97,27 @@ class Room:
     def _send(self, blocks: Iterable[Block], copied: bool) -> None:
         for block in blocks:
             if not block.nbytes or (not copied and block.data.device.type == "cpu"):
+                self._post()
                 # It may be a copy already, of a tensor that is not contiguous: few at a time.
                 self._wait_until(lambda: len(self._coming) < _COMING_MAX, for_memory=False)
-                self._push(block, None)
+                self._push(block)
             elif block.nbytes > self._size:
+                self._post()
                 data = block.data.cpu()
-                self._push(Block(block.arrays, data, block.nbytes), None)
+                self._push(Block(block.arrays, data, block.nbytes))
                 self._wait_until(lambda: not self._held)
             else:
                 if self._memory.numel() < self._size:
                     # No block lies in the old memory: each save begins with an empty room.
                     self._memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-                start = self._wait_for_place(block.nbytes)
+                start = self._take_place(block.nbytes)
                 memory = self._memory[start:start + block.nbytes]
-                ready = self.streams.copy(memory, block.data)
-                self._push(Block(block.arrays, memory, block.nbytes), (start, start + block.nbytes), ready)
+                self.streams.copy(memory, block.data)
+                self._parcel.append(Block(block.arrays, memory, block.nbytes))
+                self._parcel_bytes += block.nbytes
+                if self._parcel_bytes >= _PARCEL_BYTES:
+                    self._post()
+        self._post()
 
     def end(self) -> None:
         """All blocks were sent."""
@@ -120,11 +131,21 @@ class Room:
             self._coming.append(error or InterruptedError("the save was ended before all of its state was copied"))
             self._changed.notify_all()
 
-    def _push(self, block: Block, place: tuple[int, int] | None, ready: torch.cuda.Event | None = None) -> None:
+    def _push(self, block: Block) -> None:
+        """Hands a block to the writer that lies elsewhere."""
         with self._changed:
-            self._coming.append((block, ready))
-            self._held.append(place)
+            self._coming.append((block, None))
+            self._held.append(None)
             self._changed.notify_all()
+
+    def _post(self) -> None:
+        """Hands the blocks of the parcel to the writer."""
+        if self._parcel:
+            ready = self.streams.moment()
+            with self._changed:
+                self._coming.extend((block, ready) for block in self._parcel)
+                self._changed.notify_all()
+            self._parcel, self._parcel_bytes = [], 0
 
     def _wait_until(self, is_there: Callable[[], bool], *, for_memory: bool = True) -> None:
         with self._changed:
@@ -137,13 +158,15 @@ class Room:
                 self._changed.wait(0.1)
             self._waits = False
 
-    def _wait_for_place(self, nbytes: int) -> int:
-        self._wait_until(lambda: self._place(nbytes) is not None)
-        # Nobody but this thread takes places.
-        with self._changed:
-            start = self._place(nbytes)
-        assert start is not None
-        return start
+    def _take_place(self, nbytes: int) -> int:
+        while True:
+            with self._changed:
+                start = self._place(nbytes)
+                if start is not None:
+                    self._held.append((start, start + nbytes))
+                    return start
+            self._post()
+            self._wait_until(lambda: self._place(nbytes) is not None)
 
     def _place(self, nbytes: int) -> int | None:
         """Where a block has room behind the newest one; None if nowhere."""
@@ -162,7 +185,7 @@ class Room:
 
     def blocks(self) -> Iterator[Block | None]:
         """The blocks as they come. None asks the writer to commit those that it has: the sender waits for them."""
-        coming: tuple[Block | None, torch.cuda.Event | None] | BaseException | None
+        coming: tuple[Block | None, Moment | None] | BaseException | None
         while True:
             with self._changed:
                 while not self._coming and not (self._waits and self._given):
@@ -178,7 +201,7 @@ class Room:
                 raise coming
             block, ready = coming
             if ready is not None:
-                ready.synchronize()
+                ready.wait()
             yield block
             # Here the writer has put it into its batch. Counted before, it would be of a batch that the writer ends
             # with the block in hand, and its memory would be free too early.
