@@ -124,8 +124,8 @@ class Checkpointer:
         of the time that the way to the host takes.
     :param overlap: whether a save that does not wait leaves parameters and the optimizer's state where they are until
         `optimizer.step` is called, which then waits for their copies. They leave beside the next forward and backward
-        pass. Nothing else may change them meanwhile: no graph of CUDA that was captured with the step in it, and no
-        assignment before the step (`Saved.wait_copied`).
+        pass. Nothing else may change them meanwhile: no graph of CUDA that was captured with the step in it, no
+        compiled step, and no assignment before the step (`Saved.wait_copied`).
     :param options: options of `Store`, such as `log_io`. `compression=True` takes a fifth less of the disk for weights in
         bfloat16, and two to three times the time.
 
