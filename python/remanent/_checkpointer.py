@@ -16,7 +16,7 @@ import torch
 
 from remanent import _native, _pages
 from remanent._copy_streams import Moment
-from remanent._errors import ClosedError, InvalidError, NoStateError, OvertakenError, RefusedError
+from remanent._errors import ClosedError, InUseError, InvalidError, NoStateError, OvertakenError, RefusedError
 from remanent._pages import Block
 from remanent._room import Room, WriterEndedError
 from remanent._run_state import SAVING, Capture, load_state, rng_state, set_rng_state, whole
@@ -68,16 +68,26 @@ class _Reading:
 class Saved:
     """A save that may still be under way: its state is captured, and becomes durable in the background."""
 
-    def __init__(self, step: int, done: concurrent.futures.Future[int], reading: _Reading) -> None:
+    def __init__(self, step: int, done: concurrent.futures.Future[tuple[int, float]], reading: _Reading,
+                 began: float) -> None:
         self.step = step
         self._done = done
         self._reading = reading
+        self._began = began
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from the call to the durable version; None if there is none, or not yet.
+
+        Saves at shorter intervals wait for each other.
+        """
+        return self._done.result()[1] - self._began if self.done() else None
 
     @property
     def lsn(self) -> int:
         """The version's batch; waits until it is durable."""
         self.wait()
-        return self._done.result()
+        return self._done.result()[0]
 
     def done(self) -> bool:
         """Whether the version is durable and kept."""
@@ -126,8 +136,8 @@ class Checkpointer:
         `optimizer.step` is called, which then waits for their copies. They leave beside the next forward and backward
         pass. Nothing else may change them meanwhile: no graph of CUDA that was captured with the step in it, no
         compiled step, and no assignment before the step (`Saved.wait_copied`).
-    :param options: options of `Store`, such as `log_io`. `compression=True` takes a fifth less of the disk for weights in
-        bfloat16, and two to three times the time.
+    :param options: options of `Store`, such as `log_io`. `compression=True` takes a fifth less of the disk for weights
+        in bfloat16, and two to three times the time.
 
     Values are tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict, and NumPy's
     arrays; `torch.dtype`, `torch.device` and `torch.Size`. All else is refused by its name, before anything is saved.
@@ -191,22 +201,31 @@ class Checkpointer:
 
     # Saving.
 
-    def save(self, step: int, name: str | None = None, *, note: str | None = None, wait: bool = True) -> Saved:
+    def save(self, step: int, name: str | None = None, *, note: str | None = None, wait: bool = True,
+             busy: str = "wait") -> Saved:
         """Makes the present state the version of `step`.
 
-        A save while the one before is under way waits for that first. The state may change once this returns: by
-        the host, and by what is queued on the current streams of its GPUs from then on, or ordered after it. Other
-        streams must be ordered first, as for any work of torch's. With `overlap` parameters and the optimizer's state
-        may change by `optimizer.step` alone.
+        A save while the one before is under way waits for that first, or is refused. The state may change once this
+        returns: by the host, and by what is queued on the current streams of its GPUs from then on, or ordered after
+        it. Other streams must be ordered first, as for any work of torch's. With `overlap` parameters and the
+        optimizer's state may change by `optimizer.step` alone.
 
         :param name: keeps the version until `give_up(name)`; 1 to 64 bytes, not beginning with "step ".
         :param wait: whether to return only once the version is durable. Else the call returns once the state is
             copied, or its copies are queued on streams, and `Saved.wait` says when the version is durable; a process
             that is killed before that finds the version before.
+        :param busy: "wait" or "refuse": what the call does while the save before is under way. `Saved.seconds` says how
+            long one takes.
+        :raises InUseError: if it is refused. Nothing is saved.
         :raises RefusedError: for what cannot be stored, by its name; while a graph of CUDA is being captured. Nothing
             is saved.
         """
         _refuse_capture()
+        began = time.monotonic()
+        if busy not in ("wait", "refuse"):
+            raise InvalidError(f"busy: {busy!r} is neither \"wait\" nor \"refuse\"")
+        if busy == "refuse" and self._last is not None and not self._last._done.done():
+            raise InUseError(f"the save of step {self._last.step} is under way", remedy="save less often, or wait")
         if name is not None and (name.startswith(_STEP) or not name):
             raise InvalidError(f"name: {name!r} is empty, or a name for steps without one")
         self._finish()
@@ -235,7 +254,7 @@ class Checkpointer:
                 self._room.give_up()
                 concurrent.futures.wait([done])
             raise
-        self._last = saved = Saved(step, done, reading)
+        self._last = saved = Saved(step, done, reading, began)
         if wait:
             try:
                 saved.wait()
@@ -348,12 +367,13 @@ class Checkpointer:
                 # A fork's first version, or one whose process ended before it was kept.
                 self.store.snapshot(f"{_STEP}{root['step']} @{self.store.lsn}", verify=False)
 
-    def _write_and_keep(self, step: int, name: str | None, note: str, tree: Any) -> int:
+    def _write_and_keep(self, step: int, name: str | None, note: str, tree: Any) -> tuple[int, float]:
+        """Returns the version's batch, and when it was durable and kept."""
         try:
             ticket = self._write(step, note, tree)
         finally:
             self._room.ended()
-        return self._keep_version(ticket, step, name)
+        return self._keep_version(ticket, step, name), time.monotonic()
 
     def _state(self) -> dict[str, Any]:
         state = {name: dict(part) if isinstance(part, MutableMapping) else part.state_dict()

@@ -152,7 +152,7 @@ class LeasedError(Error):
 
 
 class InUseError(Error):
-    """Leases or views still use the store that is to be closed: end them first. The store is open."""
+    """Leases or views still use the store that is to be closed, or a save is under way. Nothing changed."""
 
 
 class NoStateError(Error, LookupError):

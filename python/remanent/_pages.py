@@ -137,8 +137,9 @@ def _header(manifest: Manifest, sizes: Mapping[str, int]) -> bytes | None:
     return len(text).to_bytes(8, "little") + text
 
 
-def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | None], tree: Any = None, *, place: str = "disk",
-        elements: bool = True, flush: Callable[[list[Update]], _native.Batch] | None = None) -> tuple[_native.Batch, bool]:
+def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | None], tree: Any = None, *,
+        place: str = "disk", elements: bool = True,
+        flush: Callable[[list[Update]], _native.Batch] | None = None) -> tuple[_native.Batch, bool]:
     """Makes the store hold these arrays and this tree, and no others of before; what did not change is not logged.
 
     The caller is the store's only writer meanwhile. Blocks are taken one by one, so that a caller may copy each from

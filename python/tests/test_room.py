@@ -122,6 +122,29 @@ def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch
         Checkpointer(directory, extra={"state": state}, room=-1)
 
 
+def test_a_save_is_refused_while_another_one_is_under_way(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.ones(1000)}
+    go_on, sound = threading.Event(), _pages.put
+
+    def held(*given: Any, **named: Any) -> Any:
+        assert go_on.wait(60)
+        return sound(*given, **named)
+
+    monkeypatch.setattr(_pages, "put", held)
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        saved = run.save(1, wait=False, busy="refuse")
+        with pytest.raises(remanent.InUseError, match="step 1"):
+            run.save(2, wait=False, busy="refuse")
+        assert saved.seconds is None and not saved.done()
+        go_on.set()
+        saved.wait()
+        assert saved.done() and saved.seconds is not None and saved.seconds > 0
+        run.save(3, busy="refuse")
+        with pytest.raises(remanent.InvalidError, match="busy"):
+            run.save(4, busy="skip")
+        assert [version.step for version in run.versions()] == [1, 3]
+
+
 def small_run(kind: Any = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 1))
