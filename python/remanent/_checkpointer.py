@@ -28,6 +28,8 @@ _Path = str | os.PathLike[str]
 _LIST_TRIES = 5
 # Batches of a save that are written at a time.
 _WRITERS = min(4, os.cpu_count() or 1)
+# Pages that one batch removes of a save that was ended halfway.
+_DELETED_AT_ONCE = 10_000
 _STEP = "step "
 
 
@@ -356,10 +358,10 @@ class Checkpointer:
         if SAVING in root:
             held = _pages.read_manifest(self.store).pages if _pages.MANIFEST_KEY in self.store else {}
             left = [info.page for info in self.store.pages() if info.key not in held and "dtype" in info.metadata]
-            batch = self.store.batch()
-            for page in left:
-                batch.delete(page)
-            if left:
+            for at in range(0, len(left), _DELETED_AT_ONCE):
+                batch = self.store.batch()
+                for page in left[at:at + _DELETED_AT_ONCE]:
+                    batch.delete(page)
                 self.store.commit(batch, "logged")
         elif "step" in root:
             kept = max((info.end for info in self.store.snapshots() if info.name is not None), default=-1)

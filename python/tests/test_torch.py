@@ -606,6 +606,7 @@ def test_the_version_before_is_kept_whatever_it_was_kept_by(
 
 def test_half_a_save_is_no_version_and_leaves_nothing(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pages, "_BATCH_BYTES", 300)
+    monkeypatch.setattr(remanent._checkpointer, "_DELETED_AT_ONCE", 2)
     state = {"first": torch.ones(100)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         run.save(1)
