@@ -3,6 +3,7 @@
 //! restores. It goes on for as long as it is left alive.
 
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -43,7 +44,7 @@ pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
     let options = options.snapshot_log_bytes(None).snapshot_interval(None);
     match log_io {
         // A device copies pages straight to image files there, and short files are worth writing again.
-        None if directory.starts_with(IN_MEMORY) => {
+        None if lies_in_memory(directory) => {
             options.image_io(ImageIo::Mapped).compression(Compression::Off).chunk_len(4 << 10)
         }
         Some(log_io) => options.log_io(log_io).image_io(direct_io::image_io(log_io)),
@@ -51,11 +52,20 @@ pub fn options(log_io: Option<LogIo>, directory: &Path) -> Options {
     }
 }
 
+/// The folder, or of one that is not there yet the one that is to hold it.
+fn there(directory: &Path) -> &Path {
+    directory.ancestors().find(|path| path.is_dir()).unwrap()
+}
+
+/// Whether the folder lies in memory itself, and not on a file system that is mounted there.
+fn lies_in_memory(directory: &Path) -> bool {
+    let device = |path: &Path| path.metadata().ok().map(|found| found.dev());
+    directory.starts_with(IN_MEMORY) && device(there(directory)) == device(Path::new(IN_MEMORY))
+}
+
 /// Mapped images, wherever the file system allows them.
 fn mapped_images(directory: &Path) -> ImageIo {
-    // Of a store that is not there yet, the folder that is to hold it is asked.
-    let there = directory.ancestors().find(|path| path.is_dir()).unwrap();
-    match DirDisk::new(there).refuses_images(ImageIo::Mapped).unwrap() {
+    match DirDisk::new(there(directory)).refuses_images(ImageIo::Mapped).unwrap() {
         None => ImageIo::Mapped,
         Some(_) => ImageIo::Buffered,
     }
