@@ -7,8 +7,8 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, MutableMapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from remanent import _native, _pages
 from remanent._copy_streams import Moment
 from remanent._errors import ClosedError, InUseError, InvalidError, NoStateError, OvertakenError, RefusedError
 from remanent._pages import Block
-from remanent._room import Room, WriterEndedError
+from remanent._room import Passage, Room, WriterEndedError
 from remanent._run_state import SAVING, Capture, load_state, rng_state, set_rng_state, whole
-from remanent._tensors import blocks, bytes_of, plain, read_page, tensors_of
+from remanent._tensors import blocks, bytes_of, extent, plain, read_page, tensors_of
 
 _Path = str | os.PathLike[str]
 
@@ -76,6 +76,8 @@ class Saved:
         self._done = done
         self._reading = reading
         self._began = began
+        # Whether its end was told to a caller.
+        self._told = False
 
     @property
     def seconds(self) -> float | None:
@@ -103,6 +105,7 @@ class Saved:
             left = 0.1 if until is None else max(0.0, min(0.1, until - time.monotonic()))
             if concurrent.futures.wait([self._done], left).done:
                 # Raises what the save failed with.
+                self._told = True
                 self._done.result()
                 return True
             if until is not None and time.monotonic() >= until:
@@ -137,7 +140,8 @@ class Checkpointer:
     :param overlap: whether a save that does not wait leaves parameters and the optimizer's state where they are until
         `optimizer.step` is called, which then waits for their copies. They leave beside the next forward and backward
         pass. Nothing else may change them meanwhile: no graph of CUDA that was captured with the step in it, no
-        compiled step, and no assignment before the step (`Saved.wait_copied`).
+        compiled step, no optimizer that changes parameters elsewhere, no assignment before the step
+        (`Saved.wait_copied`).
     :param options: options of `Store`, such as `log_io`. `compression=True` takes a fifth less of the disk for weights
         in bfloat16, and two to three times the time.
 
@@ -238,70 +242,81 @@ class Checkpointer:
         for path, tensor in tensors.items():
             plain(path, tensor)
         note = note or f"step {step}"
+        reading = _Reading()
         # Of tensors that share memory each counts here.
-        self._room.begin(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-                         {tensor.device for tensor in tensors.values()})
-        done = self._worker.submit(self._write_and_keep, step, name, note, tree)
-        self._reading = reading = _Reading()
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        passage = self._room.begin(nbytes, tensors.values())
         try:
-            self._copy(tensors, reading, wait)
+            done = self._worker.submit(self._write_and_keep, passage, step, name, note, tree)
+            self._last = saved = Saved(step, done, reading, began)
+            self._reading = reading
+            self._copy(passage, tensors, reading, wait)
+            if wait:
+                saved.wait()
         except BaseException as error:
-            # Nothing reads the state once this has raised.
-            self._room.streams.synchronize()
-            reading.ends(Moment({}))
+            # Nothing reads the state, or writes, once this has raised.
+            passage.give_up()
+            try:
+                self._settle(patient=True)
+                self._room.streams.synchronize()
+            finally:
+                reading.ends(Moment({}))
+                self._last = None
             if isinstance(error, WriterEndedError):
                 # Raises what it ended with.
                 done.result()
-            else:
-                self._room.give_up()
-                concurrent.futures.wait([done])
             raise
-        self._last = saved = Saved(step, done, reading, began)
-        if wait:
-            try:
-                saved.wait()
-            finally:
-                # After Ctrl-C, too: the bytes are read where they are, and may change once this returns.
-                concurrent.futures.wait([done])
         return saved
 
-    def _copy(self, tensors: Mapping[str, torch.Tensor], reading: _Reading, wait: bool) -> None:
+    def _settle(self, *, patient: bool = False) -> None:
+        """Waits until no thread has anything of a save to do any more, however it ended; whatever Ctrl-C says."""
+        while True:
+            try:
+                for pool in (self._sender, self._worker):
+                    pool.submit(int).result()
+                return
+            except KeyboardInterrupt:
+                if not patient:
+                    raise
+
+    def _copy(self, passage: Passage, tensors: Mapping[str, torch.Tensor], reading: _Reading, wait: bool) -> None:
         """Copies the state into the room, or queues its copies; what may be copied later is."""
-        room = self._room
+        streams = self._room.streams
         if wait:
             # The call waits anyway: bytes on the host are read where they are.
-            room.send(blocks(tensors, on_host=False), copied=False)
-            room.end()
-            reading.ends(room.streams.moment())
+            passage.send(blocks(tensors, on_host=False), copied=False)
+            passage.end()
+            reading.ends(streams.moment())
             return
         aside: list[Block] = []
         at_step = _stepped(self._stepping, tensors)
         at_once = {path: tensor for path, tensor in tensors.items() if path not in at_step}
-        room.send(room.set_aside(blocks(at_once, on_host=False), aside))
-        read = room.streams.moment()
+        passage.send(passage.set_aside(blocks(at_once, on_host=False), aside))
+        read = streams.moment()
         read.hold_back()
         if not at_step:
             reading.ends(read)
         if aside or at_step:
-            self._sender.submit(self._copy_later, at_step, aside, reading)
+            self._sender.submit(self._copy_later, passage, at_step, aside, reading)
         else:
-            room.end()
+            passage.end()
 
-    def _copy_later(self, at_step: Mapping[str, torch.Tensor], aside: list[Block], reading: _Reading) -> None:
-        room = self._room
+    def _copy_later(self, passage: Passage, at_step: Mapping[str, torch.Tensor], aside: list[Block],
+                    reading: _Reading) -> None:
+        streams = self._room.streams
         try:
-            room.send(room.set_aside(blocks(at_step, on_host=False), aside))
-            reading.ends(room.streams.moment())
-            room.send(aside)
-            room.end()
+            passage.send(passage.set_aside(blocks(at_step, on_host=False), aside))
+            reading.ends(streams.moment())
+            passage.send(aside)
+            passage.end()
         except WriterEndedError:
             # Its own exception says why.
             pass
         except BaseException as error:
-            room.give_up(error)
+            passage.give_up(error)
         finally:
             try:
-                reading.ends(room.streams.moment())
+                reading.ends(streams.moment())
             finally:
                 # Whatever fails, no step waits for ever.
                 reading.ends(Moment({}))
@@ -311,16 +326,16 @@ class Checkpointer:
             _refuse_capture()
             self._reading.hold_back()
 
-    def _write(self, step: int, note: str, tree: Any) -> _native.Ticket:
+    def _write(self, passage: Passage, step: int, note: str, tree: Any) -> _native.Ticket:
         """Writes a version from the room, by several batches if it is long, some of them at a time."""
         self._make_way()
-        room, batch = self._room, self.store.batch(note=note)
+        batch = self.store.batch(note=note)
         running: deque[tuple[concurrent.futures.Future[Any], int]] = deque()
 
         def finish() -> None:
             committed, count = running.popleft()
             committed.result()
-            room.free(count)
+            passage.free(count)
 
         def commit(batch: _native.Batch, updates: list[_pages.Update]) -> None:
             _pages.update(batch, updates)
@@ -330,15 +345,15 @@ class Checkpointer:
             # From here to the last batch the store is in between two versions, and says so.
             nonlocal batch
             batch.set_root(SAVING, step)
-            running.append((self._writers.submit(commit, batch, updates), room.take()))
-            while len(running) > _WRITERS or running and room.waits:
+            running.append((self._started(commit, batch, updates), passage.take()))
+            while len(running) > _WRITERS or running and passage.waits:
                 finish()
             batch = self.store.batch(note=note)
             return batch
 
         try:
             # Each version is a snapshot, for which a page that changed is written whole.
-            _pages.put(self.store, batch, room.blocks(), tree, elements=False, flush=flush)
+            _pages.put(self.store, batch, passage.blocks(), tree, elements=False, flush=flush)
             while running:
                 finish()
         finally:
@@ -349,8 +364,18 @@ class Checkpointer:
         batch.set_root("step", step)
         batch.set_root("saved_unix_ms", time.time_ns() // 1_000_000)
         ticket = self.store.submit(batch)
-        room.free(room.take())
+        passage.free(passage.take())
         return ticket
+
+    def _started(self, commit: Callable[..., None], *given: Any) -> concurrent.futures.Future[None]:
+        try:
+            return self._writers.submit(commit, *given)
+        except RuntimeError:
+            # The interpreter ends, and starts no thread any more.
+            commit(*given)
+            done: concurrent.futures.Future[None] = concurrent.futures.Future()
+            done.set_result(None)
+            return done
 
     def _make_way(self) -> None:
         """Keeps what there is before a save writes over it; removes what one that was ended halfway has left."""
@@ -369,12 +394,12 @@ class Checkpointer:
                 # A fork's first version, or one whose process ended before it was kept.
                 self.store.snapshot(f"{_STEP}{root['step']} @{self.store.lsn}", verify=False)
 
-    def _write_and_keep(self, step: int, name: str | None, note: str, tree: Any) -> tuple[int, float]:
+    def _write_and_keep(self, passage: Passage, step: int, name: str | None, note: str, tree: Any) -> tuple[int, float]:
         """Returns the version's batch, and when it was durable and kept."""
         try:
-            ticket = self._write(step, note, tree)
+            ticket = self._write(passage, step, note, tree)
         finally:
-            self._room.ended()
+            passage.ended()
         return self._keep_version(ticket, step, name), time.monotonic()
 
     def _state(self) -> dict[str, Any]:
@@ -401,9 +426,18 @@ class Checkpointer:
         return ticket.lsn
 
     def _finish(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last.wait()
+        if self.store.closed:
+            raise ClosedError("the checkpointer is closed")
+        last = self._last
+        try:
+            # Who was told of a failure has it behind them.
+            if last is not None and not last._told:
+                last.wait()
+        finally:
+            # After Ctrl-C it is under way still.
+            if last is None or last._done.done():
+                self._last = None
+        self._settle()
 
     # Going back.
 
@@ -543,18 +577,30 @@ def _refuse_overlap(optimizer: Any) -> None:
 def _refuse_capture() -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise RefusedError("a graph of CUDA is being captured: a replay would neither save nor wait for a save",
-                           remedy="capture without saves, after `Saved.wait_copied`; `overlap` is not for such steps")
+                           remedy="capture after `Saved.wait`; `overlap` is not for such steps")
 
 
 def _stepped(optimizer: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of the tensors that an optimizer changes in its steps, by the storages that it has."""
+    """Those of the tensors that an optimizer alone changes, in its steps.
+
+    A tensor that shares its storage with one that something else may change leaves with that one.
+    """
     if optimizer is None:
         return {}
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():
         own += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    storages = {_storage(tensor) for tensor in own}
-    return {path: tensor for path, tensor in tensors.items() if _storage(tensor) in storages}
+    extents = defaultdict(list)
+    for tensor in own:
+        if tensor.layout is torch.strided:
+            extents[_storage(tensor)].append(extent(tensor))
+
+    def is_own(tensor: torch.Tensor) -> bool:
+        start, end = extent(tensor) if tensor.numel() else (0, 0)
+        return start == end or any(first <= start and end <= last for first, last in extents[_storage(tensor)])
+
+    shared = {_storage(tensor) for tensor in tensors.values() if not is_own(tensor)}
+    return {path: tensor for path, tensor in tensors.items() if _storage(tensor) not in shared}
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:

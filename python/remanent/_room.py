@@ -5,12 +5,14 @@ first out, and waits while it is full. The writer frees memory once the batch is
 is longer than the ring is not copied: its sender waits until it is committed.
 
 A GPU may have room of its own. What fits is copied aside there first, and leaves that copy for the ring.
+
+The memory is the next save's, too. What is under way is this save's alone: see `Passage`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -22,6 +24,8 @@ from remanent._pages import Block
 _COMING_MAX = 8
 # Bytes of blocks that the writer is told of together: for each it would take the interpreter from the sender.
 _PARCEL_BYTES = 8 << 20
+# Elements of any width are copied fast from such a boundary of a GPU's memory.
+_ALIGN = 256
 
 
 class WriterEndedError(Exception):
@@ -29,25 +33,55 @@ class WriterEndedError(Exception):
 
 
 class Room:
-    """A ring of up to `nbytes` of host memory, and up to `device_nbytes` of each GPU's, for one save at a time."""
+    """Up to `nbytes` of host memory, and up to `device_nbytes` of each GPU's, for one save at a time."""
 
     def __init__(self, nbytes: int, device_nbytes: int = 0) -> None:
         self.nbytes = nbytes
         self.device_nbytes = device_nbytes
         self.streams = CopyStreams()
-        # Memory of each GPU for what is copied aside, and how much of it has a copy.
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        # Memory of each GPU for what is copied aside.
         self._aside: dict[torch.device, torch.Tensor] = {}
-        self._aside_used: dict[torch.device, int] = {}
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        # The length that the memory has once a block is copied there.
-        self._size = 0
-        self._changed = threading.Condition()
-        self._reset()
 
-    def _reset(self) -> None:
-        # Blocks on their way, and when their bytes are there; None at their end; an exception where there will be
-        # no end.
-        self._coming: deque[tuple[Block, Moment | None] | BaseException | None] = deque()
+    def begin(self, nbytes: int, tensors: Iterable[torch.Tensor] = ()) -> Passage:
+        """Begins a save of these bytes of these tensors. Nothing of an earlier one is under way any more."""
+        tensors = list(tensors)
+        self.streams.begin(tensors)
+        wanted: dict[torch.device, int] = defaultdict(int)
+        for tensor in tensors:
+            if tensor.device.type == "cuda":
+                wanted[tensor.device] += tensor.numel() * tensor.element_size() + _ALIGN
+        size = max(self._memory.numel(), min(nbytes, self.nbytes))
+        return Passage(self, size, {device: min(length, self.device_nbytes) for device, length in wanted.items()})
+
+    def memory(self, size: int) -> torch.Tensor:
+        """The ring's memory, made where there is less than `size`: no save has bytes in it then."""
+        if self._memory.numel() < size:
+            # An inference tensor could not be written to elsewhere.
+            with torch.inference_mode(False):
+                self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+        return self._memory
+
+    def memory_aside(self, device: torch.device, size: int) -> torch.Tensor:
+        """A GPU's memory for copies aside, likewise."""
+        if device not in self._aside or self._aside[device].numel() < size:
+            with torch.inference_mode(False):
+                self._aside[device] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._aside[device]
+
+
+class Passage:
+    """What is under way of one save, from its sender to its writer, through a ring of `size` bytes of a room."""
+
+    def __init__(self, room: Room, size: int, aside_sizes: dict[torch.device, int]) -> None:
+        self._room = room
+        self._size = size
+        self._aside_sizes = aside_sizes
+        # How much of each GPU's memory has a copy.
+        self._aside_used: dict[torch.device, int] = defaultdict(int)
+        self._changed = threading.Condition()
+        # Blocks on their way, and when their bytes are there; None at their end.
+        self._coming: deque[tuple[Block, Moment | None] | None] = deque()
         # Blocks with a place in the ring that the writer does not know of yet, and their bytes.
         self._parcel: list[Block] = []
         self._parcel_bytes = 0
@@ -56,42 +90,32 @@ class Room:
         # How many of them the writer has, and has not taken for a batch.
         self._given = 0
         self._waits = self._ended = False
+        self._error: BaseException | None = None
 
     # The sender's side.
-
-    def begin(self, nbytes: int, devices: Iterable[torch.device] = ()) -> None:
-        """Makes room for a save of these bytes, if that is not more than there may be, from these devices."""
-        self._size = max(self._memory.numel(), min(nbytes, self.nbytes))
-        self._reset()
-        self._aside_used.clear()
-        self.streams.begin(devices)
 
     def set_aside(self, blocks: Iterable[Block], aside: list[Block]) -> Iterator[Block]:
         """Copies blocks of a GPU aside as far as there is room, to the end of `aside`; yields the others."""
         for block in blocks:
-            device, used = block.data.device if block.nbytes else None, 0
-            if device is not None and device.type == "cuda":
-                used = self._aside_used.get(device, 0)
-            if device is None or device.type != "cuda" or used + block.nbytes > self.device_nbytes:
+            device = block.data.device if block.nbytes else torch.device("cpu")
+            used, size = self._aside_used[device], self._aside_sizes.get(device, 0)
+            if device.type != "cuda" or used + block.nbytes > size:
                 yield block
                 continue
-            with self.streams.entered():
-                if device not in self._aside:
-                    self._aside[device] = torch.empty(self.device_nbytes, dtype=torch.uint8, device=device)
-                memory = self._aside[device][used:used + block.nbytes]
-                self.streams.copy(memory, block.data)
-            # Elements of any width are copied fast from such a boundary.
-            self._aside_used[device] = used + (block.nbytes + 255) // 256 * 256
+            with self._room.streams.entered():
+                memory = self._room.memory_aside(device, size)[used:used + block.nbytes]
+                self._room.streams.copy(memory, block.data)
+            self._aside_used[device] = used + (block.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
             aside.append(Block(block.arrays, memory, block.nbytes))
 
     def send(self, blocks: Iterable[Block], *, copied: bool = True) -> None:
-        """Returns once all blocks are copied or committed, or will be copied by what is queued on `streams`.
+        """Returns once all blocks are copied or committed, or will be copied by what is queued on the room's streams.
 
         :param copied: whether blocks that lie on the host are copied; else they must stay as they are until they are
             committed.
         :raises WriterEndedError: if nobody writes any more.
         """
-        with self.streams.entered():
+        with self._room.streams.entered():
             self._send(blocks, copied)
 
     def _send(self, blocks: Iterable[Block], copied: bool) -> None:
@@ -107,12 +131,9 @@ class Room:
                 self._push(Block(block.arrays, data, block.nbytes))
                 self._wait_until(lambda: not self._held)
             else:
-                if self._memory.numel() < self._size:
-                    # No block lies in the old memory: each save begins with an empty room.
-                    self._memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
                 start = self._take_place(block.nbytes)
-                memory = self._memory[start:start + block.nbytes]
-                self.streams.copy(memory, block.data)
+                memory = self._room.memory(self._size)[start:start + block.nbytes]
+                self._room.streams.copy(memory, block.data)
                 self._parcel.append(Block(block.arrays, memory, block.nbytes))
                 self._parcel_bytes += block.nbytes
                 if self._parcel_bytes >= _PARCEL_BYTES:
@@ -126,14 +147,19 @@ class Room:
             self._changed.notify_all()
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """Has the writer end without the rest, with `error`."""
+        """Has the sender and the writer end as soon as they can, the writer with `error`."""
         with self._changed:
-            self._coming.append(error or InterruptedError("the save was ended before all of its state was copied"))
+            self._error = error or InterruptedError("the save was ended before all of its state was copied")
             self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._ended or self._error is not None:
+            raise WriterEndedError
 
     def _push(self, block: Block) -> None:
         """Hands a block to the writer that lies elsewhere."""
         with self._changed:
+            self._check()
             self._coming.append((block, None))
             self._held.append(None)
             self._changed.notify_all()
@@ -141,7 +167,7 @@ class Room:
     def _post(self) -> None:
         """Hands the blocks of the parcel to the writer."""
         if self._parcel:
-            ready = self.streams.moment()
+            ready = self._room.streams.moment()
             with self._changed:
                 self._coming.extend((block, ready) for block in self._parcel)
                 self._changed.notify_all()
@@ -150,8 +176,7 @@ class Room:
     def _wait_until(self, is_there: Callable[[], bool], *, for_memory: bool = True) -> None:
         with self._changed:
             while not is_there():
-                if self._ended:
-                    raise WriterEndedError
+                self._check()
                 self._waits = for_memory
                 self._changed.notify_all()
                 # In slices, so that Ctrl-C ends the wait.
@@ -161,6 +186,7 @@ class Room:
     def _take_place(self, nbytes: int) -> int:
         while True:
             with self._changed:
+                self._check()
                 start = self._place(nbytes)
                 if start is not None:
                     self._held.append((start, start + nbytes))
@@ -185,11 +211,13 @@ class Room:
 
     def blocks(self) -> Iterator[Block | None]:
         """The blocks as they come. None asks the writer to commit those that it has: the sender waits for them."""
-        coming: tuple[Block | None, Moment | None] | BaseException | None
+        coming: tuple[Block | None, Moment | None] | None
         while True:
             with self._changed:
-                while not self._coming and not (self._waits and self._given):
+                while self._error is None and not self._coming and not (self._waits and self._given):
                     self._changed.wait()
+                if self._error is not None:
+                    raise self._error
                 if not self._coming:
                     coming = None, None
                 else:
@@ -197,8 +225,6 @@ class Room:
                     self._changed.notify_all()
             if coming is None:
                 return
-            if isinstance(coming, BaseException):
-                raise coming
             block, ready = coming
             if ready is not None:
                 ready.wait()

@@ -42,7 +42,7 @@ def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of the storage that the tensor uses, and the end of its last one."""
     start = int(tensor.storage_offset())
     dims = zip(tensor.shape, tensor.stride(), strict=True)
@@ -77,8 +77,8 @@ def blocks(tensors: Mapping[str, torch.Tensor], *, on_host: bool = True) -> Iter
         yield Block([Array(name, SHORT[tensor.dtype], tuple(tensor.shape))], b"", 0)
     for shared in by_storage.values():
         groups: list[_Group] = []
-        for name, tensor in sorted(shared, key=lambda item: _extent(item[1])):
-            start, end = _extent(tensor)
+        for name, tensor in sorted(shared, key=lambda item: extent(item[1])):
+            start, end = extent(tensor)
             if groups and start < groups[-1].end:
                 groups[-1].end = max(end, groups[-1].end)
                 groups[-1].tensors.append((name, tensor))
@@ -117,7 +117,7 @@ def bytes_of(tensor: torch.Tensor, on_host: bool = True) -> torch.Tensor:
 
 
 def read_page(reader: _native.Reader, key: str) -> torch.Tensor:
-    page = torch.empty(reader.info(key).length, dtype=torch.uint8)
+    page = torch.empty(reader.info(key).length, dtype=torch.uint8, device="cpu")
     if page.numel():
         reader.read_into(key, page)
     return page

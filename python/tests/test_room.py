@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +19,8 @@ from remanent import _pages
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from remanent._room import Room  # noqa: E402
+from remanent._copy_streams import CopyStreams  # noqa: E402
+from remanent._room import Passage, Room  # noqa: E402
 from remanent.torch import Checkpointer  # noqa: E402
 
 
@@ -31,12 +35,11 @@ def test_blocks_pass_through_a_room_as_they_were(nbytes: int) -> None:
         sizes = sizes_of(seed)
         data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
         expected = [each.clone() for each in data]
-        room = Room(nbytes)
-        room.begin(sum(sizes))
+        room = Room(nbytes).begin(sum(sizes))
         written: list[Any] = []
         held: list[Any] = []
 
-        def write(room: Room = room, written: list[Any] = written, held: list[Any] = held) -> None:
+        def write(room: Passage = room, written: list[Any] = written, held: list[Any] = held) -> None:
             drawn = random.Random(nbytes)
             for block in room.blocks():
                 if block is not None:
@@ -101,7 +104,6 @@ def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch
             with pytest.raises(OSError, match="as arranged"):
                 run.save(2, wait=False).wait()
             monkeypatch.setattr(_pages, "put", sound)
-            run._last = None
             assert run.restore() == 1 and state["a"].sum() == 1000
         blocks = remanent._checkpointer.blocks
 
@@ -164,14 +166,14 @@ def test_a_step_waits_for_what_a_save_has_yet_to_copy(
 ) -> None:
     model, optimizer = small_run(momentum=0.9)
     take_steps(model, optimizer, 1)
-    sound = Room.send
+    sound = Passage.send
 
-    def late(self: Room, *given: Any, **named: Any) -> None:
+    def late(self: Passage, *given: Any, **named: Any) -> None:
         if threading.current_thread().name.startswith("remanent-checkpoint-copy"):
             time.sleep(0.1)
         sound(self, *given, **named)
 
-    monkeypatch.setattr(Room, "send", late)
+    monkeypatch.setattr(Passage, "send", late)
     with Checkpointer(directory, model, optimizer, rng=False, room=room, overlap=True, keep=9) as run:
         expected = {}
         for step in range(3):
@@ -214,7 +216,6 @@ def test_a_step_goes_on_after_a_save_that_failed(directory: str, monkeypatch: py
             take_steps(model, optimizer, 1)
             monkeypatch.setattr(_pages, "put", sound_put)
             monkeypatch.setattr(remanent._checkpointer, "blocks", sound_blocks)
-            run._last = None
             assert [version.step for version in run.versions()] == [1]
         run.save(3, wait=False).wait()
 
@@ -225,3 +226,182 @@ def test_steps_that_cannot_be_told_are_refused(directory: str) -> None:
         with pytest.raises(remanent.InvalidError, match="overlap"):
             Checkpointer(directory, model, given, overlap=True)
     assert not os.path.exists(directory)
+
+
+def many(value: float) -> dict[str, Any]:
+    return {f"w{number:02}": torch.full((1000,), value) for number in range(40)}
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Batches of few blocks, by a writer that is slow."""
+    sound = _pages.put
+
+    def slow(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
+        def late() -> Iterator[Any]:
+            for block in blocks:
+                time.sleep(seconds)
+                yield block
+
+        return sound(store, batch, late(), *given, **named)
+
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", 20_000)
+    monkeypatch.setattr(_pages, "put", slow)
+
+
+def fill(state: dict[str, Any], value: float) -> None:
+    for tensor in state.values():
+        tensor.fill_(value)
+
+
+def interrupt(*seconds: float) -> None:
+    for after in seconds:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def test_a_wait_for_the_save_before_may_be_interrupted(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = many(1)
+    with Checkpointer(directory, extra={"state": state}, rng=False, room=1 << 20) as run:
+        slowly(monkeypatch, 0.02)
+        first = run.save(1, wait=False, name="one")
+        fill(state, 2)
+        interrupt(0.2)
+        with pytest.raises(KeyboardInterrupt):
+            run.save(2, wait=False)
+        with pytest.raises(remanent.InUseError):
+            run.save(2, busy="refuse")
+        second = run.save(2, wait=False, name="two")
+        fill(state, 3)
+        assert first.wait() and second.wait()
+        for step, name in ((1, "one"), (2, "two")):
+            assert run.restore(at=name) == step and all((tensor == step).all() for tensor in state.values())
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("number", range(3))
+def test_an_interrupted_save_leaves_nothing_under_way(
+    directory: str, number: int, wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = many(1)
+    with Checkpointer(directory, extra={"state": state}, rng=False, room=1 << 20) as run:
+        slowly(monkeypatch, 0.01)
+        # In the start of the writer, in the copies, or as the call is about to return.
+        owner, name = [(run._worker, "submit"), (run, "_copy"), (remanent._checkpointer._Reading, "ends")][number]
+        sound = getattr(owner, name)
+
+        def interrupted(*given: Any, **named: Any) -> Any:
+            monkeypatch.setattr(owner, name, sound)
+            sound(*given, **named)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(owner, name, interrupted)
+        if number == 0:
+            monkeypatch.setattr(run, "_finish", lambda: None)
+        with pytest.raises(KeyboardInterrupt):
+            run.save(1, wait=wait)
+        fill(state, 2)
+        run.save(2, wait=False, name="two").wait()
+        fill(state, 3)
+        assert run.restore(at="two") == 2 and all((tensor == 2).all() for tensor in state.values())
+        assert [version.step for version in run.versions()] in ([2], [1, 2])
+        if len(run.versions()) == 2:
+            assert run.restore(at=1) == 1 and all((tensor == 1).all() for tensor in state.values())
+
+
+def test_a_second_interrupt_ends_no_wait_for_what_is_read(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, sound = many(1), _pages.put
+
+    def slow(*given: Any, **named: Any) -> Any:
+        done = sound(*given, **named)
+        time.sleep(1)
+        return done
+
+    monkeypatch.setattr(_pages, "put", slow)
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        interrupt(0.3, 0.6)
+        with pytest.raises(KeyboardInterrupt):
+            # The batch is committed after all was handed over: then its bytes are read.
+            run.save(1)
+        fill(state, 3)
+        assert run.restore() == 1 and all((tensor == 1).all() for tensor in state.values())
+
+
+def test_the_sender_of_a_save_that_failed_feeds_no_other(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = small_run(torch.optim.AdamW)
+    take_steps(model, optimizer, 1)
+    with Checkpointer(directory, model, optimizer, rng=False, room=1 << 20, overlap=True) as run:
+        sound_put, sound_copy = _pages.put, CopyStreams.copy
+
+        def slow(self: CopyStreams, *given: Any) -> None:
+            time.sleep(0.02)
+            sound_copy(self, *given)
+
+        def failing(*given: Any, **named: Any) -> Any:
+            raise OSError("as arranged")
+
+        monkeypatch.setattr(CopyStreams, "copy", slow)
+        monkeypatch.setattr(_pages, "put", failing)
+        with pytest.raises(OSError, match="as arranged"):
+            run.save(1, wait=False).wait()
+        monkeypatch.setattr(_pages, "put", sound_put)
+        take_steps(model, optimizer, 1)
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        run.save(2)
+        names = [array.name for arrays in _pages.read_manifest(run.store).pages.values() for array in arrays]
+        assert len(names) == len(set(names))
+        take_steps(model, optimizer, 1)
+        assert run.restore() == 2
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_buffer_in_the_storage_of_a_parameter_leaves_at_once(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = torch.zeros(2000)
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(flat[:1000])
+    model.register_buffer("mean", flat[1000:])
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    sound = Passage.send
+
+    def late(self: Passage, *given: Any, **named: Any) -> None:
+        if threading.current_thread().name.startswith("remanent-checkpoint-copy"):
+            time.sleep(0.1)
+        sound(self, *given, **named)
+
+    monkeypatch.setattr(Passage, "send", late)
+    with Checkpointer(directory, model, optimizer, overlap=True) as run:
+        saved = run.save(1, wait=False)
+        model.mean.add_(1)
+        saved.wait()
+        assert run.restore() == 1 and not model.mean.any()
+
+
+def test_room_is_made_in_whatever_mode_the_caller_is(directory: str) -> None:
+    state = {"a": torch.ones(1000)}
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        with torch.inference_mode(), torch.device("meta"):
+            run.save(1, wait=False).wait()
+        state["a"].fill_(2)
+        run.save(2, wait=False).wait()
+        state["a"].fill_(3)
+        with torch.device("meta"):
+            assert run.restore() == 2 and (state["a"] == 2).all()
+
+
+def test_a_process_that_ends_finishes_its_save(directory: str) -> None:
+    code = f"""
+import time, torch
+from remanent import _pages
+from remanent.torch import Checkpointer
+_pages._BATCH_BYTES = 1 << 16
+state = {{f"a{{number}}": torch.ones(1 << 14) for number in range(40)}}
+run = Checkpointer({directory!r}, extra={{"state": state}}, rng=False)
+sound = _pages.put
+def slow(store, batch, blocks, *given, **named):
+    return sound(store, batch, (time.sleep(0.02) or block for block in blocks), *given, **named)
+_pages.put = slow
+run.save(1, wait=False)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with Checkpointer(directory, rng=False) as run:
+        assert [version.step for version in run.versions()] == [1]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -571,6 +572,9 @@ def halfway(run: Any, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def ending(*given: Any, **named: Any) -> Iterator[Any]:
         for number, block in enumerate(sound(*given, **named)):
             if number == 3:
+                until = time.monotonic() + 60
+                while "saving" not in run.store.root and time.monotonic() < until:
+                    time.sleep(0.001)
                 raise InterruptedError
             yield block
 
