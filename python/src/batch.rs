@@ -586,6 +586,8 @@ const COMPARED_LEN: usize = 4 << 20;
 /// Bytes that are looked at first, at the start and in the middle of a page: one of which more than a part
 /// changed in both has mostly changed as a whole, and the rest of it need not be read.
 const PROBED_LEN: usize = 64 << 10;
+/// The shortest page of which so little is looked at first that it pays.
+const PROBES_LEN_MIN: usize = 4 * PROBED_LEN;
 /// Bytes of a page on disk that wait together, and what they take with the marks of what was written.
 const BLOCK_LEN: usize = 4 << 10;
 const BLOCK_BYTES: u64 = 4608;
@@ -617,7 +619,7 @@ fn changes(
         }
         return Ok((info.epoch, Some((PageChanges::new(width), 0))));
     }
-    if data.len() > COMPARED_LEN {
+    if data.len() >= PROBES_LEN_MIN {
         let mut mostly_changed = |at: usize| {
             let (before, after) = (&mut before[..PROBED_LEN], &data[at..at + PROBED_LEN]);
             store.read(page, at as u64, before)?;
