@@ -253,12 +253,23 @@ def fill(state: dict[str, Any], value: float) -> None:
         tensor.fill_(value)
 
 
-def interrupt(*seconds: float) -> None:
-    for after in seconds:
-        threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+@pytest.fixture
+def interrupt() -> Iterator[Any]:
+    """A function that interrupts this process after some seconds."""
+    # A shell has what runs in its background ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def after(*seconds: float) -> None:
+        for each in seconds:
+            threading.Timer(each, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    yield after
+    signal.signal(signal.SIGINT, before)
 
 
-def test_a_wait_for_the_save_before_may_be_interrupted(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_the_save_before_may_be_interrupted(
+    directory: str, interrupt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = many(1)
     with Checkpointer(directory, extra={"state": state}, rng=False, room=1 << 20) as run:
         slowly(monkeypatch, 0.02)
@@ -307,7 +318,9 @@ def test_an_interrupted_save_leaves_nothing_under_way(
             assert run.restore(at=1) == 1 and all((tensor == 1).all() for tensor in state.values())
 
 
-def test_a_second_interrupt_ends_no_wait_for_what_is_read(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_ends_no_wait_for_what_is_read(
+    directory: str, interrupt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, sound = many(1), _pages.put
 
     def slow(*given: Any, **named: Any) -> Any:
