@@ -269,7 +269,10 @@ class Checkpointer:
         return saved
 
     def _settle(self, *, patient: bool = False) -> None:
-        """Waits until no thread has anything of a save to do any more, however it ended; whatever Ctrl-C says."""
+        """Waits until no thread has anything of a save to do any more, however that ended.
+
+        :param patient: whether it goes on waiting after Ctrl-C.
+        """
         while True:
             try:
                 for pool in (self._sender, self._worker):
@@ -430,7 +433,7 @@ class Checkpointer:
             raise ClosedError("the checkpointer is closed")
         last = self._last
         try:
-            # Who was told of a failure has it behind them.
+            # A failure that the caller was told of is not told again.
             if last is not None and not last._told:
                 last.wait()
         finally:

@@ -95,16 +95,18 @@ class Passage:
     # The sender's side.
 
     def set_aside(self, blocks: Iterable[Block], aside: list[Block]) -> Iterator[Block]:
-        """Copies blocks of a GPU aside as far as there is room, to the end of `aside`; yields the others."""
+        """Copies blocks of a GPU aside as far as there is room, to the end of `aside`; yields the others.
+
+        It is for `send`, which goes through it on the room's streams.
+        """
         for block in blocks:
             device = block.data.device if block.nbytes else torch.device("cpu")
             used, size = self._aside_used[device], self._aside_sizes.get(device, 0)
             if device.type != "cuda" or used + block.nbytes > size:
                 yield block
                 continue
-            with self._room.streams.entered():
-                memory = self._room.memory_aside(device, size)[used:used + block.nbytes]
-                self._room.streams.copy(memory, block.data)
+            memory = self._room.memory_aside(device, size)[used:used + block.nbytes]
+            self._room.streams.copy(memory, block.data)
             self._aside_used[device] = used + (block.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
             aside.append(Block(block.arrays, memory, block.nbytes))
 

@@ -317,8 +317,8 @@ impl Batch {
     /// Elements that differ are logged. Where they take more than a quarter of the page, or the updates of
     /// the batch together more than `logged_max` bytes, or the page has another length, all of it is written
     /// once, outside of the log. Returns how many elements differ, or None where all of the page is written:
-    /// then `data` is read by the commit, and must not change before it. Of a page of more than 4 MiB the
-    /// beginning and the middle are looked at first.
+    /// then `data` is read by the commit, and must not change before it. Of a page of 256 KiB
+    /// or more the beginning and the middle are looked at first.
     ///
     /// What is logged of a page on disk waits in memory for the next snapshot, in blocks of 4 KiB, and is
     /// counted so.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from runs import copy_of, state_of
 
 import remanent
 
@@ -108,11 +109,16 @@ def test_weights_are_followed_on_a_gpu(directory: str) -> None:
             assert subscriber.apply_to(target, timeout=10) == step and checksum(target) == checksum(source)
 
 
-def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    for at, each in optimizer.state_dict()["state"].items():
-        state |= {f"{name}/{at}": tensor for name, tensor in each.items()}
-    return state
+def delay_copies(monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:
+    """Lets each copy from a GPU begin late."""
+    sound = CopyStreams.copy
+
+    def late(self: CopyStreams, target: Any, source: Any) -> None:
+        if source.is_cuda:
+            torch.cuda._sleep(cycles)
+        sound(self, target, source)
+
+    monkeypatch.setattr(CopyStreams, "copy", late)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -127,14 +133,7 @@ def test_a_save_that_does_not_wait_is_of_its_moment(
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     # A tensor that is not contiguous is copied twice.
     model.register_buffer("count", torch.zeros(64, 64, device="cuda").T[::2])
-    sound = CopyStreams.copy
-
-    def late(self: CopyStreams, target: Any, source: Any) -> Any:
-        if source.is_cuda:
-            torch.cuda._sleep(2_000_000)
-        return sound(self, target, source)
-
-    monkeypatch.setattr(CopyStreams, "copy", late)
+    delay_copies(monkeypatch, 2_000_000)
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -148,7 +147,7 @@ def test_a_save_that_does_not_wait_is_of_its_moment(
                       overlap=overlap) as run:
         expected = {}
         for step in range(3):
-            expected[step] = {name: tensor.clone() for name, tensor in state_of(model, optimizer).items()}
+            expected[step] = copy_of(state_of(model, optimizer))
             run.save(step, wait=False)
             if overlap:
                 train(1)
@@ -165,14 +164,7 @@ def test_a_save_that_does_not_wait_is_of_its_moment(
 def test_memory_that_is_freed_after_a_save_is_not_used_before_its_copy(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sound = CopyStreams.copy
-
-    def late(self: CopyStreams, target: Any, source: Any) -> Any:
-        if source.is_cuda:
-            torch.cuda._sleep(50_000_000)
-        return sound(self, target, source)
-
-    monkeypatch.setattr(CopyStreams, "copy", late)
+    delay_copies(monkeypatch, 50_000_000)
     model = torch.nn.Linear(1000, 1000).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = model.weight.detach().clone()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from runs import copy_of, state_of
 
 import remanent
 from remanent import _pages
@@ -27,6 +28,24 @@ from remanent.torch import Checkpointer  # noqa: E402
 def sizes_of(seed: int) -> list[int]:
     drawn = random.Random(seed)
     return [drawn.choice([0, 1, drawn.randrange(300), drawn.randrange(2000)]) for _ in range(60)]
+
+
+def fail_after_a_block(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
+    """In place of `put`."""
+    next(iter(blocks))
+    raise OSError("as arranged")
+
+
+def delay_later_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets what a save copies after the call returned be copied late."""
+    sound = Passage.send
+
+    def late(self: Passage, *given: Any, **named: Any) -> None:
+        if threading.current_thread().name.startswith("remanent-checkpoint-copy"):
+            time.sleep(0.1)
+        sound(self, *given, **named)
+
+    monkeypatch.setattr(Passage, "send", late)
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 1000, 4000, 1 << 20])
@@ -93,13 +112,9 @@ def test_a_save_in_the_background_that_fails_says_so(directory: str, monkeypatch
         run.save(1)
         sound = _pages.put
 
-        def failing(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
-            next(iter(blocks))
-            raise OSError("as arranged")
-
         # While the state is copied, or after it.
         for size in (1000, 10):
-            monkeypatch.setattr(_pages, "put", failing)
+            monkeypatch.setattr(_pages, "put", fail_after_a_block)
             state["a"], state["b"] = torch.zeros(size), torch.zeros(size)
             with pytest.raises(OSError, match="as arranged"):
                 run.save(2, wait=False).wait()
@@ -166,20 +181,11 @@ def test_a_step_waits_for_what_a_save_has_yet_to_copy(
 ) -> None:
     model, optimizer = small_run(momentum=0.9)
     take_steps(model, optimizer, 1)
-    sound = Passage.send
-
-    def late(self: Passage, *given: Any, **named: Any) -> None:
-        if threading.current_thread().name.startswith("remanent-checkpoint-copy"):
-            time.sleep(0.1)
-        sound(self, *given, **named)
-
-    monkeypatch.setattr(Passage, "send", late)
+    delay_later_copies(monkeypatch)
     with Checkpointer(directory, model, optimizer, rng=False, room=room, overlap=True, keep=9) as run:
         expected = {}
         for step in range(3):
-            now = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-            now |= {f"momentum/{at}": each["momentum_buffer"] for at, each in optimizer.state_dict()["state"].items()}
-            expected[step] = {name: tensor.clone() for name, tensor in now.items()}
+            expected[step] = copy_of(state_of(model, optimizer))
             saved = run.save(step, wait=False)
             # The forward pass changes what the batch norm has counted.
             take_steps(model, optimizer, 2)
@@ -188,8 +194,7 @@ def test_a_step_waits_for_what_a_save_has_yet_to_copy(
             model[0].weight.zero_()
         for step in range(3):
             assert run.restore(at=step) == step
-            now = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-            now |= {f"momentum/{at}": each["momentum_buffer"] for at, each in optimizer.state_dict()["state"].items()}
+            now = state_of(model, optimizer)
             assert all(torch.equal(now[name], tensor) for name, tensor in expected[step].items()), step
     optimizer.step()
 
@@ -201,15 +206,11 @@ def test_a_step_goes_on_after_a_save_that_failed(directory: str, monkeypatch: py
         run.save(1)
         sound_put, sound_blocks = _pages.put, remanent._checkpointer.blocks
 
-        def failing(store: Any, batch: Any, blocks: Any, *given: Any, **named: Any) -> Any:
-            next(iter(blocks))
-            raise OSError("as arranged")
-
         def ending(*given: Any, **named: Any) -> Iterator[Any]:
             yield next(sound_blocks(*given, **named))
             raise OSError("as arranged")
 
-        for patched in ((_pages, "put", failing), (remanent._checkpointer, "blocks", ending)):
+        for patched in ((_pages, "put", fail_after_a_block), (remanent._checkpointer, "blocks", ending)):
             monkeypatch.setattr(*patched)
             with pytest.raises(OSError, match="as arranged"):
                 run.save(2, wait=False).wait()
@@ -374,14 +375,7 @@ def test_a_buffer_in_the_storage_of_a_parameter_leaves_at_once(
     model.weight = torch.nn.Parameter(flat[:1000])
     model.register_buffer("mean", flat[1000:])
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    sound = Passage.send
-
-    def late(self: Passage, *given: Any, **named: Any) -> None:
-        if threading.current_thread().name.startswith("remanent-checkpoint-copy"):
-            time.sleep(0.1)
-        sound(self, *given, **named)
-
-    monkeypatch.setattr(Passage, "send", late)
+    delay_later_copies(monkeypatch)
     with Checkpointer(directory, model, optimizer, overlap=True) as run:
         saved = run.save(1, wait=False)
         model.mean.add_(1)

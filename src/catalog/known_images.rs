@@ -22,14 +22,13 @@ use remanent_format::{Epoch, Lsn, PageId, PageTable, ReadAt, SnapshotId};
 
 use super::classify::PageClass;
 use super::newest::{ImageTotals, KnownImage, Link, NewestSnapshot};
+use super::publish::THREADS_MAX;
 use crate::base::allocation::{append, collected, push};
 use crate::base::parallel;
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::error::Result;
 
-/// Threads that read images back: with four the disks that were measured gave all they had.
-const PROVERS_MAX: usize = 4;
-/// The number of parts that they share images in.
+/// The number of parts in which threads share the images that they read back.
 const PARTS_MAX: usize = 256;
 
 /// The images on disk that hold the bytes of a page as it is now, or was a moment ago.
@@ -156,13 +155,12 @@ impl KnownImages {
                 Err(damage) => tracing::warn!(%damage, %page, "an image that a batch names does not hold"),
             }
         };
-        let threads = parallel::threads(PROVERS_MAX.min(threads_max));
-        let parts: Vec<_> = ahead.chunks(ahead.len().div_ceil(PARTS_MAX).max(1)).collect();
-        let all = |(): &mut (), part: usize| {
-            parts[part].iter().for_each(|(page, known, len)| prove(*page, *known, *len));
+        let threads = parallel::threads(THREADS_MAX.min(threads_max));
+        let parts = ahead.chunks(ahead.len().div_ceil(PARTS_MAX).max(1));
+        let Ok(_) = parallel::for_each(threads, parts, |part| {
+            part.iter().for_each(|(page, known, len)| prove(*page, *known, *len));
             Ok::<(), Infallible>(())
-        };
-        let Ok(_) = parallel::map_indexed(threads, parts.len(), || (), all);
+        });
         Ok(())
     }
 

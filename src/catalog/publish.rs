@@ -19,9 +19,9 @@ use crate::error::{Error, Result};
 const READ_LEN: usize = (1 << 20) - (64 << 10);
 /// Number of entries of a manifest that a thread encodes at once.
 const ENTRIES_AT_ONCE: usize = 8 << 10;
-/// Threads that encode a manifest, or read it back. Nothing else of a snapshot goes on meanwhile, and with
-/// small pages a single thread took a tenth of the snapshot's time.
-const THREADS_MAX: usize = 4;
+/// Threads that encode a manifest, or read it back, or images that batches wrote ahead. Nothing else of a
+/// snapshot goes on meanwhile, and with small pages a single thread took a tenth of the snapshot's time.
+pub(super) const THREADS_MAX: usize = 4;
 
 /// Makes a file of this temporary name and length of a spare, where there is no space for a new one; `None`
 /// if it cannot.

@@ -121,7 +121,8 @@ class Dcp(Nothing):
 
     def __init__(self, directory, model, optimizer, size):
         super().__init__(directory, model, optimizer, size)
-        self.directory, self.last, self.before = Path(directory), None, None
+        self.directory = Path(directory)
+        self.last, self.before, self.now = None, None, None
         # Its best mode: staging in pinned memory that is made once.
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
@@ -131,7 +132,7 @@ class Dcp(Nothing):
         self.wait()
         if self.before is not None:
             shutil.rmtree(self.before)
-        self.before, self.now = getattr(self, "now", None), self.directory / str(step)
+        self.before, self.now = self.now, self.directory / str(step)
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         self.last = dcp.async_save(state, checkpoint_id=self.now, async_stager=self.stager)
 
@@ -190,7 +191,7 @@ def main():
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             way = WAYS[name](directory, model, optimizer, size)
-            calls, durable = [], []
+            calls = []
             # The first one makes room.
             way.save(0)
             step()
