@@ -44,11 +44,11 @@ def test_the_example_runs(name: str, text: str, tmp_path: Path) -> None:
     run_examples(doctest.DocTestParser().get_doctest(inspect.cleandoc(text), names, name, None, 0))
 
 
-@pytest.mark.parametrize("module", ["remanent", "remanent._errors", "remanent._pages", "remanent._checkpointer", "remanent.torch",
-                                    "remanent.dcp", "remanent.weights",
+@pytest.mark.parametrize("module", ["remanent", "remanent._errors", "remanent._pages", "remanent.kv",
+                                    "remanent._checkpointer", "remanent.torch", "remanent.dcp", "remanent.weights",
                                     pytest.param("remanent.jax", marks=pytest.mark.jax)])
 def test_the_examples_of_a_module_run(module: str, tmp_path: Path) -> None:
-    if module not in ("remanent", "remanent._errors", "remanent._pages"):
+    if module not in ("remanent", "remanent._errors", "remanent._pages", "remanent.kv"):
         pytest.importorskip("jax" if module == "remanent.jax" else "torch")
     tests = [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
     assert tests

@@ -1,0 +1,270 @@
+"""An L2 adapter on disk for LMCache, whose blocks are found again after a restart.
+
+LMCache keeps blocks of KV caches in host memory, and asks L2 adapters for what is not there. This is one, made of
+`remanent.kv.BlockCache`: a block that was reported as stored is there after the process was killed, is proven by its
+checksum before it is handed out, and one of another type or shape is never handed out. It needs LMCache 0.5 and is
+named to its server:
+
+    lmcache server --l2-adapter '{
+        "type": "plugin", "module_path": "remanent.lmcache", "class_name": "RemanentL2Adapter",
+        "adapter_params": {"path": "/mnt/nvme/kv", "capacity": 1000000000000, "revision": "main of 2026-11-26",
+                           "chunk_size": 256}}'
+
+The adapter deletes what was not used for longest once `capacity` bytes are there. LMCache may delete more, by its own
+eviction or by quotas.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage, ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from remanent._errors import InvalidError
+from remanent.kv import BlockCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lmcache.v1.distributed.api import MemoryLayoutDesc
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc
+    from lmcache.v1.memory_management import MemoryObj
+
+__all__ = ["RemanentL2Adapter"]
+
+_logger = logging.getLogger("remanent.lmcache")
+
+# Stands between the parts of a key. LMCache allows it in none of them.
+_SEPARATOR = "@"
+# Keys of which LMCache is told at once when the adapter starts.
+_TOLD_AT_ONCE = 10_000
+
+
+class RemanentL2Adapter(L2AdapterInterface):  # type: ignore[misc]
+    """An L2 adapter of LMCache, in a directory. Its parameters:
+
+    `path`, the directory; `capacity`, the bytes of blocks that are kept (on disk they take up to twice as much);
+    `revision`, the commit of the model, or a name that you change with the weights; `chunk_size`, LMCache's own, in
+    tokens; `hash_algorithm`, LMCache's own ("blake3" if not given); `durable`, whether a store counts as finished
+    only once a power cut does not lose it; `readers`, the threads that read from the disk.
+
+    A directory whose blocks are of another revision, chunk size, hash or seed is refused, and the message says what
+    differs. Models, ranks and salts are in the keys; types and shapes are held against those of the buffers.
+    """
+
+    def __init__(self, config: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None) -> None:
+        self._params = _params(config)
+        super().__init__(max_capacity_bytes=self._params["capacity"])
+        self._lock = threading.Lock()
+        self._next_task = 0
+        self._stored: dict[int, L2StoreResult] = {}
+        self._looked_up: dict[int, Bitmap] = {}
+        self._loaded: dict[int, Bitmap] = {}
+        self._is_closed = False
+        algorithm = self._params["hash_algorithm"]
+        identity = {"engine": "lmcache", "revision": self._params["revision"], "chunk": self._params["chunk_size"],
+                    "hash": algorithm, "seed": _seed(algorithm)}
+        self._cache = BlockCache(self._params["path"], identity=identity, capacity=self._params["capacity"],
+                                 readers=self._params["readers"],
+                                 ack="durable" if self._params["durable"] else "logged",
+                                 on_stored=self._tell_stored, on_deleted=self._tell_deleted)
+        self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
+        self._tell_what_is_there()
+
+    @property
+    def cache(self) -> BlockCache:
+        """The blocks."""
+        return self._cache
+
+    def get_store_event_fd(self) -> int:
+        return int(self._store_event.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return int(self._lookup_event.fileno())
+
+    def get_load_event_fd(self) -> int:
+        return int(self._load_event.fileno())
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        task = self._new_task()
+
+        def finish(stored: Future[int]) -> None:
+            error = stored.exception()
+            if error is not None:
+                _logger.warning("%s: a store failed: %r", self._cache.path, error)
+            with self._lock:
+                self._stored[task] = L2StoreResult(error is None, 0 if error is not None else stored.result())
+            self._ring(self._store_event)
+
+        self._begin(self._cache.store, keys, objects, finish)
+        return task
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        with self._lock:
+            completed, self._stored = self._stored, {}
+        return completed
+
+    def submit_lookup_and_lock_task(self, keys: list[ObjectKey],
+                                    group_layout_descs: dict[int, MemoryLayoutDesc]) -> int:
+        task = self._new_task()
+        found = _bitmap(self._cache.lock(map(_encode, keys)))
+        with self._lock:
+            self._looked_up[task] = found
+        self._ring(self._lookup_event)
+        return task
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        with self._lock:
+            return self._looked_up.pop(task_id, None)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        self._cache.unlock(map(_encode, keys))
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        task = self._new_task()
+
+        def finish(loading: Future[list[bool]]) -> None:
+            error = loading.exception()
+            if error is not None:
+                _logger.warning("%s: a load failed: %r", self._cache.path, error)
+            loaded = [False] * len(keys) if error is not None else loading.result()
+            accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
+            if accessed:
+                self._notify_keys_accessed(accessed)
+            with self._lock:
+                self._loaded[task] = _bitmap(loaded)
+            self._ring(self._load_event)
+
+        self._begin(self._cache.load, keys, objects, finish)
+        return task
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        with self._lock:
+            return self._loaded.pop(task_id, None)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Deletes blocks; those that are locked stay."""
+        self._cache.delete(map(_encode, keys)).result()
+
+    def list_l2_keys(self, model_name: str | None = None, page_size: int = 500,
+                     cursor: str | None = None) -> KeyListPage:
+        """A page of the keys that are there, in order; the cursor is the last key of the page before."""
+        if page_size <= 0:
+            raise ValueError(f"a page has at least one key, not {page_size}")
+        keys = sorted(key.decode() for key in self._cache)
+        keys = [key for key in keys if (cursor is None or key > cursor)
+                and (model_name is None or key.split(_SEPARATOR, 1)[0] == model_name)]
+        page = keys[:page_size]
+        entries = tuple(KeyEntry(_decode(key.encode()).to_encoded_object_key(), self._cache.length(key.encode()) or 0)
+                        for key in page)
+        return KeyListPage(entries, page[-1] if len(keys) > len(page) else None)
+
+    def close(self) -> None:
+        """Ends what was begun, and closes the store and the event descriptors."""
+        self._cache.close()
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        for event in (self._store_event, self._lookup_event, self._load_event):
+            event.close()
+
+    def report_status(self) -> dict[str, Any]:
+        return {"is_healthy": not self._is_closed, "type": type(self).__name__, "path": self._cache.path,
+                "stored_object_count": len(self._cache), "current_size_bytes": self._cache.nbytes,
+                "max_capacity_bytes": self._cache.capacity}
+
+    def _new_task(self) -> int:
+        with self._lock:
+            self._next_task += 1
+            return self._next_task
+
+    def _begin(self, begin: Callable[..., Future[Any]], keys: list[ObjectKey], objects: list[MemoryObj],
+               finish: Callable[[Future[Any]], None]) -> None:
+        """Begins to store or load; `finish` is told what became of it, also of what cannot begin."""
+        try:
+            future = begin(map(_encode, keys), (each.byte_array for each in objects), map(_kind, objects))
+        except Exception as error:
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(finish)
+
+    def _ring(self, event: Any) -> None:
+        with self._lock:
+            if not self._is_closed:
+                event.notify()
+
+    def _tell_stored(self, keys: list[bytes], lengths: list[int]) -> None:
+        self._notify_keys_stored([_decode(key) for key in keys], lengths)
+
+    def _tell_deleted(self, keys: list[bytes], lengths: list[int]) -> None:
+        self._notify_keys_deleted([_decode(key) for key in keys], lengths)
+
+    def _tell_what_is_there(self) -> None:
+        """LMCache counts bytes by what it is told: what an earlier process stored counts, too."""
+        keys = list(self._cache)
+        for begin in range(0, len(keys), _TOLD_AT_ONCE):
+            some = keys[begin : begin + _TOLD_AT_ONCE]
+            self._tell_stored(some, [self._cache.length(key) or 0 for key in some])
+
+
+def _params(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters, with their defaults; what is missing or unknown is refused by name."""
+    defaults = {"hash_algorithm": "blake3", "durable": False, "readers": 4}
+    needed = {"path": str, "capacity": int, "revision": str, "chunk_size": int}
+    unknown = sorted(set(config) - set(defaults) - set(needed))
+    missing = sorted(set(needed) - set(config))
+    if unknown or missing:
+        raise InvalidError(f"adapter_params lacks {missing} and has the unknown {unknown}")
+    params = {**defaults, **config}
+    kinds = {**needed, **{name: type(value) for name, value in defaults.items()}}
+    for name, kind in kinds.items():
+        if not isinstance(params[name], kind) or (kind is int and isinstance(params[name], bool)):
+            raise InvalidError(f"adapter_params: {name} is {params[name]!r}, and must be of type {kind.__name__}")
+    return params
+
+
+def _seed(algorithm: str) -> str:
+    """The seed of the hashes that name blocks. Only blake3 has none."""
+    if algorithm == "blake3":
+        return ""
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None:
+        raise InvalidError(f"the seed of {algorithm} may be another one in each process: no block would be found again",
+                           remedy="set PYTHONHASHSEED, or use blake3")
+    return seed
+
+
+def _encode(key: ObjectKey) -> bytes:
+    parts = (key.model_name, f"{key.kv_rank:08x}", f"{key.object_group_id:x}", key.chunk_hash.hex(), key.cache_salt)
+    return _SEPARATOR.join(parts).encode()
+
+
+def _decode(key: bytes) -> ObjectKey:
+    model, rank, group, chunk, salt = key.decode().split(_SEPARATOR)
+    return ObjectKey(chunk_hash=bytes.fromhex(chunk), model_name=model, kv_rank=int(rank, 16),
+                     object_group_id=int(group, 16), cache_salt=salt)
+
+
+def _kind(each: MemoryObj) -> str:
+    """What the bytes of a block mean: format, types and shapes."""
+    meta = each.metadata
+    pairs = [(meta.dtype, meta.shape)] if meta.shapes is None or meta.dtypes is None else \
+        zip(meta.dtypes, meta.shapes, strict=True)
+    return " ".join([meta.fmt.name, *(f"{dtype}{list(shape)}" for dtype, shape in pairs)])
+
+
+def _bitmap(bits: list[bool]) -> Bitmap:
+    bitmap = Bitmap(len(bits))
+    for index, is_set in enumerate(bits):
+        if is_set:
+            bitmap.set(index)
+    return bitmap

@@ -1,0 +1,199 @@
+"""Stand-ins for the hosts of adapters, where these are not installed: the names that the adapters use, and no more.
+
+The tests of an adapter run against its host if it can be imported, and say which it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import importlib
+import os
+import sys
+import types
+from typing import Any, ClassVar
+
+
+def _module(name: str, **names: Any) -> None:
+    """Makes a module, and the packages that it is in."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        path = ".".join(parts[:end])
+        if path not in sys.modules:
+            sys.modules[path] = types.ModuleType(path)
+            sys.modules[path].__path__ = []
+            if end > 1:
+                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[path])
+    vars(sys.modules[name]).update(names)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def vllm() -> str:
+    """vLLM 0.33, or what stands in for it."""
+    if _is_installed("vllm.v1.kv_offload.tiering.base"):
+        return "vLLM"
+
+    class Medium(enum.Enum):
+        CPU = "CPU"
+        STORAGE = "STORAGE"
+
+    class Locality(enum.Enum):
+        LOCAL = "LOCAL"
+        REMOTE = "REMOTE"
+
+    class LookupResult(enum.Enum):
+        MISS, HIT, HIT_PENDING, RETRY = range(4)
+
+    @dataclasses.dataclass
+    class OffloadingEvent:
+        keys: list[bytes]
+        medium: Medium
+        removed: bool
+        locality: Locality | None = None
+
+    @dataclasses.dataclass
+    class ReqContext:
+        req_id: str
+
+    class RequestOffloadingContext:
+        pass
+
+    @dataclasses.dataclass
+    class TransferJob:
+        job_id: int
+        keys: list[bytes]
+        chunk_ids: Any
+        is_promotion: bool
+        req_context: ReqContext
+
+    @dataclasses.dataclass
+    class JobResult:
+        job_id: int
+        success: bool
+        successful_keys: Any = None
+        transfer_time: float | None = None
+        transfer_bytes: int | None = None
+
+    class SecondaryTierManager:
+        medium: ClassVar[Any] = None
+
+        def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
+                     backpressure_detector: Any = None) -> None:
+            assert primary_kv_view.strides is not None
+            self.block_size_bytes = primary_kv_view.strides[0]
+            self.tier_type = tier_type
+
+    def hash_of(name: str) -> Any:
+        return lambda value: hashlib.sha256((name + repr(value)).encode()).digest()
+
+    base = "vllm.v1.kv_offload"
+    _module(f"{base}.base", Medium=Medium, Locality=Locality, LookupResult=LookupResult, OffloadKey=bytes,
+            OffloadingEvent=OffloadingEvent, ReqContext=ReqContext, RequestOffloadingContext=RequestOffloadingContext)
+    _module(f"{base}.tiering.base", JobResult=JobResult, SecondaryTierManager=SecondaryTierManager,
+            TransferJob=TransferJob)
+    _module("vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping",
+            canonical_format_id=lambda layout: f"v1-{layout}")
+    _module("vllm.utils.hashing", get_hash_fn_by_name=hash_of)
+    _module("vllm.v1.core.kv_cache_utils", DEFAULT_NONE_HASH_SEED="vllm-none-hash",
+            get_none_hash_seed=lambda: "vllm-none-hash")
+    return "a stand-in"
+
+
+def lmcache() -> str:
+    """LMCache 0.5, or what stands in for it."""
+    if _is_installed("lmcache.v1.distributed.l2_adapters.base"):
+        return "LMCache"
+
+    class Bitmap:
+        def __init__(self, length: int) -> None:
+            self.bits = [False] * length
+
+        def set(self, index: int) -> None:
+            self.bits[index] = True
+
+        def test(self, index: int) -> bool:
+            return self.bits[index]
+
+    @dataclasses.dataclass(frozen=True)
+    class ObjectKey:
+        chunk_hash: bytes
+        model_name: str
+        kv_rank: int
+        object_group_id: int = 0
+        cache_salt: str = ""
+
+        def to_encoded_object_key(self) -> Any:
+            return self
+
+    @dataclasses.dataclass(frozen=True)
+    class KeyEntry:
+        key: Any
+        size_bytes: int
+
+    @dataclasses.dataclass(frozen=True)
+    class KeyListPage:
+        entries: tuple[KeyEntry, ...]
+        next_page_token: str | None
+
+    class L2StoreResult(int):
+        def __new__(cls, success: bool, transferred: int) -> Any:
+            return super().__new__(cls, transferred if success else -1)
+
+        def is_successful(self) -> bool:
+            return self >= 0
+
+        def bytes_transferred(self) -> int:
+            return max(self, 0)
+
+    class L2AdapterInterface:
+        def __init__(self, max_capacity_bytes: int = 0) -> None:
+            self.listeners: list[Any] = []
+            self.nbytes = 0
+
+        def register_listener(self, listener: Any) -> None:
+            self.listeners.append(listener)
+
+        def _notify_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+            self.nbytes += sum(sizes)
+            for listener in self.listeners:
+                listener.on_l2_keys_stored(keys, sizes)
+
+        def _notify_keys_accessed(self, keys: list[ObjectKey]) -> None:
+            for listener in self.listeners:
+                listener.on_l2_keys_accessed(keys)
+
+        def _notify_keys_deleted(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+            self.nbytes -= sum(sizes)
+            for listener in self.listeners:
+                listener.on_l2_keys_deleted(keys)
+
+        def get_usage(self) -> Any:
+            return types.SimpleNamespace(total_bytes_used=self.nbytes)
+
+    class Notifier:
+        def __init__(self) -> None:
+            self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+        def fileno(self) -> int:
+            return self.fd
+
+        def notify(self) -> None:
+            os.eventfd_write(self.fd, 1)
+
+        def close(self) -> None:
+            os.close(self.fd)
+
+    _module("lmcache.lmcache_native", Bitmap=Bitmap)
+    _module("lmcache.v1.platform", create_event_notifier=Notifier)
+    _module("lmcache.v1.distributed.api", KeyEntry=KeyEntry, KeyListPage=KeyListPage, ObjectKey=ObjectKey)
+    _module("lmcache.v1.distributed.internal_api", L2StoreResult=L2StoreResult, L2AdapterListener=object)
+    _module("lmcache.v1.distributed.l2_adapters.base", L2AdapterInterface=L2AdapterInterface)
+    return "a stand-in"

@@ -1,0 +1,349 @@
+"""A cache of blocks: what was reported as stored is found again, nothing else is, and the directory does not grow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import in_child
+
+import remanent
+from remanent.kv import BlockCache
+
+LENGTH = 64 << 10
+IDENTITY = {"model": "a model", "hash": "sha256"}
+WORK = 60
+
+
+def block_of(number: int, length: int = LENGTH) -> bytes:
+    return number.to_bytes(8, "big") * (length // 8)
+
+
+def key_of(number: int) -> bytes:
+    return b"key\xff" + number.to_bytes(8, "big")
+
+
+def open_cache(directory: str, blocks: int = 8, **options: Any) -> BlockCache:
+    return BlockCache(directory, identity=IDENTITY, capacity=blocks * LENGTH, **options)
+
+
+def store(cache: BlockCache, *numbers: int) -> int:
+    return cache.store(map(key_of, numbers), map(block_of, numbers)).result(WORK)
+
+
+def load(cache: BlockCache, *numbers: int) -> list[bool]:
+    """Which of the blocks are there; those that are have their bytes."""
+    outs = [bytearray(LENGTH) for _ in numbers]
+    found = cache.load(map(key_of, numbers), outs).result(WORK)
+    for number, out, is_found in zip(numbers, outs, found, strict=True):
+        assert not is_found or out == block_of(number), number
+    return found
+
+
+def numbers(cache: BlockCache) -> list[int]:
+    """The blocks that are there, those that would go first before the others."""
+    return [int.from_bytes(key[4:], "big") for key in cache]
+
+
+@pytest.fixture
+def cache(directory: str) -> Iterator[BlockCache]:
+    with open_cache(directory) as cache:
+        yield cache
+
+
+def test_what_is_stored_is_found_and_nothing_else(cache: BlockCache) -> None:
+    assert store(cache, 1, 2) == 2 * LENGTH
+    assert store(cache, 2, 3) == LENGTH, "only what is new is written"
+    assert load(cache, 1, 2, 3, 4) == [True, True, True, False]
+    assert key_of(1) in cache and key_of(4) not in cache
+    assert (len(cache), cache.nbytes, cache.length(key_of(1))) == (3, 3 * LENGTH, LENGTH)
+
+
+def test_blocks_make_room_in_the_order_of_their_last_use_also_after_a_restart(directory: str) -> None:
+    with open_cache(directory) as cache:
+        store(cache, 1, 2, 3, 4)
+        # What a request begins with is of use to more requests than what follows.
+        assert numbers(cache) == [4, 3, 2, 1]
+        cache.touch([key_of(3), key_of(4)])
+        assert load(cache, 2) == [True]
+        order = numbers(cache)
+        assert order == [1, 4, 3, 2]
+    with open_cache(directory, blocks=5) as cache:
+        assert numbers(cache) == order
+        store(cache, 5, 6)
+        assert numbers(cache) == [4, 3, 2, 6, 5]
+        assert load(cache, 1) == [False]
+
+
+def test_a_smaller_capacity_lets_the_oldest_go(directory: str) -> None:
+    with open_cache(directory) as cache:
+        store(cache, *range(8))
+    with open_cache(directory, blocks=3) as cache:
+        cache.drain()
+        assert numbers(cache) == [2, 1, 0]
+    with open_cache(directory) as cache:
+        assert numbers(cache) == [2, 1, 0]
+
+
+def test_what_is_locked_stays_and_what_does_not_fit_fails_by_name(cache: BlockCache) -> None:
+    store(cache, *range(8))
+    assert cache.lock([key_of(each) for each in (7, 6, 5, 4, 3, 99)]) == [True] * 5 + [False]
+    with pytest.raises(remanent.OverBudgetError, match="1 of 4 blocks do not fit"):
+        store(cache, 10, 11, 12, 13)
+    assert sorted(numbers(cache)) == [3, 4, 5, 6, 7, 10, 11, 12]
+    assert cache.delete([key_of(3), key_of(10), key_of(98)]).result(WORK) == 1, "a locked block is not deleted"
+    cache.unlock([key_of(each) for each in (7, 6, 5, 4, 3, 99)])
+    assert store(cache, 13, 14) == 2 * LENGTH
+    # The locks of jobs are gone, too: everything can make room.
+    assert store(cache, *range(20, 28)) == 8 * LENGTH
+    assert sorted(numbers(cache)) == list(range(20, 28))
+
+
+def test_blocks_of_one_job_do_not_push_each_other_out(cache: BlockCache) -> None:
+    store(cache, *range(8))
+    with pytest.raises(remanent.OverBudgetError):
+        store(cache, 0, 1, *range(30, 38))
+    assert sorted(numbers(cache)) == [0, 1, *range(30, 36)]
+
+
+def test_a_block_of_another_kind_or_length_is_not_handed_out_but_replaced(directory: str) -> None:
+    key, out = key_of(1), bytearray(LENGTH)
+    with open_cache(directory) as cache:
+        cache.store([key], [block_of(1)], ["float16[8]"]).result(WORK)
+    with open_cache(directory) as cache:
+        assert cache.load([key], [out], ["bfloat16[8]"]).result(WORK) == [False]
+        assert cache.load([key], [out]).result(WORK) == [False]
+        assert cache.load([key], [bytearray(8)], ["float16[8]"]).result(WORK) == [False]
+        assert cache.load([key], [out], ["float16[8]"]).result(WORK) == [True]
+        assert cache.store([key], [block_of(2)], ["float16[8]"]).result(WORK) == 0
+        assert cache.store([key], [block_of(2)], ["bfloat16[8]"]).result(WORK) == LENGTH
+        assert cache.load([key], [out], ["bfloat16[8]"]).result(WORK) == [True] and out == block_of(2)
+        assert cache.nbytes == LENGTH
+
+
+def test_keys_of_any_length_are_found_again(directory: str) -> None:
+    keys = [b"k" * length for length in (1, 63, 64, 65, 4096)] + ["kö".encode(), b"text"]
+    blocks = [block_of(number) for number in range(len(keys))]
+    with open_cache(directory) as cache:
+        cache.store(keys, blocks).result(WORK)
+        cache.touch(keys)
+        order = list(cache)
+    with open_cache(directory) as cache:
+        assert list(cache) == order == keys[::-1]
+        outs = [bytearray(LENGTH) for _ in keys]
+        assert all(cache.load(keys, outs).result(WORK)) and outs == blocks
+        assert cache.delete(keys).result(WORK) == len(keys)
+        assert cache._store.page_count == 0
+
+
+def test_another_identity_is_refused_with_what_differs(directory: str) -> None:
+    open_cache(directory).close()
+    with pytest.raises(remanent.MismatchError, match="hash is 'sha256' there and 'blake3' here, ranks is None"):
+        BlockCache(directory, identity={**IDENTITY, "hash": "blake3", "ranks": 2}, capacity=1)
+    with pytest.raises(remanent.InvalidError, match="plain values"):
+        BlockCache(directory, identity={"model": object()}, capacity=1)
+
+
+def flip(directory: str, old: bytes) -> None:
+    """Changes a bit of a block where its image is."""
+    for file in (Path(directory) / "pages").iterdir():
+        data = file.read_bytes()
+        if (at := data.find(old)) >= 0:
+            with open(file, "r+b") as opened:
+                opened.seek(at + len(old) // 2)
+                opened.write(bytes([data[at + len(old) // 2] ^ 4]))
+            return
+    raise AssertionError("the block has no image")
+
+
+def test_a_damaged_block_is_given_up_and_can_be_stored_anew(directory: str) -> None:
+    told: list[bytes] = []
+    with open_cache(directory) as cache:
+        store(cache, 1, 2, 3)
+        cache._store.snapshot()
+    flip(directory, block_of(2))
+    with open_cache(directory, on_deleted=lambda keys, _: told.extend(keys)) as cache:
+        assert load(cache, 1, 2, 3) == [True, False, True]
+        assert key_of(2) not in cache and told == [key_of(2)]
+        assert store(cache, 2) == LENGTH
+        assert load(cache, 1, 2, 3) == [True, True, True]
+    with open_cache(directory) as cache:
+        assert load(cache, 1, 2, 3) == [True, True, True]
+        cache._store.snapshot()
+    flip(directory, block_of(3))
+    with open_cache(directory) as cache:
+        assert load(cache, 3) == [False]
+        cache.drain()
+    with open_cache(directory) as cache:
+        assert sorted(numbers(cache)) == [1, 2]
+
+
+def test_callbacks_tell_what_is_there(directory: str) -> None:
+    there: dict[bytes, int] = {}
+
+    def gone(keys: list[bytes], lengths: list[int]) -> None:
+        assert [there.pop(key) for key in keys] == lengths
+
+    with open_cache(directory, on_stored=lambda *pair: there.update(zip(*pair, strict=True)), on_deleted=gone) as cache:
+        for number in range(20):
+            store(cache, number, number + 1)
+            assert there == {key: LENGTH for key in cache}
+        cache.delete(list(cache)[:2]).result(WORK)
+        assert there == {key: LENGTH for key in cache} and len(there) == 6
+
+
+class Refusing:
+    """A store that refuses commits while it is told to."""
+
+    def __init__(self, store: remanent.Store) -> None:
+        self.store, self.error = store, remanent.DiskFullError("no space")
+        self.refuses = False
+
+    def commit(self, *arguments: Any, **options: Any) -> Any:
+        if self.refuses:
+            raise self.error
+        return self.store.commit(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.store
+
+
+def test_a_job_that_fails_changes_nothing(cache: BlockCache) -> None:
+    store(cache, *range(8))
+    cache.touch([key_of(5)])
+    order = numbers(cache)
+    refusing = Refusing(cache._store)
+    cache._store = refusing  # type: ignore[assignment]
+    refusing.refuses = True
+    with pytest.raises(remanent.DiskFullError):
+        store(cache, 10, 11)
+    with pytest.raises(remanent.DiskFullError):
+        cache.delete([key_of(1)]).result(WORK)
+    refusing.refuses = False
+    assert sorted(numbers(cache)) == sorted(order) and cache.nbytes == 8 * LENGTH
+    assert not cache.is_arriving(key_of(10))
+    assert load(cache, *range(8)) == [True] * 8
+    assert store(cache, 10, 11) == 2 * LENGTH and len(cache) == 8
+
+
+def test_a_block_on_its_way_is_known_as_such(directory: str) -> None:
+    may_go_on = threading.Event()
+    with open_cache(directory, on_stored=lambda *_: may_go_on.wait(WORK) and None) as cache:
+        first = cache.store([key_of(1)], [block_of(1)])
+        second = cache.store([key_of(2)], [block_of(2)])
+        assert cache.is_arriving(key_of(2)) and key_of(2) not in cache
+        may_go_on.set()
+        assert (first.result(WORK), second.result(WORK)) == (LENGTH, LENGTH)
+        assert not cache.is_arriving(key_of(2)) and key_of(2) in cache
+
+
+def test_the_directory_does_not_grow(directory: str) -> None:
+    def size() -> int:
+        return sum(file.stat().st_blocks * 512 for file in Path(directory).rglob("*") if file.is_file())
+
+    blocks, most = 4096, 0
+    with open_cache(directory, blocks) as cache:
+        for begin in range(0, 4 * blocks, 512):
+            store(cache, *range(begin, begin + 512))
+            cache.touch([key_of(number) for number in numbers(cache)[:: 7]])
+            most = max(most, size())
+    assert most < 2 * blocks * LENGTH + (64 << 20), most / (blocks * LENGTH)
+
+
+def test_threads_store_load_touch_and_delete_beside_each_other(directory: str) -> None:
+    errors: list[BaseException] = []
+
+    def work(first: int) -> None:
+        try:
+            for round_ in range(30):
+                some = [(first + round_ * 3 + each) % 24 for each in range(4)]
+                store(cache, *some)
+                load(cache, *some)
+                cache.touch(map(key_of, some))
+                if cache.lock([key_of(some[0])])[0]:
+                    assert load(cache, some[0]) == [True]
+                    cache.unlock([key_of(some[0])])
+                cache.delete([key_of(some[1])]).result(WORK)
+        except BaseException as error:
+            errors.append(error)
+
+    with open_cache(directory, blocks=20) as cache:
+        threads = [threading.Thread(target=work, args=(first,)) for first in (0, 5, 11)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert cache._locked_nbytes == 0 and cache.nbytes == len(cache) * LENGTH <= cache.capacity
+        left = numbers(cache)
+    with open_cache(directory, blocks=20) as cache:
+        assert numbers(cache) == left and load(cache, *left) == [True] * len(left)
+
+
+def test_a_closed_cache_and_a_forked_child_are_refused(directory: str) -> None:
+    cache = open_cache(directory)
+    store(cache, 1)
+    assert in_child(lambda: cache._store.read_into(key_of(1), bytearray(LENGTH)) and None) == "ForkedError"
+    cache.close()
+    cache.close()
+    with pytest.raises(RuntimeError):
+        cache.store([key_of(2)], [block_of(2)])
+    assert not cache.is_arriving(key_of(2))
+    with pytest.raises(remanent.InvalidError):
+        BlockCache(directory, identity=IDENTITY, capacity=0)
+
+
+CHILD = """
+    import sys
+    from test_kv import *
+
+    cache = open_cache(sys.argv[1], 64)
+    for number in range(0, 1 << 30, 4):
+        store(cache, *range(number, number + 4))
+        cache.touch([key_of(number)])
+        print(number + 3, flush=True)
+"""
+
+
+@pytest.mark.parametrize("last", [3, 47, 203])
+def test_every_block_that_was_reported_is_found_after_a_kill(last: int, directory: str) -> None:
+    tests = str(Path(__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(CHILD), directory], stdout=subprocess.PIPE,
+                             text=True, env=environment)
+    assert child.stdout is not None
+    reported = -1
+    for line in child.stdout:
+        reported = int(line)
+        if reported == last:
+            child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert reported >= last
+    with open_cache(directory, 64) as cache:
+        # The job after the last that was reported may have been logged, and then pushed out four.
+        expected = range(max(0, reported - 59), reported + 1)
+        assert load(cache, *expected) == [True] * len(expected)
+        assert load(cache, *numbers(cache)) == [True] * len(cache)
+        assert len(cache) <= 64 and store(cache, 1 << 40) == LENGTH
+
+
+def test_jobs_are_futures(cache: BlockCache) -> None:
+    done: list[Future[int]] = []
+    future = cache.store([key_of(1)], [block_of(1)])
+    future.add_done_callback(done.append)
+    assert future.result(WORK) == LENGTH
+    cache.drain()
+    with pytest.raises(ValueError):
+        cache.store([key_of(1), key_of(2)], [block_of(1)])

@@ -1,0 +1,224 @@
+"""The L2 adapter for LMCache: found again after a restart, proven, of the type and shape of the buffers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import select
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import stand_ins
+
+import remanent
+
+HOST = stand_ins.lmcache()
+
+from lmcache.v1.distributed.api import ObjectKey  # noqa: E402
+from lmcache.v1.distributed.internal_api import L2AdapterListener  # noqa: E402
+
+from remanent.lmcache import RemanentL2Adapter  # noqa: E402
+
+LENGTH = 64 << 10
+PARAMS = {"capacity": 64 * LENGTH, "revision": "1", "chunk_size": 256}
+
+
+def setup_module() -> None:
+    print(f"the host is {HOST}")
+
+
+def key(number: int, **others: Any) -> Any:
+    return ObjectKey(**{"chunk_hash": number.to_bytes(32, "big"), "model_name": "org/a model", "kv_rank": 0x01000100,
+                        "cache_salt": "", **others})
+
+
+class Memory:
+    """Memory of LMCache's: bytes with a type and a shape."""
+
+    def __init__(self, number: int, dtype: str = "bfloat16", length: int = LENGTH) -> None:
+        self.bytes = bytearray(number.to_bytes(8, "big") * (length // 8))
+        self.metadata = SimpleNamespace(dtype=None, shape=None, dtypes=[dtype], shapes=[[length // 2]],
+                                        fmt=SimpleNamespace(name="KV_2LTD"))
+
+    @property
+    def byte_array(self) -> memoryview:
+        return memoryview(self.bytes)
+
+
+class Listener(L2AdapterListener):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.there: dict[Any, int] = {}
+        self.accessed: list[Any] = []
+
+    def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
+        self.there |= dict(zip(keys, sizes, strict=True))
+
+    def on_l2_keys_accessed(self, keys: list[Any]) -> None:
+        self.accessed += keys
+
+    def on_l2_keys_deleted(self, keys: list[Any]) -> None:
+        for each in keys:
+            del self.there[each]
+
+
+def wait(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    assert poll.poll(60_000)
+    os.eventfd_read(fd)
+
+
+def store(adapter: RemanentL2Adapter, keys: list[Any], memories: list[Memory]) -> Any:
+    task = adapter.submit_store_task(keys, memories)
+    wait(adapter.get_store_event_fd())
+    return adapter.pop_completed_store_tasks()[task]
+
+
+def bits(bitmap: Any, count: int) -> list[bool]:
+    return [bitmap.test(index) for index in range(count)]
+
+
+def lookup(adapter: RemanentL2Adapter, keys: list[Any]) -> list[bool]:
+    task = adapter.submit_lookup_and_lock_task(keys, {})
+    wait(adapter.get_lookup_and_lock_event_fd())
+    found = bits(adapter.query_lookup_and_lock_result(task), len(keys))
+    assert adapter.query_lookup_and_lock_result(task) is None
+    return found
+
+
+def load(adapter: RemanentL2Adapter, keys: list[Any], memories: list[Memory]) -> list[bool]:
+    task = adapter.submit_load_task(keys, memories)
+    wait(adapter.get_load_event_fd())
+    loaded = bits(adapter.query_load_result(task), len(keys))
+    assert adapter.query_load_result(task) is None
+    return loaded
+
+
+def make(directory: str, **params: Any) -> RemanentL2Adapter:
+    return RemanentL2Adapter({"path": directory, **PARAMS, **params})
+
+
+@pytest.fixture
+def adapter(directory: str) -> Iterator[RemanentL2Adapter]:
+    adapter = make(directory)
+    yield adapter
+    adapter.close()
+
+
+def test_blocks_are_found_after_a_restart_with_their_bytes(directory: str) -> None:
+    adapter = make(directory)
+    stored = store(adapter, [key(1), key(2), key(1)], [Memory(1), Memory(2), Memory(1)])
+    assert stored.is_successful() and stored.bytes_transferred() == 2 * LENGTH
+    assert store(adapter, [key(1)], [Memory(1)]).bytes_transferred() == 0
+    adapter.close()
+
+    adapter = make(directory)
+    assert adapter.get_usage().total_bytes_used == 2 * LENGTH
+    others = [key(1, kv_rank=2), key(1, model_name="b"), key(1, object_group_id=1), key(1, cache_salt="of a user")]
+    assert lookup(adapter, [key(1), key(2), key(3), *others]) == [True, True, False, False, False, False, False]
+    outs = [Memory(0), Memory(0), Memory(0)]
+    assert load(adapter, [key(2), key(3), key(1)], outs) == [True, False, True]
+    assert outs[0].bytes == Memory(2).bytes and outs[2].bytes == Memory(1).bytes
+    adapter.submit_unlock([key(1), key(2)])
+    assert adapter.report_status()["is_healthy"]
+    adapter.close()
+    adapter.close()
+    assert not adapter.report_status()["is_healthy"]
+
+
+def test_bytes_of_another_type_or_length_are_not_handed_out(adapter: RemanentL2Adapter) -> None:
+    store(adapter, [key(1)], [Memory(1)])
+    assert load(adapter, [key(1)], [Memory(0, "float16")]) == [False]
+    assert load(adapter, [key(1)], [Memory(0, length=8)]) == [False]
+    assert store(adapter, [key(1)], [Memory(7, "float16")]).bytes_transferred() == LENGTH
+    out = Memory(0, "float16")
+    assert load(adapter, [key(1)], [out]) == [True] and out.bytes == Memory(7).bytes
+
+
+def test_listeners_are_told_what_comes_and_goes_and_locked_blocks_stay(directory: str) -> None:
+    adapter, listener = make(directory, capacity=4 * LENGTH), Listener()
+    adapter.register_listener(listener)
+    salted = key(0, cache_salt="of a user")
+    store(adapter, [salted, *map(key, range(1, 4))], [Memory(each) for each in range(4)])
+    assert lookup(adapter, [salted, key(1)]) == [True, True]
+    store(adapter, [key(5), key(6)], [Memory(5), Memory(6)])
+    assert listener.there == {each: LENGTH for each in (salted, key(1), key(5), key(6))}
+    assert not store(adapter, [key(each) for each in (7, 8, 9)], [Memory(each) for each in (7, 8, 9)]).is_successful()
+    adapter.delete([salted])
+    assert salted in listener.there
+    adapter.submit_unlock([salted])
+    adapter.delete([salted, key(77)])
+    assert salted not in listener.there and adapter.get_usage().total_bytes_used == sum(listener.there.values())
+    load(adapter, [key(1), salted], [Memory(0), Memory(0)])
+    assert listener.accessed == [key(1)]
+    adapter.close()
+
+
+def test_keys_are_listed_page_by_page(adapter: RemanentL2Adapter) -> None:
+    for number in range(5):
+        store(adapter, [key(number), key(number, model_name="b")], [Memory(number), Memory(number)])
+    seen, cursor = [], None
+    while True:
+        page = adapter.list_l2_keys("org/a model", page_size=2, cursor=cursor)
+        seen += page.entries
+        cursor = page.next_page_token
+        if cursor is None:
+            break
+    assert [entry.key for entry in seen] == [key(number).to_encoded_object_key() for number in range(5)]
+    assert {entry.size_bytes for entry in seen} == {LENGTH}
+    assert len(adapter.list_l2_keys().entries) == 10
+    with pytest.raises(ValueError):
+        adapter.list_l2_keys(page_size=0)
+
+
+def test_blocks_that_would_mean_something_else_are_refused(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(directory).close()
+    with pytest.raises(remanent.MismatchError, match="revision is '1' there and '2' here"):
+        make(directory, revision="2")
+    with pytest.raises(remanent.MismatchError, match="chunk is 256 there and 512 here"):
+        make(directory, chunk_size=512)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(remanent.InvalidError, match="the seed of builtin may be another one in each process"):
+        make(directory, hash_algorithm="builtin")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    with pytest.raises(remanent.MismatchError, match="hash is 'blake3' there and 'builtin' here, seed is ''"):
+        make(directory, hash_algorithm="builtin")
+
+
+@pytest.mark.parametrize(("params", "what"), [
+    ({"capcity": 1}, r"lacks \['capacity', 'chunk_size', 'path', 'revision'\] and has the unknown \['capcity'\]"),
+    ({"path": "x", **PARAMS, "capacity": "1 TB"}, "capacity is '1 TB', and must be of type int"),
+    ({"path": "x", **PARAMS, "durable": 1}, "durable is 1, and must be of type bool"),
+])
+def test_parameters_are_refused_by_name(params: Any, what: str) -> None:
+    with pytest.raises(remanent.InvalidError, match=what):
+        RemanentL2Adapter(params)
+
+
+def test_what_cannot_begin_fails_and_rings(adapter: RemanentL2Adapter) -> None:
+    broken = SimpleNamespace(byte_array=None, metadata=Memory(1).metadata)
+    task = adapter.submit_store_task([key(1)], [broken])  # type: ignore[list-item]
+    wait(adapter.get_store_event_fd())
+    assert not adapter.pop_completed_store_tasks()[task].is_successful()
+    assert load(adapter, [key(1)], [broken]) == [False]  # type: ignore[list-item]
+
+
+def test_the_configuration_that_is_shown_makes_an_adapter(directory: str) -> None:
+    text = importlib.import_module("remanent.lmcache").__doc__ or ""
+    shown = re.search(r"l2-adapter '(.*?)'\n\n", text, re.DOTALL)
+    assert shown is not None
+    config = json.loads(shown.group(1))
+    config["adapter_params"]["path"] = directory
+    if HOST == "a stand-in":
+        made = getattr(importlib.import_module(config["module_path"]), config["class_name"])(config["adapter_params"])
+    else:
+        from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
+        from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
+
+        made = create_l2_adapter_from_registry(PluginL2AdapterConfig.from_dict(config), None)
+    assert type(made) is RemanentL2Adapter
+    made.close()

@@ -1,0 +1,237 @@
+"""The tier for vLLM: found again after a restart, proven, refused where blocks would mean something else."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_ins
+
+import remanent
+
+HOST = stand_ins.vllm()
+
+from vllm.v1.core import kv_cache_utils  # noqa: E402
+from vllm.v1.kv_offload.base import LookupResult, ReqContext  # noqa: E402
+from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
+
+from remanent.vllm import RemanentTier  # noqa: E402
+
+ROWS, LENGTH = 8, 64 << 10
+REQUEST = ReqContext(req_id="a request")
+
+
+def setup_module() -> None:
+    print(f"the host is {HOST}")
+
+
+def spec(**changes: Any) -> Any:
+    parallel = {"tp_size": 2, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, "data_parallel_index": 0,
+                "data_parallel_size": 1, "is_parallelism_agnostic": False}
+    config = {"model": SimpleNamespace(name="a model", dtype="bfloat16"), "enable_kv_cache_events": True,
+              "cache": SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
+              "groups": (SimpleNamespace(tokens_per_block=16, layer_names=("layer.0", "layer.1")),),
+              "kv_cache_layout": "NHD", "canonical_layout": False, "replicated_layout": False}
+    for name, value in changes.items():
+        (parallel if name in parallel else config)[name] = value
+    return SimpleNamespace(config=SimpleNamespace(**config, parallel=SimpleNamespace(**parallel)),
+                           kv_events_config=SimpleNamespace(enable_kv_cache_events=config["enable_kv_cache_events"]))
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big") + (0).to_bytes(4, "big")
+
+
+class Engine:
+    """Host memory with rows of blocks, and a tier behind it."""
+
+    def __init__(self, directory: str, of: Any = None, **config: Any) -> None:
+        self.rows = np.zeros((ROWS, LENGTH // 8), dtype=np.int64)
+        self.tier = RemanentTier(of or spec(), memoryview(self.rows), "remanent",
+                                 **{"path": directory, "capacity": 64 * LENGTH, "revision": "1", **config})
+        self.jobs = 0
+
+    def run(self, begin: Any, keys: list[int], rows: list[int]) -> Any:
+        self.jobs += 1
+        begin(TransferJob(job_id=self.jobs, keys=[key(each) for each in keys], chunk_ids=np.array(rows, dtype=np.int64),
+                          is_promotion=begin == self.tier.submit_load, req_context=REQUEST))
+        self.tier.drain_jobs()
+        (result,) = self.tier.get_finished_jobs()
+        assert result.job_id == self.jobs
+        return result
+
+    def store(self, *numbers: int) -> Any:
+        rows = list(range(len(numbers)))
+        for row, number in zip(rows, numbers, strict=True):
+            self.rows[row] = number
+        return self.run(self.tier.submit_store, list(numbers), rows)
+
+    def load(self, *numbers: int) -> Any:
+        self.rows[:] = -1
+        return self.run(self.tier.submit_load, list(numbers), [ROWS - 1 - at for at in range(len(numbers))])
+
+    def has(self, *numbers: int) -> list[bool]:
+        return [self.tier.lookup(key(each), REQUEST) is LookupResult.HIT for each in numbers]
+
+
+@pytest.fixture
+def engine(directory: str) -> Iterator[Engine]:
+    engine = Engine(directory)
+    yield engine
+    engine.tier.shutdown()
+
+
+def test_blocks_are_found_after_a_restart_with_their_bytes(directory: str) -> None:
+    engine = Engine(directory)
+    assert engine.has(1, 2) == [False, False]
+    stored = engine.store(1, 2, 3)
+    assert stored.success and stored.transfer_bytes == 3 * LENGTH and stored.transfer_time >= 0
+    engine.tier.touch([key(1)], REQUEST)
+    engine.tier.shutdown()
+
+    engine = Engine(directory)
+    engine.tier.on_new_request(REQUEST)
+    assert engine.has(1, 2, 3, 4) == [True, True, True, False]
+    assert engine.load(3, 1).success
+    assert (engine.rows[7] == 3).all() and (engine.rows[6] == 1).all() and (engine.rows[:6] == -1).all()
+    assert list(engine.tier.get_finished_jobs()) == []
+    engine.tier.shutdown()
+
+
+def test_a_load_that_fails_in_part_says_which_blocks_came(engine: Engine) -> None:
+    engine.store(1, 2)
+    result = engine.load(1, 99, 2)
+    assert not result.success and list(result.successful_keys) == [key(1), key(2)]
+    assert (engine.rows[7] == 1).all() and (engine.rows[5] == 2).all()
+    result = engine.load(98)
+    assert not result.success and result.successful_keys is None
+
+
+def test_rows_beyond_the_memory_fail_the_job(engine: Engine) -> None:
+    for rows in ([ROWS], [-1]):
+        assert not engine.run(engine.tier.submit_store, [5], rows).success
+    assert engine.has(5) == [False]
+    assert engine.store(5).success
+
+
+def test_a_block_on_its_way_is_to_be_asked_for_again(engine: Engine) -> None:
+    may_go_on = threading.Event()
+    held = engine.tier.cache._writer.submit(may_go_on.wait, 60)
+    engine.tier.submit_store(TransferJob(job_id=9, keys=[key(7)], chunk_ids=np.array([0]), is_promotion=False,
+                                         req_context=REQUEST))
+    assert engine.tier.lookup(key(7), REQUEST) is LookupResult.RETRY
+    assert list(engine.tier.get_finished_jobs()) == []
+    may_go_on.set()
+    assert held.result(60)
+    engine.tier.drain_jobs()
+    assert engine.tier.lookup(key(7), REQUEST) is LookupResult.HIT
+    assert [result.job_id for result in engine.tier.get_finished_jobs()] == [9]
+
+
+def test_events_tell_what_comes_and_goes(directory: str) -> None:
+    engine = Engine(directory, capacity=4 * LENGTH, enable_kv_events=True, locality="LOCAL")
+    for number in range(6):
+        engine.store(number)
+    events = list(engine.tier.take_events())
+    stored = [each for event in events if not event.removed for each in event.keys]
+    removed = [each for event in events if event.removed for each in event.keys]
+    assert stored == [key(each) for each in range(6)] and removed == [key(0), key(1)]
+    assert {event.locality.value for event in events} == {"LOCAL"}
+    assert list(engine.tier.take_events()) == []
+    engine.tier.shutdown()
+    quiet = Engine(directory, spec(enable_kv_cache_events=False), enable_kv_events=True)
+    quiet.store(9)
+    assert list(quiet.tier.take_events()) == []
+    quiet.tier.shutdown()
+
+
+@pytest.mark.parametrize(("changes", "config", "what"), [
+    ({}, {"revision": "2"}, "revision is '1' there and '2' here"),
+    ({"model": SimpleNamespace(name="a model", dtype="float16")}, {}, "dtype is 'bfloat16' there and 'float16' here"),
+    ({"model": SimpleNamespace(name="another", dtype="bfloat16")}, {}, "model is 'a model' there and 'another' here"),
+    ({"tp_size": 4}, {}, r"ranks is \[2, 1, 1, 1\] there and \[4, 1, 1, 1\] here"),
+    ({"kv_cache_layout": "HND"}, {}, "layout is 'NHD' there and 'HND' here"),
+    ({"groups": (SimpleNamespace(tokens_per_block=16, layer_names=("layer.0",)),)}, {}, "groups is"),
+    ({}, {"hash_algorithm": "sha256_cbor"}, "hash is 'sha256' there and 'sha256_cbor' here"),
+])
+def test_blocks_that_would_mean_something_else_are_refused(
+        changes: Any, config: Any, what: str, directory: str) -> None:
+    Engine(directory).tier.shutdown()
+    with pytest.raises(remanent.MismatchError, match=what):
+        Engine(directory, spec(**changes), **config)
+
+
+def test_ranks_do_not_matter_where_blocks_are_the_same_for_any_number(directory: str) -> None:
+    Engine(directory, spec(is_parallelism_agnostic=True)).tier.shutdown()
+    Engine(directory, spec(is_parallelism_agnostic=True, tp_size=4)).tier.shutdown()
+
+
+def test_engines_of_one_service_have_directories_of_their_own(directory: str) -> None:
+    engines = [Engine(directory, spec(data_parallel_size=2, data_parallel_index=index)) for index in range(2)]
+    engines[0].store(1)
+    assert [engine.has(1) for engine in engines] == [[True], [False]]
+    for engine in engines:
+        engine.tier.shutdown()
+
+
+def test_a_seed_that_is_drawn_for_each_process_is_refused(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(remanent.InvalidError, match="draws the seed of xxhash anew") as refused:
+        Engine(directory, hash_algorithm="xxhash")
+    assert "PYTHONHASHSEED" in refused.value.remedy and not os.path.exists(directory)
+    Engine(directory).tier.shutdown()
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    with pytest.raises(remanent.MismatchError, match="seed is 'vllm-none-hash' there and '7' here"):
+        Engine(directory)
+    Engine(directory + "-xxhash", hash_algorithm="xxhash").tier.shutdown()
+
+
+def test_another_hash_than_the_engine_uses_is_refused_at_the_first_request(
+        directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr(kv_cache_utils, "get_none_hash_seed", lambda: "vllm-none-hash")
+    engine = Engine(directory)
+    first = get_hash_fn_by_name("sha256_cbor" if HOST == "a stand-in" else "sha256")("another seed")
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", first, raising=False)
+    with pytest.raises(remanent.InvalidError, match="does not hash by sha256 with the seed 'vllm-none-hash'"):
+        engine.tier.on_new_request(REQUEST)
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", get_hash_fn_by_name("sha256")("vllm-none-hash"))
+    engine.tier.on_new_request(REQUEST)
+    engine.tier.on_new_request(REQUEST)
+    engine.tier.shutdown()
+
+
+def documented() -> dict[str, Any]:
+    """The configuration that the module shows."""
+    text = importlib.import_module("remanent.vllm").__doc__ or ""
+    shown = re.search(r"kv-transfer-config '(.*?)'\n\n", text, re.DOTALL)
+    assert shown is not None
+    config: dict[str, Any] = json.loads(shown.group(1))["kv_connector_extra_config"]
+    return config
+
+
+def test_the_configuration_that_is_shown_makes_a_tier(directory: str) -> None:
+    config = documented()
+    (tier,) = config["secondary_tiers"]
+    tier["path"] = directory
+    rows = memoryview(np.zeros((ROWS, LENGTH), dtype=np.uint8))
+    if HOST == "a stand-in":
+        kind = getattr(importlib.import_module(tier.pop("module_path")), tier.pop("type"))
+        made = kind(spec(), rows, "remanent", **tier)
+    else:
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+        made = SecondaryTierFactory.create_secondary_tier(tier, rows, spec())
+    assert type(made) is RemanentTier and Path(directory, "STORE").exists()
+    made.shutdown()
