@@ -82,8 +82,7 @@ class RemanentTier(SecondaryTierManager):  # type: ignore[misc]
         self._seed = _seed(hash_algorithm)
         self._is_seed_proven = False
         self._hash_algorithm = hash_algorithm
-        self._memory = primary_kv_view if primary_kv_view.format == "B" and primary_kv_view.ndim == 1 \
-            else primary_kv_view.cast("B")
+        self._memory = primary_kv_view.cast("B")
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         # Jobs whose result is not told yet.
         self._open_jobs = 0
@@ -138,8 +137,9 @@ class RemanentTier(SecondaryTierManager):  # type: ignore[misc]
             self._is_told.wait_for(lambda: self._open_jobs == 0)
 
     def shutdown(self) -> None:
-        """Ends the jobs that were begun, and closes the store."""
+        """Ends the jobs that were begun, and closes the store. vLLM unmaps the memory before it next."""
         self._cache.close()
+        self._memory.release()
 
     def _begin(self, job: TransferJob, begin: Callable[..., Future[Any]]) -> None:
         """Begins to store or load. What becomes of the job is told by `get_finished_jobs`, if it cannot begin, too."""

@@ -6,7 +6,12 @@ import importlib
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,3 +240,87 @@ def test_the_configuration_that_is_shown_makes_a_tier(directory: str) -> None:
         made = SecondaryTierFactory.create_secondary_tier(tier, rows, spec())
     assert type(made) is RemanentTier and Path(directory, "STORE").exists()
     made.shutdown()
+
+
+SERVER = """
+    import sys
+    from test_vllm import *
+
+    manager, memory = serve(sys.argv[1])
+    for number in range(0, 1 << 20, 3):
+        blocks = range(number, number + 3)
+        request = ReqContext(req_id=str(number))
+        manager.on_new_request(request)
+        output = manager.prepare_store([key(each) for each in blocks], request)
+        for row, each in zip(output.store_spec.chunk_ids, blocks, strict=True):
+            memory[row] = each % 251
+        manager.complete_store([key(each) for each in blocks], request)
+        manager.on_request_finished(request)
+        while manager.has_pending_work():
+            step(manager)
+        print(number + 2, flush=True)
+"""
+
+
+def serve(directory: str) -> tuple[Any, Any]:
+    """vLLM's own manager of tiers, with host memory for 16 blocks and a tier behind it, and that memory."""
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+    tier = {"type": "RemanentTier", "module_path": "remanent.vllm", "path": directory, "capacity": 64 * LENGTH,
+            "revision": "1"}
+    parallel = OffloadingParallelConfig(
+        rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0, data_parallel_size=1,
+        data_parallel_rank_local=None, is_parallelism_agnostic=False)
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(16, ("layer",), 0),), worker_kv_bytes_per_block=LENGTH,
+        enable_kv_cache_events=False, engine_id=f"engine-{os.getpid()}",
+        extra_config={"cpu_bytes_to_use": 16 * LENGTH, "secondary_tiers": [tier]},
+        model=OffloadingModelConfig(name="a model", dtype="float16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1), parallel=parallel)
+    manager = TieringOffloadingSpec(config).get_manager()
+    return manager, np.asarray(manager.primary_tier.get_kv_memoryview()).view(np.uint8)
+
+
+def step(manager: Any) -> None:
+    from vllm.v1.kv_offload.base import ScheduleEndContext
+
+    manager.on_schedule_end(ScheduleEndContext(new_req_ids=[], preempted_req_ids=()))
+    time.sleep(0.001)
+
+
+@pytest.mark.skipif(HOST == "a stand-in", reason="vLLM is not installed")
+@pytest.mark.parametrize("last", [50, 200])
+def test_every_block_that_vllm_was_told_is_stored_is_found_after_a_kill(last: int, directory: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    server = subprocess.Popen([sys.executable, "-c", textwrap.dedent(SERVER), directory], stdout=subprocess.PIPE,
+                              text=True, env=environment)
+    assert server.stdout is not None
+    reported = -1
+    for line in server.stdout:
+        if line.strip().isdigit():
+            reported = int(line)
+            if reported >= last:
+                server.send_signal(signal.SIGKILL)
+    server.wait()
+    assert reported >= last
+    manager, memory = serve(directory)
+    # What was being stored at the end may be there, too, and may have pushed out as much.
+    for number in range(max(0, reported - 60), reported + 1):
+        request = ReqContext(req_id=f"again {number}")
+        manager.on_new_request(request)
+        while (found := manager.lookup(key(number), request)) not in (LookupResult.HIT, LookupResult.MISS):
+            step(manager)
+        assert found is LookupResult.HIT, number
+        (row,) = manager.prepare_load([key(number)], request).chunk_ids
+        assert (memory[row] == number % 251).all(), number
+        manager.complete_load([key(number)], request)
+        manager.on_request_finished(request)
+    del memory
+    manager.shutdown()
