@@ -53,7 +53,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from remanent import _native, _pages, _tensors
+from remanent import _durable, _native, _pages, _tensors
 from remanent._errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
 
 __all__ = ["StorageReader", "StorageWriter", "StoredItem"]
@@ -143,7 +143,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         super().__init__()
         self._go_to(path)
         self._overwrite, self._verify, self._options = overwrite, verify, options
-        self._save_id = uuid.uuid4().hex
+        self.save_id = uuid.uuid4().hex
         self._saving: _Saving | None = None
         self._rank = 0
         self._together = True
@@ -152,7 +152,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         """Begins another checkpoint, in another path if one is given."""
         if checkpoint_id:
             self._go_to(checkpoint_id)
-        self._save_id = uuid.uuid4().hex
+        self.save_id = uuid.uuid4().hex
         self._end_saving()
 
     # DCP looks for a parameter of the name `kwargs`.
@@ -171,8 +171,8 @@ class StorageWriter(_AtPath, storage.StorageWriter):
                 raise RefusedError(f"{item.index.fqn[:100]}…: a name of more than {_NAME_BYTES_MAX} bytes")
         if not self._overwrite and _metadata_files(self._path):
             raise TakenError(f"there is a checkpoint in {self._path}", remedy="remove it, or save with `overwrite`")
-        _make_folder(self._path)
-        _make_folder(self._stores)
+        _durable.make_folder(self._path)
+        _durable.make_folder(self._stores)
         return plan if self._together else replace(plan, storage_data=_store_of(self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -194,7 +194,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         store_name = plan.storage_data or _store_of(self._rank)
         self._end_saving()
         # Said before the checkpoints are looked at: another save that looks later finds this one.
-        self._saving = _Saving(self._stores, self._save_id)
+        self._saving = _Saving(self._stores, self.save_id)
         own = {"device": "host", "page_load": "on_demand", "snapshots_kept": 1, "compression": False,
                "spare_bytes": 0}
         with _open_store(self._stores / store_name, {**own, **self._options}) as store:
@@ -218,18 +218,18 @@ class StorageWriter(_AtPath, storage.StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = self.storage_meta()
         path = _metadata_path(self._path, None if self._together else self._rank)
-        _publish(path, _encode(metadata))
+        _durable.publish(path, _encode(metadata))
         # What an earlier save of the other kind left here would be loaded in its place.
         others = [each for each in _metadata_files(self._path) if (each.name == _METADATA) != self._together]
         for other in others:
             other.unlink(missing_ok=True)
         if others:
-            _sync_folder(self._path)
+            _durable.sync_folder(self._path)
         self._end_saving()
 
     def storage_meta(self) -> StorageMeta | None:
         """What DCP's planners are told of this save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
 
 class StorageReader(_AtPath, storage.StorageReader):
@@ -244,7 +244,7 @@ class StorageReader(_AtPath, storage.StorageReader):
     def __init__(self, path: _Path) -> None:
         super().__init__()
         self._go_to(path)
-        self._load_id = uuid.uuid4().hex
+        self.load_id = uuid.uuid4().hex
         self._save_id: str | None = None
         self._items: dict[MetadataIndex, StoredItem] = {}
 
@@ -252,7 +252,7 @@ class StorageReader(_AtPath, storage.StorageReader):
         """Begins to load another checkpoint, from another path if one is given."""
         if checkpoint_id:
             self._go_to(checkpoint_id)
-        self._load_id = uuid.uuid4().hex
+        self.load_id = uuid.uuid4().hex
         self._items = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -263,7 +263,7 @@ class StorageReader(_AtPath, storage.StorageReader):
             _proven(_metadata_path(self._path, None))
         found = _read(_metadata_path(self._path, rank))
         if found.storage_meta is not None:
-            found.storage_meta.load_id = self._load_id
+            found.storage_meta.load_id = self.load_id
         return found
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any,
@@ -606,29 +606,6 @@ def _root_of(checkpoint: Path) -> Path:
     return checkpoint.resolve().parent
 
 
-def _make_folder(path: Path) -> None:
-    """Makes a folder with those above it; their names are durable when this returns."""
-    missing = [path]
-    while not missing[-1].parent.exists():
-        missing.append(missing[-1].parent)
-    for folder in reversed(missing):
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            if not folder.is_dir():
-                raise
-            continue
-        _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 # The metadata.
 
 def _metadata_path(checkpoint: Path, rank: int | None) -> Path:
@@ -643,17 +620,6 @@ def _metadata_files(checkpoint: Path) -> list[Path]:
         return []
     return [checkpoint / name for name in names if name == _METADATA or (name.startswith("__") and
                                                                         name.endswith(_METADATA))]
-
-
-def _publish(path: Path, content: bytes) -> None:
-    """Puts a file in the place of another one, whole or not at all; durable when this returns."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
 
 
 def _encode(found: Metadata) -> bytes:

@@ -48,7 +48,7 @@ _SEPARATOR = "@"
 _TOLD_AT_ONCE = 10_000
 
 
-class RemanentL2Adapter(L2AdapterInterface):  # type: ignore[misc]
+class RemanentL2Adapter(L2AdapterInterface):
     """An L2 adapter of LMCache, in a directory. Its parameters:
 
     `path`, the directory; `capacity`, the bytes of blocks that are kept (on disk they take up to twice as much);

@@ -58,7 +58,7 @@ _logger = logging.getLogger("remanent.vllm")
 _SEEDED_BY_CHANCE = ("xxhash", "xxhash_cbor")
 
 
-class RemanentTier(SecondaryTierManager):  # type: ignore[misc]
+class RemanentTier(SecondaryTierManager):
     """A secondary tier of vLLM's `TieringOffloadingSpec`, in a directory.
 
     `path` is the directory, one for each engine: data-parallel engines make directories of their own in it.
@@ -243,7 +243,7 @@ def _identity(spec: OffloadingSpec, length: int, revision: str, algorithm: str, 
         "blocks per chunk": config.cache.blocks_per_chunk,
         "groups": [{"tokens": group.tokens_per_block, "layers": list(group.layer_names)} for group in config.groups],
         "layout": config.kv_cache_layout,
-        "canonical": canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None,
+        "canonical": canonical_format_id(str(config.kv_cache_layout)) if config.canonical_layout else None,
         "replicated": config.replicated_layout,
         "ranks": None if parallel.is_parallelism_agnostic or config.replicated_layout else
                  [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],

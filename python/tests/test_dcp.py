@@ -90,6 +90,17 @@ def test_a_run_goes_on_where_it_was_saved(directory: str) -> None:
     assert [train(other_model, other_optimizer, step) for step in range(3, 6)] == expected
 
 
+def test_what_saved_a_checkpoint_is_told_with_it(directory: str) -> None:
+    writer, reader = StorageWriter(directory), StorageReader(directory)
+    dcp.save({"a": torch.zeros(2)}, storage_writer=writer, no_dist=True)
+    meta = reader.read_metadata().storage_meta
+    assert meta is not None
+    assert (str(meta.checkpoint_id), meta.save_id, meta.load_id) == (directory, writer.save_id, reader.load_id)
+    first = writer.save_id
+    writer.reset()
+    assert writer.save_id != first
+
+
 def test_tensors_of_all_kinds_and_shapes(directory: str) -> None:
     torch.manual_seed(0)
     square = torch.randn(6, 4)

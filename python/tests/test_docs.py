@@ -46,10 +46,12 @@ def test_the_example_runs(name: str, text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["remanent", "remanent._errors", "remanent._pages", "remanent.kv",
                                     "remanent._checkpointer", "remanent.torch", "remanent.dcp", "remanent.weights",
+                                    "remanent.torch_checkpointing",
                                     pytest.param("remanent.jax", marks=pytest.mark.jax)])
 def test_the_examples_of_a_module_run(module: str, tmp_path: Path) -> None:
     if module not in ("remanent", "remanent._errors", "remanent._pages", "remanent.kv"):
-        pytest.importorskip("jax" if module == "remanent.jax" else "torch")
+        name = module.removeprefix("remanent.")
+        pytest.importorskip(name if name in ("jax", "torch_checkpointing") else "torch")
     tests = [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
     assert tests
     for number, test in enumerate(tests):

@@ -1,0 +1,41 @@
+"""Folders and files whose names are durable: as they are after a power cut once the call has returned."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder with those above it; their names are durable when this returns."""
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for folder in reversed(missing):
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+            continue
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(path: Path, content: bytes) -> None:
+    """Puts a file in the place of another one, whole or not at all; durable when this returns."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)

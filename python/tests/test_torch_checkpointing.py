@@ -1,0 +1,272 @@
+"""The storage for torch_checkpointing: files that are whole, durable and proven, or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import remanent
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch_checkpointing")
+
+from remanent import torch_checkpointing as module  # noqa: E402
+from remanent.torch_checkpointing import RemanentStorage, RemanentStorageConfig  # noqa: E402
+
+PAGE = 64 << 10
+
+
+@pytest.fixture(autouse=True)
+def short_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "_PAGE_BYTES", PAGE)
+    yield
+    for files in module._open_files.values():
+        files._store.close()
+    module._open_files.clear()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def storage(root: Path) -> RemanentStorage:
+    storage = RemanentStorageConfig(str(root)).create_storage()
+    storage.mkdir(root / "a")
+    return storage
+
+
+def reopened(root: Path) -> RemanentStorage:
+    """A storage as another process has it."""
+    for files in module._open_files.values():
+        files._store.close()
+    module._open_files.clear()
+    return RemanentStorageConfig(str(root)).create_storage()
+
+
+def data_of(length: int, seed: int = 1) -> bytes:
+    return bytes((at * 31 + at // 251 + seed) % 256 for at in range(length))
+
+
+def pages(root: Path) -> int:
+    with remanent.View(root / ".remanent" / "files-0") as view:
+        return view.page_count
+
+
+@pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 3 * PAGE + 17])
+def test_bytes_come_back_however_they_are_cut(length: int, root: Path, storage: RemanentStorage) -> None:
+    data = data_of(length)
+    for number, piece in enumerate((1 << 30, PAGE // 3 + 1, 2 * PAGE + 5)):
+        with storage.stream_write(root / "a" / str(number)) as file:
+            for begin in range(0, length, piece):
+                assert file.write(memoryview(data)[begin : begin + piece]) == min(piece, length - begin)
+    storage = reopened(root)
+    for number in range(3):
+        path = root / "a" / str(number)
+        assert storage.read(path) == data and storage.getsize(path) == length
+    with storage.stream_read(root / "a" / "1") as file:
+        for at in (length // 2, 0, max(0, length - 3), length, length + 5):
+            assert file.seek(at) == at == file.tell()
+            assert file.read(PAGE) == data[at : at + PAGE]
+        assert file.seek(-1, os.SEEK_END) == length - 1 if length else file.seek(0, os.SEEK_END) == 0
+        with pytest.raises(ValueError):
+            file.seek(-length - 1, os.SEEK_END)
+
+
+def test_whatever_has_the_buffer_protocol_is_taken(root: Path, storage: RemanentStorage) -> None:
+    import numpy as np
+
+    with storage.stream_write(root / "a" / "f") as file:
+        for each in (b"bytes", bytearray(b"array"), np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 3))):
+            file.write(each)
+        with pytest.raises(TypeError, match="contiguous"):
+            file.write(np.arange(6).reshape(2, 3)[:, ::2])
+    assert storage.read(root / "a" / "f") == b"bytesarray" + np.arange(6, dtype=np.int32).tobytes()
+
+
+def test_a_file_that_is_not_ended_is_not_there_and_its_space_comes_back(root: Path, storage: RemanentStorage) -> None:
+    with pytest.raises(KeyError), storage.stream_write(root / "a" / "f") as file:
+        file.write(data_of(3 * PAGE))
+        raise KeyError
+    abandoned = storage.stream_write(root / "a" / "g")
+    abandoned.write(data_of(2 * PAGE))
+    del abandoned, file
+    assert storage.ls(root / "a") == []
+    storage.write(root / "a" / "h", b"kept")
+    assert pages(root) == 1
+    with pytest.raises(RuntimeError, match="is no folder"):
+        storage.write(root / "b" / "f", b"x")
+    storage = reopened(root)
+    storage.write(root / "a" / "i", b"kept")
+    assert pages(root) == 2 and storage.read(root / "a" / "h") == b"kept"
+
+
+def test_the_table_of_renames(root: Path, storage: RemanentStorage) -> None:
+    def there(name: str) -> str:
+        """Makes what a row of the table begins with."""
+        storage.mkdir(root / name)
+        storage.write(root / name / "file", name.encode())
+        return name
+
+    for name in ("full", "other", "third", "fourth"):
+        there(name)
+    storage.mkdir(root / "empty")
+    storage.write(root / "file", b"file")
+    storage.write(root / "file2", b"file2")
+
+    storage.rename(root / "full", root / "absent", is_directory=True)
+    assert storage.read(root / "absent" / "file") == b"full" and not storage.exists(root / "full")
+    storage.rename(root / "other", root / "empty", is_directory=True)
+    assert storage.read(root / "empty" / "file") == b"other"
+    for target, number in (("absent", errno.ENOTEMPTY), ("file", errno.ENOTDIR)):
+        with pytest.raises(OSError) as refused:
+            storage.rename(root / "third", root / target, is_directory=True)
+        assert refused.value.errno == number
+    storage.rename(root / "file", root / "moved")
+    assert storage.read(root / "moved") == b"file"
+    storage.rename(root / "moved", root / "file2")
+    assert storage.read(root / "file2") == b"file"
+    storage.mkdir(root / "void")
+    for target in ("fourth", "void"):
+        with pytest.raises(OSError) as refused:
+            storage.rename(root / "file2", root / target)
+        assert refused.value.errno == errno.EISDIR
+    with pytest.raises(FileNotFoundError):
+        storage.rename(root / "nothing", root / "x")
+    assert sorted(storage.ls(root)) == ["a", "absent", "empty", "file2", "fourth", "third", "void"]
+
+
+def test_space_of_what_is_removed_by_whomever_comes_back(root: Path, storage: RemanentStorage) -> None:
+    import shutil
+
+    for name in ("a", "b", "c", "d"):
+        storage.mkdir(root / name)
+        storage.write(root / name / "file", data_of(4 * PAGE))
+    assert pages(root) == 16
+    storage.write(root / "a" / "file", data_of(PAGE, 2))
+    storage.delete(root / "b" / "file")
+    storage.rmdir(root / "c")
+    shutil.rmtree(root / "d")
+    storage.write(root / "a" / "last", b"x")
+    assert pages(root) == 2
+    assert storage.read(root / "a" / "file") == data_of(PAGE, 2)
+    assert len(os.listdir(root / ".remanent" / "files-0.marks")) == 2
+
+
+def test_paths_that_are_not_its_own_are_refused(root: Path, storage: RemanentStorage, tmp_path: Path) -> None:
+    for path in (tmp_path / "f", root / ".." / "f", root / ".remanent" / "files-0", root):
+        with pytest.raises(remanent.InvalidError):
+            storage.write(path, b"x")
+    (root / "a" / "foreign").write_bytes(b"bytes of another program")
+    with pytest.raises(remanent.InvalidError, match="is no file of this storage"):
+        storage.read(root / "a" / "foreign")
+    with pytest.raises(FileNotFoundError):
+        storage.read(root / "a" / "nothing")
+    assert storage.isdir(root) and storage.remap_path(root / "a") == str(root / "a")
+    assert storage.glob(str(root / "a" / "f*")) == [str(root / "a" / "foreign")]
+
+
+def test_each_changed_byte_of_a_mark_and_a_changed_page_are_found(root: Path, storage: RemanentStorage) -> None:
+    path, data = root / "a" / "f", data_of(PAGE)
+    storage.write(path, data)
+    module._written(root)._store.snapshot()
+    mark = path.read_bytes()
+    for at in range(len(mark)):
+        changed = bytearray(mark)
+        changed[at] ^= 1
+        with open(path, "r+b") as file:
+            file.write(changed)
+        with pytest.raises((remanent.DamagedError, remanent.InvalidError)):
+            reopened(root).read(path)
+    with open(path, "r+b") as file:
+        file.write(mark)
+    assert reopened(root).read(path) == data
+    for image in (root / ".remanent" / "files-0" / "pages").iterdir():
+        held = image.read_bytes()
+        if (begin := held.find(data)) >= 0:
+            with open(image, "r+b") as file:
+                file.seek(begin + 1000)
+                file.write(bytes([held[begin + 1000] ^ 1]))
+    with pytest.raises(remanent.DamagedError):
+        reopened(root).read(path)
+
+
+WRITER = """
+    import sys
+    from pathlib import Path
+    from remanent import torch_checkpointing as module
+    from test_torch_checkpointing import *
+
+    module._PAGE_BYTES = PAGE
+    root, first = Path(sys.argv[1]), int(sys.argv[2])
+    storage = RemanentStorageConfig(str(root)).create_storage()
+    for number in range(first, 1 << 30, 10):
+        storage.mkdir(root / f"writing-{number}")
+        for rank in range(3):
+            storage.write(root / f"writing-{number}" / str(rank), data_of(2 * PAGE + rank, number))
+        storage.rename(root / f"writing-{number}", root / f"step-{number}", is_directory=True)
+        if number >= first + 30:
+            storage.rmdir(root / f"step-{number - 30}")
+        print(number, flush=True)
+"""
+
+
+def writer(root: Path, first: int) -> subprocess.Popen[str]:
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(WRITER), str(root), str(first)], text=True,
+                            stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+
+
+def test_processes_that_write_beside_each_other_are_killed_and_lose_nothing(root: Path) -> None:
+    writers = [writer(root, first) for first in range(2)]
+    last = [-1, -1]
+    for child, process in enumerate(writers):
+        assert process.stdout is not None
+        for line in process.stdout:
+            last[child] = int(line)
+            if last[child] // 10 == 6 + 5 * child:
+                process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert (root / ".remanent" / "files-1").is_dir()
+    storage = reopened(root)
+    for newest in last:
+        for number in range(newest - 20, newest + 1, 10):
+            for rank in range(3):
+                assert storage.read(root / f"step-{number}" / str(rank)) == data_of(2 * PAGE + rank, number)
+    # What can be seen is whole, also what the killed processes could not report.
+    for name in storage.ls(root):
+        if name.startswith("step-"):
+            assert sorted(storage.ls(root / name)) == ["0", "1", "2"]
+            for rank in range(3):
+                assert storage.read(root / name / str(rank)) == data_of(2 * PAGE + rank, int(name[5:]))
+        else:
+            storage.rmdir(root / name)
+    storage.write(root / "end", b"x")
+    names = len([path for path in root.rglob("*") if path.is_file() and ".remanent" not in path.parts])
+    assert sum(len(os.listdir(root / ".remanent" / f"files-{number}.marks")) for number in range(2)) >= names
+
+
+def test_a_manager_saves_and_loads_with_it(root: Path) -> None:
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+
+    config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=RemanentStorageConfig(str(root)))
+    state = {"w": torch.arange(60_000, dtype=torch.float32).reshape(200, 300), "b": torch.ones(3, dtype=torch.bfloat16)}
+    manager = config.build()
+    manager.save(str(root / "step-1"), {"model": state, "step": 7})
+    manager.close()
+    found = {"w": torch.zeros(200, 300), "b": torch.zeros(3, dtype=torch.bfloat16)}
+    manager = config.build()
+    loaded = manager.load(str(root / "step-1"), into={"model": found, "step": 0})
+    assert torch.equal(found["w"], state["w"]) and torch.equal(found["b"], state["b"])
+    assert loaded["step"] == 7
+    manager.close()
