@@ -5,6 +5,7 @@ The tests of an adapter run against its host if it can be imported, and say whic
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import hashlib
@@ -104,6 +105,47 @@ def vllm() -> str:
     _module("vllm.utils.hashing", get_hash_fn_by_name=hash_of)
     _module("vllm.v1.core.kv_cache_utils", DEFAULT_NONE_HASH_SEED="vllm-none-hash",
             get_none_hash_seed=lambda: "vllm-none-hash")
+    return "a stand-in"
+
+
+def vllm_weights() -> str:
+    """What of vLLM 0.33 takes over weights, or what stands in for it."""
+    if _is_installed("vllm.distributed.weight_transfer.base"):
+        return "vLLM"
+
+    class Info:
+        pass
+
+    class WeightTransferEngine:
+        def __class_getitem__(cls, _: Any) -> Any:
+            return cls
+
+        def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+            self.model, self.model_config, self.device = model, vllm_config.model_config, device
+
+    class Factory:
+        _registry: ClassVar[dict[str, Any]] = {}
+
+        @classmethod
+        def register_engine(cls, name: str, module: str, kind: str) -> None:
+            cls._registry[name] = lambda: getattr(importlib.import_module(module), kind)
+
+    def groups_of(names: list[str]) -> list[list[str]]:
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            groups.setdefault(next((part for part in name.split(".") if part.isdigit()), ""), []).append(name)
+        return list(groups.values())
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    _module("vllm.distributed.weight_transfer", WeightTransferEngineFactory=Factory)
+    _module("vllm.distributed.weight_transfer.base", WeightTransferEngine=WeightTransferEngine, WeightTransferInitInfo=Info,
+            WeightTransferUpdateInfo=Info, layerwise_groups=groups_of)
+    _module("vllm.model_executor.model_loader.reload", initialize_layerwise_reload=nothing,
+            finalize_layerwise_reload=nothing)
+    _module("vllm.model_executor.model_loader.mtp_validation",
+            disable_mtp_completeness_check=contextlib.nullcontext)
     return "a stand-in"
 
 

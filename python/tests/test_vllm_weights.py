@@ -1,0 +1,131 @@
+"""Weights that vLLM takes over: of exactly the version that is named, and layer by layer what changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import stand_ins
+
+import remanent
+
+torch = pytest.importorskip("torch")
+HOST = stand_ins.vllm_weights()
+
+from remanent.vllm_weights import (  # noqa: E402
+    RemanentInitInfo,
+    RemanentUpdateInfo,
+    RemanentWeightEngine,
+    register,
+)
+from remanent.weights import Publisher  # noqa: E402
+
+
+class Model:
+    """A model with vLLM's way to load weights."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Any] = {}
+        self.loaded: list[str] = []
+        self.fails_at: str | None = None
+
+    def load_weights(self, weights: Any) -> None:
+        self.loaded = []
+        for name, tensor in weights:
+            if name == self.fails_at:
+                raise KeyError(name)
+            self.loaded.append(name)
+            self.weights[name] = tensor.clone()
+
+
+def trained() -> dict[str, Any]:
+    return {f"model.layers.{layer}.{part}": torch.full((40, 30), float(layer), dtype=torch.bfloat16)
+            for layer in range(3) for part in ("q", "v")} | {"model.embed": torch.arange(50.0), "lm_head": torch.ones(9)}
+
+
+@pytest.fixture
+def engine() -> RemanentWeightEngine:
+    config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.bfloat16))
+    return RemanentWeightEngine(SimpleNamespace(backend="remanent"), config, torch.device("cpu"), Model())
+
+
+def same(model: Model, tensors: dict[str, Any]) -> bool:
+    return model.weights.keys() == tensors.keys() and all(torch.equal(model.weights[name], tensors[name])
+                                                          for name in tensors)
+
+
+def test_an_update_loads_the_layers_that_changed_of_the_version_that_is_named(
+        directory: str, engine: RemanentWeightEngine) -> None:
+    tensors = trained()
+    with Publisher(directory) as publisher:
+        first = publisher.publish(tensors, 1)
+        first.wait()
+        engine.init_transfer_engine(RemanentInitInfo(directory))
+        engine.receive_weights(RemanentUpdateInfo(first.lsn))
+        assert same(engine.model, tensors) and len(engine.model.loaded) == 8
+
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        tensors["model.layers.1.q"][3, 7] = 5
+        second = publisher.publish(tensors, 2)
+        later = {name: tensor + 1 for name, tensor in tensors.items()}
+        third = publisher.publish(later, 3)
+        third.wait()
+        engine.receive_weights(RemanentUpdateInfo(second.lsn))
+        assert same(engine.model, tensors)
+        assert sorted(engine.model.loaded) == ["model.layers.1.q", "model.layers.1.v"], "a layer is loaded whole"
+        engine.receive_weights(RemanentUpdateInfo(second.lsn))
+        assert engine.model.loaded == []
+        engine.receive_weights(RemanentUpdateInfo(third.lsn))
+        assert same(engine.model, later)
+        assert not same(engine.model, before)
+
+
+def test_an_update_that_fails_is_made_up_for_by_the_next(directory: str, engine: RemanentWeightEngine) -> None:
+    tensors = trained()
+    with pytest.raises(RuntimeError, match="call init_weight_transfer_engine first"):
+        engine.receive_weights(RemanentUpdateInfo(1))
+    with Publisher(directory) as publisher:
+        ticket = publisher.publish(tensors, 1)
+        ticket.wait()
+        engine.init_transfer_engine(RemanentInitInfo(directory))
+        with pytest.raises(remanent.NoStateError):
+            engine.receive_weights(RemanentUpdateInfo(ticket.lsn + 1, timeout=0.1))
+        engine.receive_weights(RemanentUpdateInfo(ticket.lsn))
+        tensors["lm_head"] += 1
+        tensors["model.layers.2.v"] += 1
+        ticket = publisher.publish(tensors, 2)
+        ticket.wait()
+        engine.model.fails_at = "model.layers.2.v"
+        with pytest.raises(KeyError):
+            engine.receive_weights(RemanentUpdateInfo(ticket.lsn))
+        engine.model.fails_at = None
+        engine.receive_weights(RemanentUpdateInfo(ticket.lsn))
+        assert same(engine.model, tensors) and len(engine.model.loaded) == 8
+
+
+def test_an_update_waits_for_a_version_that_comes(directory: str, engine: RemanentWeightEngine) -> None:
+    import threading
+
+    tensors = trained()
+    with Publisher(directory) as publisher:
+        publisher.publish(tensors, 1).wait()
+        engine.init_transfer_engine(RemanentInitInfo(directory))
+        update = threading.Thread(target=lambda: engine.receive_weights(RemanentUpdateInfo(2, timeout=60)))
+        update.start()
+        tensors["lm_head"] *= 3
+        assert publisher.publish(tensors, 2).lsn == 2
+        update.join()
+        assert same(engine.model, tensors)
+
+
+def test_vllm_finds_the_engine_by_its_name() -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    for _ in range(2):
+        register()
+    assert WeightTransferEngineFactory._registry["remanent"]() is RemanentWeightEngine
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins", name="remanent")
+    assert [plugin.value for plugin in plugins] == ["remanent.vllm_weights:register"]
+    assert next(iter(plugins)).load() is register
