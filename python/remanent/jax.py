@@ -17,7 +17,7 @@ from remanent import _native, _pages
 from remanent._errors import NoStateError, RefusedError
 from remanent._pages import Array, Block
 
-__all__ = ["restore", "save"]
+__all__ = ["restore", "save", "shapes"]
 
 _Path = str | os.PathLike[str]
 
@@ -26,7 +26,7 @@ def _is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _host(path: str, leaf: Any) -> numpy.ndarray[Any, Any]:
+def on_host(path: str, leaf: Any) -> numpy.ndarray[Any, Any]:
     """A leaf's elements on the host."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise RefusedError(f"{path}: not all shards of the array are in this process")
@@ -59,7 +59,15 @@ def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | No
     >>> bool((again["w"] == tree["w"]).all()), again["step"], bool(again["key"] == tree["key"])
     (True, 3, True)
     """
-    held: list[list[Any]] = []
+    leaves, arrays = taken(tree)
+    for path, leaf in arrays.items():
+        on_host(path, leaf)
+    return write(leaves, arrays, directory, note=note, name=name, durable=durable)
+
+
+def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
+    """A tree as it is stored: its leaves by path, and those of them that are arrays."""
+    held: list[Any] = []
     arrays: dict[str, Any] = {}
     for path, leaf in _flatten(tree):
         if _is_key(leaf):
@@ -70,16 +78,55 @@ def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | No
             held.append([path, {"$": ["array", "jax" if isinstance(leaf, jax.Array) else "numpy"]}])
         else:
             held.append([path, _pages.flatten(path, leaf, lambda path, value: None)])
-    for path, leaf in arrays.items():
-        _host(path, leaf)
+    return held, arrays
 
+
+def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: str | None, name: str | None,
+          durable: bool) -> int:
+    """Makes what `taken` gave the newest version."""
     def blocks() -> Any:
         for path, leaf in arrays.items():
-            array = _host(path, leaf)
+            array = on_host(path, leaf)
             kind = Array(path, _native.dtype(str(array.dtype))[1], array.shape)
             yield Block([kind], array.reshape(-1).view(numpy.uint8), array.nbytes)
 
-    return _pages.save(directory, blocks(), {"leaves": held}, note=note, name=name, durable=durable)
+    return _pages.save(directory, blocks(), {"leaves": leaves}, note=note, name=name, durable=durable)
+
+
+def _read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, Array]]]:
+    """The leaves that a version holds, and where its arrays lie: by path."""
+    manifest = _pages.read_manifest(view)
+    if not isinstance(manifest.tree, dict) or "leaves" not in manifest.tree:
+        raise NoStateError("the store holds no tree of JAX's", remedy="use `remanent.torch`")
+    where = {array.name: (key, array) for key, arrays in manifest.pages.items() for array in arrays}
+    return dict(map(tuple, manifest.tree["leaves"])), where
+
+
+def _is_array(held: Any) -> bool:
+    return isinstance(held, dict) and held.get("$", [""])[0] in ("array", "key")
+
+
+def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
+    """What a version holds, by path: shapes and types of arrays, and plain values themselves. No array is read.
+
+    Of a key of random numbers, those of its data. `at` and errors are those of `restore`.
+
+    >>> import jax.numpy as jnp, remanent.jax
+    >>> lsn = remanent.jax.save({"w": jnp.zeros((2, 3)), "step": 3}, directory)
+    >>> remanent.jax.shapes(directory)
+    {"['step']": 3, "['w']": ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
+    """
+    with _native.View(directory, at) as view:
+        held, where = _read_tree(view)
+    found = {}
+    for path, leaf in held.items():
+        if _is_array(leaf):
+            _, array = where[path]
+            kind: Any = jax.ShapeDtypeStruct
+            found[path] = kind(array.shape, jax.numpy.dtype(_native.dtype(array.dtype)[0]))
+        else:
+            found[path] = _pages.unflatten(leaf, lambda tag: None)
+    return found
 
 
 def restore(directory: _Path, template: Any = None, *, at: int | str | None = None) -> Any:
@@ -91,21 +138,17 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
     :raises NoStateError: the version is not kept, or has not the template's leaves, shapes and kinds of elements.
     """
     with _native.View(directory, at) as view:
-        manifest = _pages.read_manifest(view)
-        if not isinstance(manifest.tree, dict) or "leaves" not in manifest.tree:
-            raise NoStateError("the store holds no tree of JAX's", remedy="use `remanent.torch`")
-        where = {array.name: key for key, arrays in manifest.pages.items() for array in arrays}
-        held = dict(map(tuple, manifest.tree["leaves"]))
+        held, where = _read_tree(view)
 
         def load(path: str, like: Any) -> Any:
-            if not (isinstance(held[path], dict) and held[path].get("$", [""])[0] in ("array", "key")):
+            if not _is_array(held[path]):
                 return _pages.unflatten(held[path], lambda tag: None)
             kind, of = held[path]["$"]
-            array = manifest.pages[where[path]][0]
+            key, array = where[path]
             dtype = jax.numpy.dtype(_native.dtype(array.dtype)[0])
             elements = numpy.empty(array.shape, dtype)
             if elements.nbytes:
-                view.read_into(where[path], elements.reshape(-1).view(numpy.uint8))
+                view.read_into(key, elements.reshape(-1).view(numpy.uint8))
             if kind == "key":
                 return jax.random.wrap_key_data(jax.numpy.asarray(elements), impl=of)
             if like is not None and (tuple(like.shape), like.dtype) != (array.shape, dtype):

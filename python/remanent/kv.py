@@ -21,25 +21,39 @@ under its key, and every block is proven by its checksum before it is handed out
 ...     BlockCache(directory, identity={**identity, "revision": "2"}, capacity=1 << 20)
 ... except remanent.MismatchError as error:
 ...     print(error)
-the cache holds blocks of another kind: revision is '1' there and '2' here
+the cache holds blocks of another kind: revision is "1" there and "2" here
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
 import threading
-from collections import Counter, OrderedDict
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
-from remanent._errors import DamagedError, Error, InvalidError, MismatchError, OverBudgetError, StoreIOError
+from remanent._block_index import Block, BlockIndex
+from remanent._errors import (
+    DamagedError,
+    DiskFullError,
+    Error,
+    ForkedError,
+    InvalidError,
+    MismatchError,
+    OverBudgetError,
+    StoreIOError,
+    UnknownKeyError,
+)
 from remanent._native import PageInfo, Store, View
 
 __all__ = ["BlockCache"]
@@ -47,32 +61,26 @@ __all__ = ["BlockCache"]
 _logger = logging.getLogger("remanent.kv")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Told = Callable[[list[bytes], list[int]], None]
 
-# The value in the store's root that says of what the blocks are.
+# The value in the store's root that says of what the blocks are, as JSON.
 _IDENTITY = "identity"
-# Values in a block's metadata: its kind; the number of its last use, which rises from use to use; and its key, if
-# that is longer than a page's can be.
+# Values in a block's metadata: its kind; the number of its last use, which rises from use to use; and its key, if that
+# is longer than a page's can be.
 _KIND = "kind"
-_KEY = "key"
 _USES = "uses"
+_KEY = "key"
 _PAGE_KEY_MAX = 64
-# Bytes of blocks that one batch stores.
+# What one batch stores at most: bytes, and blocks.
 _BATCH_BYTES = 256 << 20
-# Bytes of blocks after which a snapshot gives back the space of those that are gone: an eighth of the capacity,
-# within these.
+_BATCH_BLOCKS = 4096
+# Bytes of blocks after which a snapshot gives back the space of those that are gone: an eighth of the capacity, within
+# these.
 _INTERVAL_MIN, _INTERVAL_MAX = 32 << 20, 4 << 30
 # Blocks whose use waits for a batch that logs it.
 _USES_WAITING_MAX = 4096
-
-
-@dataclass(slots=True)
-class _Block:
-    """What is known of a block that is there."""
-
-    nbytes: int
-    kind: str | None
-    # How often it must stay: for callers, for jobs that read it, for the job that brought it.
-    locks: int = 0
+# Seconds for which a block counts as missing that the system refused to read.
+_UNREADABLE_FOR = 10.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,66 +91,69 @@ class _Task:
     data: memoryview
     kind: str | None
 
+    def is_of(self, block: Block | None) -> bool:
+        return block is not None and (block.nbytes, block.kind) == (self.data.nbytes, self.kind)
+
 
 class BlockCache:
     """Blocks of bytes by key, up to `capacity` bytes; those that were not used for longest make room for new ones.
 
-    `path` is the directory of a store of the cache's own, made if there is none. `identity` is everything on which
-    the meaning of a block's bytes depends, in plain Python values: blocks of one model are never handed to another. A
-    cache with another identity is refused (`MismatchError`), and the message says what differs.
+    `path` is the directory of a store of the cache's own, made if there is none. `identity` is everything on which the
+    meaning of a block's bytes depends, in plain values: blocks of one model are never handed to another. A cache with
+    another identity is refused (`MismatchError`), and the message says what differs.
 
-    `capacity` counts bytes of blocks. The directory takes up to twice as much, and up to 1 GiB for the log. If more
-    is there than `capacity`, the oldest blocks go.
+    `capacity` counts bytes of blocks, of each 4 KiB at least. The directory takes up to twice as much, and 300 MB more
+    for log and spare files. If more is there than `capacity`, the oldest blocks go.
 
     `ack` says when blocks count as stored: "logged", the death of the process does not lose them, or "durable", nor
     does a power cut. `readers` threads read blocks from disk.
 
-    `on_stored` and `on_deleted` are called with keys and lengths once a batch has changed what is there, on a thread
-    of the cache's: they must not wait for the cache. Its methods can be called from any thread.
+    `on_stored` and `on_deleted` are called with keys and lengths once a batch has changed what is there, on a thread of
+    the cache's. They must not wait for the cache, nor close it. The cache's methods can be called from any thread.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, identity: Mapping[str, Any], capacity: int, readers: int = 4,
-                 ack: Literal["logged", "durable"] = "logged",
-                 on_stored: Callable[[list[bytes], list[int]], None] | None = None,
-                 on_deleted: Callable[[list[bytes], list[int]], None] | None = None) -> None:
-        if capacity <= 0 or readers <= 0:
-            raise InvalidError(f"a cache needs room and a reader: capacity is {capacity}, readers are {readers}")
+                 ack: Literal["logged", "durable"] = "logged", on_stored: _Told | None = None,
+                 on_deleted: _Told | None = None) -> None:
+        for name, number in (("capacity", capacity), ("readers", readers)):
+            if not isinstance(number, int) or number <= 0:
+                raise InvalidError(f"{name} is {number!r}, and must be a whole number above 0")
+        if ack not in ("logged", "durable"):
+            raise InvalidError(f"ack is {ack!r}, and must be 'logged' or 'durable'")
         interval = min(max(capacity // 8, _INTERVAL_MIN), _INTERVAL_MAX)
         self._store = _open(path, identity, interval)
-        self._space = _Space(self._store, interval)
-        self._capacity = capacity
+        self._opener = os.getpid()
         self._ack: Literal["logged", "durable"] = ack
-        self._on_stored, self._on_deleted = on_stored, on_deleted
+        self._space = _Space(self._store, interval)
         # Held for what follows, and never while the store is waited for.
         self._lock = threading.Lock()
-        # The block that was not used for longest is the first.
-        self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
-        self._nbytes = self._locked_nbytes = 0
+        self._index = BlockIndex(capacity)
         # Keys of jobs that store and are not finished, and in how many.
         self._arriving: Counter[bytes] = Counter()
-        # Blocks whose use no batch has logged.
-        self._used: dict[bytes, None] = {}
         self._jobs: set[Future[Any]] = set()
+        self._is_write_queued = False
+        self._uses = self._read_index()
+        # Nobody was told of these blocks, so nobody is told that some go.
+        self._on_stored = self._on_deleted = None
+        self._write_quietly()
+        self._on_stored, self._on_deleted = on_stored, on_deleted
         # One thread writes: batches that store, delete and log uses follow each other.
         self._writer = ThreadPoolExecutor(1, "remanent-kv-write")
         self._readers = ThreadPoolExecutor(readers, "remanent-kv-read")
-        self._uses = 0
-        self._read_index()
-        if self._nbytes > capacity:
-            self._submit(self._writer, self._write_quietly)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether the block is there. Never waits."""
-        return key in self._blocks
+        """Whether the block is there. Waits for nothing."""
+        block = self._index.get(key)
+        return block is not None and (block.unreadable_until == 0 or time.monotonic() >= block.unreadable_until)
 
     def __len__(self) -> int:
         """The number of blocks that are there."""
-        return len(self._blocks)
+        return len(self._index)
 
     def __iter__(self) -> Iterator[bytes]:
         """The keys, those that were not used for longest first."""
         with self._lock:
-            return iter(list(self._blocks))
+            return iter(list(self._index))
 
     @property
     def path(self) -> str:
@@ -152,30 +163,29 @@ class BlockCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks that are there."""
-        return self._nbytes
+        return self._index.nbytes
 
     @property
     def capacity(self) -> int:
         """Bytes of blocks that may be there."""
-        return self._capacity
+        return self._index.capacity
 
     def length(self, key: bytes) -> int | None:
-        """The bytes of a block, or None if it is not there. Never waits."""
-        block = self._blocks.get(key)
+        """The bytes of a block, or None if it is not there. Waits for nothing."""
+        block = self._index.get(key)
         return None if block is None else block.nbytes
 
     def is_arriving(self, key: bytes) -> bool:
-        """Whether a job that is not finished stores the block. Never waits."""
+        """Whether a job that is not finished stores the block. Waits for nothing."""
         return key in self._arriving
 
     def store(self, keys: Iterable[bytes], blocks: Iterable[Any], kinds: Iterable[str] | None = None) -> Future[int]:
-        """Stores blocks. The future holds the bytes of those that were new; the call itself does not wait.
+        """Stores blocks. The future holds the bytes of those that were new; the call itself waits for no disk.
 
         A block is whatever has the buffer protocol; it must stay as it is until the future is done. A block that is
-        there is not written again: equal keys mean equal bytes. Only one of another length or kind is replaced,
-        unless it is locked; `kinds` are a word for each block that says how its bytes are meant (type and shape, for
-        example). Keys that come first are taken for the beginning of what follows, and stay longer than those after
-        them.
+        there is not written again: equal keys mean equal bytes. Only one of another length or kind is replaced, unless
+        it is locked; `kinds` are a word for each block that says how its bytes are meant (type and shape, for example).
+        Keys that come first are taken for the beginning of what follows, and stay longer than those after them.
 
         The future fails unless all blocks are there: `OverBudgetError` if they are more than the cache can hold,
         otherwise what the store raised (`DiskFullError`, for example). Some of the blocks may be there then.
@@ -184,43 +194,46 @@ class BlockCache:
         with self._lock:
             self._arriving.update(task.key for task in work)
         try:
-            return self._submit(self._writer, self._store_all, work)
-        except RuntimeError:
+            job = self._submit(self._writer, self._store_all, work)
+        except BaseException:
             self._arrived(work)
             raise
+        job.add_done_callback(lambda job: self._arrived(work) if job.cancelled() else None)
+        return job
 
     def load(self, keys: Iterable[bytes], outs: Iterable[Any],
              kinds: Iterable[str] | None = None) -> Future[list[bool]]:
         """Reads blocks into writable buffers of their lengths. The future holds, for each, whether its buffer has it.
 
         What the buffer has is proven by the block's checksum. If it says False, the block is not there, is of another
-        length or kind than its buffer, or was found damaged and is given up; the buffer may hold anything then. The
-        call itself does not wait.
+        length or kind than its buffer, could not be read, or was found damaged and is given up; the buffer may hold
+        anything then. A block that could not be read counts as missing for ten seconds. The call itself waits for no
+        disk.
         """
         return self._submit(self._readers, self._load_all, _tasks(keys, outs, kinds))
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Says that blocks were used, in the order in which a request uses them. Loading says it, too."""
+        keys = list(keys)
         with self._lock:
-            self._touch(keys)
-            is_due = len(self._used) >= _USES_WAITING_MAX
-        if is_due:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile, which logs them
-                self._submit(self._writer, self._write_quietly)
+            self._index.touch(keys)
+        self._log_uses_if_many()
 
     def lock(self, keys: Iterable[bytes]) -> list[bool]:
-        """Keeps blocks from making room for others. Says of each whether it is there, and so locked. Never waits.
+        """Keeps blocks from making room for others. Says of each whether it is there, and so locked.
 
         Locks are counted. Each is given back by `unlock`, and none outlives the process.
         """
+        keys = list(keys)
         with self._lock:
-            return [self._lock_one(key) for key in keys]
+            return [key in self and self._index.keep(key) for key in keys]
 
     def unlock(self, keys: Iterable[bytes]) -> None:
-        """Gives locks back. Never waits."""
+        """Gives locks back."""
+        keys = list(keys)
         with self._lock:
             for key in keys:
-                self._unlock_one(key)
+                self._index.let_go(key)
 
     def delete(self, keys: Iterable[bytes]) -> Future[int]:
         """Deletes blocks. The future holds their number; blocks that are locked or not there are left out."""
@@ -233,8 +246,7 @@ class BlockCache:
                 jobs = list(self._jobs)
             if not jobs:
                 return
-            for job in jobs:
-                job.exception()
+            concurrent.futures.wait(jobs)
 
     def close(self) -> None:
         """Ends what was begun, and closes the store. What was stored is found by the next `BlockCache`."""
@@ -254,26 +266,32 @@ class BlockCache:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<BlockCache {self._store.path}: {len(self)} blocks, {self._nbytes} of {self._capacity} bytes>"
+        return f"<BlockCache {self._store.path}: {len(self)} blocks, {self.nbytes} of {self.capacity} bytes>"
 
-    def _read_index(self) -> None:
-        """The pages are their own index: by key, and by the batch that changed them last.
+    def _read_index(self) -> int:
+        """Finds the blocks, and the number of the last use. The pages are their own index.
 
-        A batch logs uses, in their order, before it stores. Of what it stores, the first blocks are the last to go.
+        The batch that changed a page last says when it was used. A batch logs uses, in their order, before it stores;
+        of what it stores, the first blocks are the last to go.
         """
         def last_use(info: PageInfo) -> tuple[int, bool, int]:
             use = info.metadata.get(_USES)
             return info.lsn, use is None, -info.page if use is None else use
 
+        uses = 0
         for info in sorted(self._store.pages(), key=last_use):
             if info.key is not None:
                 key = info.metadata.get(_KEY, info.key)
-                block = _Block(info.length, info.metadata.get(_KIND))
-                self._add(key.encode() if isinstance(key, str) else key, block)
-                self._uses = max(self._uses, info.metadata.get(_USES, 0))
+                block = Block(info.length, info.metadata.get(_KIND))
+                self._index.add(key.encode() if isinstance(key, str) else key, block)
+                uses = max(uses, info.metadata.get(_USES, 0))
+        return uses
 
     def _submit(self, threads: ThreadPoolExecutor, run: Callable[_Arguments, _Result], *arguments: _Arguments.args,
                 **named: _Arguments.kwargs) -> Future[_Result]:
+        if os.getpid() != self._opener:
+            raise ForkedError("the cache belongs to the process that opened it", path=self._store.path,
+                              remedy="open another one in this process")
         job = threads.submit(run, *arguments, **named)
         with self._lock:
             self._jobs.add(job)
@@ -291,155 +309,137 @@ class BlockCache:
                 if self._arriving[task.key] <= 0:
                     del self._arriving[task.key]
 
-    # With the lock held.
+    def _log_uses_if_many(self) -> None:
+        with self._lock:
+            if self._is_write_queued or self._index.uses_waiting < _USES_WAITING_MAX:
+                return
+            self._is_write_queued = True
+        with contextlib.suppress(RuntimeError):  # closed meanwhile, which logs them
+            self._submit(self._writer, self._write_quietly)
 
-    def _has(self, task: _Task) -> bool:
-        block = self._blocks.get(task.key)
-        return block is not None and (block.nbytes, block.kind) == (task.data.nbytes, task.kind)
-
-    def _lock_one(self, key: bytes) -> bool:
-        block = self._blocks.get(key)
-        if block is None:
-            return False
-        if block.locks == 0:
-            self._locked_nbytes += block.nbytes
-        block.locks += 1
-        return True
-
-    def _unlock_one(self, key: bytes) -> None:
-        block = self._blocks.get(key)
-        if block is not None and block.locks > 0:
-            block.locks -= 1
-            if block.locks == 0:
-                self._locked_nbytes -= block.nbytes
-
-    def _touch(self, keys: Iterable[bytes]) -> None:
-        for key in reversed(list(keys)):
-            if key in self._blocks:
-                self._blocks.move_to_end(key)
-                self._used.pop(key, None)
-                self._used[key] = None
-
-    def _add(self, key: bytes, block: _Block) -> None:
-        self._blocks[key] = block
-        self._nbytes += block.nbytes
-        self._locked_nbytes += block.nbytes if block.locks else 0
-
-    def _remove(self, key: bytes) -> _Block:
-        block = self._blocks.pop(key)
-        self._used.pop(key, None)
-        self._nbytes -= block.nbytes
-        self._locked_nbytes -= block.nbytes if block.locks else 0
-        return block
-
-    def _make_room(self, nbytes: int) -> dict[bytes, _Block]:
-        """Takes blocks out of the index, the oldest first, until so many bytes are free or none can go."""
-        excess = self._nbytes + nbytes - self._capacity
-        keys = []
-        for key, block in self._blocks.items():
-            if excess <= 0:
-                break
-            if block.locks == 0:
-                keys.append(key)
-                excess -= block.nbytes
-        return {key: self._remove(key) for key in keys}
+    def _tell(self, told: _Told | None, blocks: Mapping[bytes, int]) -> None:
+        if blocks and told is not None:
+            try:
+                told(list(blocks), list(blocks.values()))
+            except Exception:
+                _logger.exception("%s: a callback failed", self._store.path)
 
     # On the thread that writes.
 
     def _store_all(self, work: list[_Task]) -> int:
-        staying: list[bytes] = []
+        held: list[Block] = []
         try:
-            return sum(self._store_some(some, staying) for some in _in_batches(work))
+            return sum(self._store_some(some, held) for some in _in_batches(work))
         finally:
-            self.unlock(staying)
+            with self._lock:
+                for block in held:
+                    self._index.hold(block, -1)
             self._arrived(work)
 
-    def _store_some(self, work: list[_Task], staying: list[bytes]) -> int:
-        """Stores blocks in one batch. What is there afterwards is in `staying`, and locked."""
+    def _store_some(self, work: list[_Task], held: list[Block]) -> int:
+        """Stores blocks in one batch. Those that are there afterwards are in `held`, and locked."""
         new: dict[bytes, _Task] = {}
+        made: dict[bytes, Block] = {}
         refused = 0
         with self._lock:
-            here = [task.key for task in work if self._has(task)]
-            self._touch(here)
-            staying += [key for key in here if self._lock_one(key)]
-            room = self._capacity - self._locked_nbytes
-            replaced: dict[bytes, _Block] = {}
+            here = {task.key: block for task in work if task.is_of(block := self._index.get(task.key)) and block}
+            self._index.touch(here)
+            for block in here.values():
+                self._index.hold(block, 1)
+            held += here.values()
+            room = self.capacity - self._index.locked
+            out: dict[bytes, Block] = {}
             for task in work:
-                block = self._blocks.get(task.key)
-                if task.key in new or self._has(task):
+                if task.is_of(here.get(task.key) or made.get(task.key)):
                     continue
-                if task.data.nbytes > room or (block is not None and block.locks > 0):
+                old = self._index.get(task.key)
+                fresh = Block(task.data.nbytes, task.kind)
+                if task.key in made or fresh.charge > room or (old is not None and old.is_locked):
                     refused += 1
                     continue
-                room -= task.data.nbytes
-                new[task.key] = task
-                if block is not None:
-                    replaced[task.key] = self._remove(task.key)
-            nbytes = sum(task.data.nbytes for task in new.values())
-            out = replaced | self._make_room(nbytes)
+                room -= fresh.charge
+                new[task.key], made[task.key] = task, fresh
+                if old is not None:
+                    out[task.key] = self._index.remove(task.key)
+            out |= self._index.make_room(sum(block.charge for block in made.values()))
         self._write(out, list(new.values()))
         with self._lock:
-            for key, task in reversed(new.items()):
-                self._add(key, _Block(task.data.nbytes, task.kind, locks=1))
-        staying += new
-        if new and self._on_stored is not None:
-            self._on_stored(list(new), [task.data.nbytes for task in new.values()])
+            for key, block in reversed(made.items()):
+                self._index.add(key, block)
+                self._index.hold(block, 1)
+        held += made.values()
+        self._tell_written(out, made)
         if refused:
-            raise OverBudgetError(f"{refused} of {len(work)} blocks do not fit into the {self._capacity} bytes of the "
-                                  "cache beside what must stay", path=self._store.path)
-        return nbytes
+            raise OverBudgetError(f"{refused} of {len(work)} blocks do not fit into the {self.capacity} bytes of the "
+                                  "cache, or would replace locked ones", path=self._store.path)
+        return sum(block.nbytes for block in made.values())
 
     def _delete_all(self, keys: list[bytes]) -> int:
         with self._lock:
-            out = {key: self._remove(key) for key in dict.fromkeys(keys)
-                   if (block := self._blocks.get(key)) is not None and block.locks == 0}
+            out = {key: self._index.remove(key) for key in dict.fromkeys(keys)
+                   if (block := self._index.get(key)) is not None and not block.is_locked}
         self._write(out, [])
+        self._tell_written(out, {})
         return len(out)
 
     def _write_quietly(self) -> None:
         """Logs uses, and brings the cache down to its capacity: work for which no caller waits."""
         with self._lock:
-            out = self._make_room(0)
+            self._is_write_queued = False
+            out = self._index.make_room(0)
         try:
             self._write(out, [])
         except Error as error:
             _logger.warning("%s: which blocks were used last is not logged: %s", self._store.path, error)
+        else:
+            self._tell_written(out, {})
 
-    def _write(self, out: Mapping[bytes, _Block], new: list[_Task]) -> None:
+    def _tell_written(self, out: Mapping[bytes, Block], made: Mapping[bytes, Block]) -> None:
+        """Tells what a batch has changed, once the index is right."""
+        self._tell(self._on_deleted, {key: block.nbytes for key, block in out.items()})
+        self._tell(self._on_stored, {key: block.nbytes for key, block in made.items()})
+
+    def _write(self, out: Mapping[bytes, Block], new: list[_Task]) -> None:
         """One batch: deletes, stores, and logs what was used. If it fails, what was to go is in the index again."""
         with self._lock:
-            used, self._used = self._used, {}
+            used = self._index.take_uses()
         if not (out or new or used):
             return
         try:
-            batch = self._store.batch()
-            for key in out:
-                batch.delete(_page(key))
-            for self._uses, key in enumerate(used, self._uses + 1):
-                batch.set_metadata(_page(key), _USES, self._uses)
-            for task in new:
-                page = _page(task.key)
-                # Of a page that the index does not know, damaged once, nothing is trusted.
-                if task.key not in out and page in self._store:
-                    batch.delete(page)
-                metadata = {name: value for name, value in ((_KIND, task.kind), (_KEY, task.key))
-                            if value is not None and value != page}
-                batch.create(task.data, key=page, metadata=metadata, place="disk", at_commit=True)
             self._space.claim(sum(task.data.nbytes for task in new))
-            self._store.commit(batch, ack=self._ack)
+            try:
+                self._commit(out, new, used)
+            except DiskFullError:
+                # What was deleted before takes its space until a snapshot gives it back.
+                self._space.give_back()
+                self._commit(out, new, used)
         except BaseException:
             with self._lock:
-                for key, block in reversed(list(out.items())):
-                    self._add(key, block)
-                    self._blocks.move_to_end(key, last=False)
-                self._used = {**used, **self._used}
+                self._index.put_back(out)
+                self._index.put_uses_back(used)
             raise
-        if out and self._on_deleted is not None:
-            self._on_deleted(list(out), [block.nbytes for block in out.values()])
+
+    def _commit(self, out: Iterable[bytes], new: list[_Task], used: Iterable[bytes]) -> None:
+        # Pages that the index does not know, damaged once, are made anew; one that only the index knows is left out.
+        gone = {page for page in map(_page, out) if page in self._store}
+        gone |= {page for task in new if (page := _page(task.key)) in self._store}
+        batch = self._store.batch()
+        for page in gone:
+            batch.delete(page)
+        for key in used:
+            if (page := _page(key)) in self._store and page not in gone:
+                self._uses += 1
+                batch.set_metadata(page, _USES, self._uses)
+        for task in new:
+            page = _page(task.key)
+            metadata = {name: value for name, value in ((_KIND, task.kind), (_KEY, task.key))
+                        if value is not None and value != page}
+            batch.create(task.data, key=page, metadata=metadata, place="disk", at_commit=True)
+        self._store.commit(batch, ack=self._ack)
 
     def _delete_damaged(self, key: bytes) -> None:
         """Deletes a block that the index has given up, unless it was stored anew."""
-        if key in self._blocks or _page(key) not in self._store:
+        if key in self._index or _page(key) not in self._store:
             return
         try:
             with self._store.batch(ack=self._ack) as batch:
@@ -451,33 +451,50 @@ class BlockCache:
 
     def _load_all(self, work: list[_Task]) -> list[bool]:
         with self._lock:
-            here = [self._has(task) and self._lock_one(task.key) for task in work]
-        found = [is_here and self._load_one(task) for task, is_here in zip(work, here, strict=True)]
+            blocks = [block if task.is_of(block := self._index.get(task.key)) else None for task in work]
+            held = [block for block in blocks if block is not None]
+            for block in held:
+                self._index.hold(block, 1)
+        try:
+            found = [block is not None and self._load_one(task, block)
+                     for task, block in zip(work, blocks, strict=True)]
+        finally:
+            with self._lock:
+                for block in held:
+                    self._index.hold(block, -1)
         with self._lock:
-            self._touch(task.key for task, is_found in zip(work, found, strict=True) if is_found)
+            self._index.touch(task.key for task, is_found in zip(work, found, strict=True) if is_found)
+        self._log_uses_if_many()
         return found
 
-    def _load_one(self, task: _Task) -> bool:
-        """Reads a locked block, and gives its lock back. A damaged one is given up."""
+    def _load_one(self, task: _Task, block: Block) -> bool:
         try:
             self._store.read_into(_page(task.key), task.data)
+            block.unreadable_until = 0.0
             return True
-        except (DamagedError, StoreIOError) as error:
+        except UnknownKeyError:
+            # Another reader found it damaged meanwhile.
+            self._give_up(task.key, block)
+        except DamagedError as error:
             _logger.warning("%s: a block is given up: %s", self._store.path, error)
-            self._give_up(task.key)
-            return False
-        finally:
-            self.unlock([task.key])
+            self._give_up(task.key, block)
+        except StoreIOError as error:
+            if error.errno == errno.EIO:
+                _logger.warning("%s: a block is given up: %s", self._store.path, error)
+                self._give_up(task.key, block)
+            else:
+                _logger.warning("%s: a block is not read: %s", self._store.path, error)
+                block.unreadable_until = time.monotonic() + _UNREADABLE_FOR
+        return False
 
-    def _give_up(self, key: bytes) -> None:
+    def _give_up(self, key: bytes, block: Block) -> None:
         with self._lock:
-            if key not in self._blocks:
+            if self._index.get(key) is not block:
                 return
-            block = self._remove(key)
-        if self._on_deleted is not None:
-            self._on_deleted([key], [block.nbytes])
+            self._index.remove(key)
         with contextlib.suppress(RuntimeError):  # closed meanwhile: the next reader finds it
             self._submit(self._writer, self._delete_damaged, key)
+        self._tell(self._on_deleted, {key: block.nbytes})
 
 
 class _Space:
@@ -499,9 +516,11 @@ class _Space:
         if snapshots != self._snapshots:
             self._snapshots, self._stored = snapshots, 0
         self._stored += nbytes
-        if self._stored < 2 * self._interval:
-            return
-        self._stored = nbytes
+        if self._stored >= 2 * self._interval:
+            self._stored = nbytes
+            self.give_back()
+
+    def give_back(self) -> None:
         try:
             self._store.snapshot()
         except Error as error:
@@ -511,9 +530,8 @@ class _Space:
 def _open(path: str | os.PathLike[str], identity: Mapping[str, Any], interval: int) -> Store:
     try:
         text = json.dumps(dict(identity), sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidError(f"the identity of a cache is plain values by name: {error}") from error
-    plain = json.loads(text)
     try:
         store = Store(path, device="host", identity=text.encode(), compression=False, snapshots_kept=1,
                       snapshot_log_bytes=interval)
@@ -521,19 +539,23 @@ def _open(path: str | os.PathLike[str], identity: Mapping[str, Any], interval: i
         there = None
         with contextlib.suppress(Error), View(path) as view:
             there = view.root.get(_IDENTITY)
-        if not isinstance(there, dict):
+        if not isinstance(there, str):
             raise
-        raise MismatchError(f"the cache holds blocks of another kind: {_difference(there, plain)}",
+        raise MismatchError(f"the cache holds blocks of another kind: {_difference(there, text)}",
                             remedy="give these blocks another directory", path=os.fspath(path)) from error
     if _IDENTITY not in store.root:
         with store.batch() as batch:
-            batch.set_root(_IDENTITY, plain)
+            batch.set_root(_IDENTITY, text)
     return store
 
 
-def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    return ", ".join(f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in names)
+def _difference(there: str, here: str) -> str:
+    """What differs between two identities."""
+    old, new = json.loads(there), json.loads(here)
+    # As text, since 1 and 1.0 are equal and not the same.
+    said = [(name, *(json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (old, new)))
+            for name in {**old, **new}]
+    return ", ".join(f"{name} is {was} there and {now} here" for name, was, now in said if was != now)
 
 
 def _page(key: bytes) -> bytes:
@@ -543,6 +565,9 @@ def _page(key: bytes) -> bytes:
 
 def _tasks(keys: Iterable[bytes], blocks: Iterable[Any], kinds: Iterable[str] | None) -> list[_Task]:
     pairs = list(zip(keys, blocks, strict=True))
+    for key, _ in pairs:
+        if not isinstance(key, bytes) or not key:
+            raise InvalidError(f"a block's key is one byte or more, not {key!r}")
     words = [None] * len(pairs) if kinds is None else list(kinds)
     return [_Task(key, _as_bytes(block), kind) for (key, block), kind in zip(pairs, words, strict=True)]
 
@@ -556,7 +581,7 @@ def _in_batches(work: list[_Task]) -> Iterator[list[_Task]]:
     some: list[_Task] = []
     nbytes = 0
     for task in work:
-        if some and nbytes + task.data.nbytes > _BATCH_BYTES:
+        if len(some) == _BATCH_BLOCKS or (some and nbytes + task.data.nbytes > _BATCH_BYTES):
             yield some
             some, nbytes = [], 0
         some.append(task)

@@ -16,10 +16,11 @@ eviction or by quotas.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import threading
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 from lmcache.lmcache_native import Bitmap
@@ -32,10 +33,10 @@ from remanent._errors import InvalidError
 from remanent.kv import BlockCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from lmcache.v1.distributed.api import MemoryLayoutDesc
-    from lmcache.v1.distributed.internal_api import L1MemoryDesc
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
     from lmcache.v1.memory_management import MemoryObj
 
 __all__ = ["RemanentL2Adapter"]
@@ -53,8 +54,8 @@ class RemanentL2Adapter(L2AdapterInterface):
 
     `path`, the directory; `capacity`, the bytes of blocks that are kept (on disk they take up to twice as much);
     `revision`, the commit of the model, or a name that you change with the weights; `chunk_size`, LMCache's own, in
-    tokens; `hash_algorithm`, LMCache's own ("blake3" if not given); `durable`, whether a store counts as finished
-    only once a power cut does not lose it; `readers`, the threads that read from the disk.
+    tokens; `hash_algorithm`, LMCache's own ("blake3" if not given); `durable`, true if stored blocks shall survive a
+    power cut and not only the process (a store is then finished later); `readers`, the threads that read from the disk.
 
     A directory whose blocks are of another revision, chunk size, hash or seed is refused, and the message says what
     differs. Models, ranks and salts are in the keys; types and shapes are held against those of the buffers.
@@ -77,7 +78,9 @@ class RemanentL2Adapter(L2AdapterInterface):
                                  ack="durable" if self._params["durable"] else "logged",
                                  on_stored=self._tell_stored, on_deleted=self._tell_deleted)
         self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
-        self._tell_what_is_there()
+        # LMCache counts bytes by what it is told.
+        for keys, lengths in self._there():
+            self._tell_stored(keys, lengths)
 
     @property
     def cache(self) -> BlockCache:
@@ -97,7 +100,7 @@ class RemanentL2Adapter(L2AdapterInterface):
         task = self._new_task()
 
         def finish(stored: Future[int]) -> None:
-            error = stored.exception()
+            error = _error_of(stored)
             if error is not None:
                 _logger.warning("%s: a store failed: %r", self._cache.path, error)
             with self._lock:
@@ -132,16 +135,17 @@ class RemanentL2Adapter(L2AdapterInterface):
         task = self._new_task()
 
         def finish(loading: Future[list[bool]]) -> None:
-            error = loading.exception()
+            error = _error_of(loading)
             if error is not None:
                 _logger.warning("%s: a load failed: %r", self._cache.path, error)
             loaded = [False] * len(keys) if error is not None else loading.result()
-            accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
-            if accessed:
-                self._notify_keys_accessed(accessed)
             with self._lock:
                 self._loaded[task] = _bitmap(loaded)
             self._ring(self._load_event)
+            # Listeners come last: one that fails keeps no result from LMCache.
+            accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
+            if accessed:
+                self._notify_keys_accessed(accessed)
 
         self._begin(self._cache.load, keys, objects, finish)
         return task
@@ -151,21 +155,25 @@ class RemanentL2Adapter(L2AdapterInterface):
             return self._loaded.pop(task_id, None)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Deletes blocks; those that are locked stay."""
-        self._cache.delete(map(_encode, keys)).result()
+        """Deletes blocks; those that are locked stay. LMCache calls this from a thread that an exception would end."""
+        try:
+            self._cache.delete(map(_encode, keys)).result()
+        except Exception as error:
+            _logger.warning("%s: blocks cannot be deleted: %r", self._cache.path, error)
 
     def list_l2_keys(self, model_name: str | None = None, page_size: int = 500,
                      cursor: str | None = None) -> KeyListPage:
         """A page of the keys that are there, in order; the cursor is the last key of the page before."""
         if page_size <= 0:
             raise ValueError(f"a page has at least one key, not {page_size}")
-        keys = sorted(key.decode() for key in self._cache)
-        keys = [key for key in keys if (cursor is None or key > cursor)
-                and (model_name is None or key.split(_SEPARATOR, 1)[0] == model_name)]
-        page = keys[:page_size]
-        entries = tuple(KeyEntry(_decode(key.encode()).to_encoded_object_key(), self._cache.length(key.encode()) or 0)
-                        for key in page)
-        return KeyListPage(entries, page[-1] if len(keys) > len(page) else None)
+        if cursor is not None:
+            _decode(cursor.encode())
+        prefix = b"" if model_name is None else (model_name + _SEPARATOR).encode()
+        rest = (key for key in self._cache if key.startswith(prefix) and (cursor is None or key > cursor.encode()))
+        found = heapq.nsmallest(page_size + 1, rest)
+        page = found[:page_size]
+        entries = tuple(KeyEntry(_decode(key).to_encoded_object_key(), self._cache.length(key) or 0) for key in page)
+        return KeyListPage(entries, page[-1].decode() if len(found) > len(page) else None)
 
     def close(self) -> None:
         """Ends what was begun, and closes the store and the event descriptors."""
@@ -208,12 +216,21 @@ class RemanentL2Adapter(L2AdapterInterface):
     def _tell_deleted(self, keys: list[bytes], lengths: list[int]) -> None:
         self._notify_keys_deleted([_decode(key) for key in keys], lengths)
 
-    def _tell_what_is_there(self) -> None:
-        """LMCache counts bytes by what it is told: what an earlier process stored counts, too."""
+    def register_listener(self, listener: L2AdapterListener) -> None:
+        """Adds a listener, and tells it what is there: LMCache's own eviction deletes what it was told of."""
+        super().register_listener(listener)
+        for keys, lengths in self._there():
+            listener.on_l2_keys_stored([_decode(key) for key in keys], lengths)
+
+    def _there(self) -> Iterator[tuple[list[bytes], list[int]]]:
+        """What an earlier process stored, piece by piece: the oldest piece first, and in each the newest block.
+
+        LMCache takes the first key that it is told for the one used last.
+        """
         keys = list(self._cache)
         for begin in range(0, len(keys), _TOLD_AT_ONCE):
-            some = keys[begin : begin + _TOLD_AT_ONCE]
-            self._tell_stored(some, [self._cache.length(key) or 0 for key in some])
+            some = keys[begin : begin + _TOLD_AT_ONCE][::-1]
+            yield some, [self._cache.length(key) or 0 for key in some]
 
 
 def _params(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,10 +254,14 @@ def _seed(algorithm: str) -> str:
     if algorithm == "blake3":
         return ""
     seed = os.environ.get("PYTHONHASHSEED")
-    if seed is None:
+    if seed in (None, "random"):
         raise InvalidError(f"the seed of {algorithm} may be another one in each process: no block would be found again",
                            remedy="set PYTHONHASHSEED, or use blake3")
-    return seed
+    return str(seed)
+
+
+def _error_of(job: Future[Any]) -> BaseException | None:
+    return CancelledError() if job.cancelled() else job.exception()
 
 
 def _encode(key: ObjectKey) -> bytes:

@@ -79,6 +79,8 @@ class RemanentTier(SecondaryTierManager):
                  backpressure_detector: BackpressureDetector | None = None) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else None
+        if not isinstance(durable, bool):
+            raise InvalidError(f"durable is {durable!r}, and must be true or false")
         self._seed = _seed(hash_algorithm)
         self._is_seed_proven = False
         self._hash_algorithm = hash_algorithm
@@ -109,9 +111,11 @@ class RemanentTier(SecondaryTierManager):
         return self._cache
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        # Asked first: what arrives in between is there then.
+        is_arriving = self._cache.is_arriving(key)
         if key in self._cache:
             return LookupResult.HIT
-        return LookupResult.RETRY if self._cache.is_arriving(key) else LookupResult.MISS
+        return LookupResult.RETRY if is_arriving else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._begin(job_metadata, self._cache.store)
@@ -158,7 +162,8 @@ class RemanentTier(SecondaryTierManager):
             future = begin(keys, [self._row(int(number)) for number in job.chunk_ids])
         except Exception as error:
             future = Future()
-            future.set_exception(error)
+            # Without the frames that it passed: they hold rows, and vLLM could not unmap its memory.
+            future.set_exception(error.with_traceback(None))
         future.add_done_callback(finish)
 
     def _row(self, number: int) -> memoryview:
@@ -220,6 +225,11 @@ def _taken(things: queue.SimpleQueue[Any]) -> list[Any]:
 
 def _seed(algorithm: str) -> str:
     """The seed of the hashes that name blocks, as vLLM will choose it."""
+    try:
+        get_hash_fn_by_name(algorithm)
+    except ValueError as error:
+        raise InvalidError(f"vLLM has no hash {algorithm!r}", remedy="say by `hash_algorithm` what "
+                           "--prefix-caching-hash-algo is") from error
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:
         return seed

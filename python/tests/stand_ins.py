@@ -93,6 +93,8 @@ def vllm() -> str:
             self.tier_type = tier_type
 
     def hash_of(name: str) -> Any:
+        if name not in ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor"):
+            raise ValueError(name)
         return lambda value: hashlib.sha256((name + repr(value)).encode()).digest()
 
     base = "vllm.v1.kv_offload"
@@ -140,8 +142,8 @@ def vllm_weights() -> str:
         pass
 
     _module("vllm.distributed.weight_transfer", WeightTransferEngineFactory=Factory)
-    _module("vllm.distributed.weight_transfer.base", WeightTransferEngine=WeightTransferEngine, WeightTransferInitInfo=Info,
-            WeightTransferUpdateInfo=Info, layerwise_groups=groups_of)
+    _module("vllm.distributed.weight_transfer.base", WeightTransferEngine=WeightTransferEngine,
+            WeightTransferInitInfo=Info, WeightTransferUpdateInfo=Info, layerwise_groups=groups_of)
     _module("vllm.model_executor.model_loader.reload", initialize_layerwise_reload=nothing,
             finalize_layerwise_reload=nothing)
     _module("vllm.model_executor.model_loader.mtp_validation",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -147,7 +149,7 @@ def test_keys_of_any_length_are_found_again(directory: str) -> None:
 
 def test_another_identity_is_refused_with_what_differs(directory: str) -> None:
     open_cache(directory).close()
-    with pytest.raises(remanent.MismatchError, match="hash is 'sha256' there and 'blake3' here, ranks is None"):
+    with pytest.raises(remanent.MismatchError, match='hash is "sha256" there and "blake3" here, ranks is nothing'):
         BlockCache(directory, identity={**IDENTITY, "hash": "blake3", "ranks": 2}, capacity=1)
     with pytest.raises(remanent.InvalidError, match="plain values"):
         BlockCache(directory, identity={"model": object()}, capacity=1)
@@ -286,7 +288,7 @@ def test_threads_store_load_touch_and_delete_beside_each_other(directory: str) -
         for thread in threads:
             thread.join()
         assert not errors
-        assert cache._locked_nbytes == 0 and cache.nbytes == len(cache) * LENGTH <= cache.capacity
+        assert cache._index.locked == 0 and cache.nbytes == len(cache) * LENGTH <= cache.capacity
         left = numbers(cache)
     with open_cache(directory, blocks=20) as cache:
         assert numbers(cache) == left and load(cache, *left) == [True] * len(left)
@@ -347,3 +349,253 @@ def test_jobs_are_futures(cache: BlockCache) -> None:
     cache.drain()
     with pytest.raises(ValueError):
         cache.store([key_of(1), key_of(2)], [block_of(1)])
+
+
+def damaged_cache(directory: str) -> None:
+    """A cache with the blocks 1, 2 and 3, of which 2 is damaged on disk."""
+    with open_cache(directory) as cache:
+        store(cache, 1, 2, 3)
+        cache._store.snapshot()
+    flip(directory, block_of(2))
+
+
+def test_a_block_that_the_system_does_not_read_now_is_missing_for_a_while_and_not_lost(
+        directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    with open_cache(directory) as cache:
+        for number in range(8):
+            store(cache, number)
+            cache._store.snapshot()
+    with open_cache(directory) as cache:
+        assert load(cache, 0) == [True]
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[1]), limits[1]))
+            with pytest.raises(OSError):
+                while True:
+                    files.append(os.open("/dev/null", os.O_RDONLY))
+            outs = [bytearray(LENGTH) for _ in range(8)]
+            found = cache.load(map(key_of, range(8)), outs).result(WORK)
+        finally:
+            for file in files:
+                os.close(file)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert not all(found)
+        for number, is_found in enumerate(found):
+            assert (key_of(number) in cache) == is_found
+        assert len(cache) == 8
+        monkeypatch.setattr("remanent.kv.time.monotonic", lambda: 1e12)
+        assert all(key_of(number) in cache for number in range(8))
+        assert load(cache, *range(8)) == [True] * 8
+    with open_cache(directory) as cache:
+        assert len(cache) == 8
+
+
+def test_a_damaged_block_in_a_job_takes_nothing_else_with_it(directory: str) -> None:
+    damaged_cache(directory)
+    with open_cache(directory) as cache:
+        keys = [key_of(2)] * 50 + [key_of(1), key_of(2), key_of(3)]
+        jobs = [cache.load(keys, [bytearray(LENGTH) for _ in keys]) for _ in range(8)]
+        for job in jobs:
+            assert job.result(WORK) == [False] * 50 + [True, False, True]
+        assert cache._index.locked == 0
+
+
+def test_a_load_that_fails_gives_its_locks_back(cache: BlockCache) -> None:
+    store(cache, 1, 2, 3)
+    job = cache.load(map(key_of, (1, 2, 3)), [bytes(LENGTH), bytearray(LENGTH), bytearray(LENGTH)])
+    assert isinstance(job.exception(WORK), (BufferError, TypeError, ValueError))
+    assert cache._index.locked == 0
+    assert cache.delete(map(key_of, (1, 2, 3))).result(WORK) == 3
+
+
+def test_a_batch_that_fails_leaves_no_use_of_a_block_that_is_gone(directory: str) -> None:
+    damaged_cache(directory)
+    with open_cache(directory) as cache:
+        refusing = Refusing(cache._store)
+        cache._store = refusing  # type: ignore[assignment]
+        cache.touch([key_of(2), key_of(1)])
+
+        class GivenUp(remanent.DiskFullError):
+            pass
+
+        def fail(*_: Any, **__: Any) -> None:
+            load(cache, 2)
+            raise GivenUp("no space")
+
+        refusing.commit = fail  # type: ignore[method-assign]
+        with pytest.raises(GivenUp):
+            store(cache, 9)
+        del refusing.commit
+        cache.drain()
+        assert store(cache, 20) == LENGTH
+        assert sorted(numbers(cache)) == [1, 3, 20]
+
+
+def test_a_cancelled_job_is_not_on_its_way(cache: BlockCache) -> None:
+    may_go_on = threading.Event()
+    cache._writer.submit(may_go_on.wait, WORK)
+    jobs = [cache.store([key_of(number)], [block_of(number)]) for number in range(2)]
+    assert jobs[1].cancel()
+    drained = threading.Thread(target=cache.drain)
+    drained.start()
+    may_go_on.set()
+    drained.join(WORK)
+    assert not drained.is_alive() and jobs[0].result(WORK) == LENGTH
+    assert not cache.is_arriving(key_of(0)) and not cache.is_arriving(key_of(1))
+    assert key_of(0) in cache and key_of(1) not in cache
+
+
+def test_a_lock_outlives_a_block_that_is_given_up(directory: str) -> None:
+    damaged_cache(directory)
+    with open_cache(directory, blocks=4) as cache:
+        assert cache.lock([key_of(2)]) == [True]
+        assert load(cache, 2) == [False]
+        cache.drain()
+        store(cache, 2)
+        assert cache.lock([key_of(2)]) == [True]
+        cache.unlock([key_of(2)])
+        assert cache.delete([key_of(2)]).result(WORK) == 0, "another caller holds it"
+        cache.unlock([key_of(2), key_of(2)])
+        assert cache._index.locked == 0 and cache.delete([key_of(2)]).result(WORK) == 1
+
+
+def test_callbacks_that_fail_change_nothing(directory: str) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("a callback's own mistake")
+
+    with open_cache(directory, blocks=4, on_stored=fail, on_deleted=fail) as cache:
+        for number in range(0, 12, 2):
+            assert store(cache, number, number + 1) == 2 * LENGTH
+        assert len(cache) == 4 == cache._store.page_count
+
+
+def test_uses_are_logged_by_few_jobs_also_those_of_loads(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remanent.kv._USES_WAITING_MAX", 3)
+    with open_cache(directory) as cache:
+        store(cache, *range(6))
+        may_go_on = threading.Event()
+        cache._writer.submit(may_go_on.wait, WORK)
+        for _ in range(100):
+            cache.touch(map(key_of, range(4)))
+        # The one that waits here, and one that logs.
+        assert cache._writer._work_queue.qsize() <= 2
+        may_go_on.set()
+        cache.drain()
+        load(cache, 5, 4, 3)
+        cache.drain()
+        assert cache._index.uses_waiting == 0
+
+
+@pytest.mark.parametrize("identity", [{"a": 1.0}, {"a": True}, {"a": 1 << 70}, {"a": "\ud800"}, {"a": None}])
+def test_identities_that_are_nearly_equal_differ(identity: Any, directory: str) -> None:
+    BlockCache(directory, identity={"a": 1}, capacity=LENGTH).close()
+    with pytest.raises(remanent.MismatchError, match="a is 1 there and [^ ]+ here"):
+        BlockCache(directory, identity=identity, capacity=LENGTH)
+    BlockCache(directory + "-other", identity=identity, capacity=LENGTH).close()
+
+
+def test_arguments_that_cannot_be_meant_are_refused_before_anything_is_made(directory: str, cache: BlockCache) -> None:
+    wrong: list[dict[str, Any]] = [{"capacity": 1.5}, {"capacity": "10"}, {"readers": 0}, {"ack": "applied"},
+                                   {"identity": {"a": {1}}}]
+    for options in wrong:
+        with pytest.raises(remanent.InvalidError):
+            BlockCache(directory + "-new", **{"identity": IDENTITY, "capacity": LENGTH, **options})
+    assert not os.path.exists(directory + "-new")
+    for keys in ([b""], ["text"], [bytearray(b"x")], [key_of(1), b""]):
+        with pytest.raises(remanent.InvalidError, match="a block's key"):
+            cache.store(keys, [block_of(1)] * len(keys))  # type: ignore[arg-type]
+    assert not cache.is_arriving(key_of(1))
+
+    def broken() -> Iterator[bytes]:
+        yield key_of(1)
+        raise KeyError
+
+    store(cache, 1)
+    for call in (cache.lock, cache.touch, cache.unlock, cache.delete):
+        with pytest.raises(KeyError):
+            call(broken())
+    assert cache._index.locked == 0
+
+
+def test_equal_keys_of_other_lengths_in_one_job_fail_it(cache: BlockCache) -> None:
+    with pytest.raises(remanent.OverBudgetError):
+        cache.store([key_of(1), key_of(1)], [block_of(1), block_of(1, 8)]).result(WORK)
+    assert cache.length(key_of(1)) == LENGTH
+    assert cache.store([key_of(2), key_of(2)], [block_of(2), block_of(2)]).result(WORK) == LENGTH
+
+
+def test_very_short_blocks_are_stored_in_many_batches_and_count(directory: str) -> None:
+    with BlockCache(directory, identity=IDENTITY, capacity=64 << 20) as cache:
+        keys = [number.to_bytes(4, "big") for number in range(20_000)]
+        with pytest.raises(remanent.OverBudgetError):
+            cache.store(keys, [key[3:] for key in keys]).result(WORK)
+        assert cache.nbytes == len(cache) == 16_384, "each counts 4 KiB"
+        outs = [bytearray(1) for _ in keys]
+        found = cache.load(keys, outs).result(WORK)
+        assert sum(found) == 16_384
+        assert all(out == key[3:] for key, out, is_found in zip(keys, outs, found, strict=True) if is_found)
+
+
+def test_a_forked_child_is_refused_also_by_the_caches_own_threads(cache: BlockCache) -> None:
+    store(cache, 1)
+    assert in_child(lambda: load(cache, 1) and None) == "ForkedError"
+    assert in_child(lambda: store(cache, 2) and None) == "ForkedError"
+
+
+def test_random_histories_leave_what_a_model_has(tmp_path: Path) -> None:
+    """Stores, uses, locks, deletes and restarts: which blocks are there, and in which order they would go."""
+    for seed in range(12):
+        dice = random.Random(seed)
+        directory = str(tmp_path / str(seed))
+        cache = open_cache(directory, blocks=6)
+        model: list[int] = []
+        locked: Counter[int] = Counter()
+        for _ in range(60):
+            some = dice.sample(range(12), dice.randint(1, 4))
+            act = dice.choice(["store", "store", "touch", "load", "lock", "unlock", "delete", "reopen"])
+            if act == "store":
+                here = [each for each in some if each in model]
+                for each in reversed(here):
+                    model.remove(each)
+                    model.append(each)
+                room = 6 - len({each for each in model if locked[each]} | set(here))
+                new = [each for each in some if each not in here][: max(room, 0)]
+                goes = [each for each in model if not locked[each] and each not in here]
+                for each in goes[: max(0, len(model) + len(new) - 6)]:
+                    model.remove(each)
+                model += reversed(new)
+                if len(here) + len(new) == len(some):
+                    assert store(cache, *some) == len(new) * LENGTH
+                else:
+                    with pytest.raises(remanent.OverBudgetError):
+                        store(cache, *some)
+            elif act in ("touch", "load"):
+                if act == "touch":
+                    cache.touch(map(key_of, some))
+                else:
+                    assert load(cache, *some) == [each in model for each in some]
+                for each in [each for each in reversed(some) if each in model]:
+                    model.remove(each)
+                    model.append(each)
+            elif act == "lock":
+                assert cache.lock(map(key_of, some)) == [each in model for each in some]
+                locked.update(each for each in some if each in model)
+            elif act == "unlock":
+                cache.unlock(map(key_of, some))
+                locked.subtract(each for each in some if locked[each])
+            elif act == "delete":
+                gone = [each for each in some if each in model and not locked[each]]
+                assert cache.delete(map(key_of, some)).result(WORK) == len(gone)
+                model = [each for each in model if each not in gone]
+            else:
+                cache.close()
+                cache, locked = open_cache(directory, blocks=6), Counter()
+            assert numbers(cache) == model, (seed, act)
+            assert cache.nbytes == len(model) * LENGTH
+            assert cache._index.locked == LENGTH * sum(locked[each] > 0 for each in model)
+        assert load(cache, *model) == [True] * len(model)
+        assert cache._store.page_count == len(model)
+        cache.close()

@@ -158,6 +158,35 @@ def test_listeners_are_told_what_comes_and_goes_and_locked_blocks_stay(directory
     adapter.close()
 
 
+def test_listeners_are_told_what_an_earlier_process_stored(directory: str) -> None:
+    adapter = make(directory)
+    for number in range(3):
+        store(adapter, [key(number)], [Memory(number)])
+    adapter.close()
+    adapter, listener = make(directory), Listener()
+    adapter.register_listener(listener)
+    # The first is taken for the one that was used last.
+    assert list(listener.there) == [key(2), key(1), key(0)]
+    assert adapter.get_usage().total_bytes_used == 3 * LENGTH
+    adapter.close()
+    for capacity in (2, 1):
+        adapter = make(directory, capacity=capacity * LENGTH)
+        assert adapter.get_usage().total_bytes_used == adapter.cache.nbytes == capacity * LENGTH
+        adapter.close()
+
+
+def test_a_listener_that_fails_keeps_no_result_back_and_deleting_never_raises(adapter: RemanentL2Adapter) -> None:
+    class Failing(Listener):
+        def on_l2_keys_accessed(self, keys: list[Any]) -> None:
+            raise ValueError("a listener's own mistake")
+
+    adapter.register_listener(Failing())
+    store(adapter, [key(1)], [Memory(1)])
+    assert load(adapter, [key(1)], [Memory(0)]) == [True]
+    adapter.close()
+    adapter.delete([key(1)])
+
+
 def test_keys_are_listed_page_by_page(adapter: RemanentL2Adapter) -> None:
     for number in range(5):
         store(adapter, [key(number), key(number, model_name="b")], [Memory(number), Memory(number)])
@@ -171,13 +200,14 @@ def test_keys_are_listed_page_by_page(adapter: RemanentL2Adapter) -> None:
     assert [entry.key for entry in seen] == [key(number).to_encoded_object_key() for number in range(5)]
     assert {entry.size_bytes for entry in seen} == {LENGTH}
     assert len(adapter.list_l2_keys().entries) == 10
-    with pytest.raises(ValueError):
-        adapter.list_l2_keys(page_size=0)
+    for wrong in ({"page_size": 0}, {"cursor": "no key"}):
+        with pytest.raises(ValueError):
+            adapter.list_l2_keys(**wrong)  # type: ignore[arg-type]
 
 
 def test_blocks_that_would_mean_something_else_are_refused(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make(directory).close()
-    with pytest.raises(remanent.MismatchError, match="revision is '1' there and '2' here"):
+    with pytest.raises(remanent.MismatchError, match='revision is "1" there and "2" here'):
         make(directory, revision="2")
     with pytest.raises(remanent.MismatchError, match="chunk is 256 there and 512 here"):
         make(directory, chunk_size=512)
@@ -185,7 +215,7 @@ def test_blocks_that_would_mean_something_else_are_refused(directory: str, monke
     with pytest.raises(remanent.InvalidError, match="the seed of builtin may be another one in each process"):
         make(directory, hash_algorithm="builtin")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    with pytest.raises(remanent.MismatchError, match="hash is 'blake3' there and 'builtin' here, seed is ''"):
+    with pytest.raises(remanent.MismatchError, match='hash is "blake3" there and "builtin" here, seed is ""'):
         make(directory, hash_algorithm="builtin")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
+import mmap
 import os
 import re
 import signal
@@ -128,6 +130,24 @@ def test_rows_beyond_the_memory_fail_the_job(engine: Engine) -> None:
     assert engine.store(5).success
 
 
+def test_a_job_that_cannot_begin_holds_none_of_the_memory(directory: str) -> None:
+    memory = mmap.mmap(-1, ROWS * LENGTH)
+    view = memoryview(memory).cast("B", (ROWS, LENGTH))
+    tier = RemanentTier(spec(), view, "remanent", path=directory, capacity=64 * LENGTH, revision="1")
+    gc.disable()
+    try:
+        for rows in ([0, ROWS], [0, 1, 2], [0, 1]):
+            tier.submit_store(TransferJob(job_id=len(rows), keys=[key(1), key(2)], chunk_ids=np.array(rows),
+                                          is_promotion=False, req_context=REQUEST))
+            tier.drain_jobs()
+        assert [result.success for result in tier.get_finished_jobs()] == [False, False, True]
+        tier.shutdown()
+        view.release()
+        memory.close()  # raises if a view of it is left
+    finally:
+        gc.enable()
+
+
 def test_a_block_on_its_way_is_to_be_asked_for_again(engine: Engine) -> None:
     may_go_on = threading.Event()
     held = engine.tier.cache._writer.submit(may_go_on.wait, 60)
@@ -160,13 +180,13 @@ def test_events_tell_what_comes_and_goes(directory: str) -> None:
 
 
 @pytest.mark.parametrize(("changes", "config", "what"), [
-    ({}, {"revision": "2"}, "revision is '1' there and '2' here"),
-    ({"model": SimpleNamespace(name="a model", dtype="float16")}, {}, "dtype is 'bfloat16' there and 'float16' here"),
-    ({"model": SimpleNamespace(name="another", dtype="bfloat16")}, {}, "model is 'a model' there and 'another' here"),
+    ({}, {"revision": "2"}, 'revision is "1" there and "2" here'),
+    ({"model": SimpleNamespace(name="a model", dtype="float16")}, {}, 'dtype is "bfloat16" there and "float16" here'),
+    ({"model": SimpleNamespace(name="another", dtype="bfloat16")}, {}, 'model is "a model" there and "another" here'),
     ({"tp_size": 4}, {}, r"ranks is \[2, 1, 1, 1\] there and \[4, 1, 1, 1\] here"),
-    ({"kv_cache_layout": "HND"}, {}, "layout is 'NHD' there and 'HND' here"),
+    ({"kv_cache_layout": "HND"}, {}, 'layout is "NHD" there and "HND" here'),
     ({"groups": (SimpleNamespace(tokens_per_block=16, layer_names=("layer.0",)),)}, {}, "groups is"),
-    ({}, {"hash_algorithm": "sha256_cbor"}, "hash is 'sha256' there and 'sha256_cbor' here"),
+    ({}, {"hash_algorithm": "sha256_cbor"}, 'hash is "sha256" there and "sha256_cbor" here'),
 ])
 def test_blocks_that_would_mean_something_else_are_refused(
         changes: Any, config: Any, what: str, directory: str) -> None:
@@ -193,9 +213,13 @@ def test_a_seed_that_is_drawn_for_each_process_is_refused(directory: str, monkey
     with pytest.raises(remanent.InvalidError, match="draws the seed of xxhash anew") as refused:
         Engine(directory, hash_algorithm="xxhash")
     assert "PYTHONHASHSEED" in refused.value.remedy and not os.path.exists(directory)
+    with pytest.raises(remanent.InvalidError, match="vLLM has no hash 'sha-256'"):
+        Engine(directory, hash_algorithm="sha-256")
+    with pytest.raises(remanent.InvalidError, match="durable is 'no'"):
+        Engine(directory, durable="no")
     Engine(directory).tier.shutdown()
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    with pytest.raises(remanent.MismatchError, match="seed is 'vllm-none-hash' there and '7' here"):
+    with pytest.raises(remanent.MismatchError, match='seed is "vllm-none-hash" there and "7" here'):
         Engine(directory)
     Engine(directory + "-xxhash", hash_algorithm="xxhash").tier.shutdown()
 

@@ -41,8 +41,9 @@ class Model:
 
 
 def trained() -> dict[str, Any]:
-    return {f"model.layers.{layer}.{part}": torch.full((40, 30), float(layer), dtype=torch.bfloat16)
-            for layer in range(3) for part in ("q", "v")} | {"model.embed": torch.arange(50.0), "lm_head": torch.ones(9)}
+    layers = {f"model.layers.{layer}.{part}": torch.full((40, 30), float(layer), dtype=torch.bfloat16)
+              for layer in range(3) for part in ("q", "v")}
+    return layers | {"model.embed": torch.arange(50.0), "lm_head": torch.ones(9)}
 
 
 @pytest.fixture

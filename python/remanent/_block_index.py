@@ -1,0 +1,149 @@
+"""Which blocks a cache has, in the order of their last use, and which of them must stay: without bytes or a store."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+
+__all__ = ["Block", "BlockIndex"]
+
+# What a block counts at least, in bytes: its page in the store takes some room, however short it is.
+_CHARGE_MIN = 4096
+
+
+class Block:
+    """A block that is there: its length, and what its bytes mean."""
+
+    __slots__ = ("_is_there", "_locks", "charge", "kind", "nbytes", "unreadable_until")
+
+    def __init__(self, nbytes: int, kind: str | None) -> None:
+        self.nbytes, self.kind = nbytes, kind
+        self.charge = max(nbytes, _CHARGE_MIN)
+        # The time until which it counts as missing, because the system refused to read it.
+        self.unreadable_until = 0.0
+        self._locks = 0
+        self._is_there = False
+
+    @property
+    def is_locked(self) -> bool:
+        return self._locks > 0
+
+
+class BlockIndex:
+    """Blocks by key. Whoever calls it holds the cache's lock, but for `get`, `in` and `len`."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        # Bytes of all blocks, what they count, and what those count that are locked.
+        self.nbytes = self.charged = self.locked = 0
+        # The block that was not used for longest is the first.
+        self._blocks: OrderedDict[bytes, Block] = OrderedDict()
+        # Locks of callers: they outlive a block that is given up, and hold the next one of its key.
+        self._kept: Counter[bytes] = Counter()
+        # Blocks whose last use is not logged, in the order of that use.
+        self._used: dict[bytes, None] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._blocks)
+
+    def get(self, key: bytes) -> Block | None:
+        return self._blocks.get(key)
+
+    @property
+    def uses_waiting(self) -> int:
+        """Blocks whose last use is not logged."""
+        return len(self._used)
+
+    def add(self, key: bytes, block: Block) -> None:
+        """Adds a block, as used last but for those whose use is still to be logged."""
+        self._insert(key, block)
+        for used in self._used:
+            self._blocks.move_to_end(used)
+
+    def put_back(self, blocks: Mapping[bytes, Block]) -> None:
+        """Adds blocks that were removed and are there after all: as those that were not used for longest."""
+        for key, block in reversed(list(blocks.items())):
+            self._insert(key, block)
+            self._blocks.move_to_end(key, last=False)
+
+    def _insert(self, key: bytes, block: Block) -> None:
+        block._locks += self._kept[key] if key in self._kept else 0
+        block._is_there = True
+        self._blocks[key] = block
+        self.nbytes += block.nbytes
+        self.charged += block.charge
+        self.locked += block.charge if block.is_locked else 0
+
+    def remove(self, key: bytes) -> Block:
+        block = self._blocks.pop(key)
+        self._used.pop(key, None)
+        block._is_there = False
+        self.nbytes -= block.nbytes
+        self.charged -= block.charge
+        self.locked -= block.charge if block.is_locked else 0
+        # Callers' locks are the key's, and wait for the next block.
+        block._locks -= self._kept[key] if key in self._kept else 0
+        return block
+
+    def hold(self, block: Block, change: int) -> None:
+        """Locks a block once more (1), or once less (-1): it stays, or if it is gone nothing is counted."""
+        was_locked = block.is_locked
+        block._locks += change
+        if block._is_there and was_locked != block.is_locked:
+            self.locked += block.charge if block.is_locked else -block.charge
+
+    def keep(self, key: bytes) -> bool:
+        """Locks a block by its key. Says whether it is there, and so locked."""
+        block = self._blocks.get(key)
+        if block is None:
+            return False
+        self._kept[key] += 1
+        self.hold(block, 1)
+        return True
+
+    def let_go(self, key: bytes) -> None:
+        """Ends a lock by `keep`."""
+        if key not in self._kept:
+            return
+        self._kept[key] -= 1
+        if self._kept[key] == 0:
+            del self._kept[key]
+        block = self._blocks.get(key)
+        if block is not None:
+            self.hold(block, -1)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Notes a use of blocks. The first ones begin what the others go on with, and stay longest."""
+        for key in reversed(list(keys)):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+                self._used.pop(key, None)
+                self._used[key] = None
+
+    def take_uses(self) -> list[bytes]:
+        """The blocks whose use is to be logged now, in the order of that use."""
+        used, self._used = list(self._used), {}
+        return used
+
+    def put_uses_back(self, used: Iterable[bytes]) -> None:
+        """Notes uses that could not be logged, as before those that came since."""
+        there = {key: None for key in used if key in self._blocks}
+        self._used = {**there, **self._used}
+
+    def make_room(self, needed: int) -> dict[bytes, Block]:
+        """Removes blocks, the oldest first, until `needed` is free or none can go."""
+        excess = self.charged + needed - self.capacity
+        keys = []
+        for key, block in self._blocks.items():
+            if excess <= 0:
+                break
+            if not block.is_locked:
+                keys.append(key)
+                excess -= block.charge
+        return {key: self.remove(key) for key in keys}
