@@ -35,7 +35,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -95,6 +95,15 @@ class _Task:
         return block is not None and (block.nbytes, block.kind) == (self.data.nbytes, self.kind)
 
 
+class _StoreJob:
+    """A call of `store`, and the future that it gave."""
+
+    def __init__(self, work: list[_Task]) -> None:
+        self.work = work
+        self.nbytes = sum(task.data.nbytes for task in work)
+        self.future: Future[int] = Future()
+
+
 class BlockCache:
     """Blocks of bytes by key, up to `capacity` bytes; those that were not used for longest make room for new ones.
 
@@ -130,6 +139,8 @@ class BlockCache:
         self._index = BlockIndex(capacity)
         # Keys of jobs that store and are not finished, and in how many.
         self._arriving: Counter[bytes] = Counter()
+        # Calls of `store` that wait to be one batch with others.
+        self._waiting: deque[_StoreJob] = deque()
         self._jobs: set[Future[Any]] = set()
         self._is_write_queued = False
         self._uses = self._read_index()
@@ -190,16 +201,18 @@ class BlockCache:
         The future fails unless all blocks are there: `OverBudgetError` if they are more than the cache can hold,
         otherwise what the store raised (`DiskFullError`, for example). Some of the blocks may be there then.
         """
-        work = _tasks(keys, blocks, kinds)
+        job = _StoreJob(_tasks(keys, blocks, kinds))
         with self._lock:
-            self._arriving.update(task.key for task in work)
+            self._arriving.update(task.key for task in job.work)
+            self._waiting.append(job)
         try:
-            job = self._submit(self._writer, self._store_all, work)
+            self._submit(self._writer, self._store_waiting)
         except BaseException:
-            self._arrived(work)
+            with self._lock, contextlib.suppress(ValueError):
+                self._waiting.remove(job)
+            self._arrived(job)
             raise
-        job.add_done_callback(lambda job: self._arrived(work) if job.cancelled() else None)
-        return job
+        return job.future
 
     def load(self, keys: Iterable[bytes], outs: Iterable[Any],
              kinds: Iterable[str] | None = None) -> Future[list[bool]]:
@@ -302,10 +315,10 @@ class BlockCache:
         with self._lock:
             self._jobs.discard(job)
 
-    def _arrived(self, work: list[_Task]) -> None:
+    def _arrived(self, job: _StoreJob) -> None:
         with self._lock:
-            self._arriving.subtract(task.key for task in work)
-            for task in work:
+            self._arriving.subtract(task.key for task in job.work)
+            for task in job.work:
                 if self._arriving[task.key] <= 0:
                     del self._arriving[task.key]
 
@@ -326,21 +339,60 @@ class BlockCache:
 
     # On the thread that writes.
 
-    def _store_all(self, work: list[_Task]) -> int:
+    def _store_waiting(self) -> None:
+        """Stores what waits, as much as goes into one batch, or one call's blocks: short calls cost little then."""
+        jobs: list[_StoreJob] = []
+        nbytes = blocks = 0
+        with self._lock:
+            while self._waiting:
+                job = self._waiting[0]
+                nbytes += job.nbytes
+                blocks += len(job.work)
+                if jobs and (nbytes > _BATCH_BYTES or blocks > _BATCH_BLOCKS):
+                    break
+                jobs.append(self._waiting.popleft())
+        begun = [job for job in jobs if job.future.set_running_or_notify_cancel()]
+        for job in jobs:
+            if job not in begun:
+                self._arrived(job)
+        if begun:
+            self._store_jobs(begun, {})
+
+    def _store_jobs(self, jobs: list[_StoreJob], stored: dict[bytes, int]) -> None:
+        """Stores the blocks of calls, and ends their futures. `stored` are new blocks that no future has counted."""
         held: list[Block] = []
+        refused: set[bytes] = set()
+        failure: BaseException | None = None
         try:
-            return sum(self._store_some(some, held) for some in _in_batches(work))
+            # Of one batch the first blocks are taken for those that were used last.
+            for some in _in_batches([task for job in reversed(jobs) for task in job.work]):
+                self._store_some(some, held, stored, refused)
+        except BaseException as error:
+            failure = error
         finally:
             with self._lock:
                 for block in held:
                     self._index.hold(block, -1)
-            self._arrived(work)
+        if len(jobs) > 1 and (failure is not None or refused):
+            # One call's mistake is not the others'.
+            for job in jobs:
+                self._store_jobs([job], stored)
+            return
+        if refused:
+            failure = OverBudgetError(f"{len(refused)} of {len(jobs[0].work)} blocks do not fit into the "
+                                      f"{self.capacity} bytes of the cache, or would replace locked ones",
+                                      path=self._store.path)
+        for job in jobs:
+            self._arrived(job)
+            if failure is None:
+                job.future.set_result(sum(stored.pop(task.key, 0) for task in job.work))
+            else:
+                job.future.set_exception(failure)
 
-    def _store_some(self, work: list[_Task], held: list[Block]) -> int:
+    def _store_some(self, work: list[_Task], held: list[Block], stored: dict[bytes, int], refused: set[bytes]) -> None:
         """Stores blocks in one batch. Those that are there afterwards are in `held`, and locked."""
         new: dict[bytes, _Task] = {}
         made: dict[bytes, Block] = {}
-        refused = 0
         with self._lock:
             here = {task.key: block for task in work if task.is_of(block := self._index.get(task.key)) and block}
             self._index.touch(here)
@@ -355,7 +407,7 @@ class BlockCache:
                 old = self._index.get(task.key)
                 fresh = Block(task.data.nbytes, task.kind)
                 if task.key in made or fresh.charge > room or (old is not None and old.is_locked):
-                    refused += 1
+                    refused.add(task.key)
                     continue
                 room -= fresh.charge
                 new[task.key], made[task.key] = task, fresh
@@ -368,11 +420,8 @@ class BlockCache:
                 self._index.add(key, block)
                 self._index.hold(block, 1)
         held += made.values()
+        stored |= {key: block.nbytes for key, block in made.items()}
         self._tell_written(out, made)
-        if refused:
-            raise OverBudgetError(f"{refused} of {len(work)} blocks do not fit into the {self.capacity} bytes of the "
-                                  "cache, or would replace locked ones", path=self._store.path)
-        return sum(block.nbytes for block in made.values())
 
     def _delete_all(self, keys: list[bytes]) -> int:
         with self._lock:

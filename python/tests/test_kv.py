@@ -434,6 +434,48 @@ def test_a_batch_that_fails_leaves_no_use_of_a_block_that_is_gone(directory: str
         assert sorted(numbers(cache)) == [1, 3, 20]
 
 
+def test_calls_that_wait_are_one_batch_and_fail_alone(directory: str) -> None:
+    with open_cache(directory, blocks=4) as cache:
+        may_go_on = threading.Event()
+        cache._writer.submit(may_go_on.wait, WORK)
+        released = memoryview(bytearray(block_of(9)))
+        jobs = [cache.store([key_of(number)], [block_of(number)]) for number in (1, 2, 2)]
+        jobs.append(cache.store([key_of(9)], [released]))
+        before = cache._store.lsn
+        may_go_on.set()
+        assert [job.result(WORK) for job in jobs] == [LENGTH, LENGTH, 0, LENGTH]
+        assert cache._store.lsn == before + 1
+        assert numbers(cache) == [1, 2, 9], "the last call's blocks are the last to go"
+
+        may_go_on.clear()
+        cache._writer.submit(may_go_on.wait, WORK)
+        jobs = [cache.store([key_of(10)], [block_of(10)]), cache.store([key_of(11 + at) for at in range(5)],
+                                                                       [block_of(11 + at) for at in range(5)])]
+        may_go_on.set()
+        assert jobs[0].result(WORK) == LENGTH
+        assert isinstance(jobs[1].exception(WORK), remanent.OverBudgetError)
+        refusing = Refusing(cache._store)
+        cache._store = refusing  # type: ignore[assignment]
+        made = []
+
+        def commit(batch: Any, **options: Any) -> Any:
+            made.append(batch)
+            if len(made) in (1, 2, 3, 4):
+                raise remanent.PoisonedError("of this call")
+            return refusing.store.commit(batch, **options)
+
+        refusing.commit = commit  # type: ignore[method-assign]
+        may_go_on.clear()
+        cache._writer.submit(may_go_on.wait, WORK)
+        jobs = [cache.store([key_of(number)], [block_of(number)]) for number in (20, 21, 22)]
+        may_go_on.set()
+        # Together, then each alone.
+        assert [type(job.exception(WORK)) for job in jobs] == [remanent.PoisonedError] * 3
+        assert store(cache, 23) == LENGTH and key_of(20) not in cache
+    with open_cache(directory, blocks=4) as cache:
+        assert numbers(cache)[-1] == 23
+
+
 def test_a_cancelled_job_is_not_on_its_way(cache: BlockCache) -> None:
     may_go_on = threading.Event()
     cache._writer.submit(may_go_on.wait, WORK)
