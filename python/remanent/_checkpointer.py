@@ -20,7 +20,7 @@ from remanent._errors import ClosedError, InUseError, InvalidError, NoStateError
 from remanent._pages import Block
 from remanent._room import Passage, Room, WriterEndedError
 from remanent._run_state import SAVING, Capture, load_state, rng_state, set_rng_state, whole
-from remanent._tensors import blocks, bytes_of, extent, plain, read_page, tensors_of
+from remanent._tensors import Extent, blocks, bytes_of, extents, read_page, span, tensors_of
 
 _Path = str | os.PathLike[str]
 
@@ -237,15 +237,14 @@ class Checkpointer:
         self._finish()
         if name is not None and any(info.name == name for info in self.store.snapshots()):
             raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
-        tensors: dict[str, torch.Tensor] = {}
-        tree = _pages.flatten("", self._state(), Capture(tensors))
-        for path, tensor in tensors.items():
-            plain(path, tensor)
+        captured: dict[str, torch.Tensor] = {}
+        tree = _pages.flatten("", self._state(), Capture(captured))
+        tensors = extents(captured)
         note = note or f"step {step}"
         reading = _Reading()
         # Of tensors that share memory each counts here.
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        passage = self._room.begin(nbytes, tensors.values())
+        nbytes = sum(each.nbytes for each in tensors)
+        passage = self._room.begin(nbytes, [each.tensor for each in tensors])
         try:
             done = self._worker.submit(self._write_and_keep, passage, step, name, note, tree)
             self._last = saved = Saved(step, done, reading, began)
@@ -282,7 +281,7 @@ class Checkpointer:
                 if not patient:
                     raise
 
-    def _copy(self, passage: Passage, tensors: Mapping[str, torch.Tensor], reading: _Reading, wait: bool) -> None:
+    def _copy(self, passage: Passage, tensors: list[Extent], reading: _Reading, wait: bool) -> None:
         """Copies the state into the room, or queues its copies; what may be copied later is."""
         streams = self._room.streams
         if wait:
@@ -292,8 +291,7 @@ class Checkpointer:
             reading.ends(streams.moment())
             return
         aside: list[Block] = []
-        at_step = _stepped(self._stepping, tensors)
-        at_once = {path: tensor for path, tensor in tensors.items() if path not in at_step}
+        at_step, at_once = _stepped(self._stepping, tensors)
         passage.send(passage.set_aside(blocks(at_once, on_host=False), aside))
         read = streams.moment()
         read.hold_back()
@@ -304,7 +302,7 @@ class Checkpointer:
         else:
             passage.end()
 
-    def _copy_later(self, passage: Passage, at_step: Mapping[str, torch.Tensor], aside: list[Block],
+    def _copy_later(self, passage: Passage, at_step: list[Extent], aside: list[Block],
                     reading: _Reading) -> None:
         streams = self._room.streams
         try:
@@ -583,31 +581,30 @@ def _refuse_capture() -> None:
                            remedy="capture after `Saved.wait`; `overlap` is not for such steps")
 
 
-def _stepped(optimizer: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of the tensors that an optimizer alone changes, in its steps.
+def _stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[Extent]]:
+    """Those of the tensors that an optimizer alone changes, in its steps, and the others.
 
     A tensor that shares its storage with one that something else may change leaves with that one.
     """
     if optimizer is None:
-        return {}
+        return [], tensors
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():
         own += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    extents = defaultdict(list)
+    spans = defaultdict(set)
     for tensor in own:
         if tensor.layout is torch.strided:
-            extents[_storage(tensor)].append(extent(tensor))
+            storage, start, end = span(tensor)
+            spans[storage].add((start, end))
 
-    def is_own(tensor: torch.Tensor) -> bool:
-        start, end = extent(tensor) if tensor.numel() else (0, 0)
-        return start == end or any(first <= start and end <= last for first, last in extents[_storage(tensor)])
+    def is_own(each: Extent) -> bool:
+        found = spans[each.storage]
+        return (each.nbytes == 0 or (each.start, each.end) in found
+                or any(start <= each.start and each.end <= end for start, end in found))
 
-    shared = {_storage(tensor) for tensor in tensors.values() if not is_own(tensor)}
-    return {path: tensor for path, tensor in tensors.items() if _storage(tensor) not in shared}
-
-
-def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    shared = {each.storage for each in tensors if not is_own(each)}
+    return ([each for each in tensors if each.storage not in shared],
+            [each for each in tensors if each.storage in shared])
 
 
 def _diff(old: _native.View, new: _native.View) -> dict[str, int | None]:

@@ -276,12 +276,13 @@ def flatten(path: str, value: object, adapt: Plan, depth: int = 0) -> Any:
     """
     if depth > _DEPTH_MAX:
         raise RefusedError(f"{path}: values nest more than {_DEPTH_MAX} deep")
+    kind = type(value)
+    # Before `adapt`, which they are not for: keys and most values.
+    if kind in (str, bool) or value is None:
+        return value
     adapted = adapt(path, value)
     if adapted is not None:
         return adapted
-    kind = type(value)
-    if value is None or kind in (bool, str):
-        return value
     if kind is float:
         assert isinstance(value, float)
         # JSON knows no others.

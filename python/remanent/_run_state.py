@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import OrderedDict
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ class Capture:
         self.tensors = tensors
 
     def __call__(self, path: str, value: object) -> object | None:
+        if type(value) in (int, float, dict, list, tuple, OrderedDict):
+            return None
         name = path.removeprefix("/")
         if isinstance(value, torch.Tensor):
             self.tensors[name] = value

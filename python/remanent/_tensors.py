@@ -5,8 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -34,78 +33,93 @@ def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise RefusedError(f"{name}: a {kind.__name__} is more than its elements: save what it is made of")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise RefusedError(f"{name}: a tensor of layout {tensor.layout} cannot be stored: make it dense first")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise RefusedError(f"{name}: a tensor on the meta device has no elements")
     if tensor.dtype not in SHORT:
         raise RefusedError(f"{name}: elements of {tensor.dtype} cannot be stored")
-    tensor = tensor.detach()
-    return tensor.resolve_conj().resolve_neg()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of the storage that the tensor uses, and the end of its last one."""
-    start = int(tensor.storage_offset())
-    dims = zip(tensor.shape, tensor.stride(), strict=True)
-    last = start + sum((int(size) - 1) * int(stride) for size, stride in dims)
-    return start * tensor.element_size(), (last + 1) * tensor.element_size()
+Storage = tuple[torch.device, int]
 
 
-@dataclass
-class _Group:
-    """Tensors that share memory, from byte `start` of their storage to byte `end`."""
+def span(tensor: torch.Tensor) -> tuple[Storage, int, int]:
+    """Which storage a tensor uses, and from its beginning the first byte in use and the end of the last one."""
+    width = tensor.element_size()
+    start = int(tensor.storage_offset()) * width
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        count = sum((int(size) - 1) * int(stride) for size, stride in dims) + 1
+    return (tensor.device, tensor.untyped_storage().data_ptr()), start, start + count * width
 
-    start: int
-    end: int
-    tensors: list[tuple[str, torch.Tensor]]
+
+class Extent:
+    """A plain tensor, and which bytes of which storage it uses. Of each save every tensor is looked at once."""
+
+    __slots__ = ("end", "name", "nbytes", "start", "storage", "tensor")
+
+    def __init__(self, name: str, given: torch.Tensor) -> None:
+        self.name = name
+        self.tensor = tensor = plain(name, given)
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.storage, self.start, self.end = span(tensor)
+
+    @property
+    def kind(self) -> str:
+        """The elements' kind, as the store names it."""
+        return SHORT[self.tensor.dtype]
 
 
-def blocks(tensors: Mapping[str, torch.Tensor], *, on_host: bool = True) -> Iterator[Block]:
+def extents(tensors: Mapping[str, torch.Tensor]) -> list[Extent]:
+    """What is to be stored. What cannot be is refused by its name."""
+    return [Extent(name, tensor) for name, tensor in tensors.items()]
+
+
+def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
     """The pages that hold these tensors: tensors that overlap in memory share one, so that they share memory again.
 
     Their bytes lie on the host, or where the tensors are.
     """
-    by_storage: dict[tuple[str, int], list[tuple[str, torch.Tensor]]] = {}
-    alone: list[tuple[str, torch.Tensor]] = []
-    for name, given in tensors.items():
-        tensor = plain(name, given)
-        if tensor.numel() == 0:
-            alone.append((name, tensor))
-            continue
-        where = (str(tensor.device), tensor.untyped_storage().data_ptr())
-        by_storage.setdefault(where, []).append((name, tensor))
-    for name, tensor in alone:
-        yield Block([Array(name, SHORT[tensor.dtype], tuple(tensor.shape))], b"", 0)
+    by_storage: dict[Storage, list[Extent]] = {}
+    for each in found:
+        if each.nbytes == 0:
+            yield Block([Array(each.name, each.kind, tuple(each.tensor.shape))], b"", 0)
+        else:
+            by_storage.setdefault(each.storage, []).append(each)
     for shared in by_storage.values():
-        groups: list[_Group] = []
-        for name, tensor in sorted(shared, key=lambda item: extent(item[1])):
-            start, end = extent(tensor)
-            if groups and start < groups[-1].end:
-                groups[-1].end = max(end, groups[-1].end)
-                groups[-1].tensors.append((name, tensor))
-            else:
-                groups.append(_Group(start, end, [(name, tensor)]))
-        for group in groups:
-            yield _block(group, on_host)
+        if len(shared) == 1:
+            yield _block(shared, on_host)
+            continue
+        group: list[Extent] = []
+        end = 0
+        for each in sorted(shared, key=lambda each: (each.start, each.end)):
+            if group and each.start >= end:
+                yield _block(group, on_host)
+                group = []
+            end = max(end, each.end) if group else each.end
+            group.append(each)
+        yield _block(group, on_host)
 
 
-def _block(group: _Group, on_host: bool) -> Block:
-    name, tensor = group.tensors[0]
-    if len(group.tensors) == 1:
-        holes = group.end - group.start > tensor.numel() * tensor.element_size()
-        if holes or tensor.is_contiguous():
-            # A tensor that uses little of its extent is stored without the rest, and comes back contiguous.
-            bytes_ = bytes_of(tensor.contiguous(), on_host)
-            return Block([Array(name, SHORT[tensor.dtype], tuple(tensor.shape))], bytes_, bytes_.numel())
+def _block(group: list[Extent], on_host: bool) -> Block:
+    """The page of tensors that share memory, or of one."""
+    first = group[0]
+    if len(group) == 1 and (first.tensor.is_contiguous() or first.end - first.start > first.nbytes):
+        # A tensor that uses little of its extent is stored without the rest, and comes back contiguous.
+        bytes_ = bytes_of(first.tensor.contiguous(), on_host)
+        return Block([Array(first.name, first.kind, tuple(first.tensor.shape))], bytes_, first.nbytes)
     # A boundary of the widest elements, so that each tensor begins at a whole element of its own.
-    start = group.start - group.start % 16
-    arrays = []
+    start = first.start - first.start % 16
+    end = max(each.end for each in group)
     # In the order of names, so that the page is found again whichever tensor comes first in memory.
-    for name, each in sorted(group.tensors, key=lambda item: item[0]):
-        offset = int(each.storage_offset()) * each.element_size() - start
-        arrays.append(Array(name, SHORT[each.dtype], tuple(each.shape), tuple(each.stride()), offset))
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    whole.set_(tensor.untyped_storage(), start, (group.end - start,), (1,))
-    return Block(arrays, whole.cpu() if on_host else whole, group.end - start)
+    arrays = [Array(each.name, each.kind, tuple(each.tensor.shape), tuple(each.tensor.stride()), each.start - start)
+              for each in sorted(group, key=lambda each: each.name)]
+    whole = torch.empty(0, dtype=torch.uint8, device=first.tensor.device)
+    whole.set_(first.tensor.untyped_storage(), start, (end - start,), (1,))
+    return Block(arrays, whole.cpu() if on_host else whole, end - start)
 
 
 def bytes_of(tensor: torch.Tensor, on_host: bool = True) -> torch.Tensor:

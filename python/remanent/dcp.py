@@ -170,7 +170,7 @@ class StorageWriter(_AtPath, storage.StorageWriter):
             if len(item.index.fqn.encode(errors="surrogatepass")) > _NAME_BYTES_MAX:
                 raise RefusedError(f"{item.index.fqn[:100]}…: a name of more than {_NAME_BYTES_MAX} bytes")
         if not self._overwrite and _metadata_files(self._path):
-            raise TakenError(f"there is a checkpoint in {self._path}", remedy="remove it, or save with `overwrite`")
+            raise TakenError(f"Checkpoint already exists: {self._path}", remedy="remove it, or save with `overwrite`")
         _durable.make_folder(self._path)
         _durable.make_folder(self._stores)
         return plan if self._together else replace(plan, storage_data=_store_of(self._rank))

@@ -21,7 +21,7 @@ from remanent._checkpointer import Checkpointer, Saved, Version
 from remanent._pages import Block
 from remanent._progress import Bar
 from remanent._run_state import whole
-from remanent._tensors import blocks, plain, read_pages, tensors_of
+from remanent._tensors import blocks, extents, read_pages, tensors_of
 
 __all__ = ["Checkpointer", "Saved", "Version", "load_file", "save_file"]
 
@@ -57,12 +57,10 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
     >>> remanent.torch.load_file(directory, at=first)["embed"][0, 0]
     tensor(0., dtype=torch.bfloat16)
     """
-    for given, tensor in tensors.items():
-        plain(given, tensor)
+    found = extents(tensors)
     # Of tensors that share memory each counts here, so the bar may end early.
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    with Bar(total, "saving", progress) as bar:
-        return _pages.save(directory, _counted(blocks(tensors), bar), note=note, name=name, durable=durable)
+    with Bar(sum(each.nbytes for each in found), "saving", progress) as bar:
+        return _pages.save(directory, _counted(blocks(found), bar), note=note, name=name, durable=durable)
 
 
 def _counted(saved: Iterator[Block], bar: Bar) -> Iterator[Block]:

@@ -19,7 +19,7 @@ import torch
 
 from remanent import _native, _pages
 from remanent._errors import DivergedError, NoStateError, OvertakenError
-from remanent._tensors import DTYPE, blocks, bytes_of
+from remanent._tensors import DTYPE, blocks, bytes_of, extents
 
 __all__ = ["Publisher", "Subscriber", "checksum"]
 
@@ -78,7 +78,7 @@ class Publisher:
         """
         tensors = _tensors(model)
         batch = self.store.batch(note=f"step {step}")
-        _pages.put(self.store, batch, blocks(tensors), place="host")
+        _pages.put(self.store, batch, blocks(extents(tensors)), place="host")
         batch.set_root("step", step)
         if self._check:
             batch.set_root("weights.crc32", checksum(tensors))

@@ -186,6 +186,7 @@ def test_a_checkpoint_is_there_whole_until_the_next_one_is(directory: str, monke
     with pytest.raises(CheckpointException) as raised:
         save({"a": torch.ones(1000)}, path, overwrite=False)
     assert isinstance(cause(raised), remanent.TakenError)
+    assert "Checkpoint already exists" in str(raised.value)
     save({"a": torch.ones(1000), "b": torch.ones(1000)}, path)
     assert bool(load({"a": torch.zeros(1000), "b": torch.zeros(1000)}, path)["b"].all())
 
