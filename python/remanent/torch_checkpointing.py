@@ -34,6 +34,7 @@ import json
 import os
 import shutil
 import threading
+import time
 import uuid
 import zlib
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ _MARK_BYTES_MAX = 4096
 # Bytes of a page. A file is as many as it needs.
 _PAGE_BYTES = 32 << 20
 _OPTIONS: dict[str, Any] = {"device": "host", "compression": False, "snapshots_kept": 1, "spare_bytes": 0}
+# Seconds of writing for each second that it takes to look which files are gone.
+_WRITING_PER_LOOK = 20.0
 # Stores of one root, each written by one process at a time.
 _STORES_MAX = 4096
 
@@ -351,9 +354,16 @@ class _Files:
         self._store, self._name = self._open()
         self._marks = self._stores / f"{self._name}.marks"
         _durable.make_folder(self._marks)
+        # Second names on their way to the tree. What lies there now is a killed process's.
+        self._names = self._stores / f"{self._name}.names"
+        _durable.make_folder(self._names)
+        for left in self._names.iterdir():
+            left.unlink()
         self._lock = threading.Lock()
         # Keys of files that are being written.
         self._begun: set[str] = set()
+        # When it is looked again what is gone.
+        self._look_at = 0.0
 
     def _open(self) -> tuple[Store, str]:
         """The first store that no other process has."""
@@ -386,29 +396,32 @@ class _Files:
         mark = self._marks / key
         _durable.publish(mark, _Mark(path, self._name, key, length, _PAGE_BYTES).encode())
         # A second name of the same file, put in the place of what was there.
-        new = path.with_name(f".{key}.new")
-        os.link(mark, new)
-        os.replace(new, path)
+        name = self._names / key
+        os.link(mark, name)
+        os.replace(name, path)
         _durable.sync_folder(path.parent)
 
     def _give_up(self) -> None:
         """Deletes the pages of files that have no name any more, or never got one."""
         with self._lock:
+            began = time.monotonic()
+            if began < self._look_at:
+                return
             begun = set(self._begun)
             marks = {entry.name: entry.stat().st_nlink for entry in os.scandir(self._marks)}
             gone = [name for name, names in marks.items() if names == 1 and name.removesuffix(".tmp") not in begun]
             lost = set(gone) | {key.partition("/")[0] for key in map(str, self._store.keys())} - set(marks) - begun
             pages = [info.page for info in self._store.pages() if str(info.key).partition("/")[0] in lost]
-            if not pages and not gone:
-                return
-            with self._store.batch(ack="durable") as batch:
-                for page in pages:
-                    batch.delete(page)
-            for name in gone:
-                os.unlink(self._marks / name)
             if pages:
+                with self._store.batch(ack="durable") as batch:
+                    for page in pages:
+                        batch.delete(page)
                 # Space comes back with a snapshot.
                 self._store.snapshot(verify=False)
+            for name in gone:
+                os.unlink(self._marks / name)
+            ended = time.monotonic()
+            self._look_at = ended + _WRITING_PER_LOOK * (ended - began)
 
 
 _open_files: dict[tuple[int, Path], _Files] = {}

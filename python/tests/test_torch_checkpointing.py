@@ -27,6 +27,8 @@ PAGE = 64 << 10
 @pytest.fixture(autouse=True)
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "_PAGE_BYTES", PAGE)
+    # Each write looks which files are gone.
+    monkeypatch.setattr(module, "_WRITING_PER_LOOK", 0.0)
     yield
     for files in module._open_files.values():
         files._store.close()
@@ -198,6 +200,34 @@ def test_each_changed_byte_of_a_mark_and_a_changed_page_are_found(root: Path, st
                 file.write(bytes([held[begin + 1000] ^ 1]))
     with pytest.raises(remanent.DamagedError):
         reopened(root).read(path)
+
+
+@pytest.mark.parametrize("step", ["link", "replace", "sync"])
+def test_a_write_that_ends_between_its_steps_leaves_nothing(
+        step: str, root: Path, storage: RemanentStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.write(root / "a" / "f", b"before")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    owner, name = {"link": (os, "link"), "replace": (os, "replace"), "sync": (module._durable, "sync_folder")}[step]
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        # The mark itself is replaced and synced, too: after that.
+        publish = module._durable.publish
+
+        def and_then(*given: object) -> None:
+            publish(*given)  # type: ignore[arg-type]
+            patched.setattr(owner, name, killed)
+
+        patched.setattr(module._durable, "publish", and_then)
+        storage.write(root / "a" / "f", data_of(PAGE))
+    storage = reopened(root)
+    is_there = step == "sync"
+    assert storage.read(root / "a" / "f") == (data_of(PAGE) if is_there else b"before")
+    storage.write(root / "a" / "g", b"after")
+    assert sorted(os.listdir(root / "a")) == ["f", "g"] and pages(root) == 2
+    assert len(os.listdir(root / ".remanent" / "files-0.marks")) == 2
+    assert os.listdir(root / ".remanent" / "files-0.names") == []
 
 
 WRITER = """
