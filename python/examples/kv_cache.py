@@ -1,4 +1,4 @@
-"""A cache of blocks with keys: filled, evicted, killed, and found again after the restart.
+"""A cache of blocks with keys: filled, killed, and found again after the restart.
 
     python kv_cache.py
 
@@ -15,46 +15,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import OrderedDict
 
 import remanent
+from remanent.kv import BlockCache
 
 BLOCK_LEN = 16 << 10
 BLOCKS_MAX = 64
 TOKENS_OF_BLOCK = 16
 
 
-class Cache:
-    """Blocks in the order of their last use, the oldest first. The store is the index: nothing else is written."""
-
-    def __init__(self, directory: str, model: str) -> None:
-        identity = json.dumps({"model": model, "dtype": "bfloat16", "block": TOKENS_OF_BLOCK, "hash": "blake2b-16"})
-        self.store = remanent.Store(directory, device="host", identity=identity.encode())
-        # After a restart the pages are their own index: by key, and by the batch that wrote them last.
-        blocks = sorted(self.store.pages("block/"), key=lambda info: info.lsn)
-        self.order = OrderedDict((info.key, None) for info in blocks)
-
-    def get(self, key: str) -> bytes | None:
-        block: bytes | None = self.store.get(key)
-        if block is not None:
-            self.order.move_to_end(key)
-        return block
-
-    def put(self, key: str, block: bytes) -> None:
-        """Adds a block and evicts the oldest in the same batch: after a crash it is one or the other."""
-        if key in self.order:
-            return
-        with self.store.batch() as batch:
-            if len(self.order) >= BLOCKS_MAX:
-                oldest, _ = self.order.popitem(last=False)
-                assert oldest is not None
-                batch.delete(oldest)
-            batch.create(block, key=key, metadata={"sum": hashlib.blake2b(block, digest_size=16).digest()})
-        self.order[key] = None
+def open_cache(directory: str, model: str) -> BlockCache:
+    identity = {"model": model, "dtype": "bfloat16", "tokens": TOKENS_OF_BLOCK, "hash": "blake2b-16"}
+    return BlockCache(directory, identity=identity, capacity=BLOCKS_MAX * BLOCK_LEN)
 
 
-def key_of(tokens: list[int]) -> str:
-    return "block/" + hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
+def key_of(tokens: list[int]) -> bytes:
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).digest()
 
 
 def compute(tokens: list[int]) -> bytes:
@@ -62,12 +38,21 @@ def compute(tokens: list[int]) -> bytes:
     return hashlib.shake_128(json.dumps(tokens).encode()).digest(BLOCK_LEN)
 
 
+def serve(cache: BlockCache, tokens: list[int]) -> tuple[bytes, bool]:
+    """The block of some tokens, and whether it was found: else it is computed, and stored for the next request."""
+    key, block = key_of(tokens), bytearray(BLOCK_LEN)
+    if cache.load([key], [block]).result() == [True]:
+        return bytes(block), True
+    computed = compute(tokens)
+    cache.store([key], [computed]).result()
+    return computed, False
+
+
 def fill(directory: str) -> None:
-    """Fills a cache, says each block once it is logged, and never ends by itself."""
-    cache = Cache(directory, "model-a")
+    """Fills a cache, says each block once it is stored, and never ends by itself."""
+    cache = open_cache(directory, "model-a")
     for number in range(1_000_000):
-        tokens = [number, number + 1]
-        cache.put(key_of(tokens), compute(tokens))
+        serve(cache, [number, number + 1])
         print(number, flush=True)
 
 
@@ -83,20 +68,18 @@ def main() -> None:
                 process.send_signal(signal.SIGKILL)
         process.wait()
 
-        cache = Cache(directory, "model-a")
-        # Every block that was reported and not evicted is there, with its bytes. One more may have been logged.
-        for number in range(last - BLOCKS_MAX + 2, last + 1):
-            tokens = [number, number + 1]
-            assert cache.get(key_of(tokens)) == compute(tokens), number
-        assert cache.get(key_of([0, 1])) is None
-        print(f"killed after block {last}; {len(cache.order)} blocks are found again, all of them right")
-        cache.put(key_of([-1]), compute([-1]))
-        assert len(cache.order) == BLOCKS_MAX
-        cache.store.close()
+        with open_cache(directory, "model-a") as cache:
+            # Every block that was reported and not pushed out is there, with its bytes. One more may have been stored.
+            for number in range(last - BLOCKS_MAX + 2, last + 1):
+                tokens = [number, number + 1]
+                assert serve(cache, tokens) == (compute(tokens), True), number
+            assert serve(cache, [0, 1]) == (compute([0, 1]), False)
+            assert len(cache) == BLOCKS_MAX
+            print(f"killed after block {last}; {len(cache)} blocks are there, those that were reported among them")
         try:
-            Cache(directory, "model-b")
+            open_cache(directory, "model-b")
         except remanent.MismatchError as error:
-            print(f"another model's cache: {error}")
+            print(f"another model: {error}")
         else:
             raise AssertionError("blocks of one model would be used for another")
 
