@@ -37,9 +37,9 @@ class CopyStreams:
         self.synchronize()
         begun = set()
         for tensor in tensors:
-            device = tensor.device
-            if device.type != "cuda":
+            if not tensor.is_cuda:
                 continue
+            device = tensor.device
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if device not in begun:

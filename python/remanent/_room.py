@@ -48,8 +48,8 @@ class Room:
         tensors = list(tensors)
         self.streams.begin(tensors)
         wanted: dict[torch.device, int] = defaultdict(int)
-        for tensor in tensors:
-            if tensor.device.type == "cuda":
+        for tensor in tensors if self.device_nbytes else ():
+            if tensor.is_cuda:
                 wanted[tensor.device] += tensor.numel() * tensor.element_size() + _ALIGN
         size = max(self._memory.numel(), min(nbytes, self.nbytes))
         return Passage(self, size, {device: min(length, self.device_nbytes) for device, length in wanted.items()})
