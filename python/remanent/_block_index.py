@@ -60,9 +60,10 @@ class BlockIndex:
         """Blocks whose last use is not logged."""
         return len(self._used)
 
-    def add(self, key: bytes, block: Block) -> None:
-        """Adds a block, as used last but for those whose use is still to be logged."""
-        self._insert(key, block)
+    def add(self, blocks: Iterable[tuple[bytes, Block]]) -> None:
+        """Adds blocks, as used last but for those whose use is still to be logged; of these the first stays longest."""
+        for key, block in reversed(list(blocks)):
+            self._insert(key, block)
         for used in self._used:
             self._blocks.move_to_end(used)
 

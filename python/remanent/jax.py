@@ -69,7 +69,11 @@ def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
     """A tree as it is stored: its leaves by path, and those of them that are arrays."""
     held: list[Any] = []
     arrays: dict[str, Any] = {}
+    seen: set[str] = set()
     for path, leaf in _flatten(tree):
+        if path in seen:
+            raise RefusedError(f"{path}: two leaves have this path")
+        seen.add(path)
         if _is_key(leaf):
             arrays[path] = jax.random.key_data(leaf)
             held.append([path, {"$": ["key", str(jax.random.key_impl(leaf))]}])
@@ -156,8 +160,11 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
                 raise NoStateError(f"{path}: the version has {own}, the template {other}")
             if of == "numpy" and not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
                 return elements
-            sharding = getattr(like, "sharding", None)
-            return jax.device_put(elements, sharding)
+            placed = jax.device_put(elements, getattr(like, "sharding", None))
+            if placed.dtype != dtype:
+                raise NoStateError(f"{path}: this JAX makes {placed.dtype} of {dtype}",
+                                   remedy="switch jax_enable_x64 on, as when it was saved")
+            return placed
 
         if template is None:
             return {path: load(path, None) for path in held}

@@ -201,6 +201,7 @@ class BlockCache:
         The future fails unless all blocks are there: `OverBudgetError` if they are more than the cache can hold,
         otherwise what the store raised (`DiskFullError`, for example). Some of the blocks may be there then.
         """
+        self._check_process()
         job = _StoreJob(_tasks(keys, blocks, kinds))
         with self._lock:
             self._arriving.update(task.key for task in job.work)
@@ -208,10 +209,14 @@ class BlockCache:
         try:
             self._submit(self._writer, self._store_waiting)
         except BaseException:
-            with self._lock, contextlib.suppress(ValueError):
-                self._waiting.remove(job)
-            self._arrived(job)
-            raise
+            with self._lock:
+                is_waiting = job in self._waiting
+                if is_waiting:
+                    self._waiting.remove(job)
+            if is_waiting:
+                self._arrived(job)
+                raise
+            # Closed meanwhile, and the thread that writes has it already.
         return job.future
 
     def load(self, keys: Iterable[bytes], outs: Iterable[Any],
@@ -292,24 +297,29 @@ class BlockCache:
             return info.lsn, use is None, -info.page if use is None else use
 
         uses = 0
+        found = []
         for info in sorted(self._store.pages(), key=last_use):
             if info.key is not None:
                 key = info.metadata.get(_KEY, info.key)
                 block = Block(info.length, info.metadata.get(_KIND))
-                self._index.add(key.encode() if isinstance(key, str) else key, block)
+                found.append((key.encode() if isinstance(key, str) else key, block))
                 uses = max(uses, info.metadata.get(_USES, 0))
+        self._index.add(reversed(found))
         return uses
 
     def _submit(self, threads: ThreadPoolExecutor, run: Callable[_Arguments, _Result], *arguments: _Arguments.args,
                 **named: _Arguments.kwargs) -> Future[_Result]:
-        if os.getpid() != self._opener:
-            raise ForkedError("the cache belongs to the process that opened it", path=self._store.path,
-                              remedy="open another one in this process")
+        self._check_process()
         job = threads.submit(run, *arguments, **named)
         with self._lock:
             self._jobs.add(job)
         job.add_done_callback(self._finished)
         return job
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._opener:
+            raise ForkedError("the cache belongs to the process that opened it", path=self._store.path,
+                              remedy="open another one in this process")
 
     def _finished(self, job: Future[Any]) -> None:
         with self._lock:
@@ -373,6 +383,9 @@ class BlockCache:
             with self._lock:
                 for block in held:
                     self._index.hold(block, -1)
+                if len(jobs) == 1 and (len(jobs[0].work) > _BATCH_BLOCKS or jobs[0].nbytes > _BATCH_BYTES):
+                    # Of several batches the first one is not the last to go by itself.
+                    self._index.touch(task.key for task in jobs[0].work)
         if len(jobs) > 1 and (failure is not None or refused):
             # One call's mistake is not the others'.
             for job in jobs:
@@ -416,8 +429,8 @@ class BlockCache:
             out |= self._index.make_room(sum(block.charge for block in made.values()))
         self._write(out, list(new.values()))
         with self._lock:
-            for key, block in reversed(made.items()):
-                self._index.add(key, block)
+            self._index.add(made.items())
+            for block in made.values():
                 self._index.hold(block, 1)
         held += made.values()
         stored |= {key: block.nbytes for key, block in made.items()}

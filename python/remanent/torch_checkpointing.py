@@ -11,8 +11,8 @@ bytes that name pages of a store, in `root/.remanent/`. A file is there whole or
 bytes are durable, so that the rename with which torch_checkpointing commits a checkpoint shows nothing that a power cut
 could take. Each byte that is read was proven by its checksum.
 
-Remove a checkpoint's folder to give it up, or rename it within the root: the next write of any process gives the space
-of what has no name any more back. Copies of the files are not checkpoints.
+Remove a checkpoint's folder to give it up, or rename it within the root: the next write of a process gives the space of
+what has no name any more back. Copies of the files are not checkpoints: to move or back up, copy the whole root.
 
 >>> from remanent.torch_checkpointing import RemanentStorageConfig
 >>> from pathlib import Path
@@ -28,6 +28,7 @@ of what has no name any more back. Copies of the files are not checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -36,7 +37,9 @@ import shutil
 import threading
 import time
 import uuid
+import weakref
 import zlib
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,7 @@ from typing import Any
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
 from remanent import _durable
-from remanent._errors import DamagedError, InvalidError, LockedError
+from remanent._errors import DamagedError, DiskFullError, Error, InvalidError, LockedError
 from remanent._native import Store, View
 
 __all__ = ["RemanentStorage", "RemanentStorageConfig"]
@@ -58,8 +61,10 @@ _PAGE_BYTES = 32 << 20
 _OPTIONS: dict[str, Any] = {"device": "host", "compression": False, "snapshots_kept": 1, "spare_bytes": 0}
 # Seconds of writing for each second that it takes to look which files are gone.
 _WRITING_PER_LOOK = 20.0
-# Stores of one root, each written by one process at a time.
-_STORES_MAX = 4096
+# How often a file is looked at that others replace.
+_READ_TRIES = 10
+# The value in a store's root that says which folder has its marks, by its number in the file system.
+_MARKS = "marks"
 
 
 @dataclass
@@ -79,18 +84,20 @@ class RemanentStorage(Storage):
     """
 
     def __init__(self, config: RemanentStorageConfig) -> None:
-        self._root = Path(os.path.abspath(config.root))
+        self._root = Path(os.path.realpath(config.root))
         self._views = _Views(self._root / _STORES)
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """A file's bytes: proven as they are read, in any order."""
-        return _ReadStream(_Mark.read(self._within(path)), self._views)
+        """A file's bytes as they are now: proven as they are read, in any order."""
+        return _ReadStream(self._within(path), self._views)
 
     def stream_write(self, path: Path) -> io.IOBase:
         """A stream to a new file, which has its name once the stream is closed. After an exception it has none."""
         path = self._within(path)
         if not path.parent.is_dir():
             raise RuntimeError(f"{path.parent} is no folder: make it before files in it")
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a folder is no file", str(path))
         return _WriteStream(path, _written(self._root))
 
     def write(self, path: Path, data: Any) -> None:
@@ -149,7 +156,11 @@ class RemanentStorage(Storage):
 
     def _at(self, path: Path) -> Path:
         """A path in the root, or the root itself."""
-        full = Path(os.path.abspath(path))
+        folder, name = os.path.split(os.path.abspath(path))
+        # The folder by its real name, as the root is; what a name itself links to is not looked at.
+        full = Path(os.path.realpath(folder), name) if name else Path(folder)
+        if Path(os.path.realpath(full)) == self._root:
+            full = self._root
         if full != self._root and self._root not in full.parents:
             raise InvalidError(f"{path} is not below {self._root}", remedy="let the storage's root be above all paths",
                                path=str(self._root))
@@ -194,28 +205,83 @@ class _Mark:
                                remedy="write it with RemanentStorage; the bytes of other files cannot be proven")
         if total != f"{zlib.crc32(body + end):08x}\n".encode():
             raise DamagedError(f"{path} is damaged", path=str(path), file=str(path), offset=0)
-        said = json.loads(body)
-        return cls(path, said["store"], said["key"], said["length"], said["page"])
+        try:
+            said = json.loads(body)
+            return cls(path, said["store"], said["key"], said["length"], said["page"])
+        except (ValueError, KeyError) as error:
+            raise DamagedError(f"{path} says nothing that this version understands", path=str(path), file=str(path),
+                               offset=0) from error
 
 
 class _Views:
-    """The newest states of the stores, to read from. A view is replaced once it lacks a page."""
+    """The states of stores that open streams read from, each as of when its first stream was opened.
+
+    A view keeps the images of its time on disk, so it is closed with its last stream.
+    """
 
     def __init__(self, stores: Path) -> None:
         self._stores = stores
+        # Views, and how many streams read from each. Of another process's none can be used.
+        self._views: dict[tuple[int, str], list[tuple[View, list[int]]]] = {}
         self._lock = threading.Lock()
-        self._views: dict[str, View] = {}
+        # Streams that are closed: the collector of garbage may close one while this thread has the lock.
+        self._closed: deque[tuple[_Mark, View]] = deque()
+        _all_views.add(self)
 
-    def read(self, mark: _Mark, number: int, offset: int, out: memoryview) -> None:
-        key = _page_key(mark.key, number)
-        self._with(mark.store, key).read_into(key, out, offset)
+    def forget(self) -> None:
+        """A forked child has none of its parent's views."""
+        self._lock = threading.Lock()
+        self._views = {}
 
-    def _with(self, store: str, key: str) -> View:
-        with self._lock:
-            view = self._views.get(store)
-            if view is None or key not in view:
-                view = self._views[store] = View(self._stores / store)
-            return view
+    def open(self, path: Path) -> tuple[_Mark, View]:
+        """What a file says, and a view that has its pages; `close` gives it back."""
+        try:
+            return self._open(path)
+        finally:
+            self._give_back()
+
+    def _open(self, path: Path) -> tuple[_Mark, View]:
+        for _ in range(_READ_TRIES):
+            mark = _Mark.read(path)
+            first = _page_key(mark.key, 0)
+            with self._lock:
+                shared = self._views.setdefault((os.getpid(), mark.store), [])
+                for view, count in shared:
+                    if mark.length == 0 or first in view:
+                        count[0] += 1
+                        return mark, view
+                view = View(self._stores / mark.store)
+                if mark.length == 0 or first in view:
+                    shared.append((view, [1]))
+                    return mark, view
+            view.close()
+            # It was replaced meanwhile, and its pages are gone.
+        raise DamagedError(f"the bytes of {path} are not in its store", path=str(path), file=str(path), offset=0)
+
+    def close(self, mark: _Mark, view: View) -> None:
+        self._closed.append((mark, view))
+        self._give_back()
+
+    def _give_back(self) -> None:
+        # If the lock is taken, its holder does it.
+        while self._closed and self._lock.acquire(blocking=False):
+            try:
+                mark, view = self._closed.popleft()
+                shared = self._views.get((os.getpid(), mark.store), [])
+                for at, (each, count) in enumerate(shared):
+                    if each is view:
+                        count[0] -= 1
+                        if count[0] == 0:
+                            del shared[at]
+                            view.close()
+                        break
+            except IndexError:
+                pass  # another thread has done it
+            finally:
+                self._lock.release()
+
+
+_all_views: weakref.WeakSet[_Views] = weakref.WeakSet()
 
 
 def _page_key(key: str, number: int) -> str:
@@ -225,9 +291,12 @@ def _page_key(key: str, number: int) -> str:
 class _ReadStream(io.RawIOBase):
     """The bytes of a file, from the pages that they lie in."""
 
-    def __init__(self, mark: _Mark, views: _Views) -> None:
+    _view: View | None = None
+
+    def __init__(self, path: Path, views: _Views) -> None:
         super().__init__()
-        self._mark, self._views = mark, views
+        self._views = views
+        self._mark, self._view = views.open(path)
         self._position = 0
 
     def readable(self) -> bool:
@@ -240,26 +309,35 @@ class _ReadStream(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._mark.length}[whence]
-        if begin + offset < 0:
-            raise ValueError(f"there is no offset {begin + offset}")
-        self._position = begin + offset
+        begins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._mark.length}
+        if whence not in begins or begins[whence] + offset < 0:
+            raise ValueError(f"there is no offset {offset} from {whence}")
+        self._position = begins[whence] + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:
         """Fills as much of the buffer as the file has bytes."""
-        if self.closed:
+        if self._view is None:
             raise ValueError("the file is closed")
-        out = memoryview(buffer).cast("B")
+        out = memoryview(buffer)
+        if out.nbytes == 0:
+            return 0
+        out = out.cast("B")
         end = min(self._position + out.nbytes, self._mark.length)
         done = 0
         while self._position < end:
             number, offset = divmod(self._position, self._mark.page_bytes)
             length = min(end - self._position, self._mark.page_bytes - offset)
-            self._views.read(self._mark, number, offset, out[done : done + length])
+            self._view.read_into(_page_key(self._mark.key, number), out[done : done + length], offset)
             self._position += length
             done += length
         return done
+
+    def close(self) -> None:
+        view, self._view = self._view, None
+        if view is not None:
+            self._views.close(self._mark, view)
+        super().close()
 
 
 class _WriteStream(io.RawIOBase):
@@ -290,6 +368,16 @@ class _WriteStream(io.RawIOBase):
         if view.nbytes == 0:
             return 0
         view = view.cast("B")
+        try:
+            self._take(view)
+        except BaseException:
+            # Some of it may be stored: the file would have bytes twice if it went on.
+            self.abort()
+            raise
+        self._length += view.nbytes
+        return view.nbytes
+
+    def _take(self, view: memoryview) -> None:
         begin = 0
         while begin < view.nbytes:
             # What fills a page is read where it lies; only what begins or ends amid one is copied.
@@ -303,8 +391,6 @@ class _WriteStream(io.RawIOBase):
             if len(self._rest) == _PAGE_BYTES:
                 self._put(memoryview(self._rest))
                 self._rest = bytearray()
-        self._length += view.nbytes
-        return view.nbytes
 
     def _put(self, page: memoryview) -> None:
         self._files.put(_page_key(self._key, self._pages), page)
@@ -342,38 +428,71 @@ class _WriteStream(io.RawIOBase):
 
 
 class _Files:
-    """The store that this process writes to, and the marks of its files.
+    """A store that this process writes to, and the marks of its files.
 
     Each mark has a second name, in a folder of the store's: when that is the only one left, the file is gone from the
-    tree, whoever removed it, and its pages go. So a rename of a folder meanwhile takes nothing away.
+    tree, no matter who removed it, and its pages go. So a rename of a folder meanwhile takes nothing away.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._stores = root / _STORES
-        _durable.make_folder(self._stores)
-        self._store, self._name = self._open()
-        self._marks = self._stores / f"{self._name}.marks"
+    def __init__(self, stores: Path, name: str) -> None:
+        self._stores, self._name = stores, name
+        self._store = Store(stores / name, **_OPTIONS)
+        self._marks = stores / f"{name}.marks"
         _durable.make_folder(self._marks)
         # Second names on their way to the tree. What lies there now is a killed process's.
-        self._names = self._stores / f"{self._name}.names"
+        self._names = stores / f"{name}.names"
         _durable.make_folder(self._names)
         for left in self._names.iterdir():
             left.unlink()
         self._lock = threading.Lock()
-        # Keys of files that are being written.
+        # Keys of files that are being written, and of those of them that are ended: a stream that the collector of
+        # garbage ends may be ended while this thread has the lock.
         self._begun: set[str] = set()
+        self._ended: deque[str] = deque()
+        # Whether a snapshot gives space back: deleted pages of an earlier process, for all that is known.
+        self._owes_space = True
         # When it is looked again what is gone.
         self._look_at = 0.0
+        self._adopt()
 
-    def _open(self) -> tuple[Store, str]:
-        """The first store that no other process has."""
-        for number in range(_STORES_MAX):
-            name = f"files-{number}"
-            try:
-                return Store(self._stores / name, **_OPTIONS), name
-            except LockedError:
-                continue
-        raise InvalidError(f"{_STORES_MAX} processes write to {self._stores}", path=str(self._stores))
+    @classmethod
+    def open(cls, root: Path) -> _Files:
+        """The first store that no other process has. What is gone from the others that nobody has is given up."""
+        stores = root / _STORES
+        _durable.make_folder(stores)
+        own: _Files | None = None
+        number = 0
+        while own is None or (stores / f"files-{number}").exists():
+            with contextlib.suppress(LockedError):
+                found = cls(stores, f"files-{number}")
+                if own is None:
+                    own = found
+                else:
+                    found.close()
+            number += 1
+        return own
+
+    def close(self) -> None:
+        self._give_up()
+        self._store.close()
+
+    def _adopt(self) -> None:
+        """Makes second names anew where the folder was copied: a copy may have lost that two names are one file's."""
+        here = str(self._marks.stat().st_ino)
+        if self._store.root.get(_MARKS) == here:
+            return
+        for folder, folders, names in os.walk(self._stores.parent):
+            if _STORES in folders:
+                folders.remove(_STORES)
+            for path in (Path(folder, name) for name in names):
+                with contextlib.suppress(Error, OSError):
+                    mark = _Mark.read(path)
+                    if mark.store == self._name and not os.path.samefile(path, self._marks / mark.key):
+                        os.link(path, self._names / mark.key)
+                        os.replace(self._names / mark.key, self._marks / mark.key)
+        _durable.sync_folder(self._marks)
+        with self._store.batch(ack="durable") as batch:
+            batch.set_root(_MARKS, here)
 
     def begin(self) -> str:
         self._give_up()
@@ -383,22 +502,35 @@ class _Files:
         return key
 
     def end(self, key: str) -> None:
-        with self._lock:
-            self._begun.discard(key)
+        self._ended.append(key)
 
     def put(self, key: str, page: memoryview) -> None:
-        with self._store.batch(ack="logged") as batch:
-            batch.create(page, key=key, place="disk", at_commit=True)
+        def store() -> None:
+            with self._store.batch(ack="logged") as batch:
+                batch.create(page, key=key, place="disk", at_commit=True)
+
+        try:
+            store()
+        except DiskFullError:
+            self._look_at, self._owes_space = 0.0, True
+            self._give_up()
+            store()
 
     def publish(self, path: Path, key: str, length: int) -> None:
         """Gives a file its name, once its pages are durable."""
         self._store.wait_durable()
-        mark = self._marks / key
+        mark, name = self._marks / key, self._names / key
         _durable.publish(mark, _Mark(path, self._name, key, length, _PAGE_BYTES).encode())
         # A second name of the same file, put in the place of what was there.
-        name = self._names / key
         os.link(mark, name)
-        os.replace(name, path)
+        try:
+            if mark.stat().st_nlink != 2:
+                raise InvalidError("the file system does not count the names of a file", path=str(self._stores),
+                                   remedy="have the root on one that does")
+            os.replace(name, path)
+        except Exception:
+            name.unlink(missing_ok=True)
+            raise
         _durable.sync_folder(path.parent)
 
     def _give_up(self) -> None:
@@ -407,31 +539,51 @@ class _Files:
             began = time.monotonic()
             if began < self._look_at:
                 return
-            begun = set(self._begun)
-            marks = {entry.name: entry.stat().st_nlink for entry in os.scandir(self._marks)}
-            gone = [name for name, names in marks.items() if names == 1 and name.removesuffix(".tmp") not in begun]
-            lost = set(gone) | {key.partition("/")[0] for key in map(str, self._store.keys())} - set(marks) - begun
-            pages = [info.page for info in self._store.pages() if str(info.key).partition("/")[0] in lost]
+            while self._ended:
+                self._begun.discard(self._ended.popleft())
+            gone, there = [], set(self._begun)
+            for entry in os.scandir(self._marks):
+                with contextlib.suppress(FileNotFoundError):
+                    names = entry.stat().st_nlink
+                    if entry.name.removesuffix(".tmp") in self._begun:
+                        continue
+                    if names == 1:
+                        gone.append(entry.name)
+                    else:
+                        there.add(entry.name)
+            pages = [info.page for info in self._store.pages() if str(info.key).partition("/")[0] not in there]
             if pages:
+                self._owes_space = True
                 with self._store.batch(ack="durable") as batch:
                     for page in pages:
                         batch.delete(page)
-                # Space comes back with a snapshot.
+            if self._owes_space:
                 self._store.snapshot(verify=False)
+                self._owes_space = False
             for name in gone:
                 os.unlink(self._marks / name)
             ended = time.monotonic()
             self._look_at = ended + _WRITING_PER_LOOK * (ended - began)
 
 
-_open_files: dict[tuple[int, Path], _Files] = {}
+_open_files: dict[Path, _Files] = {}
 _open_lock = threading.Lock()
 
 
 def _written(root: Path) -> _Files:
     """What this process writes to, made at its first write."""
     with _open_lock:
-        found = _open_files.get((os.getpid(), root))
-        if found is None:
-            found = _open_files[os.getpid(), root] = _Files(root)
-        return found
+        if root not in _open_files:
+            _open_files[root] = _Files.open(root)
+        return _open_files[root]
+
+
+def _forget() -> None:
+    """A forked child has none of its parent's stores, and none of its locks."""
+    global _open_files, _open_lock
+    _open_files, _open_lock = {}, threading.Lock()
+    for views in list(_all_views):
+        views.forget()
+
+
+os.register_at_fork(after_in_child=_forget)

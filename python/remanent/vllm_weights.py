@@ -53,11 +53,21 @@ class RemanentInitInfo(WeightTransferInitInfo):
 class RemanentUpdateInfo(WeightTransferUpdateInfo):
     """Which version the weights are to have: `lsn`, that of the ticket of `publish`.
 
-    If it is not logged yet, the update waits up to `timeout` seconds for it.
+    If it is not logged yet, the update waits up to `timeout` seconds for it. One that the publisher's log does not hold
+    any more is refused (`NoStateError`).
     """
 
     lsn: int
     timeout: float = 60.0
+
+
+@dataclass
+class _Loaded:
+    """A version: of which store, and where each tensor lies in it."""
+
+    store: str
+    lsn: int
+    lies: dict[str, tuple[str, _pages.Array]]
 
 
 class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdateInfo]):
@@ -69,12 +79,12 @@ class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdate
     supports_draft_weight_update = False
 
     _directory: str | None = None
-    # The version whose weights the model has; 0 if it may have others.
-    _lsn = 0
+    # What the model has; None if that may be anything.
+    _loaded: _Loaded | None = None
 
     def init_transfer_engine(self, init_info: RemanentInitInfo) -> None:
         self._directory = init_info.directory
-        self._lsn = 0
+        self._loaded = None
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -92,10 +102,18 @@ class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdate
             raise RuntimeError("no directory to take weights from: call init_weight_transfer_engine first")
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-        since, self._lsn = self._lsn, 0
+        before, self._loaded = self._loaded, None
         with _version(self._directory, update_info) as view, disable_mtp_completeness_check():
-            self.model.load_weights(_changed(view, since, self.device))
-        self._lsn = update_info.lsn
+            pages = _pages.read_manifest(view).pages
+            lies = {array.name: (key, array) for key, arrays in pages.items() for array in arrays}
+            if before is None or before.store != view.id or before.lsn > update_info.lsn:
+                changed = set(lies)
+            else:
+                lsns = {key: view.info(key).lsn for key in pages}
+                changed = {name for name, (key, array) in lies.items()
+                           if lsns[key] > before.lsn or before.lies.get(name) != (key, array)}
+            self.model.load_weights(_layers_of(changed, view, pages, self.device))
+            self._loaded = _Loaded(view.id, update_info.lsn, lies)
 
     def shutdown(self) -> None:
         """There is nothing to end: no connection is held."""
@@ -107,17 +125,18 @@ def _version(directory: str, update: RemanentUpdateInfo) -> View:
         try:
             return View(directory, f"lsn:{update.lsn}")
         except NoStateError:
-            if time.monotonic() >= until:
+            with View(directory) as newest:
+                is_past = newest.lsn >= update.lsn
+            if is_past or time.monotonic() >= until:
                 raise
             time.sleep(_LOOK_AGAIN)
 
 
-def _changed(view: View, since: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of each layer that has one which changed after `since`: vLLM processes whole layers."""
-    pages = _pages.read_manifest(view).pages
-    changed = {array.name for key, arrays in pages.items() if view.info(key).lsn > since for array in arrays}
-    names = [array.name for arrays in pages.values() for array in arrays]
-    wanted = {name for group in layerwise_groups(sorted(names)) if changed & set(group) for name in group}
+def _layers_of(changed: set[str], view: View, pages: dict[str, list[_pages.Array]],
+               device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of each layer that has one which changed: vLLM processes whole layers."""
+    names = sorted(array.name for arrays in pages.values() for array in arrays)
+    wanted = {name for group in layerwise_groups(names) if changed & set(group) for name in group}
     read = {key: arrays for key, arrays in pages.items() if any(array.name in wanted for array in arrays)}
     for page, arrays in _tensors.read_pages(view, read):
         yield from _tensors.tensors_of(page, [array for array in arrays if array.name in wanted], device).items()

@@ -581,6 +581,15 @@ def test_very_short_blocks_are_stored_in_many_batches_and_count(directory: str) 
         assert all(out == key[3:] for key, out, is_found in zip(keys, outs, found, strict=True) if is_found)
 
 
+def test_the_first_blocks_of_a_long_call_stay_longest(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remanent.kv._BATCH_BLOCKS", 3)
+    with open_cache(directory) as cache:
+        store(cache, *range(8))
+        assert numbers(cache) == list(range(7, -1, -1))
+    with open_cache(directory) as cache:
+        assert numbers(cache) == list(range(7, -1, -1))
+
+
 def test_a_forked_child_is_refused_also_by_the_caches_own_threads(cache: BlockCache) -> None:
     store(cache, 1)
     assert in_child(lambda: load(cache, 1) and None) == "ForkedError"

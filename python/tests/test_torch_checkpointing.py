@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from children import in_child
 
 import remanent
 
@@ -228,6 +231,140 @@ def test_a_write_that_ends_between_its_steps_leaves_nothing(
     assert sorted(os.listdir(root / "a")) == ["f", "g"] and pages(root) == 2
     assert len(os.listdir(root / ".remanent" / "files-0.marks")) == 2
     assert os.listdir(root / ".remanent" / "files-0.names") == []
+
+
+def test_threads_write_beside_each_other_and_streams_that_nobody_has_end(
+        root: Path, storage: RemanentStorage) -> None:
+    errors: list[BaseException] = []
+
+    def write(thread: int) -> None:
+        try:
+            for number in range(40):
+                lost = storage.stream_write(root / "a" / f"lost-{thread}")
+                lost.write(b"x")
+                lost.itself = lost  # type: ignore[attr-defined]
+                del lost
+                storage.write(root / "a" / f"{thread}-{number}", data_of(100, number))
+                assert storage.read(root / "a" / f"{thread}-{number}") == data_of(100, number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(thread,), daemon=True) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert not errors
+    gc.collect()
+    storage.write(root / "a" / "last", b"x")
+    assert len(storage.ls(root / "a")) == pages(root) == 161
+
+
+def test_a_write_that_failed_makes_no_file(
+        root: Path, storage: RemanentStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = storage.stream_write(root / "a" / "f")
+    put = stream._files.put  # type: ignore[attr-defined]
+    puts = iter([put, None])
+    monkeypatch.setattr(stream._files, "put",  # type: ignore[attr-defined]
+                        lambda *given: (next(puts) or failing)(*given))
+
+    def failing(*_: object) -> None:
+        raise remanent.StoreIOError("of this write")
+
+    with pytest.raises(remanent.StoreIOError):
+        stream.write(data_of(2 * PAGE))
+    with pytest.raises(ValueError):
+        stream.write(b"x")
+    stream.close()
+    assert storage.ls(root / "a") == []
+    with pytest.raises(IsADirectoryError):
+        storage.write(root / "a", b"x")
+
+
+def test_a_full_disk_gets_the_space_of_what_is_gone(
+        root: Path, storage: RemanentStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.write(root / "a" / "f", data_of(PAGE))
+    files = module._written(root.resolve())
+    store, taken = files._store, []
+
+    class Full:
+        """A disk that is full until a snapshot was taken."""
+
+        def batch(self, **options: object) -> object:
+            if not taken:
+                raise remanent.DiskFullError("no space")
+            return store.batch(**options)
+
+        def snapshot(self, **options: object) -> object:
+            taken.append(store.snapshot(**options))
+            return taken[-1]
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+    monkeypatch.setattr(files, "_store", Full())
+    storage.write(root / "a" / "g", data_of(PAGE, 2))
+    assert taken and storage.read(root / "a" / "g") == data_of(PAGE, 2)
+    monkeypatch.setattr(files, "_store", store)
+
+
+def test_a_root_that_was_copied_without_its_second_names_keeps_all(root: Path, storage: RemanentStorage) -> None:
+    for name in ("f", "g"):
+        storage.write(root / "a" / name, name.encode() * 1000)
+    storage = reopened(root)
+    for links in ("--no-preserve=links", "--preserve=links"):
+        copy = root.with_name(f"copy{links}")
+        subprocess.run(["cp", "-r", links, str(root), str(copy)], check=True)
+        copied = RemanentStorageConfig(str(copy)).create_storage()
+        copied.write(copy / "a" / "h", b"h")
+        copied.delete(copy / "a" / "g")
+        copied.write(copy / "a" / "i", b"i")
+        copied = reopened(copy)
+        assert copied.read(copy / "a" / "f") == b"f" * 1000
+        assert copied.read(copy / "a" / "h") + copied.read(copy / "a" / "i") == b"hi"
+        assert pages(copy) == 3
+
+
+def test_a_stream_reads_the_file_that_it_opened(root: Path, storage: RemanentStorage) -> None:
+    storage.write(root / "a" / "f", data_of(3 * PAGE))
+    with storage.stream_read(root / "a" / "f") as stream:
+        for number in range(3):
+            storage.write(root / "a" / "f", data_of(PAGE, number))
+            storage.write(root / "a" / "g", b"x")
+            assert storage.read(root / "a" / "f") == data_of(PAGE, number)
+        assert stream.read() == data_of(3 * PAGE)
+    assert storage._views._views == {(os.getpid(), "files-0"): []}
+
+
+def test_a_forked_child_reads_and_writes_what_is_its_own(root: Path, storage: RemanentStorage) -> None:
+    storage.write(root / "a" / "f", b"of the parent")
+    stream = storage.stream_read(root / "a" / "f")
+
+    def child() -> None:
+        assert storage.read(root / "a" / "f") == b"of the parent"
+        storage.write(root / "a" / "g", b"of the child")
+
+    with module._open_lock, storage._views._lock:
+        assert in_child(child) == "fine"
+    assert storage.read(root / "a" / "g") == b"of the child" and stream.read() == b"of the parent"
+    # The child's store is nobody's now: the next process to write gives its space back.
+    storage.delete(root / "a" / "g")
+    storage = reopened(root)
+    storage.write(root / "a" / "h", b"x")
+    with remanent.View(root / ".remanent" / "files-1") as view:
+        assert view.page_count == 0
+
+
+def test_roots_and_paths_may_be_given_by_links(root: Path, storage: RemanentStorage) -> None:
+    linked = root.with_name("linked")
+    linked.symlink_to(root)
+    storage.write(linked / "a" / "f", b"x")
+    other = RemanentStorageConfig(str(linked)).create_storage()
+    assert other.read(root / "a" / "f") == b"x" and other.ls(linked) == other.ls(root) == ["a"]
+    (root / "out").symlink_to(root.parent)
+    with pytest.raises(remanent.InvalidError):
+        storage.write(root / "out" / "f", b"x")
 
 
 WRITER = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +106,47 @@ def test_an_update_that_fails_is_made_up_for_by_the_next(directory: str, engine:
         engine.model.fails_at = None
         engine.receive_weights(RemanentUpdateInfo(ticket.lsn))
         assert same(engine.model, tensors) and len(engine.model.loaded) == 8
+
+
+def test_whatever_is_named_is_what_the_model_has(directory: str, engine: RemanentWeightEngine) -> None:
+    def take(publisher: Publisher, tensors: dict[str, Any], step: int) -> int:
+        ticket = publisher.publish(tensors, step)
+        ticket.wait()
+        engine.receive_weights(RemanentUpdateInfo(ticket.lsn))
+        assert same(engine.model, tensors)
+        return ticket.lsn
+
+    engine.init_transfer_engine(RemanentInitInfo(directory))
+    shared = torch.arange(16.0)
+    with Publisher(directory) as publisher:
+        first = take(publisher, {"embed": shared, "head": shared[:8]}, 1)
+        engine.model.weights.clear()
+        # Where a tensor lies in its page is of the version, too.
+        take(publisher, {"embed": shared, "head": shared[8:]}, 2)
+        take(publisher, {"embed": shared, "head": shared[8:], "new": shared[2:4]}, 3)
+        engine.model.weights.clear()
+        engine.receive_weights(RemanentUpdateInfo(first))
+        assert same(engine.model, {"embed": shared, "head": shared[:8]}), "an earlier version"
+    shutil.rmtree(directory)
+    engine.model.weights.clear()
+    with Publisher(directory) as publisher:
+        for step in range(5):
+            publisher.publish({"embed": shared + 1}, step)
+        take(publisher, {"embed": shared + 1}, 5)
+
+
+def test_a_version_that_is_not_held_is_refused_at_once(directory: str, engine: RemanentWeightEngine) -> None:
+    with Publisher(directory, log_kept=0) as publisher:
+        tickets = [publisher.publish({"a": torch.full((100_000,), float(step))}, step) for step in range(4)]
+        tickets[-1].wait()
+        for _ in range(3):
+            publisher.store.snapshot()
+        publisher.store.prune(snapshots_kept=1)
+        engine.init_transfer_engine(RemanentInitInfo(directory))
+        began = time.monotonic()
+        with pytest.raises(remanent.NoStateError):
+            engine.receive_weights(RemanentUpdateInfo(tickets[0].lsn, timeout=60))
+        assert time.monotonic() - began < 30
 
 
 def test_an_update_waits_for_a_version_that_comes(directory: str, engine: RemanentWeightEngine) -> None:
