@@ -63,7 +63,7 @@ _OPTIONS: dict[str, Any] = {"device": "host", "compression": False, "snapshots_k
 _WRITING_PER_LOOK = 20.0
 # How often a file is looked at that others replace.
 _READ_TRIES = 10
-# The value in a store's root that says which folder has its marks, by its number in the file system.
+# The value in a store's root that says which folder has its marks, by the numbers of device and folder.
 _MARKS = "marks"
 
 
@@ -478,10 +478,13 @@ class _Files:
 
     def _adopt(self) -> None:
         """Makes second names anew where the folder was copied: a copy may have lost that two names are one file's."""
-        here = str(self._marks.stat().st_ino)
-        if self._store.root.get(_MARKS) == here:
+        held = self._marks.stat()
+        # The device's number may be another one after a restart: then it is looked in vain.
+        here, known = f"{held.st_dev}:{held.st_ino}", self._store.root.get(_MARKS)
+        if known == here:
             return
-        for folder, folders, names in os.walk(self._stores.parent):
+        # A new store has no files yet.
+        for folder, folders, names in os.walk(self._stores.parent) if known is not None else ():
             if _STORES in folders:
                 folders.remove(_STORES)
             for path in (Path(folder, name) for name in names):
