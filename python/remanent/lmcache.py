@@ -139,13 +139,16 @@ class RemanentL2Adapter(L2AdapterInterface):
             if error is not None:
                 _logger.warning("%s: a load failed: %r", self._cache.path, error)
             loaded = [False] * len(keys) if error is not None else loading.result()
+            accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
+            try:
+                if accessed:
+                    self._notify_keys_accessed(accessed)
+            except Exception:
+                # LMCache waits for the result, not for its listeners.
+                _logger.exception("%s: a listener failed", self._cache.path)
             with self._lock:
                 self._loaded[task] = _bitmap(loaded)
             self._ring(self._load_event)
-            # Listeners come last: one that fails keeps no result from LMCache.
-            accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
-            if accessed:
-                self._notify_keys_accessed(accessed)
 
         self._begin(self._cache.load, keys, objects, finish)
         return task
