@@ -74,7 +74,7 @@ class BlockIndex:
             self._blocks.move_to_end(key, last=False)
 
     def _insert(self, key: bytes, block: Block) -> None:
-        block._locks += self._kept[key] if key in self._kept else 0
+        block._locks += self._kept[key]
         block._is_there = True
         self._blocks[key] = block
         self.nbytes += block.nbytes
@@ -89,7 +89,7 @@ class BlockIndex:
         self.charged -= block.charge
         self.locked -= block.charge if block.is_locked else 0
         # Callers' locks are the key's, and wait for the next block.
-        block._locks -= self._kept[key] if key in self._kept else 0
+        block._locks -= self._kept[key]
         return block
 
     def hold(self, block: Block, change: int) -> None:

@@ -599,6 +599,7 @@ def _stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[
 
     def is_own(each: Extent) -> bool:
         found = spans[each.storage]
+        # Most are one of them as a whole; of a buffer with many parts not all need be looked through.
         return (each.nbytes == 0 or (each.start, each.end) in found
                 or any(start <= each.start and each.end <= end for start, end in found))
 

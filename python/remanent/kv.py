@@ -30,7 +30,6 @@ import concurrent.futures
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import threading
@@ -43,18 +42,18 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from remanent._block_index import Block, BlockIndex
+from remanent._block_store import Space, open_store, snapshot_interval
 from remanent._errors import (
     DamagedError,
     DiskFullError,
     Error,
     ForkedError,
     InvalidError,
-    MismatchError,
     OverBudgetError,
     StoreIOError,
     UnknownKeyError,
 )
-from remanent._native import PageInfo, Store, View
+from remanent._native import PageInfo
 
 __all__ = ["BlockCache"]
 
@@ -63,8 +62,6 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Told = Callable[[list[bytes], list[int]], None]
 
-# The value in the store's root that says of what the blocks are, as JSON.
-_IDENTITY = "identity"
 # Values in a block's metadata: its kind; the number of its last use, which rises from use to use; and its key, if that
 # is longer than a page's can be.
 _KIND = "kind"
@@ -74,9 +71,6 @@ _PAGE_KEY_MAX = 64
 # What one batch stores at most: bytes, and blocks.
 _BATCH_BYTES = 256 << 20
 _BATCH_BLOCKS = 4096
-# Bytes of blocks after which a snapshot gives back the space of those that are gone: an eighth of the capacity, within
-# these.
-_INTERVAL_MIN, _INTERVAL_MAX = 32 << 20, 4 << 30
 # Blocks whose use waits for a batch that logs it.
 _USES_WAITING_MAX = 4096
 # Seconds for which a block counts as missing that the system refused to read.
@@ -129,11 +123,11 @@ class BlockCache:
                 raise InvalidError(f"{name} is {number!r}, and must be a whole number above 0")
         if ack not in ("logged", "durable"):
             raise InvalidError(f"ack is {ack!r}, and must be 'logged' or 'durable'")
-        interval = min(max(capacity // 8, _INTERVAL_MIN), _INTERVAL_MAX)
-        self._store = _open(path, identity, interval)
+        interval = snapshot_interval(capacity)
+        self._store = open_store(path, identity, interval)
         self._opener = os.getpid()
         self._ack: Literal["logged", "durable"] = ack
-        self._space = _Space(self._store, interval)
+        self._space = Space(self._store, interval)
         # Held for what follows, and never while the store is waited for.
         self._lock = threading.Lock()
         self._index = BlockIndex(capacity)
@@ -404,7 +398,7 @@ class BlockCache:
 
     def _store_some(self, work: list[_Task], held: list[Block], stored: dict[bytes, int], refused: set[bytes]) -> None:
         """Stores blocks in one batch. Those that are there afterwards are in `held`, and locked."""
-        new: dict[bytes, _Task] = {}
+        new: list[_Task] = []
         made: dict[bytes, Block] = {}
         with self._lock:
             here = {task.key: block for task in work if task.is_of(block := self._index.get(task.key)) and block}
@@ -423,11 +417,12 @@ class BlockCache:
                     refused.add(task.key)
                     continue
                 room -= fresh.charge
-                new[task.key], made[task.key] = task, fresh
+                new.append(task)
+                made[task.key] = fresh
                 if old is not None:
                     out[task.key] = self._index.remove(task.key)
             out |= self._index.make_room(sum(block.charge for block in made.values()))
-        self._write(out, list(new.values()))
+        self._write(out, new)
         with self._lock:
             self._index.add(made.items())
             for block in made.values():
@@ -504,8 +499,7 @@ class BlockCache:
         if key in self._index or _page(key) not in self._store:
             return
         try:
-            with self._store.batch(ack=self._ack) as batch:
-                batch.delete(_page(key))
+            self._commit([key], [], [])
         except Error as error:
             _logger.warning("%s: a damaged block cannot be deleted: %s", self._store.path, error)
 
@@ -537,16 +531,13 @@ class BlockCache:
         except UnknownKeyError:
             # Another reader found it damaged meanwhile.
             self._give_up(task.key, block)
-        except DamagedError as error:
-            _logger.warning("%s: a block is given up: %s", self._store.path, error)
-            self._give_up(task.key, block)
-        except StoreIOError as error:
-            if error.errno == errno.EIO:
-                _logger.warning("%s: a block is given up: %s", self._store.path, error)
-                self._give_up(task.key, block)
-            else:
+        except (DamagedError, StoreIOError) as error:
+            if isinstance(error, StoreIOError) and error.errno != errno.EIO:
                 _logger.warning("%s: a block is not read: %s", self._store.path, error)
                 block.unreadable_until = time.monotonic() + _UNREADABLE_FOR
+            else:
+                _logger.warning("%s: a block is given up: %s", self._store.path, error)
+                self._give_up(task.key, block)
         return False
 
     def _give_up(self, key: bytes, block: Block) -> None:
@@ -557,67 +548,6 @@ class BlockCache:
         with contextlib.suppress(RuntimeError):  # closed meanwhile: the next reader finds it
             self._submit(self._writer, self._delete_damaged, key)
         self._tell(self._on_deleted, {key: block.nbytes})
-
-
-class _Space:
-    """Keeps the space of deleted blocks from piling up while blocks come faster than the disk takes them.
-
-    A snapshot gives it back. The engine takes one in the background after `interval` bytes; once as many again were
-    stored and none is there, the next batch waits for one.
-    """
-
-    def __init__(self, store: Store, interval: int) -> None:
-        self._store, self._interval = store, interval
-        self._snapshots = 0
-        # Bytes that were stored since the last snapshot was there.
-        self._stored = 0
-
-    def claim(self, nbytes: int) -> None:
-        """Called before so many bytes are stored."""
-        snapshots = self._store.stats()["snapshots_taken"]
-        if snapshots != self._snapshots:
-            self._snapshots, self._stored = snapshots, 0
-        self._stored += nbytes
-        if self._stored >= 2 * self._interval:
-            self._stored = nbytes
-            self.give_back()
-
-    def give_back(self) -> None:
-        try:
-            self._store.snapshot()
-        except Error as error:
-            _logger.warning("%s: a snapshot failed, and space was not given back: %s", self._store.path, error)
-
-
-def _open(path: str | os.PathLike[str], identity: Mapping[str, Any], interval: int) -> Store:
-    try:
-        text = json.dumps(dict(identity), sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidError(f"the identity of a cache is plain values by name: {error}") from error
-    try:
-        store = Store(path, device="host", identity=text.encode(), compression=False, snapshots_kept=1,
-                      snapshot_log_bytes=interval)
-    except MismatchError as error:
-        there = None
-        with contextlib.suppress(Error), View(path) as view:
-            there = view.root.get(_IDENTITY)
-        if not isinstance(there, str):
-            raise
-        raise MismatchError(f"the cache holds blocks of another kind: {_difference(there, text)}",
-                            remedy="give these blocks another directory", path=os.fspath(path)) from error
-    if _IDENTITY not in store.root:
-        with store.batch() as batch:
-            batch.set_root(_IDENTITY, text)
-    return store
-
-
-def _difference(there: str, here: str) -> str:
-    """What differs between two identities."""
-    old, new = json.loads(there), json.loads(here)
-    # As text, since 1 and 1.0 are equal and not the same.
-    said = [(name, *(json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (old, new)))
-            for name in {**old, **new}]
-    return ", ".join(f"{name} is {was} there and {now} here" for name, was, now in said if was != now)
 
 
 def _page(key: bytes) -> bytes:

@@ -126,10 +126,6 @@ class RemanentStorage(Storage):
                background_cleanup: bool = False) -> None:
         """Gives a file or folder another name, in one step and durably. Only a file takes the place of a file."""
         source, target = self._within(src_path), self._within(dst_path)
-        if source.is_dir() and target.is_file():
-            raise _occupied(errno.ENOTDIR, source, target)
-        if not source.is_dir() and target.is_dir():
-            raise _occupied(errno.EISDIR, source, target)
         try:
             os.replace(source, target)
         except OSError as error:

@@ -1,0 +1,91 @@
+"""The store that a cache of blocks lies in: opened for blocks of one identity, with its space kept within bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from remanent._errors import Error, InvalidError, MismatchError
+from remanent._native import Store, View
+
+__all__ = ["Space", "open_store", "snapshot_interval"]
+
+_logger = logging.getLogger("remanent.kv")
+
+# The value in the store's root that says of what the blocks are, as JSON.
+_IDENTITY = "identity"
+# Bytes of blocks after which a snapshot gives back the space of those that are gone: an eighth of the capacity, within
+# these.
+_INTERVAL_MIN, _INTERVAL_MAX = 32 << 20, 4 << 30
+
+
+def snapshot_interval(capacity: int) -> int:
+    """Bytes of blocks after which a cache of this capacity has a snapshot taken."""
+    return min(max(capacity // 8, _INTERVAL_MIN), _INTERVAL_MAX)
+
+
+def open_store(path: str | os.PathLike[str], identity: Mapping[str, Any], interval: int) -> Store:
+    """Opens or makes the store of a cache; one with another identity is refused with the values that differ."""
+    try:
+        text = json.dumps(dict(identity), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidError(f"the identity of a cache is plain values by name: {error}") from error
+    try:
+        store = Store(path, device="host", identity=text.encode(), compression=False, snapshots_kept=1,
+                      snapshot_log_bytes=interval)
+    except MismatchError as error:
+        there = None
+        with contextlib.suppress(Error), View(path) as view:
+            there = view.root.get(_IDENTITY)
+        if not isinstance(there, str):
+            raise
+        raise MismatchError(f"the cache holds blocks of another kind: {_difference(there, text)}",
+                            remedy="give these blocks another directory", path=os.fspath(path)) from error
+    if _IDENTITY not in store.root:
+        with store.batch() as batch:
+            batch.set_root(_IDENTITY, text)
+    return store
+
+
+def _difference(there: str, here: str) -> str:
+    """What differs between two identities."""
+    old, new = json.loads(there), json.loads(here)
+    # As text, since 1 and 1.0 are equal and not the same.
+    said = [(name, *(json.dumps(each[name], sort_keys=True) if name in each else "nothing" for each in (old, new)))
+            for name in {**old, **new}]
+    return ", ".join(f"{name} is {was} there and {now} here" for name, was, now in said if was != now)
+
+
+class Space:
+    """Keeps the space of deleted blocks from piling up while blocks come faster than the disk takes them.
+
+    A snapshot gives it back. The engine takes one in the background after `interval` bytes; once as many again were
+    stored and none is there, the next batch waits for one.
+    """
+
+    def __init__(self, store: Store, interval: int) -> None:
+        self._store, self._interval = store, interval
+        self._snapshots = 0
+        # Bytes that were stored since the last snapshot was there.
+        self._stored = 0
+
+    def claim(self, nbytes: int) -> None:
+        """Counts bytes that are about to be stored, and waits for a snapshot if there were too many since the last."""
+        snapshots = self._store.stats()["snapshots_taken"]
+        if snapshots != self._snapshots:
+            self._snapshots, self._stored = snapshots, 0
+        self._stored += nbytes
+        if self._stored >= 2 * self._interval:
+            self._stored = nbytes
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Takes a snapshot; one that fails is logged, and the space stays taken."""
+        try:
+            self._store.snapshot()
+        except Error as error:
+            _logger.warning("%s: a snapshot failed, and space was not given back: %s", self._store.path, error)
