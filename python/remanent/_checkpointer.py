@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import concurrent.futures
 import contextlib
 import os
@@ -242,14 +243,13 @@ class Checkpointer:
         tensors = extents(captured)
         note = note or f"step {step}"
         reading = _Reading()
-        # Of tensors that share memory each counts here.
-        nbytes = sum(each.nbytes for each in tensors)
-        passage = self._room.begin(nbytes, [each.tensor for each in tensors])
+        passage = self._room.begin(tensors)
         try:
             done = self._worker.submit(self._write_and_keep, passage, step, name, note, tree)
             self._last = saved = Saved(step, done, reading, began)
             self._reading = reading
             self._copy(passage, tensors, reading, wait)
+            passage.start_writer()
             if wait:
                 saved.wait()
         except BaseException as error:
@@ -286,6 +286,7 @@ class Checkpointer:
         streams = self._room.streams
         if wait:
             # The call waits anyway: bytes on the host are read where they are.
+            passage.start_writer()
             passage.send(blocks(tensors, on_host=False), copied=False)
             passage.end()
             reading.ends(streams.moment())
@@ -398,6 +399,7 @@ class Checkpointer:
     def _write_and_keep(self, passage: Passage, step: int, name: str | None, note: str, tree: Any) -> tuple[int, float]:
         """Returns the version's batch, and when it was durable and kept."""
         try:
+            passage.wait_for_start()
             ticket = self._write(passage, step, note, tree)
         finally:
             passage.ended()
@@ -591,21 +593,35 @@ def _stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():
         own += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    spans = defaultdict(set)
-    for tensor in own:
-        if tensor.layout is torch.strided:
-            storage, start, end = span(tensor)
-            spans[storage].add((start, end))
+    # The addresses that they use, of all devices; those that touch are one range.
+    starts: list[int] = []
+    ends: list[int] = []
+    for start, end in sorted(_addresses(tensor) for tensor in own if tensor.layout is torch.strided):
+        if ends and start <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        else:
+            starts.append(start)
+            ends.append(end)
 
     def is_own(each: Extent) -> bool:
-        found = spans[each.storage]
-        # Most are one of them as a whole; of a buffer with many parts not all need be looked through.
-        return (each.nbytes == 0 or (each.start, each.end) in found
-                or any(start <= each.start and each.end <= end for start, end in found))
+        base = each.storage[1]
+        at = bisect.bisect_right(starts, base + each.start) - 1
+        return each.nbytes == 0 or (at >= 0 and base + each.end <= ends[at])
 
+    at_step: list[Extent] = []
+    at_once: list[Extent] = []
     shared = {each.storage for each in tensors if not is_own(each)}
-    return ([each for each in tensors if each.storage not in shared],
-            [each for each in tensors if each.storage in shared])
+    for each in tensors:
+        (at_once if each.storage in shared else at_step).append(each)
+    return at_step, at_once
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.is_contiguous():
+        start = tensor.data_ptr()
+        return start, start + tensor.nbytes
+    (_, base), first, end = span(tensor)
+    return base + first, base + end
 
 
 def _diff(old: _native.View, new: _native.View) -> dict[str, int | None]:

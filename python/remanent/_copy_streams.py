@@ -31,22 +31,14 @@ class CopyStreams:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def begin(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Puts the copies of these tensors after the work that is queued now on the current streams of their GPUs."""
+    def begin(self, devices: Iterable[torch.device]) -> None:
+        """Puts the copies of what lies on these GPUs after the work that is queued now on their current streams."""
         # A save that failed may have left copies under way, into memory that is used again.
         self.synchronize()
-        begun = set()
-        for tensor in tensors:
-            if not tensor.is_cuda:
-                continue
-            device = tensor.device
+        for device in devices:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if device not in begun:
-                begun.add(device)
-                self._streams[device].wait_stream(torch.cuda.current_stream(device))
-            # Their owner may free them before the copies have run.
-            tensor.record_stream(self._streams[device])
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -58,7 +50,11 @@ class CopyStreams:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies bytes in the block of `entered`; those of a GPU are there at a later `moment`."""
-        target.copy_(source, non_blocking=source.device in self._streams)
+        stream = self._streams.get(source.device)
+        target.copy_(source, non_blocking=stream is not None)
+        if stream is not None:
+            # Its owner may free it before the copy has run.
+            source.record_stream(stream)
 
     def moment(self) -> Moment:
         """The end of all copies that were queued so far."""

@@ -37,7 +37,7 @@ class Plan(Protocol):
         """A value of JSON that stands for this one, if it is the library's."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Array:
     """One array within a page: `stride` in elements, None where they lie row by row; `offset` in bytes."""
 
@@ -48,7 +48,7 @@ class Array:
     offset: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class Block:
     """What one page is to hold: arrays, and their bytes as a contiguous buffer of uint8."""
 
@@ -57,7 +57,7 @@ class Block:
     nbytes: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Update:
     """What `Batch.update` is given: a page on disk is to hold these bytes."""
 
@@ -261,6 +261,8 @@ def _put_page(store: _native.Store, batch: _native.Batch, key: str, content: byt
 
 # The tree: plain values as JSON, with one key of its own for what JSON does not tell apart.
 _TAG = "$"
+_KEYS = frozenset((str, int, bool, type(None), tuple))
+_AS_IT_IS = frozenset((str, bool, type(None)))
 
 
 def flatten(path: str, value: object, adapt: Plan, depth: int = 0) -> Any:
@@ -278,7 +280,7 @@ def flatten(path: str, value: object, adapt: Plan, depth: int = 0) -> Any:
         raise RefusedError(f"{path}: values nest more than {_DEPTH_MAX} deep")
     kind = type(value)
     # Before `adapt`, which they are not for: keys and most values.
-    if kind in (str, bool) or value is None:
+    if kind in _AS_IT_IS:
         return value
     adapted = adapt(path, value)
     if adapted is not None:
@@ -301,14 +303,17 @@ def flatten(path: str, value: object, adapt: Plan, depth: int = 0) -> Any:
         inner = [flatten(f"{path}/{at}", each, adapt, depth + 1) for at, each in enumerate(value)]
         return inner if kind is list else {_TAG: ["tuple", inner]}
     if isinstance(value, dict) and kind.__name__ in ("dict", "OrderedDict", "defaultdict"):
-        pairs = []
+        by_name = kind is dict and _TAG not in value
+        held = {}
         for key, each in value.items():
-            if type(key) not in (str, int, bool, type(None), tuple):
-                raise RefusedError(f"{path}: a {type(key).__name__} as a key cannot be stored")
-            pairs.append((key, flatten(f"{path}/{key}", each, adapt, depth + 1)))
-        if kind is dict and all(type(key) is str for key, _ in pairs) and _TAG not in value:
-            return dict(pairs)
-        keyed = [[flatten(path, key, adapt, depth + 1), each] for key, each in pairs]
+            if type(key) is not str:
+                if type(key) not in _KEYS:
+                    raise RefusedError(f"{path}: a {type(key).__name__} as a key cannot be stored")
+                by_name = False
+            held[key] = flatten(f"{path}/{key}", each, adapt, depth + 1)
+        if by_name:
+            return held
+        keyed = [[flatten(path, key, adapt, depth + 1), each] for key, each in held.items()]
         return {_TAG: ["OrderedDict" if kind.__name__ == "OrderedDict" else "dict", keyed]}
     raise RefusedError(f"{path}: a {kind.__name__} cannot be stored")
 

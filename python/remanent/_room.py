@@ -19,6 +19,7 @@ import torch
 
 from remanent._copy_streams import CopyStreams, Moment
 from remanent._pages import Block
+from remanent._tensors import Extent
 
 # Blocks that wait for the writer, of those that are not copied.
 _COMING_MAX = 8
@@ -43,16 +44,18 @@ class Room:
         # Memory of each GPU for what is copied aside.
         self._aside: dict[torch.device, torch.Tensor] = {}
 
-    def begin(self, nbytes: int, tensors: Iterable[torch.Tensor] = ()) -> Passage:
-        """Begins a save of these bytes of these tensors. Nothing of an earlier one is under way any more."""
-        tensors = list(tensors)
-        self.streams.begin(tensors)
-        wanted: dict[torch.device, int] = defaultdict(int)
-        for tensor in tensors if self.device_nbytes else ():
-            if tensor.is_cuda:
-                wanted[tensor.device] += tensor.numel() * tensor.element_size() + _ALIGN
-        size = max(self._memory.numel(), min(nbytes, self.nbytes))
-        return Passage(self, size, {device: min(length, self.device_nbytes) for device, length in wanted.items()})
+    def begin(self, tensors: Iterable[Extent]) -> Passage:
+        """Begins a save of these tensors. Nothing of an earlier one is under way any more."""
+        # Of tensors that share memory each counts here.
+        lengths: dict[torch.device, int] = defaultdict(int)
+        aside: dict[torch.device, int] = defaultdict(int)
+        for each in tensors:
+            lengths[each.device] += each.nbytes
+            aside[each.device] += each.nbytes + _ALIGN
+        gpus = [device for device in lengths if device.type == "cuda"]
+        self.streams.begin(gpus)
+        size = max(self._memory.numel(), min(sum(lengths.values()), self.nbytes))
+        return Passage(self, size, {device: min(aside[device], self.device_nbytes) for device in gpus})
 
     def memory(self, size: int) -> torch.Tensor:
         """The ring's memory, made where there is less than `size`: no save has bytes in it then."""
@@ -89,7 +92,7 @@ class Passage:
         self._held: deque[tuple[int, int] | None] = deque()
         # How many of them the writer has, and has not taken for a batch.
         self._given = 0
-        self._waits = self._ended = False
+        self._waits = self._started = self._ended = False
         self._error: BaseException | None = None
 
     # The sender's side.
@@ -109,6 +112,13 @@ class Passage:
             self._room.streams.copy(memory, block.data)
             self._aside_used[device] = used + (block.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
             aside.append(Block(block.arrays, memory, block.nbytes))
+
+    def start_writer(self) -> None:
+        """Lets the writer begin, which takes the interpreter from the sender again and again."""
+        if not self._started:
+            with self._changed:
+                self._started = True
+                self._changed.notify_all()
 
     def send(self, blocks: Iterable[Block], *, copied: bool = True) -> None:
         """Returns once all blocks are copied or committed, or will be copied by what is queued on the room's streams.
@@ -150,6 +160,7 @@ class Passage:
 
     def give_up(self, error: BaseException | None = None) -> None:
         """Has the sender and the writer end as soon as they can, the writer with `error`."""
+        self.start_writer()
         with self._changed:
             self._error = error or InterruptedError("the save was ended before all of its state was copied")
             self._changed.notify_all()
@@ -176,6 +187,7 @@ class Passage:
             self._parcel, self._parcel_bytes = [], 0
 
     def _wait_until(self, is_there: Callable[[], bool], *, for_memory: bool = True) -> None:
+        self.start_writer()
         with self._changed:
             while not is_there():
                 self._check()
@@ -210,6 +222,12 @@ class Passage:
         return newest if newest + nbytes < oldest else None
 
     # The writer's side.
+
+    def wait_for_start(self) -> None:
+        """Waits until the writer may begin."""
+        with self._changed:
+            while not self._started:
+                self._changed.wait()
 
     def blocks(self) -> Iterator[Block | None]:
         """The blocks as they come. None asks the writer to commit those that it has: the sender waits for them."""

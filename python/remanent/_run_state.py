@@ -17,6 +17,10 @@ from remanent._tensors import read_pages, tensors_of
 SAVING = "saving"
 
 
+# What is neither a tensor nor another library's.
+_PLAIN = frozenset((int, float, dict, list, tuple, OrderedDict))
+
+
 class Capture:
     """Takes tensors out of a state, by the paths at which they lie."""
 
@@ -24,9 +28,9 @@ class Capture:
         self.tensors = tensors
 
     def __call__(self, path: str, value: object) -> object | None:
-        if type(value) in (int, float, dict, list, tuple, OrderedDict):
+        if type(value) in _PLAIN:
             return None
-        name = path.removeprefix("/")
+        name = path[1:]
         if isinstance(value, torch.Tensor):
             self.tensors[name] = value
             return {"$": ["tensor", name]}

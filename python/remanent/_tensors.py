@@ -47,25 +47,26 @@ Storage = tuple[torch.device, int]
 
 def span(tensor: torch.Tensor) -> tuple[Storage, int, int]:
     """Which storage a tensor uses, and from its beginning the first byte in use and the end of the last one."""
-    width = tensor.element_size()
+    width = tensor.itemsize
     start = int(tensor.storage_offset()) * width
-    count = tensor.numel()
-    if count and not tensor.is_contiguous():
+    length = tensor.nbytes
+    if length and not tensor.is_contiguous():
         dims = zip(tensor.shape, tensor.stride(), strict=True)
-        count = sum((int(size) - 1) * int(stride) for size, stride in dims) + 1
-    return (tensor.device, tensor.untyped_storage().data_ptr()), start, start + count * width
+        length = (sum((int(size) - 1) * int(stride) for size, stride in dims) + 1) * width
+    return (tensor.device, tensor.untyped_storage().data_ptr()), start, start + length
 
 
 class Extent:
     """A plain tensor, and which bytes of which storage it uses. Of each save every tensor is looked at once."""
 
-    __slots__ = ("end", "name", "nbytes", "start", "storage", "tensor")
+    __slots__ = ("device", "end", "name", "nbytes", "start", "storage", "tensor")
 
     def __init__(self, name: str, given: torch.Tensor) -> None:
         self.name = name
         self.tensor = tensor = plain(name, given)
-        self.nbytes = tensor.numel() * tensor.element_size()
+        self.nbytes = tensor.nbytes
         self.storage, self.start, self.end = span(tensor)
+        self.device = self.storage[0]
 
     @property
     def kind(self) -> str:
@@ -109,7 +110,7 @@ def _block(group: list[Extent], on_host: bool) -> Block:
     first = group[0]
     if len(group) == 1 and (first.tensor.is_contiguous() or first.end - first.start > first.nbytes):
         # A tensor that uses little of its extent is stored without the rest, and comes back contiguous.
-        bytes_ = bytes_of(first.tensor.contiguous(), on_host)
+        bytes_ = bytes_of(_packed(first.tensor), on_host)
         return Block([Array(first.name, first.kind, tuple(first.tensor.shape))], bytes_, first.nbytes)
     # A boundary of the widest elements, so that each tensor begins at a whole element of its own.
     start = first.start - first.start % 16
@@ -120,6 +121,15 @@ def _block(group: list[Extent], on_host: bool) -> Block:
     whole = torch.empty(0, dtype=torch.uint8, device=first.tensor.device)
     whole.set_(first.tensor.untyped_storage(), start, (end - start,), (1,))
     return Block(arrays, whole.cpu() if on_host else whole, end - start)
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements row by row: a copy if they do not lie so, made on the current stream."""
+    packed = tensor.contiguous()
+    if packed is not tensor and tensor.is_cuda:
+        # Its owner may free it before the copy has run.
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return packed
 
 
 def bytes_of(tensor: torch.Tensor, on_host: bool = True) -> torch.Tensor:

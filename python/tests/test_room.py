@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from remanent._copy_streams import CopyStreams  # noqa: E402
 from remanent._room import Passage, Room  # noqa: E402
+from remanent._tensors import extents  # noqa: E402
 from remanent.torch import Checkpointer  # noqa: E402
 
 
@@ -54,7 +55,8 @@ def test_blocks_pass_through_a_room_as_they_were(nbytes: int) -> None:
         sizes = sizes_of(seed)
         data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
         expected = [each.clone() for each in data]
-        room = Room(nbytes).begin(sum(sizes))
+        room = Room(nbytes).begin(extents({str(at): each for at, each in enumerate(data)}))
+        room.start_writer()
         written: list[Any] = []
         held: list[Any] = []
 
