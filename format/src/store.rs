@@ -28,7 +28,7 @@ use crate::value::{bincode_config, decode_all};
 pub const STORE_MAGIC: [u8; 8] = *b"RMNTSTOR";
 
 /// The incompatible features that this build knows, and writes: bit and name, as SPEC.md lists them.
-pub const INCOMPATIBLE: &[(u32, &str)] = &[(0, "floor"), (1, "thin")];
+pub const INCOMPATIBLE: &[(u32, &str)] = &[(0, "floor"), (1, "thin"), (2, "overlays")];
 
 /// The read-compatible features that this build knows: none yet.
 const KNOWN_READ_COMPATIBLE: u32 = 0;

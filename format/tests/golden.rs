@@ -29,7 +29,7 @@ use defects::{Damaged, damaged_files};
 use remanent_format::frame::{
     FrameHeaderRaw, FrameKind, UncheckedFrame, check_payload, decode_seal, encode_seal,
 };
-use remanent_format::image::{ChunkHeader, ImageFileHeader, ImageRef};
+use remanent_format::image::{ChunkHeader, ImageFileHeader, ImageRef, Overlay};
 use remanent_format::limits::{METADATA_LEN_MAX, ROOT_LEN_MAX};
 use remanent_format::manifest::Manifest;
 use remanent_format::op::decode_payload;
@@ -80,6 +80,13 @@ fn read_and_write(structure: Structure, bytes: &[u8]) -> Result<Vec<u8>, Defect>
                 header.image.check_content(content, header.len)?;
             }
             Ok(images_of(&chunk, &contents))
+        }
+        Structure::Overlay => {
+            let overlay = Overlay::decode_head(bytes)?;
+            let mut out = overlay.encode_head()?;
+            out.extend_from_slice(&bytes[out.len()..]);
+            assert_eq!(out.len() as u64, overlay.stored_len());
+            Ok(out)
         }
         Structure::Manifest => {
             let (manifest, health) = Manifest::decode(bytes)?;

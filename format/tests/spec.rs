@@ -4,10 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use remanent_format::frame::{FrameHeader, FrameHeaderRaw, FrameKind, VerifiedSnapshotRaw};
-use remanent_format::image::{ChunkHeaderRaw, Codec, ImageFileHeaderRaw, ImageHeaderRaw, ImageRef};
+use remanent_format::image::{
+    ChunkHeaderRaw, Codec, ImageFileHeaderRaw, ImageHeaderRaw, ImageRef, OverlayHeaderRaw, OverlayPieceRaw,
+};
 use remanent_format::layout::{Field, LayoutTable};
 use remanent_format::limits::{self, align_up};
-use remanent_format::manifest::{ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
+use remanent_format::manifest::{ManifestEntryRaw, ManifestHeaderRaw, OverlayBaseRaw, TombstoneRaw};
 use remanent_format::op::{
     CreateBodyRaw, ImageBodyRaw, Indices, Op, OpHeaderRaw, PayloadHeadRaw, PayloadWriter, RestoreBodyRaw,
 };
@@ -21,7 +23,7 @@ use remanent_format::{
 
 const SPEC: &str = include_str!("../SPEC.md");
 
-const LAYOUTS: [LayoutTable; 15] = [
+const LAYOUTS: [LayoutTable; 18] = [
     StoreHeaderRaw::TABLE,
     SegmentHeaderRaw::TABLE,
     FrameHeaderRaw::TABLE,
@@ -34,8 +36,11 @@ const LAYOUTS: [LayoutTable; 15] = [
     ImageFileHeaderRaw::TABLE,
     ChunkHeaderRaw::TABLE,
     ImageHeaderRaw::TABLE,
+    OverlayHeaderRaw::TABLE,
+    OverlayPieceRaw::TABLE,
     ManifestHeaderRaw::TABLE,
     ManifestEntryRaw::TABLE,
+    OverlayBaseRaw::TABLE,
     TombstoneRaw::TABLE,
 ];
 
@@ -179,12 +184,13 @@ fn magics_and_versions_are_those_of_the_code() {
         ("FrameHeaderRaw", &frame::FRAME_MAGIC),
         ("ImageFileHeaderRaw", &image::IMAGE_FILE_MAGIC),
         ("ChunkHeaderRaw", &image::CHUNK_MAGIC),
+        ("OverlayHeaderRaw", &image::OVERLAY_MAGIC),
         ("ManifestHeaderRaw", &manifest::MANIFEST_MAGIC),
     ] {
         assert_eq!(structures[name].1[0].meaning.as_bytes(), magic, "{name}");
     }
     let with_magic = structures.values().filter(|(_, rows)| rows[0].name == "magic").count();
-    assert_eq!(with_magic, 6);
+    assert_eq!(with_magic, 7);
     let versions = structures.values().flat_map(|(_, rows)| rows).filter(|row| row.name == "version");
     let versions: Vec<u32> = versions.map(|row| row.meaning.parse().unwrap()).collect();
     assert_eq!(versions, [segment::FORMAT_VERSION; 4]);

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use remanent_format::frame::{FrameHeaderRaw, FrameKind, UncheckedFrame, decode_seal, encode_seal};
-use remanent_format::image::{ChunkHeader, Codec, ImageFileHeader, ImageHeader, ImageRef};
+use remanent_format::image::{ChunkHeader, Codec, ImageFileHeader, ImageHeader, ImageRef, Overlay};
 use remanent_format::limits::ROOT_LEN_MAX;
 use remanent_format::manifest::Manifest;
 use remanent_format::op::{Op, PayloadWriter, decode_payload};
@@ -143,8 +143,12 @@ pub fn payload(data: &[u8]) {
     }
 }
 
-/// The header of an image file, and of the chunk after it.
+/// The header of an image file, and of the chunk after it; or an overlay.
 pub fn image(data: &[u8]) {
+    if let Ok(overlay) = Overlay::decode_head(data) {
+        let head = overlay.encode_head().unwrap();
+        assert_eq!(head, data[..head.len()]);
+    }
     let mut fitted = data.to_vec();
     fit_images(&mut fitted);
     for bytes in [data, &fitted] {

@@ -135,6 +135,17 @@ impl KnownImages {
         (!self.spoilt.lock().contains_key(&location(&image))).then_some(image)
     }
 
+    /// Whether the next snapshot may lay an overlay over an image of a page: it is sound, and either the
+    /// newest snapshot names it or it was read back.
+    pub fn may_be_base(&self, page: PageId, image: &ImageRef, is_proven: bool) -> bool {
+        let named = self.newest.lock().get(page).and_then(|named| named.known.image);
+        let spoilt = self.spoilt.lock();
+        let is_sound = |image: &ImageRef| !spoilt.contains_key(&location(image));
+        // A snapshot whose overlay does not hold is mended by a whole image: what does not hold may be the
+        // base.
+        is_sound(image) && named.is_some_and(|named| is_sound(&named) && (is_proven || named == *image))
+    }
+
     /// Reads the images back that were written ahead of their batches, by up to `threads_max` threads. A
     /// snapshot may name those that hold (I7). The pages of the others are gathered, because their bytes are
     /// in memory.

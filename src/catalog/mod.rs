@@ -90,6 +90,7 @@ impl RetainedSnapshot {
                 end: manifest.end,
                 pages,
                 bytes,
+                // Of an overlay without its base: that was written before.
                 bytes_written: written.map(|image| image.stored_len).sum(),
                 verified,
             },

@@ -75,8 +75,10 @@ impl ImageTotals {
     fn add(&mut self, image: Option<ImageRef>) {
         self.pages += 1;
         if let Some(image) = image {
-            self.bytes += image.stored_len;
-            *self.files.entry(image.file).or_default() += in_file(&image);
+            for (file, stored_len) in image.files() {
+                self.bytes += stored_len;
+                *self.files.entry(file).or_default() += in_file(stored_len);
+            }
         }
     }
 
@@ -84,19 +86,21 @@ impl ImageTotals {
     fn subtract(&mut self, image: Option<ImageRef>) {
         self.pages -= 1;
         if let Some(image) = image {
-            self.bytes -= image.stored_len;
-            let left = self.files.get_mut(&image.file).expect("added before");
-            *left -= in_file(&image);
-            if *left == 0 {
-                self.files.remove(&image.file);
+            for (file, stored_len) in image.files() {
+                self.bytes -= stored_len;
+                let left = self.files.get_mut(&file).expect("added before");
+                *left -= in_file(stored_len);
+                if *left == 0 {
+                    self.files.remove(&file);
+                }
             }
         }
     }
 }
 
-/// Bytes that an image takes in its file.
-fn in_file(image: &ImageRef) -> u64 {
-    align_up(image.stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64
+/// Bytes that an image of this length takes in its file.
+fn in_file(stored_len: u64) -> u64 {
+    align_up(stored_len, FRAME_ALIGN) + ImageHeaderRaw::LEN as u64
 }
 
 /// The newest snapshot: its links, and the images that it names. All of it follows from link to link, so that
@@ -248,7 +252,8 @@ impl NewestSnapshot {
     pub fn pages_in(&self, file: u64) -> Result<Vec<PageId>> {
         let pages = self.runs.get(&file).into_iter().flat_map(FileRuns::pages);
         let is_there = |page: &PageId| {
-            self.get(*page).and_then(|named| named.known.image).is_some_and(|image| image.file == file)
+            let image = self.get(*page).and_then(|named| named.known.image);
+            image.is_some_and(|image| image.files().any(|(of, _)| of == file))
         };
         let mut pages = collected(pages.filter(is_there))?;
         pages.sort_unstable();
@@ -261,7 +266,7 @@ impl NewestSnapshot {
 /// few runs.
 fn note(runs: &mut BTreeMap<u64, FileRuns>, entry: &ManifestEntry) {
     let Some(image) = entry.image else { return };
-    runs.entry(image.file).or_default().note(entry.page);
+    image.files().for_each(|(file, _)| runs.entry(file).or_default().note(entry.page));
 }
 
 fn named(entry: &ManifestEntry) -> SnapshotPage {

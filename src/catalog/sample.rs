@@ -10,7 +10,7 @@ use super::entry;
 /// A base that names these pages, gathered at one moment.
 pub(crate) fn base(entries: Vec<ManifestEntry>) -> Manifest {
     let end = entries.iter().map(|entry| entry.lsn).max().unwrap_or(Lsn(1));
-    let files = entries.iter().filter_map(|entry| entry.image).map(|image| image.file);
+    let files = entries.iter().filter_map(|entry| entry.image).flat_map(|image| image.files());
     Manifest {
         kind: ManifestKind::Base,
         store: StoreId([7; 16]),
@@ -21,7 +21,7 @@ pub(crate) fn base(entries: Vec<ManifestEntry>) -> Manifest {
         end,
         next_page: entries.last().map_or(1, |entry| entry.page.0 + 1),
         epoch_high: entries.iter().map(|entry| entry.epoch).max().unwrap_or(Epoch(1)),
-        next_file: files.max().map_or(1, |last| last + 1),
+        next_file: files.map(|(file, _)| file).max().map_or(1, |last| last + 1),
         ahead_from: 0,
         tombstones: Vec::new(),
         entries,

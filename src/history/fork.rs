@@ -23,7 +23,8 @@ use crate::history::state::PastState;
 pub(crate) fn fork(past: &PastState, target: &Arc<dyn Disk>) -> Result<StoreId> {
     let pages = past.table().pages().filter(|info| info.len > 0);
     let images = map_of(pages.filter_map(|info| Some((info.page, past.exact_image(info.page)?))));
-    let writers = writers(past, set_of(images.values().map(|image: &ImageRef| image.file)));
+    let files = images.values().flat_map(|image: &ImageRef| image.files());
+    let writers = writers(past, set_of(files.map(|(file, _)| file)));
     let shared = SharedImages { disk: Some(past.disk().clone()), writers, images };
     let parent = past.store();
     let origin = Seed {

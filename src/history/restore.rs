@@ -95,7 +95,8 @@ impl RestoreRun<'_> {
         });
         let (point, target) = logged.map_err(|error| self.give_up(number, error))?;
         drop(old);
-        let files = set_of(target.images.values().map(|image| image.file));
+        let files = target.images.values().flat_map(ImageRef::files);
+        let files = set_of(files.map(|(file, _)| file));
         catalog.tables.insert(number, RetainedTable { restored_at: lsn, files });
         // The next snapshot names the table's images: they need not be written again.
         for info in target.pages.iter().filter(|info| info.lsn == lsn) {
@@ -242,7 +243,7 @@ fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &Resto
     let changed = pages.iter().filter(|info| info.lsn == point.lsn && info.place == Place::Disk);
     for info in changed {
         // The images were proven before the restore was logged, and the table names them: their files stay.
-        let image = images.get(&info.page).map(|image| disk_pages.image(*image, info.len));
+        let image = images.get(&info.page).map(|image| disk_pages.proven_image(*image, info.len));
         turn.versions.moved_to_disk(info.page);
         turn.applied.on_disk.insert(info.page, disk_pages.page(image));
     }

@@ -107,7 +107,8 @@ pub(crate) fn create<E: From<Error>>(
             }
         }
     }
-    let images = shared.images.iter().filter(|(_, image)| linked.contains(&image.file));
+    let is_linked = |image: &ImageRef| image.files().all(|(file, _)| linked.contains(&file));
+    let images = shared.images.iter().filter(|(_, image)| is_linked(image));
     let images: BTreeMap<PageId, ImageRef> = map_of(images.map(|(page, image)| (*page, *image)));
     let number = linked.last().map_or(1, |last| last + 1);
     let images = write_images(&origin.table, target, store.store, images, number, read)?;

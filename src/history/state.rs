@@ -289,7 +289,7 @@ impl PastState {
     fn has_images(&self) -> Result<bool> {
         let present: BTreeSet<String> = self.disk.list(Folder::Pages)?.into_iter().collect();
         let images = self.resolved.bases.iter().filter_map(|(_, base)| base.image);
-        let files = set_of(images.map(|image| image.file));
+        let files = set_of(images.flat_map(|image| image.files()).map(|(file, _)| file));
         let gone = files.into_iter().map(FileName::Pages).find(|file| !present.contains(&file.name()));
         match gone {
             None => Ok(true),

@@ -92,6 +92,20 @@ impl ImageWriter {
         Ok(written.expect("the bytes are at hand"))
     }
 
+    /// As [`write_long`](Self::write_long), for bytes of any length that are stored as they are.
+    pub fn write_as_it_is<E: From<Error>>(
+        &self,
+        info: &PageInfo,
+        piece_len: u64,
+        source: PieceSource<'_, E>,
+    ) -> Result<Option<ImageRef>, E> {
+        let _no_other_appends = self.tail.lock();
+        match self.stream(info, piece_len, source, false)? {
+            Streamed::Image(image) => Ok(Some(image)),
+            Streamed::Gone | Streamed::DoesNotPay => Ok(None),
+        }
+    }
+
     fn stream<E: From<Error>>(
         &self,
         info: &PageInfo,

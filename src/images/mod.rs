@@ -292,6 +292,12 @@ impl ImageWriter {
         self.write(chunk, staged)
     }
 
+    /// Writes one chunk of images that are stored as they are.
+    pub fn write_uncompressed(&self, pages: &[(&PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
+        let sums = collected(pages.iter().map(|(_, bytes)| crc32fast::hash(bytes)))?;
+        self.write_frames(pages, &sums, &collected(pages.iter().map(|_| None))?)
+    }
+
     fn encode_head(&self, chunk: &Chunk) -> Result<Vec<u8>> {
         chunk.encode(self.store).map_err(Error::of_memory)
     }

@@ -37,9 +37,9 @@ pub(crate) struct ImageRequest {
 
 impl ImageRequest {
     /// Whether the page is read piece by piece: its bytes are too many to hold at once, however short its
-    /// image is.
+    /// image is, or they are of an overlay and its base.
     pub fn is_long(&self) -> bool {
-        self.len > RUN_BYTES
+        self.len > RUN_BYTES || !self.image.is_whole()
     }
 }
 

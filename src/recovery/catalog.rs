@@ -104,7 +104,8 @@ impl<'s> CatalogDraft<'s> {
                     match read_manifest(source, file, &survey.store) {
                         Ok((table, _)) => {
                             let images = table.entries.iter().filter_map(|entry| entry.image);
-                            let files = set_of(images.map(|image| image.file));
+                            let files = images.flat_map(|image| image.files());
+                            let files = set_of(files.map(|(file, _)| file));
                             tables.insert(number, RetainedTable { restored_at: table.end, files });
                         }
                         Err(_) => is_unread = true,

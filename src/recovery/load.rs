@@ -189,7 +189,7 @@ impl<'a> Loader<'a> {
         prove(sealed, wanted)?;
         let Recovery { disk_pages, .. } = self.recovery;
         let page = |(page, base, _): &(PageId, Base, bool)| match base.image {
-            Some(image) => (*page, disk_pages.page(Some(disk_pages.image(image, base.len)))),
+            Some(image) => (*page, disk_pages.page(Some(disk_pages.proven_image(image, base.len)))),
             None => (*page, disk_pages.zeros(base.len)),
         };
         self.on_host.lock().on_disk = pages.iter().map(page).collect();

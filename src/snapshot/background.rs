@@ -183,7 +183,8 @@ impl SnapshotLoop {
                         == Next::Take
                 }) {
                     Ok(_) => again = None,
-                    Err(error) if error.is_passing() => {
+                    // A page whose image is damaged may be given new bytes, or be deleted.
+                    Err(error) if error.is_passing() || matches!(error, Error::Damaged(_)) => {
                         tracing::warn!(%error, "no snapshot could be taken; it is tried again later");
                         // Not at the next batch: it would find the same shortage, and gather again what
                         // it gathered just now.

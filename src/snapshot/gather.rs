@@ -15,6 +15,7 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
+use super::overlays::GatherTarget;
 use crate::applier::{AppliedState, Drain, Drained, Turn};
 use crate::base::allocation::{append, collected, make_room, push};
 use crate::base::parallel;
@@ -25,7 +26,7 @@ use crate::catalog::entry;
 use crate::device::{CommandList, Fence, Span};
 use crate::error::Result;
 use crate::images::disk_pages::DiskPage;
-use crate::images::{ImageWriter, ImageWriters, PIECE_BYTES, ReadPass, Sink, chunks};
+use crate::images::{ImageWriter, PIECE_BYTES, ReadPass, Sink, chunks};
 use crate::memory::staging::StagingBuf;
 
 /// The shortest piece: shorter ones are not worth their turns, however short chunks are.
@@ -139,7 +140,7 @@ impl Snapshots {
     /// Phase 2. While one thread checksums and writes a chunk, others gather theirs.
     pub(super) fn gather_all(
         &self,
-        writers: &ImageWriters,
+        target: &GatherTarget<'_>,
         threads: usize,
         pages: &[(PageId, u64)],
         paced: bool,
@@ -148,6 +149,7 @@ impl Snapshots {
         let began = Instant::now();
         // Where a device copies to files, each chunk costs launches beside its bytes, and fewer chunks are
         // quicker. A page that is longer than a piece still has a chunk of its own.
+        let writers = target.writers;
         let chunk_len = if writers.is_in_place() { self.piece_len() } else { self.chunk_len };
         let chunks = chunks(pages, chunk_len, |(_, len)| *len)?;
         let caught = Mutex::new(OrderedEntries::of(pages.len())?);
@@ -157,14 +159,13 @@ impl Snapshots {
             let entries = match chunks[index].split_last() {
                 // Of a chunk only the last page can be long: chunks are cut by their bytes.
                 Some((long, others)) if long.1 > self.piece_len() => {
-                    let mut gathered = self.gather_chunk(writers, others)?;
-                    let GatheredEntries { entries, on_disk } =
-                        self.gather_long(writers, *long, &keep_pace)?;
+                    let mut gathered = self.gather_chunk(target, others)?;
+                    let GatheredEntries { entries, on_disk } = self.gather_long(target, *long, &keep_pace)?;
                     gathered.entries.extend(entries);
                     gathered.on_disk.extend(on_disk);
                     gathered
                 }
-                _ => self.gather_chunk(writers, chunks[index])?,
+                _ => self.gather_chunk(target, chunks[index])?,
             };
             caught.lock().put(index, entries);
             keep_pace(0)
@@ -184,7 +185,7 @@ impl Snapshots {
     /// gathered whole.
     fn gather_long(
         &self,
-        writers: &ImageWriters,
+        target: &GatherTarget<'_>,
         (page, len): (PageId, u64),
         keep_pace: &dyn Fn(u64) -> Result<()>,
     ) -> Result<GatheredEntries> {
@@ -197,7 +198,7 @@ impl Snapshots {
                 Some(LongPage::InMemory(info)) => info,
                 Some(LongPage::OnDisk(info, copy)) => {
                     self.progress.gathered(1, len);
-                    return self.write_on_disk(writers, vec![(info, copy)], keep_pace);
+                    return self.write_on_disk(target, vec![(info, copy)], keep_pace);
                 }
                 None => {
                     self.progress.gathered(1, len);
@@ -207,10 +208,12 @@ impl Snapshots {
             // An empty page has no image, and takes no space in a file.
             let written = match info.len {
                 0 => Ok(None),
-                _ => writers.append(|file| match self.write_caught_in_place(file, &info, keep_pace)? {
-                    PlacedPage::NoPlace => self.write_caught(file, &info, keep_pace),
-                    PlacedPage::Gone => Ok(None),
-                    PlacedPage::Written(image) => Ok(Some(image)),
+                _ => target.writers.append(|file| {
+                    match self.write_caught_in_place(file, &info, keep_pace)? {
+                        PlacedPage::NoPlace => self.write_caught(file, &info, keep_pace),
+                        PlacedPage::Gone => Ok(None),
+                        PlacedPage::Written(image) => Ok(Some(image)),
+                    }
                 }),
             };
             // Caught or given up, the applier need not watch the page any more: each batch of it would be
@@ -236,7 +239,7 @@ impl Snapshots {
         }
         // Whole, in one turn: it takes its length of memory, but it ends.
         tracing::debug!(%page, "a long page changes faster than it is gathered: it is gathered whole");
-        self.gather_chunk(writers, &[(page, len)])
+        self.gather_chunk(target, &[(page, len)])
     }
 
     /// Begins to catch a page; `None` if it is gone. For an exact snapshot the cut keeps its bytes already.
@@ -308,15 +311,15 @@ impl Snapshots {
     ///
     /// The staging is as long as the chunk, and is made before the turn: a GPU pins it at 1.5 GB/s, and
     /// the applier would wait for that.
-    fn gather_chunk(&self, writers: &ImageWriters, chunk: &[(PageId, u64)]) -> Result<GatheredEntries> {
+    fn gather_chunk(&self, target: &GatherTarget<'_>, chunk: &[(PageId, u64)]) -> Result<GatheredEntries> {
         if chunk.is_empty() {
             return Ok(GatheredEntries::default());
         }
         let _phase = phases::enter(Phase::SnapshotGather);
         // A page may be unloaded here though no batch changed it: its file is wasteful, or its image damaged.
         self.engine.applier.unloaded().wait(chunk.iter().map(|(page, _)| *page))?;
-        if writers.is_in_place() {
-            return self.gather_in_place(writers, chunk);
+        if target.writers.is_in_place() {
+            return self.gather_in_place(target, chunk);
         }
         // As long as the chunk in the file: head, payloads and padding. It is written from where it was
         // drained to.
@@ -333,24 +336,26 @@ impl Snapshots {
         // Appended by one thread at a time to a file: the images of a chunk lie together.
         let references = match images.is_empty() {
             true => Vec::new(),
-            false => writers.append(|file| file.write_staged(&images, &mut bytes))?,
+            false => target.writers.append(|file| file.write_staged(&images, &mut bytes))?,
         };
         self.engine.staging.give(bytes.into_staging());
-        self.chunk_entries(writers, chunk, &caught.pages, references, caught.on_disk)
+        self.chunk_entries(target, chunk, &caught.pages, references, caught.on_disk)
     }
 
     /// Writes images of pages on disk, none of them with its bytes in memory. The entries ascend as the pages
     /// do.
     fn write_on_disk(
         &self,
-        writers: &ImageWriters,
+        target: &GatherTarget<'_>,
         pages: Vec<(PageInfo, DiskPage)>,
         keep_pace: &dyn Fn(u64) -> Result<()>,
     ) -> Result<GatheredEntries> {
         let mut gathered = GatheredEntries::default();
-        for (info, copy) in pages {
+        let (writers, overlays) = (target.writers, self.write_overlays(target, &pages, keep_pace)?);
+        for ((info, copy), overlay) in pages.into_iter().zip(overlays) {
             let image = match info.len {
                 0 => None,
+                _ if overlay.is_some() => overlay,
                 len if len > self.piece_len() => writers.append(|file| {
                     let (mut done, mut piece) = (0, Vec::new());
                     let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| -> Result<bool> {
@@ -385,7 +390,7 @@ impl Snapshots {
     /// one.
     pub(super) fn chunk_entries(
         &self,
-        writers: &ImageWriters,
+        target: &GatherTarget<'_>,
         chunk: &[(PageId, u64)],
         pages: &[(PageInfo, usize)],
         images: Vec<ImageRef>,
@@ -400,7 +405,7 @@ impl Snapshots {
         if on_disk.is_empty() {
             return Ok(GatheredEntries { entries: in_memory, on_disk: Vec::new() });
         }
-        let mut gathered = self.write_on_disk(writers, on_disk, &|_| Ok(()))?;
+        let mut gathered = self.write_on_disk(target, on_disk, &|_| Ok(()))?;
         append(&mut gathered.entries, in_memory)?;
         gathered.entries.sort_unstable_by_key(|entry| entry.page);
         Ok(gathered)

@@ -14,16 +14,17 @@ use remanent_format::{PageId, PageInfo};
 
 use super::Snapshots;
 use super::gather::{ChunkSources, GatheredEntries, GatheredPages, PlacedPage, caught_sources};
+use super::overlays::GatherTarget;
 use crate::applier::{Caught, Drain, Drained};
 use crate::base::allocation::{collected, push};
 use crate::error::Result;
-use crate::images::{ImageWriter, ImageWriters};
+use crate::images::ImageWriter;
 
 impl Snapshots {
     /// Gathers pages, and has the device copy them to the place of their chunk.
     pub(super) fn gather_in_place(
         &self,
-        writers: &ImageWriters,
+        target: &GatherTarget<'_>,
         chunk: &[(PageId, u64)],
     ) -> Result<GatheredEntries> {
         let staging = self.engine.staging.clone();
@@ -50,9 +51,9 @@ impl Snapshots {
                 Vec::new()
             }
             (false, Caught::Staged(drain)) => {
-                writers.append(|file| self.write_drained(file, &images, drain))?
+                target.writers.append(|file| self.write_drained(file, &images, drain))?
             }
-            (false, Caught::Aside(copies)) => writers.append(|file| {
+            (false, Caught::Aside(copies)) => target.writers.append(|file| {
                 let Some((target, offset)) = file.target().zip(file.take_place(chunk_len)) else {
                     let drain = match self.engine.staging.take(chunk_len as usize) {
                         Ok(staged) => copies.drain_to(staged),
@@ -72,7 +73,7 @@ impl Snapshots {
                 Ok(references)
             })?,
         };
-        self.chunk_entries(writers, chunk, &pages, references, on_disk)
+        self.chunk_entries(target, chunk, &pages, references, on_disk)
     }
 
     /// Writes a chunk by way of staging.

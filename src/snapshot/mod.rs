@@ -33,6 +33,7 @@ mod background;
 mod bounds;
 mod gather;
 mod in_place;
+mod overlays;
 mod plan;
 mod progress;
 mod publication;
@@ -49,6 +50,7 @@ use remanent_format::{PageId, SnapshotId};
 pub(crate) use self::background::{BackgroundSnapshots, LastSnapshot, Rules};
 use self::bounds::{End, SnapshotStart};
 use self::gather::GatheredEntries;
+use self::overlays::{GatherTarget, OverlayRules};
 pub(crate) use self::progress::SnapshotProgress;
 pub use self::progress::{SnapshotPhase, SnapshotStats};
 pub use self::retain::PruneReport;
@@ -188,7 +190,9 @@ impl Snapshots {
         // free more.
         self.engine.log.pool.fill().map_err(|error| self.heard(error))?;
         // Superfluous spares give way to images.
-        let written = self.engine.log.pool.with_surplus(|| self.write(catalog, request, is_short));
+        let mut is_unreadable = false;
+        let pool = &self.engine.log.pool;
+        let written = pool.with_surplus(|| self.write(catalog, request, is_short, &mut is_unreadable));
         let taken = written.and_then(|id| {
             match self.follow_up(catalog, request.then) {
                 Ok(()) => Ok(catalog.snapshots[&id].info.clone()),
@@ -201,7 +205,7 @@ impl Snapshots {
                 Err(error) => Err(error),
             }
         });
-        let taken = taken.map_err(|error| self.heard(error));
+        let taken = taken.map_err(|error| if is_unreadable { error } else { self.heard(error) });
         if let Ok(info) = &taken {
             let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
             *self.last.lock() = LastSnapshot { lsn: info.end, bytes, restarts: 0, at: began };
@@ -241,23 +245,35 @@ impl Snapshots {
     /// e. **Publish** (phases 4 and 5). The manifest's number counts as taken before: after a failure it
     ///    may lie on the disk, and a name is never used for two contents.
     /// f. **Keep** it: from now on it counts for retention, and waits to be verified (phase 6).
-    fn write(&self, catalog: &mut Catalog, request: &SnapshotRequest, is_short: bool) -> Result<SnapshotId> {
+    ///
+    /// `is_unreadable` is set if this fails because a page cannot be read from its image. That concerns the
+    /// page alone: nothing names what was written, and the log has all that it had. Once the page is given
+    /// new bytes, or deleted, a snapshot can be taken again.
+    fn write(
+        &self,
+        catalog: &mut Catalog,
+        request: &SnapshotRequest,
+        is_short: bool,
+        is_unreadable: &mut bool,
+    ) -> Result<SnapshotId> {
         let threads_max = request.threads_max();
         // a.
         catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()), threads_max)?;
         // b.
         // Without space no image is written again only to empty its file.
         let wasteful = if is_short { Vec::new() } else { self.wasteful_files(catalog)? };
+        let overlays = self.overlay_rules(&catalog.known, &wasteful);
         let SnapshotStart { redo, sorted, end } = self.begin(catalog, wasteful, request.exact)?;
         let ahead_from = catalog.files.ahead_from(redo.lsn);
         // c.
         let plan = self.plan_files(catalog, &sorted, threads_max);
         let gathered = plan.and_then(|plan| {
-            let gathered = self.gather_and_end(&catalog.files, &plan, &sorted.gather, end, request);
+            let gathered = self.gather_and_end(&catalog.files, &plan, &sorted.gather, overlays, end, request);
             Ok((gathered.map_err(|error| needing(plan.gather_bytes, error))?, plan))
         });
         // d.
         self.stop_watching()?;
+        *is_unreadable = matches!(gathered, Err(Error::Damaged(_)));
         let (GatheredImages { writers, caught, end }, plan) = gathered?;
         // e.
         self.progress.enter(SnapshotPhase::Publish);
@@ -313,10 +329,11 @@ impl Snapshots {
         self.progress.begin(sorted.gather.len() as u64, gather_bytes);
         let longest = sorted.gather.iter().map(|(_, len)| (*len).min(self.piece_len())).max().unwrap_or(0);
         let threads = chunk_threads(longest).min(threads_max);
+        let expected_bytes = self.expected_bytes(&sorted.gather)?;
         // A file for which there is no chunk would stay empty, and be kept for nothing.
         let chunks = self.chunk_count(&sorted.gather)?.max(1);
-        let files = file_count(gather_bytes, self.chunk_len, threads).min(chunks);
-        Ok(GatherPlan { gather_bytes, threads, numbers: catalog.files.take_numbers(files) })
+        let files = file_count(expected_bytes, self.chunk_len, threads).min(chunks);
+        Ok(GatherPlan { gather_bytes, expected_bytes, threads, numbers: catalog.files.take_numbers(files) })
     }
 
     /// Phases 2 and 3. After a failure the image files are gone: nothing names them yet.
@@ -325,10 +342,11 @@ impl Snapshots {
         files: &ImageFiles,
         plan: &GatherPlan,
         pages: &[(PageId, u64)],
+        overlays: OverlayRules,
         end: Option<End>,
         request: &SnapshotRequest,
     ) -> Result<GatheredImages> {
-        let (writers, caught) = self.gather_into(files, plan, pages, request)?;
+        let (writers, caught) = self.gather_into(files, plan, pages, overlays, request)?;
         match end.map_or_else(|| self.end(), Ok) {
             Ok(end) => Ok(GatheredImages { writers, caught, end }),
             Err(error) => {
@@ -344,18 +362,23 @@ impl Snapshots {
         files: &ImageFiles,
         plan: &GatherPlan,
         pages: &[(PageId, u64)],
+        overlays: OverlayRules,
         request: &SnapshotRequest,
     ) -> Result<(Option<ImageWriters>, GatheredEntries)> {
         if pages.is_empty() {
             return Ok((None, GatheredEntries::default()));
         }
-        let GatherPlan { numbers, gather_bytes, threads } = plan;
+        let GatherPlan { numbers, expected_bytes, threads, .. } = plan;
         let (store, threads_max) = (self.engine.store, request.threads_max());
         // A pace, or a caller that waits: the same number of threads compresses and reads back.
         let writers =
-            ImageWriters::create(files, store, numbers.clone(), *gather_bytes, self.images, threads_max)?;
+            ImageWriters::create(files, store, numbers.clone(), *expected_bytes, self.images, threads_max)?;
         self.progress.reused(writers.reused_count());
-        match self.gather_all(&writers, *threads, pages, request.paced) {
+        let gathered = {
+            let target = GatherTarget { writers: &writers, overlays };
+            self.gather_all(&target, *threads, pages, request.paced)
+        };
+        match gathered {
             Ok(caught) => Ok((Some(writers), caught)),
             Err(error) => {
                 writers.abandon();
@@ -378,6 +401,8 @@ fn needing(bytes: u64, error: Error) -> Error {
 struct GatherPlan {
     /// The lengths of the pages to gather, together.
     gather_bytes: u64,
+    /// About as many bytes are written.
+    expected_bytes: u64,
     threads: usize,
     /// The numbers of the image files.
     numbers: Range<u64>,

@@ -175,7 +175,10 @@ impl Snapshots {
         self.engine.applier.turn(move |turn| {
             for GatheredDiskPage { page, copy, image } in gathered {
                 if let Some(on_disk) = turn.applied.on_disk.get_mut(page) {
-                    on_disk.rebase(&copy, image.map(|image| disk_pages.image(image, copy.byte_len())));
+                    let image = image.map(|image| {
+                        disk_pages.image_after(image, copy.byte_len(), copy.image().map(AsRef::as_ref))
+                    });
+                    on_disk.rebase(&copy, image);
                 }
             }
             Ok(())

@@ -14,7 +14,7 @@ use super::layout::read;
 #[test]
 fn every_defence_is_where_the_list_says_and_has_its_test() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let folders = ["tests/it", "format/tests", "src"];
+    let folders = ["tests/it", "format/tests", "format/src", "src"];
     let tests: String = folders.into_iter().flat_map(|folder| read(folder).into_values()).collect();
     let mut names = BTreeSet::new();
     let (mut places, mut lost) = (Vec::new(), Vec::new());

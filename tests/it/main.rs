@@ -64,6 +64,7 @@ mod model;
 mod moves;
 mod multi_device;
 mod on_demand;
+mod overlays;
 mod page_memory;
 mod pages_on_disk;
 mod pins;

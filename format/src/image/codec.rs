@@ -10,9 +10,11 @@ use std::ops::ControlFlow;
 use zstd::stream::raw::{DParameter, Decoder, Operation};
 
 use crate::defect::{Defect, check_equal, check_limit, reserve, zeros};
+use crate::limits::{NUMBER_MAX, PAGE_LEN_MAX};
 
 const CODEC_RAW: u8 = 0;
 const CODEC_ZSTD: u8 = 1;
+const CODEC_OVERLAY: u8 = 2;
 
 /// A writer compresses a page in frames of at most this many bytes of the page, so that many threads can
 /// work on a long one.
@@ -26,6 +28,30 @@ const DECOMPRESSED_AT_ONCE: u64 = 128 << 10;
 
 const _: () = assert!(COMPRESSED_PIECE_LEN <= 1 << WINDOW_LOG_MAX);
 
+/// The image that an overlay lies over, as far as a manifest tells of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OverlayBase {
+    /// The image file's number.
+    pub file: u64,
+    /// Length of the payload as it is stored.
+    pub stored_len: u64,
+}
+
+impl OverlayBase {
+    pub(super) fn check(&self) -> Result<(), Defect> {
+        for (what, found, limit) in [
+            ("image file of an overlay's base", self.file, NUMBER_MAX),
+            ("stored length of an overlay's base", self.stored_len, PAGE_LEN_MAX),
+        ] {
+            check_limit(what, found, limit)?;
+            if found == 0 {
+                return Err(Defect::Field { what, found });
+            }
+        }
+        Ok(())
+    }
+}
+
 /// How a payload is stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -35,6 +61,8 @@ pub enum Codec {
     Raw,
     /// Frames of zstd.
     Zstd,
+    /// An [overlay](super::Overlay): pieces, and the image over which they lie. Only manifests name such.
+    Overlay(OverlayBase),
 }
 
 impl Codec {
@@ -44,10 +72,11 @@ impl Codec {
         match self {
             Codec::Raw => CODEC_RAW,
             Codec::Zstd => CODEC_ZSTD,
+            Codec::Overlay(_) => CODEC_OVERLAY,
         }
     }
 
-    /// The codec of a number on disk.
+    /// The codec of a number on disk, of an image that is whole.
     ///
     /// # Errors
     /// [`Defect::Field`] if this build knows no such codec.
@@ -57,6 +86,11 @@ impl Codec {
             CODEC_ZSTD => Ok(Codec::Zstd),
             other => Err(Defect::Field { what: "image codec", found: other.into() }),
         }
+    }
+
+    /// Whether a number on disk is that of an overlay.
+    pub(crate) fn is_overlay(raw: u8) -> bool {
+        raw == CODEC_OVERLAY
     }
 }
 

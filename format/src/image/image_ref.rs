@@ -28,6 +28,22 @@ pub struct ImageRef {
 }
 
 impl ImageRef {
+    /// The image files that hold it, each with the bytes of it that lie there: one, or that of an overlay and
+    /// that of its base.
+    pub fn files(&self) -> impl Iterator<Item = (u64, u64)> + use<> {
+        let base = match self.codec {
+            Codec::Raw | Codec::Zstd => None,
+            Codec::Overlay(base) => Some((base.file, base.stored_len)),
+        };
+        std::iter::once((self.file, self.stored_len)).chain(base)
+    }
+
+    /// Whether the payload alone gives the page's bytes.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        !matches!(self.codec, Codec::Overlay(_))
+    }
+
     /// Refuses an image that cannot be one of a page of length `len` (SPEC C4 and M7).
     ///
     /// # Errors
@@ -49,6 +65,11 @@ impl ImageRef {
                     self.stored_len.saturating_mul(EXPANSION_MAX),
                 )
             }
+            Codec::Overlay(base) => {
+                // Likewise: a page of which more changed is written whole.
+                check_limit("stored length of an overlay", self.stored_len, len - 1)?;
+                base.check()
+            }
         }
     }
 
@@ -61,8 +82,9 @@ impl ImageRef {
         check_crc("image", self.stored_crc, stored)
     }
 
-    /// The page's bytes, `len` of them, from its payload. The payload is checked as it is stored before
-    /// anything is made of it, and its result is checked once more. No more than `len` bytes are ever held.
+    /// The page's bytes, `len` of them, from the payload of an image that is whole. The payload is checked as
+    /// it is stored before anything is made of it, and its result is checked once more. No more than `len`
+    /// bytes are ever held.
     ///
     /// # Errors
     /// A [`Defect`].
@@ -78,11 +100,12 @@ impl ImageRef {
                 check_crc("page", self.raw_crc, &bytes)?;
                 Ok(bytes.into())
             }
+            Codec::Overlay(_) => Err(without_base()),
         }
     }
 
-    /// Refuses a payload that does not give a page of length `len`. It takes little memory, whatever the
-    /// length.
+    /// Refuses a payload that does not give a page of length `len`, as that of an overlay never does alone.
+    /// It takes little memory, whatever the length.
     ///
     /// # Errors
     /// As for [`ImageRef::decode`].
@@ -118,8 +141,14 @@ impl ImageRef {
                     Err(Defect::Checksum { what: "page", found, computed })
                 }
             }
+            Codec::Overlay(_) => Err(without_base()),
         }
     }
+}
+
+/// The payload of an overlay was taken for a page's.
+fn without_base() -> Defect {
+    Defect::Field { what: "codec of a payload that is to be a whole page", found: 2 }
 }
 
 /// Refuses lengths and offsets that no image has.

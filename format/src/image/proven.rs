@@ -7,13 +7,18 @@
 //! Of an image that is stored as it is, a piece is a mebibyte. Of a compressed one it is the frames that make
 //! at least as much of the page: a frame is read from its beginning. Frames of another writer may be longer,
 //! and then more is decompressed than is asked for; memory is held for a few hundred KiB all the same.
+//!
+//! An overlay is proven as it is stored, and so is its base. Its table is held: it says what lies over what.
 
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
 
 use super::codec::decompress_frames;
-use super::read::{CHECKED_AT_ONCE, StoredBytes, check_range, copy_common, stream_stored, unreadable};
-use super::{Codec, ImageRef};
-use crate::defect::{Damage, Defect, zeros};
+use super::read::{
+    CHECKED_AT_ONCE, StoredBytes, check_range, copy_common, read_overlay, stream_stored, unreadable,
+};
+use super::{Codec, ImageRef, Overlay, sum_after_change};
+use crate::defect::{Damage, Defect, reserve, zeros};
 use crate::names::{FileName, ReadAt};
 
 /// Bytes of the page that a piece has, at least, unless it is the last one.
@@ -34,7 +39,18 @@ struct Piece {
 pub struct ProvenImage {
     image: ImageRef,
     len: u64,
+    /// Of an overlay there are none: its payload and its base have theirs.
     pieces: Vec<Piece>,
+    overlaid: Option<Box<ProvenOverlay>>,
+}
+
+/// An overlay that was proven with its base.
+#[derive(Clone, Debug)]
+struct ProvenOverlay {
+    base: Arc<ProvenImage>,
+    /// Its payload, as if that were a page's image.
+    payload: ProvenImage,
+    overlay: Overlay,
 }
 
 impl ProvenImage {
@@ -44,6 +60,68 @@ impl ProvenImage {
     /// # Errors
     /// [`Damage`] if it is missing, cut short or damaged, or there is no memory.
     pub fn prove(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Self, Damage> {
+        Self::prove_over(source, image, len, None)
+    }
+
+    /// As [`prove`](Self::prove). If the image is an overlay, and `known` what it lies over, that is not read
+    /// again.
+    ///
+    /// # Errors
+    /// As for [`prove`](Self::prove).
+    pub fn prove_over(
+        source: &dyn ReadAt,
+        image: &ImageRef,
+        len: u64,
+        known: Option<&Arc<Self>>,
+    ) -> Result<Self, Damage> {
+        match image.codec {
+            Codec::Raw | Codec::Zstd => Self::prove_whole(source, image, len),
+            Codec::Overlay(_) => Self::prove_overlay(source, image, len, known),
+        }
+    }
+
+    fn prove_overlay(
+        source: &dyn ReadAt,
+        image: &ImageRef,
+        len: u64,
+        known: Option<&Arc<Self>>,
+    ) -> Result<Self, Damage> {
+        let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
+        image.check(len).map_err(at)?;
+        let stored = ImageRef { raw_crc: image.stored_crc, codec: Codec::Raw, ..*image };
+        let payload = Self::prove_whole(source, &stored, image.stored_len)?;
+        let overlay = read_overlay(source, image, len)?;
+        let base = match known.filter(|known| known.image == *overlay.base()) {
+            Some(known) => known.clone(),
+            None => Arc::new(Self::prove_whole(source, overlay.base(), len)?),
+        };
+        let proven = Box::new(ProvenOverlay { base, payload, overlay });
+        let (found, computed) = (image.raw_crc, proven.sum(source, len)?);
+        if found != computed {
+            return Err(at(Defect::Checksum { what: "page", found, computed }));
+        }
+        Ok(Self { image: *image, len, pieces: Vec::new(), overlaid: Some(proven) })
+    }
+
+    /// The image whose pieces are read where no overlay has any: itself, if it is none.
+    #[must_use]
+    pub fn base(self: &Arc<Self>) -> Arc<Self> {
+        self.overlaid.as_ref().map_or_else(|| self.clone(), |overlaid| overlaid.base.clone())
+    }
+
+    /// The overlay, if it is one.
+    #[must_use]
+    pub fn overlay(&self) -> Option<&Overlay> {
+        self.overlaid.as_ref().map(|overlaid| &overlaid.overlay)
+    }
+
+    /// What manifests say of it.
+    #[must_use]
+    pub fn image(&self) -> &ImageRef {
+        &self.image
+    }
+
+    fn prove_whole(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Self, Damage> {
         let (file, offset) = (FileName::Pages(image.file), image.offset);
         let at = |defect: Defect| defect.at(file, offset);
         image.check(len).map_err(at)?;
@@ -75,7 +153,7 @@ impl ProvenImage {
         if found != computed {
             return Err(at(Defect::Checksum { what: "page", found, computed }));
         }
-        Ok(Self { image: *image, len, pieces: pieces.done })
+        Ok(Self { image: *image, len, pieces: pieces.done, overlaid: None })
     }
 
     /// Its file, and where it begins there.
@@ -96,6 +174,9 @@ impl ProvenImage {
         let end = end.expect("a range of the page");
         if out.is_empty() {
             return Ok(());
+        }
+        if let Some(overlaid) = &self.overlaid {
+            return overlaid.read(source, offset, out);
         }
         let (file, image_at) = self.location();
         let at = |defect: Defect| defect.at(file, image_at);
@@ -146,6 +227,38 @@ impl ProvenImage {
             Some(defect) => Err(at(defect)),
             None => read.map_err(at),
         }
+    }
+}
+
+impl ProvenOverlay {
+    fn read(&self, source: &dyn ReadAt, offset: u64, out: &mut [u8]) -> Result<(), Damage> {
+        self.base.read(source, offset, out)?;
+        self.overlay.lay_over(offset, out, |stored_at, part| self.payload.read(source, stored_at, part))
+    }
+
+    /// CRC-32 of the page's bytes, which are `len`.
+    fn sum(&self, source: &dyn ReadAt, len: u64) -> Result<u32, Damage> {
+        let (file, image_at) = self.payload.location();
+        let mut bytes = Vec::new();
+        let mut sum_of = |image: &Self, is_base: bool, part: &Range<u64>| {
+            bytes.clear();
+            reserve(&mut bytes, part.end - part.start).map_err(|defect| defect.at(file, image_at))?;
+            bytes.resize((part.end - part.start) as usize, 0);
+            match is_base {
+                true => image.base.read(source, part.start, &mut bytes)?,
+                false => image.read(source, part.start, &mut bytes)?,
+            }
+            Ok::<_, Damage>(crc32fast::hash(&bytes))
+        };
+        let mut sum = self.base.image.raw_crc;
+        for piece in self.overlay.pieces() {
+            for start in (piece.start..piece.end).step_by(PIECE_LEN as usize) {
+                let part = start..piece.end.min(start + PIECE_LEN);
+                let (was, is) = (sum_of(self, true, &part)?, sum_of(self, false, &part)?);
+                sum = sum_after_change(sum, len, part, was, is);
+            }
+        }
+        Ok(sum)
     }
 }
 

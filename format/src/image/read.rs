@@ -6,8 +6,9 @@ use std::io::{self, BufRead};
 use std::ops::{ControlFlow, Range};
 
 use super::codec::decompress_from;
+use super::overlay::{Overlay, OverlayHeaderRaw};
 use super::{Codec, ImageRef};
-use crate::defect::{Damage, Defect, reserve, zeros};
+use crate::defect::{Damage, Defect, check_limit, reserve, zeros};
 use crate::names::{FileName, ReadAt};
 
 /// Bytes of an image that are checked at a time.
@@ -49,11 +50,24 @@ pub(crate) fn read_image_head(
 /// Hands the bytes of a page of length `len` to `sink`, in their order and piece by piece, as its image has
 /// them. However long the page is, memory is held for one piece. The bytes are proven when this returns `Ok`,
 /// and not before; until then no reader may see them. A compressed image is read twice, because it is checked
-/// as it is stored first.
+/// as it is stored first; so is an overlay, but not its base.
 ///
 /// # Errors
 /// [`Damage`] if the image is missing, cut short or damaged; an error that `sink` returns.
 pub fn stream_image<E: From<Damage>>(
+    source: &dyn ReadAt,
+    image: &ImageRef,
+    len: u64,
+    sink: impl FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    match image.codec {
+        Codec::Overlay(_) => stream_overlaid(source, image, len, sink),
+        Codec::Raw | Codec::Zstd => stream_whole(source, image, len, sink),
+    }
+}
+
+/// [`stream_image`] for one that is no overlay.
+fn stream_whole<E: From<Damage>>(
     source: &dyn ReadAt,
     image: &ImageRef,
     len: u64,
@@ -88,6 +102,53 @@ pub fn stream_image<E: From<Damage>>(
             check_sum("page", image.raw_crc, sum).map_err(at)
         }
     }
+}
+
+/// [`stream_image`] for an overlay.
+fn stream_overlaid<E: From<Damage>>(
+    source: &dyn ReadAt,
+    image: &ImageRef,
+    len: u64,
+    mut sink: impl FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    let (file, offset) = (FileName::Pages(image.file), image.offset);
+    let at = |defect: Defect| E::from(defect.at(file, offset));
+    image.check(len).map_err(at)?;
+    check_range(source, file, offset, image.stored_len).map_err(at)?;
+    // Proven as it is stored before anything is made of it.
+    stream_stored(source, image, |_| Ok::<_, E>(()))?;
+    let overlay = read_overlay(source, image, len)?;
+    let (mut sum, mut done, mut piece) = (crc32fast::Hasher::new(), 0, Vec::new());
+    stream_whole(source, overlay.base(), len, |bytes| {
+        piece.clear();
+        reserve(&mut piece, bytes.len() as u64).map_err(at)?;
+        piece.extend_from_slice(bytes);
+        overlay.lay_over(done, &mut piece, |stored_at, part| {
+            source.read_at(file, offset + stored_at, part).map_err(|error| at(unreadable(error)))
+        })?;
+        done += piece.len() as u64;
+        sum.update(&piece);
+        sink(&piece)
+    })?;
+    check_sum("page", image.raw_crc, sum).map_err(at)
+}
+
+/// Reads header and table of the overlay of a page of length `len`. They are not proven by this.
+///
+/// # Errors
+/// [`Damage`], also if it is an overlay of another base than the image says, or of another page.
+pub(super) fn read_overlay(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Overlay, Damage> {
+    let (file, offset) = (FileName::Pages(image.file), image.offset);
+    let read = || {
+        let header_len = OverlayHeaderRaw::LEN as u64;
+        check_limit("length of an overlay's header", header_len, image.stored_len)?;
+        let header = read_range(source, file, offset, header_len)?;
+        let head_len = Overlay::decode_head_len(&header, image)?;
+        let overlay = Overlay::decode_head(&read_range(source, file, offset, head_len)?)?;
+        overlay.check_of(image, len)?;
+        Ok(overlay)
+    };
+    read().map_err(|defect: Defect| defect.at(file, offset))
 }
 
 /// Hands the payload of an image, as it is stored, to `sink` piece by piece. It is proven when this returns
@@ -185,7 +246,7 @@ pub fn read_image(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Vec
     let at = |defect: Defect| defect.at(file, image.offset);
     // The bytes read of an uncompressed image are the page's. With a compressed one, up to one piece is held
     // as well.
-    if image.codec != Codec::Raw && len > CHECKED_AT_ONCE {
+    if !image.is_whole() || (image.codec != Codec::Raw && len > CHECKED_AT_ONCE) {
         let mut bytes = Vec::new();
         stream_image(source, image, len, |piece| -> Result<(), Damage> {
             if bytes.is_empty() {

@@ -110,7 +110,7 @@ fn misplaced_and_foreign_chunks_are_refused() {
 fn sound_checksums_over_wrong_fields_are_refused() {
     assert_eq!(decode(&with_rows(|_, _| ())), Ok(sample()));
     type Change = fn(&mut ChunkHeaderRaw, &mut ImageHeaderRaw);
-    let rows: [(&str, Change); 16] = [
+    let rows: [(&str, Change); 17] = [
         ("no images", |header, _| header.image_count = 0),
         ("too many images", |header, _| header.image_count = u32::MAX),
         ("another table length", |header, _| header.table_len += 64),
@@ -119,7 +119,8 @@ fn sound_checksums_over_wrong_fields_are_refused() {
         ("a chunk at the end of the world", |header, _| header.offset = !4095),
         ("another chunk length", |header, _| header.chunk_len += 4096),
         ("an endless chunk", |header, _| header.chunk_len = u64::MAX),
-        ("an unknown codec", |_, row| row.codec = 2),
+        ("an unknown codec", |_, row| row.codec = 3),
+        ("an overlay", |_, row| row.codec = 2),
         ("reserved bytes", |_, row| row.reserved[6] = 1),
         ("an empty page", |_, row| (row.len, row.stored_len) = (0, 0)),
         ("an endless page", |_, row| (row.len, row.stored_len) = (u64::MAX, u64::MAX)),

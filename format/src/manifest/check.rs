@@ -91,7 +91,10 @@ impl Manifest {
             None => check_equal("length of a page without image", entry.len, 0),
             Some(image) => {
                 image.check(entry.len)?;
-                check_limit("image file", image.file, self.next_file.saturating_sub(1))
+                let mut files = image.files();
+                files.try_for_each(|(file, _)| {
+                    check_limit("image file", file, self.next_file.saturating_sub(1))
+                })
             }
         }
     }

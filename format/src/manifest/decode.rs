@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use super::layout::{
     ENTRY_ALIGN, KIND_BASE, KIND_CHANGE, KIND_TABLE, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw,
-    TombstoneRaw, copy_len,
+    OverlayBaseRaw, TombstoneRaw, copy_len,
 };
 use super::{CopyHealth, Manifest, ManifestEntry, ManifestKind, Tombstone};
 use crate::defect::{
     Defect, array, check_crc, check_equal, check_limit, check_zero, check_zeros, reserve_items, slice,
 };
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
-use crate::image::{Codec, ImageRef};
+use crate::image::{Codec, ImageRef, OverlayBase};
 use crate::limits::{
     GROUP_ALIGN, MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, SNAPSHOT_NAME_LEN_MAX, align_up,
 };
@@ -182,7 +182,7 @@ impl ManifestEntry {
     fn decode(body: &[u8], at: usize) -> Result<(Self, usize), Defect> {
         let raw = ManifestEntryRaw::from_bytes(array(body, at)?);
         check_zeros("reserved entry bytes", &raw.reserved)?;
-        let key_at = at + ManifestEntryRaw::LEN;
+        let key_at = at + raw.key_at();
         let key = slice(body, key_at, raw.key_len.into())?;
         let key = if key.is_empty() { None } else { Some(decode_key(key)?) };
         let metadata_at = key_at + usize::from(raw.key_len);
@@ -201,14 +201,18 @@ impl ManifestEntry {
             lsn: raw.lsn,
             place,
             metadata: metadata.into(),
-            image: decode_image(&raw)?,
+            image: decode_image(
+                &raw,
+                slice(body, at + ManifestEntryRaw::LEN, raw.key_at() - ManifestEntryRaw::LEN)?,
+            )?,
         };
         Ok((entry, next))
     }
 }
 
-/// The image that an entry names; the length of an image is never zero.
-fn decode_image(raw: &ManifestEntryRaw) -> Result<Option<ImageRef>, Defect> {
+/// The image that an entry names; the length of an image is never zero. `base` has the bytes that tell of an
+/// overlay's base, if it is one.
+fn decode_image(raw: &ManifestEntryRaw, base: &[u8]) -> Result<Option<ImageRef>, Defect> {
     if raw.stored_len == 0 {
         for field in [raw.image_file, raw.image_offset, raw.stored_crc.into(), raw.raw_crc.into()] {
             check_zero("image field of a page without image", field)?;
@@ -216,13 +220,19 @@ fn decode_image(raw: &ManifestEntryRaw) -> Result<Option<ImageRef>, Defect> {
         check_zero("image field of a page without image", raw.codec.into())?;
         return Ok(None);
     }
+    let codec = if base.is_empty() {
+        Codec::from_raw(raw.codec)?
+    } else {
+        let OverlayBaseRaw { file, stored_len } = OverlayBaseRaw::from_bytes(array(base, 0)?);
+        Codec::Overlay(OverlayBase { file, stored_len })
+    };
     Ok(Some(ImageRef {
         file: raw.image_file,
         offset: raw.image_offset,
         stored_len: raw.stored_len,
         stored_crc: raw.stored_crc,
         raw_crc: raw.raw_crc,
-        codec: Codec::from_raw(raw.codec)?,
+        codec,
     }))
 }
 
@@ -322,7 +332,7 @@ fn starts(body: &[u8], count: usize, at_once: usize) -> Result<Vec<usize>, Defec
             }
         }
         let raw = ManifestEntryRaw::from_bytes(array(body, at)?);
-        let end = at as u64 + ManifestEntryRaw::LEN as u64 + u64::from(raw.key_len);
+        let end = (at + raw.key_at()) as u64 + u64::from(raw.key_len);
         at = align_up(end + u64::from(raw.metadata_len), ENTRY_ALIGN) as usize;
     }
     Ok(starts)

@@ -4,11 +4,12 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use super::layout::{
-    ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw, copy_len,
+    ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, OverlayBaseRaw, TombstoneRaw, copy_len,
 };
 use super::{Manifest, ManifestEntry, ManifestKind};
 use crate::defect::{Defect, array, check_limit, reserve_items};
 use crate::ids::{Key, SnapshotId};
+use crate::image::{Codec, OverlayBase};
 use crate::limits::{MANIFEST_BODY_LEN_MAX, METADATA_LEN_MAX, ROOT_LEN_MAX, SNAPSHOT_NAME_LEN_MAX, align_up};
 use crate::segment::FORMAT_VERSION;
 use crate::value::{Metadata, encode_metadata};
@@ -187,10 +188,17 @@ impl ManifestEntry {
                 (image.stored_len, image.stored_crc, image.raw_crc);
             raw.codec = image.codec.to_raw();
         }
-        let len = ManifestEntryRaw::LEN + key.len() + metadata.len() + ENTRY_ALIGN as usize;
+        let base = match self.image.map(|image| image.codec) {
+            Some(Codec::Overlay(OverlayBase { file, stored_len })) => {
+                Some(OverlayBaseRaw { file, stored_len }.to_bytes())
+            }
+            _ => None,
+        };
+        let len = raw.key_at() + key.len() + metadata.len() + ENTRY_ALIGN as usize;
         let needed = (body.len() + len) as u64;
         body.try_reserve(len).map_err(|_| Defect::Memory { needed })?;
         body.extend_from_slice(&raw.to_bytes());
+        body.extend(base.into_iter().flatten());
         body.extend_from_slice(key);
         body.extend_from_slice(&metadata);
         body.resize(align_up(body.len() as u64, ENTRY_ALIGN) as usize, 0);

@@ -1,6 +1,7 @@
 //! The fixed structures of a manifest.
 
 use crate::ids::{Epoch, LogPoint, Lsn, PageId, SnapshotId, StoreId};
+use crate::image::Codec;
 use crate::layout::layout;
 use crate::limits::{GROUP_ALIGN, align_up};
 
@@ -71,7 +72,8 @@ layout! {
 }
 
 layout! {
-    /// The fixed start of an entry; key, metadata envelope and zeros up to a multiple of 8 follow.
+    /// The fixed start of an entry. The base of an overlay follows, if the image is one; then key, metadata
+    /// envelope and zeros up to a multiple of 8.
     pub struct ManifestEntryRaw: 80 {
         /// The page's id.
         0 => page: PageId,
@@ -95,7 +97,7 @@ layout! {
         64 => place_ordinal: u32,
         /// Length of the metadata envelope.
         68 => metadata_len: u32,
-        /// How the payload is stored.
+        /// How the payload is stored; 2 is an overlay, whose base follows.
         72 => codec: u8,
         /// The place's kind.
         73 => place_kind: u8,
@@ -107,12 +109,29 @@ layout! {
 }
 
 layout! {
+    /// What an entry says of the base of an overlay.
+    pub struct OverlayBaseRaw: 16 {
+        /// The base's image file.
+        0 => file: u64,
+        /// Length of the base's payload as it is stored.
+        8 => stored_len: u64,
+    }
+}
+
+layout! {
     /// The bytes of a tombstone.
     pub struct TombstoneRaw: 16 {
         /// The page that was deleted.
         0 => page: PageId,
         /// The batch that deleted it.
         8 => lsn: Lsn,
+    }
+}
+
+impl ManifestEntryRaw {
+    /// Where the key begins, counted from the entry's start.
+    pub(super) fn key_at(&self) -> usize {
+        Self::LEN + if Codec::is_overlay(self.codec) { OverlayBaseRaw::LEN } else { 0 }
     }
 }
 

@@ -34,7 +34,9 @@ pub(crate) use self::chain::{merged_entries, overlaid};
 pub use self::decode::Share;
 pub(crate) use self::decode::SingleThread;
 pub use self::encode::EncodedEntries;
-pub use self::layout::{ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
+pub use self::layout::{
+    ENTRY_ALIGN, MANIFEST_MAGIC, ManifestEntryRaw, ManifestHeaderRaw, OverlayBaseRaw, TombstoneRaw,
+};
 use self::layout::{KIND_BASE, KIND_CHANGE, KIND_TABLE};
 
 /// Which part a manifest plays.

@@ -372,7 +372,7 @@ fn sound_checksums_over_wrong_fields_are_refused() {
         ("tombstone of a page that is there is 1", |_, body| body[body.len() - ROOT_LEN - 16] = 1),
         ("page's epoch is 0", |_, body| body[8] = 0),
         ("stored length of a raw image is 101", |_, body| body[48] += 1),
-        ("image codec is 2", |_, body| body[72] = 2),
+        ("image codec is 3", |_, body| body[72] = 3),
         ("place is 9", |_, body| body[73] = 9),
         ("key length is 65", |_, body| body[74] = 65),
     ];

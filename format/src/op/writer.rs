@@ -7,6 +7,7 @@ use super::{
 };
 use crate::defect::{Defect, check_limit};
 use crate::ids::Key;
+use crate::image::Codec;
 use crate::limits::{FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, ROOT_LEN_MAX, align_up};
 use crate::value::{encode_entry, encode_metadata};
 
@@ -181,6 +182,8 @@ impl<B: PayloadBytes> PayloadWriter<B> {
             Op::Image { len, image, .. } => {
                 (header.kind, header.first) = (IMAGE, *len);
                 image.check(*len)?;
+                // Only a manifest has room for an overlay's base.
+                Codec::from_raw(image.codec.to_raw())?;
                 let body = ImageBodyRaw {
                     file: image.file,
                     offset: image.offset,

@@ -1,8 +1,10 @@
 //! The text next to a golden file: the meaning of each byte of a structure.
 
 use remanent_format::frame::{FrameHeaderRaw, VerifiedSnapshotRaw};
-use remanent_format::image::{ChunkHeaderRaw, ImageFileHeaderRaw, ImageHeaderRaw};
-use remanent_format::manifest::{ManifestEntryRaw, ManifestHeaderRaw, TombstoneRaw};
+use remanent_format::image::{
+    ChunkHeaderRaw, ImageFileHeaderRaw, ImageHeaderRaw, OverlayHeaderRaw, OverlayPieceRaw,
+};
+use remanent_format::manifest::{ManifestEntryRaw, ManifestHeaderRaw, OverlayBaseRaw, TombstoneRaw};
 use remanent_format::op::{CreateBodyRaw, ImageBodyRaw, OpHeaderRaw, PayloadHeadRaw, RestoreBodyRaw};
 use remanent_format::segment::SegmentHeaderRaw;
 use remanent_format::store::StoreHeaderRaw;
@@ -55,10 +57,15 @@ pub fn explain(structure: Structure, title: &str, bytes: &[u8]) -> String {
             }
             text.pad(4096, "up to a multiple of 4096")
         }
+        Structure::Overlay => {
+            text.layout(&OverlayHeaderRaw::TABLE);
+            let rows = text.layout(&OverlayPieceRaw::TABLE).layout(&OverlayPieceRaw::TABLE);
+            rows.part(3, "first piece").part(96, "second piece")
+        }
         Structure::Manifest => {
             for copy in ["First copy", "Second copy, the same"] {
                 text.head(copy);
-                explain_manifest(&mut text);
+                explain_manifest(&mut text, bytes);
             }
             &mut text
         }
@@ -118,9 +125,14 @@ fn explain_frame<'t, 'a>(text: &'t mut Annotate<'a>, bytes: &[u8]) -> &'t mut An
     text
 }
 
-fn explain_manifest(text: &mut Annotate<'_>) {
+fn explain_manifest(text: &mut Annotate<'_>, bytes: &[u8]) {
     text.layout(&ManifestHeaderRaw::TABLE);
-    text.layout(&ManifestEntryRaw::TABLE).part(7, "key").metadata().pad(8, "up to a multiple of 8");
+    let is_overlaid = bytes[256 + 72] == 2;
+    text.layout(&ManifestEntryRaw::TABLE);
+    if is_overlaid {
+        text.layout(&OverlayBaseRaw::TABLE);
+    }
+    text.part(7, "key").metadata().pad(8, "up to a multiple of 8");
     text.layout(&ManifestEntryRaw::TABLE).metadata().pad(8, "up to a multiple of 8");
     text.layout(&TombstoneRaw::TABLE).metadata().pad(4096, "up to a multiple of 4096");
 }

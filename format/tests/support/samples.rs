@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use remanent_format::frame::{FrameHeader, FrameKind, VerifiedSnapshot, encode_seal};
 use remanent_format::image::{
-    Chunk, Codec, CompressedBytes, ImageFileHeader, ImagePurpose, ImageRef, NewImage,
+    Chunk, Codec, CompressedBytes, ImageFileHeader, ImagePurpose, ImageRef, NewImage, Overlay, OverlayBase,
 };
 use remanent_format::limits::SEGMENT_LEN_MIN;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
@@ -29,6 +29,7 @@ pub enum Structure {
     Frame,
     Groups,
     Images,
+    Overlay,
     Manifest,
 }
 
@@ -250,6 +251,40 @@ pub fn images_of(chunk: &Chunk, contents: &[Vec<u8>]) -> Vec<u8> {
     bytes
 }
 
+/// Two pieces of a page of 4096 bytes, which its image has as they are.
+fn overlay() -> Vec<u8> {
+    let base = ImageRef {
+        file: 1,
+        offset: 4096 + 128,
+        stored_len: 4096,
+        stored_crc: 0x1111_1111,
+        raw_crc: 0x1111_1111,
+        codec: Codec::Raw,
+    };
+    let mut bytes = Overlay::new(base, 4096, vec![5..8, 4000..4096]).unwrap().encode_head().unwrap();
+    bytes.extend_from_slice(b"new");
+    bytes.resize(bytes.len() + 96, 7);
+    bytes
+}
+
+/// A base whose first page has an overlay for its image.
+fn overlaid() -> Manifest {
+    let mut manifest = manifest(ManifestKind::Base);
+    let entry = &mut manifest.entries[0];
+    let base = OverlayBase { file: 1, stored_len: 4096 };
+    let payload = overlay();
+    let (stored_len, stored_crc) = (payload.len() as u64, crc32fast::hash(&payload));
+    (entry.len, entry.place) = (4096, Place::Disk);
+    entry.image = entry.image.map(|image| ImageRef {
+        stored_len,
+        stored_crc,
+        raw_crc: 0x2222_2222,
+        codec: Codec::Overlay(base),
+        ..image
+    });
+    manifest
+}
+
 fn manifest(kind: ManifestKind) -> Manifest {
     let [_, content] = contents();
     let crc = crc32fast::hash(&content);
@@ -381,6 +416,10 @@ pub fn sound_files() -> Vec<Sound> {
         ("groups", Groups, "Two groups: two batches, then a seal", groups()),
         ("images", Images, "An image file of one chunk with two images", images()),
         ("images-zstd", Images, "The same with one image compressed", compressed_images()),
+        ("overlay", Overlay, "An overlay of two pieces", overlay()),
+        ("manifest-overlay", Manifest, "A base with a page whose image is an overlay", {
+            overlaid().encode().unwrap()
+        }),
         ("manifest-base", Manifest, "A base", manifest(ManifestKind::Base).encode().unwrap()),
         ("manifest-ahead", Manifest, "A base that says which files were written ahead", {
             let mut ahead = manifest(ManifestKind::Base);

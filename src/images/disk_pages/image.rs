@@ -17,20 +17,42 @@ use crate::images::read::ImageRequest;
 /// The longest page that is read whole. To note what its pieces sum to would be to read it twice.
 const WHOLE_LEN_MAX: u64 = 1 << 20;
 
-/// An image of a page on disk. Its file stays while this exists.
+/// An image of a page on disk. Its files stay while this exists.
 pub(crate) struct DiskImage {
     image: ImageRef,
     /// The page's length in the image, in bytes.
     len: u64,
     disk: Arc<dyn Disk>,
+    /// Whether it was read back past the cache, so that a snapshot may name it (I7).
+    is_proven: bool,
     /// What the pieces of a long page sum to, once it was read.
     pieces: Mutex<Option<Arc<ProvenImage>>>,
-    _file: FileUse,
+    /// The same of the image before it, over which it may lie as an overlay.
+    base: Option<Arc<ProvenImage>>,
+    _files: Vec<FileUse>,
 }
 
 impl DiskImage {
-    pub(super) fn new(disk: Arc<dyn Disk>, file: FileUse, image: ImageRef, len: u64) -> Arc<Self> {
-        Arc::new(Self { image, len, disk, pieces: Mutex::new(None), _file: file })
+    pub(super) fn new(
+        disk: Arc<dyn Disk>,
+        files: Vec<FileUse>,
+        (image, len): (ImageRef, u64),
+        is_proven: bool,
+        before: Option<&Self>,
+    ) -> Arc<Self> {
+        let known = before.and_then(|before| before.pieces.lock().clone());
+        let base = known.map(|known| known.base()).or_else(|| before.and_then(|before| before.base.clone()));
+        Arc::new(Self { image, len, disk, is_proven, pieces: Mutex::new(None), base, _files: files })
+    }
+
+    /// What manifests say of it.
+    pub fn image(&self) -> &ImageRef {
+        &self.image
+    }
+
+    /// Whether it was read back past the cache.
+    pub fn is_proven(&self) -> bool {
+        self.is_proven
     }
 
     /// The page's length in the image, in bytes.
@@ -67,18 +89,33 @@ impl DiskImage {
             out.copy_from_slice(&bytes[offset as usize..][..out.len()]);
             return Ok(());
         }
-        let pieces = {
-            // Held while it is read: two readers that come at once read it once.
-            let mut pieces = self.pieces.lock();
-            match &*pieces {
-                Some(pieces) => pieces.clone(),
-                None => {
-                    let proven = Arc::new(ProvenImage::prove(source, &self.image, self.len)?);
-                    pieces.insert(proven).clone()
-                }
-            }
-        };
-        pieces.read(source, offset, out)
+        self.pieces(source)?.read(source, offset, out)
+    }
+
+    /// The image, proven whole. That of a long page is kept.
+    fn pieces(&self, source: &DiskSource) -> Result<Arc<ProvenImage>, Damage> {
+        let prove =
+            || ProvenImage::prove_over(source, &self.image, self.len, self.base.as_ref()).map(Arc::new);
+        if self.len <= WHOLE_LEN_MAX {
+            return prove();
+        }
+        // Held while it is read: two readers that come at once read it once.
+        let mut pieces = self.pieces.lock();
+        match &*pieces {
+            Some(pieces) => Ok(pieces.clone()),
+            None => Ok(pieces.insert(prove()?).clone()),
+        }
+    }
+
+    /// The image, proven whole: what lies over what, if it is an overlay.
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read).
+    pub fn prove(&self) -> Result<Arc<ProvenImage>> {
+        match self.pieces(&DiskSource::new(self.disk.clone())) {
+            Err(_) => Ok(self.pieces(&DiskSource::past_cache(self.disk.clone()))?),
+            Ok(pieces) => Ok(pieces),
+        }
     }
 }
 

@@ -7,10 +7,13 @@
 //! Nothing here is on disk, so a crash loses nothing: an open finds the image by the newest snapshot and the
 //! log, and replays the log over it.
 //!
+//! An image may be an overlay over an older one, of a page of which little changed (`overlay.rs`).
+//!
 //! A file in which such an image lies stays as long as the image is used, whatever else needs it. So neither
 //! a page nor a reader that has caught one finds its bytes gone, or written over by another snapshot (I13).
 
 mod image;
+mod overlay;
 mod page;
 
 use std::collections::BTreeMap;
@@ -21,6 +24,7 @@ use remanent_format::Place;
 use remanent_format::image::ImageRef;
 
 pub(crate) use self::image::DiskImage;
+pub(crate) use self::overlay::NewOverlay;
 pub(crate) use self::page::{DiskPage, pending_bytes_of};
 use crate::base::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex};
@@ -86,10 +90,25 @@ impl DiskPages {
         }
     }
 
-    /// An image of a page of length `len`. Its file stays until the last one to hold the image drops it. The
-    /// caller knows that the file is there, and stays until this returns.
+    /// An image of a page of length `len`. Its files stay until the last one to hold the image drops it. The
+    /// caller knows that they are there, and stay until this returns.
     pub fn image(&self, image: ImageRef, len: u64) -> Arc<DiskImage> {
-        DiskImage::new(self.disk.clone(), FileUse::of(&self.uses, image.file), image, len)
+        DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), false, None)
+    }
+
+    /// As [`image`](Self::image), of an image that was read back past the cache.
+    pub fn proven_image(&self, image: ImageRef, len: u64) -> Arc<DiskImage> {
+        DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), true, None)
+    }
+
+    /// As [`proven_image`](Self::proven_image), of an image that takes the place of `before`. What is known
+    /// of that is known of this one, if this is an overlay of it.
+    pub fn image_after(&self, image: ImageRef, len: u64, before: Option<&DiskImage>) -> Arc<DiskImage> {
+        DiskImage::new(self.disk.clone(), self.files_of(&image), (image, len), true, before)
+    }
+
+    fn files_of(&self, image: &ImageRef) -> Vec<FileUse> {
+        image.files().map(|(file, _)| FileUse::of(&self.uses, file)).collect()
     }
 
     /// A page of `len` zeros.

@@ -136,9 +136,42 @@ impl DiskPage {
 
     /// The page's image, if all of its bytes, and no others, are the page's.
     pub fn only_image(&self) -> Option<&Arc<DiskImage>> {
-        let image = self.image.as_ref()?;
-        let is_all = self.image_len == self.len && image.page_len() == self.len;
-        (is_all && self.blocks.is_empty()).then_some(image)
+        self.image_below().filter(|_| self.blocks.is_empty())
+    }
+
+    /// The page's image, if it is as long as the page: all that differs from it is in the blocks.
+    pub(super) fn image_below(&self) -> Option<&Arc<DiskImage>> {
+        let is_as_long = |image: &&Arc<DiskImage>| self.image_len == self.len && image.page_len() == self.len;
+        self.image.as_ref().filter(is_as_long)
+    }
+
+    /// The image from which it is read.
+    pub fn image(&self) -> Option<&Arc<DiskImage>> {
+        self.image.as_ref()
+    }
+
+    /// About how many bytes the next image of it takes, if that may be an overlay.
+    pub fn next_image_bytes(&self) -> u64 {
+        let changed = self.blocks.len() as u64 * BLOCK_LEN as u64;
+        let before = match self.image.as_ref().map(|image| image.image()) {
+            Some(image) if !image.is_whole() => image.stored_len,
+            // Without any change it is to be written whole.
+            _ if changed == 0 => self.len,
+            _ => 0,
+        };
+        (before + changed).min(self.len)
+    }
+
+    /// The ranges of the page that batches wrote since its image, in their order.
+    pub(super) fn written(&self) -> impl Iterator<Item = Range<u64>> {
+        self.blocks.iter().flat_map(|(number, block)| block.written_at(number * BLOCK_LEN as u64))
+    }
+
+    /// Puts what batches wrote over bytes of the image, which begin at `offset`.
+    pub(super) fn lay_over(&self, offset: u64, bytes: &mut [u8]) {
+        for (number, block) in self.blocks_in(&(offset..offset + bytes.len() as u64)) {
+            block.copy_to(number * BLOCK_LEN as u64, bytes, offset);
+        }
     }
 
     /// The page with the blocks alone that hold these bytes of it: to read them from.
@@ -173,9 +206,7 @@ impl DiskPage {
         {
             image.read(offset, from_image)?;
         }
-        for (number, block) in self.blocks_in(&(offset..end)) {
-            block.copy_to(number * BLOCK_LEN as u64, out, offset);
-        }
+        self.lay_over(offset, out);
         Ok(())
     }
 
@@ -260,6 +291,23 @@ impl Block {
 
     fn forget(&mut self, range: Range<usize>) {
         each_word(range, |word, bits| self.written[word] &= !bits);
+    }
+
+    /// The runs of bytes that were written, as ranges of the page: the block begins at `start`.
+    fn written_at(&self, start: u64) -> impl Iterator<Item = Range<u64>> {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            while at < BLOCK_LEN && !self.has(at..at + 1) {
+                let rest = self.written[at / 64] >> (at % 64);
+                at += (rest.trailing_zeros() as usize).clamp(1, 64 - at % 64);
+            }
+            let from = at;
+            while at < BLOCK_LEN && self.has(at..at + 1) {
+                let rest = !(self.written[at / 64] >> (at % 64));
+                at += (rest.trailing_zeros() as usize).clamp(1, 64 - at % 64);
+            }
+            (from < at).then(|| start + from as u64..start + at as u64)
+        })
     }
 
     /// Whether all of these bytes were written.

@@ -240,7 +240,8 @@ impl Committer {
         let Some(ahead) = self.write_going(unwritten)? else { return Ok(false) };
         let mut requests = Vec::new();
         for (info, image) in unwritten.iter().zip(ahead.images()) {
-            let image = self.engine.disk_pages.image(*image, info.len);
+            // It is, before the batch is logged, or there is none.
+            let image = self.engine.disk_pages.proven_image(*image, info.len);
             push(&mut requests, image.request(info.page))?;
             push(&mut going.images, (info.page, Some(image)))?;
         }
@@ -253,7 +254,7 @@ impl Committer {
     /// The newest snapshot's image of a page, if it is of the page as it is.
     fn known_image(&self, info: &PageInfo) -> Option<Arc<DiskImage>> {
         let named = self.known.image_of(info.page, info.epoch)?;
-        let image = self.engine.disk_pages.image(named, info.len);
+        let image = self.engine.disk_pages.proven_image(named, info.len);
         // Named still, after its file was marked as used: so no snapshot removes the file from here on.
         (self.known.image_of(info.page, info.epoch) == Some(named)).then_some(image)
     }

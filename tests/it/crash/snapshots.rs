@@ -305,6 +305,53 @@ fn pages_on_disk_survive() {
     });
 }
 
+/// Long pages on disk of which little changes: overlays that follow each other, over one image; a restore to
+/// a state that has one; a page that leaves the disk with one; and the files of images that only a base lies
+/// in.
+#[test]
+fn overlays_survive() {
+    const LEN: usize = 3000;
+    let options = options().log_kept(1 << 30).snapshots_kept(1).chunk_len(4096);
+    suite(options, 1500, |driver, random| {
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 2, LEN)?;
+        let to = |place| pages.iter().map(|page| Act::Move { page: Target::Page(*page), place }).collect();
+        driver.commit_acts(&store, to(Place::Disk), Ack::Logged)?;
+        driver.snapshot(&store)?;
+        let write = |page: usize, offset: usize, random: &mut Random| {
+            let act = Act::Write { page: Target::Page(pages[page]), offset, bytes: random.bytes(30) };
+            driver.commit_acts(&store, vec![act], Ack::Logged)
+        };
+        let mut written = Vec::new();
+        for round in 0..3 {
+            write(0, 700 * round + 5, random)?;
+            write(1, 90 * round, random)?;
+            written.push(driver.snapshot(&store)?.bytes_written);
+        }
+        assert!(
+            driver.disk.struck_at().is_some() || written.iter().all(|bytes| *bytes < LEN as u64),
+            "{written:?}"
+        );
+        let (before, _) = write(0, 2900, random)?;
+        driver.check(&store);
+        driver.close(store)?;
+        let store = driver.open()?;
+        driver.check(&store);
+        driver.commit_acts(
+            &store,
+            vec![Act::Move { page: Target::Page(pages[1]), place: Place::Host }],
+            Ack::Logged,
+        )?;
+        driver.snapshot(&store)?;
+        driver.check(&store);
+        driver.restore_to(&store, before.0 - 1)?;
+        driver.check(&store);
+        driver.snapshot(&store)?;
+        driver.close(store)?;
+        Ok(driver.into())
+    });
+}
+
 /// Captures of pages on disk: by an image that the frame names, by the frame's bytes, and of a page that came
 /// to memory.
 #[test]

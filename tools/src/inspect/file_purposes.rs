@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use remanent_format::image::ImageRef;
 use remanent_format::log::Segment;
 use remanent_format::op::{Op, decode_payload};
 use remanent_format::{FileName, Folder, Lsn, SnapshotId};
@@ -75,11 +76,11 @@ impl References {
             is_open: dir.holder().is_some(),
         };
         for manifest in view.survey.links.keys().filter_map(|link| view.survey.snapshot(*link).ok()) {
-            let files = manifest.entries.iter().filter_map(|entry| entry.image).map(|image| image.file);
-            references.name_images(files, &format!("snapshot {}", manifest.snapshot));
+            let images = manifest.entries.iter().filter_map(|entry| entry.image);
+            references.name_images(images, &format!("snapshot {}", manifest.snapshot));
         }
         let of_state = view.state.iter().flat_map(|state| state.resolved.bases.iter());
-        let images: Vec<u64> = of_state.filter_map(|(_, base)| base.image).map(|image| image.file).collect();
+        let images: Vec<ImageRef> = of_state.filter_map(|(_, base)| base.image).collect();
         references.name_images(images.into_iter(), "the current state");
         // Finding the files that the log names takes reading all of it. Mostly no file is left to be found.
         let is_open = |file: FileName| match file {
@@ -93,8 +94,8 @@ impl References {
         references
     }
 
-    fn name_images(&mut self, files: impl Iterator<Item = u64>, by: &str) {
-        for file in files {
+    fn name_images(&mut self, images: impl Iterator<Item = ImageRef>, by: &str) {
+        for (file, _) in images.flat_map(|image| image.files()) {
             self.images.entry(file).or_default().insert(by.to_owned());
         }
     }
@@ -105,14 +106,14 @@ impl References {
             let payload = frame.payload.unwrap_or_default();
             for at in decode_payload(&payload).unwrap_or_default() {
                 if let Op::Image { image, .. } = at.op {
-                    self.name_images([image.file].into_iter(), "older batches in the log");
+                    self.name_images([image].into_iter(), "older batches in the log");
                 }
                 if let Op::Restore { table, table_crc, .. } = at.op {
                     self.restores.insert(table, frame.header.lsn);
                     if let Ok(manifest) = view.survey.read_table(dir, table, table_crc) {
-                        let files = manifest.entries.iter().filter_map(|entry| entry.image);
+                        let images = manifest.entries.iter().filter_map(|entry| entry.image);
                         let by = format!("the restore at lsn {}", frame.header.lsn);
-                        self.name_images(files.map(|image| image.file), &by);
+                        self.name_images(images, &by);
                     }
                 }
             }

@@ -96,7 +96,8 @@ impl SnapshotLine {
 
 /// Bytes of all images that a snapshot names.
 pub fn image_bytes(manifest: &Manifest) -> u64 {
-    manifest.entries.iter().filter_map(|entry| entry.image).map(|image| image.stored_len).sum()
+    let images = manifest.entries.iter().filter_map(|entry| entry.image);
+    images.flat_map(|image| image.files()).map(|(_, stored_len)| stored_len).sum()
 }
 
 /// How long ago something was written.

@@ -1,6 +1,6 @@
 //! Every structure proves itself: checksums, limits and fields that contradict each other (I9).
 
-use super::{Defence, GOLDEN, check, defence, refusal, stores};
+use super::{Defence, GOLDEN, Test, check, defence, refusal, stores};
 
 const FRAME: &str = "format/src/frame.rs";
 const SEGMENT: &str = "format/src/segment.rs";
@@ -9,10 +9,15 @@ const IMAGE_FILE: &str = "format/src/image/file.rs";
 const CHUNK: &str = "format/src/image/chunk.rs";
 const IMAGE_REF: &str = "format/src/image/image_ref.rs";
 const CODEC: &str = "format/src/image/codec.rs";
+const OVERLAY: &str = "format/src/image/overlay/mod.rs";
 const DECODE: &str = "format/src/manifest/decode.rs";
 const CHECK: &str = "format/src/manifest/check.rs";
 const ENVELOPE: &str = "format/src/value/envelope.rs";
 const OPS: &str = "format/src/op/reader.rs";
+
+/// A test of overlays, and of all that an entry may say of one.
+const OF_OVERLAYS: Test =
+    Test { binary: "remanent_format", name: "image::overlay::tests::an_overlay_is_of_its_page_and_base" };
 
 pub const LIST: &[Defence] = &[
     // Frames: their headers.
@@ -226,6 +231,53 @@ pub const LIST: &[Defence] = &[
         "raw.lsn.0 != 0 && (raw.page.0 == 0 || raw.epoch.0 == 0)",
         GOLDEN,
     ),
+    // Overlays.
+    refusal("overlay magic", OVERLAY, "raw.magic != OVERLAY_MAGIC", GOLDEN),
+    check(
+        "reserved bytes of an overlay",
+        OVERLAY,
+        r#"check_zeros("reserved overlay bytes", &raw.reserved)?;"#,
+        GOLDEN,
+    ),
+    refusal(
+        "pieces of an overlay ascend, and are not empty",
+        OVERLAY,
+        "piece.start < end || piece.is_empty()",
+        GOLDEN,
+    ),
+    check(
+        "pieces of an overlay lie in the page (I9)",
+        OVERLAY,
+        r#"check_limit("end of an overlay's piece", piece.end, len)?;"#,
+        GOLDEN,
+    ),
+    check("the base of an overlay is an image of the page", OVERLAY, "base.check(len)?;", GOLDEN),
+    check(
+        "an overlay is of the base that the entry names",
+        OVERLAY,
+        r#"check_equal("image file of an overlay's base", self.base.file, base.file)?;"#,
+        OF_OVERLAYS,
+    ),
+    check(
+        "an overlay is shorter than its page",
+        IMAGE_REF,
+        r#"check_limit("stored length of an overlay", self.stored_len, len - 1)?;"#,
+        GOLDEN,
+    ),
+    defence("the base of an overlay has a file and a length", IMAGE_REF, "base.check()", "Ok(())", GOLDEN),
+    defence(
+        "the file of an overlay's base is below the next one (M7)",
+        CHECK,
+        "let mut files = image.files();",
+        "let mut files = image.files().take(1);",
+        GOLDEN,
+    ),
+    check(
+        "no frame names an overlay",
+        "format/src/op/writer.rs",
+        "Codec::from_raw(image.codec.to_raw())?;",
+        OF_OVERLAYS,
+    ),
     check(
         "stored length of a raw image",
         IMAGE_REF,
@@ -312,7 +364,7 @@ pub const LIST: &[Defence] = &[
     defence(
         "manifest next file",
         CHECK,
-        r#"check_limit("image file", image.file, self.next_file.saturating_sub(1))"#,
+        r#"check_limit("image file", file, self.next_file.saturating_sub(1))"#,
         "Ok(())",
         GOLDEN,
     ),

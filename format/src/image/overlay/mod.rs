@@ -1,0 +1,295 @@
+//! Overlays: the pieces of a long page that changed, stored over an image of all of it.
+//!
+//! A page on disk of which little changed is not written whole again. Its new image is an *overlay*: the
+//! changed pieces, and which image they lie over, the *base*. The base is stored as it is or compressed,
+//! never an overlay itself. So a page is read from one image, or from two.
+//!
+//! ```text
+//! 0      header (64 bytes): the base, and the number of pieces
+//! 64     table: offset and length in the page of each piece, ascending
+//! ...    the pieces' bytes, one after the other
+//! ```
+//!
+//! The payload has one checksum, as any image's has. The page's checksum is that of the pieces and the base
+//! together.
+
+use std::ops::Range;
+
+use super::codec::{Codec, OverlayBase};
+use super::image_ref::ImageRef;
+use crate::defect::{Defect, array, check_equal, check_limit, check_zeros, reserve, reserve_items, slice};
+use crate::layout::layout;
+
+/// The first bytes of an overlay.
+pub const OVERLAY_MAGIC: [u8; 8] = *b"RMNTOVER";
+
+layout! {
+    /// The bytes of an overlay's header; the table follows.
+    pub struct OverlayHeaderRaw: 64 {
+        /// The magic `RMNTOVER`.
+        0 => magic: [u8; 8],
+        /// The base's image file.
+        8 => base_file: u64,
+        /// The offset of the base's payload, in bytes from the file's start.
+        16 => base_offset: u64,
+        /// Length of the base's payload as it is stored.
+        24 => base_stored_len: u64,
+        /// CRC-32 of the base's payload as it is stored.
+        32 => base_stored_crc: u32,
+        /// CRC-32 of the page's bytes in the base.
+        36 => base_raw_crc: u32,
+        /// The page's length, in the base as well.
+        40 => page_len: u64,
+        /// Number of pieces.
+        48 => piece_count: u32,
+        /// How the base is stored: 0 or 1.
+        52 => base_codec: u8,
+        /// Reserved, always zero.
+        53 => reserved: [u8; 11],
+    }
+}
+
+layout! {
+    /// The bytes of a piece's row in an overlay's table.
+    pub struct OverlayPieceRaw: 16 {
+        /// The piece's first byte in the page.
+        0 => offset: u64,
+        /// Its length in bytes.
+        8 => len: u64,
+    }
+}
+
+/// An overlay without its bytes: the base, and the pieces that lie over it.
+///
+/// ```
+/// use remanent_format::image::{Codec, ImageRef, Overlay};
+/// let (stored_len, crc) = (1 << 20, 7);
+/// let base =
+///     ImageRef { file: 3, offset: 4096, stored_len, stored_crc: crc, raw_crc: crc, codec: Codec::Raw };
+/// let overlay = Overlay::new(base, 1 << 20, vec![0..4, 5000..5100])?;
+/// let head = overlay.encode_head()?;
+/// assert_eq!(overlay.stored_len(), head.len() as u64 + 4 + 100);
+/// assert_eq!(Overlay::decode_head(&head)?, overlay);
+/// # Ok::<(), remanent_format::Defect>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Overlay {
+    base: ImageRef,
+    len: u64,
+    pieces: Vec<Range<u64>>,
+    /// The offset of each piece's bytes in the payload, and the payload's end.
+    stored_at: Vec<u64>,
+}
+
+impl Overlay {
+    /// An overlay of these pieces of a page of length `len`.
+    ///
+    /// # Errors
+    /// [`Defect`] if the base is not an image of such a page that is whole, or the pieces do not ascend, are
+    /// empty, or do not lie in the page; [`Defect::Memory`].
+    pub fn new(base: ImageRef, len: u64, pieces: Vec<Range<u64>>) -> Result<Self, Defect> {
+        if let Codec::Overlay(_) = base.codec {
+            return Err(Defect::Field {
+                what: "codec of an overlay's base",
+                found: base.codec.to_raw().into(),
+            });
+        }
+        base.check(len)?;
+        // A manifest says as much of it.
+        OverlayBase { file: base.file, stored_len: base.stored_len }.check()?;
+        check_limit("number of an overlay's pieces", pieces.len() as u64, u32::MAX.into())?;
+        let mut stored_at = Vec::new();
+        reserve_items(&mut stored_at, pieces.len() + 1)?;
+        let (mut at, mut end) = (head_len(pieces.len() as u64), 0);
+        for piece in &pieces {
+            check_limit("end of an overlay's piece", piece.end, len)?;
+            if piece.start < end || piece.is_empty() {
+                return Err(Defect::Field { what: "start of an overlay's piece", found: piece.start });
+            }
+            stored_at.push(at);
+            (at, end) = (at + (piece.end - piece.start), piece.end);
+        }
+        if pieces.is_empty() {
+            return Err(Defect::Field { what: "number of an overlay's pieces", found: 0 });
+        }
+        stored_at.push(at);
+        Ok(Self { base, len, pieces, stored_at })
+    }
+
+    /// The image over which the pieces lie.
+    #[must_use]
+    pub fn base(&self) -> &ImageRef {
+        &self.base
+    }
+
+    /// The pieces, ascending, as ranges of the page.
+    #[must_use]
+    pub fn pieces(&self) -> &[Range<u64>] {
+        &self.pieces
+    }
+
+    /// The length of the payload in bytes.
+    #[must_use]
+    pub fn stored_len(&self) -> u64 {
+        *self.stored_at.last().expect("the end at least")
+    }
+
+    /// The reference to this overlay, whose payload was stored as an image of its own; `page_crc` is the
+    /// CRC-32 of the page's bytes.
+    #[must_use]
+    pub fn reference(&self, payload: &ImageRef, page_crc: u32) -> ImageRef {
+        let base = OverlayBase { file: self.base.file, stored_len: self.base.stored_len };
+        ImageRef { raw_crc: page_crc, codec: Codec::Overlay(base), ..*payload }
+    }
+
+    /// The parts of pieces that lie in a range of the payload, in their order: each with where it begins
+    /// in the payload, as a range of the page.
+    pub fn stored_in(&self, stored: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
+        let first = self.stored_at.partition_point(|at| *at <= stored.start).saturating_sub(1);
+        let pieces = self.pieces[first.min(self.pieces.len())..].iter().zip(&self.stored_at[first..]);
+        let in_range = pieces.take_while(move |(_, at)| **at < stored.end);
+        in_range.filter_map(move |(piece, at)| {
+            let from = stored.start.max(*at);
+            let to = stored.end.min(at + (piece.end - piece.start));
+            (from < to).then(|| (from, piece.start + (from - at)..piece.start + (to - at)))
+        })
+    }
+
+    /// The parts of pieces that lie in a range of the page, in their order: each with where it begins
+    /// in the payload, as a range of the page.
+    fn pieces_in(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
+        let first = self.pieces.partition_point(|piece| piece.end <= range.start);
+        let pieces = self.pieces[first..].iter().zip(&self.stored_at[first..]);
+        pieces.take_while(move |(piece, _)| piece.start < range.end).map(move |(piece, at)| {
+            let part = piece.start.max(range.start)..piece.end.min(range.end);
+            (at + (part.start - piece.start), part)
+        })
+    }
+
+    /// Puts the pieces over bytes of the base, which begin at `offset` of the page. `read` fills a slice
+    /// with what the payload has at an offset.
+    pub(super) fn lay_over<E>(
+        &self,
+        offset: u64,
+        bytes: &mut [u8],
+        mut read: impl FnMut(u64, &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        for (stored_at, part) in self.pieces_in(offset..offset + bytes.len() as u64) {
+            let within = (part.start - offset) as usize..(part.end - offset) as usize;
+            read(stored_at, &mut bytes[within])?;
+        }
+        Ok(())
+    }
+
+    /// Header and table: the payload's first bytes. The pieces' bytes follow.
+    ///
+    /// # Errors
+    /// [`Defect::Memory`].
+    pub fn encode_head(&self) -> Result<Vec<u8>, Defect> {
+        let mut out = Vec::new();
+        reserve(&mut out, head_len(self.pieces.len() as u64))?;
+        let raw = OverlayHeaderRaw {
+            magic: OVERLAY_MAGIC,
+            base_file: self.base.file,
+            base_offset: self.base.offset,
+            base_stored_len: self.base.stored_len,
+            base_stored_crc: self.base.stored_crc,
+            base_raw_crc: self.base.raw_crc,
+            page_len: self.len,
+            piece_count: self.pieces.len() as u32,
+            base_codec: self.base.codec.to_raw(),
+            reserved: [0; 11],
+        };
+        out.extend_from_slice(&raw.to_bytes());
+        for piece in &self.pieces {
+            let row = OverlayPieceRaw { offset: piece.start, len: piece.end - piece.start };
+            out.extend_from_slice(&row.to_bytes());
+        }
+        Ok(out)
+    }
+
+    /// Reads header and table.
+    ///
+    /// # Errors
+    /// A [`Defect`].
+    pub fn decode_head(bytes: &[u8]) -> Result<Self, Defect> {
+        let raw = decode_header(bytes)?;
+        let count = raw.piece_count as usize;
+        let table = slice(bytes, OverlayHeaderRaw::LEN, count * OverlayPieceRaw::LEN)?;
+        let mut pieces = Vec::new();
+        reserve_items(&mut pieces, count)?;
+        for row in table.chunks_exact(OverlayPieceRaw::LEN) {
+            let row = OverlayPieceRaw::from_bytes(array(row, 0)?);
+            pieces.push(row.offset..row.offset.saturating_add(row.len));
+        }
+        let base = ImageRef {
+            file: raw.base_file,
+            offset: raw.base_offset,
+            stored_len: raw.base_stored_len,
+            stored_crc: raw.base_stored_crc,
+            raw_crc: raw.base_raw_crc,
+            codec: Codec::from_raw(raw.base_codec)?,
+        };
+        Self::new(base, raw.page_len, pieces)
+    }
+
+    /// How long header and table are of which these are the first bytes.
+    ///
+    /// # Errors
+    /// A [`Defect`], also if they are longer than the payload: no count is believed that it has no room for
+    /// (I9).
+    pub(super) fn decode_head_len(bytes: &[u8], image: &ImageRef) -> Result<u64, Defect> {
+        let len = head_len(decode_header(bytes)?.piece_count.into());
+        check_limit("length of an overlay's table", len, image.stored_len)?;
+        Ok(len)
+    }
+
+    /// Refuses an overlay of another page than one of length `len`, or of another base than its image says.
+    ///
+    /// # Errors
+    /// A [`Defect`].
+    pub(super) fn check_of(&self, image: &ImageRef, len: u64) -> Result<(), Defect> {
+        let Codec::Overlay(base) = image.codec else {
+            return Err(Defect::Field { what: "codec of an overlay", found: image.codec.to_raw().into() });
+        };
+        check_equal("stored length of an overlay", image.stored_len, self.stored_len())?;
+        check_equal("page length in an overlay", self.len, len)?;
+        check_equal("image file of an overlay's base", self.base.file, base.file)?;
+        check_equal("stored length of an overlay's base", self.base.stored_len, base.stored_len)
+    }
+}
+
+fn decode_header(bytes: &[u8]) -> Result<OverlayHeaderRaw, Defect> {
+    let raw = OverlayHeaderRaw::from_bytes(array(bytes, 0)?);
+    if raw.magic != OVERLAY_MAGIC {
+        return Err(Defect::Magic { expected: "header of an overlay" });
+    }
+    check_zeros("reserved overlay bytes", &raw.reserved)?;
+    Ok(raw)
+}
+
+/// The length of header and table for this number of pieces.
+fn head_len(piece_count: u64) -> u64 {
+    OverlayHeaderRaw::LEN as u64 + piece_count * OverlayPieceRaw::LEN as u64
+}
+
+/// CRC-32 of a page of length `len` after a piece of it changed: `before` is that of the whole page, `was`
+/// and `is` are those of the piece.
+///
+/// ```
+/// use remanent_format::image::sum_after_change;
+/// let (before, after) = (b"remanent pages", b"remanent bytes");
+/// let [was, is] = [crc32fast::hash(b"pag"), crc32fast::hash(b"byt")];
+/// assert_eq!(sum_after_change(crc32fast::hash(before), 14, 9..12, was, is), crc32fast::hash(after));
+/// ```
+#[must_use]
+pub fn sum_after_change(before: u32, len: u64, piece: Range<u64>, was: u32, is: u32) -> u32 {
+    // A CRC is linear: what the piece's sums differ by, moved past all that follows, is what the page's sums
+    // differ by.
+    let mut moved = crc32fast::Hasher::new_with_initial_len(was ^ is, piece.end - piece.start);
+    moved.combine(&crc32fast::Hasher::new_with_initial_len(0, len - piece.end));
+    before ^ moved.finalize()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,175 @@
+//! New overlays: what changed of a page on disk, to be written over the image that it has.
+//!
+//! An overlay holds all that differs from its base, which is an image of the whole page: the pieces of the
+//! overlay before it, and what batches have written since. Once that is too much of the page, the page is
+//! written whole, and begins anew.
+
+use std::ops::Range;
+
+use remanent_format::image::{ImageRef, Overlay, sum_after_change};
+use remanent_format::{FileName, PageId, PageInfo, Place};
+
+use super::DiskPage;
+use crate::base::allocation::{make_room, push};
+use crate::error::{Error, Result};
+
+/// Of a page of which more than one byte in this many differs from the base, a whole image is written.
+const OVERLAY_SHARE: u64 = 8;
+/// Pieces with no more bytes between them are one: a row of the table takes 16.
+const GAP_BYTES: u64 = 64;
+/// Bytes of a page that are looked at together: as many as an image proves at once.
+const WINDOW_LEN: u64 = 1 << 20;
+
+/// An overlay that is to be written: all that its payload has.
+pub(crate) struct NewOverlay<'p> {
+    page: &'p DiskPage,
+    overlay: Overlay,
+    head: Vec<u8>,
+    /// CRC-32 of the page's bytes.
+    sum: u32,
+    /// Bytes of the page from the place that was read last.
+    window: Window,
+}
+
+#[derive(Default)]
+struct Window {
+    at: u64,
+    bytes: Vec<u8>,
+}
+
+impl Window {
+    /// Takes the place for bytes of a page of length `len`, in which `offset` lies.
+    fn go_to(&mut self, offset: u64, len: u64) -> Result<&mut [u8]> {
+        self.at = offset - offset % WINDOW_LEN;
+        let count = WINDOW_LEN.min(len - self.at) as usize;
+        let more = count.saturating_sub(self.bytes.len());
+        make_room(&mut self.bytes, more)?;
+        self.bytes.resize(count, 0);
+        Ok(&mut self.bytes)
+    }
+
+    fn end(&self) -> u64 {
+        self.at + self.bytes.len() as u64
+    }
+
+    fn part(&self, range: &Range<u64>) -> &[u8] {
+        &self.bytes[(range.start - self.at) as usize..(range.end - self.at) as usize]
+    }
+}
+
+impl DiskPage {
+    /// The overlay that holds what differs from the image of the whole page; `None` if there is no such
+    /// image, or too much differs. Not for the applier's thread.
+    ///
+    /// # Errors
+    /// `Damaged`; no memory.
+    pub fn overlay(&self) -> Result<Option<NewOverlay<'_>>> {
+        let (Some(image), len) = (self.image_below(), self.byte_len()) else { return Ok(None) };
+        // A whole image from which nothing differs is written whole, to another file.
+        if image.image().is_whole() && self.written().next().is_none() {
+            return Ok(None);
+        }
+        let is_too_much = |bytes: u64| bytes.saturating_mul(OVERLAY_SHARE) > len;
+        if is_too_much(self.written().map(|run| run.end - run.start).sum()) {
+            return Ok(None);
+        }
+        // I7: what the overlay before has must not be lost, so its table is proven before it is believed.
+        let proven = image.prove()?;
+        let before = proven.overlay().map_or(&[][..], Overlay::pieces);
+        let pieces = joined(before, self.written())?;
+        let at =
+            |defect: remanent_format::Defect| Error::from(defect.at(FileName::Pages(image.image().file), 0));
+        let overlay = Overlay::new(*proven.base().image(), len, pieces).map_err(at)?;
+        if is_too_much(overlay.stored_len()) {
+            return Ok(None);
+        }
+        let (head, sum) = (overlay.encode_head().map_err(at)?, self.sum_by_changes(image.image().raw_crc)?);
+        Ok(Some(NewOverlay { page: self, overlay, head, sum, window: Window::default() }))
+    }
+
+    /// CRC-32 of the page's bytes; `before` is that of its image. Only bytes near those that changed are
+    /// read.
+    fn sum_by_changes(&self, before: u32) -> Result<u32> {
+        let image = self.image_below().expect("asked before");
+        let (mut sum, mut was, mut is) = (before, Window::default(), Vec::new());
+        for run in self.written() {
+            let mut from = run.start;
+            while from < run.end {
+                if !(was.at..was.end()).contains(&from) {
+                    let bytes = was.go_to(from, self.byte_len())?;
+                    image.read(from - from % WINDOW_LEN, bytes)?;
+                    is.clear();
+                    make_room(&mut is, was.bytes.len())?;
+                    is.extend_from_slice(&was.bytes);
+                    self.lay_over(was.at, &mut is);
+                }
+                let part = from..run.end.min(was.end());
+                let within = (part.start - was.at) as usize..(part.end - was.at) as usize;
+                let (old, new) = (crc32fast::hash(was.part(&part)), crc32fast::hash(&is[within]));
+                sum = sum_after_change(sum, self.byte_len(), part.clone(), old, new);
+                from = part.end;
+            }
+        }
+        Ok(sum)
+    }
+}
+
+/// Ranges that ascend, together with others that do, where neighbours are one.
+fn joined(before: &[Range<u64>], written: impl Iterator<Item = Range<u64>>) -> Result<Vec<Range<u64>>> {
+    let mut pieces: Vec<Range<u64>> = Vec::new();
+    let (mut before, mut written) = (before.iter().cloned().peekable(), written.peekable());
+    loop {
+        let next = match (before.peek(), written.peek()) {
+            (Some(one), Some(other)) if one.start <= other.start => before.next(),
+            (Some(_), None) => before.next(),
+            _ => written.next(),
+        };
+        let Some(next) = next else { return Ok(pieces) };
+        match pieces.last_mut().filter(|last| next.start <= last.end + GAP_BYTES) {
+            Some(last) => last.end = last.end.max(next.end),
+            None => push(&mut pieces, next)?,
+        }
+    }
+}
+
+impl NewOverlay<'_> {
+    /// The payload, as a page that an image is written of. It has no number, for it is none.
+    pub fn payload(&self) -> PageInfo {
+        PageInfo::new(PageId(0), self.overlay.stored_len(), Place::Disk)
+    }
+
+    /// Reads bytes of the payload.
+    ///
+    /// # Errors
+    /// `Damaged`; no memory.
+    pub fn read(&mut self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let of_head = self.head.len().saturating_sub(offset as usize).min(out.len());
+        let (head, rest) = out.split_at_mut(of_head);
+        if of_head > 0 {
+            head.copy_from_slice(&self.head[offset as usize..][..of_head]);
+        }
+        let from = offset + of_head as u64;
+        let stored = from..from + rest.len() as u64;
+        let Self { page, overlay, window, .. } = self;
+        for (stored_at, part) in overlay.stored_in(stored) {
+            let target = &mut rest[(stored_at - from) as usize..][..(part.end - part.start) as usize];
+            let mut done = part.start;
+            while done < part.end {
+                if !(window.at..window.end()).contains(&done) {
+                    let bytes = window.go_to(done, page.byte_len())?;
+                    page.read(done - done % WINDOW_LEN, bytes)?;
+                }
+                let here = done..part.end.min(window.end());
+                let within = (here.start - part.start) as usize..(here.end - part.start) as usize;
+                target[within].copy_from_slice(window.part(&here));
+                done = here.end;
+            }
+        }
+        Ok(())
+    }
+
+    /// The page's image, once the payload is written as `payload`.
+    pub fn image(&self, payload: &ImageRef) -> ImageRef {
+        self.overlay.reference(payload, self.sum)
+    }
+}

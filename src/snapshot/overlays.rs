@@ -1,0 +1,147 @@
+//! Overlays of a snapshot: which pages on disk get one, in place of an image of all of the page.
+//!
+//! A page is written whole if it is short, or most of it changed, or its image is not known to hold. So is
+//! one whose image lies in a file that is to be emptied: an overlay would keep the file.
+//!
+//! A crash here leaves image files that nothing names.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+use remanent_format::image::ImageRef;
+use remanent_format::{PageId, PageInfo};
+
+use super::Snapshots;
+use crate::base::allocation::{collected, make_room, push, set_of};
+use crate::catalog::KnownImages;
+use crate::error::Result;
+use crate::images::disk_pages::{DiskPage, NewOverlay};
+use crate::images::{ImageWriters, ReadPass, Sink};
+
+/// A page gets an overlay if it is longer than a chunk's share: one in this many.
+const CHUNK_SHARE: u64 = 32;
+
+/// Where a snapshot's images go, and which pages get overlays.
+pub(super) struct GatherTarget<'w> {
+    pub writers: &'w ImageWriters,
+    pub overlays: OverlayRules,
+}
+
+/// Which pages on disk get an overlay.
+pub(super) struct OverlayRules {
+    known: Arc<KnownImages>,
+    /// Image files that are to be emptied.
+    wasteful: BTreeSet<u64>,
+    /// Pages of up to this many bytes are written whole.
+    whole_max: u64,
+}
+
+impl OverlayRules {
+    fn allow(&self, page: PageId, copy: &DiskPage) -> bool {
+        let Some(image) = copy.image().filter(|_| copy.byte_len() > self.whole_max) else { return false };
+        // The file of the base, or of the image that is to be one.
+        let stays = image.image().files().last().is_some_and(|(file, _)| !self.wasteful.contains(&file));
+        stays && self.known.may_be_base(page, image.image(), image.is_proven())
+    }
+}
+
+/// Overlays that are to be written together, each with the number of its page among others.
+#[derive(Default)]
+struct ShortOverlays<'p> {
+    overlays: Vec<(usize, NewOverlay<'p>, Vec<u8>)>,
+}
+
+impl Snapshots {
+    /// The rules for a snapshot that is to empty these files.
+    pub(super) fn overlay_rules(&self, known: &Arc<KnownImages>, wasteful: &[(u64, u64)]) -> OverlayRules {
+        let wasteful = set_of(wasteful.iter().map(|(file, _)| *file));
+        OverlayRules { known: known.clone(), wasteful, whole_max: self.chunk_len / CHUNK_SHARE }
+    }
+
+    /// About how many bytes the images of these pages take. Of pages on disk mostly a part is written, and
+    /// files that are begun for all of it would keep space that they do not need.
+    pub(super) fn expected_bytes(&self, pages: &[(PageId, u64)]) -> Result<u64> {
+        if !self.engine.disk_pages.is_any() {
+            return Ok(pages.iter().map(|(_, len)| len).sum());
+        }
+        let (pages, whole_max) = (collected(pages.iter().copied())?, self.chunk_len / CHUNK_SHARE);
+        self.engine.applier.turn(move |turn| {
+            let expected = |(page, len): &(PageId, u64)| match turn.applied.on_disk.get(*page) {
+                Some(copy) if *len > whole_max => copy.next_image_bytes(),
+                _ => *len,
+            };
+            Ok(pages.iter().map(expected).sum())
+        })
+    }
+
+    /// Writes overlays of those of these pages that get one. The images come in the order of the pages; of
+    /// the others there are none.
+    pub(super) fn write_overlays(
+        &self,
+        target: &GatherTarget<'_>,
+        pages: &[(PageInfo, DiskPage)],
+        keep_pace: &dyn Fn(u64) -> Result<()>,
+    ) -> Result<Vec<Option<ImageRef>>> {
+        let mut images = collected(pages.iter().map(|_| None))?;
+        let mut short = ShortOverlays::default();
+        for (number, (info, copy)) in pages.iter().enumerate() {
+            if !target.overlays.allow(info.page, copy) {
+                continue;
+            }
+            let Some(mut new) = copy.overlay()? else { continue };
+            let payload = new.payload();
+            if payload.len > self.piece_len() {
+                images[number] = Some(self.write_long_overlay(target, &mut new, keep_pace)?);
+                continue;
+            }
+            let mut bytes = Vec::new();
+            make_room(&mut bytes, payload.len as usize)?;
+            bytes.resize(payload.len as usize, 0);
+            new.read(0, &mut bytes)?;
+            push(&mut short.overlays, (number, new, bytes))?;
+        }
+        for (number, image) in short.write(target.writers)? {
+            images[number] = Some(image);
+        }
+        Ok(images)
+    }
+
+    fn write_long_overlay(
+        &self,
+        target: &GatherTarget<'_>,
+        new: &mut NewOverlay<'_>,
+        keep_pace: &dyn Fn(u64) -> Result<()>,
+    ) -> Result<ImageRef> {
+        let (info, mut done, mut piece) = (new.payload(), 0, Vec::new());
+        let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| -> Result<bool> {
+            let len = (range.end - range.start) as usize;
+            let more = len.saturating_sub(piece.len());
+            make_room(&mut piece, more)?;
+            piece.resize(len, 0);
+            new.read(range.start, &mut piece)?;
+            sink(&piece, crc32fast::hash(&piece))?;
+            done += len as u64;
+            keep_pace(done)?;
+            Ok(true)
+        };
+        let piece_len = self.piece_len();
+        let written = target.writers.append(|file| file.write_as_it_is(&info, piece_len, &mut source))?;
+        Ok(new.image(&written.expect("its bytes are there")))
+    }
+}
+
+impl ShortOverlays<'_> {
+    /// Writes all of them as one chunk: a chunk of its own would cost each of them a block.
+    fn write(self, writers: &ImageWriters) -> Result<Vec<(usize, ImageRef)>> {
+        if self.overlays.is_empty() {
+            return Ok(Vec::new());
+        }
+        let payloads = collected(self.overlays.iter().map(|(_, new, _)| new.payload()))?;
+        let bytes = self.overlays.iter().map(|(.., bytes)| &bytes[..]);
+        let pages = collected(payloads.iter().zip(bytes))?;
+        let stored = writers.append(|file| file.write_uncompressed(&pages))?;
+        let images = self.overlays.iter().zip(stored);
+        collected(images.map(|((number, new, _), payload)| (*number, new.image(&payload))))
+    }
+}

@@ -1,0 +1,300 @@
+//! Overlays: of a long page on disk of which little changed, a snapshot writes what changed.
+
+use std::sync::Arc;
+
+use remanent::disk::Disk;
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{
+    Error, FileName, Folder, ImageIo, Options, PageId, Place, ReadPages, SnapshotInfo, StatePoint, Store,
+    View,
+};
+use remanent_format::image::{Codec, ImageRef};
+use remanent_format::state::survey::Survey;
+
+use crate::files::{Files, small};
+use crate::kill::workload::Random;
+use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
+
+/// Longer than is read at once, and no multiple of anything.
+const LONG: u64 = (3 << 20) + 77;
+
+/// A page of random bytes that lies on disk, in a snapshot.
+fn sample(disk: &SimDisk, options: Options, random: &mut Random) -> (Store, PageId, Vec<u8>) {
+    let store = opened(disk, options);
+    let plain = random.bytes(LONG);
+    let page = commit(&store, |batch| _ = batch.create_from(plain.clone(), Place::Disk))[0];
+    store.snapshot().unwrap();
+    (store, page, plain)
+}
+
+/// Writes that many bytes at random places, in the page and in what it should be.
+fn write(store: &Store, page: PageId, plain: &mut [u8], len: usize, random: &mut Random) {
+    let at = random.next() as usize % (plain.len() - len);
+    let bytes = random.bytes(len as u64);
+    plain[at..at + len].copy_from_slice(&bytes);
+    commit(store, |batch| _ = batch.write(page, at as u64, &bytes));
+}
+
+/// The image that a snapshot names of a page.
+fn image_of(disk: &SimDisk, snapshot: &SnapshotInfo, page: PageId) -> ImageRef {
+    let survey = Survey::read(&Files::of(disk)).unwrap();
+    let manifest = survey.snapshot(snapshot.id).unwrap();
+    manifest.entries.iter().find(|entry| entry.page == page).unwrap().image.unwrap()
+}
+
+fn is_overlay(image: &ImageRef) -> bool {
+    matches!(image.codec, Codec::Overlay(_))
+}
+
+/// Bytes of all image files.
+fn image_bytes(disk: &SimDisk) -> usize {
+    let files = Files::of(disk).0;
+    files.iter().filter(|(file, _)| file.folder() == Folder::Pages).map(|(_, bytes)| bytes.len()).sum()
+}
+
+/// Snapshot after snapshot writes what changed since the base, until that is an eighth of the page. Then the
+/// page is written whole, and all begins anew. In every way to write images, with and without compression.
+#[test]
+fn little_is_written_of_a_long_page() {
+    for (number, options) in [
+        uncompressed().image_io(ImageIo::Buffered),
+        uncompressed().image_io(ImageIo::Mapped),
+        uncompressed().image_io(ImageIo::Direct),
+        small(),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (disk, mut random) = (SimDisk::new(), Random(number as u64));
+        let options = options.snapshots_kept(1);
+        let (mut store, page, mut plain) = sample(&disk, options.clone(), &mut random);
+        let (mut overlays, mut wholes) = (0, 0);
+        for round in 0..40 {
+            // Some of them over what was written before, some across what is read at once.
+            (0..3).for_each(|_| write(&store, page, &mut plain, 9000, &mut random));
+            let snapshot = store.snapshot().unwrap();
+            let (image, written) = (image_of(&disk, &snapshot, page), snapshot.bytes_written);
+            if is_overlay(&image) {
+                overlays += 1;
+                assert!((27_000..LONG / 8).contains(&written), "{written} bytes in round {round}");
+                assert!(image.files().count() == 2);
+            } else {
+                wholes += 1;
+                assert!(overlays > 5, "whole in round {round}");
+            }
+            if round % 5 == 4 {
+                drop(store);
+                store = opened(&disk, options.clone());
+            }
+            assert!(store.read_to_vec(page).unwrap() == plain, "round {round}");
+            let mut part = vec![0; 5000];
+            store.read(page, 1_000_000, &mut part).unwrap();
+            assert!(part == plain[1_000_000..1_005_000]);
+            // The page, the overlay, and what is about to go.
+            assert!(image_bytes(&disk) < 4 * LONG as usize, "{} bytes of images", image_bytes(&disk));
+        }
+        assert!(overlays > 20 && wholes >= 2, "{overlays} and {wholes}");
+        assert!(store.audit().unwrap().changed.is_empty());
+    }
+}
+
+/// What an overlay lies over stays for as long as any snapshot, reader, fork or table has the overlay.
+#[test]
+fn a_base_stays_as_long_as_it_is_needed() {
+    let (disk, mut random) = (SimDisk::new(), Random(7));
+    let options = uncompressed().snapshots_kept(1).log_kept(1 << 30);
+    let (store, page, mut plain) = sample(&disk, options.clone(), &mut random);
+    write(&store, page, &mut plain, 100, &mut random);
+    let first = store.snapshot().unwrap();
+    let (then, image) = (plain.clone(), image_of(&disk, &first, page));
+    assert!(is_overlay(&image));
+    let (base, _) = image.files().last().unwrap();
+    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+    let view = View::open_on(&shared, Some(&StatePoint::Lsn(first.end))).unwrap();
+    let forked = SimDisk::new();
+    view.fork_on(&(Arc::new(forked.clone()) as Arc<dyn Disk>)).unwrap();
+    // All of the page is another one, and the snapshots of before are gone.
+    for _ in 0..3 {
+        plain = random.bytes(LONG);
+        commit(&store, |batch| _ = batch.write(page, 0, &plain));
+        store.snapshot().unwrap();
+    }
+    assert!(view.read_to_vec(page).unwrap() == then, "for a reader");
+    drop(view);
+    assert!(opened(&forked, options.clone()).read_to_vec(page).unwrap() == then, "for a fork");
+    store.restore(&StatePoint::Lsn(first.end)).unwrap();
+    assert!(store.read_to_vec(page).unwrap() == then, "for a restore");
+    drop(store);
+    let store = opened(&disk, options);
+    assert!(store.read_to_vec(page).unwrap() == then, "for an open after it");
+    assert!(disk.bytes(FileName::Pages(base)).is_some());
+}
+
+/// A page that leaves the disk, is resized or written whole needs no overlay, and its bytes go along.
+#[test]
+fn pages_with_overlays_go_anywhere() {
+    let (disk, mut random) = (SimDisk::new(), Random(8));
+    let (store, page, mut plain) = sample(&disk, uncompressed(), &mut random);
+    let check = |store: &Store, plain: &[u8], why: &str| {
+        assert!(store.read_to_vec(page).unwrap() == plain, "{why}");
+        drop(store.snapshot().unwrap());
+        assert!(store.read_to_vec(page).unwrap() == plain, "{why}, in a snapshot");
+    };
+    write(&store, page, &mut plain, 100, &mut random);
+    check(&store, &plain, "an overlay");
+    move_to(&store, page, Place::Host);
+    check(&store, &plain, "in memory");
+    write(&store, page, &mut plain, 100, &mut random);
+    move_to(&store, page, Place::Disk);
+    check(&store, &plain, "on disk again");
+    write(&store, page, &mut plain, 100, &mut random);
+    check(&store, &plain, "an overlay again");
+    for len in [LONG / 2, LONG, LONG + 5000] {
+        commit(&store, |batch| _ = batch.resize(page, len));
+        plain.resize(len as usize, 0);
+        write(&store, page, &mut plain, 100, &mut random);
+        check(&store, &plain, "resized");
+        write(&store, page, &mut plain, 100, &mut random);
+        let snapshot = store.snapshot().unwrap();
+        assert!(is_overlay(&image_of(&disk, &snapshot, page)), "over the image of its new length");
+    }
+    move_to(&store, page, Place::Host);
+    drop(store);
+    let store = opened(&disk, uncompressed());
+    assert!(store.read_to_vec(page).unwrap() == plain);
+    assert!(store.audit().unwrap().changed.is_empty());
+}
+
+/// A short page, or one of which many small pieces changed, is written whole: an overlay would save nothing.
+#[test]
+fn short_pages_are_written_whole() {
+    let (disk, mut random) = (SimDisk::new(), Random(9));
+    let store = opened(&disk, uncompressed());
+    let pages = commit(&store, |batch| {
+        batch.create_from(random.bytes(64 << 10), Place::Disk);
+        batch.create_from(random.bytes(1 << 20), Place::Disk);
+    });
+    store.snapshot().unwrap();
+    commit(&store, |batch| {
+        batch.write(pages[0], 9, b"little");
+        (0..8000).for_each(|at| _ = batch.write(pages[1], 130 * at, b"much"));
+    });
+    let snapshot = store.snapshot().unwrap();
+    assert!(pages.iter().all(|page| !is_overlay(&image_of(&disk, &snapshot, *page))));
+    assert_eq!(snapshot.bytes_written, (64 << 10) + (1 << 20));
+}
+
+/// An image that a batch wrote ahead, and that nothing has read back, is no base: a snapshot would rely on
+/// it.
+#[test]
+fn an_image_that_is_not_proven_is_no_base() {
+    let (disk, mut random) = (SimDisk::new(), Random(11));
+    let store = opened(&disk, uncompressed());
+    let mut plain = random.bytes(LONG);
+    let page = commit(&store, |batch| _ = batch.create_from(plain.clone(), Place::Disk))[0];
+    let mut snapshot = |store: &Store| {
+        write(store, page, &mut plain, 100, &mut random);
+        let snapshot = store.snapshot().unwrap();
+        image_of(&disk, &snapshot, page)
+    };
+    assert!(!is_overlay(&snapshot(&store)), "written ahead");
+    assert!(is_overlay(&snapshot(&store)), "read back by the snapshot before");
+    drop(store);
+    assert!(is_overlay(&snapshot(&opened(&disk, uncompressed()))), "read back by the open");
+}
+
+/// A page whose base lies in a file that is to be emptied is written whole, and the file goes.
+#[test]
+fn an_overlay_keeps_no_wasteful_file() {
+    let (disk, mut random) = (SimDisk::new(), Random(12));
+    let store = opened(&disk, uncompressed().snapshots_kept(1));
+    let (mut plain, lens) = (random.bytes(LONG), [LONG, 3 * LONG]);
+    let pages = commit(&store, |batch| {
+        batch.create_from(plain.clone(), Place::Disk);
+        batch.create_from(random.bytes(lens[1]), Place::Disk);
+    });
+    let first = store.snapshot().unwrap();
+    let shared = image_of(&disk, &first, pages[0]).file;
+    assert_eq!(shared, image_of(&disk, &first, pages[1]).file);
+    // Most of the file is of no use from here on.
+    commit(&store, |batch| _ = batch.write(pages[1], 0, &random.bytes(lens[1])));
+    write(&store, pages[0], &mut plain, 100, &mut random);
+    let second = store.snapshot().unwrap();
+    assert!(is_overlay(&image_of(&disk, &second, pages[0])));
+    write(&store, pages[0], &mut plain, 100, &mut random);
+    let third = store.snapshot().unwrap();
+    assert!(!is_overlay(&image_of(&disk, &third, pages[0])), "its base keeps the file");
+    store.prune(&Default::default()).unwrap();
+    assert!(disk.bytes(FileName::Pages(shared)).is_none());
+    assert!(store.read_to_vec(pages[0]).unwrap() == plain);
+}
+
+/// A file of overlays is emptied by writing overlays again, and not the pages.
+#[test]
+fn a_file_of_overlays_is_emptied_for_little() {
+    const LEN: u64 = 300_000;
+    let (disk, mut random) = (SimDisk::new(), Random(13));
+    let store = opened(&disk, uncompressed().snapshots_kept(1));
+    let mut plain: Vec<Vec<u8>> = (0..20).map(|_| random.bytes(LEN)).collect();
+    let pages = commit(&store, |batch| {
+        plain.iter().for_each(|bytes| _ = batch.create_from(bytes.clone(), Place::Disk));
+    });
+    store.snapshot().unwrap();
+    let mut change = |plain: &mut [Vec<u8>], count: usize| {
+        let changed = pages.iter().zip(plain).take(count);
+        changed.for_each(|(page, bytes)| write(&store, *page, bytes, 3000, &mut random));
+        store.snapshot().unwrap()
+    };
+    let first = change(&mut plain, 20);
+    let shared = image_of(&disk, &first, pages[19]).file;
+    // Most of the overlays are replaced: the file is to be emptied of the others.
+    change(&mut plain, 15);
+    let last = change(&mut plain, 1);
+    assert!(last.bytes_written < 40_000, "{} bytes", last.bytes_written);
+    assert!(image_of(&disk, &last, pages[19]).file != shared);
+    for (page, bytes) in pages.iter().zip(&plain) {
+        assert!(is_overlay(&image_of(&disk, &last, *page)) && store.read_to_vec(*page).unwrap() == *bytes);
+    }
+}
+
+/// A bit that rots in the base, or in the overlay, is found by the next reader; a scrub finds it, too, and
+/// says in which file. Pages beside it go on.
+#[test]
+fn damage_to_an_overlay_and_to_its_base_is_found() {
+    for of_base in [false, true] {
+        let (disk, mut random) = (SimDisk::new(), Random(10));
+        let (store, page, mut plain) = sample(&disk, uncompressed(), &mut random);
+        let other = commit(&store, |batch| _ = batch.create_from(vec![5; 200_000], Place::Disk))[0];
+        store.snapshot().unwrap();
+        write(&store, page, &mut plain, 100, &mut random);
+        let snapshot = store.snapshot().unwrap();
+        let image = image_of(&disk, &snapshot, page);
+        let (file, len) =
+            if of_base { image.files().last().unwrap() } else { (image.file, image.stored_len) };
+        assert!(is_overlay(&image) && store.read_to_vec(page).unwrap() == plain);
+        drop(store);
+        let mut files = Files::of(&disk);
+        let bytes = files.0.get_mut(&FileName::Pages(file)).unwrap();
+        let at = if of_base { bytes.len() as u64 - len / 2 } else { image.offset + len - 1 };
+        bytes[at as usize] ^= 1;
+        let damaged = files.disk();
+        let store = opened(&damaged, uncompressed());
+        let refused = store.read_to_vec(page).unwrap_err();
+        let Error::Damaged(damage) = &refused else { panic!("{refused}") };
+        assert_eq!(damage.file, FileName::Pages(file));
+        let found = store.scrub().unwrap();
+        assert!(found.damage.iter().any(|damage| damage.file == FileName::Pages(file)), "{found:?}");
+        assert!(store.read_to_vec(other).unwrap() == [5; 200_000]);
+        // No snapshot can be taken of it, and the store goes on.
+        write(&store, page, &mut plain, 100, &mut random);
+        let refused = store.snapshot().unwrap_err();
+        assert!(matches!(refused, Error::Damaged(_)), "{refused}");
+        // What is written anew needs neither.
+        plain = random.bytes(LONG);
+        commit(&store, |batch| _ = batch.write(page, 0, &plain));
+        let snapshot = store.snapshot().unwrap();
+        assert!(
+            store.read_to_vec(page).unwrap() == plain && !is_overlay(&image_of(&damaged, &snapshot, page))
+        );
+    }
+}
