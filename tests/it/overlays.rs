@@ -184,23 +184,23 @@ fn short_pages_are_written_whole() {
     assert_eq!(snapshot.bytes_written, (64 << 10) + (1 << 20));
 }
 
-/// An image that a batch wrote ahead, and that nothing has read back, is no base: a snapshot would rely on
-/// it.
+/// An image that a batch wrote ahead, and that nothing has read back, is no base: a snapshot would rely on it.
 #[test]
 fn an_image_that_is_not_proven_is_no_base() {
     let (disk, mut random) = (SimDisk::new(), Random(11));
-    let store = opened(&disk, uncompressed());
-    let mut plain = random.bytes(LONG);
-    let page = commit(&store, |batch| _ = batch.create_from(plain.clone(), Place::Disk))[0];
-    let mut snapshot = |store: &Store| {
-        write(store, page, &mut plain, 100, &mut random);
+    let (store, page, mut plain) = sample(&disk, uncompressed(), &mut random);
+    let mut next = |store: &Store, plain: &mut [u8]| {
+        write(store, page, plain, 100, &mut random);
         let snapshot = store.snapshot().unwrap();
         image_of(&disk, &snapshot, page)
     };
-    assert!(!is_overlay(&snapshot(&store)), "written ahead");
-    assert!(is_overlay(&snapshot(&store)), "read back by the snapshot before");
+    assert!(is_overlay(&next(&store, &mut plain)), "read back by the snapshot before");
+    plain = Random(12).bytes(LONG);
+    commit(&store, |batch| _ = batch.write(page, 0, &plain));
+    assert!(!is_overlay(&next(&store, &mut plain)), "written ahead since");
+    assert!(is_overlay(&next(&store, &mut plain)), "read back by the snapshot before");
     drop(store);
-    assert!(is_overlay(&snapshot(&opened(&disk, uncompressed()))), "read back by the open");
+    assert!(is_overlay(&next(&opened(&disk, uncompressed()), &mut plain)), "read back by the open");
 }
 
 /// A page whose base lies in a file that is to be emptied is written whole, and the file goes.

@@ -82,24 +82,17 @@ pub const LIST: &[Defence] = &[
     defence(
         "a page with writes over its image does not come from disk by its image alone",
         DISK_PAGE,
-        "filter(|_| self.blocks.is_empty())",
-        "filter(|_| true)",
+        "self.blocks.is_empty()",
+        "true",
         it("pages_on_disk::many_pages_move_at_once"),
     ),
     // Overlays (I7, I8).
     defence(
-        "a snapshot keeps the file of an overlay's base",
-        "src/catalog/newest.rs",
-        "for (file, stored_len) in image.files() {\n                self.bytes += stored_len;",
-        "for (file, stored_len) in image.files().take(1) {\n                self.bytes += stored_len;",
+        "the file of an overlay's base is kept",
+        "format/src/image/image_ref.rs",
+        "Some((base.file, base.stored_len))",
+        "None",
         it("overlays::a_base_stays_as_long_as_it_is_needed"),
-    ),
-    defence(
-        "a page on disk keeps the file of its overlay's base",
-        "src/images/disk_pages/mod.rs",
-        "image.files().map(|(file, _)| FileUse::of(&self.uses, file))",
-        "image.files().take(1).map(|(file, _)| FileUse::of(&self.uses, file))",
-        unit("images::disk_pages::tests::an_overlay_has_what_changed_since_the_whole_image"),
     ),
     defence(
         "an overlay lies over an image that was read back",

@@ -265,13 +265,6 @@ pub const LIST: &[Defence] = &[
         GOLDEN,
     ),
     defence("the base of an overlay has a file and a length", IMAGE_REF, "base.check()", "Ok(())", GOLDEN),
-    defence(
-        "the file of an overlay's base is below the next one (M7)",
-        CHECK,
-        "let mut files = image.files();",
-        "let mut files = image.files().take(1);",
-        GOLDEN,
-    ),
     check(
         "no frame names an overlay",
         "format/src/op/writer.rs",
