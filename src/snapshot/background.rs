@@ -10,8 +10,9 @@
 //! snapshot is due: at the open, or when the store is closed, if there was no time for it before.
 //!
 //! A full disk, no memory, or another shortage is a clean failure: the store's stats tell of it, and it
-//! is tried again later. Every other failure has poisoned the store, and ends the thread. When the store
-//! closes, the snapshot that is being gathered is given up.
+//! is tried again later. So is a page on disk that cannot be read: it may be written anew, or deleted. Every
+//! other failure has poisoned the store, and ends the thread. When the store closes, the snapshot that is
+//! being gathered is given up.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -206,6 +206,11 @@ impl Snapshots {
             }
         });
         let taken = taken.map_err(|error| if is_unreadable { error } else { self.heard(error) });
+        match &taken {
+            Ok(_) => self.engine.disk_pages.note_unreadable(None),
+            Err(error) if is_unreadable => self.engine.disk_pages.note_unreadable(Some(error)),
+            Err(_) => {}
+        }
         if let Ok(info) = &taken {
             let bytes = i64::try_from(log_bytes).unwrap_or(i64::MAX);
             *self.last.lock() = LastSnapshot { lsn: info.end, bytes, restarts: 0, at: began };

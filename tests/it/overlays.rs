@@ -184,7 +184,8 @@ fn short_pages_are_written_whole() {
     assert_eq!(snapshot.bytes_written, (64 << 10) + (1 << 20));
 }
 
-/// An image that a batch wrote ahead, and that nothing has read back, is no base: a snapshot would rely on it.
+/// An image that a batch wrote ahead, and that nothing has read back, is no base: a snapshot would rely
+/// on it.
 #[test]
 fn an_image_that_is_not_proven_is_no_base() {
     let (disk, mut random) = (SimDisk::new(), Random(11));

@@ -48,6 +48,8 @@ pub(crate) struct DiskPages {
     is_any: AtomicBool,
     /// Committers that wait for room.
     waiting: AtomicUsize,
+    /// Why the last snapshot could not read a page, if so: none makes room until the page is mended.
+    unreadable: Mutex<Option<Error>>,
 }
 
 /// How many images of pages on disk lie in each image file.
@@ -87,6 +89,7 @@ impl DiskPages {
             pending_max: pending_max(budget),
             is_any: AtomicBool::new(false),
             waiting: AtomicUsize::new(0),
+            unreadable: Mutex::new(None),
         }
     }
 
@@ -153,6 +156,13 @@ impl DiskPages {
         pending >= self.pending_max / 2 || (pending > 0 && self.waiting.load(Ordering::Relaxed) > 0)
     }
 
+    /// Notes whether a snapshot could read all pages. One that could not makes no room, nor does the next one
+    /// until its page is written anew or deleted: committers are told, instead of waiting.
+    pub fn note_unreadable(&self, reason: Option<&Error>) {
+        *self.unreadable.lock() = reason.cloned();
+        self.pending.fell.notify_all();
+    }
+
     /// Claims `needed` bytes, however many are pending: for a caller that cannot wait.
     pub fn claim(&self, needed: u64) -> PendingClaim {
         self.pending.claim(needed, u64::MAX).expect("all claims fit")
@@ -162,7 +172,8 @@ impl DiskPages {
     /// snapshot will make room; it says so to the thread that takes it.
     ///
     /// # Errors
-    /// `OverBudget` if there never will be as much room, or no snapshot comes; what `is_coming` fails with.
+    /// `OverBudget` if there never will be as much room, or no snapshot comes; `Damaged` if snapshots fail at
+    /// a page that cannot be read; what `is_coming` fails with.
     pub fn wait_for_room(&self, needed: u64, is_coming: impl Fn() -> Result<bool>) -> Result<PendingClaim> {
         let full = |available: u64| Error::OverBudget {
             place: Place::Disk,
@@ -181,6 +192,9 @@ impl DiskPages {
             };
             // Before the thread that takes snapshots is called: it looks whether one is due.
             waits.get_or_insert_with(|| Waiting::new(&self.waiting));
+            if let Some(reason) = &*self.unreadable.lock() {
+                return Err(reason.clone());
+            }
             if !is_coming()? {
                 return Err(full(self.pending_max.saturating_sub(pending)));
             }

@@ -2,7 +2,7 @@ use proptest::prelude::*;
 use remanent_format::image::Codec;
 use remanent_format::op::Op;
 use remanent_format::state::apply::apply;
-use remanent_format::{FileName, Folder, PageId, Width};
+use remanent_format::{Defect, FileName, Folder, PageId, Width};
 
 use super::*;
 use crate::testing::sim_disk::SimDisk;
@@ -257,6 +257,27 @@ fn room_is_waited_for_where_it_comes() {
         let waiting = scope.spawn(|| pages.wait_for_room(8 << 10, || Ok(true)));
         page = pages.zeros(1);
         waiting.join().unwrap().unwrap();
+    });
+}
+
+/// Where no snapshot can be taken, because a page cannot be read, a committer is told so.
+#[test]
+fn nothing_waits_for_a_snapshot_that_cannot_be_taken() {
+    let pages = DiskPages::new(Arc::new(SimDisk::new()), 8 << 10);
+    let damage = Defect::Missing.at(FileName::Pages(1), 4096);
+    pages.note_unreadable(Some(&Error::from(damage)));
+    drop(pages.wait_for_room(4 << 10, || panic!("there is room")).unwrap());
+    let _held = pages.wait_for_room(8 << 10, || Ok(true)).unwrap();
+    let refused = pages.wait_for_room(1, || Ok(true)).unwrap_err();
+    assert!(matches!(refused, Error::Damaged(_)), "{refused}");
+    std::thread::scope(|scope| {
+        pages.note_unreadable(None);
+        let waiting = scope.spawn(|| pages.wait_for_room(1, || Ok(true)));
+        while pages.waiting.load(Ordering::Relaxed) == 0 {
+            std::thread::yield_now();
+        }
+        pages.note_unreadable(Some(&Error::from(Defect::Missing.at(FileName::Pages(1), 4096))));
+        assert!(waiting.join().unwrap().is_err(), "one that waits already is told, too");
     });
 }
 

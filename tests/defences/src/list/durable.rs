@@ -129,6 +129,13 @@ pub const LIST: &[Defence] = &[
         "self.len > RUN_BYTES",
         it("overlays::pages_with_overlays_go_anywhere"),
     ),
+    defence(
+        "a committer does not wait for a snapshot that cannot be taken",
+        "src/images/disk_pages/mod.rs",
+        "&*self.unreadable.lock()",
+        "&None::<Error>",
+        unit("images::disk_pages::tests::nothing_waits_for_a_snapshot_that_cannot_be_taken"),
+    ),
     check(
         "a page that cannot be read ends its snapshot, and not the store",
         "src/snapshot/mod.rs",
