@@ -144,6 +144,8 @@ impl KnownImages {
                 room -= bytes;
                 let mut pages = self.newest().pages_in(*file)?;
                 sorted.visited += pages.len();
+                // Those of files before, too: an overlay lies in one file, and its base in another.
+                spoken_of = sorted.spoken_of()?;
                 pages.retain(|page| spoken_of.binary_search(page).is_err());
                 look_at(&pages, &mut |page, standing| match standing {
                     PageClass::Unchanged(info, _) => push(&mut sorted.gather, (page, info.len)),
@@ -154,6 +156,8 @@ impl KnownImages {
         if !carry.is_empty() {
             spoken_of = sorted.spoken_of()?;
         }
+        // I7: a page that is named twice would be a manifest that no open takes.
+        assert!(spoken_of.windows(2).all(|pair| pair[0] < pair[1]), "a page is spoken of twice");
 
         let rest = {
             let newest = self.newest();

@@ -132,15 +132,15 @@ impl KnownImages {
     pub fn image_of(&self, page: PageId, epoch: Epoch) -> Option<ImageRef> {
         let newest = self.newest.lock();
         let image = newest.get(page).filter(|named| named.epoch == epoch)?.known.image?;
-        (!self.spoilt.lock().contains_key(&location(&image))).then_some(image)
+        (!is_spoilt(&self.spoilt.lock(), page, &image)).then_some(image)
     }
 
-    /// Whether the next snapshot may lay an overlay over an image of a page: it is sound, and either the
-    /// newest snapshot names it or it was read back.
+    /// Whether the next snapshot may lay an overlay over an image of a page: it is sound, as the image is
+    /// that the newest snapshot names of the page, and it is that one or was read back.
     pub fn may_be_base(&self, page: PageId, image: &ImageRef, is_proven: bool) -> bool {
         let named = self.newest.lock().get(page).and_then(|named| named.known.image);
         let spoilt = self.spoilt.lock();
-        let is_sound = |image: &ImageRef| !spoilt.contains_key(&location(image));
+        let is_sound = |image: &ImageRef| !is_spoilt(&spoilt, page, image);
         // A snapshot whose overlay does not hold is mended by a whole image: what does not hold may be the
         // base.
         is_sound(image) && named.is_some_and(|named| is_sound(&named) && (is_proven || named == *image))
@@ -175,12 +175,13 @@ impl KnownImages {
         Ok(())
     }
 
-    /// Notes that an image does not hold any more: the next snapshot gathers its page.
-    pub fn spoil(&self, page: PageId, image: &ImageRef) {
+    /// Notes that an image does not hold any more, or the base over which it lies: the next snapshot gathers
+    /// its page. `at` says where the damage lies.
+    pub fn spoil(&self, page: PageId, image: &ImageRef, at: (u64, u64)) {
         let is_it = |known: &KnownImage| known.image.is_some_and(|known| location(&known) == location(image));
         self.beside.lock().retain(|_, known| !is_it(known));
         // It stays among the newest snapshot's images: if its page is deleted, the next snapshot must say so.
-        self.spoilt.lock().insert(location(image), page);
+        self.spoilt.lock().extend([(location(image), page), (at, page)]);
     }
 
     /// The newest snapshot's own link with its checksum, for a thin snapshot to follow; `None` if it has too
@@ -214,8 +215,9 @@ impl KnownImages {
         pages: &[PageId],
     ) -> Result<Vec<PageClass>> {
         let (newest, beside, spoilt) = (self.newest.lock(), self.beside.lock(), self.spoilt.lock());
-        let holds =
-            |known: &KnownImage| known.image.is_none_or(|image| !spoilt.contains_key(&location(&image)));
+        let holds = |page: PageId, known: &KnownImage| {
+            known.image.is_none_or(|image| !is_spoilt(&spoilt, page, &image))
+        };
         let standing = |page: PageId| {
             let named = newest.get(page);
             let Some(info) = table.get(page) else {
@@ -224,7 +226,7 @@ impl KnownImages {
                     false => PageClass::Gone { is_named: named.is_some() },
                 };
             };
-            let named = named.filter(|named| holds(&named.known));
+            let named = named.filter(|named| holds(page, &named.known));
             if let Some(named) = named.filter(|named| named.known.lsn == info.lsn) {
                 return PageClass::Unchanged(info, named.known.image);
             }
@@ -285,6 +287,13 @@ impl KnownImages {
         let before = newest.links.iter().rev().skip(1).map(|link| link.snapshot).collect();
         (newest.sums().clone(), before)
     }
+}
+
+/// Whether an image of a page does not hold, or the base over which it lies. Of the base the file is known,
+/// and a file has one image of a page.
+fn is_spoilt(spoilt: &BTreeMap<(u64, u64), PageId>, page: PageId, image: &ImageRef) -> bool {
+    let of_base = |file| spoilt.range((file, 0)..=(file, u64::MAX)).any(|(_, of)| *of == page);
+    spoilt.contains_key(&location(image)) || image.files().skip(1).any(|(file, _)| of_base(file))
 }
 
 /// The location of an image, which is its name: numbers of files are never used again.

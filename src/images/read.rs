@@ -96,9 +96,9 @@ impl<'a> ImageRun<'a> {
         self.images[0].page
     }
 
-    /// Bytes of the run's images, as they are stored.
+    /// Bytes of the run's images, as they are stored: those of bases of overlays, too.
     pub fn bytes(&self) -> u64 {
-        self.images.iter().map(|wanted| wanted.image.stored_len).sum()
+        self.images.iter().flat_map(|wanted| wanted.image.files()).map(|(_, stored_len)| stored_len).sum()
     }
 
     /// The run's image, if it has only one.

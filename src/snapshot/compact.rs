@@ -4,7 +4,7 @@
 //! of them is named (I8). A file with one such page would stay for good. So a snapshot gathers the pages of
 //! such files as if they had changed; once the older snapshots are gone, so are the files.
 //!
-//! Nothing is read from disk for this, and nothing is removed here: a crash loses nothing.
+//! Nothing is removed here: a crash loses nothing.
 
 use remanent_format::image::IMAGE_HEADER_BLOCK;
 use remanent_format::limits::GROUP_ALIGN;

@@ -21,7 +21,8 @@
 //!
 //! A crash in 1 to 4 leaves image files that nothing names; in 5 to 7, a snapshot that the next open
 //! publishes and verifies again. No space in 2 to 5 is a clean failure, and so is a system that is short
-//! of something; everything else poisons: it may be unknown then whether the manifest has its name.
+//! of something, or in 2 a page on disk that cannot be read; everything else poisons: it may be unknown then
+//! whether the manifest has its name.
 //!
 //! In phases 2 to 5 the order is that of I7. Were the manifest published before the sync of its images, a
 //! power cut could leave it without them; before the log is durable, with pages that are newer than any
@@ -274,7 +275,7 @@ impl Snapshots {
         let plan = self.plan_files(catalog, &sorted, threads_max);
         let gathered = plan.and_then(|plan| {
             let gathered = self.gather_and_end(&catalog.files, &plan, &sorted.gather, overlays, end, request);
-            Ok((gathered.map_err(|error| needing(plan.gather_bytes, error))?, plan))
+            Ok((gathered.map_err(|error| needing(plan.expected_bytes, error))?, plan))
         });
         // d.
         self.stop_watching()?;
@@ -338,7 +339,7 @@ impl Snapshots {
         // A file for which there is no chunk would stay empty, and be kept for nothing.
         let chunks = self.chunk_count(&sorted.gather)?.max(1);
         let files = file_count(expected_bytes, self.chunk_len, threads).min(chunks);
-        Ok(GatherPlan { gather_bytes, expected_bytes, threads, numbers: catalog.files.take_numbers(files) })
+        Ok(GatherPlan { expected_bytes, threads, numbers: catalog.files.take_numbers(files) })
     }
 
     /// Phases 2 and 3. After a failure the image files are gone: nothing names them yet.
@@ -404,9 +405,7 @@ fn needing(bytes: u64, error: Error) -> Error {
 
 /// How pages are gathered: by how many threads, into which files.
 struct GatherPlan {
-    /// The lengths of the pages to gather, together.
-    gather_bytes: u64,
-    /// About as many bytes are written.
+    /// About how many bytes are written.
     expected_bytes: u64,
     threads: usize,
     /// The numbers of the image files.

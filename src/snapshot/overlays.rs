@@ -15,7 +15,7 @@ use remanent_format::{PageId, PageInfo};
 use super::Snapshots;
 use crate::base::allocation::{collected, make_room, push, set_of};
 use crate::catalog::KnownImages;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, NewOverlay};
 use crate::images::{ImageWriters, ReadPass, Sink};
 
@@ -89,7 +89,12 @@ impl Snapshots {
             if !target.overlays.allow(info.page, copy) {
                 continue;
             }
-            let Some(mut new) = copy.overlay()? else { continue };
+            let mut new = match copy.overlay() {
+                Ok(Some(new)) => new,
+                // Batches may have written over what is damaged: then all of the page can be read.
+                Ok(None) | Err(Error::Damaged(_)) => continue,
+                Err(error) => return Err(error),
+            };
             let payload = new.payload();
             if payload.len > self.piece_len() {
                 images[number] = Some(self.write_long_overlay(target, &mut new, keep_pace)?);

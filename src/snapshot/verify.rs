@@ -19,6 +19,7 @@ use remanent_format::SnapshotId;
 
 use super::Snapshots;
 use super::gather::GatheredDiskPage;
+use crate::base::allocation::push;
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::Mutex;
 use crate::base::sync::thread::JoinHandle;
@@ -171,13 +172,20 @@ impl Snapshots {
         if gathered.is_empty() {
             return Ok(());
         }
-        let disk_pages = self.engine.disk_pages.clone();
+        // Not in the turn: what is known of the image before may be on its way from the disk, for a reader.
+        let mut proven = Vec::new();
+        for GatheredDiskPage { page, copy, image } in gathered {
+            let before = copy.image().map(AsRef::as_ref);
+            let image = image.map(|image| self.engine.disk_pages.image_after(image, copy.byte_len(), before));
+            // I7: of an overlay its payload was read back, which says nothing of what it makes of its base.
+            if let Some(image) = image.as_ref().filter(|image| !image.image().is_whole()) {
+                image.prove()?;
+            }
+            push(&mut proven, (page, copy, image))?;
+        }
         self.engine.applier.turn(move |turn| {
-            for GatheredDiskPage { page, copy, image } in gathered {
+            for (page, copy, image) in proven {
                 if let Some(on_disk) = turn.applied.on_disk.get_mut(page) {
-                    let image = image.map(|image| {
-                        disk_pages.image_after(image, copy.byte_len(), copy.image().map(AsRef::as_ref))
-                    });
                     on_disk.rebase(&copy, image);
                 }
             }

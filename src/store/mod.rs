@@ -157,9 +157,9 @@ impl Store {
         let poison = self.engine().poison.clone();
         if options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some() {
             match snapshots.take_at_close() {
-                Err(error) if error.is_passing() => tracing::warn!(%error, "no snapshot at the close"),
-                // Every other failure has poisoned the store.
-                _ => {}
+                // A failure that poisoned the store is told below.
+                Err(error) => tracing::warn!(%error, "no snapshot at the close"),
+                Ok(()) => {}
             }
         }
         drop(self);

@@ -230,6 +230,44 @@ fn an_overlay_keeps_no_wasteful_file() {
     assert!(store.read_to_vec(pages[0]).unwrap() == plain);
 }
 
+/// A page whose overlay and whose base lie in files that are both to be emptied is gathered once.
+#[test]
+fn a_page_of_two_wasteful_files_is_named_once() {
+    let (disk, mut random) = (SimDisk::new(), Random(14));
+    let store = opened(&disk, uncompressed().snapshots_kept(1));
+    let mut page_of = |lens: &[u64]| {
+        let bytes: Vec<Vec<u8>> = lens.iter().map(|len| random.bytes(*len)).collect();
+        let pages = commit(&store, |batch| {
+            bytes.iter().for_each(|bytes| _ = batch.create_from(bytes.clone(), Place::Disk));
+        });
+        (pages, bytes)
+    };
+    let (first, mut of_first) = page_of(&[300_000, 900_000]);
+    let (others, mut of_others) = page_of(&[300_000; 10]);
+    store.snapshot().unwrap();
+    let mut change = |pages: &[PageId], plain: &mut [Vec<u8>]| {
+        pages.iter().zip(plain).for_each(|(page, bytes)| write(&store, *page, bytes, 3000, &mut random));
+    };
+    change(&first[..1], &mut of_first);
+    change(&others, &mut of_others);
+    let overlaid = store.snapshot().unwrap();
+    let overlaid = image_of(&disk, &overlaid, first[0]);
+    assert!(is_overlay(&overlaid));
+    change(&others, &mut of_others);
+    of_first[1] = Random(15).bytes(900_000);
+    commit(&store, |batch| _ = batch.write(first[1], 0, &of_first[1]));
+    store.snapshot().unwrap();
+    // Here the file of the overlay and that of its base have little left.
+    change(&others[..1], &mut of_others);
+    let last = store.snapshot().unwrap();
+    for (page, bytes) in first.iter().zip(&of_first).chain(others.iter().zip(&of_others)) {
+        assert!(store.read_to_vec(*page).unwrap() == *bytes, "{page}");
+    }
+    let files: Vec<u64> = overlaid.files().map(|(file, _)| file).collect();
+    let now = image_of(&disk, &last, first[0]);
+    assert!(now.files().all(|(file, _)| !files.contains(&file)), "both were emptied: {now:?}");
+}
+
 /// A file of overlays is emptied by writing overlays again, and not the pages.
 #[test]
 fn a_file_of_overlays_is_emptied_for_little() {
@@ -256,6 +294,59 @@ fn a_file_of_overlays_is_emptied_for_little() {
     for (page, bytes) in pages.iter().zip(&plain) {
         assert!(is_overlay(&image_of(&disk, &last, *page)) && store.read_to_vec(*page).unwrap() == *bytes);
     }
+}
+
+/// Damage to a base that a scrub found concerns all overlays of it: the page is not taken for sound, and no
+/// other overlay is laid over it.
+#[test]
+fn no_overlay_is_laid_over_a_base_that_is_known_to_be_damaged() {
+    let (disk, mut random) = (SimDisk::new(), Random(16));
+    let (store, page, mut plain) = sample(&disk, uncompressed().snapshots_kept(3), &mut random);
+    let mut images = Vec::new();
+    for _ in 0..2 {
+        write(&store, page, &mut plain, 100, &mut random);
+        let snapshot = store.snapshot().unwrap();
+        images.push(image_of(&disk, &snapshot, page));
+    }
+    let bases: Vec<(u64, u64)> = images.iter().map(|image| image.files().last().unwrap()).collect();
+    assert!(images.iter().all(is_overlay) && bases[0] == bases[1]);
+    disk.damage(FileName::Pages(bases[0].0), 4096 + 2_000_000, &[1, 2, 3, 4]);
+    let found = store.scrub().unwrap();
+    let is_base = |damage: &remanent::Damage| damage.file == FileName::Pages(bases[0].0);
+    assert!(found.damage.iter().any(is_base), "{found:?}");
+    // Both overlays are of no use, though the damage was found by way of one of them.
+    write(&store, page, &mut plain, 100, &mut random);
+    let refused = store.snapshot().unwrap_err();
+    assert!(matches!(refused, Error::Damaged(_)), "{refused}");
+    plain = random.bytes(LONG);
+    commit(&store, |batch| _ = batch.write(page, 0, &plain));
+    let snapshot = store.snapshot().unwrap();
+    assert!(!is_overlay(&image_of(&disk, &snapshot, page)) && store.read_to_vec(page).unwrap() == plain);
+    assert!(store.scrub().unwrap().damage.iter().all(is_base), "of the older snapshots");
+}
+
+/// A page of many changes of a few bytes is written whole: a reader would hold a table of all of them.
+#[test]
+fn crumbs_are_written_whole() {
+    let (disk, mut random) = (SimDisk::new(), Random(17));
+    let (store, page, mut plain) = sample(&disk, uncompressed(), &mut random);
+    commit(&store, |batch| {
+        for at in (0..LONG as usize - 4).step_by(1000) {
+            plain[at..at + 4].copy_from_slice(b"bits");
+            batch.write(page, at as u64, b"bits");
+        }
+    });
+    let snapshot = store.snapshot().unwrap();
+    assert!(!is_overlay(&image_of(&disk, &snapshot, page)) && store.read_to_vec(page).unwrap() == plain);
+    // Half as many are not.
+    commit(&store, |batch| {
+        for at in (0..LONG as usize - 4).step_by(2100) {
+            plain[at..at + 4].copy_from_slice(b"more");
+            batch.write(page, at as u64, b"more");
+        }
+    });
+    let snapshot = store.snapshot().unwrap();
+    assert!(is_overlay(&image_of(&disk, &snapshot, page)) && store.read_to_vec(page).unwrap() == plain);
 }
 
 /// A bit that rots in the base, or in the overlay, is found by the next reader; a scrub finds it, too, and

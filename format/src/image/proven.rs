@@ -8,9 +8,10 @@
 //! at least as much of the page: a frame is read from its beginning. Frames of another writer may be longer,
 //! and then more is decompressed than is asked for; memory is held for a few hundred KiB all the same.
 //!
-//! An overlay is proven as it is stored, and so is its base. Its table is held: it says what lies over what.
+//! An overlay is proven as it is stored, and so is its base. Its table is held, some 24 bytes for each of its
+//! pieces: it says what lies over what.
 
-use std::ops::{ControlFlow, Range};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use super::codec::decompress_frames;
@@ -232,30 +233,38 @@ impl ProvenImage {
 
 impl ProvenOverlay {
     fn read(&self, source: &dyn ReadAt, offset: u64, out: &mut [u8]) -> Result<(), Damage> {
-        self.base.read(source, offset, out)?;
-        self.overlay.lay_over(offset, out, |stored_at, part| self.payload.read(source, stored_at, part))
+        let range = offset..offset + out.len() as u64;
+        let is_covered = self.overlay.pieces_in(range.clone()).next().is_some_and(|(_, part)| part == range);
+        if !is_covered {
+            self.base.read(source, offset, out)?;
+        }
+        self.lay_over(source, offset, out)
     }
 
-    /// CRC-32 of the page's bytes, which are `len`.
+    fn lay_over(&self, source: &dyn ReadAt, offset: u64, bytes: &mut [u8]) -> Result<(), Damage> {
+        let (file, image_at) = self.payload.location();
+        let read = |stored_at, part: &mut [u8]| self.payload.read(source, stored_at, part);
+        self.overlay.lay_over(offset, bytes, read, |defect| defect.at(file, image_at))
+    }
+
+    /// CRC-32 of the page's bytes, which are `len`. Of the base, what is near a piece is read once.
     fn sum(&self, source: &dyn ReadAt, len: u64) -> Result<u32, Damage> {
         let (file, image_at) = self.payload.location();
-        let mut bytes = Vec::new();
-        let mut sum_of = |image: &Self, is_base: bool, part: &Range<u64>| {
-            bytes.clear();
-            reserve(&mut bytes, part.end - part.start).map_err(|defect| defect.at(file, image_at))?;
-            bytes.resize((part.end - part.start) as usize, 0);
-            match is_base {
-                true => image.base.read(source, part.start, &mut bytes)?,
-                false => image.read(source, part.start, &mut bytes)?,
-            }
-            Ok::<_, Damage>(crc32fast::hash(&bytes))
-        };
-        let mut sum = self.base.image.raw_crc;
+        let (mut sum, mut bytes, mut summed_to) = (self.base.image.raw_crc, Vec::new(), 0);
         for piece in self.overlay.pieces() {
-            for start in (piece.start..piece.end).step_by(PIECE_LEN as usize) {
-                let part = start..piece.end.min(start + PIECE_LEN);
-                let (was, is) = (sum_of(self, true, &part)?, sum_of(self, false, &part)?);
-                sum = sum_after_change(sum, len, part, was, is);
+            for at in (piece.start - piece.start % PIECE_LEN..piece.end).step_by(PIECE_LEN as usize) {
+                if at < summed_to {
+                    continue;
+                }
+                let window = at..len.min(at + PIECE_LEN);
+                summed_to = window.end;
+                bytes.clear();
+                reserve(&mut bytes, window.end - at).map_err(|defect| defect.at(file, image_at))?;
+                bytes.resize((window.end - at) as usize, 0);
+                self.base.read(source, at, &mut bytes)?;
+                let was = crc32fast::hash(&bytes);
+                self.lay_over(source, at, &mut bytes)?;
+                sum = sum_after_change(sum, len, window, was, crc32fast::hash(&bytes));
             }
         }
         Ok(sum)

@@ -123,9 +123,10 @@ fn stream_overlaid<E: From<Damage>>(
         piece.clear();
         reserve(&mut piece, bytes.len() as u64).map_err(at)?;
         piece.extend_from_slice(bytes);
-        overlay.lay_over(done, &mut piece, |stored_at, part| {
+        let read = |stored_at, part: &mut [u8]| {
             source.read_at(file, offset + stored_at, part).map_err(|error| at(unreadable(error)))
-        })?;
+        };
+        overlay.lay_over(done, &mut piece, read, at)?;
         done += piece.len() as u64;
         sum.update(&piece);
         sink(&piece)

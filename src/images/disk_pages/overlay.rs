@@ -17,6 +17,10 @@ use crate::error::{Error, Result};
 const OVERLAY_SHARE: u64 = 8;
 /// Pieces with no more bytes between them are one: a row of the table takes 16.
 const GAP_BYTES: u64 = 64;
+/// A reader holds a table of the pieces. It is short beside the page: there is one piece for each 2 KiB of
+/// the page at most, or a few.
+const PIECE_SHARE: u64 = 2 << 10;
+const PIECES_FREE: u64 = 64;
 /// Bytes of a page that are looked at together: as many as an image proves at once.
 const WINDOW_LEN: u64 = 1 << 20;
 
@@ -80,38 +84,39 @@ impl DiskPage {
         let at =
             |defect: remanent_format::Defect| Error::from(defect.at(FileName::Pages(image.image().file), 0));
         let overlay = Overlay::new(*proven.base().image(), len, pieces).map_err(at)?;
-        if is_too_much(overlay.stored_len()) {
+        let is_in_crumbs = pieces_max(len) < overlay.pieces().len() as u64;
+        if is_in_crumbs || is_too_much(overlay.stored_len()) {
             return Ok(None);
         }
         let (head, sum) = (overlay.encode_head().map_err(at)?, self.sum_by_changes(image.image().raw_crc)?);
         Ok(Some(NewOverlay { page: self, overlay, head, sum, window: Window::default() }))
     }
 
-    /// CRC-32 of the page's bytes; `before` is that of its image. Only bytes near those that changed are
-    /// read.
+    /// CRC-32 of the page's bytes; `before` is that of its image. Of that, only bytes near those that changed
+    /// are read.
     fn sum_by_changes(&self, before: u32) -> Result<u32> {
-        let image = self.image_below().expect("asked before");
-        let (mut sum, mut was, mut is) = (before, Window::default(), Vec::new());
+        let (image, len) = (self.image_below().expect("asked before"), self.byte_len());
+        let (mut sum, mut window) = (before, Window::default());
         for run in self.written() {
-            let mut from = run.start;
-            while from < run.end {
-                if !(was.at..was.end()).contains(&from) {
-                    let bytes = was.go_to(from, self.byte_len())?;
-                    image.read(from - from % WINDOW_LEN, bytes)?;
-                    is.clear();
-                    make_room(&mut is, was.bytes.len())?;
-                    is.extend_from_slice(&was.bytes);
-                    self.lay_over(was.at, &mut is);
-                }
-                let part = from..run.end.min(was.end());
-                let within = (part.start - was.at) as usize..(part.end - was.at) as usize;
-                let (old, new) = (crc32fast::hash(was.part(&part)), crc32fast::hash(&is[within]));
-                sum = sum_after_change(sum, self.byte_len(), part.clone(), old, new);
-                from = part.end;
+            let mut at = run.start.max(window.end());
+            while at < run.end {
+                let bytes = window.go_to(at, len)?;
+                let start = at - at % WINDOW_LEN;
+                image.read(start, bytes)?;
+                let was = crc32fast::hash(bytes);
+                self.lay_over(start, bytes);
+                let range = start..start + bytes.len() as u64;
+                sum = sum_after_change(sum, len, range.clone(), was, crc32fast::hash(bytes));
+                at = range.end;
             }
         }
         Ok(sum)
     }
+}
+
+/// The most pieces that an overlay of a page of this length has.
+fn pieces_max(len: u64) -> u64 {
+    PIECES_FREE.max(len / PIECE_SHARE)
 }
 
 /// Ranges that ascend, together with others that do, where neighbours are one.

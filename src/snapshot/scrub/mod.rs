@@ -133,7 +133,7 @@ impl Scrub {
     /// 3. A snapshot that needs none of it. Taken before 2, retention could keep a damaged one for it.
     fn read_and_mend(&self, pace: &Pace, request: SnapshotRequest) -> Result<ScrubReport> {
         self.snapshots.engine.poison.check()?;
-        let ScrubFindings { mut scrubbed, store, copies, images, batches } =
+        let ScrubFindings { mut scrubbed, store, copies, images, bases, batches } =
             ScrubPass::begin(&self.snapshots, &self.store, pace)?.run()?;
         if scrubbed.damage.is_empty() {
             return Ok(scrubbed);
@@ -159,8 +159,12 @@ impl Scrub {
         // Only images that this pass has read can be among them; a snapshot taken meanwhile names none of
         // these.
         let is_spoilt = |snapshot: &Manifest| {
-            let mut named = snapshot.entries.iter().filter_map(|entry| entry.image);
-            named.any(|image| images.contains(&(image.file, image.offset)))
+            let mut named = snapshot.entries.iter().filter_map(|entry| Some((entry.page, entry.image?)));
+            named.any(|(page, image)| {
+                let mut of_base = image.files().skip(1);
+                images.contains(&(image.file, image.offset))
+                    || of_base.any(|(file, _)| bases.contains(&(file, page)))
+            })
         };
         let needs_damaged = |kept: &RetainedSnapshot| {
             // Replay from its redo passes the damaged batch.

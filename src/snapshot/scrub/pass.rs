@@ -39,6 +39,8 @@ pub(super) struct ScrubFindings {
     pub copies: Vec<Arc<Manifest>>,
     /// The damaged images, by file and offset.
     pub images: BTreeSet<(u64, u64)>,
+    /// The files of damaged bases of overlays, each with the page.
+    pub bases: BTreeSet<(u64, PageId)>,
     /// Batches that cannot be replayed.
     pub batches: Vec<Lsn>,
 }
@@ -286,18 +288,27 @@ impl<'a> ScrubPass<'a> {
     /// Reports an image that does not hold, unless its file was recycled meanwhile.
     fn image_damaged(&mut self, image: &ImageRef, damage: Damage) {
         let place = (image.file, image.offset);
+        // The damage may lie in the base of an overlay, which other overlays have, too.
+        let damaged_file = match damage.file {
+            FileName::Pages(file) => file,
+            _ => image.file,
+        };
         let catalog = self.snapshots.catalog.lock();
-        if !catalog.named_files().contains(&image.file) && !catalog.files.is_for_batch(image.file, Lsn(0)) {
+        let is_named = catalog.named_files().contains(&damaged_file);
+        if !is_named && !catalog.files.is_for_batch(damaged_file, Lsn(0)) {
             return;
         }
         // At once, so that a snapshot that is taken before the pass ends does not name it.
         let ScrubImage { page, batch, .. } = &self.images[&place];
         // A shortage says nothing about the image: its page would be written again for nothing.
         if !matches!(damage.defect, Defect::Shortage { .. } | Defect::Memory { .. }) {
-            catalog.known.spoil(*page, image);
+            catalog.known.spoil(*page, image, (damaged_file, damage.offset));
         }
         self.found.batches.extend(*batch);
         self.found.images.insert(place);
+        if damaged_file != image.file {
+            self.found.bases.insert((damaged_file, *page));
+        }
         self.damaged(damage);
     }
 

@@ -20,6 +20,9 @@ use super::image_ref::ImageRef;
 use crate::defect::{Defect, array, check_equal, check_limit, check_zeros, reserve, reserve_items, slice};
 use crate::layout::layout;
 
+/// Bytes of a page whose pieces are read together.
+const READ_TOGETHER: usize = 1 << 20;
+
 /// The first bytes of an overlay.
 pub const OVERLAY_MAGIC: [u8; 8] = *b"RMNTOVER";
 
@@ -157,7 +160,7 @@ impl Overlay {
 
     /// The parts of pieces that lie in a range of the page, in their order: each with where it begins
     /// in the payload, as a range of the page.
-    fn pieces_in(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
+    pub(super) fn pieces_in(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Range<u64>)> {
         let first = self.pieces.partition_point(|piece| piece.end <= range.start);
         let pieces = self.pieces[first..].iter().zip(&self.stored_at[first..]);
         pieces.take_while(move |(piece, _)| piece.start < range.end).map(move |(piece, at)| {
@@ -167,16 +170,28 @@ impl Overlay {
     }
 
     /// Puts the pieces over bytes of the base, which begin at `offset` of the page. `read` fills a slice
-    /// with what the payload has at an offset.
+    /// with what the payload has at an offset: pieces that are near each other in the page are read together,
+    /// for they are neighbours there. `refused` says that there is no memory for them.
     pub(super) fn lay_over<E>(
         &self,
         offset: u64,
         bytes: &mut [u8],
         mut read: impl FnMut(u64, &mut [u8]) -> Result<(), E>,
+        refused: impl Fn(Defect) -> E,
     ) -> Result<(), E> {
-        for (stored_at, part) in self.pieces_in(offset..offset + bytes.len() as u64) {
-            let within = (part.start - offset) as usize..(part.end - offset) as usize;
-            read(stored_at, &mut bytes[within])?;
+        let mut stored = Vec::new();
+        for (at, window) in (offset..).step_by(READ_TOGETHER).zip(bytes.chunks_mut(READ_TOGETHER)) {
+            let pieces = || self.pieces_in(at..at + window.len() as u64);
+            let Some((start, _)) = pieces().next() else { continue };
+            let len: u64 = pieces().map(|(_, part)| part.end - part.start).sum();
+            stored.clear();
+            reserve(&mut stored, len).map_err(&refused)?;
+            stored.resize(len as usize, 0);
+            read(start, &mut stored)?;
+            for (stored_at, part) in pieces() {
+                let source = &stored[(stored_at - start) as usize..][..(part.end - part.start) as usize];
+                window[(part.start - at) as usize..(part.end - at) as usize].copy_from_slice(source);
+            }
         }
         Ok(())
     }

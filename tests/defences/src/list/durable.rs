@@ -94,6 +94,19 @@ pub const LIST: &[Defence] = &[
         "None",
         it("overlays::a_base_stays_as_long_as_it_is_needed"),
     ),
+    check(
+        "a page of two files that are emptied is gathered once",
+        "src/catalog/classify.rs",
+        "                spoken_of = sorted.spoken_of()?;",
+        it("overlays::a_page_of_two_wasteful_files_is_named_once"),
+    ),
+    defence(
+        "no overlay is laid over a base that is known to be damaged",
+        "src/catalog/known_images.rs",
+        "image.files().skip(1).any(|(file, _)| of_base(file))",
+        "false",
+        it("overlays::no_overlay_is_laid_over_a_base_that_is_known_to_be_damaged"),
+    ),
     defence(
         "an overlay lies over an image that was read back",
         "src/catalog/known_images.rs",

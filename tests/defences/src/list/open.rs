@@ -119,7 +119,12 @@ pub const LIST: &[Defence] = &[
         PIN,
     ),
     // Scrubs: nothing that is kept depends on damaged files.
-    check("an image that rotted is written anew", PASS, "catalog.known.spoil(*page, image);", SCRUBS),
+    check(
+        "an image that rotted is written anew",
+        PASS,
+        "catalog.known.spoil(*page, image, (damaged_file, damage.offset));",
+        SCRUBS,
+    ),
     check("a snapshot with damage counts as none", SCRUB, "kept.is_sound = false;", SCRUBS),
     refusal(
         "a snapshot that names a rotten image has damage",
