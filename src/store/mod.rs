@@ -156,10 +156,9 @@ impl Store {
         let StoreParts { snapshots, options, .. } = &*self.parts;
         let poison = self.engine().poison.clone();
         if options.snapshot_log_bytes.is_some() || options.snapshot_interval.is_some() {
-            match snapshots.take_at_close() {
-                // A failure that poisoned the store is told below.
-                Err(error) => tracing::warn!(%error, "no snapshot at the close"),
-                Ok(()) => {}
+            // A failure that poisoned the store is told below.
+            if let Err(error) = snapshots.take_at_close() {
+                tracing::warn!(%error, "no snapshot at the close");
             }
         }
         drop(self);
