@@ -1,5 +1,7 @@
 //! Overlays: of a long page on disk of which little changed, a snapshot writes what changed.
 
+mod life;
+
 use std::sync::Arc;
 
 use remanent::disk::Disk;
