@@ -192,9 +192,8 @@ impl DiskPages {
             };
             // Before the thread that takes snapshots is called: it looks whether one is due.
             waits.get_or_insert_with(|| Waiting::new(&self.waiting));
-            if let Some(reason) = &*self.unreadable.lock() {
-                return Err(reason.clone());
-            }
+            let unreadable = self.unreadable.lock().clone();
+            unreadable.map_or(Ok(()), Err)?;
             if !is_coming()? {
                 return Err(full(self.pending_max.saturating_sub(pending)));
             }

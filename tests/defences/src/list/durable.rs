@@ -145,8 +145,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "a committer does not wait for a snapshot that cannot be taken",
         "src/images/disk_pages/mod.rs",
-        "&*self.unreadable.lock()",
-        "&None::<Error>",
+        "self.unreadable.lock().clone()",
+        "None::<Error>",
         unit("images::disk_pages::tests::nothing_waits_for_a_snapshot_that_cannot_be_taken"),
     ),
     check(
