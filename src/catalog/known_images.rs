@@ -300,3 +300,37 @@ fn is_spoilt(spoilt: &BTreeMap<(u64, u64), PageId>, page: PageId, image: &ImageR
 fn location(image: &ImageRef) -> (u64, u64) {
     (image.file, image.offset)
 }
+
+#[cfg(test)]
+mod tests {
+    use remanent_format::image::{Codec, OverlayBase};
+    use remanent_format::{PageInfo, Place};
+
+    use super::*;
+    use crate::catalog::entry;
+    use crate::catalog::sample::base;
+
+    const PAGE: PageId = PageId(1);
+
+    fn overlay(file: u64, base: u64) -> ImageRef {
+        let codec = Codec::Overlay(OverlayBase { file: base, stored_len: 100_000 });
+        ImageRef { file, offset: 4224, stored_len: 100, stored_crc: 1, raw_crc: 2, codec }
+    }
+
+    /// Damage to a base that one overlay led to is known of every other overlay of it.
+    #[test]
+    fn a_base_that_does_not_hold_spoils_all_that_lies_over_it() {
+        let mut info = PageInfo::new(PAGE, 100_000, Place::Disk);
+        (info.epoch, info.lsn) = (Epoch(1), Lsn(1));
+        let (before, newest) = (overlay(5, 3), overlay(6, 3));
+        let known = |page: PageId, at: (u64, u64)| {
+            let (known, manifest) = (KnownImages::default(), base(vec![entry(&info, Some(newest))]));
+            known.advance_to_base(&manifest, 0, NewestSnapshot::of_base(&manifest));
+            known.spoil(page, &before, at);
+            (known.may_be_base(PAGE, &newest, true), known.image_of(PAGE, Epoch(1)).is_some())
+        };
+        assert_eq!(known(PAGE, (5, 4224)), (true, true), "the other overlay itself");
+        assert_eq!(known(PAGE, (3, 4224)), (false, false), "what both lie over");
+        assert_eq!(known(PageId(2), (3, 9000)), (true, true), "another page's image in that file");
+    }
+}

@@ -1,3 +1,5 @@
+use std::cell::Cell;
+
 use proptest::prelude::*;
 use remanent_format::image::Codec;
 use remanent_format::op::Op;
@@ -268,16 +270,22 @@ fn nothing_waits_for_a_snapshot_that_cannot_be_taken() {
     pages.note_unreadable(Some(&Error::from(damage)));
     drop(pages.wait_for_room(4 << 10, || panic!("there is room")).unwrap());
     let _held = pages.wait_for_room(8 << 10, || Ok(true)).unwrap();
-    let refused = pages.wait_for_room(1, || Ok(true)).unwrap_err();
+    // No longer than a while, if it waits.
+    let is_coming = || {
+        let left = Cell::new(100);
+        move || Ok(left.replace(left.get() - 1) > 0)
+    };
+    let refused = pages.wait_for_room(1, is_coming()).unwrap_err();
     assert!(matches!(refused, Error::Damaged(_)), "{refused}");
+    pages.note_unreadable(None);
     std::thread::scope(|scope| {
-        pages.note_unreadable(None);
-        let waiting = scope.spawn(|| pages.wait_for_room(1, || Ok(true)));
+        let waiting = scope.spawn(|| pages.wait_for_room(1, is_coming()).unwrap_err());
         while pages.waiting.load(Ordering::Relaxed) == 0 {
             std::thread::yield_now();
         }
         pages.note_unreadable(Some(&Error::from(Defect::Missing.at(FileName::Pages(1), 4096))));
-        assert!(waiting.join().unwrap().is_err(), "one that waits already is told, too");
+        let refused = waiting.join().unwrap();
+        assert!(matches!(refused, Error::Damaged(_)), "one that waits already: {refused}");
     });
 }
 

@@ -105,7 +105,7 @@ pub const LIST: &[Defence] = &[
         "src/catalog/known_images.rs",
         "image.files().skip(1).any(|(file, _)| of_base(file))",
         "false",
-        it("overlays::no_overlay_is_laid_over_a_base_that_is_known_to_be_damaged"),
+        unit("catalog::known_images::tests::a_base_that_does_not_hold_spoils_all_that_lies_over_it"),
     ),
     defence(
         "an overlay lies over an image that was read back",
