@@ -121,15 +121,18 @@ class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdate
 
 def _version(directory: str, update: RemanentUpdateInfo) -> View:
     until = time.monotonic() + update.timeout
+    is_past = False
     while True:
         try:
             return View(directory, f"lsn:{update.lsn}")
         except NoStateError:
-            with View(directory) as newest:
-                is_past = newest.lsn >= update.lsn
+            # What came between a try and a look at the newest is there at the next try.
             if is_past or time.monotonic() >= until:
                 raise
-            time.sleep(_LOOK_AGAIN)
+            with View(directory) as newest:
+                is_past = newest.lsn >= update.lsn
+            if not is_past:
+                time.sleep(_LOOK_AGAIN)
 
 
 def _layers_of(changed: set[str], view: View, pages: dict[str, list[_pages.Array]],
