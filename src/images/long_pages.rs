@@ -75,10 +75,7 @@ impl ImageWriter {
                 }
             }
         }
-        match self.stream(info, piece_len, source, false)? {
-            Streamed::Image(image) => Ok(Some(image)),
-            Streamed::Gone | Streamed::DoesNotPay => Ok(None),
-        }
+        self.stream_as_it_is(info, piece_len, source)
     }
 
     /// As [`write_long`](Self::write_long), for a page that is in memory.
@@ -100,6 +97,15 @@ impl ImageWriter {
         source: PieceSource<'_, E>,
     ) -> Result<Option<ImageRef>, E> {
         let _no_other_appends = self.tail.lock();
+        self.stream_as_it_is(info, piece_len, source)
+    }
+
+    fn stream_as_it_is<E: From<Error>>(
+        &self,
+        info: &PageInfo,
+        piece_len: u64,
+        source: PieceSource<'_, E>,
+    ) -> Result<Option<ImageRef>, E> {
         match self.stream(info, piece_len, source, false)? {
             Streamed::Image(image) => Ok(Some(image)),
             Streamed::Gone | Streamed::DoesNotPay => Ok(None),

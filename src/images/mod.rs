@@ -449,7 +449,7 @@ fn new_image(info: &PageInfo, crc: u32, frames: Option<&[u8]>) -> NewImage {
 }
 
 /// Makes a buffer `len` bytes long, if there is memory for it.
-fn resize(bytes: &mut Vec<u8>, len: u64) -> Result<()> {
+pub(crate) fn resize(bytes: &mut Vec<u8>, len: u64) -> Result<()> {
     make_room(bytes, (len as usize).saturating_sub(bytes.len()))?;
     bytes.resize(len as usize, 0);
     Ok(())

@@ -15,7 +15,7 @@ use remanent_format::manifest::ManifestEntry;
 use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
-use super::overlays::GatherTarget;
+use super::overlays::{GatherTarget, paced_pieces};
 use crate::applier::{AppliedState, Drain, Drained, Turn};
 use crate::base::allocation::{append, collected, make_room, push};
 use crate::base::parallel;
@@ -26,7 +26,7 @@ use crate::catalog::entry;
 use crate::device::{CommandList, Fence, Span};
 use crate::error::Result;
 use crate::images::disk_pages::DiskPage;
-use crate::images::{ImageWriter, PIECE_BYTES, ReadPass, Sink, chunks};
+use crate::images::{ImageWriter, PIECE_BYTES, ReadPass, Sink, chunks, resize};
 use crate::memory::staging::StagingBuf;
 
 /// The shortest piece: shorter ones are not worth their turns, however short chunks are.
@@ -357,24 +357,12 @@ impl Snapshots {
                 0 => None,
                 _ if overlay.is_some() => overlay,
                 len if len > self.piece_len() => writers.append(|file| {
-                    let (mut done, mut piece) = (0, Vec::new());
-                    let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| -> Result<bool> {
-                        let len = (range.end - range.start) as usize;
-                        let more = len.saturating_sub(piece.len());
-                        make_room(&mut piece, more)?;
-                        piece.resize(len, 0);
-                        copy.read(range.start, &mut piece)?;
-                        sink(&piece, crc32fast::hash(&piece))?;
-                        done += len as u64;
-                        keep_pace(done)?;
-                        Ok(true)
-                    };
+                    let mut source = paced_pieces(|offset, out| copy.read(offset, out), keep_pace);
                     file.write_long(&info, self.piece_len(), &mut source)
                 })?,
                 len => {
                     let mut bytes = Vec::new();
-                    make_room(&mut bytes, len as usize)?;
-                    bytes.resize(len as usize, 0);
+                    resize(&mut bytes, len)?;
                     copy.read(0, &mut bytes)?;
                     writers.append(|file| file.write_chunk(&[(&info, &bytes)]))?.pop()
                 }

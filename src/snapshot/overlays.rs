@@ -13,11 +13,11 @@ use remanent_format::image::ImageRef;
 use remanent_format::{PageId, PageInfo};
 
 use super::Snapshots;
-use crate::base::allocation::{collected, make_room, push, set_of};
+use crate::base::allocation::{collected, push, set_of};
 use crate::catalog::KnownImages;
 use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, NewOverlay};
-use crate::images::{ImageWriters, ReadPass, Sink};
+use crate::images::{ImageWriters, ReadPass, Sink, resize};
 
 /// A page gets an overlay if it is longer than a chunk's share: one in this many.
 const CHUNK_SHARE: u64 = 32;
@@ -101,8 +101,7 @@ impl Snapshots {
                 continue;
             }
             let mut bytes = Vec::new();
-            make_room(&mut bytes, payload.len as usize)?;
-            bytes.resize(payload.len as usize, 0);
+            resize(&mut bytes, payload.len)?;
             new.read(0, &mut bytes)?;
             push(&mut short.overlays, (number, new, bytes))?;
         }
@@ -118,20 +117,11 @@ impl Snapshots {
         new: &mut NewOverlay<'_>,
         keep_pace: &dyn Fn(u64) -> Result<()>,
     ) -> Result<ImageRef> {
-        let (info, mut done, mut piece) = (new.payload(), 0, Vec::new());
-        let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| -> Result<bool> {
-            let len = (range.end - range.start) as usize;
-            let more = len.saturating_sub(piece.len());
-            make_room(&mut piece, more)?;
-            piece.resize(len, 0);
-            new.read(range.start, &mut piece)?;
-            sink(&piece, crc32fast::hash(&piece))?;
-            done += len as u64;
-            keep_pace(done)?;
-            Ok(true)
-        };
+        let info = new.payload();
+        let mut source = paced_pieces(|offset, out| new.read(offset, out), keep_pace);
         let piece_len = self.piece_len();
         let written = target.writers.append(|file| file.write_as_it_is(&info, piece_len, &mut source))?;
+        drop(source);
         Ok(new.image(&written.expect("its bytes are there")))
     }
 }
@@ -148,5 +138,21 @@ impl ShortOverlays<'_> {
         let stored = writers.append(|file| file.write_uncompressed(&pages))?;
         let images = self.overlays.iter().zip(stored);
         collected(images.map(|((number, new, _), payload)| (*number, new.image(&payload))))
+    }
+}
+
+/// What gives an image writer the pieces that `read` fills slices with, from an offset on, at the pace.
+pub(super) fn paced_pieces(
+    mut read: impl FnMut(u64, &mut [u8]) -> Result<()>,
+    keep_pace: &dyn Fn(u64) -> Result<()>,
+) -> impl FnMut(Range<u64>, ReadPass, Sink<'_>) -> Result<bool> {
+    let (mut done, mut piece) = (0, Vec::new());
+    move |range, _, sink| {
+        resize(&mut piece, range.end - range.start)?;
+        read(range.start, &mut piece)?;
+        sink(&piece, crc32fast::hash(&piece))?;
+        done += range.end - range.start;
+        keep_pace(done)?;
+        Ok(true)
     }
 }

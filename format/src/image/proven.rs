@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use super::codec::decompress_frames;
 use super::read::{
-    CHECKED_AT_ONCE, StoredBytes, check_range, copy_common, read_overlay, stream_stored, unreadable,
+    CHECKED_AT_ONCE, StoredBytes, check_lies, copy_common, read_overlay, stream_stored, unreadable,
 };
 use super::{Codec, ImageRef, Overlay, sum_after_change};
 use crate::defect::{Damage, Defect, reserve, zeros};
@@ -125,8 +125,7 @@ impl ProvenImage {
     fn prove_whole(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<Self, Damage> {
         let (file, offset) = (FileName::Pages(image.file), image.offset);
         let at = |defect: Defect| defect.at(file, offset);
-        image.check(len).map_err(at)?;
-        check_range(source, file, offset, image.stored_len).map_err(at)?;
+        check_lies(source, image, len).map_err(at)?;
         let mut pieces = Pieces::with_room(len).map_err(at)?;
         if image.codec == Codec::Raw {
             stream_stored(source, image, |piece| -> Result<(), Damage> {

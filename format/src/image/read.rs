@@ -75,9 +75,7 @@ fn stream_whole<E: From<Damage>>(
 ) -> Result<(), E> {
     let (file, offset) = (FileName::Pages(image.file), image.offset);
     let at = |defect: Defect| E::from(defect.at(file, offset));
-    image.check(len).map_err(at)?;
-    // The whole range is checked first, so that an image that is cut short is reported as such.
-    check_range(source, file, offset, image.stored_len).map_err(at)?;
+    check_lies(source, image, len).map_err(at)?;
     if image.codec == Codec::Raw {
         return stream_stored(source, image, sink);
     }
@@ -113,8 +111,7 @@ fn stream_overlaid<E: From<Damage>>(
 ) -> Result<(), E> {
     let (file, offset) = (FileName::Pages(image.file), image.offset);
     let at = |defect: Defect| E::from(defect.at(file, offset));
-    image.check(len).map_err(at)?;
-    check_range(source, file, offset, image.stored_len).map_err(at)?;
+    check_lies(source, image, len).map_err(at)?;
     // Proven as it is stored before anything is made of it.
     stream_stored(source, image, |_| Ok::<_, E>(()))?;
     let overlay = read_overlay(source, image, len)?;
@@ -274,8 +271,7 @@ pub fn read_image_into(source: &dyn ReadAt, image: &ImageRef, out: &mut [u8]) ->
         out.copy_from_slice(&read_image(source, image, len)?);
         return Ok(());
     }
-    image.check(len).map_err(at)?;
-    check_range(source, file, image.offset, image.stored_len).map_err(at)?;
+    check_lies(source, image, len).map_err(at)?;
     let (mut sum, mut done) = (crc32fast::Hasher::new(), 0);
     // Summed while the processor has in its cache what was just read.
     for piece in out.chunks_mut(CHECKED_AT_ONCE as usize) {
@@ -284,6 +280,13 @@ pub fn read_image_into(source: &dyn ReadAt, image: &ImageRef, out: &mut [u8]) ->
         done += piece.len() as u64;
     }
     check_sum("image", image.stored_crc, sum).map_err(at)
+}
+
+/// Refuses an image that cannot be one of a page of length `len`, or does not lie within its file: before any
+/// of it is read, so that one that is cut short is reported as such.
+pub(super) fn check_lies(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(), Defect> {
+    image.check(len)?;
+    check_range(source, FileName::Pages(image.file), image.offset, image.stored_len)
 }
 
 /// Refuses a range that does not lie within its file.

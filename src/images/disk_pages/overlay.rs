@@ -10,8 +10,9 @@ use remanent_format::image::{ImageRef, Overlay, sum_after_change};
 use remanent_format::{FileName, PageId, PageInfo, Place};
 
 use super::DiskPage;
-use crate::base::allocation::{make_room, push};
+use crate::base::allocation::push;
 use crate::error::{Error, Result};
+use crate::images::resize;
 
 /// Of a page of which more than one byte in this many differs from the base, a whole image is written.
 const OVERLAY_SHARE: u64 = 8;
@@ -42,14 +43,12 @@ struct Window {
 }
 
 impl Window {
-    /// Takes the place for bytes of a page of length `len`, in which `offset` lies.
-    fn go_to(&mut self, offset: u64, len: u64) -> Result<&mut [u8]> {
+    /// Takes the place for bytes of a page of length `len`, in which `offset` lies: where they begin, and
+    /// room for them.
+    fn go_to(&mut self, offset: u64, len: u64) -> Result<(u64, &mut [u8])> {
         self.at = offset - offset % WINDOW_LEN;
-        let count = WINDOW_LEN.min(len - self.at) as usize;
-        let more = count.saturating_sub(self.bytes.len());
-        make_room(&mut self.bytes, more)?;
-        self.bytes.resize(count, 0);
-        Ok(&mut self.bytes)
+        resize(&mut self.bytes, WINDOW_LEN.min(len - self.at))?;
+        Ok((self.at, &mut self.bytes))
     }
 
     fn end(&self) -> u64 {
@@ -100,8 +99,7 @@ impl DiskPage {
         for run in self.written() {
             let mut at = run.start.max(window.end());
             while at < run.end {
-                let bytes = window.go_to(at, len)?;
-                let start = at - at % WINDOW_LEN;
+                let (start, bytes) = window.go_to(at, len)?;
                 image.read(start, bytes)?;
                 let was = crc32fast::hash(bytes);
                 self.lay_over(start, bytes);
@@ -138,7 +136,7 @@ fn joined(before: &[Range<u64>], written: impl Iterator<Item = Range<u64>>) -> R
 }
 
 impl NewOverlay<'_> {
-    /// The payload, as a page that an image is written of. It has no number, for it is none.
+    /// The payload as a page without a number: the image writer knows nothing else.
     pub fn payload(&self) -> PageInfo {
         PageInfo::new(PageId(0), self.overlay.stored_len(), Place::Disk)
     }
@@ -161,8 +159,8 @@ impl NewOverlay<'_> {
             let mut done = part.start;
             while done < part.end {
                 if !(window.at..window.end()).contains(&done) {
-                    let bytes = window.go_to(done, page.byte_len())?;
-                    page.read(done - done % WINDOW_LEN, bytes)?;
+                    let (start, bytes) = window.go_to(done, page.byte_len())?;
+                    page.read(start, bytes)?;
                 }
                 let here = done..part.end.min(window.end());
                 let within = (here.start - part.start) as usize..(here.end - part.start) as usize;

@@ -35,7 +35,7 @@ struct Life {
 
 /// How often a state was asked for that was there no more, and how many overlays were seen.
 #[derive(Default)]
-struct Seen {
+struct Counts {
     overlays: usize,
     points: usize,
 }
@@ -97,7 +97,7 @@ impl Life {
         writes.iter().for_each(|(at, bytes)| plain[*at..at + bytes.len()].copy_from_slice(bytes));
     }
 
-    fn step(&mut self, kind: usize, seen: &mut Seen) {
+    fn step(&mut self, kind: usize, seen: &mut Counts) {
         match kind {
             0..2 if self.plain.len() < PAGES_MAX => self.create(),
             2 if self.plain.len() > 3 => {
@@ -160,7 +160,7 @@ impl Life {
     }
 
     /// Looks at an earlier state and at a fork of it, or restores it.
-    fn go_back(&mut self, restores: bool, seen: &mut Seen) {
+    fn go_back(&mut self, restores: bool, seen: &mut Counts) {
         let Some(last) = self.points.len().checked_sub(1) else { return };
         let (point, then) = self.points[self.random.next() as usize % (last + 1)].clone();
         if restores {
@@ -203,7 +203,7 @@ impl Life {
     }
 
     /// What a process finds that is started now, beside the one that goes on.
-    fn check_a_copy(&mut self, why: &str, seen: &mut Seen) {
+    fn check_a_copy(&mut self, why: &str, seen: &mut Counts) {
         let taken = self.store().snapshot().unwrap();
         let images = self.plain.keys().map(|page| image_of(&self.disk, &taken, *page));
         seen.overlays += images.filter(is_overlay).count();
@@ -215,7 +215,7 @@ impl Life {
 
 #[test]
 fn pages_are_what_was_written_over_random_lives() {
-    let mut seen = Seen::default();
+    let mut seen = Counts::default();
     for seed in 0..6 {
         let options = if seed % 2 == 0 { uncompressed() } else { small() };
         let io = [ImageIo::Buffered, ImageIo::Mapped, ImageIo::Direct][seed as usize % 3];
