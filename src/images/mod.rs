@@ -45,7 +45,7 @@ const CHUNK_IMAGES: usize = 4096;
 const _: () = assert!(CHUNK_IMAGES <= CHUNK_IMAGES_MAX as usize);
 /// Threads that make chunks, or read them back. One checksums and copies more slowly than a disk writes; four
 /// were faster than every disk that was measured.
-const THREADS_MAX: usize = 4;
+pub(crate) const THREADS_MAX: usize = 4;
 /// The largest number of files that a snapshot writes.
 pub(crate) const IMAGE_FILES_MAX: u64 = THREADS_MAX as u64;
 /// The most bytes of pages on their way into chunks at once, unless a single page is longer.
@@ -205,52 +205,40 @@ impl ImageWriter {
         let mut references = Vec::new();
         make_room(&mut references, pages.len())?;
         for chunk in chunks(pages, CHUNK_BYTES, |info| info.len)? {
-            if let [long] = chunk
-                && long.len > PIECE_BYTES
-            {
-                let mut piece = Vec::new();
-                let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
-                    resize(&mut piece, range.end - range.start)?;
-                    read(long, range.start, &mut piece)?;
-                    sink(&piece, crc32fast::hash(&piece))?;
-                    Ok::<_, E>(true)
-                };
-                let written = self.write_long(long, PIECE_BYTES, &mut source)?;
-                references.push(written.expect("its bytes are there"));
-                continue;
-            }
-            let mut contents = Vec::new();
-            make_room(&mut contents, chunk.len())?;
-            for info in chunk {
-                let mut content = Vec::new();
-                resize(&mut content, info.len)?;
-                read(info, 0, &mut content)?;
-                contents.push(content);
-            }
-            let images = collected(chunk.iter().zip(contents.iter().map(Vec::as_slice)))?;
-            references.extend(self.write_chunk(&images)?);
+            references.extend(self.write_read_chunk(chunk, read)?);
         }
         Ok(references)
     }
 
-    /// Writes pages that are in memory, none of them empty, by several threads. The references come back in
-    /// the same order.
-    pub fn write_all(&self, pages: &[(PageInfo, &[u8])]) -> Result<Vec<ImageRef>> {
-        let chunks = chunks(pages, CHUNK_BYTES, |(info, _)| info.len)?;
-        let longest = pages.iter().map(|(info, _)| info.len.min(PIECE_BYTES)).max().unwrap_or(0);
-        let write = |(): &mut (), index: usize| {
-            if let [(info, bytes)] = chunks[index]
-                && info.len > PIECE_BYTES
-            {
-                return Ok(vec![self.write_long_page(info, bytes)?]);
-            }
-            self.write_chunk(&collected(chunks[index].iter().map(|(info, bytes)| (info, *bytes)))?)
-        };
-        let references = parallel::map_indexed(chunk_threads(longest), chunks.len(), || (), write)?;
-        let mut all = Vec::new();
-        make_room(&mut all, pages.len())?;
-        references.into_iter().for_each(|chunk| all.extend(chunk));
-        Ok(all)
+    /// Writes the pages of one chunk, as [`write_pages`](Self::write_pages) does.
+    fn write_read_chunk<E: From<Error>>(
+        &self,
+        chunk: &[PageInfo],
+        read: PageRead<'_, E>,
+    ) -> Result<Vec<ImageRef>, E> {
+        if let [long] = chunk
+            && long.len > PIECE_BYTES
+        {
+            let mut piece = Vec::new();
+            let mut source = |range: Range<u64>, _: ReadPass, sink: Sink<'_>| {
+                resize(&mut piece, range.end - range.start)?;
+                read(long, range.start, &mut piece)?;
+                sink(&piece, crc32fast::hash(&piece))?;
+                Ok::<_, E>(true)
+            };
+            let written = self.write_long(long, PIECE_BYTES, &mut source)?;
+            return Ok(vec![written.expect("its bytes are there")]);
+        }
+        let mut contents = Vec::new();
+        make_room(&mut contents, chunk.len())?;
+        for info in chunk {
+            let mut content = Vec::new();
+            resize(&mut content, info.len)?;
+            read(info, 0, &mut content)?;
+            contents.push(content);
+        }
+        let images = collected(chunk.iter().zip(contents.iter().map(Vec::as_slice)))?;
+        Ok(self.write_chunk(&images)?)
     }
 
     /// Writes one chunk of images; the references come back in the same order.

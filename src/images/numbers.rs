@@ -85,14 +85,16 @@ impl ImageFiles {
         first..state.next
     }
 
-    /// Takes a number for a file that is written for a batch. The file stays while the batch is under way.
-    pub fn begin_for_batch(&self) -> u64 {
+    /// Takes numbers for `count` files that are written for a batch. They stay while the batch is under way.
+    pub fn begin_for_batch(&self, count: u64) -> Range<u64> {
         let mut state = self.state.lock();
-        let number = state.next;
-        state.next += 1;
-        let before = state.for_batches.insert(number, None);
-        assert!(before.is_none()); // I8: a number names one file, or the old one's end takes the new one.
-        number
+        let numbers = state.next..state.next + count;
+        state.next = numbers.end;
+        for number in numbers.clone() {
+            let before = state.for_batches.insert(number, None);
+            assert!(before.is_none()); // I8: a number names one file, or the old one's end takes the new one.
+        }
+        numbers
     }
 
     /// Notes that batch `lsn`, which names the file, is logged.

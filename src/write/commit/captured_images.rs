@@ -3,15 +3,15 @@
 //! snapshot, which would write them a second time.
 //!
 //! The image is of the staged bytes, from which the batch would be encoded otherwise. A copy with digests is
-//! staged wave by wave as its image is written. It is synced with its
-//! name before the batch is logged, so a frame never names what a crash takes away. A page that comes to
+//! staged wave by wave as its image is written. Several threads write, a page each. The image is synced with
+//! its name before the batch is logged, so a frame never names what a crash takes away. A page that comes to
 //! memory before its batch is logged gets its changes from the log as ever.
 
 use std::collections::HashMap;
 
-use remanent_format::PageId;
 use remanent_format::image::ImageRef;
 use remanent_format::op::{Op, OpAt};
+use remanent_format::{PageId, PageInfo};
 
 use super::Committer;
 use super::batch_images::BatchImages;
@@ -20,8 +20,10 @@ use super::device_payload::CapturedDigests;
 use super::digests::CopyWaves;
 use super::disk_moves::{DiskOps, is_on_disk};
 use crate::base::allocation::{collected, copied, insert, push, set_of};
+use crate::base::sync::Mutex;
 use crate::device::{Lane, Span};
 use crate::error::Result;
+use crate::images::AheadImages;
 use crate::write::batch::{ChunkDigests, CopySources, OpImages, WHOLE_PAGE_LEN_MIN};
 
 /// A page of which more than this part changed is written whole: that is read back by one read, and takes no
@@ -100,25 +102,37 @@ impl Committer {
             return Ok(CapturedImages::default());
         }
         let lens = collected(whole.iter().map(|capture| (capture.page, capture.bytes.byte_len())))?;
-        let mut sources: HashMap<PageId, (CapturedBytes<'_>, ChunkDigests)> = HashMap::new();
+        let mut sources: HashMap<PageId, (CapturedBytes<'_>, Mutex<ChunkDigests>)> = HashMap::new();
         for capture in &whole {
-            let digests = ChunkDigests { first: 0, digests: Vec::new() };
+            let digests = Mutex::new(ChunkDigests { first: 0, digests: Vec::new() });
             insert(&mut sources, capture.page, (capture.bytes, digests))?;
         }
-        let mut waves = CopyWaves::new(self);
-        let ahead = self.write_read(&lens, |info, offset, out| {
-            let (bytes, digests) = sources.get_mut(&info.page).expect("only these are asked for");
+        let read = |waves: &mut CopyWaves<'_>, info: &PageInfo, offset: u64, out: &mut [u8]| {
+            let (bytes, digests) = &sources[&info.page];
             match *bytes {
                 CapturedBytes::Staged(all) => {
                     let source = Span { offset: all.offset + offset, len: out.len() as u64, ..all };
                     self.engine.staging.download(Lane::Stage, source, out)
                 }
-                CapturedBytes::InCopy(copy, live, key) => waves.read(copy, (live, key), offset, out, digests),
+                CapturedBytes::InCopy(copy, live, key) => {
+                    waves.read(copy, (live, key), offset, out, &mut digests.lock())
+                }
             }
+        };
+        let ahead = self.in_space(|| {
+            let Self { files, engine, images, .. } = self;
+            AheadImages::write_read_by_threads(
+                files,
+                engine.store,
+                *images,
+                &lens,
+                || CopyWaves::new(self),
+                read,
+            )
         })?;
         let mut captured = |capture: &WholeCapture<'_>| {
             let (_, digests) = sources.remove(&capture.page).expect("each page is captured once");
-            CapturedPage { step: capture.step, page: capture.page, digests }
+            CapturedPage { step: capture.step, page: capture.page, digests: digests.into_inner() }
         };
         let pages = collected(whole.iter().map(&mut captured))?;
         let file = BatchImages::new(ahead, collected(lens.into_iter().map(Some))?);

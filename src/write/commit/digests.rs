@@ -26,6 +26,7 @@ use crate::device::{
     StagingSpan, digest_count, digest_key,
 };
 use crate::error::{Error, Result};
+use crate::images::THREADS_MAX as IMAGE_THREADS_MAX;
 use crate::memory::arena::Purpose;
 use crate::memory::staging::StagingBuf;
 use crate::recovery::opening::random;
@@ -182,6 +183,10 @@ pub(super) fn unknown_digests(len: u64) -> Result<Vec<Digest>> {
     Ok(digests)
 }
 
+/// The bytes of a wave of one page. Each thread that reads copies has one, and all of them together are a
+/// wave of a payload.
+const PAGE_WAVE_LEN: u64 = WAVE_LEN / IMAGE_THREADS_MAX as u64;
+
 /// Reads whole copies aside, wave by wave: step 2 for pages whose bytes go to an image.
 pub(super) struct CopyWaves<'c> {
     committer: &'c Committer,
@@ -208,8 +213,8 @@ impl<'c> CopyWaves<'c> {
     ) -> Result<()> {
         let page = copy.page();
         while !out.is_empty() {
-            let begin = offset / WAVE_LEN * WAVE_LEN;
-            let wave = begin..live.len.min(begin + WAVE_LEN);
+            let begin = offset / PAGE_WAVE_LEN * PAGE_WAVE_LEN;
+            let wave = begin..live.len.min(begin + PAGE_WAVE_LEN);
             let aside = self.memory(copy.bytes().place(), live.len)?;
             let target = Span { len: wave.end - wave.start, ..aside };
             // Gathered at its first byte, also when the page is read a second time: what is written then is
@@ -233,7 +238,7 @@ impl<'c> CopyWaves<'c> {
 
     /// Memory for a wave of a page of this length.
     fn memory(&mut self, place: Place, page_len: u64) -> Result<Span> {
-        let len = page_len.min(WAVE_LEN);
+        let len = page_len.min(PAGE_WAVE_LEN);
         if let Some((of, memory)) = &self.memory
             && *of == place
             && memory.byte_len() >= len
