@@ -240,6 +240,7 @@ pub use applier::pin::Pin;
 pub use applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 pub use catalog::SnapshotInfo;
 pub use device::{Access, AllocationStats, DeviceBytes, LaneStats, RawStream, StreamGuard, TransferStats};
+pub use device::{UnifiedHint, UnifiedSide, UnifiedSupport};
 pub use error::{Error, Remedy, Result, StoreDamage};
 pub use eviction::{EvictionPolicy, Lru, S3Fifo};
 pub use follower::{
@@ -271,7 +272,7 @@ pub use store::{
     Acknowledged, CommitReceipt, Comparison, LiveView, ManyBytes, Pages, ReadMany, ReadPages, Stats, Store,
     Ticket, UnloadedPages,
 };
-pub use tiers::{MoveStats, Prefetch, TierStats};
+pub use tiers::{MoveStats, Prefetch, ReadAhead, TierStats};
 pub use write::batch::{ByteSource, CreatePage, NewPage, PageChanges, PageRef, WorkingCopy, WriteBatch};
 pub use write::commit::{Direction, Shadow};
 

@@ -35,6 +35,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::PlaceUnavailable { .. }
         | Error::DeviceUnavailable { .. }
         | Error::StreamRefused { .. }
+        | Error::HintRefused { .. }
         | Error::Device { .. } => "DeviceError",
         Error::MemoryRefused { .. } => "MemoryRefusedError",
         Error::Leased { .. } => "LeasedError",

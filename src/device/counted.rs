@@ -17,7 +17,7 @@ use remanent_format::Place;
 
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
-    Pending, RawStream, Span, Staging, StreamEvent,
+    Pending, RawStream, Span, Staging, StreamEvent, UnifiedHint, UnifiedSupport,
 };
 use crate::base::sync::{Instant, Mutex};
 use crate::disk::FileMemory;
@@ -429,6 +429,14 @@ impl Device for CountedDevice {
 
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
         self.inner.memory_stats()
+    }
+
+    fn unified(&self) -> UnifiedSupport {
+        self.inner.unified()
+    }
+
+    fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
+        self.inner.hint_unified(memory, hint)
     }
 
     fn place_of(&self, memory: MemoryId) -> Place {

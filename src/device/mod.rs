@@ -23,6 +23,7 @@ mod bytes;
 mod memory_link;
 mod lent_ranges;
 mod stream_uses;
+mod unified;
 mod counted;
 
 use std::any::Any;
@@ -47,6 +48,7 @@ pub use self::stream_guard::StreamGuard;
 pub use self::stream_uses::Access;
 pub(crate) use self::stream_uses::{LastUse, StreamUses};
 pub use self::streams::{RawStream, StreamEvent};
+pub use self::unified::{UnifiedHint, UnifiedSide, UnifiedSupport};
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
 pub use crate::options::CallerMemory;
@@ -220,6 +222,21 @@ pub trait Device: Any + Send + Sync {
     /// back. Places that share another one's memory are counted there.
     fn memory_stats(&self) -> Vec<(Place, MemoryStats)> {
         Vec::new()
+    }
+
+    /// What it can do for page memory in [`Place::Unified`].
+    fn unified(&self) -> UnifiedSupport {
+        UnifiedSupport::default()
+    }
+
+    /// Gives a hint for page memory, which ends when the memory is released. Returns when the hint is queued.
+    ///
+    /// # Errors
+    /// `HintRefused` for memory in another place than [`Place::Unified`], or where the device takes no hints;
+    /// a device error.
+    fn hint_unified(&self, memory: MemoryId, _hint: UnifiedHint) -> Result<()> {
+        let reason = "the device has no memory that moves between a GPU and the host";
+        Err(Error::HintRefused { place: self.place_of(memory), reason })
     }
 
     /// Takes memory of the caller's for page memory, and says in which place it is. It is released like any

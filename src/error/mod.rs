@@ -285,6 +285,14 @@ pub enum Error {
         /// The reason why not.
         reason: String,
     },
+    /// Memory takes no hints on where it is to lie. Nothing changed.
+    #[error("memory in place {place} takes no hints: {reason}")]
+    HintRefused {
+        /// The place in question.
+        place: Place,
+        /// The reason why not.
+        reason: &'static str,
+    },
     /// A page lives in memory of a caller's, where only the store writes, or a lane may still use it for a
     /// page that left. Nothing changed.
     #[error("{len} bytes of a caller's memory cannot be used: page {page} lives there")]

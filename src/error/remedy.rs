@@ -64,6 +64,7 @@ impl Error {
             | Error::DeviceUnavailable { .. }
             | Error::StreamRefused { .. }
             | Error::MemoryRefused { .. }
+            | Error::HintRefused { .. }
             | Error::LengthsDiffer { .. }
             | Error::NameTaken { .. }
             | Error::NoSnapshot { .. }

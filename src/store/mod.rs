@@ -5,7 +5,7 @@
 //! `batches` changes pages, `pages` looks them up, `bytes` reads them, `read_many` reads many at once,
 //! `device_reads` reads into memory of the device, `compare` compares them, `changes` tells what batches
 //! change, `view` looks up and reads as of one batch, `history` goes back, `scrub` looks after the disk,
-//! `stats` counts.
+//! `unified` gives hints for unified memory, `stats` counts.
 
 pub(crate) mod kernels;
 mod batches;
@@ -23,6 +23,7 @@ mod read_pages;
 mod scrub;
 mod stats;
 mod ticket;
+mod unified;
 mod view;
 
 use std::any::Any;

@@ -15,7 +15,8 @@ use crate::base::sync::Mutex;
 use crate::device::sums::PROVEN_LEN_MIN;
 use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
-    Pending, Piece, PieceKind, RawStream, Span, Staging, StagingSpan, StreamEvent,
+    Pending, Piece, PieceKind, RawStream, Span, Staging, StagingSpan, StreamEvent, UnifiedHint,
+    UnifiedSupport,
 };
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
@@ -381,6 +382,14 @@ impl Device for FaultyDevice {
         self.enter(DeviceCall::Unregister)?;
         self.state.lock().files.remove(&memory);
         self.inner.unregister(memory)
+    }
+
+    fn unified(&self) -> UnifiedSupport {
+        self.inner.unified()
+    }
+
+    fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
+        self.inner.hint_unified(memory, hint)
     }
 
     fn place_of(&self, memory: MemoryId) -> Place {

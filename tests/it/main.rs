@@ -83,3 +83,4 @@ mod store;
 mod stream_guards;
 mod streams;
 mod tiers;
+mod unified;

@@ -27,6 +27,7 @@ mod attribute {
     pub const CAPABILITY_MAJOR: i32 = 75;
     pub const CAPABILITY_MINOR: i32 = 76;
     pub const MANAGED_MEMORY: i32 = 83;
+    pub const CONCURRENT_MANAGED_ACCESS: i32 = 89;
     pub const HOST_ADDRESSES: i32 = 91;
     pub const WRITE_64_BITS: i32 = 122;
 }
@@ -45,6 +46,8 @@ pub(super) struct Context {
     pub capability: u32,
     /// Whether the GPU can use managed memory.
     pub has_managed_memory: bool,
+    /// Whether it uses managed memory while the host does, and takes hints for it.
+    pub takes_hints: bool,
     /// Whether the GPU finds registered memory at the host's addresses.
     pub knows_host_addresses: bool,
     /// The fault that took the context, once there is one.
@@ -112,6 +115,7 @@ impl Context {
             name: name(driver, device).map_err(|code| code.to_string())?,
             capability,
             has_managed_memory: ask(attribute::MANAGED_MEMORY)? != 0,
+            takes_hints: ask(attribute::CONCURRENT_MANAGED_ACCESS)? != 0,
             knows_host_addresses: ask(attribute::HOST_ADDRESSES)? != 0,
             lost: OnceLock::new(),
         })

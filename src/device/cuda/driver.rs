@@ -71,6 +71,8 @@ entry_points! {
     pointer_attribute = "cuPointerGetAttribute" (value: *mut c_void, attribute: c_uint, address: CUdeviceptr);
     allocate = "cuMemAlloc_v2" (address: *mut CUdeviceptr, len: usize);
     allocate_managed = "cuMemAllocManaged" (address: *mut CUdeviceptr, len: usize, flags: c_uint);
+    advise = "cuMemAdvise" (address: CUdeviceptr, len: usize, advice: c_uint, device: CUdevice);
+    prefetch = "cuMemPrefetchAsync" (address: CUdeviceptr, len: usize, target: CUdevice, stream: CUstream);
     free = "cuMemFree_v2" (address: CUdeviceptr);
     allocate_host = "cuMemHostAlloc" (address: *mut *mut c_void, len: usize, flags: c_uint);
     free_host = "cuMemFreeHost" (address: *mut c_void);

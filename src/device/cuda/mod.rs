@@ -2,10 +2,10 @@
 //!
 //! Read in this order: `driver` (the calls, found at run time), `errors`, `context` (how calls are made),
 //! `resource`, `memory` and `staging`, `handles` (names of page memory), `caller_memory`, `file_memory`,
-//! `completion`, `event`, `lane` and `stream` (fences, and the caller's streams), `pinned_reads` (pinned
-//! pages read by a caller's thread), `translate` and `plan` (from commands to launches), `kernels`, `launch`
-//! and `bulk_copies` (how launches are carried out), `peer` and `peer_copy` (another GPU's memory). `abi` is
-//! the agreement between host and kernels, `modules` the kernels themselves.
+//! `completion`, `event`, `lane` and `stream` (fences, and the caller's streams), `unified` (hints),
+//! `pinned_reads` (pinned pages read by a caller's thread), `translate` and `plan` (from commands to
+//! launches), `kernels`, `launch` and `bulk_copies` (how launches are carried out), `peer` and `peer_copy`
+//! (another GPU's memory). `abi` is the agreement between host and kernels, `modules` the kernels themselves.
 //! [`HostDevice`] defines the result of every list (I11).
 //!
 //! A list becomes a few launches over tables in pinned memory and one write of the lane's fence. Nothing here
@@ -36,6 +36,7 @@ mod file_memory;
 mod plan;
 mod staging;
 mod stream;
+mod unified;
 mod completion;
 
 use std::any::Any;
@@ -57,9 +58,10 @@ use self::pinned_reads::{PinnedReads, WrittenStripes};
 use self::plan::LaunchPlan;
 use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
 use self::translate::StagedBytes;
+use self::unified::UnifiedHints;
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StreamEvent,
+    RawStream, ReturnedStaging, Span, Staging, StreamEvent, UnifiedHint, UnifiedSupport,
 };
 use crate::base::sync::Mutex;
 use crate::disk::FileMemory;
@@ -83,6 +85,7 @@ pub struct CudaDevice {
     files: RegisteredMappings,
     on_gpu: PlaceMemory,
     managed: PlaceMemory,
+    hints: UnifiedHints,
     /// Memory for pages in host memory, for staging and for tables.
     pinned: PlaceMemory,
     /// Why nothing is queued any more, once a list was left half queued.
@@ -134,6 +137,7 @@ impl CudaDevice {
             pinned_reads: PinnedReads::new(),
             files: RegisteredMappings::default(),
             on_gpu: PlaceMemory::new(Place::Device(0), on_gpu),
+            hints: UnifiedHints::default(),
             managed: PlaceMemory::new(Place::Unified, Arc::new(Pool::new(driver(Kind::Managed)))),
             pinned,
             stopped: OnceLock::new(),
@@ -206,11 +210,13 @@ impl CudaDevice {
     }
 
     fn free(&self, page: Allocation) -> Result<()> {
+        let ended = self.hints.end(self.context, &page);
         if page.len == 0 || page.is_adopted {
-            return Ok(());
+            return ended;
         }
         // SAFETY: taken apart by `allocate` for this name, which was taken out of use just now.
-        unsafe { self.memory(page.kind).block(page.address, page.len) }.free()
+        unsafe { self.memory(page.kind).block(page.address, page.len) }.free()?;
+        ended
     }
 
     /// Queues a plan. Memory that it touches, other than `staging` and `blocks`, must stay until the fence
@@ -439,6 +445,26 @@ impl Device for CudaDevice {
         let file = self.pages.remove(memory).filter(|file| file.is_file);
         let file = file.unwrap_or_else(|| panic!("{memory:?} is no file's memory of this device"));
         self.files.unregister(self.context, file.address)
+    }
+
+    fn unified(&self) -> UnifiedSupport {
+        let Context { has_managed_memory, takes_hints, .. } = *self.context;
+        UnifiedSupport { has_pages: has_managed_memory, takes_hints: has_managed_memory && takes_hints }
+    }
+
+    fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
+        let page = self.pages.named(memory);
+        let refused = |reason| Err(Error::HintRefused { place: self.place_of(memory), reason });
+        if page.kind != Kind::Managed {
+            return refused("only a page in unified memory moves between a GPU and the host by itself");
+        }
+        if !self.context.takes_hints {
+            return refused("this GPU does not share memory with the host page by page");
+        }
+        if page.len == 0 {
+            return Ok(());
+        }
+        self.hints.give(self.context, &page, hint, self.lane(Lane::Load).stream())
     }
 
     fn place_of(&self, memory: MemoryId) -> Place {

@@ -20,7 +20,7 @@ use self::share::Shares;
 use self::split::{PartSpan, SplitPlanner, SplitStep};
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent, UnifiedHint, UnifiedSupport,
 };
 use crate::base::sync::{Mutex, RwLock};
 use crate::disk::FileMemory;
@@ -480,6 +480,16 @@ impl Device for MultiDevice {
             }
         }
         Err(refused.expect("at least one device was asked"))
+    }
+
+    /// The part that has the place takes its hints.
+    fn unified(&self) -> UnifiedSupport {
+        self.parts[part_of(Place::Unified)].unified()
+    }
+
+    fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
+        let DeviceAddress { part, memory } = self.home(memory);
+        self.parts[part].hint_unified(memory, hint)
     }
 
     fn place_of(&self, memory: MemoryId) -> Place {

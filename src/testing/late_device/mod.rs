@@ -23,7 +23,7 @@ use crate::base::sync::{Condvar, Mutex};
 use crate::device::spans::{overlap, staged_spans};
 use crate::device::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent,
+    RawStream, ReturnedStaging, Span, Staging, StagingSpan, StreamEvent, UnifiedHint, UnifiedSupport,
 };
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
@@ -425,6 +425,14 @@ impl Device for LateDevice {
         let (id, place) = self.inner.adopt(memory)?;
         self.state.lock().lens.insert(id, memory.byte_len());
         Ok((id, place))
+    }
+
+    fn unified(&self) -> UnifiedSupport {
+        self.inner.unified()
+    }
+
+    fn hint_unified(&self, memory: MemoryId, hint: UnifiedHint) -> Result<()> {
+        self.inner.hint_unified(memory, hint)
     }
 
     fn place_of(&self, memory: MemoryId) -> Place {

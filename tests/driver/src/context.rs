@@ -132,9 +132,9 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
     call(|| {
         let device = known(device)?;
         let known = match attribute {
-            // Unified addressing, managed memory, registered memory at the host's addresses, 64-bit writes of
-            // streams.
-            41 | 83 | 91 | 122 => 1,
+            // Unified addressing, managed memory, managed memory shared with the host, registered memory at
+            // the host's addresses, 64-bit writes of streams.
+            41 | 83 | 89 | 91 | 122 => 1,
             // Compute capability: the kernels get loaded in both forms that they have.
             75 => 9 - device as c_int % 2,
             76 => 0,

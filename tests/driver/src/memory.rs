@@ -2,7 +2,7 @@
 
 use std::alloc::Layout;
 use std::collections::BTreeMap;
-use std::ffi::{c_uint, c_void};
+use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -168,6 +168,29 @@ pub unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, len: usize, _
         // SAFETY: the API's terms.
         unsafe { *address = allocated as *mut c_void };
         Ok(())
+    })
+}
+
+/// Takes a hint for managed memory, and forgets it: no byte of memory is elsewhere.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemAdvise(address: u64, len: usize, advice: c_uint, device: c_int) -> u32 {
+    call_in_context(|context| {
+        let is_known = (1..=6).contains(&advice) && (device == -1 || device == context.device as c_int);
+        if len == 0 || !is_known || kind_of(address, len) != Some(Kind::Managed) {
+            return Err(code::INVALID_VALUE);
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemPrefetchAsync(address: u64, len: usize, target: c_int, stream: *mut c_void) -> u32 {
+    call_in_context(|context| {
+        let is_known = target == -1 || target == context.device as c_int;
+        if len == 0 || !is_known || kind_of(address, len) != Some(Kind::Managed) {
+            return Err(code::INVALID_VALUE);
+        }
+        stream::queue(context, stream, stream::Work::Prefetch)
     })
 }
 

@@ -43,6 +43,8 @@ pub enum Work {
         address: u64,
         value: u64,
     },
+    /// Managed memory goes to the other side of the bus: here both sides are one.
+    Prefetch,
     Record {
         event: Arc<Event>,
         number: u64,
@@ -320,6 +322,7 @@ impl Work {
                 unsafe { AtomicU64::from_ptr(address as *mut u64) }.store(value, Ordering::SeqCst);
                 Ok(())
             }
+            Work::Prefetch => Ok(()),
             Work::Record { event, number } => {
                 let mut numbers = event.numbers.lock().unwrap();
                 numbers.1 = numbers.1.max(number);

@@ -13,7 +13,8 @@ use std::time::Duration;
 
 use remanent::{
     Ack, DeviceChoice, Error, FollowFrom, Follower, Key, LogIo, Lsn, Options, PageId, Place, RawStream,
-    Replica, Shadow, SnapshotOptions, SnapshotPhase, StatePoint, Store, Width, WriteBatch,
+    Replica, Shadow, SnapshotOptions, SnapshotPhase, StatePoint, Store, UnifiedHint, UnifiedSupport, Width,
+    WriteBatch,
 };
 
 use crate::direct_io;
@@ -210,6 +211,8 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
             let mut read = Some(here.read_many(&[(pages[1], 0..4)]).unwrap());
             let mut many = Some(here.read_many(&[(pages[1], 0..4)]).unwrap().wait().unwrap());
             let mut changes = Some(here.changes().unwrap());
+            let mut ahead = Some(here.read_ahead(Place::Host).unwrap());
+            ahead.as_mut().unwrap().push(&pages[..1]).unwrap();
             // SAFETY: the host device follows no handle.
             let stream = unsafe { RawStream::from_cuda(1) };
             let outcome = in_child(|| {
@@ -251,10 +254,16 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 refused("read_many", here.read_many(&[(pages[0], 0..1)]))?;
                 refused("changes", here.changes())?;
                 refused("ensure", here.ensure(&pages, Place::Pinned))?;
+                refused("prefetch", here.prefetch(&pages, Place::Host))?;
+                refused("read_ahead", here.read_ahead(Place::Host))?;
+                refused("hint_unified", here.hint_unified(pages[0], UnifiedHint::ReadMostly(true)))?;
                 refused("fork", here.fork(&fork, &StatePoint::Lsn(Lsn(1))))?;
                 // These have no way to refuse: they say nothing, and wait for no thread.
                 let stats = here.stats();
                 let (lsn, snapshots, unloaded) = (here.lsn(), here.snapshots(), here.unloaded_pages());
+                if here.unified_memory() != UnifiedSupport::default() {
+                    return Err("memory of the parent's\n".to_owned());
+                }
                 let nothing = (lsn, stats.logged, snapshots.len(), unloaded.pages) == (Lsn(0), Lsn(0), 0, 0);
                 if !nothing {
                     return Err(format!("{lsn} {stats:?} {snapshots:?} {unloaded:?}\n"));
@@ -287,6 +296,10 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 drop((as_of, listed));
                 let (read, many) = (read.take().unwrap(), many.take().unwrap());
                 let mut changes = changes.take().unwrap();
+                let mut ahead = ahead.take().unwrap();
+                refused("ReadAhead::push", ahead.push(&pages))?;
+                refused("ReadAhead::next_step", ahead.next_step())?;
+                drop(ahead);
                 refused("ReadMany::is_ready", read.is_ready())?;
                 refused("ReadMany::wait_timeout", read.wait_timeout(Duration::MAX))?;
                 refused("ReadMany::wait", read.wait())?;
@@ -323,6 +336,7 @@ fn every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents() 
                 (&[7; 4][..], &[7; 4][..])
             );
             assert_eq!(changes.unwrap().next_timeout(Duration::ZERO).unwrap(), None);
+            assert_eq!(ahead.unwrap().next_step().unwrap().unwrap(), pages[..1]);
             assert!(as_of.unwrap().contains(pages[0]) && listed.unwrap().eq(here.pages().unwrap()));
             outcome
         };

@@ -7,7 +7,10 @@ use remanent::device::cuda::CudaDevice;
 use remanent::device::multi::MultiDevice;
 use remanent::device::{CallerMemory, Device, RawStream};
 use remanent::disk::dir::DirDisk;
-use remanent::{Ack, Lease, Lsn, Options, PageId, PageInfo, Place, Result, Shadow, Store, Value, Width};
+use remanent::{
+    Ack, Lease, Lsn, Options, PageId, PageInfo, Place, Result, Shadow, Store, UnifiedHint, UnifiedSide,
+    Value, Width,
+};
 
 use crate::driver::CallerStream;
 
@@ -149,6 +152,12 @@ impl Work {
         batch.set_root("step", self.tried);
         store.commit(batch)?;
         self.acknowledged = self.tried;
+        for page in &self.pages {
+            if store.page(*page)?.place == Place::Unified {
+                store.hint_unified(*page, UnifiedHint::ReadMostly(true))?;
+                store.hint_unified(*page, UnifiedHint::Fetch(UnifiedSide::Gpu))?;
+            }
+        }
         Ok(())
     }
 
