@@ -2,7 +2,8 @@
 //!
 //! An unloaded page has its memory and its entry in the table, but the applier has none of its bytes. A
 //! caller that needs the page asks here first, and waits. The loader takes pages that were asked for before
-//! the pages that come next in the files. A loaded page never becomes unloaded again. So a caller that has
+//! others, and then goes on with those that follow them in the files: a caller that goes through its pages in
+//! their order finds the next ones loaded. A loaded page never becomes unloaded again. So a caller that has
 //! waited for a page goes on without looking again. And the applier never waits for the disk: the callers
 //! that hand over its batches and turns have waited for their pages.
 //!
@@ -50,7 +51,10 @@ pub(crate) struct UnloadedSet {
 struct LoadStates {
     /// The pages in the order of their files; `None` where a page was taken to be loaded.
     waiting: Vec<Option<UnloadedPage>>,
-    /// No page before this index is waiting.
+    /// For each index, the first one from there on at which a page waits, or one on the way to it. The last
+    /// stands for none.
+    following: Vec<usize>,
+    /// Where loading goes on: after the pages that were taken last.
     next: usize,
     /// Pages that are neither loaded nor failed, by their index in `waiting`.
     indices: ById<PageId, usize>,
@@ -72,6 +76,17 @@ impl LoadStates {
         let wanted = pages.iter().filter_map(|page| indices.get(*page)).filter(|at| waiting[**at].is_some());
         wanted.for_each(|at| asked.push_back(*at));
     }
+
+    /// The first index from `at` on at which a page waits.
+    fn waiting_from(&mut self, mut at: usize) -> Option<usize> {
+        let Self { waiting, following, .. } = self;
+        while following[at] != at {
+            // The next call has half the way.
+            following[at] = following[following[at]];
+            at = following[at];
+        }
+        (at < waiting.len()).then_some(at)
+    }
 }
 
 impl UnloadedSet {
@@ -82,7 +97,7 @@ impl UnloadedSet {
     pub fn new(pages: Vec<UnloadedPage>) -> Result<Self, (Error, Vec<UnloadedPage>)> {
         let bytes = pages.iter().map(|unloaded| unloaded.memory.byte_len()).sum();
         // All memory first: a page that is dropped does not give its own back.
-        let (mut files, mut waiting) = match Self::room_for(&pages) {
+        let (mut files, mut waiting, mut following) = match Self::room_for(&pages) {
             Ok(room) => room,
             Err(error) => return Err((error, pages)),
         };
@@ -92,28 +107,31 @@ impl UnloadedSet {
         // Mostly they lie in this order already.
         files.values_mut().for_each(|of_file| of_file.sort_unstable_by_key(|unloaded| unloaded.image.offset));
         waiting.extend(files.into_values().flatten().map(Some));
+        following.extend(0..=waiting.len());
         let state = LoadStates {
             indices: waiting.iter().flatten().map(|unloaded| unloaded.page).zip(0..).collect(),
             bytes,
             waiting,
+            following,
             ..LoadStates::default()
         };
         Ok(Self { left: AtomicUsize::new(state.indices.len()), state: Mutex::new(state), ..Self::default() })
     }
 
     /// Room for the pages of each file, and for all of them.
-    #[expect(clippy::type_complexity, reason = "two lists, named where they are used")]
+    #[expect(clippy::type_complexity, reason = "three lists, named where they are used")]
     fn room_for(
         pages: &[UnloadedPage],
-    ) -> Result<(BTreeMap<u64, Vec<UnloadedPage>>, Vec<Option<UnloadedPage>>)> {
+    ) -> Result<(BTreeMap<u64, Vec<UnloadedPage>>, Vec<Option<UnloadedPage>>, Vec<usize>)> {
         let mut counts: BTreeMap<u64, usize> = BTreeMap::new();
         pages.iter().for_each(|unloaded| *counts.entry(unloaded.image.file).or_default() += 1);
-        let (mut files, mut waiting) = (BTreeMap::new(), Vec::new());
+        let (mut files, mut waiting, mut following) = (BTreeMap::new(), Vec::new(), Vec::new());
         for (file, count) in counts {
             make_room(files.entry(file).or_insert_with(Vec::new), count)?;
         }
         make_room(&mut waiting, pages.len())?;
-        Ok((files, waiting))
+        make_room(&mut following, pages.len() + 1)?;
+        Ok((files, waiting, following))
     }
 
     /// Whether any page is not loaded.
@@ -169,23 +187,26 @@ impl UnloadedSet {
     }
 
     /// Takes pages to load, neighbours in one file. A page that was asked for comes first, with the pages
-    /// within `asked_bytes_max` from there on; otherwise the next ones within `bytes_max`. A longer page
-    /// comes alone. None when there is nothing left to take.
+    /// within `asked_bytes_max` from there on; otherwise, within `bytes_max`, those that follow the ones
+    /// taken last, and after the last of all the first ones. A longer page comes alone. None when there is
+    /// nothing left to take.
     pub fn take(&self, asked_bytes_max: u64, bytes_max: u64) -> Option<Vec<UnloadedPage>> {
         let mut state = self.state.lock();
         if state.over.is_some() {
             return None;
         }
-        let LoadStates { waiting, next, asked, .. } = &mut *state;
+        let LoadStates { waiting, asked, .. } = &mut *state;
         // A page that was asked for twice is taken once.
         let is_waiting = |at: &usize| waiting[*at].is_some();
         let (first, bytes_max) = match std::iter::from_fn(|| asked.pop_front()).find(is_waiting) {
             Some(at) => (at, asked_bytes_max),
+            None if waiting.is_empty() => return None,
             None => {
-                *next = (*next..waiting.len()).find(is_waiting)?;
-                (*next, bytes_max)
+                let next = state.next;
+                (state.waiting_from(next).or_else(|| state.waiting_from(0))?, bytes_max)
             }
         };
+        let LoadStates { waiting, following, next, .. } = &mut *state;
         let start = waiting[first].as_ref().expect("looked at just now").image;
         let belongs = |unloaded: &UnloadedPage| {
             let end = unloaded.image.offset + unloaded.image.stored_len;
@@ -197,6 +218,8 @@ impl UnloadedSet {
         // Where there is no memory for all of them, the others come later.
         let count = if taken.try_reserve_exact(count).is_ok() { count } else { count.min(TAKEN_MIN) };
         taken.extend(waiting[first..first + count].iter_mut().filter_map(Option::take));
+        *next = first + count;
+        following[first..*next].fill(*next);
         Some(taken)
     }
 
@@ -208,7 +231,7 @@ impl UnloadedSet {
             state.bytes -= len;
         }
         if state.indices.is_empty() {
-            state.waiting = Vec::new();
+            (state.waiting, state.following) = (Vec::new(), Vec::new());
             state.asked = Queue::default();
         }
         self.left.store(state.indices.len() + state.failed.len(), Ordering::Release);
@@ -304,27 +327,29 @@ mod tests {
     }
 
     #[test]
-    fn pages_asked_for_come_before_the_next_in_the_files_and_neighbours_come_together() {
+    fn pages_asked_for_come_before_others_and_those_that_follow_them_come_next() {
         let arena = arena();
         let unloaded = ten(&arena);
         assert_eq!(unloaded.left(), (10, 10 * LEN));
         let take = |asked: &[u64], expected: &[u64]| {
             let asked: Vec<PageId> = asked.iter().copied().map(PageId).collect();
             unloaded.state.lock().ask(&asked);
-            let taken = unloaded.take(2 * LEN, 3 * LEN).unwrap();
+            let taken = unloaded.take(2 * LEN, 2 * LEN).unwrap();
             assert_eq!(numbers(&taken), expected);
             load(&unloaded, &arena, taken);
         };
-        take(&[], &[0, 1, 2]);
+        take(&[], &[0, 1]);
         take(&[6], &[6, 7]);
         // A loaded page, an unknown one and one asked for twice are passed over, and no run goes on in the
         // next file.
         take(&[1, 99, 4, 4], &[4]);
-        take(&[], &[3]);
         take(&[], &[5]);
+        // After the last page of all the first one comes.
+        take(&[9], &[9]);
+        take(&[], &[2, 3]);
         // A page that was asked for and came as a neighbour is not looked for again, nor is any when all are
         // loaded.
-        take(&[8, 9], &[8, 9]);
+        take(&[8, 9], &[8]);
         assert!(unloaded.take(LEN, LEN).is_none() && !unloaded.is_any());
         assert_eq!(unloaded.left(), (0, 0));
         unloaded.wait([PageId(0), PageId(99)]).unwrap();

@@ -8,7 +8,7 @@ use super::Store;
 use super::ticket::{CommitReceipt, Ticket, wait};
 use crate::error::{Error, Result};
 use crate::options::Tiers;
-use crate::tiers::Prefetch;
+use crate::tiers::{Prefetch, ReadAhead};
 use crate::write::batch::WriteBatch;
 
 #[cfg(doc)]
@@ -146,6 +146,16 @@ impl Store {
     pub fn prefetch(&self, pages: &[PageId], place: Place) -> Result<Prefetch> {
         self.check_process()?;
         self.in_store(self.parts.prefetcher.prefetch(pages, place))
+    }
+
+    /// Brings pages to a place ahead of a caller that uses them step by step: as many steps ahead as pages
+    /// take to come. [`ReadAhead`] has an example.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn read_ahead(&self, place: Place) -> Result<ReadAhead<'_>> {
+        self.check_process()?;
+        Ok(ReadAhead::new(&self.parts.mover, &self.parts.prefetcher, place))
     }
 
     /// Moves pages to the first place of the [`Tiers`], as [`Store::ensure`] does.

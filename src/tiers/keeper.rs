@@ -17,7 +17,7 @@ use super::residents::Residents;
 use super::stats::TierCounts;
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::thread::JoinHandle;
-use crate::base::sync::{Condvar, Instant, Mutex, threads};
+use crate::base::sync::{Condvar, Instant, Mutex, RwLock, threads};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::memory::arena::PlaceRoom;
@@ -47,6 +47,9 @@ pub(crate) struct TierKeeper {
     calls: Mutex<Calls>,
     called: Condvar,
     round_ended: Condvar,
+    /// Read by each call that brings pages, which hold their place meanwhile; written by a call that found
+    /// no room beside them.
+    pub bringing: RwLock<()>,
     counts: Arc<TierCounts>,
 }
 
@@ -124,6 +127,7 @@ impl TierKeeper {
             calls: Mutex::default(),
             called: Condvar::new(),
             round_ended: Condvar::new(),
+            bringing: RwLock::default(),
             counts,
         }
     }

@@ -33,6 +33,22 @@ impl PageMover {
     /// Logs a batch, as [`Committer::submit`] does. Where a place of the tiers has no room for it, pages
     /// leave that place first.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
+        self.or_alone(self.submit_with_others(batch), || self.submit_with_others(batch))
+    }
+
+    /// Tries again what found no room, alone: pages that other calls bring do not leave meanwhile. Two calls
+    /// that have room one after the other would refuse each other.
+    fn or_alone<T>(&self, tried: Result<T>, again: impl FnOnce() -> Result<T>) -> Result<T> {
+        match (&self.keeper, tried) {
+            (Some(keeper), Err(Error::OverBudget { .. })) => {
+                let _alone = keeper.bringing.write();
+                again()
+            }
+            (_, tried) => tried,
+        }
+    }
+
+    fn submit_with_others(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
         let Some(keeper) = &self.keeper else { return self.committer.submit(batch) };
         let mut tries = 1;
         loop {
@@ -52,6 +68,14 @@ impl PageMover {
 
     /// Moves pages to a place, those that are not there, in one batch; `None` if all are.
     pub fn bring(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
+        let tried = {
+            let _with_others = self.keeper.as_ref().map(|keeper| keeper.bringing.read());
+            self.bring_held(pages, place)
+        };
+        self.or_alone(tried, || self.bring_held(pages, place))
+    }
+
+    fn bring_held(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
         let begun = Instant::now();
         let _held = HeldPages::new(self.keeper.as_deref(), pages);
         let mut batch = WriteBatch::default();
@@ -69,16 +93,35 @@ impl PageMover {
                 coming.push((from, len));
             }
         }
+        let point = match coming.is_empty() {
+            true => None,
+            false => Some(self.submit_with_others(&batch)?.0),
+        };
         self.counts.at(place, |counts| {
             counts.hits += hits;
             counts.misses += coming.len() as u64;
         });
-        if coming.is_empty() {
-            return Ok(None);
+        if point.is_some() {
+            self.counts.moved(place, &coming, begun.elapsed());
         }
-        let (point, _) = self.submit(&batch)?;
-        self.counts.moved(place, &coming, begun.elapsed());
-        Ok(Some(point))
+        Ok(point)
+    }
+
+    /// As [`bring`](Self::bring), ahead of a caller: pages that are gone are taken out, and those that an
+    /// open left on disk are loaded, before others.
+    pub fn bring_existing(&self, pages: &mut Vec<PageId>, place: Place) -> Result<()> {
+        loop {
+            match self.bring(pages, place) {
+                Ok(_) => return self.engine.applier.unloaded().wait(pages.iter().copied()),
+                Err(Error::UnknownPage { page }) => pages.retain(|other| *other != page),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The length of a page in bytes; 0 of one that is not there.
+    pub fn byte_len(&self, page: PageId) -> u64 {
+        self.engine.versions.page(page, |seen| seen.len()).unwrap_or(0)
     }
 }
 

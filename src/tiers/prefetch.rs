@@ -49,6 +49,9 @@ struct JobState {
     left: VecDeque<PageId>,
     /// Whether a batch is under way.
     is_moving: bool,
+    /// When the first batch began, and when all pages were there.
+    begun: Option<Instant>,
+    ended: Option<Instant>,
     outcome: Option<Result<()>>,
 }
 
@@ -67,6 +70,12 @@ impl Prefetch {
         state.outcome.get_or_insert(Ok(()));
         job.changed.notify_all();
         Ok(())
+    }
+
+    /// When its first page began to move, and when all of them were there, as far as that is so.
+    pub(super) fn moving_since(&self) -> Result<Option<(Instant, Option<Instant>)>> {
+        let state = self.job.check()?.state.lock();
+        Ok(state.begun.map(|begun| (begun, state.ended)))
     }
 
     /// Whether all pages are there, or nothing more will be done.
@@ -123,11 +132,18 @@ impl Job {
             pages.push(page);
         }
         state.is_moving = !pages.is_empty();
+        if state.is_moving {
+            state.begun.get_or_insert_with(Instant::now);
+        }
         state.is_moving.then_some(pages)
     }
 
     fn end(&self, outcome: Result<()>) {
         let mut state = self.state.lock();
+        // Of a job that was given up, not all came.
+        if outcome.is_ok() && state.outcome.is_none() {
+            state.ended = Some(Instant::now());
+        }
         state.left.clear();
         state.is_moving = false;
         state.outcome.get_or_insert(outcome);
@@ -174,7 +190,8 @@ impl PrefetchThread {
         if queue.is_over {
             return Err(Error::Closed);
         }
-        let state = JobState { left: pages.iter().copied().collect(), is_moving: false, outcome: None };
+        let left = pages.iter().copied().collect();
+        let state = JobState { left, is_moving: false, begun: None, ended: None, outcome: None };
         let job = Arc::new(Job { place, state: Mutex::new(state), changed: Condvar::new() });
         queue.waiting.push_back(job.clone());
         self.jobs.changed.notify_all();
@@ -203,18 +220,11 @@ impl Jobs {
     }
 
     fn move_all(&self, job: &Job, mover: &PageMover) -> Result<()> {
-        let len_of = |page| mover.engine.versions.page(page, |seen| seen.len()).unwrap_or(0);
-        while let Some(mut pages) = job.next(len_of) {
+        while let Some(mut pages) = job.next(|page| mover.byte_len(page)) {
             if self.state.lock().is_over {
                 return Err(Error::Closed);
             }
-            loop {
-                match mover.bring(&pages, job.place) {
-                    Ok(_) => break,
-                    Err(Error::UnknownPage { page }) => pages.retain(|other| *other != page),
-                    Err(error) => return Err(error),
-                }
-            }
+            mover.bring_existing(&mut pages, job.place)?;
         }
         Ok(())
     }

@@ -206,7 +206,7 @@ fn commit(store: &Store, work: impl FnOnce(&mut remanent::WriteBatch)) -> Result
 /// had been loaded at once; on a device that does everything late, too.
 #[test]
 fn an_access_to_an_unloaded_page_waits_for_it() {
-    let uses: [(&str, Use); 18] = [
+    let uses: [(&str, Use); 20] = [
         ("read", |store| read(store, LAST).map(|bytes| assert!(bytes == content(LAST)))),
         ("lease", |store| {
             let lease = store.lease(LAST)?;
@@ -244,6 +244,12 @@ fn an_access_to_an_unloaded_page_waits_for_it() {
             Ok(())
         }),
         ("restore", |store| store.restore(&StatePoint::Snapshot(store.snapshots()[0].id)).map(drop)),
+        ("prefetch", |store| store.prefetch(&[LAST], Place::Host)?.wait()),
+        ("read ahead", |store| {
+            let mut ahead = store.read_ahead(Place::Host)?;
+            ahead.push(&[LAST])?;
+            ahead.next_step().map(|step| assert_eq!(step, Some(vec![LAST])))
+        }),
         ("prune", |store| store.prune(&store.retention()).map(drop)),
     ];
     let disk = closed();

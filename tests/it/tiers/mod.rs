@@ -1,6 +1,7 @@
 //! Tiers: pages that are not used go down, so that more pages are held than a place has room for.
 
 mod less_memory;
+mod read_ahead;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

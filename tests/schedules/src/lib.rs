@@ -40,4 +40,6 @@ mod scrubs;
 #[cfg(all(test, shuttle))]
 mod snapshots;
 #[cfg(all(test, shuttle))]
+mod tiers;
+#[cfg(all(test, shuttle))]
 mod views;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use remanent::{Error, Key, PageId, Place, Prefetch, Store};
+use remanent::{Error, Key, PageId, Place, Prefetch, ReadAhead, Store};
 
 use super::latency::Latency;
 use super::room::{BenchStop, Room};
@@ -24,10 +24,30 @@ pub struct BlockCache<'b> {
     pub len: u64,
     /// Blocks that are asked for at once.
     pub piece: usize,
-    /// Requests whose blocks are on their way while one is served.
-    pub ahead: usize,
+    /// How many requests' blocks are on their way while one is served.
+    pub ahead: Ahead,
     /// How long a request is served once its blocks are there. The caller is idle meanwhile.
     pub service: Duration,
+}
+
+/// How far blocks come ahead of the request that asks for them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ahead {
+    /// Those of this number of requests.
+    Requests(usize),
+    /// As far as the store finds worth while.
+    Measured,
+}
+
+impl Ahead {
+    /// No block comes ahead.
+    pub const NONE: Self = Self::Requests(0);
+}
+
+/// Blocks that are on their way.
+enum Coming<'s> {
+    Requests { ahead: usize, coming: Vec<Option<Prefetch>> },
+    Measured { ahead: ReadAhead<'s>, pushed: usize },
 }
 
 /// What a cache did.
@@ -97,24 +117,26 @@ fn bytes(id: u64, from: u64, to: u64) -> Vec<u8> {
 impl BlockCache<'_> {
     /// Serves requests, one after the other.
     pub fn play(&self, requests: &[Vec<u64>], played: &mut Played) -> Result<(), BenchStop> {
-        let mut coming: Vec<Option<Prefetch>> = Vec::new();
+        let mut coming = match self.ahead {
+            Ahead::Requests(ahead) => Coming::Requests { ahead, coming: Vec::new() },
+            Ahead::Measured => Coming::Measured { ahead: self.store.read_ahead(self.fast)?, pushed: 0 },
+        };
         for (at, request) in requests.iter().enumerate() {
             self.room.check()?;
-            // Those of the requests in between are under way.
-            while coming.len() < (at + 1 + self.ahead).min(requests.len()) {
-                let ahead = coming.len();
-                coming.push(if ahead > at { self.prefetch(&requests[ahead])? } else { None });
-            }
-            let mut waited = Duration::ZERO;
-            if let Some(coming) = coming[at].take() {
-                let started = Instant::now();
-                // What has not begun yet is this request's own work.
-                coming.cancel()?;
-                match coming.wait() {
-                    Err(Error::OverBudget { .. }) => played.refused_ahead += 1,
-                    ended => ended?,
-                }
-                waited = started.elapsed();
+            self.send_for(&mut coming, requests, at)?;
+            let started = Instant::now();
+            let ended = match &mut coming {
+                Coming::Requests { coming, .. } => coming[at].take().map(|coming| {
+                    // What has not begun yet is this request's own work.
+                    coming.cancel()?;
+                    coming.wait()
+                }),
+                Coming::Measured { ahead, .. } => Some(ahead.next_step().map(drop)),
+            };
+            let waited = if ended.is_some() { started.elapsed() } else { Duration::ZERO };
+            match ended {
+                Some(Err(Error::OverBudget { .. })) => played.refused_ahead += 1,
+                ended => ended.unwrap_or(Ok(()))?,
             }
             self.serve(request, waited, played)?;
             if !self.service.is_zero() {
@@ -126,12 +148,36 @@ impl BlockCache<'_> {
         Ok(())
     }
 
-    fn prefetch(&self, request: &[u64]) -> Result<Option<Prefetch>, BenchStop> {
+    /// Has blocks come of the requests after `at`. Of a request that is due itself none come ahead.
+    fn send_for(&self, coming: &mut Coming<'_>, requests: &[Vec<u64>], at: usize) -> Result<(), BenchStop> {
+        match coming {
+            // Those of the requests in between are under way.
+            Coming::Requests { ahead, coming } => {
+                while coming.len() < (at + 1 + *ahead).min(requests.len()) {
+                    let next = coming.len();
+                    let pages = if next > at { self.known(&requests[next])? } else { Vec::new() };
+                    let is_any = !pages.is_empty();
+                    coming.push(if is_any { Some(self.store.prefetch(&pages, self.fast)?) } else { None });
+                }
+            }
+            Coming::Measured { ahead, pushed } => {
+                while *pushed < requests.len() && (*pushed <= at || ahead.wants_more()) {
+                    let pages = if *pushed > at { self.known(&requests[*pushed])? } else { Vec::new() };
+                    ahead.push(&pages)?;
+                    *pushed += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The pages of those of these blocks that the store has.
+    fn known(&self, request: &[u64]) -> Result<Vec<PageId>, BenchStop> {
         let mut pages = Vec::new();
         for id in request {
             pages.extend(self.lookup(*id)?.map(|(page, _)| page));
         }
-        Ok(if pages.is_empty() { None } else { Some(self.store.prefetch(&pages, self.fast)?) })
+        Ok(pages)
     }
 
     fn lookup(&self, id: u64) -> Result<Option<(PageId, Place)>, BenchStop> {

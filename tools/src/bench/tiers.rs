@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use clap::builder::RangedU64ValueParser;
 use remanent::{Ack, Budget, Compression, MoveStats, Options, Place, TierStats, Tiers};
 
-use super::block_cache::{BlockCache, Played};
+use super::block_cache::{Ahead, BlockCache, Played};
 use super::figures::{Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use super::policies::{Policy, share};
@@ -65,6 +65,9 @@ pub struct TiersBench {
     /// Also with the blocks of the next N requests on their way while one is served
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = RangedU64ValueParser::<usize>::new().range(..=1000))]
     prefetch: usize,
+    /// Also with the blocks of as many requests on their way as the store finds worth while
+    #[arg(long)]
+    read_ahead: bool,
     /// Milliseconds that a request is served once its blocks are there, with nothing done
     #[arg(long, value_name = "MS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=10_000))]
     service_ms: u64,
@@ -233,10 +236,11 @@ impl TiersBench {
         self.requested().blocks.len() as u64 * self.len.0
     }
 
-    /// Policies, each with the number of requests whose blocks come ahead.
-    fn variants(&self) -> Vec<(Policy, usize)> {
-        let ahead = [0, self.prefetch];
-        let ahead = &ahead[..if self.prefetch == 0 { 1 } else { 2 }];
+    /// Policies, each with how far blocks come ahead.
+    fn variants(&self) -> Vec<(Policy, Ahead)> {
+        let mut ahead = vec![Ahead::NONE];
+        ahead.extend((self.prefetch > 0).then_some(Ahead::Requests(self.prefetch)));
+        ahead.extend(self.read_ahead.then_some(Ahead::Measured));
         self.policies.iter().flat_map(|policy| ahead.iter().map(|ahead| (*policy, *ahead))).collect()
     }
 
@@ -263,7 +267,7 @@ impl TiersBench {
         room: &'b Room,
         policy: Policy,
         held: usize,
-        ahead: usize,
+        ahead: Ahead,
     ) -> Result<BlockCache<'b>, BenchStop> {
         let places = places(room);
         let bytes = (held as u64 * self.len.0 * FREE_PART).div_ceil(FREE_PART - 1);
@@ -308,7 +312,7 @@ struct BudgetRuns {
 /// The figures of one policy under one budget.
 struct Variant {
     policy: Policy,
-    ahead: usize,
+    ahead: Ahead,
     name: String,
     alone: Figure,
     hits: Figure,
@@ -361,7 +365,7 @@ impl BudgetRuns {
 
     /// Hits of each policy right after half of the requests, without blocks that come ahead.
     fn straight(&self) -> impl Iterator<Item = (Policy, Vec<f64>)> {
-        let variants = self.variants.iter().filter(|variant| variant.ahead == 0);
+        let variants = self.variants.iter().filter(|variant| variant.ahead == Ahead::NONE);
         variants.map(|variant| (variant.policy, variant.after_half.clone()))
     }
 
@@ -373,10 +377,11 @@ impl BudgetRuns {
 }
 
 impl Variant {
-    fn new(bench: &TiersBench, policy: Policy, ahead: usize, alone: f64) -> Self {
+    fn new(bench: &TiersBench, policy: Policy, ahead: Ahead, alone: f64) -> Self {
         let name = match ahead {
-            0 => policy.name().to_owned(),
-            ahead => format!("{}, {ahead} ahead", policy.name()),
+            Ahead::NONE => policy.name().to_owned(),
+            Ahead::Requests(ahead) => format!("{}, {ahead} ahead", policy.name()),
+            Ahead::Measured => format!("{}, read ahead", policy.name()),
         };
         let timed = |what: &str, unit: Unit| {
             let mut figure = Figure::new(format!("{name}: {what}"), unit);
@@ -387,7 +392,7 @@ impl Variant {
         list.rounds = vec![alone; bench.common.rounds as usize];
         let mut hits = Figure::new(format!("{name}: hits"), Unit::Hits);
         // With blocks that come ahead there may be more hits than by the policy.
-        if alone > 0.0 && ahead == 0 {
+        if alone > 0.0 && ahead == Ahead::NONE {
             hits = hits.under(&list.name);
         }
         let written = format!("{name}: written to the disk, of the blocks' bytes");
@@ -458,7 +463,7 @@ impl Variant {
         }
         let waited = tier.map_or(Duration::ZERO, |tier| tier.waited);
         numbers.push(("waited for room".to_owned(), Unit::Seconds, waited.as_secs_f64()));
-        if self.ahead > 0 {
+        if self.ahead != Ahead::NONE {
             let refused = played.refused_ahead as f64;
             numbers.push(("calls ahead that found no room".to_owned(), Unit::Count("calls"), refused));
         }
@@ -559,14 +564,14 @@ impl Restarts {
         for PolicyRestart { policy, before, after, close, open } in &mut self.policies {
             room.step(&format!("restart, {}", policy.name()))?;
             let mut played = Played::new();
-            let cache = bench.open(room, *policy, held, 0)?;
+            let cache = bench.open(room, *policy, held, Ahead::NONE)?;
             cache.play(first, &mut played)?;
             before.push(hits(&played.of_each[first.len().saturating_sub(AROUND_RESTART)..]));
             let started = Instant::now();
             cache.store.close()?;
             close.push(started.elapsed().as_secs_f64());
             let started = Instant::now();
-            let cache = bench.open(room, *policy, held, 0)?;
+            let cache = bench.open(room, *policy, held, Ahead::NONE)?;
             open.push(started.elapsed().as_secs_f64());
             cache.play(second, &mut played)?;
             after.push(hits(after_restart(&played, first.len())));

@@ -1,0 +1,121 @@
+//! Reading ahead: each step's pages are there when it is due, however far ahead the store goes.
+
+use remanent::{Ack, Budget, Error, PageId, Place, Store, Tiers};
+
+use super::{DEVICE, LEN, ROOM, bytes, open, peak, place, put, two_tiers};
+use remanent::testing::sim_disk::SimDisk;
+
+/// A store whose pages are all on disk.
+fn on_disk(pages: u64) -> (Store, Vec<PageId>) {
+    let store = open(&SimDisk::new(), two_tiers().ack(Ack::Applied));
+    let pages: Vec<PageId> = (0..pages).map(|number| put(&store, number, 0, Place::Disk)).collect();
+    (store, pages)
+}
+
+/// Several times as many pages as there is room for, in steps of one, two and three pages; the caller reads
+/// some of them, and nothing else meanwhile.
+#[test]
+fn steps_come_in_their_order_and_within_the_budget() {
+    let (store, pages) = on_disk(6 * ROOM);
+    let numbers: Vec<usize> = (0..pages.len()).collect();
+    let mut steps = Vec::new();
+    let mut rest = &numbers[..];
+    while !rest.is_empty() {
+        let (step, after) = rest.split_at((1 + steps.len() % 3).min(rest.len()));
+        steps.push(step.to_vec());
+        rest = after;
+    }
+    let mut ahead = store.read_ahead(DEVICE).unwrap();
+    let (mut coming, mut served, mut most) = (steps.iter(), Vec::new(), 0);
+    loop {
+        while ahead.wants_more() {
+            let Some(step) = coming.next() else { break };
+            ahead.push(&step.iter().map(|number| pages[*number]).collect::<Vec<_>>()).unwrap();
+        }
+        most = most.max(ahead.steps_coming());
+        let Some(step) = ahead.next_step().unwrap() else { break };
+        for page in step {
+            let number = pages.iter().position(|other| *other == page).unwrap();
+            assert_eq!(place(&store, page), DEVICE, "page {number}");
+            assert!(store.read_to_vec(page).unwrap() == bytes(number as u64, 0), "page {number}");
+            served.push(number);
+        }
+    }
+    assert_eq!(served, numbers);
+    // A quarter of the budget is four pages, and the step that crosses it has three.
+    assert!((1..=7).contains(&most), "{most} steps at once");
+    assert!(peak(&store, DEVICE) <= ROOM * LEN);
+    assert!(ahead.next_step().unwrap().is_none() && ahead.wants_more());
+}
+
+/// Whatever is pushed comes, also without a word that it is wanted.
+#[test]
+fn a_step_more_than_there_is_room_for_is_refused_and_the_next_one_comes() {
+    let (store, pages) = on_disk(2 * ROOM);
+    let mut ahead = store.read_ahead(DEVICE).unwrap();
+    ahead.push(&pages[..4]).unwrap();
+    ahead.push(&pages[..ROOM as usize + 1]).unwrap();
+    assert!(!ahead.wants_more(), "more than a quarter of the budget");
+    ahead.push(&pages[20..22]).unwrap();
+    assert_eq!(ahead.next_step().unwrap().unwrap(), pages[..4]);
+    let refused = ahead.next_step().unwrap_err();
+    assert!(matches!(refused, Error::OverBudget { place: DEVICE, .. }), "{refused}");
+    assert_eq!(ahead.next_step().unwrap().unwrap(), pages[20..22]);
+    assert_eq!(place(&store, pages[21]), DEVICE);
+}
+
+#[test]
+fn pages_that_are_deleted_meanwhile_are_left_out() {
+    let (store, pages) = on_disk(4);
+    let mut ahead = store.read_ahead(DEVICE).unwrap();
+    ahead.push(&pages).unwrap();
+    ahead.push(&pages[1..2]).unwrap();
+    let mut batch = store.batch();
+    batch.delete(pages[1]);
+    store.commit(batch).unwrap();
+    assert_eq!(ahead.next_step().unwrap().unwrap(), [pages[0], pages[2], pages[3]]);
+    assert_eq!(ahead.next_step().unwrap().unwrap(), []);
+    // One that is pushed when it is gone, too.
+    ahead.push(&pages[1..3]).unwrap();
+    assert_eq!(ahead.next_step().unwrap().unwrap(), [pages[2]]);
+}
+
+/// Dropped, it gives up what has not begun: the store closes without waiting for it.
+#[test]
+fn what_is_given_up_moves_nothing_any_more() {
+    let (store, pages) = on_disk(ROOM);
+    for _ in 0..20 {
+        let mut ahead = store.read_ahead(DEVICE).unwrap();
+        for page in &pages {
+            ahead.push(std::slice::from_ref(page)).unwrap();
+        }
+        drop(ahead);
+        let moved = store.stats().places;
+        std::thread::yield_now();
+        assert_eq!(store.stats().places, moved, "a page still came");
+        store.ensure(&pages, Place::Disk).unwrap();
+    }
+    store.close().unwrap();
+}
+
+/// To a place without a budget, and to the disk.
+#[test]
+fn every_place_can_be_read_ahead_to() {
+    let budget = Budget::default().with(Place::Disk, 1 << 20);
+    let options =
+        two_tiers().tiers(Tiers::new([DEVICE, Place::Disk])).budget(budget.with(DEVICE, ROOM * LEN));
+    let store = open(&SimDisk::new(), options);
+    let pages: Vec<PageId> = (0..ROOM / 2).map(|number| put(&store, number, 3, DEVICE)).collect();
+    for to in [Place::Host, Place::Disk, DEVICE, Place::Pinned] {
+        let mut ahead = store.read_ahead(to).unwrap();
+        for page in &pages {
+            ahead.push(&[*page]).unwrap();
+        }
+        while let Some(step) = ahead.next_step().unwrap() {
+            assert_eq!(place(&store, step[0]), to);
+        }
+    }
+    for (number, page) in (0..).zip(&pages) {
+        assert!(store.read_to_vec(*page).unwrap() == bytes(number, 3));
+    }
+}

@@ -1,0 +1,113 @@
+//! Pages that go down and come up while others change them: no place is over its budget, no thread waits for
+//! room that never comes, and a crash leaves what was acknowledged, wherever the pages are.
+
+use std::time::Duration;
+
+use remanent::testing::sync::Mutex;
+use remanent::{Ack, Budget, Options, PageId, Place, Tiers};
+
+use crate::ground::{Ground, PAGE_LEN, options};
+use crate::runner::{Time, at_once, explore};
+
+/// Pages that the first place has room for.
+const ROOM: u64 = 3;
+
+fn tiered() -> Options {
+    let budget = Budget::default().with(Place::Host, ROOM * PAGE_LEN);
+    options().ack(Ack::Applied).budget(budget).tiers(Tiers::new([Place::Host, Place::Disk]).lru())
+}
+
+/// A ground whose writer has two pages in the first place, and three more on disk, of ones.
+fn ground(time: Time) -> (Ground, Vec<PageId>) {
+    let ground = Ground::new(time, tiered(), 1);
+    let mut batch = ground.store.batch();
+    for _ in 0..3 {
+        batch.create_from([1; PAGE_LEN as usize], Place::Disk);
+    }
+    let on_disk = ground.store.commit(batch).unwrap().pages;
+    (ground, on_disk)
+}
+
+/// Checks the other pages and the first place, and closes the store.
+fn close(ground: Ground, others: &[PageId]) {
+    for page in others {
+        assert_eq!(ground.store.read_to_vec(*page).unwrap(), [1; PAGE_LEN as usize]);
+    }
+    let peak =
+        ground.store.stats().places.iter().find(|(place, _)| *place == Place::Host).unwrap().1.peak_bytes;
+    assert!(peak <= ROOM * PAGE_LEN, "{peak} bytes at once");
+    // A page that goes down waits for its image, and a caller that waits for room looks again now and then.
+    ground.close_moving(Duration::from_secs(3600));
+}
+
+#[test]
+fn pages_are_changed_while_they_go_down_and_come_up() {
+    explore(|time| {
+        let (ground, others) = ground(time);
+        let write = || ground.count_to(2, 0, Ack::Durable);
+        let climb = || {
+            for page in &others {
+                ground.store.ensure(&[*page], Place::Host).unwrap();
+            }
+        };
+        let read = || _ = ground.read(0);
+        at_once(&[&write, &climb, &read]);
+        assert_eq!(ground.read(0), 2);
+        close(ground, &others);
+    });
+}
+
+#[test]
+fn two_callers_that_want_more_than_there_is_room_for_both_get_it() {
+    explore(|time| {
+        let (ground, others) = ground(time);
+        let own = ground.pages(0);
+        let [one, other] = [[others[0], others[1]], [own[0], others[2]]];
+        at_once(&[&|| _ = ground.store.ensure(&one, Place::Host).unwrap(), &|| {
+            _ = ground.store.ensure(&other, Place::Host).unwrap()
+        }]);
+        close(ground, &others);
+    });
+}
+
+#[test]
+fn a_snapshot_is_whole_while_pages_move() {
+    explore(|time| {
+        let (ground, others) = ground(time);
+        let write = || ground.count_to(2, 0, Ack::Logged);
+        let snapshot = || _ = ground.store.snapshot().unwrap();
+        let climb = || _ = ground.store.ensure(&others[..2], Place::Host).unwrap();
+        at_once(&[&write, &snapshot, &climb]);
+        ground.check();
+        assert_eq!(ground.read(0), 2);
+        close(ground, &others);
+    });
+}
+
+/// A caller goes through pages ahead of which the store reads, another one gives its own up half way, and a
+/// third changes what may be on its way.
+#[test]
+fn pages_that_come_ahead_are_there_when_they_are_due() {
+    explore(|time| {
+        let (ground, others) = ground(time);
+        let came = Mutex::new(Vec::new());
+        let go_through = || {
+            let mut ahead = ground.store.read_ahead(Place::Host).unwrap();
+            for page in &others {
+                ahead.push(&[*page]).unwrap();
+            }
+            while let Some(step) = ahead.next_step().unwrap() {
+                came.lock().extend(step);
+            }
+        };
+        let give_up = || {
+            let coming = ground.store.prefetch(&ground.pages(0), Place::Host).unwrap();
+            coming.cancel().unwrap();
+            coming.wait().unwrap();
+        };
+        let write = || ground.count_to(1, 0, Ack::Applied);
+        at_once(&[&go_through, &give_up, &write]);
+        assert_eq!(came.into_inner(), others);
+        close(ground, &others);
+    });
+}
