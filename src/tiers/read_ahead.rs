@@ -87,11 +87,12 @@ impl<'s> ReadAhead<'s> {
     }
 
     /// Whether the pages of another step are worth bringing now. Asked again after each [`push`](Self::push).
-    /// One step at least is on its way; more of them where pages take longer to come than the caller takes
-    /// for a step, up to 64 steps and a quarter of the place's budget.
+    /// While one step is used another one is on its way; more of them where pages take longer to come than
+    /// the caller takes for a step, up to 64 steps and a quarter of the place's budget.
     #[must_use]
     pub fn wants_more(&self) -> bool {
-        self.coming.is_empty() || (self.coming.len() < self.pace.distance() && self.bytes < self.bytes_max)
+        // The first of them is used next.
+        self.coming.is_empty() || (self.coming.len() <= self.pace.distance() && self.bytes < self.bytes_max)
     }
 
     /// Steps on their way.
@@ -174,8 +175,8 @@ struct Pace {
 }
 
 impl Pace {
-    /// How many steps are on their way, so that the next one is there when it is due: as many as the caller
-    /// uses while a slow one comes.
+    /// How many steps are on their way while one is used, so that the next one is there when it is due: as
+    /// many as the caller uses while a slow one comes.
     fn distance(&self) -> usize {
         let (Some(latency), Some(interval)) = (self.latency.late(), self.interval.mean()) else { return 1 };
         let steps = latency.as_secs_f64() / interval.as_secs_f64().max(1e-9);

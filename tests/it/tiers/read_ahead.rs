@@ -34,6 +34,7 @@ fn steps_come_in_their_order_and_within_the_budget() {
         }
         most = most.max(ahead.steps_coming());
         let Some(step) = ahead.next_step().unwrap() else { break };
+        assert!(ahead.steps_coming() > 0 || coming.len() == 0, "none comes while this one is used");
         for page in step {
             let number = pages.iter().position(|other| *other == page).unwrap();
             assert_eq!(place(&store, page), DEVICE, "page {number}");
