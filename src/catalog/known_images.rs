@@ -9,27 +9,24 @@
 //! Nothing here is on disk: each open builds it anew from the snapshot used and the log after it.
 
 use std::collections::BTreeMap;
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use remanent_format::image::ImageRef;
-use remanent_format::image::read::check_image;
 use remanent_format::limits::CHAIN_LINKS_MAX;
 use remanent_format::manifest::{Manifest, ManifestEntry};
 use remanent_format::state::bases::Base;
 use remanent_format::state::survey::Survey;
-use remanent_format::{Epoch, Lsn, PageId, PageTable, ReadAt, SnapshotId};
+use remanent_format::{Damage, Epoch, Lsn, PageId, PageTable, SnapshotId};
 
 use super::classify::PageClass;
 use super::newest::{ImageTotals, KnownImage, Link, NewestSnapshot};
 use super::publish::THREADS_MAX;
-use crate::base::allocation::{append, collected, push};
+use crate::base::allocation::{append, collected, map_of, push};
 use crate::base::parallel;
 use crate::base::sync::{Mutex, MutexGuard};
+use crate::disk::source::DiskSource;
 use crate::error::Result;
-
-/// The number of parts in which threads share the images that they read back.
-const PARTS_MAX: usize = 256;
+use crate::images::read::{ImageRequest, runs};
 
 /// The images on disk that hold the bytes of a page as it is now, or was a moment ago.
 #[derive(Default)]
@@ -152,26 +149,37 @@ impl KnownImages {
     ///
     /// # Errors
     /// `OutOfMemory`, with all as it was.
-    pub fn prove(&self, source: &(dyn ReadAt + Sync), threads_max: usize) -> Result<()> {
-        let ahead = {
-            let mut noted = self.ahead.lock();
-            let ahead = collected(noted.iter().map(|(page, (known, len))| (*page, *known, *len)))?;
-            noted.clear();
-            ahead
+    pub fn prove(&self, source: &DiskSource, threads_max: usize) -> Result<()> {
+        let noted = self.ahead.lock();
+        let ahead = collected(noted.iter().map(|(page, (known, len))| (*page, *known, *len)))?;
+        drop(noted);
+        let request = |(page, known, len): &(PageId, KnownImage, u64)| {
+            Some(ImageRequest { page: *page, len: *len, image: known.image? })
         };
-        let prove = |page: PageId, known: KnownImage, len: u64| {
-            let Some(image) = known.image else { return };
-            match check_image(source, &image, len) {
-                Ok(()) => _ = self.beside.lock().insert(page, known),
-                Err(damage) => tracing::warn!(%damage, %page, "an image that a batch names does not hold"),
-            }
-        };
+        let mut wanted = collected(ahead.iter().filter_map(request))?;
+        let runs = collected(runs(&mut wanted))?;
         let threads = parallel::threads(THREADS_MAX.min(threads_max));
-        let parts = ahead.chunks(ahead.len().div_ceil(PARTS_MAX).max(1));
-        let Ok(_) = parallel::for_each(threads, parts, |part| {
-            part.iter().for_each(|(page, known, len)| prove(*page, *known, *len));
-            Ok::<(), Infallible>(())
-        });
+        let look = |(): &mut (), index: usize| runs[index].damaged(source);
+        let damaged = parallel::map_indexed(threads, runs.len(), || (), look)?;
+        let damaged: BTreeMap<(u64, u64), Damage> =
+            map_of(damaged.into_iter().flatten().map(|(image, damage)| (location(&image), damage)));
+        let (mut noted, mut beside) = (self.ahead.lock(), self.beside.lock());
+        let spoilt = self.spoilt.lock();
+        for (page, known, _) in ahead {
+            // Batches may have written the page anew meanwhile.
+            if noted.get(&page).is_some_and(|(newest, _)| *newest == known) {
+                noted.remove(&page);
+            }
+            let Some(image) = known.image else { continue };
+            match damaged.get(&location(&image)) {
+                Some(damage) => {
+                    tracing::warn!(%damage, %page, "an image that a batch names does not hold");
+                }
+                // A scrub may have found damage where this found none: the next reader may.
+                None if is_spoilt(&spoilt, page, &image) => {}
+                None => _ = beside.insert(page, known),
+            }
+        }
         Ok(())
     }
 
@@ -179,9 +187,10 @@ impl KnownImages {
     /// its page. `at` says where the damage lies.
     pub fn spoil(&self, page: PageId, image: &ImageRef, at: (u64, u64)) {
         let is_it = |known: &KnownImage| known.image.is_some_and(|known| location(&known) == location(image));
-        self.beside.lock().retain(|_, known| !is_it(known));
         // It stays among the newest snapshot's images: if its page is deleted, the next snapshot must say so.
         self.spoilt.lock().extend([(location(image), page), (at, page)]);
+        // After that: an image that is proven meanwhile is not known again.
+        self.beside.lock().retain(|_, known| !is_it(known));
     }
 
     /// The newest snapshot's own link with its checksum, for a thin snapshot to follow; `None` if it has too
@@ -304,17 +313,55 @@ fn location(image: &ImageRef) -> (u64, u64) {
 #[cfg(test)]
 mod tests {
     use remanent_format::image::{Codec, OverlayBase};
-    use remanent_format::{PageInfo, Place};
+    use remanent_format::{FileName, Folder, PageInfo, Place};
 
     use super::*;
     use crate::catalog::entry;
     use crate::catalog::sample::base;
+    use crate::disk::Disk;
+    use crate::testing::sim_disk::SimDisk;
 
     const PAGE: PageId = PageId(1);
 
     fn overlay(file: u64, base: u64) -> ImageRef {
         let codec = Codec::Overlay(OverlayBase { file: base, stored_len: 100_000 });
         ImageRef { file, offset: 4224, stored_len: 100, stored_crc: 1, raw_crc: 2, codec }
+    }
+
+    /// Images that lie together are read together, and each is judged by itself.
+    #[test]
+    fn of_the_images_that_are_read_back_those_that_hold_are_known() {
+        const LEN: usize = 5008;
+        let disk = SimDisk::new();
+        disk.make_folder(Folder::Pages).unwrap();
+        let bytes: Vec<u8> = (0..20 * LEN).map(|at| (at % 251) as u8).collect();
+        let file = disk.create(FileName::Pages(1)).unwrap();
+        file.write_at(0, &bytes).and_then(|()| file.sync()).unwrap();
+        disk.sync_folder(Folder::Pages).unwrap();
+        let image = |number: usize| {
+            let at = 4096 + LEN * number;
+            let (offset, crc) = (at as u64, crc32fast::hash(&bytes[at..][..LEN]));
+            let len = LEN as u64;
+            ImageRef { file: 1, offset, stored_len: len, stored_crc: crc, raw_crc: crc, codec: Codec::Raw }
+        };
+        let known = KnownImages::default();
+        for number in 0..8 {
+            let mut image = image(number);
+            match number {
+                // Other bytes than the batch says; beyond the file's end; in no file.
+                2 => image.raw_crc ^= 1,
+                4 => image.offset += 1 << 20,
+                5 => image.file = 9,
+                _ => {}
+            }
+            known.note_ahead(PageId(number as u64), Lsn(7), image, LEN as u64);
+        }
+        // A scrub found damage that is not there when this one is read.
+        known.spoil(PageId(6), &image(6), (1, image(6).offset));
+        known.prove(&DiskSource::past_cache(Arc::new(disk)), 2).unwrap();
+        let found: Vec<u64> = known.beside.lock().keys().map(|page| page.0).collect();
+        assert_eq!(found, [0, 1, 3, 7]);
+        assert!(known.ahead.lock().is_empty(), "none is read back twice");
     }
 
     /// Damage to a base that one overlay led to is known of every other overlay of it.
