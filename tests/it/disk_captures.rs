@@ -143,7 +143,14 @@ fn a_page_moves_while_it_is_captured_with(shadow: Shadow) {
     let memory = tensor(&store, &[0; LEN]);
     let copy = store.working_copy_in(page, &memory, Width::W1, shadow, Direction::Load).unwrap();
     let is_over = AtomicBool::new(false);
-    let mut by_image = 0;
+    // Captures the page, and says whether an image has it.
+    let capture = |round: u8| {
+        copy.bytes().write(0, &[round; LEN]).unwrap();
+        let logged = store.stats().log.bytes;
+        commit(&store, |batch| _ = batch.capture(&copy));
+        assert!(store.read_to_vec(page).unwrap() == [round; LEN], "round {round}");
+        store.stats().log.bytes - logged < LEN as u64
+    };
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for place in [Place::Host, Place::Disk].into_iter().cycle() {
@@ -153,16 +160,15 @@ fn a_page_moves_while_it_is_captured_with(shadow: Shadow) {
                 move_to(&store, page, place);
             }
         });
-        for round in 1..=200_u8 {
-            copy.bytes().write(0, &[round; LEN]).unwrap();
-            let logged = store.stats().log.bytes;
-            commit(&store, |batch| _ = batch.capture(&copy));
-            by_image += usize::from(store.stats().log.bytes - logged < LEN as u64);
-            assert!(store.read_to_vec(page).unwrap() == [round; LEN], "round {round}");
+        for round in 1..=200 {
+            capture(round);
         }
         is_over.store(true, Ordering::Relaxed);
     });
-    assert!(by_image > 0, "some found the page on disk");
+    for (round, place) in [(201, Place::Host), (202, Place::Disk)] {
+        move_to(&store, page, place);
+        assert_eq!(capture(round), place == Place::Disk, "{place}");
+    }
 }
 
 /// A capture that loses its race for the page writes an image in vain, which goes.
