@@ -28,6 +28,9 @@ use crate::disk::source::DiskSource;
 use crate::error::Result;
 use crate::images::read::{ImageRequest, runs};
 
+/// Images that are noted at a time once they were read back.
+const NOTED_AT_ONCE: usize = 1024;
+
 /// The images on disk that hold the bytes of a page as it is now, or was a moment ago.
 #[derive(Default)]
 pub(crate) struct KnownImages {
@@ -163,21 +166,24 @@ impl KnownImages {
         let damaged = parallel::map_indexed(threads, runs.len(), || (), look)?;
         let damaged: BTreeMap<(u64, u64), Damage> =
             map_of(damaged.into_iter().flatten().map(|(image, damage)| (location(&image), damage)));
-        let (mut noted, mut beside) = (self.ahead.lock(), self.beside.lock());
-        let spoilt = self.spoilt.lock();
-        for (page, known, _) in ahead {
-            // Batches may have written the page anew meanwhile.
-            if noted.get(&page).is_some_and(|(newest, _)| *newest == known) {
-                noted.remove(&page);
-            }
-            let Some(image) = known.image else { continue };
-            match damaged.get(&location(&image)) {
-                Some(damage) => {
-                    tracing::warn!(%damage, %page, "an image that a batch names does not hold");
+        // Some at a time: commits wait for these locks.
+        for some in ahead.chunks(NOTED_AT_ONCE) {
+            let (mut noted, mut beside) = (self.ahead.lock(), self.beside.lock());
+            let spoilt = self.spoilt.lock();
+            for (page, known, _) in some {
+                // Batches may have written the page anew meanwhile.
+                if noted.get(page).is_some_and(|(newest, _)| newest == known) {
+                    noted.remove(page);
                 }
-                // A scrub may have found damage where this found none: the next reader may.
-                None if is_spoilt(&spoilt, page, &image) => {}
-                None => _ = beside.insert(page, known),
+                let Some(image) = known.image else { continue };
+                match damaged.get(&location(&image)) {
+                    Some(damage) => {
+                        tracing::warn!(%damage, %page, "an image that a batch names does not hold");
+                    }
+                    // A scrub may have found damage where this found none: the next reader may.
+                    None if is_spoilt(&spoilt, *page, &image) => {}
+                    None => _ = beside.insert(*page, *known),
+                }
             }
         }
         Ok(())

@@ -32,7 +32,7 @@ pub enum UnifiedSide {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UnifiedSupport {
-    /// Pages can live there.
+    /// Pages can live there. Without a GPU it is memory of the host like any other.
     pub has_pages: bool,
     /// It takes hints. Only a GPU that shares memory with the host page by page does, while both use it.
     pub takes_hints: bool,

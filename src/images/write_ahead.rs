@@ -41,7 +41,7 @@ impl<'a> AheadImages<'a> {
     ) -> Result<Self> {
         let info = |(page, bytes): &(PageId, &'a [u8])| (info(*page, bytes.len() as u64), *bytes);
         let pages = collected(pages.iter().map(info))?;
-        let count = ahead_file_count(pages.iter().map(|(info, _)| info.len));
+        let count = ahead_file_count(&pages, |(info, _)| info.len)?;
         Self::make(files, store, options, count, |writers| writers.write_all(&pages))
     }
 
@@ -76,7 +76,7 @@ impl<'a> AheadImages<'a> {
         read: impl Fn(&mut W, &PageInfo, u64, &mut [u8]) -> Result<()> + Sync,
     ) -> Result<Self> {
         let pages = infos(pages)?;
-        let count = ahead_file_count(pages.iter().map(|info| info.len));
+        let count = ahead_file_count(&pages, |info| info.len)?;
         Self::make(files, store, options, count, |writers| writers.write_read(&pages, equip, read))
     }
 

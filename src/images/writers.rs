@@ -37,9 +37,12 @@ pub(crate) fn file_count(bytes: u64, chunk_len: u64, threads: usize) -> u64 {
     (bytes / (CHUNKS_MIN * chunk_len)).clamp(1, threads as u64)
 }
 
-/// How many files are written at the same time ahead of a batch that writes pages of these lengths.
-pub(super) fn ahead_file_count(lens: impl Iterator<Item = u64>) -> u64 {
-    file_count(lens.sum(), CHUNK_BYTES, parallel::threads(THREADS_MAX))
+/// How many files are written at the same time ahead of a batch that writes pages of these lengths: none of
+/// them stays empty.
+pub(super) fn ahead_file_count<P>(pages: &[P], len: impl Fn(&P) -> u64) -> Result<u64> {
+    let bytes = pages.iter().map(&len).sum();
+    let chunks = chunks(pages, CHUNK_BYTES, len)?.len() as u64;
+    Ok(file_count(bytes, CHUNK_BYTES, parallel::threads(THREADS_MAX)).min(chunks.max(1)))
 }
 
 /// Appends images to new files, at least one.
@@ -246,6 +249,24 @@ impl ImageWriters {
             file.target = None;
             self.spares.let_go(file.number);
             file.abandon();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_has_a_file_for_each_of_its_threads_and_none_stays_empty() {
+        let threads = parallel::threads(THREADS_MAX) as u64;
+        for (why, lens, expected) in [
+            ("a short batch", vec![1 << 20; 8], 1),
+            ("one long page is one chunk", vec![1 << 30], 1),
+            ("two of them are two", vec![1 << 30; 2], threads.min(2)),
+            ("many pages", vec![1 << 20; 200], threads),
+        ] {
+            assert_eq!(ahead_file_count(&lens, |len| *len).unwrap(), expected, "{why}");
         }
     }
 }

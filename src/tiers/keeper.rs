@@ -146,6 +146,12 @@ impl TierKeeper {
         self.called.notify_all();
     }
 
+    /// Whether pages leave this place, and it can have that many bytes free.
+    pub fn may_make_room(&self, place: Place, bytes: u64) -> bool {
+        let left = &self.tiers[..self.tiers.len() - 1];
+        left.iter().any(|tier| tier.place == place && bytes <= tier.room.budget())
+    }
+
     /// Waits until the thread has made room for this number of bytes in a place. Other threads may take it
     /// before the caller does. Returns `false` if no page can leave the place, or it is none that pages
     /// leave.

@@ -26,6 +26,15 @@ pub(crate) struct PageMover {
     pub counts: Arc<TierCounts>,
 }
 
+/// What a page that is in its place already says to the policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hits {
+    /// It is in use.
+    Uses,
+    /// Nothing: the same caller brought it just now.
+    Arrivals,
+}
+
 /// Pages that do not leave their place while others are brought there.
 struct HeldPages<'m>(Option<&'m TierKeeper>, &'m [PageId]);
 
@@ -33,19 +42,18 @@ impl PageMover {
     /// Logs a batch, as [`Committer::submit`] does. Where a place of the tiers has no room for it, pages
     /// leave that place first.
     pub fn submit(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
-        self.or_alone(self.submit_with_others(batch), || self.submit_with_others(batch))
+        let submitted = self.submit_with_others(batch);
+        let Some(keeper) = self.waits_for_others(&submitted) else { return submitted };
+        // Not under the lock: sources of the batch are the caller's code, and may bring pages themselves.
+        drop(keeper.bringing.write());
+        self.submit_with_others(batch)
     }
 
-    /// Tries again what found no room, alone: pages that other calls bring do not leave meanwhile. Two calls
-    /// that have room one after the other would refuse each other.
-    fn or_alone<T>(&self, tried: Result<T>, again: impl FnOnce() -> Result<T>) -> Result<T> {
-        match (&self.keeper, tried) {
-            (Some(keeper), Err(Error::OverBudget { .. })) => {
-                let _alone = keeper.bringing.write();
-                again()
-            }
-            (_, tried) => tried,
-        }
+    /// The keeper, if a call was refused room that pages can leave. Those that other calls bring do not leave
+    /// meanwhile: two calls that have room one after the other would refuse each other.
+    fn waits_for_others<T>(&self, tried: &Result<T>) -> Option<&TierKeeper> {
+        let Err(Error::OverBudget { place, asked, .. }) = tried else { return None };
+        self.keeper.as_deref().filter(|keeper| keeper.may_make_room(*place, *asked))
     }
 
     fn submit_with_others(&self, batch: &WriteBatch) -> Result<(LogPoint, Vec<PageId>)> {
@@ -68,14 +76,20 @@ impl PageMover {
 
     /// Moves pages to a place, those that are not there, in one batch; `None` if all are.
     pub fn bring(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
-        let tried = {
-            let _with_others = self.keeper.as_ref().map(|keeper| keeper.bringing.read());
-            self.bring_held(pages, place)
-        };
-        self.or_alone(tried, || self.bring_held(pages, place))
+        self.bring_by(pages, place, Hits::Uses)
     }
 
-    fn bring_held(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
+    fn bring_by(&self, pages: &[PageId], place: Place, hits: Hits) -> Result<Option<LogPoint>> {
+        let tried = {
+            let _with_others = self.keeper.as_ref().map(|keeper| keeper.bringing.read());
+            self.bring_held(pages, place, hits)
+        };
+        let Some(keeper) = self.waits_for_others(&tried) else { return tried };
+        let _alone = keeper.bringing.write();
+        self.bring_held(pages, place, hits)
+    }
+
+    fn bring_held(&self, pages: &[PageId], place: Place, noted: Hits) -> Result<Option<LogPoint>> {
         let begun = Instant::now();
         let _held = HeldPages::new(self.keeper.as_deref(), pages);
         let mut batch = WriteBatch::default();
@@ -85,8 +99,10 @@ impl PageMover {
             let at = |seen: &crate::versions::SeenPage<'_>| (seen.place(), seen.len());
             let (from, len) = self.engine.versions.page(page, at).ok_or(Error::UnknownPage { page })?;
             if from == place {
-                self.engine.versions.used(page);
-                hits += 1;
+                if noted == Hits::Uses {
+                    self.engine.versions.used(page);
+                    hits += 1;
+                }
             } else {
                 // The policy of the place hears that it arrives, which is no use of it yet.
                 batch.move_to(page, place);
@@ -109,14 +125,21 @@ impl PageMover {
 
     /// As [`bring`](Self::bring), ahead of a caller: pages that are gone are taken out, and those that an
     /// open left on disk are loaded, before others.
-    pub fn bring_existing(&self, pages: &mut Vec<PageId>, place: Place) -> Result<()> {
+    pub fn bring_existing(&self, pages: &mut Vec<PageId>, place: Place, hits: Hits) -> Result<()> {
         loop {
-            match self.bring(pages, place) {
+            match self.bring_by(pages, place, hits) {
                 Ok(_) => return self.engine.applier.unloaded().wait(pages.iter().copied()),
-                Err(Error::UnknownPage { page }) => pages.retain(|other| *other != page),
+                // All that are gone at once: there may be thousands.
+                Err(Error::UnknownPage { page }) => pages
+                    .retain(|other| *other != page && self.engine.versions.page(*other, |_| ()).is_some()),
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Has no page loaded any more that an open left on disk: the store closes.
+    pub fn end_loads(&self) {
+        self.engine.applier.unloaded().end(Error::Closed);
     }
 
     /// The length of a page in bytes; 0 of one that is not there.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use remanent_format::{PageId, Place};
 
-use super::mover::PageMover;
+use super::mover::{Hits, PageMover};
 use crate::base::process::ForkGuard;
 use crate::base::sync::thread::JoinHandle;
 use crate::base::sync::{Condvar, Instant, Mutex, threads};
@@ -72,10 +72,18 @@ impl Prefetch {
         Ok(())
     }
 
-    /// When its first page began to move, and when all of them were there, as far as that is so.
+    /// When its first page began to move, and when all of them were there, as far as that is so. `None` of
+    /// one that failed.
     pub(super) fn moving_since(&self) -> Result<Option<(Instant, Option<Instant>)>> {
         let state = self.job.check()?.state.lock();
-        Ok(state.begun.map(|begun| (begun, state.ended)))
+        let has_failed = matches!(state.outcome, Some(Err(_)));
+        Ok(state.begun.filter(|_| !has_failed).map(|begun| (begun, state.ended)))
+    }
+
+    /// Gives up what is not under way yet.
+    pub(super) fn give_up(&self) -> Result<()> {
+        self.job.check()?.state.lock().left.clear();
+        Ok(())
     }
 
     /// Whether all pages are there, or nothing more will be done.
@@ -224,7 +232,7 @@ impl Jobs {
             if self.state.lock().is_over {
                 return Err(Error::Closed);
             }
-            mover.bring_existing(&mut pages, job.place)?;
+            mover.bring_existing(&mut pages, job.place, Hits::Uses)?;
         }
         Ok(())
     }
@@ -256,9 +264,10 @@ impl Drop for PrefetchThread {
     fn drop(&mut self) {
         self.jobs.state.lock().is_over = true;
         self.jobs.changed.notify_all();
-        if let Some(thread) = self.thread.lock().take()
-            && thread.join().is_err()
-        {
+        let Some(thread) = self.thread.lock().take() else { return };
+        // It may wait for a page that is loaded when a shortage ends.
+        self.mover.end_loads();
+        if thread.join().is_err() {
             tracing::error!("the thread for prefetching panicked");
         }
     }

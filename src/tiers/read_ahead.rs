@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use remanent_format::{PageId, Place};
 
-use super::mover::PageMover;
+use super::mover::{Hits, PageMover};
 use super::prefetch::{Prefetch, PrefetchThread};
 use crate::base::process::Process;
 use crate::base::sync::Instant;
@@ -54,9 +54,10 @@ pub struct ReadAhead<'s> {
     prefetcher: &'s PrefetchThread,
     place: Place,
     coming: VecDeque<Step>,
-    /// Bytes of the steps on their way, and the most that there may be.
+    /// Bytes of the steps on their way.
     bytes: u64,
-    bytes_max: u64,
+    /// The budget of the place.
+    budget: u64,
     pace: Pace,
     /// When the caller got its last step.
     given: Option<Instant>,
@@ -72,14 +73,14 @@ struct Step {
 impl<'s> ReadAhead<'s> {
     pub(crate) fn new(mover: &'s PageMover, prefetcher: &'s PrefetchThread, place: Place) -> Self {
         // The budget of the disk is for what is written there, and none is needed to go there.
-        let budget = if place == Place::Disk { u64::MAX } else { mover.engine.arena.room(place).budget() };
+        let budget = if place == Place::Disk { u64::MAX } else { mover.engine.arena.budget(place) };
         Self {
             mover,
             prefetcher,
             place,
             coming: VecDeque::new(),
             bytes: 0,
-            bytes_max: budget / BUDGET_PART,
+            budget,
             pace: Pace::default(),
             given: None,
             opener: Process::current(),
@@ -88,11 +89,16 @@ impl<'s> ReadAhead<'s> {
 
     /// Whether the pages of another step are worth bringing now. Asked again after each [`push`](Self::push).
     /// While one step is used another one is on its way; more of them where pages take longer to come than
-    /// the caller takes for a step, up to 64 steps and a quarter of the place's budget.
+    /// the caller takes for a step, up to 64 steps and a quarter of the place's budget. A step of more than
+    /// half of the budget has none behind it.
     #[must_use]
     pub fn wants_more(&self) -> bool {
-        // The first of them is used next.
-        self.coming.is_empty() || (self.coming.len() <= self.pace.distance() && self.bytes < self.bytes_max)
+        // It is used next, and the others are behind it.
+        let Some(first) = self.coming.front() else { return true };
+        let behind = self.bytes - first.bytes;
+        self.coming.len() <= self.pace.distance()
+            && (behind == 0 || behind < self.budget / BUDGET_PART)
+            && self.bytes <= self.budget / 2
     }
 
     /// Steps on their way.
@@ -129,9 +135,12 @@ impl<'s> ReadAhead<'s> {
             self.pace.interval.note(called - given);
         }
         prefetch.cancel()?;
+        let moving = prefetch.moving_since()?;
+        // Those that came ahead came for this.
+        let hits = if moving.is_some() { Hits::Arrivals } else { Hits::Uses };
         // Whatever kept pages from coming ahead is met here again, or has passed.
-        let there = self.mover.bring_existing(&mut pages, self.place);
-        let (now, moving) = (Instant::now(), prefetch.moving_since()?);
+        let there = self.mover.bring_existing(&mut pages, self.place, hits);
+        let now = Instant::now();
         self.given = Some(now);
         self.in_store(there)?;
         let begun = moving.map_or(called, |(begun, _)| begun);
@@ -149,12 +158,11 @@ impl<'s> ReadAhead<'s> {
 impl Drop for ReadAhead<'_> {
     /// Gives up what is not under way yet.
     fn drop(&mut self) {
-        for step in &self.coming {
-            // In a forked child there is nothing to give up.
-            if step.prefetch.cancel().is_err() {
-                return;
-            }
-        }
+        // All of them first: else the next one begins while the one before it is waited for. In a forked
+        // child there is nothing to give up.
+        let given_up = self.coming.iter().try_for_each(|step| step.prefetch.give_up());
+        let ended = given_up.and_then(|()| self.coming.iter().try_for_each(|step| step.prefetch.cancel()));
+        debug_assert!(ended.is_ok() || !self.opener.is_current());
     }
 }
 

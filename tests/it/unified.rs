@@ -39,7 +39,8 @@ fn reason(refused: Result<(), Error>) -> (Place, &'static str) {
 fn a_host_device_refuses_hints_by_name() {
     let store =
         Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), Options::default()).unwrap();
-    assert!(!store.unified_memory().takes_hints);
+    let support = store.unified_memory();
+    assert!(support.has_pages && !support.takes_hints);
     for hint in HINTS {
         let page = page_in(&store, Place::Unified, 1);
         let (place, reason) = reason(store.hint_unified(page, hint));

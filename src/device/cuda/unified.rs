@@ -43,7 +43,9 @@ impl UnifiedHints {
         let entered = context.enter()?;
         let device = |side| if side == UnifiedSide::Gpu { context.device } else { HOST };
         // Before the driver has it: a hint that is taken back once too often does no harm.
-        self.0.lock().insert(memory.address);
+        if !matches!(hint, UnifiedHint::Fetch(_)) {
+            self.0.lock().insert(memory.address);
+        }
         match hint {
             UnifiedHint::Prefer(Some(side)) => {
                 advise(&entered, context, memory, advice::SET_PREFERRED, device(side))

@@ -26,7 +26,7 @@ use self::memory::{HostAllocation, HostBlock, HostMemories};
 use super::counted::moves;
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, PageBytes, Pending, RawStream, Span,
-    Staging, StagingMemory,
+    Staging, StagingMemory, UnifiedSupport,
 };
 use crate::base::aligned_buf::AlignedBuf;
 use crate::base::sync::Mutex;
@@ -223,6 +223,10 @@ impl Device for HostDevice {
 
     fn place_of(&self, memory: MemoryId) -> Place {
         self.memories.read().get(memory).place()
+    }
+
+    fn unified(&self) -> UnifiedSupport {
+        UnifiedSupport { has_pages: true, takes_hints: false }
     }
 
     /// Under one lock: lists name thousands of memories.

@@ -356,6 +356,12 @@ impl Arena {
         PlaceRoom::new(self.account(place))
     }
 
+    /// The limit of a place in bytes; `u64::MAX` if it has none.
+    #[must_use]
+    pub fn budget(&self, place: Place) -> u64 {
+        self.budget.limit(place)
+    }
+
     /// Bytes of the budget that are left in a place, retired memory counted as used.
     #[must_use]
     pub fn available(&self, place: Place) -> u64 {

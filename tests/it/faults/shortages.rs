@@ -197,6 +197,35 @@ fn pages_are_loaded_when_the_shortage_ends() {
     });
 }
 
+/// A page that a caller asked for ahead, and that cannot be loaded as long as the shortage lasts, holds no
+/// close up.
+#[test]
+fn a_close_waits_for_no_page_that_is_to_come_ahead() {
+    watched("prefetch", || {
+        let disk = SimDisk::new();
+        let store = open_on_host(&disk).unwrap();
+        let mut line = Line::begin(&store);
+        line.commits(&store, 3).unwrap();
+        store.snapshot().unwrap();
+        store.close().unwrap();
+        let fault =
+            DiskFault { operation: Operation::ReadProven, skip: 0, times: usize::MAX / 2, errno: EMFILE };
+        disk.fail(fault);
+        let on_demand = small().page_load(PageLoad::OnDemand);
+        let store = open_with(&disk, Arc::new(HostDevice::new()), on_demand).unwrap();
+        assert!(store.unloaded_pages().pages > 0);
+        let pages: Vec<PageId> = store.pages().unwrap().map(|info| info.page).collect();
+        let coming = store.prefetch(&pages, Place::Host).unwrap();
+        // The thread has come to them, or comes when the store is over.
+        assert!(!coming.wait_timeout(Duration::from_millis(20)).unwrap());
+        drop(store);
+        let ended = coming.wait().unwrap_err();
+        assert!(matches!(ended, Error::Closed), "{ended}");
+        disk.clear_faults();
+        line.check_read(&open_on_host(&disk).unwrap()).unwrap();
+    });
+}
+
 #[test]
 fn a_scrub_takes_a_shortage_for_no_damage() {
     watched("scrub", || {

@@ -2,6 +2,7 @@
 
 mod less_memory;
 mod read_ahead;
+mod sources;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,6 +13,7 @@ use remanent::device::host::HostDevice;
 use remanent::testing::sim_disk::{CrashImage, CrashPlan, SimDisk, Tears};
 use remanent::{Ack, Budget, Error, EvictionPolicy, Key, Options, PageId, Place, Store, TierStats, Tiers};
 
+use crate::faults::disk_full::{is_held, until};
 use crate::files::small;
 
 const LEN: u64 = 4096;
@@ -512,6 +514,8 @@ fn a_full_disk_keeps_pages_where_they_are() {
             held.push((number, put(&store, number, 0, DEVICE)));
         }
         next += ROOM;
+        // What the next open needs is made by another thread, and only then kept on a full disk.
+        until(|| is_held(&disk, 1));
         disk.set_capacity(Some(disk.used_bytes()));
         let mut refusals = 0;
         for number in next..next + 2 * ROOM {

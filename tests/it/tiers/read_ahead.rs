@@ -50,6 +50,53 @@ fn steps_come_in_their_order_and_within_the_budget() {
     assert!(ahead.next_step().unwrap().is_none() && ahead.wants_more());
 }
 
+/// Steps of any length up to half of the budget have one behind them.
+#[test]
+fn another_step_comes_while_one_is_used() {
+    for step in [1, 4, 5, 8] {
+        let (store, pages) = on_disk(4 * ROOM);
+        let mut ahead = store.read_ahead(DEVICE).unwrap();
+        let mut steps = pages.chunks(step);
+        loop {
+            while ahead.wants_more() {
+                let Some(step) = steps.next() else { break };
+                ahead.push(step).unwrap();
+            }
+            let Some(pages) = ahead.next_step().unwrap() else { break };
+            assert!(ahead.steps_coming() > 0 || steps.len() == 0, "steps of {step} of {ROOM} pages");
+            assert_eq!(place(&store, pages[0]), DEVICE);
+        }
+        assert!(peak(&store, DEVICE) <= ROOM * LEN);
+    }
+}
+
+/// Pages that are used once pass through: that they come ahead of their use is no use of its own.
+#[test]
+fn a_scan_ahead_leaves_pages_that_are_used_again() {
+    let tiers = Tiers::new([DEVICE, Place::Disk]);
+    let budget = Budget::default().with(DEVICE, 8 * ROOM * LEN);
+    let store = open(&SimDisk::new(), small().budget(budget).tiers(tiers).ack(Ack::Applied));
+    let mut pages = (0..).map(|number| put(&store, number, 0, Place::Disk));
+    let hot: Vec<PageId> = pages.by_ref().take(4 * ROOM as usize).collect();
+    let cold: Vec<PageId> = pages.take(40 * ROOM as usize).collect();
+    for _ in 0..4 {
+        hot.iter().for_each(|page| _ = store.ensure(&[*page], DEVICE).unwrap());
+    }
+    let mut ahead = store.read_ahead(DEVICE).unwrap();
+    let mut steps = cold.chunks(4);
+    loop {
+        while ahead.wants_more() {
+            let Some(step) = steps.next() else { break };
+            ahead.push(step).unwrap();
+        }
+        if ahead.next_step().unwrap().is_none() {
+            break;
+        }
+    }
+    let left = hot.iter().filter(|page| place(&store, **page) == DEVICE).count();
+    assert!(left > hot.len() / 2, "{left} of {} pages that are used again", hot.len());
+}
+
 /// Whatever is pushed comes, also without a word that it is wanted.
 #[test]
 fn a_step_more_than_there_is_room_for_is_refused_and_the_next_one_comes() {
