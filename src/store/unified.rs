@@ -9,8 +9,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 
 impl Store {
-    /// What the device can do for pages in [`Place::Unified`]. Nothing in a forked
-    /// child.
+    /// What the device can do for pages in [`Place::Unified`]. Nothing in a forked child.
     #[must_use]
     pub fn unified_memory(&self) -> UnifiedSupport {
         if self.check_process().is_err() {

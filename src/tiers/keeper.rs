@@ -48,7 +48,7 @@ pub(crate) struct TierKeeper {
     called: Condvar,
     round_ended: Condvar,
     /// Read by each call that brings pages, which hold their place meanwhile; written by a call that found
-    /// no room beside them.
+    /// no room beside them. No code of the caller's runs while it is held.
     pub bringing: RwLock<()>,
     counts: Arc<TierCounts>,
 }
