@@ -148,8 +148,13 @@ impl TierKeeper {
 
     /// Whether pages leave this place, and it can have that many bytes free.
     pub fn may_make_room(&self, place: Place, bytes: u64) -> bool {
-        let left = &self.tiers[..self.tiers.len() - 1];
-        left.iter().any(|tier| tier.place == place && bytes <= tier.room.budget())
+        self.tier_that_has(place, bytes).is_some()
+    }
+
+    /// The number of the tier that pages leave and that can have that many bytes free, if the place is one.
+    fn tier_that_has(&self, place: Place, bytes: u64) -> Option<usize> {
+        let mut left = self.tiers[..self.tiers.len() - 1].iter();
+        left.position(|tier| tier.place == place && bytes <= tier.room.budget())
     }
 
     /// Waits until the thread has made room for this number of bytes in a place. Other threads may take it
@@ -159,14 +164,8 @@ impl TierKeeper {
     /// # Errors
     /// What the thread met when it moved pages.
     pub fn make_room(&self, place: Place, bytes: u64) -> Result<bool> {
-        let count = self.tiers.len() - 1;
-        let Some(tier) = self.tiers[..count].iter().position(|tier| tier.place == place) else {
-            return Ok(false);
-        };
+        let Some(tier) = self.tier_that_has(place, bytes) else { return Ok(false) };
         let room = &self.tiers[tier].room;
-        if bytes > room.budget() {
-            return Ok(false);
-        }
         let begun = Instant::now();
         let mut calls = self.calls.lock();
         let asked = calls.asked.entry(tier).or_default();

@@ -166,15 +166,21 @@ fn a_shortage_during_an_open_fails_that_open() {
     });
 }
 
+/// A store that was closed after a snapshot.
+fn closed() -> (SimDisk, Line) {
+    let disk = SimDisk::new();
+    let store = open_on_host(&disk).unwrap();
+    let mut line = Line::begin(&store);
+    line.commits(&store, 3).unwrap();
+    store.snapshot().unwrap();
+    store.close().unwrap();
+    (disk, line)
+}
+
 #[test]
 fn pages_are_loaded_when_the_shortage_ends() {
     watched("on demand", || {
-        let disk = SimDisk::new();
-        let store = open_on_host(&disk).unwrap();
-        let mut line = Line::begin(&store);
-        line.commits(&store, 3).unwrap();
-        store.snapshot().unwrap();
-        store.close().unwrap();
+        let (disk, mut line) = closed();
         let device = Arc::new(HostDevice::new());
         for skip in 0..40 {
             let fault = DiskFault { operation: Operation::Open, skip, times: 3, errno: EMFILE };
@@ -202,12 +208,7 @@ fn pages_are_loaded_when_the_shortage_ends() {
 #[test]
 fn a_close_waits_for_no_page_that_is_to_come_ahead() {
     watched("prefetch", || {
-        let disk = SimDisk::new();
-        let store = open_on_host(&disk).unwrap();
-        let mut line = Line::begin(&store);
-        line.commits(&store, 3).unwrap();
-        store.snapshot().unwrap();
-        store.close().unwrap();
+        let (disk, line) = closed();
         let fault =
             DiskFault { operation: Operation::ReadProven, skip: 0, times: usize::MAX / 2, errno: EMFILE };
         disk.fail(fault);
