@@ -66,7 +66,7 @@ use crate::versions::Versions;
 
 use crate::base::poison::Poison;
 use crate::base::wakers::Wakers;
-use crate::memory::staging::{StagingBuf, StagingPool};
+use crate::memory::staging::{GrownBytes, StagingBuf, StagingPool};
 
 /// A list is submitted when its payloads reach this number of bytes.
 const LIST_BYTES: usize = 256 << 10;
@@ -80,7 +80,7 @@ pub(crate) struct ApplyWork {
     /// The end of the batch's frame.
     pub point: LogPoint,
     /// The batch's payload, as logged.
-    pub payload: StagingBuf,
+    pub payload: GrownBytes,
     /// The batch's changes to the table.
     pub changes: Changes,
     /// What else applying it takes, if anything.

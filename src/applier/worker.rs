@@ -20,7 +20,7 @@ use crate::device::{CommandList, Device, Lane};
 use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, DiskPages};
 use crate::memory::arena::{Arena, PageMemory};
-use crate::memory::staging::StagingPool;
+use crate::memory::staging::{GrownBytes, StagingPool};
 use crate::versions::Versions;
 
 /// Lists in flight before the applier waits for the oldest.
@@ -156,7 +156,7 @@ impl Worker {
         self.prove_all();
         self.shared.progress(|progress| progress.lost = true);
         self.shared.changes().end();
-        self.staging.give(work.payload.into_staging());
+        self.staging.give_grown(work.payload);
         if let Some(provision) = work.provision {
             provision.give_back(&self.staging, &self.arena);
         }
@@ -270,7 +270,11 @@ impl Worker {
         each_op(&payload, apply).expect("decoded before it was logged");
         // What it wrote to pages on disk is counted there by now.
         drop(pending);
-        self.list.payload(payload);
+        match payload {
+            GrownBytes::Staged(staged) => self.list.payload(staged),
+            // Its bytes are all of pages on disk.
+            GrownBytes::Plain(_) => {}
+        }
         if let Some(ranges) = ranges {
             self.told.push(AppliedBatch::of(&changes, &self.applied.table, ranges));
         }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use remanent_format::Defect;
 use remanent_format::op::PayloadBytes;
+use zerocopy::FromZeros;
 
 use crate::base::allocation::{collected, make_room, push};
 use crate::base::own_line::OwnLine;
@@ -60,8 +61,28 @@ pub struct GrowingStaging(GrowthState);
 
 #[derive(Debug)]
 enum GrowthState {
-    Staged { staging: Staging, len: usize },
-    Elsewhere { bytes: Vec<u8>, outgrown: Option<Staging> },
+    Staged {
+        staging: Staging,
+        len: usize,
+    },
+    /// More bytes than the pool would keep, in memory that holds zeros: those are appended by counting.
+    Zeroed {
+        bytes: Vec<u8>,
+        len: usize,
+    },
+    Elsewhere {
+        bytes: Vec<u8>,
+        outgrown: Option<Staging>,
+    },
+}
+
+/// Bytes that have stopped growing.
+#[derive(Debug)]
+pub enum GrownBytes {
+    /// In staging: lists can name them.
+    Staged(StagingBuf),
+    /// In ordinary memory, for bytes that no list names.
+    Plain(Vec<u8>),
 }
 
 impl StagingPool {
@@ -97,10 +118,14 @@ impl StagingPool {
     /// As for [`take`](Self::take).
     pub fn take_growing(&self, len: usize) -> Result<GrowingStaging> {
         Ok(GrowingStaging(match class_of(len) {
-            Some(CLASS_LEN_MIN) | None => {
+            Some(CLASS_LEN_MIN) => {
                 let mut bytes = Vec::new();
                 make_room(&mut bytes, len)?;
                 GrowthState::Elsewhere { bytes, outgrown: None }
+            }
+            None => {
+                let bytes = u8::new_vec_zeroed(len).map_err(|_| Error::no_memory(len as u64))?;
+                GrowthState::Zeroed { bytes, len: 0 }
             }
             Some(_) => GrowthState::Staged { staging: self.take(len)?.into_staging(), len: 0 },
         }))
@@ -111,14 +136,35 @@ impl StagingPool {
     /// # Errors
     /// As for [`take`](Self::take).
     pub fn grown(&self, growing: GrowingStaging) -> Result<StagingBuf> {
-        match growing.0 {
-            GrowthState::Staged { staging, len } => Ok(StagingBuf { staging, len }),
-            GrowthState::Elsewhere { bytes, outgrown } => {
-                self.give_all(outgrown);
+        match self.grown_plain(growing) {
+            GrownBytes::Staged(staged) => Ok(staged),
+            GrownBytes::Plain(bytes) => {
                 let mut staged = self.take(bytes.len())?;
                 staged.copy_from_slice(&bytes);
                 Ok(staged)
             }
+        }
+    }
+
+    /// Bytes that have stopped growing, where they are.
+    pub fn grown_plain(&self, growing: GrowingStaging) -> GrownBytes {
+        match growing.0 {
+            GrowthState::Staged { staging, len } => GrownBytes::Staged(StagingBuf { staging, len }),
+            GrowthState::Zeroed { mut bytes, len } => {
+                bytes.truncate(len);
+                GrownBytes::Plain(bytes)
+            }
+            GrowthState::Elsewhere { bytes, outgrown } => {
+                self.give_all(outgrown);
+                GrownBytes::Plain(bytes)
+            }
+        }
+    }
+
+    /// Takes back bytes that have grown.
+    pub fn give_grown(&self, grown: GrownBytes) {
+        if let GrownBytes::Staged(staged) = grown {
+            self.give(staged.into_staging());
         }
     }
 
@@ -277,21 +323,36 @@ impl IdleStagings {
 }
 
 impl GrowingStaging {
+    /// Whether these are more bytes than the pool would keep in staging.
+    #[must_use]
+    pub fn is_long(&self) -> bool {
+        class_of(self.byte_len()).is_none()
+    }
+
     /// Sees to it that `count` more bytes fit.
     fn make_room(&mut self, count: usize) -> Result<&mut GrowthState, Defect> {
-        if let GrowthState::Staged { staging, len } = &self.0
-            && count > staging.len() - len
-        {
-            let needed = 2 * (len + count);
-            let mut bytes = Vec::new();
-            bytes.try_reserve_exact(needed).map_err(|_| Defect::Memory { needed: needed as u64 })?;
-            bytes.extend_from_slice(&staging[..*len]);
-            let elsewhere = GrowthState::Elsewhere { bytes, outgrown: None };
-            if let GrowthState::Staged { staging, .. } = std::mem::replace(&mut self.0, elsewhere)
-                && let GrowthState::Elsewhere { outgrown, .. } = &mut self.0
-            {
-                *outgrown = Some(staging);
-            }
+        let is_full = match &self.0 {
+            GrowthState::Staged { staging, len } => count > staging.len() - len,
+            GrowthState::Zeroed { bytes, len } => count > bytes.len() - len,
+            GrowthState::Elsewhere { .. } => false,
+        };
+        if is_full {
+            let nothing = GrowthState::Elsewhere { bytes: Vec::new(), outgrown: None };
+            let (bytes, outgrown) = match std::mem::replace(&mut self.0, nothing) {
+                GrowthState::Staged { staging, len } => {
+                    let needed = 2 * (len + count);
+                    let mut bytes = Vec::new();
+                    bytes.try_reserve_exact(needed).map_err(|_| Defect::Memory { needed: needed as u64 })?;
+                    bytes.extend_from_slice(&staging[..len]);
+                    (bytes, Some(staging))
+                }
+                GrowthState::Zeroed { mut bytes, len } => {
+                    bytes.truncate(len);
+                    (bytes, None)
+                }
+                GrowthState::Elsewhere { bytes, outgrown } => (bytes, outgrown),
+            };
+            self.0 = GrowthState::Elsewhere { bytes, outgrown };
         }
         Ok(&mut self.0)
     }
@@ -300,7 +361,7 @@ impl GrowingStaging {
 impl PayloadBytes for GrowingStaging {
     fn byte_len(&self) -> usize {
         match &self.0 {
-            GrowthState::Staged { len, .. } => *len,
+            GrowthState::Staged { len, .. } | GrowthState::Zeroed { len, .. } => *len,
             GrowthState::Elsewhere { bytes, .. } => bytes.len(),
         }
     }
@@ -309,6 +370,11 @@ impl PayloadBytes for GrowingStaging {
         match self.make_room(bytes.len())? {
             GrowthState::Staged { staging, len } => {
                 staging[*len..][..bytes.len()].copy_from_slice(bytes);
+                *len += bytes.len();
+                Ok(())
+            }
+            GrowthState::Zeroed { bytes: grown, len } => {
+                grown[*len..][..bytes.len()].copy_from_slice(bytes);
                 *len += bytes.len();
                 Ok(())
             }
@@ -323,6 +389,10 @@ impl PayloadBytes for GrowingStaging {
                 *len += count;
                 Ok(())
             }
+            GrowthState::Zeroed { len, .. } => {
+                *len += count;
+                Ok(())
+            }
             GrowthState::Elsewhere { bytes, .. } => bytes.append_zeros(count),
         }
     }
@@ -332,7 +402,24 @@ impl AsMut<[u8]> for GrowingStaging {
     fn as_mut(&mut self) -> &mut [u8] {
         match &mut self.0 {
             GrowthState::Staged { staging, len } => &mut staging[..*len],
+            GrowthState::Zeroed { bytes, len } => &mut bytes[..*len],
             GrowthState::Elsewhere { bytes, .. } => bytes,
+        }
+    }
+}
+
+impl From<StagingBuf> for GrownBytes {
+    fn from(staged: StagingBuf) -> Self {
+        Self::Staged(staged)
+    }
+}
+
+impl Deref for GrownBytes {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Staged(staged) => staged,
+            Self::Plain(bytes) => bytes,
         }
     }
 }

@@ -117,6 +117,7 @@ struct FaultState {
     armed: Option<DeviceFault>,
     counted: u64,
     lost: Option<Error>,
+    longest_staging: usize,
     /// The memory of files.
     files: BTreeSet<MemoryId>,
 }
@@ -139,6 +140,12 @@ impl FaultyDevice {
     pub fn flip(&self, flip: BitFlip) {
         let mut state = self.state.lock();
         (state.flip, state.copies, state.flipped) = (Some(flip), 0, 0);
+    }
+
+    /// The length in bytes of the longest staging that was asked for.
+    #[must_use]
+    pub fn longest_staging(&self) -> usize {
+        self.state.lock().longest_staging
     }
 
     /// Ends the flips. Returns how many copies changed a bit.
@@ -270,6 +277,8 @@ impl Device for FaultyDevice {
 
     fn staging(&self, len: usize) -> Result<Staging> {
         self.enter(DeviceCall::Staging)?;
+        let longest = &mut self.state.lock().longest_staging;
+        *longest = len.max(*longest);
         self.inner.staging(len)
     }
 

@@ -59,6 +59,7 @@ mod lent_pages;
 mod life;
 mod loading;
 mod machine;
+mod long_payloads;
 mod many_reads;
 mod model;
 mod moves;

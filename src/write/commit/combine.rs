@@ -167,15 +167,13 @@ fn outcome(entry: Arc<Entry>) -> Option<Outcome> {
 mod tests {
     use super::super::disk_moves::DiskOps;
     use super::*;
-    use crate::device::host::HostDevice;
     use crate::log::SpacePurpose;
-    use crate::memory::staging::StagingPool;
+    use crate::memory::staging::GrownBytes;
 
     /// A draft that is told from others by its checksum.
     fn draft(payload_crc: u32) -> Draft {
-        let pool = StagingPool::new(Arc::new(HostDevice::new()), 0);
         Draft {
-            payload: pool.take(0).unwrap(),
+            payload: GrownBytes::Plain(Vec::new()),
             payload_crc,
             purpose: SpacePurpose::User,
             expected: Vec::new(),

@@ -11,6 +11,7 @@ use std::convert::Infallible;
 
 use crc32fast::Hasher;
 use remanent_format::limits::{FRAME_ALIGN, align_up};
+use remanent_format::op::decode_payload;
 use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
@@ -23,15 +24,15 @@ use crate::device::{
 };
 use crate::error::{Error, Result};
 use crate::memory::arena::Purpose;
-use crate::memory::staging::{GrowingStaging, StagingBuf};
+use crate::memory::staging::{GrowingStaging, GrownBytes, StagingBuf};
 use crate::write::batch::{ChunkDigests, DeviceFill, FillSource, WriteBatch};
 
 /// Bytes that are gathered at a time: a multiple of a chunk's length.
 pub(super) const WAVE_LEN: u64 = 32 << 20;
-/// Bytes that one thread sums.
-const SUMMED_ALONE_LEN: usize = 1 << 20;
-/// Threads that sum a payload.
-const SUM_THREADS_MAX: usize = 4;
+/// Bytes that a thread sums or copies at a time.
+const SHARE_LEN: usize = 1 << 20;
+/// Threads that sum and copy a payload.
+const HOST_THREADS_MAX: usize = 4;
 /// The length from which combining two sums is cheaper than summing again.
 const COMBINED_LEN_MIN: u64 = 4 << 10;
 
@@ -97,55 +98,80 @@ impl Committer {
     ///
     /// Then the host sums what arrived. Only where both sums agree does the batch go on: logged with the
     /// device's sum, bytes that changed on their way would be damage that the next open lays to the disk.
+    ///
+    /// A long payload of which all bytes go to pages on disk stays in ordinary memory: no list names it, and
+    /// a GPU would pin it for this batch alone. Its waves come down to staging that is kept.
     pub(super) fn fill(
         &self,
         mut payload: GrowingStaging,
         blanks: Vec<DeviceFill>,
         born_in: Option<Place>,
+        locked: Option<&PageTable>,
     ) -> Result<FilledPayload> {
+        let staging = &self.engine.staging;
+        let is_plain = payload.is_long() && self.is_for_disk(payload.as_mut(), locked)?;
+        let grown = |payload| {
+            if is_plain { Ok(staging.grown_plain(payload)) } else { staging.grown(payload).map(Into::into) }
+        };
         let Some(place) = born_in.filter(|_| !blanks.is_empty()) else {
             let crc = crc32fast::hash(payload.as_mut());
-            let payload = self.engine.staging.grown(payload)?;
-            return Ok(FilledPayload { payload, crc, digests: CapturedDigests::new() });
+            return Ok(FilledPayload { payload: grown(payload)?, crc, digests: CapturedDigests::new() });
         };
-        let mut payload = self.engine.staging.grown(payload)?;
+        let mut payload = grown(payload)?;
         let waves = waves(blanks)?;
         let area_len = waves.iter().map(|wave| wave_len(wave)).max().unwrap_or_default();
         let area = self.stage_memory(Purpose::Stage, place, area_len)?;
+        let area = area.part(0, area_len);
         let (mut sums, mut digests) = (Vec::new(), CapturedDigests::new());
-        for wave in &waves {
-            let filled = self.fill_wave(payload, wave, area.part(0, area_len), &mut digests)?;
-            payload = filled.0;
-            append(&mut sums, filled.1)?;
+        for blanks in &waves {
+            let of_wave;
+            (payload, of_wave) = match payload {
+                GrownBytes::Staged(staged) => {
+                    let wave = Wave::new(blanks, area, |blank, _| blank.at)?;
+                    let (staged, sums) = self.fill_wave(staged, &wave, &mut digests)?;
+                    (GrownBytes::Staged(staged), sums)
+                }
+                GrownBytes::Plain(mut bytes) => {
+                    let wave = Wave::new(blanks, area, |_, target| (target.offset - area.offset) as usize)?;
+                    let landing = staging.take(area_len as usize)?;
+                    let (landed, sums) = self.fill_wave(landing, &wave, &mut digests)?;
+                    wave.take_to(&mut bytes, &landed)?;
+                    staging.give(landed.into_staging());
+                    (GrownBytes::Plain(bytes), sums)
+                }
+            };
+            append(&mut sums, of_wave)?;
         }
         let crc = whole_sum(&payload, waves.iter().flatten().zip(sums));
         Ok(FilledPayload { payload, crc, digests })
     }
 
-    /// Fills the blanks of a wave, by way of `area`. Returns the payload and the sum of each blank, and adds
+    /// Whether all bytes of a payload go to pages on disk. The draft that it becomes is stale once one of
+    /// them is elsewhere.
+    fn is_for_disk(&self, payload: &[u8], locked: Option<&PageTable>) -> Result<bool> {
+        match decode_payload(payload) {
+            Ok(ops) => Ok(!self.disk_ops(&ops, locked)?.leaves_bytes(&ops)),
+            // Its draft is decoded, too, and refused.
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// Fills the blanks of a wave, which land in `landing`. Returns it and the sum of each blank, and adds
     /// the digests of captured chunks.
     fn fill_wave(
         &self,
-        payload: StagingBuf,
-        blanks: &[DeviceFill],
-        area: Span,
+        landing: StagingBuf,
+        wave: &Wave<'_>,
         digests: &mut CapturedDigests,
     ) -> Result<(StagingBuf, Vec<u32>)> {
         let device = &*self.engine.device;
-        // One after the other, each where a kernel reads it best.
-        let mut at = 0;
-        let target_of = |blank: &DeviceFill| {
-            let target = Span { offset: area.offset + at, len: blank.byte_len(), ..area };
-            at = align_up(at + target.len, FRAME_ALIGN);
-            target
-        };
-        let targets = collected(blanks.iter().map(target_of))?;
-        let (mut sources, mut picks, mut copies) = (Vec::new(), Vec::new(), Vec::new());
+        let Wave { blanks, area, copies } = wave;
+        let (mut sources, mut picks) = (Vec::new(), Vec::new());
         let (mut lists, mut steps, mut indices) = (Vec::new(), Vec::new(), Vec::new());
         let (mut digested, mut chunks) = (Vec::new(), Vec::new());
         let mut keys = Vec::new();
-        for (blank, target) in blanks.iter().zip(targets) {
-            push(&mut copies, BlankCopy { at: blank.at, source: target })?;
+        for (blank, copy) in blanks.iter().zip(copies) {
+            let target = copy.source;
             match &blank.content {
                 FillSource::Bytes(span) => push(&mut sources, (*span, target.offset - area.offset))?,
                 FillSource::Chunks { span, key, step, first } => {
@@ -171,7 +197,7 @@ impl Committer {
             }
         }
         let found_len = 4 * lists.len();
-        let mut commands = vec![Command::Gather { sources, target: area }];
+        let mut commands = vec![Command::Gather { sources, target: *area }];
         append(&mut commands, picks)?;
         let target = StagingSpan { index: 3, offset: 0, len: found_len };
         commands.push(Command::Validate { lists, target });
@@ -181,18 +207,18 @@ impl Committer {
             let target = StagingSpan { index: 4, offset: 0, len: digests_len };
             commands.push(Command::Digest { sources: digested, key: *key, target });
         }
-        bring_down(&mut commands, &copies, device.crosses_bus())?;
+        bring_down(&mut commands, copies, device.crosses_bus())?;
         let mut picked = self.engine.staging.take(indices.len())?;
         picked.copy_from_slice(&indices);
-        let (len, sums_len) = (payload.len(), sums_len(copies.len()));
+        let (len, sums_len) = (landing.len(), sums_len(copies.len()));
         let [sums, found, digest_bytes] = [sums_len, found_len, digests_len];
         let sums = self.engine.staging.take(sums)?;
         let found = self.engine.staging.take(found)?;
         let digest_bytes = self.engine.staging.take(digest_bytes)?;
-        let staging = [payload, sums, picked, found, digest_bytes].map(StagingBuf::into_staging);
+        let staging = [landing, sums, picked, found, digest_bytes].map(StagingBuf::into_staging);
         let mut returned = self.run(commands, staging.into())?.into_iter();
         let mut next = |len| StagingBuf::new(returned.next().expect("as many as went in"), len);
-        let (mut payload, mut sums, picked) = (next(len), next(sums_len), next(indices.len()));
+        let (mut landed, mut sums, picked) = (next(len), next(sums_len), next(indices.len()));
         let (found, digest_bytes) = (next(found_len), next(digests_len));
         // A wrong index would write outside of the page, and a repeated one has no defined result on a
         // device: both are refused before the batch is logged. A word a list: 0 if its indices hold.
@@ -207,7 +233,7 @@ impl Committer {
             self.engine.staging.give(staging.into_staging());
         }
         if let Some((index, wrong)) = wrong {
-            for staging in [payload, sums] {
+            for staging in [landed, sums] {
                 self.engine.staging.give(staging.into_staging());
             }
             let reason = if wrong & INDEX_OUT_OF_BOUNDS != 0 {
@@ -218,27 +244,27 @@ impl Committer {
             return Err(Error::InvalidOperation { index, reason });
         }
         let is_summed = device.crosses_bus();
-        let mut arrived = proven_sums(&payload, &copies, is_summed.then_some(&*sums))?;
+        let mut arrived = proven_sums(&landed, copies, is_summed.then_some(&*sums))?;
         if arrived.is_none() {
             // I12. The bytes are still there: a bit that turned over once must not refuse a commit.
             tracing::warn!(device = device.label(), "a payload changed on its way to the host: once more");
             let mut commands = Vec::new();
-            bring_down(&mut commands, &copies, is_summed)?;
-            let again = self.run(commands, vec![payload.into_staging(), sums.into_staging()])?;
+            bring_down(&mut commands, copies, is_summed)?;
+            let again = self.run(commands, vec![landed.into_staging(), sums.into_staging()])?;
             let mut again = again.into_iter();
             let mut next = |len| StagingBuf::new(again.next().expect("as many as went in"), len);
-            (payload, sums) = (next(len), next(sums_len));
-            arrived = proven_sums(&payload, &copies, Some(&*sums))?;
+            (landed, sums) = (next(len), next(sums_len));
+            arrived = proven_sums(&landed, copies, Some(&*sums))?;
         }
         self.engine.staging.give(sums.into_staging());
         let arrived = arrived.ok_or_else(|| changed_on_the_way(device, "a payload"))?;
-        Ok((payload, arrived))
+        Ok((landed, arrived))
     }
 }
 
 /// A payload without blanks.
 pub(super) struct FilledPayload {
-    pub payload: StagingBuf,
+    pub payload: GrownBytes,
     /// The CRC-32 of the payload.
     pub crc: u32,
     /// The digests of captured chunks, as they are in the payload.
@@ -278,12 +304,61 @@ fn wave_len(blanks: &[DeviceFill]) -> u64 {
     blanks.iter().fold(0, |len, blank| align_up(len + blank.byte_len(), FRAME_ALIGN))
 }
 
+/// Blanks that are filled at a time.
+struct Wave<'b> {
+    blanks: &'b [DeviceFill],
+    /// Device memory in which their bytes are put together.
+    area: Span,
+    /// The copy of each blank.
+    copies: Vec<BlankCopy>,
+}
+
 /// Bytes of a payload that the device has.
 struct BlankCopy {
-    /// The place of its blank in the payload.
+    /// Where they come down in staging.
     at: usize,
     /// The bytes on the device.
     source: Span,
+}
+
+impl<'b> Wave<'b> {
+    /// The blanks one after the other in `area`, each where a kernel reads it best. `lands_at` tells where
+    /// the bytes of a blank come down, given where the device has them.
+    fn new(
+        blanks: &'b [DeviceFill],
+        area: Span,
+        lands_at: impl Fn(&DeviceFill, Span) -> usize,
+    ) -> Result<Self> {
+        let mut at = 0;
+        let copy_of = |blank: &DeviceFill| {
+            let source = Span { offset: area.offset + at, len: blank.byte_len(), ..area };
+            at = align_up(at + source.len, FRAME_ALIGN);
+            BlankCopy { at: lands_at(blank, source), source }
+        };
+        Ok(Self { blanks, area, copies: collected(blanks.iter().map(copy_of))? })
+    }
+
+    /// Copies what landed to the blanks of a payload, by several threads: memory that is written for the
+    /// first time takes several times as long as the copy.
+    fn take_to(&self, payload: &mut [u8], landed: &[u8]) -> Result<()> {
+        let (mut rest, mut rest_at) = (payload, 0);
+        let mut pieces = Vec::new();
+        for (blank, copy) in self.blanks.iter().zip(&self.copies) {
+            let len = copy.source.len as usize;
+            let (_, from_blank) = rest.split_at_mut(blank.at - rest_at);
+            let (target, after) = from_blank.split_at_mut(len);
+            (rest, rest_at) = (after, blank.at + len);
+            let source = &landed[copy.at..][..len];
+            append(&mut pieces, target.chunks_mut(SHARE_LEN).zip(source.chunks(SHARE_LEN)))?;
+        }
+        let copy = |share: Vec<(&mut [u8], &[u8])>| {
+            share.into_iter().for_each(|(target, source)| target.copy_from_slice(source));
+            Ok::<_, Infallible>(())
+        };
+        let shares = shares(pieces, |(target, _)| target.len())?;
+        let Ok(_) = parallel::for_each(parallel::threads(HOST_THREADS_MAX), shares, copy);
+        Ok(())
+    }
 }
 
 /// Adds the commands that bring bytes down to their blanks, in staging 0, with their sums in staging 1.
@@ -298,10 +373,9 @@ fn bring_down(commands: &mut Vec<Command>, copies: &[BlankCopy], is_summed: bool
     append(commands, copies.iter().map(download))
 }
 
-/// CRC-32 of what arrived in each blank; `None` if one is not what the device summed.
-fn proven_sums(payload: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) -> Result<Option<Vec<u32>>> {
-    let arrived = |copy: &BlankCopy| sum_of(&payload[copy.at..copy.at + copy.source.len as usize]);
-    let arrived = collected(copies.iter().map(arrived))?;
+/// CRC-32 of what arrived for each blank; `None` if one is not what the device summed.
+fn proven_sums(landed: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) -> Result<Option<Vec<u32>>> {
+    let arrived = sums_of(copies.iter().map(|copy| &landed[copy.at..][..copy.source.len as usize]))?;
     let is_sent = of_device.is_none_or(|sums| arrived.iter().copied().eq(sums_in(sums)));
     Ok(is_sent.then_some(arrived))
 }
@@ -327,17 +401,43 @@ fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill, u
     whole.finalize()
 }
 
-/// CRC-32 of bytes that just arrived, by several threads if they are many: a GPU sends several times as fast
-/// as one thread sums.
-fn sum_of(bytes: &[u8]) -> u32 {
-    let parts: Vec<&[u8]> = bytes.chunks(SUMMED_ALONE_LEN).collect();
+/// CRC-32 of each of these runs of bytes, by several threads if they are many bytes: a GPU sends several times
+/// as fast as one thread sums.
+fn sums_of<'b>(runs: impl Iterator<Item = &'b [u8]>) -> Result<Vec<u32>> {
+    let mut sums = Vec::new();
+    let mut pieces = Vec::new();
+    for (run, bytes) in runs.enumerate() {
+        push(&mut sums, Hasher::new())?;
+        append(&mut pieces, bytes.chunks(SHARE_LEN).map(|piece| (run, piece)))?;
+    }
+    let shares = shares(pieces, |(_, piece)| piece.len())?;
     let sum = |(): &mut (), index: usize| {
-        let mut sum = Hasher::new();
-        sum.update(parts[index]);
-        Ok::<_, Infallible>(sum)
+        collected(shares[index].iter().map(|(run, piece)| {
+            let mut sum = Hasher::new();
+            sum.update(piece);
+            (*run, sum)
+        }))
     };
-    let Ok(sums) = parallel::map_indexed(parallel::threads(SUM_THREADS_MAX), parts.len(), || (), sum);
-    let mut whole = Hasher::new();
-    sums.iter().for_each(|sum| whole.combine(sum));
-    whole.finalize()
+    let threads = parallel::threads(HOST_THREADS_MAX);
+    for (run, sum) in parallel::map_indexed(threads, shares.len(), || (), sum)?.into_iter().flatten() {
+        sums[run].combine(&sum);
+    }
+    collected(sums.into_iter().map(Hasher::finalize))
+}
+
+/// Divides pieces, in their order, into shares of work. `len_of` tells how many bytes a piece has.
+fn shares<P>(pieces: Vec<P>, len_of: impl Fn(&P) -> usize) -> Result<Vec<Vec<P>>> {
+    let (mut shares, mut share, mut len) = (Vec::new(), Vec::new(), 0);
+    for piece in pieces {
+        len += len_of(&piece);
+        push(&mut share, piece)?;
+        if len >= SHARE_LEN {
+            push(&mut shares, std::mem::take(&mut share))?;
+            len = 0;
+        }
+    }
+    if !share.is_empty() {
+        push(&mut shares, share)?;
+    }
+    Ok(shares)
 }

@@ -115,6 +115,11 @@ impl DiskOps {
         self.on_disk.binary_search(&index).is_ok()
     }
 
+    /// Whether an operation has bytes for a page that is elsewhere when it comes.
+    pub fn leaves_bytes(&self, ops: &[OpAt<'_>]) -> bool {
+        ops.iter().enumerate().any(|(index, at)| at.op.range().is_some() && !self.has(index))
+    }
+
     /// Bytes that may be pending after the batch, at most.
     fn pending_bytes(&self, ops: &[OpAt<'_>]) -> u64 {
         let bytes = self.on_disk.iter().map(|index| pending_bytes_of(&ops[*index].op));

@@ -18,11 +18,11 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::log::SpacePurpose;
 use crate::memory::arena::PageMemory;
-use crate::memory::staging::StagingBuf;
+use crate::memory::staging::GrownBytes;
 
 /// A batch on its way into the log, with all memory that applying it takes.
 pub(super) struct Draft {
-    pub payload: StagingBuf,
+    pub payload: GrownBytes,
     /// The payload's checksum: it is in hand before an Lsn is assigned (I1).
     pub payload_crc: u32,
     pub purpose: SpacePurpose,
@@ -167,7 +167,7 @@ impl Committer {
     /// Gives back what a draft brought that was not logged.
     pub(super) fn take_back(&self, draft: Draft) {
         let Engine { staging, arena, .. } = &*self.engine;
-        staging.give(draft.payload.into_staging());
+        staging.give_grown(draft.payload);
         if let Some(provision) = draft.provision {
             provision.give_back(staging, arena);
         }

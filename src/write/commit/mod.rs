@@ -48,6 +48,7 @@ use crate::error::{Error, Result};
 use crate::images::numbers::ImageFiles;
 use crate::images::{AheadImages, ImageOptions};
 use crate::log::{Log, SpacePurpose};
+use crate::memory::staging::GrownBytes;
 use crate::write::batch::{BatchFacts, CopiedBytes, CopiedPage, CopySources, WriteBatch};
 
 use batch_images::BatchImages;
@@ -164,7 +165,7 @@ impl Committer {
             let blanks = batch.encode(&pages, found, &mut payload)?;
             // Payload and checksum are complete before the draft can reach the lock (I1).
             let FilledPayload { payload, crc: payload_crc, digests: in_payload } =
-                self.fill(payload, blanks, born_in)?;
+                self.fill(payload, blanks, born_in, locked.as_deref())?;
             digests.extend(in_payload);
             let only_deletes = batch.only_deletes();
             let draft = Draft {
@@ -290,6 +291,11 @@ impl Committer {
         // the applier would hold up all that come after it, too.
         self.engine.applier.unloaded().wait(ops.iter().filter_map(|at| at.op.page()))?;
         draft.disk_ops = self.disk_ops(&ops, locked.as_deref())?;
+        // A list of the applier's cannot name it, and a page came to memory meanwhile.
+        if matches!(draft.payload, GrownBytes::Plain(_)) && draft.disk_ops.leaves_bytes(&ops) {
+            self.take_back(draft);
+            return Ok(None);
+        }
         let staged = &mut draft.staged;
         match self.provide(&draft.disk_ops, staged, &mut own, &ops, locked.as_deref())? {
             Some(provision) => draft.provision = provision,

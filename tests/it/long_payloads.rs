@@ -1,0 +1,131 @@
+//! Batches with more bytes than the store keeps as staging. A GPU pins staging, and pinning takes longer than
+//! all the rest: bytes for pages on disk go by way of staging that is kept.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use remanent::device::host::HostDevice;
+use remanent::testing::faulty_device::{BitFlip, BusWay, FaultyDevice};
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{Budget, Options, PageId, Place, Store};
+
+use crate::kill::workload::Random;
+use crate::pages_on_disk::{commit, move_to, uncompressed};
+
+/// Longer than the staging that a store keeps.
+const LEN: u64 = (66 << 20) + 77;
+/// The bytes that come down to the host at a time.
+const WAVE_LEN: usize = 32 << 20;
+
+/// With room for what several batches wrote since the last snapshot.
+fn options() -> Options {
+    uncompressed().budget(Budget::default().with(Place::Disk, 1 << 30))
+}
+
+struct LongPage {
+    device: Arc<FaultyDevice>,
+    disk: SimDisk,
+    store: Store,
+    page: PageId,
+}
+
+impl LongPage {
+    fn at(place: Place) -> Self {
+        let device = Arc::new(FaultyDevice::across_a_bus(Arc::new(HostDevice::new())));
+        let disk = SimDisk::new();
+        let store = Store::open_on(Arc::new(disk.clone()), device.clone(), options()).unwrap();
+        let page = commit(&store, |batch| _ = batch.create(LEN + 2, place))[0];
+        Self { device, disk, store, page }
+    }
+
+    /// Writes all of the page but its first and last byte, from memory of the device or of the host. Returns
+    /// the bytes that it wrote.
+    fn write(&self, is_born_there: bool, salt: u64) -> remanent::Result<Vec<u8>> {
+        let bytes = Random(salt).bytes(LEN);
+        let mut batch = self.store.batch();
+        if is_born_there {
+            let memory = self.store.device_bytes(LEN, Place::Device(0)).unwrap();
+            // Piece by piece: this takes staging of its own.
+            for (piece, at) in bytes.chunks(1 << 20).zip((0..).step_by(1 << 20)) {
+                memory.write(at, piece).unwrap();
+            }
+            // Short ones beside it, in the same wave.
+            batch.write_device(self.page, 1, &memory.part(0..100).unwrap());
+            batch.write_device(self.page, 101, &memory.part(100..LEN - 5000).unwrap());
+            batch.write(self.page, 1 + LEN - 5000, &bytes[LEN as usize - 5000..]);
+        } else {
+            batch.write(self.page, 1, &bytes);
+        }
+        self.store.commit(batch)?;
+        Ok(bytes)
+    }
+
+    fn holds(&self, written: &[u8]) -> bool {
+        let bytes = self.store.read_to_vec(self.page).unwrap();
+        bytes[1..=LEN as usize] == *written && bytes[0] == 0 && bytes[LEN as usize + 1] == 0
+    }
+}
+
+#[test]
+fn bytes_for_a_page_on_disk_take_no_longer_staging_than_a_wave() {
+    let on_disk = LongPage::at(Place::Disk);
+    for (is_born_there, salt) in [(true, 1), (false, 2)] {
+        let written = on_disk.write(is_born_there, salt).unwrap();
+        assert!(on_disk.holds(&written));
+        assert_eq!(on_disk.store.page(on_disk.page).unwrap().place, Place::Disk);
+    }
+    let longest = on_disk.device.longest_staging();
+    assert!(longest <= WAVE_LEN, "{longest} bytes");
+    let written = on_disk.write(true, 3).unwrap();
+    let LongPage { device, disk, store, page } = on_disk;
+    drop(store);
+    let store = Store::open_on(Arc::new(disk.clone()), device.clone(), options()).unwrap();
+    assert!(LongPage { device, disk, store, page }.holds(&written));
+
+    // Those of a page in memory are uploaded from where they are.
+    let in_memory = LongPage::at(Place::Device(0));
+    let written = in_memory.write(true, 4).unwrap();
+    assert!(in_memory.holds(&written));
+    assert!(in_memory.device.longest_staging() as u64 >= LEN);
+}
+
+#[test]
+fn a_bit_that_turned_over_on_the_way_to_a_long_payload_is_found() {
+    let on_disk = LongPage::at(Place::Disk);
+    for (nth, times) in [(1, 1), (2, 1), (3, 1), (4, 1), (2, u64::MAX)] {
+        on_disk.device.flip(BitFlip { way: BusWay::Down, nth, times });
+        let written = on_disk.write(true, nth);
+        assert!(on_disk.device.end_flips() > 0, "copy {nth} came");
+        match written {
+            Ok(written) => assert!(times == 1 && on_disk.holds(&written)),
+            Err(error) => assert!(times > 1, "{error}"),
+        }
+    }
+}
+
+/// A page comes to memory while a batch for it, as one on disk, is made.
+#[test]
+fn a_page_moves_while_a_long_payload_is_made_for_it() {
+    let long = LongPage::at(Place::Disk);
+    let is_over = AtomicBool::new(false);
+    let moves = std::thread::scope(|scope| {
+        let mover = scope.spawn(|| {
+            let mut moves = 0;
+            for place in [Place::Host, Place::Disk].into_iter().cycle() {
+                if is_over.load(Ordering::Relaxed) {
+                    return moves;
+                }
+                move_to(&long.store, long.page, place);
+                moves += 1;
+            }
+            unreachable!("the places come again and again")
+        });
+        for salt in 1..=6 {
+            let written = long.write(salt % 2 == 0, salt).unwrap();
+            assert!(long.holds(&written));
+        }
+        is_over.store(true, Ordering::Relaxed);
+        mover.join().unwrap()
+    });
+    assert!(moves > 1, "{moves} moves");
+}
