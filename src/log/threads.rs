@@ -155,7 +155,7 @@ impl Log {
                     if room == Room::NextSegment {
                         state.roll();
                     }
-                    self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload))?;
+                    self.put(&mut state, FrameKind::Seal, &payload, crc32fast::hash(&payload), false)?;
                     // A seal among unsynced frames covers only what is durable so far, so the log is not
                     // sealed by it.
                     state.sealed = clean;
@@ -170,8 +170,8 @@ impl Log {
                     // whole reserve that way.
                     let last = state.seal_now || state.stop;
                     drop(state);
-                    match self.grow(0, if last { SpacePurpose::Seal } else { SpacePurpose::User }) {
-                        Ok(()) => {}
+                    match self.grow(&[], if last { SpacePurpose::Seal } else { SpacePurpose::User }) {
+                        Ok(_) => {}
                         Err(error) if error.is_passing() => {
                             let mut state = self.state.lock();
                             // Given up until the next batch: the keeper would otherwise try again without a
@@ -212,7 +212,7 @@ impl Log {
                 _ => {
                     drop(state);
                     // Space that is too little for a segment may be enough for the reserve.
-                    let grown = self.grow(0, SpacePurpose::User);
+                    let grown = self.grow(&[], SpacePurpose::User);
                     let reserve_full = self.pool.add_to_reserve();
                     state = self.state.lock();
                     state.reserve_full = matches!(reserve_full, Ok(true));

@@ -129,6 +129,8 @@ impl Log {
         let _phase = phases::enter(Phase::Commit);
         let frame_len = frame_len(payload.len() as u64);
         let mut leaves_enough = false;
+        // The segment that was made with the payload in it.
+        let mut made_with_it = None;
         let mut state = loop {
             let mut state = self.state.lock();
             // Inside the loop: the store may have been poisoned while this thread made a segment or waited
@@ -154,7 +156,7 @@ impl Log {
                 }
                 Room::AfterGrowth => {
                     drop(state);
-                    self.grow(frame_len, purpose)?;
+                    made_with_it = self.grow(payload, purpose)?;
                 }
                 Room::AfterSync(lsn) => {
                     drop(state);
@@ -162,7 +164,9 @@ impl Log {
                 }
             }
         };
-        let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc)?;
+        let is_there =
+            made_with_it == Some(state.current.number) && state.next_offset() == SEGMENT_HEADER_BLOCK;
+        let point = self.put(&mut state, FrameKind::Batch, payload, payload_crc, is_there)?;
         let now = state.last_append;
         let is_to_tell = self.io == LogIo::Mapped && state.ends_silence(now);
         // A wake-up is a system call, so the keeper is woken only out of a sleep without an end. A keeper
@@ -244,8 +248,10 @@ impl Log {
         }
     }
 
-    /// Makes segments until two are ready, and the first of them is long enough.
-    pub(super) fn grow(&self, frame_len: u64, purpose: SpacePurpose) -> Result<()> {
+    /// Makes segments until two are ready, and the first of them is long enough for a frame with this
+    /// payload. Returns the number of a segment that holds the payload by now, for a frame that becomes its
+    /// first.
+    pub(super) fn grow(&self, payload: &[u8], purpose: SpacePurpose) -> Result<Option<u64>> {
         let _one_maker = self.growth.lock();
         loop {
             let (count, next) = {
@@ -274,15 +280,16 @@ impl Log {
         let short = {
             let mut state = self.state.lock();
             let next = state.empty.front();
-            let too_short = next.is_some_and(|next| SEGMENT_HEADER_BLOCK + frame_len > next.len);
+            let needed = SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64);
+            let too_short = next.is_some_and(|next| needed > next.len);
             if too_short { state.empty.pop_front() } else { None }
         };
         if let Some(short) = short {
             let made = self
                 .pool
-                .with_surplus(|| self.pool.make_long(short.number, frame_len, EMPTY_COUNT - 1, purpose));
+                .with_surplus(|| self.pool.make_long(short.number, payload, EMPTY_COUNT - 1, purpose));
             let (next, result) = match made {
-                Ok(long) => (live(long), Ok(())),
+                Ok(long) => (live(long.segment), Ok(long.holds_payload.then_some(short.number))),
                 // Where the error passes, the rename did not happen: the short segment has its name still,
                 // and takes shorter frames.
                 Err(error) => (short, Err(self.unless_passing(error))),
@@ -290,7 +297,7 @@ impl Log {
             self.state.lock().empty.push_front(next);
             return result;
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Ends the log for an error in making a segment, unless the error passes. A full disk and a shortage
@@ -301,13 +308,14 @@ impl Log {
     }
 
     /// Puts a frame where there is room for it, and advances the log's state by it. The caller has asked
-    /// [`LogState::room_for`] under the same lock.
+    /// [`LogState::room_for`] under the same lock. `is_there` says that the payload lies there already.
     pub(super) fn put(
         &self,
         state: &mut LogState,
         kind: FrameKind,
         payload: &[u8],
         payload_crc: u32,
+        is_there: bool,
     ) -> Result<LogPoint> {
         let offset = state.next_offset();
         let lsn = match kind {
@@ -334,7 +342,8 @@ impl Log {
         // The payload first: a kill in between leaves no header, so no reader takes the payload for a frame.
         let header_len = bytes.len() as u64;
         let window = &state.current.window;
-        let written = window.put(offset + header_len, payload).and_then(|()| window.put(offset, &bytes));
+        let payload_put = if is_there { Ok(()) } else { window.put(offset + header_len, payload) };
+        let written = payload_put.and_then(|()| window.put(offset, &bytes));
         // A failed put may have stored a part of the frame. The log ends here, because a second try would
         // write over bytes in an unknown state.
         written.map_err(|error| self.fail(error))?;

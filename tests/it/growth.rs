@@ -194,6 +194,33 @@ fn a_frame_longer_than_the_first_segments_is_logged() {
     }
 }
 
+/// A segment that is made for a frame has its payload from the start: no byte of it is written over zeros.
+#[test]
+fn a_frame_with_a_segment_of_its_own_is_written_once() {
+    const LEN: usize = 1 << 20;
+    for log_io in [LogIo::Mapped, LogIo::Buffered] {
+        let disk = SimDisk::new();
+        let store = open_with(&disk, small().log_io(log_io)).unwrap();
+        let page = create(&store, LEN as u64 + 4096);
+        for round in 0..3 {
+            let before = disk.events();
+            write(&store, page, LEN, round);
+            let written: usize =
+                disk.history()[before..].iter().filter_map(|event| written_bytes(event)).sum();
+            assert!((LEN..LEN + LEN / 4).contains(&written), "{log_io}: {written} bytes");
+        }
+        let state = State::of(&store);
+        drop(store);
+        assert_eq!(State::of(&open_with(&disk, small().log_io(log_io)).unwrap()), state, "{log_io}");
+    }
+}
+
+/// The bytes that an event of a disk's history writes.
+fn written_bytes(event: &str) -> Option<usize> {
+    let is_write = ["write ", "put "].iter().any(|kind| event.starts_with(kind));
+    is_write.then(|| event.rsplit_once('+').expect("offset and length").1.parse().expect("a length"))
+}
+
 /// Each run commits a little and ends. Its segments go with the snapshot that several such runs make due.
 #[test]
 fn restarts_that_commit_a_little_are_bounded() {

@@ -38,17 +38,18 @@ impl SegmentPool {
     }
 
     /// Writes a whole segment under a temporary name, and syncs it. A lack of space is a clean failure.
+    /// `content` is what it holds besides its header, and where.
     pub(super) fn build(
         &self,
         number: u64,
         len: u64,
         opening: Option<Opening>,
-        frames: &[u8],
+        content: (u64, &[u8]),
     ) -> Result<Arc<dyn DiskFile>> {
         assert!(len.is_multiple_of(GROUP_ALIGN)); // I5: the last group of a segment ends on a block, too.
-        assert!(SEGMENT_HEADER_BLOCK + frames.len() as u64 <= len); // I3: a frame lies within its segment.
+        assert!(content.0 >= SEGMENT_HEADER_BLOCK && content.0 + content.1.len() as u64 <= len); // I3: a frame lies within its segment.
         // Image files that wait to be written again are a convenience; segments are not.
-        self.image_spares.give_way(|| self.build_once(number, len, opening, frames))
+        self.image_spares.give_way(|| self.build_once(number, len, opening, content))
     }
 
     fn build_once(
@@ -56,15 +57,16 @@ impl SegmentPool {
         number: u64,
         len: u64,
         opening: Option<Opening>,
-        frames: &[u8],
+        (at, bytes): (u64, &[u8]),
     ) -> Result<Arc<dyn DiskFile>> {
         let make = |temporary| self.disk.create(temporary);
         self.written(number, len, make, |file| {
             file.write_at(0, &header_block(&self.header(number, len, opening)))?;
-            file.write_at(SEGMENT_HEADER_BLOCK, frames)?;
+            file.write_zeros(SEGMENT_HEADER_BLOCK, at, LogIo::Buffered)?;
+            file.write_at(at, bytes)?;
             // Every byte is written before the file is mapped: a hole would turn a full disk into SIGBUS. The
             // size alone (`ftruncate`) would make one.
-            let end = SEGMENT_HEADER_BLOCK + frames.len() as u64;
+            let end = at + bytes.len() as u64;
             // Of a direct log's segment the zeros go past the page cache too: over zeros in the cache, 256
             // KiB took 212 to 252 us to write instead of 189 to 215.
             file.write_zeros(end, len, self.io)?;

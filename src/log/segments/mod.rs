@@ -23,6 +23,7 @@ mod opening;
 
 use std::sync::Arc;
 
+use remanent_format::frame::{FRAME_HEADER_LEN, frame_len};
 use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN};
 use remanent_format::segment::SEGMENT_HEADER_BLOCK;
 use remanent_format::{FileName, Folder, StoreId};
@@ -47,6 +48,19 @@ const LONGER_MAX: u64 = 8;
 
 /// Short spares that wait for opens, beyond the reserve; an open takes two of them.
 const FIRST_SPARES_MAX: usize = 4;
+
+/// Where the payload of a segment's first frame begins.
+pub(crate) const FIRST_PAYLOAD_AT: u64 = SEGMENT_HEADER_BLOCK + FRAME_HEADER_LEN;
+
+/// What a new segment holds besides its header, if it is empty.
+const NOTHING: (u64, &[u8]) = (SEGMENT_HEADER_BLOCK, &[]);
+
+/// An empty segment that was made for one frame.
+pub(crate) struct LongSegment {
+    pub segment: SegmentFile,
+    /// Whether the frame's payload lies where it belongs if the frame is the segment's first.
+    pub holds_payload: bool,
+}
 
 /// Makes segments and takes them back.
 ///
@@ -177,16 +191,16 @@ impl SegmentPool {
     /// Makes a new segment. Where an open finds no space for one, the shortest possible segment is enough for
     /// it.
     fn make_for(&self, number: u64, wanted: u64, purpose: SpacePurpose) -> Result<SegmentFile> {
-        match self.make_anew(number, wanted) {
+        match self.make_anew(number, wanted, NOTHING) {
             Err(Error::DiskFull { .. }) if purpose == SpacePurpose::Open && wanted > SEGMENT_LEN_MIN => {
-                self.make_anew(number, SEGMENT_LEN_MIN)
+                self.make_anew(number, SEGMENT_LEN_MIN, NOTHING)
             }
             made => made,
         }
     }
 
-    fn make_anew(&self, number: u64, len: u64) -> Result<SegmentFile> {
-        let file = self.build(number, len, None, &[])?;
+    fn make_anew(&self, number: u64, len: u64, content: (u64, &[u8])) -> Result<SegmentFile> {
+        let file = self.build(number, len, None, content)?;
         let temporary = FileName::Temporary(Folder::Log, number);
         // Window first, name second (see `SegmentFile::new`). A failure of either takes the file with it.
         let segment = SegmentFile::new(number, len, file, self.io);
@@ -218,7 +232,7 @@ impl SegmentPool {
             let from = if kept + 1 < spares.files.len() { kept } else { 0 };
             let fits = |at: &usize| spares.files[*at].len >= needed;
             let Some(at) = (from..spares.files.len()).chain(0..from).find(fits) else {
-                return self.make_anew(number, needed);
+                return self.make_anew(number, needed, NOTHING);
             };
             match self.make_of_spare(spares, at, number) {
                 Err(Error::DiskFull { .. }) => {
@@ -231,28 +245,37 @@ impl SegmentPool {
         }
     }
 
-    /// Makes a segment with room for `frame_len` bytes, which replaces the empty segment `number` by a
+    /// Makes a segment with room for the frame of `payload`, which replaces the empty segment `number` by a
     /// rename. The caller made sure that the segment after it exists (I8).
+    ///
+    /// A segment that is too long to be used again holds the payload from the start: its bytes are written
+    /// once, instead of zeros and then those. Without a header they are no frame (I3). The window of a direct
+    /// log would write them once more.
     pub fn make_long(
         &self,
         number: u64,
-        frame_len: u64,
+        payload: &[u8],
         empty: usize,
         purpose: SpacePurpose,
-    ) -> Result<SegmentFile> {
+    ) -> Result<LongSegment> {
         let _phase = phases::enter(Phase::SegmentRoll);
         let mut spares = self.spares.lock();
-        let needed = (SEGMENT_HEADER_BLOCK + frame_len).next_multiple_of(GROUP_ALIGN);
+        let needed = SEGMENT_HEADER_BLOCK + frame_len(payload.len() as u64);
+        let needed = needed.next_multiple_of(GROUP_ALIGN);
         // More frames of this length will probably come, so the segment has room for more than one.
         let wanted = needed.next_power_of_two().saturating_mul(2).clamp(spares.next_len, self.rules.len);
         let len = needed.max(wanted);
-        let long = match self.make_anew(number, len) {
+        let holds_payload = len > self.rules.len && self.io != LogIo::Direct;
+        let content = if holds_payload { (FIRST_PAYLOAD_AT, payload) } else { NOTHING };
+        let long = match self.make_anew(number, len, content) {
+            Ok(segment) => LongSegment { segment, holds_payload },
             Err(Error::DiskFull { .. }) if self.may_take(&spares, empty, purpose) => {
-                self.make_of_reserve(&mut spares, number, needed)?
+                let segment = self.make_of_reserve(&mut spares, number, needed)?;
+                LongSegment { segment, holds_payload: false }
             }
-            made => made?,
+            Err(error) => return Err(error),
         };
-        spares.grown(long.len);
+        spares.grown(long.segment.len);
         Ok(long)
     }
 

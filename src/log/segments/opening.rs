@@ -37,7 +37,7 @@ impl SegmentPool {
             let built = match short {
                 Some(at) => self.open_spare(&mut spares, at, number, opening, frames),
                 None => {
-                    let file = self.build(number, len, Some(opening), frames);
+                    let file = self.build(number, len, Some(opening), (SEGMENT_HEADER_BLOCK, frames));
                     file.and_then(|file| self.opened(number, len, file))
                 }
             };

@@ -11,8 +11,8 @@ use std::sync::atomic::Ordering;
 use remanent_format::limits::{GROUP_ALIGN, SEGMENT_LEN_MIN, align_up};
 use remanent_format::{FileName, Folder};
 
-use super::SegmentPool;
 use super::spares::{FIRST_LEN, KEPT_FOR_OPENS, Spare, Spares};
+use super::{NOTHING, SegmentPool};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
 
@@ -127,7 +127,7 @@ impl SegmentPool {
             };
             let number = spares.next_number();
             loop {
-                match self.build(number, len, None, &[]) {
+                match self.build(number, len, None, NOTHING) {
                     // On a nearly full disk a short spare is better than none.
                     Err(Error::DiskFull { .. }) if spares.lacking() > 0 && len > SEGMENT_LEN_MIN => {
                         len = align_up(len / 2, GROUP_ALIGN).max(SEGMENT_LEN_MIN);
