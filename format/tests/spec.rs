@@ -17,8 +17,8 @@ use remanent_format::segment::SegmentHeaderRaw;
 use remanent_format::store::StoreHeaderRaw;
 use remanent_format::value::{ENVELOPE_HEAD_LEN, encode_entry};
 use remanent_format::{
-    Incarnation, LogPoint, Lsn, Metadata, PageId, Place, StoreId, Value, Width, frame, image, manifest,
-    segment, store,
+    Defect, Incarnation, LogPoint, Lsn, Metadata, PageId, Place, StoreId, Value, Width, frame, image,
+    manifest, segment, store,
 };
 
 const SPEC: &str = include_str!("../SPEC.md");
@@ -309,6 +309,25 @@ fn operation_kinds_are_those_of_the_code() {
         let padded = 48 + align_up(header.body_len.into(), limits::FRAME_ALIGN) as usize;
         assert_eq!(payload.len(), padded, "{}: padding", op.kind());
     }
+}
+
+/// Bytes that are filled in later have the same place as bytes that are known.
+#[test]
+fn a_blank_write_is_a_write_of_zeros() {
+    for len in [0, 1, 15, 16, 17, 5000] {
+        let (mut blank, mut known) = (PayloadWriter::default(), PayloadWriter::default());
+        for writer in [&mut blank, &mut known] {
+            writer.push(&Op::Note { text: "before" }).unwrap();
+        }
+        let (page, offset, bytes) = (PageId(7), 3, vec![0; len]);
+        blank.push_blank_write(page, offset, len as u64).unwrap();
+        known.push(&Op::Write { page, offset, bytes: &bytes }).unwrap();
+        assert_eq!(blank.len(), known.len());
+        assert_eq!(blank.finish(), known.finish(), "{len} bytes");
+    }
+    let too_long = limits::FRAME_PAYLOAD_LEN_MAX + 1;
+    let refused = PayloadWriter::default().push_blank_write(PageId(7), 0, too_long);
+    assert!(matches!(refused, Err(Defect::Limit { .. })), "{refused:?}");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use super::{
     RestoreBodyRaw, SCATTER, SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
 };
 use crate::defect::{Defect, check_limit};
-use crate::ids::Key;
+use crate::ids::{Key, PageId};
 use crate::image::Codec;
 use crate::limits::{FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, ROOT_LEN_MAX, align_up};
 use crate::value::{encode_entry, encode_metadata};
@@ -100,18 +100,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
     ///
     /// [`ImageRef::check`]: crate::image::ImageRef::check
     pub fn push(&mut self, op: &Op<'_>) -> Result<(), Defect> {
-        let mut header = OpHeaderRaw {
-            kind: 0,
-            width: 0,
-            encoding: 0,
-            body_len: 0,
-            page: op.page().unwrap_or_default(),
-            first: 0,
-            second: 0,
-        };
-        let header_at = self.bytes.byte_len();
-        self.bytes.append_zeros(OP_HEADER_LEN)?;
-        let body_at = self.bytes.byte_len();
+        let (mut header, body_at) = self.begin(op.page().unwrap_or_default())?;
         match op {
             Op::Create { len, place, key, metadata, .. } => {
                 (header.kind, header.first) = (CREATE, *len);
@@ -207,10 +196,35 @@ impl<B: PayloadBytes> PayloadWriter<B> {
                 self.bytes.append(&body.to_bytes())?;
             }
         }
+        self.end(header, body_at)
+    }
+
+    /// Appends a write of `len` zeros, in the place of bytes that the caller fills in later. They begin
+    /// [`OP_HEADER_LEN`] bytes after the payload's end of before.
+    ///
+    /// # Errors
+    /// [`Defect::Memory`]; [`Defect::Limit`] for more than the format allows.
+    pub fn push_blank_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<(), Defect> {
+        check_limit("operation length", len, crate::limits::FRAME_PAYLOAD_LEN_MAX)?;
+        let (mut header, body_at) = self.begin(page)?;
+        (header.kind, header.first, header.second) = (WRITE, offset, len);
+        self.bytes.append_zeros(len as usize)?;
+        self.end(header, body_at)
+    }
+
+    /// Leaves room for an operation's header. Returns it, and where the body begins.
+    fn begin(&mut self, page: PageId) -> Result<(OpHeaderRaw, usize), Defect> {
+        self.bytes.append_zeros(OP_HEADER_LEN)?;
+        let header = OpHeaderRaw { kind: 0, width: 0, encoding: 0, body_len: 0, page, first: 0, second: 0 };
+        Ok((header, self.bytes.byte_len()))
+    }
+
+    /// Ends an operation: its body is all that was appended since `body_at`.
+    fn end(&mut self, mut header: OpHeaderRaw, body_at: usize) -> Result<(), Defect> {
         let body_len = (self.bytes.byte_len() - body_at) as u64;
         check_limit("operation length", body_len, crate::limits::FRAME_PAYLOAD_LEN_MAX)?;
         header.body_len = body_len as u32;
-        self.bytes.as_mut()[header_at..body_at].copy_from_slice(&header.to_bytes());
+        self.bytes.as_mut()[body_at - OP_HEADER_LEN..body_at].copy_from_slice(&header.to_bytes());
         self.pad_to(align_up(self.bytes.byte_len() as u64, FRAME_ALIGN) as usize)?;
         self.op_count += 1;
         Ok(())

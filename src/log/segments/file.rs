@@ -47,7 +47,9 @@ impl SegmentPool {
         content: (u64, &[u8]),
     ) -> Result<Arc<dyn DiskFile>> {
         assert!(len.is_multiple_of(GROUP_ALIGN)); // I5: the last group of a segment ends on a block, too.
-        assert!(content.0 >= SEGMENT_HEADER_BLOCK && content.0 + content.1.len() as u64 <= len); // I3: a frame lies within its segment.
+        let (at, bytes) = content;
+        // I3: a frame lies within its segment.
+        assert!(at >= SEGMENT_HEADER_BLOCK && at + bytes.len() as u64 <= len);
         // Image files that wait to be written again are a convenience; segments are not.
         self.image_spares.give_way(|| self.build_once(number, len, opening, content))
     }

@@ -9,7 +9,7 @@ use remanent_format::limits::FRAME_PAYLOAD_LEN_MAX;
 use remanent_format::op::{Indices, OP_HEADER_LEN, Op, PayloadBytes, scatter_values_at};
 use remanent_format::{PageId, Width};
 
-use super::encode::Encoder;
+use super::encode::{Encoder, zeroed};
 use super::sparse::CodedIndices;
 use super::{BatchStep, PageRef, WorkingCopy, WriteBatch};
 use crate::device::{DIGEST_CHUNK_LEN, DeviceBytes, Span, digest_count};
@@ -233,9 +233,9 @@ impl WriteBatch {
 impl<B: PayloadBytes> Encoder<'_, B> {
     /// Writes an operation whose bytes the device fills in.
     pub(super) fn push_bytes(&mut self, page: PageId, offset: u64, span: Span) -> Result<()> {
-        let blank = self.blank(page, span.len)?;
+        self.check_blank(page, span.len)?;
         let body_at = self.writer.len() + OP_HEADER_LEN;
-        self.push(&Op::Write { page, offset, bytes: &blank })?;
+        self.push_blank_write(page, offset, span.len)?;
         self.blanks.push(DeviceFill { at: body_at, content: FillSource::Bytes(span) });
         Ok(())
     }
@@ -304,9 +304,18 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     /// Zeros, in the place of bytes that the device fills in.
     ///
     /// # Errors
-    /// `Limit`, before that much is allocated; `InvalidOperation` for a page that the batch copies
-    /// from its own state: the bytes that are copied must be known by now.
+    /// Those of [`check_blank`](Self::check_blank), before that much is allocated; `OutOfMemory`.
     fn blank(&self, page: PageId, len: u64) -> Result<Vec<u8>> {
+        self.check_blank(page, len)?;
+        zeroed(len).ok_or_else(|| Error::no_memory(len))
+    }
+
+    /// Checks that the device may fill in bytes of a page.
+    ///
+    /// # Errors
+    /// `Limit`; `InvalidOperation` for a page that the batch copies from its own state: the bytes that are
+    /// copied must be known by now.
+    fn check_blank(&self, page: PageId, len: u64) -> Result<()> {
         let found = len.saturating_add(self.writer.len() as u64);
         if found > FRAME_PAYLOAD_LEN_MAX {
             return Err(Error::Limit { what: "batch", found, limit: FRAME_PAYLOAD_LEN_MAX });
@@ -317,6 +326,6 @@ impl<B: PayloadBytes> Encoder<'_, B> {
             );
             return Err(Error::InvalidOperation { index: self.index, reason });
         }
-        Ok(vec![0; len as usize])
+        Ok(())
     }
 }

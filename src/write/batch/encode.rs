@@ -7,6 +7,7 @@ use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, FRAME_PAYLOAD_LEN
 use remanent_format::op::{OP_HEADER_LEN, Op, PAYLOAD_HEAD_LEN, PayloadBytes, PayloadWriter};
 use remanent_format::state::apply::apply;
 use remanent_format::{Defect, PageId, Place, Width};
+use zerocopy::FromZeros;
 
 use super::sparse::{CodedIndices, ascending};
 use super::{BatchStep, CapturedPart, CopiedBytes, CopiedPage, DeviceFill, OpImages, WriteBatch};
@@ -227,12 +228,16 @@ impl<B: PayloadBytes> Encoder<'_, B> {
         self.log(&Op::Image { page, len, image })
     }
 
+    /// Writes zeros of a page, in the place of bytes that are filled in later. The batch copies none of it.
+    pub fn push_blank_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<()> {
+        check_page(page)?;
+        let pushed = self.writer.push_blank_write(page, offset, len);
+        self.logged(pushed)
+    }
+
     fn check(&mut self, op: &Op<'_>) -> Result<()> {
         if let Some(page) = op.page() {
-            // No store gives such an id, and a frame with one would not be read again.
-            if page == PageId(0) || page.0 > NUMBER_MAX {
-                return Err(Error::UnknownPage { page });
-            }
+            check_page(page)?;
             if self.is_copied_whole(page) {
                 self.stage(page, op)?;
             }
@@ -247,7 +252,13 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     }
 
     fn log(&mut self, op: &Op<'_>) -> Result<()> {
-        self.writer.push(op).map_err(|defect| match defect {
+        let pushed = self.writer.push(op);
+        self.logged(pushed)
+    }
+
+    /// What became of writing an operation.
+    fn logged(&self, pushed: Result<(), Defect>) -> Result<()> {
+        pushed.map_err(|defect| match defect {
             Defect::Limit { what, found, limit } => Error::Limit { what, found, limit },
             Defect::Memory { needed } => Error::no_memory(needed),
             other => Error::InvalidOperation { index: self.index, reason: other.to_string() },
@@ -287,13 +298,14 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     }
 }
 
+/// Refuses an id that no store gives: a frame with one would not be read again.
+fn check_page(page: PageId) -> Result<()> {
+    if page == PageId(0) || page.0 > NUMBER_MAX { Err(Error::UnknownPage { page }) } else { Ok(()) }
+}
+
 /// Allocates zeros; `None` if there is no room for them.
-fn zeroed(len: u64) -> Option<Vec<u8>> {
-    let len = usize::try_from(len).ok()?;
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(len).ok()?;
-    bytes.resize(len, 0);
-    Some(bytes)
+pub(super) fn zeroed(len: u64) -> Option<Vec<u8>> {
+    u8::new_vec_zeroed(usize::try_from(len).ok()?).ok()
 }
 
 /// Checks that a mask has a bit for each element, no more and no less.

@@ -401,8 +401,8 @@ fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill, u
     whole.finalize()
 }
 
-/// CRC-32 of each of these runs of bytes, by several threads if they are many bytes: a GPU sends several times
-/// as fast as one thread sums.
+/// CRC-32 of each of these runs of bytes, by several threads if they are many bytes: a GPU sends several
+/// times as fast as one thread sums.
 fn sums_of<'b>(runs: impl Iterator<Item = &'b [u8]>) -> Result<Vec<u32>> {
     let mut sums = Vec::new();
     let mut pieces = Vec::new();

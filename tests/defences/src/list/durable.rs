@@ -280,8 +280,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "spare image files give way to the log",
         SEGMENT_FILE,
-        "self.image_spares.give_way(|| self.build_once(number, len, opening, frames))",
-        "self.build_once(number, len, opening, frames)",
+        "self.image_spares.give_way(|| self.build_once(number, len, opening, content))",
+        "self.build_once(number, len, opening, content)",
         it("image_spares::spares_give_way_on_a_full_disk"),
     ),
     check(
