@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import concurrent.futures
 import contextlib
 import os
@@ -20,8 +19,8 @@ from remanent._copy_streams import Moment
 from remanent._errors import ClosedError, InUseError, InvalidError, NoStateError, OvertakenError, RefusedError
 from remanent._pages import Block
 from remanent._room import Passage, Room, WriterEndedError
-from remanent._run_state import SAVING, Capture, load_state, rng_state, set_rng_state, whole
-from remanent._tensors import Extent, blocks, bytes_of, extents, read_page, span, tensors_of
+from remanent._run_state import SAVING, flatten_state, load_state, rng_state, set_rng_state, whole
+from remanent._tensors import Extent, blocks, bytes_of, extents, read_page, tensors_of
 
 _Path = str | os.PathLike[str]
 
@@ -239,7 +238,7 @@ class Checkpointer:
         if name is not None and any(info.name == name for info in self.store.snapshots()):
             raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
         captured: dict[str, torch.Tensor] = {}
-        tree = _pages.flatten("", self._state(), Capture(captured))
+        tree = flatten_state(self._state(), captured)
         tensors = extents(captured)
         note = note or f"step {step}"
         reading = _Reading()
@@ -593,35 +592,7 @@ def _stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():
         own += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    # The addresses that they use, of all devices; those that touch are one range.
-    starts: list[int] = []
-    ends: list[int] = []
-    for start, end in sorted(_addresses(tensor) for tensor in own if tensor.layout is torch.strided):
-        if ends and start <= ends[-1]:
-            ends[-1] = max(ends[-1], end)
-        else:
-            starts.append(start)
-            ends.append(end)
-
-    def is_own(each: Extent) -> bool:
-        base = each.storage[1]
-        at = bisect.bisect_right(starts, base + each.start) - 1
-        return each.nbytes == 0 or (at >= 0 and base + each.end <= ends[at])
-
-    at_step: list[Extent] = []
-    at_once: list[Extent] = []
-    shared = {each.storage for each in tensors if not is_own(each)}
-    for each in tensors:
-        (at_once if each.storage in shared else at_step).append(each)
-    return at_step, at_once
-
-
-def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    if tensor.is_contiguous():
-        start = tensor.data_ptr()
-        return start, start + tensor.nbytes
-    (_, base), first, end = span(tensor)
-    return base + first, base + end
+    return _native.extents_within(tensors, [tensor for tensor in own if tensor.layout is torch.strided])
 
 
 def _diff(old: _native.View, new: _native.View) -> dict[str, int | None]:

@@ -14,6 +14,7 @@ __all__ = [
     "Bell",
     "Bisect",
     "ChangeStream",
+    "Extent",
     "FollowedBatch",
     "Follower",
     "Lagged",
@@ -42,6 +43,9 @@ __all__ = [
     "close_all",
     "command",
     "dtype",
+    "extents",
+    "extents_within",
+    "flatten",
 ]
 
 __version__: str
@@ -562,3 +566,19 @@ def _log_take(
 def _log_mark() -> int: ...
 def _log_end() -> None: ...
 def dtype(name: str) -> tuple[str, str, int]: ...
+@final
+class Extent:
+    # A tensor and a device of torch's.
+    tensor: Any
+    device: Any
+    name: str
+    nbytes: int
+    storage: tuple[Any, int]
+    start: int
+    end: int
+
+def extents(tensors: dict[str, Any], kinds: object) -> list[Extent]: ...
+def extents_within(extents: list[Extent], tensors: list[Any]) -> tuple[list[Extent], list[Extent]]: ...
+def flatten(
+    path: str, value: object, adapt: Callable[[str, object], object | None], leaves: object | None = None
+) -> Any: ...

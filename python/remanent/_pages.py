@@ -12,20 +12,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from remanent import _native
-from remanent._errors import DamagedError, NoStateError, RefusedError
+from remanent._errors import DamagedError, NoStateError
 
 MANIFEST_KEY = "remanent tensors"
 HEADER_KEY = "safetensors header"
 _RESERVED = (MANIFEST_KEY, HEADER_KEY)
 _KEY_LEN_MAX = 64
-_DEPTH_MAX = 100
 # Bytes of one batch, where a save may take several; a longer page has one of its own.
 _BATCH_BYTES = 64 << 20
 
@@ -261,11 +259,18 @@ def _put_page(store: _native.Store, batch: _native.Batch, key: str, content: byt
 
 # The tree: plain values as JSON, with one key of its own for what JSON does not tell apart.
 _TAG = "$"
-_KEYS = frozenset((str, int, bool, type(None), tuple))
-_AS_IT_IS = frozenset((str, bool, type(None)))
 
 
-def flatten(path: str, value: object, adapt: Plan, depth: int = 0) -> Any:
+class Leaves(NamedTuple):
+    """Values that `flatten` takes as they are: of these types, and of none that is made of them."""
+
+    kinds: frozenset[type]
+    # What stands for one is this and its name: its path, without the slash at the beginning.
+    tag: str
+    into: dict[str, Any]
+
+
+def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None) -> Any:
     """A value as JSON that `unflatten` turns back. `adapt` takes what is an array or a library's own.
 
     >>> from remanent._pages import flatten, unflatten
@@ -276,46 +281,7 @@ def flatten(path: str, value: object, adapt: Plan, depth: int = 0) -> Any:
     Traceback (most recent call last):
     remanent._errors.RefusedError: optimizer/hook: a builtin_function_or_method cannot be stored
     """
-    if depth > _DEPTH_MAX:
-        raise RefusedError(f"{path}: values nest more than {_DEPTH_MAX} deep")
-    kind = type(value)
-    # Before `adapt`, which they are not for: keys and most values.
-    if kind in _AS_IT_IS:
-        return value
-    adapted = adapt(path, value)
-    if adapted is not None:
-        return adapted
-    if kind is float:
-        assert isinstance(value, float)
-        # JSON knows no others.
-        return value if math.isfinite(value) else {_TAG: ["float", str(value)]}
-    if kind is int:
-        # JSON readers of other languages lose what is longer.
-        return value if -(1 << 53) <= value <= 1 << 53 else {_TAG: ["int", str(value)]}  # type: ignore[operator]
-    if kind is complex:
-        assert isinstance(value, complex)
-        return {_TAG: ["complex", str(value.real), str(value.imag)]}
-    if kind in (bytes, bytearray):
-        assert isinstance(value, (bytes, bytearray))
-        return {_TAG: [kind.__name__, base64.b64encode(value).decode()]}
-    if kind is list or kind is tuple:
-        assert isinstance(value, (list, tuple))
-        inner = [flatten(f"{path}/{at}", each, adapt, depth + 1) for at, each in enumerate(value)]
-        return inner if kind is list else {_TAG: ["tuple", inner]}
-    if isinstance(value, dict) and kind.__name__ in ("dict", "OrderedDict", "defaultdict"):
-        by_name = kind is dict and _TAG not in value
-        held = {}
-        for key, each in value.items():
-            if type(key) is not str:
-                if type(key) not in _KEYS:
-                    raise RefusedError(f"{path}: a {type(key).__name__} as a key cannot be stored")
-                by_name = False
-            held[key] = flatten(f"{path}/{key}", each, adapt, depth + 1)
-        if by_name:
-            return held
-        keyed = [[flatten(path, key, adapt, depth + 1), each] for key, each in held.items()]
-        return {_TAG: ["OrderedDict" if kind.__name__ == "OrderedDict" else "dict", keyed]}
-    raise RefusedError(f"{path}: a {kind.__name__} cannot be stored")
+    return _native.flatten(path, value, adapt, leaves)
 
 
 def unflatten(held: Any, adapt: Callable[[list[Any]], Any]) -> Any:

@@ -47,14 +47,13 @@ class Room:
     def begin(self, tensors: Iterable[Extent]) -> Passage:
         """Begins a save of these tensors. Nothing of an earlier one is under way any more."""
         # Of tensors that share memory each counts here.
-        lengths: dict[torch.device, int] = defaultdict(int)
-        aside: dict[torch.device, int] = defaultdict(int)
+        lengths: dict[torch.device, list[int]] = defaultdict(list)
         for each in tensors:
-            lengths[each.device] += each.nbytes
-            aside[each.device] += each.nbytes + _ALIGN
+            lengths[each.device].append(each.nbytes)
         gpus = [device for device in lengths if device.type == "cuda"]
         self.streams.begin(gpus)
-        size = max(self._memory.numel(), min(sum(lengths.values()), self.nbytes))
+        size = max(self._memory.numel(), min(sum(map(sum, lengths.values())), self.nbytes))
+        aside = {device: sum(lengths[device]) + len(lengths[device]) * _ALIGN for device in gpus}
         return Passage(self, size, {device: min(aside[device], self.device_nbytes) for device in gpus})
 
     def memory(self, size: int) -> torch.Tensor:

@@ -17,18 +17,23 @@ from remanent._tensors import read_pages, tensors_of
 SAVING = "saving"
 
 
-# What is neither a tensor nor another library's.
-_PLAIN = frozenset((int, float, dict, list, tuple, OrderedDict))
+# Tensors are of one of these, nearly all of them.
+_TENSORS: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 
 
-class Capture:
-    """Takes tensors out of a state, by the paths at which they lie."""
+def flatten_state(state: object, tensors: dict[str, torch.Tensor]) -> Any:
+    """The state as JSON; its tensors go to `tensors`, by the paths at which they lie."""
+    return _pages.flatten("", state, _Capture(tensors), _pages.Leaves(_TENSORS, "tensor", tensors))
+
+
+class _Capture:
+    """Takes what is of torch or NumPy out of a state."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
 
     def __call__(self, path: str, value: object) -> object | None:
-        if type(value) in _PLAIN:
+        if type(value) is OrderedDict:
             return None
         name = path[1:]
         if isinstance(value, torch.Tensor):

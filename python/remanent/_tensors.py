@@ -5,12 +5,15 @@ from __future__ import annotations
 import concurrent.futures
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from typing import NamedTuple
 
 import torch
 
 from remanent import _native, _pages
 from remanent._errors import RefusedError
+from remanent._native import Extent
 from remanent._pages import Array, Block
 
 # Threads that read for one load.
@@ -42,41 +45,22 @@ def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
-Storage = tuple[torch.device, int]
+class _Kinds(NamedTuple):
+    """What `_native.extents` knows of torch."""
+
+    tensor: type
+    strided: torch.layout
+    # Elements that no view conjugates.
+    real: frozenset[torch.dtype]
+    plain: Callable[[str, torch.Tensor], torch.Tensor]
 
 
-def span(tensor: torch.Tensor) -> tuple[Storage, int, int]:
-    """Which storage a tensor uses, and from its beginning the first byte in use and the end of the last one."""
-    width = tensor.itemsize
-    start = int(tensor.storage_offset()) * width
-    length = tensor.nbytes
-    if length and not tensor.is_contiguous():
-        dims = zip(tensor.shape, tensor.stride(), strict=True)
-        length = (sum((int(size) - 1) * int(stride) for size, stride in dims) + 1) * width
-    return (tensor.device, tensor.untyped_storage().data_ptr()), start, start + length
+_KINDS = _Kinds(torch.Tensor, torch.strided, frozenset(dtype for dtype in SHORT if not dtype.is_complex), plain)
 
 
-class Extent:
-    """A plain tensor, and which bytes of which storage it uses. Of each save every tensor is looked at once."""
-
-    __slots__ = ("device", "end", "name", "nbytes", "start", "storage", "tensor")
-
-    def __init__(self, name: str, given: torch.Tensor) -> None:
-        self.name = name
-        self.tensor = tensor = plain(name, given)
-        self.nbytes = tensor.nbytes
-        self.storage, self.start, self.end = span(tensor)
-        self.device = self.storage[0]
-
-    @property
-    def kind(self) -> str:
-        """The elements' kind, as the store names it."""
-        return SHORT[self.tensor.dtype]
-
-
-def extents(tensors: Mapping[str, torch.Tensor]) -> list[Extent]:
+def extents(tensors: dict[str, torch.Tensor]) -> list[Extent]:
     """What is to be stored. What cannot be is refused by its name."""
-    return [Extent(name, tensor) for name, tensor in tensors.items()]
+    return _native.extents(tensors, _KINDS)
 
 
 def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
@@ -84,10 +68,10 @@ def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
 
     Their bytes lie on the host, or where the tensors are.
     """
-    by_storage: dict[Storage, list[Extent]] = {}
+    by_storage: dict[tuple[torch.device, int], list[Extent]] = {}
     for each in found:
         if each.nbytes == 0:
-            yield Block([Array(each.name, each.kind, tuple(each.tensor.shape))], b"", 0)
+            yield Block([Array(each.name, SHORT[each.tensor.dtype], tuple(each.tensor.shape))], b"", 0)
         else:
             by_storage.setdefault(each.storage, []).append(each)
     for shared in by_storage.values():
@@ -111,12 +95,12 @@ def _block(group: list[Extent], on_host: bool) -> Block:
     if len(group) == 1 and (first.tensor.is_contiguous() or first.end - first.start > first.nbytes):
         # A tensor that uses little of its extent is stored without the rest, and comes back contiguous.
         bytes_ = bytes_of(_packed(first.tensor), on_host)
-        return Block([Array(first.name, first.kind, tuple(first.tensor.shape))], bytes_, first.nbytes)
+        return Block([Array(first.name, SHORT[first.tensor.dtype], tuple(first.tensor.shape))], bytes_, first.nbytes)
     # A boundary of the widest elements, so that each tensor begins at a whole element of its own.
     start = first.start - first.start % 16
     end = max(each.end for each in group)
     # In the order of names, so that the page is found again whichever tensor comes first in memory.
-    arrays = [Array(each.name, each.kind, tuple(each.tensor.shape), tuple(each.tensor.stride()), each.start - start)
+    arrays = [Array(each.name, SHORT[each.tensor.dtype], tuple(each.tensor.shape), tuple(each.tensor.stride()), each.start - start)
               for each in sorted(group, key=lambda each: each.name)]
     whole = torch.empty(0, dtype=torch.uint8, device=first.tensor.device)
     whole.set_(first.tensor.untyped_storage(), start, (end - start,), (1,))

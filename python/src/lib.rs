@@ -25,6 +25,8 @@
 //! | `options` | how a store is opened, from words and seconds |
 //! | `bell` | futures of the engine for an event loop |
 //! | `log` | events of the engine for Python's `logging` |
+//! | `extents` | which bytes of which storage a tensor uses |
+//! | `flatten` | plain values as JSON, and what lies among them |
 //! | `array` | copies of pages that other libraries take without another copy |
 //! | `gate` | the way into a store: closing, forks, the interpreter's lock, Ctrl-C |
 //! | `memory` | bytes that a call takes, and buffers that it fills |
@@ -59,6 +61,8 @@ mod stats;
 mod options;
 mod bell;
 mod log;
+mod extents;
+mod flatten;
 mod array;
 mod gate;
 mod memory;
@@ -85,6 +89,8 @@ mod _native {
     #[pymodule_export]
     use super::changes::{Lagged, PyAppliedBatch, PyAppliedPage, PyChangeStream};
     #[pymodule_export]
+    use super::extents::{Extent, extents, extents_within};
+    #[pymodule_export]
     use super::follower::{PyFollowedBatch, PyFollower, PyReplica};
     #[pymodule_export]
     use super::lease::PyLease;
@@ -108,6 +114,7 @@ mod _native {
     use super::view::{PyLiveView, PyView};
 
     use super::dtype::Dtype;
+    use super::flatten::{Leaves, Walk};
     use super::*;
 
     #[pymodule_init]
@@ -125,6 +132,18 @@ mod _native {
     #[pyfunction]
     fn close_all(py: Python<'_>) {
         gate::close_all(py);
+    }
+
+    /// A value as JSON; `adapt` takes what is another library's, `leaves` what is taken as it is.
+    #[pyfunction]
+    #[pyo3(signature = (path, value, adapt, leaves=None))]
+    fn flatten<'py>(
+        path: String,
+        value: &Bound<'py, PyAny>,
+        adapt: &Bound<'py, PyAny>,
+        leaves: Option<Leaves<'py>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        Walk::new(value.py(), path, adapt, leaves.as_ref()).flatten(value, 0)
     }
 
     /// The dtype of a name in any spelling: its NumPy name, its name in metadata, bytes of an element.

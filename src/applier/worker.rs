@@ -272,7 +272,7 @@ impl Worker {
         drop(pending);
         match payload {
             GrownBytes::Staged(staged) => self.list.payload(staged),
-            // Its bytes are all of pages on disk.
+            // No operation on a page in memory has bytes in it, so none has an aside or a proof either.
             GrownBytes::Plain(_) => {}
         }
         if let Some(ranges) = ranges {
@@ -416,7 +416,9 @@ impl Worker {
 
     /// Submits the list. From here on every later list sees its batches.
     fn flush(&mut self) {
-        if !self.list.is_empty() {
+        // Memory that pages gave up goes with a list, though that has nothing to do.
+        let gives_up = !(self.retiring.is_empty() && self.given_up.is_empty() && self.handed_over.is_empty());
+        if gives_up || !self.list.is_empty() {
             let (list, proofs) = self.list.take();
             if self.lost.is_none() {
                 match self.device.submit(Lane::Apply, list) {

@@ -26,6 +26,10 @@ impl<T> Queue<T> {
         self.len
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     pub fn front(&self) -> Option<&T> {
         self.pieces.front()?.front()
     }

@@ -55,7 +55,7 @@ pub struct StagingBuf {
 }
 
 /// Bytes that grow at their end, in staging as long as they fit into it: they are copied once. Bytes that
-/// turn out to be longer go on in ordinary memory.
+/// are longer than the pool would keep, or turn out to be, are in ordinary memory.
 #[derive(Debug)]
 pub struct GrowingStaging(GrowthState);
 
@@ -329,7 +329,7 @@ impl GrowingStaging {
         class_of(self.byte_len()).is_none()
     }
 
-    /// Sees to it that `count` more bytes fit.
+    /// Sees to it that `count` more bytes fit. After an error there are no bytes any more.
     fn make_room(&mut self, count: usize) -> Result<&mut GrowthState, Defect> {
         let is_full = match &self.0 {
             GrowthState::Staged { staging, len } => count > staging.len() - len,

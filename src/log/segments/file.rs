@@ -63,8 +63,9 @@ impl SegmentPool {
     ) -> Result<Arc<dyn DiskFile>> {
         let make = |temporary| self.disk.create(temporary);
         self.written(number, len, make, |file| {
-            file.write_at(0, &header_block(&self.header(number, len, opening)))?;
-            file.write_zeros(SEGMENT_HEADER_BLOCK, at, LogIo::Buffered)?;
+            let mut front = header_block(&self.header(number, len, opening));
+            front.resize(at as usize, 0);
+            file.write_at(0, &front)?;
             file.write_at(at, bytes)?;
             // Every byte is written before the file is mapped: a hole would turn a full disk into SIGBUS. The
             // size alone (`ftruncate`) would make one.

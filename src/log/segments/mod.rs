@@ -55,7 +55,7 @@ pub(crate) const FIRST_PAYLOAD_AT: u64 = SEGMENT_HEADER_BLOCK + FRAME_HEADER_LEN
 /// What a new segment holds besides its header, if it is empty.
 const NOTHING: (u64, &[u8]) = (SEGMENT_HEADER_BLOCK, &[]);
 
-/// An empty segment that was made for one frame.
+/// A segment without a frame that was made for a long one.
 pub(crate) struct LongSegment {
     pub segment: SegmentFile,
     /// Whether the frame's payload lies where it belongs if the frame is the segment's first.

@@ -100,7 +100,8 @@ impl Committer {
     /// device's sum, bytes that changed on their way would be damage that the next open lays to the disk.
     ///
     /// A long payload of which all bytes go to pages on disk stays in ordinary memory: no list names it, and
-    /// a GPU would pin it for this batch alone. Its waves come down to staging that is kept.
+    /// a GPU would pin it for this batch alone. Its waves come down to staging of their own, which is kept
+    /// for the next batch where it is no longer than a wave should be.
     pub(super) fn fill(
         &self,
         mut payload: GrowingStaging,
@@ -117,41 +118,44 @@ impl Committer {
             let crc = crc32fast::hash(payload.as_mut());
             return Ok(FilledPayload { payload: grown(payload)?, crc, digests: CapturedDigests::new() });
         };
-        let mut payload = grown(payload)?;
         let waves = waves(blanks)?;
         let area_len = waves.iter().map(|wave| wave_len(wave)).max().unwrap_or_default();
         let area = self.stage_memory(Purpose::Stage, place, area_len)?;
         let area = area.part(0, area_len);
         let (mut sums, mut digests) = (Vec::new(), CapturedDigests::new());
-        for blanks in &waves {
-            let of_wave;
-            (payload, of_wave) = match payload {
-                GrownBytes::Staged(staged) => {
+        let payload = match grown(payload)? {
+            GrownBytes::Staged(mut staged) => {
+                for blanks in &waves {
                     let wave = Wave::new(blanks, area, |blank, _| blank.at)?;
-                    let (staged, sums) = self.fill_wave(staged, &wave, &mut digests)?;
-                    (GrownBytes::Staged(staged), sums)
+                    let of_wave;
+                    (staged, of_wave) = self.fill_wave(staged, &wave, &mut digests)?;
+                    append(&mut sums, of_wave)?;
                 }
-                GrownBytes::Plain(mut bytes) => {
-                    let wave = Wave::new(blanks, area, |_, target| (target.offset - area.offset) as usize)?;
-                    let landing = staging.take(area_len as usize)?;
-                    let (landed, sums) = self.fill_wave(landing, &wave, &mut digests)?;
-                    wave.take_to(&mut bytes, &landed)?;
-                    staging.give(landed.into_staging());
-                    (GrownBytes::Plain(bytes), sums)
+                GrownBytes::Staged(staged)
+            }
+            GrownBytes::Plain(mut bytes) => {
+                let mut landing = staging.take(area_len as usize)?;
+                for blanks in &waves {
+                    let wave = Wave::new(blanks, area, |_, source| (source.offset - area.offset) as usize)?;
+                    let of_wave;
+                    (landing, of_wave) = self.fill_wave(landing, &wave, &mut digests)?;
+                    wave.take_to(&mut bytes, &landing)?;
+                    append(&mut sums, of_wave)?;
                 }
-            };
-            append(&mut sums, of_wave)?;
-        }
+                staging.give(landing.into_staging());
+                GrownBytes::Plain(bytes)
+            }
+        };
         let crc = whole_sum(&payload, waves.iter().flatten().zip(sums));
         Ok(FilledPayload { payload, crc, digests })
     }
 
-    /// Whether all bytes of a payload go to pages on disk. The draft that it becomes is stale once one of
+    /// Whether no byte of a payload goes to a page in memory. The draft that it becomes is stale once one of
     /// them is elsewhere.
     fn is_for_disk(&self, payload: &[u8], locked: Option<&PageTable>) -> Result<bool> {
         match decode_payload(payload) {
             Ok(ops) => Ok(!self.disk_ops(&ops, locked)?.leaves_bytes(&ops)),
-            // Its draft is decoded, too, and refused.
+            // Its draft says what is wrong with it: that is decoded, too, once the blanks are full.
             Err(_) => Ok(false),
         }
     }

@@ -115,9 +115,13 @@ impl DiskOps {
         self.on_disk.binary_search(&index).is_ok()
     }
 
-    /// Whether an operation has bytes for a page that is elsewhere when it comes.
+    /// Whether an operation has bytes in the payload for a page that is elsewhere when it comes.
     pub fn leaves_bytes(&self, ops: &[OpAt<'_>]) -> bool {
-        ops.iter().enumerate().any(|(index, at)| at.op.range().is_some() && !self.has(index))
+        let has_bytes = |op: &Op<'_>| match op {
+            Op::Fill { .. } => false,
+            op => op.range().is_some_and(|(_, len)| len > 0),
+        };
+        ops.iter().enumerate().any(|(index, at)| has_bytes(&at.op) && !self.has(index))
     }
 
     /// Bytes that may be pending after the batch, at most.

@@ -1,0 +1,149 @@
+//! Tensors of torch, and which bytes of which storage they use: asked of each tensor at each save.
+//!
+//! Torch has no interface that tells all of it at once, and its objects are asked by name here as in Python.
+
+use std::collections::HashSet;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyFrozenSet, PyString};
+
+/// A plain tensor, and which bytes of which storage it uses.
+#[pyclass(frozen, module = "remanent._native")]
+pub struct Extent {
+    #[pyo3(get)]
+    name: Py<PyString>,
+    #[pyo3(get)]
+    tensor: Py<PyAny>,
+    #[pyo3(get)]
+    device: Py<PyAny>,
+    #[pyo3(get)]
+    nbytes: u64,
+    range: StorageRange,
+}
+
+/// What is known of torch.
+#[derive(FromPyObject)]
+pub struct Kinds<'py> {
+    /// The type of a tensor that is no more than its elements.
+    tensor: Bound<'py, PyAny>,
+    /// The layout of one whose elements lie in a storage.
+    strided: Bound<'py, PyAny>,
+    /// The elements that can be stored, those left out that a view may conjugate.
+    real: Bound<'py, PyFrozenSet>,
+    /// Gives the plain tensor of a name and another tensor, or refuses it.
+    plain: Bound<'py, PyAny>,
+}
+
+/// Bytes of a storage.
+#[derive(Clone, Copy)]
+struct StorageRange {
+    /// The storage's address.
+    base: u64,
+    start: u64,
+    end: u64,
+}
+
+#[pymethods]
+impl Extent {
+    /// What tells the tensor's storage from others.
+    #[getter]
+    fn storage(&self, py: Python<'_>) -> (Py<PyAny>, u64) {
+        (self.device.clone_ref(py), self.range.base)
+    }
+
+    /// The first byte in use, counted from the storage's beginning.
+    #[getter]
+    fn start(&self) -> u64 {
+        self.range.start
+    }
+
+    /// The end of the last byte in use.
+    #[getter]
+    fn end(&self) -> u64 {
+        self.range.end
+    }
+}
+
+impl StorageRange {
+    fn of(tensor: &Bound<'_, PyAny>, nbytes: u64) -> PyResult<Self> {
+        let py = tensor.py();
+        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        let base = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let width = tensor.getattr(intern!(py, "itemsize"))?.extract::<u64>()?;
+        let start = width * tensor.call_method0(intern!(py, "storage_offset"))?.extract::<u64>()?;
+        let is_contiguous = tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
+        let len = if is_contiguous || nbytes == 0 {
+            nbytes
+        } else {
+            let shape = tensor.getattr(intern!(py, "shape"))?.extract::<Vec<u64>>()?;
+            let stride = tensor.call_method0(intern!(py, "stride"))?.extract::<Vec<u64>>()?;
+            width * (1 + shape.iter().zip(stride).map(|(size, stride)| (size - 1) * stride).sum::<u64>())
+        };
+        Ok(Self { base, start, end: start + len })
+    }
+
+    /// Where its bytes are.
+    fn addresses(&self) -> (u64, u64) {
+        (self.base + self.start, self.base + self.end)
+    }
+}
+
+impl Kinds<'_> {
+    /// Whether a tensor is plain by itself: the fewest questions that tell, for each is a call.
+    fn is_plain(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = tensor.py();
+        let says = |name| tensor.getattr(name)?.is_truthy();
+        Ok(tensor.get_type().is(&self.tensor)
+            && self.real.contains(tensor.getattr(intern!(py, "dtype"))?)?
+            && tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
+            && !says(intern!(py, "requires_grad"))?
+            && !says(intern!(py, "is_nested"))?
+            && !says(intern!(py, "is_meta"))?
+            && !tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()?)
+    }
+}
+
+/// What is to be stored of these tensors. `kinds.plain` refuses what cannot be.
+#[pyfunction]
+pub fn extents(tensors: &Bound<'_, PyDict>, kinds: Kinds<'_>) -> PyResult<Vec<Extent>> {
+    let py = tensors.py();
+    let mut found = Vec::with_capacity(tensors.len());
+    for (name, given) in tensors.items().extract::<Vec<(Bound<'_, PyString>, Bound<'_, PyAny>)>>()? {
+        let tensor = if kinds.is_plain(&given)? { given } else { kinds.plain.call1((&name, given))? };
+        let nbytes = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+        let range = StorageRange::of(&tensor, nbytes)?;
+        let device = tensor.getattr(intern!(py, "device"))?.unbind();
+        found.push(Extent { name: name.unbind(), tensor: tensor.unbind(), device, nbytes, range });
+    }
+    Ok(found)
+}
+
+/// Divides extents: those that lie in these tensors, of any devices, and those that share their storage with
+/// bytes that do not.
+#[pyfunction]
+pub fn extents_within<'py>(
+    extents: Vec<Bound<'py, Extent>>,
+    tensors: Vec<Bound<'py, PyAny>>,
+) -> PyResult<(Vec<Bound<'py, Extent>>, Vec<Bound<'py, Extent>>)> {
+    let mut ranges = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        let nbytes = tensor.getattr(intern!(tensor.py(), "nbytes"))?.extract()?;
+        ranges.push(StorageRange::of(&tensor, nbytes)?.addresses());
+    }
+    ranges.sort_unstable();
+    // Those that touch are one.
+    ranges.dedup_by(|next, last| {
+        let touch = next.0 <= last.1;
+        last.1 = if touch { last.1.max(next.1) } else { last.1 };
+        touch
+    });
+    let is_within = |extent: &Extent| {
+        let (start, end) = extent.range.addresses();
+        let before = ranges.partition_point(|range| range.0 <= start);
+        extent.nbytes == 0 || before > 0 && end <= ranges[before - 1].1
+    };
+    let others = extents.iter().map(Bound::get).filter(|extent| !is_within(extent));
+    let shared: HashSet<u64> = others.map(|extent| extent.range.base).collect();
+    Ok(extents.into_iter().partition(|extent| !shared.contains(&extent.get().range.base)))
+}
