@@ -35,8 +35,7 @@ class Plan(Protocol):
         """A value of JSON that stands for this one, if it is the library's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
+class Array(NamedTuple):
     """One array within a page: `stride` in elements, None where they lie row by row; `offset` in bytes."""
 
     name: str

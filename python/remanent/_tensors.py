@@ -118,9 +118,7 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor, on_host: bool = True) -> torch.Tensor:
     """A contiguous tensor's bytes, on the host or where they are."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    start = tensor.storage_offset() * tensor.element_size()
-    flat.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),), (1,))
+    flat = tensor.view(-1).view(torch.uint8)
     return flat.cpu() if on_host else flat
 
 

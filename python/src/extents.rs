@@ -3,6 +3,7 @@
 //! Torch has no interface that tells all of it at once, and its objects are asked by name here as in Python.
 
 use std::collections::HashSet;
+use std::ops::Range;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -19,7 +20,9 @@ pub struct Extent {
     device: Py<PyAny>,
     #[pyo3(get)]
     nbytes: u64,
-    range: StorageRange,
+    /// The address of its storage.
+    base: u64,
+    addresses: Range<u64>,
 }
 
 /// What is known of torch.
@@ -35,57 +38,24 @@ pub struct Kinds<'py> {
     plain: Bound<'py, PyAny>,
 }
 
-/// Bytes of a storage.
-#[derive(Clone, Copy)]
-struct StorageRange {
-    /// The storage's address.
-    base: u64,
-    start: u64,
-    end: u64,
-}
-
 #[pymethods]
 impl Extent {
     /// What tells the tensor's storage from others.
     #[getter]
     fn storage(&self, py: Python<'_>) -> (Py<PyAny>, u64) {
-        (self.device.clone_ref(py), self.range.base)
+        (self.device.clone_ref(py), self.base)
     }
 
     /// The first byte in use, counted from the storage's beginning.
     #[getter]
     fn start(&self) -> u64 {
-        self.range.start
+        self.addresses.start - self.base
     }
 
     /// The end of the last byte in use.
     #[getter]
     fn end(&self) -> u64 {
-        self.range.end
-    }
-}
-
-impl StorageRange {
-    fn of(tensor: &Bound<'_, PyAny>, nbytes: u64) -> PyResult<Self> {
-        let py = tensor.py();
-        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-        let base = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        let width = tensor.getattr(intern!(py, "itemsize"))?.extract::<u64>()?;
-        let start = width * tensor.call_method0(intern!(py, "storage_offset"))?.extract::<u64>()?;
-        let is_contiguous = tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
-        let len = if is_contiguous || nbytes == 0 {
-            nbytes
-        } else {
-            let shape = tensor.getattr(intern!(py, "shape"))?.extract::<Vec<u64>>()?;
-            let stride = tensor.call_method0(intern!(py, "stride"))?.extract::<Vec<u64>>()?;
-            width * (1 + shape.iter().zip(stride).map(|(size, stride)| (size - 1) * stride).sum::<u64>())
-        };
-        Ok(Self { base, start, end: start + len })
-    }
-
-    /// Where its bytes are.
-    fn addresses(&self) -> (u64, u64) {
-        (self.base + self.start, self.base + self.end)
+        self.addresses.end - self.base
     }
 }
 
@@ -112,9 +82,11 @@ pub fn extents(tensors: &Bound<'_, PyDict>, kinds: Kinds<'_>) -> PyResult<Vec<Ex
     for (name, given) in tensors.items().extract::<Vec<(Bound<'_, PyString>, Bound<'_, PyAny>)>>()? {
         let tensor = if kinds.is_plain(&given)? { given } else { kinds.plain.call1((&name, given))? };
         let nbytes = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
-        let range = StorageRange::of(&tensor, nbytes)?;
+        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        let base = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let addresses = if nbytes == 0 { base..base } else { addresses(&tensor, nbytes)? };
         let device = tensor.getattr(intern!(py, "device"))?.unbind();
-        found.push(Extent { name: name.unbind(), tensor: tensor.unbind(), device, nbytes, range });
+        found.push(Extent { name: name.unbind(), tensor: tensor.unbind(), device, nbytes, base, addresses });
     }
     Ok(found)
 }
@@ -129,21 +101,37 @@ pub fn extents_within<'py>(
     let mut ranges = Vec::with_capacity(tensors.len());
     for tensor in tensors {
         let nbytes = tensor.getattr(intern!(tensor.py(), "nbytes"))?.extract()?;
-        ranges.push(StorageRange::of(&tensor, nbytes)?.addresses());
+        if nbytes > 0 {
+            ranges.push(addresses(&tensor, nbytes)?);
+        }
     }
-    ranges.sort_unstable();
+    ranges.sort_unstable_by_key(|range| range.start);
     // Those that touch are one.
     ranges.dedup_by(|next, last| {
-        let touch = next.0 <= last.1;
-        last.1 = if touch { last.1.max(next.1) } else { last.1 };
+        let touch = next.start <= last.end;
+        last.end = if touch { last.end.max(next.end) } else { last.end };
         touch
     });
     let is_within = |extent: &Extent| {
-        let (start, end) = extent.range.addresses();
-        let before = ranges.partition_point(|range| range.0 <= start);
-        extent.nbytes == 0 || before > 0 && end <= ranges[before - 1].1
+        let Range { start, end } = extent.addresses;
+        let before = ranges.partition_point(|range| range.start <= start);
+        extent.nbytes == 0 || before > 0 && end <= ranges[before - 1].end
     };
     let others = extents.iter().map(Bound::get).filter(|extent| !is_within(extent));
-    let shared: HashSet<u64> = others.map(|extent| extent.range.base).collect();
-    Ok(extents.into_iter().partition(|extent| !shared.contains(&extent.get().range.base)))
+    let shared: HashSet<u64> = others.map(|extent| extent.base).collect();
+    Ok(extents.into_iter().partition(|extent| !shared.contains(&extent.get().base)))
+}
+
+/// The addresses of the bytes that a tensor uses, which has some.
+fn addresses(tensor: &Bound<'_, PyAny>, nbytes: u64) -> PyResult<Range<u64>> {
+    let py = tensor.py();
+    let start = tensor.call_method0(intern!(py, "data_ptr"))?.extract::<u64>()?;
+    if tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
+        return Ok(start..start + nbytes);
+    }
+    let width = tensor.getattr(intern!(py, "itemsize"))?.extract::<u64>()?;
+    let shape = tensor.getattr(intern!(py, "shape"))?.extract::<Vec<u64>>()?;
+    let stride = tensor.call_method0(intern!(py, "stride"))?.extract::<Vec<u64>>()?;
+    let last: u64 = shape.iter().zip(stride).map(|(size, stride)| (size - 1) * stride).sum();
+    Ok(start..start + width * (last + 1))
 }

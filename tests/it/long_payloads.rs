@@ -130,7 +130,7 @@ fn a_page_moves_while_a_long_payload_is_made_for_it() {
     assert!(moves > 0, "none");
 }
 
-/// A batch of bytes for a page on disk that also takes a page out of memory: that memory is there for the next
+/// A batch of bytes for a page on disk also takes a page out of memory. That memory is there for the next
 /// batch, though no list has anything to do.
 #[test]
 fn memory_that_a_long_payload_gives_up_is_free() {
