@@ -17,10 +17,11 @@ import torch
 from remanent import _native, _pages
 from remanent._copy_streams import Moment
 from remanent._errors import ClosedError, InUseError, InvalidError, NoStateError, OvertakenError, RefusedError
+from remanent._native import Extent
 from remanent._pages import Block
 from remanent._room import Passage, Room, WriterEndedError
 from remanent._run_state import SAVING, flatten_state, load_state, rng_state, set_rng_state, whole
-from remanent._tensors import Extent, blocks, bytes_of, extents, read_page, tensors_of
+from remanent._tensors import blocks, bytes_of, extents, read_page, tensors_of
 
 _Path = str | os.PathLike[str]
 
@@ -126,6 +127,9 @@ class Checkpointer:
     puts a version back into the objects that are there. A process that is killed at any moment finds the last version
     whose save had returned, or the one that was under way, and never a mix. A save takes some megabytes of host memory
     beside the tensors, however many they are; one that does not wait, up to `room` bytes.
+
+    Python's garbage collector now and then looks at every object, for 0.1 s and more with torch imported, and what a
+    save makes brings that nearer. `gc.collect()` and `gc.freeze()` before the loop keep it short.
 
     :param directory: the store of the run; made if there is none. One process at a time has it open.
     :param model: a module, or anything with `state_dict` and `load_state_dict`.

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from remanent._copy_streams import CopyStreams, Moment
+from remanent._native import Extent
 from remanent._pages import Block
-from remanent._tensors import Extent
 
 # Blocks that wait for the writer, of those that are not copied.
 _COMING_MAX = 8

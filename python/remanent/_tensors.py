@@ -6,7 +6,6 @@ import concurrent.futures
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-
 from typing import NamedTuple
 
 import torch
@@ -71,7 +70,7 @@ def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
     by_storage: dict[tuple[torch.device, int], list[Extent]] = {}
     for each in found:
         if each.nbytes == 0:
-            yield Block([Array(each.name, SHORT[each.tensor.dtype], tuple(each.tensor.shape))], b"", 0)
+            yield Block([_array(each)], b"", 0)
         else:
             by_storage.setdefault(each.storage, []).append(each)
     for shared in by_storage.values():
@@ -89,18 +88,23 @@ def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
         yield _block(group, on_host)
 
 
+def _array(extent: Extent) -> Array:
+    """The tensor as the only one of its page."""
+    return Array(extent.name, SHORT[extent.tensor.dtype], tuple(extent.tensor.shape))
+
+
 def _block(group: list[Extent], on_host: bool) -> Block:
     """The page of tensors that share memory, or of one."""
     first = group[0]
     if len(group) == 1 and (first.tensor.is_contiguous() or first.end - first.start > first.nbytes):
         # A tensor that uses little of its extent is stored without the rest, and comes back contiguous.
         bytes_ = bytes_of(_packed(first.tensor), on_host)
-        return Block([Array(first.name, SHORT[first.tensor.dtype], tuple(first.tensor.shape))], bytes_, first.nbytes)
+        return Block([_array(first)], bytes_, first.nbytes)
     # A boundary of the widest elements, so that each tensor begins at a whole element of its own.
     start = first.start - first.start % 16
     end = max(each.end for each in group)
     # In the order of names, so that the page is found again whichever tensor comes first in memory.
-    arrays = [Array(each.name, SHORT[each.tensor.dtype], tuple(each.tensor.shape), tuple(each.tensor.stride()), each.start - start)
+    arrays = [_array(each)._replace(stride=tuple(each.tensor.stride()), offset=each.start - start)
               for each in sorted(group, key=lambda each: each.name)]
     whole = torch.empty(0, dtype=torch.uint8, device=first.tensor.device)
     whole.set_(first.tensor.untyped_storage(), start, (end - start,), (1,))

@@ -57,7 +57,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
     >>> remanent.torch.load_file(directory, at=first)["embed"][0, 0]
     tensor(0., dtype=torch.bfloat16)
     """
-    found = extents(tensors)
+    found = extents(dict(tensors))
     # Of tensors that share memory each counts here, so the bar may end early.
     with Bar(sum(each.nbytes for each in found), "saving", progress) as bar:
         return _pages.save(directory, _counted(blocks(found), bar), note=note, name=name, durable=durable)
