@@ -1,0 +1,117 @@
+"""A state as JSON, and its tensors as bytes of storages."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+
+import remanent
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from remanent import _native  # noqa: E402
+from remanent._pages import Leaves, flatten, unflatten  # noqa: E402
+from remanent._tensors import extents  # noqa: E402
+
+
+def nothing(path: str, value: object) -> None:
+    return None
+
+
+def test_dicts_keep_their_kind_and_their_order() -> None:
+    ordered = OrderedDict.fromkeys("abc", 1)
+    ordered.move_to_end("a")
+    assert flatten("", ordered, nothing) == {"$": ["OrderedDict", [["b", 1], ["c", 1], ["a", 1]]]}
+    assert list(unflatten(flatten("", ordered, nothing), lambda tag: None)) == ["b", "c", "a"]
+    assert flatten("", defaultdict(list, x=1), nothing) == {"$": ["dict", [["x", 1]]]}
+    assert flatten("", {"x": {}, "y": []}, nothing) == {"x": {}, "y": []}
+    # No path can hold this text as it is.
+    assert flatten("", {"\ud800": 1}, nothing) == {"\ud800": 1}
+
+
+def test_a_walk_ends_where_values_nest_without_end() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (endless, {"a": endless}):
+        with pytest.raises(remanent.RefusedError, match="nest more than 100 deep"):
+            flatten("state", value, nothing)
+
+
+def test_what_adapt_raises_ends_the_walk_and_a_dict_may_change_under_it() -> None:
+    class Odd:
+        pass
+
+    held: dict[str, object] = {"a": Odd(), "b": 1}
+
+    def adapt(path: str, value: object) -> object:
+        held[path] = 1
+        return [path]
+
+    assert flatten("x", held, adapt) == {"a": ["x/a"], "b": 1}
+
+    def fails(path: str, value: object) -> object:
+        raise ValueError(path)
+
+    with pytest.raises(ValueError, match="x/a"):
+        flatten("x", {"a": Odd()}, fails)
+
+
+def test_leaves_are_of_their_types_alone() -> None:
+    class Pair(NamedTuple):
+        left: int
+        right: int
+
+    class Same(float):
+        pass
+
+    taken: dict[str, Any] = {}
+    leaves = Leaves(frozenset((Pair,)), "pair", taken)
+    pair = Pair(1, 2)
+    assert flatten("", {"a": [pair]}, nothing, leaves) == {"a": [{"$": ["pair", "a/0"]}]}
+    assert taken == {"a/0": pair}
+    for value, name in ((pair, "Pair"), (Same(1), "Same")):
+        with pytest.raises(remanent.RefusedError, match=f"x/0: a {name} cannot be stored"):
+            flatten("x", [value], nothing)
+
+
+def test_extents_are_where_the_bytes_are() -> None:
+    base = torch.arange(60, dtype=torch.float32).reshape(6, 10)
+    tensors = {
+        "whole": base, "row": base[2], "column": base[:, 3], "block": base[1:3, 2:5], "turned": base.t(),
+        "spread": torch.ones(1).expand(7), "one": torch.tensor(3.0), "none": torch.empty(0, 4),
+        "parameter": torch.nn.Parameter(base), "negative": torch.tensor([1 + 2j]).conj().imag,
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
+    for found, (name, given) in zip(extents(dict(tensors)), tensors.items(), strict=True):
+        tensor = found.tensor
+        assert found.name == name and torch.equal(tensor, given) and not tensor.requires_grad
+        assert found.nbytes == tensor.nbytes and found.device == tensor.device
+        assert found.storage == (tensor.device, tensor.untyped_storage().data_ptr())
+        # The elements' places, one by one.
+        width = tensor.itemsize
+        places = {tensor.storage_offset()} if tensor.numel() else set()
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            places = {place + at * stride for place in places for at in range(size)}
+        if places:
+            assert (found.start, found.end) == (min(places) * width, (max(places) + 1) * width), name
+        else:
+            assert found.start == found.end
+    for name, tensor in (("sparse", torch.eye(2).to_sparse()), ("meta", torch.empty(2, device="meta"))):
+        with pytest.raises(remanent.RefusedError, match=name):
+            extents({name: tensor})
+
+
+def test_extents_are_divided_by_the_owner_of_all_of_their_storage() -> None:
+    flat, other = torch.zeros(100), torch.zeros(10)
+    halves = [flat[:50], flat[50:]]
+    found = extents({"a": flat[10:20], "b": flat[45:55], "c": other[2:4], "d": torch.empty(0), "e": torch.ones(1)})
+
+    def names(tensors: list[Any]) -> list[list[str]]:
+        return [[each.name for each in part] for part in _native.extents_within(found, tensors)]
+
+    assert names(halves) == [["a", "b", "d"], ["c", "e"]], "ranges that touch are one"
+    assert names([flat[:50], flat[51:], other[::2]]) == [["c", "d"], ["a", "b", "e"]], "b shares its storage with a"
+    assert names([flat, other[:3]]) == [["a", "b", "d"], ["c", "e"]], "a byte of c is another's"
+    assert names([]) == [["d"], ["a", "b", "c", "e"]]
