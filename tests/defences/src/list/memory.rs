@@ -206,6 +206,21 @@ pub const LIST: &[Defence] = &[
         "return self.after_streams(staged);",
         it("stream_guards::memory_is_given_back_after_the_work_and_the_drop_waits_for_nothing"),
     ),
+    // Long payloads in ordinary memory.
+    defence(
+        "a long payload that no list can name is made anew once a page of it is in memory",
+        COMMIT,
+        "matches!(draft.payload, GrownBytes::Plain(_)) && draft.disk_ops.leaves_bytes(&ops)",
+        "false",
+        it("long_payloads::a_page_moves_while_a_long_payload_is_made_for_it"),
+    ),
+    defence(
+        "memory that pages gave up goes with a list that has nothing else to do",
+        APPLIER,
+        "gives_up || !self.list.is_empty()",
+        "!self.list.is_empty() && (gives_up || true)",
+        it("long_payloads::memory_that_a_long_payload_gives_up_is_free"),
+    ),
     // Files that a device copies to.
     refusal(
         "what arrived in a file is what the device sent",
