@@ -551,6 +551,8 @@ mod tests {
             (600, [10, 20, 994], true),
             (5000, [4096, 4096, 1], false),
             (CLASS_LEN_MAX + 1, [1, 2, 3], false),
+            // More than was expected.
+            (CLASS_LEN_MAX + 1, [1, CLASS_LEN_MAX, 3], false),
         ] {
             pool.trim();
             let mut used = pool.take(about.min(CLASS_LEN_MAX)).unwrap();
