@@ -110,15 +110,9 @@ fn a_page_moves_while_a_long_payload_is_made_for_it() {
     let is_over = AtomicBool::new(false);
     let moves = std::thread::scope(|scope| {
         let mover = scope.spawn(|| {
-            let mut moves = 0;
-            for place in [Place::Host, Place::Disk].into_iter().cycle() {
-                if is_over.load(Ordering::Relaxed) {
-                    return moves;
-                }
-                move_to(&long.store, long.page, place);
-                moves += 1;
-            }
-            unreachable!("the places come again and again")
+            let places = [Place::Host, Place::Disk].into_iter().cycle();
+            let moves = places.take_while(|_| !is_over.load(Ordering::Relaxed));
+            moves.map(|place| move_to(&long.store, long.page, place)).count()
         });
         for salt in 1..=6 {
             let written = long.write(salt % 2 == 0, salt).unwrap();
