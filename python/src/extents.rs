@@ -91,13 +91,16 @@ pub fn extents(tensors: &Bound<'_, PyDict>, kinds: Kinds<'_>) -> PyResult<Vec<Ex
     Ok(found)
 }
 
+/// Extents as Python holds them.
+type Extents<'py> = Vec<Bound<'py, Extent>>;
+
 /// Divides extents: those that lie in these tensors, of any devices, and those that share their storage with
 /// bytes that do not.
 #[pyfunction]
 pub fn extents_within<'py>(
-    extents: Vec<Bound<'py, Extent>>,
+    extents: Extents<'py>,
     tensors: Vec<Bound<'py, PyAny>>,
-) -> PyResult<(Vec<Bound<'py, Extent>>, Vec<Bound<'py, Extent>>)> {
+) -> PyResult<(Extents<'py>, Extents<'py>)> {
     let mut ranges = Vec::with_capacity(tensors.len());
     for tensor in tensors {
         let nbytes = tensor.getattr(intern!(tensor.py(), "nbytes"))?.extract()?;
