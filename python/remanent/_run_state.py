@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict
 from typing import Any, TypeVar
 
 import torch
 
 from remanent import _native, _pages
 from remanent._errors import NoStateError, RefusedError
-from remanent._tensors import read_pages, tensors_of
+from remanent._tensors import PLAIN_TYPES, read_pages, tensors_of
 
 # The entry of the root that stands while a save has written a part of its version.
 SAVING = "saving"
 
 
-# Tensors are of one of these, nearly all of them.
-_TENSORS: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
-
-
 def flatten_state(state: object, tensors: dict[str, torch.Tensor]) -> Any:
     """The state as JSON; its tensors go to `tensors`, by the paths at which they lie."""
-    return _pages.flatten("", state, _Capture(tensors), _pages.Leaves(_TENSORS, "tensor", tensors))
+    return _pages.flatten("", state, _Capture(tensors), _pages.Leaves(PLAIN_TYPES, "tensor", tensors))
 
 
 class _Capture:
@@ -33,8 +28,6 @@ class _Capture:
         self.tensors = tensors
 
     def __call__(self, path: str, value: object) -> object | None:
-        if type(value) is OrderedDict:
-            return None
         name = path[1:]
         if isinstance(value, torch.Tensor):
             self.tensors[name] = value

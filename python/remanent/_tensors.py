@@ -26,12 +26,14 @@ for _name in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "ui
     if hasattr(torch, _name):
         SHORT[getattr(torch, _name)] = _native.dtype(_name)[1]
 DTYPE = {short: dtype for dtype, short in SHORT.items()}
+# Types of tensors that are no more than their elements.
+PLAIN_TYPES: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 
 
 def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, if it is one whose elements lie in one storage as they are; else it is refused by its name."""
     kind = type(tensor)
-    if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if kind not in PLAIN_TYPES:
         raise RefusedError(f"{name}: a {kind.__name__} is more than its elements: save what it is made of")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise RefusedError(f"{name}: a tensor of layout {tensor.layout} cannot be stored: make it dense first")

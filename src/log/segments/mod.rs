@@ -50,7 +50,7 @@ const LONGER_MAX: u64 = 8;
 const FIRST_SPARES_MAX: usize = 4;
 
 /// Where the payload of a segment's first frame begins.
-pub(crate) const FIRST_PAYLOAD_AT: u64 = SEGMENT_HEADER_BLOCK + FRAME_HEADER_LEN;
+const FIRST_PAYLOAD_AT: u64 = SEGMENT_HEADER_BLOCK + FRAME_HEADER_LEN;
 
 /// What a new segment holds besides its header, if it is empty.
 const NOTHING: (u64, &[u8]) = (SEGMENT_HEADER_BLOCK, &[]);

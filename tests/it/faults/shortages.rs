@@ -274,12 +274,7 @@ fn await_threads(before: usize) {
 #[test]
 fn an_open_that_cannot_start_a_thread_fails_alone_and_leaves_nothing() {
     alone(|| {
-        let disk = SimDisk::new();
-        let store = open_on_host(&disk).unwrap();
-        let mut line = Line::begin(&store);
-        line.commits(&store, 3).unwrap();
-        store.snapshot().unwrap();
-        store.close().unwrap();
+        let (disk, line) = closed();
         let hour = Some(Duration::from_secs(3600));
         let options = || small().page_load(PageLoad::OnDemand).snapshot_interval(hour).scrub_interval(hour);
         let before = threads();
