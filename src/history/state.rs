@@ -16,6 +16,7 @@
 use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
+use std::time::Duration;
 
 use remanent_format::image::ImageRef;
 use remanent_format::manifest::Manifest;
@@ -38,6 +39,9 @@ use crate::history::windows::{Lookup, WHOLE_LEN_MAX, WINDOW_LEN_MIN, Windows};
 
 /// How often the files are surveyed anew, while a writer changes them faster than they are read.
 const ATTEMPTS: usize = 64;
+/// The first wait and the longest one for a writer that is removing what a reader asks for. On a busy disk
+/// its syncs take tens of milliseconds each.
+const GOING_WAITS: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
 
 /// A state of a store, on disk.
 pub(crate) struct PastState {
@@ -101,6 +105,7 @@ impl PastState {
         }
         let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn)> = None;
         let mut was_in_parts = false;
+        let [mut going_wait, longest_wait] = GOING_WAITS;
         for attempt in 1.. {
             let source = DiskSource::new(disk.clone());
             let survey = Survey::read(&source)?;
@@ -139,6 +144,10 @@ impl PastState {
                     lsn: reached,
                     snapshot: survey.links.keys().next_back().copied(),
                 });
+            }
+            if is_going {
+                wait(going_wait);
+                going_wait = longest_wait.min(going_wait * 2);
             }
         }
         unreachable!("the last attempt returns")
@@ -458,6 +467,11 @@ impl PastState {
         });
         Error::Overtaken { lsn: self.lsn(), snapshot: snapshots.max() }
     }
+}
+
+#[expect(clippy::disallowed_methods, reason = "a writer in another process gives no signal")]
+fn wait(time: Duration) {
+    std::thread::sleep(time);
 }
 
 /// The Lsn that a point means, as this survey tells it.

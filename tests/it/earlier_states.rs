@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Once};
+use std::time::{Duration, Instant};
 
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
 use remanent::testing::sim_disk::SimDisk;
@@ -184,6 +185,23 @@ fn readers_that_hold_nothing_are_overtaken_or_right() {
     let disk = SimDisk::new();
     let unheld = unlockable(&disk);
     read_while_written(&disk, || View::open_on(&unheld, None), true);
+}
+
+/// A writer keeps a state from readers while it removes it: on a busy disk for longer than many looks take.
+#[test]
+fn a_reader_waits_until_a_removal_ends() {
+    let disk = SimDisk::new();
+    let store = open(&disk).unwrap();
+    let pages = three_pages(&store);
+    let lsn = rewrite(&store, &pages);
+    let (holds, since) = (disk.clone(), Instant::now());
+    let hold = move |id| {
+        if since.elapsed() < Duration::from_millis(300) { Ok(Hold::Going) } else { holds.hold(id) }
+    };
+    let busy: Arc<dyn Disk> = Arc::new(HoldsBy(disk, hold));
+    for point in [Some(StatePoint::Lsn(lsn)), None] {
+        check(&View::open_on(&busy, point.as_ref()).unwrap(), &pages);
+    }
 }
 
 fn read_while_written(disk: &SimDisk, look: impl Fn() -> Result<View> + Sync, overtaken_allowed: bool) {
