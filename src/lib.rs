@@ -255,8 +255,8 @@ pub use history::view::View;
 pub use log::LogStats;
 pub use memory::arena::{PlaceUsage, Purpose};
 pub use options::{
-    Ack, Budget, CallerMemory, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad,
-    Retention, SnapshotOptions, Tiers,
+    Ack, Budget, CallerMemory, Compression, Create, DeviceChoice, HostMemory, ImageIo, LogIo, Options,
+    PageLoad, Retention, SnapshotOptions, Tiers,
 };
 pub use recovery::RecoveryReport;
 pub use remanent_format::log::TornTail;

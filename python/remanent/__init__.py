@@ -80,6 +80,7 @@ from remanent._native import (
     Ticket,
     ValueChange,
     View,
+    WorkingCopy,
     __version__,
 )
 
@@ -135,6 +136,7 @@ __all__ = [
     "UnknownPageError",
     "ValueChange",
     "View",
+    "WorkingCopy",
     "__version__",
     "bisect",
     "flush_logging",

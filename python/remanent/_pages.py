@@ -35,6 +35,16 @@ class Plan(Protocol):
         """A value of JSON that stands for this one, if it is the library's."""
 
 
+class Captures(Protocol):
+    """What captures blocks where they lie: see `_copies`."""
+
+    def takes(self, block: Block) -> bool: ...
+
+    def of(self, key: str, info: _native.PageInfo, block: Block, width: int) -> _native.WorkingCopy: ...
+
+    def keep(self, keys: Iterable[str]) -> None: ...
+
+
 class Array(NamedTuple):
     """One array within a page: `stride` in elements, None where they lie row by row; `offset` in bytes."""
 
@@ -135,7 +145,7 @@ def _header(manifest: Manifest, sizes: Mapping[str, int]) -> bytes | None:
 
 
 def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | None], tree: Any = None, *,
-        place: str = "disk", elements: bool = True,
+        place: str = "disk", elements: bool = True, captures: Captures | None = None,
         flush: Callable[[list[Update]], _native.Batch] | None = None) -> tuple[_native.Batch, bool]:
     """Makes the store hold these arrays and this tree, and no others of before; what did not change is not logged.
 
@@ -144,7 +154,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
 
     On disk, pages take no memory beside their blocks, and where much of a page changed, or `elements` is False, all
     of it is written once: a snapshot writes whole pages anyway. In memory they are compared where they lie, and only
-    what changed is logged.
+    what changed is logged. What `captures` takes, the commit compares, and it counts as changed here.
 
     `flush` does the updates that it is given in the batch, commits it, now or later, and gives a new one: then no more
     than some megabytes of blocks are held at a time, and the store is in between two versions until the last batch.
@@ -201,13 +211,19 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
             batch.move_to(key, place)
             changed = True
         width = min(16, _width(first.dtype))
-        if place != "disk" and info.length == block.nbytes and block.nbytes:
+        if captures is not None and info.length == block.nbytes and captures.takes(block):
+            batch.capture(captures.of(key, info, block, width))
+            changed = True
+        elif place == "host" and info.length == block.nbytes and block.nbytes:
             # The lease ends before the commit, which would have to copy the page for it.
             with store.lease(key, "uint8", [block.nbytes]) as before:
                 changed |= batch.write_changes(key, before, block.data, width=width) > 0
         elif info.length != block.nbytes or block.nbytes:
-            updates.append(Update(key, block.data if block.nbytes else b"", width, None if elements else 0))
+            data = block.data if captures is None or not captures.takes(block) else block.data.cpu()
+            updates.append(Update(key, data if block.nbytes else b"", width, None if elements else 0))
     changed |= update(batch, updates)
+    if captures is not None:
+        captures.keep(new.pages)
     for key in old.pages.keys() - new.pages.keys():
         batch.delete(key)
         changed = True

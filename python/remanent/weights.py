@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from remanent import _native, _pages
+from remanent._copies import Copies, arrive
 from remanent._errors import DivergedError, NoStateError, OvertakenError
 from remanent._tensors import DTYPE, blocks, bytes_of, extents
 
@@ -49,9 +50,13 @@ def checksum(model: Any) -> int:
 class Publisher:
     """Publishes the weights of a model, step by step. One process at a time publishes to a directory.
 
+    Elements that changed are found against the pages of the store, which lie in host memory: weights on a GPU are
+    brought there at each step. With `device="cuda:0"` the pages lie on that GPU, and take as much of its memory as the
+    weights; then its kernels find what changed, and only that leaves it.
+
     :param check: whether each step carries the checksum of all weights, which subscribers then compare.
     :param log_kept: bytes of the log that are kept for subscribers that fall back.
-    :param options: options of `Store`.
+    :param options: options of `Store`, such as `device`.
 
     >>> import torch, remanent.weights
     >>> source, target = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}
@@ -70,18 +75,26 @@ class Publisher:
     def __init__(self, directory: _Path, *, check: bool = False, log_kept: int = 1 << 30, **options: Any) -> None:
         self._check = check
         self.store = _native.Store(directory, **{"device": "host", "log_kept": log_kept, **options})
+        self._on_host = options.get("device", "host") == "host"
+        self._copies = None if self._on_host else Copies(self.store, "page")
 
     def publish(self, model: Any, step: int) -> _native.Ticket:
         """Logs what changed since the step before; subscribers see it from now on. Returns a ticket to wait for.
+
+        The weights are read as the current streams of their devices leave them, and may change once this returns.
 
         :param model: a module, or tensors by name. :raises RefusedError: for a tensor that is not plain, by its name.
         """
         tensors = _tensors(model)
         batch = self.store.batch(note=f"step {step}")
-        _pages.put(self.store, batch, blocks(extents(tensors)), place="host")
+        found = extents(tensors)
+        place = "host" if self._on_host else "device:0"
+        _pages.put(self.store, batch, blocks(found, on_host=self._on_host), place=place, captures=self._copies)
         batch.set_root("step", step)
         if self._check:
             batch.set_root("weights.crc32", checksum(tensors))
+        if not self._on_host:
+            arrive({each.device for each in found})
         return self.store.submit(batch)
 
     def close(self) -> None:
@@ -225,15 +238,16 @@ class _Live:
 
     def scatter(self, arrays: list[_pages.Array], operation: Any) -> None:
         width = operation["width"]
-        indices = torch.utils.dlpack.from_dlpack(operation["indices"]).to(torch.int64) + operation["base"] // width
-        values = torch.frombuffer(bytearray(operation["values"]), dtype=torch.uint8)
+        held = torch.utils.dlpack.from_dlpack(operation["indices"])
+        given = torch.frombuffer(bytearray(operation["values"]), dtype=torch.uint8)
+        given = given.view(_INTEGERS[width]) if width in _INTEGERS else given.view(-1, width)
         for array in arrays:
             flat = self._flat(array)
-            first, count = array.offset // width, flat.numel() // width
-            inside = (indices >= first) & (indices < first + count)
-            where = (indices[inside] - first).to(flat.device)
-            if width in _INTEGERS:
-                whole, rows = flat.view(_INTEGERS[width]), values.view(_INTEGERS[width])[inside]
-            else:
-                whole, rows = flat.view(-1, width), values.view(-1, width)[inside]
-            whole.index_copy_(0, where, rows.to(flat.device))
+            whole = flat.view(_INTEGERS[width]) if width in _INTEGERS else flat.view(-1, width)
+            # Wide on the device that has them: half as many bytes go there.
+            where = held.to(flat.device).to(torch.int64) + (operation["base"] - array.offset) // width
+            rows = given.to(flat.device)
+            if len(arrays) > 1:
+                inside = (where >= 0) & (where < len(whole))
+                where, rows = where[inside], rows[inside]
+            whole.index_copy_(0, where, rows)

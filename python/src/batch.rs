@@ -17,6 +17,7 @@ use crate::options::{place, width};
 use crate::page_name::{PageName, key};
 use crate::ticket::{Committed, Ticket};
 use crate::values::{from_py, metadata_from_py};
+use crate::working_copy::PyWorkingCopy;
 
 /// Operations that become visible and durable together or not at all, in their order. Made by `Store.batch`.
 ///
@@ -360,6 +361,33 @@ impl Batch {
             None => _ = batch.replace_from_source(page, len, Arc::new(data)),
         })?;
         Ok(count)
+    }
+
+    /// Makes a page what its working copy is: logs the elements that changed, or the chunks of 64 KiB for a
+    /// copy with digests. The memory is read when the batch is committed or submitted, after what is on the
+    /// device's default stream by then; once that call returns, it may change.
+    ///
+    /// No other operation of the batch may change the page's bytes. Of a page on disk, of which more than a
+    /// quarter changed, all bytes go to a file of their own, and the log names it. What is captured of a page
+    /// in memory has the limits of a batch, 1 GiB.
+    ///
+    /// :param ranges: pairs of offset and end, in bytes: nothing else is looked at. Left out, a change waits
+    ///     for a capture that looks there.
+    #[pyo3(signature = (copy, ranges=None))]
+    fn capture(
+        &self,
+        py: Python<'_>,
+        copy: &Bound<'_, PyWorkingCopy>,
+        ranges: Option<Vec<(u64, u64)>>,
+    ) -> PyResult<()> {
+        let copy = copy.get().copy();
+        self.build(py, |batch| match ranges {
+            Some(ranges) => {
+                let ranges: Vec<_> = ranges.into_iter().map(|(start, end)| start..end).collect();
+                batch.capture_ranges(copy, &ranges);
+            }
+            None => _ = batch.capture(copy),
+        })
     }
 
     /// Replaces those elements of a range whose bit in `mask` is 1, lowest bit first.

@@ -12,6 +12,7 @@
 //! | `lease`, `pin` | a page's bytes where they lie; a page that stays where it is |
 //! | `read_many` | ranges of many pages by one call |
 //! | `batch` | operations that happen together |
+//! | `working_copy` | memory of the caller's that a page follows |
 //! | `ticket` | a submitted batch to wait for |
 //! | `view` | views of an open store, and of earlier states |
 //! | `blame` | what changed a value; the search for the first bad version |
@@ -48,6 +49,7 @@ mod pin;
 mod descriptor;
 mod read_many;
 mod batch;
+mod working_copy;
 mod ticket;
 mod view;
 mod blame;
@@ -112,6 +114,8 @@ mod _native {
     use super::ticket::{Receipt, Ticket};
     #[pymodule_export]
     use super::view::{PyLiveView, PyView};
+    #[pymodule_export]
+    use super::working_copy::PyWorkingCopy;
 
     use super::dtype::Dtype;
     use super::flatten::{Leaves, Walk};

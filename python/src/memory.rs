@@ -6,13 +6,14 @@
 //! some of both, as with every library that reads buffers without the lock.
 
 use std::io;
+use std::ops::Range;
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::device::RawStream;
-use remanent::{ByteSource, CallerMemory, DeviceBytes, Store};
+use remanent::{ByteSource, CallerMemory, DeviceBytes, HostMemory, Place, Store};
 
 use crate::dlpack::{self, Imported};
 
@@ -100,13 +101,28 @@ impl Input {
     /// # Errors
     /// `TypeError` if it gives none, `BufferError` if they are not contiguous.
     pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Self::take_for(object, false)
+    }
+
+    /// Takes an object's memory, for the store to write to as well.
+    ///
+    /// # Errors
+    /// As for [`Input::take`]; `BufferError` if it can only be read.
+    pub fn take_writable(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Self::take_for(object, true)
+    }
+
+    fn take_for(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<Self> {
         // SAFETY: the object is alive.
         if unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
-            return host_buffer(object, false).map(Input::Host);
+            return host_buffer(object, is_written).map(Input::Host);
         }
         // Before the older interface: only here torch orders the work of its current stream.
         if object.hasattr("__dlpack__")? {
             let tensor = Imported::take(object)?;
+            if is_written && tensor.read_only {
+                return Err(PyBufferError::new_err("the tensor can only be read"));
+            }
             return Ok(match tensor.device {
                 dlpack::CUDA | dlpack::CUDA_MANAGED => Input::Cuda(CudaBytes {
                     address: tensor.address as u64,
@@ -121,9 +137,20 @@ impl Input {
             return cuda_array(object).map(Input::Cuda);
         }
         Err(PyTypeError::new_err(format!(
-            "{} gives no bytes: it has neither the buffer protocol nor __dlpack__ nor __cuda_array_interface__",
+            "{} has no bytes: neither the buffer protocol nor __dlpack__ nor __cuda_array_interface__",
             object.get_type().name()?
         )))
+    }
+
+    /// The memory, adopted by a store's device.
+    ///
+    /// # Errors
+    /// `MemoryRefused` for memory that the device does not know.
+    pub fn adopt(self, store: &Store) -> remanent::Result<DeviceBytes> {
+        match self {
+            Input::Host(bytes) => store.caller_bytes(&CallerMemory::from_host(Output(bytes), Place::Host)),
+            Input::Cuda(bytes) => bytes.adopt(store),
+        }
     }
 
     /// Takes an object's bytes, which must lie in host memory.
@@ -209,24 +236,10 @@ impl Output {
     /// # Errors
     /// `TypeError`, `BufferError`.
     pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        // SAFETY: the object is alive.
-        if unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
-            return host_buffer(object, true).map(Self);
+        match Input::take_writable(object)? {
+            Input::Host(bytes) => Ok(Self(bytes)),
+            Input::Cuda(_) => Err(PyBufferError::new_err("this call fills host memory; this is a GPU's")),
         }
-        if object.hasattr("__dlpack__")? {
-            let tensor = Imported::take(object)?;
-            if matches!(tensor.device, dlpack::CUDA | dlpack::CUDA_MANAGED) {
-                return Err(PyBufferError::new_err("this call fills host memory; this is a GPU's"));
-            }
-            if tensor.read_only {
-                return Err(PyBufferError::new_err("the tensor can only be read"));
-            }
-            return Ok(Self(host_tensor(tensor)));
-        }
-        Err(PyTypeError::new_err(format!(
-            "{} cannot be filled: it has neither the buffer protocol nor __dlpack__",
-            object.get_type().name()?
-        )))
     }
 
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
@@ -236,5 +249,19 @@ impl Output {
         // SAFETY: the exporter said that the bytes are there and may be written, and holds them in place; by
         // this module's contract the caller leaves them alone while the call runs.
         unsafe { std::slice::from_raw_parts_mut(self.0.address as *mut u8, self.0.len) }
+    }
+}
+
+impl HostMemory for Output {
+    fn byte_len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn bytes(&self, range: Range<usize>) -> &[u8] {
+        &self.0.as_slice()[range]
+    }
+
+    fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
+        &mut self.as_mut_slice()[range]
     }
 }

@@ -26,6 +26,7 @@ use crate::source::{LiveSource, Source};
 use crate::stats::{report_to_py, stats_to_py};
 use crate::ticket::{Receipt, Ticket};
 use crate::view::PyLiveView;
+use crate::working_copy::PyWorkingCopy;
 
 /// A store directory, open for reading and writing: pages, root, log, snapshots.
 ///
@@ -376,6 +377,32 @@ impl PyStore {
     fn pin(slf: PyRef<'_, Self>, page: &Bound<'_, PyAny>) -> PyResult<PyPin> {
         let page = slf.as_super().find(page)?.page;
         PyPin::take(slf.py(), &slf.gate, page)
+    }
+
+    /// Makes memory a working copy of a page: an array's, a tensor's, on the device that holds pages or, where
+    /// that is the host, there. `Batch.capture` takes what changed in it to the page.
+    ///
+    /// :param memory: writable, contiguous, as long as the page. It is held until the copy is gone.
+    /// :param width: bytes of an element, 1, 2, 4, 8 or 16: an element changes as a whole.
+    /// :param shadow: what it is compared with. "page": the page itself, which must lie in memory. A place,
+    ///     such as "host": a copy there, as long as the page. "digests": 16 bytes of host memory for each 64
+    ///     KiB, which are logged whole where they changed.
+    /// :param load: whether the memory takes the page's bytes now. Else it stays as it is, and the page takes
+    ///     its bytes with the next capture.
+    /// :raises UnknownPageError, UnknownKeyError; MemoryRefusedError for memory of another length, no whole
+    ///     number of elements, or of another device; PlaceUnavailableError for "page" of a page on disk.
+    #[pyo3(signature = (page, memory, *, width=1, shadow="page", load=false))]
+    fn working_copy(
+        slf: PyRef<'_, Self>,
+        page: &Bound<'_, PyAny>,
+        memory: &Bound<'_, PyAny>,
+        width: usize,
+        shadow: &str,
+        load: bool,
+    ) -> PyResult<PyWorkingCopy> {
+        let page = slf.as_super().find(page)?.page;
+        let memory = Input::take_writable(memory)?;
+        PyWorkingCopy::make(slf.py(), &slf.gate, page, memory, (width, shadow), load)
     }
 
     /// Begins to read ranges of many pages, all as of one batch: the newest one submitted so far, or a later

@@ -98,15 +98,30 @@ def test_a_run_on_a_gpu_goes_on_bit_for_bit(directory: str, options: dict[str, A
         assert places == [parameter.data_ptr() for parameter in model.parameters()]
 
 
-def test_weights_are_followed_on_a_gpu(directory: str) -> None:
-    source = {"w": torch.randn(1000, 100, device="cuda", dtype=torch.bfloat16), "b": torch.randn(100, device="cuda")}
+@pytest.mark.parametrize("device", ["host", "cuda:0"])
+def test_weights_are_followed_on_a_gpu(directory: str, device: str) -> None:
+    source = {"w": torch.randn(1000, 100, device="cuda", dtype=torch.bfloat16), "b": torch.randn(100, device="cuda"),
+              "n": torch.zeros(3)}
+    source["row"] = source["w"][5]
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-    with Publisher(directory, check=True) as publisher:
+    with Publisher(directory, check=True, device=device) as publisher, torch.cuda.stream(torch.cuda.Stream()):
         subscriber = Subscriber(directory)
-        for step in range(1, 6):
+        for step in range(1, 12):
+            # What the stream does late is of this step still, and what it does after the call is of the next.
+            torch.cuda._sleep(20_000_000)
             source["w"].view(-1)[step::97] += 1
+            source["n"] += 1
+            if step % 4 == 0:
+                source["w"].normal_()
             publisher.publish(source, step)
-            assert subscriber.apply_to(target, timeout=10) == step and checksum(target) == checksum(source)
+            expected = checksum(source)
+            assert subscriber.apply_to(target, timeout=10) == step and checksum(target) == expected
+        if device != "host":
+            logged = publisher.store.stats()["log_bytes"]
+            source["w"][7, 7] = 5
+            publisher.publish(source, 12).wait()
+            assert publisher.store.stats()["log_bytes"] - logged < 4096
+            assert subscriber.apply_to(target, timeout=10) == 12 and checksum(target) == checksum(source)
 
 
 def delay_copies(monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:

@@ -13,8 +13,52 @@ import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from remanent._copies import Copies  # noqa: E402
 from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
 
+
+@pytest.fixture(params=["compared", "captured"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a publisher finds what changed: as on the host, or as on a GPU, by working copies."""
+    if request.param == "captured":
+        begin = Publisher.__init__
+
+        def begin_with_copies(self: Publisher, *given: Any, **options: Any) -> None:
+            begin(self, *given, **options)
+            self._copies = Copies(self.store, "page")
+
+        monkeypatch.setattr(Publisher, "__init__", begin_with_copies)
+        monkeypatch.setattr(Copies, "takes", lambda self, block: block.nbytes > 0)
+    return str(request.param)
+
+
+def test_tensors_that_move_are_captured_where_they_are(directory: str, way: str) -> None:
+    source, target = make(1), make(2)
+    source["t"] = torch.arange(60.0).reshape(6, 10).T
+    target["t"] = torch.zeros(10, 6)
+    with Publisher(directory, check=True) as publisher:
+        subscriber = Subscriber(directory)
+        for number in range(1, 8):
+            step(source, number)
+            if number == 3:
+                source = {name: tensor.clone() for name, tensor in source.items()}
+            elif number == 4:
+                source["w"].data = torch.ones_like(source["w"])
+            elif number == 5:
+                source["b"].set_(torch.full([1000], 5.0))
+            elif number == 6:
+                # Of one step only: another writer of the store's.
+                publisher.store[publisher.store.info("b").key or ""] = bytes(4000)
+                source["n"] = torch.tensor([1, 2])
+                target["n"] = torch.tensor([0, 0])
+            publisher.publish({**source, "t": source["t"].contiguous()}, number)
+            assert subscriber.apply_to(target) == number
+            assert checksum(target) == checksum({**source, "t": source["t"].contiguous()})
+        if way == "captured":
+            assert publisher._copies is not None
+            assert publisher._copies._held.keys() == {name for name, tensor in source.items() if tensor.numel()}
+            publisher.publish({"w": source["w"]}, 8)
+            assert publisher._copies._held.keys() == {"w"}
 
 def make(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)

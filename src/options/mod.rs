@@ -15,7 +15,7 @@ use std::time::Duration;
 use remanent_format::limits::{IDENTITY_LEN_MAX, SEGMENT_LEN_MAX, SEGMENT_LEN_MIN};
 
 pub use self::budget::Budget;
-pub use self::caller_memory::CallerMemory;
+pub use self::caller_memory::{CallerMemory, HostMemory};
 pub use self::choices::{Ack, Compression, Create, DeviceChoice, ImageIo, LogIo, PageLoad};
 pub(crate) use self::page_memory::PageMemorySource;
 pub use self::retention::Retention;

@@ -10,7 +10,8 @@ use remanent::device::{Command, CommandList, Device, Lane, Pending, RawStream};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    Budget, DeviceBytes, Direction, Epoch, Error, Options, Place, Shadow, Store, Width, WorkingCopy,
+    Budget, CallerMemory, DeviceBytes, Direction, Epoch, Error, HostMemory, Options, Place, Shadow, Store,
+    Width, WorkingCopy,
 };
 
 use crate::device_ops::{PLACE, content, devices, open, page};
@@ -415,6 +416,62 @@ fn which_way_bytes_go_is_said_when_memory_becomes_a_copy() {
         assert_eq!(content(&store, page), b"recovered", "until it is captured");
         capture(&store, &copy).unwrap();
         assert_eq!(content(&store, page), b"brand new", "{shadow:?}");
+    }
+}
+
+/// An array of the host that something else owns, and that says when it goes.
+struct Array(Vec<u8>, Arc<AtomicU64>);
+
+impl HostMemory for Array {
+    fn byte_len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn bytes(&self, range: Range<usize>) -> &[u8] {
+        &self.0[range]
+    }
+
+    fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
+        &mut self.0[range]
+    }
+}
+
+impl Drop for Array {
+    fn drop(&mut self) {
+        self.1.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn an_array_of_another_owner_is_captured_where_it_lies() {
+    for shadow in SHADOWS {
+        let (store, gone) = (host(), Arc::new(AtomicU64::new(0)));
+        let mut plain = Random(9).bytes(3 * 65_536 + 10);
+        let page = page(&store, &plain);
+        let array = Array(vec![0; plain.len()], gone.clone());
+        let array = CallerMemory::from_host(array, Place::Host);
+        let bytes = store.caller_bytes(&array).unwrap();
+        let copy = store.working_copy_in(page, &bytes, Width::W2, shadow, Direction::Load).unwrap();
+        assert!(copied(&copy) == plain, "{shadow:?}");
+        for (at, byte) in [(0, 1), (70_001, 2), (plain.len() - 1, 3)] {
+            plain[at] = byte;
+            // By another handle to the same bytes: the array's own library writes there.
+            store.caller_bytes(&array).unwrap().write(at as u64, &[byte]).unwrap();
+        }
+        let logged = store.stats().log.bytes;
+        capture(&store, &copy).unwrap();
+        assert!(content(&store, page) == plain, "{shadow:?}");
+        assert!(shadow == Shadow::Digest || store.stats().log.bytes - logged < 8192, "{shadow:?}");
+        // Another batch's changes reach the array by a reload alone.
+        let mut batch = store.batch();
+        batch.write(page, 5, &[9]);
+        store.commit(batch).unwrap();
+        assert!(copied(&copy) == plain);
+        store.reload(&copy).unwrap();
+        assert_eq!(copied(&copy)[5], 9);
+        drop((array, bytes, copy));
+        store.close().unwrap();
+        assert_eq!(gone.load(Ordering::Relaxed), 1, "{shadow:?}");
     }
 }
 

@@ -53,6 +53,9 @@ pub(super) fn kind_of(context: &Context, entered: &ContextGuard<'_>, memory: &Ca
     if memory.len == 0 {
         return refused("it is empty".to_owned());
     }
+    if memory.address == 0 {
+        return refused("it lies on the host, where only a store without a GPU finds it".to_owned());
+    }
     let Some(memory_type) = ask::<c_uint>(context, entered, attribute::MEMORY_TYPE, memory)? else {
         return refused(format!("CUDA knows of no memory at {:#x}", memory.address));
     };

@@ -19,6 +19,7 @@ use super::super::{MemoryId, Span};
 use crate::base::sync::locks::RwLock;
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
+use crate::options::HostMemory;
 
 /// Memories of up to this many bytes lie in slabs.
 const SLOT_LEN_MAX: u64 = 1024;
@@ -86,16 +87,33 @@ pub struct HostBlock {
 pub enum SharedBytes {
     Ours(Vec<u8>),
     Shared(Arc<Vec<u8>>),
-    /// A file's own bytes.
-    File(FileBytes),
+    /// Bytes that something else owns.
+    Elsewhere(Elsewhere),
+}
+
+/// A file's memory, or the caller's.
+pub struct Elsewhere(Box<dyn HostMemory>);
+
+impl fmt::Debug for Elsewhere {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Elsewhere({} bytes)", self.0.byte_len())
+    }
 }
 
 /// The memory of a file that was registered.
-pub struct FileBytes(Box<dyn FileMemory>);
+struct FileBytes(Box<dyn FileMemory>);
 
-impl fmt::Debug for FileBytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FileBytes({} bytes)", self.0.byte_len())
+impl HostMemory for FileBytes {
+    fn byte_len(&self) -> u64 {
+        self.0.byte_len()
+    }
+
+    fn bytes(&self, range: Range<usize>) -> &[u8] {
+        self.0.bytes(range)
+    }
+
+    fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
+        self.0.bytes_mut(range)
     }
 }
 
@@ -251,8 +269,13 @@ impl HostBlock {
 
     /// A block of a file's bytes.
     pub fn of_file(memory: Box<dyn FileMemory>) -> Self {
+        Self::elsewhere(Box::new(FileBytes(memory)))
+    }
+
+    /// A block of bytes that something else owns.
+    pub fn elsewhere(memory: Box<dyn HostMemory>) -> Self {
         let len = memory.byte_len();
-        let bytes = RwLock::new(SharedBytes::File(FileBytes(memory)));
+        let bytes = RwLock::new(SharedBytes::Elsewhere(Elsewhere(memory)));
         Self { bytes, len, number: 0, within: None }
     }
 
@@ -267,8 +290,8 @@ impl SharedBytes {
         let bytes = match self {
             SharedBytes::Ours(bytes) => Arc::new(std::mem::take(bytes)),
             SharedBytes::Shared(bytes) => bytes.clone(),
-            // The file's bytes stay where they are: the reader gets a copy.
-            SharedBytes::File(FileBytes(memory)) => {
+            // The bytes stay where they are: the reader gets a copy.
+            SharedBytes::Elsewhere(Elsewhere(memory)) => {
                 return Arc::new(memory.bytes(0..memory.byte_len() as usize).to_vec());
             }
         };
@@ -281,7 +304,7 @@ impl SharedBytes {
         match self {
             SharedBytes::Ours(bytes) => &bytes[range],
             SharedBytes::Shared(bytes) => &bytes[range],
-            SharedBytes::File(FileBytes(memory)) => memory.bytes(range),
+            SharedBytes::Elsewhere(Elsewhere(memory)) => memory.bytes(range),
         }
     }
 
@@ -290,7 +313,7 @@ impl SharedBytes {
         match self {
             SharedBytes::Ours(bytes) => bytes,
             SharedBytes::Shared(bytes) => Arc::make_mut(bytes).as_mut_slice(),
-            SharedBytes::File(FileBytes(memory)) => {
+            SharedBytes::Elsewhere(Elsewhere(memory)) => {
                 let len = memory.byte_len() as usize;
                 memory.bytes_mut(0..len)
             }
@@ -300,8 +323,8 @@ impl SharedBytes {
     /// A range of the bytes, to be changed.
     pub fn part_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         match self {
-            // Only the range: other threads may write to other chunks of the file.
-            SharedBytes::File(FileBytes(memory)) => memory.bytes_mut(range),
+            // Only the range: other threads may write to others, as to the chunks of a file.
+            SharedBytes::Elsewhere(Elsewhere(memory)) => memory.bytes_mut(range),
             _ => &mut self.make_mut()[range],
         }
     }

@@ -33,6 +33,7 @@ use crate::base::sync::Mutex;
 use crate::base::sync::locks::RwLock;
 use crate::disk::FileMemory;
 use crate::error::{Error, Result};
+use crate::options::HostMemory;
 
 /// Bytes of deltas that follow each other in a list from which on several threads apply them.
 const WIDE_BYTES_MIN: u64 = 4 << 20;
@@ -282,10 +283,57 @@ impl CallerMemory {
     /// ```
     #[must_use]
     pub fn from_vec(bytes: Vec<u8>, place: Place) -> Self {
-        let block = Arc::new(HostBlock::of(bytes));
+        Self::of_block(HostBlock::of(bytes), place)
+    }
+
+    /// Memory of the host where something else has it, such as an array that is trained in place, for a store
+    /// whose pages live in host memory. A GPU refuses it; its own pinned memory it knows by
+    /// `CallerMemory::from_cuda`.
+    ///
+    /// ```
+    /// use std::ops::Range;
+    /// use remanent::{CallerMemory, Direction, HostMemory, Options, Place, Shadow, Store, Width};
+    /// # use remanent::DeviceChoice;
+    /// # let options = Options::default().device(DeviceChoice::Host);
+    ///
+    /// struct Array(Box<[u8]>);
+    ///
+    /// impl HostMemory for Array {
+    ///     fn byte_len(&self) -> u64 {
+    ///         self.0.len() as u64
+    ///     }
+    ///     fn bytes(&self, range: Range<usize>) -> &[u8] {
+    ///         &self.0[range]
+    ///     }
+    ///     fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
+    ///         &mut self.0[range]
+    ///     }
+    /// }
+    ///
+    /// let store = Store::temporary(options)?;
+    /// let mut batch = store.batch();
+    /// batch.create(5, Place::Host);
+    /// let page = store.commit(batch)?.pages[0];
+    ///
+    /// let array = CallerMemory::from_host(Array((*b"array").into()), Place::Host);
+    /// let array = store.caller_bytes(&array)?;
+    /// let copy = store.working_copy_in(page, &array, Width::W1, Shadow::Page, Direction::Store)?;
+    /// let mut batch = store.batch();
+    /// batch.capture(&copy);
+    /// store.commit(batch)?;
+    /// assert_eq!(store.read_to_vec(page)?, b"array");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    #[must_use]
+    pub fn from_host(memory: impl HostMemory + 'static, place: Place) -> Self {
+        Self::of_block(HostBlock::elsewhere(Box::new(memory)), place)
+    }
+
+    /// No address: only the host device finds the bytes, and those of a vector may move when they are
+    /// changed.
+    fn of_block(block: HostBlock, place: Place) -> Self {
         let len = block.byte_len();
-        // No address: the bytes may move when they are changed, and only the host device finds them.
-        Self { address: 0, len, owner: Arc::new(CallerBytes { block, place }) }
+        Self { address: 0, len, owner: Arc::new(CallerBytes { block: Arc::new(block), place }) }
     }
 }
 

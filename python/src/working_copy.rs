@@ -1,0 +1,103 @@
+//! A working copy: memory of the caller's that a page follows.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use remanent::{Direction, PageId, Shadow};
+
+use crate::gate::{Gate, detached};
+use crate::memory::Input;
+use crate::options::{place, width};
+
+/// Memory of the caller's that a page follows: `Batch.capture` logs what changed in it. Made by
+/// `Store.working_copy`.
+///
+/// The page stays what the last commit made it, whatever is written to the memory meanwhile. A copy belongs to
+/// one state of its page, and a capture takes it to the next. Once another batch has changed the page, a
+/// capture raises ConflictError until `reload`.
+///
+/// >>> import numpy
+/// >>> store = remanent.Store(directory, device="host")
+/// >>> weights = numpy.zeros(1_000_000, "float32")
+/// >>> store["weights"] = weights
+/// >>> copy = store.working_copy("weights", weights, width=4)
+/// >>> weights[::100_000] = 1
+/// >>> logged = store.stats()["log_bytes"]
+/// >>> with store.batch() as batch:
+/// ...     batch.capture(copy)
+/// >>> store["weights"] == weights.tobytes(), store.stats()["log_bytes"] - logged < 1000
+/// (True, True)
+/// >>> store.close()
+#[pyclass(frozen, name = "WorkingCopy", module = "remanent")]
+pub struct PyWorkingCopy {
+    gate: Arc<Gate>,
+    /// There until it is dropped.
+    copy: Option<remanent::WorkingCopy>,
+}
+
+impl PyWorkingCopy {
+    pub fn make(
+        py: Python<'_>,
+        gate: &Arc<Gate>,
+        page: PageId,
+        memory: Input,
+        (width, shadow): (usize, &str),
+        is_loaded: bool,
+    ) -> PyResult<Self> {
+        let width = self::width(width)?;
+        let shadow = match shadow {
+            "page" => Shadow::Page,
+            "digests" => Shadow::Digest,
+            place => Shadow::Kept(self::place(py, place)?),
+        };
+        let direction = if is_loaded { Direction::Load } else { Direction::Store };
+        let copy = gate.call(py, |store| {
+            let memory = memory.adopt(store)?;
+            store.working_copy_in(page, &memory, width, shadow, direction)
+        })?;
+        Ok(Self { gate: gate.clone(), copy: Some(copy) })
+    }
+
+    pub fn copy(&self) -> &remanent::WorkingCopy {
+        self.copy.as_ref().expect("it is there until it is dropped")
+    }
+}
+
+#[pymethods]
+impl PyWorkingCopy {
+    /// The id of the page.
+    #[getter]
+    fn page(&self) -> u64 {
+        self.copy().page().0
+    }
+
+    /// Length in bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.copy().bytes().byte_len()
+    }
+
+    /// The version of the page that the memory belongs to; 0 if it is of none.
+    #[getter]
+    fn epoch(&self) -> u64 {
+        self.copy().epoch().0
+    }
+
+    /// Takes the page's bytes to the memory again, in place of what it holds: after a conflict, or to drop
+    /// what was not captured.
+    ///
+    /// :raises UnknownPageError, DamagedError; MemoryRefusedError if the page's length changed.
+    fn reload(&self, py: Python<'_>) -> PyResult<()> {
+        self.gate.call(py, |store| store.reload(self.copy()))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("WorkingCopy(page={}, nbytes={}, epoch={})", self.page(), self.nbytes(), self.epoch())
+    }
+}
+
+impl Drop for PyWorkingCopy {
+    fn drop(&mut self) {
+        detached(self.copy.take());
+    }
+}
