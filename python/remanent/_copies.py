@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from remanent import _native
+from remanent._native import Extent
 from remanent._pages import Block
+from remanent._tensors import blocks
 
 
 class Copies:
     """Working copies of a store's pages, each for as long as its tensor lies where it did.
 
     A copy holds its tensor's memory: `keep` lets go of those that are not in use any more.
+
+    :param device: where tensors lie that are captured: where the store's kernels, or the host's loops, find them.
+    :param shadow: what they are compared with, as in `Store.working_copy`.
     """
 
-    def __init__(self, store: _native.Store, shadow: str) -> None:
+    def __init__(self, store: _native.Store, device: torch.device, shadow: str) -> None:
+        self.device = device
         self._store = store
         self._shadow = shadow
-        # By keys of pages, each with where its tensor lay, and its page.
+        # By keys of pages, each with where its tensor lay.
         self._held: dict[str, tuple[tuple[int, int, int], _native.WorkingCopy]] = {}
+        # What a batch has made pages for, to be captured by the next one.
+        self._begun: list[tuple[str, Block, int]] = []
 
-    def takes(self, block: Block) -> bool:
-        """Whether the block lies where a page can be compared with it."""
-        return block.nbytes > 0 and bool(block.data.is_cuda)
+    def blocks(self, found: Iterable[Extent]) -> Iterator[Block]:
+        """The pages of tensors; those that lie on the device are captured, the others brought to the host."""
+        # Of a save that failed something may be left.
+        self._begun = []
+        for block in blocks(found, on_host=False):
+            block.captured = block.nbytes > 0 and block.data.device == self.device
+            if block.nbytes and not block.captured:
+                block.data = block.data.cpu()
+            yield block
 
-    def of(self, key: str, info: _native.PageInfo, block: Block, width: int) -> _native.WorkingCopy:
-        """The block as a working copy of its page, which is as long: the next capture takes what changed."""
+    def arrive(self) -> None:
+        """Has captures come after what is queued on the device's current stream."""
+        if self.device.type == "cuda":
+            torch.cuda.default_stream(self.device).wait_stream(torch.cuda.current_stream(self.device))
+
+    def capture(self, batch: _native.Batch, key: str, block: Block, width: int) -> None:
+        """Has the batch make a page, which is as long as the block, what the block is."""
+        info = self._store.info(key)
         place = (block.data.data_ptr(), block.nbytes, width)
         held = self._held.get(key)
         # Another page, or changed by another batch: the memory is of none of its states.
         if held is None or held[0] != place or (held[1].page, held[1].epoch) != (info.page, info.epoch):
             copy = self._store.working_copy(info.page, block.data, width=width, shadow=self._shadow)
             self._held[key] = held = place, copy
-        return held[1]
+        batch.capture(held[1])
+
+    def begin(self, key: str, block: Block, width: int) -> None:
+        """A batch makes a page of the block's length, for `capture_begun`."""
+        self._begun.append((key, block, width))
+
+    def capture_begun(self, batch: _native.Batch) -> None:
+        """Captures what has begun: the batch that did it is committed."""
+        begun, self._begun = self._begun, []
+        for each in begun:
+            self.capture(batch, *each)
 
     def keep(self, keys: Iterable[str]) -> None:
         """Lets go of the copies of all other pages."""
         kept = set(keys)
         for key in self._held.keys() - kept:
             del self._held[key]
-
-
-def arrive(devices: Iterable[torch.device]) -> None:
-    """Has captures come after what is queued on the current streams of these devices."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.default_stream(device).wait_stream(torch.cuda.current_stream(device))

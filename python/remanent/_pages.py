@@ -26,6 +26,9 @@ _RESERVED = (MANIFEST_KEY, HEADER_KEY)
 _KEY_LEN_MAX = 64
 # Bytes of one batch, where a save may take several; a longer page has one of its own.
 _BATCH_BYTES = 64 << 20
+# Of captured blocks a batch has this many times as much, for mostly little of them changed. All of it would be fewer
+# bytes than a batch may have.
+_CAPTURED_PARTS = 6
 
 
 class Plan(Protocol):
@@ -38,9 +41,9 @@ class Plan(Protocol):
 class Captures(Protocol):
     """What captures blocks where they lie: see `_copies`."""
 
-    def takes(self, block: Block) -> bool: ...
+    def capture(self, batch: _native.Batch, key: str, block: Block, width: int) -> None: ...
 
-    def of(self, key: str, info: _native.PageInfo, block: Block, width: int) -> _native.WorkingCopy: ...
+    def begin(self, key: str, block: Block, width: int) -> None: ...
 
     def keep(self, keys: Iterable[str]) -> None: ...
 
@@ -62,6 +65,8 @@ class Block:
     arrays: list[Array]
     data: Any
     nbytes: int
+    # Whether the commit compares it with its page where it lies.
+    captured: bool = False
 
 
 @dataclass(slots=True)
@@ -154,7 +159,8 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
 
     On disk, pages take no memory beside their blocks, and where much of a page changed, or `elements` is False, all
     of it is written once: a snapshot writes whole pages anyway. In memory they are compared where they lie, and only
-    what changed is logged. What `captures` takes, the commit compares, and it counts as changed here.
+    what changed is logged. Of blocks that are captured the commit finds what changed, and they count as changed here.
+    New ones on disk are begun: they are captured in the batch after the next flush.
 
     `flush` does the updates that it is given in the batch, commits it, now or later, and gives a new one: then no more
     than some megabytes of blocks are held at a time, and the store is in between two versions until the last batch.
@@ -177,12 +183,13 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         return key in old.pages or key in new.pages or key in foreign
 
     for block in blocks:
-        if flush is not None and (block is None or held + block.nbytes > _BATCH_BYTES and held):
+        cost = 0 if block is None else block.nbytes // _CAPTURED_PARTS if block.captured else block.nbytes
+        if flush is not None and (block is None or held + cost > _BATCH_BYTES and held):
             batch, held = flush(updates), 0
             updates = []
         if block is None:
             continue
-        held += block.nbytes
+        held += cost
         first = block.arrays[0]
         key = key_by_name.get(first.name)
         if key is None or key in new.pages:
@@ -193,8 +200,14 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         said: dict[str, Any] = {"dtype": first.dtype}
         if whole:
             said |= {"name": first.name, "shape": list(first.shape)}
+        width = min(16, _width(first.dtype))
+        is_captured = captures is not None and block.captured
         if key not in old.pages:
             content = block.data if block.nbytes else 0
+            if captures is not None and is_captured and place == "disk":
+                # Captured, its bytes go to a file of their own, and not to the log.
+                content = block.nbytes
+                captures.begin(key, block, width)
             batch.create(content, key=key, place=place, metadata=said, at_commit=True)
             changed = True
             continue
@@ -210,16 +223,19 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         if info.place != place:
             batch.move_to(key, place)
             changed = True
-        width = min(16, _width(first.dtype))
-        if captures is not None and info.length == block.nbytes and captures.takes(block):
-            batch.capture(captures.of(key, info, block, width))
+        if captures is not None and is_captured and info.length == block.nbytes:
+            captures.capture(batch, key, block, width)
             changed = True
-        elif place == "host" and info.length == block.nbytes and block.nbytes:
+        elif captures is not None and is_captured and place == "disk":
+            batch.resize(key, block.nbytes)
+            captures.begin(key, block, width)
+            changed = True
+        elif place == "host" and not is_captured and info.length == block.nbytes and block.nbytes:
             # The lease ends before the commit, which would have to copy the page for it.
             with store.lease(key, "uint8", [block.nbytes]) as before:
                 changed |= batch.write_changes(key, before, block.data, width=width) > 0
         elif info.length != block.nbytes or block.nbytes:
-            data = block.data if captures is None or not captures.takes(block) else block.data.cpu()
+            data = block.data.cpu() if is_captured else block.data
             updates.append(Update(key, data if block.nbytes else b"", width, None if elements else 0))
     changed |= update(batch, updates)
     if captures is not None:

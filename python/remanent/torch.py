@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from remanent import _native, _pages
-from remanent._checkpointer import Checkpointer, Saved, Version
+from remanent._checkpointer import Checkpointer, Version
 from remanent._pages import Block
 from remanent._progress import Bar
 from remanent._run_state import whole
+from remanent._saved import Saved
 from remanent._tensors import blocks, extents, read_pages, tensors_of
 
 __all__ = ["Checkpointer", "Saved", "Version", "load_file", "save_file"]

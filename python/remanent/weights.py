@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from remanent import _native, _pages
-from remanent._copies import Copies, arrive
-from remanent._errors import DivergedError, NoStateError, OvertakenError
+from remanent._copies import Copies
+from remanent._errors import DivergedError, InvalidError, NoStateError, OvertakenError
 from remanent._tensors import DTYPE, blocks, bytes_of, extents
 
 __all__ = ["Publisher", "Subscriber", "checksum"]
@@ -50,13 +50,12 @@ def checksum(model: Any) -> int:
 class Publisher:
     """Publishes the weights of a model, step by step. One process at a time publishes to a directory.
 
-    Elements that changed are found against the pages of the store, which lie in host memory: weights on a GPU are
-    brought there at each step. With `device="cuda:0"` the pages lie on that GPU, and take as much of its memory as the
-    weights; then its kernels find what changed, and only that leaves it.
-
     :param check: whether each step carries the checksum of all weights, which subscribers then compare.
     :param log_kept: bytes of the log that are kept for subscribers that fall back.
-    :param options: options of `Store`, such as `device`.
+    :param device: where pages lie, which weights are compared with, and take as much memory. "host": weights on a GPU
+        are brought there at each step. "cuda:0", or another GPU that they are on: it finds what changed, and nothing
+        else leaves it.
+    :param options: options of `Store`.
 
     >>> import torch, remanent.weights
     >>> source, target = {"w": torch.zeros(1000)}, {"w": torch.ones(1000)}
@@ -72,11 +71,13 @@ class Publisher:
     >>> publisher.close()
     """
 
-    def __init__(self, directory: _Path, *, check: bool = False, log_kept: int = 1 << 30, **options: Any) -> None:
+    def __init__(self, directory: _Path, *, check: bool = False, log_kept: int = 1 << 30, device: str = "host",
+                 **options: Any) -> None:
+        if device == "auto":
+            raise InvalidError("device: \"auto\" does not say where the weights are", remedy="name it, as in \"cuda:0\"")
         self._check = check
-        self.store = _native.Store(directory, **{"device": "host", "log_kept": log_kept, **options})
-        self._on_host = options.get("device", "host") == "host"
-        self._copies = None if self._on_host else Copies(self.store, "page")
+        self.store = _native.Store(directory, device=device, log_kept=log_kept, **options)
+        self._copies = None if device == "host" else Copies(self.store, torch.device(device), "page")
 
     def publish(self, model: Any, step: int) -> _native.Ticket:
         """Logs what changed since the step before; subscribers see it from now on. Returns a ticket to wait for.
@@ -88,13 +89,16 @@ class Publisher:
         tensors = _tensors(model)
         batch = self.store.batch(note=f"step {step}")
         found = extents(tensors)
-        place = "host" if self._on_host else "device:0"
-        _pages.put(self.store, batch, blocks(found, on_host=self._on_host), place=place, captures=self._copies)
+        copies = self._copies
+        if copies is None:
+            _pages.put(self.store, batch, blocks(found), place="host")
+        else:
+            copies.arrive()
+            place = "host" if copies.device.type == "cpu" else "device:0"
+            _pages.put(self.store, batch, copies.blocks(found), place=place, captures=copies)
         batch.set_root("step", step)
         if self._check:
             batch.set_root("weights.crc32", checksum(tensors))
-        if not self._on_host:
-            arrive({each.device for each in found})
         return self.store.submit(batch)
 
     def close(self) -> None:

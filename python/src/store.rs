@@ -379,7 +379,7 @@ impl PyStore {
         PyPin::take(slf.py(), &slf.gate, page)
     }
 
-    /// Makes memory a working copy of a page: an array's, a tensor's, on the device that holds pages or, where
+    /// Makes memory a working copy of a page: an array, a tensor, on the device that holds pages or, where
     /// that is the host, there. `Batch.capture` takes what changed in it to the page.
     ///
     /// :param memory: writable, contiguous, as long as the page. It is held until the copy is gone.

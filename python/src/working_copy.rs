@@ -12,8 +12,8 @@ use crate::options::{place, width};
 /// Memory of the caller's that a page follows: `Batch.capture` logs what changed in it. Made by
 /// `Store.working_copy`.
 ///
-/// The page stays what the last commit made it, whatever is written to the memory meanwhile. A copy belongs to
-/// one state of its page, and a capture takes it to the next. Once another batch has changed the page, a
+/// The page stays what the last commit made it, whatever is written to the memory meanwhile. A copy belongs
+/// to one state of its page, and a capture takes it to the next. Once another batch has changed the page, a
 /// capture raises ConflictError until `reload`.
 ///
 /// >>> import numpy

@@ -25,11 +25,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
         def begin_with_copies(self: Publisher, *given: Any, **options: Any) -> None:
             begin(self, *given, **options)
-            self._copies = Copies(self.store, "page")
+            self._copies = Copies(self.store, torch.device("cpu"), "page")
 
         monkeypatch.setattr(Publisher, "__init__", begin_with_copies)
-        monkeypatch.setattr(Copies, "takes", lambda self, block: block.nbytes > 0)
     return str(request.param)
+
+
+def test_weights_lie_on_a_device_that_is_named(directory: str) -> None:
+    with pytest.raises(remanent.InvalidError, match="auto"):
+        Publisher(directory, device="auto")
 
 
 def test_tensors_that_move_are_captured_where_they_are(directory: str, way: str) -> None:

@@ -1,0 +1,224 @@
+"""Checkpoints by digests: of what did not change nothing is read, written or copied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from runs import copy_of, state_of  # noqa: E402
+
+from remanent import _pages  # noqa: E402
+from remanent._copies import Copies  # noqa: E402
+from remanent.torch import Checkpointer  # noqa: E402
+
+CHUNK = 65536
+
+
+class Adapted(torch.nn.Module):
+    """Frozen layers, and a small one that learns."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.frozen = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, device=device) for _ in range(4)))
+        self.frozen.requires_grad_(False)
+        self.tied = self.frozen[0].weight
+        self.adapter = torch.nn.Linear(1024, 4, device=device)
+
+    def forward(self, x: Any) -> Any:
+        return self.adapter(self.frozen(x))
+
+
+def make(device: str = "cpu") -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Adapted(device)
+    return model, torch.optim.AdamW(model.adapter.parameters(), lr=0.01)
+
+
+def train(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    x = torch.randn(8, 1024, device=model.adapter.weight.device)
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def equal(state: dict[str, Any], other: dict[str, Any]) -> bool:
+    return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
+
+
+def folder_bytes(directory: str) -> int:
+    return sum(file.stat().st_size for file in Path(directory, "pages").iterdir())
+
+
+@pytest.mark.parametrize("options", [{}, {"wait": False}])
+def test_a_run_goes_on_and_frozen_layers_are_not_written(directory: str, options: dict[str, Any]) -> None:
+    model, optimizer = make()
+    states = {}
+    with Checkpointer(directory, model, optimizer, keep=3, digests=True, spare_bytes=0) as run:
+        for step in range(6):
+            train(model, optimizer)
+            if step == 4:
+                model.frozen[2].bias[5] = 7
+            states[step] = copy_of(state_of(model, optimizer))
+            before, logged = folder_bytes(directory), run.store.stats()["log_bytes"]
+            saved = run.save(step, **options)
+            model.frozen[3].bias.add_(0)
+            saved.wait()
+            written = run.store.stats()["log_bytes"] - logged + folder_bytes(directory) - before
+            assert step == 0 or written < 500_000, "of 17 MB"
+        for step in (3, 5, 4):
+            assert run.restore(step) == step
+            assert equal(state_of(model, optimizer), states[step])
+        # What is restored is a change like any other.
+        run.save(6)
+        train(model, optimizer)
+        assert run.restore() == 6 and equal(state_of(model, optimizer), states[4])
+    model, optimizer = make()
+    with Checkpointer(directory, model, optimizer, digests=True) as run:
+        assert run.restore() == 6 and equal(state_of(model, optimizer), states[4])
+        assert model.tied is model.frozen[0].weight
+        train(model, optimizer)
+        expected = copy_of(state_of(model, optimizer))
+        run.save(7)
+        run.restore(6)
+        assert run.restore(7) == 7 and equal(state_of(model, optimizer), expected)
+    # And one without digests goes on.
+    model, optimizer = make()
+    with Checkpointer(directory, model, optimizer) as run:
+        assert run.restore() == 7 and equal(state_of(model, optimizer), expected)
+
+
+def test_chunks_that_changed_are_written_and_no_others(directory: str) -> None:
+    state = {"w": torch.randn(400 * CHUNK // 4)}
+    changed = [0, 3, 4, 77, 399]
+    with Checkpointer(directory, extra={"state": state}, rng=False, digests=True, spare_bytes=0) as run:
+        run.save(0)
+        run.save(1)
+        for step in range(2, 5):
+            for chunk in changed:
+                state["w"][chunk * CHUNK // 4 + step] = step
+            logged, before = run.store.stats()["log_bytes"], folder_bytes(directory)
+            run.save(step)
+            logged = run.store.stats()["log_bytes"] - logged
+            assert len(changed) * CHUNK <= logged < len(changed) * CHUNK * 1.02 + 30_000
+            # A snapshot writes what changed of a page once more, where its base stays.
+            assert folder_bytes(directory) - before < 3 * len(changed) * CHUNK
+        expected = state["w"].clone()
+        state["w"].zero_()
+        assert run.restore() == 4 and torch.equal(state["w"], expected)
+
+
+def test_tensors_come_go_and_change_their_shapes(directory: str) -> None:
+    state: dict[str, Any] = {}
+    with Checkpointer(directory, extra={"state": state}, rng=False, keep=20, digests=True) as run:
+        kept = []
+        for step in range(12):
+            torch.manual_seed(step)
+            state["grows"] = torch.randn(1000 * step + 1)
+            state["stays"] = state.get("stays", torch.zeros(100_000))
+            state["stays"][step::1000] += 1
+            state[f"new {step}"] = torch.randn(20_000)
+            state.pop(f"new {step - 3}", None)
+            base = torch.randn(300, 300)
+            state["views"] = [base[:100], base[50:150], base.T]
+            state["apart"] = torch.randn(300, 100).T
+            state["empty"], state["scalar"] = torch.empty(0, 3), torch.tensor(step)
+            state["kind"] = torch.randn(5000).to([torch.float32, torch.bfloat16, torch.complex128][step % 3])
+            kept.append({name: [each.clone() for each in value] if isinstance(value, list) else value.clone()
+                         for name, value in state.items()})
+            run.save(step)
+            # Packed anew at each save, it would never be known.
+            assert run._copies is not None and "state/apart" not in run._copies._held
+            assert "state/grows" in run._copies._held
+        for step, expected in enumerate(kept):
+            run.restore(step)
+            assert state.keys() == expected.keys()
+            for name, value in expected.items():
+                found = state[name]
+                pairs = zip(found, value, strict=True) if isinstance(value, list) else [(found, value)]
+                assert all(torch.equal(one, other) for one, other in pairs), (step, name)
+            views = state["views"]
+            assert views[0].untyped_storage().data_ptr() == views[2].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("room", [50_000, 1 << 30])
+def test_the_state_may_change_once_the_call_returns(
+        directory: str, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    # Several batches a save, and what is not captured goes through the room.
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", 20_000)
+    sound = _pages.update
+
+    def late(batch: Any, updates: Any) -> bool:
+        time.sleep(0.005)
+        return sound(batch, updates)
+
+    monkeypatch.setattr(_pages, "update", late)
+    state = {f"w{at}": torch.full([10_000 + at], float(at)) for at in range(20)}
+    state |= {f"t{at}": torch.full([500, 10 + at], float(at)).T for at in range(20)}
+    with Checkpointer(directory, extra={"state": state}, rng=False, digests=True, room=room) as run:
+        for step in range(8):
+            expected = copy_of(state)
+            saved = run.save(step, wait=False)
+            for tensor in state.values():
+                tensor += 1
+            saved.wait()
+            changed = copy_of(state)
+            run.restore()
+            assert equal(state, expected)
+            state.update(changed)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_that_fails_halfway_leaves_the_version_before(
+        directory: str, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", 20_000)
+    state = {f"w{at}": torch.full([10_000], float(at)) for at in range(6)}
+    sound = Copies.capture
+    with Checkpointer(directory, extra={"state": state}, rng=False, digests=True) as run:
+        run.save(0)
+        before = copy_of(state)
+        ended = set()
+        for count in range(8):
+            # First, so that it is begun when the capture of another one fails.
+            others = copy_of(state)
+            state.clear()
+            state[f"new {count}"] = torch.ones(10_000)
+            state.update(others)
+            for tensor in state.values():
+                tensor += 1
+            calls: Iterator[int] = iter(range(100))
+
+            def failing(self: Copies, *given: Any, calls: Iterator[int] = calls, count: int = count) -> None:
+                if next(calls) == count:
+                    raise InterruptedError
+                sound(self, *given)
+
+            monkeypatch.setattr(Copies, "capture", failing)
+            with pytest.raises(InterruptedError):
+                run.save(1, wait=wait)
+            monkeypatch.setattr(Copies, "capture", sound)
+            ended.add("saving" in run.store.root)
+            changed = copy_of(state)
+            assert run.restore() == 0 and equal(state, before)
+            state.clear()
+            state.update(changed)
+        assert ended == {False, True}
+        run.save(1)
+        expected = copy_of(state)
+        state.clear()
+        assert run.restore() == 1 and equal(state, expected) and "saving" not in run.store.root
+
+
+def test_memory_is_let_go(directory: str) -> None:
+    state = {"a": torch.randn(100_000), "b": torch.randn(100_000)}
+    with Checkpointer(directory, extra={"state": state}, rng=False, digests=True) as run:
+        run.save(0)
+        assert run._copies is not None and len(run._copies._held) == 2
+        del state["a"]
+        run.save(1)
+        assert len(run._copies._held) == 1
