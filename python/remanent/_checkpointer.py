@@ -77,7 +77,9 @@ class Checkpointer:
     :param digests: whether tensors on the model's GPU are captured by digests: the GPU finds the chunks of 64 KiB that
         changed since the save before, and nothing else leaves it. They are on disk or on their way there when the call
         returns, and need no `room`. It is for states of which little changes, as with frozen layers. A first save, and
-        the first one of a process, writes all of them. Without a GPU it is the host that finds them.
+        the first one of a process, writes all of them. Changes of 128 MiB wait in host memory until they are in a
+        version, or `budget={"disk": bytes}`; beyond that, tensors are written whole. Without a GPU it is the host that
+        finds them.
     :param options: options of `Store`, such as `log_io`. `compression=True` takes a fifth less of the disk for weights
         in bfloat16, and two to three times the time.
 
@@ -389,7 +391,8 @@ class Checkpointer:
         unnamed = [info for info in self.store.snapshots() if info.name and info.name.startswith(_STEP)]
         since = time.time() - self._keep_for if self._keep_for is not None else float("inf")
         gone = [info.name for info in unnamed[: -self._keep] if info.name and info.created_unix_ms / 1000 < since]
-        if gone:
+        if gone or self._copies is not None:
+            # What was captured waits in memory until its version has been read back, which comes first here.
             self.store.prune(give_up=gone, names_only=True)
         return ticket.lsn
 

@@ -204,10 +204,12 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         is_captured = captures is not None and block.captured
         if key not in old.pages:
             content = block.data if block.nbytes else 0
+            # In both ways its bytes go to a file of their own: from a GPU's memory they would go to the log.
             if captures is not None and is_captured and place == "disk":
-                # Captured, its bytes go to a file of their own, and not to the log.
                 content = block.nbytes
                 captures.begin(key, block, width)
+            elif is_captured:
+                content = block.data.cpu()
             batch.create(content, key=key, place=place, metadata=said, at_commit=True)
             changed = True
             continue

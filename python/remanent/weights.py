@@ -82,7 +82,8 @@ class Publisher:
     def publish(self, model: Any, step: int) -> _native.Ticket:
         """Logs what changed since the step before; subscribers see it from now on. Returns a ticket to wait for.
 
-        The weights are read as the current streams of their devices leave them, and may change once this returns.
+        The weights are read as the current streams of their devices leave them, and may change once this returns. What
+        is logged of a step is one batch, at most 1 GiB: an element that changed takes its own bytes and up to four.
 
         :param model: a module, or tensors by name. :raises RefusedError: for a tensor that is not plain, by its name.
         """

@@ -96,7 +96,9 @@ def test_a_run_goes_on_and_frozen_layers_are_not_written(directory: str, options
 def test_chunks_that_changed_are_written_and_no_others(directory: str) -> None:
     state = {"w": torch.randn(400 * CHUNK // 4)}
     changed = [0, 3, 4, 77, 399]
-    with Checkpointer(directory, extra={"state": state}, rng=False, digests=True, spare_bytes=0) as run:
+    # What one save captures may wait in memory, and not what two do.
+    options: dict[str, Any] = {"keep": 20, "spare_bytes": 0, "budget": {"disk": 600 << 10}}
+    with Checkpointer(directory, extra={"state": state}, rng=False, digests=True, **options) as run:
         run.save(0)
         run.save(1)
         for step in range(2, 5):
@@ -111,6 +113,21 @@ def test_chunks_that_changed_are_written_and_no_others(directory: str) -> None:
         expected = state["w"].clone()
         state["w"].zero_()
         assert run.restore() == 4 and torch.equal(state["w"], expected)
+
+
+@pytest.mark.parametrize("keep", [1, 20])
+def test_more_changes_than_may_wait_in_memory(directory: str, keep: int) -> None:
+    state = {f"w{at}": torch.randn(20 * CHUNK // 4) for at in range(8)}
+    budget = {"disk": 4 << 20}
+    with Checkpointer(directory, extra={"state": state}, rng=False, keep=keep, digests=True, budget=budget) as run:
+        for step, count in enumerate([0, 3, 3, 3, 5, 20, 3]):
+            for tensor in state.values():
+                tensor.view(20, -1)[:count] += 1
+            run.save(step)
+        expected = copy_of(state)
+        for tensor in state.values():
+            tensor.zero_()
+        assert run.restore() == 6 and equal(state, expected)
 
 
 def test_tensors_come_go_and_change_their_shapes(directory: str) -> None:

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
+from remanent import _pages  # noqa: E402
 from remanent._copy_streams import CopyStreams  # noqa: E402
 from remanent.torch import Checkpointer, load_file, save_file  # noqa: E402
 from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
@@ -73,8 +74,9 @@ def test_files_go_from_and_to_a_gpu(directory: str) -> None:
     assert loaded["b"][1, 0] == 7
 
 
+@pytest.mark.parametrize("digests", [False, True])
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
-def test_a_run_on_a_gpu_goes_on_bit_for_bit(directory: str, options: dict[str, Any]) -> None:
+def test_a_run_on_a_gpu_goes_on_bit_for_bit(directory: str, options: dict[str, Any], digests: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 1)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), **options)
@@ -90,7 +92,7 @@ def test_a_run_on_a_gpu_goes_on_bit_for_bit(directory: str, options: dict[str, A
         return losses
 
     train(3)
-    with Checkpointer(directory, model, optimizer) as run:
+    with Checkpointer(directory, model, optimizer, digests=digests) as run:
         run.save(3)
         places = [parameter.data_ptr() for parameter in model.parameters()]
         expected = train(4)
@@ -122,6 +124,39 @@ def test_weights_are_followed_on_a_gpu(directory: str, device: str) -> None:
             publisher.publish(source, 12).wait()
             assert publisher.store.stats()["log_bytes"] - logged < 4096
             assert subscriber.apply_to(target, timeout=10) == 12 and checksum(target) == checksum(source)
+
+
+@pytest.mark.parametrize("batch", [64 << 20, 300_000])
+def test_digests_are_of_the_moment_of_the_save(
+        directory: str, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", batch)
+    state = {f"w{at}": torch.randn(500_000, device="cuda") for at in range(12)}
+    state |= {"host": torch.zeros(1000), "packed": torch.randn(300, 200, device="cuda").T}
+    live, model = dict(state), torch.nn.ParameterDict({"w": state["w0"]})
+    with (Checkpointer(directory, model, extra={"state": state}, rng=False, digests=True) as run,
+          torch.cuda.stream(torch.cuda.Stream())):
+        assert "host" not in run.store.recovered["device"]
+        for step in range(6):
+            # What the stream does late is of this save still, and what it does after the call is not.
+            torch.cuda._sleep(50_000_000)
+            for tensor in state.values():
+                if step % 2 == 0 or not tensor.is_cuda:
+                    tensor += 1
+                else:
+                    tensor.reshape(-1)[step::200_000] = step
+            logged = run.store.stats()["log_bytes"]
+            saved = run.save(step, wait=False)
+            expected = {name: tensor.clone() for name, tensor in state.items()}
+            for tensor in state.values():
+                tensor += 3
+            saved.wait()
+            assert step % 2 == 0 or run.store.stats()["log_bytes"] - logged < 12 * 4 * 65_536 + 100_000
+            # It fills the dict with tensors of its own.
+            assert run.restore() == step
+            assert all(torch.equal(state[name].to(tensor.device), tensor) for name, tensor in expected.items())
+            for name, tensor in expected.items():
+                live[name].copy_(tensor)
+            state.update(live)
 
 
 def delay_copies(monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:

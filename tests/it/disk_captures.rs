@@ -8,12 +8,15 @@ use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
-use remanent::{Direction, Error, FileName, Place, Shadow, Store, Width};
+use remanent::{Budget, Direction, Error, FileName, PageId, Place, Shadow, Store, Width};
 
 use crate::files::Files;
 use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
 
+/// A chunk of digests, and a page of 16.
+const CHUNK: u64 = 64 << 10;
+const PAGE: u64 = 16 * CHUNK;
 const SHADOWS: [Shadow; 2] = [Shadow::Kept(Place::Host), Shadow::Digest];
 
 /// Bytes of the caller's, as long as a page, for kernels to write.
@@ -125,6 +128,53 @@ fn stands_for_a_page_on_disk(shadow: Shadow, device: &Arc<dyn Device>) {
         store = reopen();
         assert!(store.read_to_vec(page).unwrap() == plain);
         store.snapshot().unwrap();
+    }
+}
+
+/// What is captured of a page on disk waits in memory for a snapshot. Where it finds no room there, and no
+/// snapshot comes, pages are written whole, those of which most changed first.
+#[test]
+fn pages_whose_changes_find_no_room_are_written_whole() {
+    for shadow in SHADOWS {
+        let disk = SimDisk::new();
+        let budget = Budget::default().with(Place::Disk, 400 << 10);
+        let store = opened(&disk, uncompressed().budget(budget.clone()));
+        let mut random = Random(5);
+        let mut plain: Vec<Vec<u8>> = (0..4).map(|_| random.bytes(PAGE)).collect();
+        let pages = commit(&store, |batch| {
+            plain.iter().for_each(|bytes| _ = batch.create_from(bytes.clone(), Place::Disk));
+        });
+        let copy = |(page, bytes): (&PageId, &Vec<u8>)| {
+            let memory = tensor(&store, bytes);
+            store.working_copy_in(*page, &memory, Width::W1, shadow, Direction::Load).unwrap()
+        };
+        let copies: Vec<_> = pages.iter().zip(&plain).map(copy).collect();
+        // Chunks that change of each page, of 16: never more than a quarter. Four of them have room.
+        let rounds =
+            [([1, 2, 3, 4], 2..=2), ([4, 1, 1, 1], 1..=3), ([0, 0, 1, 0], 0..=1), ([4, 4, 4, 4], 3..=4)];
+        for (round, (chunks, expected)) in rounds.into_iter().enumerate() {
+            for ((copy, plain), chunks) in copies.iter().zip(&mut plain).zip(chunks) {
+                for chunk in 0..chunks {
+                    let at = 4 * chunk * CHUNK;
+                    let bytes = &mut plain[at as usize..(at + CHUNK) as usize];
+                    bytes.iter_mut().for_each(|byte| *byte ^= 1 + round as u8);
+                    copy.bytes().write(at, bytes).unwrap();
+                }
+            }
+            let before = image_bytes(&disk);
+            commit(&store, |batch| copies.iter().for_each(|copy| _ = batch.capture(copy)));
+            let whole = (image_bytes(&disk) - before) / PAGE;
+            assert!(expected.contains(&whole), "{whole} pages written whole in round {round}, {shadow:?}");
+            for (page, plain) in pages.iter().zip(&plain) {
+                assert!(store.read_to_vec(*page).unwrap() == *plain, "round {round}, {shadow:?}");
+            }
+            assert!(store.stats().pending_bytes <= 400 << 10);
+        }
+        drop((copies, store));
+        let store = opened(&disk, uncompressed().budget(budget));
+        for (page, plain) in pages.iter().zip(&plain) {
+            assert!(store.read_to_vec(*page).unwrap() == *plain);
+        }
     }
 }
 

@@ -25,7 +25,7 @@ use remanent_format::image::ImageRef;
 
 pub(crate) use self::image::DiskImage;
 pub(crate) use self::overlay::NewOverlay;
-pub(crate) use self::page::{DiskPage, pending_bytes_of};
+pub(crate) use self::page::{DiskPage, pending_bytes_of, pending_bytes_of_elements, pending_bytes_of_write};
 use crate::base::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::disk::Disk;
@@ -161,6 +161,17 @@ impl DiskPages {
     pub fn note_unreadable(&self, reason: Option<&Error>) {
         *self.unreadable.lock() = reason.cloned();
         self.pending.fell.notify_all();
+    }
+
+    /// Bytes that may be pending beside those that are or will be.
+    pub fn room(&self) -> u64 {
+        let claimed = self.pending.claimed.lock();
+        self.pending_max.saturating_sub(self.pending_bytes().saturating_add(*claimed))
+    }
+
+    /// Bytes that may be pending.
+    pub fn pending_max(&self) -> u64 {
+        self.pending_max
     }
 
     /// Claims `needed` bytes, however many are pending: for a caller that cannot wait.

@@ -66,19 +66,30 @@ struct Block {
 
 const BLOCK_BYTES: u64 = size_of::<Block>() as u64;
 
+/// Blocks that a write of `len` bytes touches, at most.
+fn blocks(len: u64) -> u64 {
+    if len == 0 { 0 } else { len / BLOCK_LEN as u64 + 2 }
+}
+
 /// Bytes that may be pending after an operation, at most.
 pub(crate) fn pending_bytes_of(op: &Op<'_>) -> u64 {
-    let blocks = |len: u64| if len == 0 { 0 } else { len / BLOCK_LEN as u64 + 2 };
-    let count = match op {
+    let len = op.range().map_or(0, |(_, len)| len);
+    match op {
         Op::Image { .. } => 0,
-        // Each element lies in two blocks at most.
-        Op::Scatter { indices, .. } => {
-            let in_range = op.range().map_or(0, |(_, len)| blocks(len));
-            in_range.min(2 * indices.len() as u64)
-        }
-        _ => op.range().map_or(0, |(_, len)| blocks(len)),
-    };
-    count.saturating_mul(BLOCK_BYTES)
+        Op::Scatter { indices, .. } => pending_bytes_of_elements(indices.len() as u64, len),
+        _ => pending_bytes_of_write(len),
+    }
+}
+
+/// Bytes that may be pending after a write of `len` bytes, at most.
+pub(crate) fn pending_bytes_of_write(len: u64) -> u64 {
+    blocks(len).saturating_mul(BLOCK_BYTES)
+}
+
+/// Bytes that may be pending after writes of `count` elements in a range of `len` bytes, at most.
+pub(crate) fn pending_bytes_of_elements(count: u64, len: u64) -> u64 {
+    // Each element lies in two blocks at most.
+    blocks(len).min(count.saturating_mul(2)).saturating_mul(BLOCK_BYTES)
 }
 
 impl DiskPage {

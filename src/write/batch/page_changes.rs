@@ -11,6 +11,9 @@ const RANGE_COST: u64 = 40;
 const INDEX_COST: u64 = 1;
 /// Unchanged bytes that a range may bridge: no more than a range of its own would cost.
 const BRIDGED_MAX: u64 = RANGE_COST;
+/// Bytes that are compared at once: a whole number of elements of any width. Element by element, 600 MB of
+/// 2-byte elements, of which one in a hundred differed, took 1 s.
+const COMPARED_AT_ONCE: usize = 16;
 /// Elements after which a range is settled, so that it is not collected twice over.
 const SETTLED_AFTER: u64 = 4096;
 
@@ -48,6 +51,8 @@ pub struct PageChanges {
     values: Vec<u8>,
     ranges: Vec<ChangedRange>,
     open: Option<OpenRange>,
+    /// Room of a range that fell into elements, for the next one: most ranges hold one.
+    room: (Vec<u8>, Vec<u64>),
 }
 
 /// Bytes that replace others.
@@ -82,45 +87,57 @@ impl PageChanges {
     #[must_use]
     pub fn new(width: Width) -> Self {
         let (indices, values, ranges) = (Vec::new(), Vec::new(), Vec::new());
-        Self { width, count: 0, cost: 0, indices, values, ranges, open: None }
+        Self { width, count: 0, cost: 0, indices, values, ranges, open: None, room: Default::default() }
     }
 
     /// Compares a piece of both versions; `offset` is its place in the page, the end of the piece before. A
     /// last element that is not whole counts as one.
     pub fn compare(&mut self, offset: u64, before: &[u8], after: &[u8]) {
-        let width = self.width.bytes();
         if before == after {
             return;
         }
-        let elements = before.chunks(width).zip(after.chunks(width));
-        for (at, (old, new)) in (offset..).step_by(width).zip(elements) {
-            if old == new {
+        let width = self.width.bytes();
+        let blocks = before.chunks(COMPARED_AT_ONCE).zip(after.chunks(COMPARED_AT_ONCE));
+        for (start, (old, new)) in (0..).step_by(COMPARED_AT_ONCE).zip(blocks) {
+            let whole =
+                |block: &[u8]| <[u8; COMPARED_AT_ONCE]>::try_from(block).ok().map(u128::from_ne_bytes);
+            if whole(old).is_some_and(|old| whole(new) == Some(old)) {
                 continue;
             }
-            self.count += 1;
-            let bridged = self.open.as_ref().map(|open| at - open.end());
-            // The bytes between are still at hand only if they lie in this piece.
-            if bridged.is_some_and(|bridged| bridged > BRIDGED_MAX || bridged > at - offset) {
-                self.settle();
-            }
-            let open = self.open.get_or_insert_with(|| OpenRange {
-                range: ChangedRange { offset: at, bytes: Vec::new() },
-                changed: Vec::new(),
-                settled: false,
-            });
-            let between = (open.end() - offset) as usize..(at - offset) as usize;
-            open.range.bytes.extend_from_slice(&after[between]);
-            open.range.bytes.extend_from_slice(new);
-            if open.settled {
-                continue;
-            }
-            open.changed.push(at);
-            if open.changed.len() as u64 >= SETTLED_AFTER {
-                if open.is_cheaper_whole(width as u64) {
-                    (open.settled, open.changed) = (true, Vec::new());
-                } else {
-                    self.settle();
+            for (at, (old, new)) in (start..).step_by(width).zip(old.chunks(width).zip(new.chunks(width))) {
+                if old != new {
+                    self.add(offset, at, new, after);
                 }
+            }
+        }
+    }
+
+    /// Adds an element that differs, at `at` in a piece which begins at `offset` and becomes `after`.
+    fn add(&mut self, offset: u64, at: usize, new: &[u8], after: &[u8]) {
+        let width = self.width.bytes() as u64;
+        let page_at = offset + at as u64;
+        self.count += 1;
+        let bridged = self.open.as_ref().map(|open| page_at - open.end());
+        // The bytes between are still at hand only if they lie in this piece.
+        if bridged.is_some_and(|bridged| bridged > BRIDGED_MAX || bridged > at as u64) {
+            self.settle();
+        }
+        let open = self.open.get_or_insert_with(|| {
+            let (bytes, changed) = std::mem::take(&mut self.room);
+            OpenRange { range: ChangedRange { offset: page_at, bytes }, changed, settled: false }
+        });
+        let between = (open.end() - offset) as usize..at;
+        open.range.bytes.extend_from_slice(&after[between]);
+        open.range.bytes.extend_from_slice(new);
+        if open.settled {
+            return;
+        }
+        open.changed.push(page_at);
+        if open.changed.len() as u64 >= SETTLED_AFTER {
+            if open.is_cheaper_whole(width) {
+                (open.settled, open.changed) = (true, Vec::new());
+            } else {
+                self.settle();
             }
         }
     }
@@ -138,12 +155,15 @@ impl PageChanges {
             self.ranges.push(open.range);
             return;
         }
-        for at in open.changed {
+        let OpenRange { range: ChangedRange { offset, mut bytes }, mut changed, .. } = open;
+        for at in changed.drain(..) {
             self.cost += INDEX_COST + width as u64;
             self.indices.push((at / width as u64) as u32);
-            let start = (at - open.range.offset) as usize;
-            self.values.extend_from_slice(&open.range.bytes[start..start + width]);
+            let start = (at - offset) as usize;
+            self.values.extend_from_slice(&bytes[start..start + width]);
         }
+        bytes.clear();
+        self.room = (bytes, changed);
     }
 
     /// Number of changed elements.
@@ -285,7 +305,7 @@ mod tests {
                 let step = 1 + random(20);
                 (start..len.min(start + run)).step_by(step).for_each(|at| after[at] = random(256) as u8);
             }
-            let width = [Width::W1, Width::W2, Width::W4, Width::W8][random(4)];
+            let width = [Width::W1, Width::W2, Width::W4, Width::W8, Width::W16][random(5)];
             let piece = width.bytes() * (1 + random(500));
             check(width, piece, &before, &after);
         }

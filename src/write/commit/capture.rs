@@ -28,7 +28,7 @@ use super::stage_memory::StageMemory;
 use crate::base::allocation::{collected, push};
 use crate::device::{Access, Command, CommandList, DIGEST_CHUNK_LEN, Lane, Pending, Span};
 use crate::error::{Error, Result};
-use crate::images::disk_pages::DiskPage;
+use crate::images::disk_pages::{DiskPage, pending_bytes_of_elements, pending_bytes_of_write};
 use crate::memory::arena::Purpose;
 use crate::write::batch::{CapturedPart, CopyShadow, ElementChanges, WorkingCopy, WriteBatch};
 
@@ -54,12 +54,16 @@ struct Capture<'a> {
     staged: Option<StageMemory>,
 }
 
-/// A capture of all bytes of a page.
+/// A capture that looked at all bytes of a page.
 pub(super) struct WholeCapture<'a> {
     /// The operation's index in the batch.
     pub step: usize,
     pub page: PageId,
     pub bytes: CapturedBytes<'a>,
+    /// How many bytes changed.
+    pub changed: u64,
+    /// Bytes of host memory in which the changes wait for a snapshot if the page is on disk, at most.
+    pub pending: u64,
 }
 
 /// The place of a captured page's bytes.
@@ -68,6 +72,13 @@ pub(super) enum CapturedBytes<'a> {
     Staged(Span),
     /// In the copy itself, which lies there and has this key: they are gathered as they are written.
     InCopy(&'a WorkingCopy, Span, Span),
+}
+
+/// Bytes that may be pending after the changes of a part, at most.
+fn pending_bytes(part: &CapturedPart) -> u64 {
+    let elements = pending_bytes_of_elements(part.elements.len() as u64, part.staged.len);
+    let runs = part.runs.iter().map(|run| pending_bytes_of_write(run.end - run.start));
+    runs.fold(elements, u64::saturating_add)
 }
 
 impl CapturedBytes<'_> {
@@ -125,23 +136,22 @@ impl Captures<'_> {
         self.taken.is_empty()
     }
 
-    /// The captures of a whole page of which more than one byte in `part` changed: the operation's index, the
-    /// page, and its bytes.
-    pub fn whole(&self, part: u64) -> impl Iterator<Item = WholeCapture<'_>> {
-        self.taken.iter().filter_map(move |capture| {
+    /// The captures that looked at all of their page, and found a change.
+    pub fn of_whole_pages(&self) -> impl Iterator<Item = WholeCapture<'_>> {
+        self.taken.iter().filter_map(|capture| {
             let Capture { step, copy, parts, staged, .. } = capture;
-            let found = self.found.get(step)?;
-            let len = copy.bytes().byte_len();
-            let changed: u64 = found.iter().map(|part| part.changed_bytes(copy.width())).sum();
-            let is_looked_at = parts.iter().map(|(range, _)| range.end - range.start).sum::<u64>() == len;
-            if !(is_looked_at && changed.saturating_mul(part) > len) {
+            let (found, len) = (self.found.get(step)?, copy.bytes().byte_len());
+            let looked_at: u64 = parts.iter().map(|(range, _)| range.end - range.start).sum();
+            if looked_at != len {
                 return None;
             }
             let bytes = match staged {
                 Some(staged) => CapturedBytes::Staged(staged.part(0, len)),
                 None => CapturedBytes::InCopy(copy, copy.bytes().span(), found.first()?.key?),
             };
-            Some(WholeCapture { step: *step, page: copy.page(), bytes })
+            let changed = found.iter().map(|part| part.changed_bytes(copy.width())).sum();
+            let pending = found.iter().map(pending_bytes).fold(0, u64::saturating_add);
+            (changed > 0).then_some(WholeCapture { step: *step, page: copy.page(), bytes, changed, pending })
         })
     }
 

@@ -27,7 +27,7 @@ use crate::images::AheadImages;
 use crate::write::batch::{ChunkDigests, CopySources, OpImages, WHOLE_PAGE_LEN_MIN};
 
 /// A page of which more than this part changed is written whole: that is read back by one read, and takes no
-/// memory until the next snapshot.
+/// memory until the next snapshot. So is a page whose changes find no room there.
 const WHOLE_PART: u64 = 4;
 
 /// Captured pages whose new bytes are in images.
@@ -78,8 +78,43 @@ impl CapturedImages<'_> {
 }
 
 impl Committer {
-    /// Writes images of the captured pages on disk that changed most, if they are worth an image file. The
-    /// file and its name are durable when this returns.
+    /// The captured pages on disk that are written whole: those of which much changed, if they are worth an
+    /// image file, and those whose changes find no room in memory.
+    fn captured_whole<'c>(
+        &self,
+        captures: &'c Captures<'_>,
+        copied: &CopySources,
+    ) -> Result<Vec<WholeCapture<'c>>> {
+        let (mut whole, mut others) = (Vec::new(), Vec::new());
+        for capture in captures.of_whole_pages() {
+            let len = capture.bytes.byte_len();
+            if len >= WHOLE_PAGE_LEN_MIN
+                && !copied.whole.contains(&capture.page)
+                && is_on_disk(&self.submitted.lock(), capture.page)
+            {
+                let is_whole = capture.changed.saturating_mul(WHOLE_PART) > len;
+                push(if is_whole { &mut whole } else { &mut others }, capture)?;
+            }
+        }
+        let bytes = |pages: &[WholeCapture<'_>]| pages.iter().map(|page| page.bytes.byte_len()).sum::<u64>();
+        if bytes(&whole) < self.ahead_bytes_min {
+            others.append(&mut whole);
+        }
+        // Where the store takes snapshots of its own, they make room, and the batch waits for it.
+        let disk_pages = &self.engine.disk_pages;
+        let mut room = if self.takes_snapshots { disk_pages.pending_max() } else { disk_pages.room() };
+        others.sort_unstable_by_key(|capture| capture.pending);
+        for capture in others {
+            match room.checked_sub(capture.pending) {
+                Some(left) => room = left,
+                None => push(&mut whole, capture)?,
+            }
+        }
+        Ok(whole)
+    }
+
+    /// Writes images of the captured pages on disk that are written whole. The files and their names are
+    /// durable when this returns.
     ///
     /// # Errors
     /// No space or no memory; a device error. All are clean.
@@ -88,17 +123,8 @@ impl Committer {
         captures: &Captures<'_>,
         copied: &CopySources,
     ) -> Result<CapturedImages<'_>> {
-        let mut whole = Vec::new();
-        for capture in captures.whole(WHOLE_PART) {
-            let is_alone =
-                capture.bytes.byte_len() >= WHOLE_PAGE_LEN_MIN && !copied.whole.contains(&capture.page);
-            if is_alone && is_on_disk(&self.submitted.lock(), capture.page) {
-                push(&mut whole, capture)?;
-            }
-        }
-        if whole.is_empty()
-            || whole.iter().map(|page| page.bytes.byte_len()).sum::<u64>() < self.ahead_bytes_min
-        {
+        let whole = self.captured_whole(captures, copied)?;
+        if whole.is_empty() {
             return Ok(CapturedImages::default());
         }
         let lens = collected(whole.iter().map(|capture| (capture.page, capture.bytes.byte_len())))?;

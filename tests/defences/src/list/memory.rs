@@ -127,8 +127,15 @@ pub const LIST: &[Defence] = &[
     refusal(
         "a page is captured whole only if all of it was looked at",
         "src/write/commit/capture.rs",
-        "!(is_looked_at && changed.saturating_mul(part) > len)",
+        "looked_at != len",
         it("captures::declared_ranges_are_looked_at_and_no_others"),
+    ),
+    defence(
+        "captured changes that find no room in memory do not go there",
+        "src/write/commit/captured_images.rs",
+        "room.checked_sub(capture.pending)",
+        "Some(room)",
+        it("disk_captures::pages_whose_changes_find_no_room_are_written_whole"),
     ),
     // Working copies with digests.
     defence(
