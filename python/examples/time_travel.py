@@ -1,0 +1,90 @@
+"""A run that went wrong: which step it was, what changed in it, and a new run from just before it.
+
+    python time_travel.py
+
+A model trains, and each step is a version. At one step a batch of bad data comes in, and some weights become so large
+that the loss never recovers. Later the first bad version is found by halving, `diff` says which tensors it changed as
+no version before, and a fork goes on from the version before it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from remanent.torch import Checkpointer
+
+STEPS, BAD_STEP = 32, 21
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(16, 64), torch.nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        guess: torch.Tensor = self.out(torch.tanh(self.into(x)))
+        return guess.squeeze(1)
+
+
+def make() -> tuple[Model, torch.optim.SGD]:
+    torch.manual_seed(0)
+    model = Model()
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def train(model: Model, optimizer: torch.optim.SGD, *, is_bad: bool = False) -> float:
+    x = torch.randn(64, 16)
+    loss = (model(x) - x.mean(dim=1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if is_bad:
+        with torch.no_grad():
+            model.out.weight[0, 10:13] = 1e4
+    return float(loss.detach())
+
+
+def is_good(run: Checkpointer, model: Model, step: int) -> bool:
+    run.restore(step)
+    return all(float(parameter.detach().abs().max()) < 100 for parameter in model.parameters())
+
+
+def first_bad(run: Checkpointer, model: Model, good: int, bad: int) -> int:
+    """Halves the steps between a good and a bad one, each of which is a version."""
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if is_good(run, model, middle):
+            good = middle
+        else:
+            bad = middle
+    return bad
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model, optimizer = make()
+        with Checkpointer(Path(folder) / "run", model, optimizer, keep=STEPS) as run:
+            for step in range(1, STEPS + 1):
+                loss = train(model, optimizer, is_bad=step == BAD_STEP)
+                run.save(step)
+            print(f"after {STEPS} steps the loss is {loss:.3g}")
+            bad = first_bad(run, model, 1, STEPS)
+            assert bad == BAD_STEP
+            changed = {name: count for name, count in run.diff(bad - 1, bad).items() if name.startswith("model")}
+            print(f"version {bad} is the first bad one; against the one before it differ, in elements: {changed}")
+            run.fork(Path(folder) / "again", bad - 1)
+        with Checkpointer(Path(folder) / "again", model, optimizer, keep=2) as again:
+            step = again.restore()
+            assert step == BAD_STEP - 1
+            for step in range(BAD_STEP, STEPS + 1):
+                mended = train(model, optimizer)
+                again.save(step)
+            print(f"a fork of version {BAD_STEP - 1} has a loss of {mended:.3g} after as many steps")
+    assert mended < 1 < loss
+
+
+if __name__ == "__main__":
+    main()
