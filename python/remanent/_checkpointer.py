@@ -17,7 +17,15 @@ import torch
 from remanent import _native, _pages
 from remanent._copies import Copies
 from remanent._copy_streams import Moment
-from remanent._errors import ClosedError, InUseError, InvalidError, NoStateError, OvertakenError, RefusedError
+from remanent._errors import (
+    ClosedError,
+    ForkedError,
+    InUseError,
+    InvalidError,
+    NoStateError,
+    OvertakenError,
+    RefusedError,
+)
 from remanent._native import Extent
 from remanent._pages import Block
 from remanent._room import Passage, Room, WriterEndedError
@@ -35,6 +43,8 @@ _WRITERS = min(4, os.cpu_count() or 1)
 _DELETED_AT_ONCE = 10_000
 # A longer tensor is not captured: of a quarter of it that changed, a batch would have more than it may.
 _CAPTURED_MAX = 2 << 30
+# Changes that digests find wait in up to half of this.
+_PENDING_BYTES = 512 << 20
 _STEP = "step "
 
 
@@ -75,11 +85,12 @@ class Checkpointer:
         compiled step, no optimizer that changes parameters elsewhere, no assignment before the step
         (`Saved.wait_copied`).
     :param digests: whether tensors on the model's GPU are captured by digests: the GPU finds the chunks of 64 KiB that
-        changed since the save before, and nothing else leaves it. They are on disk or on their way there when the call
-        returns, and need no `room`. It is for states of which little changes, as with frozen layers. A first save, and
-        the first one of a process, writes all of them. Changes of 128 MiB wait in host memory until they are in a
-        version, or `budget={"disk": bytes}`; beyond that, tensors are written whole. Without a GPU it is the host that
-        finds them.
+        changed since the save before, and nothing else of them leaves it. They are logged when the call returns, and
+        need no `room`. It is for states of which little changes, as with frozen layers: a first save, and the first one
+        of a process or after `restore`, writes all. Changes wait in host memory until their version is on disk, in up
+        to half of `budget={"disk": bytes}`, 512 MiB if it is not given; tensors beyond that are written whole. Tensors
+        of more than 2 GiB, those that are not contiguous, and those elsewhere are saved as without it. The memory of
+        captured tensors is held until the next save. Of a model on the host, the host finds what changed.
     :param options: options of `Store`, such as `log_io`. `compression=True` takes a fifth less of the disk for weights
         in bfloat16, and two to three times the time.
 
@@ -131,11 +142,16 @@ class Checkpointer:
         self._rng, self._keep, self._keep_for = rng, keep, keep_for
         self._directory = directory
         # Each save makes a snapshot of its own: no others are needed.
+        if digests and "device" in options:
+            raise InvalidError("digests: the store is on the model's device, and on no other")
         device = _device_of(model) if digests else torch.device("cpu")
         own = {"device": "host" if device.type == "cpu" else str(device), "snapshot_log_bytes": None,
                "snapshot_interval": None, "snapshots_kept": 1, "compression": False}
+        if digests:
+            own["budget"] = {"disk": _PENDING_BYTES}
         self.store = _native.Store(directory, **{**own, **options})
         self._copies = Copies(self.store, device, "digests") if digests else None
+        self._opener = os.getpid()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint")
         self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS, "remanent-checkpoint-write")
         self._sender = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint-copy")
@@ -222,8 +238,9 @@ class Checkpointer:
             return [], found
         device = self._copies.device
         others = {each.storage for each in found
-                  if each.device != device or not 0 < each.nbytes <= _CAPTURED_MAX or not each.tensor.is_contiguous()}
-        return [each for each in found if each.storage not in others], [each for each in found if each.storage in others]
+                  if each.device != device or each.nbytes > _CAPTURED_MAX or not each.tensor.is_contiguous()}
+        captured = [each for each in found if each.nbytes and each.storage not in others]
+        return captured, [each for each in found if not each.nbytes or each.storage in others]
 
     def _settle(self, *, patient: bool = False) -> None:
         """Waits until no thread has anything of a save to do any more, however that ended.
@@ -356,6 +373,8 @@ class Checkpointer:
                 for page in left[at:at + _DELETED_AT_ONCE]:
                     batch.delete(page)
                 self.store.commit(batch, "logged")
+            # What it has captured would wait in memory, and leave later ones no room.
+            self.store.snapshot()
         elif "step" in root:
             kept = max((info.end for info in self.store.snapshots() if info.name is not None), default=-1)
             if kept < self.store.lsn:
@@ -397,6 +416,9 @@ class Checkpointer:
         return ticket.lsn
 
     def _finish(self) -> None:
+        if os.getpid() != self._opener:
+            # The threads of a save under way are not there.
+            raise ForkedError("the checkpointer is another process's", remedy="make one in this process")
         if self.store.closed:
             raise ClosedError("the checkpointer is closed")
         last = self._last
@@ -431,6 +453,9 @@ class Checkpointer:
             raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
         whole(reader)
         state = load_state(reader)
+        if self._copies is not None:
+            # Optimizers get new tensors, and the memory of the old ones is wanted.
+            self._copies.let_go()
         missing = self._parts.keys() - state.keys()
         if missing:
             raise NoStateError(f"the version has no {', '.join(sorted(missing))}")
@@ -517,6 +542,8 @@ class Checkpointer:
         finally:
             if self._hook is not None:
                 self._hook.remove()
+            if self._copies is not None:
+                self._copies.let_go()
             self._sender.shutdown()
             self._worker.shutdown()
             self._writers.shutdown()

@@ -15,7 +15,7 @@ from remanent._tensors import blocks
 class Copies:
     """Working copies of a store's pages, each for as long as its tensor lies where it did.
 
-    A copy holds its tensor's memory: `keep` lets go of those that are not in use any more.
+    A copy holds its tensor's memory: `end` lets go of those that are not in use any more.
 
     :param device: where tensors lie that are captured: where the store's kernels, or the host's loops, find them.
     :param shadow: what they are compared with, as in `Store.working_copy`.
@@ -27,13 +27,15 @@ class Copies:
         self._shadow = shadow
         # By keys of pages, each with where its tensor lay.
         self._held: dict[str, tuple[tuple[int, int, int], _native.WorkingCopy]] = {}
+        # Keys of those that were captured since the last look at which are in use.
+        self._used: set[str] = set()
         # What a batch has made pages for, to be captured by the next one.
         self._begun: list[tuple[str, Block, int]] = []
 
     def blocks(self, found: Iterable[Extent]) -> Iterator[Block]:
         """The pages of tensors; those that lie on the device are captured, the others brought to the host."""
         # Of a save that failed something may be left.
-        self._begun = []
+        self._begun, self._used = [], set()
         for block in blocks(found, on_host=False):
             block.captured = block.nbytes > 0 and block.data.device == self.device
             if block.nbytes and not block.captured:
@@ -48,12 +50,16 @@ class Copies:
     def capture(self, batch: _native.Batch, key: str, block: Block, width: int) -> None:
         """Has the batch make a page, which is as long as the block, what the block is."""
         info = self._store.info(key)
+        while block.nbytes % width or block.data.data_ptr() % width:
+            # Tensors of several widths overlap in it.
+            width //= 2
         place = (block.data.data_ptr(), block.nbytes, width)
         held = self._held.get(key)
         # Another page, or changed by another batch: the memory is of none of its states.
         if held is None or held[0] != place or (held[1].page, held[1].epoch) != (info.page, info.epoch):
             copy = self._store.working_copy(info.page, block.data, width=width, shadow=self._shadow)
             self._held[key] = held = place, copy
+        self._used.add(key)
         batch.capture(held[1])
 
     def begin(self, key: str, block: Block, width: int) -> None:
@@ -66,8 +72,11 @@ class Copies:
         for each in begun:
             self.capture(batch, *each)
 
-    def keep(self, keys: Iterable[str]) -> None:
-        """Lets go of the copies of all other pages."""
-        kept = set(keys)
-        for key in self._held.keys() - kept:
+    def end(self) -> None:
+        """Lets go of all that was not captured since `blocks` was called."""
+        for key in self._held.keys() - self._used - {key for key, _, _ in self._begun}:
             del self._held[key]
+
+    def let_go(self) -> None:
+        """Lets go of everything: the next captures know of nothing."""
+        self._held, self._begun = {}, []

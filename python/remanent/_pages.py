@@ -45,7 +45,7 @@ class Captures(Protocol):
 
     def begin(self, key: str, block: Block, width: int) -> None: ...
 
-    def keep(self, keys: Iterable[str]) -> None: ...
+    def end(self) -> None: ...
 
 
 class Array(NamedTuple):
@@ -241,7 +241,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
             updates.append(Update(key, data if block.nbytes else b"", width, None if elements else 0))
     changed |= update(batch, updates)
     if captures is not None:
-        captures.keep(new.pages)
+        captures.end()
     for key in old.pages.keys() - new.pages.keys():
         batch.delete(key)
         changed = True

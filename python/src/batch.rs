@@ -368,11 +368,11 @@ impl Batch {
     /// device's default stream by then; once that call returns, it may change.
     ///
     /// No other operation of the batch may change the page's bytes. Of a page on disk, of which more than a
-    /// quarter changed, all bytes go to a file of their own, and the log names it. What is captured of a page
-    /// in memory has the limits of a batch, 1 GiB.
+    /// quarter changed, or whose changes find no room in memory, all bytes go to a file of their own, and the
+    /// log names it. What is captured of a page in memory has the limits of a batch, 1 GiB.
     ///
-    /// :param ranges: pairs of offset and end, in bytes: nothing else is looked at. Left out, a change waits
-    ///     for a capture that looks there.
+    /// :param ranges: pairs of offset and end, in bytes: nothing else is looked at, but by digests whole
+    ///     chunks. A change elsewhere waits for a capture that looks there.
     #[pyo3(signature = (copy, ranges=None))]
     fn capture(
         &self,

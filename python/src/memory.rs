@@ -134,7 +134,7 @@ impl Input {
             });
         }
         if object.hasattr("__cuda_array_interface__")? {
-            return cuda_array(object).map(Input::Cuda);
+            return cuda_array(object, is_written).map(Input::Cuda);
         }
         Err(PyTypeError::new_err(format!(
             "{} has no bytes: neither the buffer protocol nor __dlpack__ nor __cuda_array_interface__",
@@ -187,7 +187,7 @@ fn host_buffer(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<HostByte
 }
 
 /// Memory by version 3 of the interface that CuPy and Numba share.
-fn cuda_array(object: &Bound<'_, PyAny>) -> PyResult<CudaBytes> {
+fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes> {
     let interface = object.getattr("__cuda_array_interface__")?;
     let interface = interface.cast::<PyDict>().map_err(PyErr::from)?;
     let field = |name: &str| {
@@ -195,7 +195,10 @@ fn cuda_array(object: &Bound<'_, PyAny>) -> PyResult<CudaBytes> {
             .get_item(name)?
             .ok_or_else(|| PyBufferError::new_err(format!("__cuda_array_interface__ has no {name:?}")))
     };
-    let (address, _): (u64, bool) = field("data")?.extract()?;
+    let (address, is_read_only): (u64, bool) = field("data")?.extract()?;
+    if is_written && is_read_only {
+        return Err(PyBufferError::new_err("the array can only be read"));
+    }
     let shape: Vec<u64> = field("shape")?.extract()?;
     let typestr: String = field("typestr")?.extract()?;
     let item: u64 = typestr

@@ -382,7 +382,8 @@ impl PyStore {
     /// Makes memory a working copy of a page: an array, a tensor, on the device that holds pages or, where
     /// that is the host, there. `Batch.capture` takes what changed in it to the page.
     ///
-    /// :param memory: writable, contiguous, as long as the page. It is held until the copy is gone.
+    /// :param memory: writable, contiguous, as long as the page. It is held until the copy is gone, and must
+    ///     not be freed underneath, as by `resize_` of a torch storage.
     /// :param width: bytes of an element, 1, 2, 4, 8 or 16: an element changes as a whole.
     /// :param shadow: what it is compared with. "page": the page itself, which must lie in memory. A place,
     ///     such as "host": a copy there, as long as the page. "digests": 16 bytes of host memory for each 64

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -97,7 +100,7 @@ def test_chunks_that_changed_are_written_and_no_others(directory: str) -> None:
     state = {"w": torch.randn(400 * CHUNK // 4)}
     changed = [0, 3, 4, 77, 399]
     # What one save captures may wait in memory, and not what two do.
-    options: dict[str, Any] = {"keep": 20, "spare_bytes": 0, "budget": {"disk": 600 << 10}}
+    options: dict[str, Any] = {"keep": 20, "spare_bytes": 0, "budget": {"disk": 1200 << 10}}
     with Checkpointer(directory, extra={"state": state}, rng=False, digests=True, **options) as run:
         run.save(0)
         run.save(1)
@@ -231,6 +234,49 @@ def test_a_save_that_fails_halfway_leaves_the_version_before(
         assert run.restore() == 1 and equal(state, expected) and "saving" not in run.store.root
 
 
+def test_small_tensors_beside_many_changes(directory: str) -> None:
+    state = {f"w{at}": torch.randn(25 * CHUNK // 4) for at in range(8)}
+    state |= {f"small {at}": torch.zeros(64) for at in range(100)}
+    state |= {f"packed {at}": torch.zeros(10, 20).T for at in range(100)}
+    with Checkpointer(directory, extra={"state": state}, rng=False, digests=True, budget={"disk": 8 << 20}) as run:
+        for step in range(6):
+            for name, tensor in state.items():
+                (tensor.view(25, -1)[:5] if name.startswith("w") else tensor).add_(1)
+            run.save(step)
+        expected = copy_of(state)
+        state.clear()
+        assert run.restore() == 5 and equal(state, expected)
+
+
+def test_tensors_of_several_widths_overlap(directory: str) -> None:
+    base = torch.zeros(200_101, dtype=torch.uint8)
+    state = {"a": base[:200_000].view(torch.float32), "b": base[1:], "c": base[:0]}
+    with Checkpointer(directory, extra={"state": state}, rng=False, digests=True) as run:
+        for step in range(3):
+            base[step::1000] = step
+            run.save(step)
+        expected = copy_of(state)
+        state.clear()
+        assert run.restore() == 2 and equal(state, expected)
+
+
+def test_a_store_elsewhere_and_a_forked_child_are_refused(directory: str) -> None:
+    with pytest.raises(remanent.InvalidError, match="device"):
+        Checkpointer(directory, extra={"state": {}}, digests=True, device="host")
+    with Checkpointer(directory, extra={"state": {"a": torch.ones(3)}}, rng=False, digests=True) as run:
+        run.save(0)
+        child = os.fork()
+        if child == 0:
+            try:
+                run.save(1)
+            except remanent.ForkedError:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        run.save(1)
+
+
 def test_memory_is_let_go(directory: str) -> None:
     state = {"a": torch.randn(100_000), "b": torch.randn(100_000)}
     with Checkpointer(directory, extra={"state": state}, rng=False, digests=True) as run:
@@ -239,3 +285,14 @@ def test_memory_is_let_go(directory: str) -> None:
         del state["a"]
         run.save(1)
         assert len(run._copies._held) == 1
+        # Packed, it is not captured any more, though its page stays.
+        state["c"] = torch.randn(100_000)
+        run.save(2)
+        state["b"] = torch.randn(300, 300).T
+        run.save(3)
+        assert run._copies._held.keys() == {"state/c"}
+        run.restore()
+        assert not run._copies._held
+        run.save(4)
+        assert run._copies._held
+    assert not run._copies._held

@@ -7,7 +7,8 @@
 //! The locks belong to open files (`F_OFD_SETLK`), not to processes as the lock on `LOCK` does. They conflict
 //! within a process too, and closing another descriptor of the file drops nothing. A forked child shares
 //! them. The parent's guard unlocks for both; a child's copy of it unlocks nothing. So a child keeps a lock
-//! only if its parent died without dropping it. Such a lock costs space until the child ends, nothing else.
+//! only if its parent died without dropping it. Such a lock costs space until the child ends. A writer's lock
+//! that is left so keeps readers waiting for some seconds, until they give that state up.
 
 use std::fs::File;
 use std::io;

@@ -79,11 +79,12 @@ impl CapturedImages<'_> {
 
 impl Committer {
     /// The captured pages on disk that are written whole: those of which much changed, if they are worth an
-    /// image file, and those whose changes find no room in memory.
+    /// image file, and those whose changes find no room in memory: in `room` bytes of it, if that is given.
     fn captured_whole<'c>(
         &self,
         captures: &'c Captures<'_>,
         copied: &CopySources,
+        room: Option<u64>,
     ) -> Result<Vec<WholeCapture<'c>>> {
         let (mut whole, mut others) = (Vec::new(), Vec::new());
         for capture in captures.of_whole_pages() {
@@ -100,9 +101,11 @@ impl Committer {
         if bytes(&whole) < self.ahead_bytes_min {
             others.append(&mut whole);
         }
-        // Where the store takes snapshots of its own, they make room, and the batch waits for it.
+        // Where the store takes snapshots of its own, they make room, and the batch waits for it. Else later
+        // batches must find some.
         let disk_pages = &self.engine.disk_pages;
-        let mut room = if self.takes_snapshots { disk_pages.pending_max() } else { disk_pages.room() };
+        let all = if self.takes_snapshots { disk_pages.pending_max() } else { disk_pages.room() / 2 };
+        let mut room = room.unwrap_or(all);
         others.sort_unstable_by_key(|capture| capture.pending);
         for capture in others {
             match room.checked_sub(capture.pending) {
@@ -122,8 +125,9 @@ impl Committer {
         &self,
         captures: &Captures<'_>,
         copied: &CopySources,
+        room: Option<u64>,
     ) -> Result<CapturedImages<'_>> {
-        let whole = self.captured_whole(captures, copied)?;
+        let whole = self.captured_whole(captures, copied, room)?;
         if whole.is_empty() {
             return Ok(CapturedImages::default());
         }

@@ -36,7 +36,7 @@ use std::sync::Arc;
 
 use remanent_format::op::decode_payload;
 use remanent_format::state::table::Changes;
-use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable};
+use remanent_format::{Defect, LogPoint, PageId, PageInfo, PageTable, Place};
 
 use crate::base::allocation::{collected, copied, insert, map_of, push};
 use crate::base::own_line::OwnLine;
@@ -134,10 +134,10 @@ impl Committer {
         // Once, however often the draft is made anew: a source may be slow, and other than before.
         let mut from_sources = self.read_sources(batch, &pages, &sources)?;
         let captures = self.capture(batch)?;
-        let mut captured_pages = self.write_captured(&captures, &sources)?;
+        let mut captured_pages = self.write_captured(&captures, &sources, None)?;
         let born_in = self.arrivals(batch, &pages)?;
         let lent = map_of(batch.lent(&pages));
-        let mut tries = 0;
+        let (mut tries, mut has_room) = (0, true);
         loop {
             // What is copied is read without the lock, and the pages' versions are checked under it: a slow
             // copy from a GPU would hold up every other committer. A batch that loses that race too often
@@ -190,9 +190,19 @@ impl Committer {
                 lent: &lent,
             };
             // A stale draft has given everything back: it is made anew from the state that there is now.
-            if let Some(point) = self.log_draft(draft, own, locked)? {
-                self.refresh_shadows(captures);
-                return Ok((point, pages));
+            match self.log_draft(draft, own, locked) {
+                Ok(Some(point)) => {
+                    self.refresh_shadows(captures);
+                    return Ok((point, pages));
+                }
+                Ok(None) => {}
+                // Other batches took the room, or other operations of this one need it: all captures that can
+                // do without it do.
+                Err(Error::OverBudget { place: Place::Disk, .. }) if has_room && !captures.is_empty() => {
+                    has_room = false;
+                    captured_pages = self.write_captured(&captures, &sources, Some(0))?;
+                }
+                Err(error) => return Err(error),
             }
         }
     }
