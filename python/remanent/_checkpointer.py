@@ -145,7 +145,7 @@ class Checkpointer:
         if digests and "device" in options:
             raise InvalidError("digests: the store is on the model's device, and on no other")
         device = _device_of(model) if digests else torch.device("cpu")
-        own = {"device": "host" if device.type == "cpu" else str(device), "snapshot_log_bytes": None,
+        own: dict[str, Any] = {"device": "host" if device.type == "cpu" else str(device), "snapshot_log_bytes": None,
                "snapshot_interval": None, "snapshots_kept": 1, "compression": False}
         if digests:
             own["budget"] = {"disk": _PENDING_BYTES}
