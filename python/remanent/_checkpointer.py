@@ -141,12 +141,12 @@ class Checkpointer:
             _refuse_overlap(optimizer)
         self._rng, self._keep, self._keep_for = rng, keep, keep_for
         self._directory = directory
-        # Each save makes a snapshot of its own: no others are needed.
         if digests and "device" in options:
             raise InvalidError("digests: the store is on the model's device, and on no other")
         device = _device_of(model) if digests else torch.device("cpu")
-        own: dict[str, Any] = {"device": "host" if device.type == "cpu" else str(device), "snapshot_log_bytes": None,
-               "snapshot_interval": None, "snapshots_kept": 1, "compression": False}
+        # Each save makes a snapshot of its own: no others are needed.
+        own: dict[str, Any] = {"device": "host" if device.type == "cpu" else str(device), "compression": False,
+                               "snapshot_log_bytes": None, "snapshot_interval": None, "snapshots_kept": 1}
         if digests:
             own["budget"] = {"disk": _PENDING_BYTES}
         self.store = _native.Store(directory, **{**own, **options})
