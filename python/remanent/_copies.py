@@ -27,7 +27,7 @@ class Copies:
         self._shadow = shadow
         # By keys of pages, each with where its tensor lay.
         self._held: dict[str, tuple[tuple[int, int, int], _native.WorkingCopy]] = {}
-        # Keys of those that were captured since the last look at which are in use.
+        # Keys of those that were captured since `blocks` was called.
         self._used: set[str] = set()
         # What a batch has made pages for, to be captured by the next one.
         self._begun: list[tuple[str, Block, int]] = []
