@@ -299,7 +299,7 @@ def test_an_interrupted_save_leaves_nothing_under_way(
     with Checkpointer(directory, extra={"state": state}, rng=False, room=1 << 20) as run:
         slowly(monkeypatch, 0.01)
         # In the start of the writer, in the copies, or as the call is about to return.
-        owner, name = [(run._worker, "submit"), (run, "_copy"), (remanent._checkpointer._Reading, "ends")][number]
+        owner, name = [(run._worker, "submit"), (run, "_copy"), (remanent._saved.Reading, "ends")][number]
         sound = getattr(owner, name)
 
         def interrupted(*given: Any, **named: Any) -> Any:
