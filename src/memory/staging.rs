@@ -571,7 +571,11 @@ mod tests {
             let mut expected = [vec![1; lens[0]], vec![0; lens[1]], vec![3; lens[2]]].concat();
             expected.iter_mut().take(1).for_each(|first| *first = 7);
             assert!(*grown == expected, "{lens:?}");
-            assert_eq!(grown.as_ptr() == at, is_staged, "{lens:?}");
+            // The pool keeps no staging as long as the longest class: its address may be another memory's by
+            // now.
+            if about <= CLASS_LEN_MAX {
+                assert_eq!(grown.as_ptr() == at, is_staged, "{lens:?}");
+            }
             let is_outgrown = !is_staged && about <= CLASS_LEN_MAX;
             assert_eq!(pool.idle_bytes() > 0, is_outgrown, "outgrown staging is idle again");
         }
