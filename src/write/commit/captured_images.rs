@@ -86,6 +86,10 @@ impl Committer {
         copied: &CopySources,
         room: Option<u64>,
     ) -> Result<Vec<WholeCapture<'c>>> {
+        // A copy of a page on disk was made by a caller that knew of the page. Of others nothing is counted.
+        if !self.engine.disk_pages.is_any() {
+            return Ok(Vec::new());
+        }
         let (mut whole, mut others) = (Vec::new(), Vec::new());
         for capture in captures.of_whole_pages() {
             let len = capture.bytes.byte_len();
