@@ -132,8 +132,9 @@ def test_digests_are_of_the_moment_of_the_save(
     monkeypatch.setattr(_pages, "_BATCH_BYTES", batch)
     state = {f"w{at}": torch.randn(500_000, device="cuda") for at in range(12)}
     state |= {"host": torch.zeros(1000), "packed": torch.randn(300, 200, device="cuda").T}
-    live, model = dict(state), torch.nn.ParameterDict({"w": state["w0"]})
-    with (Checkpointer(directory, model, extra={"state": state}, rng=False, digests=True) as run,
+    model = torch.nn.ParameterDict({"w": state["w0"]})
+    versions: list[dict[str, torch.Tensor]] = []
+    with (Checkpointer(directory, model, extra={"state": state}, rng=False, digests=True, keep=6) as run,
           torch.cuda.stream(torch.cuda.Stream())):
         assert "host" not in run.store.recovered["device"]
         for step in range(6):
@@ -146,17 +147,17 @@ def test_digests_are_of_the_moment_of_the_save(
                     tensor.reshape(-1)[step::200_000] = step
             logged = run.store.stats()["log_bytes"]
             saved = run.save(step, wait=False)
-            expected = {name: tensor.clone() for name, tensor in state.items()}
+            versions.append({name: tensor.clone() for name, tensor in state.items()})
             for tensor in state.values():
                 tensor += 3
             saved.wait()
             assert step % 2 == 0 or run.store.stats()["log_bytes"] - logged < 12 * 4 * 65_536 + 100_000
-            # It fills the dict with tensors of its own.
-            assert run.restore() == step
+            for name, tensor in versions[step].items():
+                state[name].copy_(tensor)
+        # After each of them, nothing is known of the tensors' memory.
+        for step, expected in enumerate(versions):
+            assert run.restore(step) == step
             assert all(torch.equal(state[name].to(tensor.device), tensor) for name, tensor in expected.items())
-            for name, tensor in expected.items():
-                live[name].copy_(tensor)
-            state.update(live)
 
 
 def delay_copies(monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:
