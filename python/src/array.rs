@@ -20,6 +20,7 @@ const ALIGN: usize = 64;
 struct Cell([u8; ALIGN]);
 
 /// Bytes on a boundary of 64.
+#[derive(Default)]
 pub struct Aligned {
     cells: Vec<Cell>,
     len: usize,
@@ -39,6 +40,10 @@ impl Aligned {
 
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         &mut self.cells.as_flattened_mut_bytes()[..self.len]
+    }
+
+    pub fn byte_len(&self) -> usize {
+        self.len
     }
 
     fn address(&self) -> usize {

@@ -6,17 +6,15 @@ use std::time::Duration;
 
 use pyo3::exceptions::{PyRuntimeError, PyStopIteration, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList};
-use remanent::{FollowFrom, FollowedBatch, Follower, FollowerPosition, Op, PageId, Replica};
+use pyo3::types::{PyBytes, PyList};
+use remanent::{FollowFrom, FollowedBatch, Follower, FollowerPosition, PageId, Replica};
 
-use crate::array::{Aligned, Array};
-use crate::dtype::Dtype;
-use crate::errors::{OrRaise, key_to_py};
+use crate::errors::OrRaise;
 use crate::gate::{check_process, detached, seconds, wait};
+use crate::operations::{operation_to_py, plain_indices};
 use crate::page_info::Info;
 use crate::reader::Reader;
 use crate::source::Source;
-use crate::values::{metadata_to_py, to_py};
 
 /// Reads the batches of a store in order, each once, while another process may be writing it: an iterator,
 /// also an asynchronous one, without an end. Locks nothing and writes nothing.
@@ -230,8 +228,13 @@ impl PyFollowedBatch {
     #[getter]
     fn operations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
-        for op in self.batch.operations() {
-            list.append(operation(py, &op)?)?;
+        let (ops, indices) = py.detach(|| {
+            let ops = self.batch.operations();
+            let indices = plain_indices(&ops);
+            (ops, indices)
+        });
+        for (op, indices) in ops.iter().zip(indices.or_raise(py, Some(&self.path))?) {
+            list.append(operation_to_py(py, op, indices)?)?;
         }
         Ok(list)
     }
@@ -248,107 +251,6 @@ impl PyFollowedBatch {
     fn __repr__(&self) -> String {
         format!("FollowedBatch(lsn={}, operations={})", self.lsn(), self.batch.operations().len())
     }
-}
-
-/// An operation as a dict.
-fn operation<'py>(py: Python<'py>, op: &Op<'_>) -> PyResult<Bound<'py, PyDict>> {
-    let dict = PyDict::new(py);
-    let bytes = |bytes: &[u8]| PyBytes::new(py, bytes);
-    let kind = match op {
-        Op::Create { page, len, place, key, metadata } => {
-            dict.set_item("page", page.0)?;
-            dict.set_item("length", len)?;
-            dict.set_item("place", place.to_string())?;
-            dict.set_item("key", key.as_ref().map(|key| key_to_py(py, key)))?;
-            dict.set_item("metadata", metadata_to_py(py, metadata)?)?;
-            "create"
-        }
-        Op::Write { page, offset, bytes: written } => {
-            dict.set_item("page", page.0)?;
-            dict.set_item("offset", offset)?;
-            dict.set_item("bytes", bytes(written))?;
-            "write"
-        }
-        Op::Masked { page, offset, width, mask, bytes: written } => {
-            dict.set_item("page", page.0)?;
-            dict.set_item("offset", offset)?;
-            dict.set_item("width", width.bytes())?;
-            dict.set_item("mask", bytes(mask))?;
-            dict.set_item("bytes", bytes(written))?;
-            "masked"
-        }
-        Op::Scatter { page, width, base, indices, values } => {
-            dict.set_item("page", page.0)?;
-            dict.set_item("width", width.bytes())?;
-            dict.set_item("base", base)?;
-            let count = indices.len();
-            let mut aligned = Aligned::zeros(4 * count).or_raise(py, None)?;
-            for (index, place) in indices.iter().zip(aligned.as_mut_slice().chunks_exact_mut(4)) {
-                place.copy_from_slice(&index.to_le_bytes());
-            }
-            let indices = Array::new(aligned, Dtype::parse("uint32")?, &[count]);
-            dict.set_item("indices", indices)?;
-            dict.set_item("values", bytes(values))?;
-            "scatter"
-        }
-        Op::Fill { page, offset, len, pattern } => {
-            dict.set_item("page", page.0)?;
-            dict.set_item("offset", offset)?;
-            dict.set_item("length", len)?;
-            dict.set_item("pattern", bytes(pattern))?;
-            "fill"
-        }
-        Op::Resize { page, len } => {
-            dict.set_item("page", page.0)?;
-            dict.set_item("length", len)?;
-            "resize"
-        }
-        Op::Delete { page } => {
-            dict.set_item("page", page.0)?;
-            "delete"
-        }
-        Op::SetMetadata { page, name, value } => {
-            dict.set_item("page", page.0)?;
-            dict.set_item("name", name)?;
-            dict.set_item("value", to_py(py, value)?)?;
-            "set_metadata"
-        }
-        Op::RemoveMetadata { page, name } => {
-            dict.set_item("page", page.0)?;
-            dict.set_item("name", name)?;
-            "remove_metadata"
-        }
-        Op::SetRoot { name, value } => {
-            dict.set_item("name", name)?;
-            dict.set_item("value", to_py(py, value)?)?;
-            "set_root"
-        }
-        Op::RemoveRoot { name } => {
-            dict.set_item("name", name)?;
-            "remove_root"
-        }
-        Op::Note { text } => {
-            dict.set_item("text", text)?;
-            "note"
-        }
-        Op::Image { page, len, .. } => {
-            dict.set_item("page", page.0)?;
-            dict.set_item("length", len)?;
-            "image"
-        }
-        Op::Restore { restored, .. } => {
-            dict.set_item("lsn", restored.0)?;
-            "restore"
-        }
-        other => {
-            if let Some(page) = other.page() {
-                dict.set_item("page", page.0)?;
-            }
-            "other"
-        }
-    };
-    dict.set_item("kind", kind)?;
-    Ok(dict)
 }
 
 /// A copy of a store's pages in host memory, kept up by a follower's batches.

@@ -8,6 +8,7 @@
 //! |---|---|
 //! | `store` | the handle of an open store |
 //! | `follower` | batches as they are logged, and replicas |
+//! | `operations` | what such a batch consists of, as dicts |
 //! | `changes` | what batches change, as they are applied |
 //! | `lease`, `pin` | a page's bytes where they lie; a page that stays where it is |
 //! | `read_many` | ranges of many pages by one call |
@@ -43,6 +44,7 @@
 
 mod store;
 mod follower;
+mod operations;
 mod changes;
 mod lease;
 mod pin;

@@ -118,9 +118,7 @@ pub(crate) fn stage_aside(
             let values_at = scatter_values_at(4 * indices.len());
             let mut staged = pool.take(values_at + values.len())?;
             let (plain, elements) = staged.split_at_mut(values_at);
-            for (plain, index) in plain.chunks_exact_mut(4).zip(indices.iter()) {
-                plain.copy_from_slice(&index.to_le_bytes());
-            }
+            indices.copy_to(&mut plain[..4 * indices.len()]);
             elements.copy_from_slice(values);
             Ok(Some(staged))
         }

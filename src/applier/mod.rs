@@ -38,7 +38,7 @@ use remanent_format::{LogPoint, Lsn, PageId, PageInfo, PageTable, Place};
 pub(crate) use arrival::{ArrivalProof, ArrivalSums};
 pub(crate) use catch::Catch;
 pub use changes::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
-pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, is_payload_enough, stage_aside};
+pub(crate) use commands::{ListBuilder, ListRoom, PayloadAt, is_payload_enough, needs_aside, stage_aside};
 pub(crate) use exact_cut::ExactCut;
 pub(crate) use filled::FilledMemory;
 pub(crate) use handover::Handover;

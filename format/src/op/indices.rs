@@ -60,14 +60,22 @@ impl<'a> Indices<'a> {
 
     /// Reads `count` gaps from the start of `bytes`.
     pub(super) fn read_gaps(bytes: &'a [u8], count: usize) -> Result<Self, Defect> {
-        let (mut at, mut highest) = (0, None);
-        for _ in 0..count {
+        // `next` is the index after the highest so far.
+        let (mut at, mut next, mut left) = (0, 0, count);
+        while left > 0 {
+            // A word ends as many gaps as it has bytes, at most.
+            if left >= WORD_LEN
+                && let Some(word) = GapWord::first_in(&bytes[at..])
+                && next + word.skipped <= u64::from(u32::MAX)
+            {
+                (at, next, left) = (at + word.len, next + word.skipped, left - word.count);
+                continue;
+            }
             let (gap, gap_len) = read_gap(&bytes[at..])?;
-            let index = highest.map_or(0, |highest| u64::from(highest) + 1) + gap;
-            check_limit("element index", index, u32::MAX.into())?;
-            highest = Some(index as u32);
-            at += gap_len;
+            check_limit("element index", next + gap, u32::MAX.into())?;
+            (at, next, left) = (at + gap_len, next + gap + 1, left - 1);
         }
+        let highest = next.checked_sub(1).map(|highest| highest as u32);
         Ok(Self { encoding: GAPS, bytes: &bytes[..at], count, highest })
     }
 
@@ -101,7 +109,7 @@ impl<'a> Indices<'a> {
         self.encoding == GAPS
     }
 
-    /// The indices, in the order of their elements.
+    /// The indices, in the order of their elements. Where all are wanted, [`Self::copy_to`] is faster.
     pub fn iter(&self) -> impl Iterator<Item = u32> + use<'a> {
         let (encoding, mut rest, mut next) = (self.encoding, self.bytes, 0);
         (0..self.count).map(move |_| {
@@ -119,6 +127,32 @@ impl<'a> Indices<'a> {
         })
     }
 
+    /// Writes the indices to `out`, four little-endian bytes each, in the order of their elements.
+    ///
+    /// # Panics
+    /// If `out` is not exactly as long.
+    pub fn copy_to(&self, out: &mut [u8]) {
+        assert!(out.len() == PLAIN_LEN * self.count, "{} bytes for {} indices", out.len(), self.count);
+        if !self.is_gap_coded() {
+            out.copy_from_slice(self.bytes);
+            return;
+        }
+        let (mut rest, mut next, mut done) = (self.bytes, 0_u32, 0);
+        let (out, _) = out.as_chunks_mut::<PLAIN_LEN>();
+        while done < out.len() {
+            if let Some(four) = out[done..].first_chunk_mut()
+                && let Some((four_len, after)) = four_indices(rest, next, four)
+            {
+                (rest, next, done) = (&rest[four_len..], after, done + four.len());
+                continue;
+            }
+            let (gap, len) = read_gap(rest).expect("checked where the gaps were read");
+            let index = next.wrapping_add(gap as u32);
+            out[done] = index.to_le_bytes();
+            (rest, next, done) = (&rest[len..], index.wrapping_add(1), done + 1);
+        }
+    }
+
     pub(super) fn encoding(&self) -> u8 {
         self.encoding
     }
@@ -132,7 +166,7 @@ impl<'a> Indices<'a> {
 /// first, the highest bit set in all bytes but the last. `None` if the indices do not ascend.
 #[must_use]
 pub fn gap_coded(indices: &[u32]) -> Option<Vec<u8>> {
-    let mut out = Vec::with_capacity(gap_coded_len(indices)?);
+    let mut out = vec![0; gap_coded_len(indices)?];
     gap_code(indices, &mut out);
     Some(out)
 }
@@ -140,28 +174,100 @@ pub fn gap_coded(indices: &[u32]) -> Option<Vec<u8>> {
 /// How many bytes [`gap_coded`] takes for them. `None` if the indices do not ascend.
 #[must_use]
 pub fn gap_coded_len(indices: &[u32]) -> Option<usize> {
-    let mut next = 0_u64;
-    let mut len = 0;
+    let (mut next, mut len, mut ascend) = (0_u64, indices.len(), true);
     for &index in indices {
-        let gap = u64::from(index).checked_sub(next)?;
-        len += (gap | 1).ilog2() as usize / 7 + 1;
-        next = u64::from(index) + 1;
+        let index = u64::from(index);
+        ascend &= index >= next;
+        let gap = index.wrapping_sub(next);
+        len += [7, 14, 21, 28].map(|bits| usize::from(gap >> bits != 0)).iter().sum::<usize>();
+        next = index + 1;
     }
-    Some(len)
+    ascend.then_some(len)
 }
 
-/// Adds strictly ascending indices to `out`, coded as [`gap_coded`] does.
-pub fn gap_code(indices: &[u32], out: &mut Vec<u8>) {
-    let mut next = 0_u64;
+/// Writes strictly ascending indices to `out`, coded as [`gap_coded`] does.
+///
+/// # Panics
+/// If `out` is shorter than [`gap_coded_len`].
+pub fn gap_code(indices: &[u32], out: &mut [u8]) {
+    let (mut next, mut at) = (0_u64, 0);
     for &index in indices {
         let mut gap = u64::from(index) - next;
-        while gap >= 0x80 {
-            out.push(gap as u8 | 0x80);
-            gap >>= 7;
+        while gap >= 1 << 14 {
+            out[at] = gap as u8 | 0x80;
+            (gap, at) = (gap >> 7, at + 1);
         }
-        out.push(gap as u8);
-        next = u64::from(index) + 1;
+        // Whether one byte or two is a coin that no processor foretells: no jump depends on it. Of one, the
+        // first write is written over.
+        let more = usize::from(gap >= 0x80);
+        out[at + more] = (gap >> 7) as u8;
+        out[at] = gap as u8 & 0x7f | (more << 7) as u8;
+        (next, at) = (u64::from(index) + 1, at + more + 1);
     }
+}
+
+/// Bytes that gaps are read from at once.
+const WORD_LEN: usize = 8;
+
+/// The gaps that end within eight bytes, none of them longer than two: those of nearly all deltas.
+struct GapWord {
+    /// The bytes of the gaps.
+    len: usize,
+    count: usize,
+    /// From the element after the one before to the element after the last one.
+    skipped: u64,
+}
+
+impl GapWord {
+    /// Those at the start of `bytes`. `None` if the bytes are too few, or one gap is not as it should be or
+    /// takes more than two bytes: [`read_gap`] reads those.
+    fn first_in(bytes: &[u8]) -> Option<Self> {
+        const LOW: u64 = u64::from_ne_bytes([0x7f; WORD_LEN]);
+        let mut word = u64::from_le_bytes(*bytes.first_chunk()?);
+        // A gap that goes on after the last byte belongs to the next word.
+        let is_cut = word >> 63 != 0;
+        if is_cut {
+            word &= u64::MAX >> 8;
+        }
+        let (low, more) = (word & LOW, word & !LOW);
+        // The highest bit of each second byte, and of each byte whose other bits are not all 0.
+        let (second, nonzero) = (more << 8, (low + LOW) & !LOW);
+        if second & (more | !nonzero) != 0 {
+            return None;
+        }
+        let high_digits = low & ((second >> 7) * 0xff);
+        let len = WORD_LEN - usize::from(is_cut);
+        let count = len - second.count_ones() as usize;
+        let skipped = sum_of_bytes(low ^ high_digits) + (sum_of_bytes(high_digits) << 7) + count as u64;
+        Some(Self { len, count, skipped })
+    }
+}
+
+/// The sum of the eight bytes of a word.
+fn sum_of_bytes(word: u64) -> u64 {
+    const EVEN: u64 = 0x00ff_00ff_00ff_00ff;
+    let pairs = (word & EVEN) + (word >> 8 & EVEN);
+    pairs.wrapping_mul(0x0001_0001_0001_0001) >> 48
+}
+
+/// Reads four gaps from the start of `bytes`, and writes the indices, of which the first is `next` or higher.
+/// Returns the length of the gaps, and the element after the last one. `None`, whatever was written, if the
+/// bytes are less than eight, or one gap takes more than two.
+fn four_indices(bytes: &[u8], mut next: u32, out: &mut [[u8; PLAIN_LEN]; 4]) -> Option<(usize, u32)> {
+    let mut word = u64::from_le_bytes(*bytes.first_chunk::<WORD_LEN>()?);
+    let (mut len, mut is_longer) = (0, 0);
+    for out in out {
+        let more = word >> 7 & 1;
+        is_longer |= word >> 15 & more;
+        let gap = word & 0x7f | word >> 1 & 0x3f80 & more.wrapping_neg();
+        let index = next.wrapping_add(gap as u32);
+        *out = index.to_le_bytes();
+        // Past the highest index of all there is no next one.
+        next = index.wrapping_add(1);
+        word = word >> 8 >> (8 * more);
+        len += 1 + more as usize;
+    }
+    (is_longer == 0).then_some((len, next))
 }
 
 /// The gap at the start of `bytes`, and its length. One gap has one encoding: the shortest.
@@ -208,10 +314,42 @@ mod tests {
             let (plain, gaps) = (plain(&indices), gap_coded(&indices).unwrap());
             assert_eq!(gap_coded_len(&indices), Some(gaps.len()));
             let (plain, gaps) = (Indices::plain(&plain), Indices::gaps(&gaps, indices.len()).unwrap());
-            assert!(plain.iter().eq(indices.iter().copied()), "{indices:?}");
-            assert!(gaps.iter().eq(indices.iter().copied()), "{indices:?}");
+            for coded in [plain, gaps] {
+                assert!(coded.iter().eq(indices.iter().copied()), "{indices:?}");
+                let mut copied = vec![0xaa; 4 * indices.len()];
+                coded.copy_to(&mut copied);
+                assert_eq!(copied, plain.as_bytes(), "{indices:?}");
+            }
             assert_eq!((plain.len(), plain.highest()), (gaps.len(), gaps.highest()), "{indices:?}");
             assert_eq!((plain.lowest(), gaps.lowest()), (indices.first().copied(), indices.first().copied()));
+        }
+    }
+
+    /// Gaps of every length in every place of the words that they are read from.
+    #[test]
+    fn gaps_are_read_alike_one_by_one_and_by_words() {
+        const LONG: [u32; 5] = [0, 127, 128, 16_383, 16_384];
+        for first in 0..12_usize {
+            for digits in 0..5_usize.pow(5) {
+                let gap = |at: usize| match at.checked_sub(first) {
+                    Some(at @ 0..5) => LONG[digits / 5_usize.pow(at as u32) % 5],
+                    _ => 3,
+                };
+                let next = |next: &mut u32, at| {
+                    let index = *next + gap(at);
+                    *next = index + 1;
+                    Some(index)
+                };
+                let indices: Vec<u32> = (0..20).scan(0, next).collect();
+                let coded = gap_coded(&indices).unwrap();
+                let gaps = Indices::gaps(&coded, indices.len()).unwrap();
+                assert!(gaps.iter().eq(indices.iter().copied()), "{indices:?}");
+                assert_eq!(gaps.highest(), indices.last().copied(), "{indices:?}");
+                let mut copied = vec![0xaa; 4 * indices.len()];
+                gaps.copy_to(&mut copied);
+                assert_eq!(copied, plain(&indices), "{indices:?}");
+                assert!(Indices::gaps(&coded, indices.len() - 1).is_err(), "{indices:?}");
+            }
         }
     }
 
@@ -236,6 +374,15 @@ mod tests {
             (&[0x80, 0x80, 0x80, 0x80, 0x10], 1, limit("element index", 1 << 32, u32::MAX.into())),
             (&[0xff, 0xff, 0xff, 0xff, 0x0f, 0], 2, limit("element index", 1 << 32, u32::MAX.into())),
             (&[1, 1], 1, field("bytes after the last index gap", 1)),
+            (&[0x80, 0, 1, 1, 1, 1, 1, 1, 1, 1], 9, field("last byte of an index gap", 0)),
+            (&[1, 1, 1, 1, 1, 1, 0x80, 0, 1, 1], 9, field("last byte of an index gap", 0)),
+            (&[1, 1, 1, 1, 1, 1, 1, 0x80, 0, 1], 9, field("last byte of an index gap", 0)),
+            (&[1, 1, 1, 1, 1, 1, 1, 0x80], 8, Defect::Truncated { needed: 2, have: 1 }),
+            (
+                &[0xfe, 0xff, 0xff, 0xff, 0x0f, 0, 0, 0, 0, 0, 0, 0, 0],
+                9,
+                limit("element index", 1 << 32, u32::MAX.into()),
+            ),
         ] {
             assert_eq!(Indices::gaps(bytes, count), Err(defect), "{bytes:x?}");
         }

@@ -34,6 +34,7 @@ impl ElementChanges {
     pub fn of(changed_elements: impl Iterator<Item = u32>, width: Width) -> Self {
         let width = width.bytes() as u64;
         let mut changed = Self::default();
+        changed.elements.reserve(changed_elements.size_hint().0);
         // The range under construction, and where its elements begin in the list of single ones.
         let (mut run, mut first) = (0..0, 0);
         for element in changed_elements {

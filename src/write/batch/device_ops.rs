@@ -10,21 +10,21 @@ use remanent_format::op::{Indices, OP_HEADER_LEN, Op, PayloadBytes, scatter_valu
 use remanent_format::{PageId, Width};
 
 use super::encode::{Encoder, zeroed};
-use super::sparse::CodedIndices;
+use super::sparse::SparseElements;
 use super::{BatchStep, PageRef, WorkingCopy, WriteBatch};
 use crate::device::{DIGEST_CHUNK_LEN, DeviceBytes, Span, digest_count};
 use crate::error::{Error, Result};
 
 /// A range of a payload that the device fills.
 #[derive(Clone, Debug)]
-pub(crate) struct DeviceFill {
+pub(crate) struct DeviceFill<'f> {
     /// Where the range begins in the payload.
     pub at: usize,
     /// Where its bytes come from.
-    pub content: FillSource,
+    pub content: FillSource<'f>,
 }
 
-impl DeviceFill {
+impl DeviceFill<'_> {
     /// The length of the range in bytes.
     pub fn byte_len(&self) -> u64 {
         match &self.content {
@@ -59,7 +59,7 @@ impl DeviceFill {
 
 /// The source of a blank's bytes.
 #[derive(Clone, Debug)]
-pub(crate) enum FillSource {
+pub(crate) enum FillSource<'f> {
     /// Bytes as they lie on the device.
     Bytes(Span),
     /// Chunks of a working copy, from number `first` of its page on. Their digests under this key are those
@@ -68,7 +68,7 @@ pub(crate) enum FillSource {
     /// Indices that may be equal, or not below the bound: the device checks them. `step` is their operation.
     Indices { span: Span, bound: u64, step: usize },
     /// Single elements of a range, by their indices.
-    Elements { source: Span, width: Width, indices: Vec<u32> },
+    Elements { source: Span, width: Width, indices: &'f [u32] },
 }
 
 /// The changes that a capture found in a part of its page.
@@ -83,14 +83,14 @@ pub(crate) struct CapturedPart {
     /// Changed ranges of the part, in bytes.
     pub runs: Vec<Range<u64>>,
     /// Changed elements of the part, outside of these ranges.
-    pub elements: Vec<u32>,
+    pub elements: SparseElements,
 }
 
 impl CapturedPart {
     /// How many bytes changed.
     pub fn changed_bytes(&self, width: Width) -> u64 {
         let in_runs: u64 = self.runs.iter().map(|run| run.end - run.start).sum();
-        in_runs + (self.elements.len() * width.bytes()) as u64
+        in_runs + (self.elements.indices.len() * width.bytes()) as u64
     }
 }
 
@@ -230,7 +230,7 @@ impl WriteBatch {
     }
 }
 
-impl<B: PayloadBytes> Encoder<'_, B> {
+impl<'f, B: PayloadBytes> Encoder<'f, B> {
     /// Writes an operation whose bytes the device fills in.
     pub(super) fn push_bytes(&mut self, page: PageId, offset: u64, span: Span) -> Result<()> {
         self.check_blank(page, span.len)?;
@@ -277,7 +277,7 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     }
 
     /// Writes the changes that a capture found.
-    pub(super) fn push_captured(&mut self, page: PageId, width: Width, part: &CapturedPart) -> Result<()> {
+    pub(super) fn push_captured(&mut self, page: PageId, width: Width, part: &'f CapturedPart) -> Result<()> {
         for run in &part.runs {
             let span =
                 Span { offset: part.staged.offset + run.start, len: run.end - run.start, ..part.staged };
@@ -288,15 +288,15 @@ impl<B: PayloadBytes> Encoder<'_, B> {
                 blank.content = FillSource::Chunks { span, key, step, first };
             }
         }
-        if part.elements.is_empty() {
+        let SparseElements { indices: elements, coded } = &part.elements;
+        if elements.is_empty() {
             return Ok(());
         }
-        let coded = CodedIndices::smaller(&part.elements)?;
-        let blank = self.blank(page, (part.elements.len() * width.bytes()) as u64)?;
+        let blank = self.blank(page, (elements.len() * width.bytes()) as u64)?;
         let indices = coded.indices();
         let values_at = self.writer.len() + OP_HEADER_LEN + scatter_values_at(coded.byte_len());
         self.push(&Op::Scatter { page, width, base: part.offset, indices, values: &blank })?;
-        let content = FillSource::Elements { source: part.staged, width, indices: part.elements.clone() };
+        let content = FillSource::Elements { source: part.staged, width, indices: elements };
         self.blanks.push(DeviceFill { at: values_at, content });
         Ok(())
     }

@@ -40,12 +40,12 @@ impl WriteBatch {
 
     /// Writes the batch's payload, with blanks of zeros for the bytes that only the device has seen.
     /// Returns these blanks in their order. `pages` are the ids of the new pages.
-    pub(crate) fn encode<B: PayloadBytes>(
+    pub(crate) fn encode<'f, B: PayloadBytes>(
         &self,
         pages: &[PageId],
-        found: BatchFacts<'_>,
+        found: BatchFacts<'f>,
         payload: &mut B,
-    ) -> Result<Vec<DeviceFill>> {
+    ) -> Result<Vec<DeviceFill<'f>>> {
         let BatchFacts { copied_whole, copied: bytes, images, read, captured, lens } = found;
         let writer = PayloadWriter::on(payload);
         let mut encoder = Encoder { index: 0, writer, copied_whole, copied: bytes, blanks: Vec::new(), lens };
@@ -177,7 +177,7 @@ impl BatchStep {
         const FIXED: usize = OP_HEADER_LEN + 2 * FRAME_ALIGN as usize;
         let of_part = |part: &CapturedPart, width: Width| {
             let runs = part.runs.iter().map(|run| FIXED + (run.end - run.start) as usize).sum::<usize>();
-            FIXED + runs + part.elements.len() * (4 + width.bytes())
+            FIXED + runs + part.elements.byte_len(width)
         };
         let len = match self {
             BatchStep::Write { bytes, .. } => bytes.len(),
@@ -206,7 +206,7 @@ pub(super) struct Encoder<'a, B> {
     /// What of them is there by now, and the ranges that are yet to be written.
     pub copied: CopiedBytes,
     /// The ranges that only the device can fill.
-    pub blanks: Vec<DeviceFill>,
+    pub blanks: Vec<DeviceFill<'a>>,
     /// Lengths of pages, as far as they are known.
     pub lens: HashMap<PageId, u64>,
 }

@@ -27,6 +27,7 @@ pub(crate) use encode::BatchFacts;
 pub use page_changes::PageChanges;
 pub use sources::ByteSource;
 pub(crate) use sources::SourcePage;
+pub(crate) use sparse::SparseElements;
 pub(crate) use whole_pages::{OpImages, WHOLE_PAGE_LEN_MIN, WholePage};
 pub use working_copy::WorkingCopy;
 pub(crate) use working_copy::{ChunkDigests, CopyShadow, UNKNOWN_DIGEST};

@@ -49,6 +49,7 @@ pub(super) fn ascending<'a>(
 
 /// Ascending indices in the encoding that takes less of the log, padding included; four bytes each where
 /// both take the same, because those need no decoding.
+#[derive(Clone, Debug)]
 pub(super) enum CodedIndices {
     Plain(Vec<u8>),
     Gaps { bytes: Vec<u8>, count: usize },
@@ -61,6 +62,7 @@ impl CodedIndices {
         let mut bytes = Vec::new();
         Ok(if scatter_values_at(len) < scatter_values_at(4 * count) {
             make_room(&mut bytes, len)?;
+            bytes.resize(len, 0);
             gap_code(indices, &mut bytes);
             Self::Gaps { bytes, count }
         } else {
@@ -82,6 +84,35 @@ impl CodedIndices {
             Self::Plain(bytes) => Indices::plain(bytes),
             Self::Gaps { bytes, count } => Indices::gaps(bytes, *count).expect("coded just now"),
         }
+    }
+}
+
+/// Single elements that changed, ascending, with their indices as the log has them.
+#[derive(Clone, Debug)]
+pub(crate) struct SparseElements {
+    pub indices: Vec<u32>,
+    pub(super) coded: CodedIndices,
+}
+
+impl SparseElements {
+    /// Codes the indices, which ascend.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn new(indices: Vec<u32>) -> Result<Self> {
+        Ok(Self { coded: CodedIndices::smaller(&indices)?, indices })
+    }
+
+    /// How many bytes of a payload they take, if each is `width` bytes long.
+    pub fn byte_len(&self, width: Width) -> usize {
+        scatter_values_at(self.coded.byte_len()) + self.indices.len() * width.bytes()
+    }
+}
+
+impl Default for SparseElements {
+    /// Says that no element changed.
+    fn default() -> Self {
+        Self { indices: Vec::new(), coded: CodedIndices::Plain(Vec::new()) }
     }
 }
 

@@ -20,7 +20,7 @@ use remanent_format::{Epoch, PageId, Width};
 
 use super::Committer;
 use super::device_payload::CapturedDigests;
-use super::diff::bitmaps_len;
+use super::diff::{PartChanges, StagedCopy, bitmaps_len};
 use super::digests::{CopyLook, unknown_digests};
 use super::disk_moves::is_on_disk;
 use super::ranges::{RANGE_ALIGN, check_epoch, part, parts};
@@ -30,7 +30,10 @@ use crate::device::{Access, Command, CommandList, DIGEST_CHUNK_LEN, Lane, Pendin
 use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, pending_bytes_of_elements, pending_bytes_of_write};
 use crate::memory::arena::Purpose;
-use crate::write::batch::{CapturedPart, CopyShadow, ElementChanges, WorkingCopy, WriteBatch};
+use crate::write::batch::{CapturedPart, CopyShadow, SparseElements, WorkingCopy, WriteBatch};
+
+/// Working copies are compared together until their bitmaps are this long.
+const COMPARED_LEN: u64 = 32 << 20;
 
 /// The captures of a batch, with the memory that they staged.
 #[derive(Default)]
@@ -76,7 +79,7 @@ pub(super) enum CapturedBytes<'a> {
 
 /// Bytes that may be pending after the changes of a part, at most.
 fn pending_bytes(part: &CapturedPart) -> u64 {
-    let elements = pending_bytes_of_elements(part.elements.len() as u64, part.staged.len);
+    let elements = pending_bytes_of_elements(part.elements.indices.len() as u64, part.staged.len);
     let runs = part.runs.iter().map(|run| pending_bytes_of_write(run.end - run.start));
     runs.fold(elements, u64::saturating_add)
 }
@@ -179,7 +182,7 @@ impl Committer {
     /// Finds what changed in the working copies that the batch captures.
     pub(super) fn capture<'a>(&self, batch: &'a WriteBatch) -> Result<Captures<'a>> {
         let mut captures = Captures::default();
-        let mut looks = Vec::new();
+        let (mut looks, mut staged, mut bitmaps_len) = (Vec::new(), Vec::new(), 0);
         for (index, copy, ranges) in batch.captures() {
             copy.bytes().check_device(&self.engine.device)?;
             // Refused here already, a copy of an older state costs no comparison. The epoch is checked again
@@ -191,13 +194,17 @@ impl Committer {
             let of = (epoch, info.len);
             if let CopyShadow::Digests(key) = copy.shadow() {
                 push(&mut looks, self.begin_look(index, copy, of, ranges, key.span())?)?;
-            } else {
-                let (capture, found) = self.capture_one(index, copy, of, ranges)?;
-                // By the operation's index: the encoder comes to it there, in the batch's order.
-                captures.found.insert(index, found);
-                captures.taken.push(capture);
+                continue;
+            }
+            let of_copy = self.begin_capture(index, copy, of, ranges)?;
+            bitmaps_len += of_copy.bitmaps.byte_len();
+            push(&mut staged, of_copy)?;
+            if bitmaps_len >= COMPARED_LEN {
+                self.compare(std::mem::take(&mut staged), &mut captures)?;
+                bitmaps_len = 0;
             }
         }
+        self.compare(staged, &mut captures)?;
         self.look(&mut looks)?;
         for look in looks {
             captures.found.insert(look.step, changed_chunks(&look)?);
@@ -207,34 +214,50 @@ impl Committer {
         Ok(captures)
     }
 
-    /// Steps 1 to 3 for one working copy.
-    fn capture_one<'a>(
+    /// Step 1 for a working copy, and the memory for the next two.
+    fn begin_capture<'a>(
         &self,
         step: usize,
         copy: &'a WorkingCopy,
         (epoch, page_len): (Epoch, u64),
         ranges: Option<&[Range<u64>]>,
-    ) -> Result<(Capture<'a>, Vec<CapturedPart>)> {
-        let (page, width) = (copy.page(), copy.width());
-        let parts = parts(page, ranges, page_len, RANGE_ALIGN)?;
+    ) -> Result<StagedCopy<'a>> {
+        let parts = parts(copy.page(), ranges, page_len, RANGE_ALIGN)?;
         let len = parts.last().map_or(0, |(range, at)| at + range.end - range.start);
-        let source = copy.bytes().arrived(Access::Read)?;
-        let lens = [len, bitmaps_len(&parts, width)];
+        let live = copy.bytes().arrived(Access::Read)?;
+        let lens = [len, bitmaps_len(&parts, copy.width())];
         // Both are claimed at once: claimed one after the other, a capture could fail half way, for a sum
         // that no error had named.
         let [staged, bitmaps] = self.stage_memories(Purpose::Stage, copy.bytes().place(), lens)?;
-        let from = |range: &Range<u64>| part(source, range);
-        let sources = parts.iter().map(|(range, at)| (from(range), *at)).collect();
-        self.run(vec![Command::Gather { sources, target: staged.part(0, len) }], Vec::new())?;
-        let changed = self.changed(copy, epoch, &parts, staged.part(0, len), &bitmaps)?;
-        let found = parts.iter().zip(changed).map(|((range, at), ElementChanges { runs, elements })| {
-            let byte = |element: u32| u64::from(element) * width.bytes() as u64;
-            let runs = runs.into_iter().map(|run| byte(run.start)..byte(run.end)).collect();
-            let staged = staged.part(*at, range.end - range.start);
-            CapturedPart { offset: range.start, staged, key: None, runs, elements }
-        });
-        let found = found.collect();
-        Ok((Capture { step, copy, epoch, parts, staged: Some(staged) }, found))
+        Ok(StagedCopy { step, copy, epoch, parts, live, staged, bitmaps })
+    }
+
+    /// Steps 2 and 3 for some of the working copies: a list for each is a wait for each.
+    fn compare<'a>(&self, copies: Vec<StagedCopy<'a>>, captures: &mut Captures<'a>) -> Result<()> {
+        if copies.is_empty() {
+            return Ok(());
+        }
+        let mut gathers = Vec::new();
+        for StagedCopy { parts, live, staged, .. } in &copies {
+            let sources = collected(parts.iter().map(|(range, at)| (part(*live, range), *at)))?;
+            push(&mut gathers, Command::Gather { sources, target: staged.part(0, staged.byte_len()) })?;
+        }
+        self.run(gathers, Vec::new())?;
+        let mut changed = self.changed(&copies)?.into_iter();
+        for StagedCopy { step, copy, epoch, parts, staged, .. } in copies {
+            let width = copy.width().bytes() as u64;
+            let in_bytes = |run: Range<u32>| u64::from(run.start) * width..u64::from(run.end) * width;
+            let found =
+                parts.iter().zip(&mut changed).map(|((range, at), PartChanges { runs, elements })| {
+                    let runs = runs.into_iter().map(in_bytes).collect();
+                    let staged = staged.part(*at, range.end - range.start);
+                    CapturedPart { offset: range.start, staged, key: None, runs, elements }
+                });
+            // By the operation's index: the encoder comes to it there, in the batch's order.
+            captures.found.insert(step, collected(found)?);
+            captures.taken.push(Capture { step, copy, epoch, parts, staged: Some(staged) });
+        }
+        Ok(())
     }
 
     /// Takes the captured bytes to the shadows, once the batch is logged. A copy whose shadow cannot
@@ -365,7 +388,7 @@ fn changed_chunks(look: &CopyLook<'_>) -> Result<Vec<CapturedPart>> {
     let found = look.changed()?.into_iter().map(|run| {
         let (staged, len) = (part(look.live, &run), run.end - run.start);
         let (key, runs) = (Some(look.key), std::iter::once(0..len).collect());
-        CapturedPart { offset: run.start, staged, key, runs, elements: Vec::new() }
+        CapturedPart { offset: run.start, staged, key, runs, elements: SparseElements::default() }
     });
     collected(found)
 }

@@ -105,7 +105,7 @@ impl Committer {
     pub(super) fn fill(
         &self,
         mut payload: GrowingStaging,
-        blanks: Vec<DeviceFill>,
+        blanks: Vec<DeviceFill<'_>>,
         born_in: Option<Place>,
         locked: Option<&PageTable>,
     ) -> Result<FilledPayload> {
@@ -171,7 +171,8 @@ impl Committer {
         let device = &*self.engine.device;
         let Wave { blanks, area, copies } = wave;
         let (mut sources, mut picks) = (Vec::new(), Vec::new());
-        let (mut lists, mut steps, mut indices) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut lists, mut steps) = (Vec::new(), Vec::new());
+        let (mut picked_indices, mut picked_len) = (Vec::new(), 0);
         let (mut digested, mut chunks) = (Vec::new(), Vec::new());
         let mut keys = Vec::new();
         for (blank, copy) in blanks.iter().zip(copies) {
@@ -194,9 +195,10 @@ impl Committer {
                 FillSource::Elements { source, width, indices: picked } => {
                     // Picked from the staged copy by indices that the host knows: only the elements cross
                     // the bus.
-                    let at = StagingSpan { index: 2, offset: indices.len(), len: 4 * picked.len() };
-                    push(&mut picks, Command::Pick { source: *source, width: *width, indices: at, target })?;
-                    append(&mut indices, picked.iter().flat_map(|index| index.to_le_bytes()))?;
+                    let indices = StagingSpan { index: 2, offset: picked_len, len: 4 * picked.len() };
+                    push(&mut picks, Command::Pick { source: *source, width: *width, indices, target })?;
+                    push(&mut picked_indices, *picked)?;
+                    picked_len += indices.len;
                 }
             }
         }
@@ -212,8 +214,11 @@ impl Committer {
             commands.push(Command::Digest { sources: digested, key: *key, target });
         }
         bring_down(&mut commands, copies, device.crosses_bus())?;
-        let mut picked = self.engine.staging.take(indices.len())?;
-        picked.copy_from_slice(&indices);
+        let mut picked = self.engine.staging.take(picked_len)?;
+        let mut places = picked.as_chunks_mut().0.iter_mut();
+        for indices in picked_indices {
+            indices.iter().zip(&mut places).for_each(|(index, place)| *place = index.to_le_bytes());
+        }
         let (len, sums_len) = (landing.len(), sums_len(copies.len()));
         let [sums, found, digest_bytes] = [sums_len, found_len, digests_len];
         let sums = self.engine.staging.take(sums)?;
@@ -222,7 +227,7 @@ impl Committer {
         let staging = [landing, sums, picked, found, digest_bytes].map(StagingBuf::into_staging);
         let mut returned = self.run(commands, staging.into())?.into_iter();
         let mut next = |len| StagingBuf::new(returned.next().expect("as many as went in"), len);
-        let (mut landed, mut sums, picked) = (next(len), next(sums_len), next(indices.len()));
+        let (mut landed, mut sums, picked) = (next(len), next(sums_len), next(picked_len));
         let (found, digest_bytes) = (next(found_len), next(digests_len));
         // A wrong index would write outside of the page, and a repeated one has no defined result on a
         // device: both are refused before the batch is logged. A word a list: 0 if its indices hold.
@@ -279,7 +284,7 @@ pub(super) struct FilledPayload {
 pub(super) type CapturedDigests = BTreeMap<usize, Vec<ChunkDigests>>;
 
 /// Divides blanks among waves. Bytes of a blank may be of several; indices and elements stay together.
-fn waves(blanks: Vec<DeviceFill>) -> Result<Vec<Vec<DeviceFill>>> {
+fn waves(blanks: Vec<DeviceFill<'_>>) -> Result<Vec<Vec<DeviceFill<'_>>>> {
     let (mut waves, mut wave, mut len) = (Vec::new(), Vec::new(), 0);
     for blank in blanks {
         let mut rest = Some(blank);
@@ -304,13 +309,13 @@ fn waves(blanks: Vec<DeviceFill>) -> Result<Vec<Vec<DeviceFill>>> {
 }
 
 /// The memory that a wave takes.
-fn wave_len(blanks: &[DeviceFill]) -> u64 {
+fn wave_len(blanks: &[DeviceFill<'_>]) -> u64 {
     blanks.iter().fold(0, |len, blank| align_up(len + blank.byte_len(), FRAME_ALIGN))
 }
 
 /// Blanks that are filled at a time.
 struct Wave<'b> {
-    blanks: &'b [DeviceFill],
+    blanks: &'b [DeviceFill<'b>],
     /// Device memory in which their bytes are put together.
     area: Span,
     /// The copy of each blank.
@@ -329,12 +334,12 @@ impl<'b> Wave<'b> {
     /// The blanks one after the other in `area`, each where a kernel reads it best. `lands_at` tells where
     /// the bytes of a blank come down, given where the device has them.
     fn new(
-        blanks: &'b [DeviceFill],
+        blanks: &'b [DeviceFill<'b>],
         area: Span,
-        lands_at: impl Fn(&DeviceFill, Span) -> usize,
+        lands_at: impl Fn(&DeviceFill<'_>, Span) -> usize,
     ) -> Result<Self> {
         let mut at = 0;
-        let copy_of = |blank: &DeviceFill| {
+        let copy_of = |blank: &DeviceFill<'_>| {
             let source = Span { offset: area.offset + at, len: blank.byte_len(), ..area };
             at = align_up(at + source.len, FRAME_ALIGN);
             BlankCopy { at: lands_at(blank, source), source }
@@ -386,7 +391,7 @@ fn proven_sums(landed: &[u8], copies: &[BlankCopy], of_device: Option<&[u8]>) ->
 
 /// CRC-32 of a payload whose blanks, in their order, have these sums. Bytes of long ones are not summed
 /// again.
-fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill, u32)>) -> u32 {
+fn whole_sum<'b>(payload: &[u8], blanks: impl Iterator<Item = (&'b DeviceFill<'b>, u32)>) -> u32 {
     let mut whole = Hasher::new();
     // Between two blanks lie bytes that the host knows. No blank overlaps another.
     let mut known_from = 0;

@@ -14,28 +14,62 @@
 
 use std::ops::Range;
 
-use remanent_format::Width;
+use remanent_format::{Epoch, PageId, Width};
 
 use super::Committer;
 use super::ranges::{RangeParts, check_epoch, part};
 use super::stage_memory::StageMemory;
+use crate::base::allocation::{append, collected, copied, push};
+use crate::base::parallel;
 use crate::device::{Command, CommandList, Fence, Lane, SHORT_COPY_LEN_MAX, Selection, Span, StagingSpan};
 use crate::error::{Error, Result};
 use crate::memory::staging::StagingBuf;
-use crate::write::batch::{CopyShadow, ElementChanges, WorkingCopy};
+use crate::write::batch::{CopyShadow, ElementChanges, SparseElements, WorkingCopy};
 
 /// Boundary on which each bitmap, and each list of indices, begins.
 const BITMAP_ALIGN: u64 = 16;
 /// How many bytes an index takes.
 const INDEX_LEN: u64 = 4;
+/// Bytes of indices and bitmaps that are worth a thread of their own.
+const SHARE_LEN: usize = 256 << 10;
+/// Threads that read them.
+const HOST_THREADS_MAX: usize = 8;
 
-/// Bitmaps, one for each part, with room for all indices that are shorter than the bitmap. A longer list is
-/// never brought, so it need not fit.
-struct Bitmaps {
-    /// One bitmap for each part, with its list of indices.
-    selections: Vec<Selection>,
-    /// The length of all bitmaps, in bytes.
-    len: u64,
+/// A working copy that is captured by its elements, with the memory that it takes.
+pub(super) struct StagedCopy<'a> {
+    /// The operation's index in the batch.
+    pub step: usize,
+    pub copy: &'a WorkingCopy,
+    /// The epoch of the state that it is compared with.
+    pub epoch: Epoch,
+    /// The ranges of the page, each with where it begins in `staged`.
+    pub parts: Vec<(Range<u64>, u64)>,
+    /// The copy's own memory.
+    pub live: Span,
+    /// Its bytes as they are compared and captured.
+    pub staged: StageMemory,
+    /// Where its bitmaps go, with room for [`bitmaps_len`].
+    pub bitmaps: StageMemory,
+}
+
+/// What changed in a part of a page.
+#[derive(Default)]
+pub(super) struct PartChanges {
+    /// Ranges of elements.
+    pub runs: Vec<Range<u32>>,
+    /// Elements outside of these.
+    pub elements: SparseElements,
+}
+
+/// A range of a page that is compared with staged bytes: the range, the bytes, and where the bits go.
+type RangePair = (Range<u64>, Span, Span);
+
+/// Staged bytes of a page that are compared with it.
+struct PageDiff {
+    page: PageId,
+    epoch: Epoch,
+    width: Width,
+    pairs: Vec<RangePair>,
 }
 
 /// How many bytes the bitmaps of parts take with their indices: two bits for each element, one in the bitmap
@@ -44,131 +78,138 @@ pub(super) fn bitmaps_len(parts: &RangeParts, width: Width) -> u64 {
     parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(BITMAP_ALIGN)).sum()
 }
 
-impl Bitmaps {
-    /// Lays them out in `memory`, part by part.
-    fn of(parts: &RangeParts, width: Width, memory: &StageMemory) -> Self {
-        let lens = parts.iter().map(|(range, _)| bitmap_len(range, width));
-        let mut at = 0;
-        let bitmap = |len: u64| {
-            // The list lies right after its bitmap, on a boundary of its own.
-            let indices_at = at + len.next_multiple_of(BITMAP_ALIGN);
-            let bits = memory.part(at, len);
-            at = indices_at + len.next_multiple_of(BITMAP_ALIGN);
-            Selection { bits, indices: memory.part(indices_at, len / INDEX_LEN * INDEX_LEN) }
-        };
-        let selections: Vec<Selection> = lens.map(bitmap).collect();
-        let len = selections.iter().map(|selection| selection.bits.len).sum();
-        Self { selections, len }
-    }
+/// Lays out the bitmaps of a copy in its memory, one for each part, with room for all indices that are
+/// shorter than the bitmap. A longer list is never brought, so it need not fit.
+fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection> + use<'c> {
+    let lens = copy.parts.iter().map(|(range, _)| bitmap_len(range, copy.copy.width()));
+    let mut at = 0;
+    lens.map(move |len| {
+        // The list lies right after its bitmap, on a boundary of its own.
+        let indices_at = at + len.next_multiple_of(BITMAP_ALIGN);
+        let bits = copy.bitmaps.part(at, len);
+        at = indices_at + len.next_multiple_of(BITMAP_ALIGN);
+        Selection { bits, indices: copy.bitmaps.part(indices_at, len / INDEX_LEN * INDEX_LEN) }
+    })
 }
 
 impl Committer {
-    /// Finds what changed in each part of a working copy that is at `epoch` and staged; `memory` holds
-    /// [`bitmaps_len`] bytes.
-    pub(super) fn changed(
-        &self,
-        copy: &WorkingCopy,
-        epoch: remanent_format::Epoch,
-        parts: &RangeParts,
-        staged: Span,
-        memory: &StageMemory,
-    ) -> Result<Vec<ElementChanges>> {
-        let (page, width) = (copy.page(), copy.width());
-        let bitmaps = Bitmaps::of(parts, width, memory);
-        let pairs: Vec<(Range<u64>, Span, Span)> = parts
-            .iter()
-            .zip(&bitmaps.selections)
-            .map(|((range, at), selection)| {
-                (range.clone(), part(staged, &(*at..at + range.end - range.start)), selection.bits)
-            })
-            .collect();
-        let diffs = move |other: Span| -> Vec<Command> {
-            let diff = |(range, left, target): (Range<u64>, Span, Span)| Command::Diff {
-                left,
-                right: part(other, &range),
-                width,
-                target,
-            };
-            pairs.into_iter().map(diff).collect()
-        };
+    /// Finds what changed in each part of these copies, in their order. Lists and waits are for all of them.
+    pub(super) fn changed(&self, copies: &[StagedCopy<'_>]) -> Result<Vec<PartChanges>> {
+        let selections = collected(copies.iter().flat_map(selections_of))?;
         // 1.
         let mut commands = Vec::new();
-        match copy.shadow() {
-            // The shadow is the copy's own: no batch writes to it, so no turn is needed.
-            CopyShadow::Kept(shadow) => commands = diffs(shadow.span()),
-            CopyShadow::Digests(_) => unreachable!("those find chunks, not elements"),
-            CopyShadow::Page => {
-                self.engine.applier.unloaded().wait([page])?;
-                let compared: Fence = self.engine.applier.turn(move |turn| {
-                    turn.intact()?;
-                    let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
-                    // In the same turn as the comparison: a batch in between would show as a change of
-                    // the copy's.
-                    check_epoch(page, epoch, info.epoch)?;
-                    let commands = diffs(turn.applied.memory_of(page)?.span());
-                    Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
-                })?;
-                // The rest is on the lane for staging: numbering and the way to the host hold up no delta.
-                self.engine.device.after(Lane::Stage, compared)?;
+        let mut of_pages = Vec::new();
+        let mut bits = selections.iter().map(|selection| selection.bits);
+        for StagedCopy { copy, epoch, parts, staged, .. } in copies {
+            let pair = |(range, at): &(Range<u64>, u64)| {
+                let bits = bits.next().expect("a bitmap for each part");
+                (range.clone(), staged.part(*at, range.end - range.start), bits)
+            };
+            let pairs = collected(parts.iter().map(pair))?;
+            match copy.shadow() {
+                // The shadow is the copy's own: no batch writes to it, so no turn is needed.
+                CopyShadow::Kept(shadow) => append(&mut commands, diffs(pairs, shadow.span(), copy.width()))?,
+                CopyShadow::Digests(_) => unreachable!("those find chunks, not elements"),
+                CopyShadow::Page => {
+                    let (page, epoch, width) = (copy.page(), *epoch, copy.width());
+                    push(&mut of_pages, PageDiff { page, epoch, width, pairs })?;
+                }
             }
         }
+        if !of_pages.is_empty() {
+            let compared = self.compare_with_pages(of_pages)?;
+            // The rest is on the lane for staging: numbering and the way to the host hold up no delta.
+            self.engine.device.after(Lane::Stage, compared)?;
+        }
         // 2.
-        let counts = match bitmaps.len {
+        let counts = match selections.iter().map(|selection| selection.bits.len).sum() {
             0..=SHORT_COPY_LEN_MAX => None,
-            _ => Some(self.number(&bitmaps, &mut commands)?),
+            _ => Some(self.number(&selections, &mut commands)?),
         };
         // 3.
-        self.bring(&bitmaps, counts.as_deref(), commands, width)
+        let widths = copies.iter().flat_map(|of| of.parts.iter().map(|_| of.copy.width()));
+        self.bring(&selections, counts.as_deref(), commands, &collected(widths)?)
+    }
+
+    /// Compares staged bytes with their pages, in the lane of deltas. Returns the fence after that.
+    fn compare_with_pages(&self, of_pages: Vec<PageDiff>) -> Result<Fence> {
+        self.engine.applier.unloaded().wait(of_pages.iter().map(|of| of.page))?;
+        self.engine.applier.turn(move |turn| {
+            turn.intact()?;
+            let mut commands = Vec::new();
+            for PageDiff { page, epoch, width, pairs } in of_pages {
+                let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
+                // In the same turn as the comparison: a batch in between would show as a change of the
+                // copy's.
+                check_epoch(page, epoch, info.epoch)?;
+                let memory = turn.applied.memory_of(page)?.span();
+                append(&mut commands, diffs(pairs, memory, width))?;
+            }
+            Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
+        })
     }
 
     /// Runs the commands, and numbers the bits that they set. Returns how many there are in each bitmap.
-    fn number(&self, bitmaps: &Bitmaps, commands: &mut Vec<Command>) -> Result<Vec<u64>> {
-        let len = INDEX_LEN as usize * bitmaps.selections.len();
+    fn number(&self, selections: &[Selection], commands: &mut Vec<Command>) -> Result<Vec<u64>> {
+        let len = INDEX_LEN as usize * selections.len();
         let target = StagingSpan { index: 0, offset: 0, len };
-        commands.push(Command::Select { bitmaps: bitmaps.selections.clone(), target });
+        push(commands, Command::Select { bitmaps: copied(selections)?, target })?;
         let staging = vec![self.engine.staging.take(len)?.into_staging()];
         let mut returned = self.run(std::mem::take(commands), staging)?;
         let found = StagingBuf::new(returned.pop().expect("one staging went in"), len);
-        let counts = indices(&found).map(u64::from).collect();
+        let counts = collected(indices(&found).map(u64::from));
         self.engine.staging.give(found.into_staging());
-        Ok(counts)
+        counts
     }
 
-    /// Runs the commands, and brings the changes to the host: for each part its indices or its bitmap.
+    /// Runs the commands, and brings the changes to the host: for each part, whose elements have its width,
+    /// its indices or its bitmap.
     fn bring(
         &self,
-        bitmaps: &Bitmaps,
+        selections: &[Selection],
         counts: Option<&[u64]>,
         mut commands: Vec<Command>,
-        width: Width,
-    ) -> Result<Vec<ElementChanges>> {
+        widths: &[Width],
+    ) -> Result<Vec<PartChanges>> {
         let mut len = 0;
-        let mut brought = Vec::with_capacity(bitmaps.selections.len());
-        for (number, Selection { bits, indices }) in bitmaps.selections.iter().enumerate() {
+        let mut brought = Vec::new();
+        for (number, Selection { bits, indices }) in selections.iter().enumerate() {
             // The shorter of the two goes over the bus.
             let listed_len = counts.map(|counts| INDEX_LEN * counts[number]);
             let listed_len = listed_len.filter(|listed_len| *listed_len <= indices.len);
             let source = listed_len.map_or(*bits, |len| Span { len, ..*indices });
             let target = StagingSpan { index: 0, offset: len, len: source.len as usize };
-            commands.push(Command::Download { source, target });
-            brought.push((target, listed_len.is_some()));
+            push(&mut commands, Command::Download { source, target })?;
+            push(&mut brought, (target, listed_len.is_some()))?;
             len += target.len;
         }
         let staging = vec![self.engine.staging.take(len)?.into_staging()];
         let mut returned = self.run(commands, staging)?;
         let found = StagingBuf::new(returned.pop().expect("one staging went in"), len);
-        let changed = |(at, is_list): (StagingSpan, bool)| {
-            let bytes = &found[at.offset..][..at.len];
-            if is_list {
-                ElementChanges::of(indices(bytes), width)
-            } else {
-                ElementChanges::of_bitmap(bytes, width)
-            }
+        let changes_of = |part: usize| {
+            let (at, is_list) = &brought[part];
+            let (bytes, width) = (&found[at.offset..][..at.len], widths[part]);
+            let changed = match is_list {
+                true => ElementChanges::of(indices(bytes), width),
+                false => ElementChanges::of_bitmap(bytes, width),
+            };
+            Ok(PartChanges { runs: changed.runs, elements: SparseElements::new(changed.elements)? })
         };
-        let changed = brought.into_iter().map(changed).collect();
+        let threads = parallel::threads(HOST_THREADS_MAX.min(1 + len / SHARE_LEN));
+        let changed = parallel::map_indexed(threads, brought.len(), || (), |(), part| changes_of(part));
         self.engine.staging.give(found.into_staging());
-        Ok(changed)
+        changed
     }
+}
+
+/// The comparisons of ranges of a page with other bytes of it.
+fn diffs(pairs: Vec<RangePair>, other: Span, width: Width) -> impl Iterator<Item = Command> {
+    pairs.into_iter().map(move |(range, left, target)| Command::Diff {
+        left,
+        right: part(other, &range),
+        width,
+        target,
+    })
 }
 
 /// How many bytes a bitmap of a range's elements takes.

@@ -14,10 +14,16 @@ use super::draft::SourceVersions;
 use super::fills::FillSources;
 use super::page_memory::{changed_in_place, may_take_memory};
 use super::{Committer, CommitterWork};
-use crate::applier::{ArrivalSums, ListRoom, Provision, is_payload_enough, stage_aside};
-use crate::base::allocation::{append, map_of, push};
+use crate::applier::{ArrivalSums, ListRoom, Provision, is_payload_enough, needs_aside, stage_aside};
+use crate::base::allocation::{append, collected, map_of};
+use crate::base::parallel;
 use crate::engine::Engine;
 use crate::error::Result;
+
+/// Bytes beside the payload that are worth a thread of their own.
+const SHARE_LEN: usize = 1 << 20;
+/// Threads that write them.
+const HOST_THREADS_MAX: usize = 8;
 
 /// What a draft takes for the applier; none for a batch that only writes to pages in memory.
 type DraftProvision = Option<Box<Provision>>;
@@ -89,16 +95,30 @@ impl Committer {
         let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if filled.has_image_of(*page));
         let is_taken = |index: usize, op: &Op<'_>| !disk_ops.has(index) && !is_there(op);
         let taken = || (0..).zip(ops).filter(|(index, at)| is_taken(*index, &at.op)).map(|(_, at)| &at.op);
-        let mut asides = Vec::new();
-        for aside in taken().filter_map(|op| stage_aside(op, &whole, staging).transpose()) {
-            push(&mut asides, aside?)?;
-        }
-        provision.asides = asides.into();
+        let aside = collected(taken().filter(|op| needs_aside(op)))?;
+        let len: usize = aside.iter().map(|op| aside_len(op)).sum();
+        let threads = parallel::threads(HOST_THREADS_MAX.min(1 + len / SHARE_LEN));
+        let staged = parallel::map_indexed(
+            threads,
+            aside.len(),
+            || (),
+            |(), at| stage_aside(aside[at], &whole, staging),
+        );
+        provision.asides = staged?.into_iter().flatten().collect();
         if device.crosses_bus() {
             provision.sums = ArrivalSums::of(taken(), staging)?;
         }
         provision.room = ListRoom::of(ops)?;
         provision.relocations = self.relocations(ops, locked)?;
         Ok(versions)
+    }
+}
+
+/// About how many bytes lie beside the payload for an operation.
+fn aside_len(op: &Op<'_>) -> usize {
+    match op {
+        Op::Image { len, .. } => *len as usize,
+        Op::Scatter { indices, values, .. } => 4 * indices.len() + values.len(),
+        _ => 0,
     }
 }

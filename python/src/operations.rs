@@ -1,0 +1,157 @@
+//! Operations of a batch that was followed, as Python has them.
+
+use std::num::NonZero;
+use std::thread;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+use remanent::Op;
+
+use crate::array::{Aligned, Array};
+use crate::dtype::Dtype;
+use crate::errors::key_to_py;
+use crate::values::{metadata_to_py, to_py};
+
+/// Indices that are worth a thread of their own.
+const INDICES_PER_THREAD: usize = 256 << 10;
+/// Threads that make them.
+const THREADS_MAX: usize = 8;
+
+/// The indices of those operations that are sparse deltas, four bytes each; of many, by several threads.
+pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
+    let plain = |op: &Op<'_>| match op {
+        Op::Scatter { indices, .. } => {
+            let mut plain = Aligned::zeros(4 * indices.len())?;
+            indices.copy_to(plain.as_mut_slice());
+            Ok(Some(plain))
+        }
+        _ => Ok(None),
+    };
+    let count_of = |op: &Op<'_>| if let Op::Scatter { indices, .. } = op { indices.len() } else { 0 };
+    let wanted = ops.iter().map(count_of).sum::<usize>() / INDICES_PER_THREAD;
+    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX).min(1 + wanted);
+    let plain_of = |share: &[Op<'_>]| share.iter().map(plain).collect::<remanent::Result<Vec<_>>>();
+    let mut shares = ops.chunks(ops.len().div_ceil(threads).max(1));
+    let first = shares.next().unwrap_or_default();
+    thread::scope(|scope| {
+        let others: Vec<_> = shares
+            .map(|share| {
+                let work = move || plain_of(share);
+                thread::Builder::new()
+                    .name("remanent-indices".to_owned())
+                    .spawn_scoped(scope, work)
+                    .map_err(|_| work)
+            })
+            .collect();
+        let mut all = plain_of(first)?;
+        for share in others {
+            all.extend(match share {
+                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?,
+                // The thread could not be started.
+                Err(work) => work()?,
+            });
+        }
+        Ok(all)
+    })
+}
+
+/// An operation as a dict. `indices` are those of a sparse delta.
+pub fn operation_to_py<'py>(
+    py: Python<'py>,
+    op: &Op<'_>,
+    indices: Option<Aligned>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let bytes = |bytes: &[u8]| PyBytes::new(py, bytes);
+    let kind = match op {
+        Op::Create { page, len, place, key, metadata } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("length", len)?;
+            dict.set_item("place", place.to_string())?;
+            dict.set_item("key", key.as_ref().map(|key| key_to_py(py, key)))?;
+            dict.set_item("metadata", metadata_to_py(py, metadata)?)?;
+            "create"
+        }
+        Op::Write { page, offset, bytes: written } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("offset", offset)?;
+            dict.set_item("bytes", bytes(written))?;
+            "write"
+        }
+        Op::Masked { page, offset, width, mask, bytes: written } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("offset", offset)?;
+            dict.set_item("width", width.bytes())?;
+            dict.set_item("mask", bytes(mask))?;
+            dict.set_item("bytes", bytes(written))?;
+            "masked"
+        }
+        Op::Scatter { page, width, base, values, .. } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("width", width.bytes())?;
+            dict.set_item("base", base)?;
+            let indices = indices.unwrap_or_default();
+            let count = indices.byte_len() / 4;
+            dict.set_item("indices", Array::new(indices, Dtype::parse("uint32")?, &[count]))?;
+            dict.set_item("values", bytes(values))?;
+            "scatter"
+        }
+        Op::Fill { page, offset, len, pattern } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("offset", offset)?;
+            dict.set_item("length", len)?;
+            dict.set_item("pattern", bytes(pattern))?;
+            "fill"
+        }
+        Op::Resize { page, len } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("length", len)?;
+            "resize"
+        }
+        Op::Delete { page } => {
+            dict.set_item("page", page.0)?;
+            "delete"
+        }
+        Op::SetMetadata { page, name, value } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("name", name)?;
+            dict.set_item("value", to_py(py, value)?)?;
+            "set_metadata"
+        }
+        Op::RemoveMetadata { page, name } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("name", name)?;
+            "remove_metadata"
+        }
+        Op::SetRoot { name, value } => {
+            dict.set_item("name", name)?;
+            dict.set_item("value", to_py(py, value)?)?;
+            "set_root"
+        }
+        Op::RemoveRoot { name } => {
+            dict.set_item("name", name)?;
+            "remove_root"
+        }
+        Op::Note { text } => {
+            dict.set_item("text", text)?;
+            "note"
+        }
+        Op::Image { page, len, .. } => {
+            dict.set_item("page", page.0)?;
+            dict.set_item("length", len)?;
+            "image"
+        }
+        Op::Restore { restored, .. } => {
+            dict.set_item("lsn", restored.0)?;
+            "restore"
+        }
+        other => {
+            if let Some(page) = other.page() {
+                dict.set_item("page", page.0)?;
+            }
+            "other"
+        }
+    };
+    dict.set_item("kind", kind)?;
+    Ok(dict)
+}
