@@ -90,6 +90,55 @@ fn a_page_becomes_its_working_copy_and_so_does_the_log() {
     }
 }
 
+/// They are compared together, each by elements of its own width and with what it is to be compared with.
+#[test]
+fn copies_of_every_kind_are_captured_by_one_batch() {
+    for device in devices() {
+        let label = device.label();
+        let disk = SimDisk::new();
+        let store = open(&disk, device);
+        let mut random = Random(6);
+        let mut copies = Vec::new();
+        for (len, width) in [(48, Width::W4), (70_000, Width::W2), (0, Width::W1), (900_000, Width::W1)] {
+            for shadow in SHADOWS {
+                let page = page(&store, &random.bytes(len));
+                copies.push(store.working_copy(page, width, shadow).unwrap());
+            }
+        }
+        for round in 0..6 {
+            let mut batch = store.batch();
+            for copy in &copies {
+                let len = copy.bytes().byte_len();
+                let mut ranges = vec![0..len.min(16)];
+                for _ in 0..random.below(30).min(len) {
+                    let (offset, byte) = (random.below(len), random.bytes(1));
+                    copy.bytes().write(offset, &byte).unwrap();
+                    ranges.push(offset..offset + 1);
+                }
+                if random.below(3) == 0 {
+                    batch.capture_ranges(copy, &ranges);
+                } else {
+                    batch.capture(copy);
+                }
+            }
+            store.commit(batch).unwrap();
+            for copy in &copies {
+                let (page, width) = (copy.page(), copy.width());
+                assert!(
+                    content(&store, page) == copied(copy),
+                    "{page} of {width:?}, round {round} on {label}"
+                );
+            }
+        }
+        let expected: Vec<_> = copies.iter().map(|copy| (copy.page(), copied(copy))).collect();
+        drop((copies, store));
+        let store = open(&disk, Arc::new(HostDevice::new()));
+        for (page, expected) in expected {
+            assert!(content(&store, page) == expected, "{page} recovered from {label}");
+        }
+    }
+}
+
 /// The ranges that a capture compares, and two bits for each of their elements.
 #[test]
 fn memory_of_a_capture_is_claimed_at_once() {
