@@ -19,18 +19,21 @@ import torch
 
 from remanent import _native, _pages
 from remanent._copies import Copies
-from remanent._errors import DivergedError, InvalidError, NoStateError, OvertakenError
-from remanent._tensors import DTYPE, blocks, bytes_of, extents
+from remanent._errors import DivergedError, InvalidError, OvertakenError
+from remanent._live import Live, Uploads
+from remanent._tensors import blocks, bytes_of, extents
 
 __all__ = ["Publisher", "Subscriber", "checksum"]
 
 _Path = str | os.PathLike[str]
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:
     state = model if isinstance(model, Mapping) else model.state_dict()
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def checksum(model: Any) -> int:
@@ -124,6 +127,7 @@ class Subscriber:
         self._directory = directory
         self._follower: _native.Follower | None = None
         self._arrays: dict[int, list[_pages.Array]] = {}
+        self._uploads = Uploads()
         self.step: int | None = None
         self.restarts = 0
 
@@ -137,7 +141,7 @@ class Subscriber:
         :raises NoStateError: the publisher's tensors are others. DivergedError: a checksum differs, or a crash took
             what was applied: the next call begins anew.
         """
-        live = _Live(_tensors(model))
+        live = Live(_tensors(model), self._uploads)
         try:
             applied = False
             if self._follower is None:
@@ -158,7 +162,7 @@ class Subscriber:
             raise
         return self.step
 
-    def _restart(self, live: _Live) -> bool:
+    def _restart(self, live: Live) -> bool:
         """Takes all weights of the newest snapshot, or waits at the beginning; says whether there are any."""
         self.restarts += 1
         replica = _native.Replica(self._directory)
@@ -174,13 +178,14 @@ class Subscriber:
             self._arrays[info.page] = arrays
             live.check(arrays)
             if info.length:
-                live.write(arrays, 0, replica[key])
+                live.write(arrays, 0, _tensor(replica[key]))
         self._seen(live, replica.root)
         return True
 
-    def _apply(self, live: _Live, batch: _native.FollowedBatch) -> None:
+    def _apply(self, live: Live, batch: _native.FollowedBatch) -> None:
         root: dict[str, Any] = {}
-        for operation in batch.operations:
+        changes = live.changes(batch)
+        for operation in changes.operations:
             kind = operation["kind"]
             if kind == "set_root":
                 root[operation["name"]] = operation["value"]
@@ -189,17 +194,18 @@ class Subscriber:
             elif kind in ("write", "scatter", "image") and operation["page"] in self._arrays:
                 arrays = self._arrays[operation["page"]]
                 if kind == "write":
-                    live.write(arrays, operation["offset"], operation["bytes"])
+                    given = changes.bytes_of(operation, "bytes", live.device_of(arrays))
+                    live.write(arrays, operation["offset"], given)
                 elif kind == "image":
-                    live.write(arrays, 0, batch.image(operation["page"]))
+                    live.write(arrays, 0, _tensor(batch.image(operation["page"])))
                 else:
-                    live.scatter(arrays, operation)
+                    live.scatter(arrays, changes, operation)
             else:
                 # Pages come, go or change their length, or it is a restore: nothing of that is a step's changes.
                 raise _Another
         self._seen(live, root)
 
-    def _seen(self, live: _Live, root: Mapping[str, Any]) -> None:
+    def _seen(self, live: Live, root: Mapping[str, Any]) -> None:
         self.step = root.get("step", self.step)
         expected = root.get("weights.crc32")
         if expected is not None and checksum(live.tensors) != expected:
@@ -209,50 +215,3 @@ class Subscriber:
 
 class _Another(Exception):
     """The batch changes more than elements."""
-
-
-class _Live:
-    """Live tensors, as bytes of a publisher's pages."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def check(self, arrays: list[_pages.Array]) -> None:
-        for array in arrays:
-            tensor = self.tensors.get(array.name)
-            if tensor is None or tuple(tensor.shape) != array.shape or tensor.dtype != DTYPE.get(array.dtype):
-                own = "none" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
-                raise NoStateError(f"{array.name}: the publisher has {array.dtype}{list(array.shape)}, the model {own}")
-            if not tensor.is_contiguous() or array.stride not in (None, _pages.contiguous_stride(array.shape)):
-                raise NoStateError(f"{array.name}: weights that are followed lie row by row, on both sides")
-
-    def _flat(self, array: _pages.Array) -> torch.Tensor:
-        """A live tensor's bytes, to be written."""
-        tensor = self.tensors[array.name].detach()
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        return flat.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),), (1,))
-
-    def write(self, arrays: list[_pages.Array], offset: int, content: bytes) -> None:
-        given = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        for array in arrays:
-            flat = self._flat(array)
-            start, end = max(offset, array.offset), min(offset + len(content), array.offset + flat.numel())
-            if start < end:
-                flat[start - array.offset : end - array.offset].copy_(given[start - offset : end - offset])
-
-    def scatter(self, arrays: list[_pages.Array], operation: Any) -> None:
-        width = operation["width"]
-        held = torch.utils.dlpack.from_dlpack(operation["indices"])
-        given = torch.frombuffer(bytearray(operation["values"]), dtype=torch.uint8)
-        given = given.view(_INTEGERS[width]) if width in _INTEGERS else given.view(-1, width)
-        for array in arrays:
-            flat = self._flat(array)
-            whole = flat.view(_INTEGERS[width]) if width in _INTEGERS else flat.view(-1, width)
-            # Wide on the device that has them: half as many bytes go there.
-            where = held.to(flat.device).to(torch.int64) + (operation["base"] - array.offset) // width
-            rows = given.to(flat.device)
-            if len(arrays) > 1:
-                inside = (where >= 0) & (where < len(whole))
-                where, rows = where[inside], rows[inside]
-            whole.index_copy_(0, where, rows)

@@ -42,10 +42,6 @@ impl Aligned {
         &mut self.cells.as_flattened_mut_bytes()[..self.len]
     }
 
-    pub fn byte_len(&self) -> usize {
-        self.len
-    }
-
     fn address(&self) -> usize {
         self.cells.as_ptr() as usize
     }

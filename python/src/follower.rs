@@ -1,17 +1,20 @@
 //! Following a store from Python: batches in order, each once, and a copy of the pages that they make.
 
+use std::ffi::c_int;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::{PyRuntimeError, PyStopIteration, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use remanent::{FollowFrom, FollowedBatch, Follower, FollowerPosition, PageId, Replica};
 
+use crate::array::{BufferParts, fill_buffer, release_buffer};
 use crate::errors::OrRaise;
 use crate::gate::{check_process, detached, seconds, wait};
-use crate::operations::{operation_to_py, plain_indices};
+use crate::operations::{BytesForm, operation_to_py, plain_indices};
 use crate::page_info::Info;
 use crate::reader::Reader;
 use crate::source::Source;
@@ -85,7 +88,10 @@ impl PyFollower {
         if let Some(batch) = &batch {
             *self.position.lock().unwrap_or_else(PoisonError::into_inner) = batch.position();
         }
-        Ok(batch.map(|batch| PyFollowedBatch { path: self.path.clone(), batch }))
+        Ok(batch.map(|batch| {
+            let payload_len = batch.payload().len() as i64;
+            PyFollowedBatch { path: self.path.clone(), batch, payload_len }
+        }))
     }
 }
 
@@ -177,6 +183,8 @@ impl PyFollower {
 pub struct PyFollowedBatch {
     path: String,
     batch: FollowedBatch,
+    /// The length of its payload, as the buffer protocol shows it.
+    payload_len: i64,
 }
 
 #[pymethods]
@@ -234,9 +242,43 @@ impl PyFollowedBatch {
             (ops, indices)
         });
         for (op, indices) in ops.iter().zip(indices.or_raise(py, Some(&self.path))?) {
-            list.append(operation_to_py(py, op, indices)?)?;
+            list.append(operation_to_py(py, op, BytesForm::Own { indices })?)?;
         }
         Ok(list)
+    }
+
+    /// The operations as they lie in the batch's bytes, which the buffer protocol shows: in place of bytes,
+    /// where they begin and end. `indices`, `count` of them, are as the log has them: four bytes each, or, if
+    /// `gaps` says so, how many elements are skipped before each, seven bits a byte, lowest first, the highest
+    /// bit set in all bytes but the last.
+    fn _layout<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let list = PyList::empty(py);
+        for op in py.detach(|| self.batch.operations()) {
+            list.append(operation_to_py(py, &op, BytesForm::Within(self.batch.payload()))?)?;
+        }
+        Ok(list)
+    }
+
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let this = slf.get();
+        let payload = this.batch.payload();
+        let parts = BufferParts {
+            address: payload.as_ptr() as usize,
+            len: payload.len(),
+            item: 1,
+            format: c"B".as_ptr(),
+            shape: &raw const this.payload_len,
+            ndim: 1,
+            read_only: true,
+        };
+        // SAFETY: the interpreter gives a view to fill; what it points to lives as long as this object, which
+        // the view keeps, and never changes.
+        unsafe { fill_buffer(view, flags, slf.into_any(), parts) }
+    }
+
+    unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
+        // SAFETY: the view that `__getbuffer__` filled, given back once.
+        unsafe { release_buffer(view) };
     }
 
     /// The bytes that an "image" operation makes a page's whole content, read and checked.

@@ -4,7 +4,7 @@ use std::num::NonZero;
 use std::thread;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::{PyBytes, PyDict, PyTuple};
 use remanent::Op;
 
 use crate::array::{Aligned, Array};
@@ -55,14 +55,29 @@ pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
     })
 }
 
-/// An operation as a dict. `indices` are those of a sparse delta.
+/// What a dict has for bytes of an operation.
+pub enum BytesForm<'p> {
+    /// The bytes themselves, and the indices of a sparse delta four bytes each.
+    Own { indices: Option<Aligned> },
+    /// Where in this payload they begin and end, also those of indices as they are stored.
+    Within(&'p [u8]),
+}
+
+/// An operation as a dict.
 pub fn operation_to_py<'py>(
     py: Python<'py>,
     op: &Op<'_>,
-    indices: Option<Aligned>,
+    form: BytesForm<'_>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    let bytes = |bytes: &[u8]| PyBytes::new(py, bytes);
+    let payload = if let BytesForm::Within(payload) = form { Some(payload) } else { None };
+    let bytes = |bytes: &[u8]| match payload {
+        None => Ok(PyBytes::new(py, bytes).into_any()),
+        Some(payload) => {
+            let start = bytes.as_ptr() as usize - payload.as_ptr() as usize;
+            PyTuple::new(py, [start, start + bytes.len()]).map(Bound::into_any)
+        }
+    };
     let kind = match op {
         Op::Create { page, len, place, key, metadata } => {
             dict.set_item("page", page.0)?;
@@ -75,32 +90,41 @@ pub fn operation_to_py<'py>(
         Op::Write { page, offset, bytes: written } => {
             dict.set_item("page", page.0)?;
             dict.set_item("offset", offset)?;
-            dict.set_item("bytes", bytes(written))?;
+            dict.set_item("bytes", bytes(written)?)?;
             "write"
         }
         Op::Masked { page, offset, width, mask, bytes: written } => {
             dict.set_item("page", page.0)?;
             dict.set_item("offset", offset)?;
             dict.set_item("width", width.bytes())?;
-            dict.set_item("mask", bytes(mask))?;
-            dict.set_item("bytes", bytes(written))?;
+            dict.set_item("mask", bytes(mask)?)?;
+            dict.set_item("bytes", bytes(written)?)?;
             "masked"
         }
-        Op::Scatter { page, width, base, values, .. } => {
+        Op::Scatter { page, width, base, indices, values } => {
             dict.set_item("page", page.0)?;
             dict.set_item("width", width.bytes())?;
             dict.set_item("base", base)?;
-            let indices = indices.unwrap_or_default();
-            let count = indices.byte_len() / 4;
-            dict.set_item("indices", Array::new(indices, Dtype::parse("uint32")?, &[count]))?;
-            dict.set_item("values", bytes(values))?;
+            match form {
+                BytesForm::Own { indices: plain } => {
+                    let plain = plain.unwrap_or_default();
+                    let array = Array::new(plain, Dtype::parse("uint32")?, &[indices.len()]);
+                    dict.set_item("indices", array)?;
+                }
+                BytesForm::Within(_) => {
+                    dict.set_item("indices", bytes(indices.as_bytes())?)?;
+                    dict.set_item("gaps", indices.is_gap_coded())?;
+                    dict.set_item("count", indices.len())?;
+                }
+            }
+            dict.set_item("values", bytes(values)?)?;
             "scatter"
         }
         Op::Fill { page, offset, len, pattern } => {
             dict.set_item("page", page.0)?;
             dict.set_item("offset", offset)?;
             dict.set_item("length", len)?;
-            dict.set_item("pattern", bytes(pattern))?;
+            dict.set_item("pattern", bytes(pattern)?)?;
             "fill"
         }
         Op::Resize { page, len } => {

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
-from remanent import _pages  # noqa: E402
+from remanent import _live, _pages  # noqa: E402
 from remanent._copy_streams import CopyStreams  # noqa: E402
 from remanent.torch import Checkpointer, load_file, save_file  # noqa: E402
 from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
@@ -101,11 +101,13 @@ def test_a_run_on_a_gpu_goes_on_bit_for_bit(directory: str, options: dict[str, A
 
 
 @pytest.mark.parametrize("device", ["host", "cuda:0"])
-def test_weights_are_followed_on_a_gpu(directory: str, device: str) -> None:
+def test_weights_are_followed_on_a_gpu(directory: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"w": torch.randn(1000, 100, device="cuda", dtype=torch.bfloat16), "b": torch.randn(100, device="cuda"),
               "n": torch.zeros(3)}
     source["row"] = source["w"][5]
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    # Bytes of a step are brought in many pieces.
+    monkeypatch.setattr(_live, "_PINNED_MAX", 1000)
     with Publisher(directory, check=True, device=device) as publisher, torch.cuda.stream(torch.cuda.Stream()):
         subscriber = Subscriber(directory)
         for step in range(1, 12):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from remanent import _live  # noqa: E402
 from remanent._copies import Copies  # noqa: E402
 from remanent.weights import Publisher, Subscriber, checksum  # noqa: E402
 
 
 @pytest.fixture(params=["compared", "captured"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How a publisher finds what changed: as on the host, or as on a GPU, by working copies."""
+    """How changes are found and taken: as on the host, or as on a GPU, by working copies and from packed bytes."""
     if request.param == "captured":
         begin = Publisher.__init__
 
@@ -28,6 +30,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
             self._copies = Copies(self.store, torch.device("cpu"), "page")
 
         monkeypatch.setattr(Publisher, "__init__", begin_with_copies)
+        monkeypatch.setattr(_live.Live, "changes", lambda live, batch: _live.Packed(batch, live._uploads))
+        monkeypatch.setattr(_live, "_GAPS_LEN", 64)
     return str(request.param)
 
 
@@ -148,12 +152,12 @@ def test_tied_weights_and_whole_tensors(directory: str) -> None:
 
 def test_elements_are_counted_from_their_base() -> None:
     from remanent._pages import Array
-    from remanent.weights import _Live
 
     tensor = torch.zeros(6, dtype=torch.int32)
     values = torch.tensor([5, 7], dtype=torch.int32).numpy().tobytes()
     operation = {"width": 4, "base": 8, "indices": torch.tensor([0, 3], dtype=torch.uint32), "values": values}
-    _Live({"w": tensor}).scatter([Array("w", "I32", (6,))], operation)
+    changes: Any = _live.Plain(SimpleNamespace(operations=[operation]))
+    _live.Live({"w": tensor}, _live.Uploads()).scatter([Array("w", "I32", (6,))], changes, operation)
     assert tensor.tolist() == [0, 0, 5, 0, 0, 7]
 
 

@@ -62,6 +62,13 @@ impl FollowedBatch {
         ops
     }
 
+    /// The bytes in which its operations lie, as the log has them: what [`operations`](Self::operations)
+    /// borrows from.
+    #[must_use]
+    pub fn payload(&self) -> &[u8] {
+        &self.payload
+    }
+
     /// Reads the bytes that an [`Op::Image`] of the batch makes its page's whole content, and checks them.
     /// Such bytes lie in a file of their own, so a batch is handed over without having them in memory.
     ///

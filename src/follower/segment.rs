@@ -10,6 +10,7 @@ use std::sync::Arc;
 use remanent_format::frame::{FRAME_HEADER_LEN, FrameHeader};
 use remanent_format::segment::{Opening, SegmentHeader, SegmentHeaderRaw};
 use remanent_format::{Defect, FileName, StoreId};
+use zerocopy::FromZeros;
 
 use crate::base::allocation::make_room;
 use crate::disk::{Disk, DiskFile};
@@ -79,17 +80,15 @@ impl LiveSegment {
         if self.len.saturating_sub(offset) < len as u64 {
             return Ok(None);
         }
-        let mut payload = Vec::new();
-        payload.try_reserve_exact(len).map_err(|_| {
+        let mut payload = u8::new_vec_zeroed(len).map_err(|_| {
             let defect = Defect::Memory { needed: len as u64 };
             defect.at_lsn(FileName::Segment(self.number), header.offset, header.lsn)
         })?;
         if self.has(offset, len) {
             let at = (offset - self.buffer_at) as usize;
-            payload.extend_from_slice(&self.buffer[at..at + len]);
+            payload.copy_from_slice(&self.buffer[at..at + len]);
             return Ok(Some(payload));
         }
-        payload.resize(len, 0);
         Ok(unless_gone(self.file.read_at(offset, &mut payload))?.map(|()| payload))
     }
 

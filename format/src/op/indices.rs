@@ -157,7 +157,9 @@ impl<'a> Indices<'a> {
         self.encoding
     }
 
-    pub(super) fn as_bytes(&self) -> &'a [u8] {
+    /// The bytes in which they are stored.
+    #[must_use]
+    pub fn as_bytes(&self) -> &'a [u8] {
         self.bytes
     }
 }

@@ -1,12 +1,12 @@
 //! Operations to bytes: a payload under construction.
 
 use super::{
-    CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, MASKED, MOVE, NOTE, OP_HEADER_LEN, Op,
+    CREATE, CreateBodyRaw, DELETE, FILL, IMAGE, ImageBodyRaw, Indices, MASKED, MOVE, NOTE, OP_HEADER_LEN, Op,
     OpHeaderRaw, PAYLOAD_HEAD_LEN, PayloadHeadRaw, REMOVE_METADATA, REMOVE_ROOT, RESIZE, RESTORE,
     RestoreBodyRaw, SCATTER, SET_METADATA, SET_ROOT, WRITE, check_place, masked_bytes_at, scatter_values_at,
 };
 use crate::defect::{Defect, check_limit};
-use crate::ids::{Key, PageId};
+use crate::ids::{Key, PageId, Width};
 use crate::image::Codec;
 use crate::limits::{FRAME_ALIGN, METADATA_LEN_MAX, NAME_LEN_MAX, NOTE_LEN_MAX, ROOT_LEN_MAX, align_up};
 use crate::value::{encode_entry, encode_metadata};
@@ -132,10 +132,7 @@ impl<B: PayloadBytes> PayloadWriter<B> {
                 self.bytes.append(bytes)?;
             }
             Op::Scatter { width, base, indices, values, .. } => {
-                (header.kind, header.first, header.second) = (SCATTER, *base, indices.len() as u64);
-                (header.width, header.encoding) = (width.bytes() as u8, indices.encoding());
-                self.bytes.append(indices.as_bytes())?;
-                self.pad_to(body_at + scatter_values_at(indices.as_bytes().len()))?;
+                self.scatter_up_to_values(&mut header, *width, *base, *indices)?;
                 self.bytes.append(values)?;
             }
             Op::Fill { offset, len, pattern, .. } => {
@@ -210,6 +207,39 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         (header.kind, header.first, header.second) = (WRITE, offset, len);
         self.bytes.append_zeros(len as usize)?;
         self.end(header, body_at)
+    }
+
+    /// Appends a sparse delta whose values are zeros, in the place of elements that the caller fills in later.
+    /// They begin [`OP_HEADER_LEN`] and [`scatter_values_at`] bytes after the payload's end of before.
+    ///
+    /// # Errors
+    /// [`Defect::Memory`]; [`Defect::Limit`] for more than the format allows.
+    pub fn push_blank_scatter(
+        &mut self,
+        page: PageId,
+        width: Width,
+        base: u64,
+        indices: Indices<'_>,
+    ) -> Result<(), Defect> {
+        let (mut header, body_at) = self.begin(page)?;
+        self.scatter_up_to_values(&mut header, width, base, indices)?;
+        self.bytes.append_zeros(indices.len() * width.bytes())?;
+        self.end(header, body_at)
+    }
+
+    /// Appends the body of a sparse delta up to its values, and completes its header.
+    fn scatter_up_to_values(
+        &mut self,
+        header: &mut OpHeaderRaw,
+        width: Width,
+        base: u64,
+        indices: Indices<'_>,
+    ) -> Result<(), Defect> {
+        (header.kind, header.first, header.second) = (SCATTER, base, indices.len() as u64);
+        (header.width, header.encoding) = (width.bytes() as u8, indices.encoding());
+        let values_at = self.bytes.byte_len() + scatter_values_at(indices.as_bytes().len());
+        self.bytes.append(indices.as_bytes())?;
+        self.pad_to(values_at)
     }
 
     /// Leaves room for an operation's header. Returns it, and where the body begins.

@@ -292,10 +292,9 @@ impl<'f, B: PayloadBytes> Encoder<'f, B> {
         if elements.is_empty() {
             return Ok(());
         }
-        let blank = self.blank(page, (elements.len() * width.bytes()) as u64)?;
-        let indices = coded.indices();
+        self.check_blank(page, (elements.len() * width.bytes()) as u64)?;
         let values_at = self.writer.len() + OP_HEADER_LEN + scatter_values_at(coded.byte_len());
-        self.push(&Op::Scatter { page, width, base: part.offset, indices, values: &blank })?;
+        self.push_blank_scatter(page, width, part.offset, coded.indices())?;
         let content = FillSource::Elements { source: part.staged, width, indices: elements };
         self.blanks.push(DeviceFill { at: values_at, content });
         Ok(())

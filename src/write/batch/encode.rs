@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use remanent_format::image::ImageRef;
 use remanent_format::limits::{DEVICE_ORDINAL_MAX, FRAME_ALIGN, FRAME_PAYLOAD_LEN_MAX, NUMBER_MAX};
-use remanent_format::op::{OP_HEADER_LEN, Op, PAYLOAD_HEAD_LEN, PayloadBytes, PayloadWriter};
+use remanent_format::op::{Indices, OP_HEADER_LEN, Op, PAYLOAD_HEAD_LEN, PayloadBytes, PayloadWriter};
 use remanent_format::state::apply::apply;
 use remanent_format::{Defect, PageId, Place, Width};
 use zerocopy::FromZeros;
@@ -232,6 +232,19 @@ impl<B: PayloadBytes> Encoder<'_, B> {
     pub fn push_blank_write(&mut self, page: PageId, offset: u64, len: u64) -> Result<()> {
         check_page(page)?;
         let pushed = self.writer.push_blank_write(page, offset, len);
+        self.logged(pushed)
+    }
+
+    /// Writes a sparse delta of a page with zeros in the place of its elements. The batch copies none of it.
+    pub fn push_blank_scatter(
+        &mut self,
+        page: PageId,
+        width: Width,
+        base: u64,
+        indices: Indices<'_>,
+    ) -> Result<()> {
+        check_page(page)?;
+        let pushed = self.writer.push_blank_scatter(page, width, base, indices);
         self.logged(pushed)
     }
 
