@@ -149,7 +149,10 @@ class Checkpointer:
                                "snapshot_log_bytes": None, "snapshot_interval": None, "snapshots_kept": 1}
         if digests:
             own["budget"] = {"disk": _PENDING_BYTES}
-        self.store = _native.Store(directory, **{**own, **options})
+        opened = {**own, **options}
+        self.store = _native.Store(directory, **opened)
+        # As the engine has it unless told otherwise.
+        self._pending_max: int = (opened.get("budget") or {}).get("disk", 128 << 20)
         self._copies = Copies(self.store, device, "digests") if digests else None
         self._opener = os.getpid()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint")
@@ -321,17 +324,26 @@ class Checkpointer:
             _pages.update(batch, updates)
             self.store.commit(batch, "logged")
 
+        def make_room() -> None:
+            # Short pages wait in memory for a snapshot, and other batches are under way.
+            if self.store.stats()["pending_bytes"] > self._pending_max // 4:
+                while running:
+                    finish()
+                self.store.snapshot(verify=False)
+
         def flush(updates: list[_pages.Update]) -> _native.Batch:
             # From here to the last batch the store is in between two versions, and says so.
             nonlocal batch
             batch.set_root(SAVING, step)
             if not capture.ended.is_set():
                 commit(batch, updates)
+                make_room()
                 batch = capture.begin(self.store.batch(note=note))
                 return batch
             running.append((self._started(commit, batch, updates), passage.take()))
             while len(running) > _WRITERS or running and passage.waits:
                 finish()
+            make_room()
             batch = self.store.batch(note=note)
             return batch
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -14,15 +16,17 @@ from remanent._pages import Array, contiguous_stride
 from remanent._tensors import DTYPE
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Bytes that are pinned, to bring those of batches to a GPU.
+# Bytes of host memory that are pinned for uploads, at most.
 _PINNED_MAX = 32 << 20
-# Bytes of gaps that are read at a time, which takes some twenty times as much of the device's memory.
+# A longer batch has its operations brought one by one: it would take as much of the GPU's memory at once.
+_PACKED_MAX = 256 << 20
+# Bytes of gaps that are read at a time, which takes some thirty times as much of the device's memory.
 _GAPS_LEN = 4 << 20
 _GAP_LEN_MAX = 5
 
 
 class Changes(Protocol):
-    """What a batch changed. Bytes of an operation come to the device that is named."""
+    """What a batch changed. Both methods return tensors on `device`."""
 
     operations: list[Any]
 
@@ -46,50 +50,59 @@ class Plain:
 
 
 class Packed:
-    """The bytes of all operations as the log has them, brought to a GPU as they are: it reads the indices."""
+    """The bytes of all operations as the log has them, brought to a GPU as they are: it reads the indices.
 
-    def __init__(self, batch: _native.FollowedBatch, uploads: Uploads) -> None:
+    :param device: that GPU. Operations for other devices have their bytes by themselves.
+    """
+
+    def __init__(self, batch: _native.FollowedBatch, device: torch.device, uploads: Uploads) -> None:
         self.operations: list[Any] = batch._layout()
+        for number, operation in enumerate(self.operations):
+            operation["number"] = number
+        self._batch = batch
         self._bytes = memoryview(batch)
-        self._uploads = uploads
-        self._on: dict[torch.device, torch.Tensor] = {}
+        self._device = device
+        self._payload = uploads.brought(self._bytes, device)
         # Sparse deltas whose indices are read together, in their order, and where each is among them.
         self._sparse = [each for each in self.operations if each["kind"] == "scatter" and _is_short(each)]
-        self._numbers = {each["indices"][0]: number for number, each in enumerate(self._sparse)}
-        # Indices that were read, by where they are in the bytes.
+        self._numbers = {each["number"]: at for at, each in enumerate(self._sparse)}
+        # Indices that were read, by the operation's number.
         self._read: dict[int, torch.Tensor] = {}
 
-    def _payload(self, device: torch.device) -> torch.Tensor:
-        if device not in self._on:
-            self._on[device] = self._uploads.brought(self._bytes, device)
-        return self._on[device]
+    @functools.cached_property
+    def _plain(self) -> Plain:
+        return Plain(self._batch)
 
     def bytes_of(self, operation: Any, name: str, device: torch.device) -> torch.Tensor:
         start, end = operation[name]
-        return self._payload(device)[start:end]
+        if device != self._device:
+            return torch.frombuffer(bytearray(self._bytes[start:end]), dtype=torch.uint8).to(device)
+        return self._payload[start:end]
 
     def indices_of(self, operation: Any, device: torch.device) -> Iterator[torch.Tensor]:
         start, end = operation["indices"]
-        if not operation["gaps"]:
-            stored = self.bytes_of(operation, "indices", device)
-            yield stored.view(torch.int32).to(torch.int64) & 0xFFFF_FFFF
+        number = operation["number"]
+        if device != self._device:
+            yield from self._plain.indices_of(self._plain.operations[number], device)
+        elif not operation["gaps"]:
+            yield self._payload[start:end].view(torch.int32).to(torch.int64) & 0xFFFF_FFFF
         elif _is_short(operation):
-            if start not in self._read or self._read[start].device != device:
-                self._read_together(self._numbers[start], device)
-            yield self._read.pop(start)
+            if number not in self._read:
+                self._read_together(self._numbers[number])
+            yield self._read.pop(number)
         else:
             following: torch.Tensor | int = 0
             while start < end:
                 piece = min(start + _GAPS_LEN, end)
-                # A gap is of a few bytes, and its last one below 128: none is cut.
+                # A gap's last byte is below 128, so this never cuts one.
                 while self._bytes[piece - 1] >= 0x80:
                     piece -= 1
-                skipped = _skipped(self._payload(device)[start:piece])
+                skipped = _skipped(self._payload[start:piece])
                 indices = skipped + torch.arange(len(skipped), device=device) + following
                 yield indices
                 start, following = piece, indices[-1] + 1
 
-    def _read_together(self, first: int, device: torch.device) -> None:
+    def _read_together(self, first: int) -> None:
         """Reads the indices of sparse deltas from this one on: a GPU takes as long for many as for one."""
         together: list[Any] = []
         length = 0
@@ -99,15 +112,20 @@ class Packed:
             if together and length > _GAPS_LEN:
                 break
             together.append(operation)
-        skipped = _skipped(torch.cat([self.bytes_of(operation, "indices", device) for operation in together]))
-        places = torch.arange(max(operation["count"] for operation in together), device=device)
+        skipped = _skipped(torch.cat([self._payload[slice(*operation["indices"])] for operation in together]))
+        places = torch.arange(max(operation["count"] for operation in together), device=self._device)
         before: torch.Tensor | int = 0
         done = 0
         for operation in together:
             count = operation["count"]
             of_this = skipped[done : done + count]
-            self._read[operation["indices"][0]] = of_this - before + places[:count]
+            self._read[operation["number"]] = of_this - before + places[:count]
             done, before = done + count, of_this[-1]
+
+
+def _reads_gaps(device: torch.device) -> bool:
+    """Whether a device reads packed indices sooner than the host."""
+    return device.type == "cuda"
 
 
 def _is_short(operation: Any) -> bool:
@@ -116,7 +134,7 @@ def _is_short(operation: Any) -> bool:
 
 
 def _skipped(gaps: torch.Tensor) -> torch.Tensor:
-    """How many elements are skipped up to each, all together; the bytes are as `FollowedBatch._layout` says.
+    """For each gap, the sum of all gaps up to it; the bytes are as `FollowedBatch._layout` says.
 
     >>> import torch
     >>> from remanent._live import _skipped
@@ -138,11 +156,12 @@ class Uploads:
 
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
-        self._taken = torch.cuda.Event() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+        # Passed once the last copy from there is done.
+        self._taken: Any = None
 
     def brought(self, given: memoryview, device: torch.device) -> torch.Tensor:
         """These bytes, on a device; a GPU has them once its current stream comes there."""
-        if device.type != "cuda" or self._taken is None:
+        if device.type != "cuda":
             return torch.frombuffer(bytearray(given), dtype=torch.uint8).to(device)
         bytes_there = torch.empty(len(given), dtype=torch.uint8, device=device)
         if self._pinned is None or len(self._pinned) < min(len(given), _PINNED_MAX):
@@ -150,10 +169,12 @@ class Uploads:
         room = self._pinned.numpy()
         for start in range(0, len(given), len(room)):
             piece = given[start : start + len(room)]
-            # The piece before is under way from there.
-            self._taken.synchronize()
+            if self._taken is not None:
+                self._taken.synchronize()
             room[: len(piece)] = numpy.frombuffer(piece, dtype=numpy.uint8)
             bytes_there[start : start + len(piece)].copy_(self._pinned[: len(piece)], non_blocking=True)
+            # A new one: an event belongs to one device.
+            self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._taken.record(torch.cuda.current_stream(device))
         return bytes_there
 
@@ -166,9 +187,12 @@ class Live:
         self._uploads = uploads
 
     def changes(self, batch: _native.FollowedBatch) -> Changes:
-        """What a batch changed, in the form that suits the tensors' devices."""
-        packed = any(tensor.is_cuda for tensor in self.tensors.values())
-        return Packed(batch, self._uploads) if packed else Plain(batch)
+        """What a batch changed, in the form that suits the tensors: packed for the GPU that has most of them."""
+        by_device = collections.Counter(tensor.device for tensor in self.tensors.values() if _reads_gaps(tensor.device))
+        if not by_device or len(memoryview(batch)) > _PACKED_MAX:
+            return Plain(batch)
+        [(device, _)] = by_device.most_common(1)
+        return Packed(batch, device, self._uploads)
 
     def check(self, arrays: list[Array]) -> None:
         for array in arrays:

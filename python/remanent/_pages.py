@@ -29,6 +29,11 @@ _BATCH_BYTES = 64 << 20
 # Of captured blocks a batch has this many times as much, for mostly little of them changed. All of it would be fewer
 # bytes than a batch may have.
 _CAPTURED_PARTS = 6
+# Each block counts as this many of a batch's bytes at least. A short page on disk is not written by itself: until the
+# next snapshot it takes a block of 4.5 KiB of memory, for which the budget has room for some batches at a time.
+_COST_MIN = 20 << 10
+# Host memory in which a save by one batch may have its short pages wait.
+_PENDING_BYTES = 1 << 30
 
 
 class Plan(Protocol):
@@ -183,7 +188,9 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         return key in old.pages or key in new.pages or key in foreign
 
     for block in blocks:
-        cost = 0 if block is None else block.nbytes // _CAPTURED_PARTS if block.captured else block.nbytes
+        cost = 0
+        if block is not None:
+            cost = max(block.nbytes // _CAPTURED_PARTS if block.captured else block.nbytes, _COST_MIN)
         if flush is not None and (block is None or held + cost > _BATCH_BYTES and held):
             batch, held = flush(updates), 0
             updates = []
@@ -256,7 +263,8 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
 def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: Any = None, *, note: str | None,
          name: str | None, durable: bool) -> int:
     """Makes these arrays and this tree the newest version in `directory`, as `put` does; returns its Lsn."""
-    with _native.Store(directory, device="host", page_load="on_demand", log_kept=1 << 30) as store:
+    with _native.Store(directory, device="host", page_load="on_demand", log_kept=1 << 30,
+                       budget={"disk": _PENDING_BYTES}) as store:
         batch, changed = put(store, store.batch(note=note), blocks, tree)
         if changed or note is not None:
             store.commit(batch, "durable" if durable else "logged")

@@ -27,6 +27,7 @@ __all__ = ["Publisher", "Subscriber", "checksum"]
 
 _Path = str | os.PathLike[str]
 
+
 def _tensors(model: Any) -> dict[str, torch.Tensor]:
     state = model if isinstance(model, Mapping) else model.state_dict()
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -20,7 +20,6 @@ const ALIGN: usize = 64;
 struct Cell([u8; ALIGN]);
 
 /// Bytes on a boundary of 64.
-#[derive(Default)]
 pub struct Aligned {
     cells: Vec<Cell>,
     len: usize,

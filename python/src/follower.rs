@@ -249,8 +249,8 @@ impl PyFollowedBatch {
 
     /// The operations as they lie in the batch's bytes, which the buffer protocol shows: in place of bytes,
     /// where they begin and end. `indices`, `count` of them, are as the log has them: four bytes each, or, if
-    /// `gaps` says so, how many elements are skipped before each, seven bits a byte, lowest first, the highest
-    /// bit set in all bytes but the last.
+    /// `gaps` says so, how many elements are skipped before each, seven bits a byte, lowest first, the
+    /// highest bit set in all bytes but the last.
     fn _layout<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
         for op in py.detach(|| self.batch.operations()) {

@@ -28,13 +28,23 @@ pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
         _ => Ok(None),
     };
     let count_of = |op: &Op<'_>| if let Op::Scatter { indices, .. } = op { indices.len() } else { 0 };
-    let wanted = ops.iter().map(count_of).sum::<usize>() / INDICES_PER_THREAD;
-    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(THREADS_MAX).min(1 + wanted);
+    let all = ops.iter().map(count_of).sum::<usize>();
+    let wanted = THREADS_MAX.min(1 + all / INDICES_PER_THREAD);
+    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(wanted);
     let plain_of = |share: &[Op<'_>]| share.iter().map(plain).collect::<remanent::Result<Vec<_>>>();
-    let mut shares = ops.chunks(ops.len().div_ceil(threads).max(1));
-    let first = shares.next().unwrap_or_default();
+    // Shares with about as many indices each.
+    let (mut shares, mut rest, mut count) = (Vec::new(), ops, 0);
+    for (at, op) in ops.iter().enumerate() {
+        count += count_of(op);
+        if count * threads >= all * (shares.len() + 1) && shares.len() + 1 < threads {
+            let (share, after) = rest.split_at(at + 1 - (ops.len() - rest.len()));
+            shares.push(share);
+            rest = after;
+        }
+    }
     thread::scope(|scope| {
         let others: Vec<_> = shares
+            .into_iter()
             .map(|share| {
                 let work = move || plain_of(share);
                 thread::Builder::new()
@@ -43,15 +53,17 @@ pub fn plain_indices(ops: &[Op<'_>]) -> remanent::Result<Vec<Option<Aligned>>> {
                     .map_err(|_| work)
             })
             .collect();
-        let mut all = plain_of(first)?;
+        let last = plain_of(rest);
+        let mut made = Vec::with_capacity(ops.len());
         for share in others {
-            all.extend(match share {
+            made.extend(match share {
                 Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?,
                 // The thread could not be started.
                 Err(work) => work()?,
             });
         }
-        Ok(all)
+        made.extend(last?);
+        Ok(made)
     })
 }
 
@@ -107,7 +119,7 @@ pub fn operation_to_py<'py>(
             dict.set_item("base", base)?;
             match form {
                 BytesForm::Own { indices: plain } => {
-                    let plain = plain.unwrap_or_default();
+                    let plain = plain.expect("made for each sparse delta");
                     let array = Array::new(plain, Dtype::parse("uint32")?, &[indices.len()]);
                     dict.set_item("indices", array)?;
                 }

@@ -1,7 +1,7 @@
 //! What an open did, and what a store counts, as dicts.
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList};
 use remanent::{RecoveryReport, Stats};
 
 /// What an open found and did.
@@ -34,6 +34,8 @@ pub fn stats_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     dict.set_item("batches", stats.log.batches)?;
     dict.set_item("log_bytes", stats.log.bytes)?;
     dict.set_item("syncs", stats.log.syncs)?;
+    dict.set_item("pending_bytes", stats.pending_bytes)?;
+    dict.set_item("staging_idle_bytes", stats.staging_idle_bytes)?;
     dict.set_item("snapshots_taken", stats.snapshots.taken)?;
     dict.set_item("snapshots_failed", stats.snapshots.failed)?;
     dict.set_item("scrubs_done", stats.scrubs.done)?;
@@ -43,8 +45,78 @@ pub fn stats_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
         let of_place = PyDict::new(py);
         of_place.set_item("used", usage.used())?;
         of_place.set_item("peak", usage.peak_bytes)?;
+        if let Some((_, counted)) = stats.allocations.iter().find(|(of, _)| of == place) {
+            of_place.set_item("allocations", counted.allocations)?;
+            of_place.set_item("frees", counted.frees)?;
+            of_place.set_item("refusals", counted.refusals)?;
+        }
         places.set_item(place.to_string(), of_place)?;
     }
     dict.set_item("places", places)?;
+    dict.set_item("tiers", tiers_to_py(py, stats)?)?;
+    dict.set_item("moves", moves_to_py(py, stats)?)?;
+    dict.set_item("transfers", transfers_to_py(py, stats)?)?;
+    dict.set_item("lanes", lanes_to_py(py, stats)?)?;
     Ok(dict)
+}
+
+/// What was asked for and what left, by place.
+fn tiers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+    let tiers = PyDict::new(py);
+    for tier in &stats.tiers {
+        let dict = PyDict::new(py);
+        dict.set_item("hits", tier.hits)?;
+        dict.set_item("misses", tier.misses)?;
+        dict.set_item("evictions", tier.evictions)?;
+        dict.set_item("waits", tier.waits)?;
+        dict.set_item("seconds", tier.waited.as_secs_f64())?;
+        tiers.set_item(tier.place.to_string(), dict)?;
+    }
+    Ok(tiers)
+}
+
+/// Pages that the store moved, by where they were and where they went.
+fn moves_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for of in &stats.moves {
+        let dict = PyDict::new(py);
+        dict.set_item("from", of.from.to_string())?;
+        dict.set_item("to", of.to.to_string())?;
+        dict.set_item("pages", of.pages)?;
+        dict.set_item("bytes", of.bytes)?;
+        dict.set_item("seconds", of.took.as_secs_f64())?;
+        list.append(dict)?;
+    }
+    Ok(list)
+}
+
+/// What lists of commands moved between places.
+fn transfers_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for of in &stats.transfers {
+        let dict = PyDict::new(py);
+        dict.set_item("from", of.from.to_string())?;
+        dict.set_item("to", of.to.to_string())?;
+        dict.set_item("pages", of.pages)?;
+        dict.set_item("bytes", of.bytes)?;
+        dict.set_item("lists", of.lists)?;
+        dict.set_item("seconds", of.time.as_secs_f64())?;
+        list.append(dict)?;
+    }
+    Ok(list)
+}
+
+/// The lists of each lane, and waits for them.
+fn lanes_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+    let lanes = PyDict::new(py);
+    for (lane, of) in &stats.lanes {
+        let dict = PyDict::new(py);
+        dict.set_item("lists", of.lists)?;
+        dict.set_item("queued", of.queued)?;
+        dict.set_item("queued_max", of.queued_max)?;
+        dict.set_item("waits", of.waits)?;
+        dict.set_item("seconds", of.wait_time.as_secs_f64())?;
+        lanes.set_item(format!("{lane:?}").to_lowercase(), dict)?;
+    }
+    Ok(lanes)
 }

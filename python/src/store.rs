@@ -194,7 +194,18 @@ impl PyStore {
         report_to_py(py, self.gate.look(py, |store| Ok(store.recovered().clone()))?)
     }
 
-    /// Counts and sizes; bytes where nothing else is said.
+    /// Counts and sizes since the store was opened; bytes where nothing else is said.
+    ///
+    /// "pending_bytes": host memory that holds what batches wrote to pages on disk since their newest
+    /// images. "places": page memory by place; "tiers": what `ensure` asked for, and what left to make room;
+    /// "moves": pages that the store moved; "transfers", "lanes": what the device's lists moved, and how long
+    /// they were waited for.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"] = b"abc"
+    /// ...     stats = store.stats()
+    /// >>> stats["places"]["host"]["used"], stats["places"]["host"]["allocations"], stats["moves"]
+    /// (3, 1, [])
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats_to_py(py, &self.gate.look(py, |store| Ok(store.stats()))?)
     }

@@ -128,6 +128,22 @@ def test_weights_are_followed_on_a_gpu(directory: str, device: str, monkeypatch:
             assert subscriber.apply_to(target, timeout=10) == 12 and checksum(target) == checksum(source)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_weights_of_two_gpus_and_the_host_are_followed(directory: str) -> None:
+    devices = ["cuda:0", "cuda:1", "cpu"]
+    source = {f"w{at}": torch.randn(30_000, device=devices[at % 3]) for at in range(9)}
+    target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    with Publisher(directory, check=True) as publisher:
+        subscriber = Subscriber(directory)
+        for step in range(1, 6):
+            for tensor in source.values():
+                tensor[step::300] += 1
+                tensor[:500] += 1
+            publisher.publish(source, step)
+            assert subscriber.apply_to(target, timeout=10) == step and checksum(target) == checksum(source)
+        assert subscriber.restarts == 2
+
+
 @pytest.mark.parametrize("batch", [64 << 20, 300_000])
 def test_digests_are_of_the_moment_of_the_save(
         directory: str, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:

@@ -527,6 +527,24 @@ def test_pages_of_a_version_lie_on_disk(directory: str) -> None:
     assert places == {"disk"}
 
 
+@pytest.mark.parametrize("digests", [False, True])
+@pytest.mark.parametrize("wait", [False, True])
+def test_short_pages_are_more_than_may_wait_for_a_snapshot(
+        directory: str, monkeypatch: pytest.MonkeyPatch, digests: bool, wait: bool) -> None:
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", 3 << 20)
+    state = {f"t{at}": torch.full((100,), float(at)) for at in range(3000)}
+    model = torch.nn.Linear(1, 1)
+    with Checkpointer(directory, model, extra={"state": state}, rng=False, digests=digests,
+                      budget={"disk": 8 << 20}) as run:
+        for step in range(3):
+            for tensor in state.values():
+                tensor += 1
+            run.save(step, wait=wait)
+        assert run.restore() == 2 and all((state[f"t{at}"] == at + 3).all() for at in range(3000))
+        assert run.restore(1) == 1 and all((state[f"t{at}"] == at + 2).all() for at in range(3000))
+        assert len([info for info in run.store.snapshots() if info.name is None]) <= 1
+
+
 MEMORY = """
     import resource, sys, torch, remanent.torch
     state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(64)}

@@ -90,6 +90,28 @@ fn a_page_becomes_its_working_copy_and_so_does_the_log() {
     }
 }
 
+/// Each copy's bytes stay until the batch is logged; the room for the bits of one is enough for all.
+#[test]
+fn captures_of_a_batch_share_the_room_for_their_bits() {
+    const LEN: u64 = 1 << 20;
+    const COUNT: u64 = 6;
+    const BITS: u64 = 2 * (LEN / 8);
+    let budget = COUNT * 3 * LEN + BITS + 4096;
+    let options = Options::default().budget(Budget::default().with(PLACE, budget));
+    let store = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), options).unwrap();
+    let mut batch = store.batch();
+    let mut copies = Vec::new();
+    for number in 0..COUNT {
+        let page = page(&store, &[0; LEN as usize]);
+        let copy = store.working_copy(page, Width::W1, Shadow::Page).unwrap();
+        copy.bytes().write(1000 * number, &[1, 2]).unwrap();
+        batch.capture(&copy);
+        copies.push(copy);
+    }
+    store.commit(batch).unwrap();
+    assert!(copies.iter().all(|copy| content(&store, copy.page()) == copied(copy)));
+}
+
 /// They are compared together, each by elements of its own width and with what it is to be compared with.
 #[test]
 fn copies_of_every_kind_are_captured_by_one_batch() {

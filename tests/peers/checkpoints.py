@@ -85,6 +85,70 @@ class Dcp:
         return from_torch(found)
 
 
+class TorchCheckpointing:
+    """Versions in folders of their own, of which a load takes the newest that it can read."""
+
+    name = "torch_checkpointing"
+    needs = ["torch", "torch_checkpointing"]
+
+    def manager(self, path):
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.config import SyncCheckpointSaverConfig
+
+        return CheckpointManager.Config(save=SyncCheckpointSaverConfig(), **self.storage(path)).build()
+
+    def storage(self, path):
+        return {}
+
+    def versions(self, path):
+        steps = (name for name in os.listdir(path) if name.startswith("step-")) if os.path.exists(path) else ()
+        return sorted((int(name.removeprefix("step-")) for name in steps), reverse=True)
+
+    def save(self, path, tensors):
+        step = max(self.versions(path), default=0) + 1
+        os.makedirs(path, exist_ok=True)
+        manager = self.manager(path)
+        manager.save(f"{path}/step-{step}", {"model": as_torch(tensors)})
+        manager.close()
+
+    def load(self, path):
+        import torch
+
+        for step in self.versions(path):
+            found = {name: torch.zeros(TENSOR_LEN, dtype=torch.uint8) for name in state(0)}
+            try:
+                self.manager(path).load(f"{path}/step-{step}", into={"model": found})
+            except Exception:
+                continue
+            return from_torch(found)
+        raise LookupError("no version can be read")
+
+
+class RemanentStorage(TorchCheckpointing):
+    name = "the same with Remanent's storage"
+    needs = ["torch", "torch_checkpointing", "remanent"]
+
+    def storage(self, path):
+        from remanent.torch_checkpointing import RemanentStorageConfig
+
+        return {"storage_config": RemanentStorageConfig(path)}
+
+
+class RemanentPython:
+    name = "Remanent, from Python"
+    needs = ["torch", "remanent"]
+
+    def save(self, path, tensors):
+        from remanent.torch import save_file
+
+        save_file(as_torch(tensors), path)
+
+    def load(self, path):
+        from remanent.torch import load_file
+
+        return from_torch(load_file(path))
+
+
 class Orbax:
     name = "orbax"
     needs = ["orbax.checkpoint", "jax", "numpy"]
@@ -301,19 +365,20 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", help="where to save; a temporary folder is made in it")
     asked = parser.parse_args()
-    peers = [Remanent(), TorchSave(), Safetensors(), Dcp(), Orbax()]
+    peers = [Remanent(), RemanentPython(), RemanentStorage(), TorchSave(), Safetensors(), Dcp(), TorchCheckpointing(),
+             Orbax()]
     unknown = set(asked.names) - {peer.name for peer in peers}
     if unknown:
         parser.error(f"no such library: {', '.join(sorted(unknown))}")
     heads = [f"killed while saving, {asked.kills}", f"one bit flipped, {asked.flips}", f"cut short, {asked.cuts}"]
-    print(f"{'':<30}" + "".join(f"{head:>27}" for head in heads))
-    print(f"{'':<30}" + "".join(f"{which:>9}" for which in ("whole", "refused", "wrong")) * 3)
+    print(f"{'':<34}" + "".join(f"{head:>27}" for head in heads))
+    print(f"{'':<34}" + "".join(f"{which:>9}" for which in ("whole", "refused", "wrong")) * 3)
     for peer in peers:
         if asked.names and peer.name not in asked.names:
             continue
         missing = [need for need in peer.needs if importlib.util.find_spec(need.split(".")[0]) is None]
         if missing:
-            print(f"{peer.name:<30} SKIPPED: there is no {', '.join(missing)}")
+            print(f"{peer.name:<34} SKIPPED: there is no {', '.join(missing)}")
             continue
         chance = random.Random(asked.seed)
         with tempfile.TemporaryDirectory(dir=asked.dir) as folder:
@@ -322,7 +387,7 @@ def main():
                 tally(damages(peer, folder, asked.flips, chance, flip)),
                 tally(damages(peer, folder, asked.cuts, chance, cut)),
             ]
-        print(f"{peer.name:<30}" + "".join(row(counts) for counts in columns), flush=True)
+        print(f"{peer.name:<34}" + "".join(row(counts) for counts in columns), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ impl<'a> Indices<'a> {
         // `next` is the index after the highest so far.
         let (mut at, mut next, mut left) = (0, 0, count);
         while left > 0 {
-            // A word ends as many gaps as it has bytes, at most.
+            // At most eight gaps end within a word.
             if left >= WORD_LEN
                 && let Some(word) = GapWord::first_in(&bytes[at..])
                 && next + word.skipped <= u64::from(u32::MAX)
@@ -130,7 +130,7 @@ impl<'a> Indices<'a> {
     /// Writes the indices to `out`, four little-endian bytes each, in the order of their elements.
     ///
     /// # Panics
-    /// If `out` is not exactly as long.
+    /// If `out` is not four bytes long for each index.
     pub fn copy_to(&self, out: &mut [u8]) {
         assert!(out.len() == PLAIN_LEN * self.count, "{} bytes for {} indices", out.len(), self.count);
         if !self.is_gap_coded() {
@@ -190,7 +190,7 @@ pub fn gap_coded_len(indices: &[u32]) -> Option<usize> {
 /// Writes strictly ascending indices to `out`, coded as [`gap_coded`] does.
 ///
 /// # Panics
-/// If `out` is shorter than [`gap_coded_len`].
+/// If `out` is shorter than [`gap_coded_len`], or the indices do not ascend.
 pub fn gap_code(indices: &[u32], out: &mut [u8]) {
     let (mut next, mut at) = (0_u64, 0);
     for &index in indices {
@@ -199,8 +199,8 @@ pub fn gap_code(indices: &[u32], out: &mut [u8]) {
             out[at] = gap as u8 | 0x80;
             (gap, at) = (gap >> 7, at + 1);
         }
-        // Whether one byte or two is a coin that no processor foretells: no jump depends on it. Of one, the
-        // first write is written over.
+        // Whether a gap takes one byte or two cannot be predicted, so there is no branch. For one byte, the
+        // second write replaces the first.
         let more = usize::from(gap >= 0x80);
         out[at + more] = (gap >> 7) as u8;
         out[at] = gap as u8 & 0x7f | (more << 7) as u8;
@@ -211,18 +211,18 @@ pub fn gap_code(indices: &[u32], out: &mut [u8]) {
 /// Bytes that gaps are read from at once.
 const WORD_LEN: usize = 8;
 
-/// The gaps that end within eight bytes, none of them longer than two: those of nearly all deltas.
+/// The gaps that end within eight bytes, each of one or two bytes. Nearly all deltas have only such.
 struct GapWord {
     /// The bytes of the gaps.
     len: usize,
     count: usize,
-    /// From the element after the one before to the element after the last one.
+    /// How far the next index moves: the sum of the gaps, and one for each element.
     skipped: u64,
 }
 
 impl GapWord {
-    /// Those at the start of `bytes`. `None` if the bytes are too few, or one gap is not as it should be or
-    /// takes more than two bytes: [`read_gap`] reads those.
+    /// Those at the start of `bytes`. `None` if there are fewer than eight bytes, or a gap is malformed or
+    /// takes more than two: [`read_gap`] reads those.
     fn first_in(bytes: &[u8]) -> Option<Self> {
         const LOW: u64 = u64::from_ne_bytes([0x7f; WORD_LEN]);
         let mut word = u64::from_le_bytes(*bytes.first_chunk()?);
@@ -253,8 +253,8 @@ fn sum_of_bytes(word: u64) -> u64 {
 }
 
 /// Reads four gaps from the start of `bytes`, and writes the indices, of which the first is `next` or higher.
-/// Returns the length of the gaps, and the element after the last one. `None`, whatever was written, if the
-/// bytes are less than eight, or one gap takes more than two.
+/// Returns the length of the gaps, and the element after the last one. `None`, whatever was written, if there
+/// are fewer than eight bytes, or a gap takes more than two.
 fn four_indices(bytes: &[u8], mut next: u32, out: &mut [[u8; PLAIN_LEN]; 4]) -> Option<(usize, u32)> {
     let mut word = u64::from_le_bytes(*bytes.first_chunk::<WORD_LEN>()?);
     let (mut len, mut is_longer) = (0, 0);

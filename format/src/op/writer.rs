@@ -209,8 +209,9 @@ impl<B: PayloadBytes> PayloadWriter<B> {
         self.end(header, body_at)
     }
 
-    /// Appends a sparse delta whose values are zeros, in the place of elements that the caller fills in later.
-    /// They begin [`OP_HEADER_LEN`] and [`scatter_values_at`] bytes after the payload's end of before.
+    /// Appends a sparse delta whose values are zeros, in the place of elements that the caller fills in
+    /// later. They begin [`OP_HEADER_LEN`] and [`scatter_values_at`] the length of the indices after where
+    /// the payload ended before.
     ///
     /// # Errors
     /// [`Defect::Memory`]; [`Defect::Limit`] for more than the format allows.

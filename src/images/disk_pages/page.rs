@@ -66,30 +66,32 @@ struct Block {
 
 const BLOCK_BYTES: u64 = size_of::<Block>() as u64;
 
-/// Blocks that a write of `len` bytes touches, at most.
-fn blocks(len: u64) -> u64 {
-    if len == 0 { 0 } else { len / BLOCK_LEN as u64 + 2 }
+/// Blocks in which `len` bytes from `offset` on lie.
+fn blocks(offset: u64, len: u64) -> u64 {
+    let end = offset.saturating_add(len).div_ceil(BLOCK_LEN as u64);
+    if len == 0 { 0 } else { end - offset / BLOCK_LEN as u64 }
 }
 
 /// Bytes that may be pending after an operation, at most.
 pub(crate) fn pending_bytes_of(op: &Op<'_>) -> u64 {
-    let len = op.range().map_or(0, |(_, len)| len);
+    let (offset, len) = op.range().unwrap_or_default();
     match op {
         Op::Image { .. } => 0,
-        Op::Scatter { indices, .. } => pending_bytes_of_elements(indices.len() as u64, len),
-        _ => pending_bytes_of_write(len),
+        Op::Scatter { indices, .. } => pending_bytes_of_elements(indices.len() as u64, offset, len),
+        _ => pending_bytes_of_write(offset, len),
     }
 }
 
-/// Bytes that may be pending after a write of `len` bytes, at most.
-pub(crate) fn pending_bytes_of_write(len: u64) -> u64 {
-    blocks(len).saturating_mul(BLOCK_BYTES)
+/// Bytes that may be pending after a write of `len` bytes from `offset` on, at most.
+pub(crate) fn pending_bytes_of_write(offset: u64, len: u64) -> u64 {
+    blocks(offset, len).saturating_mul(BLOCK_BYTES)
 }
 
-/// Bytes that may be pending after writes of `count` elements in a range of `len` bytes, at most.
-pub(crate) fn pending_bytes_of_elements(count: u64, len: u64) -> u64 {
+/// Bytes that may be pending after writes of `count` elements in a range of `len` bytes from `offset` on, at
+/// most.
+pub(crate) fn pending_bytes_of_elements(count: u64, offset: u64, len: u64) -> u64 {
     // Each element lies in two blocks at most.
-    blocks(len).min(count.saturating_mul(2)).saturating_mul(BLOCK_BYTES)
+    blocks(offset, len).min(count.saturating_mul(2)).saturating_mul(BLOCK_BYTES)
 }
 
 impl DiskPage {

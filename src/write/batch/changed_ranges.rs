@@ -10,6 +10,9 @@ use std::ops::Range;
 use remanent_format::Width;
 use remanent_format::op::OP_HEADER_LEN;
 
+use crate::base::allocation::make_room;
+use crate::error::Result;
+
 /// The bytes that one more range costs the log: an operation's header, and the padding of its body.
 const RANGE_COST: u64 = OP_HEADER_LEN as u64 + 16;
 /// The bytes that an index costs the log, nearly always: one.
@@ -26,15 +29,21 @@ pub(crate) struct ElementChanges {
 
 impl ElementChanges {
     /// Reads a bitmap of changed elements, lowest bit first.
-    pub fn of_bitmap(bitmap: &[u8], width: Width) -> Self {
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn of_bitmap(bitmap: &[u8], width: Width) -> Result<Self> {
         Self::of(set_bits(bitmap), width)
     }
 
     /// Reads changed elements, which must rise.
-    pub fn of(changed_elements: impl Iterator<Item = u32>, width: Width) -> Self {
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub fn of(changed_elements: impl Iterator<Item = u32>, width: Width) -> Result<Self> {
         let width = width.bytes() as u64;
         let mut changed = Self::default();
-        changed.elements.reserve(changed_elements.size_hint().0);
+        make_room(&mut changed.elements, changed_elements.size_hint().0)?;
         // The range under construction, and where its elements begin in the list of single ones.
         let (mut run, mut first) = (0..0, 0);
         for element in changed_elements {
@@ -47,7 +56,9 @@ impl ElementChanges {
             changed.elements.push(element);
         }
         changed.close(&run, first, width);
-        changed
+        // They are kept until the batch is logged.
+        changed.elements.shrink_to(2 * changed.elements.len());
+        Ok(changed)
     }
 
     /// Ends a range. It stays one if that is shorter than its changed elements one by one.
@@ -112,8 +123,8 @@ mod tests {
             ),
         ];
         for (what, width, changed, runs, elements) in rows {
-            let found = ElementChanges::of_bitmap(&bitmap(changed.iter().copied(), 1000), width);
-            assert_eq!(found, ElementChanges::of(changed.into_iter(), width), "{what}");
+            let found = ElementChanges::of_bitmap(&bitmap(changed.iter().copied(), 1000), width).unwrap();
+            assert_eq!(found, ElementChanges::of(changed.into_iter(), width).unwrap(), "{what}");
             let found_runs: Vec<(u32, u32)> = found.runs.iter().map(|run| (run.start, run.end)).collect();
             assert_eq!((&*found_runs, &*found.elements), (runs, elements), "{what}");
         }
@@ -131,7 +142,7 @@ mod tests {
             let changed: Vec<u32> = (0..3000)
                 .filter(|n| if n / 500 % 2 == 0 { next() % density == 0 } else { next() % 50 == 0 })
                 .collect();
-            let found = ElementChanges::of_bitmap(&bitmap(changed.iter().copied(), 3000), Width::W2);
+            let found = ElementChanges::of_bitmap(&bitmap(changed.iter().copied(), 3000), Width::W2).unwrap();
             let covered = |element: u32| {
                 found.runs.iter().any(|run| run.contains(&element)) || found.elements.contains(&element)
             };

@@ -146,7 +146,8 @@ impl WriteBatch {
     /// of the batch's payload. For a page of 1 GiB of 2-byte elements that is 1 GiB, 128 MiB, and the
     /// changes. Where the ranges and the bits have no room together, it fails with
     /// [`Error::OverBudget`](crate::Error::OverBudget) before anything is copied, and the copy can be
-    /// captured later, or range by range.
+    /// captured later, or range by range. Captures of one batch are looked at together, as long as their bits
+    /// are 32 MiB at most, and there is room.
     ///
     /// Of a page on disk, of which more than a quarter changed, all bytes go to an image file, and the log
     /// names it.

@@ -2,10 +2,11 @@
 //!
 //! 1. **Arrive**: the committing thread waits for the stream on which the copy is written. No other
 //!    thread does: the caller's kernels may take long.
-//! 2. **Stage**: the copy's ranges are copied aside on the device. From here on the caller may write to
-//!    it again. Compared in place instead, the log could get other bytes than were compared.
-//! 3. **Compare** the staged bytes with the page, in the lane of deltas and at the copy's epoch, or with the
-//!    copy's shadow: `diff.rs` says how. A copy with digests is compared before it is staged: `digests.rs`.
+//! 2. **Stage**: the ranges of several copies are copied aside on the device. From here on the caller may
+//!    write to them again. Compared in place instead, the log could get other bytes than were compared.
+//! 3. **Compare** the staged bytes with their pages, in the lane of deltas and at the copies' epochs, or with
+//!    the copies' shadows: `diff.rs` says how. A copy with digests is compared before it is staged:
+//!    `digests.rs`.
 //! 4. The batch is encoded from the staged bytes, and logged if the page is still at that epoch. Without
 //!    that second look, under the lock, the bytes between two changes of ours would take back changes of
 //!    others.
@@ -32,7 +33,7 @@ use crate::images::disk_pages::{DiskPage, pending_bytes_of_elements, pending_byt
 use crate::memory::arena::Purpose;
 use crate::write::batch::{CapturedPart, CopyShadow, SparseElements, WorkingCopy, WriteBatch};
 
-/// Working copies are compared together until their bitmaps are this long.
+/// Working copies are compared together until their bitmaps, with room for indices, are this long.
 const COMPARED_LEN: u64 = 32 << 20;
 
 /// The captures of a batch, with the memory that they staged.
@@ -79,8 +80,10 @@ pub(super) enum CapturedBytes<'a> {
 
 /// Bytes that may be pending after the changes of a part, at most.
 fn pending_bytes(part: &CapturedPart) -> u64 {
-    let elements = pending_bytes_of_elements(part.elements.indices.len() as u64, part.staged.len);
-    let runs = part.runs.iter().map(|run| pending_bytes_of_write(run.end - run.start));
+    let count = part.elements.indices.len() as u64;
+    let elements = pending_bytes_of_elements(count, part.offset, part.staged.len);
+    let runs =
+        part.runs.iter().map(|run| pending_bytes_of_write(part.offset + run.start, run.end - run.start));
     runs.fold(elements, u64::saturating_add)
 }
 
@@ -196,7 +199,14 @@ impl Committer {
                 push(&mut looks, self.begin_look(index, copy, of, ranges, key.span())?)?;
                 continue;
             }
-            let of_copy = self.begin_capture(index, copy, of, ranges)?;
+            let mut begun = self.begin_capture(index, copy, of, ranges);
+            if matches!(begun, Err(Error::OverBudget { .. })) && !staged.is_empty() {
+                // The bitmaps of those before take room until they are compared.
+                self.compare(std::mem::take(&mut staged), &mut captures)?;
+                bitmaps_len = 0;
+                begun = self.begin_capture(index, copy, of, ranges);
+            }
+            let of_copy = begun?;
             bitmaps_len += of_copy.bitmaps.byte_len();
             push(&mut staged, of_copy)?;
             if bitmaps_len >= COMPARED_LEN {
@@ -232,7 +242,7 @@ impl Committer {
         Ok(StagedCopy { step, copy, epoch, parts, live, staged, bitmaps })
     }
 
-    /// Steps 2 and 3 for some of the working copies: a list for each is a wait for each.
+    /// Steps 2 and 3 for some of the working copies, which share each list and each wait.
     fn compare<'a>(&self, copies: Vec<StagedCopy<'a>>, captures: &mut Captures<'a>) -> Result<()> {
         if copies.is_empty() {
             return Ok(());

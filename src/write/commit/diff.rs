@@ -22,6 +22,7 @@ use super::stage_memory::StageMemory;
 use crate::base::allocation::{append, collected, copied, push};
 use crate::base::parallel;
 use crate::device::{Command, CommandList, Fence, Lane, SHORT_COPY_LEN_MAX, Selection, Span, StagingSpan};
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::memory::staging::StagingBuf;
 use crate::write::batch::{CopyShadow, ElementChanges, SparseElements, WorkingCopy};
@@ -30,6 +31,8 @@ use crate::write::batch::{CopyShadow, ElementChanges, SparseElements, WorkingCop
 const BITMAP_ALIGN: u64 = 16;
 /// How many bytes an index takes.
 const INDEX_LEN: u64 = 4;
+/// Bytes that are compared with pages in one turn of the applier, or those of one page.
+const TURN_LEN: u64 = 64 << 20;
 /// Bytes of indices and bitmaps that are worth a thread of their own.
 const SHARE_LEN: usize = 256 << 10;
 /// Threads that read them.
@@ -72,14 +75,21 @@ struct PageDiff {
     pairs: Vec<RangePair>,
 }
 
+impl PageDiff {
+    /// How many bytes are compared; 1 at least, so that a turn comes to an end.
+    fn byte_len(&self) -> u64 {
+        self.pairs.iter().map(|(range, ..)| range.end - range.start).sum::<u64>().max(1)
+    }
+}
+
 /// How many bytes the bitmaps of parts take with their indices: two bits for each element, one in the bitmap
 /// and one for the indices.
 pub(super) fn bitmaps_len(parts: &RangeParts, width: Width) -> u64 {
     parts.iter().map(|(range, _)| 2 * bitmap_len(range, width).next_multiple_of(BITMAP_ALIGN)).sum()
 }
 
-/// Lays out the bitmaps of a copy in its memory, one for each part, with room for all indices that are
-/// shorter than the bitmap. A longer list is never brought, so it need not fit.
+/// Lays out the bitmaps of a copy in its memory, one for each part, with room for a list of
+/// indices as long as the bitmap. A longer list is never brought, so it need not fit.
 fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection> + use<'c> {
     let lens = copy.parts.iter().map(|(range, _)| bitmap_len(range, copy.copy.width()));
     let mut at = 0;
@@ -93,12 +103,13 @@ fn selections_of<'c>(copy: &'c StagedCopy<'_>) -> impl Iterator<Item = Selection
 }
 
 impl Committer {
-    /// Finds what changed in each part of these copies, in their order. Lists and waits are for all of them.
+    /// Finds what changed in each part of these copies, in their order. One list of each step, and one wait,
+    /// serve all of them.
     pub(super) fn changed(&self, copies: &[StagedCopy<'_>]) -> Result<Vec<PartChanges>> {
         let selections = collected(copies.iter().flat_map(selections_of))?;
         // 1.
         let mut commands = Vec::new();
-        let mut of_pages = Vec::new();
+        let mut of_pages: Vec<PageDiff> = Vec::new();
         let mut bits = selections.iter().map(|selection| selection.bits);
         for StagedCopy { copy, epoch, parts, staged, .. } in copies {
             let pair = |(range, at): &(Range<u64>, u64)| {
@@ -116,11 +127,7 @@ impl Committer {
                 }
             }
         }
-        if !of_pages.is_empty() {
-            let compared = self.compare_with_pages(of_pages)?;
-            // The rest is on the lane for staging: numbering and the way to the host hold up no delta.
-            self.engine.device.after(Lane::Stage, compared)?;
-        }
+        self.compare_with_pages(of_pages)?;
         // 2.
         let counts = match selections.iter().map(|selection| selection.bits.len).sum() {
             0..=SHORT_COPY_LEN_MAX => None,
@@ -131,22 +138,39 @@ impl Committer {
         self.bring(&selections, counts.as_deref(), commands, &collected(widths)?)
     }
 
-    /// Compares staged bytes with their pages, in the lane of deltas. Returns the fence after that.
-    fn compare_with_pages(&self, of_pages: Vec<PageDiff>) -> Result<Fence> {
-        self.engine.applier.unloaded().wait(of_pages.iter().map(|of| of.page))?;
-        self.engine.applier.turn(move |turn| {
-            turn.intact()?;
-            let mut commands = Vec::new();
-            for PageDiff { page, epoch, width, pairs } in of_pages {
-                let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
-                // In the same turn as the comparison: a batch in between would show as a change of the
-                // copy's.
-                check_epoch(page, epoch, info.epoch)?;
-                let memory = turn.applied.memory_of(page)?.span();
-                append(&mut commands, diffs(pairs, memory, width))?;
+    /// Compares staged bytes with their pages, in the lane of deltas. The lane for staging comes after that:
+    /// numbering, and the way to the host, hold up no delta.
+    ///
+    /// By turns of a bounded length: where the device works in the turn itself, batches and reads wait for
+    /// it.
+    fn compare_with_pages(&self, of_pages: Vec<PageDiff>) -> Result<()> {
+        let Engine { applier, device, .. } = &*self.engine;
+        applier.unloaded().wait(of_pages.iter().map(|of| of.page))?;
+        let mut rest = of_pages.into_iter().peekable();
+        while rest.peek().is_some() {
+            let (mut of_turn, mut len) = (Vec::new(), 0);
+            while let Some(of_page) = rest.next_if(|of| len == 0 || len + of.byte_len() <= TURN_LEN) {
+                len += of_page.byte_len();
+                push(&mut of_turn, of_page)?;
             }
-            Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
-        })
+            let compared: Fence = applier.turn(move |turn| {
+                turn.intact()?;
+                let mut commands = Vec::new();
+                for PageDiff { page, epoch, width, pairs } in of_turn {
+                    let info = turn.applied.table.get(page).ok_or(Error::UnknownPage { page })?;
+                    // In the same turn as the comparison: a batch in between would show as a change of the
+                    // copy's.
+                    check_epoch(page, epoch, info.epoch)?;
+                    let memory = turn.applied.memory_of(page)?.span();
+                    append(&mut commands, diffs(pairs, memory, width))?;
+                }
+                Ok(turn.submit(CommandList { commands, staging: Vec::new() })?.fence())
+            })?;
+            // Before the next turn, which may be refused: the bitmaps go back behind what the lane for
+            // staging has to do, and this list writes to them.
+            device.after(Lane::Stage, compared)?;
+        }
+        Ok(())
     }
 
     /// Runs the commands, and numbers the bits that they set. Returns how many there are in each bitmap.
@@ -190,8 +214,8 @@ impl Committer {
             let (at, is_list) = &brought[part];
             let (bytes, width) = (&found[at.offset..][..at.len], widths[part]);
             let changed = match is_list {
-                true => ElementChanges::of(indices(bytes), width),
-                false => ElementChanges::of_bitmap(bytes, width),
+                true => ElementChanges::of(indices(bytes), width)?,
+                false => ElementChanges::of_bitmap(bytes, width)?,
             };
             Ok(PartChanges { runs: changed.runs, elements: SparseElements::new(changed.elements)? })
         };

@@ -104,7 +104,9 @@ impl Committer {
             || (),
             |(), at| stage_aside(aside[at], &whole, staging),
         );
-        provision.asides = staged?.into_iter().flatten().collect();
+        let mut asides = Vec::new();
+        append(&mut asides, staged?.into_iter().flatten())?;
+        provision.asides = asides.into();
         if device.crosses_bus() {
             provision.sums = ArrivalSums::of(taken(), staging)?;
         }
