@@ -196,7 +196,7 @@ def test_the_state_may_change_once_the_call_returns(
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_save_that_fails_halfway_leaves_the_version_before(
         directory: str, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
-    monkeypatch.setattr(_pages, "_BATCH_BYTES", 20_000)
+    monkeypatch.setattr(_pages, "_BATCH_BYTES", 60_000)
     state = {f"w{at}": torch.full([10_000], float(at)) for at in range(6)}
     sound = Copies.capture
     with Checkpointer(directory, extra={"state": state}, rng=False, digests=True) as run:
