@@ -137,6 +137,13 @@ pub const LIST: &[Defence] = &[
         "Some(room)",
         it("disk_captures::pages_whose_changes_find_no_room_are_written_whole"),
     ),
+    defence(
+        "captures of a batch need no more room for their bits than one of them",
+        "src/write/commit/capture.rs",
+        "matches!(begun, Err(Error::OverBudget { .. })) && !staged.is_empty()",
+        "false",
+        it("captures::captures_of_a_batch_share_the_room_for_their_bits"),
+    ),
     // Working copies with digests.
     defence(
         "a digest that is kept is of what was gathered for the payload",
