@@ -11,6 +11,7 @@
 //! | `operations` | what such a batch consists of, as dicts |
 //! | `changes` | what batches change, as they are applied |
 //! | `lease`, `pin` | a page's bytes where they lie; a page that stays where it is |
+//! | `ahead` | pages that are brought to a place ahead of their use |
 //! | `read_many` | ranges of many pages by one call |
 //! | `batch` | operations that happen together |
 //! | `working_copy` | memory of the caller's that a page follows |
@@ -48,6 +49,7 @@ mod operations;
 mod changes;
 mod lease;
 mod pin;
+mod ahead;
 mod descriptor;
 mod read_many;
 mod batch;
@@ -82,6 +84,8 @@ use pyo3::prelude::*;
 /// The engine of `remanent`, as the package sees it.
 #[pymodule(gil_used = false)]
 mod _native {
+    #[pymodule_export]
+    use super::ahead::{PyPrefetch, PyReadAhead};
     #[pymodule_export]
     use super::array::Array;
     #[pymodule_export]

@@ -3,7 +3,7 @@
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
-use remanent::{Error, Key, PageId, PageInfo, ReadPages, Result, StatePoint};
+use remanent::{Error, Key, PageId, PageInfo, ReadPages, Result, StatePoint, Store};
 
 use crate::errors::OrRaise;
 use crate::page_info::Info;
@@ -83,4 +83,14 @@ pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
         Ok(bytes) => Ok(bytes.as_bytes().to_vec()),
         Err(_) => Err(PyValueError::new_err("a prefix is str or bytes")),
     }
+}
+
+/// Pages as a caller names them.
+pub fn page_names(pages: &Bound<'_, PyAny>) -> PyResult<Vec<PageName>> {
+    pages.try_iter()?.map(|page| PageName::take(&page?)).collect()
+}
+
+/// The ids of these pages.
+pub fn found(store: &Store, names: &[PageName]) -> Result<Vec<PageId>> {
+    names.iter().map(|name| Ok(name.find(store)?.page)).collect()
 }

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use remanent::{Lsn, PageId, SnapshotOptions, Store};
+use remanent::{Lsn, SnapshotOptions, Store};
 
+use crate::ahead::{PyPrefetch, PyReadAhead};
 use crate::batch::{Batch, commit, submit};
 use crate::blame::{PyValueChange, blame};
 use crate::changes::PyChangeStream;
@@ -17,7 +18,7 @@ use crate::lease::PyLease;
 use crate::loading::wait_loaded;
 use crate::memory::Input;
 use crate::options::{OpenKeywords, ack, place, width};
-use crate::page_name::{PageName, key, state_point};
+use crate::page_name::{PageName, found, key, page_names, state_point};
 use crate::pin::PyPin;
 use crate::read_many::{FoundRanges, PyReadMany, fill};
 use crate::reader::Reader;
@@ -82,16 +83,6 @@ fn retention(
         rules = rules.log_kept(bytes);
     }
     give_up.iter().fold(rules, |rules, name| rules.give_up(name)).names_only(names_only)
-}
-
-/// Pages as a caller names them.
-fn page_names(pages: &Bound<'_, PyAny>) -> PyResult<Vec<PageName>> {
-    pages.try_iter()?.map(|page| PageName::take(&page?)).collect()
-}
-
-/// The ids of these pages.
-fn found(store: &Store, names: &[PageName]) -> remanent::Result<Vec<PageId>> {
-    names.iter().map(|name| Ok(name.find(store)?.page)).collect()
 }
 
 #[pymethods]
@@ -305,6 +296,24 @@ impl PyStore {
             let moved = store.ensure(&found(store, &names)?, place)?;
             Ok(moved.map(|position| position.lsn.0))
         })
+    }
+
+    /// As `ensure`, ahead of the caller and by another thread: returns at once. The pages move some at a
+    /// time, in the order given, after those of earlier calls.
+    ///
+    /// :raises UnknownPageError, UnknownKeyError. All else is told by `Prefetch.wait`.
+    fn prefetch(&self, pages: &Bound<'_, PyAny>, place: &str) -> PyResult<PyPrefetch> {
+        let place = self::place(pages.py(), place)?;
+        PyPrefetch::begin(pages.py(), &self.gate, pages, place)
+    }
+
+    /// Goes through `steps`, an iterable of iterables of pages, whose pages come to a place ahead of their
+    /// use. End it, by going to its end or as a context manager, before the store is closed.
+    ///
+    /// :raises UnknownPageError, UnknownKeyError, OverBudgetError, LeasedError, DamagedError: by the step.
+    fn read_ahead(&self, steps: &Bound<'_, PyAny>, place: &str) -> PyResult<PyReadAhead> {
+        let place = self::place(steps.py(), place)?;
+        PyReadAhead::begin(steps.py(), &self.gate, steps, place)
     }
 
     /// Moves pages to the first of the store's tiers, as `ensure` does.

@@ -1,0 +1,181 @@
+//! Pages that are brought to a place ahead of their use.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::PyIterator;
+use remanent::{PageId, Place, Prefetch, ReadAhead, Store};
+use self_cell::self_cell;
+
+use crate::errors::OrRaise;
+use crate::gate::{Gate, Handle, check_process, detached, seconds, wait};
+use crate::page_name::{found, page_names};
+
+/// Pages that are on their way to a place; dropping it lets them go on. Made by `Store.prefetch`.
+///
+/// >>> with remanent.Store(directory, device="host") as store:
+/// ...     store.put("k", b"far", place="disk")
+/// ...     coming = store.prefetch(["k"], "host")
+/// ...     coming.wait(), coming.done(), store.info("k").place
+/// 1
+/// (True, True, 'host')
+#[pyclass(frozen, name = "Prefetch", module = "remanent")]
+pub struct PyPrefetch {
+    path: String,
+    prefetch: Prefetch,
+}
+
+impl PyPrefetch {
+    pub fn begin(py: Python<'_>, gate: &Arc<Gate>, pages: &Bound<'_, PyAny>, place: Place) -> PyResult<Self> {
+        let names = page_names(pages)?;
+        let prefetch = gate.call(py, |store| store.prefetch(&found(store, &names)?, place))?;
+        Ok(Self { path: gate.path.clone(), prefetch })
+    }
+}
+
+#[pymethods]
+impl PyPrefetch {
+    /// Waits until all pages are there, or nothing more will be done, up to `timeout` seconds; says whether
+    /// that is so. Pages that are deleted meanwhile are passed over. The first wait after a failure raises
+    /// it.
+    ///
+    /// :raises OverBudgetError, LeasedError, DamagedError, ClosedError.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let timeout = seconds(timeout)?;
+        wait(py, timeout, Some(&self.path), |slice| self.prefetch.wait_timeout(slice))
+    }
+
+    /// Whether all pages are there, or nothing more will be done.
+    fn done(&self, py: Python<'_>) -> PyResult<bool> {
+        py.detach(|| self.prefetch.is_done()).or_raise(py, Some(&self.path))
+    }
+
+    /// Gives up what is not under way yet, and waits for what is. Pages that came stay where they came.
+    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.prefetch.cancel()).or_raise(py, Some(&self.path))
+    }
+}
+
+self_cell! {
+    /// The steps of a reader, beside the store that they borrow from.
+    struct AheadCell {
+        owner: Arc<Store>,
+        #[covariant]
+        dependent: ReadAhead,
+    }
+}
+
+/// A reader, and after it in the order of dropping the count that keeps its store open.
+struct HeldAhead {
+    cell: AheadCell,
+    _handle: Handle,
+}
+
+/// The steps of a caller that uses some pages after the others, such as the layers of a model: an iterator
+/// that gives the ids of each step's pages once they are there, while those of the steps to come are on their
+/// way. How many steps ahead follows from how long pages take to come and how long a step lasts. Made by
+/// `Store.read_ahead`.
+///
+/// >>> with remanent.Store(directory, device="host") as store:
+/// ...     layers = [store.put(f"layer {n}", bytes([n]) * 100, place="disk") for n in range(8)]
+/// ...     with store.read_ahead(([layer] for layer in layers), "host") as steps:
+/// ...         sum(store[page][0] for pages in steps for page in pages)
+/// ...     store.info("layer 7").place
+/// 28
+/// 'host'
+#[pyclass(frozen, name = "ReadAhead", module = "remanent")]
+pub struct PyReadAhead {
+    opener: u32,
+    path: String,
+    gate: Arc<Gate>,
+    steps: Py<PyIterator>,
+    ahead: Mutex<Option<HeldAhead>>,
+}
+
+impl PyReadAhead {
+    pub fn begin(py: Python<'_>, gate: &Arc<Gate>, steps: &Bound<'_, PyAny>, place: Place) -> PyResult<Self> {
+        let steps = steps.try_iter()?.unbind();
+        let held = py.detach(|| {
+            let (handle, store) = gate.hold()?;
+            let cell = AheadCell::try_new(store, |store| store.read_ahead(place))?;
+            Ok(HeldAhead { cell, _handle: handle })
+        });
+        let held = held.or_raise(py, Some(&gate.path))?;
+        let (opener, path) = (std::process::id(), gate.path.clone());
+        Ok(Self { opener, path, gate: gate.clone(), steps, ahead: Mutex::new(Some(held)) })
+    }
+
+    /// The reader, if no other thread has it.
+    fn ahead(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<HeldAhead>>> {
+        check_process(self.opener).or_raise(py, Some(&self.path))?;
+        match self.ahead.try_lock() {
+            Ok(ahead) => Ok(ahead),
+            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => {
+                Err(PyRuntimeError::new_err("another thread is waiting for a step"))
+            }
+        }
+    }
+
+    /// The next step as the caller gives it; `None` after the last one.
+    fn given(&self, py: Python<'_>) -> PyResult<Option<Vec<PageId>>> {
+        let Some(pages) = self.steps.bind(py).clone().next() else { return Ok(None) };
+        let names = page_names(&pages?)?;
+        self.gate.call(py, |store| found(store, &names)).map(Some)
+    }
+}
+
+#[pymethods]
+impl PyReadAhead {
+    fn __iter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    fn __next__(&self, py: Python<'_>) -> PyResult<Option<Vec<u64>>> {
+        let mut held = self.ahead(py)?;
+        let Some(HeldAhead { cell, .. }) = &mut *held else { return Ok(None) };
+        while cell.borrow_dependent().wants_more() {
+            let Some(pages) = self.given(py)? else { break };
+            let pushed = py.detach(|| cell.with_dependent_mut(|_, ahead| ahead.push(&pages)));
+            pushed.or_raise(py, Some(&self.path))?;
+        }
+        let step = py.detach(|| cell.with_dependent_mut(|_, ahead| ahead.next_step()));
+        let step = step.or_raise(py, Some(&self.path))?;
+        if step.is_none() {
+            detached(held.take());
+        }
+        Ok(step.map(|pages| pages.into_iter().map(|page| page.0).collect()))
+    }
+
+    /// Ends the reading, as the last step does: pages that are on their way go on, and the store can be
+    /// closed.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let held = self.ahead(py)?.take();
+        detached(held);
+        Ok(())
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (kind, error, traceback, /))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<Bound<'_, PyAny>>,
+        error: Option<Bound<'_, PyAny>>,
+        traceback: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let _ = (kind, error, traceback);
+        self.close(py)
+    }
+}
+
+impl Drop for PyReadAhead {
+    fn drop(&mut self) {
+        detached(self.ahead.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}
