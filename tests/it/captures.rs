@@ -131,7 +131,8 @@ fn copies_of_every_kind_are_captured_by_one_batch() {
             let mut batch = store.batch();
             for copy in &copies {
                 let len = copy.bytes().byte_len();
-                let mut ranges = Vec::from([0..len.min(16)]);
+                let mut ranges = Vec::new();
+                ranges.push(0..len.min(16));
                 for _ in 0..random.below(30).min(len) {
                     let (offset, byte) = (random.below(len), random.bytes(1));
                     copy.bytes().write(offset, &byte).unwrap();
