@@ -122,6 +122,10 @@ class Subscriber:
 
     `step` is that of the weights applied last, None before the first. `restarts` counts how often it began anew: at
     first, when it was overtaken, and when tensors came, went or changed their shapes.
+
+    Of tensors on a GPU the bytes of a step come there as the log has them, and the GPU reads which elements they are:
+    that takes the step's bytes of its memory, 256 MiB at most, and some 100 MB for the indices. Tensors on other GPUs,
+    and longer steps, take the way over the host.
     """
 
     def __init__(self, directory: _Path) -> None:
