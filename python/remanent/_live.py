@@ -13,7 +13,7 @@ import torch
 from remanent import _native
 from remanent._errors import NoStateError
 from remanent._pages import Array, contiguous_stride
-from remanent._tensors import DTYPE
+from remanent._tensors import DTYPE, tensor_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Bytes of host memory that are pinned for uploads, at most.
@@ -43,7 +43,7 @@ class Plain:
         self.operations: list[Any] = batch.operations
 
     def bytes_of(self, operation: Any, name: str, device: torch.device) -> torch.Tensor:
-        return torch.frombuffer(bytearray(operation[name]), dtype=torch.uint8).to(device)
+        return tensor_of(operation[name]).to(device)
 
     def indices_of(self, operation: Any, device: torch.device) -> Iterator[torch.Tensor]:
         yield torch.utils.dlpack.from_dlpack(operation["indices"]).to(device).to(torch.int64)
@@ -76,7 +76,7 @@ class Packed:
     def bytes_of(self, operation: Any, name: str, device: torch.device) -> torch.Tensor:
         start, end = operation[name]
         if device != self._device:
-            return torch.frombuffer(bytearray(self._bytes[start:end]), dtype=torch.uint8).to(device)
+            return tensor_of(self._bytes[start:end]).to(device)
         return self._payload[start:end]
 
     def indices_of(self, operation: Any, device: torch.device) -> Iterator[torch.Tensor]:
@@ -162,7 +162,7 @@ class Uploads:
     def brought(self, given: memoryview, device: torch.device) -> torch.Tensor:
         """These bytes, on a device; a GPU has them once its current stream comes there."""
         if device.type != "cuda":
-            return torch.frombuffer(bytearray(given), dtype=torch.uint8).to(device)
+            return tensor_of(given).to(device)
         bytes_there = torch.empty(len(given), dtype=torch.uint8, device=device)
         if self._pinned is None or len(self._pinned) < min(len(given), _PINNED_MAX):
             self._pinned = torch.empty(min(2 * len(given), _PINNED_MAX), dtype=torch.uint8, pin_memory=True)

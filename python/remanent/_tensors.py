@@ -128,6 +128,11 @@ def bytes_of(tensor: torch.Tensor, on_host: bool = True) -> torch.Tensor:
     return flat.cpu() if on_host else flat
 
 
+def tensor_of(content: bytes | memoryview) -> torch.Tensor:
+    """A copy of bytes, on the host."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
 def read_page(reader: _native.Reader, key: str) -> torch.Tensor:
     page = torch.empty(reader.info(key).length, dtype=torch.uint8, device="cpu")
     if page.numel():

@@ -21,7 +21,7 @@ from remanent import _native, _pages
 from remanent._copies import Copies
 from remanent._errors import DivergedError, InvalidError, OvertakenError
 from remanent._live import Live, Uploads
-from remanent._tensors import blocks, bytes_of, extents
+from remanent._tensors import blocks, bytes_of, extents, tensor_of
 
 __all__ = ["Publisher", "Subscriber", "checksum"]
 
@@ -31,10 +31,6 @@ _Path = str | os.PathLike[str]
 def _tensors(model: Any) -> dict[str, torch.Tensor]:
     state = model if isinstance(model, Mapping) else model.state_dict()
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def checksum(model: Any) -> int:
@@ -183,7 +179,7 @@ class Subscriber:
             self._arrays[info.page] = arrays
             live.check(arrays)
             if info.length:
-                live.write(arrays, 0, _tensor(replica[key]))
+                live.write(arrays, 0, tensor_of(replica[key]))
         self._seen(live, replica.root)
         return True
 
@@ -202,7 +198,7 @@ class Subscriber:
                     given = changes.bytes_of(operation, "bytes", live.device_of(arrays))
                     live.write(arrays, operation["offset"], given)
                 elif kind == "image":
-                    live.write(arrays, 0, _tensor(batch.image(operation["page"])))
+                    live.write(arrays, 0, tensor_of(batch.image(operation["page"])))
                 else:
                     live.scatter(arrays, changes, operation)
             else:

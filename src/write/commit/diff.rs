@@ -56,7 +56,6 @@ pub(super) struct StagedCopy<'a> {
 }
 
 /// What changed in a part of a page.
-#[derive(Default)]
 pub(super) struct PartChanges {
     /// Ranges of elements.
     pub runs: Vec<Range<u32>>,
