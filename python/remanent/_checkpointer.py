@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import itertools
 import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,20 +21,21 @@ from remanent._errors import (
     InUseError,
     InvalidError,
     NoStateError,
-    OvertakenError,
     RefusedError,
 )
 from remanent._native import Extent
 from remanent._pages import Block
 from remanent._room import Passage, Room, WriterEndedError
-from remanent._run_state import SAVING, flatten_state, load_state, rng_state, set_rng_state, whole
+from remanent._run_state import SAVING, flatten_state, load_state, parts_module, rng_state, set_rng_state, whole
 from remanent._saved import Capture, Reading, Saved
 from remanent._tensors import blocks, bytes_of, extents, read_page, tensors_of
+from remanent._versions import STEP, Keep, OwnVersions, Version, Versions
+
+if TYPE_CHECKING:
+    import torch.distributed
 
 _Path = str | os.PathLike[str]
 
-# How often versions are listed anew while files are going.
-_LIST_TRIES = 5
 # Batches of a save that are written at a time.
 _WRITERS = min(4, os.cpu_count() or 1)
 # Pages that one batch removes of a save that was ended halfway.
@@ -45,17 +44,6 @@ _DELETED_AT_ONCE = 10_000
 _CAPTURED_MAX = 2 << 30
 # Changes that digests find wait in up to half of this.
 _PENDING_BYTES = 512 << 20
-_STEP = "step "
-
-
-@dataclass(frozen=True)
-class Version:
-    """A version of a run that is kept: its step, its batch, its name if it was given one, its time in seconds."""
-
-    step: int
-    lsn: int
-    name: str | None
-    created: float
 
 
 class Checkpointer:
@@ -91,8 +79,16 @@ class Checkpointer:
         to half of `budget={"disk": bytes}`, 512 MiB if it is not given; tensors beyond that are written whole. Tensors
         of more than 2 GiB, those that are not contiguous, and those elsewhere are saved as without it. The memory of
         captured tensors is held until the next save. Of a model on the host, the host finds what changed.
+    :param process_group: the ranks that save together, each its own state; see below.
     :param options: options of `Store`, such as `log_io`. `compression=True` takes a fifth less of the disk for weights
         in bfloat16, and two to three times the time.
+
+    With `process_group` all of its ranks make one, with the same directory, which all of them see, and make the same
+    calls in the same order; `versions` and `close` any of them may call alone. A version is there once it is durable on
+    all ranks: whichever are killed, at whatever moment, `restore` puts all of them back to the same one. If a save or a
+    `restore` fails on one rank it fails on all of them. Of a DTensor each rank saves its part, of any other tensor what
+    it has. Ranks have stores `rank-N` in the directory. A run goes on with as many ranks as it began with;
+    `remanent.dcp` is for those that come and go.
 
     Values are tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict, and NumPy's
     arrays; `torch.dtype`, `torch.device` and `torch.Size`. All else is refused by its name, before anything is saved.
@@ -119,7 +115,8 @@ class Checkpointer:
     def __init__(self, directory: _Path, model: Any = None, optimizer: Any = None, scheduler: Any = None, *,
                  extra: Mapping[str, Any] | None = None, rng: bool = True, keep: int = 2,
                  keep_for: float | None = None, room: int = 256 << 20, device_room: int = 0, overlap: bool = False,
-                 digests: bool = False, **options: Any) -> None:
+                 digests: bool = False, process_group: torch.distributed.ProcessGroup | None = None,
+                 **options: Any) -> None:
         if keep < 1:
             raise InvalidError("keep: at least one version must be kept")
         if room < 0 or device_room < 0:
@@ -139,8 +136,7 @@ class Checkpointer:
                 raise RefusedError(f"{name}: a {kind} has no state_dict and load_state_dict, and is no dict")
         if overlap:
             _refuse_overlap(optimizer)
-        self._rng, self._keep, self._keep_for = rng, keep, keep_for
-        self._directory = directory
+        self._rng = rng
         if digests and "device" in options:
             raise InvalidError("digests: the store is on the model's device, and on no other")
         device = _device_of(model) if digests else torch.device("cpu")
@@ -150,7 +146,17 @@ class Checkpointer:
         if digests:
             own["budget"] = {"disk": _PENDING_BYTES}
         opened = {**own, **options}
-        self.store = _native.Store(directory, **opened)
+        kept = Keep(keep, keep_for)
+        self._is_rank = process_group is not None
+        self._versions: Versions
+        if process_group is None:
+            self.store = _native.Store(directory, **opened)
+            self._versions = OwnVersions(self.store, directory, kept, always_prune=digests)
+        else:
+            from remanent._points import SharedVersions
+
+            shared = SharedVersions(process_group, directory, kept, opened, always_prune=digests)
+            self._versions, self.store = shared, shared.store
         # As the engine has it unless told otherwise.
         self._pending_max: int = (opened.get("budget") or {}).get("disk", 128 << 20)
         self._copies = Copies(self.store, device, "digests") if digests else None
@@ -185,25 +191,22 @@ class Checkpointer:
         :raises RefusedError: for what cannot be stored, by its name; while a graph of CUDA is being captured. Nothing
             is saved.
         """
-        _refuse_capture()
         began = time.monotonic()
         if busy not in ("wait", "refuse"):
             raise InvalidError(f"busy: {busy!r} is neither \"wait\" nor \"refuse\"")
-        if busy == "refuse" and self._last is not None and not self._last._done.done():
-            raise InUseError(f"the save of step {self._last.step} is under way", remedy="save less often, or wait")
-        if name is not None and (name.startswith(_STEP) or not name):
-            raise InvalidError(f"name: {name!r} is empty, or a name for steps without one")
-        self._finish()
-        if name is not None and any(info.name == name for info in self.store.snapshots()):
-            raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
-        found: dict[str, torch.Tensor] = {}
-        tree = flatten_state(self._state(), found)
-        captured, tensors = self._divided(extents(found))
-        note = note or f"step {step}"
+        self._check_open()
+        last = self._last
+        if busy == "refuse" and self._versions.is_busy(last is not None and not last._done.done()):
+            which = "before" if last is None else f"of step {last.step}"
+            raise InUseError(f"the save {which} is under way", remedy="save less often, or wait")
         reading = Reading()
-        passage = self._room.begin(tensors)
+        passage: Passage | None = None
+        done: concurrent.futures.Future[tuple[int, float]] | None = None
         try:
+            tree, captured, tensors = self._checked(name)
+            passage = self._room.begin(tensors)
             capture = Capture(self._copies, captured)
+            note = note or f"step {step}"
             done = self._worker.submit(self._write_and_keep, passage, capture, step, name, note, tree)
             self._last = saved = Saved(step, done, reading, began)
             self._reading = reading
@@ -218,6 +221,11 @@ class Checkpointer:
             if wait:
                 saved.wait()
         except BaseException as error:
+            if done is None:
+                # In the order of the saves: other ranks may be writing theirs.
+                self._worker.submit(self._versions.failed, error)
+            if passage is None:
+                raise
             # Nothing reads the state, or writes, once this has raised.
             passage.give_up()
             try:
@@ -226,11 +234,23 @@ class Checkpointer:
             finally:
                 reading.ends(Moment({}))
                 self._last = None
-            if isinstance(error, WriterEndedError):
+            if done is not None and isinstance(error, WriterEndedError):
                 # Raises what it ended with.
                 done.result()
             raise
         return saved
+
+    def _checked(self, name: str | None) -> tuple[Any, list[Extent], list[Extent]]:
+        """The state to save, once it is known that it can be: its tree, what is captured of it, and the others."""
+        _refuse_capture()
+        if name is not None and (name.startswith(STEP) or not name):
+            raise InvalidError(f"name: {name!r} is empty, or a name for steps without one")
+        self._finish()
+        if name is not None:
+            self._versions.check_name(name)
+        found: dict[str, torch.Tensor] = {}
+        tree = flatten_state(self._state(), found, of_rank=self._is_rank)
+        return tree, *self._divided(extents(found))
 
     def _divided(self, found: list[Extent]) -> tuple[list[Extent], list[Extent]]:
         """Those of the tensors that are captured where they lie, and the others.
@@ -387,21 +407,24 @@ class Checkpointer:
                 self.store.commit(batch, "logged")
             # What it has captured would wait in memory, and leave later ones no room.
             self.store.snapshot()
-        elif "step" in root:
-            kept = max((info.end for info in self.store.snapshots() if info.name is not None), default=-1)
-            if kept < self.store.lsn:
-                # A fork's first version, or one whose process ended before it was kept.
-                self.store.snapshot(f"{_STEP}{root['step']} @{self.store.lsn}", verify=False)
+        else:
+            self._versions.keep_former()
 
     def _write_and_keep(self, passage: Passage, capture: Capture, step: int, name: str | None, note: str,
                         tree: Any) -> tuple[int, float]:
         """Returns the version's batch, and when it was durable and kept."""
         try:
-            passage.wait_for_start()
-            ticket = self._write(passage, capture, step, note, tree)
-        finally:
-            passage.ended()
-        return self._keep_version(ticket, step, name), time.monotonic()
+            try:
+                passage.wait_for_start()
+                ticket = self._write(passage, capture, step, note, tree)
+            finally:
+                passage.ended()
+            ticket.wait()
+        except BaseException as error:
+            self._versions.failed(error)
+            raise
+        self._versions.keep(ticket.lsn, step, name)
+        return ticket.lsn, time.monotonic()
 
     def _state(self) -> dict[str, Any]:
         state = {name: dict(part) if isinstance(part, MutableMapping) else part.state_dict()
@@ -410,29 +433,15 @@ class Checkpointer:
             state["rng"] = rng_state()
         return state
 
-    def _keep_version(self, ticket: _native.Ticket, step: int, name: str | None) -> int:
-        ticket.wait()
-        # No batch comes before the snapshot is taken: the next save waits for this one. The Lsn makes the name
-        # another one than that of an earlier save of the step, which may be the newest snapshot and stays until then.
-        self.store.snapshot(name or f"{_STEP}{step} @{ticket.lsn}", verify=False)
-        again = f"{_STEP}{step} @"
-        again_by = [info.name for info in self.store.snapshots() if info.name and info.name.startswith(again)][:-1]
-        if name is None and again_by:
-            self.store.prune(give_up=again_by, names_only=True)
-        unnamed = [info for info in self.store.snapshots() if info.name and info.name.startswith(_STEP)]
-        since = time.time() - self._keep_for if self._keep_for is not None else float("inf")
-        gone = [info.name for info in unnamed[: -self._keep] if info.name and info.created_unix_ms / 1000 < since]
-        if gone or self._copies is not None:
-            # What was captured waits in memory until its version has been read back, which comes first here.
-            self.store.prune(give_up=gone, names_only=True)
-        return ticket.lsn
-
-    def _finish(self) -> None:
+    def _check_open(self) -> None:
         if os.getpid() != self._opener:
             # The threads of a save under way are not there.
             raise ForkedError("the checkpointer is another process's", remedy="make one in this process")
         if self.store.closed:
             raise ClosedError("the checkpointer is closed")
+
+    def _finish(self) -> None:
+        self._check_open()
         last = self._last
         try:
             # A failure that the caller was told of is not told again.
@@ -455,22 +464,12 @@ class Checkpointer:
         :raises NoStateError: if there is no such version.
         :raises DamagedError: if bytes on disk are not what was written.
         """
-        self._finish()
-        with self._view(at) as view:
-            return self._restore_from(view)
-
-    def _restore_from(self, reader: _native.Reader) -> int:
-        root = reader.root
-        if "step" not in root:
-            raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
-        whole(reader)
-        state = load_state(reader)
+        self._versions.proven(self._finish)
+        with self._versions.view(at) as view:
+            step, state = self._versions.proven(lambda: self._loaded(view))
         if self._copies is not None:
             # Optimizers get new tensors, and the memory of the old ones is wanted.
             self._copies.let_go()
-        missing = self._parts.keys() - state.keys()
-        if missing:
-            raise NoStateError(f"the version has no {', '.join(sorted(missing))}")
         for name, part in self._parts.items():
             if isinstance(part, MutableMapping):
                 part.clear()
@@ -479,55 +478,29 @@ class Checkpointer:
                 part.load_state_dict(state[name])
         if self._rng and "rng" in state:
             set_rng_state(state["rng"])
-        return int(root["step"])
+        return step
 
-    def _view(self, at: int | str | None) -> _native.View:
-        if at is None:
-            self._finish()
-            root = self.store.root
-            if "step" in root and SAVING not in root:
-                return _native.View(self._directory)
-            # A save was ended before its last batch: the newest whole version is a snapshot.
-            versions = self.versions()
-            if not versions:
-                raise NoStateError("the run has no version yet", remedy="save one first")
-            return _native.View(self._directory, f"lsn:{versions[-1].lsn}")
-        if isinstance(at, int):
-            for version in reversed(self.versions()):
-                if version.step == at:
-                    return _native.View(self._directory, f"lsn:{version.lsn}")
-            raise NoStateError(f"there is no version of step {at}", remedy="`versions` lists those that are kept")
-        if not at.startswith(("lsn:", "snapshot:", "name:")):
-            at = f"name:{at}"
-        return _native.View(self._directory, at)
+    def _loaded(self, reader: _native.Reader) -> tuple[int, dict[str, Any]]:
+        """The step of a version and all of its state, every byte of it proven."""
+        root = reader.root
+        if "step" not in root:
+            raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
+        whole(reader)
+        state = load_state(reader, self._parts.values())
+        missing = self._parts.keys() - state.keys()
+        if missing:
+            raise NoStateError(f"the version has no {', '.join(sorted(missing))}")
+        return int(root["step"]), state
 
     def versions(self) -> list[Version]:
         """The versions that are kept, the oldest first."""
         self._finish()
-        for _ in range(_LIST_TRIES):
-            with contextlib.suppress(OvertakenError, NoStateError):
-                return self._listed()
-        return self._listed()
-
-    def _listed(self) -> list[Version]:
-        # Another thread may give up a version between the list and the look at it: then the list is made anew.
-        versions = []
-        for info in self.store.snapshots():
-            if info.name is None:
-                continue
-            with _native.View(self._directory, info) as view:
-                root = view.root
-            if "step" in root and SAVING not in root:
-                name = None if info.name.startswith(_STEP) else info.name
-                versions.append(Version(root["step"], info.end, name, info.created_unix_ms / 1000))
-        return sorted(versions, key=lambda version: version.lsn)
+        return self._versions.listed()
 
     def give_up(self, name: str) -> None:
         """Gives up a version by its name; what only it needs is removed. The newest version stays for now."""
-        self._finish()
-        if all(info.name != name for info in self.store.snapshots()):
-            raise NoStateError(f"there is no version named {name!r}", remedy="`versions` lists those that are kept")
-        self.store.prune(give_up=[name], names_only=True)
+        self._versions.proven(self._finish)
+        self._versions.give_up(name)
 
     def diff(self, before: int | str, after: int | str | None = None) -> dict[str, int | None]:
         """The tensors that differ between two versions, each with its number of changed elements.
@@ -535,16 +508,15 @@ class Checkpointer:
         None stands for a tensor that only one of them has, or that has another shape or kind of elements.
         Pages that no batch changed in between are not read.
         """
-        self._finish()
-        with self._view(before) as old:
-            with self._view(after) as new:
+        self._versions.proven(self._finish)
+        with self._versions.view(before) as old:
+            with self._versions.view(after) as new:
                 return _diff(whole(old), whole(new))
 
     def fork(self, directory: _Path, at: int | str | None = None) -> None:
         """Makes a new store in `directory` that begins at a version of this one. Images are shared, not copied."""
-        self._finish()
-        with self._view(at) as view:
-            whole(view).fork(directory)
+        self._versions.proven(self._finish)
+        self._versions.fork(directory, at)
 
     def close(self) -> None:
         """Waits for the save under way and closes the store."""
@@ -559,6 +531,7 @@ class Checkpointer:
             self._sender.shutdown()
             self._worker.shutdown()
             self._writers.shutdown()
+            self._versions.end()
             self.store.close()
 
     def __enter__(self) -> Checkpointer:
@@ -606,6 +579,9 @@ def _stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():
         own += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    parts = parts_module()
+    if parts is not None:
+        own = [parts.local(tensor) for tensor in own]
     return _native.extents_within(tensors, [tensor for tensor in own if tensor.layout is torch.strided])
 
 

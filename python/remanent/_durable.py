@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -33,9 +34,40 @@ def sync_folder(folder: Path) -> None:
 def publish(path: Path, content: bytes) -> None:
     """Puts a file in the place of another one, whole or not at all; durable when this returns."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
+    _write(temporary, content)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def create(path: Path, content: bytes) -> None:
+    """Makes a file that is not there yet, whole or not at all; durable when this returns.
+
+    :raises FileExistsError: if there is one with other bytes.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    _write(temporary, content)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        if path.read_bytes() != content:
+            raise
+    finally:
+        temporary.unlink()
+    sync_folder(path.parent)
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Removes files of one folder; gone for good when this returns."""
+    folders = set()
+    for path in paths:
+        path.unlink(missing_ok=True)
+        folders.add(path.parent)
+    for folder in folders:
+        sync_folder(folder)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)

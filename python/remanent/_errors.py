@@ -8,8 +8,8 @@ __all__ = [
     "ClosedError", "ConflictError", "DamagedError", "DeviceError", "DiskFullError", "DivergedError", "Error",
     "ForeignDirectoryError", "ForkedError", "InUseError", "InvalidError", "LeasedError", "LockedError",
     "MemoryRefusedError", "MismatchError", "NoStateError", "NoStoreError", "OutOfBoundsError", "OutOfMemoryError",
-    "OverBudgetError", "OvertakenError", "PoisonedError", "RefusedError", "StoreIOError", "TakenError",
-    "UnknownKeyError", "UnknownPageError",
+    "OverBudgetError", "OvertakenError", "PoisonedError", "RankFailedError", "RefusedError", "StoreIOError",
+    "TakenError", "UnknownKeyError", "UnknownPageError",
 ]
 
 
@@ -175,6 +175,12 @@ class ForkedError(Error):
 
 class ClosedError(Error):
     """The store, view, lease or batch is closed."""
+
+
+class RankFailedError(Error):
+    """Another rank failed, or cannot be reached; `rank` says which, where that is known. Nothing was published."""
+
+    rank: int | None
 
 
 class RefusedError(Error, TypeError):

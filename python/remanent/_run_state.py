@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -16,19 +17,31 @@ from remanent._tensors import PLAIN_TYPES, read_pages, tensors_of
 SAVING = "saving"
 
 
-def flatten_state(state: object, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state as JSON; its tensors go to `tensors`, by the paths at which they lie."""
-    return _pages.flatten("", state, _Capture(tensors), _pages.Leaves(PLAIN_TYPES, "tensor", tensors))
+def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: bool) -> Any:
+    """The state as JSON; its tensors go to `tensors`, by the paths at which they lie.
+
+    :param of_rank: whether it is the state of one of several ranks: of a DTensor this rank's part is taken.
+    """
+    leaves = _pages.Leaves(PLAIN_TYPES, "tensor", tensors)
+    return _pages.flatten("", state, _Capture(tensors, of_rank), leaves)
 
 
 class _Capture:
     """Takes what is of torch or NumPy out of a state."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], of_rank: bool) -> None:
         self.tensors = tensors
+        self._of_rank = of_rank
 
     def __call__(self, path: str, value: object) -> object | None:
         name = path[1:]
+        parts = parts_module()
+        if parts is not None and isinstance(value, parts.DTensor):
+            if not self._of_rank:
+                raise RefusedError(f"{name}: the other parts of a DTensor are on other ranks",
+                                   remedy="give the `process_group` of these ranks")
+            self.tensors[name] = parts.local(value)
+            return {"$": ["dtensor", name, parts.described(name, value)]}
         if isinstance(value, torch.Tensor):
             self.tensors[name] = value
             return {"$": ["tensor", name]}
@@ -63,7 +76,17 @@ def whole(reader: _R) -> _R:
     return reader
 
 
-def load_state(reader: _native.Reader) -> dict[str, Any]:
+def parts_module() -> Any:
+    """`_parts`, once DTensors were imported; before there is none, and importing them takes a while."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    from remanent import _parts
+
+    return _parts
+
+
+def load_state(reader: _native.Reader, objects: Iterable[Any] = ()) -> dict[str, Any]:
+    """The state that a version holds. DTensors are divided as those of these objects are."""
     manifest = _pages.read_manifest(reader)
     if manifest.tree is None:
         raise NoStateError("the store holds tensors, and no state of a run", remedy="use `load_file`")
@@ -71,11 +94,18 @@ def load_state(reader: _native.Reader) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     for page, arrays in read_pages(reader, manifest.pages):
         tensors |= tensors_of(page, arrays, cpu)
+    parts = parts_module()
+    meshes = None if parts is None else parts.Meshes(objects)
 
     def adapt(tag: list[Any]) -> Any:
         kind, *rest = tag
         if kind == "tensor":
             return tensors[rest[0]]
+        if kind == "dtensor":
+            if meshes is None:
+                raise NoStateError(f"{rest[0]}: it is a DTensor, and the model has none",
+                                   remedy="make the model as the run had it")
+            return meshes.whole(rest[0], tensors[rest[0]], rest[1])
         if kind == "ndarray":
             return tensors[rest[0]].numpy()
         if kind == "dtype":

@@ -23,7 +23,6 @@ from __future__ import annotations
 import concurrent.futures
 import fcntl
 import functools
-import hashlib
 import io
 import json
 import logging
@@ -53,7 +52,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from remanent import _durable, _native, _pages, _tensors
+from remanent import _durable, _native, _pages, _sealed, _tensors
 from remanent._errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
 
 __all__ = ["StorageReader", "StorageWriter", "StoredItem"]
@@ -62,8 +61,7 @@ _Path = str | os.PathLike[str]
 
 _STORES = ".remanent"
 _METADATA = ".metadata"
-_MAGIC = b'{"remanent checkpoint": '
-_FORMAT = _MAGIC + b"1, "
+_KIND = "checkpoint"
 # Bytes of one batch; a longer page has one of its own.
 _BATCH_BYTES = 32 << 20
 # What a short page takes of a batch beyond its bytes, at most.
@@ -650,13 +648,7 @@ def _encode(found: Metadata) -> bytes:
         "save_id": None if meta is None else meta.save_id,
         "checkpoint_id": None if meta is None else str(meta.checkpoint_id),
     }
-    lines = [json.dumps(part, separators=(",", ":"), allow_nan=False).encode() + b"\n" for part in (stores, held)]
-    body = b"".join(lines)
-    return _sum_line(body) + b"\n" + body
-
-
-def _sum_line(body: bytes) -> bytes:
-    return _FORMAT + b'"blake2b": "' + hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b'"}'
+    return _sealed.seal(_KIND, [stores, held])
 
 
 def _adapt(path: str, value: object) -> object | None:
@@ -675,15 +667,12 @@ def _proven(path: Path) -> tuple[bytes, bytes]:
                            remedy="give the path of a checkpoint that was saved whole") from error
     except IsADirectoryError as error:
         raise NoStateError(f"{path} is a folder") from error
-    first, _, body = content.partition(b"\n")
     if content[:1] == b"\x80":
         raise NoStateError(f"{path} is of DCP's own format", remedy="load it with DCP's FileSystemReader")
-    if len(content) >= len(_MAGIC) and not content.startswith(_MAGIC):
+    beginning = _sealed.begins(_KIND)
+    if len(content) >= len(beginning) and not content.startswith(beginning):
         raise NoStateError(f"{path} is not a checkpoint of this package")
-    if first != _sum_line(body):
-        raise DamagedError(f"{path} is not what was written, or a newer version of this package wrote it",
-                           remedy="load another checkpoint", path=str(path.parent))
-    stores, _, rest = body.partition(b"\n")
+    stores, rest = _sealed.parts_of(_KIND, content, path)
     return stores, rest
 
 

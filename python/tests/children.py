@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+import traceback
 from collections.abc import Callable
 
 
@@ -31,3 +33,30 @@ def in_child(run: Callable[[], None]) -> str:
 def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", textwrap.dedent(script), *arguments], capture_output=True, text=True,
                           timeout=60)
+
+
+def forked(work: Callable[[], int]) -> int:
+    """A fork of this process, which ends with what `work` returns, or with 1 if it raises."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        status = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def ended(pid: int, within: float = 60.0) -> int:
+    """The status with which a child ends, as `os.waitstatus_to_exitcode` gives it."""
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    raise AssertionError(f"process {pid} does not end within {within} s")

@@ -349,7 +349,7 @@ def test_a_save_waits_for_the_one_before(directory: str, monkeypatch: pytest.Mon
     model, optimizer, scheduler = make()
     waiting, go_on = threading.Event(), threading.Event()
     with Checkpointer(directory, model, optimizer, scheduler) as run:
-        keep, wait = run._keep_version, Saved.wait
+        keep, wait = run._versions.keep, Saved.wait
 
         def held_up(*given: Any) -> None:
             assert go_on.wait(60)
@@ -359,7 +359,7 @@ def test_a_save_waits_for_the_one_before(directory: str, monkeypatch: pytest.Mon
             waiting.set()
             return wait(saved, timeout)
 
-        monkeypatch.setattr(run, "_keep_version", held_up)
+        monkeypatch.setattr(run._versions, "keep", held_up)
         first = run.save(1, wait=False)
         before = model.embed.weight.detach().clone()
         assert not first.wait(0) and not first.done()
@@ -611,7 +611,7 @@ def test_the_version_before_is_kept_whatever_it_was_kept_by(
     state = {f"w{number}": torch.full((100,), 1.0) for number in range(5)}
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         if how == "not kept yet":
-            monkeypatch.setattr(run, "_keep_version", lambda *given: 0)
+            monkeypatch.setattr(run._versions, "keep", lambda *given: 0)
         run.save(1, name="first")
         if how == "given up":
             run.give_up("first")

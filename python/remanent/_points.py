@@ -1,0 +1,263 @@
+"""Versions of a run of several ranks: points at which all of them are on disk.
+
+A point is a file that is made once, by the first rank, after the snapshots of all ranks' stores are durable; it names
+them. What no point names is of no version: so a crash of any rank at any moment leaves the newest point or the one
+before, and never a mix. The first rank alone makes and removes points: it has the lock of its store, which is in the
+same directory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from remanent import _durable, _native, _sealed
+from remanent._errors import DamagedError, InvalidError, NoStateError, RefusedError
+from remanent._ranks import Ranks, described, raise_first
+from remanent._versions import Keep, Version, of_step, unnamed
+
+_Path = str | os.PathLike[str]
+_T = TypeVar("_T")
+
+_KIND = "point"
+_ENDING = ".point"
+
+
+class Part(NamedTuple):
+    """A rank's part of a point: a snapshot of its store, and the batch that it ends with."""
+
+    store_id: str
+    snapshot: str
+    lsn: int
+
+
+class Point(NamedTuple):
+    """A version of all ranks."""
+
+    number: int
+    step: int
+    name: str | None
+    created: float
+    parts: list[Part]
+
+    def version(self, rank: int) -> Version:
+        return Version(self.step, self.parts[rank].lsn, self.name, self.created)
+
+
+def _store_of(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}"
+
+
+class SharedVersions:
+    """Those of a run of several ranks. All ranks call each method but `check_name` and `listed`, in the same order."""
+
+    def __init__(self, process_group: dist.ProcessGroup, directory: _Path, keep: Keep, options: Mapping[str, Any], *,
+                 always_prune: bool) -> None:
+        self._process_group, self._directory = process_group, Path(directory)
+        self._keep, self._always_prune = keep, always_prune
+        self._points = _Points(directory)
+        self._ranks = Ranks(process_group)
+        # For what is asked while a save is under way.
+        self._aside: Ranks | None = None
+        opened: list[_native.Store] = []
+        try:
+            self._ranks.by_first(self._check)
+            self._ranks.all_or_none(lambda: opened.append(self._open(options)))
+        except BaseException:
+            for store in opened:
+                store.close()
+            self._ranks.end()
+            raise
+        [self.store] = opened
+
+    def _check(self) -> None:
+        if (self._directory / "STORE").exists():
+            raise RefusedError(f"{self._directory} is a store, and ranks have theirs below it",
+                               remedy="give another directory")
+        points, _ = self._points.readable()
+        for count in {len(point.parts) for point in points} - {self._ranks.count}:
+            raise RefusedError(f"{self._directory} is of a run of {count} ranks, and these are {self._ranks.count}",
+                               remedy="start as many, or save to another directory")
+
+    def _open(self, options: Mapping[str, Any]) -> _native.Store:
+        _durable.make_folder(self._directory)
+        return _native.Store(_store_of(self._directory, self._ranks.rank), **options)
+
+    def check_name(self, name: str) -> None:
+        if any(point.name == name for point in self._points.readable()[0]):
+            raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
+
+    def is_busy(self, own: bool) -> bool:
+        if self._aside is None:
+            self._aside = Ranks(self._process_group)
+        return any(self._aside.gather(own))
+
+    def keep_former(self) -> None:
+        # What is of no point is of no version.
+        pass
+
+    def keep(self, lsn: int, step: int, name: str | None) -> None:
+        snapshot = of_step(step, lsn)
+        try:
+            self.store.snapshot(snapshot, verify=False)
+            said = {"step": step, "name": name, "part": Part(self.store.id, snapshot, lsn)}
+        except BaseException as error:
+            self.failed(error)
+            raise
+        all_said = self._ranks.gather(said)
+        raise_first([each.get("failed") for each in all_said])
+        for rank, each in enumerate(all_said):
+            if (each["step"], each["name"]) != (step, name):
+                raise RefusedError(f"rank {rank} saved step {each['step']} as {each['name']!r}, and this one step "
+                                   f"{step} as {name!r}", remedy="save the same step on all ranks")
+        parts = [Part(*each["part"]) for each in all_said]
+        self._give_up_all_but(self._ranks.by_first(lambda: self._publish(step, name, parts)))
+
+    def failed(self, error: BaseException) -> None:
+        self._ranks.gather({"failed": described(error)})
+
+    def _publish(self, step: int, name: str | None, parts: list[Part]) -> list[list[str]] | None:
+        self._points.create(step, name, parts)
+        points, _ = self._points.readable()
+        self._points.remove(self._keep.outlived(points))
+        return self._kept_snapshots()
+
+    def _kept_snapshots(self) -> list[list[str]] | None:
+        """The snapshots that points name, by rank; None if one cannot be read, which might name any."""
+        points, all_read = self._points.readable()
+        if not all_read:
+            return None
+        return [[point.parts[rank].snapshot for point in points] for rank in range(self._ranks.count)]
+
+    def _give_up_all_but(self, kept: list[list[str]] | None) -> None:
+        """Gives up the snapshots of this rank's store that no point names."""
+        # The first rank says which: another one may see an earlier state of a folder that is shared.
+        own = None if kept is None else set(kept[self._ranks.rank])
+        gone = [] if own is None else [each.snapshot for each in unnamed(self.store) if each.snapshot not in own]
+        if gone or self._always_prune:
+            self.store.prune(give_up=gone, names_only=True)
+
+    def view(self, at: int | str | None) -> _native.View:
+        parts = self._ranks.by_first(lambda: self._found(at).parts)
+        part = Part(*parts[self._ranks.rank])
+        return self._ranks.all_or_none(lambda: self._view(part))
+
+    def _found(self, at: int | str | None) -> Point:
+        if at is None:
+            newest = self._points.newest()
+            if newest is None:
+                raise NoStateError("the run has no version yet", remedy="save one first")
+            return newest
+        if isinstance(at, str) and at.startswith(("lsn:", "snapshot:")):
+            raise InvalidError(f"at: {at!r} is of one rank", remedy="give a step or a name")
+        for point in reversed(self._points.readable()[0]):
+            if at == point.step if isinstance(at, int) else at.removeprefix("name:") == point.name:
+                return point
+        what = f"of step {at}" if isinstance(at, int) else f"named {at!r}"
+        raise NoStateError(f"there is no version {what}", remedy="`versions` lists those that are kept")
+
+    def _view(self, part: Part) -> _native.View:
+        view = _native.View(_store_of(self._directory, self._ranks.rank), f"name:{part.snapshot}")
+        if view.id != part.store_id:
+            found = view.id
+            view.close()
+            raise DamagedError(f"the version lies in store {part.store_id}, and this is store {found}",
+                               remedy="put back the store that it was saved to", path=str(self._directory))
+        return view
+
+    def proven(self, read: Callable[[], _T]) -> _T:
+        return self._ranks.all_or_none(read)
+
+    def listed(self) -> list[Version]:
+        return [point.version(self._ranks.rank) for point in self._points.readable()[0]]
+
+    def give_up(self, name: str) -> None:
+        def remove() -> list[list[str]] | None:
+            self._points.remove([self._found(f"name:{name}")])
+            return self._kept_snapshots()
+
+        self._give_up_all_but(self._ranks.by_first(remove))
+
+    def fork(self, directory: _Path, at: int | str | None) -> None:
+        with self.view(at) as view:
+            step = int(view.root["step"])
+            parts = self._ranks.gather(self._ranks.all_or_none(lambda: self._forked(view, step, Path(directory))))
+        points = _Points(directory)
+        self._ranks.by_first(lambda: points.create(step, None, [Part(*part) for part in parts]))
+
+    def _forked(self, view: _native.View, step: int, directory: Path) -> Part:
+        _durable.make_folder(directory)
+        target = _store_of(directory, self._ranks.rank)
+        view.fork(target)
+        with _native.Store(target, device="host", page_load="on_demand") as store:
+            snapshot = of_step(step, store.lsn)
+            store.snapshot(snapshot, verify=False)
+            return Part(store.id, snapshot, store.lsn)
+
+    def end(self) -> None:
+        for ranks in (self._ranks, self._aside):
+            if ranks is not None:
+                ranks.end()
+
+
+class _Points:
+    """The points of a directory."""
+
+    def __init__(self, directory: _Path) -> None:
+        self._folder = Path(directory) / "points"
+
+    def readable(self) -> tuple[list[Point], bool]:
+        """Those that can be read, the oldest first, and whether that is all of them."""
+        points, all_read = [], True
+        for path in self._paths():
+            try:
+                points.append(_read(path))
+            except FileNotFoundError:
+                # Given up between the list and the look at it.
+                continue
+            except (DamagedError, OSError) as error:
+                all_read = False
+                logging.getLogger("remanent").warning("a version cannot be read: %s", error)
+        return points, all_read
+
+    def newest(self) -> Point | None:
+        """:raises DamagedError: if it is damaged: the one before it is not the newest."""
+        paths = self._paths()
+        return _read(paths[-1]) if paths else None
+
+    def create(self, step: int, name: str | None, parts: list[Part]) -> None:
+        _durable.make_folder(self._folder)
+        number = max(map(_number_of, self._paths()), default=0) + 1
+        said = {"step": step, "name": name, "created": time.time(), "parts": parts}
+        _durable.create(self._path(number), _sealed.seal(_KIND, [said]))
+
+    def remove(self, points: Iterable[Point]) -> None:
+        _durable.remove(self._path(point.number) for point in points)
+
+    def _paths(self) -> list[Path]:
+        try:
+            found = [path for path in self._folder.iterdir() if path.suffix == _ENDING and path.stem.isdecimal()]
+        except FileNotFoundError:
+            return []
+        return sorted(found, key=_number_of)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:010}{_ENDING}"
+
+
+def _number_of(path: Path) -> int:
+    return int(path.stem)
+
+
+def _read(path: Path) -> Point:
+    [text] = _sealed.parts_of(_KIND, path.read_bytes(), path)
+    said = json.loads(text)
+    parts = [Part(*part) for part in said["parts"]]
+    return Point(_number_of(path), said["step"], said["name"], said["created"], parts)

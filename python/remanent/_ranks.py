@@ -1,0 +1,132 @@
+"""What the ranks of a process group tell each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from remanent import _errors
+from remanent._errors import Error, RankFailedError
+
+_T = TypeVar("_T")
+
+
+class Ranks:
+    """The ranks of a process group. Each method is called by all of them, in the same order.
+
+    They have a group of their own for it (gloo, over the network), so that what they tell each other in a thread does
+    not come between the collectives of the training. JSON goes over it, and nothing is unpickled.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        members = dist.get_process_group_ranks(process_group)
+        group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+        self._group = group
+        self._first = members[0]
+        self.rank = dist.get_rank(process_group)
+        self.count = len(members)
+
+    def gather(self, said: Any) -> list[Any]:
+        """What each rank says, in the order of the ranks."""
+        own = _bytes_of(said)
+        try:
+            lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.count)]
+            dist.all_gather(lengths, torch.tensor([len(own)], device="cpu"), self._group)
+            longest = max(int(length) for length in lengths)
+            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+            padded[: len(own)] = own
+            gathered = [torch.zeros_like(padded) for _ in range(self.count)]
+            dist.all_gather(gathered, padded, self._group)
+        except RuntimeError as error:
+            raise _unreachable() from error
+        return [_value_of(each[: int(length)]) for each, length in zip(gathered, lengths, strict=True)]
+
+    def tell(self, said: Any) -> Any:
+        """What the first rank says."""
+        own = _bytes_of(said if self.rank == 0 else None)
+        try:
+            length = torch.tensor([len(own)], device="cpu")
+            dist.broadcast(length, self._first, self._group)
+            told = own if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+            dist.broadcast(told, self._first, self._group)
+        except RuntimeError as error:
+            raise _unreachable() from error
+        return _value_of(told)
+
+    def by_first(self, work: Callable[[], Any]) -> Any:
+        """What the first rank's work returns, which is JSON; if it fails, it fails on all ranks."""
+        failure: BaseException | None = None
+        said = None
+        if self.rank == 0:
+            try:
+                said = {"done": work()}
+            except BaseException as error:
+                failure, said = error, {"failed": described(error)}
+        said = self.tell(said)
+        if failure is not None:
+            raise failure
+        if "failed" in said:
+            raise failure_of(0, said["failed"])
+        return said["done"]
+
+    def all_or_none(self, work: Callable[[], _T]) -> _T:
+        """What this rank's work returns; if it fails on any rank, it fails on all of them."""
+        failure: BaseException | None = None
+        try:
+            done = work()
+        except BaseException as error:
+            failure = error
+        failures = self.gather(None if failure is None else described(failure))
+        if failure is not None:
+            raise failure
+        raise_first(failures)
+        return done
+
+    def end(self) -> None:
+        """Leaves the group. The others find it gone."""
+        try:
+            dist.destroy_process_group(self._group)
+        except (AssertionError, RuntimeError, ValueError):
+            # The whole of torch's groups was destroyed before.
+            pass
+
+
+def described(error: BaseException) -> dict[str, str]:
+    """A failure as other ranks are told of it."""
+    said = {"kind": type(error).__name__, "message": str(error)}
+    return said | {"remedy": error.remedy} if isinstance(error, Error) else said
+
+
+def failure_of(rank: int, said: dict[str, str]) -> Error:
+    """The failure of another rank: of the same kind, if it is one of this package."""
+    kind = getattr(_errors, said["kind"], None) if said["kind"] in _errors.__all__ else None
+    if kind is not None:
+        error: Error = kind(f"rank {rank}: {said['message']}", remedy=said.get("remedy", "see that rank"))
+        return error
+    message = f"rank {rank}: {said['kind']}: {said['message']}"
+    return RankFailedError(message, remedy="see what that rank says", rank=rank)
+
+
+def raise_first(failures: list[dict[str, str] | None]) -> None:
+    """Raises what the first rank that failed says."""
+    for rank, said in enumerate(failures):
+        if said is not None:
+            raise failure_of(rank, said)
+
+
+def _unreachable() -> RankFailedError:
+    return RankFailedError("another rank has ended, or cannot be reached", remedy="start all ranks anew, and restore",
+                           rank=None)
+
+
+def _bytes_of(said: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(said, separators=(",", ":")).encode()), dtype=torch.uint8)
+
+
+def _value_of(told: torch.Tensor) -> Any:
+    return json.loads(bytes(told.numpy()))

@@ -1,0 +1,45 @@
+"""Small files of JSON, a line for each part, that prove themselves: the first line is a sum of the others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from remanent._errors import DamagedError
+
+
+def begins(kind: str) -> bytes:
+    """With which bytes a file of this kind begins, whatever its version."""
+    return f'{{"remanent {kind}": '.encode()
+
+
+def seal(kind: str, parts: Iterable[Any]) -> bytes:
+    """The content of a file with these parts.
+
+    >>> from remanent._sealed import parts_of, seal
+    >>> content = seal("example", [{"step": 1}, "all the rest"])
+    >>> content.splitlines()[1:]
+    [b'{"step":1}', b'"all the rest"']
+    """
+    lines = [json.dumps(part, separators=(",", ":"), allow_nan=False).encode() + b"\n" for part in parts]
+    body = b"".join(lines)
+    return _sum_line(kind, body) + b"\n" + body
+
+
+def parts_of(kind: str, content: bytes, path: Path) -> list[bytes]:
+    """The parts of a file's content, each as JSON.
+
+    :raises DamagedError: if it is not what was written, in this version of the format.
+    """
+    first, _, body = content.partition(b"\n")
+    if first != _sum_line(kind, body):
+        raise DamagedError(f"{path} is not what was written, or a newer version of this package wrote it",
+                           remedy=f"load another {kind}", path=str(path.parent))
+    return body.splitlines()
+
+
+def _sum_line(kind: str, body: bytes) -> bytes:
+    return begins(kind) + b'1, "blake2b": "' + hashlib.blake2b(body, digest_size=16).hexdigest().encode() + b'"}'

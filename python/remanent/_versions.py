@@ -1,0 +1,210 @@
+"""Which versions of a run are kept, and what each of them is found by."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from remanent import _native
+from remanent._errors import InvalidError, NoStateError, OvertakenError
+from remanent._run_state import SAVING, whole
+
+_Path = str | os.PathLike[str]
+_T = TypeVar("_T")
+
+# How often versions are listed anew while files are going.
+_LIST_TRIES = 5
+STEP = "step "
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a run that is kept: its step, its batch, its name if it was given one, its time in seconds."""
+
+    step: int
+    lsn: int
+    name: str | None
+    created: float
+
+
+class _Kept(Protocol):
+    """What is known of a version that may go."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def name(self) -> str | None: ...
+
+    @property
+    def created(self) -> float: ...
+
+
+_K = TypeVar("_K", bound=_Kept)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How many of the newest versions without a name are kept, and for how many seconds others are."""
+
+    count: int
+    seconds: float | None
+
+    def outlived(self, kept: Iterable[_K]) -> list[_K]:
+        """Those that go, of versions in their order. Of a step that was saved again the newest one stays."""
+        newest: dict[int, _K] = {}
+        gone = []
+        for version in kept:
+            if version.name is None:
+                if version.step in newest:
+                    gone.append(newest.pop(version.step))
+                newest[version.step] = version
+        since = time.time() - self.seconds if self.seconds is not None else float("inf")
+        return gone + [version for version in list(newest.values())[: -self.count] if version.created < since]
+
+
+class Versions(Protocol):
+    """The versions that a run keeps."""
+
+    def check_name(self, name: str) -> None:
+        """Refuses a name that another version has."""
+
+    def is_busy(self, own: bool) -> bool:
+        """Whether a save is under way, of this rank or of another one."""
+
+    def keep_former(self) -> None:
+        """Keeps the newest version, if nothing keeps it, before a save writes over it."""
+
+    def keep(self, lsn: int, step: int, name: str | None) -> None:
+        """Keeps the version that batch `lsn` made, which is durable, and gives up those that go for it."""
+
+    def failed(self, error: BaseException) -> None:
+        """There is no version of the save that was begun."""
+
+    def view(self, at: int | str | None) -> _native.View:
+        """A version, to be read: by its step, its name; or the newest."""
+
+    def proven(self, read: Callable[[], _T]) -> _T:
+        """What `read` finds in a version, if it can be read whole."""
+
+    def listed(self) -> list[Version]:
+        """Those that are kept, the oldest first."""
+
+    def give_up(self, name: str) -> None: ...
+
+    def fork(self, directory: _Path, at: int | str | None) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def of_step(step: int, lsn: int) -> str:
+    """The name of a snapshot. The Lsn makes it another one than that of an earlier save of the step."""
+    return f"{STEP}{step} @{lsn}"
+
+
+class _Snapshot(NamedTuple):
+    """A version without a name, as its snapshot tells it."""
+
+    step: int
+    name: None
+    created: float
+    snapshot: str
+
+
+def unnamed(store: _native.Store) -> Iterator[_Snapshot]:
+    """The snapshots of versions without a name, the oldest first."""
+    for info in store.snapshots():
+        found = re.fullmatch(STEP + r"(-?\d+) @\d+", info.name or "")
+        if found and info.name:
+            yield _Snapshot(int(found[1]), None, info.created_unix_ms / 1000, info.name)
+
+
+class OwnVersions:
+    """Those of a run of one process: named snapshots of its store."""
+
+    def __init__(self, store: _native.Store, directory: _Path, keep: Keep, *, always_prune: bool) -> None:
+        self._store, self._directory, self._keep = store, directory, keep
+        # What was captured waits in memory until its version has been read back, which comes first in `prune`.
+        self._always_prune = always_prune
+
+    def check_name(self, name: str) -> None:
+        if any(info.name == name for info in self._store.snapshots()):
+            raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
+
+    def is_busy(self, own: bool) -> bool:
+        return own
+
+    def keep_former(self) -> None:
+        root = self._store.root
+        kept = max((info.end for info in self._store.snapshots() if info.name is not None), default=-1)
+        if "step" in root and kept < self._store.lsn:
+            # A fork's first version, or one whose process ended before it was kept.
+            self._store.snapshot(of_step(root["step"], self._store.lsn), verify=False)
+
+    def keep(self, lsn: int, step: int, name: str | None) -> None:
+        # No batch comes before the snapshot is taken: the next save waits for this one.
+        self._store.snapshot(name or of_step(step, lsn), verify=False)
+        gone = [version.snapshot for version in self._keep.outlived(unnamed(self._store))]
+        if gone or self._always_prune:
+            self._store.prune(give_up=gone, names_only=True)
+
+    def failed(self, error: BaseException) -> None:
+        pass
+
+    def view(self, at: int | str | None) -> _native.View:
+        if at is None:
+            root = self._store.root
+            if "step" in root and SAVING not in root:
+                return _native.View(self._directory)
+            # A save was ended before its last batch: the newest whole version is a snapshot.
+            versions = self.listed()
+            if not versions:
+                raise NoStateError("the run has no version yet", remedy="save one first")
+            return _native.View(self._directory, f"lsn:{versions[-1].lsn}")
+        if isinstance(at, int):
+            for version in reversed(self.listed()):
+                if version.step == at:
+                    return _native.View(self._directory, f"lsn:{version.lsn}")
+            raise NoStateError(f"there is no version of step {at}", remedy="`versions` lists those that are kept")
+        if not at.startswith(("lsn:", "snapshot:", "name:")):
+            at = f"name:{at}"
+        return _native.View(self._directory, at)
+
+    def proven(self, read: Callable[[], _T]) -> _T:
+        return read()
+
+    def listed(self) -> list[Version]:
+        for _ in range(_LIST_TRIES):
+            with contextlib.suppress(OvertakenError, NoStateError):
+                return self._listed()
+        return self._listed()
+
+    def _listed(self) -> list[Version]:
+        # Another thread may give up a version between the list and the look at it: then the list is made anew.
+        versions = []
+        for info in self._store.snapshots():
+            if info.name is None:
+                continue
+            with _native.View(self._directory, info) as view:
+                root = view.root
+            if "step" in root and SAVING not in root:
+                name = None if info.name.startswith(STEP) else info.name
+                versions.append(Version(root["step"], info.end, name, info.created_unix_ms / 1000))
+        return sorted(versions, key=lambda version: version.lsn)
+
+    def give_up(self, name: str) -> None:
+        if all(info.name != name for info in self._store.snapshots()):
+            raise NoStateError(f"there is no version named {name!r}", remedy="`versions` lists those that are kept")
+        self._store.prune(give_up=[name], names_only=True)
+
+    def fork(self, directory: _Path, at: int | str | None) -> None:
+        with self.view(at) as view:
+            whole(view).fork(directory)
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,197 @@
+"""Ranks that save together and are killed at random moments, again and again: each start finds all at one version.
+
+    python killed_ranks.py DIRECTORY KILLS [SEED]
+
+The ranks of each round are forks of this process, which has imported torch. They restore, look whether every element
+is of the restored step, and save step after step, until some or all of them are killed. What any rank was told is
+saved must be there in the next round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import random
+import shutil
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from children import ended, forked
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import remanent
+from remanent import _pages
+from remanent.torch import Checkpointer
+
+RANKS = 4
+ROWS = 1003
+# What a rank ends with that hears that another one is gone.
+LEFT_ALONE = 3
+WAIT = 60.0
+# The ranks of the round, so that none outlives this process.
+LIVE: list[int] = []
+
+
+class Board:
+    """What ranks say to the process that they are forks of: a number each, under a few names."""
+
+    NAMES = ("restored", "saved")
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8 * RANKS * len(self.NAMES))
+        for name in self.NAMES:
+            for rank in range(RANKS):
+                self.say(name, rank, -1)
+
+    def _at(self, name: str, rank: int) -> int:
+        return 8 * (self.NAMES.index(name) * RANKS + rank)
+
+    def say(self, name: str, rank: int, number: int) -> None:
+        struct.pack_into("q", self._memory, self._at(name, rank), number)
+
+    def said(self, name: str) -> list[int]:
+        return [struct.unpack_from("q", self._memory, self._at(name, rank))[0] for rank in range(RANKS)]
+
+
+def state_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor of all ranks, and that of one."""
+    return torch.arange(3.0 * ROWS).view(ROWS, 3) + 10_000 * step, torch.full((5000 + rank,), step * RANKS + rank)
+
+
+def run(rank: int, directory: Path, meeting: Path, board: Board, seed: int, steps_max: int) -> None:
+    """One rank: restores, and saves until it is killed, or up to a number of steps."""
+    chance = random.Random(seed)
+    if chance.random() < 0.5:
+        # Saves of many batches, which a kill ends halfway.
+        _pages._BATCH_BYTES = 16 << 10
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    whole, own = state_of(-1, rank)
+    divided = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    model = torch.nn.Module()
+    model.register_buffer("divided", divided)
+    state = {"own": own, "step": -1}
+    checkpoints = Checkpointer(directory, model, extra={"state": state}, process_group=dist.group.WORLD)
+    step = checkpoints.restore() if checkpoints.versions() else 0
+    if step:
+        whole, own = state_of(step, rank)
+        assert state["step"] == step, f"rank {rank}: step {state['step']} in the version of {step}"
+        assert torch.equal(state["own"], own), f"rank {rank}: its own tensor is not of step {step}"
+        part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        assert isinstance(model.divided, DTensor)
+        assert torch.equal(model.divided.to_local(), part.to_local()), f"rank {rank}: its part is not of step {step}"
+    board.say("restored", rank, step)
+    for step in range(step + 1, step + 1 + steps_max):
+        whole, own = state_of(step, rank)
+        model.divided.copy_(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+        state |= {"own": own, "step": step}
+        saved = checkpoints.save(step, wait=chance.random() < 0.5, name=f"n{step}" if step % 20 == 0 else None)
+        if chance.random() < 0.7:
+            saved.wait()
+            board.say("saved", rank, step)
+        if step % 20 == 10:
+            for version in checkpoints.versions()[:-1]:
+                if version.name is not None:
+                    checkpoints.give_up(version.name)
+    checkpoints.close()
+    # None leaves before all are done with what they tell each other.
+    dist.barrier()
+
+
+def start(directory: Path, board: Board, seed: int, steps_max: int) -> list[int]:
+    meeting = directory.parent / f"meet-{seed}"
+    # What an earlier process of the same seed has left would be met.
+    meeting.unlink(missing_ok=True)
+
+    def work(rank: int) -> int:
+        try:
+            run(rank, directory, meeting, board, seed, steps_max)
+        except remanent.RankFailedError:
+            return LEFT_ALONE
+        return 0
+
+    LIVE[:] = [forked(functools.partial(work, rank)) for rank in range(RANKS)]
+    return list(LIVE)
+
+
+def end_of(pid: int) -> int:
+    status = ended(pid)
+    LIVE.remove(pid)
+    return status
+
+
+def wait_restored(board: Board, pids: list[int]) -> list[int]:
+    until = time.monotonic() + WAIT
+    while -1 in board.said("restored"):
+        assert time.monotonic() < until, f"the ranks do not come up: {board.said('restored')}"
+        for pid in pids:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            assert not found, f"a rank ended with {os.waitstatus_to_exitcode(status)} before it was killed"
+        time.sleep(0.005)
+    return board.said("restored")
+
+
+def killed(pids: list[int], chance: random.Random) -> str:
+    """Kills some or all of the ranks; all have ended when this returns."""
+    how = chance.choice(["all", "one by one", "one"])
+    order = chance.sample(pids, len(pids))
+    if how == "one":
+        # The others hear of it, wherever they are.
+        os.kill(order[0], signal.SIGKILL)
+        end_of(order[0])
+        for pid in order[1:]:
+            status = end_of(pid)
+            assert status == LEFT_ALONE, f"a rank that was left alone ended with {status}"
+        return how
+    for pid in order:
+        os.kill(pid, signal.SIGKILL)
+        if how == "one by one":
+            time.sleep(chance.random() * 0.02)
+    for pid in order:
+        end_of(pid)
+    return how
+
+
+def main(directory: Path, kills: int, seed: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    chance = random.Random(seed)
+    acknowledged, counts = 0, {"all": 0, "one by one": 0, "one": 0}
+    for kill in range(kills):
+        board = Board()
+        pids = start(directory, board, seed * 100_000 + kill, 1_000_000)
+        restored = wait_restored(board, pids)
+        assert len(set(restored)) == 1, f"ranks are at different versions: {restored}"
+        assert restored[0] >= acknowledged, f"step {acknowledged} was acknowledged, and {restored[0]} is there"
+        time.sleep(chance.random() ** 2 * 0.5)
+        counts[killed(pids, chance)] += 1
+        acknowledged = max(restored[0], *board.said("saved"))
+    # A last round that nothing disturbs: what is there is no more than what is kept.
+    board = Board()
+    for pid in start(directory, board, seed * 100_000 + kills, 3):
+        assert end_of(pid) == 0
+    assert board.said("restored")[0] >= acknowledged
+    points = len(list((directory / "points").iterdir()))
+    for rank in range(RANKS):
+        with remanent.Store(directory / f"rank-{rank}", device="host", page_load="on_demand") as store:
+            snapshots = [info.name for info in store.snapshots() if info.name is not None]
+        assert len(snapshots) == points, f"{points} versions, and rank {rank} keeps {snapshots}"
+    print(f"{kills} kills of {RANKS} ranks, up to step {board.said('restored')[0] + 3}: {counts}; {points} versions kept")
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    try:
+        main(Path(given[0]), int(given[1]), int(given[2]) if len(given) > 2 else 1)
+    finally:
+        for pid in LIVE:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

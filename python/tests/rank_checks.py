@@ -1,0 +1,312 @@
+"""What holds for ranks that save together: a function a check, which each of four ranks runs.
+
+    python rank_checks.py DIRECTORY [CHECK …]
+
+Prints a line for each check: its name, and whether all ranks found it "fine". The ranks are forks of this process,
+which has imported torch. The second function of a check runs before, alone, and the third after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from children import ended, forked
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import remanent
+from remanent.torch import Checkpointer
+
+RANKS = 4
+
+
+class Training:
+    """A model of FSDP2, and its optimizer; each rank has a tensor of its own beside them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        # Seven rows over four ranks, and three: parts of several sizes, and one that is empty.
+        self.model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (RANKS,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.own: dict[str, Any] = {"rank": dist.get_rank()}
+
+    def step(self) -> float:
+        self.optimizer.zero_grad()
+        # Other numbers on each rank, and each rank's are a part of its state.
+        loss = self.model(torch.randn(4, 10)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def state(self) -> list[torch.Tensor]:
+        """Copies of the parts that this rank has."""
+        found = [parameter.detach().to_local().clone() for parameter in self.model.parameters()]
+        for each in self.optimizer.state.values():
+            found += [each["exp_avg"].to_local().clone(), each["exp_avg_sq"].to_local().clone(), each["step"].clone()]
+        return found
+
+    def run(self, directory: Path, **options: Any) -> Checkpointer:
+        return Checkpointer(directory, self.model, self.optimizer, extra={"own": self.own},
+                            process_group=dist.group.WORLD, **options)
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+@contextmanager
+def raises(kind: type[BaseException], text: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        assert re.search(text, str(error)), f"{error!r} does not say {text!r}"
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+
+
+def a_restored_run_goes_on_as_the_one_that_saved(directory: Path) -> None:
+    training = Training()
+    torch.manual_seed(dist.get_rank())
+    with training.run(directory) as run:
+        training.step()
+        run.save(1, name="first")
+        at_first, losses = training.state(), [training.step() for _ in range(3)]
+        run.save(4, wait=False).wait()
+        at_fourth = training.state()
+        training.own["rank"] = -1
+        assert run.restore("first") == 1 and same(training.state(), at_first)
+        assert training.own["rank"] == dist.get_rank()
+        assert [training.step() for _ in range(3)] == losses
+        assert [(version.step, version.name) for version in run.versions()] == [(1, "first"), (4, None)]
+    again = Training()
+    with again.run(directory) as run:
+        # Its optimizer has no state yet.
+        assert run.restore() == 4 and same(again.state(), at_fourth)
+        run.fork(directory / "fork", at="first")
+        assert run.diff("first", 4)["model/0.weight"]
+        run.give_up("first")
+        assert [version.step for version in run.versions()] == [4]
+    with again.run(directory / "fork") as run:
+        assert run.restore() == 1 and same(again.state(), at_first)
+        again.step()
+        run.save(2)
+
+
+def what_one_rank_refuses_none_saves(directory: Path) -> None:
+    rank = dist.get_rank()
+    training = Training()
+    with training.run(directory) as run:
+        run.save(1)
+        if rank == 2:
+            training.own["odd"] = threading.Lock()
+        with raises(remanent.RefusedError, "lock cannot be stored" if rank == 2 else "rank 2: /own/odd: a lock"):
+            run.save(2)
+        training.own.pop("odd", None)
+        with raises(remanent.RefusedError, "rank 1 saved step 30" if rank != 1 else "rank 0 saved step 3 "):
+            run.save(30 if rank == 1 else 3)
+        # What is not waited for is told to the next save.
+        if rank == 3:
+            training.own["odd"] = threading.Lock()
+            with raises(remanent.RefusedError, "lock cannot be stored"):
+                run.save(4, wait=False)
+            del training.own["odd"]
+        else:
+            run.save(4, wait=False)
+        with raises(remanent.RefusedError, "rank 3: /own/odd") if rank != 3 else raises(remanent.RefusedError, "rank 0"):
+            run.save(5)
+        assert [version.step for version in run.versions()] == [1]
+        run.save(6)
+        assert run.restore() == 6
+
+
+def a_save_is_refused_on_all_ranks_or_on_none(directory: Path) -> None:
+    training = Training()
+    with training.run(directory) as run:
+        held = threading.Event()
+        keep = run._versions.keep
+
+        def later(*given: Any) -> None:
+            if dist.get_rank() == 1:
+                held.wait(60)
+            keep(*given)
+
+        run._versions.keep = later
+        saved = run.save(1, wait=False)
+        with raises(remanent.InUseError, "step 1 is under way"):
+            run.save(2, busy="refuse")
+        held.set()
+        saved.wait()
+        dist.barrier()
+        run.save(3, busy="refuse")
+        assert [version.step for version in run.versions()] == [1, 3]
+
+
+def damage_of_one_rank_changes_nothing_on_any(directory: Path) -> None:
+    rank = dist.get_rank()
+    training = Training()
+    with training.run(directory, keep=3) as run:
+        for step in range(1, 4):
+            training.step()
+            run.save(step)
+        training.step()
+        before = training.state()
+        dist.barrier()
+        if rank == 1:
+            newest = max((directory / "rank-1/pages").glob("*.pages"))
+            content = bytearray(newest.read_bytes())
+            # In its heads and its pages alike.
+            for at in range(0, len(content), 64):
+                content[at] ^= 1
+            newest.write_bytes(content)
+        dist.barrier()
+        with raises(remanent.DamagedError, "rank 1: " if rank != 1 else ".pages|damaged"):
+            run.restore()
+        assert same(training.state(), before)
+        assert run.restore(1) == 1
+
+
+def a_damaged_point_is_not_passed_over(directory: Path) -> None:
+    rank = dist.get_rank()
+    training = Training()
+    with training.run(directory, keep=2) as run:
+        run.save(1)
+        run.save(2)
+        dist.barrier()
+        points = sorted((directory / "points").iterdir())
+        whole = points[-1].read_bytes()
+        dist.barrier()
+        for content in (whole[:-3] + b"9" + whole[-2:], whole[:40], b"", b"another program's\\n"):
+            if rank == 0:
+                points[-1].write_bytes(content)
+            dist.barrier()
+            with raises(remanent.DamagedError, "point is not what was written"):
+                run.restore()
+            assert [version.step for version in run.versions()] == [1]
+            dist.barrier()
+        assert run.restore(1) == 1
+        # It might name any snapshot.
+        for step in range(3, 6):
+            run.save(step)
+        snapshots = [info.name for info in run.store.snapshots() if info.name is not None]
+        assert len(snapshots) == 5, snapshots
+        dist.barrier()
+        if rank == 0:
+            points[-1].write_bytes(whole)
+        dist.barrier()
+        run.save(6)
+        assert [version.step for version in run.versions()] == [5, 6]
+        assert len([info for info in run.store.snapshots() if info.name is not None]) == 2
+
+
+def a_store_of_another_run_is_not_taken_for_its_own(directory: Path) -> None:
+    training = Training()
+    with training.run(directory) as run:
+        run.save(1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.rename(directory / "rank-2", directory / "aside")
+        os.rename(directory / "rank-3", directory / "rank-2")
+        os.rename(directory / "aside", directory / "rank-3")
+    dist.barrier()
+    with training.run(directory) as run:
+        with raises(remanent.Error, "rank 2|lies in store|no snapshot|there is no"):
+            run.restore()
+
+
+def a_directory_of_something_else_is_refused(directory: Path) -> None:
+    training = Training()
+    if dist.get_rank() == 0:
+        remanent.Store(directory / "store", device="host").close()
+    dist.barrier()
+    with raises(remanent.RefusedError, "is a store"):
+        training.run(directory / "store")
+    with training.run(directory / "four") as run:
+        run.save(1)
+        with raises(remanent.LockedError, "rank-"):
+            training.run(directory / "four")
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        with raises(remanent.RefusedError, "of a run of 4 ranks, and these are 2"):
+            Checkpointer(directory / "four", extra={"own": training.own}, process_group=pair)
+        with Checkpointer(directory / "two", extra={"own": training.own}, process_group=pair) as run:
+            run.save(1)
+            training.own["rank"] = -1
+            assert run.restore() == 1 and training.own["rank"] == dist.get_rank()
+    with raises(remanent.RefusedError, "model/0.weight: the other parts of a DTensor"):
+        with Checkpointer(directory / f"alone-{dist.get_rank()}", training.model) as alone:
+            alone.save(1)
+
+
+def tensors_are_divided_as_they_were(directory: Path) -> None:
+    rank = dist.get_rank()
+    flat, square = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(60.0).view(10, 6)
+
+    def made(numbers: torch.Tensor) -> torch.nn.Module:
+        module = torch.nn.Module()
+        for name, mesh, placements in (("rows", flat, [Shard(0)]), ("columns", flat, [Shard(1)]),
+                                       ("all", flat, [Replicate()]), ("both", square, [Shard(1), Shard(0)]),
+                                       ("some", square, [Replicate(), Shard(0)]),
+                                       ("twice", square, [Shard(0), Shard(0)])):
+            module.register_buffer(name, distribute_tensor(numbers, mesh, placements))
+        return module
+
+    module = made(whole)
+    with Checkpointer(directory, module, process_group=dist.group.WORLD) as run:
+        run.save(1)
+    other = made(torch.zeros_like(whole))
+    with Checkpointer(directory, other, process_group=dist.group.WORLD) as run:
+        assert run.restore() == 1
+        for name, tensor in other.named_buffers():
+            assert isinstance(tensor, DTensor)
+            assert torch.equal(tensor.to_local(), module.get_buffer(name).to_local()), name
+            assert torch.equal(tensor.full_tensor(), whole), name
+    with Checkpointer(directory, torch.nn.Module(), process_group=dist.group.WORLD) as run:
+        with raises(remanent.NoStateError, "divided over the mesh cpu .4. .*, over which the model is not"):
+            run.restore()
+    partial = DTensor.from_local(torch.ones(2), flat, [Partial()])
+    with Checkpointer(directory, extra={"own": {"sum": partial}}, process_group=dist.group.WORLD) as run:
+        with raises(remanent.RefusedError, "own/sum: a DTensor with a placement of P"):
+            run.save(2)
+    assert rank == dist.get_rank()
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {
+    check.__name__: check
+    for check in (a_restored_run_goes_on_as_the_one_that_saved, what_one_rank_refuses_none_saves,
+                  a_save_is_refused_on_all_ranks_or_on_none, damage_of_one_rank_changes_nothing_on_any,
+                  a_damaged_point_is_not_passed_over, a_store_of_another_run_is_not_taken_for_its_own,
+                  a_directory_of_something_else_is_refused, tensors_are_divided_as_they_were)
+}
+
+
+def main(directory: Path, names: list[str]) -> None:
+    def work(rank: int, check: Callable[[Path], None], meeting: Path, of_check: Path) -> int:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+        check(of_check)
+        # None leaves before all are done.
+        dist.barrier()
+        return 0
+
+    for name in names or CHECKS:
+        of_check, meeting = directory / name, directory / f"meet-{name}"
+        of_check.mkdir(parents=True)
+        ranks = [forked(functools.partial(work, rank, CHECKS[name], meeting, of_check)) for rank in range(RANKS)]
+        ends = [ended(pid) for pid in ranks]
+        print(name, "fine" if not any(ends) else f"ended with {ends}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

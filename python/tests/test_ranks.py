@@ -1,0 +1,30 @@
+"""Ranks that save together: four processes and gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+HERE = Path(__file__).parent
+
+
+def said_by(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", str(HERE / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_what_holds_for_ranks_that_save_together(tmp_path: Path) -> None:
+    done = said_by("rank_checks.py", str(tmp_path))
+    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert set(found.values()) == {"fine"}, (found, done.stderr)
+
+
+def test_ranks_that_are_killed_are_all_at_one_version(tmp_path: Path) -> None:
+    done = said_by("killed_ranks.py", str(tmp_path / "run"), "10", "7")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("10 kills of 4 ranks"), done.stdout
