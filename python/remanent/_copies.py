@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -57,7 +58,9 @@ class Copies:
         held = self._held.get(key)
         # Another page, or changed by another batch: the memory is of none of its states.
         if held is None or held[0] != place or (held[1].page, held[1].epoch) != (info.page, info.epoch):
-            copy = self._store.working_copy(info.page, block.data, width=width, shadow=self._shadow)
+            # A thread's current GPU is the first one unless told, and torch lends no tensor of another one.
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                copy = self._store.working_copy(info.page, block.data, width=width, shadow=self._shadow)
             self._held[key] = held = place, copy
         self._used.add(key)
         batch.capture(held[1])

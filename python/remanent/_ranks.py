@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from remanent import _errors
 from remanent._errors import Error, RankFailedError
 
 _T = TypeVar("_T")
+
+# For how long a rank waits for another one that still runs: it may be writing its part to a slow disk.
+_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Ranks:
@@ -24,24 +29,29 @@ class Ranks:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         members = dist.get_process_group_ranks(process_group)
-        group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-        self._group = group
-        self._first = members[0]
         self.rank = dist.get_rank(process_group)
         self.count = len(members)
+        # By torch's names for groups, one that is made after another one of the same ranks was destroyed would meet
+        # what that one has left in the store.
+        store = PrefixStore(f"remanent/{members}", _get_default_store())
+        number = store.add(f"made by {self.rank}", 1)
+        try:
+            self._group: Any = dist.ProcessGroupGloo(PrefixStore(str(number), store), self.rank, self.count,
+                                                     _TIMEOUT)
+        except RuntimeError as error:
+            raise _unreachable() from error
 
     def gather(self, said: Any) -> list[Any]:
         """What each rank says, in the order of the ranks."""
         own = _bytes_of(said)
         try:
             lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.count)]
-            dist.all_gather(lengths, torch.tensor([len(own)], device="cpu"), self._group)
+            self._group.allgather([lengths], [torch.tensor([len(own)], device="cpu")]).wait()
             longest = max(int(length) for length in lengths)
             padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             padded[: len(own)] = own
             gathered = [torch.zeros_like(padded) for _ in range(self.count)]
-            dist.all_gather(gathered, padded, self._group)
+            self._group.allgather([gathered], [padded]).wait()
         except RuntimeError as error:
             raise _unreachable() from error
         return [_value_of(each[: int(length)]) for each, length in zip(gathered, lengths, strict=True)]
@@ -51,9 +61,9 @@ class Ranks:
         own = _bytes_of(said if self.rank == 0 else None)
         try:
             length = torch.tensor([len(own)], device="cpu")
-            dist.broadcast(length, self._first, self._group)
+            self._group.broadcast([length]).wait()
             told = own if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-            dist.broadcast(told, self._first, self._group)
+            self._group.broadcast([told]).wait()
         except RuntimeError as error:
             raise _unreachable() from error
         return _value_of(told)
@@ -89,11 +99,7 @@ class Ranks:
 
     def end(self) -> None:
         """Leaves the group. The others find it gone."""
-        try:
-            dist.destroy_process_group(self._group)
-        except (AssertionError, RuntimeError, ValueError):
-            # The whole of torch's groups was destroyed before.
-            pass
+        self._group = None
 
 
 def described(error: BaseException) -> dict[str, str]:

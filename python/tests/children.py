@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -9,6 +10,9 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable
+
+# Seconds after which a fork says where it is, and ends.
+HANGS_AFTER = float(os.environ.get("HANGS_AFTER", "60"))
 
 
 def in_child(run: Callable[[], None]) -> str:
@@ -36,10 +40,11 @@ def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def forked(work: Callable[[], int]) -> int:
-    """A fork of this process, which ends with what `work` returns, or with 1 if it raises."""
+    """A fork of this process, which ends with what `work` returns, or with 1 if it raises or hangs."""
     pid = os.fork()
     if pid:
         return pid
+    faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
     status = 1
     try:
         status = work()
@@ -51,12 +56,12 @@ def forked(work: Callable[[], int]) -> int:
         os._exit(status)
 
 
-def ended(pid: int, within: float = 60.0) -> int:
+def ended(pid: int) -> int:
     """The status with which a child ends, as `os.waitstatus_to_exitcode` gives it."""
-    until = time.monotonic() + within
+    until = time.monotonic() + HANGS_AFTER + 10
     while time.monotonic() < until:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
-    raise AssertionError(f"process {pid} does not end within {within} s")
+    raise AssertionError(f"process {pid} does not end")

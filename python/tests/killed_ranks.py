@@ -1,6 +1,6 @@
 """Ranks that save together and are killed at random moments, again and again: each start finds all at one version.
 
-    python killed_ranks.py DIRECTORY KILLS [SEED]
+    python killed_ranks.py checkpointer|dcp DIRECTORY KILLS [SEED]
 
 The ranks of each round are forks of this process, which has imported torch. They restore, look whether every element
 is of the restored step, and save step after step, until some or all of them are killed. What any rank was told is
@@ -20,15 +20,20 @@ import struct
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from children import ended, forked
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import remanent
+import remanent.dcp
 from remanent import _pages
+from remanent.dcp import StorageReader, StorageWriter
 from remanent.torch import Checkpointer
 
 RANKS = 4
@@ -66,56 +71,111 @@ def state_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(3.0 * ROWS).view(ROWS, 3) + 10_000 * step, torch.full((5000 + rank,), step * RANKS + rank)
 
 
-def run(rank: int, directory: Path, meeting: Path, board: Board, seed: int, steps_max: int) -> None:
+class Run:
+    """A rank of a run that saves with `Checkpointer`."""
+
+    def __init__(self, rank: int, directory: Path, divided: torch.Tensor, own: torch.Tensor) -> None:
+        self.model = torch.nn.Module()
+        self.model.register_buffer("divided", divided)
+        self.state = {"own": own, "step": -1}
+        self.checkpoints = Checkpointer(directory, self.model, extra={"state": self.state},
+                                        process_group=dist.group.WORLD)
+
+    def restore(self) -> int:
+        return self.checkpoints.restore() if self.checkpoints.versions() else 0
+
+    def found(self) -> tuple[Any, Any, Any]:
+        return self.model.divided, self.state["own"], self.state["step"]
+
+    def save(self, step: int, divided: torch.Tensor, own: torch.Tensor, chance: random.Random) -> bool:
+        """Saves a step; whether it is known to be durable."""
+        self.model.divided.copy_(divided)
+        self.state |= {"own": own, "step": step}
+        saved = self.checkpoints.save(step, wait=chance.random() < 0.5, name=f"n{step}" if step % 20 == 0 else None)
+        if step % 20 == 10:
+            for version in self.checkpoints.versions()[:-1]:
+                if version.name is not None:
+                    self.checkpoints.give_up(version.name)
+        return chance.random() < 0.7 and saved.wait()
+
+    def close(self) -> None:
+        self.checkpoints.close()
+
+
+class Dcp:
+    """A rank that saves with DCP, over the checkpoint before."""
+
+    def __init__(self, rank: int, directory: Path, divided: torch.Tensor, own: torch.Tensor) -> None:
+        self.path, self.own = directory / "last", f"own {rank}"
+        self.state = {"divided": divided, self.own: own, "step": -1}
+
+    def restore(self) -> int:
+        if not (self.path / ".metadata").exists():
+            return 0
+        dcp.load(self.state, storage_reader=StorageReader(self.path))
+        return int(self.state["step"])
+
+    def found(self) -> tuple[Any, Any, Any]:
+        return self.state["divided"], self.state[self.own], self.state["step"]
+
+    def save(self, step: int, divided: torch.Tensor, own: torch.Tensor, chance: random.Random) -> bool:
+        self.state = {"divided": divided, self.own: own, "step": step}
+        dcp.save(self.state, storage_writer=StorageWriter(self.path))
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+KINDS: dict[str, type[Run] | type[Dcp]] = {"checkpointer": Run, "dcp": Dcp}
+
+
+def run(kind: str, rank: int, directory: Path, meeting: Path, board: Board, seed: int, steps_max: int) -> None:
     """One rank: restores, and saves until it is killed, or up to a number of steps."""
     chance = random.Random(seed)
     if chance.random() < 0.5:
         # Saves of many batches, which a kill ends halfway.
-        _pages._BATCH_BYTES = 16 << 10
+        _pages._BATCH_BYTES = remanent.dcp._BATCH_BYTES = 16 << 10
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    whole, own = state_of(-1, rank)
-    divided = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-    model = torch.nn.Module()
-    model.register_buffer("divided", divided)
-    state = {"own": own, "step": -1}
-    checkpoints = Checkpointer(directory, model, extra={"state": state}, process_group=dist.group.WORLD)
-    step = checkpoints.restore() if checkpoints.versions() else 0
-    if step:
+
+    def tensors_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         whole, own = state_of(step, rank)
-        assert state["step"] == step, f"rank {rank}: step {state['step']} in the version of {step}"
-        assert torch.equal(state["own"], own), f"rank {rank}: its own tensor is not of step {step}"
-        part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-        assert isinstance(model.divided, DTensor)
-        assert torch.equal(model.divided.to_local(), part.to_local()), f"rank {rank}: its part is not of step {step}"
+        return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None), own
+
+    saver = KINDS[kind](rank, directory, *tensors_of(-1))
+    step = saver.restore()
+    if step:
+        divided, own, found = saver.found()
+        expected, expected_own = tensors_of(step)
+        assert found == step, f"rank {rank}: step {found} in the version of {step}"
+        assert torch.equal(own, expected_own), f"rank {rank}: its own tensor is not of step {step}"
+        assert isinstance(divided, DTensor) and isinstance(expected, DTensor)
+        assert torch.equal(divided.to_local(), expected.to_local()), f"rank {rank}: its part is not of step {step}"
     board.say("restored", rank, step)
     for step in range(step + 1, step + 1 + steps_max):
-        whole, own = state_of(step, rank)
-        model.divided.copy_(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
-        state |= {"own": own, "step": step}
-        saved = checkpoints.save(step, wait=chance.random() < 0.5, name=f"n{step}" if step % 20 == 0 else None)
-        if chance.random() < 0.7:
-            saved.wait()
+        if saver.save(step, *tensors_of(step), chance):
             board.say("saved", rank, step)
-        if step % 20 == 10:
-            for version in checkpoints.versions()[:-1]:
-                if version.name is not None:
-                    checkpoints.give_up(version.name)
-    checkpoints.close()
+    saver.close()
     # None leaves before all are done with what they tell each other.
     dist.barrier()
 
 
-def start(directory: Path, board: Board, seed: int, steps_max: int) -> list[int]:
+def start(kind: str, directory: Path, board: Board, seed: int, steps_max: int) -> list[int]:
     meeting = directory.parent / f"meet-{seed}"
     # What an earlier process of the same seed has left would be met.
     meeting.unlink(missing_ok=True)
 
     def work(rank: int) -> int:
         try:
-            run(rank, directory, meeting, board, seed, steps_max)
+            run(kind, rank, directory, meeting, board, seed, steps_max)
         except remanent.RankFailedError:
             return LEFT_ALONE
+        except (CheckpointException, RuntimeError) as error:
+            # DCP passes on what torch says.
+            if kind == "dcp" and board.said("restored")[rank] >= 0:
+                return LEFT_ALONE
+            raise error
         return 0
 
     LIVE[:] = [forked(functools.partial(work, rank)) for rank in range(RANKS)]
@@ -160,14 +220,14 @@ def killed(pids: list[int], chance: random.Random) -> str:
     return how
 
 
-def main(directory: Path, kills: int, seed: int) -> None:
+def main(kind: str, directory: Path, kills: int, seed: int) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
     chance = random.Random(seed)
     acknowledged, counts = 0, {"all": 0, "one by one": 0, "one": 0}
     for kill in range(kills):
         board = Board()
-        pids = start(directory, board, seed * 100_000 + kill, 1_000_000)
+        pids = start(kind, directory, board, seed * 100_000 + kill, 1_000_000)
         restored = wait_restored(board, pids)
         assert len(set(restored)) == 1, f"ranks are at different versions: {restored}"
         assert restored[0] >= acknowledged, f"step {acknowledged} was acknowledged, and {restored[0]} is there"
@@ -176,21 +236,23 @@ def main(directory: Path, kills: int, seed: int) -> None:
         acknowledged = max(restored[0], *board.said("saved"))
     # A last round that nothing disturbs: what is there is no more than what is kept.
     board = Board()
-    for pid in start(directory, board, seed * 100_000 + kills, 3):
+    for pid in start(kind, directory, board, seed * 100_000 + kills, 3):
         assert end_of(pid) == 0
     assert board.said("restored")[0] >= acknowledged
-    points = len(list((directory / "points").iterdir()))
+    stores = directory if kind == "checkpointer" else directory / ".remanent"
+    kept = set()
     for rank in range(RANKS):
-        with remanent.Store(directory / f"rank-{rank}", device="host", page_load="on_demand") as store:
-            snapshots = [info.name for info in store.snapshots() if info.name is not None]
-        assert len(snapshots) == points, f"{points} versions, and rank {rank} keeps {snapshots}"
-    print(f"{kills} kills of {RANKS} ranks, up to step {board.said('restored')[0] + 3}: {counts}; {points} versions kept")
+        with remanent.Store(stores / f"rank-{rank}", device="host", page_load="on_demand") as store:
+            kept.add(sum(info.name is not None for info in store.snapshots()))
+    if kind == "checkpointer":
+        assert kept == {len(list((directory / "points").iterdir()))}, f"ranks keep {kept} versions"
+    print(f"{kills} kills of {RANKS} ranks, up to step {board.said('restored')[0] + 3}: {counts}; {kept} versions kept")
 
 
 if __name__ == "__main__":
     given = sys.argv[1:]
     try:
-        main(Path(given[0]), int(given[1]), int(given[2]) if len(given) > 2 else 1)
+        main(given[0], Path(given[1]), int(given[2]), int(given[3]) if len(given) > 3 else 1)
     finally:
         for pid in LIVE:
             with contextlib.suppress(ProcessLookupError):

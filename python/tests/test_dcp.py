@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -402,38 +399,3 @@ def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
     # And one process alone.
     found = load({"by rows": torch.zeros(10, 6), "by columns": torch.zeros(10, 6)}, root + "/two")
     assert torch.equal(found["by columns"], torch.arange(60.0).reshape(10, 6) + 2000)
-
-
-def test_ranks_that_are_killed_leave_whole_checkpoints(tmp_path: Path) -> None:
-    body = """
-        def run(rank, ranks, root):
-            mesh = begin(rank, ranks, root)
-            for step in range(1, 1000):
-                dcp.save({"w": of_step(step, mesh, 0), "step": step}, storage_writer=StorageWriter(root + "/last"))
-                if rank == 0:
-                    with open(root + "/saved", "w") as file:
-                        file.write(str(step))
-    """
-    root, saved = str(tmp_path), tmp_path / "saved"
-    path = tmp_path / "ranks.py"
-    path.write_text(RANKS + textwrap.dedent(body) + '\nif __name__ == "__main__":\n'
-                    '    mp.spawn(run, (2, sys.argv[1]), nprocs=2)\n')
-    chance = random.Random(7)
-    for _ in range(3):
-        saved.unlink(missing_ok=True)
-        ranks = subprocess.Popen([sys.executable, str(path), root], start_new_session=True, stderr=subprocess.DEVNULL)
-        while not saved.exists():
-            assert ranks.poll() is None
-            time.sleep(0.01)
-        time.sleep(chance.random())
-        # One of the ranks first, so that the other one is left in the middle of a save.
-        [first, *_] = subprocess.run(["pgrep", "-P", str(ranks.pid), "-f", "spawn_main"], capture_output=True,
-                                     text=True).stdout.split() or [str(ranks.pid)]
-        os.kill(int(first), signal.SIGKILL)
-        time.sleep(chance.random() / 4)
-        os.killpg(ranks.pid, signal.SIGKILL)
-        ranks.wait()
-        acknowledged = int(saved.read_text() or 0)
-        found = load({"w": torch.zeros(10, 6), "step": 0}, root + "/last")
-        assert found["step"] >= acknowledged
-        assert torch.equal(found["w"], torch.arange(60.0).reshape(10, 6) + 1000 * found["step"])

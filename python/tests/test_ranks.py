@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
 HERE = Path(__file__).parent
 
@@ -18,13 +18,17 @@ def said_by(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_what_holds_for_ranks_that_save_together(tmp_path: Path) -> None:
-    done = said_by("rank_checks.py", str(tmp_path))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_holds_for_ranks_that_save_together(tmp_path: Path, device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"there are {torch.cuda.device_count()} GPUs, and ranks need one each")
+    done = said_by("rank_checks.py", device, str(tmp_path))
     found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert set(found.values()) == {"fine"}, (found, done.stderr)
+    assert len(found) > 2 and set(found.values()) == {"fine"}, (found, done.stderr)
 
 
-def test_ranks_that_are_killed_are_all_at_one_version(tmp_path: Path) -> None:
-    done = said_by("killed_ranks.py", str(tmp_path / "run"), "10", "7")
+@pytest.mark.parametrize("kind", ["checkpointer", "dcp"])
+def test_ranks_that_are_killed_are_all_at_one_version(tmp_path: Path, kind: str) -> None:
+    done = said_by("killed_ranks.py", kind, str(tmp_path / "run"), "10", "7")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("10 kills of 4 ranks"), done.stdout

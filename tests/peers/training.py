@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """What saves cost a training loop on a GPU: the time that a step takes beside them, and when each is durable.
 
-    training.py DIRECTORY [--parameters 350e6] [--every 40] [--saves 4] [--rounds 2] [NAME ...]
+    training.py DIRECTORY [--parameters 350e6] [--every 40] [--saves 4] [--rounds 2] [--ranks 1] [NAME ...]
 
 A transformer in bfloat16 with AdamW trains on random numbers. Every `--every` steps its whole state is saved, which has
 changed all over. The loop runs without saves and with each way to save in turn; what a save adds to the loop is the
 difference of their times. `copies alone` only copies the state to pinned memory, on a stream of its own, and has the
 next step wait for that: no way to save that is to have the state of one moment adds less, without a copy on the GPU.
+
+With several ranks, a GPU each, the model is divided by FSDP2, and each rank saves its part; what is said is of the
+first rank.
 
 Needs torch with CUDA, and `remanent` on the path. Medians over the rounds.
 """
@@ -22,7 +25,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from remanent.dcp import StorageWriter
 from remanent.torch import Checkpointer
 
 SEQUENCE, BATCH, VOCABULARY = 512, 24, 32_000
@@ -57,6 +63,13 @@ class Transformer(torch.nn.Module):
         return self.head(x)
 
 
+def tensors_of(model, optimizer):
+    """What this rank has of the state."""
+    tensors = list(model.state_dict().values())
+    tensors += [each for state in optimizer.state.values() for each in state.values()]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+
+
 class Nothing:
     """The loop alone."""
 
@@ -79,8 +92,7 @@ class Copies(Nothing):
     def __init__(self, directory, model, optimizer, size):
         super().__init__(directory, model, optimizer, size)
         self.stream, self.event = torch.cuda.Stream(), None
-        self.tensors = list(model.state_dict().values())
-        self.tensors += [each for state in optimizer.state.values() for each in state.values()]
+        self.tensors = tensors_of(model, optimizer)
         self.copies = [torch.empty_like(each, device="cpu", pin_memory=True) for each in self.tensors]
         self.hook = optimizer.register_step_pre_hook(self.before)
 
@@ -104,7 +116,8 @@ class Copies(Nothing):
 
 class Remanent(Nothing):
     def __init__(self, directory, model, optimizer, size, **options):
-        self.run = Checkpointer(directory, model, optimizer, **options)
+        ranks = dist.group.WORLD if dist.get_world_size() > 1 else None
+        self.run = Checkpointer(directory, model, optimizer, process_group=ranks, **options)
 
     def save(self, step):
         self.saved = self.run.save(step, wait=False)
@@ -117,10 +130,11 @@ class Remanent(Nothing):
 
 
 class Dcp(Nothing):
-    """PyTorch's distributed checkpoints, in the background of one process."""
+    """PyTorch's distributed checkpoints, in the background of each rank."""
 
-    def __init__(self, directory, model, optimizer, size):
+    def __init__(self, directory, model, optimizer, size, writer=None):
         super().__init__(directory, model, optimizer, size)
+        self.writer = writer
         self.directory = Path(directory)
         self.last, self.before, self.now = None, None, None
         # Its best mode: staging in pinned memory that is made once.
@@ -130,11 +144,12 @@ class Dcp(Nothing):
 
     def save(self, step):
         self.wait()
-        if self.before is not None:
+        if self.before is not None and dist.get_rank() == 0:
             shutil.rmtree(self.before)
         self.before, self.now = self.now, self.directory / str(step)
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        self.last = dcp.async_save(state, checkpoint_id=self.now, async_stager=self.stager)
+        writer = self.writer and self.writer(self.now)
+        self.last = dcp.async_save(state, checkpoint_id=self.now, storage_writer=writer, async_stager=self.stager)
 
     def wait(self):
         if self.last is not None:
@@ -149,6 +164,7 @@ WAYS = {
     "ring of 256 MiB, overlap": lambda *given: Remanent(*given, overlap=True),
     "aside on the GPU": lambda *given: Remanent(*given, device_room=given[3]),
     "DCP async": Dcp,
+    "DCP async, our storage": lambda *given: Dcp(*given, writer=StorageWriter),
 }
 
 
@@ -160,13 +176,32 @@ def main():
     parser.add_argument("--every", type=int, default=40, help="steps between two saves")
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="processes, each with a GPU")
     chosen = parser.parse_intermixed_args()
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29511")
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    # Forked before this process has looked at a GPU.
+    others = []
+    for rank in range(1, chosen.ranks):
+        pid = os.fork()
+        if pid == 0:
+            compare(rank, chosen)
+            return
+        others.append(pid)
+    compare(0, chosen)
+    sys.exit(max((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in others), default=0))
+
+
+def compare(rank, chosen):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=chosen.ranks)
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Transformer(chosen.parameters).to(torch.bfloat16)
+    if chosen.ranks > 1:
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), device="cuda")
 
@@ -178,16 +213,18 @@ def main():
 
     for _ in range(10):
         step()
-    tensors = list(model.state_dict().values())
-    tensors += [each for state in optimizer.state.values() for each in state.values()]
+    tensors = tensors_of(model, optimizer)
     size = sum(each.numel() * each.element_size() for each in tensors) + len(tensors) * 256
-    print(f"{size / 1e9:.2f} GB of state in {len(tensors)} tensors, {torch.cuda.get_device_name()}, a save every "
-          f"{chosen.every} steps, in {chosen.directory}")
+    if rank == 0:
+        print(f"{size / 1e9:.2f} GB of state a rank in {len(tensors)} tensors, {chosen.ranks} × "
+              f"{torch.cuda.get_device_name()}, a save every {chosen.every} steps, in {chosen.directory}")
     found = {name: [] for name in WAYS if name in chosen.names or not chosen.names}
     for _ in range(chosen.rounds):
         for name in found:
             directory = chosen.directory / "training"
-            shutil.rmtree(directory, ignore_errors=True)
+            if rank == 0:
+                shutil.rmtree(directory, ignore_errors=True)
+            dist.barrier()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             way = WAYS[name](directory, model, optimizer, size)
@@ -213,8 +250,13 @@ def main():
             durable = time.perf_counter() - at
             extra = torch.cuda.memory_allocated() - before
             way.close()
+            dist.barrier()
             found[name].append((took / chosen.saves, statistics.median(calls), max(calls), durable, extra))
-            print(f"  {name}: {took:.2f} s", file=sys.stderr, flush=True)
+            if rank == 0:
+                print(f"  {name}: {took:.2f} s", file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+    if rank:
+        return
     alone = statistics.median(each[0] for each in found["no saves"])
     print(f"{'':28}{'ms in the call':>16}{'worst':>8}{'added to the loop, ms':>24}{'of it':>8}{'durable, s':>12}"
           f"{'MiB on GPU':>12}")
