@@ -26,10 +26,10 @@ from remanent._errors import (
 from remanent._native import Extent
 from remanent._pages import Block
 from remanent._room import Passage, Room, WriterEndedError
-from remanent._run_state import SAVING, flatten_state, load_state, parts_module, rng_state, set_rng_state, whole
+from remanent._run_state import flatten_state, load_state, parts_module, rng_state, set_rng_state
 from remanent._saved import Capture, Reading, Saved
 from remanent._tensors import blocks, bytes_of, extents, read_page, tensors_of
-from remanent._versions import STEP, Keep, OwnVersions, Version, Versions
+from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, whole
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -87,8 +87,11 @@ class Checkpointer:
     calls in the same order; `versions` and `close` any of them may call alone. A version is there once it is durable on
     all ranks: whichever are killed, at whatever moment, `restore` puts all of them back to the same one. If a save or a
     `restore` fails on one rank it fails on all of them. Of a DTensor each rank saves its part, of any other tensor what
-    it has. Ranks have stores `rank-N` in the directory. A run goes on with as many ranks as it began with;
-    `remanent.dcp` is for those that come and go.
+    it has. Ranks have stores `rank-N` in the directory.
+
+    A run may go on with another number of ranks, or another mesh: `restore` divides DTensors as the model's are now.
+    What is no DTensor rank K takes from rank K of those that saved; ranks beyond them take turns, and keep the random
+    states that they have.
 
     Values are tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict, and NumPy's
     arrays; `torch.dtype`, `torch.device` and `torch.Size`. All else is refused by its name, before anything is saved.
@@ -465,8 +468,8 @@ class Checkpointer:
         :raises DamagedError: if bytes on disk are not what was written.
         """
         self._versions.proven(self._finish)
-        with self._versions.view(at) as view:
-            step, state = self._versions.proven(lambda: self._loaded(view))
+        with self._versions.views(at) as views:
+            step, state = self._versions.proven(lambda: self._loaded(views))
         if self._copies is not None:
             # Optimizers get new tensors, and the memory of the old ones is wanted.
             self._copies.let_go()
@@ -480,13 +483,16 @@ class Checkpointer:
             set_rng_state(state["rng"])
         return step
 
-    def _loaded(self, reader: _native.Reader) -> tuple[int, dict[str, Any]]:
+    def _loaded(self, views: Views) -> tuple[int, dict[str, Any]]:
         """The step of a version and all of its state, every byte of it proven."""
-        root = reader.root
+        root = views.own.root
         if "step" not in root:
             raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
-        whole(reader)
-        state = load_state(reader, self._parts.values())
+        whole(views.own)
+        state = load_state(views, self._parts)
+        if views.number is None:
+            # Two ranks with the same random numbers would train on the same noise.
+            state.pop("rng", None)
         missing = self._parts.keys() - state.keys()
         if missing:
             raise NoStateError(f"the version has no {', '.join(sorted(missing))}")
@@ -514,7 +520,10 @@ class Checkpointer:
                 return _diff(whole(old), whole(new))
 
     def fork(self, directory: _Path, at: int | str | None = None) -> None:
-        """Makes a new store in `directory` that begins at a version of this one. Images are shared, not copied."""
+        """Makes a new store in `directory` that begins at a version of this one. Images are shared, not copied.
+
+        With `process_group`: of as many ranks as saved the version.
+        """
         self._versions.proven(self._finish)
         self._versions.fork(directory, at)
 

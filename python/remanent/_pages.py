@@ -299,7 +299,7 @@ def _put_page(store: _native.Store, batch: _native.Batch, key: str, content: byt
 
 
 # The tree: plain values as JSON, with one key of its own for what JSON does not tell apart.
-_TAG = "$"
+TAG = "$"
 
 
 class Leaves(NamedTuple):
@@ -331,9 +331,9 @@ def unflatten(held: Any, adapt: Callable[[list[Any]], Any]) -> Any:
         return [unflatten(each, adapt) for each in held]
     if not isinstance(held, dict):
         return held
-    if _TAG not in held:
+    if TAG not in held:
         return {key: unflatten(each, adapt) for key, each in held.items()}
-    kind, *rest = held[_TAG]
+    kind, *rest = held[TAG]
     if kind == "int":
         return int(rest[0])
     if kind == "float":
@@ -353,7 +353,7 @@ def unflatten(held: Any, adapt: Callable[[list[Any]], Any]) -> Any:
         for key, each in rest[0]:
             made[unflatten(key, adapt)] = unflatten(each, adapt)
         return made
-    return adapt(held[_TAG])
+    return adapt(held[TAG])
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,26 +1,48 @@
-"""DTensors: what a rank holds of one, and the tensor made of it again."""
+"""DTensors: what a rank holds of one, and the tensor made of it again, for whichever ranks there are now."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from remanent import _pages
 from remanent._errors import NoStateError, RefusedError
-
+from remanent._pages import Array
+from remanent._tensors import DTYPE, bytes_of, read_page, tensors_of
+from remanent._versions import Views
 
 _PLACEMENTS: dict[str, Callable[..., Placement]] = {
     "replicate": Replicate,
     "shard": Shard,
     "strided": lambda dim, split_factor: _StridedShard(dim, split_factor=split_factor),
 }
+
+
+class _Layout(NamedTuple):
+    """How a DTensor is divided."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+
+class _Part(NamedTuple):
+    """A part of a DTensor as a rank saved it: in which page, and where in the whole it begins."""
+
+    rank: int
+    key: str
+    array: Array
+    offset: tuple[int, ...]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,9 +54,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def described(name: str, tensor: DTensor) -> dict[str, Any]:
-    """How the whole is divided, as JSON."""
-    return {"mesh": _key(tensor.device_mesh), "shape": list(tensor.shape), "stride": list(tensor.stride()),
-            "placements": [_placement(name, each) for each in tensor.placements]}
+    """How the whole is divided, and where in it this rank's part begins, as JSON."""
+    return {"shape": list(tensor.shape), "stride": list(tensor.stride()),
+            **_described(name, tensor.shape, _Layout(tensor.device_mesh, tensor.placements))}
+
+
+@functools.lru_cache(1 << 14)
+def _described(name: str, shape: torch.Size, layout: _Layout) -> dict[str, Any]:
+    placements = [_placement(name, each) for each in layout.placements]
+    _, offset = compute_local_shape_and_global_offset(shape, *layout)
+    return {"mesh": _key(layout.mesh), "placements": placements, "offset": list(offset)}
 
 
 def _placement(name: str, placement: Placement) -> list[Any]:
@@ -48,34 +77,134 @@ def _placement(name: str, placement: Placement) -> list[Any]:
                        remedy="redistribute it: its ranks hold parts of sums")
 
 
-@functools.lru_cache(64)
 def _key(mesh: DeviceMesh) -> str:
     """A mesh by its kind of device, its shape with its dimensions' names, and a hash of its ranks."""
-    ranks = mesh.mesh.tolist()
     names = mesh.mesh_dim_names or [""] * mesh.ndim
     shape = ", ".join(f"{name}={size}" if name else str(size) for name, size in zip(names, mesh.shape, strict=True))
-    return f"{mesh.device_type} ({shape}) {hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+    ranks = repr(mesh.mesh.tolist()).encode()
+    return f"{mesh.device_type} ({shape}) {hashlib.blake2b(ranks, digest_size=8).hexdigest()}"
 
 
-class Meshes:
-    """The meshes over which the tensors of a run are divided."""
+class Wholes:
+    """The DTensors of a version, divided as the run's are now.
 
-    def __init__(self, parts: Iterable[Any]) -> None:
-        self._by_key: dict[str, DeviceMesh] = {}
-        for part in parts:
-            tensors = list(getattr(part, "parameters", tuple)()) + list(getattr(part, "buffers", tuple)())
-            for group in getattr(part, "param_groups", ()):
-                tensors += group["params"]
-            for tensor in tensors:
-                if isinstance(tensor, DTensor):
-                    self._by_key.setdefault(_key(tensor.device_mesh), tensor.device_mesh)
+    :param run: the parts of the run, by name, as they are.
+    """
+
+    def __init__(self, views: Views, run: Mapping[str, Any]) -> None:
+        self._views = views
+        self._layouts: dict[str, _Layout] = {}
+        self._parameters: dict[str, list[torch.Tensor]] = {}
+        for part, held in run.items():
+            state = held if isinstance(held, Mapping) else held.state_dict()
+            for name, tensor in _dtensors(part, state):
+                self._layouts[name] = _Layout(tensor.device_mesh, tensor.placements)
+            groups = getattr(held, "param_groups", ())
+            self._parameters[part] = [parameter for group in groups for parameter in group["params"]]
+        parameters = [each for of_part in self._parameters.values() for each in of_part if isinstance(each, DTensor)]
+        meshes = [layout.mesh for layout in self._layouts.values()] + [each.device_mesh for each in parameters]
+        self._meshes = {_key(mesh): mesh for mesh in meshes}
 
     def whole(self, name: str, part: torch.Tensor, said: Any) -> DTensor:
-        """The tensor of which a rank holds this part. Its bytes stay where they are, on the host."""
-        mesh = self._by_key.get(said["mesh"])
+        """The tensor of which a version has this part for this rank. Its bytes stay on the host."""
+        shape = torch.Size(said["shape"])
+        layout = self._layout(name, shape, said)
+        as_saved = (_key(layout.mesh), [_placement(name, each) for each in layout.placements])
+        if self._views.number is None or as_saved != (said["mesh"], said["placements"]):
+            part = self._joined(name, shape, layout, part.dtype)
+        meta = TensorMeta(shape, tuple(said["stride"]), part.dtype)
+        return DTensor(part, DTensorSpec(layout.mesh, layout.placements, tensor_meta=meta), requires_grad=False)
+
+    def _layout(self, name: str, shape: torch.Size, said: Any) -> _Layout:
+        if name in self._layouts:
+            return self._layouts[name]
+        # An optimizer that has made no step has no state yet: it will be divided as the parameters are.
+        found = re.fullmatch(r"([^/]+)/state/(\d+)/.*", name)
+        if found and int(found[2]) < len(self._parameters.get(found[1], ())):
+            parameter = self._parameters[found[1]][int(found[2])]
+            if isinstance(parameter, DTensor) and parameter.shape == shape:
+                return _Layout(parameter.device_mesh, parameter.placements)
+        mesh = self._meshes.get(said["mesh"])
         if mesh is None:
             raise NoStateError(f"{name}: it is divided over the mesh {said['mesh']}, over which the model is not",
                                remedy="make the model as the run had it")
-        placements = tuple(_PLACEMENTS[kind](*given) for kind, *given in said["placements"])
-        meta = TensorMeta(torch.Size(said["shape"]), tuple(said["stride"]), part.dtype)
-        return DTensor(part, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+        return _Layout(mesh, tuple(_PLACEMENTS[kind](*given) for kind, *given in said["placements"]))
+
+    def _joined(self, name: str, shape: torch.Size, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part, put together of what other ranks saved."""
+        own_shape, own_offset = compute_local_shape_and_global_offset(shape, *layout)
+        joined = torch.empty(own_shape, dtype=dtype, device="cpu")
+        missing = joined.numel()
+        # Parts are alike or apart: ranks that hold copies hold the same part.
+        seen = set()
+        for part in self._parts.get(name, ()):
+            box = part.offset, part.array.shape
+            begin = [max(at, own) for at, own in zip(part.offset, own_offset, strict=True)]
+            end = [min(at + length, own + own_length) for at, length, own, own_length
+                   in zip(part.offset, part.array.shape, own_offset, own_shape, strict=True)]
+            if box in seen or any(last <= first for first, last in zip(begin, end, strict=True)):
+                continue
+            seen.add(box)
+            rows = self._rows(part, begin[0] - part.offset[0], end[0] - begin[0]) if shape else self._rows(part, 0, 1)
+            if shape:
+                inside = tuple(slice(first - at, last - at) for first, last, at
+                               in zip(begin[1:], end[1:], part.offset[1:], strict=True))
+                there = tuple(slice(first - at, last - at) for first, last, at
+                              in zip(begin, end, own_offset, strict=True))
+                joined[there] = rows[(slice(None), *inside)]
+            else:
+                joined.copy_(rows)
+            missing -= math.prod(last - first for first, last in zip(begin, end, strict=True))
+        if missing:
+            raise NoStateError(f"{name}: the version lacks {missing} of its elements")
+        return joined
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, list[_Part]]:
+        """What all ranks saved of each tensor."""
+        found: dict[str, list[_Part]] = {}
+        for rank in range(self._views.count):
+            manifest = _pages.read_manifest(self._views.of(rank))
+            arrays = {array.name: (key, array) for key, of_page in manifest.pages.items() for array in of_page}
+            for name, said in _described_in(manifest.tree):
+                found.setdefault(name, []).append(_Part(rank, *arrays[name], tuple(said["offset"])))
+        return found
+
+    def _rows(self, part: _Part, first: int, count: int) -> torch.Tensor:
+        """Some rows of a part."""
+        view, array = self._views.of(part.rank), part.array
+        if array.stride is not None or not array.shape:
+            page = read_page(view, part.key)
+            whole = tensors_of(page, [array], torch.device("cpu"))[array.name]
+            return whole[first : first + count] if array.shape else whole
+        dtype = DTYPE[array.dtype]
+        row = dtype.itemsize * math.prod(array.shape[1:])
+        rows = torch.empty((count, *array.shape[1:]), dtype=dtype, device="cpu")
+        view.read_into(part.key, bytes_of(rows), array.offset + first * row)
+        return rows
+
+
+def _dtensors(path: str, value: Any) -> Iterator[tuple[str, DTensor]]:
+    """The DTensors in a state, by the paths at which `flatten` has them."""
+    if isinstance(value, DTensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _dtensors(f"{path}/{key}", each)
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for at, each in enumerate(value):
+            yield from _dtensors(f"{path}/{at}", each)
+
+
+def _described_in(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The DTensors in the JSON of a state: names, and what `described` says."""
+    if isinstance(tree, dict):
+        kind, *rest = tree.get(_pages.TAG, [None])
+        if kind == "dtensor":
+            yield rest[0], rest[1]
+            return
+        for each in tree.values():
+            yield from _described_in(each)
+    elif isinstance(tree, list):
+        for each in tree:
+            yield from _described_in(each)

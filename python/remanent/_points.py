@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from remanent import _durable, _native, _sealed
 from remanent._errors import DamagedError, InvalidError, NoStateError, RefusedError
 from remanent._ranks import Ranks, described, raise_first
-from remanent._versions import Keep, Version, of_step, unnamed
+from remanent._versions import Keep, Version, Views, of_step, unnamed
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
@@ -47,8 +48,12 @@ class Point(NamedTuple):
     created: float
     parts: list[Part]
 
+    def part(self, rank: int) -> Part:
+        """What a rank goes on from, if it is one of more ranks than there were: of those it takes turns."""
+        return self.parts[rank % len(self.parts)]
+
     def version(self, rank: int) -> Version:
-        return Version(self.step, self.parts[rank].lsn, self.name, self.created)
+        return Version(self.step, self.part(rank).lsn, self.name, self.created)
 
 
 def _store_of(directory: Path, rank: int) -> Path:
@@ -81,10 +86,6 @@ class SharedVersions:
         if (self._directory / "STORE").exists():
             raise RefusedError(f"{self._directory} is a store, and ranks have theirs below it",
                                remedy="give another directory")
-        points, _ = self._points.readable()
-        for count in {len(point.parts) for point in points} - {self._ranks.count}:
-            raise RefusedError(f"{self._directory} is of a run of {count} ranks, and these are {self._ranks.count}",
-                               remedy="start as many, or save to another directory")
 
     def _open(self, options: Mapping[str, Any]) -> _native.Store:
         _durable.make_folder(self._directory)
@@ -127,14 +128,27 @@ class SharedVersions:
         self._points.create(step, name, parts)
         points, _ = self._points.readable()
         self._points.remove(self._keep.outlived(points))
+        self._remove_left_stores()
         return self._kept_snapshots()
+
+    def _remove_left_stores(self) -> None:
+        """Removes the stores of ranks that are no more, once no point names them."""
+        points, all_read = self._points.readable()
+        if not all_read:
+            return
+        left = max((len(point.parts) for point in points), default=0)
+        for folder in self._directory.glob("rank-*"):
+            number = folder.name.removeprefix("rank-")
+            if number.isdecimal() and int(number) >= max(left, self._ranks.count):
+                shutil.rmtree(folder)
 
     def _kept_snapshots(self) -> list[list[str]] | None:
         """The snapshots that points name, by rank; None if one cannot be read, which might name any."""
         points, all_read = self._points.readable()
         if not all_read:
             return None
-        return [[point.parts[rank].snapshot for point in points] for rank in range(self._ranks.count)]
+        return [[point.parts[rank].snapshot for point in points if rank < len(point.parts)]
+                for rank in range(self._ranks.count)]
 
     def _give_up_all_but(self, kept: list[list[str]] | None) -> None:
         """Gives up the snapshots of this rank's store that no point names."""
@@ -145,9 +159,20 @@ class SharedVersions:
             self.store.prune(give_up=gone, names_only=True)
 
     def view(self, at: int | str | None) -> _native.View:
-        parts = self._ranks.by_first(lambda: self._found(at).parts)
-        part = Part(*parts[self._ranks.rank])
-        return self._ranks.all_or_none(lambda: self._view(part))
+        parts = self._parts_of(at)
+        if len(parts) != self._ranks.count:
+            raise RefusedError(f"the version is of {len(parts)} ranks, and these are {self._ranks.count}",
+                               remedy="restore it, and save it anew")
+        return self._ranks.all_or_none(lambda: self._view(parts, self._ranks.rank))
+
+    def views(self, at: int | str | None) -> Views:
+        parts = self._parts_of(at)
+        count, rank = len(parts), self._ranks.rank
+        own = self._ranks.all_or_none(lambda: self._view(parts, rank % count))
+        return Views(own, rank if rank < count else None, count, lambda other: self._view(parts, other))
+
+    def _parts_of(self, at: int | str | None) -> list[Part]:
+        return [Part(*part) for part in self._ranks.by_first(lambda: self._found(at).parts)]
 
     def _found(self, at: int | str | None) -> Point:
         if at is None:
@@ -163,8 +188,9 @@ class SharedVersions:
         what = f"of step {at}" if isinstance(at, int) else f"named {at!r}"
         raise NoStateError(f"there is no version {what}", remedy="`versions` lists those that are kept")
 
-    def _view(self, part: Part) -> _native.View:
-        view = _native.View(_store_of(self._directory, self._ranks.rank), f"name:{part.snapshot}")
+    def _view(self, parts: list[Part], rank: int) -> _native.View:
+        part = parts[rank]
+        view = _native.View(_store_of(self._directory, rank), f"name:{part.snapshot}")
         if view.id != part.store_id:
             found = view.id
             view.close()

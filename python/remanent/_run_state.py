@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from remanent import _native, _pages
+from remanent import _pages
 from remanent._errors import NoStateError, RefusedError
 from remanent._tensors import PLAIN_TYPES, read_pages, tensors_of
-
-# The entry of the root that stands while a save has written a part of its version.
-SAVING = "saving"
-
+from remanent._versions import Views
 
 def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: bool) -> Any:
     """The state as JSON; its tensors go to `tensors`, by the paths at which they lie.
@@ -66,16 +63,6 @@ class _Capture:
         return None
 
 
-_R = TypeVar("_R", bound=_native.Reader)
-
-
-def whole(reader: _R) -> _R:
-    """The reader, if what it reads is no half of a save."""
-    if SAVING in reader.root:
-        raise NoStateError("a save of a run was ended halfway there", remedy="give a version: `versions` lists them")
-    return reader
-
-
 def parts_module() -> Any:
     """`_parts`, once DTensors were imported; before there is none, and importing them takes a while."""
     if "torch.distributed.tensor" not in sys.modules:
@@ -85,27 +72,27 @@ def parts_module() -> Any:
     return _parts
 
 
-def load_state(reader: _native.Reader, objects: Iterable[Any] = ()) -> dict[str, Any]:
-    """The state that a version holds. DTensors are divided as those of these objects are."""
-    manifest = _pages.read_manifest(reader)
+def load_state(views: Views, run: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that a version holds. DTensors are divided as those of the run are now."""
+    manifest = _pages.read_manifest(views.own)
     if manifest.tree is None:
         raise NoStateError("the store holds tensors, and no state of a run", remedy="use `load_file`")
     cpu = torch.device("cpu")
     tensors: dict[str, torch.Tensor] = {}
-    for page, arrays in read_pages(reader, manifest.pages):
+    for page, arrays in read_pages(views.own, manifest.pages):
         tensors |= tensors_of(page, arrays, cpu)
     parts = parts_module()
-    meshes = None if parts is None else parts.Meshes(objects)
+    wholes = None if parts is None else parts.Wholes(views, run)
 
     def adapt(tag: list[Any]) -> Any:
         kind, *rest = tag
         if kind == "tensor":
             return tensors[rest[0]]
         if kind == "dtensor":
-            if meshes is None:
+            if wholes is None:
                 raise NoStateError(f"{rest[0]}: it is a DTensor, and the model has none",
                                    remedy="make the model as the run had it")
-            return meshes.whole(rest[0], tensors[rest[0]], rest[1])
+            return wholes.whole(rest[0], tensors[rest[0]], rest[1])
         if kind == "ndarray":
             return tensors[rest[0]].numpy()
         if kind == "dtype":

@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from remanent import _native
 from remanent._errors import InvalidError, NoStateError, OvertakenError
-from remanent._run_state import SAVING, whole
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
@@ -20,6 +19,18 @@ _T = TypeVar("_T")
 # How often versions are listed anew while files are going.
 _LIST_TRIES = 5
 STEP = "step "
+# The entry of the root that stands while a save has written a part of its version.
+SAVING = "saving"
+
+
+_R = TypeVar("_R", bound=_native.Reader)
+
+
+def whole(reader: _R) -> _R:
+    """The reader, if what it reads is no half of a save."""
+    if SAVING in reader.root:
+        raise NoStateError("a save of a run was ended halfway there", remedy="give a version: `versions` lists them")
+    return reader
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,36 @@ class Keep:
         return gone + [version for version in list(newest.values())[: -self.count] if version.created < since]
 
 
+class Views:
+    """A version, to be read: what this rank has of it, and what the other ranks that saved it have.
+
+    :param own: what this rank goes on from.
+    :param number: which of the parts that is, if this rank saved it; None if it was none of those ranks.
+    :param opened: opens the part of a rank.
+    """
+
+    def __init__(self, own: _native.View, number: int | None, count: int,
+                 opened: Callable[[int], _native.View]) -> None:
+        self.own, self.number, self.count = own, number, count
+        self._opened = opened
+        self._others: dict[int, _native.View] = {}
+
+    def of(self, rank: int) -> _native.View:
+        """The part that a rank saved."""
+        if rank == self.number:
+            return self.own
+        if rank not in self._others:
+            self._others[rank] = self._opened(rank)
+        return self._others[rank]
+
+    def __enter__(self) -> Views:
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        for view in (self.own, *self._others.values()):
+            view.close()
+
+
 class Versions(Protocol):
     """The versions that a run keeps."""
 
@@ -87,7 +128,10 @@ class Versions(Protocol):
         """There is no version of the save that was begun."""
 
     def view(self, at: int | str | None) -> _native.View:
-        """A version, to be read: by its step, its name; or the newest."""
+        """What this rank saved of a version: by its step, its name; or the newest."""
+
+    def views(self, at: int | str | None) -> Views:
+        """The same, with what other ranks saved; for a rank that saved nothing of it, too."""
 
     def proven(self, read: Callable[[], _T]) -> _T:
         """What `read` finds in a version, if it can be read whole."""
@@ -174,6 +218,10 @@ class OwnVersions:
         if not at.startswith(("lsn:", "snapshot:", "name:")):
             at = f"name:{at}"
         return _native.View(self._directory, at)
+
+    def views(self, at: int | str | None) -> Views:
+        own = self.view(at)
+        return Views(own, 0, 1, lambda rank: own)
 
     def proven(self, read: Callable[[], _T]) -> _T:
         return read()

@@ -20,10 +20,9 @@ from remanent import _native, _pages
 from remanent._checkpointer import Checkpointer
 from remanent._pages import Block
 from remanent._progress import Bar
-from remanent._run_state import whole
 from remanent._saved import Saved
 from remanent._tensors import blocks, extents, read_pages, tensors_of
-from remanent._versions import Version
+from remanent._versions import Version, whole
 
 __all__ = ["Checkpointer", "Saved", "Version", "load_file", "save_file"]
 

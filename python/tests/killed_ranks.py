@@ -2,7 +2,7 @@
 
     python killed_ranks.py checkpointer|dcp DIRECTORY KILLS [SEED]
 
-The ranks of each round are forks of this process, which has imported torch. They restore, look whether every element
+The ranks of each round, two to four, are forks of this process, which has imported torch. They restore, look whether every element
 is of the restored step, and save step after step, until some or all of them are killed. What any rank was told is
 saved must be there in the next round.
 """
@@ -36,7 +36,7 @@ from remanent import _pages
 from remanent.dcp import StorageReader, StorageWriter
 from remanent.torch import Checkpointer
 
-RANKS = 4
+RANKS_MAX = 4
 ROWS = 1003
 # What a rank ends with that hears that another one is gone.
 LEFT_ALONE = 3
@@ -50,25 +50,26 @@ class Board:
 
     NAMES = ("restored", "saved")
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8 * RANKS * len(self.NAMES))
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._memory = mmap.mmap(-1, 8 * ranks * len(self.NAMES))
         for name in self.NAMES:
-            for rank in range(RANKS):
+            for rank in range(ranks):
                 self.say(name, rank, -1)
 
     def _at(self, name: str, rank: int) -> int:
-        return 8 * (self.NAMES.index(name) * RANKS + rank)
+        return 8 * (self.NAMES.index(name) * self.ranks + rank)
 
     def say(self, name: str, rank: int, number: int) -> None:
         struct.pack_into("q", self._memory, self._at(name, rank), number)
 
     def said(self, name: str) -> list[int]:
-        return [struct.unpack_from("q", self._memory, self._at(name, rank))[0] for rank in range(RANKS)]
+        return [struct.unpack_from("q", self._memory, self._at(name, rank))[0] for rank in range(self.ranks)]
 
 
 def state_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor of all ranks, and that of one."""
-    return torch.arange(3.0 * ROWS).view(ROWS, 3) + 10_000 * step, torch.full((5000 + rank,), step * RANKS + rank)
+    return torch.arange(3.0 * ROWS).view(ROWS, 3) + 10_000 * step, torch.full((5000 + rank,), step * RANKS_MAX + rank)
 
 
 class Run:
@@ -77,20 +78,20 @@ class Run:
     def __init__(self, rank: int, directory: Path, divided: torch.Tensor, own: torch.Tensor) -> None:
         self.model = torch.nn.Module()
         self.model.register_buffer("divided", divided)
-        self.state = {"own": own, "step": -1}
+        self.state = {"own": own, "step": -1, "ranks": 0}
         self.checkpoints = Checkpointer(directory, self.model, extra={"state": self.state},
                                         process_group=dist.group.WORLD)
 
     def restore(self) -> int:
         return self.checkpoints.restore() if self.checkpoints.versions() else 0
 
-    def found(self) -> tuple[Any, Any, Any]:
-        return self.model.divided, self.state["own"], self.state["step"]
+    def found(self) -> tuple[Any, Any, Any, Any]:
+        return self.model.divided, self.state["own"], self.state["step"], self.state["ranks"]
 
     def save(self, step: int, divided: torch.Tensor, own: torch.Tensor, chance: random.Random) -> bool:
         """Saves a step; whether it is known to be durable."""
         self.model.divided.copy_(divided)
-        self.state |= {"own": own, "step": step}
+        self.state |= {"own": own, "step": step, "ranks": dist.get_world_size()}
         saved = self.checkpoints.save(step, wait=chance.random() < 0.5, name=f"n{step}" if step % 20 == 0 else None)
         if step % 20 == 10:
             for version in self.checkpoints.versions()[:-1]:
@@ -107,19 +108,24 @@ class Dcp:
 
     def __init__(self, rank: int, directory: Path, divided: torch.Tensor, own: torch.Tensor) -> None:
         self.path, self.own = directory / "last", f"own {rank}"
-        self.state = {"divided": divided, self.own: own, "step": -1}
+        self.state = {"divided": divided, "step": -1, "ranks": 0}
 
     def restore(self) -> int:
         if not (self.path / ".metadata").exists():
             return 0
         dcp.load(self.state, storage_reader=StorageReader(self.path))
+        # A tensor of a rank's own has its name, so more ranks than there were have one from the beginning.
+        self.taken = dist.get_rank() % self.state["ranks"]
+        own = {f"own {self.taken}": torch.zeros_like(state_of(0, self.taken)[1])}
+        dcp.load(own, storage_reader=StorageReader(self.path))
+        self.state |= own
         return int(self.state["step"])
 
-    def found(self) -> tuple[Any, Any, Any]:
-        return self.state["divided"], self.state[self.own], self.state["step"]
+    def found(self) -> tuple[Any, Any, Any, Any]:
+        return self.state["divided"], self.state[f"own {self.taken}"], self.state["step"], self.state["ranks"]
 
     def save(self, step: int, divided: torch.Tensor, own: torch.Tensor, chance: random.Random) -> bool:
-        self.state = {"divided": divided, self.own: own, "step": step}
+        self.state = {"divided": divided, self.own: own, "step": step, "ranks": dist.get_world_size()}
         dcp.save(self.state, storage_writer=StorageWriter(self.path))
         return True
 
@@ -136,18 +142,18 @@ def run(kind: str, rank: int, directory: Path, meeting: Path, board: Board, seed
     if chance.random() < 0.5:
         # Saves of many batches, which a kill ends halfway.
         _pages._BATCH_BYTES = remanent.dcp._BATCH_BYTES = 16 << 10
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=board.ranks)
+    mesh = init_device_mesh("cpu", (board.ranks,))
 
-    def tensors_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        whole, own = state_of(step, rank)
+    def tensors_of(step: int, own_of: int = rank) -> tuple[torch.Tensor, torch.Tensor]:
+        whole, own = state_of(step, own_of)
         return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None), own
 
     saver = KINDS[kind](rank, directory, *tensors_of(-1))
     step = saver.restore()
     if step:
-        divided, own, found = saver.found()
-        expected, expected_own = tensors_of(step)
+        divided, own, found, ranks = saver.found()
+        expected, expected_own = tensors_of(step, rank % ranks)
         assert found == step, f"rank {rank}: step {found} in the version of {step}"
         assert torch.equal(own, expected_own), f"rank {rank}: its own tensor is not of step {step}"
         assert isinstance(divided, DTensor) and isinstance(expected, DTensor)
@@ -178,7 +184,7 @@ def start(kind: str, directory: Path, board: Board, seed: int, steps_max: int) -
             raise error
         return 0
 
-    LIVE[:] = [forked(functools.partial(work, rank)) for rank in range(RANKS)]
+    LIVE[:] = [forked(functools.partial(work, rank)) for rank in range(board.ranks)]
     return list(LIVE)
 
 
@@ -226,7 +232,7 @@ def main(kind: str, directory: Path, kills: int, seed: int) -> None:
     chance = random.Random(seed)
     acknowledged, counts = 0, {"all": 0, "one by one": 0, "one": 0}
     for kill in range(kills):
-        board = Board()
+        board = Board(chance.choice([2, 3, RANKS_MAX, RANKS_MAX]))
         pids = start(kind, directory, board, seed * 100_000 + kill, 1_000_000)
         restored = wait_restored(board, pids)
         assert len(set(restored)) == 1, f"ranks are at different versions: {restored}"
@@ -235,18 +241,18 @@ def main(kind: str, directory: Path, kills: int, seed: int) -> None:
         counts[killed(pids, chance)] += 1
         acknowledged = max(restored[0], *board.said("saved"))
     # A last round that nothing disturbs: what is there is no more than what is kept.
-    board = Board()
+    board = Board(RANKS_MAX)
     for pid in start(kind, directory, board, seed * 100_000 + kills, 3):
         assert end_of(pid) == 0
     assert board.said("restored")[0] >= acknowledged
     stores = directory if kind == "checkpointer" else directory / ".remanent"
     kept = set()
-    for rank in range(RANKS):
+    for rank in range(RANKS_MAX):
         with remanent.Store(stores / f"rank-{rank}", device="host", page_load="on_demand") as store:
             kept.add(sum(info.name is not None for info in store.snapshots()))
     if kind == "checkpointer":
         assert kept == {len(list((directory / "points").iterdir()))}, f"ranks keep {kept} versions"
-    print(f"{kills} kills of {RANKS} ranks, up to step {board.said('restored')[0] + 3}: {counts}; {kept} versions kept")
+    print(f"{kills} kills of 2 to {RANKS_MAX} ranks, up to step {board.said('restored')[0] + 3}: {counts}; {kept} versions kept")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
     python rank_checks.py cpu|cuda DIRECTORY [CHECK …]
 
 Prints a line for each check: its name, and whether all ranks found it "fine". The ranks are forks of this process,
-which has imported torch. On GPUs there are as many ranks as GPUs, and checks that need four ranks are left out.
+which has imported torch. On GPUs there are as many ranks as GPUs, and checks that need four ranks are left out. Some
+checks have several stages, each of its own number of ranks, one after the other.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import sys
@@ -39,7 +41,7 @@ class Training:
         torch.manual_seed(0)
         # Seven rows over four ranks, and three: parts of several sizes, and one that is empty.
         self.model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).to(DEVICE)
-        fully_shard(self.model, mesh=init_device_mesh(DEVICE, (RANKS,)))
+        fully_shard(self.model, mesh=init_device_mesh(DEVICE, (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.own: dict[str, Any] = {"rank": dist.get_rank()}
 
@@ -257,8 +259,6 @@ def a_directory_of_something_else_is_refused(directory: Path) -> None:
             training.run(directory / "four")
     pair = dist.new_group([0, 1])
     if dist.get_rank() < 2:
-        with raises(remanent.RefusedError, "of a run of 4 ranks, and these are 2"):
-            Checkpointer(directory / "four", extra={"own": training.own}, process_group=pair)
         with Checkpointer(directory / "two", extra={"own": training.own}, process_group=pair) as run:
             run.save(1)
             training.own["rank"] = -1
@@ -292,6 +292,17 @@ def tensors_are_divided_as_they_were(directory: Path) -> None:
             assert isinstance(tensor, DTensor)
             assert torch.equal(tensor.to_local(), module.get_buffer(name).to_local()), name
             assert torch.equal(tensor.full_tensor(), whole), name
+    # As the run has them now, whatever they were.
+    turned = torch.nn.Module()
+    for name, mesh, placements in (("rows", square, [Shard(1), Replicate()]), ("columns", flat, [Replicate()]),
+                                   ("all", square, [Shard(0), Shard(1)]), ("both", flat, [Shard(0)]),
+                                   ("some", square, [Replicate(), Shard(0)]),
+                                   ("twice", flat, [Shard(1)])):
+        turned.register_buffer(name, distribute_tensor(torch.zeros_like(whole), mesh, placements))
+    with Checkpointer(directory, turned, process_group=dist.group.WORLD) as run:
+        assert run.restore() == 1
+        for name, tensor in turned.named_buffers():
+            assert torch.equal(tensor.full_tensor(), whole), name
     with Checkpointer(directory, torch.nn.Module(), process_group=dist.group.WORLD) as run:
         with raises(remanent.NoStateError, "divided over the mesh cpu .4. .*, over which the model is not"):
             run.restore()
@@ -299,10 +310,66 @@ def tensors_are_divided_as_they_were(directory: Path) -> None:
     with Checkpointer(directory, extra={"own": {"sum": partial}}, process_group=dist.group.WORLD) as run:
         with raises(remanent.RefusedError, "own/sum: a DTensor with a placement of P"):
             run.save(2)
-    assert rank == dist.get_rank()
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {check.__name__: check for check in (
+def whole_state(training: Training) -> list[torch.Tensor]:
+    """Copies of the tensors of all ranks."""
+    found = [parameter.detach().full_tensor().clone() for parameter in training.model.parameters()]
+    for each in training.optimizer.state.values():
+        found += [each["exp_avg"].full_tensor().clone(), each["exp_avg_sq"].full_tensor().clone(), each["step"].clone()]
+    return found
+
+
+def begin(directory: Path) -> None:
+    training = Training()
+    with training.run(directory, keep=1) as run:
+        training.step()
+        run.save(1, name="first")
+        training.step()
+        run.save(2)
+        if dist.get_rank() == 0:
+            torch.save(whole_state(training), directory / "expected")
+        else:
+            whole_state(training)
+
+
+def go_on(directory: Path) -> None:
+    """Goes on from the newest version, and from the first one, which four ranks saved."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    training = Training()
+    torch.manual_seed(100 + rank)
+    own_random = torch.get_rng_state()
+    with training.run(directory, keep=1) as run:
+        before = run.versions()[-1].step
+        saved_by = len(json.loads(sorted((directory / "points").iterdir())[-1].read_bytes().splitlines()[1])["parts"])
+        assert run.restore() == before
+        assert same(whole_state(training), torch.load(directory / "expected"))
+        assert training.own["rank"] == rank % saved_by
+        if rank >= saved_by:
+            assert torch.equal(torch.get_rng_state(), own_random)
+        if count != 4:
+            with raises(remanent.RefusedError, "of 4 ranks, and these are"):
+                run.fork(directory / "fork", "first")
+        assert run.restore("first") == 1
+        assert run.restore(before) == before
+        training.own["rank"] = rank
+        training.step()
+        dist.barrier()
+        run.save(before + 1)
+        state = whole_state(training)
+        if rank == 0:
+            torch.save(state, directory / "expected")
+        if before == 5:
+            # No version is of more than these any more.
+            run.give_up("first")
+            run.save(before + 2)
+            dist.barrier()
+            assert sorted(path.name for path in directory.glob("rank-*")) == [f"rank-{each}" for each in range(count)]
+
+
+Check = Callable[[Path], None]
+# The stages of a check: how many ranks do what.
+CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] for check in (
     a_restored_run_goes_on_as_the_one_that_saved,
     every_way_to_save_keeps_the_parts,
     what_one_rank_refuses_none_saves,
@@ -313,27 +380,31 @@ CHECKS: dict[str, Callable[[Path], None]] = {check.__name__: check for check in 
     a_directory_of_something_else_is_refused,
     tensors_are_divided_as_they_were,
 )}
+CHECKS["ranks_come_and_go"] = [(4, begin), (3, go_on), (1, go_on), (4, go_on), (2, go_on)]
 ON_GPUS = ("a_restored_run_goes_on_as_the_one_that_saved", "every_way_to_save_keeps_the_parts",
            "a_damaged_point_is_not_passed_over")
 
 
 def main(directory: Path, names: list[str]) -> None:
-    def work(rank: int, check: Callable[[Path], None], meeting: Path, of_check: Path) -> int:
+    def work(rank: int, count: int, check: Check, meeting: Path, of_check: Path) -> int:
         if DEVICE == "cuda":
             torch.cuda.set_device(rank)
         backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+        dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count)
         check(of_check)
         # None leaves before all are done.
         dist.barrier()
         return 0
 
     for name in names or (CHECKS if DEVICE == "cpu" else ON_GPUS):
-        of_check, meeting = directory / name, directory / f"meet-{name}"
+        of_check = directory / name
         of_check.mkdir(parents=True)
-        ranks = [forked(functools.partial(work, rank, CHECKS[name], meeting, of_check)) for rank in range(RANKS)]
-        ends = [ended(pid) for pid in ranks]
-        print(name, "fine" if not any(ends) else f"ended with {ends}", flush=True)
+        ends: list[list[int]] = []
+        for number, (count, check) in enumerate(CHECKS[name]):
+            meeting = directory / f"meet-{name}-{number}"
+            ranks = [forked(functools.partial(work, rank, count, check, meeting, of_check)) for rank in range(count)]
+            ends.append([ended(pid) for pid in ranks])
+        print(name, "fine" if not any(map(any, ends)) else f"ended with {ends}", flush=True)
 
 
 if __name__ == "__main__":
