@@ -590,7 +590,8 @@ def _stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[
         own += [value for value in state.values() if isinstance(value, torch.Tensor)]
     parts = parts_module()
     if parts is not None:
-        own = [parts.local(tensor) for tensor in own]
+        with torch.no_grad():
+            own = [parts.local(tensor) for tensor in own]
     return _native.extents_within(tensors, [tensor for tensor in own if tensor.layout is torch.strided])
 
 

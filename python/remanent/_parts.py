@@ -46,11 +46,8 @@ class _Part(NamedTuple):
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: all of it, if it is no DTensor."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
+    """What this rank holds of a tensor: all of it, if it is no DTensor. To be called without gradients."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def described(name: str, tensor: DTensor) -> dict[str, Any]:

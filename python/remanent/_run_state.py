@@ -20,7 +20,9 @@ def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: b
     :param of_rank: whether it is the state of one of several ranks: of a DTensor this rank's part is taken.
     """
     leaves = _pages.Leaves(PLAIN_TYPES, "tensor", tensors)
-    return _pages.flatten("", state, _Capture(tensors, of_rank), leaves)
+    # The parts of DTensors, and no gradients of them.
+    with torch.no_grad():
+        return _pages.flatten("", state, _Capture(tensors, of_rank), leaves)
 
 
 class _Capture:
@@ -29,10 +31,11 @@ class _Capture:
     def __init__(self, tensors: dict[str, torch.Tensor], of_rank: bool) -> None:
         self.tensors = tensors
         self._of_rank = of_rank
+        self._parts = parts_module()
 
     def __call__(self, path: str, value: object) -> object | None:
         name = path[1:]
-        parts = parts_module()
+        parts = self._parts
         if parts is not None and isinstance(value, parts.DTensor):
             if not self._of_rank:
                 raise RefusedError(f"{name}: the other parts of a DTensor are on other ranks",

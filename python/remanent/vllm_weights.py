@@ -1,13 +1,24 @@
-"""Weights that a trainer publishes, taken over by vLLM between two steps: a weight transfer engine.
+"""Weights that a trainer publishes, taken over by vLLM between two steps: a weight transfer engine for both sides.
 
-The trainer publishes with `remanent.weights.Publisher`. Each worker of vLLM reads from the publisher's directory what
-changed since its last update: proven by checksums, and of exactly the version that is named, so that all ranks have the
-same weights. vLLM knows the engine by the name "remanent" once this package is installed beside it:
+vLLM knows both by the name "remanent": in its own processes once this package is installed beside it, in the trainer's
+once this module is imported. In the workers' process:
 
     llm = LLM(model, weight_transfer_config={"backend": "remanent"})
+
+and in each rank of the trainer, with a client of vLLM's that reaches it (`HTTPVLLMWeightSyncClient`, for example):
+
+    engine = WeightTransferTrainerFactory.trainer_init(
+        RemanentTrainerInitInfo(directory, rank=rank), client=client, source=ModuleSource(model))
+    engine.send_weights()                               # after each step: workers have it when this returns
+
+The trainer's first rank logs what changed since the step before. Each worker reads it from the directory, which it must
+see: proven by checksums, and of exactly the version that is named, so that all ranks have the same weights. A worker
+that was started later, or failed, takes all of that version. A trainer that drives the workers itself publishes with
+`remanent.weights.Publisher`:
+
     llm.init_weight_transfer_engine({"init_info": {"directory": directory}})
 
-    ticket = publisher.publish(trained, step)           # in the trainer
+    ticket = publisher.publish(trained, step)
     llm.start_weight_update()
     llm.update_weights({"update_info": {"lsn": ticket.lsn}})
     llm.finish_weight_update()
@@ -19,10 +30,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+import torch
 from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
@@ -30,13 +46,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from remanent import _pages, _tensors
-from remanent._errors import NoStateError
+from remanent._errors import NoStateError, RefusedError
 from remanent._native import View
+from remanent.weights import Publisher
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["RemanentInitInfo", "RemanentUpdateInfo", "RemanentWeightEngine"]
+__all__ = ["RemanentInitInfo", "RemanentTrainerEngine", "RemanentTrainerInitInfo", "RemanentUpdateInfo",
+           "RemanentWeightEngine"]
 
 # Seconds between two looks for a version that is not logged yet.
 _LOOK_AGAIN = 0.02
@@ -145,9 +160,79 @@ def _layers_of(changed: set[str], view: View, pages: dict[str, list[_pages.Array
         yield from _tensors.tensors_of(page, [array for array in arrays if array.name in wanted], device).items()
 
 
-def register() -> None:
-    """Makes the engine known to vLLM, which calls this in each of its processes."""
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+@dataclass
+class RemanentTrainerInitInfo(TrainerInitInfo):
+    """Where the trainer publishes, and how: see `remanent.weights.Publisher`.
 
-    if "remanent" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("remanent", __name__, "RemanentWeightEngine")
+    :param directory: the publisher's directory, as trainer and workers see it.
+    :param device: "host", or the GPU on which all weights lie and are compared.
+    :param options: others of `Publisher`.
+    """
+
+    backend: ClassVar[str] = "remanent"
+    directory: str
+    device: str = "host"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]):
+    """The trainer's side, in each of its ranks: the first one publishes, the others help to gather what is divided.
+
+    Tensors that are gathered, as of FSDP, are held whole by the first rank until they are compared: on the host, unless
+    `device` says otherwise.
+    """
+
+    init_info_cls = RemanentTrainerInitInfo
+    _publisher: Publisher | None = None
+    _on_host = True
+
+    @classmethod
+    def trainer_init(cls, init_info: RemanentTrainerInitInfo, *, client: VLLMWeightSyncClient,
+                     source: WeightSource | None = None) -> RemanentTrainerEngine:
+        if source is None or not source.implements_iter_full():
+            raise RefusedError("the weights are published whole: a WeightSource with `iter_full` is needed",
+                               remedy="give `source=ModuleSource(model)`")
+        if len(source.owned_names(0)) != len(source.metadata):
+            raise RefusedError("the first rank does not have all weights, as with pipelines of several ranks",
+                               remedy="give a source that gathers them there")
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
+        if engine.is_sender:
+            engine._publisher = Publisher(init_info.directory, device=init_info.device, **init_info.options)
+            engine._on_host = init_info.device == "host"
+            client.init_weight_transfer_engine({"directory": init_info.directory})
+        return engine
+
+    def send_weights(self) -> None:
+        """Publishes the source's weights as the next step, and has the workers take them over."""
+        assert self.source is not None
+        if self._publisher is None:
+            for _ in self.source.iter_full():
+                pass
+            return
+        gathered = {name: self._held(tensor) for name, tensor in self.source.iter_full()}
+        ticket = self._publisher.publish(gathered, self._publisher.store.root.get("step", 0) + 1)
+        self.client.start_weight_update()
+        self.client.update_weights({"lsn": ticket.lsn})
+        self.client.finish_weight_update()
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        return tensor.cpu() if self._on_host else tensor
+
+    def shutdown(self) -> None:
+        """Closes the publisher's store. Workers keep the weights that they have."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def register() -> None:
+    """Makes both sides known to vLLM, which calls this in each of its own processes."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    for factory, name in ((WeightTransferEngineFactory, "RemanentWeightEngine"),
+                          (WeightTransferTrainerFactory, "RemanentTrainerEngine")):
+        if "remanent" not in factory._registry:
+            factory.register_engine("remanent", __name__, name)
+
+
+register()

@@ -2,9 +2,9 @@
 
     python killed_ranks.py checkpointer|dcp DIRECTORY KILLS [SEED]
 
-The ranks of each round, two to four, are forks of this process, which has imported torch. They restore, look whether every element
-is of the restored step, and save step after step, until some or all of them are killed. What any rank was told is
-saved must be there in the next round.
+The ranks of each round, two to four, are forks of this process, which has imported torch. They restore, look whether
+every element is of the restored step, and save step after step, until some or all of them are killed. What any rank was
+told is saved must be there in the next round.
 """
 
 from __future__ import annotations
@@ -252,7 +252,8 @@ def main(kind: str, directory: Path, kills: int, seed: int) -> None:
             kept.add(sum(info.name is not None for info in store.snapshots()))
     if kind == "checkpointer":
         assert kept == {len(list((directory / "points").iterdir()))}, f"ranks keep {kept} versions"
-    print(f"{kills} kills of 2 to {RANKS_MAX} ranks, up to step {board.said('restored')[0] + 3}: {counts}; {kept} versions kept")
+    last = board.said("restored")[0] + 3
+    print(f"{kills} kills of 2 to {RANKS_MAX} ranks, up to step {last}: {counts}; {kept} versions kept")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 
@@ -132,6 +133,43 @@ def vllm_weights() -> str:
         def register_engine(cls, name: str, module: str, kind: str) -> None:
             cls._registry[name] = lambda: getattr(importlib.import_module(module), kind)
 
+    class Trainers(Factory):
+        _registry: ClassVar[dict[str, Any]] = {}
+
+        @classmethod
+        def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Any:
+            return cls._registry[init_info.backend]().trainer_init(init_info=init_info, client=client, source=source)
+
+    @dataclasses.dataclass
+    class TrainerInitInfo:
+        rank: int = dataclasses.field(kw_only=True)
+
+        @property
+        def is_sender(self) -> bool:
+            return self.rank == 0
+
+    class TrainerWeightTransferEngine:
+        def __class_getitem__(cls, _: Any) -> Any:
+            return cls
+
+        def __init__(self, *, client: Any, source: Any = None, is_sender: bool = True, rank: int = 0) -> None:
+            self.client, self.source, self.is_sender, self.rank = client, source, is_sender, rank
+
+    class ModuleSource:
+        def __init__(self, module: Any) -> None:
+            self.module = module
+            self.metadata = list(dict(module.named_parameters()))
+
+        def owned_names(self, rank: int) -> list[str]:
+            return list(self.metadata)
+
+        def implements_iter_full(self) -> bool:
+            return True
+
+        def iter_full(self) -> Iterator[tuple[str, Any]]:
+            for name, tensor in self.module.named_parameters():
+                yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
     def groups_of(names: list[str]) -> list[list[str]]:
         groups: dict[str, list[str]] = {}
         for name in names:
@@ -141,9 +179,12 @@ def vllm_weights() -> str:
     def nothing(*_: Any) -> None:
         pass
 
-    _module("vllm.distributed.weight_transfer", WeightTransferEngineFactory=Factory)
+    _module("vllm.distributed.weight_transfer", WeightTransferEngineFactory=Factory, ModuleSource=ModuleSource,
+            WeightTransferTrainerFactory=Trainers)
     _module("vllm.distributed.weight_transfer.base", WeightTransferEngine=WeightTransferEngine,
-            WeightTransferInitInfo=Info, WeightTransferUpdateInfo=Info, layerwise_groups=groups_of)
+            WeightTransferInitInfo=Info, WeightTransferUpdateInfo=Info, layerwise_groups=groups_of,
+            TrainerInitInfo=TrainerInitInfo, TrainerWeightTransferEngine=TrainerWeightTransferEngine,
+            VLLMWeightSyncClient=Any, WeightSource=Any)
     _module("vllm.model_executor.model_loader.reload", initialize_layerwise_reload=nothing,
             finalize_layerwise_reload=nothing)
     _module("vllm.model_executor.model_loader.mtp_validation",

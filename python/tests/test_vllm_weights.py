@@ -16,8 +16,11 @@ import remanent
 torch = pytest.importorskip("torch")
 HOST = stand_ins.vllm_weights()
 
+from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory  # noqa: E402
+
 from remanent.vllm_weights import (  # noqa: E402
     RemanentInitInfo,
+    RemanentTrainerInitInfo,
     RemanentUpdateInfo,
     RemanentWeightEngine,
     register,
@@ -173,3 +176,75 @@ def test_vllm_finds_the_engine_by_its_name() -> None:
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins", name="remanent")
     assert [plugin.value for plugin in plugins] == ["remanent.vllm_weights:register"]
     assert next(iter(plugins)).load() is register
+
+
+class Workers:
+    """Some workers, as a client of vLLM's reaches them."""
+
+    def __init__(self, engines: list[RemanentWeightEngine]) -> None:
+        self.engines = engines
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        for engine in self.engines:
+            engine.init_transfer_engine(RemanentInitInfo(**init_info))
+
+    def start_weight_update(self) -> None:
+        for engine in self.engines:
+            engine.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        for engine in self.engines:
+            engine.receive_weights(RemanentUpdateInfo(**update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        for engine in self.engines:
+            engine.finish_weight_update()
+
+
+def test_a_trainer_sends_its_weights_to_all_workers(directory: str) -> None:
+    config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.bfloat16))
+
+    def worker() -> RemanentWeightEngine:
+        return RemanentWeightEngine(SimpleNamespace(backend="remanent"), config, torch.device("cpu"), Model())
+
+    trained = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])})
+    workers = Workers([worker(), worker()])
+    first, helper = (WeightTransferTrainerFactory.trainer_init(
+        RemanentTrainerInitInfo(directory, rank=rank), client=workers, source=ModuleSource(trained)) for rank in (0, 1))
+
+    def sent() -> None:
+        helper.send_weights()
+        first.send_weights()
+        for engine in workers.engines:
+            assert same(engine.model, dict(trained.named_parameters()))
+
+    sent()
+    with torch.no_grad():
+        trained["layers"][1].bias[3] = 5
+    sent()
+    assert sorted(workers.engines[0].model.loaded) == ["layers.1.bias", "layers.1.weight"]
+    # One that comes later has all of it; so has one whose trainer was started again.
+    workers.engines.append(worker())
+    workers.engines[-1].init_transfer_engine(RemanentInitInfo(directory))
+    with torch.no_grad():
+        trained["layers"][2].weight.add_(1)
+    sent()
+    first.shutdown()
+    helper.shutdown()
+    first = WeightTransferTrainerFactory.trainer_init(
+        RemanentTrainerInitInfo(directory, rank=0), client=workers, source=ModuleSource(trained))
+    with torch.no_grad():
+        trained["layers"][0].weight.add_(1)
+    sent()
+    assert first._publisher.store.root["step"] == 4
+    first.shutdown()
+
+
+def test_a_trainer_without_whole_weights_is_refused(directory: str) -> None:
+    info = RemanentTrainerInitInfo(directory, rank=0)
+    with pytest.raises(remanent.RefusedError, match="a WeightSource with `iter_full`"):
+        WeightTransferTrainerFactory.trainer_init(info, client=Workers([]))
+    source = ModuleSource(torch.nn.Linear(2, 2))
+    source.owned_names = lambda rank: ["weight"]
+    with pytest.raises(remanent.RefusedError, match="the first rank does not have all"):
+        WeightTransferTrainerFactory.trainer_init(info, client=Workers([]), source=source)
