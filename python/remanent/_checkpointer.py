@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import operator
 import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,13 +27,15 @@ from remanent._errors import (
 from remanent._native import Extent
 from remanent._pages import Block
 from remanent._room import Passage, Room, WriterEndedError
-from remanent._run_state import flatten_state, load_state, parts_module, rng_state, set_rng_state
+from remanent._run_state import flatten_state, layouts_of, load_state, parts_module, rng_state, set_rng_state
 from remanent._saved import Capture, Reading, Saved
 from remanent._tensors import blocks, bytes_of, extents, read_page, tensors_of
 from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, whole
 
 if TYPE_CHECKING:
     import torch.distributed
+
+    from remanent._ranks import Ranks
 
 _Path = str | os.PathLike[str]
 
@@ -44,6 +47,9 @@ _DELETED_AT_ONCE = 10_000
 _CAPTURED_MAX = 2 << 30
 # Changes that digests find wait in up to half of this.
 _PENDING_BYTES = 512 << 20
+_NAME_LEN_MAX = 64
+
+_T = TypeVar("_T")
 
 
 class Checkpointer:
@@ -85,9 +91,9 @@ class Checkpointer:
 
     With `process_group` all of its ranks make one, with the same directory, which all of them see, and make the same
     calls in the same order; `versions` and `close` any of them may call alone. A version is there once it is durable on
-    all ranks: whichever are killed, at whatever moment, `restore` puts all of them back to the same one. If a save or a
-    `restore` fails on one rank it fails on all of them. Of a DTensor each rank saves its part, of any other tensor what
-    it has. Ranks have stores `rank-N` in the directory.
+    all ranks: whichever are killed, at whatever moment, `restore` puts all of them back to the same one. What one rank
+    cannot save none saves, and what one cannot read changes nothing on any. Of a DTensor each rank saves its part, of
+    any other tensor what it has. Ranks have stores `rank-N` in the directory.
 
     A run may go on with another number of ranks, or another mesh: `restore` divides DTensors as the model's are now.
     What is no DTensor rank K takes from rank K of those that saved; ranks beyond them take turns, and keep the random
@@ -120,51 +126,57 @@ class Checkpointer:
                  keep_for: float | None = None, room: int = 256 << 20, device_room: int = 0, overlap: bool = False,
                  digests: bool = False, process_group: torch.distributed.ProcessGroup | None = None,
                  **options: Any) -> None:
-        if keep < 1:
-            raise InvalidError("keep: at least one version must be kept")
-        if room < 0 or device_room < 0:
-            raise InvalidError("room: that is a number of bytes")
-        self._parts: dict[str, Any] = {}
-        for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
-            if part is not None:
-                self._parts[name] = part
-        for name, part in (extra or {}).items():
-            if name in self._parts or name == "rng":
-                raise InvalidError(f"extra: {name!r} is taken")
-            self._parts[name] = part
-        for name, part in self._parts.items():
-            has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-            if not (has_state or isinstance(part, MutableMapping)):
-                kind = type(part).__name__
-                raise RefusedError(f"{name}: a {kind} has no state_dict and load_state_dict, and is no dict")
-        if overlap:
-            _refuse_overlap(optimizer)
-        self._rng = rng
-        if digests and "device" in options:
-            raise InvalidError("digests: the store is on the model's device, and on no other")
-        device = _device_of(model) if digests else torch.device("cpu")
-        # Each save makes a snapshot of its own: no others are needed.
-        own: dict[str, Any] = {"device": "host" if device.type == "cpu" else str(device), "compression": False,
-                               "snapshot_log_bytes": None, "snapshot_interval": None, "snapshots_kept": 1}
-        if digests:
-            own["budget"] = {"disk": _PENDING_BYTES}
-        opened = {**own, **options}
-        kept = Keep(keep, keep_for)
-        self._is_rank = process_group is not None
-        self._versions: Versions
-        if process_group is None:
-            self.store = _native.Store(directory, **opened)
-            self._versions = OwnVersions(self.store, directory, kept, always_prune=digests)
-        else:
-            from remanent._points import SharedVersions
+        self._opener = os.getpid()
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint")
+        self._ranks: Ranks | None = None
+        device = torch.device("cpu")
 
-            shared = SharedVersions(process_group, directory, kept, opened, always_prune=digests)
-            self._versions, self.store = shared, shared.store
+        def checked() -> dict[str, Any]:
+            nonlocal device
+            if keep < 1:
+                raise InvalidError("keep: at least one version must be kept")
+            if room < 0 or device_room < 0:
+                raise InvalidError("room: that is a number of bytes")
+            if overlap:
+                _refuse_overlap(optimizer)
+            if digests and "device" in options:
+                raise InvalidError("digests: the store is on the model's device, and on no other")
+            device = _device_of(model) if digests else device
+            return _parts(model, optimizer, scheduler, extra or {})
+
+        self._versions: Versions
+        try:
+            if process_group is not None:
+                from remanent._points import SharedVersions
+                from remanent._ranks import Ranks
+
+                self._ranks = ranks = self._waited(lambda: Ranks(process_group))
+                self._parts = self._waited(lambda: ranks.all_or_none(checked))
+            else:
+                self._parts = checked()
+            self._rng = rng
+            # Each save makes a snapshot of its own: no others are needed.
+            own: dict[str, Any] = {"device": "host" if device.type == "cpu" else str(device), "compression": False,
+                                   "snapshot_log_bytes": None, "snapshot_interval": None, "snapshots_kept": 1}
+            if digests:
+                own["budget"] = {"disk": _PENDING_BYTES}
+            opened = {**own, **options}
+            kept = Keep(keep, keep_for)
+            if process_group is not None:
+                shared = self._waited(lambda: SharedVersions(ranks, process_group, directory, kept, opened,
+                                                             always_prune=digests))
+                self._versions, self.store = shared, shared.store
+            else:
+                self.store = _native.Store(directory, **opened)
+                self._versions = OwnVersions(self.store, directory, kept, always_prune=digests)
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.end()
+            self._worker.shutdown(wait=False)
+            raise
         # As the engine has it unless told otherwise.
         self._pending_max: int = (opened.get("budget") or {}).get("disk", 128 << 20)
         self._copies = Copies(self.store, device, "digests") if digests else None
-        self._opener = os.getpid()
-        self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint")
         self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS, "remanent-checkpoint-write")
         self._sender = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint-copy")
         self._last: Saved | None = None
@@ -172,6 +184,41 @@ class Checkpointer:
         self._room = Room(room, device_room)
         self._stepping = optimizer if overlap else None
         self._hook = optimizer.register_step_pre_hook(self._before_step) if overlap else None
+        # How many saves were begun.
+        self._saves = 0
+
+    def _waited(self, work: Callable[[], _T]) -> _T:
+        """Has the thread of saves do some work. A wait for it can be interrupted, and it goes on: so ranks are in step
+        whatever is raised in one of them.
+        """
+        done = self._worker.submit(work)
+        while not concurrent.futures.wait([done], 0.1).done:
+            pass
+        return done.result()
+
+    def _after_saves(self, doing: str, work: Callable[[], _T]) -> _T:
+        """Does some work once the save under way has ended; all ranks do.
+
+        :param doing: what it is, after "to".
+        """
+        self._check_open()
+        ranks = self._ranks
+        if ranks is None:
+            self._finish()
+            return work()
+
+        def in_step() -> _T:
+            ranks.doing = doing
+            ranks.all_or_none(self._tell_failure)
+            return work()
+
+        return self._waited(in_step)
+
+    def _tell_failure(self) -> None:
+        """Raises what the last save failed with, unless its caller was told."""
+        last = self._last
+        if last is not None and last._done.done() and not last._told:
+            last.wait()
 
     # Saving.
 
@@ -195,22 +242,18 @@ class Checkpointer:
             is saved.
         """
         began = time.monotonic()
-        if busy not in ("wait", "refuse"):
-            raise InvalidError(f"busy: {busy!r} is neither \"wait\" nor \"refuse\"")
         self._check_open()
-        last = self._last
-        if busy == "refuse" and self._versions.is_busy(last is not None and not last._done.done()):
-            which = "before" if last is None else f"of step {last.step}"
-            raise InUseError(f"the save {which} is under way", remedy="save less often, or wait")
+        self._saves += 1
         reading = Reading()
         passage: Passage | None = None
         done: concurrent.futures.Future[tuple[int, float]] | None = None
         try:
-            tree, captured, tensors = self._checked(name)
+            step = _whole_number(step)
+            tree, captured, tensors = self._checked(name, busy)
             passage = self._room.begin(tensors)
             capture = Capture(self._copies, captured)
             note = note or f"step {step}"
-            done = self._worker.submit(self._write_and_keep, passage, capture, step, name, note, tree)
+            done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree)
             self._last = saved = Saved(step, done, reading, began)
             self._reading = reading
             if captured:
@@ -226,7 +269,7 @@ class Checkpointer:
         except BaseException as error:
             if done is None:
                 # In the order of the saves: other ranks may be writing theirs.
-                self._worker.submit(self._versions.failed, error)
+                self._worker.submit(self._versions.failed, self._saves, error)
             if passage is None:
                 raise
             # Nothing reads the state, or writes, once this has raised.
@@ -243,16 +286,22 @@ class Checkpointer:
             raise
         return saved
 
-    def _checked(self, name: str | None) -> tuple[Any, list[Extent], list[Extent]]:
+    def _checked(self, name: str | None, busy: str) -> tuple[Any, list[Extent], list[Extent]]:
         """The state to save, once it is known that it can be: its tree, what is captured of it, and the others."""
+        if busy not in ("wait", "refuse"):
+            raise InvalidError(f"busy: {busy!r} is neither \"wait\" nor \"refuse\"")
+        last = self._last
+        if busy == "refuse" and self._versions.is_busy(last is not None and not last._done.done()):
+            which = "before" if last is None else f"of step {last.step}"
+            raise InUseError(f"the save {which} is under way", remedy="save less often, or wait")
         _refuse_capture()
-        if name is not None and (name.startswith(STEP) or not name):
-            raise InvalidError(f"name: {name!r} is empty, or a name for steps without one")
+        if name is not None and (name.startswith(STEP) or not 1 <= len(name.encode()) <= _NAME_LEN_MAX or "\0" in name):
+            raise InvalidError(f"name: {name[:80]!r} is empty, longer than 64 bytes, or a name for steps without one")
         self._finish()
         if name is not None:
             self._versions.check_name(name)
         found: dict[str, torch.Tensor] = {}
-        tree = flatten_state(self._state(), found, of_rank=self._is_rank)
+        tree = flatten_state(self._state(), found, of_rank=self._ranks is not None)
         return tree, *self._divided(extents(found))
 
     def _divided(self, found: list[Extent]) -> tuple[list[Extent], list[Extent]]:
@@ -413,7 +462,7 @@ class Checkpointer:
         else:
             self._versions.keep_former()
 
-    def _write_and_keep(self, passage: Passage, capture: Capture, step: int, name: str | None, note: str,
+    def _write_and_keep(self, passage: Passage, capture: Capture, save: int, step: int, name: str | None, note: str,
                         tree: Any) -> tuple[int, float]:
         """Returns the version's batch, and when it was durable and kept."""
         try:
@@ -424,9 +473,9 @@ class Checkpointer:
                 passage.ended()
             ticket.wait()
         except BaseException as error:
-            self._versions.failed(error)
+            self._versions.failed(save, error)
             raise
-        self._versions.keep(ticket.lsn, step, name)
+        self._versions.keep(save, ticket.lsn, step, name)
         return ticket.lsn, time.monotonic()
 
     def _state(self) -> dict[str, Any]:
@@ -463,13 +512,17 @@ class Checkpointer:
 
         All of it is read and proven before the first tensor changes: a version that is damaged changes nothing.
 
-        :param at: a step (int), a name, or "lsn:N", "snapshot:N"; the newest version if None.
+        :param at: a step (int), a name, or, without `process_group`, "lsn:N", "snapshot:N"; the newest version if None.
         :raises NoStateError: if there is no such version.
         :raises DamagedError: if bytes on disk are not what was written.
         """
-        self._versions.proven(self._finish)
-        with self._versions.views(at) as views:
-            step, state = self._versions.proven(lambda: self._loaded(views))
+        layouts = layouts_of(self._parts) if self._ranks is not None else None
+
+        def loaded() -> tuple[int, dict[str, Any]]:
+            with self._versions.views(at) as views:
+                return self._versions.proven(lambda: self._loaded(views, layouts))
+
+        step, state = self._after_saves(f"restore {at!r}", loaded)
         if self._copies is not None:
             # Optimizers get new tensors, and the memory of the old ones is wanted.
             self._copies.let_go()
@@ -483,13 +536,13 @@ class Checkpointer:
             set_rng_state(state["rng"])
         return step
 
-    def _loaded(self, views: Views) -> tuple[int, dict[str, Any]]:
+    def _loaded(self, views: Views, layouts: Any) -> tuple[int, dict[str, Any]]:
         """The step of a version and all of its state, every byte of it proven."""
         root = views.own.root
         if "step" not in root:
             raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
         whole(views.own)
-        state = load_state(views, self._parts)
+        state = load_state(views, layouts)
         if views.number is None:
             # Two ranks with the same random numbers would train on the same noise.
             state.pop("rng", None)
@@ -505,8 +558,7 @@ class Checkpointer:
 
     def give_up(self, name: str) -> None:
         """Gives up a version by its name; what only it needs is removed. The newest version stays for now."""
-        self._versions.proven(self._finish)
-        self._versions.give_up(name)
+        self._after_saves(f"give up {name!r}", lambda: self._versions.give_up(name))
 
     def diff(self, before: int | str, after: int | str | None = None) -> dict[str, int | None]:
         """The tensors that differ between two versions, each with its number of changed elements.
@@ -514,18 +566,19 @@ class Checkpointer:
         None stands for a tensor that only one of them has, or that has another shape or kind of elements.
         Pages that no batch changed in between are not read.
         """
-        self._versions.proven(self._finish)
-        with self._versions.view(before) as old:
-            with self._versions.view(after) as new:
-                return _diff(whole(old), whole(new))
+        def differing() -> dict[str, int | None]:
+            with self._versions.view(before) as old:
+                with self._versions.view(after) as new:
+                    return _diff(whole(old), whole(new))
+
+        return self._after_saves(f"compare {before!r} and {after!r}", differing)
 
     def fork(self, directory: _Path, at: int | str | None = None) -> None:
         """Makes a new store in `directory` that begins at a version of this one. Images are shared, not copied.
 
         With `process_group`: of as many ranks as saved the version.
         """
-        self._versions.proven(self._finish)
-        self._versions.fork(directory, at)
+        self._after_saves(f"fork {at!r}", lambda: self._versions.fork(directory, at))
 
     def close(self) -> None:
         """Waits for the save under way and closes the store."""
@@ -541,6 +594,8 @@ class Checkpointer:
             self._worker.shutdown()
             self._writers.shutdown()
             self._versions.end()
+            if self._ranks is not None:
+                self._ranks.end()
             self.store.close()
 
     def __enter__(self) -> Checkpointer:
@@ -555,6 +610,31 @@ class Checkpointer:
             # The block's own exception says more than what it did to the store.
             if kind is None:
                 raise
+
+
+def _parts(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What has a state, by the names that it has in a version."""
+    parts: dict[str, Any] = {}
+    for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
+        if part is not None:
+            parts[name] = part
+    for name, part in extra.items():
+        if name in parts or name == "rng":
+            raise InvalidError(f"extra: {name!r} is taken")
+        parts[name] = part
+    for name, part in parts.items():
+        has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+        if not (has_state or isinstance(part, MutableMapping)):
+            kind = type(part).__name__
+            raise RefusedError(f"{name}: a {kind} has no state_dict and load_state_dict, and is no dict")
+    return parts
+
+
+def _whole_number(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError as error:
+        raise InvalidError(f"step: {step!r} is no whole number") from error
 
 
 def _device_of(model: Any) -> torch.device:

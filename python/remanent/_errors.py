@@ -178,7 +178,10 @@ class ClosedError(Error):
 
 
 class RankFailedError(Error):
-    """Another rank failed, or cannot be reached; `rank` says which, where that is known. Nothing was published."""
+    """Another rank failed, or cannot be reached; `rank` says which, where that is known.
+
+    A version that was being saved is there on all ranks, or on none.
+    """
 
     rank: int | None
 

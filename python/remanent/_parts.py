@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from remanent import _pages
@@ -52,15 +53,26 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def described(name: str, tensor: DTensor) -> dict[str, Any]:
     """How the whole is divided, and where in it this rank's part begins, as JSON."""
+    layout = _Layout(tensor.device_mesh, tensor.placements)
     return {"shape": list(tensor.shape), "stride": list(tensor.stride()),
-            **_described(name, tensor.shape, _Layout(tensor.device_mesh, tensor.placements))}
+            **_described(name, tensor.shape, layout, dist.get_rank())}
 
 
 @functools.lru_cache(1 << 14)
-def _described(name: str, shape: torch.Size, layout: _Layout) -> dict[str, Any]:
+def _described(name: str, shape: torch.Size, layout: _Layout, rank: int) -> dict[str, Any]:
     placements = [_placement(name, each) for each in layout.placements]
-    _, offset = compute_local_shape_and_global_offset(shape, *layout)
+    _, offset = _box(shape, layout, rank)
     return {"mesh": _key(layout.mesh), "placements": placements, "offset": list(offset)}
+
+
+def _box(shape: torch.Size, layout: _Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and beginning of a rank's part; a rank that the mesh has not has an empty one, which begins nowhere."""
+    # A mesh's own coordinate may be that of an earlier rank of this process: torch keeps meshes for those alike.
+    [*found] = torch.argwhere(layout.mesh.mesh == rank).tolist()
+    if not found:
+        return (0,) * len(shape), ()
+    sizes = tuple(layout.mesh.shape)
+    return _compute_local_shape_and_global_offset(shape, sizes, found[0], layout.placements)
 
 
 def _placement(name: str, placement: Placement) -> list[Any]:
@@ -82,39 +94,32 @@ def _key(mesh: DeviceMesh) -> str:
     return f"{mesh.device_type} ({shape}) {hashlib.blake2b(ranks, digest_size=8).hexdigest()}"
 
 
-class Wholes:
-    """The DTensors of a version, divided as the run's are now.
+class Layouts:
+    """How the tensors of a run are divided now.
 
     :param run: the parts of the run, by name, as they are.
     """
 
-    def __init__(self, views: Views, run: Mapping[str, Any]) -> None:
-        self._views = views
-        self._layouts: dict[str, _Layout] = {}
+    def __init__(self, run: Mapping[str, Any]) -> None:
+        self._by_name: dict[str, _Layout] = {}
         self._parameters: dict[str, list[torch.Tensor]] = {}
         for part, held in run.items():
-            state = held if isinstance(held, Mapping) else held.state_dict()
+            try:
+                state = held if isinstance(held, Mapping) else held.state_dict()
+            except Exception:
+                # It may have no state before its first load.
+                state = {}
             for name, tensor in _dtensors(part, state):
-                self._layouts[name] = _Layout(tensor.device_mesh, tensor.placements)
+                self._by_name[name] = _Layout(tensor.device_mesh, tensor.placements)
             groups = getattr(held, "param_groups", ())
             self._parameters[part] = [parameter for group in groups for parameter in group["params"]]
         parameters = [each for of_part in self._parameters.values() for each in of_part if isinstance(each, DTensor)]
-        meshes = [layout.mesh for layout in self._layouts.values()] + [each.device_mesh for each in parameters]
+        meshes = [layout.mesh for layout in self._by_name.values()] + [each.device_mesh for each in parameters]
         self._meshes = {_key(mesh): mesh for mesh in meshes}
 
-    def whole(self, name: str, part: torch.Tensor, said: Any) -> DTensor:
-        """The tensor of which a version has this part for this rank. Its bytes stay on the host."""
-        shape = torch.Size(said["shape"])
-        layout = self._layout(name, shape, said)
-        as_saved = (_key(layout.mesh), [_placement(name, each) for each in layout.placements])
-        if self._views.number is None or as_saved != (said["mesh"], said["placements"]):
-            part = self._joined(name, shape, layout, part.dtype)
-        meta = TensorMeta(shape, tuple(said["stride"]), part.dtype)
-        return DTensor(part, DTensorSpec(layout.mesh, layout.placements, tensor_meta=meta), requires_grad=False)
-
-    def _layout(self, name: str, shape: torch.Size, said: Any) -> _Layout:
-        if name in self._layouts:
-            return self._layouts[name]
+    def of(self, name: str, shape: torch.Size, said: Any) -> _Layout:
+        if name in self._by_name:
+            return self._by_name[name]
         # An optimizer that has made no step has no state yet: it will be divided as the parameters are.
         found = re.fullmatch(r"([^/]+)/state/(\d+)/.*", name)
         if found and int(found[2]) < len(self._parameters.get(found[1], ())):
@@ -127,14 +132,31 @@ class Wholes:
                                remedy="make the model as the run had it")
         return _Layout(mesh, tuple(_PLACEMENTS[kind](*given) for kind, *given in said["placements"]))
 
+
+class Wholes:
+    """The DTensors of a version, divided as the run's are now."""
+
+    def __init__(self, views: Views, layouts: Layouts) -> None:
+        self._views, self._layouts = views, layouts
+
+    def whole(self, name: str, part: torch.Tensor, said: Any) -> DTensor:
+        """The tensor of which a version has this part for this rank. Its bytes stay on the host."""
+        shape = torch.Size(said["shape"])
+        layout = self._layouts.of(name, shape, said)
+        as_saved = (_key(layout.mesh), [_placement(name, each) for each in layout.placements])
+        if self._views.number is None or as_saved != (said["mesh"], said["placements"]):
+            part = self._joined(name, shape, layout, part.dtype)
+        meta = TensorMeta(shape, tuple(said["stride"]), part.dtype)
+        return DTensor(part, DTensorSpec(layout.mesh, layout.placements, tensor_meta=meta), requires_grad=False)
+
     def _joined(self, name: str, shape: torch.Size, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:
         """This rank's part, put together of what other ranks saved."""
-        own_shape, own_offset = compute_local_shape_and_global_offset(shape, *layout)
+        own_shape, own_offset = _box(shape, layout, dist.get_rank())
         joined = torch.empty(own_shape, dtype=dtype, device="cpu")
         missing = joined.numel()
         # Parts are alike or apart: ranks that hold copies hold the same part.
         seen = set()
-        for part in self._parts.get(name, ()):
+        for part in self._parts.get(name, ()) if missing else ():
             box = part.offset, part.array.shape
             begin = [max(at, own) for at, own in zip(part.offset, own_offset, strict=True)]
             end = [min(at + length, own + own_length) for at, length, own, own_length
@@ -164,6 +186,9 @@ class Wholes:
             manifest = _pages.read_manifest(self._views.of(rank))
             arrays = {array.name: (key, array) for key, of_page in manifest.pages.items() for array in of_page}
             for name, said in _described_in(manifest.tree):
+                if len(said["offset"]) < len(said["shape"]):
+                    # Its mesh had not this rank.
+                    continue
                 found.setdefault(name, []).append(_Part(rank, *arrays[name], tuple(said["offset"])))
         return found
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from remanent import _durable, _native, _sealed
-from remanent._errors import DamagedError, InvalidError, NoStateError, RefusedError
+from remanent._errors import DamagedError, Error, ForeignDirectoryError, InvalidError, NoStateError, RefusedError
 from remanent._ranks import Ranks, described, raise_first
 from remanent._versions import Keep, Version, Views, of_step, unnamed
 
@@ -63,22 +63,22 @@ def _store_of(directory: Path, rank: int) -> Path:
 class SharedVersions:
     """Those of a run of several ranks. All ranks call each method but `check_name` and `listed`, in the same order."""
 
-    def __init__(self, process_group: dist.ProcessGroup, directory: _Path, keep: Keep, options: Mapping[str, Any], *,
-                 always_prune: bool) -> None:
-        self._process_group, self._directory = process_group, Path(directory)
+    def __init__(self, ranks: Ranks, process_group: dist.ProcessGroup, directory: _Path, keep: Keep,
+                 options: Mapping[str, Any], *, always_prune: bool) -> None:
+        self._ranks, self._process_group, self._directory = ranks, process_group, Path(directory)
         self._keep, self._always_prune = keep, always_prune
-        self._points = _Points(directory)
-        self._ranks = Ranks(process_group)
+        self._points = _Points(self._directory)
         # For what is asked while a save is under way.
         self._aside: Ranks | None = None
+        # The newest save of which this rank has told how it ended.
+        self._told = 0
         opened: list[_native.Store] = []
         try:
-            self._ranks.by_first(self._check)
-            self._ranks.all_or_none(lambda: opened.append(self._open(options)))
+            ranks.by_first(self._check)
+            ranks.all_or_none(lambda: opened.append(self._open(options)))
         except BaseException:
             for store in opened:
                 store.close()
-            self._ranks.end()
             raise
         [self.store] = opened
 
@@ -104,43 +104,61 @@ class SharedVersions:
         # What is of no point is of no version.
         pass
 
-    def keep(self, lsn: int, step: int, name: str | None) -> None:
+    def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
         snapshot = of_step(step, lsn)
         try:
             self.store.snapshot(snapshot, verify=False)
             said = {"step": step, "name": name, "part": Part(self.store.id, snapshot, lsn)}
         except BaseException as error:
-            self.failed(error)
+            self.failed(save, error)
             raise
-        all_said = self._ranks.gather(said)
-        raise_first([each.get("failed") for each in all_said])
-        for rank, each in enumerate(all_said):
-            if (each["step"], each["name"]) != (step, name):
-                raise RefusedError(f"rank {rank} saved step {each['step']} as {each['name']!r}, and this one step "
-                                   f"{step} as {name!r}", remedy="save the same step on all ranks")
+        all_said = self._tell(save, said)
+        try:
+            raise_first([each.get("failed") for each in all_said])
+            for rank, each in enumerate(all_said):
+                if (each["step"], each["name"]) != (step, name):
+                    raise RefusedError(f"rank {rank} saved step {each['step']} as {each['name']!r}, and this one step "
+                                       f"{step} as {name!r}", remedy="save the same step on all ranks")
+        except Error:
+            self._give_up_unnamed()
+            raise
         parts = [Part(*each["part"]) for each in all_said]
         self._give_up_all_but(self._ranks.by_first(lambda: self._publish(step, name, parts)))
 
-    def failed(self, error: BaseException) -> None:
-        self._ranks.gather({"failed": described(error)})
+    def failed(self, save: int, error: BaseException) -> None:
+        if save > self._told:
+            self._tell(save, {"failed": described(error)})
+            self._give_up_unnamed()
+
+    def _tell(self, save: int, said: Any) -> list[Any]:
+        self._told = save
+        self._ranks.doing = f"make save {save}"
+        return self._ranks.gather(said)
 
     def _publish(self, step: int, name: str | None, parts: list[Part]) -> list[list[str]] | None:
         self._points.create(step, name, parts)
-        points, _ = self._points.readable()
+        points, all_read = self._points.readable()
         self._points.remove(self._keep.outlived(points))
-        self._remove_left_stores()
+        if all_read:
+            self._remove_left_stores()
         return self._kept_snapshots()
 
     def _remove_left_stores(self) -> None:
         """Removes the stores of ranks that are no more, once no point names them."""
-        points, all_read = self._points.readable()
-        if not all_read:
-            return
-        left = max((len(point.parts) for point in points), default=0)
-        for folder in self._directory.glob("rank-*"):
-            number = folder.name.removeprefix("rank-")
-            if number.isdecimal() and int(number) >= max(left, self._ranks.count):
+        ranks = max((len(point.parts) for point in self._points.readable()[0]), default=0)
+        ranks = max(ranks, self._ranks.count)
+        try:
+            for folder in self._directory.glob("rank-*"):
+                number = folder.name.removeprefix("rank-")
+                if number.isdecimal() and int(number) >= ranks:
+                    # A half of a store would be no store for a rank that comes later.
+                    os.replace(folder, folder.with_name(f"removed-{number}"))
+                    _durable.sync_folder(self._directory)
+            for folder in self._directory.glob("removed-*"):
                 shutil.rmtree(folder)
+        except OSError as error:
+            # The next save tries again.
+            logging.getLogger("remanent").warning("a store that is not needed any more stays: %s", error)
 
     def _kept_snapshots(self) -> list[list[str]] | None:
         """The snapshots that points name, by rank; None if one cannot be read, which might name any."""
@@ -150,13 +168,21 @@ class SharedVersions:
         return [[point.parts[rank].snapshot for point in points if rank < len(point.parts)]
                 for rank in range(self._ranks.count)]
 
+    def _give_up_unnamed(self) -> None:
+        """Gives up what ranks have of a save that failed on one of them, and of those before it."""
+        self._give_up_all_but(self._ranks.by_first(self._kept_snapshots))
+
     def _give_up_all_but(self, kept: list[list[str]] | None) -> None:
         """Gives up the snapshots of this rank's store that no point names."""
         # The first rank says which: another one may see an earlier state of a folder that is shared.
         own = None if kept is None else set(kept[self._ranks.rank])
         gone = [] if own is None else [each.snapshot for each in unnamed(self.store) if each.snapshot not in own]
         if gone or self._always_prune:
-            self.store.prune(give_up=gone, names_only=True)
+            try:
+                self.store.prune(give_up=gone, names_only=True)
+            except Error as error:
+                # The version is there on all ranks; the next save tries again.
+                logging.getLogger("remanent").warning("what is not needed any more stays: %s", error)
 
     def view(self, at: int | str | None) -> _native.View:
         parts = self._parts_of(at)
@@ -206,38 +232,53 @@ class SharedVersions:
 
     def give_up(self, name: str) -> None:
         def remove() -> list[list[str]] | None:
-            self._points.remove([self._found(f"name:{name}")])
+            point, newest = self._found(f"name:{name}"), self._points.newest()
+            if newest is not None and point.number == newest.number:
+                self._points.forget_name(point)
+            else:
+                self._points.remove([point])
             return self._kept_snapshots()
 
         self._give_up_all_but(self._ranks.by_first(remove))
 
     def fork(self, directory: _Path, at: int | str | None) -> None:
+        target = Path(directory)
+        self._ranks.by_first(lambda: _check_free(target))
         with self.view(at) as view:
             step = int(view.root["step"])
-            parts = self._ranks.gather(self._ranks.all_or_none(lambda: self._forked(view, step, Path(directory))))
-        points = _Points(directory)
-        self._ranks.by_first(lambda: points.create(step, None, [Part(*part) for part in parts]))
-
-    def _forked(self, view: _native.View, step: int, directory: Path) -> Part:
-        _durable.make_folder(directory)
-        target = _store_of(directory, self._ranks.rank)
-        view.fork(target)
-        with _native.Store(target, device="host", page_load="on_demand") as store:
-            snapshot = of_step(step, store.lsn)
-            store.snapshot(snapshot, verify=False)
-            return Part(store.id, snapshot, store.lsn)
+            own = _store_of(target, self._ranks.rank)
+            try:
+                parts = self._ranks.gather(self._ranks.all_or_none(lambda: _forked(view, step, own)))
+                points = _Points(target)
+                self._ranks.by_first(lambda: points.create(step, None, [Part(*part) for part in parts]))
+            except BaseException:
+                shutil.rmtree(own, ignore_errors=True)
+                raise
 
     def end(self) -> None:
-        for ranks in (self._ranks, self._aside):
-            if ranks is not None:
-                ranks.end()
+        if self._aside is not None:
+            self._aside.end()
+
+
+def _check_free(directory: Path) -> None:
+    if directory.exists() and any(directory.iterdir()):
+        raise ForeignDirectoryError(f"{directory} holds something", remedy="give a new directory")
+
+
+def _forked(view: _native.View, step: int, target: Path) -> Part:
+    _durable.make_folder(target.parent)
+    view.fork(target)
+    with _native.Store(target, device="host", page_load="on_demand") as store:
+        snapshot = of_step(step, store.lsn)
+        store.snapshot(snapshot, verify=False)
+        return Part(store.id, snapshot, store.lsn)
 
 
 class _Points:
     """The points of a directory."""
 
-    def __init__(self, directory: _Path) -> None:
-        self._folder = Path(directory) / "points"
+    def __init__(self, directory: Path) -> None:
+        self._folder = directory / "points"
 
     def readable(self) -> tuple[list[Point], bool]:
         """Those that can be read, the oldest first, and whether that is all of them."""
@@ -260,9 +301,16 @@ class _Points:
 
     def create(self, step: int, name: str | None, parts: list[Part]) -> None:
         _durable.make_folder(self._folder)
+        for left in self._folder.glob(f"*{_ENDING}.tmp"):
+            # A process was killed while it made one.
+            left.unlink()
         number = max(map(_number_of, self._paths()), default=0) + 1
-        said = {"step": step, "name": name, "created": time.time(), "parts": parts}
-        _durable.create(self._path(number), _sealed.seal(_KIND, [said]))
+        point = Point(number, step, name, time.time(), parts)
+        _durable.create(self._path(number), _encoded(point))
+
+    def forget_name(self, point: Point) -> None:
+        """Makes it a version without a name."""
+        _durable.publish(self._path(point.number), _encoded(point._replace(name=None)))
 
     def remove(self, points: Iterable[Point]) -> None:
         _durable.remove(self._path(point.number) for point in points)
@@ -280,6 +328,12 @@ class _Points:
 
 def _number_of(path: Path) -> int:
     return int(path.stem)
+
+
+def _encoded(point: Point) -> bytes:
+    said = point._asdict()
+    del said["number"]
+    return _sealed.seal(_KIND, [said])
 
 
 def _read(path: Path) -> Point:

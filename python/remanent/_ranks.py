@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from remanent import _errors
-from remanent._errors import Error, RankFailedError
+from remanent._errors import Error, InvalidError, RankFailedError
 
 _T = TypeVar("_T")
 
@@ -24,49 +24,66 @@ class Ranks:
     """The ranks of a process group. Each method is called by all of them, in the same order.
 
     They have a group of their own for it (gloo, over the network), so that what they tell each other in a thread does
-    not come between the collectives of the training. JSON goes over it, and nothing is unpickled.
+    not come between the collectives of the training. JSON goes over it, and nothing is unpickled. Ranks that are not in
+    step any more leave it: whatever they ask each other then fails at once.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        members = dist.get_process_group_ranks(process_group)
-        self.rank = dist.get_rank(process_group)
-        self.count = len(members)
-        # By torch's names for groups, one that is made after another one of the same ranks was destroyed would meet
-        # what that one has left in the store.
-        store = PrefixStore(f"remanent/{members}", _get_default_store())
-        number = store.add(f"made by {self.rank}", 1)
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise InvalidError("process_group: this process is not one of its ranks")
+        # What they are doing: other ranks do the same.
+        self.doing = "begin"
+        self._group: Any = None
         try:
-            self._group: Any = dist.ProcessGroupGloo(PrefixStore(str(number), store), self.rank, self.count,
-                                                     _TIMEOUT)
-        except RuntimeError as error:
+            members = dist.get_process_group_ranks(process_group)
+            self.rank = dist.get_rank(process_group)
+            self.count = len(members)
+            # By torch's names for groups, one that is made after another one of the same ranks was destroyed would meet
+            # what that one has left in the store.
+            store = PrefixStore(f"remanent/{members}", _get_default_store())
+            number = store.add(f"made by {self.rank}", 1)
+            self._group = dist.ProcessGroupGloo(PrefixStore(str(number), store), self.rank, self.count, _TIMEOUT)
+        except (KeyError, RuntimeError, ValueError) as error:
             raise _unreachable() from error
 
     def gather(self, said: Any) -> list[Any]:
         """What each rank says, in the order of the ranks."""
-        own = _bytes_of(said)
-        try:
-            lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.count)]
-            self._group.allgather([lengths], [torch.tensor([len(own)], device="cpu")]).wait()
-            longest = max(int(length) for length in lengths)
-            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-            padded[: len(own)] = own
-            gathered = [torch.zeros_like(padded) for _ in range(self.count)]
-            self._group.allgather([gathered], [padded]).wait()
-        except RuntimeError as error:
-            raise _unreachable() from error
-        return [_value_of(each[: int(length)]) for each, length in zip(gathered, lengths, strict=True)]
+        own = _bytes_of([self.doing, said])
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.count)]
+        self._all(lambda group: group.allgather([lengths], [torch.tensor([len(own)], device="cpu")]))
+        padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8, device="cpu")
+        padded[: len(own)] = own
+        gathered = [torch.zeros_like(padded) for _ in range(self.count)]
+        self._all(lambda group: group.allgather([gathered], [padded]))
+        told = [_value_of(each[: int(length)]) for each, length in zip(gathered, lengths, strict=True)]
+        for rank, (doing, _) in enumerate(told):
+            if doing != self.doing:
+                self.end()
+                raise RankFailedError(f"rank {rank} is to {doing}, and this one to {self.doing}", rank=rank,
+                                      remedy="make the same calls on all ranks; start all ranks anew, and restore")
+        return [said for _, said in told]
 
     def tell(self, said: Any) -> Any:
         """What the first rank says."""
         own = _bytes_of(said if self.rank == 0 else None)
-        try:
-            length = torch.tensor([len(own)], device="cpu")
-            self._group.broadcast([length]).wait()
-            told = own if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-            self._group.broadcast([told]).wait()
-        except RuntimeError as error:
-            raise _unreachable() from error
+        length = torch.tensor([len(own)], device="cpu")
+        self._all(lambda group: group.broadcast([length]))
+        told = own if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+        self._all(lambda group: group.broadcast([told]))
         return _value_of(told)
+
+    def _all(self, begin: Callable[[Any], Any]) -> None:
+        """One collective. Whatever it is interrupted by, the next one would not meet those of other ranks."""
+        if self._group is None:
+            raise _unreachable()
+        try:
+            begin(self._group).wait()
+        except RuntimeError as error:
+            self.end()
+            raise _unreachable() from error
+        except BaseException:
+            self.end()
+            raise
 
     def by_first(self, work: Callable[[], Any]) -> Any:
         """What the first rank's work returns, which is JSON; if it fails, it fails on all ranks."""

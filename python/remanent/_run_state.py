@@ -14,6 +14,7 @@ from remanent._errors import NoStateError, RefusedError
 from remanent._tensors import PLAIN_TYPES, read_pages, tensors_of
 from remanent._versions import Views
 
+
 def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: bool) -> Any:
     """The state as JSON; its tensors go to `tensors`, by the paths at which they lie.
 
@@ -75,8 +76,14 @@ def parts_module() -> Any:
     return _parts
 
 
-def load_state(views: Views, run: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that a version holds. DTensors are divided as those of the run are now."""
+def layouts_of(run: Mapping[str, Any]) -> Any:
+    """How the DTensors of a run are divided now; None if there are none."""
+    parts = parts_module()
+    return None if parts is None else parts.Layouts(run)
+
+
+def load_state(views: Views, layouts: Any) -> dict[str, Any]:
+    """The state that a version holds. DTensors are divided as `layouts_of` says."""
     manifest = _pages.read_manifest(views.own)
     if manifest.tree is None:
         raise NoStateError("the store holds tensors, and no state of a run", remedy="use `load_file`")
@@ -84,8 +91,7 @@ def load_state(views: Views, run: Mapping[str, Any]) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     for page, arrays in read_pages(views.own, manifest.pages):
         tensors |= tensors_of(page, arrays, cpu)
-    parts = parts_module()
-    wholes = None if parts is None else parts.Wholes(views, run)
+    wholes = None if layouts is None else parts_module().Wholes(views, layouts)
 
     def adapt(tag: list[Any]) -> Any:
         kind, *rest = tag

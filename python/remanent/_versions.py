@@ -47,7 +47,7 @@ class _Kept(Protocol):
     """What is known of a version that may go."""
 
     @property
-    def step(self) -> int: ...
+    def step(self) -> object: ...
 
     @property
     def name(self) -> str | None: ...
@@ -68,7 +68,7 @@ class Keep:
 
     def outlived(self, kept: Iterable[_K]) -> list[_K]:
         """Those that go, of versions in their order. Of a step that was saved again the newest one stays."""
-        newest: dict[int, _K] = {}
+        newest: dict[object, _K] = {}
         gone = []
         for version in kept:
             if version.name is None:
@@ -121,11 +121,14 @@ class Versions(Protocol):
     def keep_former(self) -> None:
         """Keeps the newest version, if nothing keeps it, before a save writes over it."""
 
-    def keep(self, lsn: int, step: int, name: str | None) -> None:
-        """Keeps the version that batch `lsn` made, which is durable, and gives up those that go for it."""
+    def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
+        """Keeps the version that batch `lsn` made, which is durable, and gives up those that go for it.
 
-    def failed(self, error: BaseException) -> None:
-        """There is no version of the save that was begun."""
+        :param save: the number of the save, as for `failed`. Of each save one of them is called, or both in this order.
+        """
+
+    def failed(self, save: int, error: BaseException) -> None:
+        """There is no version of that save."""
 
     def view(self, at: int | str | None) -> _native.View:
         """What this rank saved of a version: by its step, its name; or the newest."""
@@ -154,7 +157,8 @@ def of_step(step: int, lsn: int) -> str:
 class _Snapshot(NamedTuple):
     """A version without a name, as its snapshot tells it."""
 
-    step: int
+    # As the name has it.
+    step: str
     name: None
     created: float
     snapshot: str
@@ -163,9 +167,9 @@ class _Snapshot(NamedTuple):
 def unnamed(store: _native.Store) -> Iterator[_Snapshot]:
     """The snapshots of versions without a name, the oldest first."""
     for info in store.snapshots():
-        found = re.fullmatch(STEP + r"(-?\d+) @\d+", info.name or "")
+        found = re.fullmatch(STEP + r"(.*) @\d+", info.name or "")
         if found and info.name:
-            yield _Snapshot(int(found[1]), None, info.created_unix_ms / 1000, info.name)
+            yield _Snapshot(found[1], None, info.created_unix_ms / 1000, info.name)
 
 
 class OwnVersions:
@@ -190,14 +194,14 @@ class OwnVersions:
             # A fork's first version, or one whose process ended before it was kept.
             self._store.snapshot(of_step(root["step"], self._store.lsn), verify=False)
 
-    def keep(self, lsn: int, step: int, name: str | None) -> None:
+    def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
         # No batch comes before the snapshot is taken: the next save waits for this one.
         self._store.snapshot(name or of_step(step, lsn), verify=False)
         gone = [version.snapshot for version in self._keep.outlived(unnamed(self._store))]
         if gone or self._always_prune:
             self._store.prune(give_up=gone, names_only=True)
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, save: int, error: BaseException) -> None:
         pass
 
     def view(self, at: int | str | None) -> _native.View:

@@ -13,8 +13,10 @@ import functools
 import json
 import os
 import re
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -268,6 +270,72 @@ def a_directory_of_something_else_is_refused(directory: Path) -> None:
             alone.save(1)
 
 
+def ranks_stay_in_step_whatever_is_raised_in_one(directory: Path) -> None:
+    rank = dist.get_rank()
+    # What a constructor refuses on one rank none makes, and all may try again.
+    odd = {"own": threading.Lock() if rank == 1 else {}}
+    with raises(remanent.RefusedError, "own: a lock has no state_dict" if rank == 1 else "rank 1: own: a lock"):
+        Checkpointer(directory, extra=odd, process_group=dist.group.WORLD)
+    training = Training()
+    with training.run(directory) as run:
+        run.save(1)
+        # A wait that is interrupted, by Ctrl-C or by a scheduler's signal, ends no work that others take part in.
+        if rank == 2:
+            later = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+            later.start()
+            with raises(KeyboardInterrupt, ""):
+                run.restore()
+        else:
+            time.sleep(0.6)
+            assert run.restore() == 1
+        run.save(2)
+        for step, busy, text in ((3.5, "wait", "no whole number"), (4, "refused", "neither \"wait\" nor")):
+            with raises(remanent.InvalidError, text):
+                if rank == 3:
+                    run.save(step, busy=busy)
+                else:
+                    run.save(4)
+        for _ in range(5):
+            with raises(remanent.RefusedError, "rank 1 saved step 0" if rank != 1 else "rank 0 saved step 5"):
+                run.save(0 if rank == 1 else 5)
+        names = [info.name for info in run.store.snapshots() if info.name is not None]
+        assert len(names) <= 3, f"of saves that failed there is {names}"
+        run.save(6, name="newest")
+        run.give_up("newest")
+        assert run.restore() == 6
+        assert [(version.step, version.name) for version in run.versions()] == [(1, None), (2, None), (6, None)]
+        with raises(remanent.RankFailedError, "rank . is to |has ended"):
+            run.give_up("one") if rank == 0 else run.save(7)
+        with raises(remanent.RankFailedError, "has ended"):
+            run.save(8)
+    for call in (run.restore, lambda: run.give_up("one"), lambda: run.save(9), lambda: run.diff(1, 2)):
+        with raises(remanent.ClosedError, "closed"):
+            call()
+    with training.run(directory) as run:
+        assert run.restore() == 6
+
+
+def a_process_may_become_another_rank(directory: Path) -> None:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    for number, now in enumerate((rank, RANKS - 1 - rank)):
+        dist.init_process_group("gloo", init_method=f"file://{directory}/meet-{number}", rank=now, world_size=RANKS)
+        module = torch.nn.Module()
+        mesh = init_device_mesh("cpu", (RANKS,))
+        module.register_buffer("rows", distribute_tensor(torch.arange(10.0), mesh, [Shard(0)], src_data_rank=None))
+        with Checkpointer(directory / str(number), module, process_group=dist.group.WORLD) as run:
+            run.save(1)
+            module.rows.zero_()
+            turned = torch.nn.Module()
+            turned.register_buffer("rows", distribute_tensor(torch.zeros(10), mesh, [Replicate()], src_data_rank=None))
+        with Checkpointer(directory / str(number), turned, process_group=dist.group.WORLD) as run:
+            run.restore()
+            assert torch.equal(turned.rows.to_local(), torch.arange(10.0)), turned.rows.to_local()
+        dist.barrier()
+        if number == 0:
+            dist.destroy_process_group()
+
+
 def tensors_are_divided_as_they_were(directory: Path) -> None:
     rank = dist.get_rank()
     flat, square = init_device_mesh(DEVICE, (RANKS,)), init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -359,12 +427,14 @@ def go_on(directory: Path) -> None:
         state = whole_state(training)
         if rank == 0:
             torch.save(state, directory / "expected")
+        # As a process leaves it that is killed while it removes the store of a rank that is no more.
+        (directory / "removed-7").mkdir(exist_ok=True)
         if before == 5:
             # No version is of more than these any more.
             run.give_up("first")
             run.save(before + 2)
             dist.barrier()
-            assert sorted(path.name for path in directory.glob("rank-*")) == [f"rank-{each}" for each in range(count)]
+            assert sorted(path.name for path in directory.glob("r*-*")) == [f"rank-{each}" for each in range(count)]
 
 
 Check = Callable[[Path], None]
@@ -378,6 +448,8 @@ CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] f
     a_damaged_point_is_not_passed_over,
     a_store_of_another_run_is_not_taken_for_its_own,
     a_directory_of_something_else_is_refused,
+    ranks_stay_in_step_whatever_is_raised_in_one,
+    a_process_may_become_another_rank,
     tensors_are_divided_as_they_were,
 )}
 CHECKS["ranks_come_and_go"] = [(4, begin), (3, go_on), (1, go_on), (4, go_on), (2, go_on)]

@@ -111,14 +111,13 @@ impl HostDevice {
             aside.clear();
             bits.clear();
             bits.resize(elements(part_len as usize, width).div_ceil(8), 0);
-            let mut index = 0;
             left_memory.read(part(left, done, part_len), |left| aside.extend_from_slice(left));
-            right_memory.read(part(right, done, part_len), |right| {
-                let pairs = aside.chunks_exact(width.bytes()).zip(right.chunks_exact(width.bytes()));
-                for (left, right) in pairs {
-                    bits[index / 8] |= u8::from(left != right) << (index % 8);
-                    index += 1;
-                }
+            right_memory.read(part(right, done, part_len), |right| match width {
+                Width::W1 => mark_differing::<1>(&aside, right, &mut bits),
+                Width::W2 => mark_differing::<2>(&aside, right, &mut bits),
+                Width::W4 => mark_differing::<4>(&aside, right, &mut bits),
+                Width::W8 => mark_differing::<8>(&aside, right, &mut bits),
+                Width::W16 => mark_differing::<16>(&aside, right, &mut bits),
             });
             // A part is a whole number of bytes of bits.
             self.upload(&bits, part(target, done / width.bytes() as u64 / 8, bits.len() as u64));
@@ -205,26 +204,49 @@ impl HostDevice {
         for (IndexList { indices, bound }, found) in lists.iter().zip(target.chunks_exact_mut(4)) {
             assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "whole indices");
             let memory = self.memory(indices.memory);
-            let mut seen = HashSet::new();
-            let mut wrong = 0;
-            memory.read(*indices, |bytes| {
-                for index in bytes.chunks_exact(4).map(index_of) {
-                    if index as u64 >= *bound {
-                        wrong |= INDEX_OUT_OF_BOUNDS;
-                    } else if !seen.insert(index) {
-                        wrong |= INDEX_TWICE;
-                    }
-                }
-            });
+            let wrong = memory.read(*indices, |bytes| faults(bytes, *bound));
             found.copy_from_slice(&wrong.to_le_bytes());
+        }
+    }
+}
+
+/// What is wrong with indices, as `Command::Validate` says it.
+fn faults(indices: &[u8], bound: u64) -> u32 {
+    let all = || indices.chunks_exact(4).map(index_of);
+    let mut wrong = if all().any(|index| index as u64 >= bound) { INDEX_OUT_OF_BOUNDS } else { 0 };
+    // Where each is greater than the one before, none is there twice.
+    if !all().is_sorted_by(|before, after| before < after) {
+        let mut seen = HashSet::new();
+        if all().any(|index| (index as u64) < bound && !seen.insert(index)) {
+            wrong |= INDEX_TWICE;
+        }
+    }
+    wrong
+}
+
+/// Sets the bit of each element of `W` bytes that differs. Bits are clear before, one for each element.
+fn mark_differing<const W: usize>(left: &[u8], right: &[u8], bits: &mut [u8]) {
+    // Eight elements have their bits in one byte, and are mostly alike.
+    let groups = left.chunks(8 * W).zip(right.chunks(8 * W));
+    for ((left, right), bits) in groups.zip(bits) {
+        if left != right {
+            let pairs = left.chunks_exact(W).zip(right.chunks_exact(W));
+            *bits = pairs.enumerate().map(|(bit, (left, right))| u8::from(left != right) << bit).sum();
         }
     }
 }
 
 /// The numbers of the bits that are set, lowest first, where the first one has this number.
 fn set_bits(bits: &[u8], first: u32) -> Vec<u32> {
-    let is_set = |bit: &u32| bits[*bit as usize / 8] >> (bit % 8) & 1 == 1;
-    (0..8 * bits.len() as u32).filter(is_set).map(|bit| first + bit).collect()
+    let mut numbers = Vec::new();
+    for (index, &byte) in bits.iter().enumerate() {
+        let mut left = byte;
+        while left != 0 {
+            numbers.push(first + 8 * index as u32 + left.trailing_zeros());
+            left &= left - 1;
+        }
+    }
+    numbers
 }
 
 /// The number of a little-endian u32.
