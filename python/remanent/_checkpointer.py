@@ -7,7 +7,7 @@ import itertools
 import operator
 import os
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 from remanent import _native, _pages
 from remanent._copies import Copies
 from remanent._copy_streams import Moment
+from remanent._difference import difference
 from remanent._errors import (
     ClosedError,
     ForkedError,
@@ -27,9 +28,10 @@ from remanent._errors import (
 from remanent._native import Extent
 from remanent._pages import Block
 from remanent._room import Passage, Room, WriterEndedError
-from remanent._run_state import flatten_state, layouts_of, load_state, parts_module, rng_state, set_rng_state
+from remanent._run_parts import device_of, parts_of, refuse_overlap, stepped
+from remanent._run_state import flatten_state, layouts_of, load_state, rng_state, set_rng_state
 from remanent._saved import Capture, Reading, Saved
-from remanent._tensors import blocks, bytes_of, extents, read_page, tensors_of
+from remanent._tensors import blocks, extents
 from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, whole
 
 if TYPE_CHECKING:
@@ -138,11 +140,11 @@ class Checkpointer:
             if room < 0 or device_room < 0:
                 raise InvalidError("room: that is a number of bytes")
             if overlap:
-                _refuse_overlap(optimizer)
+                refuse_overlap(optimizer)
             if digests and "device" in options:
                 raise InvalidError("digests: the store is on the model's device, and on no other")
-            device = _device_of(model) if digests else device
-            return _parts(model, optimizer, scheduler, extra or {})
+            device = device_of(model) if digests else device
+            return parts_of(model, optimizer, scheduler, extra or {})
 
         self._versions: Versions
         try:
@@ -342,7 +344,7 @@ class Checkpointer:
             reading.ends(streams.moment())
             return
         aside: list[Block] = []
-        at_step, at_once = _stepped(self._stepping, tensors)
+        at_step, at_once = stepped(self._stepping, tensors)
         passage.send(passage.set_aside(blocks(at_once, on_host=False), aside))
         read = streams.moment()
         read.hold_back()
@@ -569,7 +571,7 @@ class Checkpointer:
         def differing() -> dict[str, int | None]:
             with self._versions.view(before) as old:
                 with self._versions.view(after) as new:
-                    return _diff(whole(old), whole(new))
+                    return difference(whole(old), whole(new))
 
         return self._after_saves(f"compare {before!r} and {after!r}", differing)
 
@@ -612,24 +614,6 @@ class Checkpointer:
                 raise
 
 
-def _parts(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What has a state, by the names that it has in a version."""
-    parts: dict[str, Any] = {}
-    for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
-        if part is not None:
-            parts[name] = part
-    for name, part in extra.items():
-        if name in parts or name == "rng":
-            raise InvalidError(f"extra: {name!r} is taken")
-        parts[name] = part
-    for name, part in parts.items():
-        has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-        if not (has_state or isinstance(part, MutableMapping)):
-            kind = type(part).__name__
-            raise RefusedError(f"{name}: a {kind} has no state_dict and load_state_dict, and is no dict")
-    return parts
-
-
 def _whole_number(step: Any) -> int:
     try:
         return operator.index(step)
@@ -637,64 +621,7 @@ def _whole_number(step: Any) -> int:
         raise InvalidError(f"step: {step!r} is no whole number") from error
 
 
-def _device_of(model: Any) -> torch.device:
-    """The GPU that a model is on; the host if it is on none."""
-    parameters = model.parameters() if hasattr(model, "parameters") else ()
-    return next((each.device for each in parameters if each.is_cuda), torch.device("cpu"))
-
-
-def _refuse_overlap(optimizer: Any) -> None:
-    """Refuses an optimizer whose steps cannot be told."""
-    if not hasattr(optimizer, "register_step_pre_hook"):
-        raise InvalidError("overlap: it needs an optimizer of torch's, whose steps wait for the copies of a save")
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        raise InvalidError("overlap: steps of a capturable optimizer may be replayed from a graph, which waits for "
-                           "nothing", remedy="save without it")
-
-
 def _refuse_capture() -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise RefusedError("a graph of CUDA is being captured: a replay would neither save nor wait for a save",
                            remedy="capture after `Saved.wait`; `overlap` is not for such steps")
-
-
-def _stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[Extent]]:
-    """Those of the tensors that an optimizer alone changes, in its steps, and the others.
-
-    A tensor that shares its storage with one that something else may change leaves with that one.
-    """
-    if optimizer is None:
-        return [], tensors
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for state in optimizer.state.values():
-        own += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    parts = parts_module()
-    if parts is not None:
-        with torch.no_grad():
-            own = [parts.local(tensor) for tensor in own]
-    return _native.extents_within(tensors, [tensor for tensor in own if tensor.layout is torch.strided])
-
-
-def _diff(old: _native.View, new: _native.View) -> dict[str, int | None]:
-    before = {array.name: (key, array) for key, arrays in _pages.read_manifest(old).pages.items() for array in arrays}
-    after = {array.name: (key, array) for key, arrays in _pages.read_manifest(new).pages.items() for array in arrays}
-    cpu = torch.device("cpu")
-    differ: dict[str, int | None] = {name: None for name in before.keys() ^ after.keys()}
-    for name in before.keys() & after.keys():
-        (old_key, old_array), (new_key, new_array) = before[name], after[name]
-        if (old_array.shape, old_array.dtype) != (new_array.shape, new_array.dtype):
-            differ[name] = None
-            continue
-        was, now = old.info(old_key), new.info(new_key)
-        is_same_page = (was.page, was.epoch, was.lsn) == (now.page, now.epoch, now.lsn)
-        if is_same_page and (old_array.offset, old_array.stride) == (new_array.offset, new_array.stride):
-            continue
-        left = tensors_of(read_page(old, old_key), [old_array], cpu)[name]
-        right = tensors_of(read_page(new, new_key), [new_array], cpu)[name]
-        # By bits: a NaN equals itself, and 0.0 differs from -0.0.
-        size = left.element_size()
-        flat = [bytes_of(each.contiguous()).view(-1, size) for each in (left, right)]
-        count = int((flat[0] != flat[1]).any(dim=1).sum()) if left.numel() else 0
-        if count:
-            differ[name] = count
-    return dict(sorted(differ.items()))

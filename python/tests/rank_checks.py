@@ -337,7 +337,6 @@ def a_process_may_become_another_rank(directory: Path) -> None:
 
 
 def tensors_are_divided_as_they_were(directory: Path) -> None:
-    rank = dist.get_rank()
     flat, square = init_device_mesh(DEVICE, (RANKS,)), init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(60.0).view(10, 6)
 

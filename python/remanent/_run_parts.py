@@ -1,0 +1,63 @@
+"""What a training run is made of: the objects that have its state, and where their tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from remanent import _native
+from remanent._errors import InvalidError, RefusedError
+from remanent._native import Extent
+from remanent._run_state import parts_module
+
+
+def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What has a state, by the names that it has in a version."""
+    parts: dict[str, Any] = {}
+    for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
+        if part is not None:
+            parts[name] = part
+    for name, part in extra.items():
+        if name in parts or name == "rng":
+            raise InvalidError(f"extra: {name!r} is taken")
+        parts[name] = part
+    for name, part in parts.items():
+        has_state = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+        if not (has_state or isinstance(part, MutableMapping)):
+            kind = type(part).__name__
+            raise RefusedError(f"{name}: a {kind} has no state_dict and load_state_dict, and is no dict")
+    return parts
+
+
+def device_of(model: Any) -> torch.device:
+    """The GPU that a model is on; the host if it is on none."""
+    parameters = model.parameters() if hasattr(model, "parameters") else ()
+    return next((each.device for each in parameters if each.is_cuda), torch.device("cpu"))
+
+
+def refuse_overlap(optimizer: Any) -> None:
+    """Refuses an optimizer whose steps cannot be told."""
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        raise InvalidError("overlap: it needs an optimizer of torch's, whose steps wait for the copies of a save")
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise InvalidError("overlap: steps of a capturable optimizer may be replayed from a graph, which waits for "
+                           "nothing", remedy="save without it")
+
+
+def stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[Extent]]:
+    """Those of the tensors that an optimizer alone changes, in its steps, and the others.
+
+    A tensor that shares its storage with one that something else may change leaves with that one.
+    """
+    if optimizer is None:
+        return [], tensors
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for state in optimizer.state.values():
+        own += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    parts = parts_module()
+    if parts is not None:
+        with torch.no_grad():
+            own = [parts.local(tensor) for tensor in own]
+    return _native.extents_within(tensors, [tensor for tensor in own if tensor.layout is torch.strided])
