@@ -8,6 +8,7 @@ same directory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -20,14 +21,22 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from remanent import _durable, _native, _sealed
-from remanent._errors import DamagedError, Error, ForeignDirectoryError, InvalidError, NoStateError, RefusedError
+from remanent._errors import (
+    DamagedError,
+    Error,
+    ForeignDirectoryError,
+    InvalidError,
+    NoStateError,
+    RankFailedError,
+    RefusedError,
+)
 from remanent._ranks import Ranks, described, raise_first
 from remanent._versions import Keep, Version, Views, of_step, unnamed
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
 
-_KIND = "point"
+_KIND = "version"
 _ENDING = ".point"
 
 
@@ -126,9 +135,11 @@ class SharedVersions:
         self._give_up_all_but(self._ranks.by_first(lambda: self._publish(step, name, parts)))
 
     def failed(self, save: int, error: BaseException) -> None:
-        if save > self._told:
-            self._tell(save, {"failed": described(error)})
-            self._give_up_unnamed()
+        # The save's own failure is raised, and not one of telling it.
+        with contextlib.suppress(RankFailedError):
+            if save > self._told:
+                self._tell(save, {"failed": described(error)})
+                self._give_up_unnamed()
 
     def _tell(self, save: int, said: Any) -> list[Any]:
         self._told = save
