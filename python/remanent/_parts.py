@@ -51,11 +51,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def described(name: str, tensor: DTensor) -> dict[str, Any]:
-    """How the whole is divided, and where in it this rank's part begins, as JSON."""
+def own_rank() -> int:
+    """This process's rank, as meshes have it."""
+    return dist.get_rank()
+
+
+def described(name: str, tensor: DTensor, rank: int) -> dict[str, Any]:
+    """How the whole is divided, and where in it the part of this rank begins, as JSON."""
     layout = _Layout(tensor.device_mesh, tensor.placements)
     return {"shape": list(tensor.shape), "stride": list(tensor.stride()),
-            **_described(name, tensor.shape, layout, dist.get_rank())}
+            **_described(name, tensor.shape, layout, rank)}
 
 
 @functools.lru_cache(1 << 14)
@@ -151,7 +156,7 @@ class Wholes:
 
     def _joined(self, name: str, shape: torch.Size, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:
         """This rank's part, put together of what other ranks saved."""
-        own_shape, own_offset = _box(shape, layout, dist.get_rank())
+        own_shape, own_offset = _box(shape, layout, own_rank())
         joined = torch.empty(own_shape, dtype=dtype, device="cpu")
         missing = joined.numel()
         # Parts are alike or apart: ranks that hold copies hold the same part.

@@ -33,6 +33,7 @@ class _Capture:
         self.tensors = tensors
         self._of_rank = of_rank
         self._parts = parts_module()
+        self._rank = self._parts.own_rank() if of_rank and self._parts is not None else 0
 
     def __call__(self, path: str, value: object) -> object | None:
         name = path[1:]
@@ -42,7 +43,7 @@ class _Capture:
                 raise RefusedError(f"{name}: the other parts of a DTensor are on other ranks",
                                    remedy="give the `process_group` of these ranks")
             self.tensors[name] = parts.local(value)
-            return {"$": ["dtensor", name, parts.described(name, value)]}
+            return {"$": ["dtensor", name, parts.described(name, value, self._rank)]}
         if isinstance(value, torch.Tensor):
             self.tensors[name] = value
             return {"$": ["tensor", name]}
