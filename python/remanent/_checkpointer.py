@@ -97,9 +97,10 @@ class Checkpointer:
     cannot save none saves, and what one cannot read changes nothing on any. Of a DTensor each rank saves its part, of
     any other tensor what it has. Ranks have stores `rank-N` in the directory.
 
-    A run may go on with another number of ranks, or another mesh: `restore` divides DTensors as the model's are now.
-    What is no DTensor rank K takes from rank K of those that saved; ranks beyond them take turns, and keep the random
-    states that they have.
+    A run may go on with another number of ranks, or another mesh: `restore` divides DTensors as the model's are now,
+    and refuses those of which it cannot tell how, such as stages that each have a tensor of the same name. What was a
+    DTensor must be one, and nothing else. What is none, rank K takes from rank K of those that saved; ranks beyond
+    them take turns, and keep the random states that they have.
 
     Values are tensors as in `save_file`, None, bool, int, float, complex, str, bytes, list, tuple, dict, and NumPy's
     arrays; `torch.dtype`, `torch.device` and `torch.Size`. All else is refused by its name, before anything is saved.
@@ -250,8 +251,9 @@ class Checkpointer:
         passage: Passage | None = None
         done: concurrent.futures.Future[tuple[int, float]] | None = None
         try:
-            step = _whole_number(step)
-            tree, captured, tensors = self._checked(name, busy)
+            self._refuse_busy(busy)
+            step = _whole_number("step", step)
+            tree, captured, tensors = self._checked(name)
             passage = self._room.begin(tensors)
             capture = Capture(self._copies, captured)
             note = note or f"step {step}"
@@ -288,17 +290,19 @@ class Checkpointer:
             raise
         return saved
 
-    def _checked(self, name: str | None, busy: str) -> tuple[Any, list[Extent], list[Extent]]:
-        """The state to save, once it is known that it can be: its tree, what is captured of it, and the others."""
+    def _refuse_busy(self, busy: str) -> None:
         if busy not in ("wait", "refuse"):
             raise InvalidError(f"busy: {busy!r} is neither \"wait\" nor \"refuse\"")
         last = self._last
-        if busy == "refuse" and self._versions.is_busy(last is not None and not last._done.done()):
+        if busy == "refuse" and self._versions.is_busy(self._saves, last is not None and not last._done.done()):
             which = "before" if last is None else f"of step {last.step}"
             raise InUseError(f"the save {which} is under way", remedy="save less often, or wait")
+
+    def _checked(self, name: str | None) -> tuple[Any, list[Extent], list[Extent]]:
+        """The state to save, once it is known that it can be: its tree, what is captured of it, and the others."""
         _refuse_capture()
-        if name is not None and (name.startswith(STEP) or not 1 <= len(name.encode()) <= _NAME_LEN_MAX or "\0" in name):
-            raise InvalidError(f"name: {name[:80]!r} is empty, longer than 64 bytes, or a name for steps without one")
+        if name is not None:
+            _check_name(name)
         self._finish()
         if name is not None:
             self._versions.check_name(name)
@@ -490,7 +494,8 @@ class Checkpointer:
     def _check_open(self) -> None:
         if os.getpid() != self._opener:
             # The threads of a save under way are not there.
-            raise ForkedError("the checkpointer is another process's", remedy="make one in this process")
+            raise ForkedError("the checkpointer is another process's", remedy="make one in this process",
+                              opener=self._opener)
         if self.store.closed:
             raise ClosedError("the checkpointer is closed")
 
@@ -518,6 +523,8 @@ class Checkpointer:
         :raises NoStateError: if there is no such version.
         :raises DamagedError: if bytes on disk are not what was written.
         """
+        if not (at is None or isinstance(at, str)):
+            at = _whole_number("at", at)
         layouts = layouts_of(self._parts) if self._ranks is not None else None
 
         def loaded() -> tuple[int, dict[str, Any]]:
@@ -566,7 +573,7 @@ class Checkpointer:
         """The tensors that differ between two versions, each with its number of changed elements.
 
         None stands for a tensor that only one of them has, or that has another shape or kind of elements.
-        Pages that no batch changed in between are not read.
+        Pages that no batch changed in between are not read. With `process_group`: of what this rank has of them.
         """
         def differing() -> dict[str, int | None]:
             with self._versions.view(before) as old:
@@ -614,11 +621,19 @@ class Checkpointer:
                 raise
 
 
-def _whole_number(step: Any) -> int:
+def _check_name(name: str) -> None:
+    length = len(name.encode())
+    if not 1 <= length <= _NAME_LEN_MAX:
+        raise InvalidError(f"name: a name has 1 to {_NAME_LEN_MAX} bytes, and this one {length}")
+    if name.startswith(STEP) or "\0" in name:
+        raise InvalidError(f"name: {name!r} is a name for steps without one, or has a NUL in it")
+
+
+def _whole_number(what: str, number: Any) -> int:
     try:
-        return operator.index(step)
+        return operator.index(number)
     except TypeError as error:
-        raise InvalidError(f"step: {step!r} is no whole number") from error
+        raise InvalidError(f"{what}: {number!r} is no whole number") from error
 
 
 def _refuse_capture() -> None:

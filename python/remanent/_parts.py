@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,13 @@ class _Part(NamedTuple):
     offset: tuple[int, ...]
 
 
+class _Parts(NamedTuple):
+    """All parts of a DTensor, and in how many ways ranks say that it is divided."""
+
+    parts: list[_Part]
+    divisions: set[str]
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: all of it, if it is no DTensor. To be called without gradients."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -63,21 +71,45 @@ def described(name: str, tensor: DTensor, rank: int) -> dict[str, Any]:
             **_described(name, tensor.shape, layout, rank)}
 
 
+def _now(name: str, shape: torch.Size, layout: _Layout) -> dict[str, Any]:
+    """What `described` says of this rank's part of a tensor that is so divided, but for the whole's shape."""
+    return _described(name, shape, layout, own_rank())
+
+
 @functools.lru_cache(1 << 14)
 def _described(name: str, shape: torch.Size, layout: _Layout, rank: int) -> dict[str, Any]:
-    placements = [_placement(name, each) for each in layout.placements]
     _, offset = _box(shape, layout, rank)
-    return {"mesh": _key(layout.mesh), "placements": placements, "offset": list(offset)}
+    return {**_division(name, layout), "offset": None if offset is None else list(offset)}
 
 
-def _box(shape: torch.Size, layout: _Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _division(name: str, layout: _Layout) -> dict[str, Any]:
+    return {"mesh": _key(layout.mesh), "sizes": list(layout.mesh.shape),
+            "placements": [_placement(name, each) for each in layout.placements]}
+
+
+def _box(shape: torch.Size, layout: _Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Shape and beginning of a rank's part; a rank that the mesh has not has an empty one, which begins nowhere."""
     # A mesh's own coordinate may be that of an earlier rank of this process: torch keeps meshes for those alike.
     [*found] = torch.argwhere(layout.mesh.mesh == rank).tolist()
     if not found:
-        return (0,) * len(shape), ()
+        return (0,) if shape else (), None
     sizes = tuple(layout.mesh.shape)
     return _compute_local_shape_and_global_offset(shape, sizes, found[0], layout.placements)
+
+
+def _has_boxes(division: Mapping[str, Any]) -> bool:
+    """Whether each part of a whole that is so divided is one box of it.
+
+    A strided shard is one that is divided further by those that follow: without these its parts are in pieces.
+    """
+    placements = division["placements"]
+    for at, (kind, *given) in enumerate(placements):
+        if kind == "strided":
+            dim, split_factor = given
+            further = zip(division["sizes"][at + 1 :], placements[at + 1 :], strict=True)
+            if math.prod(size for size, placement in further if placement == ["shard", dim]) != split_factor:
+                return False
+    return True
 
 
 def _placement(name: str, placement: Placement) -> list[Any]:
@@ -148,8 +180,9 @@ class Wholes:
         """The tensor of which a version has this part for this rank. Its bytes stay on the host."""
         shape = torch.Size(said["shape"])
         layout = self._layouts.of(name, shape, said)
-        as_saved = (_key(layout.mesh), [_placement(name, each) for each in layout.placements])
-        if self._views.number is None or as_saved != (said["mesh"], said["placements"]):
+        now = _now(name, shape, layout)
+        is_own = all(said[key] == value for key, value in now.items())
+        if self._views.number is None or not is_own:
             part = self._joined(name, shape, layout, part.dtype)
         meta = TensorMeta(shape, tuple(said["stride"]), part.dtype)
         return DTensor(part, DTensorSpec(layout.mesh, layout.placements, tensor_meta=meta), requires_grad=False)
@@ -157,11 +190,21 @@ class Wholes:
     def _joined(self, name: str, shape: torch.Size, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:
         """This rank's part, put together of what other ranks saved."""
         own_shape, own_offset = _box(shape, layout, own_rank())
-        joined = torch.empty(own_shape, dtype=dtype, device="cpu")
+        joined = torch.zeros(own_shape, dtype=dtype, device="cpu")
+        if own_offset is None:
+            return joined
+        saved = self._parts.get(name, _Parts([], set()))
+        if len(saved.divisions) != 1:
+            raise NoStateError(f"{name}: ranks that saved have several tensors of that name, each divided over others, "
+                               "and it cannot be told which is meant", remedy="restore with the ranks that saved")
+        for division in (json.loads(*saved.divisions), _division(name, layout)):
+            if not _has_boxes(division):
+                raise NoStateError(f"{name}: its parts are in pieces, with placements of {division['placements']}",
+                                   remedy="restore with the layout that it was saved with")
         missing = joined.numel()
         # Parts are alike or apart: ranks that hold copies hold the same part.
         seen = set()
-        for part in self._parts.get(name, ()) if missing else ():
+        for part in saved.parts if missing else ():
             box = part.offset, part.array.shape
             begin = [max(at, own) for at, own in zip(part.offset, own_offset, strict=True)]
             end = [min(at + length, own + own_length) for at, length, own, own_length
@@ -184,17 +227,19 @@ class Wholes:
         return joined
 
     @functools.cached_property
-    def _parts(self) -> dict[str, list[_Part]]:
+    def _parts(self) -> dict[str, _Parts]:
         """What all ranks saved of each tensor."""
-        found: dict[str, list[_Part]] = {}
+        found: dict[str, _Parts] = {}
         for rank in range(self._views.count):
             manifest = _pages.read_manifest(self._views.of(rank))
             arrays = {array.name: (key, array) for key, of_page in manifest.pages.items() for array in of_page}
             for name, said in _described_in(manifest.tree):
-                if len(said["offset"]) < len(said["shape"]):
-                    # Its mesh had not this rank.
-                    continue
-                found.setdefault(name, []).append(_Part(rank, *arrays[name], tuple(said["offset"])))
+                key, array = arrays[name]
+                of_name = found.setdefault(name, _Parts([], set()))
+                division = {each: said[each] for each in ("mesh", "sizes", "placements", "shape")}
+                of_name.divisions.add(json.dumps(division | {"dtype": array.dtype}, sort_keys=True))
+                if said["offset"] is not None:
+                    of_name.parts.append(_Part(rank, key, array, tuple(said["offset"])))
         return found
 
     def _rows(self, part: _Part, first: int, count: int) -> torch.Tensor:

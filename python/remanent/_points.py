@@ -104,9 +104,10 @@ class SharedVersions:
         if any(point.name == name for point in self._points.readable()[0]):
             raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
 
-    def is_busy(self, own: bool) -> bool:
+    def is_busy(self, save: int, own: bool) -> bool:
         if self._aside is None:
             self._aside = Ranks(self._process_group)
+        self._aside.doing = f"begin save {save}"
         return any(self._aside.gather(own))
 
     def keep_former(self) -> None:

@@ -119,23 +119,26 @@ class Ranks:
         self._group = None
 
 
-def described(error: BaseException) -> dict[str, str]:
-    """A failure as other ranks are told of it."""
-    said = {"kind": type(error).__name__, "message": str(error)}
-    return said | {"remedy": error.remedy} if isinstance(error, Error) else said
+def described(error: BaseException) -> dict[str, Any]:
+    """A failure as other ranks are told of it, with what it says of itself."""
+    said = {"kind": type(error).__name__, "message": str(error), "details": {}}
+    if isinstance(error, Error):
+        said["details"] = {name: value for name, value in error.__dict__.items()
+                           if name != "message" and isinstance(value, (str, int, float, type(None)))}
+    return said
 
 
-def failure_of(rank: int, said: dict[str, str]) -> Error:
+def failure_of(rank: int, said: dict[str, Any]) -> Error:
     """The failure of another rank: of the same kind, if it is one of this package."""
     kind = getattr(_errors, said["kind"], None) if said["kind"] in _errors.__all__ else None
     if kind is not None:
-        error: Error = kind(f"rank {rank}: {said['message']}", remedy=said.get("remedy", "see that rank"))
+        error: Error = kind(f"rank {rank}: {said['message']}", **said["details"])
         return error
     message = f"rank {rank}: {said['kind']}: {said['message']}"
     return RankFailedError(message, remedy="see what that rank says", rank=rank)
 
 
-def raise_first(failures: list[dict[str, str] | None]) -> None:
+def raise_first(failures: list[dict[str, Any] | None]) -> None:
     """Raises what the first rank that failed says."""
     for rank, said in enumerate(failures):
         if said is not None:

@@ -115,8 +115,8 @@ class Versions(Protocol):
     def check_name(self, name: str) -> None:
         """Refuses a name that another version has."""
 
-    def is_busy(self, own: bool) -> bool:
-        """Whether a save is under way, of this rank or of another one."""
+    def is_busy(self, save: int, own: bool) -> bool:
+        """Whether a save is under way, of this rank or of another one, as the save with this number begins."""
 
     def keep_former(self) -> None:
         """Keeps the newest version, if nothing keeps it, before a save writes over it."""
@@ -184,7 +184,7 @@ class OwnVersions:
         if any(info.name == name for info in self._store.snapshots()):
             raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
 
-    def is_busy(self, own: bool) -> bool:
+    def is_busy(self, save: int, own: bool) -> bool:
         return own
 
     def keep_former(self) -> None:

@@ -179,7 +179,7 @@ class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]
     """The trainer's side, in each of its ranks: the first one publishes, the others help to gather what is divided.
 
     Tensors that are gathered, as of FSDP, are held whole by the first rank until they are compared: on the host, unless
-    `device` says otherwise.
+    `device` says otherwise. So each that the source yields must stay as it is until all are there.
     """
 
     init_info_cls = RemanentTrainerInitInfo
@@ -199,7 +199,12 @@ class RemanentTrainerEngine(TrainerWeightTransferEngine[RemanentTrainerInitInfo]
         if engine.is_sender:
             engine._publisher = Publisher(init_info.directory, device=init_info.device, **init_info.options)
             engine._on_host = init_info.device == "host"
-            client.init_weight_transfer_engine({"directory": init_info.directory})
+            try:
+                client.init_weight_transfer_engine({"directory": init_info.directory})
+            except BaseException:
+                # The caller may try again.
+                engine.shutdown()
+                raise
         return engine
 
     def send_weights(self) -> None:
