@@ -25,9 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from children import ended, forked
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import remanent
 from remanent.torch import Checkpointer
@@ -259,6 +260,11 @@ def a_directory_of_something_else_is_refused(directory: Path) -> None:
         run.save(1)
         with raises(remanent.LockedError, "rank-"):
             training.run(directory / "four")
+        try:
+            training.run(directory / "four")
+        except remanent.LockedError as error:
+            # Whichever rank it was on, it says what it would say there.
+            assert error.holder and error.path and "rank-" in error.path
     pair = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         with Checkpointer(directory / "two", extra={"own": training.own}, process_group=pair) as run:
@@ -289,12 +295,13 @@ def ranks_stay_in_step_whatever_is_raised_in_one(directory: Path) -> None:
             time.sleep(0.6)
             assert run.restore() == 1
         run.save(2)
-        for step, busy, text in ((3.5, "wait", "no whole number"), (4, "refused", "neither \"wait\" nor")):
+        for step, busy, text in ((3.5, "wait", "no whole number"), (3.5, "refuse", "no whole number"),
+                                 (4, "refused", "neither \"wait\" nor")):
             with raises(remanent.InvalidError, text):
                 if rank == 3:
                     run.save(step, busy=busy)
                 else:
-                    run.save(4)
+                    run.save(4, busy="wait" if busy == "refused" else busy)
         for _ in range(5):
             with raises(remanent.RefusedError, "rank 1 saved step 0" if rank != 1 else "rank 0 saved step 5"):
                 run.save(0 if rank == 1 else 5)
@@ -334,6 +341,49 @@ def a_process_may_become_another_rank(directory: Path) -> None:
         dist.barrier()
         if number == 0:
             dist.destroy_process_group()
+
+
+def parts_are_joined_only_where_it_is_known_how(directory: Path) -> None:
+    rank = dist.get_rank()
+    pairs = [DeviceMesh(DEVICE, [0, 1]), DeviceMesh(DEVICE, [2, 3])]
+    square = init_device_mesh(DEVICE, (2, 2))
+
+    def module(tensor: torch.Tensor, mesh: DeviceMesh, *placements: Any) -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.register_buffer("x", distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None))
+        return made
+
+    def restored(into: torch.nn.Module, saved: str, group: Any = None) -> torch.Tensor:
+        with Checkpointer(directory / saved, into, process_group=group or dist.group.WORLD) as run:
+            run.restore()
+        return into.x.to_local()
+
+    def save(name: str, made: torch.nn.Module) -> None:
+        with Checkpointer(directory / name, made, process_group=dist.group.WORLD) as run:
+            run.save(1)
+
+    # Two stages with a tensor of the same name, as the optimizers of pipelines have them.
+    stage, numbers = rank // 2, torch.arange(8.0)
+    save("stages", module(numbers + 100 * stage, pairs[stage], Shard(0)))
+    again = restored(module(numbers * 0, pairs[stage], Shard(0)), "stages")
+    assert torch.equal(again, (numbers + 100 * stage).chunk(2)[rank % 2])
+    with raises(remanent.NoStateError, "several tensors of that name"):
+        restored(module(numbers * 0, pairs[stage], Replicate()), "stages")
+    # Every other element: no box.
+    save("rows", module(numbers, square, Shard(0), Shard(0)))
+    with raises(remanent.NoStateError, "its parts are in pieces"):
+        restored(module(numbers * 0, square, _StridedShard(0, split_factor=2), Replicate()), "rows")
+    # On some ranks only, and then on others.
+    for name, tensor in (("rows of two", numbers), ("one number", torch.tensor(3.0))):
+        placement = Shard(0) if tensor.ndim else Replicate()
+        save(name, module(tensor, pairs[1], placement))
+        found = restored(module(tensor * 0, pairs[0], placement), name)
+        assert rank > 1 or torch.equal(found, tensor.chunk(2)[rank] if tensor.ndim else tensor), found
+    # By a group in which they have other numbers.
+    group = dist.new_group([2, 3])
+    if rank > 1:
+        found = restored(module(numbers * 0, pairs[1], Shard(0)), "rows of two", group)
+        assert torch.equal(found, numbers.chunk(2)[rank - 2]), found
 
 
 def tensors_are_divided_as_they_were(directory: Path) -> None:
@@ -449,6 +499,7 @@ CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] f
     a_directory_of_something_else_is_refused,
     ranks_stay_in_step_whatever_is_raised_in_one,
     a_process_may_become_another_rank,
+    parts_are_joined_only_where_it_is_known_how,
     tensors_are_divided_as_they_were,
 )}
 CHECKS["ranks_come_and_go"] = [(4, begin), (3, go_on), (1, go_on), (4, go_on), (2, go_on)]

@@ -248,3 +248,15 @@ def test_a_trainer_without_whole_weights_is_refused(directory: str) -> None:
     source.owned_names = lambda rank: ["weight"]
     with pytest.raises(remanent.RefusedError, match="the first rank does not have all"):
         WeightTransferTrainerFactory.trainer_init(info, client=Workers([]), source=source)
+
+
+def test_a_trainer_whose_workers_are_not_there_yet_tries_again(directory: str) -> None:
+    class Late(Workers):
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            raise ConnectionError("no server yet")
+
+    info, source = RemanentTrainerInitInfo(directory, rank=0), ModuleSource(torch.nn.Linear(2, 2))
+    with pytest.raises(ConnectionError) as held:
+        WeightTransferTrainerFactory.trainer_init(info, client=Late([]), source=source)
+    assert held.value.__traceback__ is not None
+    WeightTransferTrainerFactory.trainer_init(info, client=Workers([]), source=source).shutdown()
