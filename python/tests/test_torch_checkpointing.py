@@ -395,10 +395,11 @@ def writer(root: Path, first: int) -> subprocess.Popen[str]:
 
 def test_processes_that_write_beside_each_other_are_killed_and_lose_nothing(root: Path) -> None:
     writers = [writer(root, first) for first in range(2)]
-    last = [-1, -1]
-    for child, process in enumerate(writers):
-        assert process.stdout is not None
-        for line in process.stdout:
+    outputs = [process.stdout for process in writers if process.stdout is not None]
+    # Both are writing before the first one is killed, however long a process takes to begin.
+    last = [int(output.readline()) for output in outputs]
+    for child, (process, output) in enumerate(zip(writers, outputs, strict=True)):
+        for line in output:
             last[child] = int(line)
             if last[child] // 10 == 6 + 5 * child:
                 process.send_signal(signal.SIGKILL)
