@@ -57,7 +57,7 @@ def create(path: Path, content: bytes) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Removes files of one folder; gone for good when this returns."""
+    """Removes files; they are gone for good when this returns."""
     folders = set()
     for path in paths:
         path.unlink(missing_ok=True)

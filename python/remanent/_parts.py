@@ -71,11 +71,6 @@ def described(name: str, tensor: DTensor, rank: int) -> dict[str, Any]:
             **_described(name, tensor.shape, layout, rank)}
 
 
-def _now(name: str, shape: torch.Size, layout: _Layout) -> dict[str, Any]:
-    """What `described` says of this rank's part of a tensor that is so divided, but for the whole's shape."""
-    return _described(name, shape, layout, own_rank())
-
-
 @functools.lru_cache(1 << 14)
 def _described(name: str, shape: torch.Size, layout: _Layout, rank: int) -> dict[str, Any]:
     _, offset = _box(shape, layout, rank)
@@ -180,7 +175,8 @@ class Wholes:
         """The tensor of which a version has this part for this rank. Its bytes stay on the host."""
         shape = torch.Size(said["shape"])
         layout = self._layouts.of(name, shape, said)
-        now = _now(name, shape, layout)
+        # But for the whole's shape, as `described` says it.
+        now = _described(name, shape, layout, own_rank())
         is_own = all(said[key] == value for key, value in now.items())
         if self._views.number is None or not is_own:
             part = self._joined(name, shape, layout, part.dtype)
@@ -212,15 +208,10 @@ class Wholes:
             if box in seen or any(last <= first for first, last in zip(begin, end, strict=True)):
                 continue
             seen.add(box)
-            rows = self._rows(part, begin[0] - part.offset[0], end[0] - begin[0]) if shape else self._rows(part, 0, 1)
-            if shape:
-                inside = tuple(slice(first - at, last - at) for first, last, at
-                               in zip(begin[1:], end[1:], part.offset[1:], strict=True))
-                there = tuple(slice(first - at, last - at) for first, last, at
-                              in zip(begin, end, own_offset, strict=True))
-                joined[there] = rows[(slice(None), *inside)]
-            else:
-                joined.copy_(rows)
+            there, within = (tuple(slice(first - at, last - at)
+                                   for first, last, at in zip(begin, end, start, strict=True))
+                             for start in (own_offset, part.offset))
+            joined[there] = self._read(part, within)
             missing -= math.prod(last - first for first, last in zip(begin, end, strict=True))
         if missing:
             raise NoStateError(f"{name}: the version lacks {missing} of its elements")
@@ -242,18 +233,18 @@ class Wholes:
                     of_name.parts.append(_Part(rank, key, array, tuple(said["offset"])))
         return found
 
-    def _rows(self, part: _Part, first: int, count: int) -> torch.Tensor:
-        """Some rows of a part."""
+    def _read(self, part: _Part, within: tuple[slice, ...]) -> torch.Tensor:
+        """A box of a part; of one whose rows follow each other, no other rows are read."""
         view, array = self._views.of(part.rank), part.array
-        if array.stride is not None or not array.shape:
+        if array.stride is not None or not within:
             page = read_page(view, part.key)
-            whole = tensors_of(page, [array], torch.device("cpu"))[array.name]
-            return whole[first : first + count] if array.shape else whole
+            return tensors_of(page, [array], torch.device("cpu"))[array.name][within]
+        rows, *columns = within
         dtype = DTYPE[array.dtype]
         row = dtype.itemsize * math.prod(array.shape[1:])
-        rows = torch.empty((count, *array.shape[1:]), dtype=dtype, device="cpu")
-        view.read_into(part.key, bytes_of(rows), array.offset + first * row)
-        return rows
+        read = torch.empty((rows.stop - rows.start, *array.shape[1:]), dtype=dtype, device="cpu")
+        view.read_into(part.key, bytes_of(read), array.offset + rows.start * row)
+        return read[(slice(None), *columns)]
 
 
 def _dtensors(path: str, value: Any) -> Iterator[tuple[str, DTensor]]:

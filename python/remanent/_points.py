@@ -150,15 +150,17 @@ class SharedVersions:
     def _publish(self, step: int, name: str | None, parts: list[Part]) -> list[list[str]] | None:
         self._points.create(step, name, parts)
         points, all_read = self._points.readable()
-        self._points.remove(self._keep.outlived(points))
-        if all_read:
-            self._remove_left_stores()
-        return self._kept_snapshots()
+        gone = self._keep.outlived(points)
+        self._points.remove(gone)
+        if not all_read:
+            return None
+        kept = [point for point in points if point not in gone]
+        self._remove_left_stores(kept)
+        return self._snapshots_of(kept)
 
-    def _remove_left_stores(self) -> None:
+    def _remove_left_stores(self, kept: list[Point]) -> None:
         """Removes the stores of ranks that are no more, once no point names them."""
-        ranks = max((len(point.parts) for point in self._points.readable()[0]), default=0)
-        ranks = max(ranks, self._ranks.count)
+        ranks = max([self._ranks.count, *(len(point.parts) for point in kept)])
         try:
             for folder in self._directory.glob("rank-*"):
                 number = folder.name.removeprefix("rank-")
@@ -175,8 +177,9 @@ class SharedVersions:
     def _kept_snapshots(self) -> list[list[str]] | None:
         """The snapshots that points name, by rank; None if one cannot be read, which might name any."""
         points, all_read = self._points.readable()
-        if not all_read:
-            return None
+        return self._snapshots_of(points) if all_read else None
+
+    def _snapshots_of(self, points: list[Point]) -> list[list[str]]:
         return [[point.parts[rank].snapshot for point in points if rank < len(point.parts)]
                 for rank in range(self._ranks.count)]
 

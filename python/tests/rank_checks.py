@@ -12,16 +12,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from children import ended, forked
@@ -56,11 +55,11 @@ class Training:
         self.optimizer.step()
         return loss.item()
 
-    def state(self) -> list[torch.Tensor]:
-        """Copies of the parts that this rank has."""
-        found = [parameter.detach().to_local().clone() for parameter in self.model.parameters()]
+    def state(self, taken: Callable[[Any], torch.Tensor] = DTensor.to_local) -> list[torch.Tensor]:
+        """Copies of what is taken of each tensor: the part that this rank has, or all of it."""
+        found = [taken(parameter.detach()).clone() for parameter in self.model.parameters()]
         for each in self.optimizer.state.values():
-            found += [each["exp_avg"].to_local().clone(), each["exp_avg_sq"].to_local().clone(), each["step"].clone()]
+            found += [taken(each["exp_avg"]).clone(), taken(each["exp_avg_sq"]).clone(), each["step"].clone()]
         return found
 
     def run(self, directory: Path, **options: Any) -> Checkpointer:
@@ -90,14 +89,8 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-@contextmanager
-def raises(kind: type[BaseException], text: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        assert re.search(text, str(error)), f"{error!r} does not say {text!r}"
-    else:
-        raise AssertionError(f"no {kind.__name__}")
+def raises(kind: type[BaseException], text: str) -> Any:
+    return pytest.raises(kind, match=text)
 
 
 def a_restored_run_goes_on_as_the_one_that_saved(directory: Path) -> None:
@@ -429,14 +422,6 @@ def tensors_are_divided_as_they_were(directory: Path) -> None:
             run.save(2)
 
 
-def whole_state(training: Training) -> list[torch.Tensor]:
-    """Copies of the tensors of all ranks."""
-    found = [parameter.detach().full_tensor().clone() for parameter in training.model.parameters()]
-    for each in training.optimizer.state.values():
-        found += [each["exp_avg"].full_tensor().clone(), each["exp_avg_sq"].full_tensor().clone(), each["step"].clone()]
-    return found
-
-
 def begin(directory: Path) -> None:
     training = Training()
     with training.run(directory, keep=1) as run:
@@ -445,9 +430,9 @@ def begin(directory: Path) -> None:
         training.step()
         run.save(2)
         if dist.get_rank() == 0:
-            torch.save(whole_state(training), directory / "expected")
+            torch.save(training.state(DTensor.full_tensor), directory / "expected")
         else:
-            whole_state(training)
+            training.state(DTensor.full_tensor)
 
 
 def go_on(directory: Path) -> None:
@@ -460,7 +445,7 @@ def go_on(directory: Path) -> None:
         before = run.versions()[-1].step
         saved_by = len(json.loads(sorted((directory / "points").iterdir())[-1].read_bytes().splitlines()[1])["parts"])
         assert run.restore() == before
-        assert same(whole_state(training), torch.load(directory / "expected"))
+        assert same(training.state(DTensor.full_tensor), torch.load(directory / "expected"))
         assert training.own["rank"] == rank % saved_by
         if rank >= saved_by:
             assert torch.equal(torch.get_rng_state(), own_random)
@@ -473,7 +458,7 @@ def go_on(directory: Path) -> None:
         training.step()
         dist.barrier()
         run.save(before + 1)
-        state = whole_state(training)
+        state = training.state(DTensor.full_tensor)
         if rank == 0:
             torch.save(state, directory / "expected")
         # As a process leaves it that is killed while it removes the store of a rank that is no more.

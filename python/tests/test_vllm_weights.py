@@ -51,10 +51,14 @@ def trained() -> dict[str, Any]:
     return layers | {"model.embed": torch.arange(50.0), "lm_head": torch.ones(9)}
 
 
-@pytest.fixture
-def engine() -> RemanentWeightEngine:
+def worker() -> RemanentWeightEngine:
     config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.bfloat16))
     return RemanentWeightEngine(SimpleNamespace(backend="remanent"), config, torch.device("cpu"), Model())
+
+
+@pytest.fixture
+def engine() -> RemanentWeightEngine:
+    return worker()
 
 
 def same(model: Model, tensors: dict[str, Any]) -> bool:
@@ -202,11 +206,6 @@ class Workers:
 
 
 def test_a_trainer_sends_its_weights_to_all_workers(directory: str) -> None:
-    config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.bfloat16))
-
-    def worker() -> RemanentWeightEngine:
-        return RemanentWeightEngine(SimpleNamespace(backend="remanent"), config, torch.device("cpu"), Model())
-
     trained = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])})
     workers = Workers([worker(), worker()])
     first, helper = (WeightTransferTrainerFactory.trainer_init(
