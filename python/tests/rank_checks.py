@@ -279,13 +279,15 @@ def ranks_stay_in_step_whatever_is_raised_in_one(directory: Path) -> None:
     with training.run(directory) as run:
         run.save(1)
         # A wait that is interrupted, by Ctrl-C or by a scheduler's signal, ends no work that others take part in.
+        interrupted = directory / "interrupted"
         if rank == 2:
-            later = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
-            later.start()
+            threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
             with raises(KeyboardInterrupt, ""):
                 run.restore()
+            interrupted.touch()
         else:
-            time.sleep(0.6)
+            while not interrupted.exists():
+                time.sleep(0.01)
             assert run.restore() == 1
         run.save(2)
         for step, busy, text in ((3.5, "wait", "no whole number"), (3.5, "refuse", "no whole number"),

@@ -24,7 +24,7 @@ def test_what_holds_for_ranks_that_save_together(tmp_path: Path, device: str) ->
         pytest.skip(f"there are {torch.cuda.device_count()} GPUs, and ranks need one each")
     done = said_by("rank_checks.py", device, str(tmp_path))
     found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert len(found) > 2 and set(found.values()) == {"fine"}, (found, done.stderr)
+    assert len(found) > 2 and set(found.values()) == {"fine"}, f"{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("kind", ["checkpointer", "dcp"])
