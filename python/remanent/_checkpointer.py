@@ -30,7 +30,7 @@ from remanent._pages import Block
 from remanent._room import Passage, Room, WriterEndedError
 from remanent._run_parts import device_of, parts_of, refuse_overlap, stepped
 from remanent._run_state import flatten_state, layouts_of, load_state, rng_state, set_rng_state
-from remanent._saved import Capture, Reading, Saved
+from remanent._saved import Capture, LeftSaves, Reading, Saved
 from remanent._tensors import blocks, extents
 from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, whole
 
@@ -183,6 +183,7 @@ class Checkpointer:
         self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS, "remanent-checkpoint-write")
         self._sender = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint-copy")
         self._last: Saved | None = None
+        self._left = LeftSaves()
         self._reading: Reading | None = None
         self._room = Room(room, device_room)
         self._stepping = optimizer if overlap else None
@@ -229,17 +230,19 @@ class Checkpointer:
              busy: str = "wait") -> Saved:
         """Makes the present state the version of `step`.
 
-        A save while the one before is under way waits for that first, or is refused. The state may change once this
-        returns: by the host, and by what is queued on the current streams of its GPUs from then on, or ordered after
-        it. Other streams must be ordered first, as for any work of torch's. With `overlap` parameters and the
+        A save while the one before is under way waits for that first, is refused, or is left to the next one. The state
+        may change once this returns: by the host, and by what is queued on the current streams of its GPUs from then on, or ordered
+        after it. Other streams must be ordered first, as for any work of torch's. With `overlap` parameters and the
         optimizer's state may change by `optimizer.step` alone.
 
         :param name: keeps the version until `give_up(name)`; 1 to 64 bytes, not beginning with "step ".
         :param wait: whether to return only once the version is durable. Else the call returns once the state is
             copied, or its copies are queued on streams, and `Saved.wait` says when the version is durable; a process
             that is killed before that finds the version before.
-        :param busy: "wait" or "refuse": what the call does while the save before is under way. `Saved.seconds` says how
-            long one takes.
+        :param busy: "wait", "refuse" or "coalesce": what the call does while the save before is under way.
+            `Saved.seconds` says how long one takes. "coalesce" saves nothing then and returns at once: what it returns
+            is durable when the next save is, `Saved.version_step`. Saves with a name and those that `wait` are never
+            left to others; let the last one of a run be such, or `close` raises.
         :raises InUseError: if it is refused. Nothing is saved.
         :raises RefusedError: for what cannot be stored, by its name; while a graph of CUDA is being captured. Nothing
             is saved.
@@ -250,15 +253,19 @@ class Checkpointer:
         reading = Reading()
         passage: Passage | None = None
         done: concurrent.futures.Future[tuple[int, float]] | None = None
+        is_left = False
         try:
-            self._refuse_busy(busy)
+            is_left = self._is_left_to_next("wait" if busy == "coalesce" and (wait or name is not None) else busy)
             step = _whole_number("step", step)
+            if is_left:
+                return self._left.add(step, began)
             tree, captured, tensors = self._checked(name)
             passage = self._room.begin(tensors)
             capture = Capture(self._copies, captured)
             note = note or f"step {step}"
             done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree)
-            self._last = saved = Saved(step, done, reading, began)
+            self._last = saved = Saved(step, done, reading, began, version_step=step)
+            self._left.go_with(saved)
             self._reading = reading
             if captured:
                 passage.start_writer()
@@ -271,7 +278,7 @@ class Checkpointer:
             if wait:
                 saved.wait()
         except BaseException as error:
-            if done is None:
+            if done is None and not is_left:
                 # In the order of the saves: other ranks may be writing theirs.
                 self._worker.submit(self._versions.failed, self._saves, error)
             if passage is None:
@@ -290,13 +297,17 @@ class Checkpointer:
             raise
         return saved
 
-    def _refuse_busy(self, busy: str) -> None:
-        if busy not in ("wait", "refuse"):
-            raise InvalidError(f"busy: {busy!r} is neither \"wait\" nor \"refuse\"")
+    def _is_left_to_next(self, busy: str) -> bool:
+        """Whether a save is left to the next one, because the one before is under way."""
+        if busy not in ("wait", "refuse", "coalesce"):
+            raise InvalidError(f"busy: {busy!r} is none of \"wait\", \"refuse\" and \"coalesce\"")
         last = self._last
-        if busy == "refuse" and self._versions.is_busy(self._saves, last is not None and not last._done.done()):
+        if busy == "wait" or not self._versions.is_busy(self._saves, last is not None and not last._done.done()):
+            return False
+        if busy == "refuse":
             which = "before" if last is None else f"of step {last.step}"
             raise InUseError(f"the save {which} is under way", remedy="save less often, or wait")
+        return True
 
     def _checked(self, name: str | None) -> tuple[Any, list[Extent], list[Extent]]:
         """The state to save, once it is known that it can be: its tree, what is captured of it, and the others."""
@@ -532,6 +543,7 @@ class Checkpointer:
                 return self._versions.proven(lambda: self._loaded(views, layouts))
 
         step, state = self._after_saves(f"restore {at!r}", loaded)
+        self._left.end(f"`restore` put step {step} back before the next save")
         if self._copies is not None:
             # Optimizers get new tensors, and the memory of the old ones is wanted.
             self._copies.let_go()
@@ -590,7 +602,10 @@ class Checkpointer:
         self._after_saves(f"fork {at!r}", lambda: self._versions.fork(directory, at))
 
     def close(self) -> None:
-        """Waits for the save under way and closes the store."""
+        """Waits for the save under way and closes the store.
+
+        :raises InUseError: if the last save was left to a next one, which never came.
+        """
         try:
             if not self.store.closed:
                 self._finish()
@@ -606,6 +621,9 @@ class Checkpointer:
             if self._ranks is not None:
                 self._ranks.end()
             self.store.close()
+            untold = self._left.end("no other save came")
+        if untold is not None:
+            raise untold
 
     def __enter__(self) -> Checkpointer:
         if self.store.closed:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from remanent import _native
 from remanent._copies import Copies
 from remanent._copy_streams import Moment
+from remanent._errors import InUseError
 from remanent._native import Extent
 from remanent._pages import Block
 
@@ -68,11 +69,16 @@ class Capture:
 
 
 class Saved:
-    """A save that may still be under way: its state is captured, and becomes durable in the background."""
+    """A save that may still be under way: its state is captured, and becomes durable in the background.
+
+    One that was left to the next save (`busy="coalesce"`) has captured nothing, and ends as that one does.
+    """
 
     def __init__(self, step: int, done: concurrent.futures.Future[tuple[int, float]], reading: Reading,
-                 began: float) -> None:
+                 began: float, version_step: int | None) -> None:
         self.step = step
+        #: The step of the version, which is a later one for a save that was left to the next; None until that began.
+        self.version_step = version_step
         self._done = done
         self._reading = reading
         self._began = began
@@ -98,10 +104,16 @@ class Saved:
         return self._done.done() and self._done.exception() is None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the version is durable and kept, up to `timeout` seconds; says whether it is."""
+        """Waits until the version is durable and kept, up to `timeout` seconds; says whether it is.
+
+        :raises InUseError: without `timeout`, if the save was left to the next one, and that has not begun.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             # In slices, so that Ctrl-C ends the wait.
+            if until is None and self.version_step is None and not self._done.done():
+                raise InUseError(f"the save of step {self.step} was left to the next one, which has not begun",
+                                 remedy="save once more, and wait")
             left = 0.1 if until is None else max(0.0, min(0.1, until - time.monotonic()))
             if concurrent.futures.wait([self._done], left).done:
                 # Raises what the save failed with.
@@ -117,3 +129,44 @@ class Saved:
 
     def __repr__(self) -> str:
         return f"Saved(step={self.step}, done={self._done.done()})"
+
+
+class LeftSaves:
+    """Saves that came while one was under way, and are left to the next one."""
+
+    def __init__(self) -> None:
+        self._saves: list[Saved] = []
+
+    def add(self, step: int, began: float) -> Saved:
+        """A save that is left."""
+        reading = Reading()
+        reading.ends(Moment({}))
+        saved = Saved(step, concurrent.futures.Future(), reading, began, version_step=None)
+        self._saves.append(saved)
+        return saved
+
+    def go_with(self, saved: Saved) -> None:
+        """This one is the next: those that were left end as it does."""
+        going, self._saves = self._saves, []
+        for left in going:
+            left.version_step = saved.version_step
+
+        def end(done: concurrent.futures.Future[tuple[int, float]]) -> None:
+            error = done.exception()
+            for left in going:
+                if error is not None:
+                    left._done.set_exception(error)
+                else:
+                    left._done.set_result(done.result())
+
+        saved._done.add_done_callback(end)
+
+    def end(self, why: str) -> InUseError | None:
+        """There is no next one: those that were left fail. Returns how, if there are any."""
+        going, self._saves = self._saves, []
+        error = None
+        for left in going:
+            error = InUseError(f"the save of step {left.step} was left to the next one, but {why}",
+                               remedy="let the last save of a run wait")
+            left._done.set_exception(error)
+        return error

@@ -163,10 +163,17 @@ def a_save_is_refused_on_all_ranks_or_on_none(directory: Path) -> None:
         saved = run.save(1, wait=False)
         with raises(remanent.InUseError, "step 1 is under way"):
             run.save(2, busy="refuse")
+        left = run.save(2, busy="coalesce", wait=False)
+        if dist.get_rank() == 2:
+            with raises(remanent.InvalidError, "no whole number"):
+                run.save(2.5, busy="coalesce", wait=False)
+        else:
+            run.save(2, busy="coalesce", wait=False)
         held.set()
         saved.wait()
         dist.barrier()
         run.save(3, busy="refuse")
+        assert left.wait(60) and left.version_step == 3
         assert [version.step for version in run.versions()] == [1, 3]
 
 
@@ -291,7 +298,7 @@ def ranks_stay_in_step_whatever_is_raised_in_one(directory: Path) -> None:
             assert run.restore() == 1
         run.save(2)
         for step, busy, text in ((3.5, "wait", "no whole number"), (3.5, "refuse", "no whole number"),
-                                 (4, "refused", "neither \"wait\" nor")):
+                                 (4, "refused", "none of \"wait\"")):
             with raises(remanent.InvalidError, text):
                 if rank == 3:
                     run.save(step, busy=busy)

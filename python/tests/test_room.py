@@ -164,6 +164,73 @@ def test_a_save_is_refused_while_another_one_is_under_way(directory: str, monkey
         assert [version.step for version in run.versions()] == [1, 3]
 
 
+def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.ones(1000)}
+    turn, sound = threading.Semaphore(0), _pages.put
+
+    def in_turn(*given: Any, **named: Any) -> Any:
+        assert turn.acquire(timeout=60)
+        return sound(*given, **named)
+
+    def save(step: int, **named: Any) -> Any:
+        state["a"].fill_(step)
+        return run.save(step, **{"wait": False, "busy": "coalesce", **named})
+
+    monkeypatch.setattr(_pages, "put", in_turn)
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        first = save(1)
+        left = [save(2), save(3)]
+        assert (first.version_step, [each.version_step for each in left]) == (1, [None, None])
+        for each in left:
+            each.wait_copied()
+            assert not each.done() and not each.wait(0.01) and each.seconds is None
+            with pytest.raises(remanent.InUseError, match=f"the save of step {each.step} was left to the next one"):
+                each.wait()
+        with pytest.raises(remanent.InvalidError, match="no whole number"):
+            save(3.5)
+        turn.release()
+        first.wait()
+        # The save before is done: this one is none that is left.
+        fourth = save(4)
+        turn.release()
+        assert all(each.wait(60) and each.done() and each.lsn == fourth.lsn for each in left)
+        assert [each.version_step for each in left] == [4, 4] and left[0].seconds > fourth.seconds
+        # Those with a name and those that wait are versions of their own.
+        save(5)
+        turn.release(3)
+        assert save(6, name="six").version_step == 6 and save(7, wait=True).done()
+        # One that fails fails for those that were left to it.
+        save(8)
+        left = [save(9)]
+        turn.release()
+        run._finish()
+
+        def failing(*given: Any, **named: Any) -> Any:
+            raise OSError("as arranged")
+
+        monkeypatch.setattr(_pages, "put", failing)
+        for saved in (save(10), *left):
+            with pytest.raises(OSError, match="as arranged"):
+                saved.wait()
+        monkeypatch.setattr(_pages, "put", in_turn)
+        # What is put back is not what was to be saved.
+        save(11)
+        left = [save(12)]
+        turn.release()
+        assert run.restore() == 11 and (state["a"] == 11).all()
+        with pytest.raises(remanent.InUseError, match="step 12 was left to the next one, but `restore` put step 11 back"):
+            left[0].wait()
+        save(13)
+        last = save(14)
+        turn.release()
+        with pytest.raises(remanent.InUseError, match="step 14 was left to the next one, but no other save came"):
+            run.close()
+        with pytest.raises(remanent.InUseError, match="no other save came"):
+            last.wait()
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        assert run.restore() == 13 and (state["a"] == 13).all()
+
+
 def small_run(kind: Any = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 1))
