@@ -168,6 +168,8 @@ impl ListBuilder {
         let before = self.asides.len();
         self.list.commands.extend(list.commands.into_iter().map(|mut command| {
             match &mut command {
+                // Nothing is moved, and hundreds of thousands of pieces need not be looked at.
+                _ if before == 0 => {}
                 Command::Apply { pieces } => {
                     for piece in pieces {
                         // 0 is the payload, which both share.

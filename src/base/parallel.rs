@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread::ScopedJoinHandle;
 
+use crate::base::crew;
 use crate::base::sync::thread;
 use crate::base::sync::threads;
 
@@ -20,11 +21,17 @@ pub(crate) fn threads(at_most: usize) -> usize {
     (*COUNT.get_or_init(|| thread::available_parallelism().map_or(1, NonZero::get))).min(at_most)
 }
 
+/// Whether work that this thread shares out costs no thread's start.
+pub(crate) fn has_crew() -> bool {
+    crew::own().is_some()
+}
+
 /// Does `work` for each index below `count` on up to `threads` threads, the caller's among them, and returns
 /// the results in the order of the indices. Each thread makes its own equipment by `equip`. One thread goes
 /// through the indices in their order, so a single piece of work is done as if there were no other threads.
 ///
-/// A thread that cannot be started is not missed: the others do its work.
+/// A thread that cannot be started is not missed: the others do its work. None is started where the caller's
+/// is of a [`crew`], which does the work.
 ///
 /// # Errors
 /// The first error that a thread met; no work is begun after it.
@@ -54,16 +61,27 @@ pub(crate) fn map_indexed<W, T: Send, E: Send>(
             }
         }
     };
-    let mut done = std::thread::scope(|scope| {
-        let helpers: Vec<_> = (1..threads.min(count))
-            .map_while(|_| threads::start_scoped(scope, "remanent-crew", run).ok())
-            .collect();
-        let mut done = run();
-        for helper in helpers {
-            done.extend(helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+    let helpers = threads.min(count).saturating_sub(1);
+    let mut done = match crew::own() {
+        Some(crew) if helpers > 0 => {
+            let all = Mutex::new(Vec::new());
+            let add = |done| all.lock().unwrap_or_else(PoisonError::into_inner).extend(done);
+            crew.in_place_scope(|scope| {
+                (0..helpers).for_each(|_| scope.spawn(|_| add(run())));
+                add(run());
+            });
+            all.into_inner().unwrap_or_else(PoisonError::into_inner)
         }
-        done
-    });
+        _ => std::thread::scope(|scope| {
+            let helpers: Vec<_> =
+                (0..helpers).map_while(|_| threads::start_scoped(scope, "remanent-crew", run).ok()).collect();
+            let mut done = run();
+            for helper in helpers {
+                done.extend(helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            }
+            done
+        }),
+    };
     if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
         return Err(error);
     }

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use remanent_format::Place;
 
+use super::commands::look_at;
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
     Pending, RawStream, Span, Staging, StreamEvent, UnifiedHint, UnifiedSupport,
@@ -250,6 +251,15 @@ pub(super) fn moves(
     }
 }
 
+fn add_moves(moves: &mut ListMoves, places: (Place, Place), more: Moved) {
+    let at = moves.iter().position(|(known, _)| *known == places).unwrap_or_else(|| {
+        moves.push((places, Moved::default()));
+        moves.len() - 1
+    });
+    moves[at].1.pages += more.pages;
+    moves[at].1.bytes += more.bytes;
+}
+
 /// The device that does the work.
 pub(super) fn uncounted(device: &Arc<dyn Device>) -> *const dyn Device {
     let any: &dyn Any = &**device;
@@ -289,15 +299,17 @@ impl CountedDevice {
 
     /// What a list moves.
     fn moves(&self, commands: &[Command]) -> ListMoves {
-        let mut moves = ListMoves::new();
-        self.inner.tell_moves(commands, &mut |from, to, bytes| {
-            let at = moves.iter().position(|(places, _)| *places == (from, to)).unwrap_or_else(|| {
-                moves.push(((from, to), Moved::default()));
-                moves.len() - 1
+        let of_some = look_at(commands, |commands| {
+            let mut moves = ListMoves::new();
+            self.inner.tell_moves(commands, &mut |from, to, bytes| {
+                add_moves(&mut moves, (from, to), Moved { pages: 1, bytes, ..Moved::default() });
             });
-            moves[at].1.pages += 1;
-            moves[at].1.bytes += bytes;
+            moves
         });
+        let mut moves = ListMoves::new();
+        for (places, moved) in of_some.into_iter().flatten() {
+            add_moves(&mut moves, places, moved);
+        }
         moves
     }
 

@@ -15,7 +15,7 @@ use remanent_format::{Damage, Defect, FileName, Lsn};
 use super::catalog::CatalogDraft;
 use super::load::load;
 use super::loaded_pages::LoadedPages;
-use super::log_reader::{BatchRun, Frames};
+use super::log_reader::{BatchRun, Frames, RunStep};
 use super::{Recovery, survey};
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
@@ -74,19 +74,22 @@ impl Recovery<'_> {
         base: Option<&Arc<Manifest>>,
     ) -> Result<Resolution> {
         let mut following = StateWalk::new_by(survey, source, base, &survey::EntryThreads)?;
-        let with_changes = |run: BatchRun| (run.byte_changes(), run);
-        let stopped =
-            self.frames(source, survey).read(following.start(), None, with_changes, |(changes, run)| {
-                for (batch, changes) in run.batches.iter().zip(changes.iter()) {
-                    let followed = changes.and_then(|changes| following.byte_changes(&batch.header, changes));
-                    match followed {
-                        Some(followed) => followed?,
-                        None => _ = following.batch(&batch.header, run.payload(batch))?,
-                    }
+        let with_steps = |run: BatchRun| (run.steps(), run);
+        let frames = self.frames(source, survey);
+        let stopped = frames.read(following.start(), None, with_steps, |(steps, run)| {
+            for step in steps {
+                let batches = match step {
+                    RunStep::Changes(_, changes) if following.page_changes(&changes) => continue,
+                    RunStep::Changes(batches, _) => batches,
+                    RunStep::Batch(batch) => batch..batch + 1,
+                };
+                for batch in &run.batches[batches] {
+                    following.batch(&batch.header, run.payload(batch))?;
                 }
-                self.staging.give(run.memory.into_staging());
-                Ok(())
-            })?;
+            }
+            self.staging.give(run.memory.into_staging());
+            Ok(())
+        })?;
         Ok(following.finish(stopped.end, stopped.point)?)
     }
 

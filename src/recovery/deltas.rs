@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use remanent_format::op::{OpAt, decode_payload};
+use remanent_format::op::{OpAt, claimed_ops, decode_payload};
 use remanent_format::state::by_id::ById;
 use remanent_format::state::trail::PageTrail;
 use remanent_format::state::window::PageWindow;
@@ -16,6 +16,9 @@ use crate::error::Result;
 use crate::images::disk_pages::DiskPage;
 use crate::memory::arena::PageMemory;
 use crate::memory::staging::StagingPool;
+
+/// Bytes that a thread sums while it decodes an operation.
+const SUMMED_PER_OP: usize = 1 << 10;
 
 /// A page whose length changes during replay.
 pub(super) enum ResizedPage {
@@ -87,7 +90,8 @@ impl Deltas<'_> {
         // One thread has lists made, so this lock is never waited for.
         let mut on_host = self.on_host.lock();
         let parts = if on_host.is_empty() {
-            run.by_threads(|batches| self.part(&run, batches, &mut HostPages::default()))?
+            let part = |batches| self.part(&run, &run.batches[batches], &mut HostPages::default());
+            run.by_threads(|batch| self.ops_of(run.payload(batch)), part)?
         } else {
             vec![self.part(&run, &run.batches, &mut on_host)?]
         };
@@ -103,6 +107,12 @@ impl Deltas<'_> {
             list.payload(run.memory);
         }
         Ok(list.take())
+    }
+
+    /// How many operations take as long as these. Long writes to a GPU are summed, too.
+    fn ops_of(&self, payload: &[u8]) -> usize {
+        let Self { crosses_bus, .. } = *self;
+        claimed_ops(payload) + if crosses_bus { payload.len() / SUMMED_PER_OP } else { 0 }
     }
 
     /// The part of a list that some batches of a run are.

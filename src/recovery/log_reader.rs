@@ -21,9 +21,11 @@ use std::sync::Arc;
 use remanent_format::frame::{FrameHeader, FrameKind};
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::log::{ChunkSums, LogEnd, LogMap, LogWalk, Reading, Windows};
-use remanent_format::op::{ByteChange, byte_changes, claimed_ops};
+use remanent_format::op::claimed_ops;
+use remanent_format::state::page_changes::PageChanges;
 use remanent_format::{Damage, Defect, FileName, LogPoint, Lsn, ReadAt};
 
+use crate::base::crew::with_crew;
 use crate::base::parallel;
 use crate::base::parallel::ProducerPanic;
 use crate::base::sync::Mutex;
@@ -52,7 +54,7 @@ const WINDOW_LEN_MIN: u64 = 2 << 20;
 const WINDOWS_MIN: u64 = 8;
 /// Bytes that a thread reads and sums at once: they stay in its core's second cache.
 const CHUNK_LEN: u64 = 256 << 10;
-/// Operations that a thread decodes at once. Fewer are decoded sooner than a thread is started.
+/// Operations that a thread decodes at once, at least. Fewer are decoded sooner than a thread is started.
 const OPS_AT_ONCE: usize = 1024;
 
 /// Where frames come from, and where they are read to.
@@ -90,37 +92,12 @@ pub(super) struct LoggedBatch {
     pub payload: Range<usize>,
 }
 
-/// The ranges of pages that each batch of a run changes, for batches that do nothing else: these are nearly
-/// all batches of a long log.
-///
-/// None at all if one thread reads the log: the thread that follows it decodes the batches then.
-pub(super) struct RunChanges(Option<Vec<GroupChanges>>);
-
-/// The changes of some batches, in their order.
-#[derive(Default)]
-struct GroupChanges {
-    changes: Vec<ByteChange>,
-    /// Where each batch's end; `None` for a batch that does more.
-    ends: Vec<Option<usize>>,
-}
-
-impl RunChanges {
-    /// Each batch's changes; `None` for a batch that does more, or that is not well-formed, or that is yet to
-    /// be decoded.
-    pub fn iter(&self) -> impl Iterator<Item = Option<&[ByteChange]>> {
-        let decoded = self.0.iter().flatten();
-        let undecoded = std::iter::repeat_n(None, if self.0.is_none() { usize::MAX } else { 0 });
-        let decoded = decoded.flat_map(|GroupChanges { changes, ends }| {
-            let mut rest = changes.as_slice();
-            let mut taken = 0;
-            ends.iter().map(move |end| {
-                let (of_batch, more) = rest.split_at((*end)? - taken);
-                (rest, taken) = (more, (*end)?);
-                Some(of_batch)
-            })
-        });
-        decoded.chain(undecoded)
-    }
+/// What a run's batches do to the table, in their order.
+pub(super) enum RunStep {
+    /// Batches that change bytes of pages and do nothing else: these are nearly all batches of a long log.
+    Changes(Range<usize>, PageChanges),
+    /// A batch that does more, or is yet to be decoded.
+    Batch(usize),
 }
 
 /// Where a walk stopped, and why.
@@ -145,9 +122,9 @@ impl From<ProducerPanic> for Error {
 }
 
 impl Frames<'_> {
-    /// Reads the batches after `from` up to `until`, or to the log's end. The reading thread passes each
-    /// run to `make`, while the run's bytes are in its cache; the caller's thread passes the result to
-    /// `each`. One of the two gives the run's memory back.
+    /// Reads the batches after `from` up to `until`, or to the log's end. Each run goes to `make`, and the
+    /// result to `each`, on the caller's thread. One of the two gives the run's memory back. `make` runs on
+    /// the reading thread, while the run's bytes are in its cache; of windows on a thread of its own.
     ///
     /// # Errors
     /// [`Error::Damaged`] where the log must go on and does not; the error of `each`, if it lies first in
@@ -169,10 +146,27 @@ impl Frames<'_> {
             None if self.map.segments().range(from.segment..).count() > 2 => RUNS_MAX,
             None => 0,
         };
-        let walk = |give: &mut dyn FnMut(T) -> bool| {
-            self.walk(from, until, rules, &no_staging, &mut |run| give(make(run)))
+        let walk = |give: &mut dyn FnMut(BatchRun) -> bool| self.walk(from, until, rules, &no_staging, give);
+        let read = match rules {
+            None => {
+                let make_each = |give: &mut dyn FnMut(T) -> bool| walk(&mut |run| give(make(run)));
+                parallel::pipeline(runs_max, make_each, each)?
+            }
+            Some(rules) => with_crew(rules.threads, |crew| {
+                let walk = |give: &mut dyn FnMut(BatchRun) -> bool| {
+                    let _crew = crew.join();
+                    walk(give)
+                };
+                let make_each = |give: &mut dyn FnMut(T) -> bool| {
+                    let _crew = crew.join();
+                    // Where no more are wanted, the error of `each` is the one that counts.
+                    let give_made = |run| if give(make(run)) { Ok(()) } else { Err(ProducerPanic) };
+                    parallel::pipeline(runs_max, walk, give_made)
+                };
+                let _crew = crew.join();
+                parallel::pipeline(runs_max, make_each, each)
+            })??,
         };
-        let read = parallel::pipeline(runs_max, walk, each)?;
         read.map_err(|damage| no_staging.into_inner().unwrap_or_else(|| damage.into()))
     }
 
@@ -286,40 +280,52 @@ impl BatchRun {
     }
 
     /// Does `work` with the batches of this run by several threads, some batches at a time, and returns the
-    /// results in the order of the log.
+    /// results in the order of the log. `ops_of` says how many operations a batch takes as long as.
     pub fn by_threads<T: Send, E: Send>(
         &self,
-        work: impl Fn(&[LoggedBatch]) -> Result<T, E> + Sync,
+        ops_of: impl Fn(&LoggedBatch) -> usize,
+        work: impl Fn(Range<usize>) -> Result<T, E> + Sync,
     ) -> Result<Vec<T>, E> {
         if self.threads == 1 {
-            return Ok(vec![work(&self.batches)?]);
+            return Ok(vec![work(0..self.batches.len())?]);
         }
-        let mut ops = 0;
-        let groups = self.batches.chunk_by(|batch, _| {
-            ops += claimed_ops(self.payload(batch));
-            let is_same = ops < OPS_AT_ONCE;
-            ops = if is_same { ops } else { 0 };
-            is_same
-        });
-        let groups: Vec<&[LoggedBatch]> = groups.collect();
-        let each = |(): &mut (), index: usize| work(groups[index]);
+        let all: usize = self.batches.iter().map(&ops_of).sum();
+        let at_once = (all / self.threads).max(OPS_AT_ONCE);
+        let (mut groups, mut first, mut ops) = (Vec::new(), 0, 0);
+        for (index, batch) in self.batches.iter().enumerate() {
+            ops += ops_of(batch);
+            if ops >= at_once || index + 1 == self.batches.len() {
+                groups.push(first..index + 1);
+                (first, ops) = (index + 1, 0);
+            }
+        }
+        let each = |(): &mut (), index: usize| work(Range::clone(&groups[index]));
         parallel::map_indexed(self.threads, groups.len(), || (), each)
     }
 
-    /// The ranges that its batches change.
-    pub fn byte_changes(&self) -> RunChanges {
+    /// The steps that follow its batches. If one thread reads the log, that has none to spare: the thread
+    /// that follows decodes the batches then.
+    pub fn steps(&self) -> Vec<RunStep> {
+        let each_batch = |batches: Range<usize>| batches.map(RunStep::Batch).collect();
         if self.threads == 1 {
-            return RunChanges(None);
+            return each_batch(0..self.batches.len());
         }
-        let Ok(groups) = self.by_threads(|batches| {
-            let mut group = GroupChanges::default();
-            for batch in batches {
-                let are_all = byte_changes(self.payload(batch), &mut group.changes);
-                group.ends.push(are_all.then_some(group.changes.len()));
+        let steps = |mut batches: Range<usize>| {
+            let mut steps = Vec::new();
+            while !batches.is_empty() {
+                let left = self.batches[batches.clone()].iter();
+                let changes = PageChanges::of(left.map(|batch| (&batch.header, self.payload(batch))));
+                let from = batches.start;
+                batches.start += changes.as_ref().map_or(1, |changes| changes.batches);
+                steps.push(match changes {
+                    Some(changes) => RunStep::Changes(from..batches.start, changes),
+                    None => RunStep::Batch(from),
+                });
             }
-            Ok::<_, Infallible>(group)
-        });
-        RunChanges(Some(groups))
+            Ok::<_, Infallible>(steps)
+        };
+        let Ok(steps) = self.by_threads(|batch| claimed_ops(self.payload(batch)), steps);
+        steps.into_iter().flatten().collect()
     }
 
     /// The payload of a batch of this run.

@@ -29,22 +29,17 @@ pub fn decode_payload(payload: &[u8]) -> Result<Vec<OpAt<'_>>, Defect> {
     Ok(ops)
 }
 
-/// Adds the ranges that the operations of a payload change, if all of them change bytes of pages and nothing
-/// else. Returns whether they do. If not, or if the payload is not well-formed, or if there is no memory,
-/// nothing is added: [`decode_payload`] says why.
-pub fn byte_changes(payload: &[u8], changes: &mut Vec<ByteChange>) -> bool {
-    let before = changes.len();
-    let mut are_all = op_count(payload).is_ok_and(|count| changes.try_reserve(count).is_ok());
-    let whole = are_all
-        && each_op(payload, |at| match at.op.byte_change() {
-            Some(change) => changes.push(change),
-            None => are_all = false,
-        })
-        .is_ok();
-    if !(whole && are_all) {
-        changes.truncate(before);
-    }
-    whole && are_all
+/// Hands out the ranges that the operations of a payload change, as long as they change bytes of pages and
+/// nothing else. Returns whether all of them do. If not, or if the payload is not well-formed, some may have
+/// been handed out: [`decode_payload`] says why.
+pub fn each_byte_change(payload: &[u8], mut each: impl FnMut(ByteChange)) -> bool {
+    let mut are_all = true;
+    let read = each_op(payload, |at| match at.op.byte_change() {
+        Some(change) if are_all => each(change),
+        Some(_) => {}
+        None => are_all = false,
+    });
+    read.is_ok() && are_all
 }
 
 /// About how many operations a payload has: what it claims, and no more than fit into it.

@@ -10,7 +10,8 @@ use crate::ids::{LogPoint, Lsn, PageId, SnapshotId};
 use crate::log::{Frame, LogEnd, LogWalk};
 use crate::manifest::{Manifest, ManifestKind, Share, SingleThread};
 use crate::names::{FileName, ReadAt};
-use crate::op::{ByteChange, Op, OpAt, decode_payload};
+use crate::op::{Op, OpAt, decode_payload};
+use crate::state::page_changes::PageChanges;
 use crate::state::replay::{ResolvedState, Resolver};
 use crate::state::survey::{Survey, read_manifest};
 use crate::state::window::{PageWindow, load_base};
@@ -146,21 +147,15 @@ impl<'s> StateWalk<'s> {
         Ok(ops)
     }
 
-    /// Follows the next batch of the walk, if that changes these ranges and does nothing else.
-    /// `None`, with nothing done, if [`batch`](Self::batch) must follow it.
-    ///
-    /// # Errors
-    /// As for `batch`.
-    pub fn byte_changes(
-        &mut self,
-        header: &FrameHeader,
-        changes: &[ByteChange],
-    ) -> Option<Result<(), Damage>> {
-        let at = |defect: Defect| defect.at_lsn(FileName::Segment(header.segment), header.offset, header.lsn);
-        let followed = self.resolver.byte_changes(header.lsn, changes)?;
-        self.batches += 1;
-        self.bytes += header.frame_len();
-        Some(followed.map_err(at))
+    /// Follows the next batches of the walk, whose changes were summed up. Returns `false`, with nothing
+    /// done, if [`batch`](Self::batch) must follow each of them.
+    pub fn page_changes(&mut self, changes: &PageChanges) -> bool {
+        let followed = self.resolver.page_changes(changes);
+        if followed {
+            self.batches += changes.batches as u64;
+            self.bytes += changes.frame_bytes;
+        }
+        followed
     }
 
     /// The state at the point where the walk stopped, with the log's end if it came so far.

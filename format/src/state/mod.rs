@@ -3,6 +3,7 @@
 pub mod by_id;
 pub mod table;
 pub mod apply;
+pub mod page_changes;
 pub mod window;
 pub mod bases;
 pub mod replay;

@@ -13,8 +13,9 @@ use std::sync::Arc;
 use crate::defect::Defect;
 use crate::ids::{Lsn, PageId};
 use crate::manifest::{Manifest, ManifestEntry, Share, SingleThread};
-use crate::op::{ByteChange, Op, OpAt};
+use crate::op::{Op, OpAt};
 use crate::state::bases::{Base, Bases};
+use crate::state::page_changes::PageChanges;
 use crate::state::table::{PageInfo, PageTable, PlanMode};
 
 /// Follows the log from a snapshot, batch by batch, keeping table and bases.
@@ -149,14 +150,10 @@ impl Resolver {
         lsn > self.caught_newest
     }
 
-    /// Follows a batch that changes these ranges and does nothing else, as [`batch`](Self::batch) does.
-    /// `None`, with nothing done, if a page may have been caught with this batch or a later one.
-    ///
-    /// # Errors
-    /// As for `batch`.
-    pub fn byte_changes(&mut self, lsn: Lsn, changes: &[ByteChange]) -> Option<Result<(), Defect>> {
-        self.is_news(lsn)
-            .then(|| self.table.change_ranges(lsn, changes.iter().copied()).map_err(Defect::from))
+    /// Follows many batches at once, as [`batch`](Self::batch) does each. Returns `false`, with nothing done,
+    /// if a page may have been caught with one of them, or if one cannot follow the state before it.
+    pub fn page_changes(&mut self, changes: &PageChanges) -> bool {
+        self.is_news(changes.first) && self.table.change_pages(changes)
     }
 
     /// Follows a restore, whose table the caller read and checked. No snapshot is taken across a restore,

@@ -4,11 +4,12 @@
 //! to the GPU would be one more command before the first launch, on an engine at which it may have to wait.
 //! Launches of a list run in the order of the stream, so a step sees all bytes that earlier steps wrote.
 
+use std::convert::Infallible;
 use std::ffi::c_void;
 
 use super::abi::{
-    CRC_CHUNKS, CRC_COMBINE, DIFF, DIGEST, Kernel, SELECT_COUNT, SELECT_EMIT, SELECT_SCAN, ScanRow,
-    SelectRow, VALIDATE,
+    CRC_CHUNKS, CRC_COMBINE, DIFF, DIGEST, Kernel, PartRow, PieceRow, SELECT_COUNT, SELECT_EMIT, SELECT_SCAN,
+    ScanRow, SelectRow, VALIDATE,
 };
 use super::bulk_copies::BulkQueue;
 use super::context::{Context, ContextGuard};
@@ -16,12 +17,19 @@ use super::driver::CUdeviceptr;
 use super::kernels::Functions;
 use super::lane::Timeline;
 use super::memory::DeviceBlock;
+use super::piece_plan::Rows;
 use super::plan::{LaunchPlan, LaunchStep};
+use crate::base::parallel;
 use crate::error::Result;
 
 /// Boundary on which each table begins: the alignment of [`PieceRow`](super::abi::PieceRow), which the
 /// kernels' half declares too.
 const TABLE_ALIGN: usize = 16;
+
+/// Runs of a table that one thread writes.
+const WRITTEN_BY_ONE_MAX: usize = 8;
+/// Threads that write rows.
+const THREADS_MAX: usize = 16;
 
 /// Offsets of a plan's tables from the first.
 pub(super) struct Layout {
@@ -57,8 +65,8 @@ impl Layout {
             at
         };
         Self {
-            pieces: place(size_of_val(&plan.pieces[..])),
-            parts: place(size_of_val(&plan.parts[..])),
+            pieces: place(plan.pieces.len() * size_of::<PieceRow>()),
+            parts: place(plan.parts.len() * size_of::<PartRow>()),
             crcs: place(size_of_val(&plan.crcs[..])),
             combines: place(size_of_val(&plan.combines[..])),
             diffs: place(size_of_val(&plan.diffs[..])),
@@ -72,8 +80,8 @@ impl Layout {
 
     /// Writes a plan's tables to pinned memory of at least `len` bytes.
     pub fn write(&self, plan: &LaunchPlan, tables: &DeviceBlock) {
-        write_rows(&plan.pieces, tables.address + self.pieces as u64);
-        write_rows(&plan.parts, tables.address + self.parts as u64);
+        write_runs(&plan.pieces, tables.address + self.pieces as u64);
+        write_runs(&plan.parts, tables.address + self.parts as u64);
         write_rows(&plan.crcs, tables.address + self.crcs as u64);
         write_rows(&plan.combines, tables.address + self.combines as u64);
         write_rows(&plan.diffs, tables.address + self.diffs as u64);
@@ -82,6 +90,27 @@ impl Layout {
         write_rows(&plan.scans, tables.address + self.scans as u64);
         write_rows(&plan.indices, tables.address + self.indices as u64);
     }
+}
+
+/// Copies the runs of a table by several threads, where there are many.
+fn write_runs<R: Copy + Sync>(rows: &Rows<R>, address: u64) {
+    let mut at = address;
+    let placed: Vec<(&[R], u64)> = rows
+        .runs()
+        .iter()
+        .map(|run| {
+            let begin = at;
+            at += size_of_val(&run[..]) as u64;
+            (&run[..], begin)
+        })
+        .collect();
+    let threads = if rows.runs().len() <= WRITTEN_BY_ONE_MAX { 1 } else { parallel::threads(THREADS_MAX) };
+    let write = |(): &mut (), index: usize| {
+        let (rows, address) = placed[index];
+        write_rows(rows, address);
+        Ok::<_, Infallible>(())
+    };
+    let Ok(_) = parallel::map_indexed(threads, placed.len(), || (), write);
 }
 
 /// Copies rows, plain numbers, to pinned memory that was allocated for them.
@@ -102,7 +131,7 @@ impl Launcher<'_> {
         for step in &plan.steps {
             match step {
                 LaunchStep::Apply(kernel, parts) => {
-                    let rows = row(layout.parts, parts.start, size_of_val(&plan.parts[0]));
+                    let rows = row(layout.parts, parts.start, size_of::<PartRow>());
                     let pieces = base + layout.pieces as u64;
                     self.launch(*kernel, rows, parts.len() as u32, Some(pieces))?;
                 }

@@ -33,6 +33,7 @@ mod memory;
 mod peer;
 mod pinned_reads;
 mod file_memory;
+mod piece_plan;
 mod plan;
 mod staging;
 mod stream;

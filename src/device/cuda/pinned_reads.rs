@@ -13,6 +13,7 @@
 
 use super::lane::Timeline;
 use crate::base::sync::RwLock;
+use crate::device::commands::look_at;
 use crate::device::{Command, Lane, MemoryId, Span};
 
 /// As many as a mask has bits.
@@ -88,7 +89,12 @@ impl PinnedReads {
 
 impl WrittenStripes {
     /// What these commands write to, of the memory for which `is_pinned` says true.
-    pub fn of(commands: &[Command], is_pinned: impl Fn(MemoryId) -> bool) -> Self {
+    pub fn of(commands: &[Command], is_pinned: impl Fn(MemoryId) -> bool + Sync) -> Self {
+        let written = look_at(commands, |commands| Self::of_some(commands, &is_pinned));
+        Self(written.into_iter().fold(0, |all, written| all | written.0))
+    }
+
+    fn of_some(commands: &[Command], is_pinned: impl Fn(MemoryId) -> bool) -> Self {
         let mut written = Self::default();
         let mut add = |span: &Span| {
             if is_pinned(span.memory) {

@@ -13,37 +13,25 @@
 //! in theirs. A plan knows addresses and nothing of the driver: `translate.rs` checks ranges and gives the
 //! addresses, `launch.rs` carries the plan out.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
+use std::convert::Infallible;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 
 use super::abi::{
     APPLY_BY_BLOCK, APPLY_BY_WARP, CRC_CHUNK_LEN, CRC_FIRST, CRC_LAST, CombineRow, CrcRow, DIFF_LEN_MAX,
-    DiffRow, DigestRow, INDEX_COUNT_MAX, IndexRow, Kernel, MASK_STEPS, PIECE_MASKED, PIECE_PICK,
-    PIECE_SPARSE, PartRow, PieceRow, SELECT_LEN_MAX, ScanRow, SelectRow,
+    DiffRow, DigestRow, INDEX_COUNT_MAX, IndexRow, Kernel, PartRow, PieceRow, SELECT_LEN_MAX, ScanRow,
+    SelectRow,
 };
+use super::piece_plan::{PiecePlan, Rows, Stage, TargetRow};
+use crate::base::parallel;
 use crate::device::{DIGEST_CHUNK_LEN, DIGEST_LEN, digest_count};
 
-/// Bytes of a part of a long piece: enough for a block to hide the latency of its reads.
-const PART_BYTES: u64 = 32 << 10;
-/// The most parts that a piece is cut into.
-const PARTS_MAX: u64 = 8192;
-/// Parts of up to this many bytes are a warp's. A block waits longer for its row, which lies in mapped host
-/// memory, than it copies. 65,536 pieces of 16 KiB take 541 µs with a warp each (94 % of a device copy) and
-/// 687 µs with a block each (74 %). One piece alone takes a microsecond more by a warp (`benches/kernels.cu`,
-/// H200).
-const WARP_BYTES: u64 = 16 << 10;
 /// Rows of digests that keep the whole GPU busy. Beyond that a row has several chunks: 65,536 rows of one
 /// took the host 0.9 ms, while the GPU digested 4 GiB in 1.35 ms.
 const DIGEST_BLOCKS_MIN: u64 = 4096;
 /// The most chunks of a row: with 8 an H100 digests at 0.97 of the rate of one, with 16 at 0.95.
 const DIGEST_ROW_CHUNKS_MAX: u64 = 8;
-/// Bytes that one block moves, working alone, in the time that one more launch takes.
-const LAUNCH_BYTES: u64 = 64 << 10;
-/// Overlapping pieces of up to this many bytes on the average are a hot spot, worked through by one block.
-const HOT_BYTES: u64 = 2 << 10;
-/// Bytes that move where an element is scattered: a sector of the GPU's memory.
-const SECTOR_BYTES: u64 = 32;
 
 /// Memory as the plan tells it apart: pieces in different areas never touch the same byte.
 ///
@@ -101,8 +89,8 @@ pub(super) enum LaunchStep {
 #[derive(Debug, Default)]
 pub(super) struct LaunchPlan {
     pub steps: Vec<LaunchStep>,
-    pub pieces: Vec<PieceRow>,
-    pub parts: Vec<PartRow>,
+    pub pieces: Rows<PieceRow>,
+    pub parts: Rows<PartRow>,
     pub crcs: Vec<CrcRow>,
     pub combines: Vec<CombineRow>,
     pub diffs: Vec<DiffRow>,
@@ -118,7 +106,7 @@ pub(super) struct LaunchPlan {
 /// Pieces that are not planned yet.
 #[derive(Debug, Default)]
 struct PieceBatch {
-    pieces: Vec<PlannedPiece>,
+    pieces: Vec<TargetRow>,
     written: Areas,
     read: Areas,
 }
@@ -152,13 +140,6 @@ impl Hasher for IdHasher {
     }
 }
 
-/// Parts of launches that follow each other.
-#[derive(Default)]
-struct Stage {
-    warps: Vec<PartRow>,
-    blocks: Vec<PartRow>,
-}
-
 impl LaunchPlan {
     /// Adds a piece after all earlier ones.
     pub fn piece(&mut self, piece: PlannedPiece) {
@@ -176,7 +157,24 @@ impl LaunchPlan {
         }
         self.batch.written.insert(piece.target);
         self.batch.read.extend(piece.sources.iter().flatten());
-        self.batch.pieces.push(piece);
+        self.batch.pieces.push(TargetRow { row: piece.row, target_len: piece.target_len });
+    }
+
+    /// Adds many deltas after all earlier pieces, which several threads have dealt out into shares: in each,
+    /// those of some areas, in the order of the list. No piece reads what another one writes.
+    pub fn deltas(&mut self, shares: &[Vec<&[TargetRow]>]) {
+        self.flush();
+        let mut firsts = Vec::with_capacity(shares.len());
+        let mut first = self.pieces.len();
+        for share in shares {
+            firsts.push(first);
+            first += share.iter().map(|rows| rows.len()).sum::<usize>();
+        }
+        let plan = |(): &mut (), index: usize| {
+            Ok::<_, Infallible>(PiecePlan::of(&shares[index].concat(), firsts[index]))
+        };
+        let Ok(plans) = parallel::map_indexed(parallel::threads(shares.len()), shares.len(), || (), plan);
+        self.launch(plans);
     }
 
     /// Adds a step that is no piece. Pieces before it become launches first, because it may read the bytes
@@ -319,71 +317,39 @@ impl LaunchPlan {
 
     /// Plans the pieces that were added so far.
     pub fn flush(&mut self) {
+        if self.batch.pieces.is_empty() {
+            return;
+        }
         let PieceBatch { pieces, mut written, mut read } = std::mem::take(&mut self.batch);
-        let mut stages: Vec<Stage> = Vec::new();
-        let everything = (0, (0..pieces.len()).collect());
-        let mut groups: Vec<(usize, Vec<usize>)> = vec![everything];
-        // Each round either ends with a group or makes it smaller, so this ends.
-        while let Some((stage, mut group)) = groups.pop() {
-            let lens = clusters(&pieces, &mut group);
-            let mut rest = &group[..];
-            for len in lens {
-                let (cluster, after) = rest.split_at(len);
-                rest = after;
-                if let [piece] = cluster {
-                    self.alone(&pieces[*piece], at(&mut stages, stage));
-                } else if is_hot(&pieces, cluster) {
-                    self.one_by_one(&pieces, cluster, at(&mut stages, stage));
-                } else {
-                    // One part would leave the GPU to one block here. Pieces that no earlier one overlaps go
-                    // now, the others at the next stage, which is a later launch.
-                    let (now, later) = first_round(&pieces, cluster);
-                    now.into_iter().for_each(|piece| self.alone(&pieces[piece], at(&mut stages, stage)));
-                    groups.push((stage + 1, later));
-                }
-            }
-        }
-        for Stage { warps, blocks } in stages {
-            for (kernel, parts) in [(APPLY_BY_BLOCK, blocks), (APPLY_BY_WARP, warps)] {
-                let first = self.parts.len();
-                self.parts.extend(parts);
-                if self.parts.len() > first {
-                    self.steps.push(LaunchStep::Apply(kernel, first..self.parts.len()));
-                }
-            }
-        }
+        self.launch(vec![PiecePlan::of(&pieces, self.pieces.len())]);
         // The sets keep their room for the next batch.
         written.clear();
         read.clear();
         self.batch = PieceBatch { pieces: Vec::new(), written, read };
     }
 
-    /// Adds a piece that overlaps no other of its stage.
-    fn alone(&mut self, piece: &PlannedPiece, stage: &mut Stage) {
-        let first = self.pieces.len() as u32;
-        self.pieces.push(piece.row);
-        let bytes = moved(piece);
-        if bytes <= WARP_BYTES {
-            stage.warps.push(PartRow::whole(first, 1));
-            return;
+    /// Adds the launches of some plans, of which none touches what another one does.
+    fn launch(&mut self, plans: Vec<PiecePlan>) {
+        let stage_count = plans.iter().map(|plan| plan.stages.len()).max().unwrap_or(0);
+        let mut stages: Vec<_> = Vec::with_capacity(plans.len());
+        for PiecePlan { rows, stages: of_plan, .. } in plans {
+            self.pieces.add(rows);
+            stages.push(of_plan.into_iter());
         }
-        let parts = bytes.div_ceil(PART_BYTES).min(PARTS_MAX);
-        // A masked piece is cut at whole bytes of its bitmap, so that no two parts read one byte for
-        // different bits. Other kinds lose nothing by the same boundary.
-        let steps = piece.row.steps.div_ceil(parts).next_multiple_of(MASK_STEPS);
-        for begin in (0..piece.row.steps).step_by(steps as usize) {
-            let end = (begin + steps).min(piece.row.steps);
-            stage.blocks.push(PartRow { piece_first: first, piece_count: 1, begin, end });
+        for _ in 0..stage_count {
+            let (mut blocks, mut warps) = (Vec::new(), Vec::new());
+            for Stage { blocks: of_blocks, warps: of_warps } in stages.iter_mut().filter_map(Iterator::next) {
+                blocks.push(of_blocks);
+                warps.push(of_warps);
+            }
+            for (kernel, parts) in [(APPLY_BY_BLOCK, blocks), (APPLY_BY_WARP, warps)] {
+                let first = self.parts.len();
+                parts.into_iter().for_each(|parts| self.parts.add(parts));
+                if self.parts.len() > first {
+                    self.steps.push(LaunchStep::Apply(kernel, first..self.parts.len()));
+                }
+            }
         }
-    }
-
-    /// Adds pieces that overlap as one part, in the order of the list.
-    fn one_by_one(&mut self, pieces: &[PlannedPiece], cluster: &[usize], stage: &mut Stage) {
-        let first = self.pieces.len() as u32;
-        self.pieces.extend(cluster.iter().map(|piece| pieces[*piece].row));
-        let part = PartRow::whole(first, cluster.len() as u32);
-        let bytes: u64 = cluster.iter().map(|piece| moved(&pieces[*piece])).sum();
-        if bytes <= WARP_BYTES { stage.warps.push(part) } else { stage.blocks.push(part) }
     }
 }
 
@@ -401,73 +367,6 @@ fn crc_chunks(len: u64) -> u64 {
     len.div_ceil(u64::from(CRC_CHUNK_LEN)).max(1)
 }
 
-fn at(stages: &mut Vec<Stage>, stage: usize) -> &mut Stage {
-    if stages.len() <= stage {
-        stages.resize_with(stage + 1, Stage::default);
-    }
-    &mut stages[stage]
-}
-
-/// The number of bytes that a piece moves, roughly.
-fn moved(piece: &PlannedPiece) -> u64 {
-    match piece.row.kind {
-        PIECE_SPARSE | PIECE_PICK => piece.row.steps * SECTOR_BYTES,
-        PIECE_MASKED => piece.row.steps * u64::from(piece.row.width),
-        _ => piece.row.steps,
-    }
-}
-
-fn extent(piece: &PlannedPiece) -> Range<u64> {
-    piece.row.target..piece.row.target + piece.target_len
-}
-
-/// Sorts pieces and takes them apart where no target reaches across. Returns the length of each cluster.
-/// Within a cluster pieces keep the order of the list.
-fn clusters(pieces: &[PlannedPiece], group: &mut [usize]) -> Vec<usize> {
-    group.sort_unstable_by_key(|piece| pieces[*piece].row.target);
-    let (mut lens, mut reach) = (Vec::with_capacity(group.len()), 0);
-    for piece in &*group {
-        let Range { start, end } = extent(&pieces[*piece]);
-        match lens.last_mut().filter(|_| start < reach) {
-            Some(len) => *len += 1,
-            None => lens.push(1),
-        }
-        reach = reach.max(end);
-    }
-    let mut rest = group;
-    for len in &lens {
-        let (cluster, after) = rest.split_at_mut(*len);
-        cluster.sort_unstable();
-        rest = after;
-    }
-    lens
-}
-
-/// Whether one block should work through the cluster.
-fn is_hot(pieces: &[PlannedPiece], cluster: &[usize]) -> bool {
-    let bytes: u64 = cluster.iter().map(|piece| moved(&pieces[*piece])).sum();
-    bytes <= LAUNCH_BYTES || bytes <= HOT_BYTES * cluster.len() as u64
-}
-
-/// The pieces that no earlier one of the cluster overlaps, and the rest.
-fn first_round(pieces: &[PlannedPiece], cluster: &[usize]) -> (Vec<usize>, Vec<usize>) {
-    // Ranges that earlier pieces cover, disjoint, by their starts. Pieces that are put off count too: a later
-    // piece must not overtake them.
-    let mut covered: BTreeMap<u64, u64> = BTreeMap::new();
-    cluster.iter().partition(|piece| {
-        let Range { mut start, mut end } = extent(&pieces[**piece]);
-        let overlaps = covered.range(..end).next_back().is_some_and(|(_, reach)| *reach > start);
-        while let Some((&from, &reach)) =
-            covered.range(..=end).next_back().filter(|(_, reach)| **reach >= start)
-        {
-            covered.remove(&from);
-            (start, end) = (start.min(from), end.max(reach));
-        }
-        covered.insert(start, end);
-        !overlaps
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -483,7 +382,8 @@ mod tests {
     /// Applies a part to a piece of memory, as a warp or a block would.
     fn run_part(plan: &LaunchPlan, part: &PartRow, memory: &mut [u8]) {
         let first = part.piece_first as usize;
-        for row in &plan.pieces[first..first + part.piece_count as usize] {
+        let rows = plan.pieces.runs().iter().flatten();
+        for row in rows.skip(first).take(part.piece_count as usize) {
             for step in part.begin..part.end.min(row.steps) {
                 memory[(row.target + step) as usize] = memory[(row.payload + step) as usize];
             }
@@ -528,7 +428,8 @@ mod tests {
                 let mut found = start.clone();
                 for step in &plan.steps {
                     let LaunchStep::Apply(_, range) = step else { panic!("pieces become parts: {step:?}") };
-                    let mut parts: Vec<&PartRow> = plan.parts[range.clone()].iter().collect();
+                    let parts = plan.parts.runs().iter().flatten();
+                    let mut parts: Vec<&PartRow> = parts.skip(range.start).take(range.len()).collect();
                     if backwards {
                         parts.reverse();
                     }

@@ -12,8 +12,11 @@ use remanent_format::Width;
 
 use super::abi::{IndexRow, PieceRow};
 use super::handles::{Allocation, Handles};
+use super::piece_plan::TargetRow;
 use super::plan::{Area, LaunchPlan, LaunchStep, PlannedPiece, remainder_words, select_rows};
 use super::resource::Kind;
+use crate::base::parallel;
+use crate::device::commands::has_many_deltas;
 use crate::device::digests::check_digests;
 use crate::device::{
     Command, IndexList, MemoryId, Payload, Piece, PieceKind, SHORT_COPY_LEN_MAX, Selection, Span, Staging,
@@ -26,6 +29,13 @@ const SCRATCH_ALIGN: u64 = 16;
 /// Copies within the GPU's memory are the driver's from this length on. Its kernel needs no rows: those of a
 /// copy of 64 MiB take the host and the bus half as long as the copy itself.
 const WITHIN_LEN_MIN: u64 = 4 << 20;
+
+/// Threads that plan many deltas.
+const THREADS_MAX: usize = 16;
+/// Shares of deltas for each of the threads: one that has done its share takes another.
+const SHARES_EACH: usize = 4;
+/// Deltas that a thread deals out into shares at once.
+const DEALT_AT_ONCE: usize = 4096;
 
 /// A staging of a list: its bytes, and their address.
 pub(super) struct StagedBytes<'s> {
@@ -76,15 +86,27 @@ pub(super) fn plan(
     staging: &[StagedBytes<'_>],
     scratch: u64,
 ) -> LaunchPlan {
-    let mut planner = ListPlanner { memories, staging, scratch, plan: LaunchPlan::default() };
-    commands.iter().for_each(|command| planner.command(command));
+    let ranges = Ranges { memories, staging };
+    let mut planner = ListPlanner { ranges, scratch, plan: LaunchPlan::default() };
+    let is_apply = |command: &Command| matches!(command, Command::Apply { .. });
+    for alike in commands.chunk_by(|one, next| is_apply(one) && is_apply(next)) {
+        if !planner.many_deltas(alike) {
+            alike.iter().for_each(|command| planner.command(command));
+        }
+    }
     planner.plan.flush();
     planner.plan
 }
 
-struct ListPlanner<'l> {
+/// The ranges that commands name, checked.
+#[derive(Clone, Copy)]
+struct Ranges<'l> {
     memories: &'l Handles,
     staging: &'l [StagedBytes<'l>],
+}
+
+struct ListPlanner<'l> {
+    ranges: Ranges<'l>,
     /// The next free bytes of scratch. Commands never share any: a later one is planned before an earlier one
     /// runs.
     scratch: u64,
@@ -100,7 +122,7 @@ impl ListPlanner<'_> {
             Command::Copy { source, target } => self.copy(*source, *target),
             Command::Fill { target, pattern, width } => {
                 let _whole = elements(target.len, *width);
-                let row = PieceRow::fill(self.address(*target), *pattern, *width, target.len);
+                let row = PieceRow::fill(self.ranges.address(*target), *pattern, *width, target.len);
                 self.piece(row, *target, [None; 2]);
             }
             Command::Gather { sources, target } => {
@@ -124,12 +146,43 @@ impl ListPlanner<'_> {
         }
     }
 
+    /// Adds the deltas of some commands by several threads, where they are many and all of them are staged:
+    /// then none reads what another one writes. Returns `false`, with nothing done, for others.
+    fn many_deltas(&mut self, commands: &[Command]) -> bool {
+        if !has_many_deltas(commands) {
+            return false;
+        }
+        let threads = parallel::threads(THREADS_MAX);
+        let count = threads * SHARES_EACH;
+        let deltas = commands.iter().map(Command::deltas);
+        let slices: Vec<&[Piece]> = deltas.flat_map(|deltas| deltas.chunks(DEALT_AT_ONCE)).collect();
+        let ranges = self.ranges;
+        let deal = |(): &mut (), index: usize| {
+            let mut shares: Vec<Vec<TargetRow>> = Vec::new();
+            // Most deltas of a replay are spread evenly.
+            shares.resize_with(count, || Vec::with_capacity(2 * slices[index].len() / count));
+            for piece in slices[index] {
+                let (row, Area::Staging(_)) = ranges.delta(piece) else { return Err(()) };
+                if row.steps > 0 {
+                    // All of a page's lie in one share, which keeps their order.
+                    let spread = piece.target.memory.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+                    shares[spread as usize % count].push(TargetRow { row, target_len: piece.target.len });
+                }
+            }
+            Ok(shares)
+        };
+        let Ok(dealt) = parallel::map_indexed(threads, slices.len(), || (), deal) else { return false };
+        let share = |index: usize| dealt.iter().map(|shares| shares[index].as_slice()).collect();
+        self.plan.deltas(&(0..count).map(share).collect::<Vec<_>>());
+        true
+    }
+
     fn upload(&mut self, source: StagingSpan, target: Span) {
         assert_eq!(source.len as u64, target.len, "an upload between ranges of different lengths");
-        let (from, to, len) = (self.staged(source), self.address(target), target.len);
+        let (from, to, len) = (self.ranges.staged(source), self.ranges.address(target), target.len);
         // Only long copies to the GPU's own memory go by the copy engine. Such a step ends the batch of
         // pieces; the engine's copies and the kernels' launches keep their order in the stream.
-        if len > SHORT_COPY_LEN_MAX && self.memory(target.memory).kind == Kind::Device {
+        if len > SHORT_COPY_LEN_MAX && self.ranges.memory(target.memory).kind == Kind::Device {
             self.plan.step(LaunchStep::Up { source: from, target: to, len });
         } else {
             self.piece(PieceRow::dense(to, from, len), target, [Some(Area::Staging(source.index)), None]);
@@ -138,13 +191,13 @@ impl ListPlanner<'_> {
 
     fn download(&mut self, source: Span, target: StagingSpan) {
         assert_eq!(source.len, target.len as u64, "a download between ranges of different lengths");
-        let on_gpu = self.memory(source.memory).kind == Kind::Device;
-        self.down(self.address(source), Area::Memory(source.memory.0), on_gpu, target);
+        let on_gpu = self.ranges.memory(source.memory).kind == Kind::Device;
+        self.down(self.ranges.address(source), Area::Memory(source.memory.0), on_gpu, target);
     }
 
     /// Brings bytes to staging.
     fn down(&mut self, source: u64, area: Area, on_gpu: bool, target: StagingSpan) {
-        let (to, len) = (self.staged(target), target.len as u64);
+        let (to, len) = (self.ranges.staged(target), target.len as u64);
         if len > SHORT_COPY_LEN_MAX && on_gpu {
             self.plan.step(LaunchStep::Down { source, target: to, len });
             return;
@@ -161,7 +214,7 @@ impl ListPlanner<'_> {
         assert_eq!(source.len, target.len, "a copy between ranges of different lengths");
         assert!(!source.overlaps(target), "a copy between overlapping ranges: {source:?}, {target:?}");
         // A file's memory stands in for staging: long copies to it and from it are the copy engine's, too.
-        let (from, to) = (self.memory(source.memory), self.memory(target.memory));
+        let (from, to) = (self.ranges.memory(source.memory), self.ranges.memory(target.memory));
         let len = target.len;
         if len > SHORT_COPY_LEN_MAX && from.kind == Kind::Device && to.is_file {
             self.plan.step(LaunchStep::Down { source: from.at(source), target: to.at(target), len });
@@ -175,11 +228,124 @@ impl ListPlanner<'_> {
             self.plan.step(LaunchStep::Within { source: from.at(source), target: to.at(target), len });
             return;
         }
-        let row = PieceRow::dense(self.address(target), self.address(source), target.len);
+        let row = PieceRow::dense(self.ranges.address(target), self.ranges.address(source), target.len);
         self.piece(row, target, [Some(Area::Memory(source.memory.0)), None]);
     }
 
     fn apply(&mut self, piece: &Piece) {
+        let (row, area) = self.ranges.delta(piece);
+        // A piece without work gets no row, although its target is not empty: a sparse piece of no indices.
+        if row.steps > 0 {
+            self.piece(row, piece.target, [Some(area), None]);
+        }
+    }
+
+    fn diff(&mut self, left: Span, right: Span, width: Width, target: Span) {
+        assert_eq!(left.len, right.len, "a diff of ranges of different lengths");
+        let bits = elements(left.len, width).div_ceil(8);
+        assert_eq!(target.len, bits, "the length of a diff's target");
+        let clashes = left.overlaps(target) || right.overlaps(target);
+        assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
+        let (from, to) =
+            ((self.ranges.address(left), self.ranges.address(right)), self.ranges.address(target));
+        self.plan.diff(from.0, from.1, to, left.len, width.bytes() as u64);
+    }
+
+    fn select(&mut self, bitmaps: &[Selection], target: StagingSpan) {
+        assert_eq!(target.len, 4 * bitmaps.len(), "the length of a selection's target");
+        // The numbers of all rows, then the sums.
+        let (mut numbers, len) = (self.scratch, selection_len(bitmaps));
+        let sums = numbers + 4 * bitmaps.iter().map(|of| select_rows(of.bits.len)).sum::<u64>();
+        self.scratch += len;
+        let (rows, scans) = (self.plan.selects.len(), self.plan.scans.len());
+        for (selection, sum) in bitmaps.iter().zip((sums..).step_by(4)) {
+            let Selection { bits, indices } = *selection;
+            selection.check();
+            let room = u32::try_from(indices.len / 4).unwrap_or(u32::MAX);
+            let (from, to) = (self.ranges.address(bits), self.ranges.address(indices));
+            self.plan.bitmap(from, bits.len, (to, room), numbers, sum);
+            numbers += 4 * select_rows(bits.len);
+        }
+        // One step for all bitmaps: three launches, however many there are.
+        self.plan.select(rows, scans);
+        self.down(sums, Area::Scratch, true, target);
+    }
+
+    fn pick(&mut self, source: Span, width: Width, indices: StagingSpan, target: Span) {
+        let (bound, count) = (elements(source.len, width), elements(target.len, width));
+        assert_eq!(indices.len as u64, 4 * count, "one index for each element");
+        assert!(!source.overlaps(target), "picked from and to overlapping ranges: {source:?}, {target:?}");
+        let indices_at = self.ranges.staged(indices);
+        let index_bytes = &self.ranges.staging[indices.index].bytes[indices.offset..][..indices.len];
+        assert!(all_below(index_bytes, bound), "an index that is not within its range");
+        let row = PieceRow::pick(
+            self.ranges.address(target),
+            indices_at,
+            self.ranges.address(source),
+            count,
+            width,
+        );
+        let sources = [Area::Staging(indices.index), Area::Memory(source.memory.0)].map(Some);
+        self.piece(row, target, sources);
+    }
+
+    fn validate(&mut self, lists: &[IndexList], target: StagingSpan) {
+        assert_eq!(target.len, 4 * lists.len(), "the length of a validation's target");
+        // The bits of all lists, then the findings: zeroed by one piece. Kernels set bits and add findings,
+        // so scratch must not hold the bytes of its last user.
+        let (first, len) = (self.scratch, validation_len(lists));
+        let findings = first + lists.iter().map(seen_len).sum::<u64>();
+        self.scratch += len;
+        self.plan.piece(PlannedPiece {
+            row: PieceRow::fill(first, [0; 16], Width::W1, len),
+            target_len: len,
+            target: Area::Scratch,
+            sources: [None; 2],
+        });
+        let rows = self.plan.indices.len();
+        let mut seen = first;
+        for (list, finding) in lists.iter().zip((findings..).step_by(4)) {
+            let IndexList { indices, bound } = *list;
+            assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "whole indices");
+            let count = indices.len / 4;
+            let indices = self.ranges.address(indices);
+            self.plan.index_list(IndexRow { indices, seen, target: finding, bound, count });
+            seen += seen_len(list);
+        }
+        self.plan.validate(rows);
+        self.down(findings, Area::Scratch, true, target);
+    }
+
+    fn crc(&mut self, sources: &[Span], target: StagingSpan) {
+        assert_eq!(target.len, 4 * sources.len(), "the length of a checksum command's target");
+        let staged = self.ranges.staged(target);
+        // A step over no rows would be a launch of no rows, which the driver refuses.
+        if sources.is_empty() {
+            return;
+        }
+        let extents: Vec<(u64, u64)> =
+            sources.iter().map(|span| (self.ranges.address(*span), span.len)).collect();
+        self.plan.crcs(&extents, (Area::Staging(target.index), staged), self.scratch);
+        self.scratch += remainders_len(sources);
+    }
+
+    fn digest(&mut self, sources: &[Span], key: Span, target: StagingSpan) {
+        check_digests(sources, key, target);
+        let extents: Vec<(u64, u64)> =
+            sources.iter().map(|span| (self.ranges.address(*span), span.len)).collect();
+        let (key, staged) = (self.ranges.address(key), self.ranges.staged(target));
+        self.plan.digests(&extents, key, staged);
+    }
+
+    fn piece(&mut self, row: PieceRow, target: Span, sources: [Option<Area>; 2]) {
+        let area = Area::Memory(target.memory.0);
+        self.plan.piece(PlannedPiece { row, target_len: target.len, target: area, sources });
+    }
+}
+
+impl Ranges<'_> {
+    /// The row of a delta, and the area that it reads.
+    fn delta(&self, piece: &Piece) -> (PieceRow, Area) {
         let target = self.address(piece.target);
         let len = piece.target.len;
         // The payload's address, the number of bytes that lie there at least, and their area.
@@ -216,103 +382,7 @@ impl ListPlanner<'_> {
                 PieceRow::sparse(target, indices, values, count as u64, width)
             }
         };
-        // A piece without work gets no row, although its target is not empty: a sparse piece of no indices.
-        if row.steps > 0 {
-            self.piece(row, piece.target, [Some(area), None]);
-        }
-    }
-
-    fn diff(&mut self, left: Span, right: Span, width: Width, target: Span) {
-        assert_eq!(left.len, right.len, "a diff of ranges of different lengths");
-        let bits = elements(left.len, width).div_ceil(8);
-        assert_eq!(target.len, bits, "the length of a diff's target");
-        let clashes = left.overlaps(target) || right.overlaps(target);
-        assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
-        let (from, to) = ((self.address(left), self.address(right)), self.address(target));
-        self.plan.diff(from.0, from.1, to, left.len, width.bytes() as u64);
-    }
-
-    fn select(&mut self, bitmaps: &[Selection], target: StagingSpan) {
-        assert_eq!(target.len, 4 * bitmaps.len(), "the length of a selection's target");
-        // The numbers of all rows, then the sums.
-        let (mut numbers, len) = (self.scratch, selection_len(bitmaps));
-        let sums = numbers + 4 * bitmaps.iter().map(|of| select_rows(of.bits.len)).sum::<u64>();
-        self.scratch += len;
-        let (rows, scans) = (self.plan.selects.len(), self.plan.scans.len());
-        for (selection, sum) in bitmaps.iter().zip((sums..).step_by(4)) {
-            let Selection { bits, indices } = *selection;
-            selection.check();
-            let room = u32::try_from(indices.len / 4).unwrap_or(u32::MAX);
-            let (from, to) = (self.address(bits), self.address(indices));
-            self.plan.bitmap(from, bits.len, (to, room), numbers, sum);
-            numbers += 4 * select_rows(bits.len);
-        }
-        // One step for all bitmaps: three launches, however many there are.
-        self.plan.select(rows, scans);
-        self.down(sums, Area::Scratch, true, target);
-    }
-
-    fn pick(&mut self, source: Span, width: Width, indices: StagingSpan, target: Span) {
-        let (bound, count) = (elements(source.len, width), elements(target.len, width));
-        assert_eq!(indices.len as u64, 4 * count, "one index for each element");
-        assert!(!source.overlaps(target), "picked from and to overlapping ranges: {source:?}, {target:?}");
-        let indices_at = self.staged(indices);
-        let index_bytes = &self.staging[indices.index].bytes[indices.offset..][..indices.len];
-        assert!(all_below(index_bytes, bound), "an index that is not within its range");
-        let row = PieceRow::pick(self.address(target), indices_at, self.address(source), count, width);
-        let sources = [Area::Staging(indices.index), Area::Memory(source.memory.0)].map(Some);
-        self.piece(row, target, sources);
-    }
-
-    fn validate(&mut self, lists: &[IndexList], target: StagingSpan) {
-        assert_eq!(target.len, 4 * lists.len(), "the length of a validation's target");
-        // The bits of all lists, then the findings: zeroed by one piece. Kernels set bits and add findings,
-        // so scratch must not hold the bytes of its last user.
-        let (first, len) = (self.scratch, validation_len(lists));
-        let findings = first + lists.iter().map(seen_len).sum::<u64>();
-        self.scratch += len;
-        self.plan.piece(PlannedPiece {
-            row: PieceRow::fill(first, [0; 16], Width::W1, len),
-            target_len: len,
-            target: Area::Scratch,
-            sources: [None; 2],
-        });
-        let rows = self.plan.indices.len();
-        let mut seen = first;
-        for (list, finding) in lists.iter().zip((findings..).step_by(4)) {
-            let IndexList { indices, bound } = *list;
-            assert!(indices.offset.is_multiple_of(4) && indices.len.is_multiple_of(4), "whole indices");
-            let count = indices.len / 4;
-            let indices = self.address(indices);
-            self.plan.index_list(IndexRow { indices, seen, target: finding, bound, count });
-            seen += seen_len(list);
-        }
-        self.plan.validate(rows);
-        self.down(findings, Area::Scratch, true, target);
-    }
-
-    fn crc(&mut self, sources: &[Span], target: StagingSpan) {
-        assert_eq!(target.len, 4 * sources.len(), "the length of a checksum command's target");
-        let staged = self.staged(target);
-        // A step over no rows would be a launch of no rows, which the driver refuses.
-        if sources.is_empty() {
-            return;
-        }
-        let extents: Vec<(u64, u64)> = sources.iter().map(|span| (self.address(*span), span.len)).collect();
-        self.plan.crcs(&extents, (Area::Staging(target.index), staged), self.scratch);
-        self.scratch += remainders_len(sources);
-    }
-
-    fn digest(&mut self, sources: &[Span], key: Span, target: StagingSpan) {
-        check_digests(sources, key, target);
-        let extents: Vec<(u64, u64)> = sources.iter().map(|span| (self.address(*span), span.len)).collect();
-        let (key, staged) = (self.address(key), self.staged(target));
-        self.plan.digests(&extents, key, staged);
-    }
-
-    fn piece(&mut self, row: PieceRow, target: Span, sources: [Option<Area>; 2]) {
-        let area = Area::Memory(target.memory.0);
-        self.plan.piece(PlannedPiece { row, target_len: target.len, target: area, sources });
+        (row, area)
     }
 
     /// The address at which a span begins. An empty one begins anywhere.

@@ -25,6 +25,8 @@ const TOGETHER_BYTES_MAX: u64 = 64 << 10;
 const SHORT_LEN_MAX: u64 = 1024;
 /// Threads that apply deltas.
 const THREADS_MAX: usize = 16;
+/// Deltas that a thread deals out into shares at once.
+const DEALT_AT_ONCE: usize = 4096;
 /// Shares of deltas for each of the threads: one that has done its share takes another.
 const SHARES_EACH: usize = 4;
 
@@ -37,11 +39,13 @@ impl HostDevice {
 
     /// Runs a list's commands in their order. Many deltas in a row are applied by several threads.
     pub(super) fn run_all(&self, commands: Vec<Command>, staging: &mut [Staging]) {
-        let bytes_of = |command: &Command| match command {
-            Command::Apply { pieces } => pieces.iter().map(|piece| piece.target.len).sum(),
-            _ => 0,
-        };
-        if commands.iter().map(bytes_of).sum::<u64>() < self.wide_bytes_min {
+        let mut bytes = 0;
+        // Of a long list it is known after a few.
+        let is_wide = commands.iter().flat_map(Command::deltas).any(|piece| {
+            bytes += piece.target.len;
+            bytes >= self.wide_bytes_min
+        });
+        if !is_wide {
             return commands.into_iter().for_each(|command| self.run(command, staging));
         }
         let is_apply = |command: &Command| matches!(command, Command::Apply { .. });
@@ -66,22 +70,32 @@ impl HostDevice {
     /// them.
     fn apply_by_threads(&self, rows: &[Vec<Piece>], staging: &[Staging]) -> bool {
         let threads = parallel::threads(THREADS_MAX);
-        let shares = if threads > 1 { self.shares(rows, threads * SHARES_EACH) } else { None };
-        let Some(shares) = shares else { return false };
-        let apply = |share: Vec<&Piece>| {
-            self.apply_all(&share, staging);
+        if threads == 1 {
+            return false;
+        }
+        let count = threads * SHARES_EACH;
+        let slices: Vec<&[Piece]> = rows.iter().flat_map(|row| row.chunks(DEALT_AT_ONCE)).collect();
+        let deal = |(): &mut (), index: usize| self.shares(slices[index], count).ok_or(());
+        let Ok(dealt) = parallel::map_indexed(threads, slices.len(), || (), deal) else { return false };
+        let apply = |(): &mut (), share: usize| {
+            let pieces: Vec<&Piece> = dealt.iter().flat_map(|shares| &shares[share]).copied().collect();
+            self.apply_all(&pieces, staging);
             Ok::<(), Infallible>(())
         };
-        let Ok(_) = parallel::for_each(threads, shares, apply);
+        let Ok(_) = parallel::map_indexed(threads, count, || (), apply);
         true
     }
 
     /// Shares of deltas, of which none has a block of memory that another one has. `None` if a delta lies in
     /// page memory, which another thread may change, or if there is no memory.
-    fn shares<'p>(&self, rows: &'p [Vec<Piece>], count: usize) -> Option<Vec<Vec<&'p Piece>>> {
-        let mut shares: Vec<Vec<&Piece>> = vec![Vec::new(); count];
+    fn shares<'p>(&self, pieces: &'p [Piece], count: usize) -> Option<Vec<Vec<&'p Piece>>> {
+        let mut shares: Vec<Vec<&Piece>> = Vec::new();
+        shares.try_reserve(count).ok()?;
+        shares.resize_with(count, Vec::new);
+        // Most deltas are spread evenly.
+        shares.iter_mut().try_for_each(|share| share.try_reserve(2 * pieces.len() / count)).ok()?;
         let memories = self.memories.read();
-        for piece in rows.iter().flatten() {
+        for piece in pieces {
             let Payload::Staging { .. } = piece.payload else { return None };
             let block = Arc::as_ptr(memories.get(piece.target.memory).block()).addr() as u64;
             // Blocks lie side by side, at multiples of one distance.

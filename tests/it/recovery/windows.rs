@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use remanent::device::Device;
 use remanent::device::host::HostDevice;
 use remanent::testing::sim_disk::{Moment, SimDisk};
 use remanent::{Damage, Error, FileName, Lsn, PageId, Place, Store, TornTail, Width};
@@ -16,6 +17,8 @@ use remanent_format::state::rebuild::rebuild;
 use remanent_format::state::survey::Survey;
 
 use crate::files::{Files, State, open_with, small};
+use crate::gpu;
+use crate::kill::workload::Random;
 
 /// Bytes of windows; 0 is one thread. Chunks are blocks of 4096 bytes.
 const WINDOWS: [u64; 4] = [0, 4 << 10, 12 << 10, 40 << 10];
@@ -156,5 +159,53 @@ fn windows_give_the_verdict_of_one_thread_on_every_damaged_frame_and_pair() {
             }
         }
         assert!(refused > 100 && (cut > 10) == is_killed, "{refused} refused, {cut} cut");
+    }
+}
+
+/// Lists of thousands of deltas, which several threads count, and plan for a GPU.
+#[test]
+fn many_short_deltas_are_replayed_by_several_threads_as_by_one() {
+    let mut random = Random(11);
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().segment_len(4 << 20)).unwrap();
+    let mut batch = store.batch();
+    (0..40).for_each(|page| _ = batch.create(if page == 0 { 300 } else { 9000 }, Place::Device(0)));
+    let pages = store.commit(batch).unwrap().pages;
+    for number in 0..150_u64 {
+        let mut batch = store.batch();
+        for _ in 0..200 {
+            // One page has a sixth of them all, one over the other.
+            let page = pages[random.below(40 + 8).saturating_sub(8) as usize];
+            let page_len = if page == pages[0] { 300 } else { 9000 };
+            let len = 1 + random.below(150);
+            let offset = random.below(page_len - len + 1);
+            match random.below(8) {
+                0 => batch.fill(page, offset, len, &[number as u8]),
+                1 => batch.scatter(page, Width::W1, &[0, 5, 7, 299], &random.bytes(4)),
+                2 => batch.write_masked(page, 8, Width::W2, &[random.below(256) as u8], &random.bytes(16)),
+                _ => batch.write(page, offset, &random.bytes(len)),
+            };
+        }
+        store.commit(batch).unwrap();
+    }
+    let expected = State::of(&store);
+    store.close().unwrap();
+    let files = Files::of(&disk);
+    let mut devices: Vec<fn() -> Option<Arc<dyn Device>>> = vec![|| Some(Arc::new(HostDevice::new()))];
+    devices.push(|| gpu::device().map(|gpu| gpu as Arc<dyn Device>));
+    for device in devices {
+        let mut counted = Vec::new();
+        // Lists of some deltas, of thousands, and of all.
+        for window_len in [0, 64 << 10, 1 << 20, 16 << 20] {
+            let Some(device) = device() else { continue };
+            let what = format!("{} by windows of {window_len}", device.label());
+            let options = small().replay_window_len(window_len);
+            let store = Store::open_on(Arc::new(files.disk()), device, options).unwrap();
+            assert!(State::of(&store) == expected, "{what}");
+            let stats = store.stats();
+            let moved = stats.transfers.iter().filter(|row| row.from == Place::Host);
+            counted.push(moved.map(|row| (row.to, row.pages, row.bytes)).collect::<Vec<_>>());
+        }
+        assert!(counted.windows(2).all(|two| two[0] == two[1]), "{counted:?}");
     }
 }

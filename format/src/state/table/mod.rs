@@ -16,8 +16,10 @@ use self::plan::next_epoch;
 pub use self::plan::{Changes, PlanMode, Refusal};
 use crate::defect::Defect;
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
+use crate::limits::NUMBER_MAX;
 use crate::op::{ByteChange, OpAt};
 use crate::state::by_id::ById;
+use crate::state::page_changes::{PageChange, PageChanges};
 use crate::value::{Metadata, SharedMetadata};
 
 /// The properties of a page besides its bytes.
@@ -225,24 +227,16 @@ impl PageTable {
         if ops.iter().any(|at| at.op.byte_change().is_none()) {
             return None;
         }
-        Some(self.change_ranges(lsn, ops.iter().filter_map(|at| at.op.byte_change())))
-    }
-
-    /// As [`change_bytes`](Self::change_bytes), of a batch that does nothing but change these ranges.
-    ///
-    /// # Errors
-    /// A [`Refusal`]; nothing is changed.
-    pub(crate) fn change_ranges(
-        &mut self,
-        lsn: Lsn,
-        changes: impl Iterator<Item = ByteChange> + Clone,
-    ) -> Result<(), Refusal> {
-        for ByteChange { page, offset, len } in changes.clone() {
+        let changes = || ops.iter().filter_map(|at| at.op.byte_change());
+        let check = |ByteChange { page, offset, len }| {
             let entry = self.pages.get(page).ok_or(Refusal::UnknownPage(page))?;
             next_epoch(entry.epoch)?;
-            entry.check_range(page, offset, len)?;
+            entry.check_range(page, offset, len)
+        };
+        if let Err(refusal) = changes().try_for_each(check) {
+            return Some(Err(refusal));
         }
-        for ByteChange { page, .. } in changes {
+        for ByteChange { page, .. } in changes() {
             if self.is_watched {
                 self.pages.flag(page);
             }
@@ -255,7 +249,32 @@ impl PageTable {
             }
         }
         self.lsn = self.lsn.max(lsn);
-        Ok(())
+        Some(Ok(()))
+    }
+
+    /// As [`change_bytes`](Self::change_bytes), of many batches at once, none of which the table has. Returns
+    /// whether each of them can follow the one before; if not, nothing is changed.
+    pub(crate) fn change_pages(&mut self, changes: &PageChanges) -> bool {
+        let fits = |change: &PageChange| {
+            self.pages.get(change.page).is_some_and(|entry| {
+                let epoch = entry.epoch.0.saturating_add(change.batches);
+                entry.lsn < changes.first && epoch <= NUMBER_MAX && change.end <= entry.len()
+            })
+        };
+        let do_follow = changes.pages.iter().all(fits);
+        if do_follow {
+            for PageChange { page, batches, lsn, .. } in &changes.pages {
+                if self.is_watched {
+                    self.pages.flag(*page);
+                }
+                let entry = self.pages.get_mut(*page).expect("it was there just now");
+                entry.lsn = *lsn;
+                entry.epoch.0 += batches;
+                self.epoch_high = self.epoch_high.max(entry.epoch);
+            }
+            self.lsn = self.lsn.max(changes.last);
+        }
+        do_follow
     }
 
     /// Replaces pages and root by those of an earlier state; the numbers that never go back stay.

@@ -1,8 +1,9 @@
 //! Compares the fast way for batches that change bytes alone with the general one.
 
 use super::*;
-use crate::ids::Width;
-use crate::op::{Indices, Op};
+use crate::frame::{FrameHeader, FrameKind};
+use crate::ids::{Incarnation, StoreId, Width};
+use crate::op::{Indices, Op, PayloadWriter, decode_payload};
 
 /// Numbers that a seed leads to.
 struct Random(u64);
@@ -57,6 +58,119 @@ fn changes_of_bytes_alone_are_what_any_batch_would_make_of_them() {
         assert!(table == expected, "{lsn}: {ops:?}");
     }
     assert!(changed > 300 && refused > 300, "{changed} changed, {refused} refused");
+}
+
+/// The batches of these payloads, as a log has them, from this number on.
+fn frames(first: u64, payloads: &[Vec<u8>]) -> Vec<FrameHeader> {
+    let header = |(payload, lsn): (&Vec<u8>, u64)| FrameHeader {
+        kind: FrameKind::Batch,
+        group_start: false,
+        incarnation: Incarnation::default(),
+        store: StoreId([1; 16]),
+        segment: 1,
+        offset: 4096 * lsn,
+        lsn: Lsn(lsn),
+        durable: Lsn(0),
+        payload_len: payload.len() as u32,
+        payload_crc: 0,
+        chain_prev: 0,
+    };
+    payloads.iter().zip(first..).map(header).collect()
+}
+
+/// What [`PageTable::change_bytes`] makes of each batch, up to one that it refuses.
+fn followed(mut table: PageTable, first: u64, payloads: &[Vec<u8>]) -> Result<PageTable, Refusal> {
+    for (payload, lsn) in payloads.iter().zip(first..) {
+        table.change_bytes(Lsn(lsn), &decode_payload(payload).unwrap()).expect("bytes alone")?;
+    }
+    Ok(table)
+}
+
+#[test]
+fn batches_that_are_summed_up_make_what_each_of_them_would() {
+    let mut random = Random(3);
+    let page = |number| PageInfo::new(PageId(number), 100, Place::Host);
+    let mut table = PageTable::from_parts((1..9).map(page), Arc::default(), 12, Epoch(3), Lsn(0));
+    let (mut refused, mut changed, mut lsn) = (0, 0, 1);
+    for round in 0..2000 {
+        let payloads: Vec<Vec<u8>> = (0..1 + random.below(30))
+            .map(|_| {
+                let mut payload = PayloadWriter::on(Vec::new());
+                for _ in 0..1 + random.below(4) {
+                    // Now and then one that is on a page that is not there, or past its page's end.
+                    let pages = if random.below(300) == 0 { 9 } else { 8 };
+                    let page = PageId(1 + random.below(pages));
+                    let offset_end = if random.below(300) == 0 { 80 } else { 40 };
+                    let offset = random.below(offset_end);
+                    let bytes = &BYTES[..random.below(58) as usize];
+                    payload.push(&Op::Write { page, offset, bytes }).unwrap();
+                }
+                payload.finish()
+            })
+            .collect();
+        let headers = frames(lsn, &payloads);
+        let batches = headers.iter().zip(payloads.iter().map(Vec::as_slice));
+        let summed = PageChanges::of(batches).unwrap();
+        assert_eq!((summed.batches, summed.last.0), (payloads.len(), lsn + payloads.len() as u64 - 1));
+        let frame_bytes: u64 = headers.iter().map(FrameHeader::frame_len).sum();
+        assert_eq!(summed.frame_bytes, frame_bytes);
+        assert!(summed.pages.is_sorted_by(|one, next| one.page < next.page));
+        let before = table.clone();
+        match followed(before.clone(), lsn, &payloads) {
+            Ok(expected) => {
+                assert!(table.change_pages(&summed) && table == expected, "round {round}");
+                changed += 1;
+                // What the table has it does not take again.
+                assert!(!table.change_pages(&summed) && table == expected, "round {round}");
+            }
+            Err(_) => {
+                assert!(!table.change_pages(&summed) && table == before, "round {round}");
+                refused += 1;
+            }
+        }
+        lsn += payloads.len() as u64;
+    }
+    assert!(changed > 300 && refused > 30, "{changed} changed, {refused} refused");
+}
+
+#[test]
+fn no_more_batches_are_summed_up_than_change_bytes_alone() {
+    let write = |page| Op::Write { page: PageId(page), offset: 1, bytes: &BYTES };
+    let payload = |ops: &[Op<'_>]| {
+        let mut payload = PayloadWriter::on(Vec::new());
+        ops.iter().for_each(|op| payload.push(op).unwrap());
+        payload.finish()
+    };
+    let note = payload(&[write(2), Op::Note { text: "text" }]);
+    let broken = payload(&[write(2), write(2)])[..100].to_vec();
+    for other in [note, broken] {
+        let payloads = [payload(&[write(1), write(3)]), payload(&[write(3)]), other, payload(&[write(1)])];
+        let headers = frames(5, &payloads);
+        let batches = || headers.iter().zip(payloads.iter().map(Vec::as_slice));
+        let change = |page, batches, lsn| PageChange { page: PageId(page), batches, lsn: Lsn(lsn), end: 61 };
+        let summed = PageChanges::of(batches()).unwrap();
+        assert_eq!((summed.first, summed.last, summed.batches), (Lsn(5), Lsn(6), 2));
+        assert_eq!(summed.pages, [change(1, 1, 5), change(3, 2, 6)]);
+        assert_eq!(PageChanges::of(batches().skip(2)), None);
+        assert_eq!(PageChanges::of(batches().skip(3)).unwrap().pages, [change(1, 1, 8)]);
+    }
+    assert_eq!(PageChanges::of(std::iter::empty()), None);
+}
+
+#[test]
+fn an_epoch_that_would_grow_too_high_is_refused_of_many_batches_too() {
+    let page = |epoch| PageInfo { epoch: Epoch(epoch), ..PageInfo::new(PageId(1), 100, Place::Host) };
+    let summed = PageChanges {
+        first: Lsn(5),
+        last: Lsn(7),
+        batches: 3,
+        frame_bytes: 0,
+        pages: vec![PageChange { page: PageId(1), batches: 3, lsn: Lsn(7), end: 100 }],
+    };
+    for (epoch, do_follow) in [(NUMBER_MAX - 3, true), (NUMBER_MAX - 2, false)] {
+        let mut table = PageTable::from_parts([page(epoch)], Arc::default(), 2, Epoch(epoch), Lsn(4));
+        assert_eq!(table.change_pages(&summed), do_follow, "{epoch}");
+    }
 }
 
 #[test]
