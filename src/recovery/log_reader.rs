@@ -7,9 +7,9 @@
 //! A walk that finds no frame reads once more by itself before it judges.
 //!
 //! Frames are read into staging and stay where they were read, so that a device takes its deltas from
-//! there. A window is read, another one is used, and one is on its way from one thread to the other. Each
-//! is as long as the longest frame at least. A short log is read as one window of a megabyte after the
-//! other, by one thread, and so is every log where few threads can run at once.
+//! there. A window is read, one is made into a list, another one is used, and one is on its way to each of
+//! the latter. Each is as long as the longest frame at least. A short log is read as one window of a
+//! megabyte after the other, by one thread, and so is every log where few threads can run at once.
 //!
 //! Nothing is written here, so a crash loses nothing.
 
@@ -43,8 +43,8 @@ const THREADS_MAX: usize = 16;
 /// The fewest threads that gain by windows. Two are kept busy by reading one run and using another:
 /// on two busy cores windows took 1.2 times the processor's time and saved none.
 const THREADS_MIN: usize = 4;
-/// Bytes of a window for each of the threads. Threads are started for each window, so it must not be short;
-/// several windows should stay in the last cache.
+/// Bytes of a window for each of the threads. Each step of a window ends when the last thread has done its
+/// part, so it must not be short; several windows should stay in the last cache.
 const WINDOW_LEN_EACH: u64 = 1 << 20;
 /// The longest window, whatever the number of threads (I10).
 const WINDOW_LEN_MAX: u64 = 16 << 20;

@@ -162,6 +162,8 @@ fn windows_give_the_verdict_of_one_thread_on_every_damaged_frame_and_pair() {
     }
 }
 
+type NewDevice = fn() -> Option<Arc<dyn Device>>;
+
 /// Lists of thousands of deltas, which several threads count, and plan for a GPU.
 #[test]
 fn many_short_deltas_are_replayed_by_several_threads_as_by_one() {
@@ -173,14 +175,15 @@ fn many_short_deltas_are_replayed_by_several_threads_as_by_one() {
     let pages = store.commit(batch).unwrap().pages;
     for number in 0..150_u64 {
         let mut batch = store.batch();
-        for _ in 0..200 {
+        for _ in 0..500 {
             // One page has a sixth of them all, one over the other.
             let page = pages[random.below(40 + 8).saturating_sub(8) as usize];
             let page_len = if page == pages[0] { 300 } else { 9000 };
             let len = 1 + random.below(150);
             let offset = random.below(page_len - len + 1);
             match random.below(8) {
-                0 => batch.fill(page, offset, len, &[number as u8]),
+                // Deltas in a row are planned together; a fill is none.
+                0 if number % 75 == 0 => batch.fill(page, offset, len, &[number as u8]),
                 1 => batch.scatter(page, Width::W1, &[0, 5, 7, 299], &random.bytes(4)),
                 2 => batch.write_masked(page, 8, Width::W2, &[random.below(256) as u8], &random.bytes(16)),
                 _ => batch.write(page, offset, &random.bytes(len)),
@@ -191,9 +194,9 @@ fn many_short_deltas_are_replayed_by_several_threads_as_by_one() {
     let expected = State::of(&store);
     store.close().unwrap();
     let files = Files::of(&disk);
-    let mut devices: Vec<fn() -> Option<Arc<dyn Device>>> = vec![|| Some(Arc::new(HostDevice::new()))];
-    devices.push(|| gpu::device().map(|gpu| gpu as Arc<dyn Device>));
-    for device in devices {
+    let host: NewDevice = || Some(Arc::new(HostDevice::new().wide_from(1)));
+    let gpu: NewDevice = || gpu::device().map(|gpu| gpu as Arc<dyn Device>);
+    for device in [host, gpu] {
         let mut counted = Vec::new();
         // Lists of some deltas, of thousands, and of all.
         for window_len in [0, 64 << 10, 1 << 20, 16 << 20] {
