@@ -199,7 +199,7 @@ pub fn identity(dir: &StoreDir) -> Result<(StoreFile, Option<Damage>), Failure> 
     };
     let Some(store) = store_of_segments(dir) else {
         return Err(match refused.defect {
-            Defect::Missing => Failure::Environment(format!("there is no store in {}", dir.path().display())),
+            Defect::Missing => dir.no_store(),
             _ => Failure::Damage(format!("{refused}; no log segment names the store either")),
         });
     };

@@ -80,9 +80,7 @@ impl<'d> KeptStates<'d> {
 
     fn open(dir: &'d StoreDir) -> Result<Self, Failure> {
         let survey = Survey::read(dir).map_err(|damage| match damage.defect {
-            Defect::Missing if damage.file == FileName::Store => {
-                Failure::Environment(format!("there is no store in {}", dir.path().display()))
-            }
+            Defect::Missing if damage.file == FileName::Store => dir.no_store(),
             _ => damaged(damage),
         })?;
         Ok(Self { dir, survey })

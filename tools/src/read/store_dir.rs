@@ -34,6 +34,28 @@ impl StoreDir {
         &self.path
     }
 
+    /// The failure that there is no store here. A run of several ranks has one in each of its folders: those that
+    /// are stores are named.
+    pub fn no_store(&self) -> Failure {
+        let here = self.path.display();
+        let entries = fs::read_dir(&self.path).into_iter().flatten().filter_map(Result::ok);
+        let inner = entries.map(|entry| entry.path());
+        let mut stores: Vec<PathBuf> =
+            inner.filter(|path| path.join(FileName::Store.name()).is_file()).collect();
+        // rank-2 comes before rank-10.
+        stores.sort_by_key(|path| (path.as_os_str().len(), path.clone()));
+        Failure::Environment(match &stores[..] {
+            [] => format!("there is no store in {here}"),
+            [only] => format!("there is no store in {here}, but in {}", only.display()),
+            [first, .., last] => format!(
+                "there is no store in {here}, but in {} of its folders, {} to {}: name one of them",
+                stores.len(),
+                first.display(),
+                last.display()
+            ),
+        })
+    }
+
     /// Every file of the directory, ours and others', with its length in bytes.
     pub fn files(&self) -> io::Result<Vec<(Folder, String, u64)>> {
         let mut files = Vec::new();

@@ -144,10 +144,9 @@ pub fn simulate(rule: Rule, trace: &mut Trace, last: Option<u64>) -> Result<Simu
 /// The state that recovery would find in a directory, computed without the engine.
 pub fn recovered(dir: &Path) -> Result<RebuiltStore, Failure> {
     let options = RebuildOptions { page_bytes_max: available(), ..RebuildOptions::default() };
-    rebuild(&StoreDir::open(dir)?, &options).map_err(|damage| match damage.defect {
-        Defect::Missing if damage.file == FileName::Store => {
-            Failure::Environment(format!("there is no store in {}", dir.display()))
-        }
+    let dir = StoreDir::open(dir)?;
+    rebuild(&dir, &options).map_err(|damage| match damage.defect {
+        Defect::Missing if damage.file == FileName::Store => dir.no_store(),
         _ => Failure::Damage(damage.to_string()),
     })
 }

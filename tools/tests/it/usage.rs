@@ -67,6 +67,29 @@ fn wrong_calls_end_with_two_and_touch_nothing() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
+/// A run of several ranks has a store in each of its folders, and is none.
+#[test]
+fn stores_in_the_folders_of_a_directory_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let run_dir = dir.path().to_str().unwrap();
+    let make = |name: &str| {
+        let file = dir.path().join("empty.safetensors");
+        std::fs::write(&file, b"\x02\0\0\0\0\0\0\0{}").unwrap();
+        let store = dir.path().join(name);
+        run(&["import", store.to_str().unwrap(), file.to_str().unwrap()]).expect(0);
+    };
+    std::fs::create_dir(dir.path().join("points")).unwrap();
+    make("rank-2");
+    for args in [&["info", run_dir][..], &["pages", run_dir], &["log", run_dir], &["verify", run_dir]] {
+        let said = run(args).expect(2).err;
+        assert!(said.contains(&format!("there is no store in {run_dir}, but in {run_dir}/rank-2")), "{said}");
+    }
+    (10..12).for_each(|rank| make(&format!("rank-{rank}")));
+    let said = run(&["info", run_dir]).expect(2).err;
+    let named = format!("but in 3 of its folders, {run_dir}/rank-2 to {run_dir}/rank-11: name one of them");
+    assert!(said.contains(&named), "{said}");
+}
+
 #[test]
 fn quiet_says_nothing_and_verbose_says_what_the_engine_does() {
     let dir = tempfile::tempdir().unwrap();
