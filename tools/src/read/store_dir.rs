@@ -34,8 +34,8 @@ impl StoreDir {
         &self.path
     }
 
-    /// The failure that there is no store here. A run of several ranks has one in each of its folders: those that
-    /// are stores are named.
+    /// The failure that there is no store here. A run of several ranks has one in each of its folders: those
+    /// that are stores are named.
     pub fn no_store(&self) -> Failure {
         let here = self.path.display();
         let entries = fs::read_dir(&self.path).into_iter().flatten().filter_map(Result::ok);
