@@ -221,7 +221,7 @@ class Checkpointer:
     def _tell_failure(self) -> None:
         """Raises what the last save failed with, unless its caller was told."""
         last = self._last
-        if last is not None and last._done.done() and not last._told:
+        if last is not None and last._has_ended and not last._told.is_set():
             last.wait()
 
     # Saving.
@@ -231,9 +231,9 @@ class Checkpointer:
         """Makes the present state the version of `step`.
 
         A save while the one before is under way waits for that first, is refused, or is left to the next one. The state
-        may change once this returns: by the host, and by what is queued on the current streams of its GPUs from then on, or ordered
-        after it. Other streams must be ordered first, as for any work of torch's. With `overlap` parameters and the
-        optimizer's state may change by `optimizer.step` alone.
+        may change once this returns: by the host, and by what is queued on the current streams of its GPUs from then
+        on, or ordered after it. Other streams must be ordered first, as for any work of torch's. With `overlap`
+        parameters and the optimizer's state may change by `optimizer.step` alone.
 
         :param name: keeps the version until `give_up(name)`; 1 to 64 bytes, not beginning with "step ".
         :param wait: whether to return only once the version is durable. Else the call returns once the state is
@@ -241,8 +241,9 @@ class Checkpointer:
             that is killed before that finds the version before.
         :param busy: "wait", "refuse" or "coalesce": what the call does while the save before is under way.
             `Saved.seconds` says how long one takes. "coalesce" saves nothing then and returns at once: what it returns
-            is durable when the next save is, `Saved.version_step`. Saves with a name and those that `wait` are never
-            left to others; let the last one of a run be such, or `close` raises.
+            ends as the next save does, which is that of `Saved.version_step`. Saves with a name and those that `wait`
+            are never left to others, nor is one for which a rank waits; let the last one of a run be such, or `close`
+            raises.
         :raises InUseError: if it is refused. Nothing is saved.
         :raises RefusedError: for what cannot be stored, by its name; while a graph of CUDA is being captured. Nothing
             is saved.
@@ -253,18 +254,21 @@ class Checkpointer:
         reading = Reading()
         passage: Passage | None = None
         done: concurrent.futures.Future[tuple[int, float]] | None = None
-        is_left = False
+        is_left = is_next = False
         try:
-            is_left = self._is_left_to_next("wait" if busy == "coalesce" and (wait or name is not None) else busy)
+            is_left = self._is_left_to_next(busy, wait or name is not None)
+            is_next = not is_left
             step = _whole_number("step", step)
             if is_left:
-                return self._left.add(step, began)
+                _refuse_capture()
+                return self._left.add(step, self._reading or reading, began)
             tree, captured, tensors = self._checked(name)
             passage = self._room.begin(tensors)
             capture = Capture(self._copies, captured)
             note = note or f"step {step}"
             done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree)
-            self._last = saved = Saved(step, done, reading, began, version_step=step)
+            self._last = saved = Saved(step, reading, began)
+            saved._begins(done)
             self._left.go_with(saved)
             self._reading = reading
             if captured:
@@ -281,6 +285,8 @@ class Checkpointer:
             if done is None and not is_left:
                 # In the order of the saves: other ranks may be writing theirs.
                 self._worker.submit(self._versions.failed, self._saves, error)
+            if done is None and is_next:
+                self._left.fail(error)
             if passage is None:
                 raise
             # Nothing reads the state, or writes, once this has raised.
@@ -297,12 +303,15 @@ class Checkpointer:
             raise
         return saved
 
-    def _is_left_to_next(self, busy: str) -> bool:
+    def _is_left_to_next(self, busy: str, waits: bool) -> bool:
         """Whether a save is left to the next one, because the one before is under way."""
         if busy not in ("wait", "refuse", "coalesce"):
             raise InvalidError(f"busy: {busy!r} is none of \"wait\", \"refuse\" and \"coalesce\"")
+        if busy == "wait":
+            return False
         last = self._last
-        if busy == "wait" or not self._versions.is_busy(self._saves, last is not None and not last._done.done()):
+        is_busy = last is not None and not last._has_ended
+        if not self._versions.is_busy(self._saves, is_busy, busy == "coalesce" and waits):
             return False
         if busy == "refuse":
             which = "before" if last is None else f"of step {last.step}"
@@ -515,11 +524,11 @@ class Checkpointer:
         last = self._last
         try:
             # A failure that the caller was told of is not told again.
-            if last is not None and not last._told:
+            if last is not None and not last._told.is_set():
                 last.wait()
         finally:
             # After Ctrl-C it is under way still.
-            if last is None or last._done.done():
+            if last is None or last._has_ended:
                 self._last = None
         self._settle()
 

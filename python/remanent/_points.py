@@ -104,11 +104,12 @@ class SharedVersions:
         if any(point.name == name for point in self._points.readable()[0]):
             raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
 
-    def is_busy(self, save: int, own: bool) -> bool:
+    def is_busy(self, save: int, own: bool, waits: bool) -> bool:
         if self._aside is None:
             self._aside = Ranks(self._process_group)
         self._aside.doing = f"begin save {save}"
-        return any(self._aside.gather(own))
+        is_busy, one_waits = map(any, zip(*self._aside.gather([own, waits])))
+        return is_busy and not one_waits
 
     def keep_former(self) -> None:
         # What is of no point is of no version.

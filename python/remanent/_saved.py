@@ -74,16 +74,34 @@ class Saved:
     One that was left to the next save (`busy="coalesce"`) has captured nothing, and ends as that one does.
     """
 
-    def __init__(self, step: int, done: concurrent.futures.Future[tuple[int, float]], reading: Reading,
-                 began: float, version_step: int | None) -> None:
+    def __init__(self, step: int, reading: Reading, began: float) -> None:
         self.step = step
         #: The step of the version, which is a later one for a save that was left to the next; None until that began.
-        self.version_step = version_step
-        self._done = done
+        self.version_step: int | None = None
         self._reading = reading
         self._began = began
-        # Whether its end was told to a caller.
-        self._told = False
+        # None until it has begun.
+        self._done: concurrent.futures.Future[tuple[int, float]] | None = None
+        # Set once its end was told to a caller.
+        self._told = threading.Event()
+
+    def _begins(self, done: concurrent.futures.Future[tuple[int, float]]) -> None:
+        """It is a version of its own."""
+        self.version_step, self._done = self.step, done
+
+    def _goes_with(self, other: Saved) -> None:
+        """It was left, and the next one begins. A caller that is told how that ends is told of both."""
+        self.version_step, self._told, self._done = other.version_step, other._told, other._done
+
+    def _fails(self, error: BaseException) -> None:
+        """It was left, and there is no next one."""
+        done: concurrent.futures.Future[tuple[int, float]] = concurrent.futures.Future()
+        done.set_exception(error)
+        self._done = done
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._done is not None and self._done.done()
 
     @property
     def seconds(self) -> float | None:
@@ -91,17 +109,18 @@ class Saved:
 
         Saves at shorter intervals wait for each other.
         """
-        return self._done.result()[1] - self._began if self.done() else None
+        return self._done.result()[1] - self._began if self._done is not None and self.done() else None
 
     @property
     def lsn(self) -> int:
         """The version's batch; waits until it is durable."""
         self.wait()
+        assert self._done is not None
         return self._done.result()[0]
 
     def done(self) -> bool:
         """Whether the version is durable and kept."""
-        return self._done.done() and self._done.exception() is None
+        return self._done is not None and self._done.done() and self._done.exception() is None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the version is durable and kept, up to `timeout` seconds; says whether it is.
@@ -110,16 +129,19 @@ class Saved:
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            # In slices, so that Ctrl-C ends the wait.
-            if until is None and self.version_step is None and not self._done.done():
+            # In slices, so that Ctrl-C ends the wait, and one that was left finds the next one.
+            left = 0.1 if until is None else max(0.0, min(0.1, until - time.monotonic()))
+            if self._done is not None:
+                if concurrent.futures.wait([self._done], left).done:
+                    # Raises what the save failed with.
+                    self._told.set()
+                    self._done.result()
+                    return True
+            elif until is None:
                 raise InUseError(f"the save of step {self.step} was left to the next one, which has not begun",
                                  remedy="save once more, and wait")
-            left = 0.1 if until is None else max(0.0, min(0.1, until - time.monotonic()))
-            if concurrent.futures.wait([self._done], left).done:
-                # Raises what the save failed with.
-                self._told = True
-                self._done.result()
-                return True
+            else:
+                time.sleep(left)
             if until is not None and time.monotonic() >= until:
                 return False
 
@@ -128,7 +150,7 @@ class Saved:
         self._reading.wait()
 
     def __repr__(self) -> str:
-        return f"Saved(step={self.step}, done={self._done.done()})"
+        return f"Saved(step={self.step}, done={self._has_ended})"
 
 
 class LeftSaves:
@@ -137,36 +159,30 @@ class LeftSaves:
     def __init__(self) -> None:
         self._saves: list[Saved] = []
 
-    def add(self, step: int, began: float) -> Saved:
-        """A save that is left."""
-        reading = Reading()
-        reading.ends(Moment({}))
-        saved = Saved(step, concurrent.futures.Future(), reading, began, version_step=None)
+    def add(self, step: int, reading: Reading, began: float) -> Saved:
+        """A save that is left, while the one under way reads the state."""
+        saved = Saved(step, reading, began)
         self._saves.append(saved)
         return saved
 
     def go_with(self, saved: Saved) -> None:
         """This one is the next: those that were left end as it does."""
-        going, self._saves = self._saves, []
-        for left in going:
-            left.version_step = saved.version_step
+        for left in self._saves:
+            left._goes_with(saved)
+        self._saves = []
 
-        def end(done: concurrent.futures.Future[tuple[int, float]]) -> None:
-            error = done.exception()
-            for left in going:
-                if error is not None:
-                    left._done.set_exception(error)
-                else:
-                    left._done.set_result(done.result())
-
-        saved._done.add_done_callback(end)
+    def fail(self, error: BaseException) -> None:
+        """The next one could not begin."""
+        for left in self._saves:
+            left._fails(error)
+        self._saves = []
 
     def end(self, why: str) -> InUseError | None:
-        """There is no next one: those that were left fail. Returns how, if there are any."""
-        going, self._saves = self._saves, []
+        """There is no next one. Returns how the last one of those that were left has failed, if there are any."""
         error = None
-        for left in going:
+        for left in self._saves:
             error = InUseError(f"the save of step {left.step} was left to the next one, but {why}",
                                remedy="let the last save of a run wait")
-            left._done.set_exception(error)
+            left._fails(error)
+        self._saves = []
         return error

@@ -115,8 +115,10 @@ class Versions(Protocol):
     def check_name(self, name: str) -> None:
         """Refuses a name that another version has."""
 
-    def is_busy(self, save: int, own: bool) -> bool:
-        """Whether a save is under way, of this rank or of another one, as the save with this number begins."""
+    def is_busy(self, save: int, own: bool, waits: bool) -> bool:
+        """Whether a save is under way, of this rank or of another one, as the save with this number begins; and no
+        rank waits for it.
+        """
 
     def keep_former(self) -> None:
         """Keeps the newest version, if nothing keeps it, before a save writes over it."""
@@ -184,8 +186,8 @@ class OwnVersions:
         if any(info.name == name for info in self._store.snapshots()):
             raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
 
-    def is_busy(self, save: int, own: bool) -> bool:
-        return own
+    def is_busy(self, save: int, own: bool, waits: bool) -> bool:
+        return own and not waits
 
     def keep_former(self) -> None:
         root = self._store.root

@@ -182,7 +182,6 @@ def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.Monk
         left = [save(2), save(3)]
         assert (first.version_step, [each.version_step for each in left]) == (1, [None, None])
         for each in left:
-            each.wait_copied()
             assert not each.done() and not each.wait(0.01) and each.seconds is None
             with pytest.raises(remanent.InUseError, match=f"the save of step {each.step} was left to the next one"):
                 each.wait()
@@ -209,16 +208,27 @@ def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.Monk
             raise OSError("as arranged")
 
         monkeypatch.setattr(_pages, "put", failing)
-        for saved in (save(10), *left):
-            with pytest.raises(OSError, match="as arranged"):
-                saved.wait()
+        with pytest.raises(OSError, match="as arranged"):
+            save(10) and left[0].wait()
+        # Told of one is told of both: the next save is not refused for it.
         monkeypatch.setattr(_pages, "put", in_turn)
+        # So it is with one that cannot begin.
+        save(10)
+        left = [save(9)]
+        turn.release()
+        run._finish()
+        state["odd"] = object()  # type: ignore[assignment]
+        with pytest.raises(remanent.RefusedError, match="odd"):
+            save(10)
+        del state["odd"]
+        with pytest.raises(remanent.RefusedError, match="odd"):
+            left[0].wait()
         # What is put back is not what was to be saved.
         save(11)
         left = [save(12)]
         turn.release()
         assert run.restore() == 11 and (state["a"] == 11).all()
-        with pytest.raises(remanent.InUseError, match="step 12 was left to the next one, but `restore` put step 11 back"):
+        with pytest.raises(remanent.InUseError, match="step 12 was left to .*, but `restore` put step 11 back"):
             left[0].wait()
         save(13)
         last = save(14)
@@ -229,6 +239,27 @@ def test_saves_are_left_to_the_next_one(directory: str, monkeypatch: pytest.Monk
             last.wait()
     with Checkpointer(directory, extra={"state": state}, rng=False) as run:
         assert run.restore() == 13 and (state["a"] == 13).all()
+
+
+def test_what_a_save_reads_is_read_for_those_that_are_left_too(directory: str) -> None:
+    model, optimizer = small_run()
+    with Checkpointer(directory, model, optimizer, rng=False, overlap=True) as run:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        reading, ends = run._sender.submit(threading.Event().wait, 0.5), []
+        first = run.save(1, wait=False)
+        left = run.save(2, wait=False, busy="coalesce")
+        waiting = threading.Thread(target=lambda: ends.append(left.wait_copied() or reading.done()))
+        waiting.start()
+        waiting.join()
+        assert ends == [True] and left.version_step is None
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        first.wait()
+        run.save(3)
+        assert left.done() and left.version_step == 3
+        run.restore(at=1)
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters()))
 
 
 def small_run(kind: Any = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:

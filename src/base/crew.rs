@@ -46,13 +46,14 @@ impl Crew {
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        OWN.take();
+        // Gone is gone.
+        let _left = OWN.try_with(|own| own.take());
     }
 }
 
-/// The crew of this thread.
+/// The crew of this thread. One that ends, and what it drops then, has none.
 pub(super) fn own() -> Option<Arc<ThreadPool>> {
-    OWN.with_borrow(Clone::clone)
+    OWN.try_with(|own| own.borrow().clone()).ok().flatten()
 }
 
 #[cfg(test)]

@@ -139,7 +139,8 @@ impl Frames<'_> {
         // The walk speaks of damage only. Refused staging is noted here: told as damage, it would cost
         // the store a snapshot that is sound.
         let no_staging = Mutex::new(None);
-        let rules = self.windows(from);
+        let is_empty = until.is_some_and(|until| until <= from.lsn);
+        let rules = if is_empty { None } else { self.windows(from) };
         // A short log is read sooner than a thread is started.
         let runs_max = match rules {
             Some(_) => WINDOWS_READY_MAX,

@@ -88,5 +88,7 @@ impl PageChanges {
             }
             is_same
         });
+        // They wait for the thread that takes them.
+        self.pages.shrink_to_fit();
     }
 }

@@ -26,8 +26,8 @@ use crate::error::Result;
 /// kernels' half declares too.
 const TABLE_ALIGN: usize = 16;
 
-/// Runs of a table that one thread writes.
-const WRITTEN_BY_ONE_MAX: usize = 8;
+/// Bytes of a table that one thread writes.
+const WRITTEN_BY_ONE_MAX: usize = 1 << 20;
 /// Threads that write rows.
 const THREADS_MAX: usize = 16;
 
@@ -92,7 +92,7 @@ impl Layout {
     }
 }
 
-/// Copies the runs of a table by several threads, where there are many.
+/// Copies the runs of a table, of a long one by several threads.
 fn write_runs<R: Copy + Sync>(rows: &Rows<R>, address: u64) {
     let mut at = address;
     let placed: Vec<(&[R], u64)> = rows
@@ -104,7 +104,8 @@ fn write_runs<R: Copy + Sync>(rows: &Rows<R>, address: u64) {
             (&run[..], begin)
         })
         .collect();
-    let threads = if rows.runs().len() <= WRITTEN_BY_ONE_MAX { 1 } else { parallel::threads(THREADS_MAX) };
+    let is_long = rows.len() * size_of::<R>() > WRITTEN_BY_ONE_MAX;
+    let threads = if is_long { parallel::threads(THREADS_MAX) } else { 1 };
     let write = |(): &mut (), index: usize| {
         let (rows, address) = placed[index];
         write_rows(rows, address);

@@ -33,6 +33,9 @@ const DIGEST_BLOCKS_MIN: u64 = 4096;
 /// The most chunks of a row: with 8 an H100 digests at 0.97 of the rate of one, with 16 at 0.95.
 const DIGEST_ROW_CHUNKS_MAX: u64 = 8;
 
+/// Threads that plan the shares of many deltas.
+const THREADS_MAX: usize = 16;
+
 /// Memory as the plan tells it apart: pieces in different areas never touch the same byte.
 ///
 /// Hazards are looked up by area and not by range. Two deltas of one page then only cost a lookup each, and a
@@ -107,8 +110,35 @@ pub(super) struct LaunchPlan {
 #[derive(Debug, Default)]
 struct PieceBatch {
     pieces: Vec<TargetRow>,
+    /// The area that each of them writes to.
+    targets: Vec<Area>,
+    /// The first of these as a set: as far as it was asked for.
     written: Areas,
+    written_from: usize,
+    /// What they read. None writes to it.
     read: Areas,
+}
+
+impl PieceBatch {
+    /// Whether a piece must come in a later launch than these.
+    ///
+    /// Most pieces are deltas, which read the same staging: what those write to is never asked for, and a set
+    /// of ten thousand areas is not made.
+    fn must_end_before(&mut self, piece: &PlannedPiece) -> bool {
+        // Write after read.
+        if self.read.contains(&piece.target) {
+            return true;
+        }
+        let is_new = |area: &&Area| !self.read.contains(area);
+        let mut new = piece.sources.iter().flatten().filter(is_new).peekable();
+        if new.peek().is_none() {
+            return false;
+        }
+        self.written.extend(&self.targets[self.written_from..]);
+        self.written_from = self.targets.len();
+        // Read after write.
+        new.any(|area| self.written.contains(area))
+    }
 }
 
 type Areas = HashSet<Area, BuildHasherDefault<IdHasher>>;
@@ -146,18 +176,18 @@ impl LaunchPlan {
         if piece.target_len == 0 {
             return;
         }
-        let batch = &self.batch;
-        // Read after write, or write after read: blocks of one launch run in any order, so a launch must end
-        // in between. Write after write needs no flush: `flush` itself keeps the order of targets that
-        // overlap.
-        if batch.read.contains(&piece.target)
-            || piece.sources.iter().flatten().any(|area| batch.written.contains(area))
-        {
+        // Blocks of one launch run in any order, so a launch must end between a write and a read. Write after
+        // write needs no flush: `flush` itself keeps the order of targets that overlap.
+        if self.batch.must_end_before(&piece) {
             self.flush();
         }
-        self.batch.written.insert(piece.target);
-        self.batch.read.extend(piece.sources.iter().flatten());
         self.batch.pieces.push(TargetRow { row: piece.row, target_len: piece.target_len });
+        self.batch.targets.push(piece.target);
+        self.batch.read.extend(piece.sources.iter().flatten());
+        // A copy within one area: what comes next there waits for it, whichever it does.
+        if piece.sources.contains(&Some(piece.target)) {
+            self.flush();
+        }
     }
 
     /// Adds many deltas after all earlier pieces, which several threads have dealt out into shares: in each,
@@ -173,7 +203,7 @@ impl LaunchPlan {
         let plan = |(): &mut (), index: usize| {
             Ok::<_, Infallible>(PiecePlan::of(&shares[index].concat(), firsts[index]))
         };
-        let Ok(plans) = parallel::map_indexed(parallel::threads(shares.len()), shares.len(), || (), plan);
+        let Ok(plans) = parallel::map_indexed(parallel::threads(THREADS_MAX), shares.len(), || (), plan);
         self.launch(plans);
     }
 
@@ -320,12 +350,13 @@ impl LaunchPlan {
         if self.batch.pieces.is_empty() {
             return;
         }
-        let PieceBatch { pieces, mut written, mut read } = std::mem::take(&mut self.batch);
+        let PieceBatch { pieces, mut targets, mut written, mut read, .. } = std::mem::take(&mut self.batch);
         self.launch(vec![PiecePlan::of(&pieces, self.pieces.len())]);
-        // The sets keep their room for the next batch.
+        // These keep their room for the next batch.
+        targets.clear();
         written.clear();
         read.clear();
-        self.batch = PieceBatch { pieces: Vec::new(), written, read };
+        self.batch = PieceBatch { targets, written, read, ..PieceBatch::default() };
     }
 
     /// Adds the launches of some plans, of which none touches what another one does.
@@ -399,9 +430,13 @@ mod tests {
         let piece = |_| {
             let len = 1 + below(longest);
             let target = below(2);
-            let source = (target + 1 + below(2)) % 3;
-            let mut place = |area: u64| area * AREA + below(AREA - len);
-            let row = PieceRow::dense(place(target), place(source), len);
+            let source = (target + below(3)) % 3;
+            // Within one area from one half to the other, whichever way.
+            let (len, room) = if source == target { (len.min(AREA / 4), AREA / 2) } else { (len, AREA) };
+            let halves = if source == target { [0, 1] } else { [0, 0] };
+            let first = below(2) as usize;
+            let mut place = |area: u64, half: u64| area * AREA + half * AREA / 2 + below(room - len);
+            let row = PieceRow::dense(place(target, halves[first]), place(source, halves[1 - first]), len);
             let area = |number| if number < 2 { Area::Memory(number) } else { Area::Staging(0) };
             PlannedPiece { row, target_len: len, target: area(target), sources: [Some(area(source)), None] }
         };

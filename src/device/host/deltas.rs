@@ -78,8 +78,16 @@ impl HostDevice {
         let deal = |(): &mut (), index: usize| self.shares(slices[index], count).ok_or(());
         let Ok(dealt) = parallel::map_indexed(threads, slices.len(), || (), deal) else { return false };
         let apply = |(): &mut (), share: usize| {
-            let pieces: Vec<&Piece> = dealt.iter().flat_map(|shares| &shares[share]).copied().collect();
-            self.apply_all(&pieces, staging);
+            let of_slices = || dealt.iter().map(|shares| &shares[share]);
+            // Together they are merged more at a time; where there is no memory for that, one slice after the
+            // other.
+            let mut pieces: Vec<&Piece> = Vec::new();
+            if pieces.try_reserve_exact(of_slices().map(Vec::len).sum()).is_ok() {
+                pieces.extend(of_slices().flatten());
+                self.apply_all(&pieces, staging);
+            } else {
+                of_slices().for_each(|pieces| self.apply_all(pieces, staging));
+            }
             Ok::<(), Infallible>(())
         };
         let Ok(_) = parallel::map_indexed(threads, count, || (), apply);
