@@ -164,8 +164,8 @@ impl ListPlanner<'_> {
             for piece in slices[index] {
                 let (row, Area::Staging(_)) = ranges.delta(piece) else { return Err(()) };
                 if row.steps > 0 {
-                    // All of a page's lie in one share, which keeps their order. No two names of a list's are of
-                    // the same bytes.
+                    // All of a page's lie in one share, which keeps their order. No two names of a list's are
+                    // of the same bytes.
                     let spread = piece.target.memory.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
                     shares[spread as usize % count].push(TargetRow { row, target_len: piece.target.len });
                 }
