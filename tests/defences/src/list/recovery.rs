@@ -1,7 +1,7 @@
 //! Recovery: the stores that an open refuses, the bytes that it proves past the cache, those that it copies
 //! and those that it leaves alone.
 
-use super::{Defence, Test, check, defence, it, refusal, stores};
+use super::{Defence, Test, check, defence, it, refusal, stores, unit};
 
 const RECOVERY: &str = "src/recovery/mod.rs";
 const VERIFIED: &str = "src/recovery/verified_snapshots.rs";
@@ -11,6 +11,11 @@ const LOAD: &str = "src/recovery/load.rs";
 const SOURCE: &str = "src/disk/source.rs";
 const OPENING: &str = "src/recovery/opening.rs";
 const WALK: &str = "format/src/log/walk.rs";
+const TABLE: &str = "format/src/state/table/mod.rs";
+const SUMMED_UP: Test = Test {
+    binary: "remanent_format",
+    name: "state::table::tests::batches_that_are_summed_up_make_what_each_of_them_would",
+};
 const SYNCS: Test = it("crash::syncs::each_sync_of_creations_and_openings_matters");
 const KILLED: Test = it("crash::commits::logged_commits_survive_a_kill");
 
@@ -204,5 +209,46 @@ pub const LIST: &[Defence] = &[
         "named.contains(&number)",
         "false",
         it("recovery::unnamed_images_are_removed"),
+    ),
+    defence(
+        "batches that reach past a page's end are not summed up",
+        TABLE,
+        "change.end <= entry.len()",
+        "true",
+        SUMMED_UP,
+    ),
+    defence(
+        "batches that the table has are not taken again",
+        TABLE,
+        "entry.lsn < changes.first",
+        "true",
+        SUMMED_UP,
+    ),
+    defence(
+        "an epoch does not grow too high by many batches at once",
+        TABLE,
+        "epoch <= NUMBER_MAX",
+        "true",
+        Test {
+            binary: "remanent_format",
+            name: "state::table::tests::an_epoch_that_would_grow_too_high_is_refused_of_many_batches_too",
+        },
+    ),
+    defence(
+        "a batch that does more than change bytes is not summed up",
+        "format/src/op/reader.rs",
+        "are_all = false",
+        "()",
+        Test {
+            binary: "remanent_format",
+            name: "state::table::tests::no_more_batches_are_summed_up_than_change_bytes_alone",
+        },
+    ),
+    defence(
+        "what comes after a copy within a page's memory waits for it",
+        "src/device/cuda/plan.rs",
+        "piece.sources.contains(&Some(piece.target))",
+        "false",
+        unit("device::cuda::plan::tests::no_result_depends_on_which_part_runs_first"),
     ),
 ];
