@@ -8,8 +8,10 @@
 //!
 //! Frames are read into staging and stay where they were read, so that a device takes its deltas from
 //! there. A window is read, one is made into a list, another one is used, and one is on its way to each of
-//! the latter. Each is as long as the longest frame at least. A short log is read as one window of a
-//! megabyte after the other, by one thread, and so is every log where few threads can run at once.
+//! the latter. Each is as long as its longest frame at least: where frames are longer than windows, the
+//! thread that reads them makes the lists, and three are held instead of five. A short log is read as one
+//! window of a megabyte after the other, by one thread, and so is every log where few threads can run at
+//! once.
 //!
 //! Nothing is written here, so a crash loses nothing.
 
@@ -52,6 +54,8 @@ const WINDOW_LEN_MAX: u64 = 16 << 20;
 const WINDOW_LEN_MIN: u64 = 2 << 20;
 /// A log is read by this number of windows at least: memory for them is touched, and on a GPU pinned.
 const WINDOWS_MIN: u64 = 8;
+/// Frames are long if a segment is longer than this number of windows.
+const LONG_WINDOWS: u64 = 4;
 /// Bytes that a thread reads and sums at once: they stay in its core's second cache.
 const CHUNK_LEN: u64 = 256 << 10;
 /// Operations that a thread decodes at once, at least. Fewer are decoded sooner than a thread is started.
@@ -75,6 +79,9 @@ struct WindowRules {
     len: u64,
     chunk_len: u64,
     threads: usize,
+    /// Whether a frame may be much longer than a window. Fewer of them are held then: lists are made by the
+    /// reading thread.
+    has_long_frames: bool,
 }
 
 /// Batches that lie in one piece of memory, in the order of the log.
@@ -160,6 +167,9 @@ impl Frames<'_> {
                 };
                 let make_each = |give: &mut dyn FnMut(T) -> bool| {
                     let _crew = crew.join();
+                    if rules.has_long_frames {
+                        return Ok(walk(&mut |run| give(make(run))));
+                    }
                     // Where no more are wanted, the error of `each` is the one that counts.
                     let give_made = |run| if give(make(run)) { Ok(()) } else { Err(ProducerPanic) };
                     parallel::pipeline(runs_max, walk, give_made)
@@ -174,17 +184,20 @@ impl Frames<'_> {
     /// The windows by which the log after `from` is read; `None` if one thread reads it as soon.
     fn windows(&self, from: LogPoint) -> Option<WindowRules> {
         let threads = parallel::threads(THREADS_MAX);
-        let with_frames =
-            self.map.segments().range(from.segment..).filter(|(_, segment)| segment.frames.is_some());
-        let log_len = with_frames.map(|(_, segment)| segment.file_len).fold(0, u64::saturating_add);
+        let segments = self.map.segments().range(from.segment..).map(|(_, segment)| segment);
+        let lens = segments.filter(|segment| segment.frames.is_some()).map(|segment| segment.file_len);
+        let log_len = lens.clone().fold(0, u64::saturating_add);
         let by_log = (log_len.saturating_sub(from.offset) / WINDOWS_MIN).next_multiple_of(CHUNK_LEN);
         let len = by_log.min(WINDOW_LEN_EACH * threads as u64).min(WINDOW_LEN_MAX);
-        match self.window_len {
-            Some(0) => None,
-            Some(len) => Some(WindowRules { len, chunk_len: GROUP_ALIGN, threads: threads.max(2) }),
-            None if threads < THREADS_MIN || len < WINDOW_LEN_MIN => None,
-            None => Some(WindowRules { len, chunk_len: CHUNK_LEN, threads }),
-        }
+        let (len, chunk_len, threads) = match self.window_len {
+            Some(0) => return None,
+            Some(len) => (len, GROUP_ALIGN, threads.max(2)),
+            None if threads < THREADS_MIN || len < WINDOW_LEN_MIN => return None,
+            None => (len, CHUNK_LEN, threads),
+        };
+        // A frame that fits no segment has one of its own.
+        let has_long_frames = lens.max().is_some_and(|longest| longest > LONG_WINDOWS * len);
+        Some(WindowRules { len, chunk_len, threads, has_long_frames })
     }
 
     /// Reads a window by several threads, and sums it.
