@@ -288,6 +288,8 @@ def ranks_stay_in_step_whatever_is_raised_in_one(directory: Path) -> None:
         # A wait that is interrupted, by Ctrl-C or by a scheduler's signal, ends no work that others take part in.
         interrupted = directory / "interrupted"
         if rank == 2:
+            # What a script starts in the background ignores it.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
             with raises(KeyboardInterrupt, ""):
                 run.restore()
