@@ -1,6 +1,6 @@
 //! A crew: threads that stay while one long work goes on, for the many short ones that it is made of.
 //!
-//! Threads that are started for each short work keep each other: a start and an end change the process's
+//! Threads that are started for each short work hold each other up: a start and an end change the process's
 //! memory map, which one thread may do at a time. Of a replay of a gibibyte in windows of 16 MiB, on 16
 //! cores, that took half the time.
 //!

@@ -3,12 +3,9 @@
 //! A device may take these words literally: what a command does is said here, and how it is done is the
 //! device's own. [`Device`](super::Device) says how lists run.
 
-use std::convert::Infallible;
-
 use remanent_format::Width;
 
 use super::{Span, Staging};
-use crate::base::parallel;
 
 /// Work for a lane, in order.
 #[derive(Debug, Default)]
@@ -17,31 +14,6 @@ pub struct CommandList {
     pub commands: Vec<Command>,
     /// The staging that the commands name by index.
     pub staging: Vec<Staging>,
-}
-
-/// Deltas of a list that several threads look at sooner than one does: where a crew waits for work, and where
-/// threads are started for it.
-const MANY_DELTAS: [usize; 2] = [8 << 10, 128 << 10];
-/// Threads that look at them.
-const THREADS_MAX: usize = 16;
-
-/// Whether several threads look at the deltas of these commands sooner than one does.
-pub(super) fn has_many_deltas(commands: &[Command]) -> bool {
-    let many = if parallel::has_crew() { MANY_DELTAS[0] } else { MANY_DELTAS[1] };
-    commands.iter().map(|command| command.deltas().len()).sum::<usize>() >= many
-}
-
-/// Looks at commands, where they have many deltas by several threads, each at some of the commands. Returns
-/// what they found, in the order of the commands.
-pub(super) fn look_at<T: Send>(commands: &[Command], look: impl Fn(&[Command]) -> T + Sync) -> Vec<T> {
-    if !has_many_deltas(commands) {
-        return vec![look(commands)];
-    }
-    let threads = parallel::threads(THREADS_MAX);
-    let slices: Vec<&[Command]> = commands.chunks(commands.len().div_ceil(threads)).collect();
-    let each = |(): &mut (), index: usize| Ok::<_, Infallible>(look(slices[index]));
-    let Ok(found) = parallel::map_indexed(threads, slices.len(), || (), each);
-    found
 }
 
 /// A range of one of a list's stagings.

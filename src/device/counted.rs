@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use remanent_format::Place;
 
-use super::commands::look_at;
+use super::many_deltas::look_at;
 use super::{
     CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Payload,
     Pending, RawStream, Span, Staging, StreamEvent, UnifiedHint, UnifiedSupport,

@@ -20,6 +20,7 @@ mod staging;
 mod streams;
 mod stream_guard;
 mod bytes;
+mod many_deltas;
 mod memory_link;
 mod lent_ranges;
 mod stream_uses;

@@ -20,6 +20,7 @@ use super::memory::DeviceBlock;
 use super::piece_plan::Rows;
 use super::plan::{LaunchPlan, LaunchStep};
 use crate::base::parallel;
+use crate::device::many_deltas::THREADS_MAX;
 use crate::error::Result;
 
 /// Boundary on which each table begins: the alignment of [`PieceRow`](super::abi::PieceRow), which the
@@ -28,8 +29,6 @@ const TABLE_ALIGN: usize = 16;
 
 /// Bytes of a table that one thread writes.
 const WRITTEN_BY_ONE_MAX: usize = 1 << 20;
-/// Threads that write rows.
-const THREADS_MAX: usize = 16;
 
 /// Offsets of a plan's tables from the first.
 pub(super) struct Layout {

@@ -13,7 +13,7 @@
 
 use super::lane::Timeline;
 use crate::base::sync::RwLock;
-use crate::device::commands::look_at;
+use crate::device::many_deltas::look_at;
 use crate::device::{Command, Lane, MemoryId, Span};
 
 /// As many as a mask has bits.

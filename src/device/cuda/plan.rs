@@ -25,6 +25,7 @@ use super::abi::{
 };
 use super::piece_plan::{PiecePlan, Rows, Stage, TargetRow};
 use crate::base::parallel;
+use crate::device::many_deltas::{Dealt, THREADS_MAX};
 use crate::device::{DIGEST_CHUNK_LEN, DIGEST_LEN, digest_count};
 
 /// Rows of digests that keep the whole GPU busy. Beyond that a row has several chunks: 65,536 rows of one
@@ -32,9 +33,6 @@ use crate::device::{DIGEST_CHUNK_LEN, DIGEST_LEN, digest_count};
 const DIGEST_BLOCKS_MIN: u64 = 4096;
 /// The most chunks of a row: with 8 an H100 digests at 0.97 of the rate of one, with 16 at 0.95.
 const DIGEST_ROW_CHUNKS_MAX: u64 = 8;
-
-/// Threads that plan the shares of many deltas.
-const THREADS_MAX: usize = 16;
 
 /// Memory as the plan tells it apart: pieces in different areas never touch the same byte.
 ///
@@ -190,20 +188,21 @@ impl LaunchPlan {
         }
     }
 
-    /// Adds many deltas after all earlier pieces, which several threads have dealt out into shares: in each,
-    /// those of some areas, in the order of the list. No piece reads what another one writes.
-    pub fn deltas(&mut self, shares: &[Vec<&[TargetRow]>]) {
+    /// Adds many deltas after all earlier pieces, which several threads have dealt out into shares. No piece
+    /// reads what another one writes.
+    pub fn deltas(&mut self, dealt: &Dealt<TargetRow>) {
         self.flush();
-        let mut firsts = Vec::with_capacity(shares.len());
+        let mut firsts = Vec::with_capacity(dealt.count());
         let mut first = self.pieces.len();
-        for share in shares {
+        for share in 0..dealt.count() {
             firsts.push(first);
-            first += share.iter().map(|rows| rows.len()).sum::<usize>();
+            first += dealt.share(share).map(<[_]>::len).sum::<usize>();
         }
-        let plan = |(): &mut (), index: usize| {
-            Ok::<_, Infallible>(PiecePlan::of(&shares[index].concat(), firsts[index]))
+        let plan = |(): &mut (), share: usize| {
+            let rows = dealt.share(share).collect::<Vec<_>>().concat();
+            Ok::<_, Infallible>(PiecePlan::of(&rows, firsts[share]))
         };
-        let Ok(plans) = parallel::map_indexed(parallel::threads(THREADS_MAX), shares.len(), || (), plan);
+        let Ok(plans) = parallel::map_indexed(parallel::threads(THREADS_MAX), dealt.count(), || (), plan);
         self.launch(plans);
     }
 

@@ -15,9 +15,8 @@ use super::handles::{Allocation, Handles};
 use super::piece_plan::TargetRow;
 use super::plan::{Area, LaunchPlan, LaunchStep, PlannedPiece, remainder_words, select_rows};
 use super::resource::Kind;
-use crate::base::parallel;
-use crate::device::commands::has_many_deltas;
 use crate::device::digests::check_digests;
+use crate::device::many_deltas::{Undealt, deal, has_many_deltas};
 use crate::device::{
     Command, IndexList, MemoryId, Payload, Piece, PieceKind, SHORT_COPY_LEN_MAX, Selection, Span, Staging,
     StagingSpan,
@@ -29,13 +28,6 @@ const SCRATCH_ALIGN: u64 = 16;
 /// Copies within the GPU's memory are the driver's from this length on. Its kernel needs no rows: those of a
 /// copy of 64 MiB take the host and the bus half as long as the copy itself.
 const WITHIN_LEN_MIN: u64 = 4 << 20;
-
-/// Threads that plan many deltas.
-const THREADS_MAX: usize = 16;
-/// Shares of deltas for each of the threads: one that has done its share takes another.
-const SHARES_EACH: usize = 4;
-/// Deltas that a thread deals out into shares at once.
-const DEALT_AT_ONCE: usize = 4096;
 
 /// A staging of a list: its bytes, and their address.
 pub(super) struct StagedBytes<'s> {
@@ -152,29 +144,15 @@ impl ListPlanner<'_> {
         if !has_many_deltas(commands) {
             return false;
         }
-        let threads = parallel::threads(THREADS_MAX);
-        let count = threads * SHARES_EACH;
-        let deltas = commands.iter().map(Command::deltas);
-        let slices: Vec<&[Piece]> = deltas.flat_map(|deltas| deltas.chunks(DEALT_AT_ONCE)).collect();
         let ranges = self.ranges;
-        let deal = |(): &mut (), index: usize| {
-            let mut shares: Vec<Vec<TargetRow>> = Vec::new();
-            // Most deltas of a replay are spread evenly.
-            shares.resize_with(count, || Vec::with_capacity(2 * slices[index].len() / count));
-            for piece in slices[index] {
-                let (row, Area::Staging(_)) = ranges.delta(piece) else { return Err(()) };
-                if row.steps > 0 {
-                    // All of a page's lie in one share, which keeps their order. No two names of a list's are
-                    // of the same bytes.
-                    let spread = piece.target.memory.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-                    shares[spread as usize % count].push(TargetRow { row, target_len: piece.target.len });
-                }
-            }
-            Ok(shares)
+        let look = |(): &mut (), piece: &Piece| {
+            let (row, Area::Staging(_)) = ranges.delta(piece) else { return Err(Undealt) };
+            let delta = TargetRow { row, target_len: piece.target.len };
+            // No two names of a list's are of the same bytes.
+            Ok((row.steps > 0).then_some((piece.target.memory.0, delta)))
         };
-        let Ok(dealt) = parallel::map_indexed(threads, slices.len(), || (), deal) else { return false };
-        let share = |index: usize| dealt.iter().map(|shares| shares[index].as_slice()).collect();
-        self.plan.deltas(&(0..count).map(share).collect::<Vec<_>>());
+        let Ok(dealt) = deal(commands.iter().map(Command::deltas), || (), look) else { return false };
+        self.plan.deltas(&dealt);
         true
     }
 

@@ -15,6 +15,7 @@ use super::HostDevice;
 use super::commands::{elements, index_of, part};
 use super::memory::{HostAllocation, HostBlock};
 use crate::base::parallel;
+use crate::device::many_deltas::{THREADS_MAX, Undealt, deal};
 
 /// The most deltas that are merged together.
 const TOGETHER_MAX: usize = 256;
@@ -23,12 +24,6 @@ const TOGETHER_BYTES_MAX: u64 = 64 << 10;
 /// The longest delta that is merged with others, in bytes: a reader of one of their pages waits for
 /// microseconds.
 const SHORT_LEN_MAX: u64 = 1024;
-/// Threads that apply deltas.
-const THREADS_MAX: usize = 16;
-/// Deltas that a thread deals out into shares at once.
-const DEALT_AT_ONCE: usize = 4096;
-/// Shares of deltas for each of the threads: one that has done its share takes another.
-const SHARES_EACH: usize = 4;
 
 impl HostDevice {
     /// The memories of several deltas, looked up at one go.
@@ -73,45 +68,34 @@ impl HostDevice {
         if threads == 1 {
             return false;
         }
-        let count = threads * SHARES_EACH;
-        let slices: Vec<&[Piece]> = rows.iter().flat_map(|row| row.chunks(DEALT_AT_ONCE)).collect();
-        let deal = |(): &mut (), index: usize| self.shares(slices[index], count).ok_or(());
-        let Ok(dealt) = parallel::map_indexed(threads, slices.len(), || (), deal) else { return false };
+        let rows = rows.iter().map(Vec::as_slice);
+        let dealt = deal(
+            rows,
+            || self.memories.read(),
+            |memories, piece: &Piece| match piece.payload {
+                Payload::Staging { .. } => {
+                    let block = memories.get(piece.target.memory).block();
+                    Ok(Some((Arc::as_ptr(block).addr() as u64, piece)))
+                }
+                // Another thread may change the page memory in which it lies.
+                Payload::Device(_) => Err(Undealt),
+            },
+        );
+        let Ok(dealt) = dealt else { return false };
         let apply = |(): &mut (), share: usize| {
-            let of_slices = || dealt.iter().map(|shares| &shares[share]);
             // Together they are merged more at a time; where there is no memory for that, one slice after the
             // other.
             let mut pieces: Vec<&Piece> = Vec::new();
-            if pieces.try_reserve_exact(of_slices().map(Vec::len).sum()).is_ok() {
-                pieces.extend(of_slices().flatten());
+            if pieces.try_reserve_exact(dealt.share(share).map(<[_]>::len).sum()).is_ok() {
+                pieces.extend(dealt.share(share).flatten());
                 self.apply_all(&pieces, staging);
             } else {
-                of_slices().for_each(|pieces| self.apply_all(pieces, staging));
+                dealt.share(share).for_each(|pieces| self.apply_all(pieces, staging));
             }
             Ok::<(), Infallible>(())
         };
-        let Ok(_) = parallel::map_indexed(threads, count, || (), apply);
+        let Ok(_) = parallel::map_indexed(threads, dealt.count(), || (), apply);
         true
-    }
-
-    /// Shares of deltas, of which none has a block of memory that another one has. `None` if a delta lies in
-    /// page memory, which another thread may change, or if there is no memory.
-    fn shares<'p>(&self, pieces: &'p [Piece], count: usize) -> Option<Vec<Vec<&'p Piece>>> {
-        let mut shares: Vec<Vec<&Piece>> = Vec::new();
-        shares.try_reserve(count).ok()?;
-        shares.resize_with(count, Vec::new);
-        // Most deltas are spread evenly.
-        shares.iter_mut().try_for_each(|share| share.try_reserve(2 * pieces.len() / count)).ok()?;
-        let memories = self.memories.read();
-        for piece in pieces {
-            let Payload::Staging { .. } = piece.payload else { return None };
-            let block = Arc::as_ptr(memories.get(piece.target.memory).block()).addr() as u64;
-            // Blocks lie side by side, at multiples of one distance.
-            let share = &mut shares[(block.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % count];
-            share.try_reserve(1).ok()?;
-            share.push(piece);
-        }
-        Some(shares)
     }
 
     /// Applies deltas: short ones many at a time, the others one by one.
