@@ -248,6 +248,7 @@ pub use follower::{
     RestoredState,
 };
 pub use history::audit::{Audit, ChangedPage};
+pub use history::load::DeviceLoader;
 pub use history::point::StatePoint;
 #[doc(hidden)]
 pub use history::seed::Seed;
@@ -485,6 +486,16 @@ impl Store {
     }
 }
 
+impl DeviceLoader {
+    /// Opens a device.
+    ///
+    /// # Errors
+    /// [`Error::DeviceUnavailable`].
+    pub fn open(device: DeviceChoice) -> Result<Self> {
+        Ok(Self::open_on(device_for(device)?))
+    }
+}
+
 impl View {
     /// Makes a new store, with an id of its own, that begins at this state: [`Store::fork`] for a store that
     /// is not open here. A crash at any point leaves no store in the directory, or the whole one.
@@ -551,6 +562,7 @@ const _: () = {
     const fn sent<T: Send>() {}
     shared::<Store>();
     shared::<View>();
+    shared::<DeviceLoader>();
     shared::<LiveView<'_>>();
     shared::<Lease<'_>>();
     shared::<Ticket>();

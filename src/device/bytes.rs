@@ -16,6 +16,7 @@ use super::lent_ranges::{CallerUse, MemoryRange, RangeInUse, RangeUse};
 use super::memory_link::{MemoryLink, MemoryOwner};
 use super::stream_uses::{Access, LastUse, StreamUses};
 use super::{CallerMemory, Command, CommandList, Device, Lane, MemoryId, RawStream, Span, StagingSpan};
+use crate::base::allocation::collected;
 use crate::base::process::ForkGuard;
 use crate::error::{Error, Result};
 
@@ -158,6 +159,22 @@ impl DeviceBytes {
         let (space, origin) = self.memory.origin;
         let start = origin + self.offset;
         MemoryRange { space, start, end: start + self.len }
+    }
+
+    /// Refuses memory of which two share a byte: copies of one call come in no order.
+    ///
+    /// # Errors
+    /// [`Error::MemoryRefused`].
+    pub(crate) fn check_apart<'b>(memory: impl Iterator<Item = &'b Self>) -> Result<()> {
+        let mut ranges = collected(memory.filter(|bytes| bytes.len > 0).map(Self::range))?;
+        ranges.sort_unstable_by_key(|range| (range.space, range.start));
+        match ranges.windows(2).find(|pair| pair[0].overlaps(&pair[1])) {
+            None => Ok(()),
+            Some(pair) => {
+                let reason = "it overlaps other memory of the same call".to_owned();
+                Err(Error::MemoryRefused { len: pair[1].end - pair[1].start, reason })
+            }
+        }
     }
 
     /// Refuses bytes in which a page lives: only the store writes there.

@@ -73,7 +73,7 @@ pub(crate) enum RangeInUse {
 }
 
 impl MemoryRange {
-    fn overlaps(&self, other: &Self) -> bool {
+    pub fn overlaps(&self, other: &Self) -> bool {
         self.space == other.space && self.start < other.end && other.start < self.end
     }
 }

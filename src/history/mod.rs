@@ -3,6 +3,7 @@
 pub(crate) mod audit;
 pub(crate) mod blame;
 pub(crate) mod fork;
+pub(crate) mod load;
 pub(crate) mod point;
 pub(crate) mod restore;
 pub(crate) mod seed;

@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent_format::image::ImageRef;
+use remanent_format::image::read::read_image_into;
 use remanent_format::manifest::Manifest;
 use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::replay::ResolvedState;
@@ -349,7 +350,8 @@ impl PastState {
     }
 
     /// Fills `out` with a page's bytes from `offset` on. What is read of a long page is put together window
-    /// by window, each beside those that were read lately.
+    /// by window, each beside those that were read lately. All of a page that an image holds as it is goes
+    /// straight to `out`, and is summed on the way.
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::OutOfBounds`]; [`Error::Damaged`] in what this page is made from;
@@ -358,6 +360,11 @@ impl PastState {
         let (len, page_len) = (out.len() as u64, self.page_len(page)?);
         if offset.checked_add(len).is_none_or(|end| end > page_len) {
             return Err(Error::OutOfBounds { page, offset, len, page_len });
+        }
+        if len == page_len
+            && let Some(image) = self.exact_image(page)
+        {
+            return self.twice(|source| read_image_into(source, &image, out));
         }
         while !out.is_empty() {
             let (from, bytes) = self.window(page, page_len, offset, out.len() as u64)?;
@@ -385,7 +392,11 @@ impl PastState {
         Ok(())
     }
 
-    fn page_len(&self, page: PageId) -> Result<u64> {
+    /// Length of a page in bytes.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPage`].
+    pub fn page_len(&self, page: PageId) -> Result<u64> {
         self.table().get(page).map(|info| info.len).ok_or(Error::UnknownPage { page })
     }
 
@@ -419,7 +430,7 @@ impl PastState {
 
     /// Reads something, and once more before it is called damaged, by name: an open file may be one that the
     /// writer took for something else.
-    fn twice<T>(&self, read: impl Fn(&DiskSource) -> Result<T, Damage>) -> Result<T> {
+    pub fn twice<T>(&self, mut read: impl FnMut(&DiskSource) -> Result<T, Damage>) -> Result<T> {
         let source = self.source.lock().clone();
         if let Ok(read) = read(&source) {
             return Ok(read);

@@ -61,7 +61,7 @@ impl Store {
             push(&mut in_use, use_of_range)?;
             push(&mut wanted, (*page, *offset, target))?;
         }
-        check_apart(wanted.iter().map(|(.., target)| *target))?;
+        DeviceBytes::check_apart(ranges.iter().map(|(.., bytes)| *bytes))?;
         applier.unloaded().wait(ranges.iter().map(|(page, ..)| *page))?;
         let (lsn, pending, on_disk) = applier.turn(move |turn| {
             turn.intact()?;
@@ -88,18 +88,5 @@ impl Store {
         let read = on_disk.iter().try_for_each(|read| read.page.upload(read.offset, staging, read.target));
         pending.finish(&**device)?;
         read.map(|()| lsn)
-    }
-}
-
-/// Refuses memory that overlaps: copies of one list come in no order.
-fn check_apart(targets: impl Iterator<Item = Span>) -> Result<()> {
-    let mut targets: Vec<Span> = targets.filter(|target| target.len > 0).collect();
-    targets.sort_unstable_by_key(|target| (target.memory, target.offset));
-    match targets.windows(2).find(|pair| pair[0].overlaps(pair[1])) {
-        None => Ok(()),
-        Some(pair) => {
-            let reason = "it overlaps other memory of the same call".to_owned();
-            Err(Error::MemoryRefused { len: pair[1].len, reason })
-        }
     }
 }

@@ -268,8 +268,13 @@ pub fn read_image_into(source: &dyn ReadAt, image: &ImageRef, out: &mut [u8]) ->
     let (file, len) = (FileName::Pages(image.file), out.len() as u64);
     let at = |defect: Defect| defect.at(file, image.offset);
     if image.codec != Codec::Raw {
-        out.copy_from_slice(&read_image(source, image, len)?);
-        return Ok(());
+        let mut rest = out;
+        return stream_image(source, image, len, |piece| {
+            let (filled, after) = std::mem::take(&mut rest).split_at_mut(piece.len());
+            filled.copy_from_slice(piece);
+            rest = after;
+            Ok(())
+        });
     }
     check_lies(source, image, len).map_err(at)?;
     let (mut sum, mut done) = (crc32fast::Hasher::new(), 0);

@@ -8,9 +8,12 @@
 
 use std::sync::OnceLock;
 
+use remanent::disk::Disk;
 use remanent::testing::faulty_device::{BitFlip, BusWay, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
-use remanent::{ByteSource, Direction, PageLoad, Shadow, SnapshotOptions, Width};
+use remanent::{
+    ByteSource, CallerMemory, DeviceLoader, Direction, PageLoad, Shadow, SnapshotOptions, View, Width,
+};
 
 use super::*;
 
@@ -315,6 +318,42 @@ fn an_open_serves_no_bit_that_turned_over() {
 fn a_page_that_is_loaded_later_serves_no_bit_that_turned_over() {
     at_every_copy("an open on demand", UP, |bus, flips| {
         open_again(bus, flips, options().page_load(PageLoad::OnDemand))
+    });
+}
+
+#[test]
+fn a_load_without_a_store_fills_in_no_bit_that_turned_over() {
+    at_every_copy("a load", UP, |bus, flips| {
+        let store = open_with(&bus.disk, host(), options()).unwrap();
+        let mut held = VersionedPages::create(&store);
+        store.snapshot().unwrap();
+        // One page has a batch after its image.
+        let page = held.pages[1].0;
+        store
+            .commit({
+                let mut batch = store.batch();
+                batch.write(page, 0, content(1, 2));
+                batch
+            })
+            .unwrap();
+        held.pages[1].1 = 2;
+        drop(store);
+        let view = View::open_on(&(Arc::new(bus.disk.clone()) as Arc<dyn Disk>), None).unwrap();
+        let loader = DeviceLoader::open_on(bus.device.clone());
+        let memory = LENS.map(|len| {
+            let memory = CallerMemory::from_vec(vec![0; len as usize], Place::Device(0));
+            loader.caller_bytes(&memory).unwrap()
+        });
+        let pages: Vec<_> = held.pages.iter().map(|(page, _)| *page).zip(&memory).collect();
+        flips();
+        let loaded = loader.load(&view, &pages);
+        bus.device.end_flips();
+        for ((index, (_, version)), memory) in held.pages.iter().enumerate().zip(&memory) {
+            let mut bytes = vec![0; LENS[index] as usize];
+            memory.read(0, &mut bytes).unwrap();
+            assert!(loaded.is_err() || bytes == content(index, *version), "page {index}");
+        }
+        (held, loaded)
     });
 }
 

@@ -38,7 +38,7 @@ fn write(store: &Store, page: PageId, plain: &mut [u8], len: usize, random: &mut
 }
 
 /// The image that a snapshot names of a page.
-fn image_of(disk: &SimDisk, snapshot: &SnapshotInfo, page: PageId) -> ImageRef {
+pub fn image_of(disk: &SimDisk, snapshot: &SnapshotInfo, page: PageId) -> ImageRef {
     let survey = Survey::read(&Files::of(disk)).unwrap();
     let manifest = survey.snapshot(snapshot.id).unwrap();
     manifest.entries.iter().find(|entry| entry.page == page).unwrap().image.unwrap()

@@ -1,0 +1,188 @@
+//! Pages of earlier states, loaded into memory of a device without a store that is open: the bytes of the state
+//! and no others, or an error that names what is to blame.
+
+use std::sync::Arc;
+
+use remanent::device::DeviceBytes;
+use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
+use remanent::testing::late_device::LateDevice;
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{
+    CallerMemory, Compression, DeviceLoader, Error, Options, PageId, Place, StatePoint, Store, View,
+};
+use remanent_format::FileName;
+use remanent_format::image::ImageRef;
+
+use crate::device_ops::{PLACE, devices};
+use crate::kill::workload::Random;
+use crate::overlays::image_of;
+
+/// Around the length at which an image is read in parts, and shorter and longer than a window of a view.
+const LENS: [u64; 8] = [5, 0, 4096, 70_001, (4 << 20) - 8192, (4 << 20) + 3, 9 << 20, (1 << 20) + 13];
+
+fn open(disk: &SimDisk, compression: Compression) -> Store {
+    let options = Options::default().snapshot_log_bytes(None).snapshot_interval(None);
+    let device = Arc::new(HostDevice::new());
+    Store::open_on(Arc::new(disk.clone()), device, options.compression(compression)).unwrap()
+}
+
+fn view(disk: &SimDisk, point: Option<&StatePoint>) -> View {
+    View::open_on(&(Arc::new(disk.clone()) as Arc<dyn Disk>), point).unwrap()
+}
+
+/// Half of it can be compressed.
+fn content(random: &mut Random, len: u64) -> Vec<u8> {
+    let mut bytes = random.bytes(len);
+    bytes.truncate(len as usize / 2);
+    bytes.resize(len as usize, 7);
+    bytes
+}
+
+/// Pages with images alone, with batches after them, and with no image at all.
+fn write(store: &Store, random: &mut Random) -> Vec<(PageId, Vec<u8>)> {
+    let mut pages = Vec::new();
+    for (at, len) in LENS.into_iter().enumerate() {
+        let bytes = content(random, len);
+        let mut batch = store.batch();
+        batch.create_from(bytes.clone(), if at % 2 == 0 { Place::Disk } else { PLACE });
+        pages.push((store.commit(batch).unwrap().pages[0], bytes));
+    }
+    store.snapshot().unwrap();
+    for (at, (page, bytes)) in pages.iter_mut().enumerate().filter(|(at, _)| at % 3 == 2) {
+        let mut batch = store.batch();
+        batch.write(*page, 50, &[at as u8; 30]);
+        store.commit(batch).unwrap();
+        bytes[50..80].fill(at as u8);
+    }
+    let mut batch = store.batch();
+    batch.create(100_000, PLACE);
+    pages.push((store.commit(batch).unwrap().pages[0], vec![0; 100_000]));
+    pages
+}
+
+/// Memory of the device, which holds other bytes.
+fn targets(memories: &Store, pages: &[(PageId, Vec<u8>)]) -> Vec<DeviceBytes> {
+    let memory = |(_, bytes): &(PageId, Vec<u8>)| {
+        let memory = memories.device_bytes(bytes.len() as u64, PLACE).unwrap();
+        memory.write(0, &vec![0xee; bytes.len()]).unwrap();
+        memory
+    };
+    pages.iter().map(memory).collect()
+}
+
+fn named<'m>(pages: &[(PageId, Vec<u8>)], memories: &'m [DeviceBytes]) -> Vec<(PageId, &'m DeviceBytes)> {
+    pages.iter().map(|(page, _)| *page).zip(memories).collect()
+}
+
+fn bytes_of(memory: &DeviceBytes) -> Vec<u8> {
+    let mut bytes = vec![0; memory.byte_len() as usize];
+    memory.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn every_page_of_a_view_comes_to_its_memory() {
+    for compression in [Compression::Off, Compression::Zstd] {
+        let (disk, mut random) = (SimDisk::new(), Random(3));
+        let store = open(&disk, compression);
+        let then = write(&store, &mut random);
+        let lsn = store.lsn();
+        // Later states are none of the view's business.
+        let mut now = then.clone();
+        let mut batch = store.batch();
+        for (page, bytes) in now.iter_mut().filter(|(_, bytes)| bytes.len() > 5) {
+            batch.write(*page, 1, b"later");
+            bytes[1..6].copy_from_slice(b"later");
+        }
+        store.commit(batch).unwrap();
+        for device in devices() {
+            let label = device.label();
+            let memories =
+                Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
+            let loader = DeviceLoader::open_on(device);
+            for (point, expected) in [(Some(StatePoint::Lsn(lsn)), &then), (None, &now)] {
+                let (view, targets) = (view(&disk, point.as_ref()), targets(&memories, expected));
+                let mut wanted = named(expected, &targets);
+                // In any order.
+                wanted.reverse();
+                loader.load(&view, &wanted).unwrap();
+                for ((page, bytes), memory) in expected.iter().zip(&targets) {
+                    assert!(bytes_of(memory) == *bytes, "{page} at {point:?} on {label}, {compression:?}");
+                }
+                // One alone, and nothing beside it.
+                loader.load(&view, &named(&expected[3..4], &targets[2..3])).unwrap_err();
+                loader.load(&view, &[]).unwrap();
+            }
+        }
+    }
+}
+
+/// Of the host's memory that something else has, too: there the bytes go by one copy more.
+#[test]
+fn memory_of_the_callers_is_filled() {
+    let (disk, mut random) = (SimDisk::new(), Random(4));
+    let pages = write(&open(&disk, Compression::Off), &mut random);
+    let loader = DeviceLoader::open_on(Arc::new(LateDevice::new(Arc::new(HostDevice::new()))));
+    let adopted = |(_, bytes): &(PageId, Vec<u8>)| {
+        loader.caller_bytes(&CallerMemory::from_vec(vec![1; bytes.len()], Place::Pinned)).unwrap()
+    };
+    let memories: Vec<DeviceBytes> = pages.iter().map(adopted).collect();
+    loader.load(&view(&disk, None), &named(&pages, &memories)).unwrap();
+    for ((page, bytes), memory) in pages.iter().zip(&memories) {
+        assert!(bytes_of(memory) == *bytes, "{page}");
+    }
+}
+
+#[test]
+fn what_cannot_be_filled_is_refused() {
+    let (disk, mut random) = (SimDisk::new(), Random(5));
+    let pages = write(&open(&disk, Compression::Off), &mut random);
+    let device = Arc::new(HostDevice::new());
+    let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
+    let (loader, view) = (DeviceLoader::open_on(device), view(&disk, None));
+    let memory = memories.device_bytes(8192, PLACE).unwrap();
+    memory.write(0, &[1; 8192]).unwrap();
+    let part = |at: u64, len: u64| memory.part(at..at + len).unwrap();
+    let (short, first, whole, beside) = (part(0, 4), part(0, 5), part(0, 4096), part(4096, 4096));
+    let refusal = |wanted: &[(PageId, &DeviceBytes)]| match loader.load(&view, wanted).unwrap_err() {
+        Error::MemoryRefused { reason, .. } => reason,
+        error => panic!("{error}"),
+    };
+    let (five, long) = (pages[0].0, pages[2].0);
+    assert_eq!(refusal(&[(five, &short)]), format!("page {five} is 5 bytes long"));
+    assert_eq!(refusal(&[(five, &first), (long, &whole)]), "it overlaps other memory of the same call");
+    assert_eq!(refusal(&[(long, &beside), (long, &whole)]), format!("page {long} is named twice"));
+    let elsewhere = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), Options::default());
+    let elsewhere = elsewhere.unwrap().device_bytes(5, PLACE).unwrap();
+    assert!(refusal(&[(five, &elsewhere)]).contains("another"));
+    let unknown = loader.load(&view, &[(PageId(99), &first)]).unwrap_err();
+    assert!(matches!(unknown, Error::UnknownPage { page: PageId(99) }), "{unknown}");
+    assert!(bytes_of(&memory).iter().all(|byte| *byte == 1), "nothing was written");
+}
+
+/// A damaged image is named, whether it is loaded in parts or with others; other pages still come.
+#[test]
+fn damage_is_named_and_costs_its_page_alone() {
+    for at in [3_usize, 6] {
+        let (disk, mut random) = (SimDisk::new(), Random(6));
+        let store = open(&disk, Compression::Off);
+        let pages = write(&store, &mut random);
+        let snapshot = store.snapshot().unwrap();
+        drop(store);
+        let ImageRef { file, offset, stored_len, .. } = image_of(&disk, &snapshot, pages[at].0);
+        let (file, middle) = (FileName::Pages(file), offset + stored_len / 2);
+        let bit = disk.bytes(file).unwrap()[middle as usize] ^ 1;
+        disk.damage(file, middle, &[bit]);
+        let device = Arc::new(HostDevice::new());
+        let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
+        let (loader, view) = (DeviceLoader::open_on(device), view(&disk, None));
+        let targets = targets(&memories, &pages);
+        let error = loader.load(&view, &named(&pages, &targets)).unwrap_err();
+        assert!(matches!(error, Error::Damaged(_)), "{error}");
+        assert_eq!((error.file(), error.offset()), (Some(file), Some(offset)), "{error}");
+        let mut others = named(&pages, &targets);
+        others.remove(at);
+        loader.load(&view, &others).unwrap();
+    }
+}
