@@ -11,7 +11,7 @@ import torch
 
 from remanent import _pages
 from remanent._errors import NoStateError, RefusedError
-from remanent._tensors import PLAIN_TYPES, read_pages, tensors_of
+from remanent._tensors import PLAIN_TYPES, load_pages, tensors_of
 from remanent._versions import Views
 
 
@@ -90,7 +90,7 @@ def load_state(views: Views, layouts: Any) -> dict[str, Any]:
         raise NoStateError("the store holds tensors, and no state of a run", remedy="use `load_file`")
     cpu = torch.device("cpu")
     tensors: dict[str, torch.Tensor] = {}
-    for page, arrays in read_pages(views.own, manifest.pages):
+    for page, arrays in load_pages(views.own, manifest.pages):
         tensors |= tensors_of(page, arrays, cpu)
     wholes = None if layouts is None else parts_module().Wholes(views, layouts)
 

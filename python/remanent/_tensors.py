@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -15,8 +12,8 @@ from remanent._errors import RefusedError
 from remanent._native import Extent
 from remanent._pages import Array, Block
 
-# Threads that read for one load.
-_THREADS_MAX = 4
+# Bytes that a load reads by one call, of which the pages are shorter.
+_TOGETHER = 256 << 20
 
 # Names of kinds as the store has them, for every kind of torch's that a store can hold.
 SHORT: dict[torch.dtype, str] = {}
@@ -140,23 +137,35 @@ def read_page(reader: _native.Reader, key: str) -> torch.Tensor:
     return page
 
 
-def read_pages(reader: _native.Reader, pages: Mapping[str, list[Array]]) -> Iterator[tuple[torch.Tensor, list[Array]]]:
-    """The bytes of pages, in their order: read by several threads, a few pages ahead of the caller."""
-    threads = min(_THREADS_MAX, os.cpu_count() or 1)
-    coming: deque[tuple[concurrent.futures.Future[torch.Tensor], list[Array]]] = deque()
-    with concurrent.futures.ThreadPoolExecutor(threads, "remanent-load") as pool:
-        try:
-            for key, arrays in pages.items():
-                coming.append((pool.submit(read_page, reader, key), arrays))
-                if len(coming) > threads:
-                    read, of = coming.popleft()
-                    yield read.result(), of
-            while coming:
-                read, of = coming.popleft()
-                yield read.result(), of
-        finally:
-            for read, _ in coming:
-                read.cancel()
+def load_pages(view: _native.View, pages: Mapping[str, list[Array]],
+               device: torch.device = torch.device("cpu")) -> Iterator[tuple[torch.Tensor, list[Array]]]:
+    """The bytes of pages, in their order: on `device` if that is a GPU of CUDA's, else on the host. Some are read
+    ahead of the caller."""
+    lengths = {key: view.info(key).length for key in pages}
+    is_cuda = device.type == "cuda" and torch.version.hip is None
+    there, name = torch.device("cpu"), "host"
+    if is_cuda:
+        there = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        name = str(there)
+    for together in _together(lengths):
+        memory = {key: torch.empty(lengths[key], dtype=torch.uint8, device=there) for key in together}
+        view.load(memory, name)
+        for key in together:
+            yield memory.pop(key), pages[key]
+
+
+def _together(lengths: Mapping[str, int]) -> Iterator[list[str]]:
+    """Pages that are read by one call: as many as come to `_TOGETHER` bytes, or a longer one alone."""
+    group: list[str] = []
+    held = 0
+    for key, length in lengths.items():
+        if group and held + length > _TOGETHER:
+            yield group
+            group, held = [], 0
+        group.append(key)
+        held += length
+    if group:
+        yield group
 
 
 def tensors_of(page: torch.Tensor, arrays: list[Array], device: torch.device) -> dict[str, torch.Tensor]:

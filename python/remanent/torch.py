@@ -21,7 +21,7 @@ from remanent._checkpointer import Checkpointer
 from remanent._pages import Block
 from remanent._progress import Bar
 from remanent._saved import Saved
-from remanent._tensors import blocks, extents, read_pages, tensors_of
+from remanent._tensors import blocks, extents, load_pages, tensors_of
 from remanent._versions import Version, whole
 
 __all__ = ["Checkpointer", "Saved", "Version", "load_file", "save_file"]
@@ -97,7 +97,7 @@ def load_file(directory: _Path, *, device: str | torch.device = "cpu",
         loaded: dict[str, torch.Tensor] = {}
         pages = _pages.read_manifest(view).pages
         with Bar(sum(view.info(key).length for key in pages), "loading", progress) as bar:
-            for page, arrays in read_pages(view, pages):
+            for page, arrays in load_pages(view, pages, where):
                 loaded |= tensors_of(page, arrays, where)
                 bar.add(page.numel())
         return loaded

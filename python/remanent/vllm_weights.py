@@ -156,7 +156,7 @@ def _layers_of(changed: set[str], view: View, pages: dict[str, list[_pages.Array
     names = sorted(array.name for arrays in pages.values() for array in arrays)
     wanted = {name for group in layerwise_groups(names) if changed & set(group) for name in group}
     read = {key: arrays for key, arrays in pages.items() if any(array.name in wanted for array in arrays)}
-    for page, arrays in _tensors.read_pages(view, read):
+    for page, arrays in _tensors.load_pages(view, read, device):
         yield from _tensors.tensors_of(page, [array for array in arrays if array.name in wanted], device).items()
 
 

@@ -84,9 +84,20 @@ impl CudaBytes {
     /// # Errors
     /// `MemoryRefused` where pages live in host memory, and for memory that the device does not know.
     pub fn adopt(self, store: &Store) -> remanent::Result<DeviceBytes> {
+        self.adopt_by(|memory| store.caller_bytes(memory))
+    }
+
+    /// As [`adopt`](Self::adopt), for any device.
+    ///
+    /// # Errors
+    /// As for `adopt`.
+    pub fn adopt_by(
+        self,
+        adopt: impl FnOnce(&CallerMemory) -> remanent::Result<DeviceBytes>,
+    ) -> remanent::Result<DeviceBytes> {
         // SAFETY: the owner is the object that says that its memory is there, and lives as long as this.
         let memory = unsafe { CallerMemory::from_cuda(self.address, self.len, self.owner) };
-        let bytes = store.caller_bytes(&memory)?;
+        let bytes = adopt(&memory)?;
         Ok(match self.stream {
             // SAFETY: the producer named the stream as one of its own, alive with its memory.
             Some(stream) => bytes.on(unsafe { RawStream::from_cuda(stream) }),
@@ -240,9 +251,14 @@ impl Output {
     /// `TypeError`, `BufferError`.
     pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         match Input::take_writable(object)? {
-            Input::Host(bytes) => Ok(Self(bytes)),
+            Input::Host(bytes) => Ok(Self::of(bytes)),
             Input::Cuda(_) => Err(PyBufferError::new_err("this call fills host memory; this is a GPU's")),
         }
+    }
+
+    /// The memory of a writable object, once it is known to lie on the host.
+    pub fn of(bytes: HostBytes) -> Self {
+        Self(bytes)
     }
 
     pub fn as_mut_slice(&mut self) -> &mut [u8] {

@@ -1,10 +1,12 @@
 //! Views: of an open store as of one batch, and of an earlier state.
 
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use remanent::Store;
 
 use crate::blame::{PyValueChange, blame};
 use crate::errors::OrRaise;
+use crate::load_pages::load_pages;
 use crate::page_name::{PageName, state_point};
 use crate::reader::Reader;
 use crate::source::{PastSource, Source};
@@ -148,6 +150,28 @@ impl PyView {
         let (name, past) = (PageName::take(page)?, Self::past(slf.as_super()));
         let changes = page.py().detach(|| blame(&*past.get()?, &name, offset, length));
         changes.or_raise(page.py(), Some(&past.path))
+    }
+
+    /// Fills memory with whole pages, many at a time and by several threads. Every byte is proven by
+    /// checksums; those of a GPU where they arrive.
+    ///
+    /// The first load to a GPU makes what it keeps until the process ends: a context of the driver, and up to
+    /// 64 MiB of pinned host memory.
+    ///
+    /// :param pages: by page, contiguous memory of its length that can be written: bytearray, NumPy, a tensor.
+    /// :param device: where all of it lies: "host", "cuda:0", …
+    /// :raises BufferError: memory lies elsewhere, or cannot be written. OutOfBoundsError, MemoryRefusedError:
+    ///     memory is shorter or longer than its page. As for `read`; then any of it may have changed.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"], store["v"] = b"keys", b"values"
+    /// >>> keys, values = bytearray(4), bytearray(6)
+    /// >>> remanent.View(directory).load({"k": keys, "v": values})
+    /// >>> keys, values
+    /// (bytearray(b'keys'), bytearray(b'values'))
+    #[pyo3(signature = (pages, device="host"))]
+    fn load(slf: PyRef<'_, Self>, pages: &Bound<'_, PyDict>, device: &str) -> PyResult<()> {
+        load_pages(Self::past(slf.as_super()), pages, device)
     }
 
     /// Makes a new store, with an id of its own, that begins at this state. Returns its id.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -72,6 +75,74 @@ def test_files_go_from_and_to_a_gpu(directory: str) -> None:
     assert torch.equal(loaded["a"], weight) and torch.equal(loaded["b"], weight.T) and loaded["c"].is_cuda
     loaded["a"][0, 1] = 7
     assert loaded["b"][1, 0] == 7
+
+
+def test_whole_pages_of_a_view_are_loaded_to_a_gpu(directory: str) -> None:
+    lengths = [5, 0, 70_000, 5 << 20, (9 << 20) + 1]
+    with remanent.Store(directory, device="host") as store:
+        with store.batch() as batch:
+            for at, length in enumerate(lengths):
+                batch.create(torch.randint(0, 256, (length,), dtype=torch.uint8) if length else 0, key=f"p{at}",
+                             place="disk" if at % 2 else "host")
+        store.snapshot()
+        with store.batch() as batch:
+            batch.write("p2", 9, b"later")
+    with remanent.View(directory) as view:
+        def check(out: dict[str, Any]) -> None:
+            for key, tensor in out.items():
+                assert tensor.cpu().numpy().tobytes() == view[key], key
+
+        out = {f"p{at}": torch.zeros(length, dtype=torch.uint8, device="cuda") for at, length in enumerate(lengths)}
+        view.load(out, "cuda:0")
+        check(out)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            # What is under way on the stream ends before the bytes come.
+            torch.cuda._sleep(50_000_000)
+            out["p3"].fill_(1)
+            view.load({"p3": out["p3"]}, "cuda:0")
+            assert out["p3"].cpu().numpy().tobytes() == view["p3"]
+        view.load({"p2": OnlyInterface(out["p2"].fill_(3))}, "cuda:0")
+        pinned = torch.zeros(5, dtype=torch.uint8, pin_memory=True)
+        view.load({"p0": pinned})
+        check(out | {"p0": pinned})
+        whole = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+        for pages, device, error in [({"p0": out["p2"]}, "cuda:0", remanent.MemoryRefusedError),
+                                     ({"p0": out["p0"]}, "host", BufferError),
+                                     ({"p0": out["p0"]}, "cuda:99", remanent.DeviceError),
+                                     ({"p0": whole[:5], "p2": whole[4:70_004]}, "cuda:0", remanent.MemoryRefusedError)]:
+            with pytest.raises(error):
+                view.load(pages, device)
+
+
+EXPANDABLE = """
+import sys, torch, remanent.torch
+from remanent.torch import Checkpointer, load_file, save_file
+directory = sys.argv[1]
+# Longer than a mapping of an expandable segment, which has 20 MiB.
+state = {f"w{at}": torch.randn(30 << 18, device="cuda") for at in range(3)}
+save_file(state, directory + "/file")
+loaded = load_file(directory + "/file", device="cuda")
+assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+model = torch.nn.ParameterDict(state)
+with torch.no_grad(), Checkpointer(directory + "/run", model, rng=False, digests=True) as run:
+    run.save(1)
+    model["w1"][7_000_000] += 1
+    run.save(2)
+    expected = {name: tensor.clone() for name, tensor in model.items()}
+    for tensor in model.values():
+        tensor.zero_()
+    run.restore()
+    assert all(torch.equal(model[name], tensor) for name, tensor in expected.items())
+print("fine")
+"""
+
+
+def test_tensors_in_expandable_segments(directory: str) -> None:
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    ended = subprocess.run([sys.executable, "-c", EXPANDABLE, directory], env=environment, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert ended.stdout.strip().endswith("fine"), ended.stdout
 
 
 @pytest.mark.parametrize("digests", [False, True])

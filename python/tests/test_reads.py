@@ -219,3 +219,44 @@ def test_the_interpreter_ends_while_it_is_held(directory: str, held: str) -> Non
     assert (done.returncode, done.stderr) == (0, "")
     with remanent.Store(directory) as store:
         assert store["a"] == b"x"
+
+
+def test_whole_pages_of_a_view_are_loaded_together(directory: str) -> None:
+    rng = np.random.default_rng(2)
+    content = {f"p{at}": rng.bytes(length) for at, length in enumerate([5, 0, 70_000, 5 << 20, (4 << 20) + 1])}
+    with remanent.Store(directory, device="host") as store:
+        with store.batch() as batch:
+            for at, (key, value) in enumerate(content.items()):
+                batch.create(value or 0, key=key, place="disk" if at % 2 else "host")
+        store.snapshot()
+        with store.batch() as batch:
+            batch.write("p2", 9, b"later")
+    content["p2"] = content["p2"][:9] + b"later" + content["p2"][14:]
+    view = remanent.View(directory)
+    out = {key: bytearray(b"\xee" * len(value)) for key, value in content.items()}
+    by_page = {view.info(key): memory for key, memory in out.items()}
+    view.load(by_page)
+    assert out == content
+    view.load({})
+    array = np.zeros((7, 10_000), np.uint8)
+    view.load({"p2": array}, device="host")
+    assert array.tobytes() == content["p2"]
+    refused: list[tuple[dict[object, object], str, type[Exception]]] = [
+        ({"p0": bytearray(4)}, "host", remanent.OutOfBoundsError),
+        ({"p0": bytearray(6)}, "host", remanent.OutOfBoundsError),
+        ({"p1": bytearray(1)}, "host", remanent.OutOfBoundsError),
+        ({"p0": bytes(5)}, "host", BufferError),
+        ({"p0": np.zeros(10, np.uint8)[::2]}, "host", BufferError),
+        ({"p9": bytearray(5)}, "host", KeyError),
+        ({99: bytearray(5)}, "host", remanent.UnknownPageError),
+        ({"p0": bytearray(5)}, "cuda:0", BufferError),
+        ({"p0": bytearray(5)}, "auto", ValueError),
+        ({"p0": bytearray(5)}, "somewhere", ValueError),
+        ({"p0": 5}, "host", TypeError),
+    ]
+    for pages, device, error in refused:
+        with pytest.raises(error):
+            view.load(pages, device)
+    view.close()
+    with pytest.raises(remanent.ClosedError):
+        view.load({"p0": bytearray(5)})

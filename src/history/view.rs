@@ -8,11 +8,16 @@ use std::sync::Arc;
 
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, SnapshotId, StoreId};
 
+use crate::base::parallel;
 use crate::base::process::Process;
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
+
+/// Threads that read pages together. Each gives a few gigabytes a second from the page cache, and eight take what
+/// memory gives.
+const READERS_MAX: usize = 8;
 
 /// A state of a store, to look at: pages, root and bytes as they were right after one batch.
 ///
@@ -106,6 +111,41 @@ impl View {
     /// [`Error::OutOfMemory`]; [`Error::Forked`].
     pub fn read(&self, page: PageId, offset: u64, out: &mut [u8]) -> Result<()> {
         self.past()?.read(page, offset, out)
+    }
+
+    /// Fills memory with whole pages, each as long as its memory, by several threads. Images are read once,
+    /// and summed on the way. After an error any of the memory may be filled or not. For memory of a GPU
+    /// there is [`DeviceLoader`](crate::DeviceLoader).
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// # use remanent::DeviceChoice;
+    /// # let directory = tempfile::tempdir()?;
+    /// let store = Store::open(directory.path(), Options::default().device(DeviceChoice::Host))?;
+    /// let mut batch = store.batch();
+    /// batch.create_from(b"keys".to_vec(), Place::Disk);
+    /// batch.create_from(b"values".to_vec(), Place::Disk);
+    /// let pages = store.commit(batch)?.pages;
+    ///
+    /// let (mut keys, mut values) = ([0; 4], [0; 6]);
+    /// let view = Store::open_read_only(directory.path())?;
+    /// view.read_pages(&mut [(pages[0], &mut keys[..]), (pages[1], &mut values[..])])?;
+    /// assert_eq!((&keys, &values), (b"keys", b"values"));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read); [`Error::OutOfBounds`] for memory that is shorter or longer than its page.
+    pub fn read_pages(&self, pages: &mut [(PageId, &mut [u8])]) -> Result<()> {
+        let past = self.past()?;
+        for (page, out) in &*pages {
+            let (len, page_len) = (out.len() as u64, past.page_len(*page)?);
+            if len != page_len {
+                return Err(Error::OutOfBounds { page: *page, offset: 0, len, page_len });
+            }
+        }
+        let read = |(page, out): &mut (PageId, &mut [u8])| past.read(*page, 0, out);
+        parallel::for_each(parallel::threads(READERS_MAX), pages, read).map(drop)
     }
 }
 

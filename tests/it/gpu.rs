@@ -135,6 +135,50 @@ impl Caller {
     }
 }
 
+/// Bytes of a mapping, of which any GPU can have one.
+pub const MAPPING_LEN: u64 = 2 << 20;
+
+/// Addresses that were reserved at once, and got memory mapping by mapping, as an allocator of expandable segments
+/// does it.
+pub struct Segment {
+    pub address: u64,
+    reserved_len: usize,
+    mapped_len: usize,
+    mappings: Vec<sys::CUmemGenericAllocationHandle>,
+}
+
+impl Caller {
+    /// A segment that has room for `reserved` mappings, and the first `mapped` of them.
+    pub fn segment(&self, mapped: usize, reserved: usize) -> Segment {
+        const LEN: usize = MAPPING_LEN as usize;
+        let mut address = 0;
+        call!(cuMemAddressReserve(&mut address, reserved * LEN, 0, 0, 0));
+        // SAFETY: zeros are a value of it.
+        let mut wanted: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+        wanted.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        wanted.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        let map = |at: usize| {
+            let mut mapping = 0;
+            call!(cuMemCreate(&mut mapping, LEN, &wanted, 0));
+            call!(cuMemMap(address + (at * LEN) as u64, LEN, 0, mapping, 0));
+            mapping
+        };
+        let mappings = (0..mapped).map(map).collect();
+        let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        let access = sys::CUmemAccessDesc { location: wanted.location, flags };
+        call!(cuMemSetAccess(address, mapped * LEN, &access, 1));
+        Segment { address, reserved_len: reserved * LEN, mapped_len: mapped * LEN, mappings }
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        call!(cuMemUnmap(self.address, self.mapped_len));
+        self.mappings.iter().for_each(|mapping| call!(cuMemRelease(*mapping)));
+        call!(cuMemAddressFree(self.address, self.reserved_len));
+    }
+}
+
 /// The bytes that the host sees at an address of the GPU's.
 pub fn host_sees(address: u64, len: u64) -> Vec<u8> {
     // SAFETY: tests name the memory of a page in host memory that they have leased, and no kernel of theirs

@@ -31,7 +31,12 @@ struct Allocation {
     device: u32,
     /// Whether it is the caller's own memory, which was registered.
     is_registered: bool,
+    /// Whether it is a mapping within a reserved range.
+    is_mapping: bool,
 }
+
+/// Bytes that a mapping must be a multiple of.
+const MAPPING_ALIGN: usize = 2 << 20;
 
 /// The code with which registrations are refused; 0 if they are not.
 static REGISTER_REFUSAL: AtomicU32 = AtomicU32::new(0);
@@ -52,8 +57,19 @@ pub fn alive(device: u32) -> u64 {
 pub fn kind_of(address: u64, len: usize) -> Option<Kind> {
     let allocations = ALLOCATIONS.lock().unwrap();
     let (begin, allocation) = allocations.range(..=address).next_back()?;
-    let within = address + len as u64 <= begin + allocation.len as u64;
-    within.then_some(allocation.kind)
+    (address + len as u64 <= end_of(&allocations, *begin, allocation)).then_some(allocation.kind)
+}
+
+/// Where memory ends: behind mappings of one kind lie others that the driver treats as one memory with them.
+fn end_of(allocations: &BTreeMap<u64, Allocation>, begin: u64, allocation: &Allocation) -> u64 {
+    let mut end = begin + allocation.len as u64;
+    while allocation.is_mapping
+        && let Some(next) =
+            allocations.get(&end).filter(|next| next.is_mapping && next.device == allocation.device)
+    {
+        end += next.len as u64;
+    }
+    end
 }
 
 /// Whether a range is of this device's own memory.
@@ -61,7 +77,7 @@ pub fn is_of_device(address: u64, len: usize, device: u32) -> bool {
     let allocations = ALLOCATIONS.lock().unwrap();
     let found = allocations.range(..=address).next_back();
     found.is_some_and(|(begin, found)| {
-        let within = address + len as u64 <= begin + found.len as u64;
+        let within = address + len as u64 <= end_of(&allocations, *begin, found);
         within && found.kind == Kind::Device && found.device == device
     })
 }
@@ -88,7 +104,8 @@ fn allocate(device: u32, kind: Kind, len: usize) -> Result<u64, u32> {
     assert!(!bytes.is_null(), "memory for {len} bytes");
     // SAFETY: allocated just now.
     unsafe { bytes.write_bytes(JUNK, len) };
-    allocations.insert(bytes as u64, Allocation { len, kind, device, is_registered: false });
+    allocations
+        .insert(bytes as u64, Allocation { len, kind, device, is_registered: false, is_mapping: false });
     Ok(bytes as u64)
 }
 
@@ -97,7 +114,9 @@ fn free(device: u32, address: u64, is_kind: impl Fn(Kind) -> bool) -> Result<(),
     stream::refuse_in_capture()?;
     stream::drain(device)?;
     let mut allocations = ALLOCATIONS.lock().unwrap();
-    let is_it = |found: &&Allocation| found.device == device && is_kind(found.kind) && !found.is_registered;
+    let is_it = |found: &&Allocation| {
+        found.device == device && is_kind(found.kind) && !found.is_registered && !found.is_mapping
+    };
     let found = allocations.get(&address).filter(is_it);
     let len = found.ok_or(code::INVALID_VALUE)?.len;
     allocations.remove(&address);
@@ -110,7 +129,7 @@ pub fn forget(device: u32) {
     let mut allocations = ALLOCATIONS.lock().unwrap();
     allocations.retain(|address, allocation| {
         let stays = allocation.device != device;
-        if !stays && !allocation.is_registered {
+        if !stays && !allocation.is_registered && !allocation.is_mapping {
             deallocate(*address, allocation.len);
         }
         stays
@@ -223,7 +242,10 @@ pub extern "C" fn cuMemHostRegister_v2(address: *mut c_void, len: usize, _flags:
             return Err(code::HOST_ALREADY_REGISTERED);
         }
         let device = context.device;
-        allocations.insert(begin, Allocation { len, kind: Kind::Pinned, device, is_registered: true });
+        allocations.insert(
+            begin,
+            Allocation { len, kind: Kind::Pinned, device, is_registered: true, is_mapping: false },
+        );
         Ok(())
     })
 }
@@ -259,6 +281,8 @@ pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_
             // Whether it is managed, and the device that it belongs to.
             8 => (u64::from(found.kind == Kind::Managed), 4),
             9 => (u64::from(found.device), 4),
+            // Whether other processes may be given it whole: no mapping.
+            10 => (u64::from(!found.is_mapping && found.kind == Kind::Device), 4),
             // The beginning of the allocation, and its length.
             11 => (*begin, 8),
             12 => (found.len as u64, 8),
@@ -268,4 +292,92 @@ pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_
         unsafe { value.cast::<u8>().copy_from(answer.to_le_bytes().as_ptr(), len) };
         Ok(())
     })
+}
+
+/// Reserves addresses. Nothing is there before it is mapped.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAddressReserve(
+    address: *mut u64,
+    len: usize,
+    _align: usize,
+    _wanted: u64,
+    _flags: u64,
+) -> u32 {
+    call_in_context(|_| {
+        let layout = reserved_layout(len)?;
+        // SAFETY: the layout is not empty.
+        let bytes = unsafe { std::alloc::alloc_zeroed(layout) };
+        assert!(!bytes.is_null(), "memory for {len} bytes");
+        // SAFETY: the API's terms.
+        unsafe { *address = bytes as u64 };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemAddressFree(address: u64, len: usize) -> u32 {
+    call_in_context(|_| {
+        let layout = reserved_layout(len)?;
+        let allocations = ALLOCATIONS.lock().unwrap();
+        if allocations.range(address..address + len as u64).next().is_some() {
+            return Err(code::INVALID_VALUE);
+        }
+        // SAFETY: reserved by this layout, and nothing is mapped there.
+        unsafe { std::alloc::dealloc(address as *mut u8, layout) };
+        Ok(())
+    })
+}
+
+fn reserved_layout(len: usize) -> Result<Layout, u32> {
+    if len == 0 || !len.is_multiple_of(MAPPING_ALIGN) {
+        return Err(code::INVALID_VALUE);
+    }
+    Layout::from_size_align(len, MAPPING_ALIGN).map_err(|_| code::OUT_OF_MEMORY)
+}
+
+/// Makes memory of a device that has no address yet. Its handle is the device's number, and one more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemCreate(handle: *mut u64, len: usize, wanted: *const c_int, _flags: u64) -> u32 {
+    call_in_context(|_| {
+        if !len.is_multiple_of(MAPPING_ALIGN) {
+            return Err(code::INVALID_VALUE);
+        }
+        // The number of the device is the fourth word of what is wanted.
+        // SAFETY: the API's terms.
+        let device = unsafe { *wanted.add(3) };
+        // SAFETY: the API's terms.
+        unsafe { *handle = device as u64 + 1 };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemMap(address: u64, len: usize, _offset: usize, handle: u64, _flags: u64) -> u32 {
+    call_in_context(|_| {
+        let device = (handle - 1) as u32;
+        let mapping = Allocation { len, kind: Kind::Device, device, is_registered: false, is_mapping: true };
+        let before = ALLOCATIONS.lock().unwrap().insert(address, mapping);
+        if before.is_some() { Err(code::INVALID_VALUE) } else { Ok(()) }
+    })
+}
+
+/// Every mapping can be read and written from the beginning.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemSetAccess(address: u64, len: usize, _access: *const c_void, _count: usize) -> u32 {
+    call_in_context(|_| kind_of(address, len).map(drop).ok_or(code::INVALID_VALUE))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemUnmap(address: u64, len: usize) -> u32 {
+    call_in_context(|context| {
+        stream::drain(context.device)?;
+        let mut allocations = ALLOCATIONS.lock().unwrap();
+        allocations.retain(|at, found| !found.is_mapping || !(address..address + len as u64).contains(at));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemRelease(_handle: u64) -> u32 {
+    call_in_context(|_| Ok(()))
 }

@@ -96,3 +96,24 @@ fn a_gpu_within_another_device_takes_memory_of_the_callers_too() {
         callers.release(memory).unwrap();
     }
 }
+
+#[test]
+fn memory_of_several_mappings_is_taken_as_one() {
+    let (Some(gpu), Some(caller)) = (gpu::device(), gpu::Caller::new()) else { return };
+    let segment = caller.segment(3, 4);
+    let store = Store::open_on(Arc::new(SimDisk::new()), gpu, Options::default()).unwrap();
+    // SAFETY: the segment is there until the end of the test.
+    let adopt = |address, len| store.caller_bytes(&unsafe { CallerMemory::from_cuda(address, len, ()) });
+    let (mapped, within) = (3 * gpu::MAPPING_LEN, 1000);
+    let bytes = adopt(segment.address + within, mapped - within).unwrap();
+    let content: Vec<u8> = (0..bytes.byte_len()).map(|at| (at / 777) as u8).collect();
+    bytes.write(0, &content).unwrap();
+    let mut batch = store.batch();
+    let page = batch.create(content.len() as u64, PLACE).page();
+    batch.write_device(page, 0, &bytes);
+    let page = store.commit(batch).unwrap().pages[0];
+    assert!(store.read_to_vec(page).unwrap() == content);
+    // Past the last mapping there is nothing, though its address is reserved.
+    let refused = adopt(segment.address + within, mapped).unwrap_err();
+    assert!(refused.to_string().contains(&format!("has {} bytes", mapped - within)), "{refused}");
+}

@@ -1,0 +1,82 @@
+//! Loading whole pages of a view into memory of the caller's, on the host or on a GPU.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use remanent::{DeviceChoice, DeviceLoader, PageId, Result};
+
+use crate::errors::OrRaise;
+use crate::memory::{CudaBytes, Input, Output};
+use crate::page_name::PageName;
+use crate::source::PastSource;
+
+/// The loaders of a process, by their devices.
+///
+/// They stay until it ends: the context of a GPU and its pinned memory take longer to make than many a load.
+static LOADERS: Mutex<Vec<(u32, DeviceChoice, Arc<DeviceLoader>)>> = Mutex::new(Vec::new());
+
+/// Fills memory that lies on `device` with whole pages.
+///
+/// # Errors
+/// `TypeError`, `ValueError`, `BufferError`; an error of the store's.
+pub fn load_pages(view: &PastSource, pages: &Bound<'_, PyDict>, device: &str) -> PyResult<()> {
+    let py = pages.py();
+    let choice: DeviceChoice = device.parse().or_raise(py, None)?;
+    if choice == DeviceChoice::Auto {
+        return Err(PyValueError::new_err("device: \"auto\" does not say where the memory is"));
+    }
+    let (mut on_host, mut on_gpu) = (Vec::new(), Vec::new());
+    for (page, memory) in pages {
+        let name = PageName::take(&page)?;
+        match (Input::take_writable(&memory)?, choice) {
+            (Input::Host(bytes), DeviceChoice::Host) => on_host.push((name, Output::of(bytes))),
+            (Input::Cuda(bytes), DeviceChoice::Cuda(_)) => on_gpu.push((name, bytes)),
+            _ => {
+                return Err(PyBufferError::new_err(format!("the memory of {page} does not lie on {device}")));
+            }
+        }
+    }
+    let loaded = py.detach(|| match choice {
+        DeviceChoice::Host => load_host(view, &mut on_host),
+        _ => load_gpu(view, on_gpu, choice),
+    });
+    loaded.or_raise(py, Some(&view.path))
+}
+
+fn load_host(view: &PastSource, pages: &mut [(PageName, Output)]) -> Result<()> {
+    let view = view.get()?;
+    let named = pages.iter_mut().map(|(name, memory)| Ok((name.find(&*view)?.page, memory.as_mut_slice())));
+    view.read_pages(&mut named.collect::<Result<Vec<_>>>()?)
+}
+
+fn load_gpu(view: &PastSource, pages: Vec<(PageName, CudaBytes)>, device: DeviceChoice) -> Result<()> {
+    let (view, loader) = (view.get()?, loader(device)?);
+    let (mut named, mut adopted) = (Vec::new(), Vec::new());
+    for (name, bytes) in pages {
+        let page = name.find(&*view)?.page;
+        if bytes.len() == 0 {
+            // Memory of no bytes has no address. Only a page of none fits there.
+            view.read_pages(&mut [(page, &mut [])])?;
+            continue;
+        }
+        named.push(page);
+        adopted.push(bytes.adopt_by(|memory| loader.caller_bytes(memory))?);
+    }
+    let pages: Vec<(PageId, _)> = named.into_iter().zip(&adopted).collect();
+    loader.load(&view, &pages)
+}
+
+/// The loader of this process for a device.
+fn loader(device: DeviceChoice) -> Result<Arc<DeviceLoader>> {
+    let process = std::process::id();
+    let mut loaders = LOADERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = loaders.iter().find(|(of, on, _)| (*of, *on) == (process, device));
+    if let Some((.., loader)) = known {
+        return Ok(loader.clone());
+    }
+    let loader = Arc::new(DeviceLoader::open(device)?);
+    loaders.push((process, device, loader.clone()));
+    Ok(loader)
+}
