@@ -248,7 +248,7 @@ pub use follower::{
     RestoredState,
 };
 pub use history::audit::{Audit, ChangedPage};
-pub use history::load::DeviceLoader;
+pub use history::copier::DeviceCopier;
 pub use history::point::StatePoint;
 #[doc(hidden)]
 pub use history::seed::Seed;
@@ -486,7 +486,7 @@ impl Store {
     }
 }
 
-impl DeviceLoader {
+impl DeviceCopier {
     /// Opens a device.
     ///
     /// # Errors
@@ -562,7 +562,7 @@ const _: () = {
     const fn sent<T: Send>() {}
     shared::<Store>();
     shared::<View>();
-    shared::<DeviceLoader>();
+    shared::<DeviceCopier>();
     shared::<LiveView<'_>>();
     shared::<Lease<'_>>();
     shared::<Ticket>();

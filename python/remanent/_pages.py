@@ -88,7 +88,9 @@ def update(batch: _native.Batch, updates: Iterable[Update]) -> bool:
     """Puts updates into a batch; returns whether anything changed. Each reads its page."""
     changed = False
     for each in updates:
-        changed |= batch.update(each.key, each.data, width=each.width, logged_max=each.logged_max) != 0
+        # One tensor of a GPU at a time has its bytes on the host.
+        data = each.data.cpu() if hasattr(each.data, "cpu") else each.data
+        changed |= batch.update(each.key, data, width=each.width, logged_max=each.logged_max) != 0
     return changed
 
 
@@ -244,8 +246,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
             with store.lease(key, "uint8", [block.nbytes]) as before:
                 changed |= batch.write_changes(key, before, block.data, width=width) > 0
         elif info.length != block.nbytes or block.nbytes:
-            data = block.data.cpu() if is_captured else block.data
-            updates.append(Update(key, data if block.nbytes else b"", width, None if elements else 0))
+            updates.append(Update(key, block.data if block.nbytes else b"", width, None if elements else 0))
     changed |= update(batch, updates)
     if captures is not None:
         captures.end()

@@ -87,6 +87,23 @@ def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
         yield _block(group, on_host)
 
 
+def blocks_in_place(found: list[Extent]) -> Iterator[Block]:
+    """As `blocks`, but of tensors on a GPU of CUDA's the bytes stay there, for the commit to copy. Tensors whose
+    elements had to be put in a row first come to the host: there is more room."""
+    held = {each.storage for each in found}
+    for block in blocks(found, on_host=False):
+        data = block.data
+        if isinstance(data, torch.Tensor) and not data.device.type == "cpu":
+            is_as_it_lies = (data.device, data.untyped_storage().data_ptr()) in held
+            block.data = data if is_as_it_lies and _is_cuda(data.device) else data.cpu()
+        yield block
+
+
+def _is_cuda(device: torch.device) -> bool:
+    """Whether it is a GPU of CUDA's: other kinds call themselves so, too."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def _array(extent: Extent) -> Array:
     """The tensor as the only one of its page."""
     return Array(extent.name, SHORT[extent.tensor.dtype], tuple(extent.tensor.shape))
@@ -142,9 +159,8 @@ def load_pages(view: _native.View, pages: Mapping[str, list[Array]],
     """The bytes of pages, in their order: on `device` if that is a GPU of CUDA's, else on the host. Some are read
     ahead of the caller."""
     lengths = {key: view.info(key).length for key in pages}
-    is_cuda = device.type == "cuda" and torch.version.hip is None
     there, name = torch.device("cpu"), "host"
-    if is_cuda:
+    if _is_cuda(device):
         there = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         name = str(there)
     for together in _together(lengths):

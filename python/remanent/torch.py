@@ -6,7 +6,7 @@
 Both keep state in a store: durable, in versions, with only the changed elements of a version logged, and proven by
 checksums on the way back. Nothing is pickled: tensors are pages, all other values are typed, and what cannot be
 stored faithfully is refused by its name. What is saved lies on disk, and in no memory beside the tensors themselves.
-`save_file` holds copies of those on a GPU, and of those that are not contiguous, until all is written.
+`save_file` holds copies of those that are not contiguous until all is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from remanent._checkpointer import Checkpointer
 from remanent._pages import Block
 from remanent._progress import Bar
 from remanent._saved import Saved
-from remanent._tensors import blocks, extents, load_pages, tensors_of
+from remanent._tensors import blocks_in_place, extents, load_pages, tensors_of
 from remanent._versions import Version, whole
 
 __all__ = ["Checkpointer", "Saved", "Version", "load_file", "save_file"]
@@ -61,7 +61,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
     found = extents(dict(tensors))
     # Of tensors that share memory each counts here, so the bar may end early.
     with Bar(sum(each.nbytes for each in found), "saving", progress) as bar:
-        return _pages.save(directory, _counted(blocks(found), bar), note=note, name=name, durable=durable)
+        return _pages.save(directory, _counted(blocks_in_place(found), bar), note=note, name=name, durable=durable)
 
 
 def _counted(saved: Iterator[Block], bar: Bar) -> Iterator[Block]:

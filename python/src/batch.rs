@@ -177,8 +177,8 @@ impl Batch {
     /// :param content: bytes, NumPy, a tensor; or an int: the length of a page of zeros.
     /// :param key: 1 to 64 bytes. :param place: "host", "pinned", "device:N" or "disk".
     /// :param metadata: plain values by name.
-    /// :param at_commit: the bytes, on the host, are read by the commit and not copied by this call: until
-    ///     then they must not change.
+    /// :param at_commit: the bytes are read by the commit and not copied by this call: until then they must
+    ///     not change. Then a store whose pages live on the host takes those of a GPU, too, by DLPack.
     /// :raises TypeError, BufferError: `content` gives no contiguous bytes. MemoryRefusedError: a GPU's, and
     ///     no GPU's store.
     ///
@@ -231,6 +231,19 @@ impl Batch {
                         *page = Some(new);
                     })?;
                     created.expect("it was created just now")
+                }
+                // A store on a GPU takes them there. Of any other the commit copies them, piece by piece.
+                Input::Cuda(bytes)
+                    if at_commit
+                        && bytes.len() > 0
+                        && self.gate.look(py, |store| Ok(!store.supports_streams()))? =>
+                {
+                    let len = bytes.len();
+                    let source = py.detach(|| bytes.source()).or_raise(py, Some(&self.gate.path))?;
+                    self.build(py, |batch| {
+                        let created = batch.create_from_source(len, source, place);
+                        created.optional_key(key.clone()).metadata(metadata).page()
+                    })?
                 }
                 Input::Cuda(bytes) => {
                     let len = bytes.len();

@@ -77,6 +77,8 @@ pub struct Imported {
     pub address: usize,
     pub len: usize,
     pub device: i32,
+    /// The number of the device among those of its kind.
+    pub ordinal: i32,
     pub read_only: bool,
     managed: Managed,
 }
@@ -153,10 +155,12 @@ impl Imported {
         if unsafe { pyo3::ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr()) } != 0 {
             return Err(PyErr::fetch(capsule.py()));
         }
-        let mut imported = Self { address: 0, len: 0, device: 0, read_only: flags & READ_ONLY != 0, managed };
+        let mut imported =
+            Self { address: 0, len: 0, device: 0, ordinal: 0, read_only: flags & READ_ONLY != 0, managed };
         // SAFETY: the tensor lives as long as the value that owns it.
         let tensor = unsafe { &*tensor };
         imported.device = tensor.device.kind;
+        imported.ordinal = tensor.device.ordinal;
         imported.len = contiguous_len(tensor)?;
         imported.address = tensor.data as usize + tensor.byte_offset as usize;
         Ok(imported)

@@ -62,6 +62,7 @@ mod source;
 mod page_name;
 mod page_info;
 mod snapshot;
+mod copiers;
 mod load_pages;
 mod loading;
 mod stats;

@@ -1,21 +1,15 @@
 //! Loading whole pages of a view into memory of the caller's, on the host or on a GPU.
 
-use std::sync::{Arc, Mutex, PoisonError};
-
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::{DeviceChoice, DeviceLoader, PageId, Result};
+use remanent::{DeviceChoice, PageId, Result};
 
+use crate::copiers::copier;
 use crate::errors::OrRaise;
 use crate::memory::{CudaBytes, Input, Output};
 use crate::page_name::PageName;
 use crate::source::PastSource;
-
-/// The loaders of a process, by their devices.
-///
-/// They stay until it ends: the context of a GPU and its pinned memory take longer to make than many a load.
-static LOADERS: Mutex<Vec<(u32, DeviceChoice, Arc<DeviceLoader>)>> = Mutex::new(Vec::new());
 
 /// Fills memory that lies on `device` with whole pages.
 ///
@@ -52,7 +46,7 @@ fn load_host(view: &PastSource, pages: &mut [(PageName, Output)]) -> Result<()> 
 }
 
 fn load_gpu(view: &PastSource, pages: Vec<(PageName, CudaBytes)>, device: DeviceChoice) -> Result<()> {
-    let (view, loader) = (view.get()?, loader(device)?);
+    let (view, copier) = (view.get()?, copier(device)?);
     let (mut named, mut adopted) = (Vec::new(), Vec::new());
     for (name, bytes) in pages {
         let page = name.find(&*view)?.page;
@@ -62,21 +56,8 @@ fn load_gpu(view: &PastSource, pages: Vec<(PageName, CudaBytes)>, device: Device
             continue;
         }
         named.push(page);
-        adopted.push(bytes.adopt_by(|memory| loader.caller_bytes(memory))?);
+        adopted.push(bytes.adopt_by(|memory| copier.caller_bytes(memory))?);
     }
     let pages: Vec<(PageId, _)> = named.into_iter().zip(&adopted).collect();
-    loader.load(&view, &pages)
-}
-
-/// The loader of this process for a device.
-fn loader(device: DeviceChoice) -> Result<Arc<DeviceLoader>> {
-    let process = std::process::id();
-    let mut loaders = LOADERS.lock().unwrap_or_else(PoisonError::into_inner);
-    let known = loaders.iter().find(|(of, on, _)| (*of, *on) == (process, device));
-    if let Some((.., loader)) = known {
-        return Ok(loader.clone());
-    }
-    let loader = Arc::new(DeviceLoader::open(device)?);
-    loaders.push((process, device, loader.clone()));
-    Ok(loader)
+    copier.load(&view, &pages)
 }

@@ -7,14 +7,16 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::device::RawStream;
-use remanent::{ByteSource, CallerMemory, DeviceBytes, HostMemory, Place, Store};
+use remanent::{ByteSource, CallerMemory, DeviceBytes, DeviceChoice, HostMemory, Place, Store};
 
+use crate::copiers::copier;
 use crate::dlpack::{self, Imported};
 
 /// Bytes that a call takes.
@@ -34,6 +36,8 @@ pub struct HostBytes {
 pub struct CudaBytes {
     address: u64,
     len: u64,
+    /// The number of the GPU, where the producer says it.
+    ordinal: Option<u32>,
     stream: Option<u64>,
     owner: Box<dyn std::any::Any + Send + Sync>,
 }
@@ -77,6 +81,21 @@ impl ByteSource for HostBytes {
 impl CudaBytes {
     pub fn len(&self) -> u64 {
         self.len
+    }
+
+    /// The bytes for a batch of a store that has nothing to do with the GPU.
+    ///
+    /// # Errors
+    /// `MemoryRefused` where the producer does not say which GPU it is.
+    pub fn source(self) -> remanent::Result<Arc<dyn ByteSource>> {
+        let Some(ordinal) = self.ordinal else {
+            let reason =
+                "its producer does not say which GPU it is of: give a tensor with __dlpack__".to_owned();
+            return Err(remanent::Error::MemoryRefused { len: self.len, reason });
+        };
+        let copier = copier(DeviceChoice::Cuda(ordinal))?;
+        let bytes = self.adopt_by(|memory| copier.caller_bytes(memory))?;
+        Ok(Arc::new(copier.source(bytes)?))
     }
 
     /// The bytes, adopted by a store's device.
@@ -138,6 +157,7 @@ impl Input {
                 dlpack::CUDA | dlpack::CUDA_MANAGED => Input::Cuda(CudaBytes {
                     address: tensor.address as u64,
                     len: tensor.len as u64,
+                    ordinal: u32::try_from(tensor.ordinal).ok(),
                     stream: Some(1),
                     owner: Box::new(tensor),
                 }),
@@ -238,7 +258,13 @@ fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes
         .transpose()?;
     // Without a stream the producer says that nothing is under way. The default stream costs little to wait
     // for.
-    Ok(CudaBytes { address, len, stream: stream.or(Some(1)), owner: Box::new(object.clone().unbind()) })
+    Ok(CudaBytes {
+        address,
+        len,
+        ordinal: None,
+        stream: stream.or(Some(1)),
+        owner: Box::new(object.clone().unbind()),
+    })
 }
 
 /// A buffer of the caller's that a call fills.

@@ -75,6 +75,30 @@ def test_files_go_from_and_to_a_gpu(directory: str) -> None:
     assert torch.equal(loaded["a"], weight) and torch.equal(loaded["b"], weight.T) and loaded["c"].is_cuda
     loaded["a"][0, 1] = 7
     assert loaded["b"][1, 0] == 7
+    # Changed and new ones, and one whose elements are no row.
+    changed = {"a": weight + 1, "b": weight.T, "c": torch.ones(3), "d": torch.rand(3 << 20, device="cuda"),
+               "e": torch.rand(3000, 2, device="cuda")[:, 0]}
+    save_file(changed, directory)
+    again = load_file(directory, device="cuda")
+    assert all(torch.equal(again[name], tensor.cuda()) for name, tensor in changed.items())
+
+
+def test_a_store_on_the_host_takes_a_tensor_of_a_gpu_when_it_commits(directory: str) -> None:
+    tensor = torch.zeros(5 << 20, dtype=torch.uint8, device="cuda")
+    with remanent.Store(directory, device="host") as store:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), store.batch() as batch:
+            # What is under way on the stream is of the page, too.
+            torch.cuda._sleep(50_000_000)
+            tensor[77:] = 6
+            for place in ("host", "disk"):
+                batch.create(tensor, key=place, place=place, at_commit=True)
+            batch.create(tensor[:0], key="empty", at_commit=True)
+        expected = tensor.cpu().numpy().tobytes()
+        assert expected[76:78] == b"\0\6" and store["host"] == expected == store["disk"] and store["empty"] == b""
+        for content, at_commit in [(tensor, False), (OnlyInterface(tensor), True)]:
+            with pytest.raises(remanent.MemoryRefusedError):
+                store.batch().create(content, at_commit=at_commit)
 
 
 def test_whole_pages_of_a_view_are_loaded_to_a_gpu(directory: str) -> None:

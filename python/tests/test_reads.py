@@ -234,7 +234,7 @@ def test_whole_pages_of_a_view_are_loaded_together(directory: str) -> None:
     content["p2"] = content["p2"][:9] + b"later" + content["p2"][14:]
     view = remanent.View(directory)
     out = {key: bytearray(b"\xee" * len(value)) for key, value in content.items()}
-    by_page = {view.info(key): memory for key, memory in out.items()}
+    by_page: dict[object, object] = {view.info(key).page: memory for key, memory in out.items()}
     view.load(by_page)
     assert out == content
     view.load({})

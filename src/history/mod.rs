@@ -2,8 +2,8 @@
 
 pub(crate) mod audit;
 pub(crate) mod blame;
+pub(crate) mod copier;
 pub(crate) mod fork;
-pub(crate) mod load;
 pub(crate) mod point;
 pub(crate) mod restore;
 pub(crate) mod seed;

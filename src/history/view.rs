@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, SnapshotId, StoreId};
 
-use crate::base::parallel;
 use crate::base::process::Process;
+use crate::base::{huge_pages, parallel};
 use crate::disk::Disk;
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
@@ -115,7 +115,7 @@ impl View {
 
     /// Fills memory with whole pages, each as long as its memory, by several threads. Images are read once,
     /// and summed on the way. After an error any of the memory may be filled or not. For memory of a GPU
-    /// there is [`DeviceLoader`](crate::DeviceLoader).
+    /// there is [`DeviceCopier`](crate::DeviceCopier).
     ///
     /// ```
     /// use remanent::{Options, Place, Store};
@@ -144,7 +144,10 @@ impl View {
                 return Err(Error::OutOfBounds { page: *page, offset: 0, len, page_len });
             }
         }
-        let read = |(page, out): &mut (PageId, &mut [u8])| past.read(*page, 0, out);
+        let read = |(page, out): &mut (PageId, &mut [u8])| {
+            huge_pages::advise(out);
+            past.read(*page, 0, out)
+        };
         parallel::for_each(parallel::threads(READERS_MAX), pages, read).map(drop)
     }
 }

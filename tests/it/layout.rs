@@ -27,6 +27,7 @@ const UNSAFE_ROOMS: &[&str] = &[
     "src/disk/direct.rs",
     "src/disk/reader_locks.rs",
     "src/base/process.rs",
+    "src/base/huge_pages.rs",
 ];
 
 /// Macros that print, and functions that return something to print to.

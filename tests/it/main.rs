@@ -23,7 +23,7 @@ mod crash;
 mod cuda;
 mod damage;
 mod defences;
-mod device_loads;
+mod device_copies;
 mod device_ops;
 mod device_reads;
 mod devices;

@@ -2,7 +2,7 @@
 """Saving and loading the state of one GPU: Remanent compared with common ways to do so, in one run.
 
     cargo build --release
-    python3 tests/peers/gpu.py DIR                 # on a disk
+    python3 tests/peers/gpu.py DIR --gib 1 8 16    # on a disk
     python3 tests/peers/gpu.py /dev/shm            # in memory: what software alone costs
 
 All take turns, round by round, each in a process of its own. The state is random bytes in GPU memory. A save ends
@@ -10,8 +10,9 @@ when all of it is durable: this script syncs the files of a library that does no
 begins with the files dropped from the page cache, a warm one with all of them in it. A load ends when the state is in
 GPU memory. The loaded state is compared with the saved one, outside of the time. The hold-up of a caller ends when it
 may change the state again; for Remanent, which lets commits go on, it is the longest that one of them took. Remanent
-proves a checksum of every page on the way; the others prove none. Libraries that are not installed are named and left
-out.
+proves a checksum of every page on the way; the others prove none. `remanent.torch` is the same store from Python:
+`save_file` and `load_file`, and a `Checkpointer` with room for the whole state, which is opened outside of the time and
+restores into the tensors that are there. Libraries that are not installed are named and left out.
 
 `--device host` tries everything on a machine without a GPU.
 """
@@ -67,6 +68,14 @@ class Torch:
         self.bytes = each * TENSORS
         self.wait()
 
+    # How long the last load took, where more than the load was done.
+    took = None
+
+    def prepare(self, folder):
+        """Makes an empty folder to save to, outside of the time."""
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(folder)
+
     def wait(self):
         if self.device != "cpu":
             self.torch.cuda.synchronize()
@@ -81,6 +90,54 @@ class TorchSave(Torch):
 
     def load(self, folder):
         return self.torch.load(f"{folder}/state.pt", map_location=self.device, weights_only=True)
+
+
+class SaveFile(Torch):
+    """Ours from Python, by the same two calls."""
+
+    def __init__(self, device, size):
+        import remanent.torch
+
+        self.library = remanent.torch
+        super().__init__(device, size)
+
+    def save(self, folder):
+        self.library.save_file(self.state, folder)
+
+    def load(self, folder):
+        return self.library.load_file(folder, device=self.device)
+
+
+class Run(SaveFile):
+    """Ours from Python, as a training loop saves."""
+
+    run = None
+
+    def prepare(self, folder):
+        if self.run is not None:
+            self.run.close()
+        super().prepare(folder)
+        held = self.torch.nn.ParameterDict(
+            {name: self.torch.nn.Parameter(value, requires_grad=False) for name, value in self.state.items()})
+        self.run = self.library.Checkpointer(folder, held, rng=False, room=self.bytes + (64 << 20))
+
+    def begin(self, folder):
+        return self.run.save(1, wait=False).wait
+
+    def save(self, folder):
+        self.begin(folder)()
+
+    def load(self, folder):
+        if not hasattr(self, "expected"):
+            self.expected = {name: value.clone() for name, value in self.state.items()}
+        for value in self.state.values():
+            value.zero_()
+        self.wait()
+        started = time.perf_counter()
+        self.run.restore()
+        self.wait()
+        self.took = time.perf_counter() - started
+        return self.expected
 
 
 class Safetensors(Torch):
@@ -159,6 +216,8 @@ class Orbax:
         self.wait()
         self.checkpointer = orbax.checkpoint.StandardCheckpointer()
 
+    took, prepare = None, Torch.prepare
+
     def wait(self):
         self.jax.block_until_ready(self.state)
 
@@ -177,6 +236,8 @@ class Orbax:
 
 
 PEERS = {
+    "remanent.torch, save_file": SaveFile,
+    "remanent.torch, Checkpointer": Run,
     "torch.save": TorchSave,
     "safetensors": Safetensors,
     "DCP": Dcp,
@@ -194,8 +255,7 @@ def one_peer(name, folder, device, size):
     target = f"{folder}/peer"
 
     def save():
-        shutil.rmtree(target, ignore_errors=True)
-        os.makedirs(target)
+        peer.prepare(target)
         peer.wait()
         started = time.perf_counter()
         finish = peer.begin(target) if hasattr(peer, "begin") else None
@@ -212,7 +272,7 @@ def one_peer(name, folder, device, size):
         started = time.perf_counter()
         loaded = peer.load(target)
         peer.wait()
-        took = time.perf_counter() - started
+        took = peer.took or time.perf_counter() - started
         if not peer.equals(loaded):
             raise SystemExit(f"{name} loaded something else than it saved")
         return took
@@ -254,10 +314,10 @@ def ours(folder, device, size, program):
     return {"Remanent": us, "raw, 4 threads": raw}
 
 
-def child(name, arguments):
+def child(name, gib, arguments):
     """One round of a peer in a process of its own."""
     command = [sys.executable, __file__, arguments.dir, "--peer", name]
-    command += ["--device", arguments.device, "--gib", str(arguments.gib)]
+    command += ["--device", arguments.device, "--gib", str(gib)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if ended.returncode != 0:
         said = ended.stderr.strip().splitlines()
@@ -265,7 +325,7 @@ def child(name, arguments):
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def compare(arguments):
+def compare(gib, arguments):
     rounds, left_out = {}, {}
 
     def note(number, found):
@@ -277,10 +337,10 @@ def compare(arguments):
 
     for number in range(arguments.rounds):
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-            note(number, ours(folder, arguments.device, int(arguments.gib * GIB), arguments.remanent))
-        for name in PEERS:
+            note(number, ours(folder, arguments.device, int(gib * GIB), arguments.remanent))
+        for name in arguments.only or PEERS:
             if name not in left_out:
-                result = child(name, arguments)
+                result = child(name, gib, arguments)
                 if "left_out" in result:
                     left_out[name] = result["left_out"]
                 else:
@@ -292,7 +352,7 @@ def compare(arguments):
         "cold": "loaded cold, GB/s",
         "warm": "loaded warm, GB/s",
     }
-    print(f"{arguments.gib} GiB in {arguments.dir}, {arguments.device}, medians of {arguments.rounds} rounds\n")
+    print(f"{gib:g} GiB in {arguments.dir}, {arguments.device}, medians of {arguments.rounds} rounds\n")
     print(f"| | {' | '.join(columns.values())} |\n|---|{'---|' * len(columns)}")
     for name, values in rounds.items():
         shown = [f"{statistics.median(values[column]):.2f}" if column in values else "" for column in columns]
@@ -304,7 +364,8 @@ def compare(arguments):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dir", help="where to save; its disk, or memory, is what is measured")
-    parser.add_argument("--gib", type=float, default=4, help="size of the state (4)")
+    parser.add_argument("--gib", type=float, nargs="+", default=[4], help="sizes of the state (4)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these peers alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda:0", help="`cuda:0`, or `host`")
     parser.add_argument("--remanent", default=str(ROOT / "target/release/remanent"), help="the built command")
@@ -312,9 +373,10 @@ def main():
     arguments = parser.parse_args()
     if arguments.peer:
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-            print(json.dumps(one_peer(arguments.peer, folder, arguments.device, int(arguments.gib * GIB))))
-    else:
-        compare(arguments)
+            print(json.dumps(one_peer(arguments.peer, folder, arguments.device, int(arguments.gib[0] * GIB))))
+        return
+    for gib in arguments.gib:
+        compare(gib, arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 //! Memory of the caller's: the code that vouches for it, and what CUDA can tell of it.
 //!
 //! The driver knows every address that it gave out, its kind and its length. So an address that it never gave
-//! out, a length that is too long, and the memory of another GPU are refused before any access to them. Memory
-//! that was mapped piece by piece, as expandable segments are, may reach over several mappings. The driver
-//! cannot tell whether the memory is still what the caller takes it for: its owner is held for that.
+//! out, a length that is too long, and the memory of another GPU are refused before any access to them. A range
+//! that was reserved at once and got memory mapping by mapping, as an allocator of expandable segments does it,
+//! counts as one allocation, and may have no memory at its end.
+//!
+//! The driver cannot tell whether the memory is still what the caller takes it for: its owner is held for that.
 
 use std::any::Any;
 use std::ffi::{c_int, c_uint};
@@ -26,6 +28,8 @@ mod attribute {
     pub const IS_LEGACY_IPC_CAPABLE: c_uint = 10;
     pub const RANGE_START: c_uint = 11;
     pub const RANGE_LEN: c_uint = 12;
+    pub const MAPPING_LEN: c_uint = 18;
+    pub const MAPPING_START: c_uint = 19;
 }
 
 /// The driver's number for memory of the host, which it pinned.
@@ -46,16 +50,6 @@ impl CallerMemory {
     }
 }
 
-/// A piece of the driver's memory: an allocation, or a mapping of an address range that was reserved.
-struct Piece {
-    kind: Kind,
-    /// The address after its last byte.
-    end: u64,
-    /// Whether it is a mapping: others may follow it that the caller takes for one memory, as expandable
-    /// segments do.
-    is_mapping: bool,
-}
-
 /// The kind of memory in which the range lies.
 ///
 /// # Errors
@@ -68,65 +62,68 @@ pub(super) fn kind_of(context: &Context, entered: &ContextGuard<'_>, memory: &Ca
     if memory.address == 0 {
         return refused("it lies on the host, where only a store without a GPU finds it".to_owned());
     }
-    let at = Asked { context, entered, address: memory.address, len: memory.len };
-    let Some(first) = at.piece()? else {
+    let first = AskedAddress { context, entered, address: memory.address };
+    let Some(memory_type) = first.ask::<c_uint>(attribute::MEMORY_TYPE)? else {
         return refused(format!("CUDA knows of no memory at {:#x}", memory.address));
     };
-    let mut end = first.end;
-    while end - memory.address < memory.len {
-        let next = if first.is_mapping { Asked { address: end, ..at }.piece()? } else { None };
-        match next {
-            Some(next) if next.is_mapping && next.kind == first.kind => end = next.end,
-            _ => {
-                let there = end - memory.address;
-                return refused(format!(
-                    "the allocation at {:#x} has {there} bytes from there on",
-                    memory.address
-                ));
-            }
-        }
+    let start = first.ask::<u64>(attribute::RANGE_START)?.unwrap_or(memory.address);
+    let range_len = first.ask::<usize>(attribute::RANGE_LEN)?.unwrap_or(0) as u64;
+    let there = start.saturating_add(range_len).saturating_sub(memory.address);
+    let there = there.min(first.mapped_len(memory.len)?.unwrap_or(there));
+    if there < memory.len {
+        return refused(format!("the allocation at {:#x} has {there} bytes from there on", memory.address));
     }
-    Ok(first.kind)
+    if first.ask::<c_uint>(attribute::IS_MANAGED)?.is_some_and(|managed| managed != 0) {
+        return Ok(Kind::Managed);
+    }
+    match memory_type {
+        TYPE_HOST => Ok(Kind::Pinned),
+        TYPE_DEVICE => match first.ask::<c_int>(attribute::DEVICE_ORDINAL)? {
+            Some(ordinal) if ordinal as u32 == context.ordinal => Ok(Kind::Device),
+            other => refused(format!("it is memory of GPU {}", other.unwrap_or(-1))),
+        },
+        other => refused(format!("CUDA calls it memory of type {other}, which has no plain bytes")),
+    }
+}
+
+/// The place of memory of this kind.
+pub(super) fn place_of(kind: Kind) -> Place {
+    match kind {
+        Kind::Device => Place::Device(0),
+        Kind::Pinned => Place::Pinned,
+        Kind::Managed => Place::Unified,
+    }
 }
 
 /// An address that the driver is asked about.
-#[derive(Clone, Copy)]
-struct Asked<'a> {
+struct AskedAddress<'a> {
     context: &'a Context,
     entered: &'a ContextGuard<'a>,
     address: u64,
-    /// The length of the whole range, for an error.
-    len: u64,
 }
 
-impl Asked<'_> {
-    /// The piece in which the address lies; `None` where the driver knows nothing of it.
-    fn piece(&self) -> Result<Option<Piece>> {
-        let Self { address, .. } = *self;
-        let Some(memory_type) = self.ask::<c_uint>(attribute::MEMORY_TYPE)? else { return Ok(None) };
-        let start = self.ask::<u64>(attribute::RANGE_START)?.unwrap_or(address);
-        let len = self.ask::<usize>(attribute::RANGE_LEN)?.unwrap_or(0) as u64;
-        let kind = self.kind(memory_type)?;
-        let is_mapping = kind == Kind::Device
-            && self.ask::<c_int>(attribute::IS_LEGACY_IPC_CAPABLE)?.is_some_and(|is| is == 0);
-        // What no byte follows is no piece: a walk over such would not end.
-        let end = start.saturating_add(len);
-        Ok((end > address).then_some(Piece { kind, end, is_mapping }))
-    }
-
-    fn kind(&self, memory_type: c_uint) -> Result<Kind> {
-        let refused = |reason: String| Err(Error::MemoryRefused { len: self.len, reason });
-        if self.ask::<c_uint>(attribute::IS_MANAGED)?.is_some_and(|managed| managed != 0) {
-            return Ok(Kind::Managed);
+impl AskedAddress<'_> {
+    /// How many of `len` bytes from here on have memory, where that is mapped; `None` for any other memory.
+    fn mapped_len(&self, len: u64) -> Result<Option<u64>> {
+        let is_mapped =
+            self.ask::<c_int>(attribute::IS_LEGACY_IPC_CAPABLE)?.is_some_and(|capable| capable == 0);
+        if !is_mapped || self.ask::<usize>(attribute::MAPPING_LEN)?.is_none_or(|len| len == 0) {
+            return Ok(None);
         }
-        match memory_type {
-            TYPE_HOST => Ok(Kind::Pinned),
-            TYPE_DEVICE => match self.ask::<c_int>(attribute::DEVICE_ORDINAL)? {
-                Some(ordinal) if ordinal as u32 == self.context.ordinal => Ok(Kind::Device),
-                other => refused(format!("it is memory of GPU {}", other.unwrap_or(-1))),
-            },
-            other => refused(format!("CUDA calls it memory of type {other}, which has no plain bytes")),
+        let ordinal = self.ask::<c_int>(attribute::DEVICE_ORDINAL)?;
+        let mut end = self.address;
+        while end - self.address < len {
+            let next = Self { address: end, ..*self };
+            let start = next.ask::<u64>(attribute::MAPPING_START)?.unwrap_or(end);
+            let mapping_len = next.ask::<usize>(attribute::MAPPING_LEN)?.unwrap_or(0) as u64;
+            let is_of_gpu = next.ask::<c_int>(attribute::DEVICE_ORDINAL)? == ordinal;
+            let after = start.saturating_add(mapping_len);
+            if !is_of_gpu || after <= end {
+                break;
+            }
+            end = after;
         }
+        Ok(Some(end - self.address))
     }
 
     /// The driver's answer; `None` where it knows nothing of the address.
@@ -141,14 +138,5 @@ impl Asked<'_> {
             Err(code) if code.is_invalid_value() => Ok(None),
             Err(code) => Err(self.context.fault(code)),
         }
-    }
-}
-
-/// The place of memory of this kind.
-pub(super) fn place_of(kind: Kind) -> Place {
-    match kind {
-        Kind::Device => Place::Device(0),
-        Kind::Pinned => Place::Pinned,
-        Kind::Managed => Place::Unified,
     }
 }

@@ -47,6 +47,8 @@ pub fn refuse_registrations(code: u32) {
 }
 
 static ALLOCATIONS: Mutex<BTreeMap<u64, Allocation>> = Mutex::new(BTreeMap::new());
+/// Ranges of addresses that were reserved: where each begins, and its length.
+static RESERVED: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
 
 /// The number of a device's allocations that are alive.
 pub fn alive(device: u32) -> u64 {
@@ -60,7 +62,7 @@ pub fn kind_of(address: u64, len: usize) -> Option<Kind> {
     (address + len as u64 <= end_of(&allocations, *begin, allocation)).then_some(allocation.kind)
 }
 
-/// Where memory ends: behind mappings of one kind lie others that the driver treats as one memory with them.
+/// Where memory ends. Mappings that follow each other are one memory.
 fn end_of(allocations: &BTreeMap<u64, Allocation>, begin: u64, allocation: &Allocation) -> u64 {
     let mut end = begin + allocation.len as u64;
     while allocation.is_mapping
@@ -283,15 +285,25 @@ pub unsafe extern "C" fn cuPointerGetAttribute(value: *mut c_void, attribute: c_
             9 => (u64::from(found.device), 4),
             // Whether other processes may be given it whole: no mapping.
             10 => (u64::from(!found.is_mapping && found.kind == Kind::Device), 4),
-            // The beginning of the allocation, and its length.
-            11 => (*begin, 8),
-            12 => (found.len as u64, 8),
+            // The beginning of the allocation, and its length; of a mapping, those of what was reserved.
+            11 => (reserved(*begin, found).0, 8),
+            12 => (reserved(*begin, found).1, 8),
+            // The length of the mapping, and its beginning.
+            18 if found.is_mapping => (found.len as u64, 8),
+            19 if found.is_mapping => (*begin, 8),
             _ => return Err(code::INVALID_VALUE),
         };
         // SAFETY: the API's terms: there are `len` bytes for this attribute.
         unsafe { value.cast::<u8>().copy_from(answer.to_le_bytes().as_ptr(), len) };
         Ok(())
     })
+}
+
+/// Where the range begins that memory lies in, and its length.
+fn reserved(begin: u64, found: &Allocation) -> (u64, u64) {
+    let within =
+        RESERVED.lock().unwrap().range(..=begin).next_back().map(|(start, len)| (*start, *len as u64));
+    within.filter(|_| found.is_mapping).unwrap_or((begin, found.len as u64))
 }
 
 /// Reserves addresses. Nothing is there before it is mapped.
@@ -308,6 +320,7 @@ pub unsafe extern "C" fn cuMemAddressReserve(
         // SAFETY: the layout is not empty.
         let bytes = unsafe { std::alloc::alloc_zeroed(layout) };
         assert!(!bytes.is_null(), "memory for {len} bytes");
+        RESERVED.lock().unwrap().insert(bytes as u64, len);
         // SAFETY: the API's terms.
         unsafe { *address = bytes as u64 };
         Ok(())
@@ -322,6 +335,7 @@ pub extern "C" fn cuMemAddressFree(address: u64, len: usize) -> u32 {
         if allocations.range(address..address + len as u64).next().is_some() {
             return Err(code::INVALID_VALUE);
         }
+        RESERVED.lock().unwrap().remove(&address).ok_or(code::INVALID_VALUE)?;
         // SAFETY: reserved by this layout, and nothing is mapped there.
         unsafe { std::alloc::dealloc(address as *mut u8, layout) };
         Ok(())

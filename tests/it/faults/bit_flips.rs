@@ -12,7 +12,7 @@ use remanent::disk::Disk;
 use remanent::testing::faulty_device::{BitFlip, BusWay, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::{
-    ByteSource, CallerMemory, DeviceLoader, Direction, PageLoad, Shadow, SnapshotOptions, View, Width,
+    ByteSource, CallerMemory, DeviceCopier, Direction, PageLoad, Shadow, SnapshotOptions, View, Width,
 };
 
 use super::*;
@@ -339,7 +339,7 @@ fn a_load_without_a_store_fills_in_no_bit_that_turned_over() {
         held.pages[1].1 = 2;
         drop(store);
         let view = View::open_on(&(Arc::new(bus.disk.clone()) as Arc<dyn Disk>), None).unwrap();
-        let loader = DeviceLoader::open_on(bus.device.clone());
+        let loader = DeviceCopier::open_on(bus.device.clone());
         let memory = LENS.map(|len| {
             let memory = CallerMemory::from_vec(vec![0; len as usize], Place::Device(0));
             loader.caller_bytes(&memory).unwrap()
@@ -354,6 +354,28 @@ fn a_load_without_a_store_fills_in_no_bit_that_turned_over() {
             assert!(loaded.is_err() || bytes == content(index, *version), "page {index}");
         }
         (held, loaded)
+    });
+}
+
+#[test]
+fn a_page_of_another_devices_memory_has_no_bit_that_turned_over() {
+    at_every_copy("a page from elsewhere", DOWN, |bus, flips| {
+        let store = open_with(&bus.disk, host(), options()).unwrap();
+        let mut held = VersionedPages { pages: Vec::new() };
+        let copier = DeviceCopier::open_on(bus.device.clone());
+        let mut batch = store.batch();
+        for (index, len) in LENS.into_iter().enumerate() {
+            let memory = CallerMemory::from_vec(content(index, 1).to_vec(), Place::Device(0));
+            let source = copier.source(copier.caller_bytes(&memory).unwrap()).unwrap();
+            batch.create_from_source(len, Arc::new(source), Place::Disk);
+        }
+        flips();
+        let committed = store.commit(batch);
+        bus.device.end_flips();
+        let committed =
+            committed.map(|receipt| held.pages.extend(receipt.pages.iter().map(|page| (*page, 1))));
+        held.check(&store).unwrap();
+        (held, committed)
     });
 }
 

@@ -1,5 +1,5 @@
-//! Pages of earlier states, loaded into memory of a device without a store that is open: the bytes of the state
-//! and no others, or an error that names what is to blame.
+//! Copies between memory of a device and stores that keep their pages elsewhere: the bytes that were there and no
+//! others, or an error that names what is to blame.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use remanent::disk::Disk;
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    CallerMemory, Compression, DeviceLoader, Error, Options, PageId, Place, StatePoint, Store, View,
+    CallerMemory, Compression, DeviceCopier, Error, Options, PageId, Place, StatePoint, Store, View,
 };
 use remanent_format::FileName;
 use remanent_format::image::ImageRef;
@@ -100,19 +100,19 @@ fn every_page_of_a_view_comes_to_its_memory() {
             let label = device.label();
             let memories =
                 Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
-            let loader = DeviceLoader::open_on(device);
+            let copier = DeviceCopier::open_on(device);
             for (point, expected) in [(Some(StatePoint::Lsn(lsn)), &then), (None, &now)] {
                 let (view, targets) = (view(&disk, point.as_ref()), targets(&memories, expected));
                 let mut wanted = named(expected, &targets);
                 // In any order.
                 wanted.reverse();
-                loader.load(&view, &wanted).unwrap();
+                copier.load(&view, &wanted).unwrap();
                 for ((page, bytes), memory) in expected.iter().zip(&targets) {
                     assert!(bytes_of(memory) == *bytes, "{page} at {point:?} on {label}, {compression:?}");
                 }
                 // One alone, and nothing beside it.
-                loader.load(&view, &named(&expected[3..4], &targets[2..3])).unwrap_err();
-                loader.load(&view, &[]).unwrap();
+                copier.load(&view, &named(&expected[3..4], &targets[2..3])).unwrap_err();
+                copier.load(&view, &[]).unwrap();
             }
         }
     }
@@ -123,14 +123,54 @@ fn every_page_of_a_view_comes_to_its_memory() {
 fn memory_of_the_callers_is_filled() {
     let (disk, mut random) = (SimDisk::new(), Random(4));
     let pages = write(&open(&disk, Compression::Off), &mut random);
-    let loader = DeviceLoader::open_on(Arc::new(LateDevice::new(Arc::new(HostDevice::new()))));
+    let copier = DeviceCopier::open_on(Arc::new(LateDevice::new(Arc::new(HostDevice::new()))));
     let adopted = |(_, bytes): &(PageId, Vec<u8>)| {
-        loader.caller_bytes(&CallerMemory::from_vec(vec![1; bytes.len()], Place::Pinned)).unwrap()
+        copier.caller_bytes(&CallerMemory::from_vec(vec![1; bytes.len()], Place::Pinned)).unwrap()
     };
     let memories: Vec<DeviceBytes> = pages.iter().map(adopted).collect();
-    loader.load(&view(&disk, None), &named(&pages, &memories)).unwrap();
+    copier.load(&view(&disk, None), &named(&pages, &memories)).unwrap();
     for ((page, bytes), memory) in pages.iter().zip(&memories) {
         assert!(bytes_of(memory) == *bytes, "{page}");
+    }
+}
+
+/// Short and long pages, in memory and on disk, of memory from which a part is taken.
+#[test]
+fn a_page_of_any_store_is_made_of_memory_of_a_device() {
+    for device in devices() {
+        let (label, mut random) = (device.label(), Random(8));
+        let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
+        let copier = DeviceCopier::open_on(device);
+        let disk = SimDisk::new();
+        let store = open(&disk, Compression::Zstd);
+        let mut batch = store.batch();
+        let mut contents = Vec::new();
+        for (at, len) in LENS.into_iter().enumerate() {
+            let bytes = content(&mut random, len);
+            let memory = memories.device_bytes(len + 7, PLACE).unwrap();
+            memory.write(3, &bytes).unwrap();
+            let source = Arc::new(copier.source(memory.part(3..len + 3).unwrap()).unwrap());
+            batch.create_from_source(len, source, if at % 2 == 0 { Place::Disk } else { PLACE });
+            contents.push(bytes);
+        }
+        let pages = store.commit(batch).unwrap().pages;
+        let check = |store: &Store| {
+            for (page, bytes) in pages.iter().zip(&contents) {
+                assert!(store.read_to_vec(*page).unwrap() == *bytes, "{page} of {label}");
+            }
+        };
+        check(&store);
+        store.snapshot().unwrap();
+        drop(store);
+        check(&open(&disk, Compression::Zstd));
+        // Bytes past the memory's end make no page.
+        let store = open(&SimDisk::new(), Compression::Zstd);
+        let short = Arc::new(copier.source(memories.device_bytes(9, PLACE).unwrap()).unwrap());
+        let mut batch = store.batch();
+        batch.create_from_source(10, short, PLACE);
+        let failed = store.commit(batch).unwrap_err();
+        assert!(matches!(failed, Error::SourceFailed { .. }), "{failed}");
+        assert_eq!(store.pages().unwrap().len(), 0);
     }
 }
 
@@ -140,12 +180,12 @@ fn what_cannot_be_filled_is_refused() {
     let pages = write(&open(&disk, Compression::Off), &mut random);
     let device = Arc::new(HostDevice::new());
     let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
-    let (loader, view) = (DeviceLoader::open_on(device), view(&disk, None));
+    let (copier, view) = (DeviceCopier::open_on(device), view(&disk, None));
     let memory = memories.device_bytes(8192, PLACE).unwrap();
     memory.write(0, &[1; 8192]).unwrap();
     let part = |at: u64, len: u64| memory.part(at..at + len).unwrap();
     let (short, first, whole, beside) = (part(0, 4), part(0, 5), part(0, 4096), part(4096, 4096));
-    let refusal = |wanted: &[(PageId, &DeviceBytes)]| match loader.load(&view, wanted).unwrap_err() {
+    let refusal = |wanted: &[(PageId, &DeviceBytes)]| match copier.load(&view, wanted).unwrap_err() {
         Error::MemoryRefused { reason, .. } => reason,
         error => panic!("{error}"),
     };
@@ -156,7 +196,7 @@ fn what_cannot_be_filled_is_refused() {
     let elsewhere = Store::open_on(Arc::new(SimDisk::new()), Arc::new(HostDevice::new()), Options::default());
     let elsewhere = elsewhere.unwrap().device_bytes(5, PLACE).unwrap();
     assert!(refusal(&[(five, &elsewhere)]).contains("another"));
-    let unknown = loader.load(&view, &[(PageId(99), &first)]).unwrap_err();
+    let unknown = copier.load(&view, &[(PageId(99), &first)]).unwrap_err();
     assert!(matches!(unknown, Error::UnknownPage { page: PageId(99) }), "{unknown}");
     assert!(bytes_of(&memory).iter().all(|byte| *byte == 1), "nothing was written");
 }
@@ -176,13 +216,13 @@ fn damage_is_named_and_costs_its_page_alone() {
         disk.damage(file, middle, &[bit]);
         let device = Arc::new(HostDevice::new());
         let memories = Store::open_on(Arc::new(SimDisk::new()), device.clone(), Options::default()).unwrap();
-        let (loader, view) = (DeviceLoader::open_on(device), view(&disk, None));
+        let (copier, view) = (DeviceCopier::open_on(device), view(&disk, None));
         let targets = targets(&memories, &pages);
-        let error = loader.load(&view, &named(&pages, &targets)).unwrap_err();
+        let error = copier.load(&view, &named(&pages, &targets)).unwrap_err();
         assert!(matches!(error, Error::Damaged(_)), "{error}");
         assert_eq!((error.file(), error.offset()), (Some(file), Some(offset)), "{error}");
         let mut others = named(&pages, &targets);
         others.remove(at);
-        loader.load(&view, &others).unwrap();
+        copier.load(&view, &others).unwrap();
     }
 }

@@ -1,11 +1,12 @@
-//! Loading pages of an earlier state into memory of the caller's on a device, without a store that is open.
+//! Copies between memory of the caller's on a device and stores that have nothing to do with that device: pages
+//! of an earlier state go there, and new pages come from there.
 //!
 //! An image goes from its file to its page's memory as it does when a store opens (`image_loader.rs`), and is
 //! summed where it arrives (I12). A page with batches after its image is put together by the host, window by
 //! window.
 
-use std::fmt;
 use std::sync::Arc;
+use std::{fmt, io};
 
 use remanent_format::PageId;
 
@@ -14,22 +15,24 @@ use super::view::View;
 use crate::base::allocation::push;
 use crate::base::parallel;
 use crate::base::process::{ForkGuard, Process};
-use crate::device::{CallerMemory, Device, DeviceBytes, Lane, MemoryLink, Span};
+use crate::device::{Access, CallerMemory, Device, DeviceBytes, Lane, MemoryLink, Span};
 use crate::error::{Error, Result};
 use crate::images::read::{ImageRequest, SummedBy};
 use crate::memory::staging::StagingPool;
 use crate::recovery::image_loader::{ImageLoader, threads};
+use crate::write::batch::ByteSource;
 
 /// Staging that stays pinned from one load to the next, at most.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
-/// A device that pages of views are loaded to, into memory of the caller's, such as the tensors of a model. No
-/// store is open for it, and no lock is taken.
+/// A device, to copy between memory of the caller's that lies there, such as the tensors of a model, and stores
+/// that keep their pages elsewhere. Pages of a [`View`] are loaded to it, and a batch of any store takes bytes
+/// from it.
 ///
-/// It keeps up to 64 MiB of pinned host memory from one load to the next. Threads may share it.
+/// It keeps up to 64 MiB of pinned host memory from one copy to the next. Threads may share it.
 ///
 /// ```
-/// use remanent::{CallerMemory, DeviceChoice, DeviceLoader, Options, Place, Store};
+/// use remanent::{CallerMemory, DeviceChoice, DeviceCopier, Options, Place, Store};
 /// let directory = tempfile::tempdir()?;
 /// let store = Store::open(directory.path(), Options::default().device(DeviceChoice::Host))?;
 /// let mut batch = store.batch();
@@ -37,38 +40,38 @@ const STAGING_IDLE_BYTES: usize = 64 << 20;
 /// let page = store.commit(batch)?.pages[0];
 ///
 /// let view = Store::open_read_only(directory.path())?;
-/// let loader = DeviceLoader::open(DeviceChoice::Host)?;
+/// let copier = DeviceCopier::open(DeviceChoice::Host)?;
 /// // A stand-in for a tensor, which `CallerMemory::from_cuda` would describe.
-/// let tensor = loader.caller_bytes(&CallerMemory::from_vec(vec![0; 7], Place::Device(0)))?;
-/// loader.load(&view, &[(page, &tensor)])?;
+/// let tensor = copier.caller_bytes(&CallerMemory::from_vec(vec![0; 7], Place::Device(0)))?;
+/// copier.load(&view, &[(page, &tensor)])?;
 /// let mut found = [0; 7];
 /// tensor.read(0, &mut found)?;
 /// assert_eq!(&found, b"weights");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct DeviceLoader {
+pub struct DeviceCopier {
     opener: Process,
-    parts: ForkGuard<LoaderParts>,
+    parts: Arc<ForkGuard<CopierParts>>,
 }
 
-struct LoaderParts {
+struct CopierParts {
     device: Arc<dyn Device>,
     staging: StagingPool,
     link: Arc<MemoryLink>,
 }
 
-impl DeviceLoader {
-    /// Loads to any device: the way in for tests, which bring simulated ones. Callers use
-    /// [`DeviceLoader::open`].
+impl DeviceCopier {
+    /// Copies from and to any device: the way in for tests, which bring simulated ones. Callers use
+    /// [`DeviceCopier::open`].
     #[doc(hidden)]
     #[must_use]
     pub fn open_on(device: Arc<dyn Device>) -> Self {
         let staging = StagingPool::new(device.clone(), STAGING_IDLE_BYTES);
-        let parts = ForkGuard::new(LoaderParts { device, staging, link: Arc::default() });
-        Self { opener: Process::current(), parts }
+        let parts = CopierParts { device, staging, link: Arc::default() };
+        Self { opener: Process::current(), parts: Arc::new(ForkGuard::new(parts)) }
     }
 
-    /// The memory of the caller's own, for [`load`](Self::load). Its owner is held until the last handle is
+    /// The memory of the caller's own, for [`load`](Self::load) and [`source`](Self::source). Its owner is held until the last handle is
     /// gone.
     ///
     /// # Errors
@@ -77,6 +80,35 @@ impl DeviceLoader {
     pub fn caller_bytes(&self, memory: &CallerMemory) -> Result<DeviceBytes> {
         self.opener.check()?;
         DeviceBytes::adopt(&self.parts.device, memory, &self.parts.link)
+    }
+
+    /// Memory of the device as the bytes of a new page, in a batch of any store: see
+    /// [`WriteBatch::create_from_source`](crate::WriteBatch::create_from_source). The commit copies them piece by
+    /// piece, and proves each on both sides of the bus. Until then the caller leaves them alone.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use remanent::{CallerMemory, DeviceChoice, DeviceCopier, Options, Place, Store};
+    /// # let options = Options::default().device(DeviceChoice::Host);
+    /// let copier = DeviceCopier::open(DeviceChoice::Host)?;
+    /// // A stand-in for a tensor, which `CallerMemory::from_cuda` would describe.
+    /// let tensor = CallerMemory::from_vec(b"weights".to_vec(), Place::Device(0));
+    /// let tensor = Arc::new(copier.source(copier.caller_bytes(&tensor)?)?);
+    ///
+    /// let store = Store::temporary(options)?;
+    /// let mut batch = store.batch();
+    /// batch.create_from_source(7, tensor, Place::Disk);
+    /// let page = store.commit(batch)?.pages[0];
+    /// assert_eq!(store.read_to_vec(page)?, b"weights");
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::MemoryRefused`] for memory of another device; [`Error::Forked`].
+    pub fn source(&self, bytes: DeviceBytes) -> Result<impl ByteSource + use<>> {
+        self.opener.check()?;
+        bytes.check_device(&self.parts.device)?;
+        Ok(DeviceSource { opener: self.opener, parts: self.parts.clone(), bytes })
     }
 
     /// Fills memory of the device with whole pages of a view. Each is as long as its page. When this returns,
@@ -92,7 +124,7 @@ impl DeviceLoader {
     pub fn load(&self, view: &View, pages: &[(PageId, &DeviceBytes)]) -> Result<()> {
         self.opener.check()?;
         let past = view.past()?;
-        let LoaderParts { device, staging, .. } = &*self.parts;
+        let CopierParts { device, staging, .. } = &**self.parts;
         let (mut targets, mut in_use) = (Vec::new(), Vec::new());
         for (page, bytes) in pages {
             let (page_len, len) = (past.page_len(*page)?, bytes.byte_len());
@@ -117,9 +149,40 @@ impl DeviceLoader {
     }
 }
 
-impl fmt::Debug for DeviceLoader {
+impl fmt::Debug for DeviceCopier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceLoader").field("device", &self.parts.device.label()).finish_non_exhaustive()
+        f.debug_struct("DeviceCopier").field("device", &self.parts.device.label()).finish_non_exhaustive()
+    }
+}
+
+/// Memory of a device that a commit takes bytes from.
+struct DeviceSource {
+    opener: Process,
+    parts: Arc<ForkGuard<CopierParts>>,
+    bytes: DeviceBytes,
+}
+
+impl DeviceSource {
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.opener.check()?;
+        let part = self.bytes.part(offset..offset.saturating_add(out.len() as u64))?;
+        if out.is_empty() {
+            return Ok(());
+        }
+        let source = part.arrived(Access::Read)?;
+        self.parts.staging.download(Lane::Drain, source, out)
+    }
+}
+
+impl ByteSource for DeviceSource {
+    fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.read(offset, bytes).map_err(io::Error::other)
+    }
+}
+
+impl fmt::Debug for DeviceSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes on {}", self.bytes.byte_len(), self.parts.device.label())
     }
 }
 

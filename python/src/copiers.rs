@@ -1,0 +1,28 @@
+//! The copiers of this process: one for each GPU that tensors were copied from or to without a store that lives
+//! there.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use remanent::{DeviceChoice, DeviceCopier, Result};
+
+/// With the process that made each: a forked child makes its own.
+///
+/// They stay until the process ends. The context of a GPU and its pinned memory take longer to make than many a
+/// copy.
+static COPIERS: Mutex<Vec<(u32, DeviceChoice, Arc<DeviceCopier>)>> = Mutex::new(Vec::new());
+
+/// The copier for a device.
+///
+/// # Errors
+/// `DeviceUnavailable`.
+pub fn copier(device: DeviceChoice) -> Result<Arc<DeviceCopier>> {
+    let process = std::process::id();
+    let mut copiers = COPIERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = copiers.iter().find(|(of, on, _)| (*of, *on) == (process, device));
+    if let Some((.., copier)) = known {
+        return Ok(copier.clone());
+    }
+    let copier = Arc::new(DeviceCopier::open(device)?);
+    copiers.push((process, device, copier.clone()));
+    Ok(copier)
+}

@@ -1,0 +1,41 @@
+//! Huge pages for memory that is about to be filled.
+
+use std::ffi::c_void;
+
+use rustix::mm::{Advice, madvise};
+
+/// Bytes of a huge page.
+const HUGE_LEN: usize = 2 << 20;
+
+/// Advises the system to back memory that is about to be filled whole by huge pages, as far as whole ones lie in
+/// it. Faults of pages of 4 KiB took two thirds of the time of a read into fresh memory.
+///
+/// No byte changes. Where the system knows no huge pages, or the memory is of a file, nothing happens.
+pub(crate) fn advise(memory: &mut [u8]) {
+    let start = memory.as_ptr().align_offset(HUGE_LEN);
+    let len = memory.len().saturating_sub(start) / HUGE_LEN * HUGE_LEN;
+    if len == 0 {
+        return;
+    }
+    let within = &mut memory[start..start + len];
+    // SAFETY: the range is of memory that the caller may write, and the advice changes none of its bytes.
+    let advised = unsafe { madvise(within.as_mut_ptr().cast::<c_void>(), len, Advice::LinuxHugepage) };
+    if let Err(error) = advised {
+        tracing::trace!(%error, "no huge pages");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_byte_changes() {
+        let mut memory: Vec<u8> = (0..3 * HUGE_LEN + 17).map(|at| (at / 7) as u8).collect();
+        let before = memory.clone();
+        for range in [0..memory.len(), 1..memory.len(), 5..5, 0..HUGE_LEN - 1] {
+            advise(&mut memory[range]);
+        }
+        assert!(memory == before);
+    }
+}
