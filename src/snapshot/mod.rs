@@ -284,6 +284,9 @@ impl Snapshots {
         // e.
         self.progress.enter(SnapshotPhase::Publish);
         let (follows, visited) = (sorted.follows, sorted.visited);
+        // Not the plan's end: an overlay may lie over an image that was written since, for a batch that took
+        // its page to disk.
+        let next_file = catalog.files.next_number();
         let manifest = self.manifest(
             catalog.next_snapshot,
             request.name.clone(),
@@ -291,7 +294,7 @@ impl Snapshots {
             sorted,
             caught.entries,
             end,
-            &plan,
+            next_file,
             ahead_from,
         );
         let manifest = match manifest {

@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use remanent_format::manifest::{Manifest, ManifestEntry, ManifestKind, Tombstone};
 use remanent_format::{LogPoint, Lsn, PageId, SnapshotId};
 
+use super::Snapshots;
 use super::bounds::End;
-use super::{GatherPlan, Snapshots};
 use crate::base::allocation::{append, collected};
 use crate::base::parallel;
 use crate::base::phases;
@@ -34,7 +34,7 @@ impl Snapshots {
         sorted: SnapshotWork,
         caught: Vec<ManifestEntry>,
         end: End,
-        plan: &GatherPlan,
+        next_file: u64,
         ahead_from: u64,
     ) -> Result<Manifest> {
         Ok(Manifest {
@@ -49,7 +49,7 @@ impl Snapshots {
             end: end.point.lsn,
             next_page: end.next_page,
             epoch_high: end.epoch_high,
-            next_file: plan.numbers.end,
+            next_file,
             ahead_from,
             tombstones: tombstones(&sorted, &caught, redo.lsn, &end.deleted)?,
             entries: in_order(sorted.entries, caught)?,

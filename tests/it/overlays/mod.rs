@@ -7,12 +7,13 @@ use std::sync::Arc;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{
-    Error, FileName, Folder, ImageIo, Options, PageId, Place, ReadPages, SnapshotInfo, StatePoint, Store,
-    View,
+    Error, FileName, Folder, ImageIo, Options, PageId, Place, ReadPages, SnapshotInfo, SnapshotPhase,
+    StatePoint, Store, View,
 };
 use remanent_format::image::{Codec, ImageRef};
 use remanent_format::state::survey::Survey;
 
+use crate::faults::disk_full::until;
 use crate::files::{Files, small};
 use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
@@ -98,6 +99,44 @@ fn little_is_written_of_a_long_page() {
         assert!(overlays > 20 && wholes >= 2, "{overlays} and {wholes}");
         assert!(store.audit().unwrap().changed.is_empty());
     }
+}
+
+/// A page goes to disk while a snapshot gathers others, and is written there before its turn comes: the overlay
+/// lies over an image that is newer than the snapshot's own file.
+#[test]
+fn a_base_may_be_newer_than_the_snapshots_files() {
+    let (disk, mut random) = (SimDisk::new(), Random(11));
+    let options = || uncompressed().chunk_len(4096).segment_len(1 << 20);
+    let store = opened(&disk, options());
+    let others = commit(&store, |batch| (0..64).for_each(|_| _ = batch.create(16 << 10, Place::Host)));
+    let mut plain = random.bytes(20_000);
+    let page = commit(&store, |batch| _ = batch.create_from(plain.clone(), Place::Host))[0];
+    let mut newer = 0;
+    for round in 0..200_u8 {
+        commit(&store, |batch| others.iter().for_each(|page| _ = batch.fill(*page, 0, 16 << 10, &[round])));
+        move_to(&store, page, Place::Host);
+        write(&store, page, &mut plain, 100, &mut random);
+        let snapshot = std::thread::scope(|scope| {
+            let taken = scope.spawn(|| store.snapshot());
+            let is_gathering = || store.stats().snapshots.phase == SnapshotPhase::Gather;
+            until(|| is_gathering() || taken.is_finished());
+            move_to(&store, page, Place::Disk);
+            write(&store, page, &mut plain, 100, &mut random);
+            taken.join().unwrap().unwrap()
+        });
+        let image = image_of(&disk, &snapshot, page);
+        let files: Vec<u64> = image.files().map(|(file, _)| file).collect();
+        newer += usize::from(files.len() == 2 && files[1] > files[0]);
+        if newer == 3 {
+            break;
+        }
+    }
+    assert_eq!(newer, 3, "no page went to disk while a snapshot was under way");
+    assert!(store.read_to_vec(page).unwrap() == plain);
+    drop(store);
+    let store = opened(&disk, options());
+    assert!(store.read_to_vec(page).unwrap() == plain);
+    assert!(store.audit().unwrap().changed.is_empty());
 }
 
 /// What an overlay lies over stays for as long as any snapshot, reader, fork or table has the overlay.
