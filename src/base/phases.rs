@@ -21,6 +21,8 @@ pub enum Phase {
     Recovery,
     /// Writing a batch's pages to an image file, before the batch is logged.
     WriteAhead,
+    /// Taking pages to disk or from there to memory, before the batch that moves them is logged.
+    Move,
 }
 
 /// The end of a phase that a thread is at. Phases nest, and several threads may be in one.

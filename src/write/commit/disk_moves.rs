@@ -21,6 +21,7 @@ use super::going_reader::GoingReader;
 use super::page_memory::MadeMemory;
 use crate::applier::{FilledMemory, NewDiskImages};
 use crate::base::allocation::{collected, insert, push, set_of};
+use crate::base::phases::{self, Phase};
 use crate::device::Span;
 use crate::disk::source::DiskSource;
 use crate::engine::Engine;
@@ -206,6 +207,7 @@ impl Committer {
         if found.going.is_empty() {
             return Ok(Some(going));
         }
+        let _phase = phases::enter(Phase::Move);
         let (mut known, mut unwritten) = (Vec::new(), Vec::new());
         for &page in &found.going {
             let info = match locked {
@@ -313,6 +315,7 @@ impl Committer {
         memory: &VecDeque<PageMemory>,
         filled: &mut FilledMemory,
     ) -> Result<Vec<(PageId, Lsn)>> {
+        let _phase = phases::enter(Phase::Move);
         // Of a page that the batch overwrites whole, the bytes on disk are not needed.
         let coming = found.coming.iter().copied().filter(|page| !filled.has_image_of(*page));
         let mut left = set_of(coming);

@@ -11,7 +11,7 @@ use remanent::testing::phases::{Edge, Phase};
 use remanent::{Ack, Lsn};
 
 /// Every phase in which the worker is killed.
-pub const PHASES: [Phase; 8] = [
+pub const PHASES: [Phase; 9] = [
     Phase::Commit,
     Phase::GroupSync,
     Phase::SegmentRoll,
@@ -20,15 +20,17 @@ pub const PHASES: [Phase; 8] = [
     Phase::Recycle,
     Phase::Recovery,
     Phase::WriteAhead,
+    Phase::Move,
 ];
 
-/// Words 1 to 8 count the threads in each phase; the other words follow.
-const BEGUN: usize = 9;
-const LOGGED: usize = 10;
-const DURABLE: usize = 11;
-const OPENED: usize = 12;
-const READY: usize = 13;
-const WORDS: usize = 14;
+/// Words 1 to 9 count the threads in each phase; the other words follow.
+const BEGUN: usize = 10;
+const LOGGED: usize = 11;
+const DURABLE: usize = 12;
+const OPENED: usize = 13;
+const READY: usize = 14;
+const MOVED: usize = 15;
+const WORDS: usize = 16;
 
 pub struct Board {
     map: MmapRaw,
@@ -98,6 +100,16 @@ impl Board {
     pub fn acknowledge(&self, ack: Ack, lsn: Lsn) {
         let word = if ack == Ack::Durable { DURABLE } else { LOGGED };
         self.word(word).fetch_max(lsn.0, Ordering::SeqCst);
+    }
+
+    /// The worker was told that pages moved by the log's batch `lsn`.
+    pub fn set_moved(&self, lsn: Lsn) {
+        self.word(MOVED).fetch_max(lsn.0, Ordering::SeqCst);
+    }
+
+    /// The newest batch of the log by which pages moved, as far as the worker was told.
+    pub fn moved(&self) -> Lsn {
+        Lsn(self.word(MOVED).load(Ordering::SeqCst))
     }
 
     /// The newest batch acknowledged as durable: a power cut spares it.

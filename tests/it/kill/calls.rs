@@ -139,7 +139,7 @@ impl<'a> Sweep<'a> {
 impl Ground {
     /// The store that a script finds.
     fn before(script: usize) -> Self {
-        let mut ground = Self::new(SCRIPTS[script].log_io());
+        let mut ground = Self::new(SCRIPTS[script].manner());
         if SCRIPTS[script].before > Lsn(0) {
             let ended = Worker::start_script(&ground.directory, script, Part::Before).ended();
             assert!(ended.success(), "{}: {ended}", SCRIPTS[script].name);
@@ -155,8 +155,8 @@ impl Ground {
         leftovers::copy_folder(&self.directory, &directory);
         let (board, diary) = (Board::open(&directory.join("board")), directory.join("diary"));
         let (model, diary) = (self.model.of_copy(&diary), Diary::open(&diary));
-        let Self { log_io, diary_checked, .. } = *self;
-        Self { directory, log_io, board, diary, diary_checked, model, random: Random(0), forks: 0, names: 0 }
+        let Self { manner, diary_checked, .. } = *self;
+        Self { directory, manner, board, diary, diary_checked, model, random: Random(0), forks: 0, names: 0 }
     }
 
     /// Runs the script on a copy with this fault before it, and checks the files afterwards, struck or not.

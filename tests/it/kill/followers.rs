@@ -115,7 +115,7 @@ impl Seen {
 #[test]
 fn followers_see_every_batch_of_a_writer_that_is_killed() {
     for log_io in [None, Some(LogIo::Buffered)] {
-        let mut ground = Ground::new(log_io);
+        let mut ground = Ground::new(Manner { log_io, ..Manner::default() });
         let mut followers: Vec<Seen> = Vec::new();
         for round in 0..ROUNDS {
             let mut worker = ground.start_worker();

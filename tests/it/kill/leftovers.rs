@@ -4,11 +4,11 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 
 use remanent::disk::dir::DirReader;
-use remanent::{Lsn, Metadata, PageInfo, SnapshotInfo, StatePoint, Store};
+use remanent::{Lsn, Metadata, PageInfo, Place, SnapshotInfo, StatePoint, Store};
 
 use super::diary::Entry;
 use super::model::State;
-use super::{Ground, worker};
+use super::{Ground, tiers};
 
 impl Ground {
     /// Demands the promises after the kill: from the pure rebuild, which reads the directory itself, and from
@@ -37,17 +37,24 @@ impl Ground {
                 remanent_format::state::rebuild::rebuild(&DirReader::new(path), &Default::default());
             rebuilt.unwrap_or_else(|error| panic!("{error}, {at}"))
         });
-        let store = Store::open(path, worker::options(self.log_io, path))
-            .unwrap_or_else(|error| panic!("{error}, {at}"));
-        let lsn = store.lsn();
+        let store =
+            Store::open(path, self.manner.options(path)).unwrap_or_else(|error| panic!("{error}, {at}"));
+        let lsn = self.number_of(&store);
         let (acknowledged, begun) = (certain.start(), certain.end());
         assert!(*acknowledged <= lsn, "{acknowledged} was acknowledged, {lsn} recovered; {at}");
         assert!(lsn <= *begun, "{begun} was begun, {lsn} recovered; {at}");
         assert!(self.model.lsn <= lsn, "{} was there before, {lsn} now; {at}", self.model.lsn);
+        if let (true, Some(highest)) = (self.manner.has_tiers, store.pages().unwrap().last()) {
+            self.model.number_by(lsn, highest.page);
+        }
         self.model.advance(lsn);
         if let Some(rebuilt) = rebuilt {
             let (table, contents) = (rebuilt.table, rebuilt.contents);
-            assert_eq!(table.lsn(), lsn, "{at}");
+            if self.manner.has_tiers {
+                tiers::check_places(&table, &store, self.board.moved(), at);
+            } else {
+                assert_eq!(table.lsn(), lsn, "{at}");
+            }
             let read = |info: &PageInfo| contents[&info.page].clone();
             check_state(&self.model.state, table.pages(), table.root(), read, at);
         }
@@ -57,8 +64,13 @@ impl Ground {
 
     /// Demands that an open store is in the model's state.
     pub fn check_store(&self, store: &Store, at: &str) {
-        assert_eq!(store.lsn(), self.model.lsn, "{at}");
+        assert_eq!(self.number_of(store), self.model.lsn, "{at}");
         check_open(&self.model.state, store, at);
+    }
+
+    /// The number of a store's newest batch in the workload.
+    fn number_of(&self, store: &Store) -> Lsn {
+        if self.manner.has_tiers { tiers::number(&store.root().unwrap()) } else { store.lsn() }
     }
 
     /// Demands that every name in the diary that is not about to be given up has its snapshot, in the state
@@ -104,7 +116,7 @@ impl Ground {
         let Ok(made) = std::fs::read_dir(&forks) else { return };
         for fork in made.map(|entry| entry.unwrap().path()).filter(|path| path.join("STORE").exists()) {
             let lsn = Lsn(fork.file_name().unwrap().to_str().unwrap().parse().unwrap());
-            let store = Store::open(&fork, worker::options(self.log_io, &fork))
+            let store = Store::open(&fork, self.manner.options(&fork))
                 .unwrap_or_else(|error| panic!("the fork at {lsn}: {error}, {at}"));
             assert_eq!(store.lsn(), lsn, "{at}");
             // A worker that lived for long has gone on too far for this state to be remembered.
@@ -134,7 +146,14 @@ fn check_state(
     read: impl Fn(&PageInfo) -> Vec<u8>,
     at: &str,
 ) {
-    assert!(pages.eq(state.pages.values().map(|(info, _)| info.clone())), "another page table, {at}");
+    let told = |mut info: PageInfo| {
+        if state.is_tiered {
+            (info.place, info.lsn) = (Place::Host, Lsn(0));
+        }
+        info
+    };
+    let expected = state.pages.values().map(|(info, _)| told(info.clone()));
+    assert!(pages.map(told).eq(expected), "another page table, {at}");
     assert_eq!(root, &state.root, "{at}");
     for (info, bytes) in state.pages.values() {
         assert!(read(info) == **bytes, "page {} differs, {at}", info.page);

@@ -16,6 +16,7 @@ mod leftovers;
 pub mod model;
 mod power;
 mod scripts;
+mod tiers;
 mod worker;
 pub mod workload;
 
@@ -36,19 +37,26 @@ use workload::Random;
 use crate::direct_io;
 use crate::machine::{effort, in_parallel};
 
-/// How the log is written, and kills wanted in each phase. The default log is a mapped one wherever the
+/// How workers go about it, and kills wanted in each phase. The default log is a mapped one wherever the
 /// file system allows it.
-fn plans() -> [(Option<LogIo>, usize); 3] {
-    [(None, 12), (Some(LogIo::Buffered), 7), (Some(direct_io::log_io()), 7)]
+fn plans() -> [(Manner, usize); 4] {
+    let plan = |log_io, has_tiers, kills| (Manner { log_io, has_tiers, ..Manner::default() }, kills);
+    [
+        plan(None, false, 9),
+        plan(Some(LogIo::Buffered), false, 6),
+        plan(Some(direct_io::log_io()), false, 6),
+        plan(None, true, 5),
+    ]
 }
 
 /// The sum over all plans and phases.
-const KILLS_A_ROUND: usize = 208;
+const KILLS_A_ROUND: usize = 234;
 
 const TEST: &str = "kill::nothing_acknowledged_is_lost_by_a_kill_in_any_phase";
 const ERRAND_DIRECTORY: &str = "REMANENT_KILL_DIRECTORY";
 const ERRAND_LOG_IO: &str = "REMANENT_KILL_LOG_IO";
 const ERRAND_BACKGROUND: &str = "REMANENT_KILL_BACKGROUND";
+const ERRAND_TIERS: &str = "REMANENT_KILL_TIERS";
 const ERRAND_PART: &str = "REMANENT_KILL_PART";
 /// A worker that does not reach a phase for this long hangs. Long, because a machine may be busy with other
 /// work.
@@ -66,15 +74,16 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
         let told = std::env::var(ERRAND_LOG_IO).ok();
         let log_io = told.map(|told| ways.into_iter().find(|way| way.to_string() == told).unwrap());
         let background = std::env::var_os(ERRAND_BACKGROUND).is_some();
-        worker::work(Path::new(&directory), Manner { log_io, background });
+        let has_tiers = std::env::var_os(ERRAND_TIERS).is_some();
+        worker::work(Path::new(&directory), Manner { log_io, background, has_tiers });
     }
     // Half of the kills of a long form are those at system calls. Each round has stores of its own.
     let rounds = effort("REMANENT_KILLS").map_or(1, |kills| (kills / 2).div_ceil(KILLS_A_ROUND).max(1));
     let jobs: Vec<(usize, u64)> =
         (0..rounds as u64).flat_map(|round| (0..plans().len()).map(move |plan| (plan, round))).collect();
     let done = in_parallel(&jobs, |(plan, round)| {
-        let (log_io, wanted) = plans()[*plan];
-        Ground::new(log_io).kill_in_every_phase(wanted, *round)
+        let (manner, wanted) = plans()[*plan];
+        Ground::new(manner).kill_in_every_phase(wanted, *round)
     });
     let mut tallies = plans().map(|_| Tally::default());
     for ((plan, _), done) in jobs.iter().zip(done) {
@@ -97,7 +106,9 @@ fn nothing_acknowledged_is_lost_by_a_kill_in_any_phase() {
     row("batches", &|tally| tally.batches.to_string());
     let kills: usize = tallies.iter().flat_map(|tally| tally.kills).sum();
     println!("{kills} kills in a phase");
-    assert!(tallies.iter().all(|tally| tally.forks > 0 && tally.names > 10), "forks and names were checked");
+    let checked = |tally: &Tally| tally.forks > 0 && tally.names > 10;
+    let mut without_tiers = tallies.iter().zip(plans()).filter(|(_, (manner, _))| !manner.has_tiers);
+    assert!(without_tiers.all(|(tally, _)| checked(tally)), "forks and names were checked");
     assert_eq!(kills, rounds * KILLS_A_ROUND);
 }
 
@@ -107,7 +118,7 @@ fn a_creation_cut_short_is_started_over() {
     let mut cut_short = 0;
     for attempt in 1.. {
         assert!(attempt < 400, "most kills come too late: {cut_short} creations cut short");
-        let mut ground = Ground::new(None);
+        let mut ground = Ground::new(Manner::default());
         ground.random = Random(random.next());
         if ground.kill_in(Phase::Recovery) {
             cut_short += 1;
@@ -150,7 +161,8 @@ impl Tally {
 /// A store that one worker after another works on, and the content that it must have.
 struct Ground {
     directory: PathBuf,
-    log_io: Option<LogIo>,
+    /// How its workers go about it, but for snapshots.
+    manner: Manner,
     board: Board,
     diary: Diary,
     /// Entries of the diary that were compared with the files after a kill.
@@ -163,14 +175,16 @@ struct Ground {
 }
 
 impl Ground {
-    fn new(log_io: Option<LogIo>) -> Self {
+    fn new(manner: Manner) -> Self {
+        let log_io = manner.log_io;
         // Kept until all went well: a failure leaves it to be looked into.
         let in_memory = if log_io.is_none() { tempfile::tempdir_in(worker::IN_MEMORY).ok() } else { None };
         let directory = in_memory.unwrap_or_else(|| tempfile::tempdir().unwrap()).keep();
         let (board, diary) = (Board::open(&directory.join("board")), directory.join("diary"));
         let (model, diary) = (Model::with_diary(&diary), Diary::open(&diary));
+        let model = if manner.has_tiers { model.with_tiers() } else { model };
         let random = Random(u64::from(log_io.is_some()));
-        Self { directory, log_io, board, diary, diary_checked: 0, model, random, forks: 0, names: 0 }
+        Self { directory, manner, board, diary, diary_checked: 0, model, random, forks: 0, names: 0 }
     }
 
     fn kill_in_every_phase(mut self, wanted: usize, seed: u64) -> Tally {
@@ -194,9 +208,10 @@ impl Ground {
         }
         // The directory itself, after all these kills.
         let path = self.directory.join("store");
-        let store = Store::open(&path, worker::options(self.log_io, &path)).unwrap();
+        let store = Store::open(&path, self.manner.options(&path)).unwrap();
         self.check_store(&store, "after all kills");
-        let label = store.recovered().log_io.clone();
+        let tiers = if self.manner.has_tiers { ", tiers" } else { "" };
+        let label = store.recovered().log_io.clone() + tiers;
         // Dropped before the directory goes: the store's threads still make segments there.
         drop(store);
         std::fs::remove_dir_all(&self.directory).unwrap();
@@ -207,7 +222,7 @@ impl Ground {
     /// Starts a worker, one or the other kind of it.
     fn start_worker(&mut self) -> Worker {
         self.board.start_over();
-        Worker::start(&self.directory, Manner { log_io: self.log_io, background: self.random.below(2) == 0 })
+        Worker::start(&self.directory, Manner { background: self.random.below(2) == 0, ..self.manner })
     }
 
     /// Runs a worker and kills it in this phase. Returns whether it died while the phase lasted.
@@ -256,6 +271,9 @@ impl Worker {
         }
         if manner.background {
             command.env(ERRAND_BACKGROUND, "1");
+        }
+        if manner.has_tiers {
+            command.env(ERRAND_TIERS, "1");
         }
         Self(command.spawn().unwrap())
     }

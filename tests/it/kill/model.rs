@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use remanent::{Epoch, Lsn, Metadata, PageId, PageInfo, Value};
 
-use super::diary::Diary;
-use super::workload::{Change, born, changes, is_restore, place, restore_target};
+use super::diary::{Diary, Entry};
+use super::workload::{Change, Shape, born, changes, is_restore, next, place, restore_target};
 
 /// The number of earlier states that are remembered.
 pub const PAST_MAX: usize = 1000;
@@ -17,6 +17,9 @@ pub const PAST_MAX: usize = 1000;
 pub struct State {
     pub pages: BTreeMap<PageId, (PageInfo, Arc<Vec<u8>>)>,
     pub root: Metadata,
+    /// Whether the store has tiers. It moves pages by batches of its own then, of which the workload tells
+    /// nothing: neither places nor Lsns.
+    pub is_tiered: bool,
 }
 
 /// The state after a batch, and those before it.
@@ -43,6 +46,12 @@ impl Model {
         Self { diary: Some(Diary::open(path)), ..Self::new() }
     }
 
+    /// The same model of a store with tiers.
+    pub fn with_tiers(mut self) -> Self {
+        self.state.is_tiered = true;
+        self
+    }
+
     /// The same model of a copy of the store, whose writers keep another diary.
     pub fn of_copy(&self, diary: &Path) -> Self {
         Self { diary: Some(Diary::open(diary)), ..self.clone() }
@@ -61,29 +70,57 @@ impl Model {
             if self.past.len() > PAST_MAX {
                 self.past.pop_first();
             }
-            self.lsn = self.lsn.next();
+            self.lsn = next(self.lsn, self.state.is_tiered);
             if is_restore(self.lsn) {
                 let told = self.diary.as_ref().and_then(|diary| diary.restored(self.lsn));
                 self.restore(told.unwrap_or_else(|| restore_target(self.lsn)));
                 continue;
             }
             self.next_page = numbered.get(&self.lsn).copied().unwrap_or(self.next_page);
-            let shape = self.state.pages.iter().map(|(page, (info, _))| (*page, info.len)).collect();
-            for change in changes(self.lsn, &shape) {
-                self.apply(&change);
+            let changes = changes(self.lsn, &self.shape());
+            changes.iter().for_each(|change| self.apply(change));
+            // A move gives a page an Lsn and no epoch, whatever else the batch does to it.
+            for change in &changes {
+                let Change::Move { page, .. } = change else { continue };
+                self.state.pages.get_mut(page).unwrap().0.lsn = self.lsn;
             }
             self.state.root.insert("batch".to_owned(), Value::U64(self.lsn.0));
         }
     }
 
-    /// Goes back, forward: pages that changed since get a new version, above all that ever were.
+    /// The ids of a batch's new pages, where the writer did not come to note them: none has a higher one.
+    pub fn number_by(&mut self, lsn: Lsn, highest: PageId) {
+        let diary = self.diary.clone().expect("a store with tiers has a diary");
+        if self.lsn >= lsn || diary.numbered().contains_key(&lsn) {
+            return;
+        }
+        while next(self.lsn, self.state.is_tiered) < lsn {
+            self.advance(next(self.lsn, self.state.is_tiered));
+        }
+        let makes = |change: &&Change| matches!(change, Change::Create { .. } | Change::Clone { .. });
+        let count = changes(lsn, &self.shape()).iter().filter(makes).count() as u64;
+        if count > 0 {
+            diary.write(&Entry::Numbered { lsn, first: PageId(highest.0 + 1 - count) });
+        }
+    }
+
+    fn shape(&self) -> Shape {
+        self.state.pages.iter().map(|(page, (info, _))| (*page, info.len)).collect()
+    }
+
+    /// Goes back, forward: pages that changed since get a new version, above all that ever were. Those that
+    /// only moved get the Lsn alone.
     fn restore(&mut self, target: Lsn) {
         let now = std::mem::replace(&mut self.state, self.past[&target].clone());
         let epoch = Epoch(self.epoch_high.0 + 1);
         for (page, (info, _)) in &mut self.state.pages {
-            let version = |info: &PageInfo| (info.epoch, info.lsn);
-            if now.pages.get(page).map(|(now, _)| version(now)) != Some(version(info)) {
-                (info.epoch, info.lsn) = (epoch, self.lsn);
+            let now = now.pages.get(page).map(|(now, _)| (now.epoch, now.lsn));
+            if now == Some((info.epoch, info.lsn)) {
+                continue;
+            }
+            info.lsn = self.lsn;
+            if now.map(|(epoch, _)| epoch) != Some(info.epoch) {
+                info.epoch = epoch;
                 self.epoch_high = epoch;
             }
         }
@@ -135,6 +172,7 @@ impl Model {
                 info.len = *len;
                 bytes.resize(*len as usize, 0);
             }
+            Change::Move { page, place } => self.state.pages.get_mut(page).unwrap().0.place = *place,
             Change::SetMetadata { page, value } => {
                 let (info, _) = self.touch(*page);
                 info.metadata.make_mut().insert("touched".to_owned(), Value::U64(*value));

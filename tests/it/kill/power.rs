@@ -91,7 +91,7 @@ fn nothing_durable_is_lost_by_a_power_cut_on_a_real_file_system() {
 impl Plan {
     /// Cuts the power of one worker at this number of moments of its life.
     fn cut_power(&self, seed: u64, cuts: usize) -> Cuts {
-        let mut ground = Ground::new(self.log_io);
+        let mut ground = Ground::new(Manner { log_io: self.log_io, ..Manner::default() });
         ground.random = Random(seed);
         let mut medium = Medium::new(self.kind, ground.directory.join("store")).unwrap();
         let mut worker = ground.start_worker();

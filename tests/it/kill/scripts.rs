@@ -30,6 +30,12 @@ pub enum Step {
     Name,
     /// A fork of the newest state.
     Fork,
+    /// All pages go down by one tier.
+    Demote,
+    /// Pages come to the first tier, as many as it has room for.
+    Promote,
+    /// The same by another thread, ahead of the worker.
+    Prefetch,
 }
 use Step::*;
 
@@ -39,6 +45,7 @@ pub struct Script {
     pub log_io: Option<LogIo>,
     /// The store takes snapshots on its own, too.
     pub background: bool,
+    pub has_tiers: bool,
     /// The number of batches that are there before, in a store whose process was killed. 0: no store.
     pub before: Lsn,
     pub steps: &'static [Step],
@@ -47,7 +54,11 @@ pub struct Script {
 }
 
 const fn script(name: &'static str, log_io: Option<LogIo>, before: u64, steps: &'static [Step]) -> Script {
-    Script { name, log_io, background: false, before: Lsn(before), steps, reopens: false }
+    Script { name, log_io, background: false, has_tiers: false, before: Lsn(before), steps, reopens: false }
+}
+
+const fn tiers(name: &'static str, log_io: Option<LogIo>, steps: &'static [Step]) -> Script {
+    Script { has_tiers: true, ..script(name, log_io, 40, steps) }
 }
 
 const MAPPED: Option<LogIo> = None;
@@ -56,7 +67,7 @@ const DIRECT: Option<LogIo> = Some(LogIo::Direct);
 const DURABLE: Step = Commits(Ack::Durable, 4);
 
 /// Batch 29 replaces a long page, 61 is a restore, 211 creates a page that is longer than a segment.
-pub const SCRIPTS: [Script; 20] = [
+pub const SCRIPTS: [Script; 25] = [
     script("creation, mapped", MAPPED, 0, &[DURABLE]),
     script("creation, direct", DIRECT, 0, &[DURABLE]),
     script("an open after a kill, mapped", MAPPED, 40, &[]),
@@ -77,6 +88,11 @@ pub const SCRIPTS: [Script; 20] = [
     Script { background: true, ..script("snapshots in the background", MAPPED, 62, &[Threads(40)]) },
     script("a restore", BUFFERED, 58, &[DURABLE, Snapshot]),
     Script { reopens: true, ..script("a fork, a close, an open", MAPPED, 40, &[Fork]) },
+    tiers("pages go down and come back, mapped", MAPPED, &[Demote, Promote, DURABLE, Demote, Promote]),
+    tiers("pages go down and come back, direct", DIRECT, &[Demote, Promote, Snapshot, Demote, Promote]),
+    tiers("evictions, buffered", BUFFERED, &[Commits(Ack::Logged, 12), Snapshot, DURABLE]),
+    tiers("pages come ahead, mapped", MAPPED, &[Demote, Demote, Prefetch, Threads(12), Prefetch]),
+    Script { reopens: true, ..tiers("an open of tiers", MAPPED, &[Demote]) },
 ];
 
 /// Each thread of a store may meet a fault once.
@@ -114,14 +130,15 @@ impl End {
 }
 
 impl Script {
-    pub fn log_io(&self) -> Option<LogIo> {
-        if self.log_io == DIRECT { Some(direct_io::log_io()) } else { self.log_io }
+    pub fn manner(&self) -> Manner {
+        let log_io = if self.log_io == DIRECT { Some(direct_io::log_io()) } else { self.log_io };
+        Manner { log_io, background: self.background, has_tiers: self.has_tiers }
     }
 
     /// Runs the worker's whole life. Its store is not closed.
     pub fn perform(&self, directory: &Path, part: Part) -> ! {
         let board = Arc::new(Board::open(&directory.join("board")));
-        let manner = Manner { log_io: self.log_io(), background: self.background };
+        let manner = self.manner();
         if part == Part::Before {
             end_with_the_parent();
             let work = Work::open(directory, board, manner).unwrap();
@@ -205,9 +222,10 @@ pub fn told() -> Option<(&'static Script, Part)> {
 impl Work<'_> {
     /// Takes a snapshot half way.
     fn prepare(&self, until: Lsn) -> Result<()> {
-        while self.store.lsn() < until {
+        while self.next() <= until {
+            let number = self.next();
             self.commit(Ack::Logged)?;
-            if self.store.lsn().0 == until.0 / 2 {
+            if number.0 == until.0 / 2 {
                 self.store.snapshot()?;
             }
         }
@@ -222,11 +240,14 @@ impl Work<'_> {
                 let tickets = (0..count).map(|_| self.submit()).collect::<Result<Vec<_>>>()?;
                 tickets.iter().flatten().try_for_each(|ticket| self.wait(ticket, Ack::Durable))
             }
-            Threads(count) => self.commit_from_threads(Lsn(self.store.lsn().0 + count)),
+            Threads(count) => self.commit_from_threads(Lsn(self.next().0 + count)),
             Snapshot => self.store.snapshot().map(drop),
             Exact => self.store.snapshot_with(SnapshotOptions::new().exact()).map(drop),
             Name => self.name(self.store.lsn()),
             Fork => self.fork(self.store.lsn()),
+            Demote => self.demote_all(),
+            Promote => self.promote_some(),
+            Prefetch => self.prefetch_some(),
         }
     }
 
@@ -251,7 +272,7 @@ impl Work<'_> {
 
     fn commit_from_threads(&self, until: Lsn) -> Result<()> {
         let commit = |ack| {
-            while self.store.lsn() < until {
+            while self.next() < until {
                 self.commit(ack)?;
             }
             Ok(())

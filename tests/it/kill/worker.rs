@@ -17,7 +17,8 @@ use remanent::{
 use super::board::Board;
 use super::diary::{Diary, Entry};
 use super::model::PAST_MAX;
-use super::workload::{Shape, changes, device, fill, is_restore, reshape, restore_target};
+use super::tiers;
+use super::workload::{Shape, changes, device, fill, is_restore, next, reshape, restore_target};
 use crate::direct_io;
 
 /// A folder of files in memory.
@@ -34,6 +35,16 @@ pub struct Manner {
     pub log_io: Option<LogIo>,
     /// The store takes snapshots on its own; the worker takes none.
     pub background: bool,
+    /// The store has tiers, so that pages move all the time.
+    pub has_tiers: bool,
+}
+
+impl Manner {
+    /// The options of a store in `directory`.
+    pub fn options(self, directory: &Path) -> Options {
+        let options = options(self.log_io, directory);
+        if self.has_tiers { tiers::with_tiers(options) } else { options }
+    }
 }
 
 /// Small segments, so that rolls, snapshots and recycling never stop. `None` is what the file system allows.
@@ -79,11 +90,18 @@ struct Line {
     refused: Option<WriteBatch>,
 }
 
+/// A batch that was submitted, with its number in the workload: its Lsn, but for a store with tiers.
+pub struct Submitted {
+    number: Lsn,
+    ticket: Ticket,
+}
+
 /// The state that the threads of a worker share.
 pub struct Work<'a> {
     directory: &'a Path,
     pub store: Store,
-    board: Arc<Board>,
+    pub board: Arc<Board>,
+    has_tiers: bool,
     diary: Diary,
     line: Mutex<Line>,
     /// Whether a fork failed: the source's promises are then unchanged.
@@ -123,14 +141,25 @@ impl<'a> Work<'a> {
         let hook = board.clone();
         remanent::testing::phases::on_phase(move |phase, edge| hook.pass(phase, edge));
         let path = directory.join("store");
-        let options = options(manner.log_io, &path).snapshot_log_bytes(manner.background.then_some(64 << 10));
+        let options = manner.options(&path).snapshot_log_bytes(manner.background.then_some(64 << 10));
         let options = options.page_load(if manner.background { PageLoad::OnDemand } else { PageLoad::Eager });
         let store = Store::open(path, options)?;
-        let lsn = store.lsn();
-        board.set_opened(lsn);
-        let line = Mutex::new(Line { next: lsn.next(), shape: shape(&store)?, refused: None });
+        let has_tiers = manner.has_tiers;
+        let newest = if has_tiers { tiers::number(&*store.root()?) } else { store.lsn() };
+        board.set_opened(newest);
+        let line = Mutex::new(Line { next: next(newest, has_tiers), shape: shape(&store)?, refused: None });
         let diary = Diary::open(&directory.join("diary"));
-        Ok(Self { directory, store, board, diary, line, fork_failed: AtomicBool::new(false) })
+        Ok(Self { directory, store, board, has_tiers, diary, line, fork_failed: AtomicBool::new(false) })
+    }
+
+    /// The number of the next batch.
+    pub fn next(&self) -> Lsn {
+        self.line.lock().unwrap().next
+    }
+
+    /// The pages that there are, unless another thread has just changed that.
+    pub fn shape(&self) -> Shape {
+        self.line.lock().unwrap().shape.clone()
     }
 
     /// Closes the store, and opens it again.
@@ -141,7 +170,7 @@ impl<'a> Work<'a> {
     }
 
     /// Submits the next batch, which may be a restore: then there is nothing left to wait for.
-    pub fn submit(&self) -> Result<Option<Ticket>> {
+    pub fn submit(&self) -> Result<Option<Submitted>> {
         let mut line = self.line.lock().unwrap();
         let n = line.next;
         if is_restore(n) {
@@ -160,25 +189,29 @@ impl<'a> Work<'a> {
         self.board.begin(n);
         let submitted = self.store.submit(batch.clone());
         let ticket = submitted.inspect_err(|_| line.refused = Some(batch))?;
-        assert_eq!(ticket.position().lsn, n);
-        if let (true, Some(first)) = (is_again, ticket.pages().first()) {
+        assert!(self.has_tiers || ticket.position().lsn == n);
+        // With tiers a batch may be tried several times until it has its room, each time with other ids.
+        if let (true, Some(first)) = (is_again || self.has_tiers, ticket.pages().first()) {
             self.diary.write(&Entry::Numbered { lsn: n, first: *first });
         }
         reshape(&mut line.shape, &changes, ticket.pages());
-        line.next = n.next();
-        Ok(Some(ticket))
+        line.next = next(n, self.has_tiers);
+        Ok(Some(Submitted { number: n, ticket }))
     }
 
     /// Waits for a batch, and takes the steps that are due after it.
-    pub fn wait(&self, ticket: &Ticket, ack: Ack) -> Result<()> {
+    pub fn wait(&self, submitted: &Submitted, ack: Ack) -> Result<()> {
+        let Submitted { number: lsn, ticket } = submitted;
         ticket.wait(ack)?;
-        let lsn = ticket.position().lsn;
-        self.board.acknowledge(ack, lsn);
+        self.board.acknowledge(ack, *lsn);
+        if self.has_tiers {
+            return self.move_some(*lsn);
+        }
         if lsn.0.is_multiple_of(NAME_EVERY) {
-            self.name(lsn)?;
+            self.name(*lsn)?;
         }
         if lsn.0.is_multiple_of(FORK_EVERY) {
-            self.fork(lsn)?;
+            self.fork(*lsn)?;
         }
         Ok(())
     }
@@ -186,7 +219,7 @@ impl<'a> Work<'a> {
     /// Commits the next batch.
     pub fn commit(&self, ack: Ack) -> Result<()> {
         match self.submit()? {
-            Some(ticket) => self.wait(&ticket, ack),
+            Some(submitted) => self.wait(&submitted, ack),
             None => Ok(()),
         }
     }

@@ -85,6 +85,10 @@ pub enum Change {
         page: PageId,
         len: u64,
     },
+    Move {
+        page: PageId,
+        place: Place,
+    },
     SetMetadata {
         page: PageId,
         value: u64,
@@ -97,6 +101,16 @@ pub enum Change {
 /// Whether batch `n` is a restore, and changes nothing else.
 pub fn is_restore(n: Lsn) -> bool {
     n.0.is_multiple_of(RESTORE_EVERY)
+}
+
+/// The batch after `n`. With tiers the numbers of restores are left out, and those of pages that are longer
+/// than a tier.
+pub fn next(n: Lsn, is_tiered: bool) -> Lsn {
+    let mut next = n.next();
+    while is_tiered && (is_restore(next) || next.0.is_multiple_of(LONG_EVERY)) {
+        next = next.next();
+    }
+    next
 }
 
 /// The batch to which the restore `n` goes back, where its writer has not chosen another.
@@ -146,7 +160,7 @@ pub fn changes(n: Lsn, shape: &Shape) -> Vec<Change> {
         let page_len = shape[&page];
         let len = (8 + 8 * random.below(64)).min(page_len);
         let offset = 8 * random.below((page_len - len) / 8 + 1);
-        changes.push(match random.below(16) {
+        changes.push(match random.below(18) {
             0..=5 => Change::Write { page, offset, bytes: random.bytes(len) },
             6..=8 => {
                 let mask = random.bytes((len / 4).div_ceil(8));
@@ -161,6 +175,7 @@ pub fn changes(n: Lsn, shape: &Shape) -> Vec<Change> {
             }
             12 | 13 => Change::Fill { page, offset, len, pattern: random.next().to_le_bytes() },
             14 => Change::Resize { page, len: 64 + 8 * random.below(1000) },
+            15 | 16 => Change::Move { page, place: [Place::Disk, place()][random.below(2) as usize] },
             _ => Change::Clone { source: page },
         });
         if random.below(4) == 0 {
@@ -204,6 +219,9 @@ pub fn fill(batch: &mut WriteBatch, n: Lsn, changes: &[Change]) {
             }
             Change::Resize { page, len } => {
                 batch.resize(*page, *len);
+            }
+            Change::Move { page, place } => {
+                batch.move_to(*page, *place);
             }
             Change::SetMetadata { page, value } => {
                 batch.set_metadata(*page, "touched", *value);

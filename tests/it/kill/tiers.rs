@@ -1,0 +1,110 @@
+//! Workers whose store has tiers: fewer bytes than the pages have. Pages are evicted by commits, go down and
+//! come back as the worker likes, and ahead of it, all the time.
+//!
+//! The store moves pages by batches of its own, so that the number of a batch is not its Lsn. It is in the
+//! root.
+
+use remanent::{Budget, Error, Lsn, Metadata, Options, PageId, Place, Result, Store, Tiers, Value};
+use remanent_format::PageTable;
+
+use super::worker::Work;
+use super::workload::{Random, Shape, place};
+
+/// Bytes of the first place, some half of what the pages have, and of the one below it. Both are longer than
+/// the longest page.
+const FIRST_BYTES: u64 = 64 << 10;
+const SECOND_BYTES: u64 = 32 << 10;
+
+fn places() -> [Place; 3] {
+    [place(), Place::Pinned, Place::Disk]
+}
+
+/// The options with tiers.
+pub fn with_tiers(options: Options) -> Options {
+    let [first, second, _] = places();
+    let budget = Budget::default().with(first, FIRST_BYTES).with(second, SECOND_BYTES);
+    options.budget(budget).tiers(Tiers::new(places()))
+}
+
+/// The number of the newest batch, by the root.
+pub fn number(root: &Metadata) -> Lsn {
+    match root.get("batch") {
+        Some(Value::U64(number)) => Lsn(*number),
+        other => {
+            assert_eq!(other, None, "the root says its batch");
+            Lsn(0)
+        }
+    }
+}
+
+/// Demands that an opened store has each page where the log says, or lower, and that no move is gone of which
+/// the worker was told. `logged` is the table that the pure rebuild made of the log.
+pub fn check_places(logged: &PageTable, store: &Store, moved: Lsn, at: &str) {
+    assert!(logged.lsn() >= moved, "{moved} moved pages, {} is there; {at}", logged.lsn());
+    let rank = |place: Place| places().iter().position(|of| *of == place);
+    for info in store.pages().unwrap() {
+        let was = logged.get(info.page).unwrap_or_else(|| panic!("{} is not in the log, {at}", info.page));
+        let ranks = (rank(info.place).unwrap(), rank(was.place).unwrap());
+        assert!(ranks.0 >= ranks.1, "page {} in {}, logged in {}, {at}", info.page, info.place, was.place);
+    }
+}
+
+impl Work<'_> {
+    /// Moves some pages, as the number of a batch says.
+    pub fn move_some(&self, number: Lsn) -> Result<()> {
+        let mut random = Random(!number.0);
+        let pages: Vec<PageId> = self.shape().into_keys().collect();
+        if pages.is_empty() {
+            return Ok(());
+        }
+        let picked = (0..1 + random.below(3)).map(|_| pages[random.below(pages.len() as u64) as usize]);
+        let picked: Vec<PageId> = picked.collect();
+        self.moved(match random.below(5) {
+            0 => self.store.promote(&picked),
+            1 => self.store.demote(&picked).map(|()| None),
+            2 => self.store.ensure(&picked, Place::Disk),
+            3 => self.store.prefetch(&picked, place()).and_then(|coming| coming.wait()).map(|()| None),
+            _ => self.store.prefetch(&picked, place()).and_then(|coming| coming.cancel()).map(|()| None),
+        })
+    }
+
+    /// Lets all pages go down by one tier, or none where another thread has just deleted one.
+    pub fn demote_all(&self) -> Result<()> {
+        let pages: Vec<PageId> = self.shape().into_keys().collect();
+        self.moved(self.store.demote(&pages).map(|()| None))
+    }
+
+    /// Brings some pages to the first tier.
+    pub fn promote_some(&self) -> Result<()> {
+        self.moved(self.store.promote(&some(self.shape())))
+    }
+
+    /// The same by another thread.
+    pub fn prefetch_some(&self) -> Result<()> {
+        let coming = self.store.prefetch(&some(self.shape()), place())?;
+        self.moved(coming.wait().map(|()| None))
+    }
+
+    /// Says on the board what moved. Another thread may delete a page first, or take the room.
+    fn moved(&self, moved: Result<Option<remanent::Position>>) -> Result<()> {
+        match moved {
+            Ok(position) => {
+                position.iter().for_each(|position| self.board.set_moved(position.lsn));
+                Ok(())
+            }
+            Err(Error::UnknownPage { .. } | Error::OverBudget { .. }) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// As many pages as take up half of the first tier.
+fn some(shape: Shape) -> Vec<PageId> {
+    let mut left = FIRST_BYTES / 2;
+    let fits = shape.into_iter().filter(|(_, len)| {
+        let fits = *len <= left;
+        left -= if fits { *len } else { 0 };
+        fits
+    });
+    fits.map(|(page, _)| page).collect()
+}
