@@ -9,7 +9,7 @@
 //! crashed, three deep. All suites together open at least 60,000 images: each asserts its part.
 //!
 //! [`model`] says what must be there, [`work`] drives the store and notes acknowledgements, [`explore`] opens
-//! and judges. The works are in [`commits`], [`snapshots`], [`scrubs`], [`forks`], [`openings`] and
+//! and judges. The works are in [`commits`], [`snapshots`], [`tiers`], [`scrubs`], [`forks`], [`openings`] and
 //! [`followers`], whose followers are asked after each crash, too. [`lies`] has a medium that does not write
 //! what it says. [`syncs`] leaves out one sync after the other and shows that this is seen; [`trouble`] makes
 //! one call after the other fail.
@@ -33,6 +33,7 @@ mod followers;
 mod commits;
 mod scrubs;
 mod snapshots;
+mod tiers;
 mod forks;
 mod openings;
 mod lies;

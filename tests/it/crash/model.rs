@@ -416,6 +416,10 @@ impl Line {
         Self { first: lsn, ..self }
     }
 
+    pub fn last_state(&self) -> &State {
+        self.at(self.last())
+    }
+
     pub fn at(&self, lsn: u64) -> &State {
         &self.states[usize::try_from(lsn).expect("as many states as batches")]
     }

@@ -3,13 +3,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::testing::sim_disk::{Crash, CrashImage, CrashPlan, Moment, SimDisk};
 use remanent::{
-    Ack, Error, Key, Lsn, Metadata, Options, PageId, Position, Replica, SnapshotId, SnapshotInfo,
-    SnapshotOptions, StatePoint, Store, Value, View, Width,
+    Ack, Error, FollowFrom, Follower, Key, Lsn, Metadata, Op, Options, PageId, Position, Replica, SnapshotId,
+    SnapshotInfo, SnapshotOptions, StatePoint, Store, Value, View, Width,
 };
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
@@ -239,11 +240,14 @@ struct Book {
     steps: BTreeMap<u64, Step>,
     /// Acknowledgements as noted on the disk.
     acks: Vec<u64>,
+    /// Whether a store moved pages by batches of its own, which only the log tells.
+    has_tiers: bool,
 }
 
 impl Driver {
     pub fn new(disk: SimDisk, options: Options, line: Line, floors: Floors) -> Self {
-        let book = Mutex::new(Book { line, steps: BTreeMap::new(), acks: Vec::new() });
+        let book = Book { line, steps: BTreeMap::new(), acks: Vec::new(), has_tiers: false };
+        let book = Mutex::new(book);
         let notes = Arc::new(Notes { book, written: Condvar::new(), followed: Mutex::default() });
         Self { disk, floors, options, notes, trouble: None }
     }
@@ -317,6 +321,13 @@ impl Driver {
     pub fn open_with(&self, options: Options) -> Result<Store, Error> {
         let store = open(&self.disk, &options)?;
         self.adopt(&store);
+        Ok(store)
+    }
+
+    /// Opens the store with options that have tiers. The log is kept whole.
+    pub fn open_with_tiers(&self, options: Options) -> Result<Store, Error> {
+        let store = self.open_with(options)?;
+        self.notes.book.lock().unwrap().has_tiers = true;
         Ok(store)
     }
 
@@ -492,9 +503,41 @@ impl Driver {
         assert_eq!(difference, None, "before any crash, at batch {}", line.last());
     }
 
+    /// Waits until a batch by which pages moved is acknowledged at this level.
+    pub fn moved(&self, store: &Store, position: Option<Position>, ack: Ack) -> Result<(), Error> {
+        let Some(Position { lsn, .. }) = position else { return Ok(()) };
+        self.acked(Ack::Logged, lsn);
+        if ack == Ack::Durable { self.wait_durable(store, lsn) } else { Ok(()) }
+    }
+
     /// The state after every Lsn so far.
     pub fn line(&self) -> Line {
+        self.note_moves();
         self.line_up_to(u64::MAX)
+    }
+
+    /// Writes down the batches of a store's own, as a follower of the log finds them: they move pages, and do
+    /// nothing else.
+    fn note_moves(&self) {
+        let mut book = self.notes.book.lock().unwrap();
+        if !book.has_tiers {
+            return;
+        }
+        let disk: Arc<dyn Disk> = Arc::new(self.disk.clone());
+        // Where the log ends, by a fault even, there is nothing more to note.
+        let Ok(mut follower) = Follower::open_on(disk, FollowFrom::Beginning) else { return };
+        while let Ok(Some(batch)) = follower.next(Duration::ZERO) {
+            let lsn = batch.lsn().0;
+            if lsn <= book.line.last() || book.steps.contains_key(&lsn) {
+                continue;
+            }
+            let acts = batch.operations().into_iter().map(|op| match op {
+                Op::Move { page, place } => Act::Move { page: Target::Page(page), place },
+                op => panic!("the store committed {op:?} on its own"),
+            });
+            let acts = acts.collect();
+            book.steps.insert(lsn, Step::Batch { acts, new: Vec::new() });
+        }
     }
 
     /// The state after every Lsn up to this one. A batch may be in the log, and in a snapshot, before the

@@ -6,7 +6,9 @@ use remanent::device::host::HostDevice;
 use remanent::testing::sim_disk::{CrashImage, SimDisk};
 use remanent::{Ack, Budget, Error, PageId, PageLoad, Place, Store, Tiers};
 
-use super::{DEVICE, LEN, ROOM, bytes, each_crash, goes_on, open, peak, places, places_after, put};
+use super::{
+    DEVICE, LEN, ROOM, bytes, each_crash, goes_on, open, open_after, peak, places, places_after, put,
+};
 use crate::files::small;
 
 /// A life without a limit, then an open with little memory: what does not fit goes down before anything is
@@ -129,7 +131,7 @@ fn a_crash_about_an_open_with_less_memory_loses_nothing() {
     live(lowering, 6);
     let (mut images, mut lowered) = (0, 0);
     let mut check = |image: CrashImage| {
-        let store = open(&image.disk, tiers());
+        let store = open_after(&image, tiers());
         places_after(&store, &image, number_of);
         assert!(peak(&store, DEVICE) <= 5 * LEN && peak(&store, Place::Host) <= 3 * LEN, "{image}");
         (images, lowered) = (images + 1, lowered + u64::from(store.recovered().lowered_pages > 0));

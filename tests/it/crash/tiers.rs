@@ -1,0 +1,76 @@
+//! Tiers with less room than the pages take. Commits evict pages, calls take them down and bring them back,
+//! at once and ahead, and snapshots and restarts come between.
+//!
+//! The store moves pages by batches of its own, which the driver takes from the log: so after a crash each
+//! page has to be exactly where the log says. Explored stores are opened without tiers, so that nothing moves
+//! any more. Opens with tiers, which may take pages down, are in `tiers::`.
+
+use remanent::{Ack, Budget, Error, Options, PageId, Place, Store, Tiers};
+
+use super::model::{Act, Target};
+use super::work::{Driver, Random};
+use super::{Lives, options, suite};
+
+const LEN: usize = 200;
+
+/// Room for four pages, for two, and the disk.
+fn with_tiers(options: Options) -> Options {
+    let len = LEN as u64;
+    let budget = Budget::default().with(Place::Host, 4 * len).with(Place::Pinned, 2 * len);
+    options.budget(budget).tiers(Tiers::new([Place::Host, Place::Pinned, Place::Disk]).free_part(4))
+}
+
+fn write(driver: &Driver, store: &Store, page: PageId, ack: Ack, random: &mut Random) -> Result<(), Error> {
+    let write = Act::Write { page: Target::Page(page), offset: random.below(150), bytes: random.bytes(30) };
+    driver.commit_acts(store, vec![write], ack).map(drop)
+}
+
+/// Pages leave because others are created, and come back.
+#[test]
+fn evicted_pages_survive() {
+    let options = options().log_kept(1 << 30);
+    suite(options.clone(), 2500, |driver, random| {
+        let store = driver.open_with_tiers(with_tiers(options.clone()))?;
+        let pages = driver.create_pages(&store, random, 6, LEN)?;
+        write(&driver, &store, pages[0], Ack::Logged, random)?;
+        driver.moved(&store, store.promote(&pages[..2])?, Ack::Logged)?;
+        write(&driver, &store, pages[0], Ack::Durable, random)?;
+        driver.snapshot(&store)?;
+        // No image is of these pages as they are.
+        write(&driver, &store, pages[5], Ack::Logged, random)?;
+        driver.moved(&store, store.ensure(&pages[2..5], Place::Host)?, Ack::Durable)?;
+        driver.create_pages(&store, random, 2, LEN)?;
+        drop(store);
+        let places: Vec<Place> = driver.line().last_state().pages.values().map(|page| page.place).collect();
+        let is_there = |place| driver.disk.struck_at().is_some() || places.contains(&place);
+        assert!([Place::Host, Place::Pinned, Place::Disk].into_iter().all(is_there), "{places:?}");
+        Ok(driver.into())
+    });
+}
+
+/// Pages go down and come back because they are told to, and ahead of their caller; the process dies between.
+#[test]
+fn demoted_and_prefetched_pages_survive() {
+    let options = options().log_kept(1 << 30).snapshots_kept(1);
+    suite(options.clone(), 2500, |driver, random| {
+        let tiers = with_tiers(options.clone());
+        let store = driver.open_with_tiers(tiers.clone())?;
+        let pages = driver.create_pages(&store, random, 4, LEN)?;
+        store.demote(&pages[2..])?;
+        write(&driver, &store, pages[2], Ack::Logged, random)?;
+        store.demote(&pages)?;
+        store.prefetch(&pages[..2], Place::Host)?.wait()?;
+        write(&driver, &store, pages[1], Ack::Logged, random)?;
+        driver.snapshot(&store)?;
+        let second = driver.killed();
+        drop(store);
+        let store = second.open_with_tiers(tiers)?;
+        store.prefetch(&pages, Place::Host)?.cancel()?;
+        write(&second, &store, pages[3], Ack::Durable, random)?;
+        second.moved(&store, store.ensure(&pages[..2], Place::Disk)?, Ack::Logged)?;
+        second.moved(&store, store.promote(&pages[..2])?, Ack::Durable)?;
+        write(&second, &store, pages[0], Ack::Logged, random)?;
+        second.close(store)?;
+        Ok(Lives(vec![driver, second]))
+    });
+}
