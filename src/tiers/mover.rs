@@ -128,7 +128,11 @@ impl PageMover {
     pub fn bring_existing(&self, pages: &mut Vec<PageId>, place: Place, hits: Hits) -> Result<()> {
         loop {
             match self.bring_by(pages, place, hits) {
-                Ok(_) => return self.engine.applier.unloaded().wait(pages.iter().copied()),
+                Ok(point) => {
+                    // A direct log shows the pages in their place once it has the batch.
+                    point.map_or(Ok(()), |point| self.engine.log.wait_logged(point.lsn))?;
+                    return self.engine.applier.unloaded().wait(pages.iter().copied());
+                }
                 // All that are gone at once: there may be thousands.
                 Err(Error::UnknownPage { page }) => pages
                     .retain(|other| *other != page && self.engine.versions.page(*other, |_| ()).is_some()),

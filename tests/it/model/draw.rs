@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use remanent::{Place, Value, Width};
 
-use super::history::{Action, Bad, KEYS, NAMES, SNAPSHOT_NAMES, Step};
+use super::history::{Action, Bad, KEYS, MoveCall, NAMES, SNAPSHOT_NAMES, Step};
 
 /// Draws a whole history.
 pub fn history() -> impl Strategy<Value = Vec<Action>> {
@@ -19,10 +19,22 @@ pub fn history() -> impl Strategy<Value = Vec<Action>> {
         1 => any::<usize>().prop_map(Action::RestoreTo),
         2 => any::<usize>().prop_map(Action::Look),
         3 => (any::<usize>(), any::<u16>(), any::<u16>()).prop_map(|(page, from, to)| Action::Read(page, from, to)),
+        4 => (page(), move_call()).prop_map(|(page, call)| Action::Call(page, call)),
+        3 => (page(), any::<bool>(), any::<u16>(), any::<u16>())
+            .prop_map(|(page, is_digest, at, count)| Action::Capture { page, is_digest, at, count }),
         1 => Just(Action::Reopen),
         3 => any::<u64>().prop_map(Action::Crash),
     ];
     vec(action, 1..50)
+}
+
+fn move_call() -> impl Strategy<Value = MoveCall> {
+    prop_oneof![
+        2 => place().prop_map(MoveCall::Ensure),
+        1 => place().prop_map(MoveCall::Prefetch),
+        1 => Just(MoveCall::Promote),
+        2 => Just(MoveCall::Demote),
+    ]
 }
 
 fn page() -> impl Strategy<Value = usize> {

@@ -34,10 +34,33 @@ pub enum Action {
     Fork(#[arbitrary(with = pick)] usize),
     /// A page, and two ends of a range.
     Read(#[arbitrary(with = pick)] usize, u16, u16),
+    /// A page moves by a call of its own.
+    #[arbitrary(skip)]
+    Call(usize, MoveCall),
+    /// A working copy of a page is captured, in which some bytes from a place on are others.
+    #[arbitrary(skip)]
+    Capture {
+        page: usize,
+        is_digest: bool,
+        at: u16,
+        count: u16,
+    },
     Reopen,
     /// The number chooses among what a crash in the middle of the action before could leave.
     Crash(u64),
 }
+
+/// A call that moves a page.
+#[derive(Clone, Copy, Debug)]
+pub enum MoveCall {
+    Ensure(Place),
+    Prefetch(Place),
+    Promote,
+    Demote,
+}
+
+/// The tiers of stores that have them, with more room than any history needs: what moves is told to.
+pub const TIERS: [Place; 4] = [Place::Device(0), Place::Pinned, Place::Host, Place::Disk];
 
 /// An operation of a batch. Pages are picked among those that live at that point of the batch, those that
 /// it creates included; offsets and lengths are cut to the page.

@@ -29,13 +29,13 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::testing::late_device::LateDevice;
-use remanent::{Error, LogIo, Options, PageLoad, StatePoint, Store};
+use remanent::{Budget, Error, LogIo, Options, PageLoad, StatePoint, Store, Tiers};
 use remanent_format::ReadAt;
 use tempfile::TempDir;
 
 use crate::{direct_io, gpu};
 use draw::history;
-use history::Action;
+use history::{Action, TIERS};
 use plain::Refusal;
 use run::{Floors, Ground, Left, Setting, Tally};
 
@@ -61,8 +61,14 @@ fn the_store_is_what_the_model_says() {
             let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
             let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
             let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
-            let options = |log_io| Options::default().log_io(log_io).image_io(direct_io::image_io(log_io));
-            let on_demand = options(other).page_load(PageLoad::OnDemand);
+            let options = |log_io| {
+                let options = Options::default().log_io(log_io).image_io(direct_io::image_io(log_io));
+                let upper =
+                    TIERS[..3].iter().fold(Budget::default(), |budget, tier| budget.with(*tier, 1 << 30));
+                options.budget(upper).tiers(Tiers::new(TIERS))
+            };
+            // With short chunks, pages on disk of some hundred bytes have overlays.
+            let on_demand = options(other).page_load(PageLoad::OnDemand).chunk_len(4 << 10);
             let run = |label: &str, options, in_background, device: &dyn Fn() -> Arc<dyn Device>| {
                 let tally = &mut *tally.borrow_mut();
                 let ran = catch_unwind(AssertUnwindSafe(|| {
@@ -90,10 +96,23 @@ fn the_store_is_what_the_model_says() {
     // The seeds must lead everywhere: a change to how histories are drawn must not make this test idle.
     let tally = tally.into_inner();
     let Tally {
-        commits, crashes, restores, looks, forks, names, given_up, images, background, unloaded, ..
+        commits,
+        crashes,
+        restores,
+        looks,
+        forks,
+        names,
+        given_up,
+        images,
+        background,
+        unloaded,
+        moves,
+        captures,
+        ..
     } = tally;
     let enough = commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && forks >= 30;
     let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1 && unloaded >= 50;
+    let enough = enough && moves >= 60 && captures >= 60;
     assert!(asked.is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
 }
 

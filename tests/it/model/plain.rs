@@ -116,6 +116,30 @@ impl Model {
         self.root = changed.root;
     }
 
+    /// Moves a page by a batch of its own, which changes nothing else. Returns whether it was elsewhere.
+    pub fn move_to(&mut self, page: PageId, place: Place) -> bool {
+        if self.pages[&page].place == place {
+            return false;
+        }
+        self.leave();
+        let moved = self.pages.get_mut(&page).expect("it was picked");
+        (moved.place, moved.lsn) = (place, self.lsn);
+        true
+    }
+
+    /// Gives a page these bytes, by a batch that changes nothing else.
+    pub fn capture(&mut self, page: PageId, bytes: Vec<u8>) {
+        self.leave();
+        let changed = self.pages.get_mut(&page).expect("it was picked");
+        (changed.bytes, changed.lsn, changed.epoch) = (bytes, self.lsn, changed.epoch + 1);
+        self.epoch_high = self.epoch_high.max(changed.epoch);
+    }
+
+    /// One of the pages that are there.
+    pub fn page(&self, pick: usize) -> Option<PageId> {
+        self.pages.keys().nth(pick % self.pages.len().max(1)).copied()
+    }
+
     /// Keeps the present state as a snapshot, and only `count` of them, besides those with names.
     pub fn keep(&mut self, snapshot: SnapshotId, name: Option<&str>, count: usize) {
         if self.in_background {

@@ -5,11 +5,14 @@ use std::sync::Arc;
 
 use remanent::device::Device;
 use remanent::disk::Disk;
-use remanent::{Error, Key, Lsn, Options, PageInfo, Position, SnapshotOptions, StatePoint, Store, View};
+use remanent::{
+    Direction, Error, Key, Lsn, Options, PageId, PageInfo, Place, Position, Shadow, SnapshotOptions,
+    StatePoint, Store, View, Width,
+};
 use remanent_format::ReadAt;
 use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
 
-use super::history::{Action, KEYS, SNAPSHOT_NAMES, Step};
+use super::history::{Action, KEYS, MoveCall, SNAPSHOT_NAMES, Step, TIERS};
 use super::plain::{Draft, Model, Page, Refusal};
 
 /// Snapshots that a store keeps by default.
@@ -31,6 +34,9 @@ pub struct Tally {
     pub given_up: usize,
     /// Pages that were written whole.
     pub images: usize,
+    /// Pages that moved by a call of their own.
+    pub moves: usize,
+    pub captures: usize,
     /// Snapshots that the store took on its own.
     pub background: u64,
     /// Pages that were unloaded when an opening returned.
@@ -240,6 +246,14 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 look(&ground.disk(), &model, *pick as u64 % (model.lsn + 1));
             }
             Action::Read(pick, from, to) => read_part(&store, &model, *pick, *from, *to),
+            Action::Call(pick, call) => {
+                let Some(page) = model.page(*pick) else { continue };
+                tally.moves += usize::from(move_by(&store, &mut model, page, *call));
+            }
+            Action::Capture { page, is_digest, at, count } => {
+                let Some(page) = model.page(*page) else { continue };
+                tally.captures += usize::from(capture(&store, &mut model, page, *is_digest, [*at, *count]));
+            }
             Action::Reopen => {
                 tally.background += store.stats().snapshots.taken.saturating_sub(by_hand);
                 by_hand = 0;
@@ -298,6 +312,57 @@ fn restored(store: &Store, model: &mut Model, position: Position, lsn: u64) {
     let newest = store.snapshots().last().unwrap().id;
     model.keep(newest, None, usize::MAX);
     compare(store, model);
+}
+
+/// Moves a page by a call of its own. Returns whether it was elsewhere.
+fn move_by(store: &Store, model: &mut Model, page: PageId, call: MoveCall) -> bool {
+    let rank = TIERS.iter().position(|tier| *tier == model.pages[&page].place);
+    let place = match call {
+        MoveCall::Ensure(place) | MoveCall::Prefetch(place) => Some(place),
+        MoveCall::Promote => Some(TIERS[0]),
+        MoveCall::Demote => rank.and_then(|rank| TIERS.get(rank + 1)).copied(),
+    };
+    let has_moved = place.is_some_and(|place| model.move_to(page, place));
+    let told = match call {
+        MoveCall::Ensure(place) => store.ensure(&[page], place).map(Some),
+        MoveCall::Promote => store.promote(&[page]).map(Some),
+        MoveCall::Prefetch(place) => {
+            store.prefetch(&[page], place).and_then(|coming| coming.wait()).map(|()| None)
+        }
+        MoveCall::Demote => store.demote(&[page]).map(|()| None),
+    };
+    let told = told.unwrap_or_else(|error| panic!("a move of page {page}: {error}"));
+    if let Some(position) = told {
+        let expected = has_moved.then_some(Lsn(model.lsn));
+        assert_eq!(position.map(|position| position.lsn), expected, "the batch of a move");
+    }
+    compare_table(store, model);
+    has_moved
+}
+
+/// Captures a working copy of a page in which some bytes are others. An empty page has none; returns whether
+/// there were.
+fn capture(store: &Store, model: &mut Model, page: PageId, is_digest: bool, [at, count]: [u16; 2]) -> bool {
+    let mut bytes = model.pages[&page].bytes.clone();
+    if bytes.is_empty() {
+        return false;
+    }
+    let at = usize::from(at) % bytes.len();
+    let end = bytes.len().min(at + 1 + usize::from(count));
+    let captured = || -> Result<(Vec<u8>, Position), Error> {
+        let tensor = store.device_bytes(bytes.len() as u64, Place::Device(0))?;
+        let shadow = if is_digest { Shadow::Digest } else { Shadow::Kept(Place::Host) };
+        let copy = store.working_copy_in(page, &tensor, Width::W1, shadow, Direction::Load)?;
+        bytes[at..end].iter_mut().for_each(|byte| *byte = !*byte);
+        copy.bytes().write(0, &bytes)?;
+        let mut batch = store.batch();
+        batch.capture(&copy);
+        Ok((bytes, store.commit(batch)?.position))
+    };
+    let (bytes, position) = captured().unwrap_or_else(|error| panic!("a capture of page {page}: {error}"));
+    model.capture(page, bytes);
+    assert_eq!(position.lsn, Lsn(model.lsn), "the batch of a capture");
+    true
 }
 
 /// One of the batches that can be restored.
