@@ -14,7 +14,7 @@ use remanent_format::log::frames_of_segment;
 use remanent_format::salvage::{PageRemains, Salvage};
 use remanent_format::store::StoreFile;
 
-use crate::damage::{Victim, mix, mutilate};
+use crate::damage::{Victim, mix, mutilate, on_disk};
 use crate::files::{Files, State, open_with, small};
 
 /// The outcome of a damaged store's salvage.
@@ -134,6 +134,28 @@ fn a_sound_store_is_salvaged_whole() {
         let exact = victim.states[&victim.last].pages.len();
         assert_eq!(outcome, Outcome { lsn: Some(victim.last), exact, ..Outcome::default() });
     }
+}
+
+/// Pages on disk, by their images, by overlays and by captured images: of a mutilated file at most the pages in
+/// it are older than they were, or lost.
+#[test]
+fn pages_on_disk_are_salvaged() {
+    let victim = on_disk::victim();
+    let outcome = salvage("sound", &victim.files, &victim);
+    let exact = victim.states[&victim.last].pages.len();
+    assert_eq!(outcome, Outcome { lsn: Some(victim.last), exact, ..Outcome::default() });
+    let count = RefCell::new(Count::default());
+    mutilate(&victim.files, &Files::default(), |what, damaged| {
+        let outcome = salvage(what, damaged, &victim);
+        if !what.starts_with("log/") {
+            let pages = on_disk::pages_in(&victim, &on_disk::changed(&victim, damaged));
+            assert!(outcome.older + outcome.lost <= pages.len(), "{what}: {outcome:?}, not only {pages:?}");
+        }
+        count.borrow_mut().add(outcome, victim.last);
+    });
+    // Older images are there of each of them: none is lost for good.
+    let Count { all, older, lost, .. } = count.into_inner();
+    assert!(all > 100 && older > 10 && lost == 0, "{all} all, {older} older, {lost} lost");
 }
 
 #[test]

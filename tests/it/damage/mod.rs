@@ -8,6 +8,7 @@
 //!
 //! `sweeps.rs` chooses how much is damaged.
 
+pub mod on_disk;
 mod sweeps;
 mod verdicts;
 

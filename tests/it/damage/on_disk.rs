@@ -1,0 +1,222 @@
+//! Damage to stores with pages on disk: an image, an overlay over one, an image that a capture wrote, and what
+//! the log has of them since.
+//!
+//! An open reads no image that was proven before, so the damage is found where the page is read. Then the error
+//! names the file, every other page has its bytes, and the store goes on.
+
+use remanent::{Compression, Direction, Options, Shadow};
+use remanent_format::image::Codec;
+use remanent_format::judge::{ImageProofs, judge};
+
+use super::*;
+
+/// Pages longer than a few bytes may have overlays.
+pub fn options() -> Options {
+    small().reserve_bytes(0).chunk_len(4096).compression(Compression::Off).log_kept(1 << 30)
+}
+
+fn bytes(seed: u64, len: u64) -> Vec<u8> {
+    (0..len).map(|at| mix(seed << 32 | at) as u8).collect()
+}
+
+/// A store that was closed cleanly: a page of an overlay, a captured one, one that the log changed after its
+/// image, a quiet one, and one in memory.
+pub fn victim() -> Victim {
+    // Long enough for a capture to write an image of it.
+    const CAPTURED_LEN: u64 = 6 << 10;
+    let disk = SimDisk::new();
+    let mut states = BTreeMap::new();
+    let mut store = open_with(&disk, options()).unwrap();
+    let mut batch = store.batch();
+    for (seed, len) in [3000, CAPTURED_LEN, 3000, 3000].into_iter().enumerate() {
+        batch.create_from(bytes(seed as u64, len), Place::Disk);
+    }
+    batch.create_from(bytes(4, 700), Place::Host);
+    let pages = store.commit(batch).unwrap().pages;
+    states.insert(store.lsn(), State::of(&store));
+    let mut commit = |store: &Store, fill: &dyn Fn(&mut remanent::WriteBatch)| {
+        let mut batch = store.batch();
+        fill(&mut batch);
+        store.commit(batch).unwrap();
+        states.insert(store.lsn(), State::of(store));
+    };
+    store.snapshot().unwrap();
+    let capture = |store: &Store, seed| {
+        let tensor = store.device_bytes(CAPTURED_LEN, Place::Device(0)).unwrap();
+        tensor.write(0, &bytes(seed, CAPTURED_LEN)).unwrap();
+        let (shadow, direction) = (Shadow::Digest, Direction::Store);
+        store.working_copy_in(pages[1], &tensor, Width::W1, shadow, direction).unwrap()
+    };
+    let image_files = || Files::of(&disk).names(|file| file.folder() == Folder::Pages);
+    for round in 0..2 {
+        commit(&store, &|batch| _ = batch.write(pages[0], 700 * round + 9, &bytes(20 + round, 30)));
+        let before = image_files();
+        let copy = capture(&store, 10 + round);
+        commit(&store, &|batch| _ = batch.capture(&copy));
+        assert!(image_files().iter().any(|file| !before.contains(file)), "much of it changed");
+        drop(copy);
+        if round == 0 {
+            store.snapshot().unwrap();
+            store.close().unwrap();
+            store = open_with(&disk, options()).unwrap();
+        }
+    }
+    commit(&store, &|batch| _ = batch.write(pages[2], 100, b"later").fill(pages[4], 3, 90, &[7]));
+    let (last, files) = (store.lsn(), store.close().map(|()| Files::of(&disk)).unwrap());
+    let survey = Survey::read(&files).unwrap();
+    let newest = survey.snapshot(SnapshotId(2)).unwrap();
+    let is_overlay = |page| {
+        let entry = newest.entries.iter().find(|entry| entry.page == page).unwrap();
+        matches!(entry.image.unwrap().codec, Codec::Overlay(_))
+    };
+    assert_eq!(
+        pages[..4].iter().map(|page| is_overlay(*page)).collect::<Vec<_>>(),
+        [true, false, false, false]
+    );
+    Victim { files, states, last, marked: last, older: Vec::new() }
+}
+
+/// The pages that are made of images in these files.
+pub fn pages_in(victim: &Victim, files: &[FileName]) -> BTreeSet<PageId> {
+    let survey = Survey::read(&victim.files).unwrap();
+    let base = survey.candidates().next().unwrap().unwrap();
+    let state = survey.resolve(&victim.files, base.as_ref(), None).unwrap();
+    let bases = state.resolved.bases.iter().filter_map(|(page, base)| Some((page, base.image?)));
+    let lies_in = |(page, image): (PageId, remanent_format::image::ImageRef)| {
+        let mut found = image.files().map(|(file, _)| FileName::Pages(file));
+        found.any(|file| files.contains(&file)).then_some(page)
+    };
+    bases.filter_map(lies_in).collect()
+}
+
+/// The files that are not as they were.
+pub fn changed(victim: &Victim, files: &Files) -> Vec<FileName> {
+    let names = victim.files.0.keys().filter(|name| victim.files.0.get(name) != files.0.get(name));
+    names.copied().collect()
+}
+
+/// What damage does to a store that is opened and read.
+#[derive(Debug, Default)]
+struct Outcomes {
+    whole: usize,
+    refused: usize,
+    /// Pages that could not be read, in opened stores.
+    pages: BTreeMap<PageId, usize>,
+}
+
+impl Outcomes {
+    /// Opens damaged files, and reads everything. At most `pages_max` pages may be lost.
+    fn add(&mut self, victim: &Victim, what: &str, files: &Files, pages_max: usize) {
+        let changed = changed(victim, files);
+        let state = &victim.states[&victim.last];
+        let disk = files.disk();
+        let store = match open_with(&disk, options()) {
+            Ok(store) => store,
+            Err(Error::Damaged(damage)) => {
+                // The log may miss another segment than the one that is in its place.
+                let is_log = changed.iter().any(|file| file.folder() == Folder::Log);
+                assert!(is_log || changed.contains(&damage.file), "{what}: {damage}");
+                assert_eq!(victim.rebuild(what, files), Verdict::Refused, "{what}: {damage}");
+                self.refused += 1;
+                return;
+            }
+            Err(error) => panic!("{what}: {error}"),
+        };
+        assert_eq!(store.recovered().position.lsn, victim.last, "{what}");
+        let mut lost = BTreeSet::new();
+        for info in &state.pages {
+            match store.read_to_vec(info.page) {
+                Ok(bytes) => assert!(bytes == state.contents[&info.page], "{what}: page {}", info.page),
+                Err(Error::Damaged(damage)) => {
+                    assert!(changed.contains(&damage.file), "{what}: page {}: {damage}", info.page);
+                    assert_eq!(info.place, Place::Disk, "{what}: {damage}");
+                    lost.insert(info.page);
+                }
+                Err(error) => panic!("{what}: page {}: {error}", info.page),
+            }
+        }
+        if lost.is_empty() {
+            assert!(State::of(&store) == *state, "{what}");
+            self.whole += 1;
+            return;
+        }
+        assert!(lost.len() <= pages_max && lost.is_subset(&pages_in(victim, &changed)), "{what}: {lost:?}");
+        // A reader of all files names the same one, without opening them.
+        let (survey, mut proofs) = (Survey::read(files).unwrap(), ImageProofs::new(files));
+        let judged = judge(&survey, files, &mut proofs).starts;
+        let mut blocked = judged.iter().flat_map(|start| &start.blocked_by);
+        assert!(blocked.any(|damage| changed.contains(&damage.file)), "{what}: {judged:?}");
+        mend(&store, state, &lost, what);
+        drop(store);
+        let store = open_with(&disk, options()).unwrap_or_else(|error| panic!("{what}: mended: {error}"));
+        for (page, bytes) in &state.contents {
+            assert!(store.read_to_vec(*page).unwrap() == *bytes, "{what}: page {page}, mended");
+        }
+        lost.into_iter().for_each(|page| *self.pages.entry(page).or_default() += 1);
+    }
+}
+
+/// The store goes on: a batch gives the lost pages all of their bytes, and then a snapshot is taken.
+fn mend(store: &Store, state: &State, lost: &BTreeSet<PageId>, what: &str) {
+    let mut batch = store.batch();
+    lost.iter().for_each(|page| _ = batch.write(*page, 0, &state.contents[page]));
+    store.commit(batch).unwrap_or_else(|error| panic!("{what}: {error}"));
+    for page in lost {
+        assert!(
+            store.read_to_vec(*page).unwrap() == state.contents[page],
+            "{what}: page {page}, written anew"
+        );
+    }
+    store.snapshot().unwrap_or_else(|error| panic!("{what}: {error}"));
+}
+
+#[test]
+fn a_flipped_bit_among_pages_on_disk_is_found_by_a_rebuild() {
+    let [whole, cut, traceless, refused] = flip_every_byte(&victim());
+    assert_eq!((cut, traceless), (0, 0));
+    assert!(whole >= at_least(5_000) && refused >= at_least(1000), "{whole} whole, {refused} refused");
+}
+
+#[test]
+fn a_flipped_bit_of_a_page_on_disk_is_found_where_it_is_read_and_costs_no_other_page() {
+    let victim = victim();
+    let written = |(file, at): &(FileName, usize)| {
+        file.folder() == Folder::Pages && !is_in_zeros(&victim.files, (*file, *at))
+    };
+    let places: Vec<_> = (0..victim.files.bytes_len()).map(|number| place(&victim.files, number)).collect();
+    let images: Vec<_> = places.into_iter().filter(written).collect();
+    let outcomes = std::sync::Mutex::new(Outcomes::default());
+    let step = if is_long() { 1 } else { 13 };
+    sweep(&victim.files, images.len() / step, |files, number| {
+        let place = images[number * step];
+        let bit = mix(number as u64) % 8;
+        flip(files, place, bit);
+        let mut own = Outcomes::default();
+        own.add(&victim, &format!("bit {bit} of {place:?}"), files, 1);
+        let mut all = outcomes.lock().unwrap();
+        all.whole += own.whole;
+        all.refused += own.refused;
+        own.pages.into_iter().for_each(|(page, count)| *all.pages.entry(page).or_default() += count);
+        drop(all);
+        flip(files, place, bit);
+    });
+    let Outcomes { whole, refused, pages } = outcomes.into_inner().unwrap();
+    // The one of the overlay, and those of plain images; the captured one is proven by the open, as nothing
+    // has read its image back.
+    assert!(pages.len() >= 3 && pages.values().all(|count| *count >= at_least(10)), "{pages:?}");
+    assert!(whole >= at_least(10) && refused >= at_least(10), "{whole} whole, {refused} refused");
+}
+
+#[test]
+fn mutilated_files_of_pages_on_disk_cost_only_the_pages_in_them() {
+    let victim = victim();
+    let outcomes = std::cell::RefCell::new(Outcomes::default());
+    mutilate(&victim.files, &Files::default(), |what, files| {
+        outcomes.borrow_mut().add(&victim, what, files, usize::MAX);
+    });
+    let Outcomes { whole, refused, pages } = outcomes.into_inner();
+    assert!(
+        pages.len() >= 3 && whole >= at_least(100) && refused >= at_least(50),
+        "{whole}, {refused}, {pages:?}"
+    );
+}
