@@ -79,6 +79,47 @@ fn a_batch_that_names_images_is_followed_like_any_other() {
     check(&Replica::from_snapshot_on(&disk).unwrap());
 }
 
+/// Pages on disk, of which a snapshot has overlays: a replica follows them there and back from the beginning,
+/// and begins with the snapshot.
+#[test]
+fn pages_on_disk_are_followed_and_overlays_read() {
+    let (sim, disk) = sim();
+    let options = || options().compression(Compression::Off).log_kept(1 << 30);
+    let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), options()).unwrap();
+    let mut batch = store.batch();
+    (0..3).for_each(|seed| _ = batch.create_from(content(seed), Place::Disk));
+    let pages = store.commit(batch).unwrap().pages;
+    store.snapshot().unwrap();
+    let commit = |fill: &dyn Fn(&mut remanent::WriteBatch)| {
+        let mut batch = store.batch();
+        fill(&mut batch);
+        store.commit(batch).unwrap();
+    };
+    commit(&|batch| _ = batch.write(pages[0], 70, b"little").move_to(pages[1], Place::Host));
+    commit(&|batch| _ = batch.write(pages[0], LEN - 5, b"more").write(pages[1], 0, b"in memory"));
+    commit(&|batch| _ = batch.move_to(pages[1], Place::Disk).write(pages[2], 9, b"on disk"));
+    let snapshot = store.snapshot().unwrap();
+    let survey = remanent_format::state::survey::Survey::read(&sim).unwrap();
+    let entries = &survey.snapshot(snapshot.id).unwrap().entries;
+    let overlays = entries.iter().filter(|entry| entry.image.is_some_and(|image| !image.is_whole())).count();
+    assert_eq!(overlays, 2, "{entries:?}");
+    let mut replica = Replica::from_snapshot_on(&disk).unwrap();
+    commit(&|batch| _ = batch.write(pages[0], 3, b"after it").move_to(pages[2], Place::Pinned));
+    let mut follower = Follower::open_on(disk.clone(), replica.position().into()).unwrap();
+    replica.apply(&next(&mut follower)).unwrap();
+    let mut from_the_beginning = Replica::default();
+    let mut follower = Follower::open_on(disk.clone(), FollowFrom::Beginning).unwrap();
+    while let Some(batch) = follower.next(Duration::ZERO).unwrap() {
+        from_the_beginning.apply(&batch).unwrap();
+    }
+    for replica in [replica, from_the_beginning] {
+        assert!(replica.pages().eq(store.pages().unwrap()));
+        for page in &pages {
+            assert!(replica.bytes(*page) == Some(&store.read_to_vec(*page).unwrap()[..]), "page {page}");
+        }
+    }
+}
+
 #[test]
 fn an_image_that_rots_is_named_and_the_replica_stays_as_it_was() {
     let (sim, disk) = sim();

@@ -29,7 +29,8 @@ use crate::kill::workload::{Shape, changes, fill, is_restore, reshape, restore_t
 
 /// Small segments: a few batches cross every boundary.
 fn options() -> Options {
-    Options::default().segment_len(16 << 10).reserve_bytes(0)
+    // Short chunks, so that pages on disk of some hundred bytes have overlays.
+    Options::default().segment_len(16 << 10).reserve_bytes(0).chunk_len(4 << 10)
 }
 
 /// An open store that commits the workload, with the content that it must have.
