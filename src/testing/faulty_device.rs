@@ -6,7 +6,7 @@
 //! A copy with a changed bit reports no error, as a bus, staging or host memory that turns a bit over does
 //! not.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use remanent_format::{Place, Width};
@@ -120,6 +120,25 @@ struct FaultState {
     longest_staging: usize,
     /// The memory of files.
     files: BTreeSet<MemoryId>,
+    /// Page memory that was allocated and not released.
+    memories: BTreeMap<MemoryId, (Place, u64)>,
+    /// Bytes of it by places, and the most that there ever were.
+    held: BTreeMap<Place, (u64, u64)>,
+}
+
+impl FaultState {
+    fn allocated(&mut self, memory: MemoryId, place: Place, len: u64) {
+        self.memories.insert(memory, (place, len));
+        let (now, peak) = self.held.entry(place).or_default();
+        *now += len;
+        *peak = (*peak).max(*now);
+    }
+
+    fn released(&mut self, memory: MemoryId) {
+        if let Some((place, len)) = self.memories.remove(&memory) {
+            self.held.entry(place).or_default().0 -= len;
+        }
+    }
 }
 
 impl FaultyDevice {
@@ -146,6 +165,12 @@ impl FaultyDevice {
     #[must_use]
     pub fn longest_staging(&self) -> usize {
         self.state.lock().longest_staging
+    }
+
+    /// The most bytes of page memory that were allocated in a place at one time.
+    #[must_use]
+    pub fn peak_bytes(&self, place: Place) -> u64 {
+        self.state.lock().held.get(&place).map_or(0, |(_, peak)| *peak)
     }
 
     /// Ends the flips. Returns how many copies changed a bit.
@@ -254,12 +279,16 @@ impl Device for FaultyDevice {
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
         self.enter(DeviceCall::Allocate)?;
-        self.inner.allocate(place, len)
+        let memory = self.inner.allocate(place, len)?;
+        self.state.lock().allocated(memory, place, len);
+        Ok(memory)
     }
 
     fn allocate_at_once(&self, place: Place, len: u64) -> Result<MemoryId> {
         self.enter(DeviceCall::Allocate)?;
-        self.inner.allocate_at_once(place, len)
+        let memory = self.inner.allocate_at_once(place, len)?;
+        self.state.lock().allocated(memory, place, len);
+        Ok(memory)
     }
 
     fn allocates_zeros(&self, place: Place, len: u64) -> bool {
@@ -272,6 +301,8 @@ impl Device for FaultyDevice {
 
     fn release(&self, memory: MemoryId) -> Result<()> {
         self.enter(DeviceCall::Release)?;
+        // Before it is free for another one.
+        self.state.lock().released(memory);
         self.inner.release(memory)
     }
 

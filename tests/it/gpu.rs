@@ -3,6 +3,7 @@
 //!
 //! [`Caller`] stands for the program that uses a store: it has memory and streams of its own.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::io::Write;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys;
 use remanent::Error;
 use remanent::device::cuda::CudaDevice;
+use remanent::device::host::HostDevice;
 use remanent::device::{Device, RawStream};
 
 use crate::machine;
@@ -23,6 +25,36 @@ pub fn device() -> Option<Arc<CudaDevice>> {
             None
         }
         Err(error) => panic!("the GPU is there and cannot be used: {error}"),
+    }
+}
+
+thread_local! {
+    static IS_ON_GPU: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs the body of a test on the host device, and on a GPU where there is one. It opens its stores, on this
+/// thread, with devices that [`under_test`] gives.
+pub fn on_each_device(test: impl Fn()) {
+    /// The next test on this thread may be another one.
+    struct Leaves;
+    impl Drop for Leaves {
+        fn drop(&mut self) {
+            IS_ON_GPU.set(false);
+        }
+    }
+    test();
+    if device().is_some() {
+        let _leaves = Leaves;
+        IS_ON_GPU.set(true);
+        test();
+    }
+}
+
+/// A new device: a GPU's where the test runs [on one](on_each_device), and the host device anywhere else.
+pub fn under_test() -> Arc<dyn Device> {
+    match IS_ON_GPU.get() {
+        true => device().expect("it was there before"),
+        false => Arc::new(HostDevice::new()),
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::collections::HashSet;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
@@ -23,7 +23,8 @@ pub struct InterruptedDisk {
 #[derive(Default)]
 struct Moment {
     reads: AtomicUsize,
-    at: usize,
+    bytes: AtomicU64,
+    at: AtomicUsize,
     strike: Mutex<Option<Strike>>,
     cache_is_damaged: bool,
     past_cache: Mutex<HashSet<ThreadId>>,
@@ -31,7 +32,11 @@ struct Moment {
 
 impl InterruptedDisk {
     pub fn new(inner: &SimDisk, at: usize, strike: impl FnOnce() + Send + 'static) -> Self {
-        let moment = Moment { at, strike: Mutex::new(Some(Box::new(strike))), ..Moment::default() };
+        let moment = Moment {
+            at: AtomicUsize::new(at),
+            strike: Mutex::new(Some(Box::new(strike))),
+            ..Moment::default()
+        };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
@@ -40,15 +45,30 @@ impl InterruptedDisk {
         Self::new(inner, usize::MAX, || {})
     }
 
+    /// A disk on which the strike comes before the read that follows [`strike_next`](Self::strike_next).
+    pub fn armed_later(inner: &SimDisk, strike: impl FnOnce() + Send + 'static) -> Self {
+        Self::new(inner, usize::MAX, strike)
+    }
+
+    /// Lets the strike come before the next read.
+    pub fn strike_next(&self) {
+        self.moment.at.store(self.reads(), Ordering::SeqCst);
+    }
+
     /// A disk on which nothing strikes, but all bytes from the cache are wrong.
     pub fn with_damaged_cache(inner: &SimDisk) -> Self {
-        let moment = Moment { at: usize::MAX, cache_is_damaged: true, ..Moment::default() };
+        let moment = Moment { at: AtomicUsize::new(usize::MAX), cache_is_damaged: true, ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
     /// The threads that have read past the cache since the last call.
     pub fn past_cache(&self) -> HashSet<ThreadId> {
         std::mem::take(&mut self.moment.past_cache.lock().unwrap())
+    }
+
+    /// Bytes of files that were read since the last call.
+    pub fn bytes_read(&self) -> u64 {
+        self.moment.bytes.swap(0, Ordering::SeqCst)
     }
 
     /// The number of reads so far. If it is at most `at`, nothing struck.
@@ -59,7 +79,7 @@ impl InterruptedDisk {
 
 impl Moment {
     fn pass(&self) {
-        if self.reads.fetch_add(1, Ordering::SeqCst) == self.at {
+        if self.reads.fetch_add(1, Ordering::SeqCst) == self.at.load(Ordering::SeqCst) {
             let strike = self.strike.lock().unwrap().take().expect("there is one read of this number");
             strike();
         }
@@ -174,17 +194,20 @@ impl DiskFile for InterruptedFile {
 
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.moment.pass();
+        self.moment.bytes.fetch_add(out.len() as u64, Ordering::SeqCst);
         self.inner.read_at(offset, out)
     }
 
     fn read_past_cache(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.moment.pass();
+        self.moment.bytes.fetch_add(out.len() as u64, Ordering::SeqCst);
         self.moment.past_cache.lock().unwrap().insert(thread::current().id());
         self.inner.read_past_cache(offset, out)
     }
 
     fn read_proven(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.moment.pass();
+        self.moment.bytes.fetch_add(out.len() as u64, Ordering::SeqCst);
         self.inner.read_proven(offset, out)?;
         if self.moment.cache_is_damaged {
             // All of it: a read begins on a block, before the bytes that are wanted.

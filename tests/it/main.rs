@@ -9,6 +9,7 @@ mod api;
 mod arrivals;
 mod audit;
 mod background;
+mod block_pages;
 mod bounds;
 mod bulk;
 mod captures;

@@ -11,6 +11,8 @@ use remanent::{
 };
 
 use crate::files::{Files, small};
+use crate::gpu::{self, on_each_device};
+use crate::interrupted_reads::InterruptedDisk;
 use crate::kill::workload::Random;
 
 /// Longer than a piece of an image, and no multiple of anything.
@@ -37,7 +39,7 @@ fn without_memory() -> Options {
 }
 
 pub fn opened(disk: &SimDisk, options: Options) -> Store {
-    Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap()
+    Store::open_on(Arc::new(disk.clone()), gpu::under_test(), options).unwrap()
 }
 
 /// Options under which a page's bytes can be found in the files.
@@ -49,52 +51,60 @@ pub fn uncompressed() -> Options {
 /// their own, some with writes over them. The disk and the device are asked for many at a time.
 #[test]
 fn many_pages_move_at_once() {
-    let disk = SimDisk::new();
-    let store = opened(&disk, uncompressed());
-    let mut random = Random(3);
-    let mut plain: Vec<Vec<u8>> = (0..1000).map(|_| random.bytes(3000)).collect();
-    let pages = commit(&store, |batch| {
-        plain.iter().for_each(|bytes| _ = batch.create_from(bytes.clone(), Place::Host));
-    });
-    store.snapshot().unwrap();
-    let write = |plain: &mut Vec<Vec<u8>>, every: usize, value: u8| {
-        commit(&store, |batch| {
-            for (page, bytes) in pages.iter().zip(plain).step_by(every) {
-                bytes[..100].fill(value);
-                batch.write(*page, 0, &[value; 100]);
-            }
+    on_each_device(|| {
+        let disk = SimDisk::new();
+        let store = opened(&disk, uncompressed());
+        let mut random = Random(3);
+        let mut plain: Vec<Vec<u8>> = (0..1000).map(|_| random.bytes(3000)).collect();
+        let pages = commit(&store, |batch| {
+            plain.iter().for_each(|bytes| _ = batch.create_from(bytes.clone(), Place::Host));
         });
-    };
-    // Half of them have no image as they are.
-    write(&mut plain, 2, 1);
-    let asked = || {
-        let reads = [Operation::Read, Operation::ReadPastCache].map(|kind| disk.calls(kind));
-        let lists = store.stats().lanes.iter().map(|(_, lane)| lane.lists).sum::<u64>();
-        (reads.iter().sum::<usize>(), disk.calls(Operation::Open), lists)
-    };
-    let move_all = |to: Place| {
-        let before = asked();
-        commit(&store, |batch| pages.iter().for_each(|page| _ = batch.move_to(*page, to)));
-        let after = asked();
-        (after.0 - before.0, after.1 - before.1, after.2 - before.2)
-    };
-    for round in 0..3 {
-        let (reads, opens, lists) = move_all(Place::Disk);
-        assert!(reads < 10 && opens < 10 && lists < 10, "down: {reads} reads, {opens} opens, {lists} lists");
-        let are_alike = |(page, bytes): (&PageId, &Vec<u8>)| store.read_to_vec(*page).unwrap() == *bytes;
-        assert!(pages.iter().zip(&plain).all(are_alike), "on disk in round {round}");
-        let (reads, opens, lists) = move_all(Place::Host);
-        assert!(reads < 10 && opens < 10 && lists < 10, "up: {reads} reads, {opens} opens, {lists} lists");
-        assert!(pages.iter().zip(&plain).all(are_alike), "in memory in round {round}");
-    }
-    // A page with writes over its image comes by itself, the others together.
-    move_all(Place::Disk);
-    write(&mut plain, 100, 2);
-    let (reads, ..) = move_all(Place::Host);
-    assert!((10..30).contains(&reads), "{reads} reads for ten pages and the others");
-    for (page, bytes) in pages.iter().zip(&plain) {
-        assert!(store.read_to_vec(*page).unwrap() == *bytes, "{page}");
-    }
+        store.snapshot().unwrap();
+        let write = |plain: &mut Vec<Vec<u8>>, every: usize, value: u8| {
+            commit(&store, |batch| {
+                for (page, bytes) in pages.iter().zip(plain).step_by(every) {
+                    bytes[..100].fill(value);
+                    batch.write(*page, 0, &[value; 100]);
+                }
+            });
+        };
+        // Half of them have no image as they are.
+        write(&mut plain, 2, 1);
+        let asked = || {
+            let reads = [Operation::Read, Operation::ReadPastCache].map(|kind| disk.calls(kind));
+            let lists = store.stats().lanes.iter().map(|(_, lane)| lane.lists).sum::<u64>();
+            (reads.iter().sum::<usize>(), disk.calls(Operation::Open), lists)
+        };
+        let move_all = |to: Place| {
+            let before = asked();
+            commit(&store, |batch| pages.iter().for_each(|page| _ = batch.move_to(*page, to)));
+            let after = asked();
+            (after.0 - before.0, after.1 - before.1, after.2 - before.2)
+        };
+        for round in 0..3 {
+            let (reads, opens, lists) = move_all(Place::Disk);
+            assert!(
+                reads < 10 && opens < 10 && lists < 10,
+                "down: {reads} reads, {opens} opens, {lists} lists"
+            );
+            let are_alike = |(page, bytes): (&PageId, &Vec<u8>)| store.read_to_vec(*page).unwrap() == *bytes;
+            assert!(pages.iter().zip(&plain).all(are_alike), "on disk in round {round}");
+            let (reads, opens, lists) = move_all(Place::Host);
+            assert!(
+                reads < 10 && opens < 10 && lists < 10,
+                "up: {reads} reads, {opens} opens, {lists} lists"
+            );
+            assert!(pages.iter().zip(&plain).all(are_alike), "in memory in round {round}");
+        }
+        // A page with writes over its image comes by itself, the others together.
+        move_all(Place::Disk);
+        write(&mut plain, 100, 2);
+        let (reads, ..) = move_all(Place::Host);
+        assert!((10..30).contains(&reads), "{reads} reads for ten pages and the others");
+        for (page, bytes) in pages.iter().zip(&plain) {
+            assert!(store.read_to_vec(*page).unwrap() == *bytes, "{page}");
+        }
+    });
 }
 
 /// Every kind of change, read back at once, after a snapshot and after a restart with and without it.
@@ -157,60 +167,102 @@ fn bytes_are_what_batches_made_of_them() {
 /// A page goes to disk and comes back: bytes and epoch stay. What goes there takes no memory any more.
 #[test]
 fn pages_go_to_disk_and_come_back() {
-    let disk = SimDisk::new();
-    let budget = Budget::default().with(Place::Host, LONG + SHORT);
-    let store = opened(&disk, small().budget(budget.clone()));
+    on_each_device(|| {
+        let disk = SimDisk::new();
+        let budget = Budget::default().with(Place::Host, LONG + SHORT);
+        let store = opened(&disk, small().budget(budget.clone()));
+        let (long, short) = (Random(1).bytes(LONG), Random(2).bytes(SHORT));
+        let pages = commit(&store, |batch| {
+            batch.create_from(long.clone(), Place::Host);
+            batch.create_from(short.clone(), Place::Host);
+            batch.create(0, Place::Host);
+        });
+        let used = || {
+            store.trim().unwrap();
+            store.stats().places.iter().map(|(_, usage)| usage.allocated_bytes).sum::<u64>()
+        };
+        let epochs = || pages.iter().map(|page| store.page(*page).unwrap().epoch).collect::<Vec<_>>();
+        let (before, lease) = (epochs(), store.lease(pages[1]).unwrap());
+        for page in &pages {
+            move_to(&store, *page, Place::Disk);
+        }
+        assert_eq!(lease.bytes().unwrap(), short, "a lease shows what it showed");
+        drop(lease);
+        assert_eq!((epochs(), used()), (before.clone(), 0));
+        assert!(
+            store.read_to_vec(pages[0]).unwrap() == long && store.read_to_vec(pages[1]).unwrap() == short
+        );
+        for refused in [store.lease(pages[1]).map(drop), store.pin(pages[1]).map(drop)] {
+            let refused = refused.unwrap_err();
+            assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Disk, .. }), "{refused}");
+            assert_eq!(refused.remedy(), Remedy::ChangeCall);
+        }
+        // Memory is the other pages' now.
+        let other = commit(&store, |batch| _ = batch.create(LONG, Place::Host))[0];
+        let refused = store.ensure(&pages, Place::Host).unwrap_err();
+        assert!(matches!(refused, Error::OverBudget { place: Place::Host, .. }), "{refused}");
+        commit(&store, |batch| _ = batch.delete(other));
+        commit(&store, |batch| _ = batch.write(pages[0], 9, b"changed on disk"));
+        store.ensure(&pages, Place::Host).unwrap();
+        let mut changed = long.clone();
+        changed[9..24].copy_from_slice(b"changed on disk");
+        assert!(
+            store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == short
+        );
+        assert_eq!(used(), LONG + SHORT);
+        // Moved and changed in one batch: first the one, then the other.
+        commit(&store, |batch| _ = batch.move_to(pages[1], Place::Disk).write(pages[1], 0, b"after"));
+        let mut batch = store.batch();
+        batch.write(pages[0], 0, b"before").move_to(pages[0], Place::Disk);
+        let refused = store.commit(batch).unwrap_err();
+        assert!(matches!(refused, Error::InvalidOperation { index: 1, .. }), "{refused}");
+        store.snapshot().unwrap();
+        drop(store);
+        let store = opened(&disk, small().budget(budget));
+        let mut after = short;
+        after[..5].copy_from_slice(b"after");
+        assert_eq!(
+            (store.page(pages[0]).unwrap().place, store.page(pages[1]).unwrap().place),
+            (Place::Host, Place::Disk)
+        );
+        assert!(
+            store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == after
+        );
+    });
+}
+
+/// Of a long page the first read proves all of it, and later ones read the pieces that they want. Of a short
+/// one each read takes all.
+#[test]
+fn a_part_of_a_page_on_disk_takes_its_pieces_alone() {
+    const PIECE: u64 = 1 << 20;
+    // The blocks around what is asked for, and the heads of images.
+    const BESIDE: u64 = 16 << 10;
+    let disk = Arc::new(InterruptedDisk::never(&SimDisk::new()));
+    let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), uncompressed()).unwrap();
     let (long, short) = (Random(1).bytes(LONG), Random(2).bytes(SHORT));
     let pages = commit(&store, |batch| {
-        batch.create_from(long.clone(), Place::Host);
-        batch.create_from(short.clone(), Place::Host);
-        batch.create(0, Place::Host);
+        batch.create_from(long.clone(), Place::Disk);
+        batch.create_from(short.clone(), Place::Disk);
     });
-    let used = || {
-        store.trim().unwrap();
-        store.stats().places.iter().map(|(_, usage)| usage.allocated_bytes).sum::<u64>()
-    };
-    let epochs = || pages.iter().map(|page| store.page(*page).unwrap().epoch).collect::<Vec<_>>();
-    let (before, lease) = (epochs(), store.lease(pages[1]).unwrap());
-    for page in &pages {
-        move_to(&store, *page, Place::Disk);
-    }
-    assert_eq!(lease.bytes().unwrap(), short, "a lease shows what it showed");
-    drop(lease);
-    assert_eq!((epochs(), used()), (before.clone(), 0));
-    assert!(store.read_to_vec(pages[0]).unwrap() == long && store.read_to_vec(pages[1]).unwrap() == short);
-    for refused in [store.lease(pages[1]).map(drop), store.pin(pages[1]).map(drop)] {
-        let refused = refused.unwrap_err();
-        assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Disk, .. }), "{refused}");
-        assert_eq!(refused.remedy(), Remedy::ChangeCall);
-    }
-    // Memory is the other pages' now.
-    let other = commit(&store, |batch| _ = batch.create(LONG, Place::Host))[0];
-    let refused = store.ensure(&pages, Place::Host).unwrap_err();
-    assert!(matches!(refused, Error::OverBudget { place: Place::Host, .. }), "{refused}");
-    commit(&store, |batch| _ = batch.delete(other));
-    commit(&store, |batch| _ = batch.write(pages[0], 9, b"changed on disk"));
-    store.ensure(&pages, Place::Host).unwrap();
-    let mut changed = long.clone();
-    changed[9..24].copy_from_slice(b"changed on disk");
-    assert!(store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == short);
-    assert_eq!(used(), LONG + SHORT);
-    // Moved and changed in one batch: first the one, then the other.
-    commit(&store, |batch| _ = batch.move_to(pages[1], Place::Disk).write(pages[1], 0, b"after"));
-    let mut batch = store.batch();
-    batch.write(pages[0], 0, b"before").move_to(pages[0], Place::Disk);
-    let refused = store.commit(batch).unwrap_err();
-    assert!(matches!(refused, Error::InvalidOperation { index: 1, .. }), "{refused}");
     store.snapshot().unwrap();
-    drop(store);
-    let store = opened(&disk, small().budget(budget));
-    let mut after = short;
-    after[..5].copy_from_slice(b"after");
-    assert_eq!(
-        (store.page(pages[0]).unwrap().place, store.page(pages[1]).unwrap().place),
-        (Place::Host, Place::Disk)
-    );
-    assert!(store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == after);
+    store.wait_verified().unwrap();
+    let read = |number: usize, at: u64, len: u64| {
+        disk.bytes_read();
+        let mut out = vec![0; len as usize];
+        store.read(pages[number], at, &mut out).unwrap();
+        assert!(out == [&long, &short][number][at as usize..(at + len) as usize], "{len} bytes from {at}");
+        disk.bytes_read()
+    };
+    assert!((LONG..LONG + PIECE + BESIDE).contains(&read(0, 5, 10)), "all of it, once");
+    for (at, len, pieces) in [(5, 10, 1), (PIECE + 100, 4096, 1), (PIECE - 50, 4096, 2), (LONG - 9, 9, 1)] {
+        let found = read(0, at, len);
+        assert!((len..pieces * (PIECE + BESIDE)).contains(&found), "{found} bytes for {len} from {at}");
+    }
+    assert!((LONG..LONG + BESIDE).contains(&read(0, 0, LONG)));
+    for at in [0, 4000] {
+        assert!((SHORT..SHORT + BESIDE).contains(&read(1, at, 7)));
+    }
 }
 
 /// The files that pages are read from stay, and all others go: a store of pages on disk that are written
@@ -241,65 +293,69 @@ fn disk_is_bounded_and_no_page_loses_its_image() {
 /// without one they are refused, with nothing changed.
 #[test]
 fn what_is_pending_is_bounded() {
-    let disk = SimDisk::new();
-    let options = || small().budget(Budget::default().with(Place::Disk, 64 << 10));
-    let store = opened(&disk, options().snapshot_log_bytes(None));
-    let page = commit(&store, |batch| _ = batch.create(1 << 20, Place::Disk))[0];
-    let write = |store: &Store, number: u64| {
-        let mut batch = store.batch();
-        batch.write(page, number * 8192, &[number as u8; 8192]);
-        store.commit(batch).map(drop)
-    };
-    let refused = (0..100).find_map(|number| write(&store, number).err()).unwrap();
-    let Error::OverBudget { place: Place::Disk, budget, .. } = refused else { panic!("{refused}") };
-    assert_eq!((budget, refused.remedy()), (64 << 10, Remedy::FreeSpace));
-    store.snapshot().unwrap();
-    write(&store, 0).unwrap();
-    drop(store);
-    let store = opened(&disk, options().snapshot_log_bytes(Some(1 << 30)));
-    for number in 0..100 {
-        write(&store, number).unwrap();
-    }
-    let bytes = store.read_to_vec(page).unwrap();
-    assert!((0..100).all(|number| bytes[number * 8192] == number as u8));
-    assert!(!store.snapshots().is_empty());
+    on_each_device(|| {
+        let disk = SimDisk::new();
+        let options = || small().budget(Budget::default().with(Place::Disk, 64 << 10));
+        let store = opened(&disk, options().snapshot_log_bytes(None));
+        let page = commit(&store, |batch| _ = batch.create(1 << 20, Place::Disk))[0];
+        let write = |store: &Store, number: u64| {
+            let mut batch = store.batch();
+            batch.write(page, number * 8192, &[number as u8; 8192]);
+            store.commit(batch).map(drop)
+        };
+        let refused = (0..100).find_map(|number| write(&store, number).err()).unwrap();
+        let Error::OverBudget { place: Place::Disk, budget, .. } = refused else { panic!("{refused}") };
+        assert_eq!((budget, refused.remedy()), (64 << 10, Remedy::FreeSpace));
+        store.snapshot().unwrap();
+        write(&store, 0).unwrap();
+        drop(store);
+        let store = opened(&disk, options().snapshot_log_bytes(Some(1 << 30)));
+        for number in 0..100 {
+            write(&store, number).unwrap();
+        }
+        let bytes = store.read_to_vec(page).unwrap();
+        assert!((0..100).all(|number| bytes[number * 8192] == number as u8));
+        assert!(!store.snapshots().is_empty());
+    });
 }
 
 /// An earlier state comes back with its places, its pages on disk among them; a fork has them, too.
 #[test]
 fn restores_and_forks_have_pages_on_disk() {
-    let disk = SimDisk::new();
-    let store = opened(&disk, small().log_kept(1 << 30));
-    let pages = commit(&store, |batch| {
-        batch.create_from(Random(1).bytes(SHORT), Place::Disk);
-        batch.create_from(Random(2).bytes(SHORT), Place::Host);
+    on_each_device(|| {
+        let disk = SimDisk::new();
+        let store = opened(&disk, small().log_kept(1 << 30));
+        let pages = commit(&store, |batch| {
+            batch.create_from(Random(1).bytes(SHORT), Place::Disk);
+            batch.create_from(Random(2).bytes(SHORT), Place::Host);
+        });
+        commit(&store, |batch| _ = batch.write(pages[0], 0, b"then").write(pages[1], 0, b"then"));
+        let then = store.lsn();
+        let was = pages.iter().map(|page| store.read_to_vec(*page).unwrap()).collect::<Vec<_>>();
+        commit(&store, |batch| _ = batch.write(pages[0], 0, b"now!").write(pages[1], 0, b"now!"));
+        move_to(&store, pages[0], Place::Host);
+        move_to(&store, pages[1], Place::Disk);
+        store.snapshot().unwrap();
+        store.restore(&StatePoint::Lsn(then)).unwrap();
+        let places =
+            |store: &Store| pages.iter().map(|page| store.page(*page).unwrap().place).collect::<Vec<_>>();
+        let bytes =
+            |store: &Store| pages.iter().map(|page| store.read_to_vec(*page).unwrap()).collect::<Vec<_>>();
+        assert_eq!(places(&store), [Place::Disk, Place::Host]);
+        assert!(bytes(&store) == was);
+        commit(&store, |batch| _ = batch.write(pages[0], 1, b"later"));
+        let now = bytes(&store);
+        let view = store.view().unwrap();
+        let mut seen = [0; 6];
+        view.read(pages[0], 0, &mut seen).unwrap();
+        assert_eq!(&seen, b"tlater");
+        drop(view);
+        store.snapshot().unwrap();
+        drop(store);
+        let store = opened(&disk, small().page_load(PageLoad::OnDemand));
+        assert_eq!((places(&store), bytes(&store)), (vec![Place::Disk, Place::Host], now));
+        assert!(store.audit().unwrap().changed.is_empty());
     });
-    commit(&store, |batch| _ = batch.write(pages[0], 0, b"then").write(pages[1], 0, b"then"));
-    let then = store.lsn();
-    let was = pages.iter().map(|page| store.read_to_vec(*page).unwrap()).collect::<Vec<_>>();
-    commit(&store, |batch| _ = batch.write(pages[0], 0, b"now!").write(pages[1], 0, b"now!"));
-    move_to(&store, pages[0], Place::Host);
-    move_to(&store, pages[1], Place::Disk);
-    store.snapshot().unwrap();
-    store.restore(&StatePoint::Lsn(then)).unwrap();
-    let places =
-        |store: &Store| pages.iter().map(|page| store.page(*page).unwrap().place).collect::<Vec<_>>();
-    let bytes =
-        |store: &Store| pages.iter().map(|page| store.read_to_vec(*page).unwrap()).collect::<Vec<_>>();
-    assert_eq!(places(&store), [Place::Disk, Place::Host]);
-    assert!(bytes(&store) == was);
-    commit(&store, |batch| _ = batch.write(pages[0], 1, b"later"));
-    let now = bytes(&store);
-    let view = store.view().unwrap();
-    let mut seen = [0; 6];
-    view.read(pages[0], 0, &mut seen).unwrap();
-    assert_eq!(&seen, b"tlater");
-    drop(view);
-    store.snapshot().unwrap();
-    drop(store);
-    let store = opened(&disk, small().page_load(PageLoad::OnDemand));
-    assert_eq!((places(&store), bytes(&store)), (vec![Place::Disk, Place::Host], now));
-    assert!(store.audit().unwrap().changed.is_empty());
 }
 
 /// A damaged image is told to the reader of its page; other pages go on, and so does this one once a batch
@@ -335,37 +391,39 @@ fn damage_concerns_the_page_alone() {
 /// another is written while memory still has the bytes.
 #[test]
 fn an_image_is_proven_before_its_memory_goes() {
-    let disk = SimDisk::new();
-    let store = opened(&disk, uncompressed());
-    let pages = commit(&store, |batch| {
-        [1, 2, 3].iter().for_each(|byte| _ = batch.create_from(vec![*byte; 5000], Place::Host));
-    });
-    store.snapshot().unwrap();
-    store.wait_verified().unwrap();
-    let images = |disk: &SimDisk| {
-        let files = Files::of(disk).0;
-        files.into_iter().filter(|(file, _)| file.folder() == Folder::Pages).collect::<Vec<_>>()
-    };
-    let before = images(&disk);
-    for (file, bytes) in &before {
-        if let Some(at) = bytes.windows(64).position(|bytes| bytes == [2; 64]) {
-            disk.damage(*file, at as u64 + 1000, &[9]);
+    on_each_device(|| {
+        let disk = SimDisk::new();
+        let store = opened(&disk, uncompressed());
+        let pages = commit(&store, |batch| {
+            [1, 2, 3].iter().for_each(|byte| _ = batch.create_from(vec![*byte; 5000], Place::Host));
+        });
+        store.snapshot().unwrap();
+        store.wait_verified().unwrap();
+        let images = |disk: &SimDisk| {
+            let files = Files::of(disk).0;
+            files.into_iter().filter(|(file, _)| file.folder() == Folder::Pages).collect::<Vec<_>>()
+        };
+        let before = images(&disk);
+        for (file, bytes) in &before {
+            if let Some(at) = bytes.windows(64).position(|bytes| bytes == [2; 64]) {
+                disk.damage(*file, at as u64 + 1000, &[9]);
+            }
         }
-    }
-    commit(&store, |batch| pages.iter().for_each(|page| _ = batch.move_to(*page, Place::Disk)));
-    let of_page = |byte: u8| {
-        let has_image = |bytes: &[u8]| bytes.windows(64).any(|bytes| bytes == [byte; 64]);
-        images(&disk).iter().filter(|(_, bytes)| has_image(bytes)).count()
-    };
-    for (page, byte) in pages.iter().zip(1..) {
-        assert!(store.read_to_vec(*page).unwrap() == [byte; 5000], "{page}");
-    }
-    let counts = [1, 2, 3].map(of_page);
-    assert_eq!(
-        counts,
-        [counts[0], counts[0] + 1, counts[0]],
-        "another image of the page whose image was damaged"
-    );
+        commit(&store, |batch| pages.iter().for_each(|page| _ = batch.move_to(*page, Place::Disk)));
+        let of_page = |byte: u8| {
+            let has_image = |bytes: &[u8]| bytes.windows(64).any(|bytes| bytes == [byte; 64]);
+            images(&disk).iter().filter(|(_, bytes)| has_image(bytes)).count()
+        };
+        for (page, byte) in pages.iter().zip(1..) {
+            assert!(store.read_to_vec(*page).unwrap() == [byte; 5000], "{page}");
+        }
+        let counts = [1, 2, 3].map(of_page);
+        assert_eq!(
+            counts,
+            [counts[0], counts[0] + 1, counts[0]],
+            "another image of the page whose image was damaged"
+        );
+    });
 }
 
 /// An image that the log names and that no snapshot has proven yet is read at the open: what is damaged is
@@ -396,84 +454,88 @@ fn an_open_proves_images_that_nothing_has_proven() {
 /// there, and each read is of one batch.
 #[test]
 fn moves_writes_and_reads_at_once() {
-    const WRITES: u64 = 300;
-    let disk = SimDisk::new();
-    let store = opened(&disk, small());
-    let page = commit(&store, |batch| _ = batch.create(64 << 10, Place::Host))[0];
-    let is_over = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let writers: Vec<_> = (0..2_u64)
-            .map(|writer| {
-                let store = &store;
-                scope.spawn(move || {
-                    for number in 1..=WRITES {
-                        // The same number at both ends, so that a reader sees whether it is of one batch.
-                        let number = number.to_le_bytes();
-                        let at = 8 * writer;
-                        commit(store, |batch| {
-                            batch.write(page, at, &number).write(page, (63 << 10) + at, &number);
-                        });
-                    }
+    on_each_device(|| {
+        const WRITES: u64 = 300;
+        let disk = SimDisk::new();
+        let store = opened(&disk, small());
+        let page = commit(&store, |batch| _ = batch.create(64 << 10, Place::Host))[0];
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let writers: Vec<_> = (0..2_u64)
+                .map(|writer| {
+                    let store = &store;
+                    scope.spawn(move || {
+                        for number in 1..=WRITES {
+                            // The same number at both ends, so that a reader sees whether it is of one batch.
+                            let number = number.to_le_bytes();
+                            let at = 8 * writer;
+                            commit(store, |batch| {
+                                batch.write(page, at, &number).write(page, (63 << 10) + at, &number);
+                            });
+                        }
+                    })
                 })
-            })
-            .collect();
-        scope.spawn(|| {
-            let mut round = 0;
-            while !is_over.load(Ordering::Relaxed) {
-                move_to(&store, page, if round % 2 == 0 { Place::Disk } else { Place::Host });
-                if round % 5 == 0 {
-                    store.snapshot().unwrap();
+                .collect();
+            scope.spawn(|| {
+                let mut round = 0;
+                while !is_over.load(Ordering::Relaxed) {
+                    move_to(&store, page, if round % 2 == 0 { Place::Disk } else { Place::Host });
+                    if round % 5 == 0 {
+                        store.snapshot().unwrap();
+                    }
+                    round += 1;
                 }
-                round += 1;
-            }
+            });
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    let bytes = store.read_to_vec(page).unwrap();
+                    assert_eq!(bytes[..16], bytes[63 << 10..][..16]);
+                }
+            });
+            writers.into_iter().for_each(|writer| writer.join().unwrap());
+            is_over.store(true, Ordering::Relaxed);
         });
-        scope.spawn(|| {
-            while !is_over.load(Ordering::Relaxed) {
-                let bytes = store.read_to_vec(page).unwrap();
-                assert_eq!(bytes[..16], bytes[63 << 10..][..16]);
-            }
-        });
-        writers.into_iter().for_each(|writer| writer.join().unwrap());
-        is_over.store(true, Ordering::Relaxed);
+        let check = |store: &Store| {
+            let bytes = store.read_to_vec(page).unwrap();
+            let expected = [WRITES.to_le_bytes(), WRITES.to_le_bytes()].concat();
+            assert_eq!((&bytes[..16], &bytes[63 << 10..][..16]), (&expected[..], &expected[..]));
+        };
+        check(&store);
+        assert!(store.audit().unwrap().changed.is_empty());
+        drop(store);
+        check(&opened(&disk, small()));
     });
-    let check = |store: &Store| {
-        let bytes = store.read_to_vec(page).unwrap();
-        let expected = [WRITES.to_le_bytes(), WRITES.to_le_bytes()].concat();
-        assert_eq!((&bytes[..16], &bytes[63 << 10..][..16]), (&expected[..], &expected[..]));
-    };
-    check(&store);
-    assert!(store.audit().unwrap().changed.is_empty());
-    drop(store);
-    check(&opened(&disk, small()));
 }
 
 /// Far more pages than memory: the store that holds them opens, reads and writes within its budget.
 #[test]
 fn a_store_holds_more_pages_than_memory() {
-    const PAGES: u64 = 400;
-    let disk = SimDisk::new();
-    let options = || small().segment_len(1 << 20).budget(Budget::default().with(Place::Host, 1 << 20));
-    let store = opened(&disk, options());
-    let keys = |number: u64| remanent::Key::new(format!("page {number}")).unwrap();
-    for first in (0..PAGES).step_by(50) {
-        commit(&store, |batch| {
-            for number in first..first + 50 {
-                batch.create_from(vec![number as u8; 64 << 10], Place::Disk).key(keys(number));
-            }
-        });
-    }
-    store.snapshot().unwrap();
-    drop(store);
-    let store = opened(&disk, options());
-    let page = |number: u64| store.page_by_key(&keys(number)).unwrap().page;
-    // The newest ones in memory, as a cache would have them: each that comes takes the place of another.
-    for number in 0..PAGES {
-        store.ensure(&[page(number)], Place::Host).unwrap();
-        assert!(store.read_to_vec(page(number)).unwrap() == vec![number as u8; 64 << 10]);
-        if number >= 15 {
-            store.ensure(&[page(number - 15)], Place::Disk).unwrap();
+    on_each_device(|| {
+        const PAGES: u64 = 400;
+        let disk = SimDisk::new();
+        let options = || small().segment_len(1 << 20).budget(Budget::default().with(Place::Host, 1 << 20));
+        let store = opened(&disk, options());
+        let keys = |number: u64| remanent::Key::new(format!("page {number}")).unwrap();
+        for first in (0..PAGES).step_by(50) {
+            commit(&store, |batch| {
+                for number in first..first + 50 {
+                    batch.create_from(vec![number as u8; 64 << 10], Place::Disk).key(keys(number));
+                }
+            });
         }
-    }
-    let written = store.snapshot().unwrap().bytes_written;
-    assert_eq!(written, 0, "pages that only moved are not written again");
+        store.snapshot().unwrap();
+        drop(store);
+        let store = opened(&disk, options());
+        let page = |number: u64| store.page_by_key(&keys(number)).unwrap().page;
+        // The newest ones in memory, as a cache would have them: each that comes takes the place of another.
+        for number in 0..PAGES {
+            store.ensure(&[page(number)], Place::Host).unwrap();
+            assert!(store.read_to_vec(page(number)).unwrap() == vec![number as u8; 64 << 10]);
+            if number >= 15 {
+                store.ensure(&[page(number - 15)], Place::Disk).unwrap();
+            }
+        }
+        let written = store.snapshot().unwrap().bytes_written;
+        assert_eq!(written, 0, "pages that only moved are not written again");
+    });
 }

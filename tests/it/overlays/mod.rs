@@ -15,6 +15,7 @@ use remanent_format::state::survey::Survey;
 
 use crate::faults::disk_full::until;
 use crate::files::{Files, small};
+use crate::gpu::on_each_device;
 use crate::kill::workload::Random;
 use crate::pages_on_disk::{commit, move_to, opened, uncompressed};
 
@@ -142,33 +143,35 @@ fn a_base_may_be_newer_than_the_snapshots_files() {
 /// What an overlay lies over stays for as long as any snapshot, reader, fork or table has the overlay.
 #[test]
 fn a_base_stays_as_long_as_it_is_needed() {
-    let (disk, mut random) = (SimDisk::new(), Random(7));
-    let options = uncompressed().snapshots_kept(1).log_kept(1 << 30);
-    let (store, page, mut plain) = sample(&disk, options.clone(), &mut random);
-    write(&store, page, &mut plain, 100, &mut random);
-    let first = store.snapshot().unwrap();
-    let (then, image) = (plain.clone(), image_of(&disk, &first, page));
-    assert!(is_overlay(&image));
-    let (base, _) = image.files().last().unwrap();
-    let shared: Arc<dyn Disk> = Arc::new(disk.clone());
-    let view = View::open_on(&shared, Some(&StatePoint::Lsn(first.end))).unwrap();
-    let forked = SimDisk::new();
-    view.fork_on(&(Arc::new(forked.clone()) as Arc<dyn Disk>)).unwrap();
-    // All of the page is another one, and the snapshots of before are gone.
-    for _ in 0..3 {
-        plain = random.bytes(LONG);
-        commit(&store, |batch| _ = batch.write(page, 0, &plain));
-        store.snapshot().unwrap();
-    }
-    assert!(view.read_to_vec(page).unwrap() == then, "for a reader");
-    drop(view);
-    assert!(opened(&forked, options.clone()).read_to_vec(page).unwrap() == then, "for a fork");
-    store.restore(&StatePoint::Lsn(first.end)).unwrap();
-    assert!(store.read_to_vec(page).unwrap() == then, "for a restore");
-    drop(store);
-    let store = opened(&disk, options);
-    assert!(store.read_to_vec(page).unwrap() == then, "for an open after it");
-    assert!(disk.bytes(FileName::Pages(base)).is_some());
+    on_each_device(|| {
+        let (disk, mut random) = (SimDisk::new(), Random(7));
+        let options = uncompressed().snapshots_kept(1).log_kept(1 << 30);
+        let (store, page, mut plain) = sample(&disk, options.clone(), &mut random);
+        write(&store, page, &mut plain, 100, &mut random);
+        let first = store.snapshot().unwrap();
+        let (then, image) = (plain.clone(), image_of(&disk, &first, page));
+        assert!(is_overlay(&image));
+        let (base, _) = image.files().last().unwrap();
+        let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+        let view = View::open_on(&shared, Some(&StatePoint::Lsn(first.end))).unwrap();
+        let forked = SimDisk::new();
+        view.fork_on(&(Arc::new(forked.clone()) as Arc<dyn Disk>)).unwrap();
+        // All of the page is another one, and the snapshots of before are gone.
+        for _ in 0..3 {
+            plain = random.bytes(LONG);
+            commit(&store, |batch| _ = batch.write(page, 0, &plain));
+            store.snapshot().unwrap();
+        }
+        assert!(view.read_to_vec(page).unwrap() == then, "for a reader");
+        drop(view);
+        assert!(opened(&forked, options.clone()).read_to_vec(page).unwrap() == then, "for a fork");
+        store.restore(&StatePoint::Lsn(first.end)).unwrap();
+        assert!(store.read_to_vec(page).unwrap() == then, "for a restore");
+        drop(store);
+        let store = opened(&disk, options);
+        assert!(store.read_to_vec(page).unwrap() == then, "for an open after it");
+        assert!(disk.bytes(FileName::Pages(base)).is_some());
+    });
 }
 
 /// A page that leaves the disk, is resized or written whole needs no overlay, and its bytes go along.

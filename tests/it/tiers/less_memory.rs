@@ -10,68 +10,71 @@ use super::{
     DEVICE, LEN, ROOM, bytes, each_crash, goes_on, open, open_after, peak, places, places_after, put,
 };
 use crate::files::small;
+use crate::gpu::on_each_device;
 
 /// A life without a limit, then an open with little memory: what does not fit goes down before anything is
 /// loaded. Commits, restarts and audits find the pages as they were.
 #[test]
 fn an_open_with_less_memory_takes_pages_down() {
-    let page_loads = [PageLoad::Eager, PageLoad::OnDemand];
-    for (page_load, snapshot) in page_loads.into_iter().flat_map(|load| [(load, false), (load, true)]) {
-        let disk = SimDisk::new();
-        let roomy = open(&disk, small());
-        let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&roomy, number, 0, DEVICE)).collect();
-        roomy.snapshot().unwrap();
-        // These are not as their images are.
-        let changed = 4 * ROOM - 3;
-        for number in 0..4 * ROOM {
-            if number >= changed {
-                put(&roomy, number, 1, DEVICE);
+    on_each_device(|| {
+        let page_loads = [PageLoad::Eager, PageLoad::OnDemand];
+        for (page_load, snapshot) in page_loads.into_iter().flat_map(|load| [(load, false), (load, true)]) {
+            let disk = SimDisk::new();
+            let roomy = open(&disk, small());
+            let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&roomy, number, 0, DEVICE)).collect();
+            roomy.snapshot().unwrap();
+            // These are not as their images are.
+            let changed = 4 * ROOM - 3;
+            for number in 0..4 * ROOM {
+                if number >= changed {
+                    put(&roomy, number, 1, DEVICE);
+                }
             }
-        }
-        let lsn = roomy.lsn();
-        roomy.close().unwrap();
-        let options = || {
-            let budget = Budget::default().with(DEVICE, ROOM * LEN).with(Place::Host, ROOM * LEN);
-            let tiers = Tiers::new([DEVICE, Place::Host, Place::Disk]).lru();
-            small().budget(budget).tiers(tiers).page_load(page_load)
-        };
-        let check = |store: &Store| {
-            for (number, page) in (0..).zip(&pages) {
-                let version = u64::from(number >= changed);
-                assert_eq!(store.read_to_vec(*page).unwrap(), bytes(number, version), "page {number}");
+            let lsn = roomy.lsn();
+            roomy.close().unwrap();
+            let options = || {
+                let budget = Budget::default().with(DEVICE, ROOM * LEN).with(Place::Host, ROOM * LEN);
+                let tiers = Tiers::new([DEVICE, Place::Host, Place::Disk]).lru();
+                small().budget(budget).tiers(tiers).page_load(page_load)
+            };
+            let check = |store: &Store| {
+                for (number, page) in (0..).zip(&pages) {
+                    let version = u64::from(number >= changed);
+                    assert_eq!(store.read_to_vec(*page).unwrap(), bytes(number, version), "page {number}");
+                }
+                assert!(peak(store, DEVICE) <= ROOM * LEN && peak(store, Place::Host) <= ROOM * LEN);
+            };
+            let store = open(&disk, options());
+            assert_eq!(store.recovered().lowered_pages, 4 * ROOM - (ROOM - 1), "one part in 16 is kept free");
+            assert_eq!(store.lsn(), lsn.next(), "one batch says so");
+            let found = places(&store, &pages);
+            let count = |place| found.iter().filter(|of| **of == place).count() as u64;
+            assert_eq!((count(DEVICE), count(Place::Host)), (ROOM - 1, ROOM - 1));
+            // The least recently changed leave, the last to change stay.
+            assert!(found[..2 * ROOM as usize].iter().all(|place| *place == Place::Disk));
+            assert!(found[changed as usize..].iter().all(|place| *place == DEVICE));
+            check(&store);
+            store.audit().unwrap();
+            if snapshot {
+                store.snapshot().unwrap();
             }
-            assert!(peak(store, DEVICE) <= ROOM * LEN && peak(store, Place::Host) <= ROOM * LEN);
-        };
-        let store = open(&disk, options());
-        assert_eq!(store.recovered().lowered_pages, 4 * ROOM - (ROOM - 1), "one part in 16 is kept free");
-        assert_eq!(store.lsn(), lsn.next(), "one batch says so");
-        let found = places(&store, &pages);
-        let count = |place| found.iter().filter(|of| **of == place).count() as u64;
-        assert_eq!((count(DEVICE), count(Place::Host)), (ROOM - 1, ROOM - 1));
-        // The least recently changed leave, the last to change stay.
-        assert!(found[..2 * ROOM as usize].iter().all(|place| *place == Place::Disk));
-        assert!(found[changed as usize..].iter().all(|place| *place == DEVICE));
-        check(&store);
-        store.audit().unwrap();
-        if snapshot {
+            store.close().unwrap();
+            // The next open finds them there.
+            let store = open(&disk, options());
+            assert_eq!((places(&store, &pages), store.recovered().lowered_pages), (found.clone(), 0));
+            check(&store);
             store.snapshot().unwrap();
+            store.close().unwrap();
+            // A snapshot after it has them there, too.
+            let store = open(&disk, options());
+            assert_eq!((places(&store, &pages), store.recovered().lowered_pages), (found, 0));
+            check(&store);
+            put(&store, 0, 7, DEVICE);
+            store.ensure(&pages[..ROOM as usize / 2], DEVICE).unwrap();
+            assert_eq!(store.read_to_vec(pages[0]).unwrap(), bytes(0, 7));
+            assert!(store.audit().unwrap().changed.is_empty());
         }
-        store.close().unwrap();
-        // The next open finds them there.
-        let store = open(&disk, options());
-        assert_eq!((places(&store, &pages), store.recovered().lowered_pages), (found.clone(), 0));
-        check(&store);
-        store.snapshot().unwrap();
-        store.close().unwrap();
-        // A snapshot after it has them there, too.
-        let store = open(&disk, options());
-        assert_eq!((places(&store, &pages), store.recovered().lowered_pages), (found, 0));
-        check(&store);
-        put(&store, 0, 7, DEVICE);
-        store.ensure(&pages[..ROOM as usize / 2], DEVICE).unwrap();
-        assert_eq!(store.read_to_vec(pages[0]).unwrap(), bytes(0, 7));
-        assert!(store.audit().unwrap().changed.is_empty());
-    }
+    });
 }
 
 /// What batches wrote to pages after their images waits in host memory where they go to disk, within that
