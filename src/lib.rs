@@ -138,7 +138,7 @@
 //!
 //! | folder | what it is for |
 //! |---|---|
-//! | `layout/` | where the blocks of an inference engine's cache lie in pages |
+//! | `blocks/` | blocks of an inference engine's cache: in pages, and in the engine's own tensors |
 //! | `store/` | the handle that a caller holds |
 //! | `tiers/` | pages that go down where a place is full, and come up when they are asked for |
 //! | `history/` | looking at, going back to, and branching from earlier states |
@@ -160,6 +160,7 @@
 //! | `options/` | how a store is opened |
 //! | `eviction/` | policies: which page leaves a place that is full |
 //! | `error/` | what can go wrong, whose fault it is, and what helps |
+//! | `layout/` | where the bytes of such blocks lie: addresses alone |
 //!
 //! # Invariants
 //!
@@ -203,7 +204,7 @@ compile_error!(
     "Remanent runs on Linux only: it relies on how ext4, XFS and tmpfs write, and on locks of open file descriptions"
 );
 
-pub mod layout;
+mod blocks;
 mod store;
 mod tiers;
 mod history;
@@ -226,6 +227,7 @@ mod base;
 pub mod options;
 mod eviction;
 pub mod error;
+pub mod layout;
 /// What users of other systems know, and what does its work here.
 #[cfg(doc)]
 #[doc = include_str!("../docs/coming-from.md")]
@@ -238,6 +240,7 @@ pub use applier::descriptor::{MemoryDescriptor, MemoryKind};
 pub use applier::lease::Lease;
 pub use applier::pin::Pin;
 pub use applier::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
+pub use blocks::{BlockPages, BlockTensors, PagedBlock, WorkingBlocks};
 pub use catalog::SnapshotInfo;
 pub use device::{Access, AllocationStats, DeviceBytes, LaneStats, RawStream, StreamGuard, TransferStats};
 pub use device::{UnifiedHint, UnifiedSide, UnifiedSupport};

@@ -4,6 +4,8 @@ use std::fmt;
 
 use remanent_format::{Lsn, SnapshotId};
 
+use crate::layout::BlockLayout;
+
 /// The end of a message on a state that is out of reach: single states that are not.
 pub(super) fn single_states(below: &[Lsn]) -> String {
     let batches: Vec<String> = below.iter().map(Lsn::to_string).collect();
@@ -68,14 +70,15 @@ impl fmt::Display for Survived {
     }
 }
 
-/// Shows a fingerprint.
-pub(super) struct Hex<'a>(pub Option<&'a [u8; 32]>);
+/// Shows a layout fingerprint: as the block layout that it is, or else its bytes.
+pub(super) struct Fingerprint<'a>(pub Option<&'a [u8; 32]>);
 
-impl fmt::Display for Hex<'_> {
+impl fmt::Display for Fingerprint<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(bytes) => bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}")),
-            None => f.write_str("none"),
+        let Some(bytes) = self.0 else { return f.write_str("none") };
+        match BlockLayout::from_fingerprint(*bytes) {
+            Ok(layout) => write!(f, "that of {layout}"),
+            Err(_) => bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}")),
         }
     }
 }

@@ -1,7 +1,6 @@
 //! The one error type: whose fault, where, what state the store is in, what helps.
 
 mod display;
-pub(crate) mod layout;
 mod remedy;
 
 use std::fmt;
@@ -14,11 +13,11 @@ use remanent_format::{
 };
 
 use self::display::{
-    Hex, OffsetDisplay, PathDisplay, Size, StartFrom, StoreDisplay, Survived, single_states,
+    Fingerprint, OffsetDisplay, PathDisplay, Size, StartFrom, StoreDisplay, Survived, single_states,
 };
-pub use self::layout::LayoutError;
 pub use self::remedy::Remedy;
 use self::remedy::remedy_of_poisoned;
+pub use crate::layout::LayoutError;
 
 /// What the library returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -141,7 +140,7 @@ pub enum Error {
         found: Vec<u8>,
     },
     /// The caller's layout fingerprint is not the store's: its pages would be misread.
-    #[error("the store's layout fingerprint is {}, and the caller's is {}", Hex(.found.as_ref()), Hex(Some(.expected)))]
+    #[error("the store's layout fingerprint is {}, and the caller's is {}", Fingerprint(.found.as_ref()), Fingerprint(Some(.expected)))]
     LayoutMismatch {
         /// The caller's fingerprint.
         expected: [u8; 32],

@@ -10,13 +10,14 @@
 //! | [`Arrangement::LayersApart`], block first | 1 for each layer | block, outer |
 //! | [`Arrangement::LayersApart`], outer first | 1 for each layer | outer, block |
 //!
-//! A *region* is one piece of memory: a page of the store ([`BlockPages`]), a tensor of the engine's, a
+//! A *region* is one piece of memory: a page of the store
+//! ([`BlockPages`](crate::BlockPages)), a tensor of the engine's ([`BlockTensors`](crate::BlockTensors)), a
 //! slice. Two layouts whose blocks have one shape exchange blocks run by run ([`BlockLayout::copies`]),
 //! whatever their arrangements are.
 //!
 //! A layout packs into 32 bytes without loss ([`BlockLayout::fingerprint`]). Given to
 //! [`Options::layout_fingerprint`](crate::Options::layout_fingerprint), they keep a store from being opened
-//! by a program with another layout; [`BlockLayout::from_fingerprint`] tells which one the store has.
+//! by a program with another layout, and the error says both.
 //!
 //! ```
 //! use remanent::layout::{Arrangement, BlockLayout, BlockShape};
@@ -32,17 +33,15 @@
 //! # Ok::<(), remanent::layout::LayoutError>(())
 //! ```
 
-mod pages;
+mod error;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
 use std::ops::Range;
 
-pub use pages::BlockPages;
-
-pub use crate::error::LayoutError;
-use crate::error::layout::ALIGN_MAX;
+use self::error::ALIGN_MAX;
+pub use self::error::LayoutError;
 
 /// The version of [`BlockLayout::fingerprint`] and [`BlockLayout::to_json`].
 const VERSION: u16 = 1;

@@ -1,11 +1,8 @@
 //! Layouts against a slow loop that goes element by element, and what they refuse.
 
 use proptest::prelude::*;
-use remanent_format::Place;
 
 use super::*;
-use crate::options::{DeviceChoice, Options};
-use crate::store::Store;
 
 const ARRANGEMENTS: [Arrangement; 3] = [
     Arrangement::Contiguous,
@@ -175,62 +172,4 @@ fn its_json_says_what_the_layout_is() {
     let layout = BlockLayout::new(shape, 4, Arrangement::LayersApart { block_first: false }, 512).unwrap();
     let expected = r#"{"version":1,"blocks":4,"layers":2,"outer":1,"tokens":16,"inner":64,"width":2,"arrangement":"layers apart, outer first","align":512,"regions":2,"region_len":8192}"#;
     assert_eq!(layout.to_json(), expected);
-}
-
-/// Blocks go from an engine's tensors into a store, from its pages to pages of another layout, and back out,
-/// by host and by device memory.
-#[test]
-fn blocks_go_through_a_store_and_come_back() {
-    let shape = BlockShape { layers: 3, outer: 2, tokens: 2, inner: 5, width: 2 };
-    let of_engine = BlockLayout::new(shape, 4, ARRANGEMENTS[2], 1).unwrap();
-    let source = regions(&of_engine, 3);
-    let slices: Vec<&[u8]> = source.iter().map(Vec::as_slice).collect();
-    let store = Store::temporary(Options::default().device(DeviceChoice::Host)).unwrap();
-    let place = Place::Device(0);
-    let device: Vec<_> = source
-        .iter()
-        .map(|region| {
-            let memory = store.device_bytes(region.len() as u64, place).unwrap();
-            memory.write(0, region).unwrap();
-            memory
-        })
-        .collect();
-    let pages = |arrangement: usize, align| {
-        let layout = BlockLayout::new(shape, 2, ARRANGEMENTS[arrangement], align).unwrap();
-        let mut batch = store.batch();
-        BlockPages::create(&mut batch, layout, place);
-        BlockPages::new(layout, store.commit(batch).unwrap().pages).unwrap()
-    };
-    let (whole, apart) = (pages(0, 16), pages(1, 1));
-    let mut batch = store.batch();
-    whole.write(&mut batch, 0, &of_engine, &slices, 3).unwrap();
-    whole.write_device(&mut batch, 1, &of_engine, &device, 1).unwrap();
-    store.commit(batch).unwrap();
-    let mut batch = store.batch();
-    apart.copy(&mut batch, 1, &whole, 0).unwrap();
-    apart.copy(&mut batch, 0, &whole, 1).unwrap();
-    store.commit(batch).unwrap();
-
-    let mut expected = vec![vec![0; of_engine.region_len() as usize]; 3];
-    slow_copy((&of_engine, &source, 3), (&of_engine, &mut expected, 0));
-    slow_copy((&of_engine, &source, 1), (&of_engine, &mut expected, 2));
-    let mut found = vec![vec![0; of_engine.region_len() as usize]; 3];
-    let mut targets: Vec<&mut [u8]> = found.iter_mut().map(Vec::as_mut_slice).collect();
-    apart.read(&store, 1, &of_engine, &mut targets, 0).unwrap();
-    apart.read(&store, 0, &of_engine, &mut targets, 2).unwrap();
-    assert_eq!(found, expected);
-    let zeros = vec![0; of_engine.region_len() as usize];
-    device.iter().for_each(|memory| memory.write(0, &zeros).unwrap());
-    apart.read_device(&store, 1, &of_engine, &device, 0).unwrap();
-    apart.read_device(&store, 0, &of_engine, &device, 2).unwrap();
-    for (memory, expected) in device.iter().zip(&expected) {
-        let mut bytes = zeros.clone();
-        memory.read(0, &mut bytes).unwrap();
-        assert_eq!(&bytes, expected);
-    }
-    // A region too few or too short is refused before the batch has anything.
-    let mut batch = store.batch();
-    assert!(whole.write(&mut batch, 0, &of_engine, &slices[1..], 0).is_err());
-    assert!(whole.write_device(&mut batch, 0, &of_engine, &device[..2], 0).is_err());
-    assert_eq!(store.commit(batch).unwrap().pages, []);
 }

@@ -10,6 +10,7 @@ mod arrivals;
 mod audit;
 mod background;
 mod block_pages;
+mod blocks;
 mod bounds;
 mod bulk;
 mod captures;

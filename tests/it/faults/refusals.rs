@@ -3,6 +3,7 @@
 use std::io;
 
 use remanent::disk::dir::DirDisk;
+use remanent::layout::{Arrangement, BlockLayout, BlockShape};
 use remanent::{Create, Defect, Epoch, FileName, Key, Lsn, Position, Remedy};
 
 use super::*;
@@ -31,6 +32,31 @@ fn a_store_is_opened_only_as_what_it_is() {
     assert!(matches!(other, Error::LayoutMismatch { found: None, .. }), "{other}");
     let other = Store::open_on(Arc::new(plain), Gauge::host(), small().identity("run 7")).unwrap_err();
     assert!(matches!(other, Error::IdentityMismatch { .. }), "{other}");
+}
+
+/// What a layout means can be read in the error, where the fingerprints are layouts of ours.
+#[test]
+fn an_open_with_another_layout_prints_both() {
+    let shape = BlockShape { layers: 32, outer: 2, tokens: 16, inner: 1024, width: 2 };
+    let layout = |arrangement| BlockLayout::new(shape, 100, arrangement, 512).unwrap();
+    let own = layout(Arrangement::Contiguous);
+    let other = layout(Arrangement::LayersApart { block_first: false });
+    let disk = SimDisk::new();
+    let opened = |fingerprint| {
+        Store::open_on(Arc::new(disk.clone()), Gauge::host(), small().layout_fingerprint(fingerprint))
+    };
+    drop(opened(own.fingerprint()).unwrap());
+    let of = "100 blocks of 32 layers x 2 x 16 tokens x 1024 elements of 2 bytes";
+    assert_eq!(
+        opened(other.fingerprint()).unwrap_err().to_string(),
+        format!(
+            "the store's layout fingerprint is that of {of}, contiguous, aligned to 512, and the caller's is \
+             that of {of}, layers apart, outer first, aligned to 512"
+        )
+    );
+    // Of other kinds the bytes are printed.
+    let error = opened([0xCD; 32]).unwrap_err().to_string();
+    assert!(error.contains("contiguous") && error.contains(&"cd".repeat(32)), "{error}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! What is wrong with a block layout, or with its use.
 
 /// The largest alignment of a run, in bytes: a page of the largest size that a GPU maps.
-pub(crate) const ALIGN_MAX: u32 = 2 << 20;
+pub(super) const ALIGN_MAX: u32 = 2 << 20;
 
 /// Why a layout cannot be, or cannot be used this way.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -42,6 +42,14 @@ pub enum LayoutError {
         from: String,
         /// The layout to copy to.
         to: String,
+    },
+    /// A working copy has the layout of its pages, and these have another one.
+    #[error("tensors of {tensors} cannot be working copies of pages of {pages}")]
+    OtherLayout {
+        /// The layout of the tensors.
+        tensors: String,
+        /// The layout of the pages.
+        pages: String,
     },
     /// There are more or fewer regions than the layout has.
     #[error("{found} regions are given, and the layout has {expected}")]

@@ -1,0 +1,186 @@
+//! Blocks in tensors of an engine's own: loaded from pages, written and captured to them.
+
+use remanent_format::{Lsn, Width};
+
+use super::pages::{BlockPages, PagedBlock};
+use crate::base::allocation::push;
+use crate::device::DeviceBytes;
+use crate::error::Result;
+use crate::layout::{BlockLayout, Extent, LayoutError, LayoutResult};
+use crate::store::Store;
+use crate::write::batch::{NewPage, WorkingCopy, WriteBatch};
+use crate::write::commit::{Direction, Shadow};
+
+/// The tensors in which an engine keeps its blocks, one for each region of their layout: memory of a device,
+/// which the engine reads and writes. Its blocks and those of a store's pages have one shape; their layouts
+/// may differ.
+///
+/// ```
+/// use remanent::layout::{Arrangement, BlockLayout, BlockShape};
+/// use remanent::{BlockPages, BlockTensors, Options, Place, Store};
+/// # use remanent::DeviceChoice;
+/// # let options = Options::default().device(DeviceChoice::Host);
+/// let store = Store::temporary(options)?;
+/// let shape = BlockShape { layers: 2, outer: 2, tokens: 4, inner: 8, width: 2 };
+///
+/// // `[2, num_blocks, tokens, heads, dim]` a layer.
+/// let of_engine = BlockLayout::new(shape, 10, Arrangement::LayersApart { block_first: false }, 1)?;
+/// let tensor = || store.device_bytes(of_engine.region_len(), Place::Device(0));
+/// let engine = BlockTensors::new(of_engine, vec![tensor()?, tensor()?])?;
+///
+/// let of_store = BlockLayout::new(shape, 2, Arrangement::Contiguous, 1)?;
+/// let mut batch = store.batch();
+/// BlockPages::create(&mut batch, of_store, Place::Disk);
+/// let created = store.commit(batch)?.pages;
+/// let pages = BlockPages::new(&store, of_store, created)?;
+///
+/// // Blocks 7 and 3 leave the engine, and come back as blocks 0 and 1.
+/// engine.tensors()[0].write(7 * 64, &[9; 64])?; // a kernel's work
+/// let mut batch = store.batch();
+/// engine.write(&mut batch, &[(7, pages.block(0)), (3, pages.block(1))])?;
+/// store.commit(batch)?;
+/// engine.load(&store, &[(pages.block(0), 0), (pages.block(1), 1)])?;
+/// let mut bytes = [0; 64];
+/// engine.tensors()[0].read(0, &mut bytes)?;
+/// assert_eq!(bytes, [9; 64]);
+/// # Ok::<(), remanent::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct BlockTensors {
+    layout: BlockLayout,
+    tensors: Vec<DeviceBytes>,
+}
+
+/// Tensors that are working copies of pages with the same layout: what an engine changes in its blocks is
+/// captured to the pages.
+#[derive(Clone, Debug)]
+pub struct WorkingBlocks {
+    layout: BlockLayout,
+    copies: Vec<WorkingCopy>,
+}
+
+impl BlockTensors {
+    /// Takes memory of a device as the regions of a layout, in their order. It may be longer than they are.
+    ///
+    /// # Errors
+    /// [`LayoutError::RegionCount`], [`LayoutError::RegionLen`].
+    pub fn new(layout: BlockLayout, tensors: Vec<DeviceBytes>) -> LayoutResult<Self> {
+        layout.check_regions(tensors.iter().map(DeviceBytes::byte_len))?;
+        Ok(Self { layout, tensors })
+    }
+
+    /// The layout of the blocks in the tensors.
+    #[must_use]
+    pub fn layout(&self) -> &BlockLayout {
+        &self.layout
+    }
+
+    /// The regions' memory.
+    #[must_use]
+    pub fn tensors(&self) -> &[DeviceBytes] {
+        &self.tensors
+    }
+
+    /// Creates pages that live in these tensors, as [`WriteBatch::create_in`] does: the store writes them
+    /// from then on, and the engine reads them. [`BlockPages::new`] takes their ids.
+    pub fn create_pages(&self, batch: &mut WriteBatch) -> Vec<NewPage> {
+        self.tensors.iter().map(|tensor| batch.create_in(tensor).page()).collect()
+    }
+
+    /// Fills blocks of the tensors, the second of each pair, from blocks of pages: all of them as of one
+    /// batch, which is returned, and by one list of commands, as by [`Store::read_device`]. Pages on disk
+    /// come by way of the store's pinned memory.
+    ///
+    /// # Errors
+    /// [`Error::Layout`](crate::Error::Layout) for other shapes and for a block that is not there; those of
+    /// [`Store::read_device`], after which any of the blocks may be filled or not.
+    pub fn load(&self, store: &Store, blocks: &[(PagedBlock<'_>, u64)]) -> Result<Lsn> {
+        let mut ranges = Vec::new();
+        for (source, block) in blocks {
+            let BlockPages { layout, pages } = source.pages;
+            for copy in layout.copies(source.block, &self.layout, *block)? {
+                let (page, offset) = (pages[copy.from.region], copy.from.offset);
+                push(&mut ranges, (page, offset, self.part(&copy.to)?))?;
+            }
+        }
+        let ranges: Vec<_> = ranges.iter().map(|(page, offset, part)| (*page, *offset, part)).collect();
+        store.read_device(&ranges)
+    }
+
+    /// Writes blocks of the tensors, the first of each pair, to blocks of pages. The bytes are read when the
+    /// batch is submitted, all runs of all blocks by one list of commands for each 32 MiB.
+    ///
+    /// # Errors
+    /// [`Error::Layout`](crate::Error::Layout), as for [`load`](Self::load). The batch is unchanged then.
+    pub fn write(&self, batch: &mut WriteBatch, blocks: &[(u64, PagedBlock<'_>)]) -> Result<()> {
+        let mut writes = Vec::new();
+        for (block, target) in blocks {
+            let BlockPages { layout, pages } = target.pages;
+            for copy in self.layout.copies(*block, layout, target.block)? {
+                push(&mut writes, (pages[copy.to.region], copy.to.offset, self.part(&copy.from)?))?;
+            }
+        }
+        for (page, offset, part) in &writes {
+            batch.write_device(*page, *offset, part);
+        }
+        Ok(())
+    }
+
+    /// Makes the tensors working copies of pages that have the same layout and the same length, as
+    /// [`Store::working_copy_in`] does.
+    ///
+    /// # Errors
+    /// [`Error::Layout`](crate::Error::Layout) for pages of another layout; those of
+    /// [`Store::working_copy_in`].
+    pub fn working_copies(
+        &self,
+        store: &Store,
+        pages: &BlockPages,
+        width: Width,
+        shadow: Shadow,
+        direction: Direction,
+    ) -> Result<WorkingBlocks> {
+        if self.layout != pages.layout {
+            let (tensors, pages) = (self.layout.to_string(), pages.layout.to_string());
+            return Err(LayoutError::OtherLayout { tensors, pages }.into());
+        }
+        let mut copies = Vec::new();
+        for (page, tensor) in pages.pages.iter().zip(&self.tensors) {
+            push(&mut copies, store.working_copy_in(*page, tensor, width, shadow, direction)?)?;
+        }
+        Ok(WorkingBlocks { layout: self.layout, copies })
+    }
+
+    fn part(&self, extent: &Extent) -> Result<DeviceBytes> {
+        self.tensors[extent.region].part(extent.range())
+    }
+}
+
+impl WorkingBlocks {
+    /// The working copies, one for each region.
+    #[must_use]
+    pub fn copies(&self) -> &[WorkingCopy] {
+        &self.copies
+    }
+
+    /// Captures what changed in these blocks since they were loaded or captured last, as
+    /// [`WriteBatch::capture_ranges`] does: all of them together, and no other blocks. With
+    /// [`Shadow::Digest`] whole chunks are looked at, so that changes of neighbours may go along.
+    ///
+    /// # Errors
+    /// [`LayoutError::OutOfRange`]. The batch is unchanged then.
+    pub fn capture(&self, batch: &mut WriteBatch, blocks: &[u64]) -> LayoutResult<()> {
+        let mut ranges = vec![Vec::new(); self.copies.len()];
+        for block in blocks {
+            for extent in self.layout.extents(*block)? {
+                ranges[extent.region].push(extent.range());
+            }
+        }
+        for (copy, ranges) in self.copies.iter().zip(&ranges) {
+            if !ranges.is_empty() {
+                batch.capture_ranges(copy, ranges);
+            }
+        }
+        Ok(())
+    }
+}

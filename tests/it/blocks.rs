@@ -1,0 +1,359 @@
+//! Blocks of an engine's cache, in pages and in the engine's own tensors: each byte is the one that a slow loop
+//! puts there, however many blocks a call names, and a call makes one list of commands.
+
+use std::collections::BTreeMap;
+
+use remanent::layout::{Arrangement, BlockLayout, BlockShape, LayoutError};
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{
+    BlockPages, BlockTensors, DeviceBytes, Direction, Error, PageId, Place, Shadow, Store, Width,
+};
+
+use crate::device_ops::{PLACE, content, devices, open};
+use crate::kill::workload::Random;
+
+const ARRANGEMENTS: [Arrangement; 3] = [
+    Arrangement::Contiguous,
+    Arrangement::LayersApart { block_first: true },
+    Arrangement::LayersApart { block_first: false },
+];
+/// Runs of a length that divides nothing.
+const SHAPE: BlockShape = BlockShape { layers: 3, outer: 2, tokens: 5, inner: 7, width: 2 };
+
+/// The bytes of a layout's regions, of an engine or of a store.
+type Regions = Vec<Vec<u8>>;
+
+fn layout(arrangement: usize, blocks: u64, align: u32) -> BlockLayout {
+    BlockLayout::new(SHAPE, blocks, ARRANGEMENTS[arrangement % 3], align).unwrap()
+}
+
+/// Where the run of each (block, layer, outer part) begins: the runs are laid out one after the other, in the
+/// order that the arrangement says.
+fn runs(layout: &BlockLayout) -> BTreeMap<(u64, u32, u8), (usize, usize)> {
+    let BlockShape { layers, outer, tokens, inner, width } = layout.shape();
+    let run_len = tokens as usize * inner as usize * usize::from(width);
+    let stride = run_len.next_multiple_of(layout.align() as usize);
+    let all =
+        (0..layout.blocks()).flat_map(|b| (0..layers).flat_map(move |l| (0..outer).map(move |o| (b, l, o))));
+    let mut ordered: Vec<_> = all.collect();
+    ordered.sort_by_key(|&(block, layer, outer)| match layout.arrangement() {
+        Arrangement::Contiguous => (0, block, u64::from(layer), u64::from(outer)),
+        Arrangement::LayersApart { block_first: true } => (layer, block, u64::from(outer), 0),
+        Arrangement::LayersApart { block_first: false } => (layer, u64::from(outer), block, 0),
+    });
+    let mut ends = vec![0; layout.region_count()];
+    let mut found = BTreeMap::new();
+    for (block, layer, outer) in ordered {
+        let region = if ends.len() == 1 { 0 } else { layer as usize };
+        found.insert((block, layer, outer), (region, ends[region]));
+        ends[region] += stride;
+    }
+    found
+}
+
+/// Copies a block byte by byte.
+fn slow_copy(
+    (from, source, block): (&BlockLayout, &Regions, u64),
+    (to, target, to_block): (&BlockLayout, &mut Regions, u64),
+) {
+    let BlockShape { tokens, inner, width, .. } = from.shape();
+    let (of_source, of_target) = (runs(from), runs(to));
+    for ((_, layer, outer), (region, at)) in of_source.into_iter().filter(|((of, ..), _)| *of == block) {
+        let (to_region, to_at) = of_target[&(to_block, layer, outer)];
+        for byte in 0..tokens as usize * inner as usize * usize::from(width) {
+            target[to_region][to_at + byte] = source[region][at + byte];
+        }
+    }
+}
+
+fn random_regions(random: &mut Random, layout: &BlockLayout) -> Regions {
+    (0..layout.region_count()).map(|_| random.bytes(layout.region_len())).collect()
+}
+
+/// Pages of a layout that hold these bytes, gaps included.
+fn pages(store: &Store, layout: BlockLayout, place: Place, regions: &Regions) -> BlockPages {
+    let mut batch = store.batch();
+    for page in BlockPages::create(&mut batch, layout, place).into_iter().zip(regions) {
+        batch.write(page.0, 0, page.1);
+    }
+    let created = store.commit(batch).unwrap().pages;
+    BlockPages::new(store, layout, created).unwrap()
+}
+
+fn contents(store: &Store, pages: &BlockPages) -> Regions {
+    pages.pages().iter().map(|page| content(store, *page)).collect()
+}
+
+fn tensors(store: &Store, layout: BlockLayout, regions: &Regions) -> BlockTensors {
+    let memory = regions.iter().map(|region| {
+        let memory = store.device_bytes(region.len() as u64, PLACE).unwrap();
+        memory.write(0, region).unwrap();
+        memory
+    });
+    BlockTensors::new(layout, memory.collect()).unwrap()
+}
+
+fn bytes_in(tensors: &[DeviceBytes]) -> Regions {
+    let bytes = |memory: &DeviceBytes| {
+        let mut bytes = vec![0; memory.byte_len() as usize];
+        memory.read(0, &mut bytes).unwrap();
+        bytes
+    };
+    tensors.iter().map(bytes).collect()
+}
+
+/// Lists that the store has given to its device.
+fn lists(store: &Store) -> u64 {
+    store.stats().lanes.iter().map(|(_, lane)| lane.lists).sum()
+}
+
+/// Pages of each arrangement in each place, and tensors of each: blocks that are named by one call are loaded
+/// and written as a slow loop does it, gaps and other blocks stay, and one list does it.
+#[test]
+fn many_blocks_are_loaded_and_written_by_one_list() {
+    let places = [PLACE, Place::Pinned, Place::Disk];
+    for device in devices() {
+        let label = device.label();
+        let store = open(&SimDisk::new(), device);
+        let mut random = Random(23);
+        for round in 0..9_usize {
+            let place = places[(round / 3 + round) % 3];
+            let of_engine = layout(round, 9, 1);
+            let of_store = layout(round / 3, 5, 16);
+            let (mut in_engine, mut in_pages) =
+                (random_regions(&mut random, &of_engine), random_regions(&mut random, &of_store));
+            let engine = tensors(&store, of_engine, &in_engine);
+            let pages = pages(&store, of_store, place, &in_pages);
+            // A layout of one block as well: each block a page of its own.
+            let of_one = layout(0, 1, 1);
+            let one = self::pages(&store, of_one, place, &vec![vec![7; of_one.region_len() as usize]]);
+            let mut in_one = contents(&store, &one);
+
+            let submitted = lists(&store);
+            let blocks = [(pages.block(4), 0), (pages.block(0), 8), (one.block(0), 3), (pages.block(2), 1)];
+            assert_eq!(engine.load(&store, &blocks).unwrap(), store.lsn());
+            if place != Place::Disk {
+                assert_eq!(lists(&store) - submitted, 1, "round {round} on {label}");
+            }
+            slow_copy((&of_one, &in_one, 0), (&of_engine, &mut in_engine, 3));
+            for (block, to_block) in [(4, 0), (0, 8), (2, 1)] {
+                slow_copy((&of_store, &in_pages, block), (&of_engine, &mut in_engine, to_block));
+            }
+            assert!(bytes_in(engine.tensors()) == in_engine, "loaded in round {round} on {label}");
+
+            let mut batch = store.batch();
+            engine.write(&mut batch, &[(5, pages.block(1)), (3, one.block(0)), (2, pages.block(3))]).unwrap();
+            store.commit(batch).unwrap();
+            slow_copy((&of_engine, &in_engine, 3), (&of_one, &mut in_one, 0));
+            for (block, to_block) in [(5, 1), (2, 3)] {
+                slow_copy((&of_engine, &in_engine, block), (&of_store, &mut in_pages, to_block));
+            }
+            assert!(contents(&store, &pages) == in_pages, "written in round {round} on {label}");
+            assert!(contents(&store, &one) == in_one, "written in round {round} on {label}");
+        }
+    }
+}
+
+/// However many blocks are written, the device gathers them by as many lists as one.
+#[test]
+fn writing_more_blocks_takes_no_more_lists() {
+    for device in devices() {
+        let label = device.label();
+        let store = open(&SimDisk::new(), device);
+        let mut random = Random(1);
+        let layout = layout(2, 20, 1);
+        let regions = random_regions(&mut random, &layout);
+        let engine = tensors(&store, layout, &regions);
+        let pages = pages(&store, layout, Place::Disk, &regions);
+        let of_count = |count: u64| {
+            let submitted = lists(&store);
+            let mut batch = store.batch();
+            let blocks: Vec<_> = (0..count).map(|block| (block, pages.block(block))).collect();
+            engine.write(&mut batch, &blocks).unwrap();
+            store.commit(batch).unwrap();
+            lists(&store) - submitted
+        };
+        // One gathers the bytes, and one writes them to the pages.
+        assert_eq!((of_count(1), of_count(20)), (2, 2), "on {label}");
+    }
+}
+
+/// What an engine changes in the blocks that it names goes to the pages, by pages' shadows and by digests.
+#[test]
+fn changed_blocks_are_captured_from_tensors() {
+    let cases = [
+        (PLACE, Shadow::Page),
+        (PLACE, Shadow::Kept(PLACE)),
+        (Place::Disk, Shadow::Kept(PLACE)),
+        (Place::Disk, Shadow::Digest),
+    ];
+    for device in devices() {
+        let label = device.label();
+        let store = open(&SimDisk::new(), device);
+        for (round, (place, shadow)) in cases.into_iter().enumerate() {
+            let mut random = Random(round as u64);
+            let layout = layout(2, 6, 2);
+            let mut expected = random_regions(&mut random, &layout);
+            let pages = pages(&store, layout, place, &expected);
+            let engine = tensors(&store, layout, &random_regions(&mut random, &layout));
+            let working = engine.working_copies(&store, &pages, Width::W2, shadow, Direction::Load).unwrap();
+            assert!(bytes_in(engine.tensors()) == expected, "{shadow:?} on {label}");
+            for blocks in [&[3_u64, 0][..], &[5], &[]] {
+                let work = random_regions(&mut random, &layout);
+                let mut in_engine = bytes_in(engine.tensors());
+                for block in blocks {
+                    slow_copy((&layout, &work, *block), (&layout, &mut in_engine, *block));
+                    slow_copy((&layout, &work, *block), (&layout, &mut expected, *block));
+                }
+                for (memory, bytes) in engine.tensors().iter().zip(&in_engine) {
+                    memory.write(0, bytes).unwrap();
+                }
+                let mut batch = store.batch();
+                working.capture(&mut batch, blocks).unwrap();
+                store.commit(batch).unwrap();
+                assert!(contents(&store, &pages) == expected, "{shadow:?} on {label}");
+            }
+            let mut batch = store.batch();
+            assert!(matches!(working.capture(&mut batch, &[6]), Err(LayoutError::OutOfRange { .. })));
+        }
+    }
+}
+
+/// Two stores whose layouts differ in everything but the blocks' shape: each pair of arrangements, both ways.
+#[test]
+fn stores_of_different_layouts_exchange_blocks() {
+    let [ours, theirs] = [0, 1].map(|_| devices().into_iter());
+    for (device, other) in ours.zip(theirs) {
+        let label = device.label();
+        let stores = [open(&SimDisk::new(), device), open(&SimDisk::new(), other)];
+        let mut random = Random(8);
+        for round in 0..9_usize {
+            let layouts = [layout(round, 4, 1), layout(round / 3, 7, 32)];
+            let mut expected = layouts.map(|layout| random_regions(&mut random, &layout));
+            let place = [PLACE, Place::Host, Place::Disk][round % 3];
+            let held = [0, 1].map(|of| pages(&stores[of], layouts[of], place, &expected[of]));
+            for (from, to) in [(0, 1), (1, 0)] {
+                let count = layouts.iter().map(BlockLayout::blocks).min().unwrap();
+                let mut blocks: Vec<u64> = (0..count).collect();
+                (1..blocks.len()).rev().for_each(|at| blocks.swap(at, random.below(at as u64 + 1) as usize));
+                let pairs: Vec<_> = (0..3).zip(blocks).collect();
+                let named: Vec<_> =
+                    pairs.iter().map(|(a, b)| (held[from].block(*a), held[to].block(*b))).collect();
+                let mut batch = stores[to].batch();
+                let lsn = BlockPages::import(&mut batch, &stores[from], &named).unwrap();
+                assert_eq!(lsn, stores[from].lsn());
+                stores[to].commit(batch).unwrap();
+                let source = expected[from].clone();
+                for (block, to_block) in pairs {
+                    slow_copy((&layouts[from], &source, block), (&layouts[to], &mut expected[to], to_block));
+                }
+                for of in 0..2 {
+                    assert!(contents(&stores[of], &held[of]) == expected[of], "round {round} on {label}");
+                }
+            }
+        }
+    }
+}
+
+/// Blocks in the caller's host memory: they go into a store, from its pages to pages of another layout, and
+/// back out.
+#[test]
+fn blocks_go_through_a_store_and_come_back() {
+    for device in devices() {
+        let store = open(&SimDisk::new(), device);
+        let mut random = Random(3);
+        let of_engine = layout(2, 4, 1);
+        let source = random_regions(&mut random, &of_engine);
+        let slices: Vec<&[u8]> = source.iter().map(Vec::as_slice).collect();
+        let [whole, apart] = [(0, 16), (1, 1)].map(|(arrangement, align)| {
+            let layout = layout(arrangement, 2, align);
+            pages(&store, layout, PLACE, &random_regions(&mut random, &layout))
+        });
+        let mut batch = store.batch();
+        whole.write(&mut batch, 0, &of_engine, &slices, 3).unwrap();
+        whole.write(&mut batch, 1, &of_engine, &slices, 1).unwrap();
+        store.commit(batch).unwrap();
+        let mut batch = store.batch();
+        apart.copy(&mut batch, 1, &whole, 0).unwrap();
+        apart.copy(&mut batch, 0, &whole, 1).unwrap();
+        store.commit(batch).unwrap();
+
+        let mut expected = random_regions(&mut random, &of_engine);
+        let mut found = expected.clone();
+        slow_copy((&of_engine, &source, 3), (&of_engine, &mut expected, 0));
+        slow_copy((&of_engine, &source, 1), (&of_engine, &mut expected, 2));
+        let mut targets: Vec<&mut [u8]> = found.iter_mut().map(Vec::as_mut_slice).collect();
+        apart.read(&store, 1, &of_engine, &mut targets, 0).unwrap();
+        apart.read(&store, 0, &of_engine, &mut targets, 2).unwrap();
+        assert!(found == expected);
+    }
+}
+
+/// Pages that live in the engine's own tensors: what the store writes there, the engine reads there.
+#[test]
+fn pages_live_in_the_engines_tensors() {
+    for device in devices() {
+        let store = open(&SimDisk::new(), device);
+        let mut random = Random(6);
+        let (of_engine, of_store) = (layout(1, 3, 1), layout(0, 2, 1));
+        let [in_engine, in_pages] = [of_engine, of_store].map(|layout| random_regions(&mut random, &layout));
+        let engine = tensors(&store, of_engine, &in_engine);
+        let mut batch = store.batch();
+        engine.create_pages(&mut batch);
+        let created = store.commit(batch).unwrap().pages;
+        let in_tensors = BlockPages::new(&store, of_engine, created).unwrap();
+        let source = pages(&store, of_store, Place::Disk, &in_pages);
+        let mut batch = store.batch();
+        in_tensors.copy(&mut batch, 2, &source, 1).unwrap();
+        let ticket = store.submit(batch).unwrap();
+        ticket.wait(remanent::Ack::Applied).unwrap();
+        let mut expected: Regions = in_engine.iter().map(|region| vec![0; region.len()]).collect();
+        slow_copy((&of_store, &in_pages, 1), (&of_engine, &mut expected, 2));
+        assert!(contents(&store, &in_tensors) == expected);
+        assert!(bytes_in(engine.tensors()) == expected);
+        // The store alone writes there.
+        let refused = engine.load(&store, &[(source.block(0), 0)]).unwrap_err();
+        assert!(matches!(refused, Error::MemoryInUse { .. }), "{refused}");
+    }
+}
+
+#[test]
+fn pages_and_tensors_that_do_not_hold_the_layout_are_refused() {
+    let store = open(&SimDisk::new(), devices().remove(0));
+    let layout = layout(1, 2, 1);
+    let regions: Regions = vec![vec![1; layout.region_len() as usize]; 3];
+    let held = pages(&store, layout, PLACE, &regions);
+    let longer = BlockLayout::new(SHAPE, 3, layout.arrangement(), 1).unwrap();
+    let taken = |layout, pages: &[PageId]| BlockPages::new(&store, layout, pages.to_vec()).unwrap_err();
+    let (found, expected) = (layout.region_len(), longer.region_len());
+    assert!(matches!(
+        taken(longer, held.pages()),
+        Error::Layout(LayoutError::RegionLen { region: 0, found: at, expected: of }) if (at, of) == (found, expected)
+    ));
+    let few = taken(layout, &held.pages()[1..]);
+    assert!(matches!(few, Error::Layout(LayoutError::RegionCount { found: 2, expected: 3 })), "{few}");
+    assert!(matches!(taken(layout, &[PageId(99); 3]), Error::UnknownPage { page: PageId(99) }));
+
+    let engine = tensors(&store, layout, &regions);
+    let few = BlockTensors::new(layout, engine.tensors()[1..].to_vec()).unwrap_err();
+    assert_eq!(few, LayoutError::RegionCount { found: 2, expected: 3 });
+    let short = BlockTensors::new(longer, engine.tensors().to_vec()).unwrap_err();
+    assert_eq!(short, LayoutError::RegionLen { region: 0, found, expected });
+
+    // Nothing is in the batch if one of the blocks is not there, or of another shape.
+    let mut batch = store.batch();
+    let outside = engine.write(&mut batch, &[(0, held.block(0)), (1, held.block(2))]).unwrap_err();
+    assert!(matches!(outside, Error::Layout(LayoutError::OutOfRange { index: 2, .. })), "{outside}");
+    let other = BlockLayout::new(BlockShape { layers: 1, ..SHAPE }, 1, Arrangement::Contiguous, 1).unwrap();
+    let of_other = pages(&store, other, PLACE, &vec![vec![0; other.region_len() as usize]]);
+    let pairs = [(held.block(0), held.block(1)), (of_other.block(0), held.block(0))];
+    let refused = BlockPages::import(&mut batch, &store, &pairs).unwrap_err();
+    assert!(matches!(refused, Error::Layout(LayoutError::OtherShape { .. })), "{refused}");
+    store.commit(batch).unwrap();
+    assert_eq!(contents(&store, &held), regions);
+    let refused = engine
+        .working_copies(&store, &of_other, Width::W2, Shadow::Page, Direction::Load)
+        .unwrap_err()
+        .to_string();
+    assert!(refused.contains("3 layers") && refused.contains("1 layers"), "{refused}");
+}
