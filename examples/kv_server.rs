@@ -1,10 +1,13 @@
 //! A server of a language model whose cache of keys and values is larger than the GPU's memory and survives
 //! being killed.
 //!
-//! The requests are those of a real chat service ([`Trace`]). A block of the cache holds 16 tokens of all
-//! layers and is a page of the store. The GPU has room for a tenth of the blocks, pinned host memory for two
-//! tenths, the disk for all. In the middle the server is killed, and started again: it must hit what it would
-//! have hit without that, and each block must hold the bytes that were computed.
+//! The requests are those of a real chat service ([`trace`]). A block of the cache holds the keys and values of
+//! 16 tokens in all layers, and is a page of the store. The GPU has room for a tenth of the blocks, pinned host
+//! memory for two tenths, the disk for all. The model works in tensors of its own, of another layout: the blocks
+//! of a prompt are loaded into them by one list of commands, and new ones are committed from them.
+//!
+//! In the middle the server is killed, and started again: it must hit what it would have hit without that, in
+//! the tiers in which it would have, and each block must hold the bytes that were computed.
 //!
 //! ```sh
 //! cargo run --release --example kv_server
@@ -19,15 +22,22 @@ use std::io::{BufRead, BufReader};
 use std::ops::Range;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use remanent::layout::{Arrangement, BlockLayout, BlockShape};
-use remanent::{Budget, DeviceChoice, Error, Key, Options, PageInfo, Place, Store, Tiers};
+use remanent::{
+    BlockPages, BlockTensors, Budget, DeviceChoice, Error, Key, Options, PageInfo, Place, Store, Tiers,
+};
 
 type Anything<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// Where the model reads blocks.
+/// Where the model works, and where its cache's pages are at their fastest.
 const GPU: Place = Place::Device(0);
+/// Tokens that an id of the trace stands for. A block here holds fewer, so that a test has room for them: it
+/// stands for a whole one.
+const TOKENS_OF_ID: u64 = 512;
+/// Blocks of a request and a tier that come one by one, so that the time of one is known.
+const ALONE_MAX: usize = 8;
 
 /// The part of the trace that is served, by a model of this size.
 struct Service {
@@ -52,14 +62,26 @@ impl Service {
         Ok(Self { device: device.parse()?, shape, requests, blocks })
     }
 
+    /// A page of the store: one block.
     fn layout(&self) -> Anything<BlockLayout> {
         Ok(BlockLayout::new(self.shape, 1, Arrangement::Contiguous, 512)?)
+    }
+
+    /// The model's tensors, one a layer: `[num_blocks, 2, tokens, heads, dim]`, with room for the longest
+    /// prompt.
+    fn layout_of_model(&self) -> Anything<BlockLayout> {
+        let blocks = self.requests.iter().map(Vec::len).max().unwrap_or(1) as u64;
+        Ok(BlockLayout::new(self.shape, blocks, Arrangement::LayersApart { block_first: true }, 1)?)
     }
 
     fn options(&self) -> Anything<Options> {
         let layout = self.layout()?;
         let working_set = self.blocks * layout.block_len();
-        let budget = Budget::default().with(GPU, working_set / 10).with(Place::Pinned, working_set / 5);
+        let model = self.layout_of_model()?;
+        // The model's tensors are beside the cache, and count as well: they are made by the store.
+        let tensors = model.region_count() as u64 * model.region_len();
+        let budget =
+            Budget::default().with(GPU, working_set / 10 + tensors).with(Place::Pinned, working_set / 5);
         Ok(Options::default()
             .device(self.device)
             .budget(budget)
@@ -81,16 +103,18 @@ fn trace(count: usize) -> Anything<Vec<Vec<u64>>> {
     lines.take(count).map(request).collect()
 }
 
-/// What became of one request: blocks that were found, by tier, and blocks that were computed.
-#[derive(Clone, Copy, Default)]
+/// What became of requests: blocks that were found, by tier, and blocks that were computed.
+#[derive(Clone, Default)]
 struct Served {
     on_gpu: u64,
     pinned: u64,
     on_disk: u64,
     computed: u64,
     wrong: u64,
-    /// Time until all blocks that were found were on the GPU.
-    nanos: u64,
+    /// Times until single blocks that were in pinned memory were in the model's tensors.
+    pinned_nanos: Vec<u64>,
+    /// The same of blocks that were on disk.
+    disk_nanos: Vec<u64>,
 }
 
 impl Served {
@@ -98,17 +122,37 @@ impl Served {
         self.on_gpu + self.pinned + self.on_disk
     }
 
+    fn of(all: &[Self]) -> Self {
+        let mut sum = Self::default();
+        for served in all {
+            sum.on_gpu += served.on_gpu;
+            sum.pinned += served.pinned;
+            sum.on_disk += served.on_disk;
+            sum.computed += served.computed;
+            sum.wrong += served.wrong;
+            sum.pinned_nanos.extend(&served.pinned_nanos);
+            sum.disk_nanos.extend(&served.disk_nanos);
+        }
+        sum
+    }
+
     fn line(&self) -> String {
-        let Self { on_gpu, pinned, on_disk, computed, wrong, nanos } = self;
-        format!("{on_gpu} {pinned} {on_disk} {computed} {wrong} {nanos}")
+        let counts = vec![self.on_gpu, self.pinned, self.on_disk, self.computed, self.wrong];
+        let words = |numbers: &[u64]| numbers.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
+        [counts, self.pinned_nanos.clone(), self.disk_nanos.clone()].map(|part| words(&part)).join(",")
     }
 
     fn parse(line: &str) -> Anything<Self> {
-        let numbers: Vec<u64> = line.split(' ').map(str::parse).collect::<Result<_, _>>()?;
-        let [on_gpu, pinned, on_disk, computed, wrong, nanos] = numbers[..] else {
+        let numbers = |part: &str| part.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>();
+        let parts = line.split(',').map(numbers).collect::<Result<Vec<_>, _>>()?;
+        let [counts, pinned_nanos, disk_nanos] = &parts[..] else {
             return Err(format!("not a line of the server's: {line}").into());
         };
-        Ok(Self { on_gpu, pinned, on_disk, computed, wrong, nanos })
+        let [on_gpu, pinned, on_disk, computed, wrong] = counts[..] else {
+            return Err(format!("not a line of the server's: {line}").into());
+        };
+        let (pinned_nanos, disk_nanos) = (pinned_nanos.clone(), disk_nanos.clone());
+        Ok(Self { on_gpu, pinned, on_disk, computed, wrong, pinned_nanos, disk_nanos })
     }
 }
 
@@ -116,6 +160,7 @@ impl Served {
 struct Server {
     store: Store,
     layout: BlockLayout,
+    model: BlockTensors,
 }
 
 impl Server {
@@ -132,12 +177,23 @@ impl Server {
         Ok(found)
     }
 
-    fn serve(&self, request: &[u64]) -> Anything<Served> {
-        let begun = Instant::now();
-        let found = self.find(request)?;
-        let pages: Vec<_> = found.iter().map(|block| block.page).collect();
+    /// Brings blocks to the GPU, and into the model's tensors by one list of commands: each to the slot that
+    /// stands beside it. When this returns they are there.
+    fn load(&self, blocks: &[(PageInfo, u64)]) -> Anything<()> {
+        let pages: Vec<_> = blocks.iter().map(|(block, _)| block.page).collect();
         self.store.ensure(&pages, GPU)?;
-        let mut served = Served { nanos: begun.elapsed().as_nanos() as u64, ..Served::default() };
+        let pages = pages.into_iter().map(|page| BlockPages::new(&self.store, self.layout, vec![page]));
+        let pages = pages.collect::<Result<Vec<_>, _>>()?;
+        let loads: Vec<_> =
+            pages.iter().zip(blocks).map(|(page, (_, slot))| (page.block(0), *slot)).collect();
+        self.model.load(&self.store, &loads)?;
+        Ok(())
+    }
+
+    fn serve(&self, request: &[u64]) -> Anything<Served> {
+        let mut served = Served::default();
+        let found = self.find(request)?;
+        let mut loads: Vec<_> = found.iter().cloned().zip(0..).collect();
         for block in &found {
             match block.place {
                 Place::Pinned => served.pinned += 1,
@@ -145,24 +201,63 @@ impl Server {
                 _ => served.on_gpu += 1,
             }
         }
-        // The model would read the blocks where they are. Here they are compared with what was computed.
-        for (id, page) in request.iter().zip(&pages) {
-            served.wrong += u64::from(self.store.read_to_vec(*page)? != self.compute(*id));
+        // Some of a slower tier come alone, for their times.
+        for (place, nanos) in
+            [(Place::Pinned, &mut served.pinned_nanos), (Place::Disk, &mut served.disk_nanos)]
+        {
+            for _ in 0..ALONE_MAX {
+                let Some(first) = loads.iter().position(|(block, _)| block.place == place) else { break };
+                let begun = Instant::now();
+                self.load(&[loads.remove(first)])?;
+                nanos.push(begun.elapsed().as_nanos() as u64);
+            }
+        }
+        self.load(&loads)?;
+        // The model would read the blocks in its tensors. Here they are compared with what was computed.
+        for (id, slot) in request[..found.len()].iter().zip(0..) {
+            served.wrong += u64::from(self.in_slot(slot)? != self.compute(*id));
         }
         // Blocks of one prompt come by one batch: after a crash all of them are there, or none.
         let mut batch = self.store.batch();
-        let missing = request[pages.len()..].iter().collect::<HashSet<_>>();
-        for id in &missing {
-            batch.create_from(self.compute(**id), GPU).key(&key(**id)?);
+        let mut known = HashSet::new();
+        let mut new = Vec::new();
+        for (id, slot) in request.iter().zip(0..).skip(found.len()).filter(|(id, _)| known.insert(**id)) {
+            self.put_in_slot(slot, &self.compute(*id))?;
+            new.push((slot, 0, [batch.create(self.layout.region_len(), GPU).key(&key(*id)?).page()]));
         }
+        let new_pages: Vec<_> = new.iter().map(|(slot, block, pages)| (*slot, *block, &pages[..])).collect();
+        self.model.write_new(&mut batch, &self.layout, &new_pages)?;
         self.store.commit(batch)?;
-        served.computed = missing.len() as u64;
+        served.computed = new.len() as u64;
         Ok(served)
     }
 
-    /// Keys and values of the tokens that an id stands for; a model's would differ from run to layer as well.
+    /// Keys and values of the tokens that an id stands for: each word differs from all others.
     fn compute(&self, id: u64) -> Vec<u8> {
-        id.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes().repeat(self.layout.block_len() as usize / 8)
+        let words = 0..self.layout.block_len() / 8;
+        let word = |word: u64| (id << 32 | word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        words.flat_map(|at| word(at).to_le_bytes()).collect()
+    }
+
+    /// The model computes a block.
+    fn put_in_slot(&self, slot: u64, mut bytes: &[u8]) -> Anything<()> {
+        for extent in self.model.layout().extents(slot)? {
+            let (run, rest) = bytes.split_at(extent.len as usize);
+            self.model.tensors()[extent.region].write(extent.offset, run)?;
+            bytes = rest;
+        }
+        Ok(())
+    }
+
+    fn in_slot(&self, slot: u64) -> Anything<Vec<u8>> {
+        let mut bytes = vec![0; self.layout.block_len() as usize];
+        let mut at = 0;
+        for extent in self.model.layout().extents(slot)? {
+            let end = at + extent.len as usize;
+            self.model.tensors()[extent.region].read(extent.offset, &mut bytes[at..end])?;
+            at = end;
+        }
+        Ok(bytes)
     }
 }
 
@@ -173,7 +268,10 @@ fn key(id: u64) -> Anything<Key> {
 /// Serves requests from the first that is asked for, and prints a line for each.
 fn serve(service: &Service, directory: &Path, first: usize) -> Anything<()> {
     let store = Store::open(directory, service.options()?)?;
-    let server = Server { store, layout: service.layout()? };
+    let layout = service.layout_of_model()?;
+    let tensors = (0..layout.region_count()).map(|_| store.device_bytes(layout.region_len(), GPU));
+    let model = BlockTensors::new(layout, tensors.collect::<Result<_, _>>()?)?;
+    let server = Server { store, layout: service.layout()?, model };
     println!("open");
     for request in &service.requests[first..] {
         println!("{}", server.serve(request)?.line());
@@ -209,7 +307,55 @@ impl Process {
     }
 }
 
-/// Serves half of the requests, kills the server in the middle of one, and serves the others with a new one.
+/// What became of all requests, and what that took.
+struct Run {
+    served: Vec<Served>,
+    /// Requests that were served when the server was killed; all, if it was not.
+    killed: usize,
+    /// Bytes that were written to the disk.
+    written: u64,
+    /// From the start of the second process until the store was open again.
+    opened: Duration,
+}
+
+impl Run {
+    /// Serves all requests. With `is_killed` the server is killed in the middle, while it serves a request,
+    /// and a new one serves those that are left.
+    fn new(words: &[String; 2], service: &Service, directory: &Path, is_killed: bool) -> Anything<Self> {
+        let count = service.requests.len();
+        let mut run = Self { served: Vec::new(), killed: count, written: 0, opened: Duration::ZERO };
+        let mut process = Process::start(words, directory, 0)?;
+        if is_killed {
+            run.take(&mut process, count / 2)?;
+            // SIGKILL: nothing is flushed, and no destructor runs.
+            process.child.kill()?;
+            for line in process.lines {
+                run.served.push(Served::parse(&line?)?);
+            }
+            process.child.wait()?;
+            run.killed = run.served.len();
+            let begun = Instant::now();
+            process = Process::start(words, directory, run.killed)?;
+            run.opened = begun.elapsed();
+        }
+        run.take(&mut process, count)?;
+        process.child.wait()?;
+        Ok(run)
+    }
+
+    /// Takes what a server prints, up to a number of requests, and counts what it wrote until before the last.
+    fn take(&mut self, process: &mut Process, count: usize) -> Anything<()> {
+        let mut written = 0;
+        while self.served.len() < count {
+            written = process.written().unwrap_or(written);
+            let line = process.lines.next().ok_or("the server ended early")??;
+            self.served.push(Served::parse(&line)?);
+        }
+        self.written += written;
+        Ok(())
+    }
+}
+
 fn main() -> Anything<()> {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let word = |at: usize, default: &str| words.get(at).cloned().unwrap_or_else(|| default.to_owned());
@@ -220,85 +366,88 @@ fn main() -> Anything<()> {
     }
 
     let directory = tempfile::tempdir()?;
-    let path = directory.path().join("cache");
-    let mut served = Vec::new();
-    let mut written = 0;
-
-    let mut process = Process::start(&words_of_service, &path, 0)?;
-    while served.len() < service.requests.len() / 2 {
-        let line = process.lines.next().ok_or("the server ended early")??;
-        served.push(Served::parse(&line)?);
-    }
-    written += process.written()?;
-    // SIGKILL: nothing is flushed, and no destructor runs.
-    process.child.kill()?;
-    for line in process.lines {
-        served.push(Served::parse(&line?)?);
-    }
-    process.child.wait()?;
-    let killed = served.len();
-
-    let begun = Instant::now();
-    let mut process = Process::start(&words_of_service, &path, killed)?;
-    let opened = begun.elapsed();
-    while served.len() < service.requests.len() {
-        let line = process.lines.next().ok_or("the server ended early")??;
-        served.push(Served::parse(&line)?);
-        if served.len() + 1 == service.requests.len() {
-            written += process.written()?;
-        }
-    }
-    process.child.wait()?;
-
-    show(&service, &served, killed);
-    let computed: u64 = served.iter().map(|served| served.computed).sum();
-    let bytes = computed * service.layout()?.block_len();
-    println!("{} ms from the start of the process until the store was open again", opened.as_millis());
-    println!("{:.2} bytes written to the disk for each byte of a block", written as f64 / bytes as f64);
-    check(&service, &served, killed);
+    let killed = Run::new(&words_of_service, &service, &directory.path().join("killed"), true)?;
+    let straight = Run::new(&words_of_service, &service, &directory.path().join("straight"), false)?;
+    show(&service, &killed, &straight)?;
+    check(&service, &killed, &straight);
     Ok(())
 }
 
-/// Prints the hits by tier before and after the server was killed.
-fn show(service: &Service, served: &[Served], killed: usize) {
-    println!("requests    blocks  on the GPU  pinned  on disk  computed  p50 us  p99 us");
+/// Prints the hits by tier before and after the server was killed, and beside them those of a server that was
+/// not.
+fn show(service: &Service, run: &Run, straight: &Run) -> Anything<()> {
+    println!("requests              blocks  on the GPU  pinned  on disk  computed");
+    let Run { served, killed, .. } = run;
     let window = served.len() / 8;
-    let all: [(&str, Range<usize>); 4] = [
-        ("before", 0..killed),
-        ("after", killed..served.len()),
-        ("just before", killed - window..killed),
-        ("just after", killed..killed + window),
+    let (before, after) = (killed - window..*killed, *killed..killed + window);
+    let all: [(&str, &Run, Range<usize>); 6] = [
+        ("all before", run, 0..*killed),
+        ("  not killed", straight, 0..*killed),
+        ("all after", run, *killed..served.len()),
+        ("  not killed", straight, *killed..served.len()),
+        ("just before", run, before),
+        ("just after", run, after.clone()),
     ];
-    for (name, range) in all {
-        let served = &served[range];
-        let sum = |count: fn(&Served) -> u64| served.iter().map(count).sum::<u64>();
-        let blocks = sum(Served::found) + sum(|served| served.computed);
+    let row = |(name, run, range): (&str, &Run, Range<usize>)| {
+        let sum = Served::of(&run.served[range]);
+        let blocks = sum.found() + sum.computed;
         let part = |count: u64| 100.0 * count as f64 / blocks as f64;
-        let mut nanos: Vec<u64> = served.iter().map(|served| served.nanos).collect();
+        let parts = [sum.on_gpu, sum.pinned, sum.on_disk, sum.computed].map(part);
+        let [on_gpu, pinned, on_disk, computed] = parts;
+        println!("{name:20}{blocks:8}{on_gpu:10.1} %{pinned:6.1} %{on_disk:7.1} %{computed:8.1} %");
+    };
+    all.into_iter().for_each(row);
+    row(("  not killed", straight, after));
+
+    let sum = Served::of(served);
+    let tokens = sum.found() * TOKENS_OF_ID;
+    println!("{} wrong blocks of {}", sum.wrong, sum.found());
+    println!(
+        "{tokens} tokens not computed again: {} blocks, each for {TOKENS_OF_ID} of the trace",
+        sum.found()
+    );
+    for (tier, mut nanos) in [("pinned memory", sum.pinned_nanos), ("disk", sum.disk_nanos)] {
         nanos.sort_unstable();
+        let Some(last) = nanos.len().checked_sub(1) else { continue };
+        let micros = |percent: usize| nanos[last * percent / 100] as f64 / 1000.0;
+        let count = nanos.len();
         println!(
-            "{name:11}{blocks:7}{:10.1} %{:6.1} %{:7.1} %{:8.1} %{:8}{:8}",
-            part(sum(|served| served.on_gpu)),
-            part(sum(|served| served.pinned)),
-            part(sum(|served| served.on_disk)),
-            part(sum(|served| served.computed)),
-            nanos[nanos.len() / 2] / 1000,
-            nanos[nanos.len() * 99 / 100] / 1000,
+            "a block from {tier} into the model's tensors: p50 {:.0} us, p99 {:.0} us, of {count}",
+            micros(50),
+            micros(99)
         );
     }
-    let found: u64 = served.iter().map(Served::found).sum();
-    println!("{} tokens were not computed again", found * u64::from(service.shape.tokens));
+    println!("{} ms from the start of the process until the store was open again", run.opened.as_millis());
+    let bytes = sum.computed * service.layout()?.block_len();
+    println!(
+        "write amplification {:.2}: bytes written to the disk a byte of blocks",
+        run.written as f64 / bytes as f64
+    );
+    Ok(())
 }
 
-/// Each request found all the blocks of the requests before it, whichever process served those.
-fn check(service: &Service, served: &[Served], killed: usize) {
-    let mut computed: HashSet<u64> = HashSet::new();
-    for (number, (request, served)) in service.requests.iter().zip(served).enumerate() {
-        let expected = request.iter().take_while(|id| computed.contains(*id)).count() as u64;
-        // The last one of the process that was killed may have been kept, but not told.
-        let may_differ = number == killed && served.found() > expected;
-        assert!(served.found() == expected || may_differ, "request {number}: {expected} blocks were there");
-        assert_eq!(served.wrong, 0, "request {number}");
-        computed.extend(request);
+/// Each request found all the blocks of the requests before it, whichever process served those. After the kill
+/// as many were in memory as where there was none.
+fn check(service: &Service, run: &Run, straight: &Run) {
+    for Run { served, killed, .. } in [run, straight] {
+        let mut computed: HashSet<u64> = HashSet::new();
+        for (number, (request, served)) in service.requests.iter().zip(served).enumerate() {
+            let expected = request.iter().take_while(|id| computed.contains(*id)).count() as u64;
+            // The last one of the process that was killed may have been kept, but not told.
+            let may_differ = number == *killed && served.found() > expected;
+            assert!(
+                served.found() == expected || may_differ,
+                "request {number}: {expected} blocks were there"
+            );
+            assert_eq!(served.wrong, 0, "request {number}");
+            computed.extend(request);
+        }
     }
+    let after = run.killed..run.killed + run.served.len() / 8;
+    let in_memory = |run: &Run| {
+        let sum = Served::of(&run.served[after.clone()]);
+        sum.on_gpu + sum.pinned
+    };
+    let (found, expected) = (in_memory(run), in_memory(straight));
+    assert!(10 * found >= 8 * expected, "{found} hits in memory after the kill, and {expected} without it");
 }

@@ -8,7 +8,7 @@ use crate::device::DeviceBytes;
 use crate::error::Result;
 use crate::layout::{BlockLayout, Extent, LayoutError, LayoutResult};
 use crate::store::Store;
-use crate::write::batch::{NewPage, WorkingCopy, WriteBatch};
+use crate::write::batch::{NewPage, PageRef, WorkingCopy, WriteBatch};
 use crate::write::commit::{Direction, Shadow};
 
 /// The tensors in which an engine keeps its blocks, one for each region of their layout: memory of a device,
@@ -114,14 +114,45 @@ impl BlockTensors {
     /// [`Error::Layout`](crate::Error::Layout), as for [`load`](Self::load). The batch is unchanged then.
     pub fn write(&self, batch: &mut WriteBatch, blocks: &[(u64, PagedBlock<'_>)]) -> Result<()> {
         let mut writes = Vec::new();
-        for (block, target) in blocks {
-            let BlockPages { layout, pages } = target.pages;
-            for copy in self.layout.copies(*block, layout, target.block)? {
-                push(&mut writes, (pages[copy.to.region], copy.to.offset, self.part(&copy.from)?))?;
-            }
+        for (block, PagedBlock { pages, block: target }) in blocks {
+            self.add_writes(&mut writes, *block, &pages.layout, &pages.pages, *target)?;
         }
-        for (page, offset, part) in &writes {
-            batch.write_device(*page, *offset, part);
+        write_all(batch, &writes);
+        Ok(())
+    }
+
+    /// As [`write`](Self::write), to pages that the batch itself creates: the third of each entry are the
+    /// regions of the `layout`, as [`BlockPages::create`] returns them, and the second is the block in them.
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write), and for another number of pages than the layout has regions.
+    pub fn write_new(
+        &self,
+        batch: &mut WriteBatch,
+        layout: &BlockLayout,
+        blocks: &[(u64, u64, &[NewPage])],
+    ) -> Result<()> {
+        let mut writes = Vec::new();
+        for (block, target, pages) in blocks {
+            // The batch checks their lengths, as for any page that it creates.
+            layout.check_regions(pages.iter().map(|_| layout.region_len()))?;
+            self.add_writes(&mut writes, *block, layout, pages, *target)?;
+        }
+        write_all(batch, &writes);
+        Ok(())
+    }
+
+    /// Adds what brings a block of the tensors to a block of pages.
+    fn add_writes<P: Copy>(
+        &self,
+        writes: &mut Vec<(P, u64, DeviceBytes)>,
+        block: u64,
+        layout: &BlockLayout,
+        pages: &[P],
+        target: u64,
+    ) -> Result<()> {
+        for copy in self.layout.copies(block, layout, target)? {
+            push(writes, (pages[copy.to.region], copy.to.offset, self.part(&copy.from)?))?;
         }
         Ok(())
     }
@@ -153,6 +184,12 @@ impl BlockTensors {
 
     fn part(&self, extent: &Extent) -> Result<DeviceBytes> {
         self.tensors[extent.region].part(extent.range())
+    }
+}
+
+fn write_all<P: Copy + Into<PageRef>>(batch: &mut WriteBatch, writes: &[(P, u64, DeviceBytes)]) {
+    for (page, offset, part) in writes {
+        batch.write_device(*page, *offset, part);
     }
 }
 

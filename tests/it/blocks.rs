@@ -154,6 +154,33 @@ fn many_blocks_are_loaded_and_written_by_one_list() {
     }
 }
 
+/// The batch that creates pages fills them from tensors.
+#[test]
+fn new_pages_are_born_in_tensors() {
+    for device in devices() {
+        let label = device.label();
+        let store = open(&SimDisk::new(), device);
+        let mut random = Random(9);
+        for round in 0..9_usize {
+            let (of_engine, of_store) = (layout(round, 5, 1), layout(round / 3, 2, 8));
+            let in_engine = random_regions(&mut random, &of_engine);
+            let engine = tensors(&store, of_engine, &in_engine);
+            let mut batch = store.batch();
+            let new = [PLACE, Place::Disk].map(|place| BlockPages::create(&mut batch, of_store, place));
+            engine.write_new(&mut batch, &of_store, &[(4, 0, &new[0]), (2, 1, &new[1])]).unwrap();
+            let refused = engine.write_new(&mut batch, &of_store, &[(0, 0, &[])]).unwrap_err();
+            assert!(matches!(refused, Error::Layout(LayoutError::RegionCount { found: 0, .. })), "{refused}");
+            let created = store.commit(batch).unwrap().pages;
+            for (pages, (block, target)) in created.chunks(of_store.region_count()).zip([(4, 0), (2, 1)]) {
+                let pages = BlockPages::new(&store, of_store, pages.to_vec()).unwrap();
+                let mut expected = vec![vec![0; of_store.region_len() as usize]; of_store.region_count()];
+                slow_copy((&of_engine, &in_engine, block), (&of_store, &mut expected, target));
+                assert!(contents(&store, &pages) == expected, "round {round} on {label}");
+            }
+        }
+    }
+}
+
 /// However many blocks are written, the device gathers them by as many lists as one.
 #[test]
 fn writing_more_blocks_takes_no_more_lists() {
