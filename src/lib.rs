@@ -256,6 +256,7 @@ pub use history::point::StatePoint;
 #[doc(hidden)]
 pub use history::seed::Seed;
 pub use history::view::View;
+pub use images::disk_pages::DiskUsage;
 pub use log::LogStats;
 pub use memory::arena::{PlaceUsage, Purpose};
 pub use options::{

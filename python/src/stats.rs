@@ -34,6 +34,10 @@ pub fn stats_to_py<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, P
     dict.set_item("batches", stats.log.batches)?;
     dict.set_item("log_bytes", stats.log.bytes)?;
     dict.set_item("syncs", stats.log.syncs)?;
+    let on_disk = PyDict::new(py);
+    on_disk.set_item("pages", stats.on_disk.pages)?;
+    on_disk.set_item("bytes", stats.on_disk.bytes)?;
+    dict.set_item("on_disk", on_disk)?;
     dict.set_item("pending_bytes", stats.pending_bytes)?;
     dict.set_item("staging_idle_bytes", stats.staging_idle_bytes)?;
     dict.set_item("snapshots_taken", stats.snapshots.taken)?;

@@ -187,8 +187,8 @@ impl PyStore {
 
     /// Counts and sizes since the store was opened; bytes where nothing else is said.
     ///
-    /// "pending_bytes": host memory that holds what batches wrote to pages on disk since their newest
-    /// images. "places": page memory by place; "tiers": what `ensure` asked for, and what left to make room;
+    /// "on_disk": pages in the place "disk", and their bytes. "pending_bytes": host memory that holds what
+    /// batches wrote to these since their newest images. "places": page memory by place; "tiers": what `ensure` asked for, and what left to make room;
     /// "moves": pages that the store moved; "transfers", "lanes": what the device's lists moved, and how long
     /// they were waited for.
     ///

@@ -60,7 +60,7 @@ use crate::base::sync::{Condvar, Instant, Mutex, mpsc};
 use crate::device::sums::changed_on_the_way;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, SHORT_COPY_LEN_MAX, Span};
 use crate::error::{Error, Result};
-use crate::images::disk_pages::{DiskImage, DiskPage, DiskPages};
+use crate::images::disk_pages::{DiskImage, DiskPage, DiskPageTable, DiskPages};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::versions::Versions;
 
@@ -94,7 +94,7 @@ pub(crate) struct AppliedState {
     /// The bytes of all pages that are loaded.
     pub memory: ById<PageId, PageMemory>,
     /// The pages of [`Place::Disk`], which have no memory.
-    pub on_disk: ById<PageId, DiskPage>,
+    pub on_disk: DiskPageTable,
     /// The pages that are not loaded.
     pub unloaded: Arc<UnloadedSet>,
     /// The end of the last batch.

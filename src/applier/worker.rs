@@ -285,14 +285,13 @@ impl Worker {
     /// Changes a page on disk, of which a cut keeps a copy first.
     fn change_on_disk(&mut self, page: PageId, change: impl FnOnce(&mut DiskPage)) {
         let AppliedState { table, on_disk, cut, .. } = &mut self.applied;
-        let on_disk = on_disk.get_mut(page).expect("planned on a page that exists");
         // The cut keeps the page as it was before this batch: the table still says so.
         if let Some(cut) = cut
             && let Some(info) = table.get(page)
         {
-            cut.before_change_on_disk(&info, on_disk);
+            cut.before_change_on_disk(&info, on_disk.get(page).expect("planned on a page that exists"));
         }
-        change(on_disk);
+        on_disk.change(page, change).expect("planned on a page that exists");
     }
 
     /// Takes a page to disk. An image has its bytes by now.

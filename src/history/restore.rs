@@ -239,7 +239,7 @@ fn overwrite_on_disk(turn: &mut Turn<'_>, disk_pages: &DiskPages, target: &Resto
         let at = pages.binary_search_by_key(&page, |info| info.page);
         at.is_ok_and(|at| pages[at].place == Place::Disk)
     };
-    turn.applied.on_disk.retain(|page, _| is_on_disk(page));
+    turn.applied.on_disk.retain(is_on_disk);
     let changed = pages.iter().filter(|info| info.lsn == point.lsn && info.place == Place::Disk);
     for info in changed {
         // The images were proven before the restore was logged, and the table names them: their files stay.

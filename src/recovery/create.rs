@@ -86,7 +86,7 @@ impl Recovery<'_> {
             applied: AppliedState {
                 table: PageTable::new(),
                 memory: ById::default(),
-                on_disk: ById::default(),
+                on_disk: self.disk_pages.table(ById::default()),
                 unloaded: Arc::default(),
                 point: log.point,
                 deleted: None,

@@ -342,7 +342,7 @@ impl Recovery<'_> {
         let applied = AppliedState {
             table,
             memory,
-            on_disk,
+            on_disk: self.disk_pages.table(on_disk),
             unloaded,
             point: log.point,
             deleted: None,

@@ -185,9 +185,7 @@ impl Snapshots {
         }
         self.engine.applier.turn(move |turn| {
             for (page, copy, image) in proven {
-                if let Some(on_disk) = turn.applied.on_disk.get_mut(page) {
-                    on_disk.rebase(&copy, image);
-                }
+                turn.applied.on_disk.change(page, |on_disk| on_disk.rebase(&copy, image));
             }
             Ok(())
         })

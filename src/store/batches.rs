@@ -132,6 +132,7 @@ impl Store {
     /// [`Error::PlaceUnavailable`] and [`Error::Leased`] as for a move; as for [`Store::commit`].
     pub fn ensure(&self, pages: &[PageId], place: Place) -> Result<Option<Position>> {
         self.check_process()?;
+        let _span = tracing::debug_span!("ensure", %place, pages = pages.len()).entered();
         let Some(point) = self.in_store(self.parts.mover.bring(pages, place))? else { return Ok(None) };
         wait(self.parts.options.ack, point.lsn, self.engine())?;
         Ok(Some(Position { incarnation: point.incarnation, lsn: point.lsn }))
@@ -164,6 +165,7 @@ impl Store {
     /// As for [`Store::ensure`]; [`Error::InvalidOption`] if the store was opened without tiers.
     pub fn promote(&self, pages: &[PageId]) -> Result<Option<Position>> {
         let first = self.tiers()?.places()[0];
+        let _span = tracing::debug_span!("promote").entered();
         self.ensure(pages, first)
     }
 
@@ -190,6 +192,7 @@ impl Store {
     /// As for [`Store::promote`].
     pub fn demote(&self, pages: &[PageId]) -> Result<()> {
         let places = self.tiers()?.places();
+        let _span = tracing::debug_span!("demote", pages = pages.len()).entered();
         let mut going: BTreeMap<Place, Vec<PageId>> = BTreeMap::new();
         for &page in pages {
             let place = self.page(page)?.place;

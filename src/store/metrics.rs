@@ -14,7 +14,7 @@ use crate::memory::arena::PlaceUsage;
 impl Store {
     /// Publishes [`Store::stats`] to the recorder of the `metrics` facade: called at intervals, or before an
     /// exporter is read. Every metric has the label `store`, the directory; those of a place have `place`, of
-    /// a lane `lane`, and transfers `from` and `to`.
+    /// a lane `lane`, and transfers and moves `from` and `to`.
     ///
     /// | metric | kind | what it is |
     /// |---|---|---|
@@ -22,6 +22,10 @@ impl Store {
     /// | `remanent_log_bytes`, `remanent_log_syncs` | counter | bytes and syncs of the log since the open |
     /// | `remanent_place_bytes` with `state` = `allocated`, `retired`, `claimed` | gauge | a place's budget in use |
     /// | `remanent_pages` | gauge | allocations of a place |
+    /// | `remanent_disk_pages`, `remanent_disk_bytes` | gauge | pages of [`Place::Disk`], and their bytes |
+    /// | `remanent_pending_bytes` | gauge | host memory that holds what batches wrote to these |
+    /// | `remanent_tier_hits`, `_misses`, `_evictions`, `_waits`, `_wait_seconds` | counter, gauge | [`TierStats`] |
+    /// | `remanent_move_pages`, `_bytes`, `_seconds` | counter, gauge | [`MoveStats`] |
     /// | `remanent_allocations`, `remanent_frees`, `remanent_refusals` | counter | [`AllocationStats`] |
     /// | `remanent_transfer_pages`, `_bytes`, `_lists`, `_seconds` | counter, gauge | [`TransferStats`] |
     /// | `remanent_lane_lists`, `_waits`, `_queued`, `_wait_seconds` | counter, gauge | [`LaneStats`] |
@@ -36,6 +40,8 @@ impl Store {
     /// # Ok::<(), remanent::Error>(())
     /// ```
     ///
+    /// [`TierStats`]: crate::TierStats
+    /// [`MoveStats`]: crate::MoveStats
     /// [`AllocationStats`]: crate::AllocationStats
     /// [`TransferStats`]: crate::TransferStats
     /// [`LaneStats`]: crate::LaneStats
@@ -69,13 +75,31 @@ fn publish(store: &Label, stats: &Stats) {
         }
         gauge!("remanent_pages", of_place(*place)).set(count as f64);
     }
+    gauge!("remanent_disk_pages", labels(&[])).set(stats.on_disk.pages as f64);
+    gauge!("remanent_disk_bytes", labels(&[])).set(stats.on_disk.bytes as f64);
+    gauge!("remanent_pending_bytes", labels(&[])).set(stats.pending_bytes as f64);
+    for tier in &stats.tiers {
+        let labels = of_place(tier.place);
+        counter!("remanent_tier_hits", labels.clone()).absolute(tier.hits);
+        counter!("remanent_tier_misses", labels.clone()).absolute(tier.misses);
+        counter!("remanent_tier_evictions", labels.clone()).absolute(tier.evictions);
+        counter!("remanent_tier_waits", labels.clone()).absolute(tier.waits);
+        gauge!("remanent_tier_wait_seconds", labels).set(seconds(tier.waited));
+    }
+    let of_pair = |from: Place, to: Place| labels(&[("from", from.to_string()), ("to", to.to_string())]);
+    for moved in &stats.moves {
+        let labels = of_pair(moved.from, moved.to);
+        counter!("remanent_move_pages", labels.clone()).absolute(moved.pages);
+        counter!("remanent_move_bytes", labels.clone()).absolute(moved.bytes);
+        gauge!("remanent_move_seconds", labels).set(seconds(moved.took));
+    }
     for (place, allocations) in &stats.allocations {
         counter!("remanent_allocations", of_place(*place)).absolute(allocations.allocations);
         counter!("remanent_frees", of_place(*place)).absolute(allocations.frees);
         counter!("remanent_refusals", of_place(*place)).absolute(allocations.refusals);
     }
     for moved in &stats.transfers {
-        let labels = labels(&[("from", moved.from.to_string()), ("to", moved.to.to_string())]);
+        let labels = of_pair(moved.from, moved.to);
         counter!("remanent_transfer_pages", labels.clone()).absolute(moved.pages);
         counter!("remanent_transfer_bytes", labels.clone()).absolute(moved.bytes);
         counter!("remanent_transfer_lists", labels.clone()).absolute(moved.lists);

@@ -6,6 +6,7 @@ use super::{Store, StoreParts};
 use crate::device::{AllocationStats, Lane, LaneStats, MemoryStats, TransferStats};
 use crate::engine::Engine;
 use crate::error::Result;
+use crate::images::disk_pages::DiskUsage;
 use crate::log::LogStats;
 use crate::memory::arena::PlaceUsage;
 use crate::snapshot::{ScrubStats, SnapshotStats};
@@ -50,6 +51,8 @@ pub struct Stats {
     pub tiers: Vec<TierStats>,
     /// Pages that the store moved from place to place.
     pub moves: Vec<MoveStats>,
+    /// Pages of [`Place::Disk`].
+    pub on_disk: DiskUsage,
     /// Bytes of host memory that hold what batches wrote to pages on disk since their newest images.
     pub pending_bytes: u64,
     /// What the device holds from its driver for places that share it, in use or idle; empty where the device
@@ -89,6 +92,7 @@ impl Store {
             places: arena.usages().into_iter().collect(),
             tiers: mover.counts.tiers(),
             moves: mover.counts.moves(),
+            on_disk: disk_pages.usage(),
             pending_bytes: disk_pages.pending_bytes(),
             device_memory: device.memory_stats(),
             allocations: counts.allocations(),

@@ -240,6 +240,7 @@ impl TierKeeper {
     /// Frees in each place what should be free, and what is asked for. Returns the places of which nothing
     /// more can leave.
     fn round(&self, asked: &HashMap<usize, u64>) -> Result<Vec<usize>> {
+        let _span = tracing::debug_span!("make_room").entered();
         let mut stuck = Vec::new();
         for (at, tier) in self.tiers[..self.tiers.len() - 1].iter().enumerate().rev() {
             let asked = asked.get(&at).copied().unwrap_or(0).min(tier.room.budget());

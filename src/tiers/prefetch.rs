@@ -1,14 +1,17 @@
 //! Moving pages to where they will be needed, ahead of the caller.
 
 use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 
 use remanent_format::{PageId, Place};
 
 use super::mover::{Hits, PageMover};
 use crate::base::process::ForkGuard;
 use crate::base::sync::thread::JoinHandle;
-use crate::base::sync::{Condvar, Instant, Mutex, threads};
+use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard, threads};
 use crate::error::{Error, Result};
 
 /// Pages, and bytes, that one batch moves. A call that is given up waits for no more than that.
@@ -17,6 +20,9 @@ const BATCH_BYTES: u64 = 16 << 20;
 
 /// Pages that are on their way to a place, from [`Store::prefetch`](crate::Store::prefetch). Dropping it lets
 /// them go on.
+///
+/// It is a future as well, which gives what [`wait`](Self::wait) returns; `(&mut coming).await` leaves it to be
+/// cancelled.
 ///
 /// ```
 /// use remanent::{Options, Place, Store};
@@ -53,6 +59,8 @@ struct JobState {
     begun: Option<Instant>,
     ended: Option<Instant>,
     outcome: Option<Result<()>>,
+    /// The task that waits, if one does.
+    task: Option<Waker>,
 }
 
 impl Prefetch {
@@ -69,6 +77,7 @@ impl Prefetch {
         }
         state.outcome.get_or_insert(Ok(()));
         job.changed.notify_all();
+        wake(state);
         Ok(())
     }
 
@@ -129,6 +138,28 @@ impl Prefetch {
     }
 }
 
+impl Future for Prefetch {
+    type Output = Result<()>;
+
+    /// # Errors
+    /// As for [`wait`](Self::wait).
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        let mut state = self.job.check()?.state.lock();
+        if let Some(outcome) = &mut state.outcome {
+            return Poll::Ready(std::mem::replace(outcome, Ok(())));
+        }
+        state.task = Some(context.waker().clone());
+        Poll::Pending
+    }
+}
+
+/// Lets the task go on that waits for a job. Outside of its lock: an executor may poll the task right here.
+fn wake(mut state: MutexGuard<'_, JobState>) {
+    let task = state.task.take();
+    drop(state);
+    task.into_iter().for_each(Waker::wake);
+}
+
 impl Job {
     /// Takes the pages that move next; `None` if none are left.
     fn next(&self, len_of: impl Fn(PageId) -> u64) -> Option<Vec<PageId>> {
@@ -156,6 +187,7 @@ impl Job {
         state.is_moving = false;
         state.outcome.get_or_insert(outcome);
         self.changed.notify_all();
+        wake(state);
     }
 }
 
@@ -199,7 +231,7 @@ impl PrefetchThread {
             return Err(Error::Closed);
         }
         let left = pages.iter().copied().collect();
-        let state = JobState { left, is_moving: false, begun: None, ended: None, outcome: None };
+        let state = JobState { left, is_moving: false, begun: None, ended: None, outcome: None, task: None };
         let job = Arc::new(Job { place, state: Mutex::new(state), changed: Condvar::new() });
         queue.waiting.push_back(job.clone());
         self.jobs.changed.notify_all();
@@ -228,6 +260,8 @@ impl Jobs {
     }
 
     fn move_all(&self, job: &Job, mover: &PageMover) -> Result<()> {
+        let pages = job.state.lock().left.len();
+        let _span = tracing::debug_span!("prefetch", place = %job.place, pages).entered();
         while let Some(mut pages) = job.next(|page| mover.byte_len(page)) {
             if self.state.lock().is_over {
                 return Err(Error::Closed);
@@ -256,7 +290,10 @@ impl Drop for EndsJobs<'_> {
     fn drop(&mut self) {
         let mut queue = self.0.state.lock();
         queue.is_over = true;
-        queue.waiting.drain(..).for_each(|job| job.end(Err(Error::Closed)));
+        let waiting = std::mem::take(&mut queue.waiting);
+        // A task that is woken may ask for pages anew.
+        drop(queue);
+        waiting.into_iter().for_each(|job| job.end(Err(Error::Closed)));
     }
 }
 

@@ -45,9 +45,12 @@ pub struct MoveStats {
     pub pages: u64,
     /// Bytes of these pages.
     pub bytes: u64,
-    /// How long that took: with what left, until its room was free; with what a caller asked for, until the
-    /// move was logged, which is after pages from disk are there, and before the device has copied others. Of
-    /// a batch that moves pages from several places each place has the share of its bytes.
+    /// How long callers and the store's thread took: with what left, until its room was free; with what a
+    /// caller asked for, until the move was logged. By then pages from disk are there. Of a batch that moves
+    /// pages from several places each place has the share of its bytes.
+    ///
+    /// A device copies pages from one memory to another after that, while the caller goes on.
+    /// [`TransferStats::time`](crate::TransferStats::time) of the same two places ends with its fence.
     pub took: Duration,
 }
 

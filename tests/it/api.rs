@@ -1,8 +1,8 @@
 //! The public interface as an application meets it: what chains, what converts, what is waited for and how.
 
-use std::pin::pin;
-use std::sync::Arc;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::Duration;
@@ -288,6 +288,48 @@ fn many_tasks_wait_for_one_sync() {
     assert!(tickets.iter().all(|ticket| ticket.is(Ack::Durable).unwrap()));
     // A future that is dropped leaves no task behind to be woken.
     drop(store.submit(store.batch().set_root("step", 99u64)).unwrap().acknowledged(Ack::Durable));
+    store.close().unwrap();
+}
+
+/// A waker that holds up the thread that calls it until it is told to go on.
+struct Holding(Mutex<mpsc::Receiver<()>>);
+
+impl Wake for Holding {
+    fn wake(self: Arc<Self>) {
+        self.0.lock().unwrap().recv().unwrap();
+    }
+}
+
+/// Pages that come ahead can be awaited, and a task hears of it if they are given up.
+#[test]
+fn pages_that_come_ahead_can_be_awaited() {
+    let store = store();
+    let mut batch = store.batch();
+    (0..200).for_each(|_| _ = batch.create_from([1; 4096], Place::Disk));
+    let pages = store.commit(batch).unwrap().pages;
+    let (go_on, held) = mpsc::channel();
+    let holding = Waker::from(Arc::new(Holding(Mutex::new(held))));
+    // Until it is asked for before it is there: from then on the thread stands still, in this waker.
+    let mut places = [Place::Host, Place::Disk].into_iter().cycle();
+    let mut first = loop {
+        let mut coming = store.prefetch(&pages, places.next().unwrap()).unwrap();
+        match Pin::new(&mut coming).poll(&mut Context::from_waker(&holding)) {
+            Poll::Pending => break coming,
+            Poll::Ready(came) => came.unwrap(),
+        }
+    };
+    let mut second = store.prefetch(&pages[..1], Place::Pinned).unwrap();
+    let unpark = Arc::new(Unpark(thread::current(), AtomicUsize::new(0)));
+    let waker = Waker::from(unpark.clone());
+    assert!(Pin::new(&mut second).poll(&mut Context::from_waker(&waker)).is_pending());
+    second.cancel().unwrap();
+    assert_eq!(unpark.1.load(Ordering::SeqCst), 1);
+    block_on(second).0.unwrap();
+    go_on.send(()).unwrap();
+    block_on(&mut first).0.unwrap();
+    assert!(store.page(pages[0]).unwrap().place != Place::Pinned, "it was given up");
+    block_on(store.prefetch(&pages[..1], Place::Pinned).unwrap()).0.unwrap();
+    assert_eq!(store.page(pages[0]).unwrap().place, Place::Pinned);
     store.close().unwrap();
 }
 

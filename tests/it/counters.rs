@@ -162,3 +162,122 @@ fn an_allocation_that_is_refused_counts_as_refused() {
     let counted = allocations(&store.stats(), PLACE);
     assert_eq!((counted.allocations, counted.refusals, counted.frees), (0, 1, 0));
 }
+
+/// What `publish_metrics` tells of tiers and of pages on disk is what `stats` does.
+#[cfg(feature = "metrics")]
+#[test]
+fn metrics_are_those_of_the_stats() {
+    use std::collections::BTreeMap;
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use metrics::{
+        Counter, CounterFn, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
+    };
+    use remanent::{Budget, Tiers};
+
+    #[derive(Default)]
+    struct Number(AtomicU64);
+
+    impl CounterFn for Number {
+        fn increment(&self, _: u64) {
+            unreachable!("counters are published as they are")
+        }
+        fn absolute(&self, value: u64) {
+            self.0.store(value, Ordering::Relaxed);
+        }
+    }
+
+    impl GaugeFn for Number {
+        fn increment(&self, _: f64) {
+            unreachable!("gauges are published as they are")
+        }
+        fn decrement(&self, _: f64) {
+            unreachable!("gauges are published as they are")
+        }
+        fn set(&self, value: f64) {
+            // Seconds would be zero otherwise.
+            self.0.store((value * 1e9).round() as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// Numbers by name and labels; those of gauges in billionths.
+    #[derive(Default)]
+    struct Numbers(Mutex<BTreeMap<String, Arc<Number>>>);
+
+    impl Numbers {
+        fn of(&self, key: &Key) -> Arc<Number> {
+            // The first label is the store.
+            let labels: Vec<_> = key.labels().skip(1).map(|label| label.value().to_owned()).collect();
+            let name = format!("{} {}", key.name(), labels.join(" "));
+            self.0.lock().unwrap().entry(name.trim_end().to_owned()).or_default().clone()
+        }
+    }
+
+    impl Recorder for Numbers {
+        fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+        fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+        fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+        fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+            Counter::from_arc(self.of(key))
+        }
+        fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
+            Gauge::from_arc(self.of(key))
+        }
+        fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
+            unreachable!("there are none")
+        }
+    }
+
+    let options = options()
+        .budget(Budget::default().with(PLACE, 4 * LEN))
+        .tiers(Tiers::new([PLACE, Place::Disk]).free_part(4));
+    let store = Store::open_on(Arc::new(SimDisk::new()), host(), options).unwrap();
+    let mut pages = Vec::new();
+    for _ in 0..12 {
+        let mut batch = store.batch();
+        batch.create_from(vec![1; LEN as usize], PLACE);
+        pages.extend(store.commit(batch).unwrap().pages);
+    }
+    for page in &pages {
+        store.ensure(&[*page], PLACE).unwrap();
+        store.ensure(&[*page], PLACE).unwrap();
+    }
+    store.demote(&pages[10..]).unwrap();
+    let mut batch = store.batch();
+    batch.write(pages[11], 0, &[1; 9]);
+    store.commit(batch).unwrap();
+
+    // The thread of the tiers may still be at work.
+    let (stats, numbers) = loop {
+        let (before, numbers) = (store.stats(), Numbers::default());
+        metrics::with_local_recorder(&numbers, || store.publish_metrics());
+        let after = store.stats();
+        let is_still =
+            (&before.tiers, &before.moves, before.on_disk) == (&after.tiers, &after.moves, after.on_disk);
+        if is_still {
+            break (after, numbers);
+        }
+    };
+    let numbers = numbers.0.into_inner().unwrap();
+    let number = |name: &str| {
+        let found = numbers.get(name).unwrap_or_else(|| panic!("no {name} among {:?}", numbers.keys()));
+        found.0.load(Ordering::Relaxed)
+    };
+    let giga = |value: u64| value * 1_000_000_000;
+    assert_eq!(number("remanent_disk_pages"), giga(stats.on_disk.pages));
+    assert_eq!(number("remanent_disk_bytes"), giga(stats.on_disk.bytes));
+    assert_eq!(number("remanent_pending_bytes"), giga(stats.pending_bytes));
+    assert!(stats.pending_bytes > 0 && stats.on_disk.bytes == stats.on_disk.pages * LEN);
+    assert!(stats.tiers.len() == 2 && stats.moves.len() == 2, "{:?} {:?}", stats.tiers, stats.moves);
+    for tier in &stats.tiers {
+        let of = |what: &str| number(&format!("remanent_tier_{what} {}", tier.place));
+        assert_eq!([of("hits"), of("misses"), of("evictions")], [tier.hits, tier.misses, tier.evictions]);
+        assert_eq!((of("waits"), of("wait_seconds")), (tier.waits, tier.waited.as_nanos() as u64));
+    }
+    for moved in &stats.moves {
+        let of = |what: &str| number(&format!("remanent_move_{what} {} {}", moved.from, moved.to));
+        assert_eq!((of("pages"), of("bytes")), (moved.pages, moved.bytes));
+        assert_eq!(of("seconds"), moved.took.as_nanos() as u64);
+    }
+}

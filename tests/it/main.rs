@@ -82,6 +82,7 @@ mod salvage;
 mod scrub;
 mod snapshots;
 mod sources;
+mod spans;
 mod sparse_deltas;
 mod store;
 mod stream_guards;

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use remanent::device::host::HostDevice;
 use remanent::testing::sim_disk::{Operation, SimDisk};
 use remanent::{
-    Budget, Compression, Error, FileName, Folder, Options, PageId, PageLoad, Place, Remedy, SnapshotOptions,
-    StatePoint, Store, Width,
+    Ack, Budget, Compression, Error, FileName, Folder, Options, PageId, PageLoad, Place, Remedy,
+    SnapshotOptions, StatePoint, Store, Width,
 };
 
 use crate::files::{Files, small};
@@ -538,4 +538,58 @@ fn a_store_holds_more_pages_than_memory() {
         let written = store.snapshot().unwrap().bytes_written;
         assert_eq!(written, 0, "pages that only moved are not written again");
     });
+}
+
+/// However pages come to disk and leave it, the counts are those of the table.
+#[test]
+fn pages_on_disk_are_counted() {
+    let disk = SimDisk::new();
+    let options = || small().ack(Ack::Applied);
+    let mut store = opened(&disk, options());
+    let mut random = Random(31);
+    let places = [Place::Host, Place::Disk, Place::Device(0)];
+    let check = |store: &Store, what: &str| {
+        let on_disk = store.pages().unwrap().filter(|info| info.place == Place::Disk);
+        let lens: Vec<u64> = on_disk.map(|info| info.len).collect();
+        let found = store.stats().on_disk;
+        assert_eq!((found.pages, found.bytes), (lens.len() as u64, lens.iter().sum()), "{what}");
+    };
+    let (mut pages, mut earlier) = (Vec::new(), None);
+    for round in 0..120 {
+        let place = places[random.below(3) as usize];
+        match random.below(6) {
+            0 | 1 => pages.extend(commit(&store, |batch| {
+                batch.create_from(vec![1; random.below(9000) as usize], place);
+                batch.create(random.below(100), Place::Disk);
+            })),
+            _ if pages.is_empty() => {}
+            kind => {
+                let at = random.below(pages.len() as u64) as usize;
+                let page = pages[at];
+                commit(&store, |batch| match kind {
+                    2 => _ = batch.delete(page),
+                    3 => _ = batch.resize(page, random.below(9000)),
+                    _ => _ = batch.move_to(page, place),
+                });
+                if kind == 2 {
+                    pages.swap_remove(at);
+                }
+            }
+        }
+        check(&store, &format!("round {round}"));
+        match round {
+            60 => {
+                earlier = Some(store.snapshot().unwrap().id);
+                store.close().unwrap();
+                store = opened(&disk, options());
+                check(&store, "after an open");
+            }
+            90 => {
+                store.restore(&StatePoint::Snapshot(earlier.unwrap())).unwrap();
+                pages = store.pages().unwrap().map(|info| info.page).collect();
+                check(&store, "after a restore");
+            }
+            _ => {}
+        }
+    }
 }

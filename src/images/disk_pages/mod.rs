@@ -15,17 +15,22 @@
 mod image;
 mod overlay;
 mod page;
+mod table;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use remanent_format::Place;
 use remanent_format::image::ImageRef;
+use remanent_format::state::by_id::ById;
+use remanent_format::{PageId, Place};
 
 pub(crate) use self::image::DiskImage;
 pub(crate) use self::overlay::NewOverlay;
 pub(crate) use self::page::{DiskPage, pending_bytes_of, pending_bytes_of_elements, pending_bytes_of_write};
+use self::table::DiskCounts;
+pub(crate) use self::table::DiskPageTable;
+pub use self::table::DiskUsage;
 use crate::base::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex};
 use crate::disk::Disk;
@@ -42,6 +47,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 pub(crate) struct DiskPages {
     disk: Arc<dyn Disk>,
     uses: Arc<FileUses>,
+    counts: Arc<DiskCounts>,
     pending: Arc<PendingBytes>,
     pending_max: u64,
     /// Whether there is, or was, a page on disk: without one, committers look for none.
@@ -85,6 +91,7 @@ impl DiskPages {
         Self {
             disk,
             uses: Arc::default(),
+            counts: Arc::default(),
             pending: Arc::default(),
             pending_max: pending_max(budget),
             is_any: AtomicBool::new(false),
@@ -123,6 +130,16 @@ impl DiskPages {
     pub fn page(&self, image: Option<Arc<DiskImage>>) -> DiskPage {
         let len = image.as_ref().map_or(0, |image| image.page_len());
         DiskPage::new(image, len, self.pending.clone())
+    }
+
+    /// The table of these pages, which [`usage`](Self::usage) counts from now on. A store has one.
+    pub fn table(&self, pages: ById<PageId, DiskPage>) -> DiskPageTable {
+        DiskPageTable::new(pages, self.counts.clone())
+    }
+
+    /// How many pages the table has, and their bytes.
+    pub fn usage(&self) -> DiskUsage {
+        self.counts.usage()
     }
 
     /// Notes the places of pages that there are from now on. The caller holds the submission lock, or is

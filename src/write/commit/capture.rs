@@ -185,6 +185,7 @@ impl Committer {
     /// Finds what changed in the working copies that the batch captures.
     pub(super) fn capture<'a>(&self, batch: &'a WriteBatch) -> Result<Captures<'a>> {
         let mut captures = Captures::default();
+        let _span = batch.captures().next().map(|_| tracing::debug_span!("capture").entered());
         let (mut looks, mut staged, mut bitmaps_len) = (Vec::new(), Vec::new(), 0);
         for (index, copy, ranges) in batch.captures() {
             copy.bytes().check_device(&self.engine.device)?;

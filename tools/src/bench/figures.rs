@@ -19,6 +19,11 @@ pub const LOWER: &str = "\u{2193}";
 /// The meaning of the two signs.
 pub const BETTER: &str = "\u{2191} higher is better, \u{2193} lower is better";
 
+/// Things a second; none where there was no time.
+pub fn rate(of: u64, took: Duration) -> f64 {
+    if took.is_zero() { 0.0 } else { of as f64 / took.as_secs_f64() }
+}
+
 /// The results of one run.
 pub struct Findings {
     /// The benchmark's name.

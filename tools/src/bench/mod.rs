@@ -30,6 +30,7 @@ mod capture;
 mod policies;
 mod block_cache;
 mod tier_ceilings;
+mod tier_moves;
 mod tiers;
 
 use std::path::PathBuf;

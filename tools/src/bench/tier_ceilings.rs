@@ -33,6 +33,12 @@ pub fn of(from: Place, to: Place) -> &'static str {
     }
 }
 
+/// The same, where [`rates`] measured it: without a GPU there is no bus.
+pub fn in_room(room: &Room, from: Place, to: Place) -> &'static str {
+    let ceiling = of(from, to);
+    if !room.is_gpu() && [UP, DOWN].contains(&ceiling) { COPY } else { ceiling }
+}
+
 /// The speed of the machine without a store, in bytes a second, measured with up to `bytes` bytes.
 pub fn rates(room: &Room, bytes: u64) -> Result<Vec<(&'static str, f64)>, BenchStop> {
     let bytes = bytes.min(CEILING_BYTES);
@@ -61,22 +67,25 @@ pub fn rates(room: &Room, bytes: u64) -> Result<Vec<(&'static str, f64)>, BenchS
 
 /// The speed of copies to the device and back.
 fn bus_rates(room: &Room) -> Result<Vec<(&'static str, f64)>, BenchStop> {
-    let memory = room.device.allocate(room.place, COPY_LEN as u64)?;
-    let span = Span { memory, offset: 0, len: COPY_LEN as u64 };
-    let staged = StagingSpan { index: 0, offset: 0, len: COPY_LEN };
+    let memory = room.device.allocate(room.place, CEILING_BYTES)?;
+    let staged = |at: usize| StagingSpan { index: 0, offset: at, len: COPY_LEN };
+    let span = |at: usize| Span { memory, offset: at as u64, len: COPY_LEN as u64 };
+    let ways: [(&str, fn(StagingSpan, Span) -> Command); 2] = [
+        (UP, |staged, span| Command::Upload { source: staged, target: span }),
+        (DOWN, |staged, span| Command::Download { source: span, target: staged }),
+    ];
+    let mut staging = vec![room.device.staging(CEILING_BYTES as usize)?];
     let mut rates = Vec::new();
-    for (name, command) in [
-        (UP, Command::Upload { source: staged, target: span }),
-        (DOWN, Command::Download { source: span, target: staged }),
-    ] {
-        let mut staging = vec![room.device.staging(COPY_LEN)?];
+    for (name, command) in ways {
+        let copies = (0..CEILING_BYTES as usize).step_by(COPY_LEN);
+        let commands: Vec<_> = copies.map(|at| command(staged(at), span(at))).collect();
         let mut all = Vec::new();
         for _ in 0..8 {
             let took;
-            (took, staging) = ceilings::list(&*room.device, Lane::Drain, vec![command.clone()], staging)?;
+            (took, staging) = ceilings::list(&*room.device, Lane::Drain, commands.clone(), staging)?;
             all.push(took.as_secs_f64());
         }
-        rates.push((name, COPY_LEN as f64 / median(all)));
+        rates.push((name, CEILING_BYTES as f64 / median(all)));
     }
     room.device.release(memory)?;
     Ok(rates)

@@ -11,10 +11,11 @@ use clap::builder::RangedU64ValueParser;
 use remanent::{Ack, Budget, Compression, MoveStats, Options, Place, TierStats, Tiers};
 
 use super::block_cache::{Ahead, BlockCache, Played};
-use super::figures::{Figure, Findings, Group, Unit};
+use super::figures::{Figure, Findings, Group, Unit, rate};
 use super::latency::Latency;
 use super::policies::{Policy, share};
 use super::room::{BenchStop, Room};
+use super::tier_moves::Moves;
 use super::{Common, Measure, tier_ceilings};
 use crate::cli::exit::Failure;
 use crate::cli::size::Size;
@@ -32,13 +33,15 @@ Hits are the blocks found in the fast place, of those that were asked for before
 alone, over a list. The share of the blocks' bytes written to the disk is what the kernel counted for the process. \
 Bytes moved from place to place have the disk's or the memory's own rate as their ceiling. The restart closes and opens \
 the store after half of the requests, with the budget in the middle of the list: hits of up to 100 requests before \
-and after, beside those of a run that goes straight on. On an idle machine the defaults take up to two minutes.
+and after, beside those of a run that goes straight on. At last pages of 2 MiB and of 16 KiB are moved \
+between the GPU, pinned memory and the disk, all by one call and with nothing else under way, until the last of them \
+can be read where it went; on the way to the disk each has an image written. On an idle machine the defaults take up to two minutes.
 
 Examples:
   remanent bench tiers /mnt/fast
   remanent bench tiers /mnt/fast --requests 4000 --budgets 5,20 --rounds 2
   remanent bench tiers /mnt/fast --prefetch 2 --service-ms 20
-  remanent bench tiers /mnt/fast --device cuda:0 --len 2MiB --requests 1000";
+  remanent bench tiers /mnt/fast --device cuda:0 --len 2MiB --requests 1000 --move-bytes 1GiB";
 
 /// A cache of blocks that is larger than its fast place, over a real trace
 #[derive(clap::Args)]
@@ -71,6 +74,9 @@ pub struct TiersBench {
     /// Milliseconds that a request is served once its blocks are there, with nothing done
     #[arg(long, value_name = "MS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=10_000))]
     service_ms: u64,
+    /// Bytes of the pages that are moved with nothing else under way; 0 for none
+    #[arg(long, value_name = "BYTES", default_value = "64MiB")]
+    move_bytes: Size,
     #[arg(skip)]
     requested: OnceLock<Requested>,
 }
@@ -161,11 +167,13 @@ impl Measure for TiersBench {
 
     fn bytes_needed(&self) -> u64 {
         // The log, images of what left, and images of snapshots.
-        self.working_set().saturating_mul(4).saturating_add(1 << 30)
+        let of_trace = self.working_set().saturating_mul(4).saturating_add(1 << 30);
+        of_trace.max(Moves::bytes_needed(self.move_bytes.0))
     }
 
     fn steps(&self) -> u64 {
-        let runs = self.budgets.len() * (1 + self.variants().len()) + self.policies.len();
+        let runs =
+            self.budgets.len() * (1 + self.variants().len()) + self.policies.len() + self.moves().len();
         u64::from(self.common.rounds) * runs as u64
     }
 
@@ -173,17 +181,22 @@ impl Measure for TiersBench {
         let mut budgets: Vec<BudgetRuns> =
             self.budgets.iter().map(|percent| BudgetRuns::new(self, *percent)).collect();
         let mut restarts = Restarts::new(self);
+        let mut moves = self.moves();
         for _ in 0..self.common.rounds {
             for runs in &mut budgets {
                 runs.round(self, room)?;
             }
             restarts.round(self, room)?;
+            for moves in &mut moves {
+                moves.round(room)?;
+            }
         }
         let straight = budgets.iter().find(|runs| runs.percent == restarts.percent);
         let straight: Vec<(Policy, Vec<f64>)> = straight.iter().flat_map(|runs| runs.straight()).collect();
         let mut groups = vec![self.alone()];
         groups.extend(budgets.into_iter().map(BudgetRuns::group));
         groups.push(restarts.group(straight));
+        groups.extend(moves.into_iter().map(Moves::group));
         let requested = self.requested();
         let mut settings = room.settings(&self.common);
         settings.push(("rounds", self.common.rounds.to_string()));
@@ -229,6 +242,11 @@ fn places(room: &Room) -> Vec<Place> {
 impl TiersBench {
     fn requested(&self) -> &Requested {
         self.requested.get().expect("options are checked first")
+    }
+
+    /// Moves with nothing else under way, by the pages' length.
+    fn moves(&self) -> Vec<Moves> {
+        if self.move_bytes.0 == 0 { Vec::new() } else { Moves::all(self.move_bytes.0) }
     }
 
     /// Bytes of all different blocks.
@@ -515,11 +533,6 @@ impl Variant {
         figures.retain(|figure| figure.latency.as_ref().is_none_or(|latency| latency.count() > 0));
         figures
     }
-}
-
-/// Things a second; none where there was no time.
-fn rate(of: u64, took: Duration) -> f64 {
-    if took.is_zero() { 0.0 } else { of as f64 / took.as_secs_f64() }
 }
 
 /// A store that is closed and opened after half of the requests.

@@ -21,7 +21,21 @@ const SMALL: &[(&str, &[&str])] = &[
     ("growth", &["--pages", "200,300", "--commits", "20", "--keys"]),
     ("follow", &["--batches", "20", "--idle", "0.01"]),
     ("lookup", &["--threads", "2", "--pages", "500", "--seconds", "0.001"]),
-    ("tiers", &["--requests", "30", "--len", "4KiB", "--budgets", "20,100", "--prefetch", "1"]),
+    (
+        "tiers",
+        &[
+            "--requests",
+            "30",
+            "--len",
+            "4KiB",
+            "--budgets",
+            "20,100",
+            "--prefetch",
+            "1",
+            "--move-bytes",
+            "4MiB",
+        ],
+    ),
     ("steady", &["--threads", "2", "--len", "64KiB,4KiB", "--bytes", "1MiB", "--seconds", "0.05"]),
     ("ceilings", &["--bytes", "1MiB"]),
 ];
