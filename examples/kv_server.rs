@@ -1,10 +1,10 @@
 //! A server of a language model whose cache of keys and values is larger than the GPU's memory and survives
 //! being killed.
 //!
-//! The requests are those of a real chat service ([`trace`]). A block of the cache holds the keys and values of
-//! 16 tokens in all layers, and is a page of the store. The GPU has room for a tenth of the blocks, pinned host
-//! memory for two tenths, the disk for all. The model works in tensors of its own, of another layout: the blocks
-//! of a prompt are loaded into them by one list of commands, and new ones are committed from them.
+//! The requests are those of a real chat service ([`trace`]). A block of the cache holds the keys and values
+//! of 16 tokens in all layers, and is a page of the store. The GPU has room for a tenth of the blocks, pinned
+//! host memory for two tenths, the disk for all. The model works in tensors of its own, of another layout:
+//! blocks of a prompt are loaded into them by one list of commands, and new ones are committed from them.
 //!
 //! In the middle the server is killed, and started again: it must hit what it would have hit without that, in
 //! the tiers in which it would have, and each block must hold the bytes that were computed.
@@ -343,7 +343,8 @@ impl Run {
         Ok(run)
     }
 
-    /// Takes what a server prints, up to a number of requests, and counts what it wrote until before the last.
+    /// Takes what a server prints, up to a number of requests, and counts what it wrote until before the
+    /// last.
     fn take(&mut self, process: &mut Process, count: usize) -> Anything<()> {
         let mut written = 0;
         while self.served.len() < count {
@@ -426,8 +427,8 @@ fn show(service: &Service, run: &Run, straight: &Run) -> Anything<()> {
     Ok(())
 }
 
-/// Each request found all the blocks of the requests before it, whichever process served those. After the kill
-/// as many were in memory as where there was none.
+/// Each request found all the blocks of the requests before it, whichever process served those. After the
+/// kill as many were in memory as where there was none.
 fn check(service: &Service, run: &Run, straight: &Run) {
     for Run { served, killed, .. } in [run, straight] {
         let mut computed: HashSet<u64> = HashSet::new();

@@ -188,9 +188,9 @@ impl PyStore {
     /// Counts and sizes since the store was opened; bytes where nothing else is said.
     ///
     /// "on_disk": pages in the place "disk", and their bytes. "pending_bytes": host memory that holds what
-    /// batches wrote to these since their newest images. "places": page memory by place; "tiers": what `ensure` asked for, and what left to make room;
-    /// "moves": pages that the store moved; "transfers", "lanes": what the device's lists moved, and how long
-    /// they were waited for.
+    /// batches wrote to these since their newest images. "places": page memory by place; "tiers": what
+    /// `ensure` asked for, and what left to make room; "moves": pages that the store moved; "transfers",
+    /// "lanes": what the device's lists moved, and how long they were waited for.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"] = b"abc"

@@ -21,8 +21,8 @@ const BATCH_BYTES: u64 = 16 << 20;
 /// Pages that are on their way to a place, from [`Store::prefetch`](crate::Store::prefetch). Dropping it lets
 /// them go on.
 ///
-/// It is a future as well, which gives what [`wait`](Self::wait) returns; `(&mut coming).await` leaves it to be
-/// cancelled.
+/// It is a future as well, which gives what [`wait`](Self::wait) returns; `(&mut coming).await` leaves it to
+/// be cancelled.
 ///
 /// ```
 /// use remanent::{Options, Place, Store};
@@ -141,8 +141,6 @@ impl Prefetch {
 impl Future for Prefetch {
     type Output = Result<()>;
 
-    /// # Errors
-    /// As for [`wait`](Self::wait).
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
         let mut state = self.job.check()?.state.lock();
         if let Some(outcome) = &mut state.outcome {

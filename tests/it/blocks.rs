@@ -1,5 +1,5 @@
-//! Blocks of an engine's cache, in pages and in the engine's own tensors: each byte is the one that a slow loop
-//! puts there, however many blocks a call names, and a call makes one list of commands.
+//! Blocks of an engine's cache, in pages and in the engine's own tensors: each byte is the one that a slow
+//! loop puts there, however many blocks a call names, and a call makes one list of commands.
 
 use std::collections::BTreeMap;
 

@@ -19,8 +19,8 @@ pub struct DiskUsage {
     pub bytes: u64,
 }
 
-/// How many pages there are, and their bytes, for threads that do not hold the table. The two numbers may be of
-/// different moments.
+/// How many pages there are, and their bytes, for threads that do not hold the table. The two numbers may be
+/// of different moments.
 #[derive(Debug, Default)]
 pub(super) struct DiskCounts {
     pages: AtomicU64,
