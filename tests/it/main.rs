@@ -9,7 +9,6 @@ mod api;
 mod arrivals;
 mod audit;
 mod background;
-mod block_pages;
 mod blocks;
 mod bounds;
 mod bulk;
