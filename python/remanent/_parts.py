@@ -59,6 +59,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def with_local(tensor: DTensor, part: torch.Tensor) -> DTensor:
+    """A tensor that is divided as this one is, and of which this rank holds another part, wherever that lies."""
+    return DTensor(part, tensor._spec, requires_grad=False)
+
+
 def own_rank() -> int:
     """This process's rank, as meshes have it."""
     return dist.get_rank()

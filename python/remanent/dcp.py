@@ -2,6 +2,7 @@
 
     dcp.save(state, storage_writer=StorageWriter("runs/7/step-100"))
     dcp.load(state, storage_reader=StorageReader("runs/7/step-100"))
+    dcp.async_save(state, storage_writer=StorageWriter("runs/7/step-100"), async_stager=stager)
 
 A checkpoint's path is `root/name`. Each rank has a store, `root/.remanent/rank-K`, in which all checkpoints of the
 root lie: pages that did not change since the one before are not written again. A checkpoint is a named snapshot of
@@ -54,14 +55,17 @@ from torch.futures import Future
 
 from remanent import _durable, _native, _pages, _sealed, _tensors
 from remanent._errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
+from remanent._stager import Stager
 
-__all__ = ["StorageReader", "StorageWriter", "StoredItem"]
+__all__ = ["Stager", "StorageReader", "StorageWriter", "StoredItem", "is_of_dcp"]
 
 _Path = str | os.PathLike[str]
 
 _STORES = ".remanent"
 _METADATA = ".metadata"
 _KIND = "checkpoint"
+# What DCP's own metadata begins with.
+_PICKLE = b"\x80"
 # Bytes of one batch; a longer page has one of its own.
 _BATCH_BYTES = 32 << 20
 # What a short page takes of a batch beyond its bytes, at most.
@@ -317,6 +321,23 @@ class StorageReader(_AtPath, storage.StorageReader):
                 jobs.run(block.read, block.copy)
         # Jobs end in their order, so after the last block.
         jobs.run(None, functools.partial(planner.commit_tensor, item, target))
+
+
+def is_of_dcp(path: _Path) -> bool:
+    """Whether a checkpoint is one of DCP's own `FileSystemWriter`, and so for its `FileSystemReader`.
+
+    >>> import torch, torch.distributed.checkpoint as dcp
+    >>> from remanent.dcp import StorageWriter, is_of_dcp
+    >>> _ = dcp.save({"w": torch.ones(2)}, checkpoint_id=directory + "/theirs", no_dist=True)
+    >>> _ = dcp.save({"w": torch.ones(2)}, storage_writer=StorageWriter(directory + "/ours"), no_dist=True)
+    >>> is_of_dcp(directory + "/theirs"), is_of_dcp(directory + "/ours")
+    (True, False)
+    """
+    try:
+        with _metadata_path(Path(path), None).open("rb") as file:
+            return file.read(1) == _PICKLE
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return False
 
 
 def _rank(kwargs: dict[str, Any]) -> int:
@@ -667,7 +688,7 @@ def _proven(path: Path) -> tuple[bytes, bytes]:
                            remedy="give the path of a checkpoint that was saved whole") from error
     except IsADirectoryError as error:
         raise NoStateError(f"{path} is a folder") from error
-    if content[:1] == b"\x80":
+    if content[:1] == _PICKLE:
         raise NoStateError(f"{path} is of DCP's own format", remedy="load it with DCP's FileSystemReader")
     beginning = _sealed.begins(_KIND)
     if len(content) >= len(beginning) and not content.startswith(beginning):

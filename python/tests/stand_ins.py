@@ -5,12 +5,14 @@ The tests of an adapter run against its host if it can be imported, and say whic
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import enum
 import hashlib
 import importlib
 import os
+import shutil
 import sys
 import types
 from collections.abc import Iterator
@@ -281,4 +283,129 @@ def lmcache() -> str:
     _module("lmcache.v1.distributed.api", KeyEntry=KeyEntry, KeyListPage=KeyListPage, ObjectKey=ObjectKey)
     _module("lmcache.v1.distributed.internal_api", L2StoreResult=L2StoreResult, L2AdapterListener=object)
     _module("lmcache.v1.distributed.l2_adapters.base", L2AdapterInterface=L2AdapterInterface)
+    return "a stand-in"
+
+
+def torchtitan() -> str:
+    """torchtitan 0.3, or what stands in for it: a manager of checkpoints as it is configured, built and called."""
+    if _is_installed("torchtitan.components.checkpoint"):
+        return "torchtitan"
+
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    class AsyncMode(str, enum.Enum):
+        DISABLED = "disabled"
+        ASYNC = "async"
+        ASYNC_WITH_PINNED_MEM = "async_with_pinned_mem"
+
+    class GarbageCollection:
+        @staticmethod
+        def collect(reason: str) -> None:
+            pass
+
+    class Wrapper:
+        def __init__(self, parts: list[Any]) -> None:
+            self.parts = parts
+
+        def state_dict(self) -> dict[str, Any]:
+            return {name: tensor for part in self.parts for name, tensor in part.state_dict().items()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            for part in self.parts:
+                part.load_state_dict(state, strict=False)
+
+    class CheckpointManager:
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config:
+            _owner: ClassVar[Any] = None
+            enable: bool = False
+            folder: str = "checkpoint"
+            interval: int = 500
+            keep_latest_k: int = 10
+            last_save_model_only: bool = True
+            async_mode: str = "disabled"
+
+            def build(self, **given: Any) -> Any:
+                return self._owner(config=dataclasses.replace(self), **given)
+
+        def __init_subclass__(cls) -> None:
+            cls.Config._owner = cls
+
+        def __init__(self, config: Any, *, dataloader: Any, model_parts: list[Any], optimizers: Any, lr_schedulers: Any,
+                     states: dict[str, Any], sd_adapter: Any, base_folder: str = "") -> None:
+            self.enable, self.config = config.enable, config
+            if not self.enable:
+                return
+            self.folder = os.path.join(base_folder, config.folder)
+            own = {"model": Wrapper(model_parts), "optimizer": optimizers, "dataloader": dataloader}
+            states.update(own, lr_scheduler=lr_schedulers)
+            self.states = states
+            self.async_mode = AsyncMode(config.async_mode)
+            self.pg = None if self.async_mode is AsyncMode.DISABLED else dist.new_group(backend="gloo")
+            self.stager: Any = None
+            self.staging_future: Any = None
+            self.save_future: Any = None
+
+        def _flat(self) -> dict[str, Any]:
+            others = {name: each for name, each in self.states.items() if name != "model"}
+            return others | self.states["model"].state_dict()
+
+        def save(self, curr_step: int, last_step: bool = False) -> bool:
+            if not self.enable or not (last_step or curr_step % self.config.interval == 0):
+                return False
+            self.maybe_wait_for_saving()
+            path = os.path.join(self.folder, f"step-{curr_step}")
+            if last_step:
+                self.dcp_save(self._flat(), path, AsyncMode.DISABLED, enable_garbage_collection=True)
+                return True
+            done: Any = self.dcp_save(self._flat(), checkpoint_id=path, async_mode=self.async_mode)
+            if self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+                assert isinstance(done, dcp.state_dict_saver.AsyncSaveResponse)
+                self.staging_future, self.save_future = done.staging_completion, done.upload_completion
+            elif self.async_mode is AsyncMode.ASYNC:
+                assert isinstance(done, concurrent.futures.Future)
+                self.save_future = done
+            if dist.get_rank() == 0 and os.path.isdir(self.folder):
+                steps = sorted(int(name[5:]) for name in os.listdir(self.folder) if name.startswith("step-"))
+                for step in steps[: -self.config.keep_latest_k]:
+                    shutil.rmtree(os.path.join(self.folder, f"step-{step}"), ignore_errors=True)
+            return True
+
+        def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode,
+                     enable_garbage_collection: bool = False, to_hf: bool = False) -> Any:
+            dcp.save(state_dict, checkpoint_id=checkpoint_id)
+
+        def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+            dcp.load(state_dict, checkpoint_id=checkpoint_id)
+            self.states["model"].load_state_dict(state_dict)
+
+        def load(self, step: int = -1) -> bool:
+            if not self.enable or not os.path.isdir(self.folder):
+                return False
+            steps = [int(name[5:]) for name in os.listdir(self.folder)
+                     if os.path.isfile(os.path.join(self.folder, name, ".metadata"))]
+            if step == -1 and not steps:
+                return False
+            path = os.path.join(self.folder, f"step-{max(steps) if step == -1 else step}")
+            self.dcp_load(self._flat(), checkpoint_id=path, from_hf=False, from_quantized=False)
+            return True
+
+        def maybe_wait_for_staging(self) -> None:
+            if self.staging_future is not None:
+                self.staging_future.result()
+                self.staging_future = None
+
+        def maybe_wait_for_saving(self) -> None:
+            if self.save_future is not None:
+                self.save_future.result()
+                self.save_future = None
+
+        def close(self) -> None:
+            if self.enable and self.stager is not None:
+                self.stager.close()
+
+    CheckpointManager.Config._owner = CheckpointManager
+    _module("torchtitan.components.checkpoint", CheckpointManager=CheckpointManager, AsyncMode=AsyncMode, MODEL="model")
+    _module("torchtitan.tools.utils", GarbageCollection=GarbageCollection)
     return "a stand-in"

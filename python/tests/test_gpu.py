@@ -357,3 +357,39 @@ def test_a_graph_that_is_captured_is_no_place_for_a_save(directory: str) -> None
                 with pytest.raises(remanent.RefusedError, match="captured"):
                     call()
         assert [version.step for version in run.versions()] == [1]
+
+
+@pytest.mark.parametrize("options", [{}, {"wait": True}, {"overlap": True}])
+def test_copies_of_a_stager_are_of_the_moment_of_the_save(
+    directory: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    from remanent.dcp import Stager, StorageReader, StorageWriter
+
+    delay_copies(monkeypatch, 20_000_000)
+    state = {f"w{at}": torch.randn(300, 200, device="cuda") for at in range(6)}
+    state |= {"turned": torch.randn(300, 200, device="cuda").T, "host": torch.randn(1000)}
+    stager, expected = Stager(**options), []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for step in range(4):
+            # What the stream does late is of this save still, and what it does after the call is not.
+            torch.cuda._sleep(20_000_000)
+            for tensor in state.values():
+                tensor += 1
+            expected.append(copy_of(state))
+            writer = StorageWriter(f"{directory}/{step}")
+            saving = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+            if options.get("overlap"):
+                saving.staging_completion.result()
+            for tensor in state.values():
+                tensor.zero_()
+            (saving if options.get("wait") else saving.upload_completion).result()
+            staged = stager.stage(state)
+            staged = staged if options.get("wait") else staged.result()
+            assert all(tensor.is_pinned() and tensor.device.type == "cpu" for tensor in staged.values())
+            del staged
+    stager.close()
+    for step, tensors in enumerate(expected):
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        dcp.load(found, storage_reader=StorageReader(f"{directory}/{step}"), no_dist=True)
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()), step

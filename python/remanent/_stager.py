@@ -1,0 +1,274 @@
+"""Copies of a state on the host, in memory that is kept from save to save: what `dcp.async_save` writes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import ctypes
+import mmap
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from remanent._copy_streams import CopyStreams, Moment
+from remanent._errors import ClosedError, RefusedError
+from remanent._native import Extent
+from remanent._run_state import parts_module
+from remanent._tensors import PLAIN_TYPES, blocks, extents, tensors_of
+
+# Bytes between the beginnings of tensors in memory: any kind of element, and a line of the processor's cache.
+_ALIGN = 64
+
+
+class Stager(AsyncStager):
+    """Copies what is saved to the host: for `dcp.async_save(…, async_stager=Stager())`, one for all saves of a run.
+
+    The copies lie in one piece of host memory, as long as this rank's tensors, which the next save uses again; it is
+    pinned where there is a GPU. A save that begins while the one before is being written takes a second one. Tensors
+    on the host are copied once; those that overlap in memory (tied weights, views) are copied together, and overlap
+    again. Of a DTensor the part of this rank is copied. Values that are no tensors are copied in the call.
+
+    When the state may change after `async_save`:
+
+    - As it is: at once, by the host and by what is queued on the current streams of its GPUs from then on. Copies
+      from GPUs are queued in the call, on streams of their own, and the current streams wait for them. `async_save`
+      returns an `AsyncSaveResponse`.
+    - `wait=True`: likewise, but the call returns once all is copied, and `async_save` returns a plain future, as some
+      trainers want it.
+    - `overlap=True`: once the response's `staging_completion` is done. All is copied beside the training, tensors on
+      the host too; wait before `optimizer.step`.
+
+    :raises RefusedError: from `async_save`, for a value that cannot be copied, by its name. Nothing is saved.
+
+    >>> import torch, torch.distributed.checkpoint as dcp
+    >>> from remanent.dcp import Stager, StorageReader, StorageWriter
+    >>> state, stager = {"w": torch.ones(2, 3), "step": 1}, Stager()
+    >>> writer = StorageWriter(directory + "/step-1")
+    >>> saving = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+    >>> _ = state["w"].zero_()
+    >>> _ = saving.upload_completion.result()
+    >>> dcp.load(state, storage_reader=StorageReader(directory + "/step-1"), no_dist=True)
+    >>> state["w"].sum().item()
+    6.0
+    >>> stager.close()
+    """
+
+    # What is returned is whole, or is a future.
+    _synchronize_after_execute = False
+
+    def __init__(self, *, wait: bool = False, overlap: bool = False) -> None:
+        if wait and overlap:
+            raise ValueError("wait and overlap: the call cannot return both before and after the copies")
+        self._wait, self._overlap = wait, overlap
+        self._streams = CopyStreams()
+        self._memory = _Memory()
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "remanent-stage")
+        self._last: concurrent.futures.Future[Any] | None = None
+        self._is_closed = False
+        weakref.finalize(self, self._memory.close).atexit = False
+
+    @torch.no_grad()
+    def stage(self, state_dict: dict[str, Any]) -> concurrent.futures.Future[dict[str, Any]] | dict[str, Any]:
+        """A copy of a state, or the future of one; see the class."""
+        if self._is_closed:
+            raise ClosedError("the stager is closed")
+        # Of one save at a time there are copies under way.
+        self._settle()
+        taken = _Taken()
+        tree = taken.tree("", state_dict)
+        found = extents(taken.tensors)
+        self._streams.begin({each.device for each in found if each.device.type == "cuda"})
+        if self._overlap:
+            self._last = self._worker.submit(self._copied, tree, found)
+            return self._last
+        tensors, moment = self._copy(found)
+        moment.hold_back()
+        if self._wait:
+            return self._arrived(tree, tensors, moment)
+        self._last = self._worker.submit(self._arrived, tree, tensors, moment)
+        return self._last
+
+    def synchronize_staging(self) -> None:
+        """Waits for the copies of the last save."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Waits for the copies under way, and gives the memory back once what was saved last is written."""
+        self._is_closed = True
+        self._settle()
+        self._worker.shutdown()
+        self._memory.close()
+
+    def _settle(self) -> None:
+        """Waits until nothing copies any more, however that ended."""
+        if self._last is not None:
+            concurrent.futures.wait([self._last])
+            self._last = None
+
+    @torch.no_grad()
+    def _copied(self, tree: Any, found: list[Extent]) -> dict[str, Any]:
+        return self._arrived(tree, *self._copy(found))
+
+    def _arrived(self, tree: Any, tensors: dict[str, torch.Tensor], moment: Moment) -> dict[str, Any]:
+        moment.wait()
+        filled = _filled(tree, tensors)
+        assert isinstance(filled, dict)
+        return filled
+
+    def _copy(self, found: list[Extent]) -> tuple[dict[str, torch.Tensor], Moment]:
+        """Copies of tensors by name, which are whole at the moment."""
+        copies: dict[str, torch.Tensor] = {}
+        # Of tensors that share memory each counts here, and each is as long as it lies.
+        place = self._memory.take(sum(max(each.nbytes, each.end - each.start) + _ALIGN + 16 for each in found))
+        try:
+            with self._streams.entered():
+                for block in blocks(found, on_host=False):
+                    memory = place(block.nbytes)
+                    if block.nbytes:
+                        self._streams.copy(memory, block.data)
+                    copies |= tensors_of(memory, block.arrays, torch.device("cpu"))
+        except BaseException:
+            # The memory is the next save's.
+            self._streams.synchronize()
+            raise
+        return copies, self._streams.moment()
+
+
+class _Slot:
+    """Stands for a tensor in a tree: its name, and what makes it of its copy."""
+
+    def __init__(self, name: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.name, self.made = name, made
+
+
+class _Taken:
+    """What is taken of a state: its tensors by name, and the tree of all else."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._parts = parts_module()
+
+    def tree(self, path: str, value: Any) -> Any:
+        """A copy of a state, with slots in the places of its tensors."""
+        kind = type(value)
+        name = path.removeprefix("/")
+        if kind is dict or kind is OrderedDict:
+            return kind((key, self.tree(f"{path}/{key}", each)) for key, each in value.items())
+        if _is_sequence(value):
+            return _like(value, [self.tree(f"{path}/{at}", each) for at, each in enumerate(value)])
+        if kind in PLAIN_TYPES:
+            self.tensors[name] = value
+            return _Slot(name, lambda copied: copied)
+        if self._parts is not None and kind is self._parts.DTensor:
+            self.tensors[name] = self._parts.local(value)
+            return _Slot(name, lambda copied: self._parts.with_local(value, copied))
+        try:
+            return copy.deepcopy(value)
+        except Exception as error:
+            raise RefusedError(f"{name}: a {kind.__name__} cannot be copied: {error}") from error
+
+
+def _filled(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The tree with copies of tensors in the places of its slots."""
+    if isinstance(tree, _Slot):
+        return tree.made(tensors[tree.name])
+    kind = type(tree)
+    if kind is dict or kind is OrderedDict:
+        return kind((key, _filled(each, tensors)) for key, each in tree.items())
+    if _is_sequence(tree):
+        return _like(tree, [_filled(each, tensors) for each in tree])
+    return tree
+
+
+def _is_sequence(value: Any) -> bool:
+    kind = type(value)
+    return kind is list or kind is tuple or isinstance(value, tuple) and hasattr(kind, "_fields")
+
+
+def _like(value: Any, made: list[Any]) -> Any:
+    """A list as a sequence of the same kind."""
+    kind = type(value)
+    return made if kind is list else tuple(made) if kind is tuple else kind(*made)
+
+
+class _Memory:
+    """Pieces of host memory, one for each save whose copies are in use."""
+
+    def __init__(self) -> None:
+        # Pieces that are in no use. The garbage collector gives them back, in whichever thread, so there is no lock.
+        self._free: deque[_Piece] = deque()
+        self._is_closed = False
+
+    def take(self, size: int) -> Callable[[int], torch.Tensor]:
+        """A piece of memory, from which the function that is returned gives out bytes, one tensor after the other.
+
+        It is in use until the last of these tensors, and of their views, is gone.
+        """
+        piece = self._piece(max(size, 1))
+        lease = (ctypes.c_ubyte * len(piece.memory)).from_buffer(piece.memory)
+        weakref.finalize(lease, self._give_back, piece).atexit = False
+        given = 0
+
+        def place(nbytes: int) -> torch.Tensor:
+            nonlocal given
+            if not nbytes:
+                return torch.empty(0, dtype=torch.uint8)
+            start, given = given, given + (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
+            # An inference tensor could not be written to elsewhere.
+            with torch.inference_mode(False):
+                return torch.frombuffer(lease, dtype=torch.uint8, count=nbytes, offset=start)
+
+        return place
+
+    def close(self) -> None:
+        """Gives back what is in no use, and all else once it is in none."""
+        self._is_closed = True
+        self._drop_free()
+
+    def _piece(self, size: int) -> _Piece:
+        while (piece := self._taken()) is not None:
+            if len(piece.memory) >= size:
+                return piece
+            # The state has become longer.
+            piece.end()
+        return _Piece(size)
+
+    def _taken(self) -> _Piece | None:
+        try:
+            return self._free.popleft()
+        except IndexError:
+            return None
+
+    def _give_back(self, piece: _Piece) -> None:
+        self._free.append(piece)
+        if self._is_closed:
+            self._drop_free()
+
+    def _drop_free(self) -> None:
+        while (piece := self._taken()) is not None:
+            piece.end()
+
+
+class _Piece:
+    """A piece of the host's memory; pinned if there is a GPU that was used."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = mmap.mmap(-1, size)
+        self._pinned: int | None = None
+        if torch.cuda.is_available():
+            held = ctypes.c_ubyte.from_buffer(self.memory)
+            address = ctypes.addressof(held)
+            # Where it is refused, copies take longer, and that is all.
+            if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:  # type: ignore[no-untyped-call]
+                self._pinned = address
+
+    def end(self) -> None:
+        """Unpins it: nothing copies from it or to it any more."""
+        if self._pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
+            self._pinned = None

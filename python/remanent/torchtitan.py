@@ -1,0 +1,88 @@
+"""A checkpoint manager for torchtitan, whose checkpoints are durable, proven and deduplicated.
+
+It takes the place of torchtitan's own in a configuration, with all of its options:
+
+    from remanent.torchtitan import CheckpointManager
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    def llama3_debugmodel_remanent():
+        config = llama3_debugmodel()
+        config.checkpoint = CheckpointManager.Config(
+            enable=True, interval=100, keep_latest_k=3, async_mode="async_with_pinned_mem")
+        return config
+
+Checkpoints are those of `remanent.dcp`: what did not change from one to the next is written once, and `.metadata` is
+there once all ranks are durable. Of "async" and "async_with_pinned_mem" `remanent.dcp.Stager` makes the copies, and a
+thread writes them, in no other process. Files for Hugging Face are torchtitan's own. Checkpoints that torchtitan's own
+manager saved are loaded, so a run may change to this one and go on. It needs torchtitan 0.3.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torchtitan.components.checkpoint import MODEL, AsyncMode
+from torchtitan.components.checkpoint import CheckpointManager as DcpCheckpointManager
+from torchtitan.tools.utils import GarbageCollection
+
+from remanent.dcp import Stager, StorageReader, StorageWriter, is_of_dcp
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+__all__ = ["CheckpointManager"]
+
+
+class CheckpointManager(DcpCheckpointManager):
+    """torchtitan's manager of checkpoints, which saves them to a store of each rank; see `CheckpointManager.Config`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DcpCheckpointManager.Config):
+        """The options of torchtitan's manager, and one more."""
+
+        verify: bool = False
+        """Whether a save ends only once all that it wrote was read back from the disk."""
+
+    def __init__(self, config: Config, **given: Any) -> None:
+        super().__init__(config, **given)
+        if not self.enable:
+            return
+        self._verify = config.verify
+        if self.async_mode is not AsyncMode.DISABLED:
+            # torchtitan waits for the copies before a step of the optimizer, or else for a future without any.
+            overlap = self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM
+            self.stager = Stager(wait=not overlap, overlap=overlap)
+
+    @torch.no_grad()
+    def dcp_save(
+        self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode,
+        enable_garbage_collection: bool = False, to_hf: bool = False
+    ) -> Future[Any] | AsyncSaveResponse | None:
+        """Saves a checkpoint, as torchtitan's own does."""
+        saving: Future[Any] | AsyncSaveResponse | None = None
+        if to_hf:
+            saving = super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+            return saving
+        writer = StorageWriter(checkpoint_id, verify=self._verify)
+        if async_mode is AsyncMode.DISABLED:
+            save(state_dict, storage_writer=writer)
+        else:
+            saving = async_save(state_dict, storage_writer=writer, process_group=self.pg, async_stager=self.stager)
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return saving
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Loads a checkpoint, as torchtitan's own does."""
+        if from_hf or is_of_dcp(checkpoint_id):
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(state_dict, storage_reader=StorageReader(checkpoint_id))
+        # Its tensors are flat in the dict, beside the other states.
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
