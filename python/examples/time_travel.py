@@ -3,8 +3,8 @@
     python time_travel.py
 
 A model trains, and each step is a version. At one step a batch of bad data comes in, and some weights become so large
-that the loss never recovers. Later the first bad version is found by halving, `diff` says which tensors it changed as
-no version before, and a fork goes on from the version before it.
+that the loss never recovers. Later `bisect` finds the first bad version by halving, `diff` says which tensors it
+changed and how far, `blame` what an element was from version to version, and a fork goes on from the version before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from remanent.torch import Checkpointer
+from remanent.torch import Checkpointer, Version
 
 STEPS, BAD_STEP = 32, 21
 
@@ -47,22 +47,6 @@ def train(model: Model, optimizer: torch.optim.SGD, *, is_bad: bool = False) -> 
     return float(loss.detach())
 
 
-def is_good(run: Checkpointer, model: Model, step: int) -> bool:
-    run.restore(step)
-    return all(float(parameter.detach().abs().max()) < 100 for parameter in model.parameters())
-
-
-def first_bad(run: Checkpointer, model: Model, good: int, bad: int) -> int:
-    """Halves the steps between a good and a bad one, each of which is a version."""
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if is_good(run, model, middle):
-            good = middle
-        else:
-            bad = middle
-    return bad
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, optimizer = make()
@@ -71,10 +55,22 @@ def main() -> None:
                 loss = train(model, optimizer, is_bad=step == BAD_STEP)
                 run.save(step)
             print(f"after {STEPS} steps the loss is {loss:.3g}")
-            bad = first_bad(run, model, 1, STEPS)
+
+            def is_good(version: Version) -> bool:
+                run.restore(version)
+                return all(float(parameter.detach().abs().max()) < 100 for parameter in model.parameters())
+
+            bad = run.bisect(is_good, good=1, bad=STEPS).step
             assert bad == BAD_STEP
-            changed = {name: count for name, count in run.diff(bad - 1, bad).items() if name.startswith("model")}
-            print(f"version {bad} is the first bad one; against the one before it differ, in elements: {changed}")
+            print(f"version {bad} is the first bad one; against the one before it differ:")
+            changed = run.diff(bad - 1, bad)
+            differ = {name: found for name, found in changed.items() if found and name.startswith("model")}
+            for name, found in differ.items():
+                print(f"  {name}: {found.elements} elements, by up to {found.largest:.3g}")
+            name, worst = max(differ.items(), key=lambda each: each[1].largest)
+            assert name == "model/out.weight"
+            change = next(change for change in run.blame(name, (0, 10)) if change.step == bad)
+            print(f"{name}[0, 10] went from {change.before:.3g} to {change.after:.3g} in step {change.step}")
             run.fork(Path(folder) / "again", bad - 1)
         with Checkpointer(Path(folder) / "again", model, optimizer, keep=2) as again:
             step = again.restore()

@@ -8,7 +8,7 @@ import operator
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,7 +16,6 @@ import torch
 from remanent import _native, _pages
 from remanent._copies import Copies
 from remanent._copy_streams import Moment
-from remanent._difference import difference
 from remanent._errors import (
     ClosedError,
     ForkedError,
@@ -25,6 +24,16 @@ from remanent._errors import (
     NoStateError,
     RefusedError,
 )
+from remanent._history import (
+    Content,
+    Difference,
+    ElementChange,
+    content_of,
+    difference,
+    element_changes,
+    first_bad,
+    number_of,
+)
 from remanent._native import Extent
 from remanent._pages import Block
 from remanent._room import Passage, Room, WriterEndedError
@@ -32,7 +41,7 @@ from remanent._run_parts import device_of, parts_of, refuse_overlap, stepped
 from remanent._run_state import flatten_state, layouts_of, load_state, rng_state, set_rng_state
 from remanent._saved import Capture, LeftSaves, Reading, Saved
 from remanent._tensors import blocks, extents
-from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, whole
+from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, named, whole
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -534,16 +543,17 @@ class Checkpointer:
 
     # Going back.
 
-    def restore(self, at: int | str | None = None) -> int:
+    def restore(self, at: int | str | Version | None = None) -> int:
         """Puts a version into model, optimizer and the rest, in place; returns its step.
 
         All of it is read and proven before the first tensor changes: a version that is damaged changes nothing.
 
-        :param at: a step (int), a name, or, without `process_group`, "lsn:N", "snapshot:N"; the newest version if None.
+        :param at: a step (int), a name, a Version, or, without `process_group`, "lsn:N", "snapshot:N"; the newest
+            version if None.
         :raises NoStateError: if there is no such version.
         :raises DamagedError: if bytes on disk are not what was written.
         """
-        if not (at is None or isinstance(at, str)):
+        if not (at is None or isinstance(at, (str, Version))):
             at = _whole_number("at", at)
         layouts = layouts_of(self._parts) if self._ranks is not None else None
 
@@ -551,7 +561,7 @@ class Checkpointer:
             with self._versions.views(at) as views:
                 return self._versions.proven(lambda: self._loaded(views, layouts))
 
-        step, state = self._after_saves(f"restore {at!r}", loaded)
+        step, state = self._after_saves(f"restore {named(at)}", loaded)
         self._left.end(f"`restore` put step {step} back before the next save")
         if self._copies is not None:
             # Optimizers get new tensors, and the memory of the old ones is wanted.
@@ -590,25 +600,115 @@ class Checkpointer:
         """Gives up a version by its name; what only it needs is removed. The newest version stays for now."""
         self._after_saves(f"give up {name!r}", lambda: self._versions.give_up(name))
 
-    def diff(self, before: int | str, after: int | str | None = None) -> dict[str, int | None]:
-        """The tensors that differ between two versions, each with its number of changed elements.
+    def diff(self, before: int | str | Version, after: int | str | Version | None = None
+             ) -> dict[str, Difference | None]:
+        """The tensors that differ between two versions, by name: how many elements, the first one, how far apart.
 
         None stands for a tensor that only one of them has, or that has another shape or kind of elements.
         Pages that no batch changed in between are not read. With `process_group`: of what this rank has of them.
+
+        :param before: a step, a name or a Version; as for `restore`.
+        :raises NoStateError, DamagedError: as for `restore`.
+
+        >>> import torch, remanent.torch
+        >>> state = {"w": torch.zeros(2, 3)}
+        >>> with remanent.torch.Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        ...     _ = run.save(1), state["w"][1, :2].fill_(-0.5), run.save(2)
+        ...     run.diff(1, 2)
+        {'state/w': Difference(elements=2, first=(1, 0), largest=0.5)}
         """
-        def differing() -> dict[str, int | None]:
+        def differing() -> dict[str, Difference | None]:
             with self._versions.view(before) as old:
                 with self._versions.view(after) as new:
                     return difference(whole(old), whole(new))
 
-        return self._after_saves(f"compare {before!r} and {after!r}", differing)
+        return self._after_saves(f"compare {named(before)} and {named(after)}", differing)
 
-    def fork(self, directory: _Path, at: int | str | None = None) -> None:
+    def blame(self, name: str, index: int | Sequence[int]) -> list[ElementChange]:
+        """The versions in which an element of a tensor is not what it was in the one before, the oldest first.
+
+        Changes between two versions that are kept are found as one. With `process_group`: of what this rank has of the
+        tensor, in versions of as many ranks.
+
+        :param name: as `diff` has it: "model/…", "optimizer/…", or the name in `extra`.
+        :param index: a number for each dimension of the tensor, or the only one; negative ones count from the end.
+        :raises NoStateError: if no version has such a tensor.
+        :raises OutOfBoundsError: if in none it has such an element.
+        :raises DamagedError: if bytes on disk are not what was written.
+
+        >>> import torch, remanent.torch
+        >>> state = {"w": torch.zeros(2, 3)}
+        >>> with remanent.torch.Checkpointer(directory, extra={"state": state}, rng=False, keep=9) as run:
+        ...     for step in range(1, 7):
+        ...         state["w"][1, 2] = step // 3
+        ...         _ = run.save(step)
+        ...     [(change.step, change.before, change.after) for change in run.blame("state/w", (1, 2))]
+        [(1, None, 0.0), (3, 0.0, 1.0), (6, 1.0, 2.0)]
+        """
+        def changes() -> list[ElementChange]:
+            versions = self._versions.agreed()
+            return element_changes(versions, map(content, versions))
+
+        def content(version: Version) -> Content:
+            with self._versions.view(version) as view:
+                return self._versions.proven(lambda: content_of(view, name, index))
+
+        return self._after_saves(f"look for {name!r} {index!r}", changes)
+
+    def bisect(self, is_good: Callable[[Version], bool | None], *, good: int | str | Version,
+               bad: int | str | Version | None = None) -> Version:
+        """The first version for which `is_good` says False, between a good one and a later bad one, by halving.
+
+        Of n versions some log2(n) are looked at. `is_good` may `restore` the version and try the model, or read it
+        otherwise; what it restored last stays. With `process_group` all ranks look at the same versions, and one is
+        good if it is so on all of them.
+
+        :param is_good: is given a Version; True for good, False for bad, None for what cannot be told of this version.
+            What it raises ends the search, on all ranks.
+        :param good: a version known to be good: its step, its name, or itself.
+        :param bad: a later one known to be bad; the newest if None.
+        :raises InvalidError: the good version is not older than the bad one.
+        :raises NoStateError: one of them is not kept; or versions next to the first bad one could not be told.
+
+        >>> import torch, remanent.torch
+        >>> state = {"w": torch.zeros(3)}
+        >>> with remanent.torch.Checkpointer(directory, extra={"state": state}, rng=False, keep=99) as run:
+        ...     for step in range(1, 31):
+        ...         state["w"][0] = 0.1 if step < 21 else float("nan")
+        ...         _ = run.save(step)
+        ...     def is_good(version):
+        ...         _ = run.restore(version)
+        ...         return not state["w"].isnan().any()
+        ...     run.bisect(is_good, good=1).step
+        21
+        """
+        versions = self._after_saves("bisect", self._versions.agreed)
+        ranks = self._ranks
+
+        def judged(version: Version) -> bool | None:
+            failure: BaseException | None = None
+            verdict: bool | None = None
+            try:
+                found = is_good(version)
+                verdict = None if found is None else bool(found)
+            except BaseException as error:
+                failure = error
+            if ranks is not None:
+                # Ranks that found no failure would wait for those that did.
+                said = self._after_saves(f"judge step {version.step}", lambda: _gathered(ranks, verdict, failure))
+                verdict = False if False in said else None if None in said else True
+            elif failure is not None:
+                raise failure
+            return verdict
+
+        return first_bad(versions, number_of(versions, good), number_of(versions, bad), judged)
+
+    def fork(self, directory: _Path, at: int | str | Version | None = None) -> None:
         """Makes a new store in `directory` that begins at a version of this one. Images are shared, not copied.
 
         With `process_group`: of as many ranks as saved the version.
         """
-        self._after_saves(f"fork {at!r}", lambda: self._versions.fork(directory, at))
+        self._after_saves(f"fork {named(at)}", lambda: self._versions.fork(directory, at))
 
     def close(self) -> None:
         """Waits for the save under way and closes the store.
@@ -646,6 +746,16 @@ class Checkpointer:
             # The block's own exception says more than what it did to the store.
             if kind is None:
                 raise
+
+
+def _gathered(ranks: Ranks, verdict: bool | None, failure: BaseException | None) -> list[bool | None]:
+    """The verdicts of all ranks; raises if one failed."""
+    def told() -> bool | None:
+        if failure is not None:
+            raise failure
+        return verdict
+
+    return ranks.gather(ranks.all_or_none(told))
 
 
 def _check_name(name: str) -> None:

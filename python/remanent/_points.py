@@ -31,7 +31,7 @@ from remanent._errors import (
     RefusedError,
 )
 from remanent._ranks import Ranks, described, raise_first
-from remanent._versions import Keep, Version, Views, of_step, unnamed
+from remanent._versions import Keep, Version, Views, named, of_step, unnamed
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
@@ -200,23 +200,23 @@ class SharedVersions:
                 # The version is there on all ranks; the next save tries again.
                 logging.getLogger("remanent").warning("what is not needed any more stays: %s", error)
 
-    def view(self, at: int | str | None) -> _native.View:
+    def view(self, at: int | str | Version | None) -> _native.View:
         parts = self._parts_of(at)
         if len(parts) != self._ranks.count:
             raise RefusedError(f"the version is of {len(parts)} ranks, and these are {self._ranks.count}",
                                remedy="restore it, and save it anew")
         return self._ranks.all_or_none(lambda: self._view(parts, self._ranks.rank))
 
-    def views(self, at: int | str | None) -> Views:
+    def views(self, at: int | str | Version | None) -> Views:
         parts = self._parts_of(at)
         count, rank = len(parts), self._ranks.rank
         own = self._ranks.all_or_none(lambda: self._view(parts, rank % count))
         return Views(own, rank if rank < count else None, count, lambda other: self._view(parts, other))
 
-    def _parts_of(self, at: int | str | None) -> list[Part]:
+    def _parts_of(self, at: int | str | Version | None) -> list[Part]:
         return [Part(*part) for part in self._ranks.by_first(lambda: self._found(at).parts)]
 
-    def _found(self, at: int | str | None) -> Point:
+    def _found(self, at: int | str | Version | None) -> Point:
         if at is None:
             newest = self._points.newest()
             if newest is None:
@@ -225,9 +225,14 @@ class SharedVersions:
         if isinstance(at, str) and at.startswith(("lsn:", "snapshot:")):
             raise InvalidError(f"at: {at!r} is of one rank", remedy="give a step or a name")
         for point in reversed(self._points.readable()[0]):
-            if at == point.step if isinstance(at, int) else at.removeprefix("name:") == point.name:
+            if isinstance(at, Version):
+                # Of the rank that looks, as `at` is.
+                is_it = point.part(self._ranks.rank).lsn == at.lsn
+            else:
+                is_it = at == point.step if isinstance(at, int) else at.removeprefix("name:") == point.name
+            if is_it:
                 return point
-        what = f"of step {at}" if isinstance(at, int) else f"named {at!r}"
+        what = f"of step {at}" if isinstance(at, int) else f"named {at!r}" if isinstance(at, str) else named(at)
         raise NoStateError(f"there is no version {what}", remedy="`versions` lists those that are kept")
 
     def _view(self, parts: list[Part], rank: int) -> _native.View:
@@ -246,6 +251,19 @@ class SharedVersions:
     def listed(self) -> list[Version]:
         return [point.version(self._ranks.rank) for point in self._points.readable()[0]]
 
+    def agreed(self) -> list[Version]:
+        numbers = self._ranks.by_first(lambda: [point.number for point in self._points.readable()[0]])
+        own = {point.number: point for point in self._points.readable()[0]}
+
+        def found() -> list[Version]:
+            try:
+                return [own[number].version(self._ranks.rank) for number in numbers]
+            except KeyError as error:
+                raise NoStateError(f"this rank does not see point {error}, which the first one does",
+                                   remedy="give all ranks the same directory") from error
+
+        return self._ranks.all_or_none(found)
+
     def give_up(self, name: str) -> None:
         def remove() -> list[list[str]] | None:
             point, newest = self._found(f"name:{name}"), self._points.newest()
@@ -257,7 +275,7 @@ class SharedVersions:
 
         self._give_up_all_but(self._ranks.by_first(remove))
 
-    def fork(self, directory: _Path, at: int | str | None) -> None:
+    def fork(self, directory: _Path, at: int | str | Version | None) -> None:
         target = Path(directory)
         self._ranks.by_first(lambda: _check_free(target))
         with self.view(at) as view:

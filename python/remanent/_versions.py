@@ -43,6 +43,13 @@ class Version:
     created: float
 
 
+def named(at: int | str | Version | None) -> str:
+    """A version as errors name it, and as all ranks do."""
+    if isinstance(at, Version):
+        return f"of step {at.step}" if at.name is None else f"named {at.name!r}"
+    return repr(at)
+
+
 class _Kept(Protocol):
     """What is known of a version that may go."""
 
@@ -132,10 +139,10 @@ class Versions(Protocol):
     def failed(self, save: int, error: BaseException) -> None:
         """There is no version of that save."""
 
-    def view(self, at: int | str | None) -> _native.View:
+    def view(self, at: int | str | Version | None) -> _native.View:
         """What this rank saved of a version: by its step, its name; or the newest."""
 
-    def views(self, at: int | str | None) -> Views:
+    def views(self, at: int | str | Version | None) -> Views:
         """The same, with what other ranks saved; for a rank that saved nothing of it, too."""
 
     def proven(self, read: Callable[[], _T]) -> _T:
@@ -144,9 +151,12 @@ class Versions(Protocol):
     def listed(self) -> list[Version]:
         """Those that are kept, the oldest first."""
 
+    def agreed(self) -> list[Version]:
+        """The same; with several ranks, those that all of them see. All ranks call it."""
+
     def give_up(self, name: str) -> None: ...
 
-    def fork(self, directory: _Path, at: int | str | None) -> None: ...
+    def fork(self, directory: _Path, at: int | str | Version | None) -> None: ...
 
     def end(self) -> None: ...
 
@@ -206,7 +216,9 @@ class OwnVersions:
     def failed(self, save: int, error: BaseException) -> None:
         pass
 
-    def view(self, at: int | str | None) -> _native.View:
+    def view(self, at: int | str | Version | None) -> _native.View:
+        if isinstance(at, Version):
+            at = f"lsn:{at.lsn}"
         if at is None:
             root = self._store.root
             if "step" in root and SAVING not in root:
@@ -225,12 +237,15 @@ class OwnVersions:
             at = f"name:{at}"
         return _native.View(self._directory, at)
 
-    def views(self, at: int | str | None) -> Views:
+    def views(self, at: int | str | Version | None) -> Views:
         own = self.view(at)
         return Views(own, 0, 1, lambda rank: own)
 
     def proven(self, read: Callable[[], _T]) -> _T:
         return read()
+
+    def agreed(self) -> list[Version]:
+        return self.listed()
 
     def listed(self) -> list[Version]:
         for _ in range(_LIST_TRIES):
@@ -256,7 +271,7 @@ class OwnVersions:
             raise NoStateError(f"there is no version named {name!r}", remedy="`versions` lists those that are kept")
         self._store.prune(give_up=[name], names_only=True)
 
-    def fork(self, directory: _Path, at: int | str | None) -> None:
+    def fork(self, directory: _Path, at: int | str | Version | None) -> None:
         with self.view(at) as view:
             whole(view).fork(directory)
 

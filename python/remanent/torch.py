@@ -2,6 +2,7 @@
 
     save_file(tensors, directory, note=…)      load_file(directory, device=…, at=…)
     Checkpointer(directory, model, optimizer, …).save(step)      .restore(at=…)
+    diff(directory, before, after)      blame(directory, name, index)      and those of a Checkpointer
 
 Both keep state in a store: durable, in versions, with only the changed elements of a version logged, and proven by
 checksums on the way back. Nothing is pickled: tensors are pages, all other values are typed, and what cannot be
@@ -18,13 +19,14 @@ import torch
 
 from remanent import _native, _pages
 from remanent._checkpointer import Checkpointer
+from remanent._history import Difference, ElementChange, blame, diff
 from remanent._pages import Block
 from remanent._progress import Bar
 from remanent._saved import Saved
 from remanent._tensors import blocks_in_place, extents, load_pages, tensors_of
 from remanent._versions import Version, whole
 
-__all__ = ["Checkpointer", "Saved", "Version", "load_file", "save_file"]
+__all__ = ["Checkpointer", "Difference", "ElementChange", "Saved", "Version", "blame", "diff", "load_file", "save_file"]
 
 _Path = str | os.PathLike[str]
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import remanent
-from remanent.torch import Checkpointer
+from remanent.torch import Checkpointer, Difference, Version
 
 DEVICE = sys.argv[1]
 RANKS = 4 if DEVICE == "cpu" else torch.cuda.device_count()
@@ -326,6 +326,43 @@ def ranks_stay_in_step_whatever_is_raised_in_one(directory: Path) -> None:
         assert run.restore() == 6
 
 
+def versions_are_looked_through_by_all_ranks(directory: Path) -> None:
+    rank = dist.get_rank()
+    own = {"w": torch.zeros(3)}
+    with Checkpointer(directory, extra={"own": own}, rng=False, keep=99, process_group=dist.group.WORLD) as run:
+        if rank == 1:
+            # Its versions have other Lsns.
+            run.store["aside"] = b"a page"
+        for step in range(1, 21):
+            # Each rank's is another one from another step on.
+            own["w"][1] = step >= 5 + 3 * rank
+            run.save(step)
+        versions = run.versions()
+
+        def is_good(version: Version) -> bool:
+            assert run.restore(version) == version.step
+            return not own["w"][1]
+
+        # The first rank's is the first that is bad.
+        assert run.bisect(is_good, good=1) == versions[4]
+        assert run.bisect(lambda version: None if (version.step, rank) == (11, 2) else version.step < 7, good=2,
+                          bad=versions[19]) == versions[6]
+
+        def fails(version: Version) -> bool:
+            if rank == 3:
+                raise ValueError("no loss")
+            return True
+
+        with raises(ValueError if rank == 3 else remanent.RankFailedError, "no loss"):
+            run.bisect(fails, good=1)
+        [first, second] = run.blame("own/w", 1)
+        assert (first.step, second.step, second.after) == (1, 5 + 3 * rank, 1.0)
+        assert run.diff(versions[3], 5) == ({"own/w": Difference(1, (1,), 1.0)} if rank == 0 else {})
+        with raises(remanent.OutOfBoundsError, "no element"):
+            run.blame("own/w", 3)
+        assert run.restore() == 20
+
+
 def a_process_may_become_another_rank(directory: Path) -> None:
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -494,6 +531,7 @@ CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] f
     a_store_of_another_run_is_not_taken_for_its_own,
     a_directory_of_something_else_is_refused,
     ranks_stay_in_step_whatever_is_raised_in_one,
+    versions_are_looked_through_by_all_ranks,
     a_process_may_become_another_rank,
     parts_are_joined_only_where_it_is_known_how,
     tensors_are_divided_as_they_were,

@@ -1,0 +1,240 @@
+"""How tensors differ between two versions, and what an element was from version to version."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from remanent import _native, _pages
+from remanent._errors import InvalidError, NoStateError, OutOfBoundsError
+from remanent._pages import Array
+from remanent._tensors import DTYPE, read_page, tensor_of, tensors_of
+from remanent._versions import Version, named, whole
+
+_Path = str | os.PathLike[str]
+Content = tuple[bytes, Any] | NoStateError | OutOfBoundsError
+
+# Kinds of integers by their widths in bytes, to compare elements by bits.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor differs between two versions, by its bits: a NaN equals itself, and 0.0 differs from -0.0."""
+
+    #: How many elements differ.
+    elements: int
+    #: Where the first of them is, row by row: a number for each dimension.
+    first: tuple[int, ...]
+    #: The largest absolute difference; `inf` if one of them is no finite number in either version.
+    largest: float
+
+
+@dataclass(frozen=True)
+class ElementChange:
+    """A change of an element of a tensor: what it was, and what it became. None: there was no such element."""
+
+    #: The batch that made it; of a run, the one with which the version ends in which it is found first.
+    lsn: int
+    #: The step of that version; None if it is none of a run.
+    step: int | None
+    #: The batch's note; of a run, the version's name.
+    note: str | None
+    #: A bool, int, float or complex, or None.
+    before: Any
+    after: Any
+
+
+def diff(directory: _Path, before: int | str, after: int | str | None = None) -> dict[str, Difference | None]:
+    """The tensors that differ between two versions in a directory of `save_file`, by name.
+
+    None stands for a tensor that only one of them has, or that has another shape or kind of elements. Pages that no
+    batch changed in between are not read. Takes no lock: a writer may go on meanwhile. For runs there is
+    `Checkpointer.diff`.
+
+    :param before: an Lsn, "lsn:N", "snapshot:N" or "name:S", as for `load_file`.
+    :param after: likewise; the newest version if None.
+    :raises NoStoreError, NoStateError, DamagedError: as for `load_file`.
+
+    >>> import torch, remanent.torch
+    >>> tensors = {"w": torch.zeros(2, 3), "b": torch.ones(3)}
+    >>> first = remanent.torch.save_file(tensors, directory)
+    >>> tensors["w"][1, :2] = torch.tensor([0.5, -2.0])
+    >>> second = remanent.torch.save_file(tensors, directory)
+    >>> remanent.torch.diff(directory, first)
+    {'w': Difference(elements=2, first=(1, 0), largest=2.0)}
+    """
+    with _native.View(directory, before) as old, _native.View(directory, after) as new:
+        return difference(whole(old), whole(new))
+
+
+def blame(directory: _Path, name: str, index: int | Sequence[int], *, at: int | str | None = None
+          ) -> list[ElementChange]:
+    """The changes of an element of a tensor in a directory of `save_file`, the oldest first.
+
+    They go back as far as the log is kept, and by the kept snapshots before that. Takes no lock. For runs there is
+    `Checkpointer.blame`.
+
+    :param index: a number for each dimension of the tensor, or the only one; negative ones count from the end.
+    :param at: up to which version; the newest if None. As for `load_file`.
+    :raises NoStateError: if the version has no tensor of that name.
+    :raises OutOfBoundsError: if the tensor has no such element.
+    :raises NoStoreError, DamagedError: as for `load_file`.
+
+    >>> import torch, remanent.torch
+    >>> w = torch.zeros(2, 3)
+    >>> for step in range(4):
+    ...     w[1, 2] = step // 2
+    ...     _ = remanent.torch.save_file({"w": w}, directory, note=f"step {step}")
+    >>> [(change.note, change.before, change.after) for change in remanent.torch.blame(directory, "w", (1, 2))]
+    [('step 0', None, 0.0), ('step 2', 0.0, 1.0)]
+    """
+    with _native.View(directory, at) as view:
+        key, array = _found(_arrays(whole(view)), name)
+        offset, size = _place(array, _checked(index))
+        changes = view.blame(key, offset, size)
+
+    def value(content: bytes | None) -> Any:
+        return None if content is None else _value(content, array)
+
+    return [ElementChange(change.lsn, None, change.note, value(change.before), value(change.after))
+            for change in changes]
+
+
+def difference(old: _native.View, new: _native.View) -> dict[str, Difference | None]:
+    """How the tensors of two versions differ: see `diff`."""
+    before, after = _arrays(old), _arrays(new)
+    cpu = torch.device("cpu")
+    differ: dict[str, Difference | None] = {name: None for name in before.keys() ^ after.keys()}
+    for name in before.keys() & after.keys():
+        (old_key, old_array), (new_key, new_array) = before[name], after[name]
+        if (old_array.shape, old_array.dtype) != (new_array.shape, new_array.dtype):
+            differ[name] = None
+            continue
+        was, now = old.info(old_key), new.info(new_key)
+        is_same_page = (was.page, was.epoch, was.lsn) == (now.page, now.epoch, now.lsn)
+        if is_same_page and (old_array.offset, old_array.stride) == (new_array.offset, new_array.stride):
+            continue
+        left = tensors_of(read_page(old, old_key), [old_array], cpu)[name]
+        right = tensors_of(read_page(new, new_key), [new_array], cpu)[name]
+        found = _compared(left, right)
+        if found is not None:
+            differ[name] = found
+    return dict(sorted(differ.items()))
+
+
+def _compared(left: torch.Tensor, right: torch.Tensor) -> Difference | None:
+    """How two tensors of one shape and kind differ; None if they do not."""
+    if not left.numel():
+        return None
+    flat = [each.contiguous().reshape(-1) for each in (left, right)]
+    size = left.element_size()
+    bits = [each.view(_BITS[size]).view(left.numel(), -1) for each in flat]
+    [changed] = (bits[0] != bits[1]).any(dim=1).nonzero(as_tuple=True)
+    if not len(changed):
+        return None
+    first = tuple(int(at) for at in torch.unravel_index(changed[0], left.shape))
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    apart = [each[changed].to(torch.float32 if each.element_size() == 1 and each.is_floating_point() else wide)
+             for each in flat]
+    largest = (apart[1] - apart[0]).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max()
+    return Difference(len(changed), first, float(largest))
+
+
+def element_changes(versions: Sequence[Version], contents: Iterable[Content]) -> list[ElementChange]:
+    """What an element was in versions, wherever it is not what it was in the one before: see `Checkpointer.blame`.
+
+    :param contents: what `content_of` found in each version.
+    """
+    changes: list[ElementChange] = []
+    held: bytes | None = None
+    before: Any = None
+    # Why the last version has no such element.
+    missing: Exception | None = NoStateError("the run has no version yet", remedy="save one first")
+    for version, found in zip(versions, contents, strict=True):
+        after: Any = None
+        content: bytes | None = None
+        if isinstance(found, Exception):
+            missing = missing and found
+        else:
+            content, after, missing = *found, None
+        if content != held:
+            changes.append(ElementChange(version.lsn, version.step, version.name, before, after))
+        held, before = content, after
+    if missing is not None:
+        raise missing
+    return changes
+
+
+def content_of(view: _native.View, name: str, index: int | Sequence[int]) -> Content:
+    """An element's bytes and its value; or why a version has none."""
+    try:
+        key, array = _found(_arrays(whole(view)), name)
+        place = _place(array, _checked(index))
+    except (NoStateError, OutOfBoundsError) as error:
+        return error
+    content = view.read(key, *place)
+    return content, _value(content, array)
+
+
+def first_bad(versions: Sequence[Version], good: int, bad: int, is_good: Callable[[Version], bool | None]) -> Version:
+    """The first bad one of versions, between a good one and a later bad one, by their numbers."""
+    if good >= bad:
+        raise InvalidError("good: that version is not older than the bad one")
+    search = _native.Bisect(good, bad)
+    while (number := search.next()) is not None:
+        search.tell(number, is_good(versions[number]))
+    newest_good, first = search.bounds()
+    if first - newest_good > 1:
+        steps = f"{versions[newest_good + 1].step} to {versions[first].step}"
+        raise NoStateError(f"the first bad version is one of step {steps}; all others in between could not be told",
+                           remedy="tell more of them apart")
+    return versions[first]
+
+
+def number_of(versions: Sequence[Version], at: int | str | Version | None) -> int:
+    """Which of the versions is meant: by its step, its name, or itself; the newest if None."""
+    for number in range(len(versions) - 1, -1, -1):
+        version = versions[number]
+        if isinstance(at, Version):
+            is_it = at.lsn == version.lsn
+        else:
+            is_it = at is None or (at == version.step if isinstance(at, int) else at.removeprefix("name:") == version.name)
+        if is_it:
+            return number
+    raise NoStateError("the run has no version yet" if at is None else f"there is no version {named(at)}",
+                       remedy="`versions` lists those that are kept")
+
+
+def _arrays(view: _native.View) -> dict[str, tuple[str, Array]]:
+    """The tensors of a version by name: in which page each lies, and where."""
+    return {array.name: (key, array) for key, arrays in _pages.read_manifest(view).pages.items() for array in arrays}
+
+
+def _found(arrays: Mapping[str, tuple[str, Array]], name: str) -> tuple[str, Array]:
+    if name not in arrays:
+        raise NoStateError(f"the version has no tensor named {name!r}")
+    return arrays[name]
+
+
+def _checked(index: int | Sequence[int]) -> tuple[int, ...]:
+    return (index,) if isinstance(index, int) else tuple(index)
+
+
+def _place(array: Array, index: tuple[int, ...]) -> tuple[int, int]:
+    """Where an element lies in its page, and its length, in bytes."""
+    shape = array.shape
+    if len(index) != len(shape) or any(not -length <= at < length for at, length in zip(index, shape, strict=False)):
+        raise OutOfBoundsError(f"{array.name}: there is no element {index} in a tensor of shape {shape}")
+    stride = _pages.contiguous_stride(shape) if array.stride is None else array.stride
+    size = DTYPE[array.dtype].itemsize
+    steps = sum(at % length * step for at, length, step in zip(index, shape, stride, strict=True))
+    return array.offset + steps * size, size
+
+
+def _value(content: bytes, array: Array) -> Any:
+    return tensor_of(content).view(DTYPE[array.dtype]).item()

@@ -1,0 +1,178 @@
+"""Through the versions of a run and of a directory of tensors: what differs, what changed an element, the first bad one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import remanent
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from remanent._tensors import DTYPE  # noqa: E402
+from remanent.torch import Checkpointer, Difference, Version, blame, diff, save_file  # noqa: E402
+
+
+def saved(directory: str, state: dict[str, Any], steps: int, changed: Any, **options: Any) -> Checkpointer:
+    """A run of this number of versions, each changed in place before it is saved."""
+    run = Checkpointer(directory, extra={"state": state}, rng=False, keep=1000, **options)
+    for step in range(1, steps + 1):
+        changed(step)
+        run.save(step)
+    return run
+
+
+def test_differences_say_how_many_and_where_and_how_much(directory: str) -> None:
+    whole = torch.arange(24.0).reshape(2, 3, 4)
+    state = {"w": whole, "turned": torch.arange(6.0).reshape(2, 3).T, "same": torch.ones(3), "gone": torch.ones(2),
+             "other": torch.ones(4), "zero": torch.tensor([0.0, math.nan]), "lost": torch.tensor([1.0, 2.0, 3.0]),
+             "n": torch.tensor(7)}
+    first = save_file(state, directory)
+    whole[0, 2, 1] += 0.5
+    whole[1, 2, 3] -= 4
+    state["turned"][2, 0] = 100
+    state["zero"][0] = -0.0
+    state["lost"][1] = math.nan
+    state["n"] -= 3
+    del state["gone"]
+    state["new"], state["other"] = torch.ones(1), torch.ones(2, 2)
+    second = save_file(state, directory, name="second")
+    expected = {"gone": None, "lost": Difference(1, (1,), math.inf), "n": Difference(1, (), 3.0), "new": None,
+                "other": None, "turned": Difference(1, (2, 0), 98.0), "w": Difference(2, (0, 2, 1), 4.0),
+                "zero": Difference(1, (0,), 0.0)}
+    for at in (None, second, "name:second"):
+        found = diff(directory, first, at)
+        assert found == expected and list(found) == sorted(found), at
+    assert diff(directory, second) == {}
+    backward = diff(directory, second, first)
+    assert backward["w"] == expected["w"] and backward.keys() == expected.keys()
+    with pytest.raises(remanent.NoStateError):
+        diff(directory, 99)
+    with pytest.raises(remanent.NoStoreError):
+        diff(directory + "-none", 1)
+
+
+def test_all_kinds_of_elements_are_compared_and_followed(directory: str) -> None:
+    state = {short: torch.zeros(5, dtype=torch.uint8).to(dtype) if dtype.is_floating_point or dtype.is_complex
+             else torch.zeros(5, dtype=dtype) for short, dtype in DTYPE.items()}
+    first = save_file(state, directory)
+    for tensor in state.values():
+        tensor[3] = 1
+    save_file(state, directory)
+    found = diff(directory, first)
+    assert found.keys() == state.keys() and all(each and each.first == (3,) for each in found.values())
+    for short, each in found.items():
+        # Of that kind there is no zero.
+        assert each == Difference(1, (3,), each.largest if short == "F8_E8M0" else 1.0), short
+        [*changes] = blame(directory, short, -2)
+        assert [change.after == 1 for change in changes] == [False, True], short
+
+
+def test_changes_of_an_element_are_found_in_a_directory_and_in_a_run(directory: str) -> None:
+    base = torch.zeros(3, 4)
+    for step in range(6):
+        base[1, 2] = step // 2
+        base[0, 0] += 1
+        save_file({"w": base, "t": base.T, "s": torch.tensor(step > 2)}, directory, note=f"step {step}")
+    expected = [("step 0", None, 0.0), ("step 2", 0.0, 1.0), ("step 4", 1.0, 2.0)]
+    for name, index in (("w", (1, 2)), ("w", (-2, -2)), ("t", (2, 1)), ("w", [1, 2])):
+        assert [(each.note, each.before, each.after) for each in blame(directory, name, index)] == expected
+        assert all(each.step is None for each in blame(directory, name, index))
+    assert [each.after for each in blame(directory, "s", ())] == [False, True]
+    assert [each.after for each in blame(directory, "w", (1, 2), at=4)] == [0.0, 1.0]
+    for index in ((1, 4), (3, 0), (1,), (1, 2, 0), 1, (-4, 0)):
+        with pytest.raises(remanent.OutOfBoundsError, match=r"no element .* in a tensor of shape \(3, 4\)"):
+            blame(directory, "w", index)
+    with pytest.raises(remanent.NoStateError, match="no tensor named 'x'"):
+        blame(directory, "x", 0)
+
+
+def test_changes_of_an_element_are_found_in_the_versions_of_a_run(directory: str) -> None:
+    state = {"w": torch.zeros(2, 3), "still": torch.ones(100)}
+
+    def change(step: int) -> None:
+        state["w"][1, 2] = step // 3
+
+    with saved(directory, state, 4, change) as run:
+        # In one version it is not there, in the next it is too short, and then of another kind.
+        state["w"][1, 2] = 9
+        state["aside"] = state.pop("w")
+        run.save(5, name="without")
+        state["w"] = torch.zeros(2, 2)
+        run.save(6)
+        state["w"] = state.pop("aside").double()
+        run.save(7)
+        changes = run.blame("state/w", (1, 2))
+        assert [(each.step, each.note, each.before, each.after) for each in changes] == [
+            (1, None, None, 0.0), (3, None, 0.0, 1.0), (5, "without", 1.0, None), (7, None, None, 9.0)]
+        assert [each.lsn for each in changes] == [run.versions()[at].lsn for at in (0, 2, 4, 6)]
+        assert [each.step for each in run.blame("state/still", -1)] == [1]
+        for name, index, error in (("w", 0, remanent.NoStateError), ("state/w", (2, 3), remanent.OutOfBoundsError),
+                                   ("state/w", 0, remanent.OutOfBoundsError)):
+            with pytest.raises(error):
+                run.blame(name, index)
+        assert run.diff(4, 5) == {"state/aside": None, "state/w": None}
+    with Checkpointer(directory + "-new") as run, pytest.raises(remanent.NoStateError, match="no version yet"):
+        run.blame("state/w", 0)
+
+
+def test_halving_finds_every_first_bad_version_of_a_run(directory: str) -> None:
+    state = {"w": torch.zeros(3), "big": torch.zeros(1000)}
+    with saved(directory, state, 24, lambda step: state["w"].fill_(step)) as run:
+        versions = run.versions()
+        for first in range(2, 25):
+            looked: list[int] = []
+
+            def is_good(version: Version, first: int = first, looked: list[int] = looked) -> bool:
+                looked.append(run.restore(version))
+                return bool((state["w"] < first).all())
+
+            assert run.bisect(is_good, good=1, bad=24) == versions[first - 1]
+            assert len(looked) <= 5 and not {1, 24} & set(looked)
+        # By name, by version, and up to the newest one. NumPy's and torch's kinds of bool are verdicts.
+        run.save(25, name="last")
+        assert run.bisect(lambda version: torch.tensor(version.step < 9), good=versions[3], bad="last").step == 9
+        assert run.bisect(lambda version: version.step < 25, good=1).name == "last"
+        skipped = {12, 13}
+        assert run.bisect(lambda version: None if version.step in skipped else version.step < 10, good=1).step == 10
+        with pytest.raises(remanent.NoStateError, match="one of step 12 to 14"):
+            run.bisect(lambda version: None if version.step in skipped else version.step < 13, good=1)
+        for good, bad in ((5, 5), (6, 5), ("last", 3), (25, None)):
+            with pytest.raises(remanent.InvalidError, match="not older"):
+                run.bisect(lambda version: True, good=good, bad=bad)
+        for good, bad in ((99, None), ("none", None), (1, 99)):
+            with pytest.raises(remanent.NoStateError, match="there is no version"):
+                run.bisect(lambda version: True, good=good, bad=bad)
+        with pytest.raises(ZeroDivisionError):
+            run.bisect(lambda version: bool(1 // 0), good=1)
+        run.fork(directory + "-fork", versions[2])
+        assert run.diff(versions[2], versions[3])["state/w"] == Difference(3, (0,), 1.0)
+        # One that was kept by its name alone, and has none any more, is still this version.
+        named = run.versions()[-1]
+        run.give_up("last")
+        assert run.restore(named) == 25
+    with Checkpointer(directory + "-fork", extra={"state": state}, rng=False) as fork:
+        assert fork.restore() == 3 and bool((state["w"] == 3).all())
+
+
+def test_of_versions_of_one_step_each_is_looked_at(directory: str) -> None:
+    state = {"w": torch.zeros(3)}
+    with saved(directory, state, 3, lambda step: state["w"].fill_(step)) as run:
+        run.save(3, name="again")
+        state["w"].fill_(7)
+        run.save(3, name="changed")
+        seen: list[float] = []
+
+        def is_good(version: Version) -> bool:
+            run.restore(version)
+            seen.append(float(state["w"][0]))
+            return seen[-1] < 7
+
+        assert run.bisect(is_good, good=1).name == "changed" and seen == [3.0, 3.0]
+        versions = run.versions()
+        with pytest.raises(remanent.InvalidError, match="not older"):
+            run.bisect(is_good, good=versions[4], bad=versions[2])
+        assert run.bisect(lambda version: False, good=versions[2], bad=versions[4]) == versions[3]
+        assert [each.note for each in run.blame("state/w", 0)] == [None, None, None, "changed"]
