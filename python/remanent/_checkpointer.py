@@ -40,7 +40,8 @@ from remanent._room import Passage, Room, WriterEndedError
 from remanent._run_parts import device_of, parts_of, refuse_overlap, stepped
 from remanent._run_state import flatten_state, layouts_of, load_state, rng_state, set_rng_state
 from remanent._saved import Capture, LeftSaves, Reading, Saved
-from remanent._tensors import blocks, extents
+from remanent._storages import extents_there
+from remanent._tensors import blocks
 from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, named, whole
 
 if TYPE_CHECKING:
@@ -337,7 +338,7 @@ class Checkpointer:
             self._versions.check_name(name)
         found: dict[str, torch.Tensor] = {}
         tree = flatten_state(self._state(), found, of_rank=self._ranks is not None)
-        return tree, *self._divided(extents(found))
+        return tree, *self._divided(extents_there(found))
 
     def _divided(self, found: list[Extent]) -> tuple[list[Extent], list[Extent]]:
         """Those of the tensors that are captured where they lie, and the others.

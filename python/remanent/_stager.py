@@ -18,7 +18,8 @@ from remanent._copy_streams import CopyStreams, Moment
 from remanent._errors import ClosedError, RefusedError
 from remanent._native import Extent
 from remanent._run_state import parts_module
-from remanent._tensors import PLAIN_TYPES, blocks, extents, tensors_of
+from remanent._storages import extents_there
+from remanent._tensors import PLAIN_TYPES, blocks, tensors_of
 
 # Bytes between the beginnings of tensors in memory: any kind of element, and a line of the processor's cache.
 _ALIGN = 64
@@ -80,7 +81,7 @@ class Stager(AsyncStager):
         self._settle()
         taken = _Taken()
         tree = taken.tree("", state_dict)
-        found = extents(taken.tensors)
+        found = extents_there(taken.tensors)
         self._streams.begin({each.device for each in found if each.device.type == "cuda"})
         if self._overlap:
             self._last = self._worker.submit(self._copied, tree, found)

@@ -56,6 +56,7 @@ from torch.futures import Future
 from remanent import _durable, _native, _pages, _sealed, _tensors
 from remanent._errors import DamagedError, Error, LockedError, NoStateError, RefusedError, TakenError
 from remanent._stager import Stager
+from remanent._storages import extents_there
 
 __all__ = ["Stager", "StorageReader", "StorageWriter", "StoredItem", "is_of_dcp"]
 
@@ -461,7 +462,8 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[dict[str, Any], to
         empty = torch.empty(0, dtype=torch.uint8)
         return {"name": item.index.fqn}, torch.frombuffer(held, dtype=torch.uint8) if held.nbytes else empty
     name = item.index.fqn
-    tensor = _tensors.plain(name, data)
+    [extent] = extents_there({name: data})
+    tensor = extent.tensor
     said: dict[str, Any] = {"name": name, "dtype": _tensors.SHORT[tensor.dtype], "shape": list(map(int, tensor.shape))}
     if item.index.offset is not None and any(item.index.offset):
         offset = [int(each) for each in item.index.offset]

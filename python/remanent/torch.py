@@ -23,7 +23,8 @@ from remanent._history import Difference, ElementChange, blame, diff
 from remanent._pages import Block
 from remanent._progress import Bar
 from remanent._saved import Saved
-from remanent._tensors import blocks_in_place, extents, load_pages, tensors_of
+from remanent._storages import extents_there
+from remanent._tensors import blocks_in_place, load_pages, tensors_of
 from remanent._versions import Version, whole
 
 __all__ = ["Checkpointer", "Difference", "ElementChange", "Saved", "Version", "blame", "diff", "load_file", "save_file"]
@@ -60,7 +61,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
     >>> remanent.torch.load_file(directory, at=first)["embed"][0, 0]
     tensor(0., dtype=torch.bfloat16)
     """
-    found = extents(dict(tensors))
+    found = extents_there(dict(tensors))
     # Of tensors that share memory each counts here, so the bar may end early.
     with Bar(sum(each.nbytes for each in found), "saving", progress) as bar:
         return _pages.save(directory, _counted(blocks_in_place(found), bar), note=note, name=name, durable=durable)

@@ -21,7 +21,8 @@ from remanent import _native, _pages
 from remanent._copies import Copies
 from remanent._errors import DivergedError, InvalidError, OvertakenError
 from remanent._live import Live, Uploads
-from remanent._tensors import blocks, bytes_of, extents, tensor_of
+from remanent._storages import extents_there
+from remanent._tensors import blocks, bytes_of, tensor_of
 
 __all__ = ["Publisher", "Subscriber", "checksum"]
 
@@ -89,7 +90,7 @@ class Publisher:
         """
         tensors = _tensors(model)
         batch = self.store.batch(note=f"step {step}")
-        found = extents(tensors)
+        found = extents_there(tensors)
         copies = self._copies
         if copies is None:
             _pages.put(self.store, batch, blocks(found), place="host")

@@ -393,3 +393,41 @@ def test_copies_of_a_stager_are_of_the_moment_of_the_save(
         found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         dcp.load(found, storage_reader=StorageReader(f"{directory}/{step}"), no_dist=True)
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items()), step
+
+
+@pytest.mark.parametrize("digests", [False, True])
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_save_between_two_replays_of_a_graph(directory: str, digests: bool, wait: bool,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    delay_copies(monkeypatch, 2_000_000)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 64)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    x = torch.randn(32, 64, device="cuda")
+
+    def train() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            train()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        train()
+    with Checkpointer(directory, model, optimizer, rng=False, keep=9, digests=digests) as run:
+        expected = {}
+        for number in range(6):
+            graph.replay()
+            expected[number] = copy_of(state_of(model, optimizer))
+            # The next replay is queued at once.
+            run.save(number, wait=wait)
+        for number in range(6):
+            assert run.restore(number) == number
+            now = state_of(model, optimizer)
+            assert all(torch.equal(now[name], tensor) for name, tensor in expected[number].items()), number
