@@ -1,13 +1,15 @@
 """A cache of blocks with keys: filled, killed, and found again after the restart.
 
-    python kv_cache.py
+    python kv_cache.py [--device cuda]
 
 Blocks are the attention keys and values of a prompt's prefixes, named by a hash of all tokens up to their end. The
 cache's identity holds everything on which the meaning of its bytes depends: a cache of another model is refused.
+With `--device` they are tensors there, which go through a buffer of the host.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -15,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import remanent
 from remanent.kv import BlockCache
@@ -38,28 +41,86 @@ def compute(tokens: list[int]) -> bytes:
     return hashlib.shake_128(json.dumps(tokens).encode()).digest(BLOCK_LEN)
 
 
-def serve(cache: BlockCache, tokens: list[int]) -> tuple[bytes, bool]:
+class OnHost:
+    """Blocks that a process has in its own memory."""
+
+    def compute(self, tokens: list[int]) -> Any:
+        return compute(tokens)
+
+    def buffer(self) -> Any:
+        return bytearray(BLOCK_LEN)
+
+    def from_buffer(self, buffer: Any) -> Any:
+        return bytes(buffer)
+
+    def to_buffer(self, block: Any) -> Any:
+        return block
+
+    def content(self, block: Any) -> bytes:
+        return bytes(block)
+
+
+class OnGpu:
+    """Blocks that are tensors on a GPU."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._torch, self._device = torch, device
+
+    def compute(self, tokens: list[int]) -> Any:
+        return self.from_buffer(bytearray(compute(tokens)))
+
+    def buffer(self) -> Any:
+        pinned = self._torch.empty(BLOCK_LEN, dtype=self._torch.uint8, pin_memory=self._torch.cuda.is_available())
+        return pinned.numpy()
+
+    def from_buffer(self, buffer: Any) -> Any:
+        return self._torch.frombuffer(buffer, dtype=self._torch.uint8).to(self._device)
+
+    def to_buffer(self, block: Any) -> Any:
+        return block.cpu().numpy()
+
+    def content(self, block: Any) -> bytes:
+        return bytes(self.to_buffer(block))
+
+
+def serve(cache: BlockCache, where: OnHost | OnGpu, tokens: list[int]) -> tuple[Any, bool]:
     """The block of some tokens, and whether it was found: else it is computed, and stored for the next request."""
-    key, block = key_of(tokens), bytearray(BLOCK_LEN)
-    if cache.load([key], [block]).result() == [True]:
-        return bytes(block), True
-    computed = compute(tokens)
-    cache.store([key], [computed]).result()
+    key, buffer = key_of(tokens), where.buffer()
+    if cache.load([key], [buffer]).result() == [True]:
+        return where.from_buffer(buffer), True
+    computed = where.compute(tokens)
+    cache.store([key], [where.to_buffer(computed)]).result()
     return computed, False
 
 
-def fill(directory: str) -> None:
+def fill(directory: str, where: OnHost | OnGpu) -> None:
     """Fills a cache, says each block once it is stored, and never ends by itself."""
     cache = open_cache(directory, "model-a")
     for number in range(1_000_000):
-        serve(cache, [number, number + 1])
+        serve(cache, where, [number, number + 1])
         print(number, flush=True)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", help="where blocks are computed and used: cpu or cuda")
+    parser.add_argument("--fill", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    where = OnHost() if given.device == "cpu" else OnGpu(given.device)
+    if given.fill:
+        fill(given.fill, where)
+    else:
+        restart(given.device, where)
+
+
+def restart(device: str, where: OnHost | OnGpu) -> None:
+    """Kills a process that fills a cache, and looks for what it had stored."""
     with tempfile.TemporaryDirectory() as folder:
         directory = os.path.join(folder, "cache")
-        process = subprocess.Popen([sys.executable, __file__, directory], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, __file__, "--device", device, "--fill", directory]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         last = -1
         for line in process.stdout:
@@ -72,8 +133,9 @@ def main() -> None:
             # Every block that was reported and not pushed out is there, with its bytes. One more may have been stored.
             for number in range(last - BLOCKS_MAX + 2, last + 1):
                 tokens = [number, number + 1]
-                assert serve(cache, tokens) == (compute(tokens), True), number
-            assert serve(cache, [0, 1]) == (compute([0, 1]), False)
+                block, is_found = serve(cache, where, tokens)
+                assert is_found and where.content(block) == compute(tokens), number
+            assert not serve(cache, where, [0, 1])[1]
             assert len(cache) == BLOCKS_MAX
             print(f"killed after block {last}; {len(cache)} blocks are there, those that were reported among them")
         try:
@@ -85,7 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        fill(sys.argv[1])
-    else:
-        main()
+    main()

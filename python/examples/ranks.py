@@ -1,14 +1,16 @@
 """A run of four ranks that loses one of them, and goes on with two.
 
-    python ranks.py
+    python ranks.py [--device cuda]
 
 Four processes train a model that FSDP2 divides among them, and save each step. One of them is killed with SIGKILL; the
 others hear of it and end. Two processes go on from the newest version that all four had on disk: each restores its half
-of what was quarters. In the end the weights are those of one process that trained alone, but for rounding.
+of what was quarters. In the end the weights are those of one process that trained alone, but for rounding. With CUDA
+each rank has a GPU, and there are as many ranks as GPUs, up to four.
 """
 
 from __future__ import annotations
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -28,13 +30,16 @@ STEPS = 40
 BATCH = 32
 
 
-def run(directory: Path, rank: int, ranks: int) -> None:
+def run(directory: Path, device: str, rank: int, ranks: int) -> None:
     """Trains up to STEPS, from wherever the run in `directory` is; the first rank says each step."""
     meeting = directory.with_name(f"{directory.name}-meeting-{ranks}")
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+    fully_shard(model, mesh=init_device_mesh(device, (ranks,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with Checkpointer(directory, model, optimizer, rng=False, process_group=dist.group.WORLD) as checkpoints:
         step = checkpoints.restore() if checkpoints.versions() else 0
@@ -42,7 +47,7 @@ def run(directory: Path, rank: int, ranks: int) -> None:
             print(f"{ranks} ranks begin after step {step}", flush=True)
         while step < STEPS:
             # Each step has its batch, of which each rank takes a part.
-            x = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(step))[rank::ranks]
+            x = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(step))[rank::ranks].to(device)
             loss = (model(x).squeeze(1) - x.sum(dim=1)).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -53,12 +58,12 @@ def run(directory: Path, rank: int, ranks: int) -> None:
                 print(step, flush=True)
     weights = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.state_dict().values()]
     if rank == 0:
-        torch.save(weights, directory / "weights")
+        torch.save([each.cpu() for each in weights], directory / "weights")
 
 
-def train(directory: Path, ranks: int, *, killed_at: int | None = None) -> None:
+def train(directory: Path, device: str, ranks: int, *, killed_at: int | None = None) -> None:
     """Has this number of ranks train; one of them is killed once the first one has made a step."""
-    command = [sys.executable, "-W", "ignore", __file__, str(directory), str(ranks)]
+    command = [sys.executable, "-W", "ignore", __file__, "--device", device, "--run", str(directory), str(ranks)]
     processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE if rank == 0 else None, text=True)
                  for rank in range(ranks)]
     said = processes[0].stdout
@@ -74,11 +79,32 @@ def train(directory: Path, ranks: int, *, killed_at: int | None = None) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", help="where the model lies: cpu or cuda")
+    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.run:
+        directory, ranks, rank = given.run
+        try:
+            run(Path(directory), given.device, int(rank), int(ranks))
+        except (RankFailedError, RuntimeError) as error:
+            # What torch says if a rank is gone in the middle of a step is a RuntimeError.
+            sys.exit(f"rank {rank} ends: {str(error)[:60]}")
+    else:
+        lose_one(given.device)
+
+
+def lose_one(device: str) -> None:
+    """Trains with all ranks until one is killed, then with half of them; one that trains alone comes to the same."""
+    ranks = 4 if device == "cpu" else min(4, torch.cuda.device_count())
+    if ranks < 2:
+        print(f"SKIPPED: ranks on GPUs need two of them, and there are {torch.cuda.device_count()}")
+        return
     with tempfile.TemporaryDirectory() as folder:
         alone, together = Path(folder) / "alone", Path(folder) / "together"
-        train(alone, 1)
-        train(together, 4, killed_at=STEPS // 2)
-        train(together, 2)
+        train(alone, device, 1)
+        train(together, device, ranks, killed_at=STEPS // 2)
+        train(together, device, ranks // 2)
         expected, found = torch.load(alone / "weights"), torch.load(together / "weights")
     apart = max(float((left - right).abs().max()) for left, right in zip(expected, found, strict=True))
     assert apart < 1e-4, f"the weights differ by {apart}"
@@ -86,11 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        try:
-            run(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[2]))
-        except (RankFailedError, RuntimeError) as error:
-            # What torch says if a rank is gone in the middle of a step is a RuntimeError.
-            sys.exit(f"rank {sys.argv[3]} ends: {str(error)[:60]}")
-    else:
-        main()
+    main()

@@ -1,6 +1,6 @@
 """A run that went wrong: which step it was, what changed in it, and a new run from just before it.
 
-    python time_travel.py
+    python time_travel.py [--device cuda]
 
 A model trains, and each step is a version. At one step a batch of bad data comes in, and some weights become so large
 that the loss never recovers. Later `bisect` finds the first bad version by halving, `diff` says which tensors it
@@ -9,6 +9,7 @@ changed and how far, `blame` what an element was from version to version, and a 
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -29,14 +30,14 @@ class Model(torch.nn.Module):
         return guess.squeeze(1)
 
 
-def make() -> tuple[Model, torch.optim.SGD]:
+def make(device: str) -> tuple[Model, torch.optim.SGD]:
     torch.manual_seed(0)
-    model = Model()
+    model = Model().to(device)
     return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 def train(model: Model, optimizer: torch.optim.SGD, *, is_bad: bool = False) -> float:
-    x = torch.randn(64, 16)
+    x = torch.randn(64, 16, device=model.out.weight.device)
     loss = (model(x) - x.mean(dim=1)).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -48,8 +49,11 @@ def train(model: Model, optimizer: torch.optim.SGD, *, is_bad: bool = False) -> 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", help="where the model lies: cpu or cuda")
+    device = parser.parse_args().device
     with tempfile.TemporaryDirectory() as folder:
-        model, optimizer = make()
+        model, optimizer = make(device)
         with Checkpointer(Path(folder) / "run", model, optimizer, keep=STEPS) as run:
             for step in range(1, STEPS + 1):
                 loss = train(model, optimizer, is_bad=step == BAD_STEP)

@@ -1,14 +1,18 @@
 """A training run that is killed again and again, and ends with the losses of one that never was.
 
-    python train_kill_resume.py
+    python train_kill_resume.py [--device cuda] [--plot losses.svg]
 
 The run is a process of its own. It is killed with SIGKILL at random moments, and started again; each
 start restores the newest version. In the end its losses are those of a run without a kill, bit for bit.
+Both curves are drawn to `train_kill_resume.svg`, or where `--plot` says.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
+import os
 import random
 import signal
 import subprocess
@@ -16,17 +20,22 @@ import sys
 import tempfile
 from pathlib import Path
 
+# Before CUDA begins: its matrix products then add in the same order each time.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 import torch
 
 from remanent.torch import Checkpointer
 
-STEPS = 60
+STEPS, KILLS = 60, 4
 
 
-def run(directory: str) -> None:
+def run(directory: str, device: str) -> None:
     """Trains up to STEPS, from wherever the store in `directory` is; says each step and its loss."""
+    torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
+    layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)]
+    model = torch.nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     progress: dict[str, list[str]] = {"losses": []}
@@ -34,7 +43,7 @@ def run(directory: str) -> None:
         step = checkpoints.restore() if checkpoints.versions() else 0
         while step < STEPS:
             # Its batches come from torch's random numbers, which are part of each version.
-            x = torch.randn(32, 16)
+            x = torch.randn(32, 16, device=device)
             loss = (model(x).squeeze(1) - x.sum(dim=1)).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -47,42 +56,86 @@ def run(directory: str) -> None:
         print(json.dumps(progress["losses"]), flush=True)
 
 
-def start(directory: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, __file__, directory], stdout=subprocess.PIPE, text=True)
+def start(directory: str, device: str) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--device", device, "--run", directory]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def losses_with_kills(directory: str, kills: int) -> list[str]:
-    """The losses of a run that is killed this number of times."""
+def losses_with_kills(directory: str, device: str, kills: int) -> tuple[list[str], list[int]]:
+    """The losses of a run that is killed this number of times, and the steps after which it was."""
     chance = random.Random(7)
+    killed: list[int] = []
     while True:
-        process = start(directory)
+        process = start(directory, device)
         assert process.stdout is not None
-        steps_left = chance.randrange(2, STEPS // kills) if kills else None
+        steps_left = chance.randrange(2, STEPS // kills) if len(killed) < kills else None
         for line in process.stdout:
             if line.startswith("["):
                 process.wait()
                 losses: list[str] = json.loads(line)
-                return losses
+                return losses, killed
             if steps_left is not None:
                 steps_left -= 1
                 if steps_left == 0:
                     process.send_signal(signal.SIGKILL)
                     print(f"killed after step {line.strip()}")
-                    kills -= 1
+                    killed.append(int(line))
                     break
         process.wait()
 
 
+def drawn(whole: list[float], killed: list[float], kills: list[int]) -> str:
+    """Both curves as an SVG: loss by step, on a logarithmic scale."""
+    left, right, top, bottom = 60, 700, 50, 300
+    high, low = math.log10(max(whole + killed)), math.log10(min(whole + killed))
+
+    def x_of(step: float) -> float:
+        return left + (right - left) * (step - 1) / (STEPS - 1)
+
+    def y_of(loss: float) -> float:
+        return top + (bottom - top) * (high - math.log10(loss)) / (high - low)
+
+    def curve(losses: list[float], style: str) -> str:
+        points = " ".join(f"{x_of(at):.1f},{y_of(loss):.1f}" for at, loss in enumerate(losses, 1))
+        return f'<polyline points="{points}" fill="none" {style}/>'
+
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 340" font-family="sans-serif" font-size="12">',
+             "<title>The losses of two runs, by step: one was killed, the other was not</title>",
+             '<rect width="100%" height="100%" fill="#fff"/>']
+    for power in range(math.ceil(low), math.floor(high) + 1):
+        y = y_of(10.0**power)
+        parts.append(f'<path d="M{left} {y:.1f}H{right}" stroke="#dfe4ea"/>'
+                     f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#5b6675">{10.0**power:g}</text>')
+    for step in range(10, STEPS + 1, 10):
+        parts.append(f'<text x="{x_of(step):.1f}" y="{bottom + 18}" text-anchor="middle" fill="#5b6675">{step}</text>')
+    for step in kills:
+        parts.append(f'<path d="M{x_of(step + 0.5):.1f} {top}V{bottom}" stroke="#b83225" stroke-dasharray="3 3"/>')
+    said = "loss by step: a run without a kill (wide), and one that was killed (narrow, on top of it)"
+    parts += [curve(whole, 'stroke="#a9c6ec" stroke-width="6"'), curve(killed, 'stroke="#1d2430" stroke-width="1.5"'),
+              f'<text x="{left}" y="20" fill="#1d2430">{said}</text>',
+              f'<text x="{left}" y="38" fill="#b83225">dashed: SIGKILL, and a new process that restored</text>',
+              "</svg>"]
+    return "\n".join(parts) + "\n"
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", help="where the model lies: cpu or cuda")
+    parser.add_argument("--plot", default="train_kill_resume.svg", help="the file to draw to")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.run:
+        run(given.run, given.device)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        whole = losses_with_kills(str(Path(folder) / "whole"), 0)
-        killed = losses_with_kills(str(Path(folder) / "killed"), 4)
+        whole, _ = losses_with_kills(str(Path(folder) / "whole"), given.device, 0)
+        killed, kills = losses_with_kills(str(Path(folder) / "killed"), given.device, KILLS)
     assert len(whole) == STEPS and whole == killed, "the losses differ"
+    curves = [list(map(float.fromhex, losses)) for losses in (whole, killed)]
+    Path(given.plot).write_text(drawn(curves[0], curves[1], kills))
     print(f"{STEPS} losses of the run that was killed are those of the one that was not, to the last bit")
+    print(f"both curves are in {given.plot}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run(sys.argv[1])
-    else:
-        main()
+    main()
