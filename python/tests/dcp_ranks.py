@@ -37,7 +37,8 @@ def in_ranks(count: int, body: str, *arguments: str) -> list[str]:
     script = RANKS + textwrap.dedent(body) + textwrap.dedent("""
         if __name__ == "__main__":
             ranks = int(sys.argv[1])
-            mp.spawn(run, (ranks, *sys.argv[2:]), nprocs=ranks)
+            # Forks, which have torch already.
+            mp.start_processes(run, (ranks, *sys.argv[2:]), nprocs=ranks, start_method="fork")
     """)
     path = Path(arguments[0]) / "ranks.py"
     path.write_text(script)

@@ -23,13 +23,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from children import ended, forked
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import remanent
+from remanent.dcp import StorageReader, StorageWriter
 from remanent.torch import Checkpointer, Difference, Version
 
 DEVICE = sys.argv[1]
@@ -519,6 +522,65 @@ def go_on(directory: Path) -> None:
             assert sorted(path.name for path in directory.glob("r*-*")) == [f"rank-{each}" for each in range(count)]
 
 
+class OfDcp(Training):
+    """The same, saved and loaded by torch.distributed.checkpoint."""
+
+    def dcp_state(self) -> dict[str, Any]:
+        of_model, of_optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": of_model, "optimizer": of_optimizer}
+
+    def load(self, path: Path) -> None:
+        # Of an optimizer that has not stepped `get_state_dict` makes the state that is loaded into.
+        state = self.dcp_state()
+        dcp.load(state, storage_reader=StorageReader(path))
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"])
+
+    def save(self, path: Path) -> None:
+        """Saves this state, and beside it all of it, as it is to be found again."""
+        dcp.save(self.dcp_state(), storage_writer=StorageWriter(path))
+        state = self.state(DTensor.full_tensor)
+        if dist.get_rank() == 0:
+            torch.save(state, path.with_name(f"all of {path.name}"))
+        dist.barrier()
+
+
+def begin_dcp(directory: Path) -> None:
+    training = OfDcp()
+    for _ in range(3):
+        training.step()
+    training.save(directory / "0")
+
+
+def go_on_dcp(directory: Path) -> None:
+    """Goes on from what another number of ranks saved last."""
+    newest = max(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+    training = OfDcp()
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.to_local().fill_(9)
+    training.load(directory / f"{newest}")
+    expected = torch.load(directory / f"all of {newest}")
+    assert same(training.state(DTensor.full_tensor), expected)
+    training.step()
+    assert not same(training.state(DTensor.full_tensor), expected)
+    training.save(directory / f"{newest + 1}")
+
+
+def alone_with_dcp(directory: Path) -> None:
+    """A model that is not divided has all of what ranks saved."""
+    model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(state, storage_reader=StorageReader(directory / "3"))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    found = [parameter.detach() for parameter in model.parameters()]
+    for each in optimizer.state.values():
+        found += [each["exp_avg"], each["exp_avg_sq"], each["step"]]
+    assert same(found, torch.load(directory / "all of 3"))
+
+
 Check = Callable[[Path], None]
 # The stages of a check: how many ranks do what.
 CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] for check in (
@@ -536,6 +598,8 @@ CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] f
     parts_are_joined_only_where_it_is_known_how,
     tensors_are_divided_as_they_were,
 )}
+CHECKS["a_model_of_fsdp_is_loaded_through_dcp_by_other_numbers_of_ranks"] = [
+    (2, begin_dcp), (1, go_on_dcp), (4, go_on_dcp), (3, go_on_dcp), (1, alone_with_dcp)]
 CHECKS["ranks_come_and_go"] = [(4, begin), (3, go_on), (1, go_on), (4, go_on), (2, go_on)]
 ON_GPUS = ("a_restored_run_goes_on_as_the_one_that_saved", "every_way_to_save_keeps_the_parts",
            "a_damaged_point_is_not_passed_over")
