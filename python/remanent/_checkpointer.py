@@ -36,6 +36,7 @@ from remanent._history import (
 )
 from remanent._native import Extent
 from remanent._pages import Block
+from remanent._progress import Bar
 from remanent._room import Passage, Room, WriterEndedError
 from remanent._run_parts import device_of, parts_of, refuse_overlap, stepped
 from remanent._run_state import flatten_state, layouts_of, load_state, rng_state, set_rng_state
@@ -237,7 +238,7 @@ class Checkpointer:
     # Saving.
 
     def save(self, step: int, name: str | None = None, *, note: str | None = None, wait: bool = True,
-             busy: str = "wait") -> Saved:
+             busy: str = "wait", progress: bool | None = None) -> Saved:
         """Makes the present state the version of `step`.
 
         A save while the one before is under way waits for that first, is refused, or is left to the next one. The state
@@ -254,6 +255,8 @@ class Checkpointer:
             ends as the next save does, which is that of `Saved.version_step`. Saves with a name and those that `wait`
             are never left to others, nor is one for which a rank waits; let the last one of a run be such, or `close`
             raises.
+        :param progress: whether a save that waits draws a bar: False for none; None for one of long work if standard
+            error is a terminal and tqdm is installed. Of several ranks the first one draws it.
         :raises InUseError: if it is refused. Nothing is saved.
         :raises RefusedError: for what cannot be stored, by its name; while a graph of CUDA is being captured. Nothing
             is saved.
@@ -264,6 +267,7 @@ class Checkpointer:
         reading = Reading()
         passage: Passage | None = None
         done: concurrent.futures.Future[tuple[int, float]] | None = None
+        bar: Bar | None = None
         is_left = is_next = False
         try:
             is_left = self._is_left_to_next(busy, wait or name is not None)
@@ -276,7 +280,9 @@ class Checkpointer:
             passage = self._room.begin(tensors)
             capture = Capture(self._copies, captured)
             note = note or f"step {step}"
-            done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree)
+            nbytes = sum(each.nbytes for each in itertools.chain(captured, tensors))
+            bar = self._bar(nbytes, "saving", progress if wait else False)
+            done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree, bar)
             self._last = saved = Saved(step, reading, began)
             saved._begins(done)
             self._left.go_with(saved)
@@ -291,7 +297,10 @@ class Checkpointer:
                 raise WriterEndedError
             if wait:
                 saved.wait()
+            bar.close()
         except BaseException as error:
+            if bar is not None:
+                bar.close()
             if done is None and not is_left:
                 # In the order of the saves: other ranks may be writing theirs.
                 self._worker.submit(self._versions.failed, self._saves, error)
@@ -312,6 +321,9 @@ class Checkpointer:
                 done.result()
             raise
         return saved
+
+    def _bar(self, nbytes: int, what: str, progress: bool | None) -> Bar:
+        return Bar(nbytes, what, progress if self._ranks is None or self._ranks.rank == 0 else False)
 
     def _is_left_to_next(self, busy: str, waits: bool) -> bool:
         """Whether a save is left to the next one, because the one before is under way."""
@@ -414,7 +426,7 @@ class Checkpointer:
             _refuse_capture()
             self._reading.hold_back()
 
-    def _write(self, passage: Passage, capture: Capture, step: int, note: str, tree: Any) -> _native.Ticket:
+    def _write(self, passage: Passage, capture: Capture, step: int, note: str, tree: Any, bar: Bar) -> _native.Ticket:
         """Writes a version: what is captured, and then what comes through the room.
 
         By several batches if it is long; of those from the room some at a time.
@@ -457,7 +469,7 @@ class Checkpointer:
 
         try:
             # Each version is a snapshot, for which a page that changed is written whole.
-            coming = itertools.chain(capture.blocks(), passage.blocks())
+            coming = bar.counting(itertools.chain(capture.blocks(), passage.blocks()))
             _pages.put(self.store, batch, coming, tree, elements=False, captures=self._copies, flush=flush)
             while running:
                 finish()
@@ -499,12 +511,12 @@ class Checkpointer:
             self._versions.keep_former()
 
     def _write_and_keep(self, passage: Passage, capture: Capture, save: int, step: int, name: str | None, note: str,
-                        tree: Any) -> tuple[int, float]:
+                        tree: Any, bar: Bar) -> tuple[int, float]:
         """Returns the version's batch, and when it was durable and kept."""
         try:
             try:
                 passage.wait_for_start()
-                ticket = self._write(passage, capture, step, note, tree)
+                ticket = self._write(passage, capture, step, note, tree, bar)
             finally:
                 passage.ended()
             ticket.wait()

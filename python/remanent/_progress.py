@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 # Seconds before a bar is drawn: what is over by then needs none.
 _DELAY = 1.0
+
+
+class _Sized(Protocol):
+    """What is done piece by piece, each of some bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+_S = TypeVar("_S", bound=_Sized | None)
 
 
 class Bar:
@@ -31,6 +42,13 @@ class Bar:
         """Notes that `count` more bytes are done."""
         if self._bar is not None:
             self._bar.update(count)
+
+    def counting(self, pieces: Iterable[_S]) -> Iterator[_S]:
+        """The pieces, each of which is done once the next one is asked for."""
+        for piece in pieces:
+            yield piece
+            if piece is not None:
+                self.add(piece.nbytes)
 
     def close(self) -> None:
         """Takes the bar away."""

@@ -8,6 +8,7 @@ back, nothing pickled, and what cannot be stored refused by its path.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import numpy
 from remanent import _native, _pages
 from remanent._errors import NoStateError, RefusedError
 from remanent._pages import Array, Block
+from remanent._progress import Bar
 
 __all__ = ["restore", "save", "shapes"]
 
@@ -45,11 +47,14 @@ def _flatten(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
-def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | None = None, durable: bool = True) -> int:
+def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | None = None, durable: bool = True,
+         progress: bool | None = None) -> int:
     """Makes `tree` the newest version in `directory`, whole or not at all; returns its Lsn.
 
     :param note: a remark of up to 64 KiB. :param name: keeps the version until it is given up; 1 to 64 bytes.
     :param durable: whether the call returns once the version survives a power cut, or only the death of the process.
+    :param progress: False draws no bar; None draws one for long work if standard error is a terminal and tqdm is
+        installed.
     :raises RefusedError: for a leaf that cannot be stored, by its path. Nothing is saved. LockedError.
 
     >>> import jax, jax.numpy as jnp, remanent.jax
@@ -62,7 +67,7 @@ def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | No
     leaves, arrays = taken(tree)
     for path, leaf in arrays.items():
         on_host(path, leaf)
-    return write(leaves, arrays, directory, note=note, name=name, durable=durable)
+    return write(leaves, arrays, directory, note=note, name=name, durable=durable, progress=progress)
 
 
 def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -86,15 +91,16 @@ def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: str | None, name: str | None,
-          durable: bool) -> int:
+          durable: bool, progress: bool | None = False) -> int:
     """Makes what `taken` gave the newest version."""
-    def blocks() -> Any:
+    def blocks() -> Iterator[Block]:
         for path, leaf in arrays.items():
             array = on_host(path, leaf)
             kind = Array(path, _native.dtype(str(array.dtype))[1], array.shape)
             yield Block([kind], array.reshape(-1).view(numpy.uint8), array.nbytes)
 
-    return _pages.save(directory, blocks(), {"leaves": leaves}, note=note, name=name, durable=durable)
+    with Bar(sum(leaf.nbytes for leaf in arrays.values()), "saving", progress) as bar:
+        return _pages.save(directory, bar.counting(blocks()), {"leaves": leaves}, note=note, name=name, durable=durable)
 
 
 def _read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, Array]]]:
@@ -133,16 +139,19 @@ def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
     return found
 
 
-def restore(directory: _Path, template: Any = None, *, at: int | str | None = None) -> Any:
+def restore(directory: _Path, template: Any = None, *, at: int | str | None = None,
+            progress: bool | None = None) -> Any:
     """A version of a tree, each byte proven by checksums.
 
     :param template: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s: arrays are put where its own
         lie, by their shardings. Without one, a dict from paths to leaves, arrays on the default device.
     :param at: an Lsn, "lsn:N", "snapshot:N" or "name:S"; the newest version if None.
+    :param progress: as for `save`.
     :raises NoStateError: the version is not kept, or has not the template's leaves, shapes and kinds of elements.
     """
     with _native.View(directory, at) as view:
         held, where = _read_tree(view)
+        nbytes = sum(view.info(key).length for key, _ in where.values())
 
         def load(path: str, like: Any) -> Any:
             if not _is_array(held[path]):
@@ -153,6 +162,7 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
             elements = numpy.empty(array.shape, dtype)
             if elements.nbytes:
                 view.read_into(key, elements.reshape(-1).view(numpy.uint8))
+                bar.add(elements.nbytes)
             if kind == "key":
                 return jax.random.wrap_key_data(jax.numpy.asarray(elements), impl=of)
             if like is not None and (tuple(like.shape), like.dtype) != (array.shape, dtype):
@@ -167,11 +177,14 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
             return placed
 
         if template is None:
-            return {path: load(path, None) for path in held}
+            with Bar(nbytes, "loading", progress) as bar:
+                return {path: load(path, None) for path in held}
         paths = _flatten(template)
         if [path for path, _ in paths] != list(held):
             differ = sorted(held.keys() ^ {path for path, _ in paths})
             raise NoStateError(f"the version and the template differ in {', '.join(differ[:5])}")
-        leaves = [load(path, like if hasattr(like, "dtype") and not _is_key(like) else None) for path, like in paths]
+        with Bar(nbytes, "loading", progress) as bar:
+            leaves = [load(path, like if hasattr(like, "dtype") and not _is_key(like) else None)
+                      for path, like in paths]
         structure = jax.tree_util.tree_structure(template, is_leaf=lambda each: each is None)
         return jax.tree_util.tree_unflatten(structure, leaves)

@@ -43,7 +43,7 @@ class RemanentHandler:
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
         """A tree of the template's structure and shardings; without one, a dict from paths to leaves."""
-        return asyncio.to_thread(trees.restore, _store_in(directory), abstract_checkpointable)
+        return asyncio.to_thread(trees.restore, _store_in(directory), abstract_checkpointable, progress=False)
 
     async def metadata(self, directory: Any) -> dict[str, Any]:
         """By path: the shape and type of arrays, and plain values themselves."""

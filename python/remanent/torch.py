@@ -13,14 +13,13 @@ stored faithfully is refused by its name. What is saved lies on disk, and in no 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from remanent import _native, _pages
 from remanent._checkpointer import Checkpointer
 from remanent._history import Difference, ElementChange, blame, diff
-from remanent._pages import Block
 from remanent._progress import Bar
 from remanent._saved import Saved
 from remanent._storages import extents_there
@@ -64,14 +63,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
     found = extents_there(dict(tensors))
     # Of tensors that share memory each counts here, so the bar may end early.
     with Bar(sum(each.nbytes for each in found), "saving", progress) as bar:
-        return _pages.save(directory, _counted(blocks_in_place(found), bar), note=note, name=name, durable=durable)
-
-
-def _counted(saved: Iterator[Block], bar: Bar) -> Iterator[Block]:
-    for block in saved:
-        yield block
-        # The next one is asked for once this one is in the batch.
-        bar.add(block.nbytes)
+        return _pages.save(directory, bar.counting(blocks_in_place(found)), note=note, name=name, durable=durable)
 
 
 def load_file(directory: _Path, *, device: str | torch.device = "cpu",

@@ -16,6 +16,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
+from remanent._progress import Bar  # noqa: E402
 from remanent.jax import restore, save  # noqa: E402
 
 pytestmark = pytest.mark.jax
@@ -41,6 +42,28 @@ def same(left: Any, right: Any) -> bool:
         return bool(one == other)
 
     return all(jax.tree.leaves(jax.tree.map(alike, left, right, is_leaf=lambda each: each is None)))
+
+
+def test_saving_and_restoring_are_counted(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Counted(Bar):
+        def __init__(self, total: int, what: str, shown: bool | None = None) -> None:
+            super().__init__(total, what, False)
+            self.counts: list[int] = []
+            made.append((what, total, shown, self.counts))
+
+        def add(self, count: int) -> None:
+            self.counts.append(count)
+
+    monkeypatch.setattr("remanent.jax.Bar", Counted)
+    tree = {"w": jnp.ones((10, 10)), "b": np.ones(3, np.int16), "step": 3, "empty": jnp.zeros((0, 2))}
+    save(tree, directory, progress=True)
+    restore(directory, tree)
+    restore(directory, progress=False)
+    assert [(what, total, shown) for what, total, shown, _ in made] == [
+        ("saving", 406, True), ("loading", 406, None), ("loading", 406, False)]
+    assert all(sum(counts) == 406 for *_, counts in made)
 
 
 def test_a_tree_comes_back(directory: str) -> None:

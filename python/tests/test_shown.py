@@ -149,6 +149,20 @@ def test_saving_loading_and_waiting_for_pages_are_counted(directory: str, monkey
     assert made == [("saving", 16000, True, [4000] * 4), ("loading", 16000, None, [4000] * 4),
                     ("loading", 16000, False, [4000] * 4)]
     made.clear()
+    monkeypatch.setattr("remanent._checkpointer.Bar", Counted)
+    for options in ({}, {"digests": True}):
+        with remanent.torch.Checkpointer(directory + "-".join(options) + "-run", extra={"state": tensors}, rng=False,
+                                         **options) as run:
+            run.save(1)
+            run.save(2, progress=True)
+            run.save(3, wait=False, progress=True).wait()
+            tensors["odd"] = object()
+            with pytest.raises(remanent.RefusedError):
+                run.save(4)
+            del tensors["odd"]
+        assert made == [("saving", 16000, None, [4000] * 4), ("saving", 16000, True, [4000] * 4),
+                        ("saving", 16000, False, [4000] * 4)]
+        made.clear()
     with remanent.Store(directory, device="host") as store:
         store.snapshot()
     with remanent.Store(directory, device="host", page_load="on_demand") as store:
