@@ -483,7 +483,7 @@ def test_a_save_that_ends_halfway_leaves_the_version_before(directory: str, monk
     monkeypatch.setattr(_pages, "_BATCH_BYTES", 300)
     model, optimizer, scheduler = make()
     train(model, optimizer, scheduler, 1)
-    blocks = list(remanent._checkpointer.blocks(remanent._checkpointer.extents(model.state_dict())))
+    blocks = list(remanent._checkpointer.blocks(remanent._checkpointer.extents_there(model.state_dict())))
     with Checkpointer(directory, model, optimizer, scheduler) as run:
         run.save(1)
         sound = {name: tensor.clone() for name, tensor in model.state_dict().items()}
