@@ -1,5 +1,5 @@
-//! The copiers of this process: one for each GPU that tensors were copied from or to without a store that lives
-//! there.
+//! The copiers of this process: one for each GPU that tensors were copied from or to without a store that
+//! lives there.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,8 +7,8 @@ use remanent::{DeviceChoice, DeviceCopier, Result};
 
 /// With the process that made each: a forked child makes its own.
 ///
-/// They stay until the process ends. The context of a GPU and its pinned memory take longer to make than many a
-/// copy.
+/// They stay until the process ends. The context of a GPU and its pinned memory take longer to make than many
+/// a copy.
 static COPIERS: Mutex<Vec<(u32, DeviceChoice, Arc<DeviceCopier>)>> = Mutex::new(Vec::new());
 
 /// The copier for a device.

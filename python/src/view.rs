@@ -158,9 +158,9 @@ impl PyView {
     /// The first load to a GPU makes what it keeps until the process ends: a context of the driver, and up to
     /// 64 MiB of pinned host memory.
     ///
-    /// :param pages: by page, contiguous memory of its length that can be written: bytearray, NumPy, a tensor.
-    /// :param device: where all of it lies: "host", "cuda:0", …
-    /// :raises BufferError: memory lies elsewhere, or cannot be written. OutOfBoundsError, MemoryRefusedError:
+    /// :param pages: by page, contiguous memory of its length that can be written: bytearray, NumPy, a
+    /// tensor. :param device: where all of it lies: "host", "cuda:0", … :raises BufferError: memory lies
+    /// elsewhere, or cannot be written. OutOfBoundsError, MemoryRefusedError:
     ///     memory is shorter or longer than its page. As for `read`; then any of it may have changed.
     ///
     /// >>> with remanent.Store(directory) as store:

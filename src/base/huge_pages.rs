@@ -7,8 +7,8 @@ use rustix::mm::{Advice, madvise};
 /// Bytes of a huge page.
 const HUGE_LEN: usize = 2 << 20;
 
-/// Advises the system to back memory that is about to be filled whole by huge pages, as far as whole ones lie in
-/// it. Faults of pages of 4 KiB took two thirds of the time of a read into fresh memory.
+/// Advises the system to back memory that is about to be filled whole by huge pages, as far as whole ones lie
+/// in it. Faults of pages of 4 KiB took two thirds of the time of a read into fresh memory.
 ///
 /// No byte changes. Where the system knows no huge pages, or the memory is of a file, nothing happens.
 pub(crate) fn advise(memory: &mut [u8]) {

@@ -1,5 +1,5 @@
-//! Copies between memory of the caller's on a device and stores that have nothing to do with that device: pages
-//! of an earlier state go there, and new pages come from there.
+//! Copies between memory of the caller's on a device and stores that have nothing to do with that device:
+//! pages of an earlier state go there, and new pages come from there.
 //!
 //! An image goes from its file to its page's memory as it does when a store opens (`image_loader.rs`), and is
 //! summed where it arrives (I12). A page with batches after its image is put together by the host, window by
@@ -25,9 +25,9 @@ use crate::write::batch::ByteSource;
 /// Staging that stays pinned from one load to the next, at most.
 const STAGING_IDLE_BYTES: usize = 64 << 20;
 
-/// A device, to copy between memory of the caller's that lies there, such as the tensors of a model, and stores
-/// that keep their pages elsewhere. Pages of a [`View`] are loaded to it, and a batch of any store takes bytes
-/// from it.
+/// A device, to copy between memory of the caller's that lies there, such as the tensors of a model, and
+/// stores that keep their pages elsewhere. Pages of a [`View`] are loaded to it, and a batch of any store
+/// takes bytes from it.
 ///
 /// It keeps up to 64 MiB of pinned host memory from one copy to the next. Threads may share it.
 ///
@@ -71,8 +71,8 @@ impl DeviceCopier {
         Self { opener: Process::current(), parts: Arc::new(ForkGuard::new(parts)) }
     }
 
-    /// The memory of the caller's own, for [`load`](Self::load) and [`source`](Self::source). Its owner is held until the last handle is
-    /// gone.
+    /// The memory of the caller's own, for [`load`](Self::load) and [`source`](Self::source). Its owner is
+    /// held until the last handle is gone.
     ///
     /// # Errors
     /// [`Error::MemoryRefused`] where the device can tell that it is not what the caller says;
@@ -83,8 +83,8 @@ impl DeviceCopier {
     }
 
     /// Memory of the device as the bytes of a new page, in a batch of any store: see
-    /// [`WriteBatch::create_from_source`](crate::WriteBatch::create_from_source). The commit copies them piece by
-    /// piece, and proves each on both sides of the bus. Until then the caller leaves them alone.
+    /// [`WriteBatch::create_from_source`](crate::WriteBatch::create_from_source). The commit copies them
+    /// piece by piece, and proves each on both sides of the bus. Until then the caller leaves them alone.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -186,7 +186,7 @@ impl fmt::Debug for DeviceSource {
     }
 }
 
-/// One load.
+/// A load of pages, each with the memory that takes it.
 struct LoadRun<'a> {
     past: &'a PastState,
     device: &'a dyn Device,

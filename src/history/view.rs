@@ -15,8 +15,8 @@ use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::state::PastState;
 
-/// Threads that read pages together. Each gives a few gigabytes a second from the page cache, and eight take what
-/// memory gives.
+/// Threads that read pages together. Each gives a few gigabytes a second from the page cache, and eight take
+/// what memory gives.
 const READERS_MAX: usize = 8;
 
 /// A state of a store, to look at: pages, root and bytes as they were right after one batch.
@@ -134,8 +134,8 @@ impl View {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
-    /// # Errors
-    /// As for [`read`](Self::read); [`Error::OutOfBounds`] for memory that is shorter or longer than its page.
+    /// # Errors As for [`read`](Self::read); [`Error::OutOfBounds`] for memory that is shorter or longer than
+    /// its page.
     pub fn read_pages(&self, pages: &mut [(PageId, &mut [u8])]) -> Result<()> {
         let past = self.past()?;
         for (page, out) in &*pages {

@@ -1,5 +1,5 @@
-//! Copies between memory of a device and stores that keep their pages elsewhere: the bytes that were there and no
-//! others, or an error that names what is to blame.
+//! Copies between memory of a device and stores that keep their pages elsewhere: the bytes that were there
+//! and no others, or an error that names what is to blame.
 
 use std::sync::Arc;
 

@@ -170,8 +170,8 @@ impl Caller {
 /// Bytes of a mapping, of which any GPU can have one.
 pub const MAPPING_LEN: u64 = 2 << 20;
 
-/// Addresses that were reserved at once, and got memory mapping by mapping, as an allocator of expandable segments
-/// does it.
+/// Addresses that were reserved at once, and got memory mapping by mapping, as an allocator of expandable
+/// segments does it.
 pub struct Segment {
     pub address: u64,
     reserved_len: usize,

@@ -136,8 +136,8 @@ fn a_sound_store_is_salvaged_whole() {
     }
 }
 
-/// Pages on disk, by their images, by overlays and by captured images: of a mutilated file at most the pages in
-/// it are older than they were, or lost.
+/// Pages on disk, by their images, by overlays and by captured images: of a mutilated file at most the pages
+/// in it are older than they were, or lost.
 #[test]
 fn pages_on_disk_are_salvaged() {
     let victim = on_disk::victim();

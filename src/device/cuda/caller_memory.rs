@@ -1,11 +1,12 @@
 //! Memory of the caller's: the code that vouches for it, and what CUDA can tell of it.
 //!
 //! The driver knows every address that it gave out, its kind and its length. So an address that it never gave
-//! out, a length that is too long, and the memory of another GPU are refused before any access to them. A range
-//! that was reserved at once and got memory mapping by mapping, as an allocator of expandable segments does it,
-//! counts as one allocation, and may have no memory at its end.
+//! out, a length that is too long, and the memory of another GPU are refused before any access to them. A
+//! range that was reserved at once and got memory mapping by mapping, as an allocator of expandable segments
+//! does it, counts as one allocation, and may have no memory at its end.
 //!
-//! The driver cannot tell whether the memory is still what the caller takes it for: its owner is held for that.
+//! The driver cannot tell whether the memory is still what the caller takes it for: its owner is held for
+//! that.
 
 use std::any::Any;
 use std::ffi::{c_int, c_uint};

@@ -1,8 +1,8 @@
-//! Damage to stores with pages on disk: an image, an overlay over one, an image that a capture wrote, and what
-//! the log has of them since.
+//! Damage to stores with pages on disk: an image, an overlay over one, an image that a capture wrote, and
+//! what the log has of them since.
 //!
-//! An open reads no image that was proven before, so the damage is found where the page is read. Then the error
-//! names the file, every other page has its bytes, and the store goes on.
+//! An open reads no image that was proven before, so the damage is found where the page is read. Then the
+//! error names the file, every other page has its bytes, and the store goes on.
 
 use remanent::{Compression, Direction, Options, Shadow};
 use remanent_format::image::Codec;

@@ -102,8 +102,8 @@ fn little_is_written_of_a_long_page() {
     }
 }
 
-/// A page goes to disk while a snapshot gathers others, and is written there before its turn comes: the overlay
-/// lies over an image that is newer than the snapshot's own file.
+/// A page goes to disk while a snapshot gathers others, and is written there before its turn comes: the
+/// overlay lies over an image that is newer than the snapshot's own file.
 #[test]
 fn a_base_may_be_newer_than_the_snapshots_files() {
     let (disk, mut random) = (SimDisk::new(), Random(11));
