@@ -158,6 +158,7 @@ fn flip_once(flip: BitFlip, late: bool, mended: u64, work: impl Fn(&Bus, &dyn Fn
     match &outcome {
         Ok(()) => assert!(flipped <= mended, "{flipped} copies changed, and nothing was said"),
         Err(Error::Poisoned(cause)) => assert!(is_told(cause), "{cause}"),
+        Err(error @ Error::SourceFailed { .. }) => assert!(is_told(error), "{error}"),
         Err(error) => assert!(matches!(error, Error::Device { .. }) && is_told(error), "{error}"),
     }
     assert!(outcome.is_ok() || flipped > mended, "{flipped} copies changed: {outcome:?}");
@@ -319,6 +320,30 @@ fn a_page_that_is_loaded_later_serves_no_bit_that_turned_over() {
     at_every_copy("an open on demand", UP, |bus, flips| {
         open_again(bus, flips, options().page_load(PageLoad::OnDemand))
     });
+}
+
+/// Brings every page to a place, and looks at all of them.
+fn moved(bus: &Bus, flips: &dyn Fn(), first: Place, then: Place) -> Ended {
+    let store = bus.open(options()).unwrap();
+    let held = VersionedPages::create(&store);
+    let pages: Vec<PageId> = held.pages.iter().map(|(page, _)| *page).collect();
+    store.ensure(&pages, first).unwrap();
+    flips();
+    let moved = store.ensure(&pages, then).map(drop);
+    bus.device.end_flips();
+    let read = held.check(&store);
+    assert!(read.is_ok() || moved.is_err(), "{read:?} after {moved:?}");
+    (held, moved)
+}
+
+#[test]
+fn a_page_that_goes_to_disk_has_no_bit_that_turned_over() {
+    at_every_copy("to disk", DOWN, |bus, flips| moved(bus, flips, Place::Device(0), Place::Disk));
+}
+
+#[test]
+fn a_page_that_comes_from_disk_has_no_bit_that_turned_over() {
+    at_every_copy("from disk", UP, |bus, flips| moved(bus, flips, Place::Disk, Place::Device(0)));
 }
 
 #[test]

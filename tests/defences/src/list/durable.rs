@@ -21,6 +21,7 @@ const PUBLICATION: &str = "src/snapshot/publication.rs";
 const VERIFY: &str = "src/snapshot/verify.rs";
 const RETAIN: &str = "src/snapshot/retain.rs";
 const READBACK: &str = "src/applier/readback.rs";
+const COPIER: &str = "src/history/copier.rs";
 const IMAGE_LOADER: &str = "src/recovery/image_loader.rs";
 const DEVICE_PAYLOAD: &str = "src/write/commit/device_payload.rs";
 const PROVISIONING: &str = "src/write/commit/provisioning.rs";
@@ -39,7 +40,6 @@ const STAGING: &str = "src/memory/staging.rs";
 const STORE_OPEN: &str = "src/store/open.rs";
 const DISK_PAGE: &str = "src/images/disk_pages/page.rs";
 const DISK_MOVES: &str = "src/write/commit/disk_moves.rs";
-const DEVICE_READS: &str = "src/store/device_reads.rs";
 const DRAFT: &str = "src/write/commit/draft.rs";
 const OF_DISK_PAGES: Test = unit("images::disk_pages::tests::a_page_is_what_operations_make_of_it");
 
@@ -156,11 +156,23 @@ pub const LIST: &[Defence] = &[
         it("overlays::damage_to_an_overlay_and_to_its_base_is_found"),
     ),
     defence(
-        "memories of one read into the device lie apart",
-        DEVICE_READS,
-        "pair[0].overlaps(pair[1])",
+        "memories of one call lie apart",
+        "src/device/bytes.rs",
+        "pair[0].overlaps(&pair[1])",
         "false",
         it("device_reads::what_cannot_be_read_or_filled_is_refused"),
+    ),
+    refusal(
+        "a page of a view fits the memory that it is loaded to",
+        COPIER,
+        "page_len != len",
+        it("device_copies::what_cannot_be_filled_is_refused"),
+    ),
+    refusal(
+        "a page of a view is loaded to one memory",
+        COPIER,
+        "pair[0].0 == pair[1].0",
+        it("device_copies::what_cannot_be_filled_is_refused"),
     ),
     check(
         "what waits for the applier counts as pending on disk pages",
