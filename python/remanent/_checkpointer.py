@@ -35,6 +35,7 @@ from remanent._history import (
     number_of,
 )
 from remanent._native import Extent
+from remanent._optimizer_state import loaded_in_place
 from remanent._pages import Block
 from remanent._progress import Bar
 from remanent._room import Passage, Room, WriterEndedError
@@ -559,7 +560,8 @@ class Checkpointer:
     def restore(self, at: int | str | Version | None = None) -> int:
         """Puts a version into model, optimizer and the rest, in place; returns its step.
 
-        All of it is read and proven before the first tensor changes: a version that is damaged changes nothing.
+        All of it is read and proven before the first tensor changes: a version that is damaged changes nothing. The
+        tensors of torch's optimizers stay where they are, too, if they have the shapes and kinds that they had then.
 
         :param at: a step (int), a name, a Version, or, without `process_group`, "lsn:N", "snapshot:N"; the newest
             version if None.
@@ -577,14 +579,14 @@ class Checkpointer:
         step, state = self._after_saves(f"restore {named(at)}", loaded)
         self._left.end(f"`restore` put step {step} back before the next save")
         if self._copies is not None:
-            # Optimizers get new tensors, and the memory of the old ones is wanted.
+            # Where an optimizer gets new tensors, the memory of the old ones is wanted.
             self._copies.let_go()
         for name, part in self._parts.items():
             if isinstance(part, MutableMapping):
                 part.clear()
                 part.update(state[name])
             else:
-                part.load_state_dict(state[name])
+                part.load_state_dict(loaded_in_place(part, state[name]))
         if self._rng and "rng" in state:
             set_rng_state(state["rng"])
         return step
