@@ -203,7 +203,8 @@ def number_of(versions: Sequence[Version], at: int | str | Version | None) -> in
         if isinstance(at, Version):
             is_it = at.lsn == version.lsn
         else:
-            is_it = at is None or (at == version.step if isinstance(at, int) else at.removeprefix("name:") == version.name)
+            has_name = isinstance(at, str) and at.removeprefix("name:") == version.name
+            is_it = at is None or has_name or at == version.step
         if is_it:
             return number
     raise NoStateError("the run has no version yet" if at is None else f"there is no version {named(at)}",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,31 @@ def test_the_readme_runs(tmp_path: Path) -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     names = {"remanent": remanent, "directory": str(tmp_path / "example")}
     run_examples(doctest.DocTestParser().get_doctest(readme, names, "README.md", None, 0))
+
+
+ADAPTERS = Path(__file__).parents[2] / "docs" / "adapters.md"
+
+
+def test_the_examples_of_the_page_of_adapters_run(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    names = {"remanent": remanent, "directory": str(tmp_path / "example")}
+    run_examples(doctest.DocTestParser().get_doctest(ADAPTERS.read_text(), names, "adapters.md", None, 0))
+
+
+def test_the_page_of_adapters_shows_what_modules_show() -> None:
+    """What is configured there are the modules' own configurations, which their tests run."""
+    page = ADAPTERS.read_text()
+    shown = [each for each in re.findall(r"```(?:sh|python)\n(.*?)```", page, re.DOTALL) if ">>>" not in each]
+    folder = Path(remanent.__file__).parent
+    texts = {module: ast.get_docstring(ast.parse((folder / f"{module}.py").read_text())) or ""
+             for module in re.findall(r"\| `remanent\.(\w+)` \|", page)}
+    used: set[str] = set()
+    for code in shown:
+        owners = {module for module, text in texts.items() if textwrap.indent(code.rstrip(), " " * 4) in text}
+        assert owners, f"no module shows this:\n{code}"
+        used |= owners
+    # Those that are left out have examples, which run.
+    assert texts.keys() - used == {"dcp", "kv"}
 
 
 def test_the_classes_that_one_makes_or_gets_have_examples() -> None:

@@ -34,7 +34,9 @@ def tensors_of(optimizer: Any) -> dict[str, Any]:
             for name, value in held.items() if isinstance(value, torch.Tensor)}
 
 
-def run_of(make: Callable[[Any], Any], device: str, dtype: torch.dtype) -> tuple[Any, Any, Callable[[int], list[float]]]:
+def run_of(
+    make: Callable[[Any], Any], device: str, dtype: torch.dtype
+) -> tuple[Any, Any, Callable[[int], list[float]]]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(device, dtype)
     optimizer = make(model.parameters())
