@@ -24,7 +24,8 @@ pub struct InterruptedDisk {
 struct Moment {
     reads: AtomicUsize,
     bytes: AtomicU64,
-    at: AtomicUsize,
+    at: usize,
+    thread: Option<&'static str>,
     strike: Mutex<Option<Strike>>,
     cache_is_damaged: bool,
     past_cache: Mutex<HashSet<ThreadId>>,
@@ -32,11 +33,7 @@ struct Moment {
 
 impl InterruptedDisk {
     pub fn new(inner: &SimDisk, at: usize, strike: impl FnOnce() + Send + 'static) -> Self {
-        let moment = Moment {
-            at: AtomicUsize::new(at),
-            strike: Mutex::new(Some(Box::new(strike))),
-            ..Moment::default()
-        };
+        let moment = Moment { at, strike: Mutex::new(Some(Box::new(strike))), ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
@@ -45,19 +42,16 @@ impl InterruptedDisk {
         Self::new(inner, usize::MAX, || {})
     }
 
-    /// A disk on which the strike comes before the read that follows [`strike_next`](Self::strike_next).
-    pub fn armed_later(inner: &SimDisk, strike: impl FnOnce() + Send + 'static) -> Self {
-        Self::new(inner, usize::MAX, strike)
-    }
-
-    /// Lets the strike come before the next read.
-    pub fn strike_next(&self) {
-        self.moment.at.store(self.reads(), Ordering::SeqCst);
+    /// A disk on which the strike comes before the first read by the thread of this name.
+    pub fn of_thread(inner: &SimDisk, name: &'static str, strike: impl FnOnce() + Send + 'static) -> Self {
+        let strike = Mutex::new(Some(Box::new(strike) as Strike));
+        let moment = Moment { at: usize::MAX, thread: Some(name), strike, ..Moment::default() };
+        Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
     /// A disk on which nothing strikes, but all bytes from the cache are wrong.
     pub fn with_damaged_cache(inner: &SimDisk) -> Self {
-        let moment = Moment { at: AtomicUsize::new(usize::MAX), cache_is_damaged: true, ..Moment::default() };
+        let moment = Moment { at: usize::MAX, cache_is_damaged: true, ..Moment::default() };
         Self { inner: inner.clone(), moment: Arc::new(moment) }
     }
 
@@ -79,9 +73,12 @@ impl InterruptedDisk {
 
 impl Moment {
     fn pass(&self) {
-        if self.reads.fetch_add(1, Ordering::SeqCst) == self.at.load(Ordering::SeqCst) {
-            let strike = self.strike.lock().unwrap().take().expect("there is one read of this number");
-            strike();
+        let is_now = self.reads.fetch_add(1, Ordering::SeqCst) == self.at;
+        let is_its = self.thread.is_some() && thread::current().name() == self.thread;
+        if is_now || is_its {
+            let strike = self.strike.lock().unwrap().take();
+            assert!(strike.is_some() || is_its, "there is one read of this number");
+            strike.into_iter().for_each(|strike| strike());
         }
     }
 }

@@ -167,68 +167,60 @@ fn bytes_are_what_batches_made_of_them() {
 /// A page goes to disk and comes back: bytes and epoch stay. What goes there takes no memory any more.
 #[test]
 fn pages_go_to_disk_and_come_back() {
-    on_each_device(|| {
-        let disk = SimDisk::new();
-        let budget = Budget::default().with(Place::Host, LONG + SHORT);
-        let store = opened(&disk, small().budget(budget.clone()));
-        let (long, short) = (Random(1).bytes(LONG), Random(2).bytes(SHORT));
-        let pages = commit(&store, |batch| {
-            batch.create_from(long.clone(), Place::Host);
-            batch.create_from(short.clone(), Place::Host);
-            batch.create(0, Place::Host);
-        });
-        let used = || {
-            store.trim().unwrap();
-            store.stats().places.iter().map(|(_, usage)| usage.allocated_bytes).sum::<u64>()
-        };
-        let epochs = || pages.iter().map(|page| store.page(*page).unwrap().epoch).collect::<Vec<_>>();
-        let (before, lease) = (epochs(), store.lease(pages[1]).unwrap());
-        for page in &pages {
-            move_to(&store, *page, Place::Disk);
-        }
-        assert_eq!(lease.bytes().unwrap(), short, "a lease shows what it showed");
-        drop(lease);
-        assert_eq!((epochs(), used()), (before.clone(), 0));
-        assert!(
-            store.read_to_vec(pages[0]).unwrap() == long && store.read_to_vec(pages[1]).unwrap() == short
-        );
-        for refused in [store.lease(pages[1]).map(drop), store.pin(pages[1]).map(drop)] {
-            let refused = refused.unwrap_err();
-            assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Disk, .. }), "{refused}");
-            assert_eq!(refused.remedy(), Remedy::ChangeCall);
-        }
-        // Memory is the other pages' now.
-        let other = commit(&store, |batch| _ = batch.create(LONG, Place::Host))[0];
-        let refused = store.ensure(&pages, Place::Host).unwrap_err();
-        assert!(matches!(refused, Error::OverBudget { place: Place::Host, .. }), "{refused}");
-        commit(&store, |batch| _ = batch.delete(other));
-        commit(&store, |batch| _ = batch.write(pages[0], 9, b"changed on disk"));
-        store.ensure(&pages, Place::Host).unwrap();
-        let mut changed = long.clone();
-        changed[9..24].copy_from_slice(b"changed on disk");
-        assert!(
-            store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == short
-        );
-        assert_eq!(used(), LONG + SHORT);
-        // Moved and changed in one batch: first the one, then the other.
-        commit(&store, |batch| _ = batch.move_to(pages[1], Place::Disk).write(pages[1], 0, b"after"));
-        let mut batch = store.batch();
-        batch.write(pages[0], 0, b"before").move_to(pages[0], Place::Disk);
-        let refused = store.commit(batch).unwrap_err();
-        assert!(matches!(refused, Error::InvalidOperation { index: 1, .. }), "{refused}");
-        store.snapshot().unwrap();
-        drop(store);
-        let store = opened(&disk, small().budget(budget));
-        let mut after = short;
-        after[..5].copy_from_slice(b"after");
-        assert_eq!(
-            (store.page(pages[0]).unwrap().place, store.page(pages[1]).unwrap().place),
-            (Place::Host, Place::Disk)
-        );
-        assert!(
-            store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == after
-        );
+    let disk = SimDisk::new();
+    let budget = Budget::default().with(Place::Host, LONG + SHORT);
+    let store = opened(&disk, small().budget(budget.clone()));
+    let (long, short) = (Random(1).bytes(LONG), Random(2).bytes(SHORT));
+    let pages = commit(&store, |batch| {
+        batch.create_from(long.clone(), Place::Host);
+        batch.create_from(short.clone(), Place::Host);
+        batch.create(0, Place::Host);
     });
+    let used = || {
+        store.trim().unwrap();
+        store.stats().places.iter().map(|(_, usage)| usage.allocated_bytes).sum::<u64>()
+    };
+    let epochs = || pages.iter().map(|page| store.page(*page).unwrap().epoch).collect::<Vec<_>>();
+    let (before, lease) = (epochs(), store.lease(pages[1]).unwrap());
+    for page in &pages {
+        move_to(&store, *page, Place::Disk);
+    }
+    assert_eq!(lease.bytes().unwrap(), short, "a lease shows what it showed");
+    drop(lease);
+    assert_eq!((epochs(), used()), (before.clone(), 0));
+    assert!(store.read_to_vec(pages[0]).unwrap() == long && store.read_to_vec(pages[1]).unwrap() == short);
+    for refused in [store.lease(pages[1]).map(drop), store.pin(pages[1]).map(drop)] {
+        let refused = refused.unwrap_err();
+        assert!(matches!(refused, Error::PlaceUnavailable { place: Place::Disk, .. }), "{refused}");
+        assert_eq!(refused.remedy(), Remedy::ChangeCall);
+    }
+    // Memory is the other pages' now.
+    let other = commit(&store, |batch| _ = batch.create(LONG, Place::Host))[0];
+    let refused = store.ensure(&pages, Place::Host).unwrap_err();
+    assert!(matches!(refused, Error::OverBudget { place: Place::Host, .. }), "{refused}");
+    commit(&store, |batch| _ = batch.delete(other));
+    commit(&store, |batch| _ = batch.write(pages[0], 9, b"changed on disk"));
+    store.ensure(&pages, Place::Host).unwrap();
+    let mut changed = long.clone();
+    changed[9..24].copy_from_slice(b"changed on disk");
+    assert!(store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == short);
+    assert_eq!(used(), LONG + SHORT);
+    // Moved and changed in one batch: first the one, then the other.
+    commit(&store, |batch| _ = batch.move_to(pages[1], Place::Disk).write(pages[1], 0, b"after"));
+    let mut batch = store.batch();
+    batch.write(pages[0], 0, b"before").move_to(pages[0], Place::Disk);
+    let refused = store.commit(batch).unwrap_err();
+    assert!(matches!(refused, Error::InvalidOperation { index: 1, .. }), "{refused}");
+    store.snapshot().unwrap();
+    drop(store);
+    let store = opened(&disk, small().budget(budget));
+    let mut after = short;
+    after[..5].copy_from_slice(b"after");
+    assert_eq!(
+        (store.page(pages[0]).unwrap().place, store.page(pages[1]).unwrap().place),
+        (Place::Host, Place::Disk)
+    );
+    assert!(store.read_to_vec(pages[0]).unwrap() == changed && store.read_to_vec(pages[1]).unwrap() == after);
 }
 
 /// Of a long page the first read proves all of it, and later ones read the pieces that they want. Of a short

@@ -35,6 +35,8 @@ fn evicted_pages_survive() {
         write(&driver, &store, pages[0], Ack::Logged, random)?;
         driver.moved(&store, store.promote(&pages[..2])?, Ack::Logged)?;
         write(&driver, &store, pages[0], Ack::Durable, random)?;
+        // Where they are now; of those on disk the snapshot writes images.
+        pages[2..5].iter().try_for_each(|page| write(&driver, &store, *page, Ack::Logged, random))?;
         driver.snapshot(&store)?;
         // No image is of these pages as they are.
         write(&driver, &store, pages[5], Ack::Logged, random)?;
@@ -60,7 +62,8 @@ fn demoted_and_prefetched_pages_survive() {
         write(&driver, &store, pages[2], Ack::Logged, random)?;
         store.demote(&pages)?;
         store.prefetch(&pages[..2], Place::Host)?.wait()?;
-        write(&driver, &store, pages[1], Ack::Logged, random)?;
+        // One in memory, and one on disk, of which the snapshot writes an image.
+        [1, 3].iter().try_for_each(|page| write(&driver, &store, pages[*page], Ack::Logged, random))?;
         driver.snapshot(&store)?;
         let second = driver.killed();
         drop(store);

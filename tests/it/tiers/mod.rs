@@ -506,48 +506,42 @@ fn a_crash_finds_every_page_where_it_was_or_lower() {
 /// however many others come.
 #[test]
 fn leases_and_pins_bring_pages_from_disk() {
-    on_each_device(|| {
-        let store = open(&SimDisk::new(), two_tiers());
-        let pages: Vec<PageId> = (0..3 * ROOM).map(|number| put(&store, number, 0, Place::Disk)).collect();
-        let is_over = std::sync::atomic::AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            let store = &store;
-            scope.spawn(|| {
-                for number in 0.. {
-                    if is_over.load(Ordering::Relaxed) {
-                        break;
-                    }
-                    put(store, 1000 + number % ROOM, number, DEVICE);
+    let store = open(&SimDisk::new(), two_tiers());
+    let pages: Vec<PageId> = (0..3 * ROOM).map(|number| put(&store, number, 0, Place::Disk)).collect();
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let store = &store;
+        scope.spawn(|| {
+            for number in 0.. {
+                if is_over.load(Ordering::Relaxed) {
+                    break;
                 }
-            });
-            for round in 0..10_u64 {
-                let of = |at: u64| {
-                    ((5 * round + at) % (3 * ROOM), pages[((5 * round + at) % (3 * ROOM)) as usize])
-                };
-                let leases: Vec<_> = (0..4).map(|at| (of(at).0, store.lease(of(at).1).unwrap())).collect();
-                let (number, pinned) = of(4);
-                let pin = store.pin(pinned).unwrap();
-                for (number, lease) in &leases {
-                    assert_eq!(lease.bytes().unwrap(), bytes(*number, 0), "page {number}");
-                    assert_eq!(place(store, lease.info().page), DEVICE);
-                }
-                assert_eq!(pin.byte_len(), LEN);
-                assert_eq!(place(store, pinned), DEVICE);
-                assert_eq!(store.read_to_vec(pinned).unwrap(), bytes(number, 0));
+                put(store, 1000 + number % ROOM, number, DEVICE);
             }
-            is_over.store(true, Ordering::Relaxed);
         });
-        // Without tiers no place is named to come to.
-        let store = open(&SimDisk::new(), small());
-        let page = put(&store, 0, 0, Place::Disk);
-        for refused in [store.lease(page).map(drop), store.pin(page).map(drop)] {
-            assert!(
-                matches!(refused, Err(Error::PlaceUnavailable { place: Place::Disk, .. })),
-                "{refused:?}"
-            );
+        for round in 0..10_u64 {
+            let of =
+                |at: u64| ((5 * round + at) % (3 * ROOM), pages[((5 * round + at) % (3 * ROOM)) as usize]);
+            let leases: Vec<_> = (0..4).map(|at| (of(at).0, store.lease(of(at).1).unwrap())).collect();
+            let (number, pinned) = of(4);
+            let pin = store.pin(pinned).unwrap();
+            for (number, lease) in &leases {
+                assert_eq!(lease.bytes().unwrap(), bytes(*number, 0), "page {number}");
+                assert_eq!(place(store, lease.info().page), DEVICE);
+            }
+            assert_eq!(pin.byte_len(), LEN);
+            assert_eq!(place(store, pinned), DEVICE);
+            assert_eq!(store.read_to_vec(pinned).unwrap(), bytes(number, 0));
         }
-        assert!(matches!(store.lease(PageId(999)), Err(Error::UnknownPage { .. })));
+        is_over.store(true, Ordering::Relaxed);
     });
+    // Without tiers no place is named to come to.
+    let store = open(&SimDisk::new(), small());
+    let page = put(&store, 0, 0, Place::Disk);
+    for refused in [store.lease(page).map(drop), store.pin(page).map(drop)] {
+        assert!(matches!(refused, Err(Error::PlaceUnavailable { place: Place::Disk, .. })), "{refused:?}");
+    }
+    assert!(matches!(store.lease(PageId(999)), Err(Error::UnknownPage { .. })));
 }
 
 /// The device counts what is allocated of it: in no place it is ever a byte more than the budget, whatever
@@ -601,24 +595,22 @@ fn commits_wait_for_no_slow_disk_while_there_is_room() {
             .tiers(Tiers::new([DEVICE, Place::Disk]).free_part(4))
     };
     let (stands, goes) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
-    let disk = Arc::new(InterruptedDisk::armed_later(&SimDisk::new(), move || {
-        let thread = std::thread::current();
-        stands.0.send(thread.name().map(str::to_owned)).unwrap();
+    // The thread of the tiers reads back what it has written, before memory goes.
+    let disk = InterruptedDisk::of_thread(&SimDisk::new(), "remanent-tiers", move || {
+        stands.0.send(()).unwrap();
         goes.1.recv().unwrap();
-    }));
-    let store = Store::open_on(disk.clone(), Arc::new(HostDevice::new()), options()).unwrap();
-    disk.strike_next();
-    // Until the thread of the tiers reads back what it has written.
+    });
+    let store = Store::open_on(Arc::new(disk), Arc::new(HostDevice::new()), options()).unwrap();
     let mut count = 0;
-    let thread = loop {
+    while stands.1.try_recv().is_err() {
         put(&store, count, 0, DEVICE);
         count += 1;
-        if let Ok(thread) = stands.1.try_recv() {
-            break thread;
+        if count == ROOM - 4 {
+            // Fewer than half of the pages that are kept free are left, so it was called.
+            stands.1.recv_timeout(Duration::from_secs(60)).expect("it reads what it has written");
+            break;
         }
-        assert!(count < ROOM, "nothing left for the disk");
-    };
-    assert_eq!(thread.as_deref(), Some("remanent-tiers"));
+    }
     let before = count;
     for number in count..ROOM {
         put(&store, number, 0, DEVICE);
