@@ -16,6 +16,7 @@ mod inspect;
 #[path = "../../../fuzz/src/inspections.rs"]
 mod inspections;
 mod long_pages;
+mod on_disk;
 mod replay;
 mod salvage;
 mod torture;

@@ -1,0 +1,100 @@
+//! The command on a store whose pages lie on disk, one of them in an overlay over an older image.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use remanent::{Compression, Key, Options, Place, Store};
+
+use crate::command::{Scratch, run};
+use crate::inspect::files;
+
+const LEN: usize = 3000;
+
+/// A byte of a page, which says the page and where in it it lies.
+fn byte(number: usize, at: usize) -> u8 {
+    (at * 7 + at / 251 + number * 59) as u8
+}
+
+/// Pages "long", of an overlay, and "quiet", both on disk, and one in memory. Returns what is in the first
+/// one, before the overlay and now.
+fn store(scratch: &Scratch) -> [Vec<u8>; 2] {
+    let options = Options::default().segment_len(64 << 10).compression(Compression::Off);
+    let options = options.chunk_len(4096).log_kept(1 << 30).snapshot_log_bytes(None);
+    let store = Store::open(scratch.store(), options).unwrap();
+    let bytes = |number| (0..LEN).map(|at| byte(number, at)).collect::<Vec<u8>>();
+    let mut batch = store.batch();
+    batch.create_from(bytes(0), Place::Disk).key(Key::new("long").unwrap());
+    batch.create_from(bytes(1), Place::Disk).key(Key::new("quiet").unwrap());
+    batch.create_from(vec![5; 100], Place::Host);
+    let page = store.commit(batch).unwrap().pages[0];
+    store.snapshot().unwrap();
+    let mut batch = store.batch();
+    batch.write(page, 1000, b"little of it");
+    store.commit(batch).unwrap();
+    assert!(store.snapshot().unwrap().bytes_written < LEN as u64, "an overlay");
+    store.close().unwrap();
+    let mut now = bytes(0);
+    now[1000..1012].copy_from_slice(b"little of it");
+    [bytes(0), now]
+}
+
+/// The image file that holds bytes of a page, and where.
+fn image_with(store: &str, bytes: &[u8]) -> (PathBuf, usize) {
+    let held = files(store).into_iter().filter(|(path, _)| path.starts_with(Path::new(store).join("pages")));
+    let at = |found: &[u8]| found.windows(bytes.len()).position(|window| window == bytes);
+    let mut found = held.filter_map(|(path, (content, _))| Some((path, at(&content)?)));
+    found.next_back().expect("an image has these bytes")
+}
+
+#[test]
+fn pages_on_disk_are_verified_dumped_and_compared() {
+    let scratch = Scratch::new();
+    let [before, now] = store(&scratch);
+    let (path, target) = (scratch.store(), scratch.path("page"));
+    run(&["verify", &path]).expect(0);
+    run(&["dump", &path, "key:long", "-o", &target]).expect(0);
+    assert!(fs::read(&target).unwrap() == now);
+    let pages = run(&["pages", &path, "--json"]).expect(0).out;
+    assert_eq!(pages.matches(r#""place":"disk""#).count(), 2, "{pages}");
+    let diff = run(&["diff", &path, "--from", "snapshot:1", "--json"]).expect(1).json();
+    let changed: Vec<_> = diff.iter().filter(|line| line["kind"] != "summary").collect();
+    assert!(changed.iter().any(|line| line["page"] == 1), "{diff:?}");
+    assert!(!changed.iter().any(|line| line["page"] == 2), "{diff:?}");
+    // What it was, by a fork of the first snapshot.
+    let fork = scratch.path("fork");
+    run(&["fork", &path, &fork, "--at", "snapshot:1"]).expect(0);
+    run(&["dump", &fork, "key:long", "-o", &target]).expect(0);
+    assert!(fs::read(&target).unwrap() == before);
+}
+
+#[test]
+fn damage_to_pages_on_disk_is_named_and_the_others_are_carried_over() {
+    let scratch = Scratch::new();
+    let [_, now] = store(&scratch);
+    let path = scratch.store();
+    for (what, lost, bytes) in [
+        ("the base", "long", &now[..64]),
+        ("the overlay", "long", &b"little of it"[..]),
+        ("another image", "quiet", &(0..64).map(|at| byte(1, at)).collect::<Vec<u8>>()[..]),
+    ] {
+        let (file, at) = image_with(&path, bytes);
+        let sound = fs::read(&file).unwrap();
+        let mut damaged = sound.clone();
+        damaged[at + 3] ^= 1;
+        fs::write(&file, damaged).unwrap();
+        let verify = run(&["verify", &path]).expect(1);
+        let name = file.file_name().unwrap().to_str().unwrap();
+        assert!(verify.out.contains(name), "{what}: {}", verify.out);
+        let new = scratch.path(what);
+        run(&["salvage", &path, "--to", &new]).expect(1);
+        let rescued = Store::open(&new, Options::default()).unwrap();
+        for (key, number) in [("long", 0), ("quiet", 1)].into_iter().filter(|(key, _)| *key != lost) {
+            let page = rescued.page_by_key(&Key::new(key).unwrap()).unwrap().page;
+            let bytes = rescued.read_to_vec(page).unwrap();
+            let expected = if number == 0 { now.clone() } else { (0..LEN).map(|at| byte(1, at)).collect() };
+            assert!(bytes == expected, "{what}: page {key}");
+        }
+        fs::write(&file, sound).unwrap();
+    }
+    run(&["verify", &path]).expect(0);
+}
