@@ -557,7 +557,7 @@ class Checkpointer:
 
     # Going back.
 
-    def restore(self, at: int | str | Version | None = None) -> int:
+    def restore(self, at: int | str | Version | None = None, *, progress: bool | None = None) -> int:
         """Puts a version into model, optimizer and the rest, in place; returns its step.
 
         All of it is read and proven before the first tensor changes: a version that is damaged changes nothing. The
@@ -565,6 +565,7 @@ class Checkpointer:
 
         :param at: a step (int), a name, a Version, or, without `process_group`, "lsn:N", "snapshot:N"; the newest
             version if None.
+        :param progress: as for `save`.
         :raises NoStateError: if there is no such version.
         :raises DamagedError: if bytes on disk are not what was written.
         """
@@ -574,7 +575,7 @@ class Checkpointer:
 
         def loaded() -> tuple[int, dict[str, Any]]:
             with self._versions.views(at) as views:
-                return self._versions.proven(lambda: self._loaded(views, layouts))
+                return self._versions.proven(lambda: self._loaded(views, layouts, progress))
 
         step, state = self._after_saves(f"restore {named(at)}", loaded)
         self._left.end(f"`restore` put step {step} back before the next save")
@@ -591,13 +592,15 @@ class Checkpointer:
             set_rng_state(state["rng"])
         return step
 
-    def _loaded(self, views: Views, layouts: Any) -> tuple[int, dict[str, Any]]:
+    def _loaded(self, views: Views, layouts: Any, progress: bool | None) -> tuple[int, dict[str, Any]]:
         """The step of a version and all of its state, every byte of it proven."""
         root = views.own.root
         if "step" not in root:
             raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
         whole(views.own)
-        state = load_state(views, layouts)
+        nbytes = sum(info.length for info in views.own.pages() if "dtype" in info.metadata)
+        with self._bar(nbytes, "loading", progress) as bar:
+            state = load_state(views, layouts, bar)
         if views.number is None:
             # Two ranks with the same random numbers would train on the same noise.
             state.pop("rng", None)

@@ -11,6 +11,7 @@ import torch
 
 from remanent import _pages
 from remanent._errors import NoStateError, RefusedError
+from remanent._progress import Bar
 from remanent._tensors import PLAIN_TYPES, load_pages, tensors_of
 from remanent._versions import Views
 
@@ -83,7 +84,7 @@ def layouts_of(run: Mapping[str, Any]) -> Any:
     return None if parts is None else parts.Layouts(run)
 
 
-def load_state(views: Views, layouts: Any) -> dict[str, Any]:
+def load_state(views: Views, layouts: Any, bar: Bar) -> dict[str, Any]:
     """The state that a version holds. DTensors are divided as `layouts_of` says."""
     manifest = _pages.read_manifest(views.own)
     if manifest.tree is None:
@@ -92,6 +93,7 @@ def load_state(views: Views, layouts: Any) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     for page, arrays in load_pages(views.own, manifest.pages):
         tensors |= tensors_of(page, arrays, cpu)
+        bar.add(page.numel())
     wholes = None if layouts is None else parts_module().Wholes(views, layouts)
 
     def adapt(tag: list[Any]) -> Any:
