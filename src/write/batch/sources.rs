@@ -17,8 +17,9 @@ use crate::error::{Error, Result};
 /// Bytes that a batch takes when it is committed: [`WriteBatch::create_from_source`],
 /// [`WriteBatch::replace_from_source`]. A [`File`] is one.
 ///
-/// The source is read by the thread that commits, which holds no lock of the store meanwhile: a source may
-/// read pages of the same store.
+/// The source is read by the thread that commits, or by others that it waits for: each page by one thread,
+/// and the pages of a long batch by several. They hold no lock of the store meanwhile: a source may read
+/// pages of the same store.
 pub trait ByteSource: Debug + Send + Sync {
     /// Fills `bytes` with those from `offset` on.
     ///

@@ -12,14 +12,15 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use remanent_format::PageId;
 use remanent_format::image::ImageRef;
 use remanent_format::op::Op;
+use remanent_format::{PageId, PageInfo};
 
 use super::Committer;
 use super::batch_images::BatchImages;
 use crate::base::allocation::{collected, insert, make_room, push, set_of};
 use crate::error::{Error, Result};
+use crate::images::AheadImages;
 use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatch};
 
 /// The pages of a batch that come from sources, once the sources are read.
@@ -107,14 +108,19 @@ impl Committer {
         }
     }
 
-    /// Writes the images: step 1.
+    /// Writes the images: step 1. Several threads read a page each.
     fn write_sources(&self, pages: &[SourcePage<'_>]) -> Result<BatchImages<'_>> {
         let lens = collected(pages.iter().map(|page| (page.page, page.len)))?;
         let mut by_id = HashMap::new();
         for page in pages {
             insert(&mut by_id, page.page, page)?;
         }
-        let ahead = self.write_read(&lens, |info, offset, out| by_id[&info.page].read_at(offset, out))?;
+        let read =
+            |(): &mut (), info: &PageInfo, offset, out: &mut [u8]| by_id[&info.page].read_at(offset, out);
+        let ahead = self.in_space(|| {
+            let Self { files, engine, images, .. } = self;
+            AheadImages::write_read_by_threads(files, engine.store, *images, &lens, || (), read)
+        })?;
         Ok(BatchImages::new(ahead, collected(lens.into_iter().map(Some))?))
     }
 }
