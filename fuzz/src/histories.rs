@@ -17,7 +17,7 @@ use remanent::{Ack, Error, ImageIo, LogIo, Options, StatePoint, Store, View};
 use remanent_format::ReadAt;
 
 use crate::model::history::Action;
-use crate::model::run::{Floors, Ground, Left, Setting, Tally, run};
+use crate::model::run::{Floors, Ground, Left, Setting, Tally, run, with_tiers};
 
 /// Actions of one history: an input that is longer finds nothing more for its time.
 const ACTIONS_MAX: usize = 40;
@@ -52,7 +52,7 @@ fn live_through(actions: &[Action], choices: Choices) -> Tally {
     let image_io = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct][usize::from(choices.log_io / 3 % 3)];
     let ack = if choices.is_durable { Ack::Durable } else { Ack::Logged };
     let setting = Setting {
-        options: Options::default().log_io(log_io).image_io(image_io).ack(ack),
+        options: with_tiers(Options::default().log_io(log_io).image_io(image_io).ack(ack)),
         in_background: choices.in_background,
         device: if choices.is_late { &late } else { &host },
     };

@@ -4,6 +4,7 @@
 pub(crate) mod aligned_buf;
 pub(crate) mod crew;
 pub(crate) mod allocation;
+pub(crate) mod fair_mutex;
 pub(crate) mod huge_pages;
 pub(crate) mod own_line;
 pub(crate) mod pace;

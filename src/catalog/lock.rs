@@ -8,12 +8,13 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use super::{Catalog, SnapshotInfo};
+use crate::base::fair_mutex::FairMutex;
 use crate::base::pace::Pace;
 use crate::base::sync::{Mutex, MutexGuard};
 
 /// The catalog behind its lock, and a copy that needs no wait.
 pub(crate) struct CatalogLock {
-    catalog: Mutex<Catalog>,
+    catalog: FairMutex<Catalog>,
     latest: Mutex<Arc<CatalogCopy>>,
     /// The pace of background snapshots.
     pace: Arc<Pace>,
@@ -35,7 +36,7 @@ impl CatalogCopy {
 
 impl CatalogLock {
     pub fn new(catalog: Catalog, pace: Arc<Pace>) -> Self {
-        Self { latest: Mutex::new(CatalogCopy::of(&catalog)), catalog: Mutex::new(catalog), pace }
+        Self { latest: Mutex::new(CatalogCopy::of(&catalog)), catalog: FairMutex::new(catalog), pace }
     }
 
     /// Waits for the lock, and makes a snapshot in the background hurry meanwhile.

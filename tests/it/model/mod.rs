@@ -29,15 +29,15 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::testing::late_device::LateDevice;
-use remanent::{Budget, Error, LogIo, Options, PageLoad, StatePoint, Store, Tiers};
+use remanent::{Error, LogIo, Options, PageLoad, StatePoint, Store};
 use remanent_format::ReadAt;
 use tempfile::TempDir;
 
 use crate::{direct_io, gpu};
 use draw::history;
-use history::{Action, TIERS};
+use history::Action;
 use plain::Refusal;
-use run::{Floors, Ground, Left, Setting, Tally};
+use run::{Floors, Ground, Left, Setting, Tally, with_tiers};
 
 /// Seeds that every run draws histories from.
 const SEEDS: std::ops::Range<u64> = 0..20;
@@ -61,12 +61,8 @@ fn the_store_is_what_the_model_says() {
             let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
             let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
             let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
-            let options = |log_io| {
-                let options = Options::default().log_io(log_io).image_io(direct_io::image_io(log_io));
-                let upper =
-                    TIERS[..3].iter().fold(Budget::default(), |budget, tier| budget.with(*tier, 1 << 30));
-                options.budget(upper).tiers(Tiers::new(TIERS))
-            };
+            let options =
+                |log_io| with_tiers(Options::default().log_io(log_io).image_io(direct_io::image_io(log_io)));
             // With short chunks, pages on disk of some hundred bytes have overlays.
             let on_demand = options(other).page_load(PageLoad::OnDemand).chunk_len(4 << 10);
             let run = |label: &str, options, in_background, device: &dyn Fn() -> Arc<dyn Device>| {

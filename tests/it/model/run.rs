@@ -6,8 +6,8 @@ use std::sync::Arc;
 use remanent::device::Device;
 use remanent::disk::Disk;
 use remanent::{
-    Direction, Error, Key, Lsn, Options, PageId, PageInfo, Place, Position, Shadow, SnapshotOptions,
-    StatePoint, Store, View, Width,
+    Budget, Direction, Error, Key, Lsn, Options, PageId, PageInfo, Place, Position, Shadow, SnapshotOptions,
+    StatePoint, Store, Tiers, View, Width,
 };
 use remanent_format::ReadAt;
 use remanent_format::state::rebuild::{RebuildOptions, RebuiltStore, rebuild};
@@ -312,6 +312,12 @@ fn restored(store: &Store, model: &mut Model, position: Position, lsn: u64) {
     let newest = store.snapshots().last().unwrap().id;
     model.keep(newest, None, usize::MAX);
     compare(store, model);
+}
+
+/// The options of a store that can be told to move pages. There is room for all of them in each place.
+pub fn with_tiers(options: Options) -> Options {
+    let upper = TIERS[..3].iter().fold(Budget::default(), |budget, tier| budget.with(*tier, 1 << 30));
+    options.budget(upper).tiers(Tiers::new(TIERS))
 }
 
 /// Moves a page by a call of its own. Returns whether it was elsewhere.

@@ -70,15 +70,14 @@ fn bus_rates(room: &Room) -> Result<Vec<(&'static str, f64)>, BenchStop> {
     let memory = room.device.allocate(room.place, CEILING_BYTES)?;
     let staged = |at: usize| StagingSpan { index: 0, offset: at, len: COPY_LEN };
     let span = |at: usize| Span { memory, offset: at as u64, len: COPY_LEN as u64 };
-    let ways: [(&str, fn(StagingSpan, Span) -> Command); 2] = [
-        (UP, |staged, span| Command::Upload { source: staged, target: span }),
-        (DOWN, |staged, span| Command::Download { source: span, target: staged }),
-    ];
     let mut staging = vec![room.device.staging(CEILING_BYTES as usize)?];
     let mut rates = Vec::new();
-    for (name, command) in ways {
-        let copies = (0..CEILING_BYTES as usize).step_by(COPY_LEN);
-        let commands: Vec<_> = copies.map(|at| command(staged(at), span(at))).collect();
+    for name in [UP, DOWN] {
+        let copy = |at| match name {
+            UP => Command::Upload { source: staged(at), target: span(at) },
+            _ => Command::Download { source: span(at), target: staged(at) },
+        };
+        let commands: Vec<_> = (0..CEILING_BYTES as usize).step_by(COPY_LEN).map(copy).collect();
         let mut all = Vec::new();
         for _ in 0..8 {
             let took;
