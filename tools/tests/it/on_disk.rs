@@ -86,9 +86,16 @@ fn damage_to_pages_on_disk_is_named_and_the_others_are_carried_over() {
         let name = file.file_name().unwrap().to_str().unwrap();
         assert!(verify.out.contains(name), "{what}: {}", verify.out);
         let new = scratch.path(what);
-        run(&["salvage", &path, "--to", &new]).expect(1);
+        // The log may have what the damaged file had: then nothing is lost.
+        let salvaged = run(&["salvage", &path, "--to", &new]);
+        let is_lost = match salvaged.code {
+            0 => false,
+            _ => salvaged.expect(1).out.contains("1 lost"),
+        };
         let rescued = Store::open(&new, Options::default()).unwrap();
-        for (key, number) in [("long", 0), ("quiet", 1)].into_iter().filter(|(key, _)| *key != lost) {
+        for (key, number) in
+            [("long", 0), ("quiet", 1)].into_iter().filter(|(key, _)| !is_lost || *key != lost)
+        {
             let page = rescued.page_by_key(&Key::new(key).unwrap()).unwrap().page;
             let bytes = rescued.read_to_vec(page).unwrap();
             let expected = if number == 0 { now.clone() } else { (0..LEN).map(|at| byte(1, at)).collect() };
