@@ -159,9 +159,11 @@ impl PyView {
     /// 64 MiB of pinned host memory.
     ///
     /// :param pages: by page, contiguous memory of its length that can be written: bytearray, NumPy, a
-    /// tensor. :param device: where all of it lies: "host", "cuda:0", … :raises BufferError: memory lies
-    /// elsewhere, or cannot be written. OutOfBoundsError, MemoryRefusedError:
-    ///     memory is shorter or longer than its page. As for `read`; then any of it may have changed.
+    ///     tensor.
+    /// :param device: where all of it lies: "host", "cuda:0", …
+    /// :raises BufferError: memory lies elsewhere, or cannot be written. OutOfBoundsError,
+    ///     MemoryRefusedError: memory is shorter or longer than its page. As for `read`; then any of it may
+    ///     have changed.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"], store["v"] = b"keys", b"values"

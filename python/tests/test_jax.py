@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+from bars import Made, counted
 
 import remanent
 
@@ -16,7 +17,6 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from remanent._progress import Bar  # noqa: E402
 from remanent.jax import restore, save  # noqa: E402
 
 pytestmark = pytest.mark.jax
@@ -45,18 +45,8 @@ def same(left: Any, right: Any) -> bool:
 
 
 def test_saving_and_restoring_are_counted(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    class Counted(Bar):
-        def __init__(self, total: int, what: str, shown: bool | None = None) -> None:
-            super().__init__(total, what, False)
-            self.counts: list[int] = []
-            made.append((what, total, shown, self.counts))
-
-        def add(self, count: int) -> None:
-            self.counts.append(count)
-
-    monkeypatch.setattr("remanent.jax.Bar", Counted)
+    made: list[Made] = []
+    monkeypatch.setattr("remanent.jax.Bar", counted(made))
     tree = {"w": jnp.ones((10, 10)), "b": np.ones(3, np.int16), "step": 3, "empty": jnp.zeros((0, 2))}
     save(tree, directory, progress=True)
     restore(directory, tree)

@@ -7,6 +7,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from bars import Made, counted
 
 import remanent
 from remanent._progress import Bar
@@ -129,19 +130,9 @@ def test_saving_loading_and_waiting_for_pages_are_counted(directory: str, monkey
     torch = pytest.importorskip("torch")
     from remanent.torch import load_file, save_file
 
-    made: list[tuple[str, int, bool | None, list[int]]] = []
-
-    class Counted(Bar):
-        def __init__(self, total: int, what: str, shown: bool | None = None) -> None:
-            super().__init__(total, what, False)
-            self.counts: list[int] = []
-            made.append((what, total, shown, self.counts))
-
-        def add(self, count: int) -> None:
-            self.counts.append(count)
-
-    monkeypatch.setattr("remanent.torch.Bar", Counted)
-    monkeypatch.setattr("remanent._progress.Bar", Counted)
+    made: list[Made] = []
+    monkeypatch.setattr("remanent.torch.Bar", counted(made))
+    monkeypatch.setattr("remanent._progress.Bar", counted(made))
     tensors = {f"t{n}": torch.ones(1000) for n in range(4)}
     save_file(tensors, directory, progress=True)
     load_file(directory)
@@ -149,7 +140,7 @@ def test_saving_loading_and_waiting_for_pages_are_counted(directory: str, monkey
     assert made == [("saving", 16000, True, [4000] * 4), ("loading", 16000, None, [4000] * 4),
                     ("loading", 16000, False, [4000] * 4)]
     made.clear()
-    monkeypatch.setattr("remanent._checkpointer.Bar", Counted)
+    monkeypatch.setattr("remanent._checkpointer.Bar", counted(made))
     for options in ({}, {"digests": True}):
         with remanent.torch.Checkpointer(directory + "-".join(options) + "-run", extra={"state": tensors}, rng=False,
                                          **options) as run:

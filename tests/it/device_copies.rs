@@ -14,7 +14,7 @@ use remanent::{
 use remanent_format::FileName;
 use remanent_format::image::ImageRef;
 
-use crate::device_ops::{PLACE, devices};
+use crate::device_ops::{PLACE, bytes_of, devices};
 use crate::kill::workload::Random;
 use crate::overlays::image_of;
 
@@ -73,12 +73,6 @@ fn targets(memories: &Store, pages: &[(PageId, Vec<u8>)]) -> Vec<DeviceBytes> {
 
 fn named<'m>(pages: &[(PageId, Vec<u8>)], memories: &'m [DeviceBytes]) -> Vec<(PageId, &'m DeviceBytes)> {
     pages.iter().map(|(page, _)| *page).zip(memories).collect()
-}
-
-fn bytes_of(memory: &DeviceBytes) -> Vec<u8> {
-    let mut bytes = vec![0; memory.byte_len() as usize];
-    memory.read(0, &mut bytes).unwrap();
-    bytes
 }
 
 #[test]

@@ -45,6 +45,13 @@ pub fn content(store: &Store, page: PageId) -> Vec<u8> {
     bytes
 }
 
+/// The bytes of device memory.
+pub fn bytes_of(memory: &DeviceBytes) -> Vec<u8> {
+    let mut bytes = vec![0; memory.byte_len() as usize];
+    memory.read(0, &mut bytes).unwrap();
+    bytes
+}
+
 /// Makes device memory with these bytes.
 fn born(store: &Store, bytes: &[u8]) -> DeviceBytes {
     let memory = store.device_bytes(bytes.len() as u64, PLACE).unwrap();

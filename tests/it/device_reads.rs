@@ -10,14 +10,8 @@ use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, PageId, Place, Store};
 
-use crate::device_ops::{PLACE, devices, open, page};
+use crate::device_ops::{PLACE, bytes_of, devices, open, page};
 use crate::kill::workload::Random;
-
-fn bytes_of(memory: &DeviceBytes) -> Vec<u8> {
-    let mut bytes = vec![0; memory.byte_len() as usize];
-    memory.read(0, &mut bytes).unwrap();
-    bytes
-}
 
 /// Pages of all places, ranges short and long, in memory of two places: each byte is the one that a slow copy
 /// puts there.

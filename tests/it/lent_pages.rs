@@ -17,6 +17,7 @@ use remanent::{
     SnapshotOptions, StatePoint, Store, Width, WriteBatch,
 };
 
+use crate::device_ops::bytes_of;
 use crate::gpu;
 
 const LEN: u64 = 2000;
@@ -95,12 +96,6 @@ fn commit(store: &Store, build: impl FnOnce(&mut WriteBatch)) -> remanent::Resul
 fn content(store: &Store, page: PageId) -> Vec<u8> {
     let mut bytes = vec![0; store.page(page).unwrap().len as usize];
     store.read(page, 0, &mut bytes).unwrap();
-    bytes
-}
-
-fn bytes_of(memory: &DeviceBytes) -> Vec<u8> {
-    let mut bytes = vec![0; memory.byte_len() as usize];
-    memory.read(0, &mut bytes).unwrap();
     bytes
 }
 

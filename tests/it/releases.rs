@@ -9,8 +9,9 @@ use remanent::device::{Command, CommandList, Device, Lane, StagingSpan};
 use remanent::testing::faulty_device::{DeviceCall, DeviceFault, FaultyDevice};
 use remanent::testing::late_device::LateDevice;
 use remanent::testing::sim_disk::{DiskFault, Operation, SimDisk};
-use remanent::{Ack, Budget, DeviceBytes, Error, PageId, PageLoad, Place, Purpose, Store, WriteBatch};
+use remanent::{Ack, Budget, Error, PageId, PageLoad, Place, Purpose, Store, WriteBatch};
 
+use crate::device_ops::bytes_of;
 use crate::gpu;
 use crate::lent_pages::{devices, options};
 
@@ -34,12 +35,6 @@ fn commit(store: &Store, build: impl FnOnce(&mut WriteBatch)) -> remanent::Resul
 fn content(store: &Store, page: PageId) -> remanent::Result<Vec<u8>> {
     let mut bytes = vec![0; LEN as usize];
     store.read(page, 0, &mut bytes).map(|_| bytes)
-}
-
-fn bytes_of(memory: &DeviceBytes) -> Vec<u8> {
-    let mut bytes = vec![0; memory.byte_len() as usize];
-    memory.read(0, &mut bytes).unwrap();
-    bytes
 }
 
 #[test]

@@ -1,0 +1,23 @@
+"""Bars that draw nothing and keep what they were told, for tests of what is counted."""
+
+from __future__ import annotations
+
+from remanent._progress import Bar
+
+# What it is of, its total, whether it was to be shown, and what was added.
+Made = tuple[str, int, bool | None, list[int]]
+
+
+def counted(made: list[Made]) -> type[Bar]:
+    """A kind of bar that notes each one that is made."""
+
+    class Counted(Bar):
+        def __init__(self, total: int, what: str, shown: bool | None = None) -> None:
+            super().__init__(total, what, False)
+            self.counts: list[int] = []
+            made.append((what, total, shown, self.counts))
+
+        def add(self, count: int) -> None:
+            self.counts.append(count)
+
+    return Counted
