@@ -157,6 +157,13 @@ impl TierKeeper {
         left.position(|tier| tier.place == place && bytes <= tier.room.budget())
     }
 
+    /// The first place below that can have this number of bytes free, where `place` itself never can.
+    pub fn place_below(&self, place: Place, bytes: u64) -> Option<Place> {
+        let at = self.tiers.iter().position(|tier| tier.place == place)?;
+        let can_have = |tier: &&Tier| tier.place == Place::Disk || bytes <= tier.room.budget();
+        self.tiers[at..].iter().find(can_have).map(|tier| tier.place).filter(|below| *below != place)
+    }
+
     /// Waits until the thread has made room for this number of bytes in a place. Other threads may take it
     /// before the caller does. Returns `false` if no page can leave the place, or it is none that pages
     /// leave.

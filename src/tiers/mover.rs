@@ -62,7 +62,9 @@ impl PageMover {
         loop {
             match self.committer.submit(batch) {
                 Err(Error::OverBudget { place, asked, .. })
-                    if tries < TRIES_MAX && keeper.make_room(place, asked)? =>
+                    if tries < TRIES_MAX
+                        && (keeper.make_room(place, asked)?
+                            || self.take_down(keeper, batch, place, asked)?) =>
                 {
                     tries += 1;
                 }
@@ -72,6 +74,33 @@ impl PageMover {
                 }
             }
         }
+    }
+
+    /// Takes pages down that the batch is to resize or clone, and that are in a place which can never have
+    /// all that it asks for. A move of the store's own may have put them there: whether a batch fits must
+    /// not depend on that. Returns whether any page went.
+    fn take_down(&self, keeper: &TierKeeper, batch: &WriteBatch, place: Place, bytes: u64) -> Result<bool> {
+        let Some(below) = keeper.place_below(place, bytes) else { return Ok(false) };
+        let begun = Instant::now();
+        let mut moves = WriteBatch::default();
+        let mut going = Vec::new();
+        for page in set_of(batch.pages_that_grow()) {
+            let at = self.engine.versions.page(page, |seen| (seen.place(), seen.len()));
+            if let Some((_, len)) = at.filter(|(at, _)| *at == place) {
+                moves.move_to(page, below);
+                going.push((place, len));
+            }
+        }
+        if going.is_empty() {
+            return Ok(false);
+        }
+        match self.submit_with_others(&moves) {
+            Ok(_) => self.counts.moved(below, &going, begun.elapsed()),
+            // Another thread deleted one or leased it: the batch meets that itself.
+            Err(Error::UnknownPage { .. } | Error::Leased { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        Ok(true)
     }
 
     /// Moves pages to a place, those that are not there, in one batch; `None` if all are.

@@ -494,6 +494,15 @@ impl WriteBatch {
         &self.expectations
     }
 
+    /// The pages there before by whose places the batch needs memory: those that it resizes or clones.
+    pub(crate) fn pages_that_grow(&self) -> impl Iterator<Item = PageId> {
+        self.steps.iter().filter_map(|step| match step {
+            BatchStep::Resize { page: PageRef(OpTarget::Existing(page)), .. }
+            | BatchStep::Clone { source: PageRef(OpTarget::Existing(page)) } => Some(*page),
+            _ => None,
+        })
+    }
+
     /// Whether the batch only frees space: such batches may use the reserve of a full disk.
     pub(crate) fn only_deletes(&self) -> bool {
         let deletes = self.steps.iter().any(|step| matches!(step, BatchStep::Delete { .. }));

@@ -1,5 +1,6 @@
 //! Tiers: pages that are not used go down, so that more pages are held than a place has room for.
 
+mod growing;
 mod less_memory;
 mod read_ahead;
 mod sources;

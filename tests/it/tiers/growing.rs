@@ -1,0 +1,33 @@
+//! Batches by which pages grow, in whatever place they are by then.
+
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{Ack, Budget, Error, PageId, Place, Tiers};
+
+use super::{DEVICE, LEN, bytes, open, put};
+use crate::files::small;
+
+/// Pages that were taken down are in a place which is shorter than what they grow to, all at once.
+#[test]
+fn pages_grow_and_are_cloned_wherever_they_were_taken() {
+    let budget = Budget::default().with(DEVICE, 16 * LEN).with(Place::Pinned, 4 * LEN);
+    let options = small().ack(Ack::Applied).budget(budget);
+    let store = open(&SimDisk::new(), options.tiers(Tiers::new([DEVICE, Place::Pinned, Place::Disk])));
+    let pages: Vec<PageId> = (0..3).map(|number| put(&store, number, 0, DEVICE)).collect();
+    store.ensure(&pages, Place::Pinned).unwrap();
+
+    let mut batch = store.batch();
+    pages.iter().for_each(|page| _ = batch.resize(*page, 2 * LEN));
+    batch.clone_page(pages[0]);
+    let made = store.commit(batch).unwrap().pages;
+    for (page, number) in pages.iter().zip(0..).chain([(&made[0], 0)]) {
+        let mut expected = bytes(number, 0);
+        expected.resize(2 * LEN as usize, 0);
+        assert!(store.read_to_vec(*page).unwrap() == expected, "{page}");
+    }
+
+    // In a place of the caller's choice that can never have it, there is none but to say so.
+    let mut batch = store.batch();
+    batch.create(5 * LEN, Place::Pinned);
+    let refused = store.commit(batch).unwrap_err();
+    assert!(matches!(refused, Error::OverBudget { place: Place::Pinned, .. }), "{refused}");
+}
