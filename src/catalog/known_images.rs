@@ -20,13 +20,11 @@ use remanent_format::{Damage, Epoch, Lsn, PageId, PageTable, SnapshotId};
 
 use super::classify::PageClass;
 use super::newest::{ImageTotals, KnownImage, Link, NewestSnapshot};
-use super::publish::THREADS_MAX;
 use crate::base::allocation::{append, collected, map_of, push};
-use crate::base::parallel;
 use crate::base::sync::{Mutex, MutexGuard};
 use crate::disk::source::DiskSource;
 use crate::error::Result;
-use crate::images::read::{ImageRequest, runs};
+use crate::images::read::{ImageRequest, damaged};
 
 /// Images that are noted at a time once they were read back.
 const NOTED_AT_ONCE: usize = 1024;
@@ -160,12 +158,9 @@ impl KnownImages {
             Some(ImageRequest { page: *page, len: *len, image: known.image? })
         };
         let mut wanted = collected(ahead.iter().filter_map(request))?;
-        let runs = collected(runs(&mut wanted))?;
-        let threads = parallel::threads(THREADS_MAX.min(threads_max));
-        let look = |(): &mut (), index: usize| runs[index].damaged(source);
-        let damaged = parallel::map_indexed(threads, runs.len(), || (), look)?;
+        let damaged = damaged(source, &mut wanted, threads_max)?;
         let damaged: BTreeMap<(u64, u64), Damage> =
-            map_of(damaged.into_iter().flatten().map(|(image, damage)| (location(&image), damage)));
+            map_of(damaged.into_iter().map(|(image, damage)| (location(&image), damage)));
         // Some at a time: commits wait for these locks.
         for some in ahead.chunks(NOTED_AT_ONCE) {
             let (mut noted, mut beside) = (self.ahead.lock(), self.beside.lock());

@@ -5,13 +5,15 @@ use std::borrow::{Borrow, Cow};
 use std::collections::BTreeMap;
 use std::ops::{DerefMut, Range};
 
-use remanent_format::image::read::{check_image, stream_image};
+use remanent_format::image::read::check_image;
 use remanent_format::image::{Codec, ImageRef};
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{Damage, Defect, FileName, PageId, PageInfo, Place, ReadAt};
 
+use super::THREADS_MAX;
 use crate::base::aligned_buf::AlignedBuf;
-use crate::base::allocation::{collected, push};
+use crate::base::allocation::collected;
+use crate::base::parallel;
 use crate::disk::source::DiskSource;
 use crate::error::{Error, Result};
 
@@ -242,59 +244,29 @@ fn aligned(len: usize) -> Result<AlignedBuf> {
     AlignedBuf::try_new(len).ok_or(Error::OutOfMemory { place: Place::Host, len: len as u64 })
 }
 
-/// Reads images. `each` gets every page's bytes, in no meaningful order, each piece with its offset in the
-/// page.
-///
-/// A page of one piece is proven when it is handed over. A longer page is proven when this returns: a caller
-/// that cannot take its bytes back has had it [proven](prove) before.
-///
-/// # Errors
-/// [`crate::Error::Damaged`]; the errors of `each`.
-pub(crate) fn read_runs(
-    source: &DiskSource,
-    mut wanted: Vec<ImageRequest>,
-    mut each: impl FnMut(PageId, u64, &[u8]) -> Result<()>,
-) -> Result<()> {
-    for run in runs(&mut wanted) {
-        if let Some(long) = run.only().filter(|wanted| wanted.is_long()) {
-            let mut stream = || {
-                let mut at = 0;
-                stream_image(source, &long.image, long.len, |piece| {
-                    each(long.page, at, piece)?;
-                    at += piece.len() as u64;
-                    Ok(())
-                })
-            };
-            match stream() {
-                Err(Error::Damaged(_)) => stream()?,
-                streamed => streamed?,
-            }
-            continue;
-        }
-        // A second read before it is an error: a caller that overwrites memory cannot go back.
-        let read = run.read(source, aligned).or_else(|_| run.read(source, aligned))?;
-        for page in run.pages(&read, SummedBy::Host) {
-            let (wanted, _, content) = page?;
-            each(wanted.page, 0, &content)?;
-        }
-    }
-    Ok(())
-}
-
-/// Proves images by reading all of them. An image that is longer than a run is read piece by piece.
+/// Proves images by reading all of them, by several threads.
 ///
 /// # Errors
 /// [`crate::Error::Damaged`].
 pub(crate) fn prove(source: &DiskSource, wanted: impl IntoIterator<Item = ImageRequest>) -> Result<()> {
-    let mut short = Vec::new();
-    for wanted in wanted {
-        if wanted.is_long() {
-            check_image(source, &wanted.image, wanted.len)?;
-        } else {
-            push(&mut short, wanted)?;
-        }
-    }
-    read_runs(source, short, |_, _, _| Ok(()))
+    let damaged = damaged(source, &mut collected(wanted)?, THREADS_MAX)?;
+    damaged.into_iter().next().map_or(Ok(()), |(_, damage)| Err(damage.into()))
+}
+
+/// The images that do not hold, each with its damage. Up to `threads_max` threads read them; one that is
+/// longer than a run is read piece by piece.
+///
+/// # Errors
+/// `OutOfMemory`.
+pub(crate) fn damaged(
+    source: &DiskSource,
+    wanted: &mut [ImageRequest],
+    threads_max: usize,
+) -> Result<Vec<(ImageRef, Damage)>> {
+    let runs = collected(runs(wanted))?;
+    let threads = parallel::threads(THREADS_MAX.min(threads_max));
+    let damaged = |(): &mut (), index: usize| runs[index].damaged(source);
+    collected(parallel::map_indexed(threads, runs.len(), || (), damaged)?.into_iter().flatten())
 }
 
 #[cfg(test)]
@@ -351,15 +323,19 @@ mod tests {
             ImageRequest { page: PageId(page), len: stored_len, image }
         };
         let outer_and_inner = |is_sound| vec![image(1, 4096..8000, true), image(2, 4112..4200, is_sound)];
-        let mut read = Vec::new();
-        read_runs(&source, outer_and_inner(true), |page, _, content| {
-            read.push((page, content.to_vec()));
-            Ok(())
-        })
-        .unwrap();
-        assert_eq!(read, [(PageId(1), bytes[4096..8000].to_vec()), (PageId(2), bytes[4112..4200].to_vec())]);
+        let mut wanted = outer_and_inner(true);
+        let run = runs(&mut wanted).next().expect("both are one run");
+        let read = run.read(&source, aligned).unwrap();
+        let pages =
+            run.pages(&read, SummedBy::Host).map(|page| page.map(|(of, _, content)| (of.page, content)));
+        let pages: Vec<_> = pages.map(Result::unwrap).collect();
+        assert_eq!(
+            pages,
+            [(PageId(1), bytes[4096..8000].into()), (PageId(2), Cow::from(&bytes[4112..4200]))]
+        );
+        prove(&source, outer_and_inner(true)).unwrap();
 
-        let refused = read_runs(&source, outer_and_inner(false), |_, _, _| Ok(())).unwrap_err();
+        let refused = prove(&source, outer_and_inner(false)).unwrap_err();
         let Error::Damaged(damage) = &refused else { panic!("{refused}") };
         assert_eq!((damage.file, damage.offset), (FileName::Pages(1), 4112));
     }

@@ -15,11 +15,11 @@ use remanent_format::image::ImageRef;
 use remanent_format::{Lsn, PageId, PageInfo, Place, StoreId};
 
 use super::writers::ahead_file_count;
-use super::{ImageOptions, ImageWriters, PageRead};
+use super::{ImageOptions, ImageWriters};
 use crate::base::allocation::collected;
 use crate::base::phases;
 use crate::base::phases::Phase;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::images::numbers::ImageFiles;
 
 /// The images of a batch that is not logged yet. Dropping this removes their files.
@@ -45,29 +45,13 @@ impl<'a> AheadImages<'a> {
         Self::make(files, store, options, count, |writers| writers.write_all(&pages))
     }
 
-    /// As [`write`](Self::write), for pages of these lengths that `read` gives piece by piece, to one file.
-    /// Of a long page no more than a piece is held at a time.
+    /// As [`write`](Self::write), for pages of these lengths that `read` gives piece by piece, each to one of
+    /// several threads, which has equipment of its own for that. Of a long page no more than a piece is held
+    /// at a time.
     ///
     /// # Errors
     /// What `read` fails with, too: also a clean failure.
-    pub fn write_read(
-        files: &'a ImageFiles,
-        store: StoreId,
-        options: ImageOptions,
-        pages: &[(PageId, u64)],
-        read: PageRead<'_, Error>,
-    ) -> Result<Self> {
-        let pages = infos(pages)?;
-        let write = |writers: &ImageWriters| writers.append(|file| file.write_pages(&pages, read));
-        Self::make(files, store, options, 1, write)
-    }
-
-    /// As [`write_read`](Self::write_read), by several threads that read a page each, to several files. Each
-    /// thread has equipment of its own for `read`.
-    ///
-    /// # Errors
-    /// As for [`write_read`](Self::write_read).
-    pub fn write_read_by_threads<W>(
+    pub fn write_read<W>(
         files: &'a ImageFiles,
         store: StoreId,
         options: ImageOptions,
@@ -75,7 +59,7 @@ impl<'a> AheadImages<'a> {
         equip: impl Fn() -> W + Sync,
         read: impl Fn(&mut W, &PageInfo, u64, &mut [u8]) -> Result<()> + Sync,
     ) -> Result<Self> {
-        let pages = infos(pages)?;
+        let pages = collected(pages.iter().map(|(page, len)| info(*page, *len)))?;
         let count = ahead_file_count(&pages, |info| info.len)?;
         Self::make(files, store, options, count, |writers| writers.write_read(&pages, equip, read))
     }
@@ -114,10 +98,6 @@ impl<'a> AheadImages<'a> {
     pub fn leave(&mut self) {
         self.is_refused = false;
     }
-}
-
-fn infos(pages: &[(PageId, u64)]) -> Result<Vec<PageInfo>> {
-    collected(pages.iter().map(|(page, len)| info(*page, *len)))
 }
 
 /// Describes a page to the image writer. Neither epoch nor Lsn is known before the batch is logged, and an

@@ -107,6 +107,29 @@ fn many_pages_move_at_once() {
     });
 }
 
+/// More than a thread writes at a time: pages of all lengths, from all places, each with the bytes of its own.
+#[test]
+fn pages_of_all_lengths_go_down_from_all_places_by_one_batch() {
+    on_each_device(|| {
+        let store = opened(&SimDisk::new(), uncompressed());
+        let mut random = Random(11);
+        let (mut plain, mut places) =
+            (Vec::new(), [Place::Host, Place::Pinned, Place::Device(0)].into_iter().cycle());
+        for len in [LONG, 5 << 20, 0, 1].into_iter().chain((0..300).map(|at| 1 + at * 7919 % 60_000)) {
+            plain.push((random.bytes(len as usize), places.next().unwrap()));
+        }
+        let pages = commit(&store, |batch| {
+            plain.iter().for_each(|(bytes, place)| _ = batch.create_from(bytes.clone(), *place));
+        });
+        store.ensure(&pages, Place::Disk).unwrap();
+        let are_alike =
+            |(page, (bytes, _)): (&PageId, &(Vec<u8>, _))| store.read_to_vec(*page).unwrap() == *bytes;
+        assert!(pages.iter().zip(&plain).all(are_alike), "on disk");
+        store.ensure(&pages, Place::Device(0)).unwrap();
+        assert!(pages.iter().zip(&plain).all(are_alike), "on the device");
+    });
+}
+
 /// Every kind of change, read back at once, after a snapshot and after a restart with and without it.
 #[test]
 fn bytes_are_what_batches_made_of_them() {

@@ -23,7 +23,6 @@ use crate::base::allocation::{collected, copied, insert, push, set_of};
 use crate::base::sync::Mutex;
 use crate::device::{Lane, Span};
 use crate::error::Result;
-use crate::images::AheadImages;
 use crate::write::batch::{ChunkDigests, CopySources, OpImages, WHOLE_PAGE_LEN_MIN};
 
 /// A page of which more than this part changed is written whole: that is read back by one read, and takes no
@@ -153,17 +152,7 @@ impl Committer {
                 }
             }
         };
-        let ahead = self.in_space(|| {
-            let Self { files, engine, images, .. } = self;
-            AheadImages::write_read_by_threads(
-                files,
-                engine.store,
-                *images,
-                &lens,
-                || CopyWaves::new(self),
-                read,
-            )
-        })?;
+        let ahead = self.write_read(&lens, || CopyWaves::new(self), read)?;
         let mut captured = |capture: &WholeCapture<'_>| {
             let (_, digests) = sources.remove(&capture.page).expect("each page is captured once");
             CapturedPage { step: capture.step, page: capture.page, digests: digests.into_inner() }

@@ -17,7 +17,7 @@ use remanent_format::{Lsn, PageId, PageInfo, PageTable, Place};
 
 use super::Committer;
 use super::batch_images::BatchImages;
-use super::going_reader::GoingReader;
+use super::going_reader::{GoingReader, ReadPages};
 use super::page_memory::MadeMemory;
 use crate::applier::{FilledMemory, NewDiskImages};
 use crate::base::allocation::{collected, insert, push, set_of};
@@ -28,7 +28,7 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::images::AheadImages;
 use crate::images::disk_pages::{DiskImage, DiskPage, PendingClaim, pending_bytes_of};
-use crate::images::read::{prove, runs};
+use crate::images::read::{damaged, prove};
 use crate::memory::arena::PageMemory;
 
 /// The operations of a batch that concern pages on disk.
@@ -279,10 +279,8 @@ impl Committer {
     ) -> Result<()> {
         let source = DiskSource::past_cache(self.engine.disk.clone());
         let mut requests = collected(known.iter().map(|(info, image)| image.request(info.page)))?;
-        let mut damaged = HashSet::new();
-        for run in runs(&mut requests) {
-            damaged.extend(run.damaged(&source)?.iter().map(|(image, _)| (image.file, image.offset)));
-        }
+        let damaged = damaged(&source, &mut requests, usize::MAX)?;
+        let damaged: HashSet<_> = damaged.iter().map(|(image, _)| (image.file, image.offset)).collect();
         for (info, image) in known {
             let request = image.request(info.page).image;
             if damaged.contains(&(request.file, request.offset)) {
@@ -294,13 +292,16 @@ impl Committer {
         Ok(())
     }
 
-    /// Writes images of pages to a file of their own; `None` if one of them changed meanwhile.
+    /// Writes images of pages to files of their own; `None` if one of them changed meanwhile.
     fn write_going(&self, pages: &[PageInfo]) -> Result<Option<AheadImages<'_>>> {
         let lens = collected(pages.iter().map(|info| (info.page, info.len)))?;
-        let mut reader = GoingReader::new(&self.engine, pages);
-        match self.write_read(&lens, |info, offset, out| reader.read(info, offset, out)) {
+        let going = ReadPages::new(&self.engine, pages)?;
+        let read = |reader: &mut GoingReader<'_>, info: &PageInfo, offset, out: &mut [u8]| {
+            reader.read(info, offset, out)
+        };
+        match self.write_read(&lens, || GoingReader::new(&going), read) {
             Ok(ahead) => Ok(Some(ahead)),
-            Err(_) if reader.is_stale() => Ok(None),
+            Err(_) if going.is_stale() => Ok(None),
             Err(error) => Err(error),
         }
     }

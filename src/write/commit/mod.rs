@@ -231,15 +231,15 @@ impl Committer {
         })
     }
 
-    /// Writes an image file ahead of its batch, of pages of these lengths that `read` gives piece by piece.
-    fn write_read(
+    /// Writes image files ahead of their batch, of pages of these lengths that `read` gives piece by piece.
+    fn write_read<W>(
         &self,
         lens: &[(PageId, u64)],
-        mut read: impl FnMut(&PageInfo, u64, &mut [u8]) -> Result<()>,
+        equip: impl Fn() -> W + Sync,
+        read: impl Fn(&mut W, &PageInfo, u64, &mut [u8]) -> Result<()> + Sync,
     ) -> Result<AheadImages<'_>> {
-        self.in_space(|| {
-            AheadImages::write_read(&self.files, self.engine.store, self.images, lens, &mut read)
-        })
+        let Self { files, engine, images, .. } = self;
+        self.in_space(|| AheadImages::write_read(files, engine.store, *images, lens, &equip, &read))
     }
 
     /// Reads the bytes that the batch copies, and notes the versions of their pages. `pages` are the new

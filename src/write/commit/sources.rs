@@ -20,7 +20,6 @@ use super::Committer;
 use super::batch_images::BatchImages;
 use crate::base::allocation::{collected, insert, make_room, push, set_of};
 use crate::error::{Error, Result};
-use crate::images::AheadImages;
 use crate::write::batch::{CopySources, SourcePage, WHOLE_PAGE_LEN_MIN, WriteBatch};
 
 /// The pages of a batch that come from sources, once the sources are read.
@@ -117,10 +116,7 @@ impl Committer {
         }
         let read =
             |(): &mut (), info: &PageInfo, offset, out: &mut [u8]| by_id[&info.page].read_at(offset, out);
-        let ahead = self.in_space(|| {
-            let Self { files, engine, images, .. } = self;
-            AheadImages::write_read_by_threads(files, engine.store, *images, &lens, || (), read)
-        })?;
+        let ahead = self.write_read(&lens, || (), read)?;
         Ok(BatchImages::new(ahead, collected(lens.into_iter().map(Some))?))
     }
 }
