@@ -107,7 +107,7 @@ fn many_pages_move_at_once() {
     });
 }
 
-/// More than a thread writes at a time: pages of all lengths, from all places, each with the bytes of its own.
+/// More than a thread writes at a time: pages of all lengths and from all places, each with its own bytes.
 #[test]
 fn pages_of_all_lengths_go_down_from_all_places_by_one_batch() {
     on_each_device(|| {
