@@ -1,10 +1,9 @@
 //! The blocks of a cache: how they are found, split, joined and waited for. The cache's one lock is held
 //! around all of it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::{CacheStats, StreamPoint};
-use crate::device::RawStream;
 use crate::error::Result;
 
 /// Lengths are multiples of this.
@@ -26,11 +25,21 @@ pub(super) struct Block {
 pub(super) enum BlockState {
     Used,
     Free,
-    /// Given back while work may still use it. If all that work is on one stream, that stream may have it.
+    /// Given back while work may still use it, and not yet past this number of points. If all that work is on
+    /// one stream, that stream may have it.
     Waiting {
-        points: Vec<Box<dyn StreamPoint>>,
-        only: Option<RawStream>,
+        wait: u64,
+        points_left: usize,
+        only: Option<u64>,
     },
+}
+
+/// A point that a block waits for, unless it was handed out since.
+struct AwaitedPoint {
+    point: Box<dyn StreamPoint>,
+    address: u64,
+    /// The number of the wait: a block may wait again at the same address.
+    wait: u64,
 }
 
 #[derive(Default)]
@@ -43,6 +52,11 @@ pub(super) struct Cache {
     pub free: [BTreeSet<(u64, u64)>; 2],
     /// Addresses of the blocks that wait.
     pub waiting: BTreeSet<u64>,
+    /// Those that one stream may have, by its handle, their list, their length and their address.
+    own: BTreeSet<(u64, usize, u64, u64)>,
+    /// Points by the stream's handle, in the order in which the stream comes past them.
+    points: BTreeMap<u64, VecDeque<AwaitedPoint>>,
+    waits: u64,
     pub stats: CacheStats,
     pub hits: u64,
     pub misses: u64,
@@ -76,16 +90,12 @@ impl Cache {
 
     /// A block that was given back on this stream alone, and that fits as it is: no part of it could be given
     /// to another taker.
-    pub fn own_waiting(&self, len: u64, stream: RawStream) -> Option<u64> {
-        let fits = |address: &&u64| {
-            let block = &self.blocks[address];
-            let is_own =
-                matches!(block.state, BlockState::Waiting { only: Some(only), .. } if only == stream);
-            let segment_len = self.segment_len(block);
-            let is_of_list = list_of(segment_len) == usize::from(len > SHORT_LEN_MAX);
-            is_own && is_of_list && block.len >= len && !is_worth_splitting(segment_len, block.len - len)
-        };
-        self.waiting.iter().find(fits).copied()
+    pub fn own_waiting(&self, len: u64, stream: u64) -> Option<u64> {
+        let list = usize::from(len > SHORT_LEN_MAX);
+        let (.., found_len, address) =
+            self.own.range((stream, list, len, 0)..=(stream, list, u64::MAX, u64::MAX)).next()?;
+        let segment_len = self.segment_len(&self.blocks[address]);
+        (!is_worth_splitting(segment_len, found_len - len)).then_some(*address)
     }
 
     pub fn add_segment(&mut self, address: u64, len: u64) {
@@ -100,7 +110,7 @@ impl Cache {
     pub fn hand_out(&mut self, address: u64, len: u64) {
         let (found_len, segment) = (self.blocks[&address].len, self.blocks[&address].segment);
         self.list(address).remove(&(found_len, address));
-        self.waiting.remove(&address);
+        self.end_wait(address);
         let rest = found_len - len;
         let block_len = if is_worth_splitting(self.segments[&segment], rest) {
             self.blocks.insert(address + len, Block { len: rest, segment, state: BlockState::Free });
@@ -128,10 +138,29 @@ impl Cache {
         self.stats.allocated_bytes -= block.len;
     }
 
-    pub fn wait(&mut self, address: u64, points: Vec<Box<dyn StreamPoint>>, only: Option<RawStream>) {
+    /// Has a block that was given back wait for points, each with its stream's handle.
+    pub fn wait(&mut self, address: u64, points: Vec<(u64, Box<dyn StreamPoint>)>, only: Option<u64>) {
+        self.waits += 1;
+        let (wait, points_left) = (self.waits, points.len());
+        for (stream, point) in points {
+            self.points.entry(stream).or_default().push_back(AwaitedPoint { point, address, wait });
+        }
         let block = self.blocks.get_mut(&address).expect("given back just now");
-        block.state = BlockState::Waiting { points, only };
+        block.state = BlockState::Waiting { wait, points_left, only };
+        let (len, segment) = (block.len, block.segment);
         self.waiting.insert(address);
+        if let Some(stream) = only {
+            self.own.insert((stream, list_of(self.segments[&segment]), len, address));
+        }
+    }
+
+    /// Takes a block from those that wait, if it does.
+    fn end_wait(&mut self, address: u64) {
+        let block = &self.blocks[&address];
+        if let BlockState::Waiting { only: Some(stream), .. } = block.state {
+            self.own.remove(&(stream, list_of(self.segment_len(block)), block.len, address));
+        }
+        self.waiting.remove(&address);
     }
 
     /// Makes a block free, and one with its free neighbours in the segment.
@@ -154,24 +183,49 @@ impl Cache {
         self.list(begin).insert((len, begin));
     }
 
-    /// Makes those blocks free whose work is done by now.
+    /// Makes those blocks free whose work is done by now. Of each stream only the first points are looked at,
+    /// up to one that the stream has not come past: a busy stream may have thousands.
     pub fn look_at_waiting(&mut self) -> Result<()> {
-        let mut done = Vec::new();
-        for address in &self.waiting {
-            let BlockState::Waiting { points, .. } = &self.blocks[address].state else { continue };
-            let mut passed = true;
-            for point in points {
-                passed = passed && point.has_passed()?;
-            }
-            if passed {
-                done.push(*address);
+        let (mut done, mut looked) = (Vec::new(), Ok(()));
+        for points in self.points.values_mut() {
+            while let Some(AwaitedPoint { point, address, wait }) = points.front() {
+                if let Some(Block { state: BlockState::Waiting { wait: current, points_left, .. }, .. }) =
+                    self.blocks.get_mut(address)
+                    && current == wait
+                {
+                    match point.has_passed() {
+                        Ok(true) => *points_left -= 1,
+                        Ok(false) => break,
+                        Err(error) => {
+                            looked = Err(error);
+                            break;
+                        }
+                    }
+                    if *points_left == 0 {
+                        done.push(*address);
+                    }
+                }
+                points.pop_front();
             }
         }
+        self.points.retain(|_, points| !points.is_empty());
         for address in done {
-            self.waiting.remove(&address);
+            self.end_wait(address);
             self.join(address);
         }
-        Ok(())
+        looked
+    }
+
+    /// Asserts that a stream may have just those blocks that wait for it alone.
+    #[cfg(test)]
+    pub fn check_own(&self) {
+        let of_stream = self.blocks.iter().filter_map(|(address, block)| match block.state {
+            BlockState::Waiting { only: Some(stream), .. } => {
+                Some((stream, list_of(self.segment_len(block)), block.len, *address))
+            }
+            _ => None,
+        });
+        assert_eq!(of_stream.collect::<BTreeSet<_>>(), self.own);
     }
 
     /// Takes out the segments that are one free block.

@@ -34,6 +34,8 @@ const ALONE_LEN_MIN: u64 = 10 << 20;
 const LONG_SEGMENT_LEN: u64 = 20 << 20;
 /// Segments of one block are multiples of this.
 const SEGMENT_ROUND: u64 = 2 << 20;
+/// `CU_STREAM_PER_THREAD`: another stream for each thread, all with this handle.
+const PER_THREAD: u64 = 2;
 
 /// Streams that tell when their work is done.
 pub trait StreamPoints: Send + Sync + 'static {
@@ -102,17 +104,22 @@ impl<R: MemoryResource> CachingMemory<R> {
     /// being captured from one; a device error.
     ///
     /// # Safety
-    /// As for [`free`](MemoryResource::free), but for the work that is on these streams by now.
+    /// As for [`free`](MemoryResource::free), but for the work that is on these streams by now. A stream that
+    /// is destroyed has done that work before, or its handle does not come to
+    /// [`allocate_on`](Self::allocate_on) again.
     pub unsafe fn free_on(&self, address: u64, len: u64, streams: &[RawStream]) -> Result<()> {
         let point = |stream: &RawStream| match &self.points {
-            Some(points) => points.point(*stream),
+            Some(points) => Ok((stream.handle(), points.point(*stream)?)),
             None => {
                 let reason = "this memory was made without streams";
                 Err(Error::StreamRefused { stream: stream.handle(), reason })
             }
         };
         let points = streams.iter().map(point).collect::<Result<Vec<_>>>()?;
-        let only = streams.first().filter(|first| streams.iter().all(|stream| stream == *first)).copied();
+        let first = streams.first().map(|stream| stream.handle());
+        let is_one =
+            |first: &u64| *first != PER_THREAD && streams.iter().all(|stream| stream.handle() == *first);
+        let only = first.filter(is_one);
         let mut state = self.state.lock();
         state.give(address, len);
         if points.is_empty() {
@@ -157,7 +164,7 @@ impl<R: MemoryResource> CachingMemory<R> {
         };
         let mut state = self.state.lock();
         state.look_at_waiting()?;
-        let found = stream.and_then(|stream| state.own_waiting(block_len, stream));
+        let found = stream.and_then(|stream| state.own_waiting(block_len, stream.handle()));
         let address = match found.or_else(|| state.best_fit(block_len)) {
             Some(address) => {
                 state.hits += 1;

@@ -13,26 +13,32 @@ type Limited = Arc<LimitedMemory<HostMemory>>;
 
 /// Streams whose work is done when a test says so: each stream's work up to a number.
 #[derive(Default)]
-struct Streams(Arc<Mutex<HashMap<RawStream, (u64, u64)>>>);
+struct Streams(Arc<Mutex<HashMap<RawStream, (u64, u64)>>>, Arc<AtomicU64>);
 
-struct Point(Arc<Mutex<HashMap<RawStream, (u64, u64)>>>, RawStream, u64);
+struct Point(Streams, RawStream, u64);
 
 impl StreamPoints for Streams {
     fn point(&self, stream: RawStream) -> Result<Box<dyn StreamPoint>> {
         let mut streams = self.0.lock();
         let (queued, _) = streams.entry(stream).or_default();
         *queued += 1;
-        Ok(Box::new(Point(self.0.clone(), stream, *queued)))
+        Ok(Box::new(Point(Streams(self.0.clone(), self.1.clone()), stream, *queued)))
     }
 }
 
 impl StreamPoint for Point {
     fn has_passed(&self) -> Result<bool> {
-        Ok(self.0.lock()[&self.1].1 >= self.2)
+        self.0.1.fetch_add(1, Ordering::Relaxed);
+        Ok(self.0.0.lock()[&self.1].1 >= self.2)
     }
 }
 
 impl Streams {
+    /// How often it was asked whether a point has passed.
+    fn asked(&self) -> u64 {
+        self.1.load(Ordering::Relaxed)
+    }
+
     fn finish(&self, stream: RawStream) {
         let mut streams = self.0.lock();
         let (queued, done) = streams.entry(stream).or_default();
@@ -79,6 +85,7 @@ fn check(memory: &CachingMemory<Limited>) {
     let (count, bytes) = used.fold((0, 0), |(count, bytes), block| (count + 1, bytes + block.len));
     assert_eq!((state.stats.blocks, state.stats.allocated_bytes), (count, bytes));
     assert_eq!(state.stats.reserved_bytes, state.segments.values().sum::<u64>());
+    state.check_own();
 }
 
 #[test]
@@ -159,6 +166,48 @@ fn a_block_waits_for_the_work_that_uses_it() {
     let refused = unsafe { without.free_on(address, 1, &[one]) };
     assert!(matches!(refused, Err(Error::StreamRefused { stream: 7, .. })), "{refused:?}");
     free(&without, address, 1, &[]);
+}
+
+/// Each thread has another stream behind this handle: one's work does not come after another's.
+#[test]
+fn a_block_of_the_threads_own_stream_waits_for_its_event_on_any_thread() {
+    let (_, streams, memory) = cache();
+    let of_thread = RawStream(2);
+    let first = memory.allocate_on(12 * MIB, of_thread).unwrap();
+    free(&memory, first, 12 * MIB, &[of_thread]);
+    let second = memory.allocate_on(12 * MIB, of_thread).unwrap();
+    assert_ne!(second, first);
+    streams.finish(of_thread);
+    assert_eq!(memory.allocate_on(12 * MIB, of_thread).unwrap(), first);
+    free(&memory, first, 12 * MIB, &[]);
+    free(&memory, second, 12 * MIB, &[]);
+}
+
+#[test]
+fn an_allocation_asks_for_one_point_of_a_busy_stream() {
+    let (_, streams, memory) = cache();
+    let [one, other] = [RawStream(7), RawStream(8)];
+    let blocks: Vec<u64> = (0..300).map(|_| memory.allocate(600).unwrap()).collect();
+    blocks.iter().for_each(|block| free(&memory, *block, 600, &[one]));
+    assert_eq!((memory.cache_stats().waiting_blocks, streams.asked()), (300, 0));
+    for _ in 0..20 {
+        memory.allocate(600).unwrap();
+    }
+    assert_eq!(streams.asked(), 20);
+    // Handed out to its own stream, a block waits for nothing any more; given back again, for a later point.
+    let again: Vec<u64> = (0..100).map(|_| memory.allocate_on(600, one).unwrap()).collect();
+    assert!(again.iter().all(|block| blocks.contains(block)) && streams.asked() <= 120);
+    again[..50].iter().for_each(|block| free(&memory, *block, 600, &[one, other]));
+    streams.finish(one);
+    check(&memory);
+    let asked = streams.asked();
+    memory.allocate(600).unwrap();
+    // 200 that still waited, 50 that wait again, and the first of the other stream's.
+    assert_eq!((streams.asked() - asked, memory.cache_stats().waiting_blocks), (251, 50));
+    streams.finish(other);
+    memory.allocate(600).unwrap();
+    check(&memory);
+    assert_eq!(memory.cache_stats().waiting_blocks, 0);
 }
 
 /// Random histories: live blocks do not overlap, free neighbours are one block, a trim leaves no segment
