@@ -165,6 +165,23 @@ impl Caller {
         call!(cuMemsetD8_v2(address, 0, len as usize));
         Memory { address, len }
     }
+
+    /// Bytes of the GPU's memory that are free, as the driver counts them.
+    pub fn free_bytes(&self) -> u64 {
+        let (mut free, mut total) = (0, 0);
+        call!(cuMemGetInfo_v2(&mut free, &mut total));
+        free as u64
+    }
+
+    /// Whether an address lies in memory that the driver has given to this process.
+    pub fn knows(&self, address: u64) -> bool {
+        let mut kind = 0_u32;
+        let asked = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        // SAFETY: the context is current, and the pointer is to a live value of the right type.
+        let result = unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), asked, address) };
+        assert!(matches!(result, sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_INVALID_VALUE));
+        result == sys::CUresult::CUDA_SUCCESS
+    }
 }
 
 /// Bytes of a mapping, of which any GPU can have one.

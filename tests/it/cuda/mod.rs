@@ -1,6 +1,7 @@
 //! Promises of the CUDA device beyond the laws: its memory stays bounded, large lists keep their order, and a
 //! fault says what helps.
 
+mod caching;
 mod callers;
 mod drivers;
 mod pinned;

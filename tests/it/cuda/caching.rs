@@ -1,0 +1,317 @@
+//! Stores whose pages on a GPU lie in blocks of a cache, which a caller's own work shares.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use remanent::device::cuda::CudaDevice;
+use remanent::device::cuda::resource::{
+    CacheStats, CachingMemory, DriverMemory, LimitedMemory, MemoryResource,
+};
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{Ack, Error, Options, PageId, Place, Result, Store};
+
+use super::PLACE;
+use crate::faults::disk_full::until;
+use crate::gpu::{self, Caller};
+use crate::kill::workload::Random;
+
+const MIB: u64 = 1 << 20;
+
+/// Memory of the driver's, up to a number of bytes, with the count of its refusals.
+struct Driver {
+    limited: LimitedMemory<DriverMemory>,
+    refusals: AtomicU64,
+}
+
+// SAFETY: memory of the source within, passed on as it is.
+unsafe impl MemoryResource for Driver {
+    fn allocate(&self, len: u64) -> Result<u64> {
+        self.limited.allocate(len).inspect_err(|_| _ = self.refusals.fetch_add(1, Ordering::Relaxed))
+    }
+
+    unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.limited.free(address, len) }
+    }
+}
+
+type Cache = Arc<CachingMemory<Arc<Driver>>>;
+
+/// A cache that may take this number of bytes, and what it takes them from.
+fn cache(bytes_max: u64) -> (Arc<Driver>, Cache) {
+    let driver = || DriverMemory::of(0).expect("the GPU was there just now");
+    let limited = LimitedMemory::new(driver(), bytes_max);
+    let source = Arc::new(Driver { limited, refusals: AtomicU64::new(0) });
+    (source.clone(), Arc::new(CachingMemory::with_streams(source, Arc::new(driver()))))
+}
+
+fn open(disk: &SimDisk, memory: &Cache) -> Store {
+    let gpu = CudaDevice::open_with(0, memory.clone()).unwrap();
+    let options = Options::default().snapshot_log_bytes(None).snapshot_interval(None).ack(Ack::Applied);
+    Store::open_on(Arc::new(disk.clone()), Arc::new(gpu), options).unwrap()
+}
+
+/// New pages of these lengths, each full of its own byte.
+fn create(store: &Store, pages: &[(u64, u8)]) -> Result<Vec<PageId>> {
+    let mut batch = store.batch();
+    for (len, byte) in pages {
+        let page = batch.create(*len, PLACE).page();
+        batch.fill(page, 0, *len, &[*byte]);
+    }
+    Ok(store.commit(batch)?.pages)
+}
+
+/// Deletes pages, and waits until the cache has their memory back, and this number of blocks is left.
+fn delete(store: &Store, memory: &Cache, pages: &[PageId], left: u64) {
+    let mut batch = store.batch();
+    pages.iter().for_each(|page| _ = batch.delete(*page));
+    store.commit(batch).unwrap();
+    until(|| {
+        // Whatever is allocated gives back what the lanes are done with.
+        drop(store.device_bytes(1, Place::Pinned).unwrap());
+        memory.cache_stats().blocks == left
+    });
+}
+
+fn content(store: &Store, page: PageId) -> Vec<u8> {
+    store.read_to_vec(page).unwrap()
+}
+
+/// A history drawn from a seed: pages are created, written, resized and deleted, and snapshots are taken.
+/// No two pages share a byte, what a store reads is what was written, and so is what the next one finds. In
+/// the end the driver has everything back.
+#[test]
+fn pages_in_blocks_of_a_cache_are_what_was_written_also_after_an_open() {
+    let Some(_) = gpu::device() else { return };
+    for seed in 0..2 {
+        let (disk, mut random) = (SimDisk::new(), Random(seed));
+        let mut expected: BTreeMap<PageId, Vec<u8>> = BTreeMap::new();
+        for opening in 0..3 {
+            let (driver, memory) = cache(u64::MAX);
+            let store = open(&disk, &memory);
+            for (page, bytes) in &expected {
+                assert!(content(&store, *page) == *bytes, "seed {seed}, opening {opening}, page {page}");
+            }
+            for step in 0..25_u8 {
+                let mut batch = store.batch();
+                let picked =
+                    expected.keys().nth(random.below(expected.len().max(1) as u64) as usize).copied();
+                match (random.below(8), picked) {
+                    (0..4, _) | (_, None) => {
+                        // Blocks of short segments, and of long ones.
+                        let bound = [600, 5000, 100_000, MIB + 300_000][random.below(4) as usize];
+                        let bytes = vec![step; 1 + random.below(bound) as usize];
+                        batch.create_from(bytes.clone(), PLACE);
+                        expected.insert(store.commit(batch).unwrap().pages[0], bytes);
+                    }
+                    (4, Some(page)) => {
+                        batch.delete(page);
+                        store.commit(batch).unwrap();
+                        expected.remove(&page);
+                    }
+                    (5, Some(page)) => {
+                        let bytes = expected.get_mut(&page).unwrap();
+                        bytes.resize(1 + random.below(200_000) as usize, 0);
+                        batch.resize(page, bytes.len() as u64);
+                        store.commit(batch).unwrap();
+                    }
+                    (6, Some(page)) => {
+                        let bytes = expected.get_mut(&page).unwrap();
+                        let (at, len) = (random.below(bytes.len() as u64) as usize, bytes.len());
+                        bytes[at..].fill(!step);
+                        batch.fill(page, at as u64, (len - at) as u64, &[!step]);
+                        store.commit(batch).unwrap();
+                    }
+                    _ => _ = store.snapshot().unwrap(),
+                }
+            }
+            for (page, bytes) in &expected {
+                assert!(content(&store, *page) == *bytes, "seed {seed}, opening {opening}, page {page}");
+            }
+            let leases: Vec<_> = expected.keys().map(|page| store.lease(*page).unwrap()).collect();
+            let mut ranges: Vec<(u64, u64)> =
+                leases.iter().map(|lease| (lease.address().unwrap(), lease.byte_len())).collect();
+            ranges.sort_unstable();
+            let overlap = ranges.windows(2).find(|two| two[0].0 + two[0].1 > two[1].0);
+            assert_eq!(overlap, None, "seed {seed}, opening {opening}");
+            drop(leases);
+            let stats = memory.cache_stats();
+            let bytes: u64 = expected.values().map(|bytes| bytes.len() as u64).sum();
+            assert!(stats.blocks >= expected.len() as u64 && stats.allocated_bytes >= bytes, "{stats:?}");
+            assert_eq!(stats.reserved_bytes, driver.limited.bytes());
+            store.close().unwrap();
+            let stats = memory.cache_stats();
+            assert_eq!((stats.blocks, stats.allocated_bytes, stats.waiting_blocks), (0, 0, 0), "{stats:?}");
+            assert_eq!((memory.trim().unwrap(), driver.limited.bytes()), (stats.reserved_bytes, 0));
+        }
+    }
+}
+
+#[test]
+fn counts_peaks_and_fragmentation_are_those_of_the_pages() {
+    let Some(_) = gpu::device() else { return };
+    let (driver, memory) = cache(u64::MAX);
+    let store = open(&SimDisk::new(), &memory);
+    let counts = |stats: CacheStats| {
+        [stats.segments, stats.blocks, stats.free_blocks, stats.free_bytes, stats.free_longest_bytes]
+    };
+    assert_eq!(counts(memory.cache_stats()), [0; 5], "a store without pages");
+    let lens = [512, 513, MIB, MIB + 1, 10 * MIB, 11 * MIB + 1];
+    let pages = create(&store, &lens.map(|len| (len, 1))).unwrap();
+    let stats = memory.cache_stats();
+    // Of the last one's segment too little is left to be a block.
+    let blocks = [512, 1024, MIB, MIB + 512, 10 * MIB, 12 * MIB];
+    let (allocated, reserved) = (blocks.iter().sum::<u64>(), (2 + 20 + 12) * MIB);
+    assert_eq!((stats.allocated_bytes, stats.reserved_bytes), (allocated, reserved));
+    let rests = [MIB - 1536, 9 * MIB - 512];
+    assert_eq!(counts(stats), [3, 6, 2, rests[0] + rests[1], rests[1]]);
+    delete(&store, &memory, &pages[1..5], 2);
+    let stats = memory.cache_stats();
+    assert_eq!(counts(stats), [3, 2, 2, 22 * MIB - 512, 20 * MIB]);
+    assert!((stats.fragmentation() - 2.0 / 22.0).abs() < 1e-3, "{}", stats.fragmentation());
+    assert_eq!((stats.allocated_peak_bytes, stats.reserved_peak_bytes), (allocated, reserved));
+    memory.reset_peaks();
+    store.trim().unwrap();
+    let stats = memory.cache_stats();
+    assert_eq!((stats.allocated_peak_bytes, stats.reserved_peak_bytes), (12 * MIB + 512, reserved));
+    assert_eq!((stats.reserved_bytes, driver.limited.bytes()), (14 * MIB, 14 * MIB));
+    let of_store = store.stats().device_memory.into_iter().find(|(place, _)| *place == PLACE);
+    let of_store = of_store.expect("the GPU's memory").1;
+    assert_eq!((of_store.used_bytes, of_store.reserved_bytes), (12 * MIB + 512, 14 * MIB));
+}
+
+/// Memory that work on a stream may still use goes to later work on that stream alone, until the driver says
+/// that the stream has come past it.
+#[test]
+fn a_page_gets_no_block_that_a_stream_still_uses() {
+    const LEN: u64 = 12 * MIB;
+    gpu::alone(|| {
+        let Some(caller) = Caller::new() else { return };
+        let (driver, memory) = cache(u64::MAX);
+        let store = open(&SimDisk::new(), &memory);
+        // Everything that may wait for the whole GPU is done once, before a stream stands still.
+        let warm = create(&store, &[(LEN, 1), (LEN, 2), (LEN, 3)]).unwrap();
+        assert!(content(&store, warm[2]) == vec![3; LEN as usize]);
+        delete(&store, &memory, &warm, 0);
+        let [one, other] = [(); 2].map(|()| caller.stream());
+        let source = caller.memory(LEN);
+
+        let block = memory.allocate_on(LEN, one.raw()).unwrap();
+        let hold = one.hold();
+        one.copy(block, source.address, LEN);
+        // SAFETY: the work that uses it is on this stream.
+        unsafe { memory.free_on(block, LEN, &[one.raw()]) }.unwrap();
+        let pages = create(&store, &[(LEN, 5)]).unwrap();
+        let addresses = |page| store.lease(page).unwrap().address().unwrap();
+        assert_ne!(addresses(pages[0]), block, "the stream's copy would land in the page");
+        let elsewhere = memory.allocate_on(LEN, other.raw()).unwrap();
+        assert_ne!(elsewhere, block);
+        assert_eq!(memory.cache_stats().waiting_blocks, 1);
+        let again = memory.allocate_on(LEN, one.raw()).unwrap();
+        assert_eq!(again, block, "later work on the stream comes after the copy");
+        // Of two streams, both must have come past it.
+        one.copy(block, source.address, LEN);
+        // SAFETY: the same.
+        unsafe { memory.free_on(block, LEN, &[one.raw(), other.raw()]) }.unwrap();
+        other.synchronize();
+        assert!(!one.is_done() && memory.allocate_on(LEN, other.raw()).unwrap() != block);
+        hold.let_go();
+        one.synchronize();
+        let pages = [pages[0], create(&store, &[(LEN, 6)]).unwrap()[0]];
+        assert_eq!(addresses(pages[1]), block, "a page of the store's, once the copy is done");
+        for (page, byte) in pages.into_iter().zip([5, 6]) {
+            assert!(content(&store, page) == vec![byte; LEN as usize], "page {page}");
+        }
+        assert_eq!(memory.cache_stats().waiting_blocks, 0);
+        assert_eq!(driver.refusals.load(Ordering::Relaxed), 0);
+    });
+}
+
+/// A graph that is being captured has no point that an event could stand for.
+#[test]
+fn a_block_is_not_taken_back_behind_a_capture() {
+    gpu::alone(|| {
+        let Some(caller) = Caller::new() else { return };
+        let (_, memory) = cache(u64::MAX);
+        let stream = caller.stream();
+        let block = memory.allocate_on(MIB, stream.raw()).unwrap();
+        let capture = stream.capture();
+        // SAFETY: nothing uses it.
+        let refused = unsafe { memory.free_on(block, MIB, &[stream.raw()]) }.unwrap_err();
+        assert!(matches!(refused, Error::StreamRefused { .. }), "{refused}");
+        let stats = memory.cache_stats();
+        assert_eq!((stats.blocks, stats.waiting_blocks), (1, 0), "it is still the caller's");
+        drop(capture.end());
+        // SAFETY: the same.
+        unsafe { memory.free_on(block, MIB, &[stream.raw()]) }.unwrap();
+        stream.synchronize();
+        assert_eq!(memory.trim().unwrap(), 2 * MIB);
+    });
+}
+
+#[test]
+fn a_trim_gives_memory_back_to_the_driver() {
+    const LEN: u64 = 512 * MIB;
+    gpu::alone(|| {
+        let Some(caller) = Caller::new() else { return };
+        let (driver, memory) = cache(u64::MAX);
+        let store = open(&SimDisk::new(), &memory);
+        let pages = create(&store, &[(12 * MIB, 1), (5000, 2)]).unwrap();
+        let page = store.lease(pages[0]).unwrap().address().unwrap();
+        let block = memory.allocate(LEN).unwrap();
+        store.trim().unwrap();
+        assert_eq!(driver.limited.bytes(), LEN + 14 * MIB, "all of it is in use");
+        delete(&store, &memory, &pages[..1], 2);
+        // SAFETY: allocated just now, and nothing uses it.
+        unsafe { memory.free(block, LEN) }.unwrap();
+        let (held, free) = (driver.limited.bytes(), caller.free_bytes());
+        assert!(held == LEN + 14 * MIB && caller.knows(page) && caller.knows(block), "{held} in the cache");
+        // The store's pinned memory goes, too.
+        assert!(store.trim().unwrap() >= LEN + 12 * MIB);
+        assert_eq!(driver.limited.bytes(), 2 * MIB);
+        assert!(!caller.knows(page) && !caller.knows(block), "the driver has them back");
+        // Other processes may use the GPU at the same time, but not that much of it.
+        assert!(caller.free_bytes() >= free + LEN / 2, "{free} and then {} free", caller.free_bytes());
+        assert!(content(&store, pages[1]) == vec![2; 5000], "the other page's segment stays");
+    });
+}
+
+/// What is cached is given back where the driver has nothing left, and what then is still too long is an
+/// error that says so, and changes nothing.
+#[test]
+fn a_refusal_empties_the_cache_before_it_is_told() {
+    let Some(_) = gpu::device() else { return };
+    let (driver, memory) = cache(64 * MIB);
+    let store = open(&SimDisk::new(), &memory);
+    let refusals = || driver.refusals.load(Ordering::Relaxed);
+    let pages = create(&store, &[(20 * MIB, 1), (24 * MIB, 2), (700, 3)]).unwrap();
+    delete(&store, &memory, &pages[..2], 1);
+    assert_eq!((driver.limited.bytes(), refusals()), (46 * MIB, 0));
+    let long = create(&store, &[(40 * MIB, 4)]).unwrap()[0];
+    assert_eq!((driver.limited.bytes(), refusals()), (42 * MIB, 1), "refused once, and asked again");
+    assert!(content(&store, long) == vec![4; 40 * MIB as usize]);
+    // The second is more than any GPU has.
+    for len in [24 * MIB, 1 << 40] {
+        let before = refusals();
+        let refused = create(&store, &[(len, 5)]).unwrap_err();
+        assert!(
+            matches!(refused, Error::OutOfMemory { place: PLACE, len: asked } if asked == len),
+            "{refused}"
+        );
+        assert!(refusals() > before);
+    }
+    delete(&store, &memory, &[long], 1);
+    let again = create(&store, &[(24 * MIB, 6)]).unwrap()[0];
+    assert!(content(&store, again) == vec![6; 24 * MIB as usize]);
+    assert!(content(&store, pages[2]) == vec![3; 700], "a page from before");
+
+    // The driver's own refusal, too.
+    let (driver, memory) = cache(u64::MAX);
+    let store = open(&SimDisk::new(), &memory);
+    let pages = create(&store, &[(12 * MIB, 1)]).unwrap();
+    delete(&store, &memory, &pages, 0);
+    let refused = create(&store, &[(1 << 40, 5)]).unwrap_err();
+    assert!(matches!(refused, Error::OutOfMemory { place: PLACE, len } if len == 1 << 40), "{refused}");
+    assert_eq!(driver.limited.bytes(), 0, "what was cached is the driver's again");
+}
