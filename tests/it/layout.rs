@@ -28,6 +28,7 @@ const UNSAFE_ROOMS: &[&str] = &[
     "src/disk/reader_locks.rs",
     "src/base/process.rs",
     "src/base/huge_pages.rs",
+    "tools/src/bench/allocators.rs",
 ];
 
 /// Macros that print, and functions that return something to print to.

@@ -32,6 +32,9 @@ mod block_cache;
 mod tier_ceilings;
 mod tier_moves;
 mod tiers;
+mod allocation_trace;
+mod allocators;
+mod allocations;
 
 use std::path::PathBuf;
 
@@ -77,6 +80,7 @@ enum BenchKind {
     Lookup(lookup::LookupBench),
     Capture(capture::CaptureBench),
     Tiers(tiers::TiersBench),
+    Allocations(allocations::AllocationsBench),
     Ceilings(ceilings::CeilingsBench),
     #[command(hide = true)]
     Open(opener::Opener),
@@ -130,6 +134,7 @@ impl Bench {
             BenchKind::Lookup(what) => run(what, out),
             BenchKind::Capture(what) => run(what, out),
             BenchKind::Tiers(what) => run(what, out),
+            BenchKind::Allocations(what) => run(what, out),
             BenchKind::Ceilings(what) => run(what, out),
             BenchKind::Open(what) => what.run(out),
         }

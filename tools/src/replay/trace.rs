@@ -9,6 +9,7 @@ use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
 use crate::cli::exit::Failure;
 
@@ -37,10 +38,15 @@ struct TraceLine {
 
 /// The requests of a trace, in order, as an iterator over their hash ids.
 pub struct Trace {
+    lines: TraceLines,
+    left: u64,
+}
+
+/// The lines of a trace's file, compressed or not, each a JSON value.
+pub struct TraceLines {
     name: PathBuf,
     lines: Box<dyn BufRead>,
-    line_number: u64,
-    left: u64,
+    number: u64,
 }
 
 /// The counts of one pass over a trace.
@@ -52,9 +58,9 @@ pub struct Survey {
     pub longest: usize,
 }
 
-impl Trace {
-    /// Opens the first `limit` requests of a trace, compressed or not.
-    pub fn open(path: &Path, limit: Option<u64>) -> Result<Self, Failure> {
+impl TraceLines {
+    /// Opens a file of lines.
+    pub fn open(path: &Path) -> Result<Self, Failure> {
         let open = || -> io::Result<Box<dyn BufRead>> {
             let mut file = BufReader::new(File::open(path)?);
             if file.fill_buf()?.starts_with(&ZSTD_MAGIC) {
@@ -65,18 +71,20 @@ impl Trace {
         };
         let lines = open()
             .map_err(|error| Failure::Environment(format!("cannot read {}: {error}", path.display())))?;
-        Ok(Self { name: path.to_owned(), lines, line_number: 0, left: limit.unwrap_or(u64::MAX) })
+        Ok(Self { name: path.to_owned(), lines, number: 0 })
     }
 
-    /// Reads the whole trace once, so that a bad line is found before anything is done with a good one.
-    pub fn survey(path: &Path, limit: Option<u64>) -> Result<Survey, Failure> {
-        let mut survey = Survey { requests: 0, longest: 0 };
-        for request in Self::open(path, limit)? {
-            let different: HashSet<u64> = request?.into_iter().collect();
-            survey.requests += 1;
-            survey.longest = survey.longest.max(different.len());
-        }
-        Ok(survey)
+    /// The value of the next line, or its defect; `None` at the end of the file.
+    pub fn next<Value: DeserializeOwned>(&mut self) -> Option<Result<Value, Failure>> {
+        self.number += 1;
+        let line = self.line().transpose()?;
+        let value = line.and_then(|line| serde_json::from_slice(&line).map_err(|error| error.to_string()));
+        Some(value.map_err(|reason| self.defect(&reason)))
+    }
+
+    /// The defect of the line that was read last.
+    pub fn defect(&self, reason: &str) -> Failure {
+        Failure::Environment(format!("{}:{}: {reason}", self.name.display(), self.number))
     }
 
     /// The next line without its end; `None` at the end of the file.
@@ -94,12 +102,23 @@ impl Trace {
             }
         }
     }
+}
 
-    /// The next request, or the defect of its line.
-    fn request(&mut self) -> Result<Option<Vec<u64>>, String> {
-        let Some(line) = self.line()? else { return Ok(None) };
-        let line: TraceLine = serde_json::from_slice(&line).map_err(|error| error.to_string())?;
-        Ok(Some(line.hash_ids))
+impl Trace {
+    /// Opens the first `limit` requests of a trace.
+    pub fn open(path: &Path, limit: Option<u64>) -> Result<Self, Failure> {
+        Ok(Self { lines: TraceLines::open(path)?, left: limit.unwrap_or(u64::MAX) })
+    }
+
+    /// Reads the whole trace once, so that a bad line is found before anything is done with a good one.
+    pub fn survey(path: &Path, limit: Option<u64>) -> Result<Survey, Failure> {
+        let mut survey = Survey { requests: 0, longest: 0 };
+        for request in Self::open(path, limit)? {
+            let different: HashSet<u64> = request?.into_iter().collect();
+            survey.requests += 1;
+            survey.longest = survey.longest.max(different.len());
+        }
+        Ok(survey)
     }
 }
 
@@ -108,12 +127,8 @@ impl Iterator for Trace {
 
     fn next(&mut self) -> Option<Self::Item> {
         self.left = self.left.checked_sub(1)?;
-        self.line_number += 1;
-        let request = self.request().transpose()?;
-        Some(request.map_err(|reason| {
-            self.left = 0;
-            Failure::Environment(format!("{}:{}: {reason}", self.name.display(), self.line_number))
-        }))
+        let line = self.lines.next::<TraceLine>()?;
+        Some(line.map(|line| line.hash_ids).inspect_err(|_| self.left = 0))
     }
 }
 

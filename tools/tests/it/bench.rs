@@ -36,12 +36,16 @@ const SMALL: &[(&str, &[&str])] = &[
             "4MiB",
         ],
     ),
+    ("allocations", &["--requests", "30", "--len", "5000", "--budget", "50"]),
     ("steady", &["--threads", "2", "--len", "64KiB,4KiB", "--bytes", "1MiB", "--seconds", "0.05"]),
     ("ceilings", &["--bytes", "1MiB"]),
 ];
 
 /// Benchmarks whose figures have no ceiling.
 const WITHOUT_CEILING: [&str; 4] = ["ceilings", "follow", "growth", "steady"];
+
+/// Benchmarks of which a part needs a GPU.
+const NEED_A_GPU: [&str; 2] = ["allocations", "ceilings"];
 
 fn small<'a>(what: &'a str, dir: &'a str, own: &[&'a str]) -> Vec<&'a str> {
     [&["bench", what, dir, "--device", "host", "--rounds", "2"], own].concat()
@@ -66,9 +70,10 @@ fn every_figure_is_there_once_a_round_with_its_ceiling_and_nothing_is_left() {
             for figure in figures {
                 let rounds = figure["rounds"].as_array().unwrap();
                 assert_eq!(rounds.len(), 2, "{figure}");
-                // Memory may not grow, a follower may have a batch before its commit returns, and no block need
-                // wait or leave.
-                let may_be_none = figure["unit"] == "bytes" || ["follow", "tiers"].contains(what);
+                // Memory may not grow, an allocator may hold just what is live, a follower may have a batch
+                // before its commit returns, and no block need wait or leave.
+                let may_be_none =
+                    figure["unit"] == "bytes" || ["allocations", "follow", "tiers"].contains(what);
                 let least = if may_be_none { 0.0 } else { f64::MIN_POSITIVE };
                 assert!(rounds.iter().all(|value| value.as_f64().unwrap() >= least), "{figure}");
                 if let Some(latency) = figure.get("latency_us") {
@@ -98,7 +103,10 @@ fn people_get_a_table_and_a_page() {
     for (what, own) in SMALL {
         let (disk, page) = (path("disk"), path(&format!("{what}.html")));
         let text = run(&[&small(what, &disk, own)[..], &["--report", &page]].concat()).expect(0).out;
-        assert!(text.contains("MEDIAN") && text.contains("left out: ") == (*what == "ceilings"), "{text}");
+        assert!(
+            text.contains("MEDIAN") && text.contains("left out: ") == NEED_A_GPU.contains(what),
+            "{text}"
+        );
         let html = std::fs::read_to_string(page).unwrap();
         assert!(html.starts_with("<!doctype html>") && html.ends_with("</html>\n"), "{html}");
         assert_eq!(html.contains("Share of the ceiling"), !WITHOUT_CEILING.contains(what));
@@ -133,6 +141,13 @@ fn what_cannot_be_measured_is_refused_before_anything_is_made() {
         (&["tiers", path, "--requests", "20000"], "12031 requests"),
         (&["tiers", path, "--trace", &missing], "cannot read"),
         (&["tiers", path, "--requests", "12031", "--len", "1GiB"], "free"),
+        (&["allocations", path, "--threads", "0"], "--threads"),
+        (&["allocations", path, "--len", "0"], "--len"),
+        (&["allocations", path, "--budget", "101"], "--budget"),
+        (&["allocations", path, "--requests", "20000"], "12031 requests"),
+        (&["allocations", path, "--trace", &missing], "cannot read"),
+        (&["allocations", path, "--kv", &missing], "cannot read"),
+        (&["allocations", path, "--trace", "/dev/null"], "allocates nothing"),
         (&["ceilings", path, "--bytes", "ten"], "no size"),
         (&["ceilings", path, "--device", "cuda:99"], "cuda:99"),
         (&["ceilings", path, "--report", &no_folder], "cannot write the report"),
@@ -141,6 +156,44 @@ fn what_cannot_be_measured_is_refused_before_anything_is_made() {
         assert!(run.err.contains(said) && run.out.is_empty(), "{args:?}: {}", run.err);
         assert_eq!(std::fs::read_dir(path).unwrap().count(), 0, "{args:?} made something");
     }
+}
+
+/// A trace of allocations gives figures whose bytes are known, and one that is saved is replayed as it was.
+#[test]
+fn allocations_of_a_trace_have_the_peaks_that_its_lengths_make() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let lines = [
+        r#"{"alloc": 1, "len": 3000000, "stream": 0}"#,
+        r#"{"alloc": 2, "len": 1000000, "stream": 0}"#,
+        r#"{"free": 1}"#,
+        r#"{"alloc": 3, "len": 2000000, "stream": 7}"#,
+    ];
+    std::fs::write(path("trace"), lines.join("\n")).unwrap();
+    std::fs::create_dir(path("disk")).unwrap();
+    let disk = path("disk");
+    let args = |trace: &'static str, more: &[&str]| -> Vec<String> {
+        let fixed = ["bench", "allocations", &disk, "--device", "host", "--rounds", "1", "--threads", "1"];
+        let trace = path(trace);
+        [&fixed[..], &["--trace", &trace], more].concat().into_iter().map(str::to_owned).collect()
+    };
+    let saved = path("saved");
+    let first = args("trace", &["--save", &saved]);
+    let again = args("saved", &[]);
+    let [first, again] = [first, again].map(|args| {
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        values(&args)
+    });
+    for values in [&first, &again] {
+        let of = |name: &str| values[&("1 thread, 4 calls each".to_owned(), name.to_owned())][0];
+        // A segment for the long blocks, and one for the short one.
+        let reserved = f64::from((20 + 2) << 20);
+        assert_eq!(of("caching, reserved at most"), reserved);
+        assert_eq!(of("caching, reserved beyond what is live"), 1.0 - 4e6 / reserved);
+        // Its slabs are of one length each, and the first of each class is as short as it can be.
+        assert!(of("pool, reserved at most") >= 4e6 && of("the host's own") > 0.0);
+    }
+    assert_eq!(first.keys().collect::<Vec<_>>(), again.keys().collect::<Vec<_>>());
 }
 
 /// The values of a run's figures by group and name, one of each round.
