@@ -180,7 +180,7 @@ impl AllocationsBench {
 struct Replay {
     kind: AllocatorKind,
     gpu: Option<u32>,
-    /// From nothing.
+    /// The first replay, through an allocator that holds nothing.
     first: Figure,
     again: Figure,
     reserved: Figure,
