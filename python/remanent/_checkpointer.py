@@ -15,7 +15,7 @@ import torch
 
 from remanent import _native, _pages
 from remanent._copies import Copies
-from remanent._copy_streams import Moment
+from remanent._copy_streams import CurrentStreams, Moment
 from remanent._errors import (
     ClosedError,
     ForkedError,
@@ -38,9 +38,11 @@ from remanent._native import Extent
 from remanent._optimizer_state import loaded_in_place
 from remanent._pages import Block
 from remanent._progress import Bar
+from remanent._restore import Restoration, refuse_misfits
+from remanent._restore_targets import Targets
 from remanent._room import Passage, Room, WriterEndedError
 from remanent._run_parts import device_of, parts_of, refuse_overlap, stepped
-from remanent._run_state import flatten_state, layouts_of, load_state, rng_state, set_rng_state
+from remanent._run_state import flatten_state, layouts_of, rng_state, set_rng_state
 from remanent._saved import Capture, LeftSaves, Reading, Saved
 from remanent._storages import extents_there
 from remanent._tensors import blocks
@@ -560,28 +562,50 @@ class Checkpointer:
     def restore(self, at: int | str | Version | None = None, *, progress: bool | None = None) -> int:
         """Puts a version into model, optimizer and the rest, in place; returns its step.
 
-        All of it is read and proven before the first tensor changes: a version that is damaged changes nothing. The
-        tensors of torch's optimizers stay where they are, too, if they have the shapes and kinds that they had then.
+        Tensors stay where they are, those of optimizers and dicts, too, if they have the shapes, kinds and strides that
+        they had then: bytes come from the files into their memory, on a GPU without a copy of the version on the host.
+        All of the version is proven before: one that is damaged, or does not fit, changes nothing. So it is read twice,
+        the second time mostly from the page cache. Should it turn bad in between, the call fails and leaves some
+        tensors with the version's values, and others with their own.
+
+        What has no such memory is held in the host's until all is proven, or on the GPU, as the state of an optimizer
+        that has made no step yet. So is what a module or an optimizer has that loads by a method or a hook of its own;
+        each `load_state_dict` is called once the tensors have their values. It runs after what is queued on the current
+        streams of the GPUs, and before what is queued on them from then on.
 
         :param at: a step (int), a name, a Version, or, without `process_group`, "lsn:N", "snapshot:N"; the newest
             version if None.
-        :param progress: as for `save`.
+        :param progress: as for `save`; one bar while the version is proven, and one while it is loaded.
         :raises NoStateError: if there is no such version.
+        :raises InvalidError: the model has other tensors or shapes, or the optimizer other groups of parameters.
         :raises DamagedError: if bytes on disk are not what was written.
+        :raises RefusedError: while a graph of CUDA is being captured.
         """
         if not (at is None or isinstance(at, (str, Version))):
             at = _whole_number("at", at)
+        _refuse_capture()
+        targets = Targets(self._parts, of_rank=self._ranks is not None)
         layouts = layouts_of(self._parts) if self._ranks is not None else None
+        streams = CurrentStreams(targets.devices())
 
-        def loaded() -> tuple[int, dict[str, Any]]:
-            with self._versions.views(at) as views:
-                return self._versions.proven(lambda: self._loaded(views, layouts, progress))
+        def proven() -> tuple[int, Restoration]:
+            views = self._versions.views(at)
+            try:
+                with streams.entered():
+                    return self._versions.proven(lambda: self._proven(views, targets, layouts, progress))
+            except BaseException:
+                views.close()
+                raise
 
-        step, state = self._after_saves(f"restore {named(at)}", loaded)
-        self._left.end(f"`restore` put step {step} back before the next save")
-        if self._copies is not None:
-            # Where an optimizer gets new tensors, the memory of the old ones is wanted.
-            self._copies.let_go()
+        step, restoration = self._after_saves(f"restore {named(at)}", proven)
+        with restoration:
+            self._left.end(f"`restore` put step {step} back before the next save")
+            if self._copies is not None:
+                # Where an optimizer gets new tensors, the memory of the old ones is wanted.
+                self._copies.let_go()
+            with self._bar(restoration.nbytes, "loading", progress) as bar:
+                restoration.load(bar)
+        state = restoration.state
         for name, part in self._parts.items():
             if isinstance(part, MutableMapping):
                 part.clear()
@@ -592,22 +616,24 @@ class Checkpointer:
             set_rng_state(state["rng"])
         return step
 
-    def _loaded(self, views: Views, layouts: Any, progress: bool | None) -> tuple[int, dict[str, Any]]:
-        """The step of a version and all of its state, every byte of it proven."""
+    def _proven(self, views: Views, targets: Targets, layouts: Any, progress: bool | None) -> tuple[int, Restoration]:
+        """The step of a version, and all that is to be put back, every byte of it proven."""
         root = views.own.root
         if "step" not in root:
             raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
         whole(views.own)
         nbytes = sum(info.length for info in views.own.pages() if "dtype" in info.metadata)
-        with self._bar(nbytes, "loading", progress) as bar:
-            state = load_state(views, layouts, bar)
+        with self._bar(nbytes, "proving", progress) as bar:
+            restoration = Restoration(views, targets, layouts, bar)
+        state = restoration.state
         if views.number is None:
             # Two ranks with the same random numbers would train on the same noise.
             state.pop("rng", None)
         missing = self._parts.keys() - state.keys()
         if missing:
             raise NoStateError(f"the version has no {', '.join(sorted(missing))}")
-        return int(root["step"]), state
+        refuse_misfits(state, targets)
+        return int(root["step"]), restoration
 
     def versions(self) -> list[Version]:
         """The versions that are kept, the oldest first."""
@@ -793,5 +819,5 @@ def _whole_number(what: str, number: Any) -> int:
 
 def _refuse_capture() -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        raise RefusedError("a graph of CUDA is being captured: a replay would neither save nor wait for a save",
+        raise RefusedError("a graph of CUDA is being captured: a replay would neither save, restore, nor wait for a save",
                            remedy="capture after `Saved.wait`; `overlap` is not for such steps")

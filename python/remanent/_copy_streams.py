@@ -25,6 +25,21 @@ class Moment:
             event.synchronize()
 
 
+class CurrentStreams:
+    """The streams that are current on some GPUs where this is made, for another thread to work on."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams = [torch.cuda.current_stream(device) for device in devices]
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """What the calling thread queues in this block runs on these streams."""
+        with contextlib.ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+
 class CopyStreams:
     """A stream for each GPU, one save at a time."""
 

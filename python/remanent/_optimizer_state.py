@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ def loaded_in_place(optimizer: Any, state: Any) -> Any:
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or "state" not in state:
         return state
-    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+    if not loads_as_torch_does(optimizer):
         return state
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     ids = [number for group in state["param_groups"] for number in group["params"]]
@@ -31,9 +31,11 @@ def loaded_in_place(optimizer: Any, state: Any) -> Any:
         return state
     live = dict(_tensors((number, optimizer.state.get(parameter)) for number, parameter in zip(ids, own, strict=True)))
     loaded = dict(_tensors(state["state"].items()))
-    pairs = {key: (live[key], tensor) for key, tensor in loaded.items() if key in live and _is_alike(live[key], tensor)}
-    taken = _apart({key: pair[0] for key, pair in pairs.items()}, [*live.values(), *own])
-    taken &= _apart({key: pair[1] for key, pair in pairs.items()}, list(loaded.values()))
+    # Those that are the optimizer's own have their values already.
+    pairs = {key: (live[key], tensor) for key, tensor in loaded.items()
+             if key in live and live[key] is not tensor and _is_alike(live[key], tensor)}
+    taken = apart({key: pair[0] for key, pair in pairs.items()}, [*live.values(), *own])
+    taken &= apart({key: pair[1] for key, pair in pairs.items()}, list(loaded.values()))
     held = {number: dict(values) if isinstance(values, dict) else values for number, values in state["state"].items()}
     for number, name in taken:
         target, source = pairs[number, name]
@@ -42,7 +44,15 @@ def loaded_in_place(optimizer: Any, state: Any) -> Any:
     return {**state, "state": held}
 
 
+def loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer takes each value of a state as it is: it has neither a load of its own nor a hook before
+    that, which may see what there is."""
+    is_own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    return is_own and not getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+
+
 _Key = tuple[Any, Any]
+_K = TypeVar("_K")
 
 
 def _tensors(states: Any) -> Iterator[tuple[_Key, torch.Tensor]]:
@@ -83,7 +93,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return held
 
 
-def _apart(tensors: dict[_Key, torch.Tensor], all_tensors: list[torch.Tensor]) -> set[_Key]:
+def apart(tensors: dict[_K, torch.Tensor], all_tensors: list[torch.Tensor]) -> set[_K]:
     """Those of the tensors that share no memory with another one of all."""
     shared: set[int] = set()
     # The one that reaches furthest, of those that were looked at.

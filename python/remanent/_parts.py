@@ -176,14 +176,18 @@ class Wholes:
     def __init__(self, views: Views, layouts: Layouts) -> None:
         self._views, self._layouts = views, layouts
 
+    def is_own(self, name: str, said: Any) -> bool:
+        """Whether the part that this rank saved is the one that it has of the tensor now."""
+        shape = torch.Size(said["shape"])
+        # But for the whole's shape, as `described` says it.
+        now = _described(name, shape, self._layouts.of(name, shape, said), own_rank())
+        return self._views.number is not None and all(said[key] == value for key, value in now.items())
+
     def whole(self, name: str, part: torch.Tensor, said: Any) -> DTensor:
-        """The tensor of which a version has this part for this rank. Its bytes stay on the host."""
+        """The tensor of which a version has this part for this rank. Its bytes stay where they are."""
         shape = torch.Size(said["shape"])
         layout = self._layouts.of(name, shape, said)
-        # But for the whole's shape, as `described` says it.
-        now = _described(name, shape, layout, own_rank())
-        is_own = all(said[key] == value for key, value in now.items())
-        if self._views.number is None or not is_own:
+        if not self.is_own(name, said):
             part = self._joined(name, shape, layout, part.dtype)
         meta = TensorMeta(shape, tuple(said["stride"]), part.dtype)
         return DTensor(part, DTensorSpec(layout.mesh, layout.placements, tensor_meta=meta), requires_grad=False)

@@ -1,4 +1,4 @@
-"""The state of a training run as tensors and a tree of plain values, and back."""
+"""The state of a training run as tensors and a tree of plain values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from remanent import _pages
-from remanent._errors import NoStateError, RefusedError
-from remanent._progress import Bar
-from remanent._tensors import PLAIN_TYPES, load_pages, tensors_of
-from remanent._versions import Views
+from remanent._errors import RefusedError
+from remanent._tensors import PLAIN_TYPES
 
 
 def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: bool) -> Any:
@@ -82,46 +80,6 @@ def layouts_of(run: Mapping[str, Any]) -> Any:
     """How the DTensors of a run are divided now; None if there are none."""
     parts = parts_module()
     return None if parts is None else parts.Layouts(run)
-
-
-def load_state(views: Views, layouts: Any, bar: Bar) -> dict[str, Any]:
-    """The state that a version holds. DTensors are divided as `layouts_of` says."""
-    manifest = _pages.read_manifest(views.own)
-    if manifest.tree is None:
-        raise NoStateError("the store holds tensors, and no state of a run", remedy="use `load_file`")
-    cpu = torch.device("cpu")
-    tensors: dict[str, torch.Tensor] = {}
-    for page, arrays in load_pages(views.own, manifest.pages):
-        tensors |= tensors_of(page, arrays, cpu)
-        bar.add(page.numel())
-    wholes = None if layouts is None else parts_module().Wholes(views, layouts)
-
-    def adapt(tag: list[Any]) -> Any:
-        kind, *rest = tag
-        if kind == "tensor":
-            return tensors[rest[0]]
-        if kind == "dtensor":
-            if wholes is None:
-                raise NoStateError(f"{rest[0]}: it is a DTensor, and the model has none",
-                                   remedy="make the model as the run had it")
-            return wholes.whole(rest[0], tensors[rest[0]], rest[1])
-        if kind == "ndarray":
-            return tensors[rest[0]].numpy()
-        if kind == "dtype":
-            return getattr(torch, rest[0])
-        if kind == "device":
-            return torch.device(rest[0])
-        if kind == "size":
-            return torch.Size(rest[0])
-        if kind == "scalar":
-            import numpy
-
-            return numpy.dtype(rest[0]).type(_pages.unflatten(rest[1], adapt))
-        raise NoStateError(f"the version holds a {kind}, which this package does not know", remedy="use a newer one")
-
-    state = _pages.unflatten(manifest.tree, adapt)
-    assert isinstance(state, dict)
-    return state
 
 
 def rng_state() -> dict[str, Any]:

@@ -95,11 +95,11 @@ def blocks_in_place(found: list[Extent]) -> Iterator[Block]:
         data = block.data
         if isinstance(data, torch.Tensor) and not data.device.type == "cpu":
             is_as_it_lies = (data.device, data.untyped_storage().data_ptr()) in held
-            block.data = data if is_as_it_lies and _is_cuda(data.device) else data.cpu()
+            block.data = data if is_as_it_lies and is_cuda(data.device) else data.cpu()
         yield block
 
 
-def _is_cuda(device: torch.device) -> bool:
+def is_cuda(device: torch.device) -> bool:
     """Whether it is a GPU of CUDA's: other kinds call themselves so, too."""
     return device.type == "cuda" and torch.version.hip is None
 
@@ -160,18 +160,18 @@ def load_pages(view: _native.View, pages: Mapping[str, list[Array]],
     ahead of the caller."""
     lengths = {key: view.info(key).length for key in pages}
     there, name = torch.device("cpu"), "host"
-    if _is_cuda(device):
+    if is_cuda(device):
         there = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         name = str(there)
-    for together in _together(lengths):
-        memory = {key: torch.empty(lengths[key], dtype=torch.uint8, device=there) for key in together}
+    for keys in together(lengths):
+        memory = {key: torch.empty(lengths[key], dtype=torch.uint8, device=there) for key in keys}
         view.load(memory, name)
-        for key in together:
+        for key in keys:
             yield memory.pop(key), pages[key]
 
 
-def _together(lengths: Mapping[str, int]) -> Iterator[list[str]]:
-    """Pages that are read by one call: as many as come to `_TOGETHER` bytes, or a longer one alone."""
+def together(lengths: Mapping[str, int]) -> Iterator[list[str]]:
+    """Pages that are read by one call, or proven: as many as come to `_TOGETHER` bytes, or a longer one alone."""
     group: list[str] = []
     held = 0
     for key, length in lengths.items():

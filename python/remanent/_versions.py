@@ -108,10 +108,8 @@ class Views:
             self._others[rank] = self._opened(rank)
         return self._others[rank]
 
-    def __enter__(self) -> Views:
-        return self
-
-    def __exit__(self, *given: object) -> None:
+    def close(self) -> None:
+        """Lets go of all of them."""
         for view in (self.own, *self._others.values()):
             view.close()
 

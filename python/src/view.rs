@@ -7,7 +7,7 @@ use remanent::Store;
 use crate::blame::{PyValueChange, blame};
 use crate::errors::OrRaise;
 use crate::load_pages::load_pages;
-use crate::page_name::{PageName, state_point};
+use crate::page_name::{PageName, page_names, state_point};
 use crate::reader::Reader;
 use crate::source::{PastSource, Source};
 
@@ -174,6 +174,27 @@ impl PyView {
     #[pyo3(signature = (pages, device="host"))]
     fn load(slf: PyRef<'_, Self>, pages: &Bound<'_, PyDict>, device: &str) -> PyResult<()> {
         load_pages(Self::past(slf.as_super()), pages, device)
+    }
+
+    /// Proves whole pages, by several threads: reads all that they are made from, holds it against its
+    /// checksums, and keeps none of it. For a caller that must know that they can be read before it writes
+    /// over what it has.
+    ///
+    /// :param pages: an iterable of pages. :raises UnknownPageError, UnknownKeyError, DamagedError,
+    ///     OvertakenError.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     store["k"], store["v"] = b"keys", b"values"
+    /// >>> remanent.View(directory).prove(["k", "v"])
+    fn prove(slf: PyRef<'_, Self>, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (py, past) = (pages.py(), Self::past(slf.as_super()));
+        let names = page_names(pages)?;
+        let proven = py.detach(|| {
+            let view = past.get()?;
+            let pages = names.iter().map(|name| Ok(name.find(&*view)?.page));
+            view.prove_pages(&pages.collect::<remanent::Result<Vec<_>>>()?)
+        });
+        proven.or_raise(py, Some(&past.path))
     }
 
     /// Makes a new store, with an id of its own, that begins at this state. Returns its id.

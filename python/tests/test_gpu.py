@@ -353,7 +353,7 @@ def test_a_graph_that_is_captured_is_no_place_for_a_save(directory: str) -> None
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for call in (lambda: run.save(2, wait=False), optimizer.step):
+            for call in (lambda: run.save(2, wait=False), optimizer.step, run.restore):
                 with pytest.raises(remanent.RefusedError, match="captured"):
                     call()
         assert [version.step for version in run.versions()] == [1]
@@ -436,3 +436,70 @@ def test_a_save_between_two_replays_of_a_graph(directory: str, digests: bool, wa
                 graph.replay()
                 now = state_of(model, optimizer)
                 assert all(torch.equal(now[name], tensor) for name, tensor in expected[number + 1].items()), number
+
+
+def test_a_restore_is_in_the_order_of_the_streams_that_are_current(directory: str) -> None:
+    model = torch.nn.Linear(3000, 1000).cuda()
+    pinned = torch.randn(100_000).pin_memory()
+    with Checkpointer(directory, model, extra={"own": {"pinned": pinned}}, rng=False) as run:
+        run.save(1)
+        expected, place = model.weight.detach().clone(), pinned.data_ptr()
+        held = pinned.clone()
+        for stream in (torch.cuda.Stream(), torch.cuda.default_stream()):
+            with torch.cuda.stream(stream), torch.no_grad():
+                pinned.zero_()
+                # What is under way on the stream changes the tensor before it is restored, and what follows finds it.
+                torch.cuda._sleep(100_000_000)
+                model.weight.fill_(7)
+                assert run.restore() == 1
+                found = model.weight.detach().clone()
+            torch.cuda.synchronize()
+            assert torch.equal(found, expected) and torch.equal(model.weight, expected)
+            assert torch.equal(pinned, held) and pinned.data_ptr() == place and pinned.is_pinned()
+
+
+RESTORED = """
+import gc, resource, sys, torch, remanent.torch
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+directory, what = sys.argv[1:]
+def run_of(count, folder):
+    # 1 MiB a layer, and twice that of state.
+    model = torch.nn.ModuleList(torch.nn.Linear(512, 512, bias=False) for _ in range(count)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, remanent.torch.Checkpointer(directory + folder, model, optimizer, rng=False)
+def steps(model, optimizer):
+    for layer in model:
+        layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    optimizer.zero_grad()
+# What the first restore makes once is no part of the second one's.
+for count, folder in ((32, "/short"), (400, "/long")):
+    model, optimizer, run = run_of(count, folder)
+    if what == "save":
+        steps(model, optimizer)
+        run.save(1)
+        run.close()
+        continue
+    if what == "in place":
+        steps(model, optimizer)
+    torch.cuda.synchronize()
+    before, of_gpu = peak(), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert run.restore() == 1
+    state = optimizer.state[model[count - 1].weight]
+    assert state["exp_avg"].is_cuda and (state["exp_avg"] == state["exp_avg"][0, 0]).all() and state["step"] == 1
+    of_gpu = torch.cuda.max_memory_allocated() - of_gpu
+    print(peak() - before, of_gpu >> 20)
+    run.close()
+"""
+
+
+def test_a_restore_to_a_gpu_takes_little_memory_of_the_host(directory: str) -> None:
+    os.mkdir(directory)
+    for what in ("save", "in place", "new state"):
+        ended = subprocess.run([sys.executable, "-c", RESTORED, directory, what], text=True, capture_output=True)
+        assert ended.returncode == 0, ended.stderr
+        if what != "save":
+            host, of_gpu = map(int, ended.stdout.split("\n")[1].split())
+            # MiB, of a state of 1,200: new state is what the optimizer has then.
+            assert host < 200 and of_gpu < (100 if what == "in place" else 900), (what, ended.stdout)

@@ -154,7 +154,8 @@ def test_saving_loading_and_waiting_for_pages_are_counted(directory: str, monkey
                 run.save(4)
             del tensors["odd"]
         assert made == [("saving", 16000, None, [4000] * 4), ("saving", 16000, True, [4000] * 4),
-                        ("saving", 16000, False, [4000] * 4), ("loading", 16000, None, [4000] * 4),
+                        ("saving", 16000, False, [4000] * 4), ("proving", 16000, None, [4000] * 4),
+                        ("loading", 16000, None, [4000] * 4), ("proving", 16000, False, [4000] * 4),
                         ("loading", 16000, False, [4000] * 4)]
         made.clear()
     with remanent.Store(directory, device="host") as store:

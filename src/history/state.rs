@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent_format::image::ImageRef;
-use remanent_format::image::read::read_image_into;
+use remanent_format::image::read::{check_image, read_image_into};
 use remanent_format::manifest::Manifest;
 use remanent_format::state::reach::{Reach, Role};
 use remanent_format::state::replay::ResolvedState;
@@ -390,6 +390,18 @@ impl PastState {
             at += bytes.len() as u64;
         }
         Ok(())
+    }
+
+    /// Reads all of a page, piece by piece, and proves it.
+    ///
+    /// # Errors
+    /// As for [`PastState::read`].
+    pub fn prove(&self, page: PageId) -> Result<()> {
+        let page_len = self.page_len(page)?;
+        match self.exact_image(page) {
+            Some(image) => self.twice(|source| check_image(source, &image, page_len)),
+            None => self.stream(page, |_, _| Ok(())),
+        }
     }
 
     /// Length of a page in bytes.

@@ -150,6 +150,34 @@ impl View {
         };
         parallel::for_each(parallel::threads(READERS_MAX), pages, read).map(drop)
     }
+
+    /// Proves pages: reads all that their bytes are made from, by several threads, holds it against its
+    /// checksums, and keeps none of it. For a caller that has to know that pages can be read before it
+    /// writes over what it has. However long a page is, no more than pieces of it are in memory.
+    ///
+    /// ```
+    /// use remanent::{Options, Place, Store};
+    /// # use remanent::DeviceChoice;
+    /// # let directory = tempfile::tempdir()?;
+    /// let store = Store::open(directory.path(), Options::default().device(DeviceChoice::Host))?;
+    /// let mut batch = store.batch();
+    /// batch.create_from(b"weights".to_vec(), Place::Disk);
+    /// let pages = store.commit(batch)?.pages;
+    ///
+    /// let (view, mut weights) = (Store::open_read_only(directory.path())?, *b"current");
+    /// view.prove_pages(&pages)?;
+    /// view.read_pages(&mut [(pages[0], &mut weights[..])])?;
+    /// assert_eq!(&weights, b"weights");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read).
+    pub fn prove_pages(&self, pages: &[PageId]) -> Result<()> {
+        let past = self.past()?;
+        let prove = |(): &mut (), index: usize| past.prove(pages[index]);
+        parallel::map_indexed(parallel::threads(READERS_MAX), pages.len(), || (), prove).map(drop)
+    }
 }
 
 impl fmt::Debug for View {
