@@ -84,6 +84,7 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownPage`]; [`Error::Leased`] if a lease is open on it, or it is pinned;
+    /// [`Error::PlaceUnavailable`] if it is on disk, and has no memory;
     /// [`Error::Damaged`] as for [`Store::read`]; as for [`Store::commit`]. Nothing changed then. Where the
     /// store is poisoned before the memory is handed out, the page may be gone, and an open tells whether.
     pub fn release(&self, page: PageId) -> Result<DeviceBytes> {

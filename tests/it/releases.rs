@@ -149,6 +149,19 @@ fn a_page_that_is_leased_or_pinned_is_not_released() {
     assert_eq!(*seen.lock().unwrap(), vec![1; LEN as usize]);
 }
 
+#[test]
+fn a_page_on_disk_has_no_memory_to_release_and_stays() {
+    for device in devices() {
+        let (_, store, page) = bench(device);
+        commit(&store, |batch| _ = batch.move_to(page, Place::Disk)).unwrap();
+        let lsn = store.lsn();
+        assert!(matches!(store.release(page), Err(Error::PlaceUnavailable { place: Place::Disk, .. })));
+        assert_eq!((store.lsn(), content(&store, page).unwrap()), (lsn, vec![1; LEN as usize]));
+        commit(&store, |batch| _ = batch.move_to(page, PLACE)).unwrap();
+        assert_eq!(bytes_of(&store.release(page).unwrap()), vec![1; LEN as usize]);
+    }
+}
+
 /// Readers that take no lock may be reading the page's memory while it changes hands.
 #[test]
 fn no_reader_sees_what_the_caller_writes() {

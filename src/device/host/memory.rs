@@ -261,6 +261,16 @@ impl HostAllocation {
 }
 
 impl HostBlock {
+    /// The address of its bytes, if something else owns them: there they stay.
+    pub fn address_elsewhere(&self) -> Option<u64> {
+        match &*self.bytes.read() {
+            SharedBytes::Elsewhere(Elsewhere(memory)) if memory.byte_len() > 0 => {
+                Some(memory.bytes(0..1).as_ptr().addr() as u64)
+            }
+            _ => None,
+        }
+    }
+
     /// A block of these bytes.
     pub fn of(bytes: Vec<u8>) -> Self {
         let len = bytes.len() as u64;

@@ -254,7 +254,12 @@ impl Device for HostDevice {
 
     fn origin(&self, memory: MemoryId) -> (u64, u64) {
         let memory = self.memory(memory);
-        (Arc::as_ptr(memory.block()).addr() as u64, memory.extent().0)
+        let (block, (within, _)) = (memory.block(), memory.extent());
+        match block.address_elsewhere() {
+            // Of bytes that something else owns, two handles may name the same ones: their addresses tell.
+            Some(address) => (0, address + within),
+            None => (Arc::as_ptr(block).addr() as u64, within),
+        }
     }
 }
 

@@ -97,6 +97,10 @@ impl Committer {
         // Kernels that a lease lets read the memory would see the next owner's bytes.
         if let Some(handover) = draft.provision.as_ref().and_then(|provision| provision.handover.as_ref()) {
             self.engine.leases.check_unleased(handover.page)?;
+            if home_of(handover.page).is_some_and(|(place, _)| place == Place::Disk) {
+                let reason = "a page on disk has no memory to release: move it to memory first";
+                return Err(Error::PlaceUnavailable { place: Place::Disk, reason });
+            }
         }
         // A pinned page keeps its address: callers have it in captured graphs.
         self.engine.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;
