@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -47,6 +47,7 @@ from remanent._saved import Capture, LeftSaves, Reading, Saved
 from remanent._storages import extents_there
 from remanent._tensors import blocks
 from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, named, whole
+from remanent._waiting_bytes import WaitingBytes
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -436,49 +437,60 @@ class Checkpointer:
         """
         self._make_way()
         batch = self.store.batch(note=note)
-        running: deque[tuple[concurrent.futures.Future[Any], int]] = deque()
+        running: deque[_Running] = deque()
+        waiting = WaitingBytes()
 
         def finish() -> None:
-            committed, count = running.popleft()
-            committed.result()
-            passage.free(count)
+            each = running.popleft()
+            each.committed.result()
+            passage.free(each.blocks)
 
         def commit(batch: _native.Batch, updates: list[_pages.Update]) -> None:
             _pages.update(batch, updates)
-            self.store.commit(batch, "logged")
+            ticket = self.store.submit(batch)
+            ticket.wait(ack="logged")
+            # What it keeps in memory is counted from then on.
+            ticket.wait(ack="applied")
 
-        def make_room() -> None:
-            # Short pages wait in memory for a snapshot, and other batches are under way.
-            if self.store.stats()["pending_bytes"] > self._pending_max // 4:
+        def make_room(needed: int) -> None:
+            # Short pages wait in memory for a snapshot: those of batches before, and of those that are under way.
+            room = self._pending_max * 3 // 4 - needed
+            while running and self.store.stats()["pending_bytes"] + sum(each.waiting for each in running) > room:
+                finish()
+            if self.store.stats()["pending_bytes"] > max(0, min(room, self._pending_max // 4)):
                 while running:
                     finish()
+                # It gives memory back once it has been read back, which is waited for where there is no room else.
                 self.store.snapshot(verify=False)
+                if self.store.stats()["pending_bytes"] > max(0, room):
+                    self.store.snapshot()
 
         def flush(updates: list[_pages.Update]) -> _native.Batch:
             # From here to the last batch the store is in between two versions, and says so.
             nonlocal batch
             batch.set_root(SAVING, step)
+            needed = waiting.begin_next()
+            make_room(needed)
             if not capture.ended.is_set():
                 commit(batch, updates)
-                make_room()
                 batch = capture.begin(self.store.batch(note=note))
                 return batch
-            running.append((self._started(commit, batch, updates), passage.take()))
+            running.append(_Running(self._started(commit, batch, updates), passage.take(), needed))
             while len(running) > _WRITERS or running and passage.waits:
                 finish()
-            make_room()
             batch = self.store.batch(note=note)
             return batch
 
         try:
             # Each version is a snapshot, for which a page that changed is written whole.
-            coming = bar.counting(itertools.chain(capture.blocks(), passage.blocks()))
+            coming = waiting.counting(bar.counting(itertools.chain(capture.blocks(), passage.blocks())))
             _pages.put(self.store, batch, coming, tree, elements=False, captures=self._copies, flush=flush)
+            make_room(waiting.begin_next())
             while running:
                 finish()
         finally:
             # Whatever fails: the memory that they read is the next save's, and so is the store.
-            concurrent.futures.wait([committed for committed, _ in running])
+            concurrent.futures.wait([each.committed for each in running])
         if SAVING in self.store.root:
             batch.remove_root(SAVING)
         batch.set_root("step", step)
@@ -792,6 +804,16 @@ class Checkpointer:
                 raise
 
 
+class _Running(NamedTuple):
+    """A batch that a thread commits."""
+
+    committed: concurrent.futures.Future[Any]
+    # How many blocks of the room it has.
+    blocks: int
+    # Bytes of memory that it may keep until the next snapshot.
+    waiting: int
+
+
 def _gathered(ranks: Ranks, verdict: bool | None, failure: BaseException | None) -> list[bool | None]:
     """The verdicts of all ranks; raises if one failed."""
     def told() -> bool | None:
@@ -819,5 +841,5 @@ def _whole_number(what: str, number: Any) -> int:
 
 def _refuse_capture() -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-        raise RefusedError("a graph of CUDA is being captured: a replay would neither save, restore, nor wait for a save",
+        raise RefusedError("a graph of CUDA is being captured: a replay would not save, restore, or wait for a save",
                            remedy="capture after `Saved.wait`; `overlap` is not for such steps")
