@@ -17,7 +17,7 @@ def extents_there(tensors: dict[str, torch.Tensor]) -> list[Extent]:
     """
     found = extents(tensors)
     for each in found:
-        if each.nbytes and each.end > each.tensor.untyped_storage().nbytes():
+        if not each.is_there:
             raise RefusedError(f"{each.name}: its storage was freed or shortened, and does not hold its elements",
                                remedy="save while they are there, between the passes that free and fetch them")
     return found

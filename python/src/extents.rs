@@ -20,6 +20,10 @@ pub struct Extent {
     device: Py<PyAny>,
     #[pyo3(get)]
     nbytes: u64,
+    /// Whether the storage holds all elements. Of one that was freed or shortened, as sharded trainers do it
+    /// by `resize_(0)`, tensors keep their shapes, and an address of nothing.
+    #[pyo3(get)]
+    is_there: bool,
     /// The address of its storage.
     base: u64,
     addresses: Range<u64>,
@@ -85,8 +89,11 @@ pub fn extents(tensors: &Bound<'_, PyDict>, kinds: Kinds<'_>) -> PyResult<Vec<Ex
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         let base = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let addresses = if nbytes == 0 { base..base } else { addresses(&tensor, nbytes)? };
+        let held: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+        let is_there = nbytes == 0 || addresses.end - base <= held;
         let device = tensor.getattr(intern!(py, "device"))?.unbind();
-        found.push(Extent { name: name.unbind(), tensor: tensor.unbind(), device, nbytes, base, addresses });
+        let (name, tensor) = (name.unbind(), tensor.unbind());
+        found.push(Extent { name, tensor, device, nbytes, is_there, base, addresses });
     }
     Ok(found)
 }
