@@ -160,7 +160,7 @@ def refuse_misfits(state: Mapping[str, Any], targets: Targets) -> None:
     for name, sizes in targets.group_sizes.items():
         found = [len(group["params"]) for group in state[name].get("param_groups", ())]
         if found != sizes:
-            raise InvalidError(f"{name}: the parameter groups of the version have {found} parameters, and these {sizes}",
+            raise InvalidError(f"{name}: the version's parameter groups have {found} parameters, and these {sizes}",
                                remedy="make the optimizer as the run had it")
 
 

@@ -6,15 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use remanent::{
-    Epoch, Error, Key, NewPage, PageChanges, PageId, PageInfo, PageRef, Place, Store, Width, WriteBatch,
-};
+use remanent::{Epoch, Error, Key, NewPage, PageChanges, PageId, PageRef, WriteBatch};
 
 use crate::errors::OrRaise;
-use crate::gate::Gate;
+use crate::gate::{Gate, detached};
 use crate::memory::Input;
 use crate::options::{place, width};
 use crate::page_name::{PageName, key};
+use crate::page_updates::{LOGGED_MAX, changes};
 use crate::ticket::{Committed, Ticket};
 use crate::values::{from_py, metadata_from_py};
 use crate::working_copy::PyWorkingCopy;
@@ -260,6 +259,59 @@ impl Batch {
                 }
             },
         };
+        if let Some(key) = key {
+            self.lock().created.insert(key, page);
+        }
+        Ok(PyNewPage(page))
+    }
+
+    /// Creates a page that lives in memory of the caller's, such as a model's tensor, as long as it and where
+    /// it lies. It takes what the memory holds when the batch is committed, after what is on its current
+    /// stream by this call.
+    ///
+    /// From the commit on only the store writes there, log first; kernels of the caller's read it under
+    /// `Store.pin` or `Store.lease`. The memory is held as long as a page lives in it, and must not be freed
+    /// underneath, as by `resize_` of a torch storage. The page leaves it when it is deleted, released,
+    /// resized, moved, or changed while it is leased; the next commit or `Store.trim` lets go of it then. The
+    /// next open has the page in memory of the store's own, unless `page_memory` of `Store` gives it this.
+    /// It counts in no budget.
+    ///
+    /// :param memory: contiguous and writable, on the store's device: NumPy, a tensor.
+    /// :param key: 1 to 64 bytes. :param metadata: plain values by name.
+    /// :param zeros: whether the page begins with zeros in place of what the memory holds.
+    /// :raises TypeError, BufferError: it has no such memory. MemoryRefusedError: it is of another device; by
+    ///     the commit, a page lives in some of it.
+    ///
+    /// >>> weights = bytearray(b"weights")
+    /// >>> with remanent.Store(directory, device="host") as store:
+    /// ...     with store.batch() as batch:
+    /// ...         page = batch.create_in(weights, key="w")
+    /// ...     with store.batch(ack="applied") as batch:
+    /// ...         batch.write("w", 0, b"W")
+    /// ...     bytes(weights), store["w"]
+    /// (b'Weights', b'Weights')
+    #[pyo3(signature = (memory, *, key=None, metadata=None, zeros=false))]
+    fn create_in(
+        &self,
+        memory: &Bound<'_, PyAny>,
+        key: Option<Bound<'_, PyAny>>,
+        metadata: Option<Bound<'_, PyDict>>,
+        zeros: bool,
+    ) -> PyResult<PyNewPage> {
+        let py = memory.py();
+        let key = key.map(|key| self::key(&key)).transpose()?;
+        let metadata = metadata.map(|metadata| metadata_from_py(&metadata)).transpose()?.unwrap_or_default();
+        let memory = Input::take_writable(memory)?;
+        let bytes = self.gate.call(py, |store| memory.adopt(store))?;
+        let page = self.build(py, |batch| {
+            let new = batch.create_in(&bytes).optional_key(key.clone()).metadata(metadata).page();
+            if !zeros && bytes.byte_len() > 0 {
+                batch.write_device(new, 0, &bytes);
+            }
+            new
+        });
+        detached(bytes);
+        let page = page?;
         if let Some(key) = key {
             self.lock().created.insert(key, page);
         }
@@ -616,85 +668,4 @@ pub fn submit(py: Python<'_>, gate: &Arc<Gate>, batch: &Batch) -> PyResult<Ticke
     let ticket = Ticket { ticket, path: gate.path.clone() };
     batch.lock().committed = Some(ticket.committed());
     Ok(ticket)
-}
-
-/// A page of which changes take more than this part is written whole.
-const LOGGED_PART: u64 = 4;
-/// Bytes that updates of a batch log together unless told otherwise: well below what may wait for a snapshot.
-const LOGGED_MAX: u64 = 48 << 20;
-/// Bytes of a page that are compared at once.
-const COMPARED_LEN: usize = 4 << 20;
-/// Bytes that are looked at first, at the start and in the middle of a page: one of which more than a part
-/// changed in both has mostly changed as a whole, and the rest of it need not be read.
-const PROBED_LEN: usize = 64 << 10;
-/// The shortest page of which so little is looked at first that it pays.
-const PROBES_LEN_MIN: usize = 4 * PROBED_LEN;
-/// Bytes of a page on disk that wait together, and what they take with the marks of what was written.
-const BLOCK_LEN: usize = 4 << 10;
-const BLOCK_BYTES: u64 = 4608;
-
-/// The changes that make a page hold `data`, and what they take; `None` if that is more than `left` bytes, or
-/// the page is to be written whole. With the epoch of the page that was compared.
-fn changes(
-    store: &Store,
-    page: PageId,
-    data: &[u8],
-    width: Width,
-    left: u64,
-) -> remanent::Result<(Epoch, Option<(PageChanges, u64)>)> {
-    let info = store.page(page)?;
-    if info.len != data.len() as u64 {
-        return Ok((info.epoch, None));
-    }
-    let mut before = vec![0; COMPARED_LEN.min(data.len())];
-    if left == 0 {
-        // All or nothing: which elements differ is of no use. A page that changed mostly differs soon.
-        let (mut at, mut len) = (0, PROBED_LEN);
-        while at < data.len() {
-            let after = &data[at..data.len().min(at + len)];
-            store.read(page, at as u64, &mut before[..after.len()])?;
-            if before[..after.len()] != *after {
-                return Ok((info.epoch, None));
-            }
-            (at, len) = (at + after.len(), COMPARED_LEN);
-        }
-        return Ok((info.epoch, Some((PageChanges::new(width), 0))));
-    }
-    if data.len() >= PROBES_LEN_MIN {
-        let mut mostly_changed = |at: usize| {
-            let (before, after) = (&mut before[..PROBED_LEN], &data[at..at + PROBED_LEN]);
-            store.read(page, at as u64, before)?;
-            let elements = before.chunks(width.bytes()).zip(after.chunks(width.bytes()));
-            let changed = elements.filter(|(before, after)| before != after).count() * width.bytes();
-            Ok::<_, Error>(changed as u64 > PROBED_LEN as u64 / LOGGED_PART)
-        };
-        let middle = data.len() / 2 / BLOCK_LEN * BLOCK_LEN;
-        if mostly_changed(0)? && mostly_changed(middle)? {
-            return Ok((info.epoch, None));
-        }
-    }
-    let (mut changes, mut blocks) = (PageChanges::new(width), 0);
-    for (index, after) in data.chunks(COMPARED_LEN).enumerate() {
-        let (at, before) = ((index * COMPARED_LEN) as u64, &mut before[..after.len()]);
-        store.read(page, at, before)?;
-        changes.compare(at, before, after);
-        let of_piece = before.chunks(BLOCK_LEN).zip(after.chunks(BLOCK_LEN));
-        blocks += of_piece.filter(|(before, after)| before != after).count() as u64;
-        let is_much = changes.cost() > data.len() as u64 / LOGGED_PART;
-        if is_much || taken(&info, &mut changes, blocks) > left {
-            return Ok((info.epoch, None));
-        }
-    }
-    let taken = taken(&info, &mut changes, blocks);
-    Ok((info.epoch, Some((changes, taken))))
-}
-
-/// What changes take until the next snapshot. Of a page on disk, as a commit claims it: two blocks for each
-/// element, if the page has as many, and those of ranges.
-fn taken(info: &PageInfo, changes: &mut PageChanges, blocks: u64) -> u64 {
-    if info.place != Place::Disk {
-        return changes.cost();
-    }
-    let all_blocks = info.len / BLOCK_LEN as u64 + 2;
-    BLOCK_BYTES * (2 * changes.count()).min(all_blocks).max(2 * blocks)
 }

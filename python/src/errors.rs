@@ -37,7 +37,7 @@ fn class_of(error: &Error) -> &'static str {
         | Error::StreamRefused { .. }
         | Error::HintRefused { .. }
         | Error::Device { .. } => "DeviceError",
-        Error::MemoryRefused { .. } => "MemoryRefusedError",
+        Error::MemoryRefused { .. } | Error::MemoryInUse { .. } => "MemoryRefusedError",
         Error::Leased { .. } => "LeasedError",
         Error::NoSnapshot { .. } | Error::NoSnapshotNamed { .. } | Error::OutsideWindow { .. } => {
             "NoStateError"

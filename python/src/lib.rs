@@ -52,7 +52,9 @@ mod pin;
 mod ahead;
 mod descriptor;
 mod read_many;
+mod device_reads;
 mod batch;
+mod page_updates;
 mod working_copy;
 mod ticket;
 mod view;
@@ -73,6 +75,7 @@ mod extents;
 mod flatten;
 mod array;
 mod gate;
+mod page_memory;
 mod memory;
 mod dtype;
 mod dlpack;
@@ -108,6 +111,8 @@ mod _native {
     use super::log::{_log_end, _log_level, _log_mark, _log_take};
     #[pymodule_export]
     use super::page_info::Info;
+    #[pymodule_export]
+    use super::page_memory::PyPageMemory;
     #[pymodule_export]
     use super::pin::PyPin;
     #[pymodule_export]

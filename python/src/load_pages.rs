@@ -3,7 +3,7 @@
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::{DeviceChoice, PageId, Result};
+use remanent::{DeviceChoice, Error, PageId, Result};
 
 use crate::copiers::copier;
 use crate::errors::OrRaise;
@@ -40,9 +40,24 @@ pub fn load_pages(view: &PastSource, pages: &Bound<'_, PyDict>, device: &str) ->
 }
 
 fn load_host(view: &PastSource, pages: &mut [(PageName, Output)]) -> Result<()> {
+    check_apart(pages)?;
     let view = view.get()?;
     let named = pages.iter_mut().map(|(name, memory)| Ok((name.find(&*view)?.page, memory.as_mut_slice())));
     view.read_pages(&mut named.collect::<Result<Vec<_>>>()?)
+}
+
+/// Refuses memory of which two pages would share a byte: threads fill it beside each other.
+fn check_apart(pages: &[(PageName, Output)]) -> Result<()> {
+    let mut ranges: Vec<_> = pages.iter().map(|(_, memory)| memory.addresses()).collect();
+    ranges.retain(|range| !range.is_empty());
+    ranges.sort_unstable_by_key(|range| range.start);
+    match ranges.windows(2).find(|pair| pair[1].start < pair[0].end) {
+        None => Ok(()),
+        Some(pair) => {
+            let reason = "it overlaps other memory of the same call".to_owned();
+            Err(Error::MemoryRefused { len: pair[1].len() as u64, reason })
+        }
+    }
 }
 
 fn load_gpu(view: &PastSource, pages: Vec<(PageName, CudaBytes)>, device: DeviceChoice) -> Result<()> {

@@ -173,6 +173,23 @@ impl Input {
         )))
     }
 
+    /// Length in bytes.
+    pub fn byte_len(&self) -> u64 {
+        match self {
+            Input::Host(bytes) => bytes.len() as u64,
+            Input::Cuda(bytes) => bytes.len(),
+        }
+    }
+
+    /// The memory for an open to put a page into. Nothing is waited for: no work is under way there.
+    pub fn caller_memory(self) -> CallerMemory {
+        match self {
+            Input::Host(bytes) => CallerMemory::from_host(Output(bytes), Place::Host),
+            // SAFETY: the owner is the object that says that its memory is there, and lives as long as this.
+            Input::Cuda(bytes) => unsafe { CallerMemory::from_cuda(bytes.address, bytes.len, bytes.owner) },
+        }
+    }
+
     /// The memory, adopted by a store's device.
     ///
     /// # Errors
@@ -271,20 +288,14 @@ fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes
 pub struct Output(HostBytes);
 
 impl Output {
-    /// Takes an object's memory, which must lie on the host and be writable.
-    ///
-    /// # Errors
-    /// `TypeError`, `BufferError`.
-    pub fn take(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        match Input::take_writable(object)? {
-            Input::Host(bytes) => Ok(Self::of(bytes)),
-            Input::Cuda(_) => Err(PyBufferError::new_err("this call fills host memory; this is a GPU's")),
-        }
-    }
-
     /// The memory of a writable object, once it is known to lie on the host.
     pub fn of(bytes: HostBytes) -> Self {
         Self(bytes)
+    }
+
+    /// Where it lies.
+    pub fn addresses(&self) -> Range<usize> {
+        self.0.address..self.0.address + self.0.len
     }
 
     pub fn as_mut_slice(&mut self) -> &mut [u8] {

@@ -11,6 +11,7 @@ use remanent::{
 
 use crate::errors::OrRaise;
 use crate::gate::seconds;
+use crate::page_memory::{Raised, page_memory};
 
 fn one_of<T: Copy>(option: &str, word: &str, choices: &[(&str, T)]) -> PyResult<T> {
     choices.iter().find(|(name, _)| *name == word).map(|(_, choice)| *choice).ok_or_else(|| {
@@ -64,10 +65,12 @@ pub struct OpenKeywords<'py> {
     pub snapshot_bytes_per_second: Option<u64>,
     pub scrub_interval: Option<f64>,
     pub scrub_bytes_per_second: Option<u64>,
+    pub page_memory: Option<Py<PyAny>>,
 }
 
 impl OpenKeywords<'_> {
-    pub fn into_options(self, py: Python<'_>) -> PyResult<Options> {
+    /// The options; what `page_memory` raises goes to `raised`.
+    pub fn into_options(self, py: Python<'_>, raised: &Raised) -> PyResult<Options> {
         let choice = |text: &str| text.parse::<DeviceChoice>().or_raise(py, None);
         let images =
             [("mapped", ImageIo::Mapped), ("buffered", ImageIo::Buffered), ("direct", ImageIo::Direct)];
@@ -120,6 +123,9 @@ impl OpenKeywords<'_> {
         }
         if let Some(fingerprint) = self.layout_fingerprint {
             options = options.layout_fingerprint(fingerprint);
+        }
+        if let Some(source) = self.page_memory {
+            options = page_memory(options, source, raised);
         }
         Ok(options)
     }

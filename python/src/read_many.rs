@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyIndexError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
@@ -15,10 +15,11 @@ use remanent::{Error, ManyBytes, PageId, PageInfo, ReadMany, ReadPages, Result};
 
 use crate::array::{BufferParts, fill_buffer, release_buffer};
 use crate::bell::{Bell, Bells};
+use crate::device_reads::fill_device;
 use crate::dtype::layout;
 use crate::errors::OrRaise;
 use crate::gate::{Gate, check_process, seconds, wait};
-use crate::memory::Output;
+use crate::memory::{Input, Output};
 use crate::page_name::PageName;
 
 /// Ranges as a caller names them, found in the store.
@@ -158,21 +159,35 @@ impl PyReadMany {
 /// Reads ranges into buffers of the caller's, each exactly as long as its range. Returns the batch as of
 /// which all bytes are. An interrupted call leaves the buffers as they were.
 pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let mut outs = outs.try_iter()?.map(|out| Output::take(&out?)).collect::<PyResult<Vec<_>>>()?;
+    let outs = outs.try_iter()?.map(|out| Input::take_writable(&out?)).collect::<PyResult<Vec<_>>>()?;
     if outs.len() != found.ranges.len() {
         let message = format!("{} buffers are given for {} ranges", outs.len(), found.ranges.len());
         return Err(PyValueError::new_err(message));
     }
-    for (index, (out, (_, range))) in outs.iter_mut().zip(&found.ranges).enumerate() {
-        let (given, wanted) = (out.as_mut_slice().len() as u64, range.end - range.start);
+    for (index, (out, (_, range))) in outs.iter().zip(&found.ranges).enumerate() {
+        let (given, wanted) = (out.byte_len(), range.end - range.start);
         if given != wanted {
             let message = format!("buffer {index} holds {given} bytes, and its range has {wanted}");
             return Err(PyValueError::new_err(message));
         }
     }
+    let (mut on_host, mut on_gpu) = (Vec::new(), Vec::new());
+    for out in outs {
+        match out {
+            Input::Host(bytes) => on_host.push(Output::of(bytes)),
+            Input::Cuda(bytes) => on_gpu.push(bytes),
+        }
+    }
+    match (on_host.is_empty(), on_gpu.is_empty()) {
+        (_, true) => {}
+        (true, false) => return gate.call(py, |store| fill_device(store, &found.ranges, on_gpu)),
+        (false, false) => {
+            return Err(PyBufferError::new_err("some of the memory lies on the host, and some on a GPU"));
+        }
+    }
     let read = PyReadMany::begin(py, gate, found)?;
     read.wait_up_to(py, None)?;
-    let outs = &mut outs;
+    let outs = &mut on_host;
     let filled = py.detach(move || {
         let bytes = read.bytes()?;
         for (index, out) in outs.iter_mut().enumerate() {

@@ -1,13 +1,15 @@
 //! Pages and root that can be read, from whatever: an open store, a view, an earlier state, a replica.
 
+use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use remanent::{Error, Key, PageInfo, ReadPages, Result};
 
 use crate::array::{Aligned, Array};
+use crate::device_reads::read_device;
 use crate::dtype::layout;
 use crate::errors::{OrRaise, key_to_py};
-use crate::memory::Output;
+use crate::memory::{Input, Output};
 use crate::page_info::Info;
 use crate::page_name::{PageName, prefix_of};
 use crate::source::Source;
@@ -247,7 +249,10 @@ impl Reader {
     /// Fills `out` with bytes of a page from `offset` on, as many as it holds. Returns how many.
     ///
     /// :param out: contiguous, writable memory of the host: bytearray, NumPy, or a tensor with `__dlpack__`.
-    /// :raises BufferError: `out` cannot be written. As for `read`; then some of `out` may have changed.
+    ///     For an open store whose pages live on a GPU, a tensor there, too: bytes come to it from the GPU's
+    ///     own memory, or from pages on disk, after what is on its current stream.
+    /// :raises BufferError: `out` cannot be written, or lies elsewhere. As for `read`; then some of `out` may
+    ///     have changed.
     ///
     /// >>> out = bytearray(4)
     /// >>> with remanent.Store(directory) as store:
@@ -256,7 +261,21 @@ impl Reader {
     /// (4, bytearray(b'nent'))
     #[pyo3(signature = (page, out, offset=0))]
     fn read_into(&self, page: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>, offset: u64) -> PyResult<usize> {
-        let (name, mut out) = (PageName::take(page)?, Output::take(out)?);
+        let name = PageName::take(page)?;
+        let mut out = match (Input::take_writable(out)?, &self.source) {
+            (Input::Host(bytes), _) => Output::of(bytes),
+            (Input::Cuda(bytes), Source::Store(gate)) => {
+                let len = bytes.len() as usize;
+                gate.call(page.py(), |store| {
+                    read_device(store, vec![(name.find(store)?.page, offset, bytes)])
+                })?;
+                return Ok(len);
+            }
+            (Input::Cuda(_), _) => {
+                let message = "a GPU's memory is filled by open stores, and by `View.load`";
+                return Err(PyBufferError::new_err(message));
+            }
+        };
         let bytes = &mut out;
         self.call(page.py(), move |pages| {
             let bytes = bytes.as_mut_slice();

@@ -1,7 +1,9 @@
 //! Snapshots that are kept, and what a retention removes, as a caller sees them.
 
+use std::time::Duration;
+
 use pyo3::prelude::*;
-use remanent::PruneReport;
+use remanent::{PruneReport, Store};
 
 /// A snapshot that is kept.
 #[pyclass(frozen, get_all, eq, module = "remanent")]
@@ -93,4 +95,26 @@ impl Pruned {
             self.bytes
         )
     }
+}
+
+/// What a retention keeps, with the store's own rules where nothing is said.
+pub fn retention(
+    store: &Store,
+    snapshots_kept: Option<usize>,
+    snapshots_kept_for: Option<Duration>,
+    log_kept: Option<u64>,
+    give_up: &[String],
+    names_only: bool,
+) -> remanent::Retention {
+    let mut rules = store.retention();
+    if let Some(count) = snapshots_kept {
+        rules = rules.snapshots_kept(count);
+    }
+    if let Some(age) = snapshots_kept_for {
+        rules = rules.snapshots_kept_for(age);
+    }
+    if let Some(bytes) = log_kept {
+        rules = rules.log_kept(bytes);
+    }
+    give_up.iter().fold(rules, |rules, name| rules.give_up(name)).names_only(names_only)
 }

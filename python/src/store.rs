@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -18,11 +17,12 @@ use crate::lease::PyLease;
 use crate::loading::wait_loaded;
 use crate::memory::Input;
 use crate::options::{OpenKeywords, ack, place, width};
+use crate::page_memory::{PyPageMemory, Raised};
 use crate::page_name::{PageName, found, key, page_names, state_point};
 use crate::pin::PyPin;
 use crate::read_many::{FoundRanges, PyReadMany, fill};
 use crate::reader::Reader;
-use crate::snapshot::{Pruned, SnapshotInfo};
+use crate::snapshot::{Pruned, SnapshotInfo, retention};
 use crate::source::{LiveSource, Source};
 use crate::stats::{report_to_py, stats_to_py};
 use crate::ticket::{Receipt, Ticket};
@@ -49,6 +49,10 @@ use crate::working_copy::PyWorkingCopy;
 /// :param page_load: "eager", or "on_demand": pages are loaded when they are asked for.
 /// :param snapshot_log_bytes: a snapshot is taken by itself after so long a log; None: not for this reason.
 ///     `snapshot_interval` (seconds) likewise; `scrub_interval` for scrubs.
+/// :param page_memory: a callable that is asked for each page that has bytes, by its PageInfo, as the open
+///     finds it: for memory as long as the page, in the same place, to put the page into, such as a tensor of
+///     a model; None has the store take its own. No work may be under way there. The page lives in it as after
+///     `Batch.create_in`. It is called by other threads, and what it raises ends the open.
 /// :raises LockedError: another process has it open. NoStoreError, ForeignDirectoryError, MismatchError,
 ///     InvalidError, DeviceError, OverBudgetError; DamagedError if bytes under a durable mark are not what
 ///     they were.
@@ -63,28 +67,6 @@ pub struct PyStore {
     gate: Arc<Gate>,
 }
 
-/// What a retention keeps, with the store's own rules where nothing is said.
-fn retention(
-    store: &Store,
-    snapshots_kept: Option<usize>,
-    snapshots_kept_for: Option<Duration>,
-    log_kept: Option<u64>,
-    give_up: &[String],
-    names_only: bool,
-) -> remanent::Retention {
-    let mut rules = store.retention();
-    if let Some(count) = snapshots_kept {
-        rules = rules.snapshots_kept(count);
-    }
-    if let Some(age) = snapshots_kept_for {
-        rules = rules.snapshots_kept_for(age);
-    }
-    if let Some(bytes) = log_kept {
-        rules = rules.log_kept(bytes);
-    }
-    give_up.iter().fold(rules, |rules, name| rules.give_up(name)).names_only(names_only)
-}
-
 #[pymethods]
 impl PyStore {
     #[new]
@@ -92,7 +74,8 @@ impl PyStore {
         image_io="buffered", segment_len=16777216, reserve_bytes=None, spare_bytes=None, budget=None, tiers=None,
         eviction="s3-fifo", identity=None, layout_fingerprint=None, snapshots_kept=2, snapshots_kept_for=0.0, log_kept=0, compression=true,
         page_load="eager", snapshot_log_bytes=Some(268435456), snapshot_interval=Some(60.0),
-        snapshot_bytes_per_second=None, scrub_interval=Some(86400.0), scrub_bytes_per_second=Some(67108864)))]
+        snapshot_bytes_per_second=None, scrub_interval=Some(86400.0), scrub_bytes_per_second=Some(67108864),
+        page_memory=None))]
     #[allow(clippy::too_many_arguments, reason = "each is an option, given by its name")]
     fn new(
         py: Python<'_>,
@@ -121,6 +104,7 @@ impl PyStore {
         snapshot_bytes_per_second: Option<u64>,
         scrub_interval: Option<f64>,
         scrub_bytes_per_second: Option<u64>,
+        page_memory: Option<Py<PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let given = OpenKeywords {
             create,
@@ -147,11 +131,13 @@ impl PyStore {
             snapshot_bytes_per_second,
             scrub_interval,
             scrub_bytes_per_second,
+            page_memory,
         };
-        let options = given.into_options(py)?;
+        let raised = Raised::default();
+        let options = given.into_options(py, &raised)?;
         let shown = path.display().to_string();
         crate::log::look(py)?;
-        let store = py.detach(|| Store::open(&path, options)).or_raise(py, Some(&shown))?;
+        let store = raised.or(py.detach(|| Store::open(&path, options)).or_raise(py, Some(&shown)))?;
         let gate = Gate::new(store, &path, self::ack(ack)?);
         let reader = Reader::new(Source::Store(gate.clone()));
         Ok(PyClassInitializer::from(reader).add_subclass(Self { gate }))
@@ -426,6 +412,24 @@ impl PyStore {
         PyWorkingCopy::make(slf.py(), &slf.gate, page, memory, (width, shadow), load)
     }
 
+    /// Takes a page out of the store, and gives its memory to the caller: for recovered weights that go on as
+    /// a model's. The page is gone from every later open when this returns.
+    ///
+    /// A page that lives in a tensor of the caller's (`Batch.create_in`) leaves that to the caller.
+    ///
+    /// :raises UnknownPageError, UnknownKeyError, DamagedError; LeasedError while it is leased or pinned;
+    ///     DeviceError if it is on disk, and has no memory. Nothing changed.
+    ///
+    /// >>> with remanent.Store(directory, device="host") as store:
+    /// ...     store["w"] = b"weights"
+    /// ...     store.release("w").read(), len(store)
+    /// (b'weights', 0)
+    fn release(slf: PyRef<'_, Self>, page: &Bound<'_, PyAny>) -> PyResult<PyPageMemory> {
+        let page = slf.as_super().find(page)?.page;
+        let bytes = slf.gate.call(slf.py(), |store| store.release(page))?;
+        Ok(PyPageMemory::of(&slf.gate, bytes))
+    }
+
     /// Begins to read ranges of many pages, all as of one batch: the newest one submitted so far, or a later
     /// one. Wait for what it returns, or `await` it.
     ///
@@ -446,9 +450,10 @@ impl PyStore {
     /// number.
     ///
     /// :param pages: as for `read_many`. :param outs: an iterable of as many contiguous, writable buffers of
-    ///     the host, each exactly as long as its range.
-    /// :raises BufferError, ValueError: nothing was read. As for `read_many`. If the call fails, the buffers
-    ///     are as they were.
+    ///     the host, each exactly as long as its range; or, where pages live on a GPU, of tensors there, of
+    ///     which no two overlap.
+    /// :raises BufferError, ValueError: nothing was read. As for `read_many`. If the call fails, buffers of
+    ///     the host are as they were, and any of a GPU may be filled.
     ///
     /// >>> a, b = bytearray(8), bytearray(2)
     /// >>> with remanent.Store(directory) as store:

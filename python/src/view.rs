@@ -162,8 +162,8 @@ impl PyView {
     ///     tensor.
     /// :param device: where all of it lies: "host", "cuda:0", …
     /// :raises BufferError: memory lies elsewhere, or cannot be written. OutOfBoundsError,
-    ///     MemoryRefusedError: memory is shorter or longer than its page. As for `read`; then any of it may
-    ///     have changed.
+    ///     MemoryRefusedError: memory is shorter or longer than its page, or overlaps another one's. As for
+    ///     `read`; then any of it may have changed.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     store["k"], store["v"] = b"keys", b"values"

@@ -61,11 +61,91 @@ def test_tensors_of_a_gpu_go_into_its_pages(directory: str) -> None:
         out = torch.empty(1 << 20, dtype=torch.float32, pin_memory=True)
         store.read_into("y", out)
         assert (out.numpy() == expected * 2).all()
-        with pytest.raises(BufferError):
-            store.read_into("y", torch.empty(1 << 20, device="cuda"))
         assert store.audit() == []
     with remanent.Store(directory, device="host") as store:
         assert (store.numpy("y") == expected * 2).all(), "the same pages without the GPU"
+
+
+def test_ranges_of_pages_are_read_into_tensors_of_a_gpu(directory: str) -> None:
+    with remanent.Store(directory, device="cuda:0") as store:
+        places = ("device:0", "host", "disk")
+        contents = {place: torch.randint(0, 256, (200_001,), dtype=torch.uint8) for place in places}
+        with store.batch() as batch:
+            for place, content in contents.items():
+                batch.create(content, key=place, place=place)
+        out = torch.zeros(200_001, dtype=torch.uint8, device="cuda")
+        for place, content in contents.items():
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                # What is under way on the stream ends before the bytes come.
+                torch.cuda._sleep(50_000_000)
+                out.fill_(1)
+                assert store.read_into(place, out) == 200_001 and torch.equal(out.cpu(), content)
+            assert store.read_into(place, OnlyInterface(out[:100]), 200_001 - 100) == 100
+            torch.cuda.synchronize()
+            assert torch.equal(out[:100].cpu(), content[-100:])
+            assert store.read_into(place, out[:0], 7) == 0
+        parts = [out[:1000], out[5000:5001], out[6000:]]
+        lsn = store.read_many_into([("host", 3, 1000), ("disk", 7, 1), ("device:0", 0, 200_001 - 6000)], parts)
+        assert lsn == store.lsn and torch.equal(parts[0].cpu(), contents["host"][3:1003])
+        assert parts[1].item() == contents["disk"][7] and torch.equal(parts[2].cpu(), contents["device:0"][:-6000])
+        for page, tensor, offset, error in (("host", out, 1, remanent.OutOfBoundsError),
+                                            ("host", out[::2], 0, BufferError), ("nothing", out, 0, LookupError)):
+            with pytest.raises(error):
+                store.read_into(page, tensor, offset)
+        for tensors in ([out[:10], out[5:15]], [out[:10], torch.zeros(10, dtype=torch.uint8)]):
+            with pytest.raises(BufferError):
+                store.read_many_into([("host", 0, 10), ("disk", 0, 10)], tensors)
+    with remanent.Store(directory, device="host") as store, pytest.raises(BufferError):
+        store.read_into("host", out)
+    with remanent.View(directory) as view, pytest.raises(BufferError):
+        view.read_into("host", out)
+
+
+def test_pages_live_in_tensors_of_a_gpu(directory: str) -> None:
+    weight = torch.arange(100_000, device="cuda", dtype=torch.float32)
+    expected = weight.clone()
+    with remanent.Store(directory, device="cuda:0") as store:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), store.batch(ack="applied") as batch:
+            torch.cuda._sleep(50_000_000)
+            weight += 1
+            batch.create_in(weight, key="w", metadata={"dtype": "F32", "shape": [100_000]})
+            batch.create_in(torch.ones(10, device="cuda"), key="zeros", zeros=True)
+            batch.create(torch.ones(1000, device="cuda"), key="own", place="device:0")
+        torch.cuda.synchronize()
+        expected += 1
+        assert torch.equal(weight, expected) and (store.numpy("w") == expected.cpu().numpy()).all()
+        assert store.info("w").place == "device:0" and store["zeros"] == bytes(40)
+        with store.batch(ack="applied") as batch:
+            batch.scatter("w", [7], torch.tensor([5.0]).numpy().tobytes(), width=4)
+        expected[7] = 5
+        with store.pin("w"):
+            assert torch.equal(weight, expected)
+        for tensor in (weight, weight[50:60]):
+            batch = store.batch()
+            batch.create_in(tensor)
+            with pytest.raises(remanent.MemoryRefusedError):
+                store.commit(batch)
+        released, own = store.release("zeros"), store.release("own")
+        assert released.read() == bytes(40) and own.place == "device:0" and own.address
+        tensor = torch.as_tensor(own, device="cuda").view(torch.float32)
+        assert tensor.data_ptr() == own.address and (tensor == 1).all()
+        del own
+        tensor += 1
+        assert (tensor == 2).all() and "own" not in store
+    del tensor
+    held = torch.zeros_like(weight)
+    torch.cuda.synchronize()
+    with remanent.Store(directory, device="cuda:0",
+                        page_memory=lambda info: held if info.key == "w" else None) as store:
+        assert torch.equal(held, expected) and list(store) == ["w"]
+        with store.batch(ack="applied") as batch:
+            batch.fill("w", 0, 8, bytes(8))
+        assert held[:3].tolist() == [0, 0, 3]
+    for wrong in (held[1:], torch.zeros(100_000)):
+        with pytest.raises(remanent.MemoryRefusedError):
+            remanent.Store(directory, device="cuda:0", page_memory=lambda info, wrong=wrong: wrong)
 
 
 def test_files_go_from_and_to_a_gpu(directory: str) -> None:

@@ -237,6 +237,11 @@ def test_whole_pages_of_a_view_are_loaded_together(directory: str) -> None:
     by_page: dict[object, object] = {view.info(key).page: memory for key, memory in out.items()}
     view.load(by_page)
     assert out == content
+    view.prove(content)
+    view.prove([view.info("p3"), view.info("p2").page, "p2"])
+    for page, raised in ((99, remanent.UnknownPageError), ("p9", KeyError), (None, TypeError)):
+        with pytest.raises(raised):
+            view.prove(["p0", page])
     view.load({})
     array = np.zeros((7, 10_000), np.uint8)
     view.load({"p2": array}, device="host")
@@ -253,6 +258,7 @@ def test_whole_pages_of_a_view_are_loaded_together(directory: str) -> None:
         ({"p0": bytearray(5)}, "auto", ValueError),
         ({"p0": bytearray(5)}, "somewhere", ValueError),
         ({"p0": 5}, "host", TypeError),
+        ({"p2": array, "p0": array.reshape(-1)[69_995:]}, "host", remanent.MemoryRefusedError),
     ]
     for pages, device, error in refused:
         with pytest.raises(error):

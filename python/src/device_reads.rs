@@ -1,0 +1,37 @@
+//! Reads of an open store into a GPU's memory of the caller's.
+
+use std::ops::Range;
+
+use remanent::{DeviceBytes, Error, PageId, Result, Store};
+
+use crate::memory::CudaBytes;
+
+/// Fills memory of the store's GPU with ranges of pages, each as long as its memory, all as of one batch.
+/// Returns that batch's number.
+///
+/// # Errors
+/// As for [`Store::read_device`].
+pub fn read_device(store: &Store, ranges: Vec<(PageId, u64, CudaBytes)>) -> Result<u64> {
+    let mut adopted: Vec<(PageId, u64, DeviceBytes)> = Vec::with_capacity(ranges.len());
+    for (page, offset, out) in ranges {
+        if out.len() == 0 {
+            // Memory of no bytes has no address. There is nothing to read, if the page reaches there.
+            check_bounds(store, page, offset)?;
+            continue;
+        }
+        adopted.push((page, offset, out.adopt(store)?));
+    }
+    let named: Vec<_> = adopted.iter().map(|(page, offset, bytes)| (*page, *offset, bytes)).collect();
+    store.read_device(&named).map(|lsn| lsn.0)
+}
+
+fn check_bounds(store: &Store, page: PageId, offset: u64) -> Result<()> {
+    let page_len = store.page(page)?.len;
+    if offset > page_len { Err(Error::OutOfBounds { page, offset, len: 0, page_len }) } else { Ok(()) }
+}
+
+/// The same for ranges of which each has its memory, if all of that is a GPU's.
+pub fn fill_device(store: &Store, ranges: &[(PageId, Range<u64>)], outs: Vec<CudaBytes>) -> Result<u64> {
+    let ranges = ranges.iter().zip(outs).map(|((page, range), out)| (*page, range.start, out));
+    read_device(store, ranges.collect())
+}
