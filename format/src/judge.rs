@@ -9,18 +9,24 @@
 //!
 //! | it | means | asked by |
 //! |---|---|---|
-//! | is a *start* | its chain, the log after it, and all final images hold | [`Start::blocked_by`] |
+//! | is a *start* | its chain, the log after it, and all images that an open reads hold | [`Start::blocked_by`] |
 //! | *stands* | its own state can be computed, with the log up to its end | [`Start::lost_by`] |
 //! | is *recorded* | the newest seal names it, so no crash can have taken it away | [`Record::names`] |
 //! | is a *link alone* | a newer one is recorded, and it is not | [`Record::is_link_alone`] |
+//!
+//! An open reads the images of all pages but some of those in [`Place::Disk`]: an image that a verified snapshot names
+//! for such a page was read back when the snapshot was. Damage to one concerns that page alone
+//! ([`Start::damaged_pages`]). An open that loads pages on demand leaves more of them for later, and one in less memory
+//! takes pages to disk; the verdict is that of an open that does neither.
 
 use std::collections::BTreeMap;
 
 use crate::defect::{Damage, Defect};
 use crate::frame::VerifiedSnapshot;
-use crate::ids::{Lsn, SnapshotId};
+use crate::ids::{Lsn, PageId, Place, SnapshotId};
 use crate::image::ImageRef;
 use crate::image::read::check_image;
+use crate::manifest::Manifest;
 use crate::names::{FileName, ReadAt};
 use crate::state::follow::Resolution;
 use crate::state::reach::Reach;
@@ -42,6 +48,15 @@ impl Record<'_> {
     #[must_use]
     pub fn is_link_alone(self, snapshot: SnapshotId) -> bool {
         !self.names(snapshot) && self.0.iter().any(|entry| entry.snapshot > snapshot)
+    }
+
+    /// Whether it names a snapshot just as it lies on disk, with all links that it follows.
+    #[must_use]
+    pub fn has_verified(self, survey: &Survey, snapshot: SnapshotId) -> bool {
+        let Some(Ok((_, health))) = survey.links.get(&snapshot) else { return false };
+        let on_disk = (snapshot, health.header_crc);
+        let is_named = self.0.iter().any(|entry| (entry.snapshot, entry.manifest_crc) == on_disk);
+        is_named && survey.chain(snapshot).is_ok()
     }
 
     /// Damage to the manifests of named snapshots: one is missing, unreadable, or another one than was
@@ -82,6 +97,9 @@ pub struct Start {
     pub is_exact: bool,
     /// The damage that keeps recovery from starting here.
     pub blocked_by: Vec<Damage>,
+    /// Damage to images of pages on disk that an open from here does not read. It keeps no open from starting: reads of
+    /// these pages fail until a batch writes them whole or deletes them.
+    pub damaged_pages: Vec<(PageId, Damage)>,
     /// The damage that keeps the store from going back to just this state. It is not asked of a link alone.
     pub lost_by: Vec<Damage>,
 }
@@ -172,6 +190,7 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
             is_link_alone: false,
             is_exact: false,
             blocked_by: Vec::new(),
+            damaged_pages: Vec::new(),
             lost_by: Vec::new(),
         };
         match &candidate {
@@ -179,7 +198,14 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
                 Ok(state) => {
                     let record = state.end.as_ref().map(|end| &end.verified[..]).unwrap_or_default();
                     start.blocked_by.extend(Reach::of(survey, record).check_start(base.as_deref()).err());
-                    start.blocked_by.extend(images_of(&state, images));
+                    let is_verified = snapshot.is_some_and(|id| Record(record).has_verified(survey, id));
+                    let verified = base.as_deref().filter(|_| is_verified);
+                    for (page, damage) in images_of(&state, images) {
+                        match stays_unread(page, &state, verified) {
+                            true => start.damaged_pages.push((page, damage)),
+                            false => start.blocked_by.push(damage),
+                        }
+                    }
                     if start.blocked_by.is_empty() && verdict.opens_from.is_none() {
                         (verdict.opens_from, verdict.state) = (Some(verdict.starts.len()), Some(state));
                     }
@@ -204,7 +230,7 @@ pub fn judge(survey: &Survey, source: &dyn ReadAt, images: &mut ImageProofs<'_>)
         if !start.is_link_alone {
             start.lost_by = survey
                 .own_state(source, snapshot)
-                .map_or_else(|damage| vec![damage], |state| images_of(&state, images));
+                .map_or_else(|damage| vec![damage], |state| damaged_images(&state, images));
         }
     }
     verdict
@@ -218,10 +244,25 @@ impl Survey {
     }
 }
 
-/// Damage to the images that a state is made from.
-fn images_of(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<Damage> {
+/// Damage to the images that a state is made from, each with its page.
+fn images_of(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<(PageId, Damage)> {
     let bases = state.resolved.bases.iter();
-    bases.filter_map(|(_, base)| images.check(base.lsn, base.image, base.len)).collect()
+    bases.filter_map(|(page, base)| Some((page, images.check(base.lsn, base.image, base.len)?))).collect()
+}
+
+/// The same without the pages.
+fn damaged_images(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<Damage> {
+    images_of(state, images).into_iter().map(|(_, damage)| damage).collect()
+}
+
+/// Whether an open leaves the image of a page unread: the page stays on disk, and the snapshot from which the open
+/// starts names the image and is recorded as verified.
+fn stays_unread(page: PageId, state: &Resolution, verified: Option<&Manifest>) -> bool {
+    let Some(verified) = verified else { return false };
+    let is_on_disk = state.resolved.table.get(page).is_some_and(|info| info.place == Place::Disk);
+    let image = state.resolved.bases.get(page).and_then(|base| base.image);
+    let named = verified.entries.binary_search_by_key(&page, |entry| entry.page).ok();
+    is_on_disk && named.is_some_and(|at| verified.entries[at].image == image)
 }
 
 impl std::fmt::Debug for ImageProofs<'_> {

@@ -2,6 +2,7 @@
 
 use remanent_format::SnapshotId;
 use remanent_format::frame::VerifiedSnapshot;
+use remanent_format::judge::Record;
 use remanent_format::log::LogEnd;
 use remanent_format::manifest::Manifest;
 use remanent_format::state::follow::Resolution;
@@ -42,8 +43,7 @@ pub(super) fn verified<'s>(
 /// Whether a frame records the snapshot from which recovery starts as verified (I7).
 pub(super) fn is_verified(survey: &Survey, base: &Manifest, resolution: &Resolution) -> bool {
     let end = resolution.end.as_ref().expect("followed to its end");
-    let found = on_disk(survey, base.snapshot);
-    end.verified.iter().any(|entry| is_same(found, entry))
+    Record(&end.verified).has_verified(survey, base.snapshot)
 }
 
 /// A snapshot as a record of verified ones would name it; `None` if a link of it cannot be read.

@@ -6,8 +6,10 @@
 //! is the final state or a refusal, nothing else. The states are those that callers saw in the open store,
 //! batch by batch: they come from memory, not from the files under test.
 //!
-//! `sweeps.rs` chooses how much is damaged.
+//! The victims, and the stores that are opened from damaged files, write their images in each of the three ways in turn.
+//! `in_place.rs` has one whose image files were written again where they lay. `sweeps.rs` chooses how much is damaged.
 
+mod in_place;
 pub mod on_disk;
 mod sweeps;
 mod verdicts;
@@ -16,7 +18,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
 use remanent::testing::sim_disk::{CrashPlan, Moment, SimDisk, Tears};
-use remanent::{Error, FileName, Folder, Key, Lsn, Metadata, PageId, Place, SnapshotId, Store, Width};
+use remanent::{
+    Error, FileName, Folder, ImageIo, Key, Lsn, Metadata, PageId, Place, SnapshotId, Store, Width,
+};
 use remanent_format::limits::SECTOR_LEN;
 use remanent_format::log::TornTail;
 use remanent_format::state::rebuild::rebuild;
@@ -53,15 +57,16 @@ enum Verdict {
 }
 
 impl Victim {
-    /// A store with two snapshots and log after each, closed cleanly and opened again on the way.
+    /// A store with two snapshots and log after each, closed cleanly and opened again on the way. Images are mapped.
     pub fn closed() -> Self {
-        let (disk, states, older) = Self::build();
+        let (disk, states, older) = Self::build(ImageIo::Mapped);
         Self::of(Files::of(&disk), states, older)
     }
 
-    /// The same, but its process was killed with batches in the log that no mark covers.
+    /// The same, but its process was killed with batches in the log that no mark covers. Images are written past the
+    /// cache.
     pub fn killed() -> Self {
-        let (disk, states, older) = Self::build();
+        let (disk, states, older) = Self::build(ImageIo::Direct);
         let last = *states.keys().next_back().unwrap();
         let mut found = None;
         let plan = CrashPlan { tears: Tears::None, ..CrashPlan::default() };
@@ -92,10 +97,10 @@ impl Victim {
         Self { files, states, last, marked, older }
     }
 
-    fn build() -> (SimDisk, BTreeMap<Lsn, State>, Vec<Files>) {
+    fn build(io: ImageIo) -> (SimDisk, BTreeMap<Lsn, State>, Vec<Files>) {
         let disk = SimDisk::new();
         let (mut states, mut older) = (BTreeMap::new(), Vec::new());
-        let mut store = open_victim(&disk);
+        let mut store = open_by(&disk, io);
         let mut batch = store.batch();
         let key = Key::new("weights").unwrap();
         batch
@@ -128,7 +133,7 @@ impl Victim {
             }
             if batches == 25 {
                 store.close().unwrap();
-                store = open_victim(&disk);
+                store = open_by(&disk, io);
             }
         }
         store.close().unwrap();
@@ -165,14 +170,18 @@ impl Victim {
     fn open(&self, what: &str, files: &Files) -> Verdict {
         let disk = files.disk();
         // One thread replays, or several do by windows: the rule is the same.
-        let drawn = what.bytes().fold(0, |drawn, byte| mix(drawn ^ u64::from(byte)));
+        let drawn = draw(what);
         let window_len = [0, 4 << 10, 12 << 10][drawn as usize % 3];
-        match open_with(&disk, small().replay_window_len(window_len)) {
+        match open_with(&disk, small().replay_window_len(window_len).image_io(image_io(drawn >> 8))) {
             Ok(store) => {
                 let recovered = store.recovered();
                 let state = State::of(&store);
                 let verdict = self.judge(what, &state, recovered.position.lsn, recovered.torn.as_ref());
                 verdicts::agrees(what, files, Ok(recovered));
+                // Now and then it writes images among the damaged ones, too.
+                if drawn >> 32 & 7 == 0 {
+                    store.snapshot().unwrap_or_else(|error| panic!("{what}: a snapshot: {error}"));
+                }
                 drop(store);
                 let store = open(&disk).unwrap_or_else(|error| panic!("{what}: opened once: {error}"));
                 assert!(State::of(&store) == state, "{what}: another state when opened again");
@@ -191,7 +200,22 @@ impl Victim {
 
 /// Opens a store that holds no space back, so that most bytes of its files matter.
 fn open_victim(disk: &SimDisk) -> Store {
-    open_with(disk, small().reserve_bytes(0)).unwrap()
+    open_by(disk, ImageIo::Buffered)
+}
+
+/// The same with a way to write images.
+fn open_by(disk: &SimDisk, io: ImageIo) -> Store {
+    open_with(disk, small().reserve_bytes(0).image_io(io)).unwrap()
+}
+
+/// One of the ways to write images: all of them take their turn.
+pub fn image_io(number: u64) -> ImageIo {
+    [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct][number as usize % 3]
+}
+
+/// A number for a case, the same one each time.
+pub fn draw(what: &str) -> u64 {
+    what.bytes().fold(0, |drawn, byte| mix(drawn ^ u64::from(byte)))
 }
 
 /// Commits one batch with operations of every kind.

@@ -6,7 +6,6 @@
 
 use remanent::{Compression, Direction, Options, Shadow};
 use remanent_format::image::Codec;
-use remanent_format::judge::{ImageProofs, judge};
 
 use super::*;
 
@@ -26,7 +25,7 @@ pub fn victim() -> Victim {
     const CAPTURED_LEN: u64 = 6 << 10;
     let disk = SimDisk::new();
     let mut states = BTreeMap::new();
-    let mut store = open_with(&disk, options()).unwrap();
+    let mut store = open_with(&disk, options().image_io(ImageIo::Direct)).unwrap();
     let mut batch = store.batch();
     for (seed, len) in [3000, CAPTURED_LEN, 3000, 3000].into_iter().enumerate() {
         batch.create_from(bytes(seed as u64, len), Place::Disk);
@@ -58,7 +57,7 @@ pub fn victim() -> Victim {
         if round == 0 {
             store.snapshot().unwrap();
             store.close().unwrap();
-            store = open_with(&disk, options()).unwrap();
+            store = open_with(&disk, options().image_io(ImageIo::Mapped)).unwrap();
         }
     }
     commit(&store, &|batch| _ = batch.write(pages[2], 100, b"later").fill(pages[4], 3, 90, &[7]));
@@ -110,13 +109,14 @@ impl Outcomes {
         let changed = changed(victim, files);
         let state = &victim.states[&victim.last];
         let disk = files.disk();
-        let store = match open_with(&disk, options()) {
+        let store = match open_with(&disk, options().image_io(image_io(draw(what)))) {
             Ok(store) => store,
             Err(Error::Damaged(damage)) => {
                 // The log may miss another segment than the one that is in its place.
                 let is_log = changed.iter().any(|file| file.folder() == Folder::Log);
                 assert!(is_log || changed.contains(&damage.file), "{what}: {damage}");
                 assert_eq!(victim.rebuild(what, files), Verdict::Refused, "{what}: {damage}");
+                verdicts::agrees(what, files, Err(&damage));
                 self.refused += 1;
                 return;
             }
@@ -135,17 +135,14 @@ impl Outcomes {
                 Err(error) => panic!("{what}: page {}: {error}", info.page),
             }
         }
+        let (_, verdict) = verdicts::agrees(what, files, Ok(store.recovered())).unwrap();
+        assert_eq!(verdicts::damaged_pages(&verdict), lost, "{what}: the pages that are called damaged");
         if lost.is_empty() {
             assert!(State::of(&store) == *state, "{what}");
             self.whole += 1;
             return;
         }
         assert!(lost.len() <= pages_max && lost.is_subset(&pages_in(victim, &changed)), "{what}: {lost:?}");
-        // A reader of all files names the same one, without opening them.
-        let (survey, mut proofs) = (Survey::read(files).unwrap(), ImageProofs::new(files));
-        let judged = judge(&survey, files, &mut proofs).starts;
-        let mut blocked = judged.iter().flat_map(|start| &start.blocked_by);
-        assert!(blocked.any(|damage| changed.contains(&damage.file)), "{what}: {judged:?}");
         mend(&store, state, &lost, what);
         drop(store);
         let store = open_with(&disk, options()).unwrap_or_else(|error| panic!("{what}: mended: {error}"));

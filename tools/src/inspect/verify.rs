@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use remanent_format::image::{ImageFileHeader, ImageFileHeaderRaw};
 use remanent_format::judge::{ImageProofs, Start, Verdict, judge};
-use remanent_format::{Damage, Defect, FileName, Lsn, ReadAt, SnapshotId};
+use remanent_format::{Damage, Defect, FileName, Lsn, PageId, ReadAt, SnapshotId};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::json::object;
@@ -18,7 +18,7 @@ const EXAMPLES: &str = "\
 Checked are STORE, both copies of every manifest, every image that a kept snapshot names, the log from each \
 snapshot to its end, and that each snapshot is there which the log records as kept. A torn tail is left by a crash \
 and is no damage. Each finding says what it costs: nothing, time (recovery takes an older snapshot), the way \
-back to a snapshot, or the store. While a process writes to the store, what looks wrong is read again.
+back to a snapshot, a page on disk, or the store. While a process writes to the store, what looks wrong is read again.
 
 Examples:
   remanent verify store && echo sound
@@ -164,6 +164,7 @@ fn look_once(
         for start in &mut verdict.starts {
             start.blocked_by.retain(is_lasting);
             start.lost_by.retain(is_lasting);
+            start.damaged_pages.retain(|(_, damage)| is_lasting(damage));
         }
         verdict.lost.retain(is_lasting);
         let is_open = |start: &Start| start.blocked_by.is_empty();
@@ -223,6 +224,18 @@ fn findings(
                 find(damage.clone(), cost.clone());
             }
         }
+        // Where recovery starts, a bad image of a page on disk costs that page.
+        let is_opened = Some(index) == verdict.opens_from;
+        for (damage, pages) in by_image(&start.damaged_pages) {
+            if is_opened {
+                find(
+                    damage.clone(),
+                    format!("{pages}: no read of it succeeds until it is written whole or deleted"),
+                );
+            } else if is_promised {
+                find(damage.clone(), format!("nothing now: {pages}, if recovery had to start from {name}"));
+            }
+        }
         for damage in &start.lost_by {
             find(damage.clone(), format!("the way back to {name}"));
         }
@@ -252,6 +265,18 @@ fn findings(
         }
     }
     findings
+}
+
+/// Damage to images, each once, with the names of all pages that are made from it.
+fn by_image(damaged: &[(PageId, Damage)]) -> Vec<(&Damage, String)> {
+    let mut found: Vec<(&Damage, String)> = Vec::new();
+    for (page, damage) in damaged {
+        match found.iter_mut().find(|(known, _)| (known.file, known.offset) == (damage.file, damage.offset)) {
+            Some((_, pages)) => pages.push_str(&format!(", page {page}")),
+            None => found.push((damage, format!("page {page}"))),
+        }
+    }
+    found
 }
 
 /// Whether a snapshot stays without the log after it.

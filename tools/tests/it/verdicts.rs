@@ -16,7 +16,7 @@ const FLIPS: usize = 25;
 const ZEROED: usize = 15;
 
 fn options() -> Options {
-    Options::default().segment_len(64 << 10).compression(Compression::Off).reserve_bytes(0)
+    Options::default().segment_len(64 << 10).compression(Compression::Off).reserve_bytes(0).chunk_len(4096)
 }
 
 fn open(path: &str) -> Result<Store, Error> {
@@ -143,6 +143,22 @@ fn reopened() -> Scratch {
     work.reopen().close()
 }
 
+/// Of two pages the newest snapshot has the image, one of them in an overlay over an older one.
+fn on_disk() -> Scratch {
+    let scratch = Scratch::new();
+    let work = Work { store: open(&scratch.store()).unwrap(), scratch };
+    let mut batch = work.store.batch();
+    for len in [3000, 2900] {
+        batch.create_from(vec![len as u8; len], Place::Disk);
+    }
+    batch.create(100, Place::Host);
+    work.store.commit(batch).unwrap();
+    work.store.snapshot().unwrap();
+    work.commit(2);
+    work.store.snapshot().unwrap();
+    work.close()
+}
+
 /// What is done to one file.
 #[derive(Clone, Copy, Debug)]
 enum Damage {
@@ -216,6 +232,18 @@ fn agree(what: &str, path: &str) -> Verdict {
             assert_eq!(from, &serde_json::Value::from(expected), "{all}");
             assert_eq!(summary.as_ref().unwrap()["lsn"], recovered.position.lsn.0, "{all}");
             assert!(said.code == 1 || said.code == 0 && recovered.harmless.is_empty(), "{all}{recovered:?}");
+            for info in store.pages().unwrap() {
+                let is_damaged = match store.read_to_vec(info.page) {
+                    Err(Error::Damaged(_)) => true,
+                    read => read.map(|_| false).unwrap_or_else(|error| panic!("{all}\nbut {error}")),
+                };
+                let costs = format!("page {}: no read of it succeeds", info.page);
+                let is_named = said
+                    .json()
+                    .iter()
+                    .any(|line| line["cost"].as_str().is_some_and(|cost| cost.contains(&costs)));
+                assert_eq!(is_damaged, is_named, "page {}: {all}", info.page);
+            }
             if said.code == 0 { Verdict::Clean } else { Verdict::Opens }
         }
         Err(error @ (Error::Damaged(_) | Error::NoStore { .. } | Error::ForeignDirectory { .. })) => {
@@ -239,7 +267,7 @@ enum Verdict {
 #[test]
 fn the_command_says_what_an_open_does() {
     type Subject = (&'static str, fn() -> Scratch);
-    let subjects: [Subject; 7] = [
+    let subjects: [Subject; 8] = [
         ("a named snapshot, and more log", named),
         ("a named snapshot that newer ones outlived", named_and_newer),
         ("an exact snapshot after another one", exact),
@@ -247,6 +275,7 @@ fn the_command_says_what_an_open_does() {
         ("a restore that no snapshot stands after", restored_in_the_log),
         ("a fork, with log of its own", forked),
         ("several incarnations", reopened),
+        ("pages on disk", on_disk),
     ];
     std::thread::scope(|scope| {
         for (name, make) in subjects {

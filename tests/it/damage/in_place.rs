@@ -1,0 +1,112 @@
+//! Damage to a store whose image files were written again where they lay: devices copied pages to their memory, so a
+//! file is as long as it was, and its tail has bytes of older images.
+//!
+//! The files come from a file system in memory, for a simulated disk has none that a device may write to.
+
+use remanent::device::host::HostDevice;
+use remanent::{Compression, Options};
+use remanent_format::image::ImageRef;
+
+use super::*;
+use crate::machine::skipped;
+
+fn options() -> Options {
+    let options = small().reserve_bytes(0).snapshots_kept(1).chunk_len(16 << 10);
+    options.compression(Compression::Off).image_io(ImageIo::Mapped)
+}
+
+/// A store that was closed cleanly, and where the images of its newest snapshot end in a file that is longer; `None`,
+/// said aloud, where there are no files in memory.
+fn victim() -> Option<(Victim, FileName, u64)> {
+    let folder = tempfile::tempdir_in("/dev/shm");
+    let folder =
+        folder.inspect_err(|error| skipped("files in memory", &format!("/dev/shm: {error}"))).ok()?;
+    let store = Store::open_with(folder.path(), std::sync::Arc::new(HostDevice::new()), options()).unwrap();
+    let mut states = BTreeMap::new();
+    let mut commit = |fill: &dyn Fn(&mut remanent::WriteBatch)| {
+        let mut batch = store.batch();
+        fill(&mut batch);
+        let pages = store.commit(batch).unwrap().pages;
+        states.insert(store.lsn(), State::of(&store));
+        pages
+    };
+    let lens = [3000, 2000, 5000];
+    let pages = commit(&|batch| lens.iter().for_each(|len| _ = batch.create(*len, Place::Device(0))));
+    // Nearly all of each page changes, so that a snapshot writes all of them.
+    let change = |batch: &mut remanent::WriteBatch, seed: u64, pages: &[PageId]| {
+        for page in pages {
+            let len = lens[page.0 as usize - 1] - 1;
+            let bytes: Vec<u8> = (0..len).map(|at| mix(seed << 40 | page.0 << 20 | at) as u8).collect();
+            batch.write(*page, 0, &bytes);
+        }
+    };
+    for seed in 0..4 {
+        commit(&|batch| change(batch, seed, &pages));
+        store.snapshot().unwrap();
+    }
+    commit(&|batch| _ = batch.delete(pages[2]));
+    for seed in 4..6 {
+        commit(&|batch| change(batch, seed, &pages[..2]));
+        store.snapshot().unwrap();
+    }
+    (6..9).for_each(|seed| _ = commit(&|batch| change(batch, seed, &pages[..1])));
+    assert!(store.stats().snapshots.bytes_in_place > 0, "none was in place");
+    let last = store.lsn();
+    store.close().unwrap();
+    let files = read_folder(folder.path());
+    let newest = Survey::read(&files).unwrap().snapshot(SnapshotId(6)).unwrap();
+    let images: Vec<ImageRef> = newest.entries.iter().filter_map(|entry| entry.image).collect();
+    let file = FileName::Pages(images[0].file);
+    assert!(images.iter().all(|image| image.file == images[0].file), "one file has all of them");
+    let end =
+        images.iter().map(|image| image.offset + image.stored_len).max().unwrap().next_multiple_of(4096);
+    let tail = &files.0[&file][end as usize..];
+    assert!(tail.iter().filter(|byte| **byte != 0).count() > 1000, "{file} ends in {} bytes", tail.len());
+    Some((Victim { files, states, last, marked: last, older: Vec::new() }, file, end))
+}
+
+/// The files of a store in a directory.
+fn read_folder(root: &std::path::Path) -> Files {
+    let mut files = Files::default();
+    for folder in [Folder::Root, Folder::Log, Folder::Pages, Folder::Snapshots] {
+        for entry in std::fs::read_dir(root.join(folder.name())).unwrap() {
+            let entry = entry.unwrap();
+            let name = FileName::parse(folder, entry.file_name().to_str().unwrap());
+            if let Some(name) = name.filter(|name| !matches!(name, FileName::Lock | FileName::Readers)) {
+                files.0.insert(name, std::fs::read(entry.path()).unwrap());
+            }
+        }
+    }
+    files
+}
+
+#[test]
+fn damage_to_files_that_were_written_again_in_place_is_noticed_or_not_needed() {
+    let Some((victim, image_file, end)) = victim() else { return };
+    let count = Count::default();
+    mutilate(&victim.files, &Files::default(), |what, files| {
+        let verdict = victim.open(what, files);
+        assert_eq!(verdict, victim.rebuild(what, files), "{what}");
+        count.add(verdict);
+    });
+    let [whole, cut, traceless, refused] = count.get("a file mutilated, opened");
+    assert_eq!((cut, traceless), (0, 0));
+    assert!(whole >= at_least(100) && refused >= at_least(30), "{whole} whole, {refused} refused");
+
+    // Bits of images and of spares: what was there before costs nothing, and nothing else is free.
+    let is_image = |file: FileName| file.folder() == Folder::Pages;
+    let places: Vec<_> = (0..victim.files.bytes_len()).map(|number| place(&victim.files, number)).collect();
+    let places: Vec<_> = places.into_iter().filter(|(file, _)| is_image(*file)).collect();
+    let count = Count::default();
+    let step = if is_long() { 1 } else { 61 };
+    sweep(&victim.files, places.len() / step, |files, number| {
+        let place = places[number * step];
+        let verdict = open_flipped(&victim, files, place, mix(number as u64) % 8);
+        let is_old = place.0 != image_file || place.1 as u64 >= end;
+        assert!(!is_old || verdict == Verdict::Whole, "{place:?}: {verdict:?}");
+        count.add(verdict);
+    });
+    let [whole, cut, traceless, refused] = count.get("a bit of an image flipped, opened");
+    assert_eq!((cut, traceless), (0, 0));
+    assert!(whole >= at_least(100) && refused >= at_least(10), "{whole} whole, {refused} refused");
+}
