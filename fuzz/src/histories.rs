@@ -54,6 +54,7 @@ fn live_through(actions: &[Action], choices: Choices) -> Tally {
     let setting = Setting {
         options: with_tiers(Options::default().log_io(log_io).image_io(image_io).ack(ack)),
         in_background: choices.in_background,
+        is_cramped: false,
         device: if choices.is_late { &late } else { &host },
     };
     let mut tally = Tally::default();

@@ -2,7 +2,7 @@
 //!
 //! A history is batches of every operation, valid and not, snapshots with and without names, pruning,
 //! restores, forks, clean reopenings and crashes; in one of the runs the store takes snapshots on its own,
-//! too. A crash forgets the store and opens a copy of its directory, as it lies there in the middle of its
+//! too, and in another one it moves pages down tiers that are too small for them. A crash forgets the store and opens a copy of its directory, as it lies there in the middle of its
 //! work: so does the death of a process leave it. `plain.rs` is the model, written from the promises and not
 //! from the engine; `history.rs` says what a history is, `draw.rs` draws one, `run.rs` runs it. After every
 //! opening, and at the end, the store, the pure `rebuild` of its directory, and the model must agree on
@@ -19,6 +19,8 @@ pub mod plain;
 pub mod run;
 
 use std::any::Any;
+use std::cell::RefCell;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -29,66 +31,50 @@ use remanent::device::host::HostDevice;
 use remanent::disk::Disk;
 use remanent::disk::dir::{DirDisk, DirReader};
 use remanent::testing::late_device::LateDevice;
-use remanent::{Error, LogIo, Options, PageLoad, StatePoint, Store};
+use remanent::{Error, LogIo, Options, PageLoad, Place, StatePoint, Store};
 use remanent_format::ReadAt;
 use tempfile::TempDir;
 
 use crate::{direct_io, gpu};
 use draw::history;
-use history::Action;
+use history::{Action, Step};
 use plain::Refusal;
-use run::{Floors, Ground, Left, Setting, Tally, with_tiers};
+use run::{Floors, Ground, Left, Setting, Tally, with_cramped_tiers, with_tiers};
 
 /// Seeds that every run draws histories from.
-const SEEDS: std::ops::Range<u64> = 0..20;
+const SEEDS: Range<u64> = 0..20;
+/// The same where pages move on their own.
+const CRAMPED_SEEDS: Range<u64> = 0..12;
 
 #[test]
 fn the_store_is_what_the_model_says() {
-    let tally = std::cell::RefCell::new(Tally::default());
-    let asked: Option<u64> = std::env::var("REMANENT_SEED").ok().map(|seed| seed.parse().unwrap());
+    let tally = RefCell::new(Tally::default());
     let has_gpu = gpu::device().is_some();
     let direct = direct_io::log_io();
-    for seed in asked.map_or(SEEDS, |seed| seed..seed + 1) {
-        let config =
-            Config { cases: 2, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
-        let mut bytes = [0; 32];
-        bytes[..8].copy_from_slice(&seed.to_le_bytes());
-        let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
-        let outcome = runner.run(&history(), |actions| {
-            // The same history on a device that does all at once, on one that does all late, and on a GPU
-            // (I11), and by each way to write the log.
-            let other = if seed % 2 == 0 { LogIo::Buffered } else { direct };
-            let host = || Arc::new(HostDevice::new()) as Arc<dyn Device>;
-            let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
-            let gpu = || gpu::device().expect("it was there at the start") as Arc<dyn Device>;
-            let options =
-                |log_io| with_tiers(Options::default().log_io(log_io).image_io(direct_io::image_io(log_io)));
-            // With short chunks, pages on disk of some hundred bytes have overlays.
-            let on_demand = options(other).page_load(PageLoad::OnDemand).chunk_len(4 << 10);
-            let run = |label: &str, options, in_background, device: &dyn Fn() -> Arc<dyn Device>| {
-                let tally = &mut *tally.borrow_mut();
-                let ran = catch_unwind(AssertUnwindSafe(|| {
-                    run(&actions, options, in_background, tally, device);
-                }));
-                let told = |panic: Box<dyn Any + Send>| {
-                    let message = panic_message(&*panic);
-                    TestCaseError::fail(format!("on {label}, in {}: {message}", tally.under_way))
-                };
-                ran.map_err(told)
-            };
-            run("a host device, mapped", options(LogIo::Mapped), false, &host)?;
-            run(&format!("a late device, {other}, in the background"), on_demand, true, &late)?;
-            if has_gpu {
-                run(&format!("a GPU, {direct}"), options(direct), false, &gpu)?;
-            }
-            Ok(())
-        });
-        match outcome {
-            Ok(()) => {}
-            Err(TestError::Fail(reason, actions)) => panic!("seed {seed}: {reason}\n{actions:#?}"),
-            Err(TestError::Abort(reason)) => panic!("seed {seed}: {reason}"),
+    each_history(SEEDS, |seed, actions| {
+        // The same history on a device that does all at once, on one that does all late, and on a GPU
+        // (I11), and by each way to write the log.
+        let other = if seed % 2 == 0 { LogIo::Buffered } else { direct };
+        let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
+        let options =
+            |log_io| with_tiers(Options::default().log_io(log_io).image_io(direct_io::image_io(log_io)));
+        // With short chunks, pages on disk of some hundred bytes have overlays.
+        let on_demand = options(other).page_load(PageLoad::OnDemand).chunk_len(4 << 10);
+        let plain = Setting {
+            options: options(LogIo::Mapped),
+            in_background: false,
+            is_cramped: false,
+            device: &host,
+        };
+        run("a host device, mapped", actions, &plain, &tally)?;
+        let in_background = Setting { options: on_demand, in_background: true, device: &late, ..plain };
+        run(&format!("a late device, {other}, in the background"), actions, &in_background, &tally)?;
+        if has_gpu {
+            let on_gpu = Setting { options: options(direct), device: &on_gpu, ..plain };
+            run(&format!("a GPU, {direct}"), actions, &on_gpu, &tally)?;
         }
-    }
+        Ok(())
+    });
     // The seeds must lead everywhere: a change to how histories are drawn must not make this test idle.
     let tally = tally.into_inner();
     let Tally {
@@ -109,7 +95,67 @@ fn the_store_is_what_the_model_says() {
     let enough = commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && forks >= 30;
     let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1 && unloaded >= 50;
     let enough = enough && moves >= 60 && captures >= 60;
-    assert!(asked.is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
+    assert!(asked_for().is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
+}
+
+/// Histories of a store whose tiers have less room than its pages take: it moves pages down all the time, and each
+/// has its bytes and is where it was asked for, or lower.
+#[test]
+fn a_store_that_moves_its_pages_is_what_the_model_says() {
+    let tally = RefCell::new(Tally::default());
+    let has_gpu = gpu::device().is_some();
+    each_history(CRAMPED_SEEDS, |seed, actions| {
+        let late = || Arc::new(LateDevice::seeded(host(), seed)) as Arc<dyn Device>;
+        let log_io = [LogIo::Mapped, LogIo::Buffered][seed as usize % 2];
+        let options = Options::default().log_io(log_io).image_io(direct_io::image_io(log_io));
+        let load = if seed % 3 == 0 { PageLoad::OnDemand } else { PageLoad::Eager };
+        let options = with_cramped_tiers(options).chunk_len(4 << 10).page_load(load);
+        let (label, device): (&str, &dyn Fn() -> Arc<dyn Device>) = match seed % 4 {
+            0 => ("a late device", &late),
+            1 if has_gpu => ("a GPU", &on_gpu),
+            _ => ("a host device", &host),
+        };
+        let setting = Setting { options, in_background: true, is_cramped: true, device };
+        // More pages than there is room for, before anything else.
+        let page = Step::Create { len: 500, place: Place::Device(0), key: None, metadata: None };
+        let full = (0..3).map(|_| Action::Commit(vec![page.clone(); 8]));
+        let actions: Vec<Action> = full.chain(actions.iter().cloned()).collect();
+        run(&format!("{label}, {log_io}"), &actions, &setting, &tally)
+    });
+    let tally = tally.into_inner();
+    let Tally { commits, crashes, restores, forks, evictions, moves, captures, without_room, .. } = tally;
+    let enough = commits >= 150 && crashes >= 30 && restores >= 15 && forks >= 10 && evictions >= 300;
+    let enough = enough && moves >= 40 && captures >= 5 && (1..commits / 2).contains(&without_room);
+    assert!(asked_for().is_some() || enough, "{tally:?}");
+}
+
+/// The one seed that is asked for.
+fn asked_for() -> Option<u64> {
+    std::env::var("REMANENT_SEED").ok().map(|seed| seed.parse().unwrap())
+}
+
+/// Draws histories from each seed. A failure names its seed, and its history is shrunk.
+fn each_history(seeds: Range<u64>, check: impl Fn(u64, &[Action]) -> Result<(), TestCaseError>) {
+    for seed in asked_for().map_or(seeds, |seed| seed..seed + 1) {
+        let config =
+            Config { cases: 2, failure_persistence: None, max_shrink_iters: 200, ..Config::default() };
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&seed.to_le_bytes());
+        let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
+        match runner.run(&history(), |actions| check(seed, &actions)) {
+            Ok(()) => {}
+            Err(TestError::Fail(reason, actions)) => panic!("seed {seed}: {reason}\n{actions:#?}"),
+            Err(TestError::Abort(reason)) => panic!("seed {seed}: {reason}"),
+        }
+    }
+}
+
+fn host() -> Arc<dyn Device> {
+    Arc::new(HostDevice::new())
+}
+
+fn on_gpu() -> Arc<dyn Device> {
+    gpu::device().expect("it was there at the start")
 }
 
 /// The message of a panic.
@@ -120,14 +166,16 @@ fn panic_message(panic: &(dyn Any + Send)) -> &str {
 
 /// Runs a history in a directory.
 fn run(
+    label: &str,
     actions: &[Action],
-    options: Options,
-    in_background: bool,
-    tally: &mut Tally,
-    device: &dyn Fn() -> Arc<dyn Device>,
-) {
-    let setting = Setting { options, in_background, device };
-    run::run(actions, Directory::new(), &setting, tally);
+    setting: &Setting,
+    tally: &RefCell<Tally>,
+) -> Result<(), TestCaseError> {
+    let tally = &mut *tally.borrow_mut();
+    let ran = catch_unwind(AssertUnwindSafe(|| run::run(actions, Directory::new(), setting, tally)));
+    ran.map_err(|panic| {
+        TestCaseError::fail(format!("on {label}, in {}: {}", tally.under_way, panic_message(&*panic)))
+    })
 }
 
 /// A directory that is removed at the end.

@@ -8,7 +8,7 @@ use remanent::{
     WriteBatch,
 };
 
-use super::history::{Bad, KEYS, NAMES, Step};
+use super::history::{Bad, KEYS, NAMES, Step, TIERS};
 
 /// A page with all that a store says of it.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,12 +35,25 @@ pub struct Model {
     pub names: BTreeMap<SnapshotId, String>,
     /// Whether the store takes snapshots on its own: then the store says which there are.
     pub in_background: bool,
+    /// Whether the store moves pages on its own, by batches that the model does not see. Then a page's place is the
+    /// one that was asked for last, and it is there or lower; its Lsn is not known; and batches lie between those of
+    /// the model.
+    pub is_cramped: bool,
     /// The states after earlier batches.
     past: BTreeMap<u64, Past>,
     /// The highest epoch that any page ever had.
     epoch_high: u64,
     /// The highest page id ever given.
     page_high: PageId,
+}
+
+/// Whether a page that was told to be in `asked` may be in `found`: tiers take it down, and never up.
+pub fn is_there_or_lower(asked: Place, found: Place) -> bool {
+    let rank = |place| TIERS.iter().position(|tier| *tier == place);
+    match (rank(asked), rank(found)) {
+        (Some(asked), Some(found)) => found >= asked,
+        _ => found == asked,
+    }
 }
 
 /// The state after an earlier batch, with the numbers that had been given away until then.
@@ -84,9 +97,9 @@ impl Refusal {
 }
 
 impl Model {
-    /// Makes a committed batch's changes real. `created` are the ids that the store gave.
-    pub fn install(&mut self, changed: Changed, created: &[PageId]) {
-        self.leave();
+    /// Makes the changes of batch `lsn` real. `created` are the ids that the store gave.
+    pub fn install(&mut self, lsn: u64, changed: Changed, created: &[PageId]) {
+        self.leave_to(lsn);
         assert_eq!(created.len(), changed.created, "one id for each create and clone");
         for page in created {
             assert!(*page > self.page_high, "page id {page} was given before");
@@ -116,6 +129,17 @@ impl Model {
         self.root = changed.root;
     }
 
+    /// Notes that a page was told to be in a place, in a store that moves pages on its own. `lsn` is the newest batch
+    /// once it is done.
+    pub fn told_to(&mut self, page: PageId, place: Place, lsn: u64) {
+        // The states before may have it where it was asked for then, or lower. Where it goes up, the place asked for
+        // now is true of them as well.
+        if !is_there_or_lower(place, self.pages[&page].place) {
+            self.leave_to(lsn);
+        }
+        self.pages.get_mut(&page).expect("it was picked").place = place;
+    }
+
     /// Moves a page by a batch of its own, which changes nothing else. Returns whether it was elsewhere.
     pub fn move_to(&mut self, page: PageId, place: Place) -> bool {
         if self.pages[&page].place == place {
@@ -128,8 +152,8 @@ impl Model {
     }
 
     /// Gives a page these bytes, by a batch that changes nothing else.
-    pub fn capture(&mut self, page: PageId, bytes: Vec<u8>) {
-        self.leave();
+    pub fn capture(&mut self, lsn: u64, page: PageId, bytes: Vec<u8>) {
+        self.leave_to(lsn);
         let changed = self.pages.get_mut(&page).expect("it was picked");
         (changed.bytes, changed.lsn, changed.epoch) = (bytes, self.lsn, changed.epoch + 1);
         self.epoch_high = self.epoch_high.max(changed.epoch);
@@ -178,8 +202,14 @@ impl Model {
         self.snapshots.keys().nth(pick % self.snapshots.len().max(1)).copied()
     }
 
-    /// Makes the present state a past one.
+    /// Makes the present state a past one, by the next batch.
     fn leave(&mut self) {
+        self.leave_to(self.lsn + 1);
+    }
+
+    /// Makes the present state a past one, by a batch.
+    fn leave_to(&mut self, lsn: u64) {
+        assert!(lsn > self.lsn || self.is_cramped && lsn == self.lsn, "batch {lsn} comes after {}", self.lsn);
         let past = Past {
             pages: self.pages.clone(),
             root: self.root.clone(),
@@ -188,7 +218,7 @@ impl Model {
             page_high: self.page_high,
         };
         self.past.insert(self.lsn, past);
-        self.lsn += 1;
+        self.lsn = lsn;
     }
 
     /// Forgets the batches after `lsn`, which a crash took. Only the store can say which snapshots are left;
@@ -206,11 +236,18 @@ impl Model {
 
     /// The state after a batch, as a model of its own.
     pub fn at(&self, lsn: u64) -> Self {
-        let (pages, root) = match self.past.get(&lsn) {
+        let (pages, root) = match self.past(lsn) {
             Some(past) => (past.pages.clone(), past.root.clone()),
             None => (self.pages.clone(), self.root.clone()),
         };
-        Self { pages, root, lsn, in_background: true, ..Self::default() }
+        Self { pages, root, lsn, in_background: true, is_cramped: self.is_cramped, ..Self::default() }
+    }
+
+    /// The state after a batch, if it is not the present one: of a batch that the model does not see, the state of the
+    /// one before.
+    fn past(&self, lsn: u64) -> Option<&Past> {
+        let is_present = lsn >= self.lsn;
+        (!is_present).then(|| self.past.range(..=lsn).next_back().expect("the empty store is the first").1)
     }
 
     /// The oldest batch from which on every batch can be restored for certain: of the older snapshots with
@@ -220,12 +257,12 @@ impl Model {
         last.clone().rev().nth(1).or(last.clone().next()).copied().unwrap_or(0)
     }
 
-    /// Goes back to an earlier state, in one batch. Pages that changed since get an epoch above all others,
+    /// Goes back to an earlier state, in one batch, `position`. Pages that changed since get an epoch above all others,
     /// and those that only moved keep their own.
-    pub fn restore(&mut self, lsn: u64) {
-        self.leave();
+    pub fn restore(&mut self, lsn: u64, position: u64) {
+        self.leave_to(position);
         let epoch = self.epoch_high + 1;
-        let Past { pages: old, root, .. } = self.past[&lsn].clone();
+        let Past { pages: old, root, .. } = self.past(lsn).expect("it is past").clone();
         let now = std::mem::take(&mut self.pages);
         self.gone.extend(now.keys().filter(|page| !old.contains_key(page)));
         self.gone.retain(|page| !old.contains_key(page));
@@ -399,7 +436,8 @@ impl<'a> Draft<'a> {
                 // To disk or from there, a page is moved before it is changed.
                 let is_on_disk = |place| place == Place::Disk;
                 let crosses = is_on_disk(slot.page.as_ref()?.place) != is_on_disk(*place);
-                if crosses && (slot.touched || slot.moved) {
+                // Where pages move on their own, any of them may be on disk.
+                if (crosses || self.model.is_cramped) && (slot.touched || slot.moved) {
                     return None;
                 }
                 slot.moved = true;
