@@ -35,6 +35,7 @@ mod restarts;
 mod shortages;
 mod ages;
 mod bounds;
+mod tiers;
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};

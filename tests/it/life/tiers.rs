@@ -1,0 +1,118 @@
+//! A long life with tiers: pages leave for the disk and come back all the time, and the store is closed, killed and
+//! opened again. The directory takes no more than what is kept, however long that goes on.
+
+use std::sync::Arc;
+
+use remanent::testing::sim_disk::{Moment, SimDisk};
+use remanent::{Budget, ImageIo, Key, LogIo, Options, PageId, Place, Store, Tiers};
+
+use crate::files::{Files, small};
+use crate::gpu;
+use crate::kill::workload::Random;
+
+const LEN: u64 = 4096;
+const PAGES: u64 = 40;
+/// Longer than all others: of it snapshots write overlays.
+const LONG_LEN: u64 = 160 << 10;
+const DEVICE: Place = Place::Device(0);
+/// Openings of a life, and what happens between two of them.
+const OPENS: usize = 60;
+const STEPS: u64 = 25;
+
+fn options(random: &mut Random) -> Options {
+    let budget = Budget::default().with(DEVICE, 12 * LEN).with(Place::Host, 6 * LEN);
+    let log_io = [LogIo::Mapped, LogIo::Buffered, LogIo::Direct][random.below(3) as usize];
+    let image_io = [ImageIo::Mapped, ImageIo::Buffered, ImageIo::Direct][random.below(3) as usize];
+    let tiers = Tiers::new([DEVICE, Place::Host, Place::Disk]);
+    small().budget(budget).tiers(tiers).log_io(log_io).image_io(image_io)
+}
+
+fn open(disk: &SimDisk, random: &mut Random) -> Store {
+    Store::open_on(Arc::new(disk.clone()), gpu::under_test(), options(random)).unwrap()
+}
+
+fn key(number: u64) -> Key {
+    Key::new(format!("page/{number}")).unwrap()
+}
+
+fn bytes(number: u64, version: u64) -> Vec<u8> {
+    let len = if number == 0 { LONG_LEN } else { LEN };
+    Random(number << 32 | version).bytes(len)
+}
+
+/// The bytes of the images of all pages, each in a file of its own.
+const IMAGES: u64 = PAGES * (LEN + 4096) + LONG_LEN + 8192;
+/// The most that a directory may take: twice the images of all pages in two snapshots and in the running store, and the
+/// segments of the log, with spares. A life writes several times that.
+const BYTES_MAX: u64 = 2 * 3 * IMAGES + (1 << 20);
+/// The most files: an image of each page in two snapshots and in the running store, and those of the log.
+const FILES_MAX: usize = 3 * PAGES as usize + 60;
+
+#[test]
+fn a_long_life_with_tiers_takes_no_more_than_what_is_kept() {
+    gpu::on_each_device(|| (1..=2).for_each(live));
+}
+
+fn live(seed: u64) {
+    let random = &mut Random(seed);
+    let mut disk = SimDisk::new();
+    let mut store = open(&disk, random);
+    let mut versions: Vec<u64> = vec![0; PAGES as usize];
+    let pages: Vec<PageId> = (0..PAGES)
+        .map(|number| {
+            let place = if number == 0 { Place::Disk } else { DEVICE };
+            store.put(&key(number), bytes(number, 0), place).unwrap().0
+        })
+        .collect();
+    let (mut evictions, mut most) = (0, (0, 0));
+    for opened in 0..OPENS {
+        for step in 0..STEPS {
+            let what = format!("seed {seed}, open {opened}, step {step}");
+            let pick = |random: &mut Random| 1 + random.below(PAGES - 1);
+            match random.below(12) {
+                0..=4 => {
+                    let number = pick(random);
+                    versions[number as usize] += 1;
+                    store.put(&key(number), bytes(number, versions[number as usize]), DEVICE).unwrap();
+                }
+                5..=6 => {
+                    let asked: Vec<PageId> = (0..4).map(|_| pages[pick(random) as usize]).collect();
+                    store.ensure(&asked, DEVICE).unwrap();
+                }
+                7 => store.demote(&[pages[pick(random) as usize], pages[pick(random) as usize]]).unwrap(),
+                8 => store.prefetch(&[pages[pick(random) as usize]], DEVICE).unwrap().wait().unwrap(),
+                9 => {
+                    let mut batch = store.batch();
+                    batch.write(pages[0], random.below(LONG_LEN - 16), &[step as u8; 16]);
+                    store.commit(batch).unwrap();
+                }
+                10 => _ = store.snapshot().unwrap(),
+                _ => {
+                    let number = pick(random);
+                    let found = store.read_to_vec(pages[number as usize]).unwrap();
+                    assert!(found == bytes(number, versions[number as usize]), "{what}: page {number}");
+                }
+            }
+            let files = Files::of(&disk).0;
+            let taken = disk.used_bytes();
+            assert!(taken <= BYTES_MAX, "{what}: {taken} bytes");
+            assert!(files.len() <= FILES_MAX, "{what}: {} files", files.len());
+            most = (most.0.max(taken), most.1.max(files.len()));
+        }
+        evictions += store.stats().tiers.iter().map(|tier| tier.evictions).sum::<u64>();
+        if random.below(3) == 0 {
+            disk = disk.after_kill(Moment { event: disk.events(), tear: None });
+            std::mem::forget(store);
+        } else {
+            store.close().unwrap();
+        }
+        store = open(&disk, random);
+    }
+    for (number, version) in (1..PAGES).map(|number| (number, versions[number as usize])) {
+        assert!(
+            store.read_to_vec(pages[number as usize]).unwrap() == bytes(number, version),
+            "page {number}"
+        );
+    }
+    assert!(evictions > 1000 && most.0 > IMAGES, "{evictions} evictions, at most {most:?}");
+}
