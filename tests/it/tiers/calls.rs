@@ -1,0 +1,119 @@
+//! Calls that bring pages to a place: at once, ahead of the caller, and with a lease or a pin.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{Error, PageId, Place};
+
+use super::{DEVICE, LEN, ROOM, bytes, open, peak, place, places, put, two_tiers};
+use crate::files::small;
+use crate::gpu::on_each_device;
+
+#[test]
+fn what_is_asked_for_comes_together_or_not_at_all() {
+    on_each_device(|| {
+        let store = open(&SimDisk::new(), two_tiers());
+        let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
+        // Some are there and some are not; none leaves for another one.
+        for from in (0..3 * ROOM as usize).step_by(5) {
+            // A part of the place is kept free.
+            let asked = &pages[from..from + ROOM as usize - 2];
+            store.ensure(asked, DEVICE).unwrap();
+            assert_eq!(places(&store, asked), vec![DEVICE; asked.len()]);
+        }
+        assert!(peak(&store, DEVICE) <= ROOM * LEN);
+        let before = places(&store, &pages);
+        let refused = store.ensure(&pages[..ROOM as usize + 1], DEVICE).unwrap_err();
+        assert!(matches!(refused, Error::OverBudget { place: DEVICE, .. }), "{refused}");
+        let came = |now: &[Place]| {
+            before.iter().zip(now).filter(|(before, now)| before != now && **now == DEVICE).count()
+        };
+        assert_eq!(came(&places(&store, &pages)), 0);
+        for (number, page) in (0..).zip(&pages) {
+            assert_eq!(store.read_to_vec(*page).unwrap(), bytes(number, 0));
+        }
+    });
+}
+
+#[test]
+fn pages_come_ahead_of_the_caller() {
+    on_each_device(|| {
+        let store = open(&SimDisk::new(), two_tiers());
+        let pages: Vec<PageId> = (0..4 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
+        let mut batch = store.batch();
+        batch.delete(pages[1]);
+        store.commit(batch).unwrap();
+        // One that is gone is passed over.
+        let coming = store.prefetch(&pages[..4], DEVICE).unwrap();
+        coming.wait().unwrap();
+        assert!(coming.is_done().unwrap());
+        assert!(coming.wait_timeout(Duration::ZERO).unwrap());
+        for page in [0, 2, 3] {
+            assert_eq!(place(&store, pages[page]), DEVICE);
+        }
+        // More than there is room for: the failure is told once.
+        let mut batch = store.batch();
+        let mut long = Vec::new();
+        for _ in 0..2 {
+            long.push(batch.create((ROOM / 2 + 1) * LEN, Place::Disk).page());
+        }
+        let long = store.commit(batch).unwrap().pages;
+        let coming = store.prefetch(&long, DEVICE).unwrap();
+        assert!(matches!(coming.wait().unwrap_err(), Error::OverBudget { .. }));
+        coming.wait().unwrap();
+        // Given up before it begins or while it is under way: nothing hangs, and what came is whole.
+        for _ in 0..20 {
+            let coming = store.prefetch(&pages[8..16], DEVICE).unwrap();
+            coming.cancel().unwrap();
+            assert!(coming.is_done().unwrap());
+            coming.wait().unwrap();
+            store.ensure(&pages[8..16], Place::Disk).unwrap();
+        }
+        let coming = store.prefetch(&pages[2..60], DEVICE).unwrap();
+        store.close().unwrap();
+        assert!(matches!(coming.wait(), Ok(()) | Err(Error::Closed | Error::OverBudget { .. })));
+    });
+}
+
+/// A lease or a pin needs an address, so the page comes to memory, and stays there as long as it lasts,
+/// however many others come.
+#[test]
+fn leases_and_pins_bring_pages_from_disk() {
+    let store = open(&SimDisk::new(), two_tiers());
+    let pages: Vec<PageId> = (0..3 * ROOM).map(|number| put(&store, number, 0, Place::Disk)).collect();
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let store = &store;
+        scope.spawn(|| {
+            for number in 0.. {
+                if is_over.load(Ordering::Relaxed) {
+                    break;
+                }
+                put(store, 1000 + number % ROOM, number, DEVICE);
+            }
+        });
+        for round in 0..10_u64 {
+            let of =
+                |at: u64| ((5 * round + at) % (3 * ROOM), pages[((5 * round + at) % (3 * ROOM)) as usize]);
+            let leases: Vec<_> = (0..4).map(|at| (of(at).0, store.lease(of(at).1).unwrap())).collect();
+            let (number, pinned) = of(4);
+            let pin = store.pin(pinned).unwrap();
+            for (number, lease) in &leases {
+                assert_eq!(lease.bytes().unwrap(), bytes(*number, 0), "page {number}");
+                assert_eq!(place(store, lease.info().page), DEVICE);
+            }
+            assert_eq!(pin.byte_len(), LEN);
+            assert_eq!(place(store, pinned), DEVICE);
+            assert_eq!(store.read_to_vec(pinned).unwrap(), bytes(number, 0));
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+    // Without tiers no place is named to come to.
+    let store = open(&SimDisk::new(), small());
+    let page = put(&store, 0, 0, Place::Disk);
+    for refused in [store.lease(page).map(drop), store.pin(page).map(drop)] {
+        assert!(matches!(refused, Err(Error::PlaceUnavailable { place: Place::Disk, .. })), "{refused:?}");
+    }
+    assert!(matches!(store.lease(PageId(999)), Err(Error::UnknownPage { .. })));
+}

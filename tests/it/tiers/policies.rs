@@ -1,0 +1,118 @@
+//! Which page leaves: the policies, what they hear of, and one of a caller's own.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{Ack, EvictionPolicy, PageId, Place, Tiers};
+
+use super::{DEVICE, LEN, ROOM, open, place, places, put, tier, two_tiers};
+use crate::gpu::on_each_device;
+
+#[test]
+fn pages_that_are_used_stay() {
+    on_each_device(|| {
+        let store = open(&SimDisk::new(), two_tiers());
+        let used: Vec<PageId> = (0..4).map(|number| put(&store, number, 0, DEVICE)).collect();
+        for number in 4..200 {
+            put(&store, number, 0, DEVICE);
+            // Each by another way to use it.
+            store.read_to_vec(used[0]).unwrap();
+            store.lease(used[1]).unwrap().end().unwrap();
+            put(&store, 2, number, DEVICE);
+            store.ensure(&used[3..4], DEVICE).unwrap();
+        }
+        assert_eq!(places(&store, &used), [DEVICE; 4]);
+        let found = tier(&store, DEVICE);
+        assert_eq!((found.hits, found.misses), (196, 0));
+    });
+}
+
+#[test]
+fn a_callers_own_policy_decides() {
+    /// The page with the highest id leaves first.
+    #[derive(Default)]
+    struct Highest(std::collections::BTreeSet<PageId>);
+
+    impl EvictionPolicy for Highest {
+        fn arrived(&mut self, page: PageId, len: u64) {
+            assert_eq!(len, LEN);
+            assert!(self.0.insert(page), "it is new here");
+        }
+
+        fn used(&mut self, _page: PageId) {}
+
+        fn left(&mut self, page: PageId) {
+            self.0.remove(&page);
+        }
+
+        fn victim(&mut self) -> Option<PageId> {
+            self.0.pop_last()
+        }
+    }
+
+    let made = Arc::new(AtomicU64::new(0));
+    let counts = made.clone();
+    let tiers = Tiers::new([DEVICE, Place::Disk]).policy(move |place| {
+        assert_eq!(place, DEVICE);
+        counts.fetch_add(1, Ordering::Relaxed);
+        Box::<Highest>::default()
+    });
+    let options = two_tiers().tiers(tiers).ack(Ack::Applied);
+    let store = open(&SimDisk::new(), options);
+    let pages: Vec<PageId> = (0..3 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
+    assert_eq!(made.load(Ordering::Relaxed), 1);
+    let found = places(&store, &pages);
+    assert_eq!(found[..8], [DEVICE; 8], "the first ones never leave");
+    assert!(
+        found[8..].contains(&Place::Disk) && found.iter().filter(|place| **place == DEVICE).count() <= 16
+    );
+}
+
+/// What brings a page is no use of it: else each page that comes up would look as if it came again. A second
+/// call that asks for it is.
+#[test]
+fn a_page_that_comes_is_used_when_it_is_asked_for_again() {
+    /// The oldest page leaves first; all that it hears is kept.
+    #[derive(Default)]
+    struct Heard(std::collections::VecDeque<PageId>, Arc<Mutex<Vec<(&'static str, PageId)>>>);
+
+    impl EvictionPolicy for Heard {
+        fn arrived(&mut self, page: PageId, _len: u64) {
+            self.0.push_back(page);
+            self.1.lock().unwrap().push(("arrived", page));
+        }
+
+        fn used(&mut self, page: PageId) {
+            self.1.lock().unwrap().push(("used", page));
+        }
+
+        fn left(&mut self, page: PageId) {
+            self.0.retain(|other| *other != page);
+        }
+
+        fn victim(&mut self) -> Option<PageId> {
+            self.0.pop_front()
+        }
+    }
+
+    let all = Arc::<Mutex<Vec<_>>>::default();
+    let heard = all.clone();
+    let tiers = Tiers::new([DEVICE, Place::Disk])
+        .policy(move |_| Box::new(Heard(std::collections::VecDeque::new(), heard.clone())));
+    let store = open(&SimDisk::new(), two_tiers().tiers(tiers).ack(Ack::Applied));
+    let coming = put(&store, 999, 0, Place::Disk);
+    // Others come until the policy is told.
+    let fill = |from: u64| (from..from + 3 * ROOM).for_each(|number| _ = put(&store, number, 0, DEVICE));
+    let of_page = || {
+        let heard = all.lock().unwrap();
+        heard.iter().filter(|(_, page)| *page == coming).map(|(what, _)| *what).collect::<Vec<_>>()
+    };
+    store.ensure(&[coming], DEVICE).unwrap();
+    fill(0);
+    assert_eq!(of_page(), ["arrived"]);
+    store.ensure(&[coming], DEVICE).unwrap();
+    store.ensure(&[coming], DEVICE).unwrap();
+    fill(100);
+    assert_eq!(of_page(), ["arrived", "arrived", "used"]);
+}

@@ -1,0 +1,222 @@
+//! The room of a place: how it is shared, what waits for it, and where there is none.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use remanent::device::host::HostDevice;
+use remanent::testing::faulty_device::FaultyDevice;
+use remanent::testing::sim_disk::SimDisk;
+use remanent::{Budget, Error, PageId, Place, Store, Tiers};
+
+use super::{DEVICE, LEN, ROOM, bytes, key, open, peak, place, places, put, tier, two_tiers};
+use crate::faults::disk_full::{is_held, until};
+use crate::files::small;
+use crate::gpu::on_each_device;
+use crate::interrupted_reads::InterruptedDisk;
+
+#[test]
+fn leased_and_pinned_pages_stay_and_where_no_page_can_leave_there_is_no_room() {
+    on_each_device(|| {
+        let store = open(&SimDisk::new(), two_tiers());
+        let pages: Vec<PageId> = (0..8).map(|number| put(&store, number, 0, DEVICE)).collect();
+        let leases: Vec<_> = pages[..4].iter().map(|page| store.lease(*page).unwrap()).collect();
+        let pins: Vec<_> = pages[4..].iter().map(|page| store.pin(*page).unwrap()).collect();
+        for number in 8..8 + 3 * ROOM {
+            put(&store, number, 0, DEVICE);
+        }
+        assert_eq!(places(&store, &pages), [DEVICE; 8]);
+        // Nothing else is left there.
+        let mut batch = store.batch();
+        batch.create((ROOM - 7) * LEN, DEVICE);
+        let refused = store.commit(batch).unwrap_err();
+        assert!(matches!(refused, Error::OverBudget { place: DEVICE, .. }), "{refused}");
+        assert_eq!(places(&store, &pages), [DEVICE; 8]);
+        assert!(tier(&store, DEVICE).waits > 0);
+        drop((leases, pins));
+        let mut batch = store.batch();
+        batch.create((ROOM - 7) * LEN, DEVICE);
+        store.commit(batch).unwrap();
+        // Longer than the whole place.
+        let mut batch = store.batch();
+        batch.create((ROOM + 1) * LEN, DEVICE);
+        assert!(matches!(store.commit(batch).unwrap_err(), Error::OverBudget { .. }));
+    });
+}
+
+/// Threads that create, change, read and bring back pages at once: none is refused, and the place never holds
+/// more than it may.
+#[test]
+fn threads_share_a_place_that_is_full() {
+    on_each_device(|| {
+        let store = open(&SimDisk::new(), two_tiers());
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let store = &store;
+                scope.spawn(move || {
+                    for round in 0..40 {
+                        let number = 1000 * thread + round % 13;
+                        let page = put(store, number, round, DEVICE);
+                        let other = store.page_by_key(&key(1000 * thread + round % 5)).unwrap().page;
+                        store.ensure(&[other], DEVICE).unwrap();
+                        assert_eq!(store.read_to_vec(page).unwrap(), bytes(number, round));
+                    }
+                });
+            }
+        });
+        assert!(peak(&store, DEVICE) <= ROOM * LEN);
+        for thread in 0..4 {
+            for number in 0..13 {
+                let page = store.page_by_key(&key(1000 * thread + number)).unwrap().page;
+                let version = (0..40).rev().find(|round| round % 13 == number).unwrap();
+                assert_eq!(store.read_to_vec(page).unwrap(), bytes(1000 * thread + number, version));
+            }
+        }
+        assert!(store.audit().unwrap().changed.is_empty());
+    });
+}
+
+/// The device counts what is allocated of it: in no place it is ever a byte more than the budget, whatever
+/// comes and goes, and while snapshots set copies aside.
+#[test]
+fn no_place_has_more_than_its_budget_by_the_devices_own_count() {
+    let budgets = [(DEVICE, ROOM * LEN), (Place::Pinned, 6 * LEN + 100), (Place::Host, 4 * LEN)];
+    let budget = budgets.iter().fold(Budget::default(), |budget, (place, bytes)| budget.with(*place, *bytes));
+    let tiers = Tiers::new([DEVICE, Place::Pinned, Place::Host, Place::Disk]);
+    let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
+    let options = small().budget(budget).tiers(tiers);
+    let store = Store::open_on(Arc::new(SimDisk::new()), device.clone(), options).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..3_u64 {
+            let store = &store;
+            scope.spawn(move || {
+                let mut pages = Vec::new();
+                for round in 0..60 {
+                    let number = 1000 * thread + round * 7 % 23;
+                    let mut batch = store.batch();
+                    batch.create((1 + number % 3) * LEN / 2 + number, DEVICE);
+                    pages.push(store.commit(batch).unwrap().pages[0]);
+                    put(store, number, round, DEVICE);
+                    let page = |at: u64| pages[(round * at) as usize % pages.len()];
+                    store.ensure(&[page(3), page(5)], DEVICE).unwrap();
+                    store.demote(&[page(7)]).unwrap_or_else(|error| panic!("{error}"));
+                    assert!(store.read_to_vec(page(11)).is_ok());
+                    if round % 20 == thread {
+                        store.snapshot().unwrap();
+                    }
+                }
+            });
+        }
+    });
+    for (place, budget) in budgets {
+        let peak = device.peak_bytes(place);
+        assert!((budget / 2..=budget).contains(&peak), "{peak} bytes in {place}, of {budget}");
+    }
+}
+
+/// As long as a place has room, commits wait for nothing, even while the disk, to which pages leave, stands
+/// still.
+#[test]
+fn commits_wait_for_no_slow_disk_while_there_is_room() {
+    const ROOM: u64 = 64;
+    let budget = Budget::default().with(DEVICE, ROOM * LEN);
+    let options = || {
+        small()
+            .segment_len(4 << 20)
+            .budget(budget.clone())
+            .tiers(Tiers::new([DEVICE, Place::Disk]).free_part(4))
+    };
+    let (stands, goes) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
+    // The thread of the tiers reads back what it has written, before memory goes.
+    let disk = InterruptedDisk::of_thread(&SimDisk::new(), "remanent-tiers", move || {
+        stands.0.send(()).unwrap();
+        goes.1.recv().unwrap();
+    });
+    let store = Store::open_on(Arc::new(disk), Arc::new(HostDevice::new()), options()).unwrap();
+    let mut count = 0;
+    while stands.1.try_recv().is_err() {
+        put(&store, count, 0, DEVICE);
+        count += 1;
+        if count == ROOM - 4 {
+            // Fewer than half of the pages that are kept free are left, so it was called.
+            stands.1.recv_timeout(Duration::from_secs(60)).expect("it reads what it has written");
+            break;
+        }
+    }
+    let before = count;
+    assert!(before < ROOM, "there is room left");
+    (before..ROOM).for_each(|number| _ = put(&store, number, 0, DEVICE));
+    let waits = |store: &Store| store.stats().tiers.iter().map(|tier| tier.waits).sum::<u64>();
+    assert_eq!(waits(&store), 0);
+    goes.0.send(()).unwrap();
+    (ROOM..2 * ROOM).for_each(|number| _ = put(&store, number, 0, DEVICE));
+    for number in 0..2 * ROOM {
+        let page = store.page_by_key(&key(number)).unwrap().page;
+        assert_eq!(store.read_to_vec(page).unwrap(), bytes(number, 0));
+    }
+}
+
+/// A full disk takes no page: what has no room is refused, nothing that was there is lost, and with space the
+/// pages go down as before, also after a restart.
+#[test]
+fn a_full_disk_keeps_pages_where_they_are() {
+    on_each_device(|| {
+        let disk = SimDisk::new();
+        let options = || two_tiers().compression(remanent::Compression::Off);
+        let mut store = open(&disk, options());
+        let mut held: Vec<(u64, PageId)> = Vec::new();
+        let mut next = 0;
+        for turn in 0..3 {
+            for number in next..next + ROOM {
+                held.push((number, put(&store, number, 0, DEVICE)));
+            }
+            next += ROOM;
+            // What the next open needs is made by another thread, and only then kept on a full disk.
+            until(|| is_held(&disk, 1));
+            disk.set_capacity(Some(disk.used_bytes()));
+            let mut refusals = 0;
+            for number in next..next + 2 * ROOM {
+                match store.put(&key(number), bytes(number, 0), DEVICE) {
+                    Ok((page, _)) => held.push((number, page)),
+                    Err(Error::OverBudget { place: DEVICE, .. } | Error::DiskFull { .. }) => refusals += 1,
+                    Err(error) => panic!("turn {turn}: {error}"),
+                }
+            }
+            next += 2 * ROOM;
+            assert!(refusals > 0, "turn {turn}: there was no room for {} pages", 2 * ROOM);
+            let check = |store: &Store, what: &str| {
+                for (number, page) in &held {
+                    assert_eq!(store.read_to_vec(*page).unwrap(), bytes(*number, 0), "{what}: page {number}");
+                }
+            };
+            check(&store, "on the full disk");
+            assert!(peak(&store, DEVICE) <= ROOM * LEN);
+            drop(store);
+            store = open(&disk, options());
+            check(&store, "on the full disk, opened anew");
+            disk.set_capacity(None);
+            for number in next..next + ROOM {
+                put(&store, number, 0, DEVICE);
+            }
+            next += ROOM;
+            check(&store, "with space");
+        }
+    });
+}
+
+/// Memory of a caller's holds its page beside the budget. The page stays there while others leave: nothing would be
+/// gained, and the caller uses the memory.
+#[test]
+fn a_page_in_a_callers_memory_stays_there() {
+    on_each_device(|| {
+        let store = open(&SimDisk::new(), two_tiers());
+        let memory = store.device_bytes(LEN, DEVICE).unwrap();
+        let mut batch = store.batch();
+        let page = batch.create_in(&memory).page();
+        batch.write(page, 0, &bytes(0, 0));
+        let lent = store.commit(batch).unwrap().pages[0];
+        let pages: Vec<PageId> = (1..3 * ROOM).map(|number| put(&store, number, 0, DEVICE)).collect();
+        assert!(places(&store, &pages).contains(&Place::Disk));
+        assert_eq!(place(&store, lent), DEVICE);
+        assert_eq!(store.read_to_vec(lent).unwrap(), bytes(0, 0));
+    });
+}
