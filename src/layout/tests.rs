@@ -128,6 +128,14 @@ proptest! {
         if let Ok(layout) = BlockLayout::from_fingerprint(bytes) {
             prop_assert_eq!(layout.fingerprint(), bytes);
         }
+        // With any bit turned over it is another layout's, or none.
+        for bit in 0..256 {
+            let mut bytes = layout.fingerprint();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            if let Ok(layout) = BlockLayout::from_fingerprint(bytes) {
+                prop_assert_eq!(layout.fingerprint(), bytes);
+            }
+        }
     }
 }
 

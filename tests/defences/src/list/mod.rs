@@ -14,6 +14,7 @@ mod reads;
 mod recovery;
 mod salvage;
 mod structures;
+mod tiers;
 
 /// A defence, and how it is switched off.
 pub struct Defence {
@@ -89,6 +90,7 @@ pub fn all() -> impl Iterator<Item = &'static Defence> {
         open::LIST,
         process::LIST,
         reads::LIST,
+        tiers::LIST,
     ]
     .into_iter()
     .flatten()

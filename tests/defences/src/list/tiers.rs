@@ -1,0 +1,90 @@
+//! Defences of tiers, of the policies that say which page leaves, and of block layouts.
+
+use super::{Defence, Test, check, defence, it, refusal, unit};
+
+const RESIDENTS: &str = "src/tiers/residents.rs";
+const KEEPER: &str = "src/tiers/keeper.rs";
+const LRU: &str = "src/eviction/lru.rs";
+const S3_FIFO: &str = "src/eviction/s3_fifo.rs";
+const LAYOUT: &str = "src/layout/mod.rs";
+
+const HELD: Test = unit("tiers::residents::tests::pages_that_are_held_or_in_use_stay_and_are_chosen_later");
+const BY_LIST: Test = unit("eviction::tests::the_least_recently_used_page_leaves_first");
+const QUEUES: Test = unit("eviction::tests::each_page_of_three_queues_leaves_once");
+const NAMED: Test = unit("layout::tests::what_no_layout_can_be_is_refused_by_its_name");
+const COPIED: Test = unit("layout::tests::a_block_copied_run_by_run_is_the_one_that_a_slow_loop_copies");
+const FINGERPRINT: Test =
+    unit("layout::tests::a_fingerprint_loses_nothing_and_any_bytes_are_a_layout_or_an_error");
+
+pub const LIST: &[Defence] = &[
+    // Which pages leave a place.
+    refusal(
+        "a page that a call brings does not leave meanwhile",
+        RESIDENTS,
+        "self.held.contains_key(&page)",
+        HELD,
+    ),
+    check(
+        "a page that stays can leave later",
+        RESIDENTS,
+        "staying.into_iter().for_each(|page| self.stays(page));",
+        HELD,
+    ),
+    check(
+        "a page in a caller's memory does not leave",
+        KEEPER,
+        "pages.retain(|(page, _)| !lent.contains(page));",
+        it("tiers::room::a_page_in_a_callers_memory_stays_there"),
+    ),
+    check("a page has one last use", LRU, "self.by_use.remove(&before);", BY_LIST),
+    check("a page that left is not chosen by its last use", LRU, "self.by_use.remove(&used);", BY_LIST),
+    check("a page that was chosen is not used any more", LRU, "self.uses.remove(&page);", BY_LIST),
+    check("a page that arrives again is counted once", S3_FIFO, "self.left(page);", QUEUES),
+    check(
+        "a page that was chosen is not counted any more",
+        S3_FIFO,
+        "self.queue(in_main).forget(resident.len);",
+        QUEUES,
+    ),
+    check("queues do not grow by pages that left", S3_FIFO, "self.tidy(resident.in_main);", QUEUES),
+    refusal("few pages that left are remembered", S3_FIFO, "self.order.len() > limit", QUEUES),
+    // Where the bytes of a block lie.
+    refusal("no dimension of a layout is zero", LAYOUT, "*count == 0", NAMED),
+    refusal(
+        "the alignment of a layout is a power of two",
+        LAYOUT,
+        "!align.is_power_of_two() || align > ALIGN_MAX",
+        NAMED,
+    ),
+    defence(
+        "the length of a layout does not overflow",
+        LAYOUT,
+        "factors.into_iter().try_fold(1_u64, u64::checked_mul)",
+        "Some(factors.into_iter().fold(1_u64, u64::wrapping_mul))",
+        NAMED,
+    ),
+    defence("no block, layer or part beyond the last one", LAYOUT, "index < count", "true", NAMED),
+    refusal("blocks of another shape are not copied", LAYOUT, "self.shape != to.shape", NAMED),
+    defence(
+        "runs are copied as one where they follow each other on both sides",
+        LAYOUT,
+        "last.from.is_right_before(&from) && last.to.is_right_before(&to)",
+        "last.from.is_right_before(&from)",
+        COPIED,
+    ),
+    refusal("a layout has all of its regions", LAYOUT, "found != expected", NAMED),
+    refusal("a layout fits into its regions", LAYOUT, "*found < expected", NAMED),
+    refusal("a fingerprint of a layout is one", LAYOUT, "bytes[0..2] != MAGIC", FINGERPRINT),
+    refusal(
+        "a fingerprint of a layout is of this version",
+        LAYOUT,
+        "bytes[2..4] != VERSION.to_le_bytes()",
+        FINGERPRINT,
+    ),
+    refusal(
+        "a fingerprint of a layout has no bytes that mean nothing",
+        LAYOUT,
+        "bytes[28..32] != [0; 4]",
+        FINGERPRINT,
+    ),
+];
