@@ -14,10 +14,10 @@
 //! | is *recorded* | the newest seal names it, so no crash can have taken it away | [`Record::names`] |
 //! | is a *link alone* | a newer one is recorded, and it is not | [`Record::is_link_alone`] |
 //!
-//! An open reads the images of all pages but some of those in [`Place::Disk`]: an image that a verified snapshot names
-//! for such a page was read back when the snapshot was. Damage to one concerns that page alone
-//! ([`Start::damaged_pages`]). An open that loads pages on demand leaves more of them for later, and one in less memory
-//! takes pages to disk; the verdict is that of an open that does neither.
+//! An open reads the images of all pages but some of those in [`Place::Disk`]: an image that a verified
+//! snapshot names for such a page was read back when the snapshot was. Damage to one concerns that page alone
+//! ([`Start::damaged_pages`]). An open that loads pages on demand leaves more of them for later, and one in
+//! less memory takes pages to disk; the verdict is that of an open that does neither.
 
 use std::collections::BTreeMap;
 
@@ -97,8 +97,8 @@ pub struct Start {
     pub is_exact: bool,
     /// The damage that keeps recovery from starting here.
     pub blocked_by: Vec<Damage>,
-    /// Damage to images of pages on disk that an open from here does not read. It keeps no open from starting: reads of
-    /// these pages fail until a batch writes them whole or deletes them.
+    /// Damage to images of pages on disk that an open from here does not read. It keeps no open from
+    /// starting: reads of these pages fail until a batch writes them whole or deletes them.
     pub damaged_pages: Vec<(PageId, Damage)>,
     /// The damage that keeps the store from going back to just this state. It is not asked of a link alone.
     pub lost_by: Vec<Damage>,
@@ -255,8 +255,8 @@ fn damaged_images(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<Damag
     images_of(state, images).into_iter().map(|(_, damage)| damage).collect()
 }
 
-/// Whether an open leaves the image of a page unread: the page stays on disk, and the snapshot from which the open
-/// starts names the image and is recorded as verified.
+/// Whether an open leaves the image of a page unread: the page stays on disk, and the snapshot from which the
+/// open starts names the image and is recorded as verified.
 fn stays_unread(page: PageId, state: &Resolution, verified: Option<&Manifest>) -> bool {
     let Some(verified) = verified else { return false };
     let is_on_disk = state.resolved.table.get(page).is_some_and(|info| info.place == Place::Disk);

@@ -1,5 +1,5 @@
-//! Damage to a store whose image files were written again where they lay: devices copied pages to their memory, so a
-//! file is as long as it was, and its tail has bytes of older images.
+//! Damage to a store whose image files were written again where they lay: devices copied pages to their
+//! memory, so a file is as long as it was, and its tail has bytes of older images.
 //!
 //! The files come from a file system in memory, for a simulated disk has none that a device may write to.
 
@@ -15,8 +15,8 @@ fn options() -> Options {
     options.compression(Compression::Off).image_io(ImageIo::Mapped)
 }
 
-/// A store that was closed cleanly, and where the images of its newest snapshot end in a file that is longer; `None`,
-/// said aloud, where there are no files in memory.
+/// A store that was closed cleanly, and where the images of its newest snapshot end in a file that is longer;
+/// `None`, said aloud, where there are no files in memory.
 fn victim() -> Option<(Victim, FileName, u64)> {
     let folder = tempfile::tempdir_in("/dev/shm");
     let folder =

@@ -6,7 +6,8 @@
 //! is the final state or a refusal, nothing else. The states are those that callers saw in the open store,
 //! batch by batch: they come from memory, not from the files under test.
 //!
-//! The victims, and the stores that are opened from damaged files, write their images in each of the three ways in turn.
+//! The victims, and the stores that are opened from damaged files, write their images in each of the three
+//! ways in turn.
 //! `in_place.rs` has one whose image files were written again where they lay. `sweeps.rs` chooses how much is damaged.
 
 mod in_place;
@@ -57,14 +58,15 @@ enum Verdict {
 }
 
 impl Victim {
-    /// A store with two snapshots and log after each, closed cleanly and opened again on the way. Images are mapped.
+    /// A store with two snapshots and log after each, closed cleanly and opened again on the way. Images are
+    /// mapped.
     pub fn closed() -> Self {
         let (disk, states, older) = Self::build(ImageIo::Mapped);
         Self::of(Files::of(&disk), states, older)
     }
 
-    /// The same, but its process was killed with batches in the log that no mark covers. Images are written past the
-    /// cache.
+    /// The same, but its process was killed with batches in the log that no mark covers. Images are written
+    /// past the cache.
     pub fn killed() -> Self {
         let (disk, states, older) = Self::build(ImageIo::Direct);
         let last = *states.keys().next_back().unwrap();

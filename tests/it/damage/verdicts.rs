@@ -238,8 +238,8 @@ fn reopened() -> Subject {
     work.close("several incarnations")
 }
 
-/// Of some pages the newest snapshot has the image, or an overlay over an older one; one changed since, and of one
-/// the image came with its batch and no snapshot names it yet.
+/// Of some pages the newest snapshot has the image, or an overlay over an older one; one changed since, and
+/// of one the image came with its batch and no snapshot names it yet.
 fn on_disk() -> Subject {
     // Pages longer than a few bytes may have overlays.
     let options = options(ImageIo::Mapped).chunk_len(4096).compression(Compression::Off);
@@ -317,7 +317,8 @@ fn damage_all(subject: &Subject) -> [usize; 3] {
     counts.map(AtomicUsize::into_inner)
 }
 
-/// Reads an open store: all of it is as in `state`, but for pages on disk whose damage is told. Returns those.
+/// Reads an open store: all of it is as in `state`, but for pages on disk whose damage is told. Returns
+/// those.
 fn check_pages(what: &str, store: &Store, state: &State) -> BTreeSet<PageId> {
     let mut damaged = BTreeSet::new();
     for info in &state.pages {

@@ -1,5 +1,5 @@
-//! A long life with tiers: pages leave for the disk and come back all the time, and the store is closed, killed and
-//! opened again. The directory takes no more than what is kept, however long that goes on.
+//! A long life with tiers: pages leave for the disk and come back all the time, and the store is closed,
+//! killed and opened again. The directory takes no more than what is kept, however long that goes on.
 
 use std::sync::Arc;
 
@@ -15,9 +15,9 @@ const PAGES: u64 = 40;
 /// Longer than all others: of it snapshots write overlays.
 const LONG_LEN: u64 = 160 << 10;
 const DEVICE: Place = Place::Device(0);
-/// Openings of a life, and what happens between two of them.
-const OPENS: usize = 60;
-const STEPS: u64 = 25;
+/// Openings of a life. Between most of them little happens, and after every fifth one much.
+const OPENS: usize = 25;
+const STEPS: [u64; 2] = [20, 300];
 
 fn options(random: &mut Random) -> Options {
     let budget = Budget::default().with(DEVICE, 12 * LEN).with(Place::Host, 6 * LEN);
@@ -42,8 +42,8 @@ fn bytes(number: u64, version: u64) -> Vec<u8> {
 
 /// The bytes of the images of all pages, each in a file of its own.
 const IMAGES: u64 = PAGES * (LEN + 4096) + LONG_LEN + 8192;
-/// The most that a directory may take: twice the images of all pages in two snapshots and in the running store, and the
-/// segments of the log, with spares. A life writes several times that.
+/// The most that a directory may take: twice the images of all pages in two snapshots and in the running
+/// store, and the segments of the log, with spares. A life writes several times that.
 const BYTES_MAX: u64 = 2 * 3 * IMAGES + (1 << 20);
 /// The most files: an image of each page in two snapshots and in the running store, and those of the log.
 const FILES_MAX: usize = 3 * PAGES as usize + 60;
@@ -66,7 +66,7 @@ fn live(seed: u64) {
         .collect();
     let (mut evictions, mut most) = (0, (0, 0));
     for opened in 0..OPENS {
-        for step in 0..STEPS {
+        for step in 0..STEPS[usize::from(opened % 5 == 4)] {
             let what = format!("seed {seed}, open {opened}, step {step}");
             let pick = |random: &mut Random| 1 + random.below(PAGES - 1);
             match random.below(12) {

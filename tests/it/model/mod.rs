@@ -2,11 +2,11 @@
 //!
 //! A history is batches of every operation, valid and not, snapshots with and without names, pruning,
 //! restores, forks, clean reopenings and crashes; in one of the runs the store takes snapshots on its own,
-//! too, and in another one it moves pages down tiers that are too small for them. A crash forgets the store and opens a copy of its directory, as it lies there in the middle of its
-//! work: so does the death of a process leave it. `plain.rs` is the model, written from the promises and not
-//! from the engine; `history.rs` says what a history is, `draw.rs` draws one, `run.rs` runs it. After every
-//! opening, and at the end, the store, the pure `rebuild` of its directory, and the model must agree on
-//! everything.
+//! too, and in another one it moves pages down tiers that are too small for them. A crash forgets the store
+//! and opens a copy of its directory, as it lies there in the middle of its work: so does the death of a
+//! process leave it. `plain.rs` is the model, written from the promises and not from the engine; `history.rs`
+//! says what a history is, `draw.rs` draws one, `run.rs` runs it. After every opening, and at the end, the
+//! store, the pure `rebuild` of its directory, and the model must agree on everything.
 //!
 //! The fuzzer makes histories of its own, and runs them on simulated disks (`fuzz/src/histories.rs`).
 //!
@@ -98,8 +98,8 @@ fn the_store_is_what_the_model_says() {
     assert!(asked_for().is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
 }
 
-/// Histories of a store whose tiers have less room than its pages take: it moves pages down all the time, and each
-/// has its bytes and is where it was asked for, or lower.
+/// Histories of a store whose tiers have less room than its pages take: it moves pages down all the time, and
+/// each has its bytes and is where it was asked for, or lower.
 #[test]
 fn a_store_that_moves_its_pages_is_what_the_model_says() {
     let tally = RefCell::new(Tally::default());

@@ -35,9 +35,9 @@ pub struct Model {
     pub names: BTreeMap<SnapshotId, String>,
     /// Whether the store takes snapshots on its own: then the store says which there are.
     pub in_background: bool,
-    /// Whether the store moves pages on its own, by batches that the model does not see. Then a page's place is the
-    /// one that was asked for last, and it is there or lower; its Lsn is not known; and batches lie between those of
-    /// the model.
+    /// Whether the store moves pages on its own, by batches that the model does not see. Then a page's place
+    /// is the one that was asked for last, and it is there or lower; its Lsn is not known; and batches lie
+    /// between those of the model.
     pub is_cramped: bool,
     /// The states after earlier batches.
     past: BTreeMap<u64, Past>,
@@ -129,11 +129,11 @@ impl Model {
         self.root = changed.root;
     }
 
-    /// Notes that a page was told to be in a place, in a store that moves pages on its own. `lsn` is the newest batch
-    /// once it is done.
+    /// Notes that a page was told to be in a place, in a store that moves pages on its own. `lsn` is the
+    /// newest batch once it is done.
     pub fn told_to(&mut self, page: PageId, place: Place, lsn: u64) {
-        // The states before may have it where it was asked for then, or lower. Where it goes up, the place asked for
-        // now is true of them as well.
+        // The states before may have it where it was asked for then, or lower. Where it goes up, the place
+        // asked for now is true of them as well.
         if !is_there_or_lower(place, self.pages[&page].place) {
             self.leave_to(lsn);
         }
@@ -243,8 +243,8 @@ impl Model {
         Self { pages, root, lsn, in_background: true, is_cramped: self.is_cramped, ..Self::default() }
     }
 
-    /// The state after a batch, if it is not the present one: of a batch that the model does not see, the state of the
-    /// one before.
+    /// The state after a batch, if it is not the present one: of a batch that the model does not see, the
+    /// state of the one before.
     fn past(&self, lsn: u64) -> Option<&Past> {
         let is_present = lsn >= self.lsn;
         (!is_present).then(|| self.past.range(..=lsn).next_back().expect("the empty store is the first").1)
@@ -257,8 +257,8 @@ impl Model {
         last.clone().rev().nth(1).or(last.clone().next()).copied().unwrap_or(0)
     }
 
-    /// Goes back to an earlier state, in one batch, `position`. Pages that changed since get an epoch above all others,
-    /// and those that only moved keep their own.
+    /// Goes back to an earlier state, in one batch, `position`. Pages that changed since get an epoch above
+    /// all others, and those that only moved keep their own.
     pub fn restore(&mut self, lsn: u64, position: u64) {
         self.leave_to(position);
         let epoch = self.epoch_high + 1;

@@ -370,7 +370,8 @@ fn evictions(store: &Store) -> u64 {
     store.stats().tiers.iter().map(|tier| tier.evictions).sum()
 }
 
-/// The Lsn of the model's next batch: the one after its newest, or, where a store moves pages on its own, a later one.
+/// The Lsn of the model's next batch: the one after its newest, or, where a store moves pages on its own, a
+/// later one.
 fn model_lsn(model: &Model, position: Position, what: &str) -> u64 {
     let (found, next) = (position.lsn.0, model.lsn + 1);
     assert!(found == next || model.is_cramped && found > next, "{what}: {found} after {}", model.lsn);

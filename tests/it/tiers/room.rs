@@ -203,8 +203,8 @@ fn a_full_disk_keeps_pages_where_they_are() {
     });
 }
 
-/// Memory of a caller's holds its page beside the budget. The page stays there while others leave: nothing would be
-/// gained, and the caller uses the memory.
+/// Memory of a caller's holds its page beside the budget. The page stays there while others leave: nothing
+/// would be gained, and the caller uses the memory.
 #[test]
 fn a_page_in_a_callers_memory_stays_there() {
     on_each_device(|| {
