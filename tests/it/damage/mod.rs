@@ -7,8 +7,8 @@
 //! batch by batch: they come from memory, not from the files under test.
 //!
 //! The victims, and the stores that are opened from damaged files, write their images in each of the three
-//! ways in turn.
-//! `in_place.rs` has one whose image files were written again where they lay. `sweeps.rs` chooses how much is damaged.
+//! ways in turn. `in_place.rs` has one whose image files were written again where they lay. `sweeps.rs` chooses
+//! how much is damaged.
 
 mod in_place;
 pub mod on_disk;

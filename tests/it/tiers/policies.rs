@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, EvictionPolicy, PageId, Place, Tiers};
 
-use super::{DEVICE, LEN, ROOM, open, place, places, put, tier, two_tiers};
+use super::{DEVICE, LEN, ROOM, open, places, put, tier, two_tiers};
 use crate::gpu::on_each_device;
 
 #[test]
