@@ -6,9 +6,9 @@
 //! is the final state or a refusal, nothing else. The states are those that callers saw in the open store,
 //! batch by batch: they come from memory, not from the files under test.
 //!
-//! The victims, and the stores that are opened from damaged files, write their images in each of the three
-//! ways in turn. `in_place.rs` has one whose image files were written again where they lay. `sweeps.rs` chooses
-//! how much is damaged.
+//! The victims, and the stores that are opened from damaged files, write their images in each of the
+//! three ways in turn. `in_place.rs` has one whose image files were written again where they lay.
+//! `sweeps.rs` chooses how much is damaged.
 
 mod in_place;
 pub mod on_disk;
