@@ -88,9 +88,7 @@ def update(batch: _native.Batch, updates: Iterable[Update]) -> bool:
     """Puts updates into a batch; returns whether anything changed. Each reads its page."""
     changed = False
     for each in updates:
-        # One tensor of a GPU at a time has its bytes on the host.
-        data = each.data.cpu() if hasattr(each.data, "cpu") else each.data
-        changed |= batch.update(each.key, data, width=each.width, logged_max=each.logged_max) != 0
+        changed |= batch.update(each.key, each.data, width=each.width, logged_max=each.logged_max) != 0
     return changed
 
 

@@ -10,10 +10,10 @@ use remanent::{Epoch, Error, Key, NewPage, PageChanges, PageId, PageRef, WriteBa
 
 use crate::errors::OrRaise;
 use crate::gate::{Gate, detached};
-use crate::memory::Input;
+use crate::memory::{HostBytes, Input};
 use crate::options::{place, width};
 use crate::page_name::{PageName, key};
-use crate::page_updates::{LOGGED_MAX, changes};
+use crate::page_updates::{LOGGED_MAX, NewBytes, changes};
 use crate::ticket::{Committed, Ticket};
 use crate::values::{from_py, metadata_from_py};
 use crate::working_copy::PyWorkingCopy;
@@ -376,9 +376,10 @@ impl Batch {
         Ok(count)
     }
 
-    /// Makes a page, as the store has it now, hold `data`, which lies on the host. The page is read piece by
-    /// piece. No other operation of the batch may change its bytes, and the commit fails with ConflictError
-    /// if another batch did meanwhile.
+    /// Makes a page, as the store has it now, hold `data`, which lies on the host, or by DLPack on a GPU: then
+    /// it is taken after what is on the current stream by now. Both are read piece by piece. No other
+    /// operation of the batch may change the page's bytes, and the commit fails with ConflictError if another
+    /// batch did meanwhile.
     ///
     /// Elements that differ are logged. Where they take more than a quarter of the page, or the updates of
     /// the batch together more than `logged_max` bytes, or the page has another length, all of it is written
@@ -408,11 +409,19 @@ impl Batch {
         logged_max: Option<u64>,
     ) -> PyResult<Option<u64>> {
         let page = self.page_of_store(page)?;
-        let (data, width) = (Input::take_host(data)?, self::width(width)?);
-        let len = data.len() as u64;
+        let width = self::width(width)?;
+        let data = match Input::take(data)? {
+            Input::Host(bytes) => NewBytes::Host(bytes),
+            Input::Cuda(bytes) if bytes.len() == 0 => NewBytes::Host(HostBytes::EMPTY),
+            Input::Cuda(bytes) => {
+                let len = bytes.len();
+                let source = py.detach(|| bytes.source()).or_raise(py, Some(&self.gate.path))?;
+                NewBytes::Elsewhere(source, len)
+            }
+        };
+        let len = data.len();
         let left = logged_max.unwrap_or(LOGGED_MAX).saturating_sub(self.lock().logged);
-        let (epoch, changes) =
-            self.gate.call(py, |store| changes(store, page, data.as_slice(), width, left))?;
+        let (epoch, changes) = self.gate.call(py, |store| changes(store, page, &data, width, left))?;
         let count = changes.as_ref().map(|(changes, _)| changes.count());
         self.lock().logged += changes.as_ref().map_or(0, |(_, cost)| *cost);
         // Of two, the second one would not know of the first.
@@ -423,7 +432,7 @@ impl Batch {
         self.build(py, |batch| match changes {
             Some((changes, _)) => changes.put(batch, page),
             None if len == 0 => _ = batch.resize(page, 0),
-            None => _ = batch.replace_from_source(page, len, Arc::new(data)),
+            None => _ = batch.replace_from_source(page, len, data.into_source()),
         })?;
         Ok(count)
     }

@@ -43,11 +43,15 @@ pub struct CudaBytes {
 }
 
 enum Owner {
+    None,
     Buffer { _buffer: PyUntypedBuffer },
     Tensor { _tensor: Imported },
 }
 
 impl HostBytes {
+    /// No bytes at all.
+    pub const EMPTY: Self = Self { address: 0, len: 0, _owner: Owner::None };
+
     pub fn len(&self) -> usize {
         self.len
     }

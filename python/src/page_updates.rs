@@ -1,6 +1,10 @@
 //! What makes a page hold other bytes: the elements that differ, or all of it where they are many.
 
-use remanent::{Epoch, Error, PageChanges, PageId, PageInfo, Place, Store, Width};
+use std::sync::Arc;
+
+use remanent::{ByteSource, Epoch, Error, PageChanges, PageId, PageInfo, Place, Store, Width};
+
+use crate::memory::HostBytes;
 
 /// A page of which changes take more than this part is written whole.
 const LOGGED_PART: u64 = 4;
@@ -17,25 +21,64 @@ const PROBES_LEN_MIN: usize = 4 * PROBED_LEN;
 const BLOCK_LEN: usize = 4 << 10;
 const BLOCK_BYTES: u64 = 4608;
 
+/// The bytes that a page is to hold.
+pub enum NewBytes {
+    Host(HostBytes),
+    /// Of a GPU, and their number: they come to the host piece by piece.
+    Elsewhere(Arc<dyn ByteSource>, u64),
+}
+
+impl NewBytes {
+    pub fn len(&self) -> u64 {
+        match self {
+            Self::Host(bytes) => bytes.len() as u64,
+            Self::Elsewhere(_, len) => *len,
+        }
+    }
+
+    /// A piece of them, which lies in `held` if it had to come.
+    fn piece<'b>(&'b self, at: usize, len: usize, held: &'b mut Vec<u8>) -> remanent::Result<&'b [u8]> {
+        match self {
+            Self::Host(bytes) => Ok(&bytes.as_slice()[at..at + len]),
+            Self::Elsewhere(source, _) => {
+                held.resize(len, 0);
+                let refused =
+                    |error| Error::SourceFailed { index: 0, offset: at as u64, source: Arc::new(error) };
+                source.read_at(at as u64, held).map_err(refused)?;
+                Ok(held)
+            }
+        }
+    }
+
+    /// For the commit, which reads them.
+    pub fn into_source(self) -> Arc<dyn ByteSource> {
+        match self {
+            Self::Host(bytes) => Arc::new(bytes),
+            Self::Elsewhere(source, _) => source,
+        }
+    }
+}
+
 /// The changes that make a page hold `data`, and what they take; `None` if that is more than `left` bytes, or
 /// the page is to be written whole. With the epoch of the page that was compared.
 pub fn changes(
     store: &Store,
     page: PageId,
-    data: &[u8],
+    data: &NewBytes,
     width: Width,
     left: u64,
 ) -> remanent::Result<(Epoch, Option<(PageChanges, u64)>)> {
     let info = store.page(page)?;
-    if info.len != data.len() as u64 {
+    if info.len != data.len() {
         return Ok((info.epoch, None));
     }
-    let mut before = vec![0; COMPARED_LEN.min(data.len())];
+    let (data_len, mut held) = (data.len() as usize, Vec::new());
+    let mut before = vec![0; COMPARED_LEN.min(data_len)];
     if left == 0 {
         // All or nothing: which elements differ is of no use. A page that changed mostly differs soon.
         let (mut at, mut len) = (0, PROBED_LEN);
-        while at < data.len() {
-            let after = &data[at..data.len().min(at + len)];
+        while at < data_len {
+            let after = data.piece(at, len.min(data_len - at), &mut held)?;
             store.read(page, at as u64, &mut before[..after.len()])?;
             if before[..after.len()] != *after {
                 return Ok((info.epoch, None));
@@ -44,27 +87,28 @@ pub fn changes(
         }
         return Ok((info.epoch, Some((PageChanges::new(width), 0))));
     }
-    if data.len() >= PROBES_LEN_MIN {
+    if data_len >= PROBES_LEN_MIN {
         let mut mostly_changed = |at: usize| {
-            let (before, after) = (&mut before[..PROBED_LEN], &data[at..at + PROBED_LEN]);
+            let (before, after) = (&mut before[..PROBED_LEN], data.piece(at, PROBED_LEN, &mut held)?);
             store.read(page, at as u64, before)?;
             let elements = before.chunks(width.bytes()).zip(after.chunks(width.bytes()));
             let changed = elements.filter(|(before, after)| before != after).count() * width.bytes();
             Ok::<_, Error>(changed as u64 > PROBED_LEN as u64 / LOGGED_PART)
         };
-        let middle = data.len() / 2 / BLOCK_LEN * BLOCK_LEN;
+        let middle = data_len / 2 / BLOCK_LEN * BLOCK_LEN;
         if mostly_changed(0)? && mostly_changed(middle)? {
             return Ok((info.epoch, None));
         }
     }
     let (mut changes, mut blocks) = (PageChanges::new(width), 0);
-    for (index, after) in data.chunks(COMPARED_LEN).enumerate() {
-        let (at, before) = ((index * COMPARED_LEN) as u64, &mut before[..after.len()]);
-        store.read(page, at, before)?;
-        changes.compare(at, before, after);
+    for at in (0..data_len).step_by(COMPARED_LEN) {
+        let after = data.piece(at, COMPARED_LEN.min(data_len - at), &mut held)?;
+        let before = &mut before[..after.len()];
+        store.read(page, at as u64, before)?;
+        changes.compare(at as u64, before, after);
         let of_piece = before.chunks(BLOCK_LEN).zip(after.chunks(BLOCK_LEN));
         blocks += of_piece.filter(|(before, after)| before != after).count() as u64;
-        let is_much = changes.cost() > data.len() as u64 / LOGGED_PART;
+        let is_much = changes.cost() > data.len() / LOGGED_PART;
         if is_much || taken(&info, &mut changes, blocks) > left {
             return Ok((info.epoch, None));
         }

@@ -181,6 +181,34 @@ def test_a_store_on_the_host_takes_a_tensor_of_a_gpu_when_it_commits(directory: 
                 store.batch().create(content, at_commit=at_commit)
 
 
+def test_a_page_is_updated_from_a_tensor_of_a_gpu(directory: str) -> None:
+    with remanent.Store(directory, device="host") as store:
+        before = torch.randint(0, 250, ((9 << 20) + 5,), dtype=torch.uint8)
+        store.put("k", before.numpy(), place="disk")
+        store.snapshot()
+        tensor = before.cuda()
+
+        def update(change: Any) -> int | None:
+            # It comes after what is under way on the current stream.
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda._sleep(50_000_000)
+                change()
+                with store.batch() as batch:
+                    count = batch.update("k", tensor)
+            torch.cuda.synchronize()
+            assert store["k"] == tensor.cpu().numpy().tobytes()
+            return count
+
+        torch.cuda.synchronize()
+        some = torch.tensor([1, 5 << 20, (9 << 20) + 4], device="cuda")
+        assert update(lambda: tensor.index_add_(0, some, torch.ones(3, dtype=torch.uint8, device="cuda"))) == 3
+        assert update(lambda: tensor.add_(1)) is None
+        assert update(lambda: None) == 0
+        with store.batch() as batch:
+            assert batch.update("k", tensor[:0]) is None
+        assert store["k"] == b""
+
+
 def test_whole_pages_of_a_view_are_loaded_to_a_gpu(directory: str) -> None:
     lengths = [5, 0, 70_000, 5 << 20, (9 << 20) + 1]
     with remanent.Store(directory, device="host") as store:

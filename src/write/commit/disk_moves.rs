@@ -18,7 +18,7 @@ use remanent_format::{Lsn, PageId, PageInfo, PageTable, Place};
 use super::Committer;
 use super::batch_images::BatchImages;
 use super::going_reader::{GoingReader, ReadPages};
-use super::page_memory::MadeMemory;
+use super::page_memory::{MadeMemory, each_comes_once};
 use crate::applier::{FilledMemory, NewDiskImages};
 use crate::base::allocation::{collected, insert, push, set_of};
 use crate::base::phases::{self, Phase};
@@ -61,6 +61,7 @@ impl DiskOps {
     pub fn find(ops: &[OpAt<'_>], place_of: impl Fn(PageId) -> Option<Place>) -> Result<Self> {
         let mut found = Self::default();
         let mut courses: HashMap<PageId, PageCourse> = HashMap::new();
+        let comes_once = each_comes_once(ops);
         for (index, at) in ops.iter().enumerate() {
             let Some(page) = at.op.page() else { continue };
             let before = courses.get(&page).copied().unwrap_or_else(|| PageCourse {
@@ -91,7 +92,9 @@ impl DiskOps {
                     }
                 }
             }
-            insert(&mut courses, page, course)?;
+            if !comes_once {
+                insert(&mut courses, page, course)?;
+            }
         }
         Ok(found)
     }
