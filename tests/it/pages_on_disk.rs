@@ -116,7 +116,7 @@ fn pages_of_all_lengths_go_down_from_all_places_by_one_batch() {
         let (mut plain, mut places) =
             (Vec::new(), [Place::Host, Place::Pinned, Place::Device(0)].into_iter().cycle());
         for len in [LONG, 5 << 20, 0, 1].into_iter().chain((0..300).map(|at| 1 + at * 7919 % 60_000)) {
-            plain.push((random.bytes(len as usize), places.next().unwrap()));
+            plain.push((random.bytes(len), places.next().unwrap()));
         }
         let pages = commit(&store, |batch| {
             plain.iter().for_each(|(bytes, place)| _ = batch.create_from(bytes.clone(), *place));
