@@ -96,8 +96,8 @@ def _by_home(manifest: Manifest, in_place: Iterable[str], targets: Targets,
     found: dict[torch.device, dict[str, list[Array]]] = {}
     for key, arrays in manifest.pages.items():
         if key not in in_place:
-            is_one = len(arrays) == 1 and arrays[0].name in names
-            device = targets.home(arrays[0].name) if is_one else torch.device("cpu")
+            of_page = [array.name for array in arrays]
+            device = targets.home(of_page) if names.issuperset(of_page) else torch.device("cpu")
             found.setdefault(device, {})[key] = arrays
     return found
 

@@ -77,18 +77,23 @@ class Targets:
         parameters = [parameter for of_part in self._parameters.values() for parameter in of_part]
         return {tensor.device for tensor in [*self.tensors.values(), *parameters] if is_cuda(tensor.device)}
 
-    def home(self, name: str) -> torch.device:
-        """Where a tensor will live that the run does not have yet: the state of an optimizer before its first step
-        lies beside the parameter. Else the host.
+    def home(self, names: list[str]) -> torch.device:
+        """Where the tensors of a page live, or will: on the GPU where the run has all of them, or beside the parameter
+        whose state an optimizer makes in its first step. Else on the host.
         """
+        devices = {self._home(name) for name in names}
+        return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+    def _home(self, name: str) -> torch.device:
         part, _, rest = name.partition("/state/")
         number, _, key = rest.partition("/")
         parameters = self._parameters.get(part, [])
-        if number.isdecimal() and int(number) < len(parameters) and key != "step" and name not in self.tensors:
+        device = torch.device("cpu")
+        if name in self.tensors:
+            device = self.tensors[name].device
+        elif number.isdecimal() and int(number) < len(parameters) and key != "step":
             device = parameters[int(number)].device
-            if is_cuda(device):
-                return device
-        return torch.device("cpu")
+        return device if is_cuda(device) else torch.device("cpu")
 
     def memory_of(self, pages: Mapping[str, list[Array]], lengths: Mapping[str, int],
                   names: set[str]) -> dict[str, torch.Tensor]:

@@ -376,8 +376,8 @@ impl Batch {
         Ok(count)
     }
 
-    /// Makes a page, as the store has it now, hold `data`, which lies on the host, or by DLPack on a GPU: then
-    /// it is taken after what is on the current stream by now. Both are read piece by piece. No other
+    /// Makes a page, as the store has it now, hold `data`, which lies on the host, or by DLPack on a GPU:
+    /// then it is taken after what is on the current stream by now. Both are read piece by piece. No other
     /// operation of the batch may change the page's bytes, and the commit fails with ConflictError if another
     /// batch did meanwhile.
     ///

