@@ -50,9 +50,9 @@ use crate::working_copy::PyWorkingCopy;
 /// :param snapshot_log_bytes: a snapshot is taken by itself after so long a log; None: not for this reason.
 ///     `snapshot_interval` (seconds) likewise; `scrub_interval` for scrubs.
 /// :param page_memory: a callable that is asked for each page that has bytes, by its PageInfo, as the open
-///     finds it: for memory as long as the page, in the same place, to put the page into, such as a tensor of
-///     a model; None has the store take its own. No work may be under way there. The page lives in it as after
-///     `Batch.create_in`. It is called by other threads, and what it raises ends the open.
+///     finds it: for memory as long as the page, in the same place, to put the page into, such as a tensor
+///     of a model; None has the store take its own. No work may be under way there. The page lives in it as
+///     after `Batch.create_in`. It is called by other threads, and what it raises ends the open.
 /// :raises LockedError: another process has it open. NoStoreError, ForeignDirectoryError, MismatchError,
 ///     InvalidError, DeviceError, OverBudgetError; DamagedError if bytes under a durable mark are not what
 ///     they were.
