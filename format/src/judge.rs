@@ -256,7 +256,7 @@ fn damaged_images(state: &Resolution, images: &mut ImageProofs<'_>) -> Vec<Damag
 }
 
 /// Whether an open leaves the image of a page unread: the page stays on disk, and the snapshot from which the
-/// open starts names the image and is recorded as verified.
+/// open starts names the image and is recorded as verified (SPEC R4).
 fn stays_unread(page: PageId, state: &Resolution, verified: Option<&Manifest>) -> bool {
     let Some(verified) = verified else { return false };
     let is_on_disk = state.resolved.table.get(page).is_some_and(|info| info.place == Place::Disk);
