@@ -82,25 +82,34 @@ impl PageMover {
     fn take_down(&self, keeper: &TierKeeper, batch: &WriteBatch, place: Place, bytes: u64) -> Result<bool> {
         let Some(below) = keeper.place_below(place, bytes) else { return Ok(false) };
         let begun = Instant::now();
-        let mut moves = WriteBatch::default();
-        let mut going = Vec::new();
-        for page in set_of(batch.pages_that_grow()) {
+        let is_there = |page: PageId| {
             let at = self.engine.versions.page(page, |seen| (seen.place(), seen.len()));
-            if let Some((_, len)) = at.filter(|(at, _)| *at == place) {
-                moves.move_to(page, below);
-                going.push((place, len));
-            }
-        }
-        if going.is_empty() {
-            return Ok(false);
-        }
-        match self.submit_with_others(&moves) {
-            Ok(_) => self.counts.moved(below, &going, begun.elapsed()),
+            at.filter(|(at, _)| *at == place).map(|(_, len)| (page, place, len))
+        };
+        let going: Vec<_> = set_of(batch.pages_that_grow()).into_iter().filter_map(is_there).collect();
+        match self.move_all(&going, below, begun) {
             // Another thread deleted one or leased it: the batch meets that itself.
-            Err(Error::UnknownPage { .. } | Error::Leased { .. }) => {}
-            Err(error) => return Err(error),
+            Err(Error::UnknownPage { .. } | Error::Leased { .. }) => Ok(true),
+            moved => moved.map(|point| point.is_some()),
         }
-        Ok(true)
+    }
+
+    /// Moves pages to a place, each from where it is, with its length, in one batch; `None` if there is none.
+    fn move_all(
+        &self,
+        pages: &[(PageId, Place, u64)],
+        to: Place,
+        begun: Instant,
+    ) -> Result<Option<LogPoint>> {
+        if pages.is_empty() {
+            return Ok(None);
+        }
+        let mut batch = WriteBatch::default();
+        pages.iter().for_each(|(page, ..)| _ = batch.move_to(*page, to));
+        let (point, _) = self.submit_with_others(&batch)?;
+        let moved: Vec<_> = pages.iter().map(|(_, from, len)| (*from, *len)).collect();
+        self.counts.moved(to, &moved, begun.elapsed());
+        Ok(Some(point))
     }
 
     /// Moves pages to a place, those that are not there, in one batch; `None` if all are.
@@ -121,7 +130,6 @@ impl PageMover {
     fn bring_held(&self, pages: &[PageId], place: Place, noted: Hits) -> Result<Option<LogPoint>> {
         let begun = Instant::now();
         let _held = HeldPages::new(self.keeper.as_deref(), pages);
-        let mut batch = WriteBatch::default();
         let mut coming = Vec::new();
         let mut hits = 0;
         for page in set_of(pages.iter().copied()) {
@@ -134,21 +142,14 @@ impl PageMover {
                 }
             } else {
                 // The policy of the place hears that it arrives, which is no use of it yet.
-                batch.move_to(page, place);
-                coming.push((from, len));
+                coming.push((page, from, len));
             }
         }
-        let point = match coming.is_empty() {
-            true => None,
-            false => Some(self.submit_with_others(&batch)?.0),
-        };
+        let point = self.move_all(&coming, place, begun)?;
         self.counts.at(place, |counts| {
             counts.hits += hits;
             counts.misses += coming.len() as u64;
         });
-        if point.is_some() {
-            self.counts.moved(place, &coming, begun.elapsed());
-        }
         Ok(point)
     }
 

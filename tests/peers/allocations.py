@@ -58,7 +58,7 @@ def train(options):
 
 
 def events_of(entries):
-    """The events of PyTorch's own history: blocks by numbers, for it reuses addresses."""
+    """The events of PyTorch's own history. Each block has a number, because PyTorch uses addresses again."""
     live, streams, events, next_id = {}, {0: 0}, [], 0
     for entry in entries:
         if entry["action"] == "alloc" and entry["size"] > 0:

@@ -40,8 +40,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "pages grow wherever they were taken",
         MOVER,
-        "going.is_empty()",
-        "true",
+        "moved.map(|point| point.is_some())",
+        "moved.map(|_| false)",
         it("tiers::growing::pages_grow_and_are_cloned_wherever_they_were_taken"),
     ),
     check("a page has one last use", LRU, "self.by_use.remove(&before);", BY_LIST),
