@@ -34,9 +34,8 @@ from remanent._history import (
     first_bad,
     number_of,
 )
-from remanent._native import Extent
+from remanent._native import Block, Extent
 from remanent._optimizer_state import loaded_in_place
-from remanent._pages import Block
 from remanent._progress import Bar
 from remanent._restore import Restoration, refuse_misfits
 from remanent._restore_targets import Targets
@@ -77,8 +76,8 @@ class Checkpointer:
     whose save had returned, or the one that was under way, and never a mix. A save takes some megabytes of host memory
     beside the tensors, however many they are; one that does not wait, up to `room` bytes.
 
-    Python's garbage collector now and then looks at every object, for 0.1 s and more with torch imported, and what a
-    save makes brings that nearer. `gc.collect()` and `gc.freeze()` before the loop keep it short.
+    Python's garbage collector now and then looks at every object, for 0.1 s and more with torch imported, and what
+    `state_dict` makes brings that nearer. `gc.collect()` and `gc.freeze()` before the loop keep it short.
 
     :param directory: the store of the run; made if there is none. One process at a time has it open.
     :param model: a module, or anything with `state_dict` and `load_state_dict`.
@@ -197,6 +196,7 @@ class Checkpointer:
         self._copies = Copies(self.store, device, "digests") if digests else None
         self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS, "remanent-checkpoint-write")
         self._sender = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint-copy")
+        self._manifest = _pages.LastManifest()
         self._last: Saved | None = None
         self._left = LeftSaves()
         self._reading: Reading | None = None
@@ -344,7 +344,7 @@ class Checkpointer:
             raise InUseError(f"the save {which} is under way", remedy="save less often, or wait")
         return True
 
-    def _checked(self, name: str | None) -> tuple[Any, list[Extent], list[Extent]]:
+    def _checked(self, name: str | None) -> tuple[str, list[Extent], list[Extent]]:
         """The state to save, once it is known that it can be: its tree, what is captured of it, and the others."""
         _refuse_capture()
         if name is not None:
@@ -430,7 +430,7 @@ class Checkpointer:
             _refuse_capture()
             self._reading.hold_back()
 
-    def _write(self, passage: Passage, capture: Capture, step: int, note: str, tree: Any, bar: Bar) -> _native.Ticket:
+    def _write(self, passage: Passage, capture: Capture, step: int, note: str, tree: str, bar: Bar) -> _native.Ticket:
         """Writes a version: what is captured, and then what comes through the room.
 
         By several batches if it is long; of those from the room some at a time.
@@ -446,7 +446,7 @@ class Checkpointer:
             passage.free(each.blocks)
 
         def commit(batch: _native.Batch, updates: list[_pages.Update]) -> None:
-            _pages.update(batch, updates)
+            _pages.update(batch, updates, elements=False)
             ticket = self.store.submit(batch)
             ticket.wait(ack="logged")
             # What it keeps in memory is counted from then on.
@@ -484,7 +484,8 @@ class Checkpointer:
         try:
             # Each version is a snapshot, for which a page that changed is written whole.
             coming = waiting.counting(bar.counting(itertools.chain(capture.blocks(), passage.blocks())))
-            _pages.put(self.store, batch, coming, tree, elements=False, captures=self._copies, flush=flush)
+            _pages.put(self.store, batch, coming, tree, elements=False, captures=self._copies, flush=flush,
+                       last=self._manifest)
             make_room(waiting.begin_next())
             while running:
                 finish()

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from remanent import _native
-from remanent._native import Extent
-from remanent._pages import Block
+from remanent._native import Block, Extent
 from remanent._tensors import blocks
 
 
@@ -38,10 +37,12 @@ class Copies:
         # Of a save that failed something may be left.
         self._begun, self._used = [], set()
         for block in blocks(found, on_host=False):
-            block.captured = block.nbytes > 0 and block.data.device == self.device
-            if block.nbytes and not block.captured:
-                block.data = block.data.cpu()
-            yield block
+            if not block.nbytes:
+                yield block
+            elif block.data.device == self.device:
+                yield Block(block.arrays, block.data, block.nbytes, captured=True)
+            else:
+                yield block.moved(block.data.cpu())
 
     def arrive(self) -> None:
         """Has captures come after what is queued on the device's current stream."""

@@ -11,7 +11,7 @@ import torch
 
 from remanent import _native, _pages
 from remanent._errors import InvalidError, NoStateError, OutOfBoundsError
-from remanent._pages import Array
+from remanent._native import ArrayLayout
 from remanent._tensors import DTYPE, read_page, tensor_of, tensors_of
 from remanent._versions import Version, named, whole
 
@@ -119,8 +119,8 @@ def difference(old: _native.View, new: _native.View) -> dict[str, Difference | N
         is_same_page = (was.page, was.epoch, was.lsn) == (now.page, now.epoch, now.lsn)
         if is_same_page and (old_array.offset, old_array.stride) == (new_array.offset, new_array.stride):
             continue
-        left = tensors_of(read_page(old, old_key), [old_array], cpu)[name]
-        right = tensors_of(read_page(new, new_key), [new_array], cpu)[name]
+        left = tensors_of(read_page(old, old_key), (old_array,), cpu)[name]
+        right = tensors_of(read_page(new, new_key), (new_array,), cpu)[name]
         found = _compared(left, right)
         if found is not None:
             differ[name] = found
@@ -211,12 +211,12 @@ def number_of(versions: Sequence[Version], at: int | str | Version | None) -> in
                        remedy="`versions` lists those that are kept")
 
 
-def _arrays(view: _native.View) -> dict[str, tuple[str, Array]]:
+def _arrays(view: _native.View) -> dict[str, tuple[str, ArrayLayout]]:
     """The tensors of a version by name: in which page each lies, and where."""
     return {array.name: (key, array) for key, arrays in _pages.read_manifest(view).pages.items() for array in arrays}
 
 
-def _found(arrays: Mapping[str, tuple[str, Array]], name: str) -> tuple[str, Array]:
+def _found(arrays: Mapping[str, tuple[str, ArrayLayout]], name: str) -> tuple[str, ArrayLayout]:
     if name not in arrays:
         raise NoStateError(f"the version has no tensor named {name!r}")
     return arrays[name]
@@ -226,7 +226,7 @@ def _checked(index: int | Sequence[int]) -> tuple[int, ...]:
     return (index,) if isinstance(index, int) else tuple(index)
 
 
-def _place(array: Array, index: tuple[int, ...]) -> tuple[int, int]:
+def _place(array: ArrayLayout, index: tuple[int, ...]) -> tuple[int, int]:
     """Where an element lies in its page, and its length, in bytes."""
     shape = array.shape
     if len(index) != len(shape) or any(not -length <= at < length for at, length in zip(index, shape, strict=False)):
@@ -237,5 +237,5 @@ def _place(array: Array, index: tuple[int, ...]) -> tuple[int, int]:
     return array.offset + steps * size, size
 
 
-def _value(content: bytes, array: Array) -> Any:
+def _value(content: bytes, array: ArrayLayout) -> Any:
     return tensor_of(content).view(DTYPE[array.dtype]).item()

@@ -12,7 +12,8 @@ import torch
 
 from remanent import _native
 from remanent._errors import NoStateError
-from remanent._pages import Array, contiguous_stride
+from remanent._native import ArrayLayout
+from remanent._pages import Arrays, contiguous_stride
 from remanent._tensors import DTYPE, tensor_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -194,7 +195,7 @@ class Live:
         [(device, _)] = by_device.most_common(1)
         return Packed(batch, device, self._uploads)
 
-    def check(self, arrays: list[Array]) -> None:
+    def check(self, arrays: Arrays) -> None:
         for array in arrays:
             tensor = self.tensors.get(array.name)
             if tensor is None or tuple(tensor.shape) != array.shape or tensor.dtype != DTYPE.get(array.dtype):
@@ -203,18 +204,18 @@ class Live:
             if not tensor.is_contiguous() or array.stride not in (None, contiguous_stride(array.shape)):
                 raise NoStateError(f"{array.name}: weights that are followed lie row by row, on both sides")
 
-    def device_of(self, arrays: list[Array]) -> torch.device:
+    def device_of(self, arrays: Arrays) -> torch.device:
         """Where the tensor of a page lies; of several, that of the first one."""
         return self.tensors[arrays[0].name].device
 
-    def _flat(self, array: Array) -> torch.Tensor:
+    def _flat(self, array: ArrayLayout) -> torch.Tensor:
         """A live tensor's bytes, to be written."""
         tensor = self.tensors[array.name].detach()
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         start = int(tensor.storage_offset()) * tensor.element_size()
         return flat.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),), (1,))
 
-    def write(self, arrays: list[Array], offset: int, given: torch.Tensor) -> None:
+    def write(self, arrays: Arrays, offset: int, given: torch.Tensor) -> None:
         """Writes bytes of a page, from `offset` on, to its tensors."""
         for array in arrays:
             flat = self._flat(array)
@@ -222,7 +223,7 @@ class Live:
             if start < end:
                 flat[start - array.offset : end - array.offset].copy_(given[start - offset : end - offset])
 
-    def scatter(self, arrays: list[Array], changes: Changes, operation: Any) -> None:
+    def scatter(self, arrays: Arrays, changes: Changes, operation: Any) -> None:
         """Writes the elements of a sparse delta to the page's tensors."""
         width, device = operation["width"], self.device_of(arrays)
         values = changes.bytes_of(operation, "values", device)

@@ -10,9 +10,11 @@ __all__ = [
     "AppliedBatch",
     "AppliedPage",
     "Array",
+    "ArrayLayout",
     "Batch",
     "Bell",
     "Bisect",
+    "Block",
     "ChangeStream",
     "Extent",
     "FollowedBatch",
@@ -48,6 +50,7 @@ __all__ = [
     "command",
     "dtype",
     "extents",
+    "extents_by_page",
     "extents_within",
     "flatten",
 ]
@@ -625,6 +628,31 @@ def _log_mark() -> int: ...
 def _log_end() -> None: ...
 def dtype(name: str) -> tuple[str, str, int]: ...
 @final
+class ArrayLayout:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    offset: int
+
+    def __new__(cls, name: str, dtype: str, shape: Sequence[int], stride: Sequence[int] | None = None,
+                offset: int = 0) -> ArrayLayout: ...
+    def listed(self) -> list[Any]: ...
+    def __eq__(self, value: object, /) -> bool: ...
+
+@final
+class Block:
+    arrays: tuple[ArrayLayout, ...]
+    # A buffer of uint8, or a tensor of torch's.
+    data: Any
+    nbytes: int
+    captured: bool
+
+    def __new__(cls, arrays: tuple[ArrayLayout, ...], data: object, nbytes: int, *, start: int | None = None,
+                captured: bool = False) -> Block: ...
+    def moved(self, data: object, *, start: int | None = None) -> Block: ...
+
+@final
 class Extent:
     # A tensor and a device of torch's.
     tensor: Any
@@ -637,7 +665,8 @@ class Extent:
     end: int
 
 def extents(tensors: dict[str, Any], kinds: object) -> list[Extent]: ...
+def extents_by_page(extents: list[Extent]) -> list[tuple[Extent, ...]]: ...
 def extents_within(extents: list[Extent], tensors: list[Any]) -> tuple[list[Extent], list[Extent]]: ...
 def flatten(
     path: str, value: object, adapt: Callable[[str, object], object | None], leaves: object | None = None
-) -> Any: ...
+) -> str: ...

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from remanent import _native
 from remanent._errors import DamagedError, NoStateError
+from remanent._native import ArrayLayout, Block
 
 MANIFEST_KEY = "remanent tensors"
 HEADER_KEY = "safetensors header"
@@ -53,42 +54,21 @@ class Captures(Protocol):
     def end(self) -> None: ...
 
 
-class Array(NamedTuple):
-    """One array within a page: `stride` in elements, None where they lie row by row; `offset` in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...] | None = None
-    offset: int = 0
+# A page on disk that is to hold the bytes of a block, by its key.
+Update = tuple[str, Block]
+# The arrays of a page.
+Arrays = tuple[ArrayLayout, ...]
 
 
-@dataclass(slots=True)
-class Block:
-    """What one page is to hold: arrays, and their bytes as a contiguous buffer of uint8."""
+def update(batch: _native.Batch, updates: Iterable[Update], elements: bool = True) -> bool:
+    """Puts updates into a batch; returns whether anything changed. Each reads its page.
 
-    arrays: list[Array]
-    data: Any
-    nbytes: int
-    # Whether the commit compares it with its page where it lies.
-    captured: bool = False
-
-
-@dataclass(slots=True)
-class Update:
-    """What `Batch.update` is given: a page on disk is to hold these bytes."""
-
-    key: str
-    data: Any
-    width: int
-    logged_max: int | None
-
-
-def update(batch: _native.Batch, updates: Iterable[Update]) -> bool:
-    """Puts updates into a batch; returns whether anything changed. Each reads its page."""
+    :param elements: whether what changed is logged where that is little; else all of a changed page is written.
+    """
     changed = False
-    for each in updates:
-        changed |= batch.update(each.key, each.data, width=each.width, logged_max=each.logged_max) != 0
+    for key, block in updates:
+        changed |= batch.update(key, block.data if block.nbytes else b"", width=_width_of(block),
+                                logged_max=None if elements else 0) != 0
     return changed
 
 
@@ -96,8 +76,37 @@ def update(batch: _native.Batch, updates: Iterable[Update]) -> bool:
 class Manifest:
     """What a store holds: arrays by page, and the tree."""
 
-    pages: dict[str, list[Array]]
+    pages: dict[str, Arrays]
     tree: Any = None
+
+
+class LastManifest:
+    """The manifest that was put last, for the next time that it is read: most of it will be put again."""
+
+    def __init__(self) -> None:
+        self._text: bytes | None = None
+        self._pages: dict[str, Arrays] = {}
+        # The JSON of the pages.
+        self._listed = ""
+
+    def pages(self, reader: _native.Reader) -> dict[str, Arrays]:
+        """The arrays that the store holds, by page."""
+        text = reader[MANIFEST_KEY] if MANIFEST_KEY in reader else None
+        if text is None or text != self._text:
+            try:
+                self._text, self._pages, self._listed = None, read_manifest(reader).pages, ""
+            except NoStateError:
+                self._pages = {}
+        return self._pages
+
+    def put(self, pages: dict[str, Arrays], tree: str) -> bytes:
+        """The text of a manifest of these pages and this tree."""
+        if not self._listed or pages != self._pages or list(pages) != list(self._pages):
+            self._listed = ",".join(f"{json.dumps(key)}:{json.dumps([array.listed() for array in arrays], separators=(',', ':'))}"
+                                    for key, arrays in pages.items())
+        self._pages = pages
+        self._text = f'{{"format":1,"pages":{{{self._listed}}},"tree":{tree}}}'.encode()
+        return self._text
 
 
 def key_of(name: str, taken: Callable[[str], bool]) -> str:
@@ -118,31 +127,28 @@ def read_manifest(reader: _native.Reader) -> Manifest:
         try:
             held = json.loads(reader[MANIFEST_KEY])
             pages = {
-                key: [Array(name, dtype, tuple(shape), None if stride is None else tuple(stride), offset)
-                      for name, dtype, shape, stride, offset in arrays]
+                key: tuple(ArrayLayout(*array) for array in arrays)
                 for key, arrays in held["pages"].items()
             }
             return Manifest(pages, held["tree"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise DamagedError(f"page {MANIFEST_KEY!r} is no list of tensors: {error}", remedy="another program wrote "
                                "to this page: restore an earlier version") from error
     pages = {}
     for info in reader.pages():
         said = info.metadata
         if {"name", "dtype", "shape"} <= said.keys() and info.key is not None:
-            pages[info.key] = [Array(said["name"], said["dtype"], tuple(said["shape"]))]
+            pages[info.key] = (ArrayLayout(said["name"], said["dtype"], said["shape"]),)
     if not pages:
         raise NoStateError("the store holds no tensors", remedy="save some first, or give another directory")
     return Manifest(pages)
 
 
-def _header(manifest: Manifest, sizes: Mapping[str, int]) -> bytes | None:
+def _header(pages: Mapping[str, Arrays], sizes: Mapping[str, int]) -> bytes | None:
     """The header of a safetensors file with these arrays; None if it could not hold them."""
-    if manifest.tree is not None:
-        return None
     entries: dict[str, Any] = {}
     offset = 0
-    for key, arrays in manifest.pages.items():
+    for key, arrays in pages.items():
         array = arrays[0]
         if len(arrays) > 1 or array.stride is not None or array.dtype == "C128" or array.name == "__metadata__":
             return None
@@ -154,9 +160,10 @@ def _header(manifest: Manifest, sizes: Mapping[str, int]) -> bytes | None:
     return len(text).to_bytes(8, "little") + text
 
 
-def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | None], tree: Any = None, *,
+def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | None], tree: str = "null", *,
         place: str = "disk", elements: bool = True, captures: Captures | None = None,
-        flush: Callable[[list[Update]], _native.Batch] | None = None) -> tuple[_native.Batch, bool]:
+        flush: Callable[[list[Update]], _native.Batch] | None = None,
+        last: LastManifest | None = None) -> tuple[_native.Batch, bool]:
     """Makes the store hold these arrays and this tree, and no others of before; what did not change is not logged.
 
     The caller is the store's only writer meanwhile. Blocks are taken one by one, so that a caller may copy each from
@@ -170,14 +177,15 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
     `flush` does the updates that it is given in the batch, commits it, now or later, and gives a new one: then no more
     than some megabytes of blocks are held at a time, and the store is in between two versions until the last batch.
     None in place of a block asks for that. Returns the last batch, and whether anything in it changed.
+
+    :param tree: as JSON.
+    :param last: of the call before, and for the next one.
     """
-    try:
-        old = read_manifest(store)
-    except NoStateError:
-        old = Manifest({})
-    key_by_name = {array.name: key for key, arrays in old.pages.items() for array in arrays}
-    foreign = set(store.keys()) - old.pages.keys()
-    new = Manifest({}, tree)
+    last = last or LastManifest()
+    old = last.pages(store)
+    key_by_name = {array.name: key for key, arrays in old.items() for array in arrays}
+    foreign = set(store.keys()) - old.keys()
+    new: dict[str, Arrays] = {}
     sizes: dict[str, int] = {}
     changed = False
     updates: list[Update] = []
@@ -185,7 +193,7 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
     held = 0
 
     def taken(key: str) -> bool:
-        return key in old.pages or key in new.pages or key in foreign
+        return key in old or key in new or key in foreign
 
     for block in blocks:
         cost = 0
@@ -199,17 +207,19 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
         held += cost
         first = block.arrays[0]
         key = key_by_name.get(first.name)
-        if key is None or key in new.pages:
+        if key is None or key in new:
             key = key_of(first.name, taken)
-        new.pages[key] = block.arrays
+        # Those of before, if they are the same: nothing is kept that is there already.
+        before = old.get(key)
+        new[key] = before if before is not None and before == block.arrays else block.arrays
         sizes[key] = block.nbytes
         whole = len(block.arrays) == 1 and first.stride is None
         said: dict[str, Any] = {"dtype": first.dtype}
         if whole:
             said |= {"name": first.name, "shape": list(first.shape)}
-        width = min(16, _width(first.dtype))
+        width = _width_of(block)
         is_captured = captures is not None and block.captured
-        if key not in old.pages:
+        if key not in old:
             content = block.data if block.nbytes else 0
             # In both ways its bytes go to a file of their own: from a GPU's memory they would go to the log.
             if captures is not None and is_captured and place == "disk":
@@ -241,25 +251,23 @@ def put(store: _native.Store, batch: _native.Batch, blocks: Iterable[Block | Non
             changed = True
         elif place == "host" and not is_captured and info.length == block.nbytes and block.nbytes:
             # The lease ends before the commit, which would have to copy the page for it.
-            with store.lease(key, "uint8", [block.nbytes]) as before:
-                changed |= batch.write_changes(key, before, block.data, width=width) > 0
+            with store.lease(key, "uint8", [block.nbytes]) as held_there:
+                changed |= batch.write_changes(key, held_there, block.data, width=width) > 0
         elif info.length != block.nbytes or block.nbytes:
-            updates.append(Update(key, block.data if block.nbytes else b"", width, None if elements else 0))
-    changed |= update(batch, updates)
+            updates.append((key, block))
+    changed |= update(batch, updates, elements)
     if captures is not None:
         captures.end()
-    for key in old.pages.keys() - new.pages.keys():
+    for key in old.keys() - new.keys():
         batch.delete(key)
         changed = True
-    header = _header(new, sizes)
-    lie = {key: [[a.name, a.dtype, a.shape, a.stride, a.offset] for a in arrays] for key, arrays in new.pages.items()}
-    text = json.dumps({"format": 1, "pages": lie, "tree": tree}, separators=(",", ":"), allow_nan=False).encode()
-    for key, content in ((MANIFEST_KEY, text), (HEADER_KEY, header)):
+    header = _header(new, sizes) if tree == "null" else None
+    for key, content in ((MANIFEST_KEY, last.put(new, tree)), (HEADER_KEY, header)):
         changed |= _put_page(store, batch, key, content)
     return batch, changed
 
 
-def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: Any = None, *, note: str | None,
+def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: str = "null", *, note: str | None,
          name: str | None, durable: bool) -> int:
     """Makes these arrays and this tree the newest version in `directory`, as `put` does; returns its Lsn."""
     with _native.Store(directory, device="host", page_load="on_demand", log_kept=1 << 30,
@@ -275,8 +283,9 @@ def save(directory: str | os.PathLike[str], blocks: Iterable[Block], tree: Any =
         return lsn
 
 
-def _width(dtype: str) -> int:
-    return _native.dtype(dtype)[2]
+def _width_of(block: Block) -> int:
+    """Bytes of an element of its first array, by which it is compared with its page."""
+    return min(16, _native.dtype(block.arrays[0].dtype)[2])
 
 
 def _put_page(store: _native.Store, batch: _native.Batch, key: str, content: bytes | None) -> bool:
@@ -321,7 +330,7 @@ def flatten(path: str, value: object, adapt: Plan, leaves: Leaves | None = None)
     Traceback (most recent call last):
     remanent._errors.RefusedError: optimizer/hook: a builtin_function_or_method cannot be stored
     """
-    return _native.flatten(path, value, adapt, leaves)
+    return json.loads(_native.flatten(path, value, adapt, leaves))
 
 
 def unflatten(held: Any, adapt: Callable[[list[Any]], Any]) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from remanent import _pages
 from remanent._errors import NoStateError, RefusedError
-from remanent._pages import Array
+from remanent._native import ArrayLayout
 from remanent._tensors import DTYPE, bytes_of, read_page, tensors_of
 from remanent._versions import Views
 
@@ -43,7 +43,7 @@ class _Part(NamedTuple):
 
     rank: int
     key: str
-    array: Array
+    array: ArrayLayout
     offset: tuple[int, ...]
 
 
@@ -247,7 +247,7 @@ class Wholes:
         view, array = self._views.of(part.rank), part.array
         if array.stride is not None or not within:
             page = read_page(view, part.key)
-            return tensors_of(page, [array], torch.device("cpu"))[array.name][within]
+            return tensors_of(page, (array,), torch.device("cpu"))[array.name][within]
         rows, *columns = within
         dtype = DTYPE[array.dtype]
         row = dtype.itemsize * math.prod(array.shape[1:])

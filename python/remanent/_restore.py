@@ -9,7 +9,7 @@ import torch
 
 from remanent import _pages
 from remanent._errors import Error, InvalidError, NoStateError
-from remanent._pages import Array, Manifest
+from remanent._pages import Arrays, Manifest
 from remanent._progress import Bar
 from remanent._restore_targets import Targets
 from remanent._run_state import parts_module
@@ -91,9 +91,9 @@ class Restoration:
 
 
 def _by_home(manifest: Manifest, in_place: Iterable[str], targets: Targets,
-             names: set[str]) -> dict[torch.device, dict[str, list[Array]]]:
+             names: set[str]) -> dict[torch.device, dict[str, Arrays]]:
     """The other pages, by where their bytes are wanted."""
-    found: dict[torch.device, dict[str, list[Array]]] = {}
+    found: dict[torch.device, dict[str, Arrays]] = {}
     for key, arrays in manifest.pages.items():
         if key not in in_place:
             of_page = [array.name for array in arrays]

@@ -9,7 +9,8 @@ import torch
 
 from remanent import _pages
 from remanent._optimizer_state import apart, loads_as_torch_does
-from remanent._pages import Array
+from remanent._native import ArrayLayout
+from remanent._pages import Arrays
 from remanent._run_state import parts_module
 from remanent._tensors import PLAIN_TYPES, SHORT, is_cuda
 
@@ -95,7 +96,7 @@ class Targets:
             device = parameters[int(number)].device
         return device if is_cuda(device) else torch.device("cpu")
 
-    def memory_of(self, pages: Mapping[str, list[Array]], lengths: Mapping[str, int],
+    def memory_of(self, pages: Mapping[str, Arrays], lengths: Mapping[str, int],
                   names: set[str]) -> dict[str, torch.Tensor]:
         """The memory that takes a page as it is, for each page of a version that has such.
 
@@ -111,7 +112,7 @@ class Targets:
                 found[key] = memory
         return found
 
-    def _memory(self, arrays: list[Array], length: int, names: set[str]) -> torch.Tensor | None:
+    def _memory(self, arrays: Arrays, length: int, names: set[str]) -> torch.Tensor | None:
         reached, begin = 0, None
         together: set[str] = set()
         for array in sorted(arrays, key=lambda array: array.offset):
@@ -227,7 +228,7 @@ def _span(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
-def _is_alike(tensor: torch.Tensor, array: Array) -> bool:
+def _is_alike(tensor: torch.Tensor, array: ArrayLayout) -> bool:
     """Whether the elements lie in the order in which the page has them."""
     if SHORT[tensor.dtype] != array.dtype or tuple(tensor.shape) != array.shape:
         return False

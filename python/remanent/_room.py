@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from remanent._copy_streams import CopyStreams, Moment
-from remanent._native import Extent
-from remanent._pages import Block
+from remanent._native import Block, Extent
 
 # Blocks that wait for the writer, of those that are not copied.
 _COMING_MAX = 8
-# Bytes of blocks that the writer is told of together: for each it would take the interpreter from the sender.
+# Bytes of blocks that the writer is told of together, at least: for each it would take the interpreter from the sender.
 _PARCEL_BYTES = 8 << 20
+# Parcels that a ring holds, at most. Of events whose waiter sleeps some fifty can be queued: the next one waits until
+# the GPU has come to an earlier one, and so does whatever is queued after it.
+_PARCELS_MAX = 16
 # Elements of any width are copied fast from such a boundary of a GPU's memory.
 _ALIGN = 256
 
@@ -82,8 +84,8 @@ class Passage:
         # How much of each GPU's memory has a copy.
         self._aside_used: dict[torch.device, int] = defaultdict(int)
         self._changed = threading.Condition()
-        # Blocks on their way, and when their bytes are there; None at their end.
-        self._coming: deque[tuple[Block, Moment | None] | None] = deque()
+        # Parcels of blocks on their way, and when their bytes are there; None at their end.
+        self._coming: deque[tuple[list[Block], Moment | None] | None] = deque()
         # Blocks with a place in the ring that the writer does not know of yet, and their bytes.
         self._parcel: list[Block] = []
         self._parcel_bytes = 0
@@ -110,7 +112,7 @@ class Passage:
             memory = self._room.memory_aside(device, size)[used:used + block.nbytes]
             self._room.streams.copy(memory, block.data)
             self._aside_used[device] = used + (block.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
-            aside.append(Block(block.arrays, memory, block.nbytes))
+            aside.append(block.moved(memory))
 
     def start_writer(self) -> None:
         """Lets the writer begin, which takes the interpreter from the sender again and again."""
@@ -139,15 +141,15 @@ class Passage:
             elif block.nbytes > self._size:
                 self._post()
                 data = block.data.cpu()
-                self._push(Block(block.arrays, data, block.nbytes))
+                self._push(block.moved(data))
                 self._wait_until(lambda: not self._held)
             else:
                 start = self._take_place(block.nbytes)
-                memory = self._room.memory(self._size)[start:start + block.nbytes]
-                self._room.streams.copy(memory, block.data)
-                self._parcel.append(Block(block.arrays, memory, block.nbytes))
+                placed = block.moved(self._room.memory(self._size), start=start)
+                self._room.streams.copy(placed.data, block.data)
+                self._parcel.append(placed)
                 self._parcel_bytes += block.nbytes
-                if self._parcel_bytes >= _PARCEL_BYTES:
+                if self._parcel_bytes >= max(_PARCEL_BYTES, self._size // _PARCELS_MAX):
                     self._post()
         self._post()
 
@@ -172,7 +174,7 @@ class Passage:
         """Hands a block to the writer that lies elsewhere."""
         with self._changed:
             self._check()
-            self._coming.append((block, None))
+            self._coming.append(([block], None))
             self._held.append(None)
             self._changed.notify_all()
 
@@ -181,7 +183,7 @@ class Passage:
         if self._parcel:
             ready = self._room.streams.moment()
             with self._changed:
-                self._coming.extend((block, ready) for block in self._parcel)
+                self._coming.append((self._parcel, ready))
                 self._changed.notify_all()
             self._parcel, self._parcel_bytes = [], 0
 
@@ -230,29 +232,29 @@ class Passage:
 
     def blocks(self) -> Iterator[Block | None]:
         """The blocks as they come. None asks the writer to commit those that it has: the sender waits for them."""
-        coming: tuple[Block | None, Moment | None] | None
+        parcel: Sequence[Block | None]
         while True:
             with self._changed:
                 while self._error is None and not self._coming and not (self._waits and self._given):
                     self._changed.wait()
                 if self._error is not None:
                     raise self._error
-                if not self._coming:
-                    coming = None, None
-                else:
-                    coming = self._coming.popleft()
-                    self._changed.notify_all()
+                coming = self._coming.popleft() if self._coming else ((None,), None)
+                self._changed.notify_all()
             if coming is None:
                 return
-            block, ready = coming
+            parcel, ready = coming
             if ready is not None:
                 ready.wait()
-            yield block
-            # Here the writer has put it into its batch. Counted before, it would be of a batch that the writer ends
-            # with the block in hand, and its memory would be free too early.
-            if block is not None:
-                with self._changed:
-                    self._given += 1
+            for block in parcel:
+                yield block
+                # Here the writer has put it into its batch. Counted before, it would be of a batch that the writer ends
+                # with the block in hand, and its memory would be free too early.
+                if block is not None:
+                    with self._changed:
+                        self._given += 1
+                        if self._error is not None:
+                            raise self._error
 
     def take(self) -> int:
         """How many blocks came since the last call: those of the writer's batch."""

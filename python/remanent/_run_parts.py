@@ -11,6 +11,7 @@ from remanent import _native
 from remanent._errors import InvalidError, RefusedError
 from remanent._native import Extent
 from remanent._run_state import parts_module
+from remanent._tensors import PLAIN_TYPES
 
 
 def parts_of(model: Any, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,5 +60,5 @@ def stepped(optimizer: Any, tensors: list[Extent]) -> tuple[list[Extent], list[E
     parts = parts_module()
     if parts is not None:
         with torch.no_grad():
-            own = [parts.local(tensor) for tensor in own]
+            own = [tensor if type(tensor) in PLAIN_TYPES else parts.local(tensor) for tensor in own]
     return _native.extents_within(tensors, [tensor for tensor in own if tensor.layout is torch.strided])

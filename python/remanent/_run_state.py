@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from remanent import _pages
+from remanent import _native, _pages
 from remanent._errors import RefusedError
 from remanent._tensors import PLAIN_TYPES
 
 
-def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: bool) -> Any:
-    """The state as JSON; its tensors go to `tensors`, by the paths at which they lie.
+def flatten_state(state: object, tensors: dict[str, torch.Tensor], *, of_rank: bool) -> str:
+    """The state as text of JSON; its tensors go to `tensors`, by the paths at which they lie.
 
     :param of_rank: whether it is the state of one of several ranks: of a DTensor this rank's part is taken.
     """
     leaves = _pages.Leaves(PLAIN_TYPES, "tensor", tensors)
     # The parts of DTensors, and no gradients of them.
     with torch.no_grad():
-        return _pages.flatten("", state, _Capture(tensors, of_rank), leaves)
+        return _native.flatten("", state, _Capture(tensors, of_rank), leaves)
 
 
 class _Capture:

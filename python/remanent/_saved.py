@@ -11,8 +11,7 @@ from remanent import _native
 from remanent._copies import Copies
 from remanent._copy_streams import Moment
 from remanent._errors import InUseError
-from remanent._native import Extent
-from remanent._pages import Block
+from remanent._native import Block, Extent
 
 
 class Reading:

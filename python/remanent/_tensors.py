@@ -9,8 +9,8 @@ import torch
 
 from remanent import _native, _pages
 from remanent._errors import RefusedError
-from remanent._native import Extent
-from remanent._pages import Array, Block
+from remanent._native import ArrayLayout, Block, Extent
+from remanent._pages import Arrays
 
 # Bytes that a load reads by one call, of which the pages are shorter.
 _TOGETHER = 256 << 20
@@ -66,25 +66,8 @@ def blocks(found: Iterable[Extent], *, on_host: bool = True) -> Iterator[Block]:
 
     Their bytes lie on the host, or where the tensors are.
     """
-    by_storage: dict[tuple[torch.device, int], list[Extent]] = {}
-    for each in found:
-        if each.nbytes == 0:
-            yield Block([_array(each)], b"", 0)
-        else:
-            by_storage.setdefault(each.storage, []).append(each)
-    for shared in by_storage.values():
-        if len(shared) == 1:
-            yield _block(shared, on_host)
-            continue
-        group: list[Extent] = []
-        end = 0
-        for each in sorted(shared, key=lambda each: (each.start, each.end)):
-            if group and each.start >= end:
-                yield _block(group, on_host)
-                group = []
-            end = max(end, each.end) if group else each.end
-            group.append(each)
-        yield _block(group, on_host)
+    for group in _native.extents_by_page(list(found)):
+        yield _block(group, on_host) if group[0].nbytes else Block((_array(group[0]),), b"", 0)
 
 
 def blocks_in_place(found: list[Extent]) -> Iterator[Block]:
@@ -95,7 +78,8 @@ def blocks_in_place(found: list[Extent]) -> Iterator[Block]:
         data = block.data
         if isinstance(data, torch.Tensor) and not data.device.type == "cpu":
             is_as_it_lies = (data.device, data.untyped_storage().data_ptr()) in held
-            block.data = data if is_as_it_lies and is_cuda(data.device) else data.cpu()
+            if not (is_as_it_lies and is_cuda(data.device)):
+                block = block.moved(data.cpu())
         yield block
 
 
@@ -104,24 +88,24 @@ def is_cuda(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def _array(extent: Extent) -> Array:
+def _array(extent: Extent) -> ArrayLayout:
     """The tensor as the only one of its page."""
-    return Array(extent.name, SHORT[extent.tensor.dtype], tuple(extent.tensor.shape))
+    return ArrayLayout(extent.name, SHORT[extent.tensor.dtype], extent.tensor.shape)
 
 
-def _block(group: list[Extent], on_host: bool) -> Block:
+def _block(group: tuple[Extent, ...], on_host: bool) -> Block:
     """The page of tensors that share memory, or of one."""
     first = group[0]
     if len(group) == 1 and (first.tensor.is_contiguous() or first.end - first.start > first.nbytes):
         # A tensor that uses little of its extent is stored without the rest, and comes back contiguous.
         bytes_ = bytes_of(_packed(first.tensor), on_host)
-        return Block([_array(first)], bytes_, first.nbytes)
+        return Block((_array(first),), bytes_, first.nbytes)
     # A boundary of the widest elements, so that each tensor begins at a whole element of its own.
     start = first.start - first.start % 16
     end = max(each.end for each in group)
     # In the order of names, so that the page is found again whichever tensor comes first in memory.
-    arrays = [_array(each)._replace(stride=tuple(each.tensor.stride()), offset=each.start - start)
-              for each in sorted(group, key=lambda each: each.name)]
+    arrays = tuple(ArrayLayout(each.name, SHORT[each.tensor.dtype], each.tensor.shape, each.tensor.stride(),
+                         each.start - start) for each in sorted(group, key=lambda each: each.name))
     whole = torch.empty(0, dtype=torch.uint8, device=first.tensor.device)
     whole.set_(first.tensor.untyped_storage(), start, (end - start,), (1,))
     return Block(arrays, whole.cpu() if on_host else whole, end - start)
@@ -154,8 +138,8 @@ def read_page(reader: _native.Reader, key: str) -> torch.Tensor:
     return page
 
 
-def load_pages(view: _native.View, pages: Mapping[str, list[Array]],
-               device: torch.device = torch.device("cpu")) -> Iterator[tuple[torch.Tensor, list[Array]]]:
+def load_pages(view: _native.View, pages: Mapping[str, Arrays],
+               device: torch.device = torch.device("cpu")) -> Iterator[tuple[torch.Tensor, Arrays]]:
     """The bytes of pages, in their order: on `device` if that is a GPU of CUDA's, else on the host. Some are read
     ahead of the caller."""
     lengths = {key: view.info(key).length for key in pages}
@@ -184,7 +168,7 @@ def together(lengths: Mapping[str, int]) -> Iterator[list[str]]:
         yield group
 
 
-def tensors_of(page: torch.Tensor, arrays: list[Array], device: torch.device) -> dict[str, torch.Tensor]:
+def tensors_of(page: torch.Tensor, arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
     page = page.to(device)
     loaded = {}
     for array in arrays:

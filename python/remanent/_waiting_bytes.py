@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from remanent._pages import Block
+from remanent._native import Block
 
 # A page on disk that is shorter is not written by itself. What a batch writes to it waits in blocks, and a commit
 # claims two of them for each page, with the marks of what was written.

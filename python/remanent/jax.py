@@ -7,6 +7,7 @@ back, nothing pickled, and what cannot be stored refused by its path.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ import numpy
 
 from remanent import _native, _pages
 from remanent._errors import NoStateError, RefusedError
-from remanent._pages import Array, Block
+from remanent._native import ArrayLayout, Block
 from remanent._progress import Bar
 
 __all__ = ["restore", "save", "shapes"]
@@ -96,14 +97,15 @@ def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: 
     def blocks() -> Iterator[Block]:
         for path, leaf in arrays.items():
             array = on_host(path, leaf)
-            kind = Array(path, _native.dtype(str(array.dtype))[1], array.shape)
-            yield Block([kind], array.reshape(-1).view(numpy.uint8), array.nbytes)
+            kind = ArrayLayout(path, _native.dtype(str(array.dtype))[1], array.shape)
+            yield Block((kind,), array.reshape(-1).view(numpy.uint8), array.nbytes)
 
     with Bar(sum(leaf.nbytes for leaf in arrays.values()), "saving", progress) as bar:
-        return _pages.save(directory, bar.counting(blocks()), {"leaves": leaves}, note=note, name=name, durable=durable)
+        return _pages.save(directory, bar.counting(blocks()), json.dumps({"leaves": leaves}), note=note,
+                           name=name, durable=durable)
 
 
-def _read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, Array]]]:
+def _read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, ArrayLayout]]]:
     """The leaves that a version holds, and where its arrays lie: by path."""
     manifest = _pages.read_manifest(view)
     if not isinstance(manifest.tree, dict) or "leaves" not in manifest.tree:

@@ -47,7 +47,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from remanent import _pages, _tensors
 from remanent._errors import NoStateError, RefusedError
-from remanent._native import View
+from remanent._native import ArrayLayout, View
 from remanent.weights import Publisher
 
 __all__ = ["RemanentInitInfo", "RemanentTrainerEngine", "RemanentTrainerInitInfo", "RemanentUpdateInfo",
@@ -82,7 +82,7 @@ class _Loaded:
 
     store: str
     lsn: int
-    lies: dict[str, tuple[str, _pages.Array]]
+    lies: dict[str, tuple[str, ArrayLayout]]
 
 
 class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdateInfo]):
@@ -150,14 +150,14 @@ def _version(directory: str, update: RemanentUpdateInfo) -> View:
                 time.sleep(_LOOK_AGAIN)
 
 
-def _layers_of(changed: set[str], view: View, pages: dict[str, list[_pages.Array]],
+def _layers_of(changed: set[str], view: View, pages: dict[str, _pages.Arrays],
                device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of each layer that has one which changed: vLLM processes whole layers."""
     names = sorted(array.name for arrays in pages.values() for array in arrays)
     wanted = {name for group in layerwise_groups(names) if changed & set(group) for name in group}
     read = {key: arrays for key, arrays in pages.items() if any(array.name in wanted for array in arrays)}
     for page, arrays in _tensors.load_pages(view, read, device):
-        yield from _tensors.tensors_of(page, [array for array in arrays if array.name in wanted], device).items()
+        yield from _tensors.tensors_of(page, tuple(array for array in arrays if array.name in wanted), device).items()
 
 
 @dataclass

@@ -78,6 +78,7 @@ class Publisher:
             raise InvalidError("device: \"auto\" does not say where the weights are", remedy="name it, as in \"cuda:0\"")
         self._check = check
         self.store = _native.Store(directory, device=device, log_kept=log_kept, **options)
+        self._manifest = _pages.LastManifest()
         self._copies = None if device == "host" else Copies(self.store, torch.device(device), "page")
 
     def publish(self, model: Any, step: int) -> _native.Ticket:
@@ -93,11 +94,12 @@ class Publisher:
         found = extents_there(tensors)
         copies = self._copies
         if copies is None:
-            _pages.put(self.store, batch, blocks(found), place="host")
+            _pages.put(self.store, batch, blocks(found), place="host", last=self._manifest)
         else:
             copies.arrive()
             place = "host" if copies.device.type == "cpu" else "device:0"
-            _pages.put(self.store, batch, copies.blocks(found), place=place, captures=copies)
+            _pages.put(self.store, batch, copies.blocks(found), place=place, captures=copies,
+                       last=self._manifest)
         batch.set_root("step", step)
         if self._check:
             batch.set_root("weights.crc32", checksum(tensors))
@@ -128,7 +130,7 @@ class Subscriber:
     def __init__(self, directory: _Path) -> None:
         self._directory = directory
         self._follower: _native.Follower | None = None
-        self._arrays: dict[int, list[_pages.Array]] = {}
+        self._arrays: dict[int, _pages.Arrays] = {}
         self._uploads = Uploads()
         self.step: int | None = None
         self.restarts = 0

@@ -2,12 +2,15 @@
 //!
 //! Torch has no interface that tells all of it at once, and its objects are asked by name here as in Python.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
+use std::mem;
 use std::ops::Range;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyFrozenSet, PyString};
+use pyo3::types::{PyDict, PyFrozenSet, PyList, PyString, PyTuple};
+
+use crate::untracked::{untrack, untracked};
 
 /// A plain tensor, and which bytes of which storage it uses.
 #[pyclass(frozen, module = "remanent._native")]
@@ -24,8 +27,9 @@ pub struct Extent {
     /// by `resize_(0)`, tensors keep their shapes, and an address of nothing.
     #[pyo3(get)]
     is_there: bool,
-    /// The address of its storage.
+    /// The address of its storage, and the hash of the device on which that is one.
     base: u64,
+    device_hash: isize,
     addresses: Range<u64>,
 }
 
@@ -41,6 +45,9 @@ pub struct Kinds<'py> {
     /// Gives the plain tensor of a name and another tensor, or refuses it.
     plain: Bound<'py, PyAny>,
 }
+
+/// Extents as Python holds them.
+type Extents<'py> = Vec<Bound<'py, Extent>>;
 
 #[pymethods]
 impl Extent {
@@ -80,7 +87,7 @@ impl Kinds<'_> {
 
 /// What is to be stored of these tensors. `kinds.plain` refuses what cannot be.
 #[pyfunction]
-pub fn extents(tensors: &Bound<'_, PyDict>, kinds: Kinds<'_>) -> PyResult<Vec<Extent>> {
+pub fn extents<'py>(tensors: &Bound<'py, PyDict>, kinds: Kinds<'_>) -> PyResult<Extents<'py>> {
     let py = tensors.py();
     let mut found = Vec::with_capacity(tensors.len());
     for (name, given) in tensors.items().extract::<Vec<(Bound<'_, PyString>, Bound<'_, PyAny>)>>()? {
@@ -91,15 +98,14 @@ pub fn extents(tensors: &Bound<'_, PyDict>, kinds: Kinds<'_>) -> PyResult<Vec<Ex
         let addresses = if nbytes == 0 { base..base } else { addresses(&tensor, nbytes)? };
         let held: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
         let is_there = nbytes == 0 || addresses.end - base <= held;
-        let device = tensor.getattr(intern!(py, "device"))?.unbind();
-        let (name, tensor) = (name.unbind(), tensor.unbind());
-        found.push(Extent { name, tensor, device, nbytes, is_there, base, addresses });
+        let device = tensor.getattr(intern!(py, "device"))?;
+        let device_hash = device.hash()?;
+        let (name, tensor, device) = (name.unbind(), tensor.unbind(), device.unbind());
+        let extent = Extent { name, tensor, device, nbytes, is_there, base, device_hash, addresses };
+        found.push(untracked(py, extent)?);
     }
     Ok(found)
 }
-
-/// Extents as Python holds them.
-type Extents<'py> = Vec<Bound<'py, Extent>>;
 
 /// Divides extents: those that lie in these tensors, of any devices, and those that share their storage with
 /// bytes that do not.
@@ -130,6 +136,46 @@ pub fn extents_within<'py>(
     let others = extents.iter().map(Bound::get).filter(|extent| !is_within(extent));
     let shared: HashSet<u64> = others.map(|extent| extent.base).collect();
     Ok(extents.into_iter().partition(|extent| !shared.contains(&extent.get().base)))
+}
+
+/// Extents by page: those that overlap in memory share one, in the order of their addresses; those of no bytes
+/// lie by themselves, before the others.
+#[pyfunction]
+pub fn extents_by_page<'py>(py: Python<'py>, extents: Extents<'py>) -> PyResult<Bound<'py, PyList>> {
+    let (empty, held): (Extents<'py>, Extents<'py>) =
+        extents.into_iter().partition(|extent| extent.get().nbytes == 0);
+    // Storages in the order of their first tensors, which is that of the state.
+    let mut first = HashMap::new();
+    let mut sorted = Vec::with_capacity(held.len());
+    for extent in held {
+        let Range { start, end } = extent.get().addresses;
+        let storage = (extent.get().device_hash, extent.get().base);
+        let number = *first.entry(storage).or_insert(sorted.len());
+        sorted.push((number, start, end, extent));
+    }
+    sorted.sort_by_key(|&(number, start, end, _)| (number, start, end));
+    let pages = PyList::empty(py);
+    let append = |page: Extents<'py>| {
+        let page = PyTuple::new(py, page)?;
+        untrack(&page);
+        pages.append(page)
+    };
+    for extent in empty {
+        append(vec![extent])?;
+    }
+    let mut page: Extents<'py> = Vec::new();
+    let mut reached = (0, 0);
+    for (number, start, end, extent) in sorted {
+        if !page.is_empty() && (number, start) >= reached {
+            append(mem::take(&mut page))?;
+        }
+        reached = if page.is_empty() { (number, end) } else { reached.max((number, end)) };
+        page.push(extent);
+    }
+    if !page.is_empty() {
+        append(page)?;
+    }
+    Ok(pages)
 }
 
 /// The addresses of the bytes that a tensor uses, which has some.

@@ -1,6 +1,7 @@
 //! Plain values of Python's as JSON, and what lies among them: one walk over a state of thousands of values.
 //!
-//! In Python the walk took longer than all else that a save does before it copies.
+//! In Python the walk took longer than all else that a save does before it copies. It writes text, and makes
+//! no objects of Python's for what it finds: the garbage collector would look at each.
 
 use std::fmt::Write;
 
@@ -17,7 +18,7 @@ const DEPTH_MAX: usize = 100;
 /// JSON readers of other languages lose what is longer.
 const INT_MAX: i64 = 1 << 53;
 
-/// A walk over a value.
+/// A walk over a value, which writes it as JSON.
 pub struct Walk<'a, 'py> {
     py: Python<'py>,
     /// Takes what is another library's.
@@ -25,6 +26,8 @@ pub struct Walk<'a, 'py> {
     leaves: Option<&'a Leaves<'py>>,
     /// Where the value lies that is looked at.
     path: String,
+    /// What was written so far.
+    text: String,
 }
 
 /// Values that are taken as they are, by their path.
@@ -45,65 +48,86 @@ impl<'a, 'py> Walk<'a, 'py> {
         adapt: &'a Bound<'py, PyAny>,
         leaves: Option<&'a Leaves<'py>>,
     ) -> Self {
-        Self { py, adapt, leaves, path }
+        Self { py, adapt, leaves, path, text: String::new() }
     }
 
     /// The value as JSON.
     ///
     /// # Errors
     /// `RefusedError` for what cannot be stored; what `adapt` raises.
-    pub fn flatten(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<Bound<'py, PyAny>> {
+    pub fn flatten(mut self, value: &Bound<'py, PyAny>) -> PyResult<String> {
+        self.value(value, 0)?;
+        Ok(self.text)
+    }
+
+    fn value(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
         if depth > DEPTH_MAX {
             return Err(self.refused(&format!("values nest more than {DEPTH_MAX} deep")));
         }
-        let is_text = value.is_exact_instance_of::<PyString>();
-        if is_text || value.is_none() || value.is_exact_instance_of::<PyBool>() {
-            return Ok(value.clone());
+        if let Ok(text) = value.cast_exact::<PyString>() {
+            return self.string(text);
         }
-        if value.is_exact_instance_of::<PyFloat>() {
-            let is_finite = value.extract::<f64>()?.is_finite();
-            return if is_finite { Ok(value.clone()) } else { self.tagged("float", value.str()?) };
+        if value.is_none() {
+            self.text.push_str("null");
+            return Ok(());
+        }
+        if let Ok(truth) = value.cast_exact::<PyBool>() {
+            self.text.push_str(if truth.is_true() { "true" } else { "false" });
+            return Ok(());
+        }
+        if let Ok(number) = value.cast_exact::<PyFloat>() {
+            let number = number.value();
+            if !number.is_finite() {
+                return self.tagged_text("float", &value.str()?);
+            }
+            // The shortest text that is read as this number, with a point or an exponent.
+            write!(self.text, "{number:?}").expect("a string takes all");
+            return Ok(());
         }
         if value.is_exact_instance_of::<PyInt>() {
-            let is_short = value.extract::<i64>().is_ok_and(|value| (-INT_MAX..=INT_MAX).contains(&value));
-            return if is_short { Ok(value.clone()) } else { self.tagged("int", value.str()?) };
+            return match value.extract::<i64>() {
+                Ok(number) if (-INT_MAX..=INT_MAX).contains(&number) => {
+                    write!(self.text, "{number}").expect("a string takes all");
+                    Ok(())
+                }
+                _ => self.tagged_text("int", &value.str()?),
+            };
         }
-        if value.is_exact_instance_of::<PyDict>() {
-            let items = value.cast::<PyDict>()?.items();
-            return self.dict(&items, "dict", true, depth);
+        if let Ok(dict) = value.cast_exact::<PyDict>() {
+            return self.dict(&dict.items(), "dict", true, depth);
         }
         if let Ok(list) = value.cast_exact::<PyList>() {
-            return self.inner(&list.to_tuple(), depth).map(Bound::into_any);
+            return self.items(&list.to_tuple(), depth);
         }
         if let Ok(tuple) = value.cast_exact::<PyTuple>() {
-            let inner = self.inner(tuple, depth)?;
-            return self.tagged("tuple", inner);
+            return self.tagged("tuple", |walk| walk.items(tuple, depth));
         }
         if let Some(leaves) = self.leaves
             && leaves.kinds.contains(value.get_type())?
         {
             let name = PyString::new(self.py, self.path.get(1..).unwrap_or_default());
             leaves.into.set_item(&name, value)?;
-            return self.tag([leaves.tag.clone().into_any(), name.into_any()]);
+            return self.tagged_text(&leaves.tag.to_string_lossy(), &name);
         }
         let adapted = self.adapt.call1((&self.path, value))?;
-        if !adapted.is_none() {
-            return Ok(adapted);
-        }
-        self.rare(value, depth)
+        if adapted.is_none() { self.rare(value, depth) } else { self.json(&adapted) }
     }
 
     /// Values that are of another kind than most.
-    fn rare(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<Bound<'py, PyAny>> {
+    fn rare(&mut self, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
         let kind = value.get_type().name()?;
         if value.is_exact_instance_of::<PyComplex>() {
-            let part = |name| Ok::<_, PyErr>(value.getattr(name)?.str()?.into_any());
-            let kind = PyString::new(self.py, "complex").into_any();
-            return self.tag([kind, part("real")?, part("imag")?]);
+            let (real, imag) = (value.getattr("real")?.str()?, value.getattr("imag")?.str()?);
+            return self.tagged("complex", |walk| {
+                walk.string(&real)?;
+                walk.text.push(',');
+                walk.string(&imag)
+            });
         }
         if value.is_exact_instance_of::<PyBytes>() || value.is_exact_instance_of::<PyByteArray>() {
-            let coded = self.py.import("base64")?.call_method1("b64encode", (value,))?;
-            return self.tagged(kind.to_str()?, coded.call_method0("decode")?);
+            let coded =
+                self.py.import("base64")?.call_method1("b64encode", (value,))?.call_method0("decode")?;
+            return self.tagged_text(kind.to_str()?, coded.cast()?);
         }
         let is_dict = value.is_instance_of::<PyDict>();
         for name in ["dict", "OrderedDict", "defaultdict"] {
@@ -118,73 +142,126 @@ impl<'a, 'py> Walk<'a, 'py> {
     }
 
     /// The items of a list or a tuple.
-    fn inner(&mut self, items: &Bound<'py, PyTuple>, depth: usize) -> PyResult<Bound<'py, PyList>> {
+    fn items(&mut self, items: &Bound<'py, PyTuple>, depth: usize) -> PyResult<()> {
         let len = self.path.len();
-        let mut inner = Vec::with_capacity(items.len());
-        for (at, item) in items.iter().enumerate() {
-            write!(self.path, "/{at}").expect("a string takes all");
-            inner.push(self.flatten(&item, depth + 1)?);
-            self.path.truncate(len);
-        }
-        PyList::new(self.py, inner)
+        self.listed(items.len(), |walk, at| {
+            write!(walk.path, "/{at}").expect("a string takes all");
+            walk.value(&items.get_item(at)?, depth + 1)?;
+            walk.path.truncate(len);
+            Ok(())
+        })
     }
 
     /// The items of a dict: by name if it is plain and has names alone, none of them ours.
-    fn dict(
-        &mut self,
-        items: &Bound<'py, PyList>,
-        kind: &str,
-        is_plain: bool,
-        depth: usize,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let len = self.path.len();
-        let (mut held, mut by_name) = (Vec::with_capacity(items.len()), is_plain);
-        for item in items.iter() {
-            let (key, value) = item.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>()?;
-            if let Ok(name) = key.cast_exact::<PyString>() {
-                let name = name.to_string_lossy();
-                by_name &= name != TAG;
-                self.path.push('/');
-                self.path.push_str(&name);
-            } else {
+    fn dict(&mut self, items: &Bound<'py, PyList>, kind: &str, is_plain: bool, depth: usize) -> PyResult<()> {
+        let items = items.extract::<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>>()?;
+        let is_name = |key: &Bound<'py, PyAny>| key.cast_exact::<PyString>().is_ok_and(|name| name != TAG);
+        if is_plain && items.iter().all(|(key, _)| is_name(key)) {
+            self.text.push('{');
+            for (at, (key, value)) in items.iter().enumerate() {
+                self.comma(at);
+                self.string(key.cast()?)?;
+                self.text.push(':');
+                self.member(key, value, depth)?;
+            }
+            self.text.push('}');
+            return Ok(());
+        }
+        self.tagged(kind, |walk| {
+            walk.listed(items.len(), |walk, at| {
+                let (key, value) = &items[at];
                 let is_key = key.is_none()
+                    || key.is_exact_instance_of::<PyString>()
                     || key.is_exact_instance_of::<PyInt>()
                     || key.is_exact_instance_of::<PyBool>()
                     || key.is_exact_instance_of::<PyTuple>();
                 if !is_key {
                     let kind = key.get_type().name()?;
-                    return Err(self.refused(&format!("a {kind} as a key cannot be stored")));
+                    return Err(walk.refused(&format!("a {kind} as a key cannot be stored")));
                 }
-                by_name = false;
-                write!(self.path, "/{key}").expect("a string takes all");
-            }
-            let flat = self.flatten(&value, depth + 1)?;
-            self.path.truncate(len);
-            held.push((key, flat));
-        }
-        if by_name {
-            let dict = PyDict::new(self.py);
-            for (key, value) in held {
-                dict.set_item(key, value)?;
-            }
-            return Ok(dict.into_any());
-        }
-        let mut keyed = Vec::with_capacity(held.len());
-        for (key, value) in held {
-            keyed.push(PyList::new(self.py, [self.flatten(&key, depth + 1)?, value])?);
-        }
-        self.tagged(kind, PyList::new(self.py, keyed)?)
+                walk.text.push('[');
+                walk.value(key, depth + 1)?;
+                walk.text.push(',');
+                walk.member(key, value, depth)?;
+                walk.text.push(']');
+                Ok(())
+            })
+        })
     }
 
-    fn tagged<T>(&self, kind: &str, value: Bound<'py, T>) -> PyResult<Bound<'py, PyAny>> {
-        self.tag([PyString::new(self.py, kind).into_any(), value.into_any()])
+    /// What a dict has by this key.
+    fn member(&mut self, key: &Bound<'py, PyAny>, value: &Bound<'py, PyAny>, depth: usize) -> PyResult<()> {
+        let len = self.path.len();
+        match key.cast_exact::<PyString>() {
+            Ok(name) => {
+                self.path.push('/');
+                self.path.push_str(&name.to_string_lossy());
+            }
+            Err(_) => write!(self.path, "/{key}").expect("a string takes all"),
+        }
+        self.value(value, depth + 1)?;
+        self.path.truncate(len);
+        Ok(())
     }
 
-    /// What JSON does not tell apart: `{"$": [kind, …]}`.
-    fn tag<const N: usize>(&self, parts: [Bound<'py, PyAny>; N]) -> PyResult<Bound<'py, PyAny>> {
-        let dict = PyDict::new(self.py);
-        dict.set_item(TAG, PyList::new(self.py, parts)?)?;
-        Ok(dict.into_any())
+    /// `[…]`, the items of which `item` writes.
+    fn listed(
+        &mut self,
+        count: usize,
+        mut item: impl FnMut(&mut Self, usize) -> PyResult<()>,
+    ) -> PyResult<()> {
+        self.text.push('[');
+        for at in 0..count {
+            self.comma(at);
+            item(self, at)?;
+        }
+        self.text.push(']');
+        Ok(())
+    }
+
+    fn comma(&mut self, at: usize) {
+        if at > 0 {
+            self.text.push(',');
+        }
+    }
+
+    fn string(&mut self, text: &Bound<'py, PyString>) -> PyResult<()> {
+        let Ok(plain) = text.to_str() else {
+            // It has halves of a pair of UTF-16, which JSON can tell and text of Rust's cannot.
+            return self.json(text);
+        };
+        self.text.push('"');
+        for c in plain.chars() {
+            match c {
+                '"' => self.text.push_str("\\\""),
+                '\\' => self.text.push_str("\\\\"),
+                c if c.is_ascii_control() => {
+                    write!(self.text, "\\u{:04x}", u32::from(c)).expect("a string takes all");
+                }
+                c => self.text.push(c),
+            }
+        }
+        self.text.push('"');
+        Ok(())
+    }
+
+    /// What is JSON already, as objects of Python's.
+    fn json(&mut self, value: &Bound<'py, PyAny>) -> PyResult<()> {
+        let text = self.py.import("json")?.call_method1("dumps", (value,))?;
+        self.text.push_str(text.cast::<PyString>()?.to_str()?);
+        Ok(())
+    }
+
+    /// What JSON does not tell apart: `{"$":[kind,…]}`, the rest of which `rest` writes.
+    fn tagged(&mut self, kind: &str, rest: impl FnOnce(&mut Self) -> PyResult<()>) -> PyResult<()> {
+        write!(self.text, "{{\"{TAG}\":[\"{kind}\",").expect("a string takes all");
+        rest(self)?;
+        self.text.push_str("]}");
+        Ok(())
+    }
+
+    fn tagged_text(&mut self, kind: &str, text: &Bound<'py, PyString>) -> PyResult<()> {
+        self.tagged(kind, |walk| walk.string(text))
     }
 
     fn refused(&self, reason: &str) -> PyErr {

@@ -28,12 +28,14 @@
 //! | `options` | how a store is opened, from words and seconds |
 //! | `bell` | futures of the engine for an event loop |
 //! | `log` | events of the engine for Python's `logging` |
+//! | `blocks` | what one page of tensors is to hold |
 //! | `extents` | which bytes of which storage a tensor uses |
 //! | `flatten` | plain values as JSON, and what lies among them |
 //! | `array` | copies of pages that other libraries take without another copy |
 //! | `gate` | the way into a store: closing, forks, the interpreter's lock, Ctrl-C |
 //! | `memory` | bytes that a call takes, and buffers that it fills |
 //! | `dtype`, `dlpack` | kinds of elements; the ABI of tensors |
+//! | `untracked` | objects at which the garbage collector does not look |
 //! | `values`, `errors` | metadata and errors as Python has them |
 //!
 //! # Rules
@@ -71,6 +73,7 @@ mod stats;
 mod options;
 mod bell;
 mod log;
+mod blocks;
 mod extents;
 mod flatten;
 mod array;
@@ -79,6 +82,7 @@ mod page_memory;
 mod memory;
 mod dtype;
 mod dlpack;
+mod untracked;
 mod values;
 mod errors;
 
@@ -100,9 +104,11 @@ mod _native {
     #[pymodule_export]
     use super::blame::{Bisect, PyValueChange};
     #[pymodule_export]
+    use super::blocks::{ArrayLayout, Block};
+    #[pymodule_export]
     use super::changes::{Lagged, PyAppliedBatch, PyAppliedPage, PyChangeStream};
     #[pymodule_export]
-    use super::extents::{Extent, extents, extents_within};
+    use super::extents::{Extent, extents, extents_by_page, extents_within};
     #[pymodule_export]
     use super::follower::{PyFollowedBatch, PyFollower, PyReplica};
     #[pymodule_export]
@@ -151,7 +157,7 @@ mod _native {
         gate::close_all(py);
     }
 
-    /// A value as JSON; `adapt` takes what is another library's, `leaves` what is taken as it is.
+    /// A value as text of JSON; `adapt` takes what is another library's, `leaves` what is taken as it is.
     #[pyfunction]
     #[pyo3(signature = (path, value, adapt, leaves=None))]
     fn flatten<'py>(
@@ -159,8 +165,8 @@ mod _native {
         value: &Bound<'py, PyAny>,
         adapt: &Bound<'py, PyAny>,
         leaves: Option<Leaves<'py>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        Walk::new(value.py(), path, adapt, leaves.as_ref()).flatten(value, 0)
+    ) -> PyResult<String> {
+        Walk::new(value.py(), path, adapt, leaves.as_ref()).flatten(value)
     }
 
     /// The dtype of a name in any spelling: its NumPy name, its name in metadata, bytes of an element.

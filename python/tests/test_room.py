@@ -75,7 +75,7 @@ def test_blocks_pass_through_a_room_as_they_were(nbytes: int) -> None:
 
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
-        room.send(_pages.Block([], each, each.numel()) for each in data)
+        room.send(_pages.Block((), each, each.numel()) for each in data)
         room.end()
         # From here on the state changes.
         for each in data:

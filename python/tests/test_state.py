@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from remanent import _native  # noqa: E402
+from remanent import _native, _pages, _tensors  # noqa: E402
 from remanent._pages import Leaves, flatten, unflatten  # noqa: E402
 from remanent._tensors import extents  # noqa: E402
 
@@ -115,3 +116,66 @@ def test_extents_are_divided_by_the_owner_of_all_of_their_storage() -> None:
     assert names([flat[:50], flat[51:], other[::2]]) == [["c", "d"], ["a", "b", "e"]], "b shares its storage with a"
     assert names([flat, other[:3]]) == [["a", "b", "d"], ["c", "e"]], "a byte of c is another's"
     assert names([]) == [["d"], ["a", "b", "c", "e"]]
+
+
+def test_extents_that_overlap_share_a_page() -> None:
+    # Storages one by one, whatever their addresses are to each other.
+    storages = sorted((torch.zeros(1000) for _ in range(3)), key=lambda each: -each.data_ptr())
+    shuffled = [(high, at) for at in (7, 0, 3, 5, 1) for high in storages]
+    tensors = {f"{number}": storage[at * 100:at * 100 + 150] for number, (storage, at) in enumerate(shuffled)}
+    tensors |= {"inner": storages[1][720:730], "none": torch.empty(0), "alone": torch.ones(1)}
+    found = _native.extents_by_page(extents(tensors))
+
+    def bytes_of(each: Any) -> set[int]:
+        return set(range(each.tensor.data_ptr(), each.tensor.data_ptr() + each.nbytes))
+
+    assert sorted(each.name for page in found for each in page) == sorted(tensors)
+    for page in found:
+        reached: set[int] = set()
+        for each in page:
+            assert not reached or bytes_of(each) & reached, "it has nothing to do with those before it"
+            reached |= bytes_of(each)
+        others = [each for other in found if other is not page for each in other]
+        assert not any(bytes_of(each) & reached for each in others)
+    assert [page[0].name for page in found][0] == "none"
+    assert {len(page) for page in found} == {1, 2}
+
+
+def test_text_is_json_whatever_is_in_it() -> None:
+    texts = ["", "\"", "\\", "\x00\x1f\x7f\n\t", "é\u2028𝄞", "\ud800", "a\udfffb"]
+    numbers = [0.1, 1e-5, 1e16, 1.5e300, 5e-324, -0.0, 3.0, 123456789.125]
+    value = {text: [text, {text + "$": text}] for text in texts} | {"numbers": numbers}
+    assert unflatten(flatten("", value, nothing), lambda tag: None) == value
+    assert [str(each) for each in flatten("", numbers, nothing)] == [str(each) for each in numbers]
+
+
+def test_a_save_makes_nothing_that_the_collector_looks_at_for_long() -> None:
+    tensor = torch.zeros(4)
+    [block] = _tensors.blocks(extents({"w": tensor}))
+    moved = block.moved(torch.zeros(100, dtype=torch.uint8), start=3)
+    gc.collect()
+    for each in (block, moved, block.arrays, block.arrays[0], extents({"w": tensor})[0]):
+        assert not gc.is_tracked(each), type(each)
+    assert moved.data.shape == (16,) and moved.data.storage_offset() == 3
+
+
+def test_a_manifest_is_read_again_once_it_is_another(directory: str) -> None:
+    def put(store: Any, tensors: dict[str, Any], last: _pages.LastManifest, tree: str = "null") -> None:
+        batch, _ = _pages.put(store, store.batch(), _tensors.blocks(extents(tensors)), tree, last=last)
+        store.commit(batch)
+
+    a, b, c = torch.zeros(2), torch.ones(3), torch.ones(2, 2)
+    with remanent.Store(directory) as store:
+        last, other = _pages.LastManifest(), _pages.LastManifest()
+        for tensors, tree in (({"a": a}, "1"), ({"a": a}, "2"), ({"b": b, "a": a}, "2"), ({"a": a, "b": b}, "2"),
+                              ({"a": c, "b": b}, "2")):
+            put(store, tensors, last, tree)
+            found = _pages.read_manifest(store)
+            assert found.tree == int(tree) and list(found.pages) == list(tensors)
+            assert [array.shape for (array,) in found.pages.values()] == [each.shape for each in tensors.values()]
+        # What another one has put is not overlooked, nor is a batch that was never committed.
+        put(store, {"c": c}, other)
+        _pages.put(store, store.batch(), _tensors.blocks(extents({"d": a})), last=last)
+        put(store, {"c": c, "e": a}, last)
+        assert list(_pages.read_manifest(store).pages) == ["c", "e"]
+        assert sorted(key for key in store.keys() if isinstance(key, str) and len(key) == 1) == ["c", "e"]

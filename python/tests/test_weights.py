@@ -152,13 +152,13 @@ def test_tied_weights_and_whole_tensors(directory: str) -> None:
 
 
 def test_elements_are_counted_from_their_base() -> None:
-    from remanent._pages import Array
+    from remanent._native import ArrayLayout
 
     tensor = torch.zeros(6, dtype=torch.int32)
     values = torch.tensor([5, 7], dtype=torch.int32).numpy().tobytes()
     operation = {"width": 4, "base": 8, "indices": torch.tensor([0, 3], dtype=torch.uint32), "values": values}
     changes: Any = _live.Plain(SimpleNamespace(operations=[operation]))
-    _live.Live({"w": tensor}, _live.Uploads()).scatter([Array("w", "I32", (6,))], changes, operation)
+    _live.Live({"w": tensor}, _live.Uploads()).scatter((ArrayLayout("w", "I32", (6,)),), changes, operation)
     assert tensor.tolist() == [0, 0, 5, 0, 0, 7]
 
 
