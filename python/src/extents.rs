@@ -138,8 +138,8 @@ pub fn extents_within<'py>(
     Ok(extents.into_iter().partition(|extent| !shared.contains(&extent.get().base)))
 }
 
-/// Extents by page: those that overlap in memory share one, in the order of their addresses; those of no bytes
-/// lie by themselves, before the others.
+/// Extents by page: those that overlap in memory share one, in the order of their addresses; those of no
+/// bytes lie by themselves, before the others.
 #[pyfunction]
 pub fn extents_by_page<'py>(py: Python<'py>, extents: Extents<'py>) -> PyResult<Bound<'py, PyList>> {
     let (empty, held): (Extents<'py>, Extents<'py>) =
