@@ -1,21 +1,20 @@
 //! A batch under construction, and the ways to commit it.
 
-use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
-use remanent::{Epoch, Error, Key, NewPage, PageChanges, PageId, PageRef, WriteBatch};
+use remanent::{Ack, Epoch, PageChanges, PageId};
 
-use crate::errors::OrRaise;
-use crate::gate::{Gate, detached};
-use crate::memory::{HostBytes, Input};
+use crate::gate::Gate;
+use crate::memory::Input;
+use crate::new_page::PyNewPage;
 use crate::options::{place, width};
-use crate::page_name::{PageName, key};
-use crate::page_updates::{LOGGED_MAX, NewBytes, changes};
-use crate::ticket::{Committed, Ticket};
-use crate::values::{from_py, metadata_from_py};
+use crate::page_creates::{NewPageTerms, create, create_in};
+use crate::page_updates::update;
+use crate::pending_batch::PendingBatch;
+use crate::values::from_py;
 use crate::working_copy::PyWorkingCopy;
 
 /// Operations that become visible and durable together or not at all, in their order. Made by `Store.batch`.
@@ -36,136 +35,11 @@ use crate::working_copy::PyWorkingCopy;
 /// (b'0!2abab7?9', {'kind': 'text'}, {'step': 7})
 /// >>> store.close()
 #[pyclass(frozen, module = "remanent")]
-pub struct Batch {
-    gate: Arc<Gate>,
-    /// The acknowledgement that a commit of it waits for; the store's own if none is named.
-    ack: Option<remanent::Ack>,
-    state: Mutex<BatchState>,
-}
-
-struct BatchState {
-    batch: Option<WriteBatch>,
-    /// The keys of pages that this batch creates.
-    created: HashMap<Key, NewPage>,
-    /// Bytes that its updates log, or keep waiting.
-    logged: u64,
-    /// The pages that it updates.
-    updated: HashSet<PageId>,
-    committed: Option<Committed>,
-}
-
-/// A page that a batch creates: usable in the calls of that batch that follow.
-#[pyclass(frozen, name = "NewPage", module = "remanent", from_py_object)]
-#[derive(Clone)]
-pub struct PyNewPage(NewPage);
-
-#[pymethods]
-impl PyNewPage {
-    /// The place of the page's id in what the commit returns as `pages`.
-    #[getter]
-    fn index(&self) -> usize {
-        self.0.index()
-    }
-
-    fn __repr__(&self) -> String {
-        format!("NewPage(index={})", self.0.index())
-    }
-}
+pub struct Batch(pub PendingBatch);
 
 impl Batch {
-    pub fn new(gate: Arc<Gate>, ack: Option<remanent::Ack>) -> Self {
-        let state = BatchState {
-            batch: Some(WriteBatch::default()),
-            created: HashMap::new(),
-            logged: 0,
-            updated: HashSet::new(),
-            committed: None,
-        };
-        Self { gate, ack, state: Mutex::new(state) }
-    }
-
-    /// Adds a remark.
-    pub fn add_note(&self, py: Python<'_>, text: &str) -> PyResult<()> {
-        self.build(py, |batch| {
-            batch.note(text);
-        })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BatchState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Adds operations; `add` says which.
-    fn build<T>(&self, py: Python<'_>, add: impl FnOnce(&mut WriteBatch) -> T) -> PyResult<T> {
-        match &mut self.lock().batch {
-            Some(batch) => Ok(add(batch)),
-            None => Err(Error::Closed).or_raise(py, Some(&self.gate.path)),
-        }
-    }
-
-    /// Adds operations that copy the caller's bytes, without the interpreter's lock. `add` borrows them:
-    /// dropping them takes that lock, for which a thread must not wait while it has the batch.
-    fn copy_in(&self, py: Python<'_>, add: impl FnOnce(&mut WriteBatch) + Send) -> PyResult<()> {
-        py.detach(|| match &mut self.lock().batch {
-            Some(batch) => {
-                add(batch);
-                Ok(())
-            }
-            None => Err(Error::Closed),
-        })
-        .or_raise(py, Some(&self.gate.path))
-    }
-
-    /// The page that a caller names: of this batch, or of the store.
-    fn page(&self, object: &Bound<'_, PyAny>) -> PyResult<PageRef> {
-        if let Ok(new) = object.cast::<PyNewPage>() {
-            return Ok(new.get().0.into());
-        }
-        match PageName::take(object)? {
-            PageName::Id(page) => Ok(page.into()),
-            PageName::Key(key) => {
-                if let Some(new) = self.lock().created.get(&key) {
-                    return Ok((*new).into());
-                }
-                self.gate.look(object.py(), |store| store.page_by_key(&key)).map(|info| info.page.into())
-            }
-        }
-    }
-
-    /// The page of the store that a caller names.
-    fn page_of_store(&self, object: &Bound<'_, PyAny>) -> PyResult<PageId> {
-        let own = || PyValueError::new_err("a page that the batch creates holds nothing to compare with");
-        if object.cast::<PyNewPage>().is_ok() {
-            return Err(own());
-        }
-        match PageName::take(object)? {
-            PageName::Id(page) => Ok(page),
-            PageName::Key(key) if self.lock().created.contains_key(&key) => Err(own()),
-            PageName::Key(key) => {
-                self.gate.look(object.py(), |store| store.page_by_key(&key)).map(|info| info.page)
-            }
-        }
-    }
-
-    /// The batch, to be submitted once.
-    pub fn take(&self, py: Python<'_>, gate: &Arc<Gate>) -> PyResult<WriteBatch> {
-        if !Arc::ptr_eq(gate, &self.gate) {
-            return Err(PyValueError::new_err("the batch is another store's"));
-        }
-        self.lock().batch.take().ok_or(Error::Closed).or_raise(py, Some(&self.gate.path))
-    }
-
-    fn committed<T>(&self, py: Python<'_>, look: impl FnOnce(&Committed) -> T) -> PyResult<T> {
-        let state = self.lock();
-        state.committed.as_ref().map(look).ok_or_else(|| {
-            crate::errors::own(
-                py,
-                "ClosedError",
-                "the batch is not committed",
-                "commit it first",
-                Some(&self.gate.path),
-            )
-        })
+    pub fn new(gate: Arc<Gate>, ack: Option<Ack>) -> Self {
+        Self(PendingBatch::new(gate, ack))
     }
 }
 
@@ -194,75 +68,8 @@ impl Batch {
         metadata: Option<Bound<'_, PyDict>>,
         at_commit: bool,
     ) -> PyResult<PyNewPage> {
-        let key = key.map(|key| self::key(&key)).transpose()?;
-        let metadata = metadata.map(|metadata| metadata_from_py(&metadata)).transpose()?.unwrap_or_default();
-        let place = self::place(py, place)?;
-        let zeros = if content.hasattr("__index__")? && !content.hasattr("__dlpack__")? {
-            Some(content.extract::<u64>()?)
-        } else {
-            None
-        };
-        let page = match zeros {
-            Some(len) => self.build(py, |batch| {
-                batch.create(len, place).optional_key(key.clone()).metadata(metadata).page()
-            })?,
-            None => match Input::take(content)? {
-                Input::Host(bytes) if at_commit && bytes.len() > 0 => self.build(py, |batch| {
-                    let len = bytes.len() as u64;
-                    let created = batch.create_from_source(len, Arc::new(bytes), place);
-                    created.optional_key(key.clone()).metadata(metadata).page()
-                })?,
-                Input::Host(bytes) => {
-                    let key = key.clone();
-                    let mut created = None;
-                    let page = &mut created;
-                    self.copy_in(py, |batch| {
-                        let bytes = bytes.as_slice();
-                        // A create of a length, then a write: memory for the copy can be refused that way.
-                        let new = batch
-                            .create(bytes.len() as u64, place)
-                            .optional_key(key)
-                            .metadata(metadata)
-                            .page();
-                        if !bytes.is_empty() {
-                            batch.write(new, 0, bytes);
-                        }
-                        *page = Some(new);
-                    })?;
-                    created.expect("it was created just now")
-                }
-                // A store on a GPU takes them there. Of any other the commit copies them, piece by piece.
-                Input::Cuda(bytes)
-                    if at_commit
-                        && bytes.len() > 0
-                        && self.gate.look(py, |store| Ok(!store.supports_streams()))? =>
-                {
-                    let len = bytes.len();
-                    let source = py.detach(|| bytes.source()).or_raise(py, Some(&self.gate.path))?;
-                    self.build(py, |batch| {
-                        let created = batch.create_from_source(len, source, place);
-                        created.optional_key(key.clone()).metadata(metadata).page()
-                    })?
-                }
-                Input::Cuda(bytes) => {
-                    let len = bytes.len();
-                    let bytes =
-                        if len == 0 { None } else { Some(self.gate.call(py, |store| bytes.adopt(store))?) };
-                    self.build(py, |batch| {
-                        let new =
-                            batch.create(len, place).optional_key(key.clone()).metadata(metadata).page();
-                        if let Some(bytes) = &bytes {
-                            batch.write_device(new, 0, bytes);
-                        }
-                        new
-                    })?
-                }
-            },
-        };
-        if let Some(key) = key {
-            self.lock().created.insert(key, page);
-        }
-        Ok(PyNewPage(page))
+        let terms = NewPageTerms::take(key, metadata)?;
+        create(&self.0, content, terms, self::place(py, place)?, at_commit)
     }
 
     /// Creates a page that lives in memory of the caller's, such as a model's tensor, as long as it and where
@@ -298,24 +105,7 @@ impl Batch {
         metadata: Option<Bound<'_, PyDict>>,
         zeros: bool,
     ) -> PyResult<PyNewPage> {
-        let py = memory.py();
-        let key = key.map(|key| self::key(&key)).transpose()?;
-        let metadata = metadata.map(|metadata| metadata_from_py(&metadata)).transpose()?.unwrap_or_default();
-        let memory = Input::take_writable(memory)?;
-        let bytes = self.gate.call(py, |store| memory.adopt(store))?;
-        let page = self.build(py, |batch| {
-            let new = batch.create_in(&bytes).optional_key(key.clone()).metadata(metadata).page();
-            if !zeros && bytes.byte_len() > 0 {
-                batch.write_device(new, 0, &bytes);
-            }
-            new
-        });
-        detached(bytes);
-        let page = page?;
-        if let Some(key) = key {
-            self.lock().created.insert(key, page);
-        }
-        Ok(PyNewPage(page))
+        create_in(&self.0, memory, NewPageTerms::take(key, metadata)?, zeros)
     }
 
     /// Replaces bytes of a page from `offset` on.
@@ -327,15 +117,15 @@ impl Batch {
         offset: u64,
         data: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let page = self.page(page)?;
+        let page = self.0.page(page)?;
         match Input::take(data)? {
-            Input::Host(bytes) => self.copy_in(py, |batch| {
+            Input::Host(bytes) => self.0.copy_in(py, |batch| {
                 batch.write(page, offset, bytes.as_slice());
             }),
             Input::Cuda(bytes) if bytes.len() == 0 => Ok(()),
             Input::Cuda(bytes) => {
-                let bytes = self.gate.call(py, |store| bytes.adopt(store))?;
-                self.build(py, |batch| {
+                let bytes = self.0.gate.call(py, |store| bytes.adopt(store))?;
+                self.0.build(py, |batch| {
                     batch.write_device(page, offset, &bytes);
                 })
             }
@@ -359,21 +149,19 @@ impl Batch {
         after: &Bound<'_, PyAny>,
         width: usize,
     ) -> PyResult<u64> {
-        let (page, width) = (self.page(page)?, self::width(width)?);
+        let (page, width) = (self.0.page(page)?, self::width(width)?);
         let (before, after) = (Input::take_host(before)?, Input::take_host(after)?);
         if before.len() != after.len() {
             let message = format!("before and after are {} and {} bytes long", before.len(), after.len());
             return Err(PyValueError::new_err(message));
         }
-        let mut count = 0;
-        let counted = &mut count;
-        self.copy_in(py, |batch| {
+        self.0.copy_in(py, |batch| {
             let mut changes = PageChanges::new(width);
             changes.compare(0, before.as_slice(), after.as_slice());
-            *counted = changes.count();
+            let count = changes.count();
             changes.put(batch, page);
-        })?;
-        Ok(count)
+            count
+        })
     }
 
     /// Makes a page, as the store has it now, hold `data`, which lies on the host, or by DLPack on a GPU:
@@ -402,39 +190,12 @@ impl Batch {
     #[pyo3(signature = (page, data, *, width=1, logged_max=None))]
     fn update(
         &self,
-        py: Python<'_>,
         page: &Bound<'_, PyAny>,
         data: &Bound<'_, PyAny>,
         width: usize,
         logged_max: Option<u64>,
     ) -> PyResult<Option<u64>> {
-        let page = self.page_of_store(page)?;
-        let width = self::width(width)?;
-        let data = match Input::take(data)? {
-            Input::Host(bytes) => NewBytes::Host(bytes),
-            Input::Cuda(bytes) if bytes.len() == 0 => NewBytes::Host(HostBytes::EMPTY),
-            Input::Cuda(bytes) => {
-                let len = bytes.len();
-                let source = py.detach(|| bytes.source()).or_raise(py, Some(&self.gate.path))?;
-                NewBytes::Elsewhere(source, len)
-            }
-        };
-        let len = data.len();
-        let left = logged_max.unwrap_or(LOGGED_MAX).saturating_sub(self.lock().logged);
-        let (epoch, changes) = self.gate.call(py, |store| changes(store, page, &data, width, left))?;
-        let count = changes.as_ref().map(|(changes, _)| changes.count());
-        self.lock().logged += changes.as_ref().map_or(0, |(_, cost)| *cost);
-        // Of two, the second one would not know of the first.
-        if !self.lock().updated.insert(page) {
-            return Err(PyValueError::new_err("the batch has an update of this page already"));
-        }
-        self.build(py, |batch| _ = batch.expect_epoch(page, epoch))?;
-        self.build(py, |batch| match changes {
-            Some((changes, _)) => changes.put(batch, page),
-            None if len == 0 => _ = batch.resize(page, 0),
-            None => _ = batch.replace_from_source(page, len, data.into_source()),
-        })?;
-        Ok(count)
+        update(&self.0, page, data, self::width(width)?, logged_max)
     }
 
     /// Makes a page what its working copy is: logs the elements that changed, or the chunks of 64 KiB for a
@@ -455,7 +216,7 @@ impl Batch {
         ranges: Option<Vec<(u64, u64)>>,
     ) -> PyResult<()> {
         let copy = copy.get().copy();
-        self.build(py, |batch| match ranges {
+        self.0.build(py, |batch| match ranges {
             Some(ranges) => {
                 let ranges: Vec<_> = ranges.into_iter().map(|(start, end)| start..end).collect();
                 batch.capture_ranges(copy, &ranges);
@@ -475,9 +236,9 @@ impl Batch {
         data: &Bound<'_, PyAny>,
         width: usize,
     ) -> PyResult<()> {
-        let (page, width) = (self.page(page)?, self::width(width)?);
+        let (page, width) = (self.0.page(page)?, self::width(width)?);
         let (mask, data) = (Input::take_host(mask)?, Input::take_host(data)?);
-        self.copy_in(py, |batch| {
+        self.0.copy_in(py, |batch| {
             batch.write_masked(page, offset, width, mask.as_slice(), data.as_slice());
         })
     }
@@ -492,7 +253,7 @@ impl Batch {
         values: &Bound<'_, PyAny>,
         width: usize,
     ) -> PyResult<()> {
-        let (page, width) = (self.page(page)?, self::width(width)?);
+        let (page, width) = (self.0.page(page)?, self::width(width)?);
         // SAFETY: the object is alive.
         let indices: Vec<u32> = if unsafe { pyo3::ffi::PyObject_CheckBuffer(indices.as_ptr()) } == 1 {
             let buffer = pyo3::buffer::PyBuffer::<u32>::get(indices)
@@ -502,7 +263,7 @@ impl Batch {
             indices.extract()?
         };
         let values = Input::take_host(values)?;
-        self.copy_in(py, |batch| {
+        self.0.copy_in(py, |batch| {
             batch.scatter(page, width, &indices, values.as_slice());
         })
     }
@@ -517,40 +278,40 @@ impl Batch {
         length: u64,
         pattern: &Bound<'_, PyBytes>,
     ) -> PyResult<()> {
-        let page = self.page(page)?;
-        self.build(py, |batch| {
+        let page = self.0.page(page)?;
+        self.0.build(py, |batch| {
             batch.fill(page, offset, length, pattern.as_bytes());
         })
     }
 
     /// Shortens a page, or extends it by zeros.
     fn resize(&self, py: Python<'_>, page: &Bound<'_, PyAny>, length: u64) -> PyResult<()> {
-        let page = self.page(page)?;
-        self.build(py, |batch| {
+        let page = self.0.page(page)?;
+        self.0.build(py, |batch| {
             batch.resize(page, length);
         })
     }
 
     /// Deletes a page; its key is free again.
     fn delete(&self, py: Python<'_>, page: &Bound<'_, PyAny>) -> PyResult<()> {
-        let page = self.page(page)?;
-        self.build(py, |batch| {
+        let page = self.0.page(page)?;
+        self.0.build(py, |batch| {
             batch.delete(page);
         })
     }
 
     /// Moves a page to another place.
     fn move_to(&self, py: Python<'_>, page: &Bound<'_, PyAny>, place: &str) -> PyResult<()> {
-        let (page, place) = (self.page(page)?, self::place(py, place)?);
-        self.build(py, |batch| {
+        let (page, place) = (self.0.page(page)?, self::place(py, place)?);
+        self.0.build(py, |batch| {
             batch.move_to(page, place);
         })
     }
 
     /// Creates a page with the bytes and the metadata of another one.
     fn clone_page(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<PyNewPage> {
-        let source = self.page(source)?;
-        self.build(py, |batch| batch.clone_page(source)).map(PyNewPage)
+        let source = self.0.page(source)?;
+        self.0.build(py, |batch| batch.clone_page(source)).map(PyNewPage)
     }
 
     /// Copies `length` bytes of one page, from `start` on, over those of another one from `offset` on.
@@ -564,9 +325,9 @@ impl Batch {
         target: &Bound<'_, PyAny>,
         offset: u64,
     ) -> PyResult<()> {
-        let (source, target) = (self.page(source)?, self.page(target)?);
+        let (source, target) = (self.0.page(source)?, self.0.page(target)?);
         let end = start.checked_add(length).ok_or_else(|| PyValueError::new_err("the range has no end"))?;
-        self.build(py, |batch| {
+        self.0.build(py, |batch| {
             batch.copy(source, start..end, target, offset);
         })
     }
@@ -579,16 +340,16 @@ impl Batch {
         name: &str,
         value: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let (page, value) = (self.page(page)?, from_py(value)?);
-        self.build(py, |batch| {
+        let (page, value) = (self.0.page(page)?, from_py(value)?);
+        self.0.build(py, |batch| {
             batch.set_metadata(page, name, value);
         })
     }
 
     /// Removes one entry of a page's metadata; none of that name is fine too.
     fn remove_metadata(&self, py: Python<'_>, page: &Bound<'_, PyAny>, name: &str) -> PyResult<()> {
-        let page = self.page(page)?;
-        self.build(py, |batch| {
+        let page = self.0.page(page)?;
+        self.0.build(py, |batch| {
             batch.remove_metadata(page, name);
         })
     }
@@ -596,26 +357,28 @@ impl Batch {
     /// Sets one entry of the root.
     fn set_root(&self, py: Python<'_>, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let value = from_py(value)?;
-        self.build(py, |batch| {
+        self.0.build(py, |batch| {
             batch.set_root(name, value);
         })
     }
 
     /// Removes one entry of the root; none of that name is fine too.
     fn remove_root(&self, py: Python<'_>, name: &str) -> PyResult<()> {
-        self.build(py, |batch| {
+        self.0.build(py, |batch| {
             batch.remove_root(name);
         })
     }
 
     /// Adds a remark that travels with the batch in the log.
-    fn note(&self, py: Python<'_>, text: &str) -> PyResult<()> {
-        self.add_note(py, text)
+    pub fn note(&self, py: Python<'_>, text: &str) -> PyResult<()> {
+        self.0.build(py, |batch| {
+            batch.note(text);
+        })
     }
 
     /// Demands that a page is at this epoch when the batch is committed.
     fn expect_epoch(&self, py: Python<'_>, page: u64, epoch: u64) -> PyResult<()> {
-        self.build(py, |batch| {
+        self.0.build(py, |batch| {
             batch.expect_epoch(PageId(page), Epoch(epoch));
         })
     }
@@ -623,13 +386,13 @@ impl Batch {
     /// The ids of the pages that the batch created, once it is committed.
     #[getter]
     fn pages(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        self.committed(py, |committed| committed.pages.clone())
+        self.0.committed(py, |committed| committed.pages.clone())
     }
 
     /// The number of the batch, once it is committed.
     #[getter]
     fn lsn(&self, py: Python<'_>) -> PyResult<u64> {
-        self.committed(py, |committed| committed.position.lsn.0)
+        self.0.committed(py, |committed| committed.position.lsn.0)
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -644,37 +407,16 @@ impl Batch {
         traceback: Option<Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let _ = (error, traceback);
-        let this = slf.get();
+        let pending = &slf.get().0;
         if kind.is_some() {
             // Nothing of it happens.
-            this.lock().batch = None;
+            pending.give_up();
             return Ok(());
         }
         // Committed or submitted within the block already.
-        if this.lock().batch.is_none() {
+        if !pending.is_open() {
             return Ok(());
         }
-        commit(slf.py(), &this.gate, this, None).map(drop)
+        pending.commit(slf.py(), &pending.gate, None).map(drop)
     }
-}
-
-/// Commits a batch and waits for an acknowledgement, in slices.
-pub fn commit(
-    py: Python<'_>,
-    gate: &Arc<Gate>,
-    batch: &Batch,
-    ack: Option<remanent::Ack>,
-) -> PyResult<Ticket> {
-    let ticket = submit(py, gate, batch)?;
-    ticket.wait_for(py, ack.or(batch.ack).unwrap_or(gate.ack), None)?;
-    Ok(ticket)
-}
-
-/// Submits a batch.
-pub fn submit(py: Python<'_>, gate: &Arc<Gate>, batch: &Batch) -> PyResult<Ticket> {
-    let operations = batch.take(py, gate)?;
-    let ticket = gate.call(py, |store| store.submit(operations))?;
-    let ticket = Ticket { ticket, path: gate.path.clone() };
-    batch.lock().committed = Some(ticket.committed());
-    Ok(ticket)
 }

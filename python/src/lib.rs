@@ -7,13 +7,18 @@
 //! | file | what it is for |
 //! |---|---|
 //! | `store` | the handle of an open store |
+//! | `history` | its snapshots and earlier states |
 //! | `follower` | batches as they are logged, and replicas |
 //! | `operations` | what such a batch consists of, as dicts |
 //! | `changes` | what batches change, as they are applied |
 //! | `lease`, `pin` | a page's bytes where they lie; a page that stays where it is |
+//! | `placement` | pages that a call moves to a place |
 //! | `ahead` | pages that are brought to a place ahead of their use |
 //! | `read_many` | ranges of many pages by one call |
 //! | `batch` | operations that happen together |
+//! | `page_creates`, `page_updates` | pages that a batch creates, and that it makes hold other bytes |
+//! | `pending_batch` | the operations until they are submitted, and how they are |
+//! | `new_page` | how a caller names a page that a batch creates |
 //! | `working_copy` | memory of the caller's that a page follows |
 //! | `ticket` | a submitted batch to wait for |
 //! | `view` | views of an open store, and of earlier states |
@@ -46,18 +51,23 @@
 //! 4. Nothing in the store's memory can be written through an export.
 
 mod store;
+mod history;
 mod follower;
 mod operations;
 mod changes;
 mod lease;
 mod pin;
+mod placement;
 mod ahead;
 mod descriptor;
 mod read_many;
 mod device_reads;
 mod batch;
+mod page_creates;
 mod page_updates;
 mod working_copy;
+mod pending_batch;
+mod new_page;
 mod ticket;
 mod view;
 mod blame;
@@ -98,7 +108,7 @@ mod _native {
     #[pymodule_export]
     use super::array::Array;
     #[pymodule_export]
-    use super::batch::{Batch, PyNewPage};
+    use super::batch::Batch;
     #[pymodule_export]
     use super::bell::{Bell, Waiting};
     #[pymodule_export]
@@ -115,6 +125,8 @@ mod _native {
     use super::lease::PyLease;
     #[pymodule_export]
     use super::log::{_log_end, _log_level, _log_mark, _log_take};
+    #[pymodule_export]
+    use super::new_page::PyNewPage;
     #[pymodule_export]
     use super::page_info::Info;
     #[pymodule_export]

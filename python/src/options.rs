@@ -1,16 +1,18 @@
 //! Options as Python gives them: words for choices, seconds for times, `None` for off.
 
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::{
-    Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Place, Tiers,
+    Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Place, Store, Tiers,
 };
 
 use crate::errors::OrRaise;
-use crate::gate::seconds;
+use crate::gate::{Gate, seconds};
 use crate::page_memory::{Raised, page_memory};
 
 fn one_of<T: Copy>(option: &str, word: &str, choices: &[(&str, T)]) -> PyResult<T> {
@@ -37,6 +39,19 @@ pub fn width(bytes: usize) -> PyResult<remanent::Width> {
     remanent::Width::from_bytes(bytes).ok_or_else(|| {
         PyValueError::new_err(format!("elements are 1, 2, 4, 8 or 16 bytes wide, not {bytes}"))
     })
+}
+
+/// Opens a store.
+///
+/// # Errors
+/// `ValueError`, `InvalidError` for options; what `page_memory` raises; as an open.
+pub fn open(py: Python<'_>, path: &Path, given: OpenKeywords<'_>) -> PyResult<Arc<Gate>> {
+    let (raised, ack) = (Raised::default(), ack(&given.ack)?);
+    let options = given.into_options(py, &raised)?;
+    let shown = path.display().to_string();
+    crate::log::look(py)?;
+    let store = raised.or(py.detach(|| Store::open(path, options)).or_raise(py, Some(&shown)))?;
+    Ok(Gate::new(store, path, ack))
 }
 
 /// All options of an open, as they are given by keyword.
@@ -70,7 +85,7 @@ pub struct OpenKeywords<'py> {
 
 impl OpenKeywords<'_> {
     /// The options; what `page_memory` raises goes to `raised`.
-    pub fn into_options(self, py: Python<'_>, raised: &Raised) -> PyResult<Options> {
+    fn into_options(self, py: Python<'_>, raised: &Raised) -> PyResult<Options> {
         let choice = |text: &str| text.parse::<DeviceChoice>().or_raise(py, None);
         let images =
             [("mapped", ImageIo::Mapped), ("buffered", ImageIo::Buffered), ("direct", ImageIo::Direct)];
@@ -106,8 +121,8 @@ impl OpenKeywords<'_> {
         }
         if let Some(limits) = self.budget {
             let mut budget = Budget::default();
-            for (name, bytes) in limits {
-                budget = budget.with(place(py, &name.extract::<String>()?)?, bytes.extract()?);
+            for (name, bytes) in limits.items().extract::<Vec<(String, u64)>>()? {
+                budget = budget.with(place(py, &name)?, bytes);
             }
             options = options.budget(budget);
         }

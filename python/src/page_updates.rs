@@ -2,14 +2,17 @@
 
 use std::sync::Arc;
 
+use pyo3::prelude::*;
 use remanent::{ByteSource, Epoch, Error, PageChanges, PageId, PageInfo, Place, Store, Width};
 
-use crate::memory::HostBytes;
+use crate::errors::OrRaise;
+use crate::memory::{HostBytes, Input};
+use crate::pending_batch::PendingBatch;
 
 /// A page of which changes take more than this part is written whole.
 const LOGGED_PART: u64 = 4;
 /// Bytes that updates of a batch log together unless told otherwise: well below what may wait for a snapshot.
-pub const LOGGED_MAX: u64 = 48 << 20;
+const LOGGED_MAX: u64 = 48 << 20;
 /// Bytes of a page that are compared at once.
 const COMPARED_LEN: usize = 4 << 20;
 /// Bytes that are looked at first, at the start and in the middle of a page: one of which more than a part
@@ -22,14 +25,30 @@ const BLOCK_LEN: usize = 4 << 10;
 const BLOCK_BYTES: u64 = 4608;
 
 /// The bytes that a page is to hold.
-pub enum NewBytes {
+enum NewBytes {
     Host(HostBytes),
     /// Of a GPU, and their number: they come to the host piece by piece.
     Elsewhere(Arc<dyn ByteSource>, u64),
 }
 
 impl NewBytes {
-    pub fn len(&self) -> u64 {
+    /// Takes an object's bytes.
+    ///
+    /// # Errors
+    /// `TypeError`, `BufferError`, `MemoryRefusedError`.
+    fn take(py: Python<'_>, path: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Ok(match Input::take(object)? {
+            Input::Host(bytes) => Self::Host(bytes),
+            Input::Cuda(bytes) if bytes.len() == 0 => Self::Host(HostBytes::EMPTY),
+            Input::Cuda(bytes) => {
+                let len = bytes.len();
+                let source = py.detach(|| bytes.source()).or_raise(py, Some(path))?;
+                Self::Elsewhere(source, len)
+            }
+        })
+    }
+
+    fn len(&self) -> u64 {
         match self {
             Self::Host(bytes) => bytes.len() as u64,
             Self::Elsewhere(_, len) => *len,
@@ -51,7 +70,7 @@ impl NewBytes {
     }
 
     /// For the commit, which reads them.
-    pub fn into_source(self) -> Arc<dyn ByteSource> {
+    fn into_source(self) -> Arc<dyn ByteSource> {
         match self {
             Self::Host(bytes) => Arc::new(bytes),
             Self::Elsewhere(source, _) => source,
@@ -59,9 +78,42 @@ impl NewBytes {
     }
 }
 
+/// Makes a page of the store hold `data`, with a batch. Returns how many elements differ; `None` where all of
+/// the page is written.
+///
+/// # Errors
+/// As for taking the page and the bytes; `ValueError` for a second update of a page; as a read.
+pub fn update(
+    pending: &PendingBatch,
+    page: &Bound<'_, PyAny>,
+    data: &Bound<'_, PyAny>,
+    width: Width,
+    logged_max: Option<u64>,
+) -> PyResult<Option<u64>> {
+    let (py, gate) = (page.py(), &pending.gate);
+    let page = pending.page_of_store(page)?;
+    let data = NewBytes::take(py, &gate.path, data)?;
+    let left = logged_max.unwrap_or(LOGGED_MAX).saturating_sub(pending.logged());
+    let (epoch, changes) = gate.call(py, |store| changes(store, page, &data, width, left))?;
+    let (count, logged) = match &changes {
+        Some((changes, cost)) => (Some(changes.count()), *cost),
+        None => (None, 0),
+    };
+    let len = data.len();
+    pending.update(py, page, logged, |batch| {
+        batch.expect_epoch(page, epoch);
+        match changes {
+            Some((changes, _)) => changes.put(batch, page),
+            None if len == 0 => _ = batch.resize(page, 0),
+            None => _ = batch.replace_from_source(page, len, data.into_source()),
+        }
+    })?;
+    Ok(count)
+}
+
 /// The changes that make a page hold `data`, and what they take; `None` if that is more than `left` bytes, or
 /// the page is to be written whole. With the epoch of the page that was compared.
-pub fn changes(
+fn changes(
     store: &Store,
     page: PageId,
     data: &NewBytes,

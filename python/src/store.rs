@@ -1,25 +1,42 @@
 //! An open store.
+//!
+//! Its methods stand in groups, each with the room that does the work:
+//!
+//! | methods | room |
+//! |---|---|
+//! | `Store`, `path`, `id`, `closed`, `recovered`, `stats` | `options`, `stats` |
+//! | `put`, `batch`, `submit`, `commit`, `wait_durable` | `batch`, `pending_batch`, `ticket` |
+//! | `ensure`, `promote`, `demote`; `prefetch`, `read_ahead` | `placement`; `ahead` |
+//! | `view`, `lease`, `pin`, `working_copy`, `release` | those of their names; `page_memory` |
+//! | `read_many`, `read_many_into`; `changes` | `read_many`; `changes` |
+//! | `blame`, `bisect`, `snapshot`, `snapshots`, `restore`, `fork`, `prune` | `history` |
+//! | `compare`, `scrub`, `audit`, `wait_loaded`, `trim` | `loading`, and the engine |
+//! | `close` | `gate` |
+//!
+//! What reads pages and root is `reader`'s.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use remanent::{Lsn, SnapshotOptions, Store};
+use remanent::{Lsn, Store};
 
 use crate::ahead::{PyPrefetch, PyReadAhead};
-use crate::batch::{Batch, commit, submit};
-use crate::blame::{PyValueChange, blame};
+use crate::batch::Batch;
+use crate::blame::PyValueChange;
 use crate::changes::PyChangeStream;
 use crate::errors::{OrRaise, key_to_py};
 use crate::gate::{Gate, seconds};
+use crate::history;
 use crate::lease::PyLease;
 use crate::loading::wait_loaded;
 use crate::memory::Input;
-use crate::options::{OpenKeywords, ack, place, width};
-use crate::page_memory::{PyPageMemory, Raised};
-use crate::page_name::{PageName, found, key, page_names, state_point};
+use crate::options::{OpenKeywords, ack, open, place, width};
+use crate::page_memory::PyPageMemory;
+use crate::page_name::key;
 use crate::pin::PyPin;
+use crate::placement::move_pages;
 use crate::read_many::{FoundRanges, PyReadMany, fill};
 use crate::reader::Reader;
 use crate::snapshot::{Pruned, SnapshotInfo, retention};
@@ -133,12 +150,7 @@ impl PyStore {
             scrub_bytes_per_second,
             page_memory,
         };
-        let raised = Raised::default();
-        let options = given.into_options(py, &raised)?;
-        let shown = path.display().to_string();
-        crate::log::look(py)?;
-        let store = raised.or(py.detach(|| Store::open(&path, options)).or_raise(py, Some(&shown)))?;
-        let gate = Gate::new(store, &path, self::ack(ack)?);
+        let gate = open(py, &path, given)?;
         let reader = Reader::new(Source::Store(gate.clone()));
         Ok(PyClassInitializer::from(reader).add_subclass(Self { gate }))
     }
@@ -232,7 +244,7 @@ impl PyStore {
     fn batch(&self, py: Python<'_>, ack: Option<&str>, note: Option<&str>) -> PyResult<Batch> {
         let batch = Batch::new(self.gate.clone(), ack.map(self::ack).transpose()?);
         if let Some(note) = note {
-            batch.add_note(py, note)?;
+            batch.note(py, note)?;
         }
         Ok(batch)
     }
@@ -247,14 +259,14 @@ impl PyStore {
     /// ...     ticket.wait(60.0, "durable")
     /// True
     fn submit(&self, py: Python<'_>, batch: &Bound<'_, Batch>) -> PyResult<Ticket> {
-        submit(py, &self.gate, batch.get())
+        batch.get().0.submit(py, &self.gate)
     }
 
     /// Submits a batch and waits for an acknowledgement: the one named, else the batch's, else the store's.
     #[pyo3(signature = (batch, ack=None))]
     fn commit(&self, py: Python<'_>, batch: &Bound<'_, Batch>, ack: Option<&str>) -> PyResult<Receipt> {
         let ack = ack.map(self::ack).transpose()?;
-        commit(py, &self.gate, batch.get(), ack).map(|ticket| Receipt(ticket.committed()))
+        batch.get().0.commit(py, &self.gate, ack).map(|ticket| Receipt(ticket.committed()))
     }
 
     /// Waits until batch `lsn`, and every one before it, survives a power cut.
@@ -276,12 +288,8 @@ impl PyStore {
     /// (3, None)
     /// ('disk', b'one')
     fn ensure(&self, pages: &Bound<'_, PyAny>, place: &str) -> PyResult<Option<u64>> {
-        let (py, place) = (pages.py(), self::place(pages.py(), place)?);
-        let names = page_names(pages)?;
-        self.gate.call(py, |store| {
-            let moved = store.ensure(&found(store, &names)?, place)?;
-            Ok(moved.map(|position| position.lsn.0))
-        })
+        let place = self::place(pages.py(), place)?;
+        move_pages(&self.gate, pages, |store, pages| store.ensure(pages, place))
     }
 
     /// As `ensure`, ahead of the caller and by another thread: returns at once. The pages move some at a
@@ -306,11 +314,7 @@ impl PyStore {
     ///
     /// :raises InvalidError: the store was opened without tiers. As for `ensure`.
     fn promote(&self, pages: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
-        let names = page_names(pages)?;
-        self.gate.call(pages.py(), |store| {
-            let moved = store.promote(&found(store, &names)?)?;
-            Ok(moved.map(|position| position.lsn.0))
-        })
+        move_pages(&self.gate, pages, Store::promote)
     }
 
     /// Moves pages to the next of the store's tiers, each from where it is: for a caller that knows that it
@@ -326,8 +330,7 @@ impl PyStore {
     /// ...     store.info("3").place, len(store)
     /// ('disk', 4)
     fn demote(&self, pages: &Bound<'_, PyAny>) -> PyResult<()> {
-        let names = page_names(pages)?;
-        self.gate.call(pages.py(), |store| store.demote(&found(store, &names)?))
+        move_pages(&self.gate, pages, |store, pages| store.demote(pages).map(|()| None)).map(drop)
     }
 
     /// Pages and root as they are now; they stay so, whatever is committed. Close it before the store.
@@ -489,9 +492,7 @@ impl PyStore {
         offset: u64,
         length: Option<u64>,
     ) -> PyResult<Vec<PyValueChange>> {
-        let (name, gate) = (PageName::take(page)?, &self.gate);
-        // The store stays open meanwhile, so no other process writes to the directory.
-        gate.call(page.py(), |_| blame(&Store::open_read_only(&gate.directory)?, &name, offset, length))
+        history::blame(&self.gate, page, offset, length)
     }
 
     /// The first bad version of this store: as `remanent.bisect`, up to the newest state if `bad` is None.
@@ -508,13 +509,7 @@ impl PyStore {
         good: &Bound<'py, PyAny>,
         bad: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = is_good.py();
-        let bounds = PyDict::new(py);
-        bounds.set_item("good", good)?;
-        bounds.set_item("bad", bad)?;
-        self.gate.look(py, |_| Ok(()))?;
-        let bisect = py.import("remanent._bisect")?.getattr("bisect")?;
-        bisect.call((&self.gate.directory, is_good), Some(&bounds))
+        history::bisect(&self.gate, is_good, good, bad)
     }
 
     /// Takes a snapshot while commits go on, and removes what is not kept any more.
@@ -536,17 +531,7 @@ impl PyStore {
         exact: bool,
         verify: bool,
     ) -> PyResult<SnapshotInfo> {
-        let mut options = SnapshotOptions::new();
-        if let Some(name) = name {
-            options = options.name(name);
-        }
-        if exact {
-            options = options.exact();
-        }
-        if !verify {
-            options = options.only_published();
-        }
-        self.gate.call(py, |store| store.snapshot_with(options)).map(|info| SnapshotInfo::from(&info))
+        history::snapshot(py, &self.gate, name, exact, verify)
     }
 
     /// The snapshots kept, the oldest first.
@@ -565,8 +550,7 @@ impl PyStore {
     /// ...     store.restore("lsn:1"), store["k"]
     /// (3, b'good')
     fn restore(&self, py: Python<'_>, at: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let point = state_point(at)?;
-        self.gate.call(py, |store| store.restore(&point).map(|position| position.lsn.0))
+        history::restore(py, &self.gate, at)
     }
 
     /// Makes a new store in `path` that begins at a state of this one. Returns its id. Images are shared, not
@@ -580,8 +564,7 @@ impl PyStore {
     /// >>> remanent.View(directory + "-fork")["k"]
     /// b'v'
     fn fork(&self, py: Python<'_>, path: PathBuf, at: &Bound<'_, PyAny>) -> PyResult<String> {
-        let point = state_point(at)?;
-        self.gate.call(py, |store| store.fork(&path, &point).map(|id| id.to_string()))
+        history::fork(py, &self.gate, &path, at)
     }
 
     /// Removes what these rules do not keep; rules that are not given are the store's own.
@@ -607,11 +590,9 @@ impl PyStore {
         dry_run: bool,
     ) -> PyResult<Pruned> {
         let age = seconds(snapshots_kept_for)?;
-        let pruned = self.gate.call(py, |store| {
-            let rules = retention(store, snapshots_kept, age, log_kept, &give_up, names_only);
-            if dry_run { store.would_prune(&rules) } else { store.prune(&rules) }
-        })?;
-        Ok(Pruned::from(&pruned))
+        history::prune(py, &self.gate, dry_run, |store| {
+            retention(store, snapshots_kept, age, log_kept, &give_up, names_only)
+        })
     }
 
     /// Compares two pages of equal length, element by element. Returns how many differ, and the first that

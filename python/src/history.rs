@@ -1,0 +1,89 @@
+//! What a store was: its snapshots, what changed a page, and earlier states to go back to or go on from.
+
+use std::path::Path;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use remanent::{Retention, SnapshotOptions, Store};
+
+use crate::blame::PyValueChange;
+use crate::gate::Gate;
+use crate::page_name::{PageName, state_point};
+use crate::snapshot::{Pruned, SnapshotInfo};
+
+/// The changes of bytes of a page up to now.
+pub fn blame(
+    gate: &Gate,
+    page: &Bound<'_, PyAny>,
+    offset: u64,
+    length: Option<u64>,
+) -> PyResult<Vec<PyValueChange>> {
+    let name = PageName::take(page)?;
+    // The store stays open meanwhile, so no other process writes to the directory.
+    gate.call(page.py(), |_| {
+        crate::blame::blame(&Store::open_read_only(&gate.directory)?, &name, offset, length)
+    })
+}
+
+/// The first bad version, up to the newest state if `bad` is `None`.
+pub fn bisect<'py>(
+    gate: &Gate,
+    is_good: &Bound<'py, PyAny>,
+    good: &Bound<'py, PyAny>,
+    bad: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = is_good.py();
+    let bounds = PyDict::new(py);
+    bounds.set_item("good", good)?;
+    bounds.set_item("bad", bad)?;
+    gate.look(py, |_| Ok(()))?;
+    let bisect = py.import("remanent._bisect")?.getattr("bisect")?;
+    bisect.call((&gate.directory, is_good), Some(&bounds))
+}
+
+/// Takes a snapshot.
+pub fn snapshot(
+    py: Python<'_>,
+    gate: &Gate,
+    name: Option<String>,
+    exact: bool,
+    verify: bool,
+) -> PyResult<SnapshotInfo> {
+    let mut options = SnapshotOptions::new();
+    if let Some(name) = name {
+        options = options.name(name);
+    }
+    if exact {
+        options = options.exact();
+    }
+    if !verify {
+        options = options.only_published();
+    }
+    gate.call(py, |store| store.snapshot_with(options)).map(|info| SnapshotInfo::from(&info))
+}
+
+/// Takes all pages and the root back to an earlier state. Returns the batch's number.
+pub fn restore(py: Python<'_>, gate: &Gate, at: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let point = state_point(at)?;
+    gate.call(py, |store| store.restore(&point).map(|position| position.lsn.0))
+}
+
+/// Makes a new store that begins at an earlier state. Returns its id.
+pub fn fork(py: Python<'_>, gate: &Gate, path: &Path, at: &Bound<'_, PyAny>) -> PyResult<String> {
+    let point = state_point(at)?;
+    gate.call(py, |store| store.fork(path, &point).map(|id| id.to_string()))
+}
+
+/// Removes what these rules do not keep, or says what would go.
+pub fn prune(
+    py: Python<'_>,
+    gate: &Gate,
+    dry_run: bool,
+    rules: impl FnOnce(&Store) -> Retention + Send,
+) -> PyResult<Pruned> {
+    let pruned = gate.call(py, |store| {
+        let rules = rules(store);
+        if dry_run { store.would_prune(&rules) } else { store.prune(&rules) }
+    })?;
+    Ok(Pruned::from(&pruned))
+}

@@ -1,0 +1,112 @@
+//! Pages that a batch creates, from whatever a caller has.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use remanent::{CreatePage, Key, Metadata, Place};
+
+use crate::errors::OrRaise;
+use crate::gate::detached;
+use crate::memory::Input;
+use crate::new_page::PyNewPage;
+use crate::page_name::key;
+use crate::pending_batch::PendingBatch;
+use crate::values::metadata_from_py;
+
+/// What a caller says of a new page beside its bytes.
+pub struct NewPageTerms {
+    key: Option<Key>,
+    metadata: Metadata,
+}
+
+impl NewPageTerms {
+    /// Reads key and metadata.
+    ///
+    /// # Errors
+    /// `TypeError`, `InvalidError`, `OverflowError`.
+    pub fn take(key: Option<Bound<'_, PyAny>>, metadata: Option<Bound<'_, PyDict>>) -> PyResult<Self> {
+        let key = key.map(|key| self::key(&key)).transpose()?;
+        let metadata = metadata.map(|metadata| metadata_from_py(&metadata)).transpose()?.unwrap_or_default();
+        Ok(Self { key, metadata })
+    }
+}
+
+/// Creates a page of a caller's bytes, or of zeros if `content` is a number: its length.
+///
+/// # Errors
+/// `TypeError`, `BufferError`, `MemoryRefusedError`, `ClosedError`.
+pub fn create(
+    pending: &PendingBatch,
+    content: &Bound<'_, PyAny>,
+    terms: NewPageTerms,
+    place: Place,
+    at_commit: bool,
+) -> PyResult<PyNewPage> {
+    let (py, gate) = (content.py(), &pending.gate);
+    let NewPageTerms { key, metadata } = terms;
+    let named = |created: CreatePage<'_>| created.optional_key(key.clone()).metadata(metadata).page();
+    if content.hasattr("__index__")? && !content.hasattr("__dlpack__")? {
+        let len = content.extract::<u64>()?;
+        return pending.create(py, key.as_ref(), |batch| named(batch.create(len, place)));
+    }
+    match Input::take(content)? {
+        Input::Host(bytes) if at_commit && bytes.len() > 0 => {
+            let (len, source) = (bytes.len() as u64, Arc::new(bytes));
+            pending.create(py, key.as_ref(), |batch| named(batch.create_from_source(len, source, place)))
+        }
+        Input::Host(bytes) => pending.create(py, key.as_ref(), |batch| {
+            let bytes = bytes.as_slice();
+            // A create of a length, then a write: memory for the copy can be refused that way.
+            let new = named(batch.create(bytes.len() as u64, place));
+            if !bytes.is_empty() {
+                batch.write(new, 0, bytes);
+            }
+            new
+        }),
+        // A store on a GPU takes them there. Of any other the commit copies them, piece by piece.
+        Input::Cuda(bytes)
+            if at_commit && bytes.len() > 0 && gate.look(py, |store| Ok(!store.supports_streams()))? =>
+        {
+            let len = bytes.len();
+            let source = py.detach(|| bytes.source()).or_raise(py, Some(&gate.path))?;
+            pending.create(py, key.as_ref(), |batch| named(batch.create_from_source(len, source, place)))
+        }
+        Input::Cuda(bytes) => {
+            let len = bytes.len();
+            let bytes = if len == 0 { None } else { Some(gate.call(py, |store| bytes.adopt(store))?) };
+            pending.create(py, key.as_ref(), |batch| {
+                let new = named(batch.create(len, place));
+                if let Some(bytes) = &bytes {
+                    batch.write_device(new, 0, bytes);
+                }
+                new
+            })
+        }
+    }
+}
+
+/// Creates a page that lives in memory of the caller's, and begins with what that holds, or with zeros.
+///
+/// # Errors
+/// `TypeError`, `BufferError`, `MemoryRefusedError`, `ClosedError`.
+pub fn create_in(
+    pending: &PendingBatch,
+    memory: &Bound<'_, PyAny>,
+    terms: NewPageTerms,
+    zeros: bool,
+) -> PyResult<PyNewPage> {
+    let py = memory.py();
+    let NewPageTerms { key, metadata } = terms;
+    let memory = Input::take_writable(memory)?;
+    let bytes = pending.gate.call(py, |store| memory.adopt(store))?;
+    let created = pending.create(py, key.as_ref(), |batch| {
+        let new = batch.create_in(&bytes).optional_key(key.clone()).metadata(metadata).page();
+        if !zeros && bytes.byte_len() > 0 {
+            batch.write_device(new, 0, &bytes);
+        }
+        new
+    });
+    detached(bytes);
+    created
+}

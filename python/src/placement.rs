@@ -1,0 +1,18 @@
+//! Pages that a call moves to a place.
+
+use pyo3::prelude::*;
+use remanent::{PageId, Position, Result, Store};
+
+use crate::gate::Gate;
+use crate::page_name::{found, page_names};
+
+/// Has the store move pages as `run` says. Returns the number of the batch that did it, if one had to.
+pub fn move_pages(
+    gate: &Gate,
+    pages: &Bound<'_, PyAny>,
+    run: impl FnOnce(&Store, &[PageId]) -> Result<Option<Position>> + Send,
+) -> PyResult<Option<u64>> {
+    let names = page_names(pages)?;
+    let moved = gate.call(pages.py(), |store| run(store, &found(store, &names)?))?;
+    Ok(moved.map(|position| position.lsn.0))
+}
