@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -91,6 +92,7 @@ def _threads() -> concurrent.futures.ThreadPoolExecutor:
 
 
 _readers = _threads()
+_beginning = threading.Lock()
 _reading: weakref.WeakKeyDictionary[Follower | ChangeStream, concurrent.futures.Future[bool | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -99,10 +101,12 @@ _reading: weakref.WeakKeyDictionary[Follower | ChangeStream, concurrent.futures.
 async def _fetched(source: Follower | ChangeStream) -> bool:
     """Waits until the source keeps what comes next; False says that nothing will."""
     while True:
-        # One thread at a time reads from a source: that of a task which was called off is waited for.
-        reading = _reading.get(source)
-        if reading is None or reading.done():
-            reading = _reading[source] = _readers.submit(source._fetch, _SLICE)
+        # One thread at a time reads from a source, for the tasks of all loops: that of a task which was called off is
+        # waited for.
+        with _beginning:
+            reading = _reading.get(source)
+            if reading is None or reading.done():
+                reading = _reading[source] = _readers.submit(source._fetch, _SLICE)
         fetched = await asyncio.wrap_future(reading)
         if fetched is None:
             return False
@@ -114,7 +118,7 @@ async def next_batch(follower: Follower) -> FollowedBatch:
     """The next batch. A batch that is read for a task which was called off stays within the follower, for the next."""
     while True:
         await _fetched(follower)
-        batch = follower.next(0)
+        batch = follower._take()
         # Another task may have been quicker.
         if batch is not None:
             return batch
@@ -123,7 +127,7 @@ async def next_batch(follower: Follower) -> FollowedBatch:
 async def next_event(stream: ChangeStream) -> AppliedBatch | Lagged:
     """The next event. One that is taken for a task which was called off stays within the stream, for the next."""
     while await _fetched(stream):
-        event = stream.next(0)
+        event = stream._take()
         if event is not None:
             return event
     raise StopAsyncIteration
@@ -131,8 +135,8 @@ async def next_event(stream: ChangeStream) -> AppliedBatch | Lagged:
 
 def _begin_anew() -> None:
     """Lets a forked child begin with threads and bells of its own: the parent's threads are not there."""
-    global _readers
-    _readers = _threads()
+    global _readers, _beginning
+    _readers, _beginning = _threads(), threading.Lock()
     _reading.clear()
     _ringers.clear()
 

@@ -1,14 +1,15 @@
 //! What batches change, told to this process as soon as they are applied.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
-use pyo3::exceptions::{PyRuntimeError, PyStopIteration};
+use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
-use remanent::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream, Error};
+use remanent::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 
 use crate::errors::OrRaise;
-use crate::gate::{Gate, check_process, detached, seconds, wait};
+use crate::gate::{Gate, seconds};
+use crate::handover::Handover;
 
 /// What each batch changes from now on, told once it is applied: an iterator of AppliedBatch and Lagged, also
 /// an asynchronous one. Made by `Store.changes`.
@@ -27,64 +28,25 @@ use crate::gate::{Gate, check_process, detached, seconds, wait};
 /// (True, 2, [(2, 5)], True)
 #[pyclass(frozen, weakref, name = "ChangeStream", module = "remanent")]
 pub struct PyChangeStream {
-    opener: u32,
-    path: String,
     begin: u64,
-    state: Mutex<StreamState>,
-}
-
-struct StreamState {
-    /// `None` once it is closed.
-    stream: Option<ChangeStream>,
-    /// An event that was taken for a task which was called off: the next caller gets it.
-    kept: Option<ChangeEvent>,
+    events: Handover<ChangeStream, ChangeEvent>,
 }
 
 impl PyChangeStream {
     pub fn begin(py: Python<'_>, gate: &Gate) -> PyResult<Self> {
         let stream = gate.call(py, remanent::Store::changes)?;
         let begin = stream.begin_lsn().0;
-        let state = Mutex::new(StreamState { stream: Some(stream), kept: None });
-        Ok(Self { opener: std::process::id(), path: gate.path.clone(), begin, state })
+        let events = Handover::new(stream, gate.path.clone(), "another thread is waiting for this stream");
+        Ok(Self { begin, events })
     }
 
-    /// The stream, if no other thread has it.
-    fn state(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, StreamState>> {
-        check_process(self.opener).or_raise(py, Some(&self.path))?;
-        match self.state.try_lock() {
-            Ok(state) => Ok(state),
-            Err(std::sync::TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-            Err(std::sync::TryLockError::WouldBlock) => {
-                Err(PyRuntimeError::new_err("another thread is waiting for this stream"))
-            }
-        }
-    }
-
-    /// Takes an event and keeps it. Says whether there is one; `Err(Closed)` within says that none will come.
-    fn fetch(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Result<bool, Error>> {
-        let mut state = self.state(py)?;
-        if state.kept.is_some() {
-            return Ok(Ok(true));
-        }
-        let StreamState { stream, kept } = &mut *state;
-        let Some(stream) = stream else { return Ok(Err(Error::Closed)) };
-        let mut is_over = false;
-        let come = wait(py, timeout, Some(&self.path), |slice| {
-            *kept = match stream.next_timeout(slice) {
-                Err(Error::Closed) => {
-                    is_over = true;
-                    return Ok(true);
-                }
-                event => event?,
-            };
-            Ok(kept.is_some())
-        })?;
-        Ok(if is_over { Err(Error::Closed) } else { Ok(come) })
-    }
-
-    fn taken<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let event = self.state(py)?.kept.take();
-        event.map(|event| event_to_py(py, event)).transpose()
+    /// The next event; `Err(Closed)` within says that none will come.
+    fn next_event(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Duration>,
+    ) -> PyResult<remanent::Result<Option<ChangeEvent>>> {
+        self.events.next(py, timeout, ChangeStream::next_timeout, |_| ())
     }
 }
 
@@ -109,14 +71,20 @@ impl PyChangeStream {
     ///     another thread waits for the stream.
     #[pyo3(signature = (timeout=None))]
     fn next<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        self.fetch(py, seconds(timeout)?)?.or_raise(py, Some(&self.path))?;
-        self.taken(py)
+        let event = self.next_event(py, seconds(timeout)?)?.or_raise(py, Some(self.events.path()))?;
+        event.map(|event| event_to_py(py, event)).transpose()
     }
 
     /// Takes the next event and keeps it; says whether there is one, None that none will come. For a task
     /// that may be called off.
     fn _fetch(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<bool>> {
-        Ok(self.fetch(py, seconds(Some(timeout))?)?.ok())
+        Ok(self.events.fetch(py, seconds(Some(timeout))?, ChangeStream::next_timeout)?.ok())
+    }
+
+    /// Takes the event that `_fetch` keeps, if no one else did.
+    fn _take<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.events.check_process(py)?;
+        self.events.take(|_| ()).map(|event| event_to_py(py, event)).transpose()
     }
 
     fn __iter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -124,14 +92,9 @@ impl PyChangeStream {
     }
 
     fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        loop {
-            if self.fetch(py, None)?.is_err() {
-                return Err(PyStopIteration::new_err(()));
-            }
-            // Another thread may have been quicker.
-            if let Some(event) = self.taken(py)? {
-                return Ok(event);
-            }
+        match self.next_event(py, None)? {
+            Ok(Some(event)) => event_to_py(py, event),
+            Ok(None) | Err(_) => Err(PyStopIteration::new_err(())),
         }
     }
 
@@ -145,12 +108,7 @@ impl PyChangeStream {
 
     /// Ends the stream; batches cost nothing for it any more.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let ended = {
-            let mut state = self.state(py)?;
-            (state.stream.take(), state.kept.take())
-        };
-        detached(ended);
-        Ok(())
+        self.events.close(py)
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -170,14 +128,14 @@ impl PyChangeStream {
     }
 
     fn __repr__(&self) -> String {
-        format!("ChangeStream({:?}, begin_lsn={})", self.path, self.begin)
+        format!("ChangeStream({:?}, begin_lsn={})", self.events.path(), self.begin)
     }
 }
 
 impl Drop for PyChangeStream {
     fn drop(&mut self) {
         // It may be the last that holds the applier's parts.
-        detached(self.state.get_mut().unwrap_or_else(PoisonError::into_inner).stream.take());
+        self.events.end();
     }
 }
 

@@ -2,10 +2,10 @@
 
 use std::ffi::c_int;
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use pyo3::exceptions::{PyRuntimeError, PyStopIteration, PyValueError};
+use pyo3::exceptions::{PyStopIteration, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -13,7 +13,8 @@ use remanent::{FollowFrom, FollowedBatch, Follower, FollowerPosition, PageId, Re
 
 use crate::array::{BufferParts, fill_buffer, release_buffer};
 use crate::errors::OrRaise;
-use crate::gate::{check_process, detached, seconds, wait};
+use crate::gate::seconds;
+use crate::handover::Handover;
 use crate::operations::{BytesForm, operation_to_py, plain_indices};
 use crate::page_info::Info;
 use crate::reader::Reader;
@@ -38,60 +39,26 @@ use crate::source::Source;
 /// >>> store.close()
 #[pyclass(frozen, weakref, name = "Follower", module = "remanent")]
 pub struct PyFollower {
-    opener: u32,
-    path: String,
-    /// That of the newest batch handed over; apart, so that it can be asked for while another thread reads.
+    /// The position of the newest batch handed over; apart, so that it can be asked for while another thread
+    /// reads.
     position: Mutex<FollowerPosition>,
-    state: Mutex<FollowerState>,
-}
-
-struct FollowerState {
-    /// `None` once it is closed.
-    follower: Option<Follower>,
-    /// A batch that was read for a task which was called off: the next caller gets it.
-    kept: Option<FollowedBatch>,
+    batches: Handover<Follower, FollowedBatch>,
 }
 
 impl PyFollower {
-    /// The follower, if no other thread has it.
-    fn state(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, FollowerState>> {
-        check_process(self.opener).or_raise(py, Some(&self.path))?;
-        match self.state.try_lock() {
-            Ok(state) => Ok(state),
-            Err(std::sync::TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-            Err(std::sync::TryLockError::WouldBlock) => {
-                Err(PyRuntimeError::new_err("another thread is reading from this follower"))
-            }
-        }
+    fn note(&self, batch: &FollowedBatch) {
+        *self.position.lock().unwrap_or_else(PoisonError::into_inner) = batch.position();
     }
 
-    /// Reads a batch and keeps it. Says whether there is one.
-    fn fetch(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<bool> {
-        let mut state = self.state(py)?;
-        if state.kept.is_some() {
-            return Ok(true);
-        }
-        let state = &mut *state;
-        let Some(follower) = &mut state.follower else {
-            return Err(remanent::Error::Closed).or_raise(py, Some(&self.path));
-        };
-        let kept = &mut state.kept;
-        wait(py, timeout, Some(&self.path), |slice| {
-            *kept = follower.next(slice)?;
-            Ok(kept.is_some())
-        })
+    fn handed_over(&self, batch: FollowedBatch) -> PyFollowedBatch {
+        let payload_len = batch.payload().len() as i64;
+        PyFollowedBatch { path: self.batches.path().to_owned(), batch, payload_len }
     }
 
-    fn taken(&self, py: Python<'_>) -> PyResult<Option<PyFollowedBatch>> {
-        let mut state = self.state(py)?;
-        let batch = state.kept.take();
-        if let Some(batch) = &batch {
-            *self.position.lock().unwrap_or_else(PoisonError::into_inner) = batch.position();
-        }
-        Ok(batch.map(|batch| {
-            let payload_len = batch.payload().len() as i64;
-            PyFollowedBatch { path: self.path.clone(), batch, payload_len }
-        }))
+    fn next_batch(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Option<PyFollowedBatch>> {
+        let next = self.batches.next(py, timeout, Follower::next, |batch| self.note(batch))?;
+        let batch = next.or_raise(py, Some(self.batches.path()))?;
+        Ok(batch.map(|batch| self.handed_over(batch)))
     }
 }
 
@@ -111,27 +78,33 @@ impl PyFollower {
         crate::log::look(py)?;
         let follower = py.detach(|| Follower::open(&path, from)).or_raise(py, Some(&shown))?;
         let position = Mutex::new(follower.position());
-        let state = Mutex::new(FollowerState { follower: Some(follower), kept: None });
-        Ok(Self { opener: std::process::id(), path: shown, position, state })
+        let batches = Handover::new(follower, shown, "another thread is reading from this follower");
+        Ok(Self { position, batches })
     }
 
     /// The position after the newest batch handed over, as text: another follower goes on from it.
     #[getter]
     fn position(&self, py: Python<'_>) -> PyResult<String> {
-        check_process(self.opener).or_raise(py, Some(&self.path))?;
+        self.batches.check_process(py)?;
         Ok(self.position.lock().unwrap_or_else(PoisonError::into_inner).to_string())
     }
 
     /// The next batch; None if none came within `timeout` seconds. 0 looks once, None waits for ever.
     #[pyo3(signature = (timeout=None))]
     fn next(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<PyFollowedBatch>> {
-        self.fetch(py, seconds(timeout)?)?;
-        self.taken(py)
+        self.next_batch(py, seconds(timeout)?)
     }
 
     /// Reads the next batch and keeps it; says whether there is one. For a task that may be called off.
     fn _fetch(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
-        self.fetch(py, seconds(Some(timeout))?)
+        let fetched = self.batches.fetch(py, seconds(Some(timeout))?, Follower::next)?;
+        fetched.or_raise(py, Some(self.batches.path()))
+    }
+
+    /// Takes the batch that `_fetch` keeps, if no one else did.
+    fn _take(&self, py: Python<'_>) -> PyResult<Option<PyFollowedBatch>> {
+        self.batches.check_process(py)?;
+        Ok(self.batches.take(|batch| self.note(batch)).map(|batch| self.handed_over(batch)))
     }
 
     fn __iter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -139,8 +112,7 @@ impl PyFollower {
     }
 
     fn __next__(&self, py: Python<'_>) -> PyResult<PyFollowedBatch> {
-        self.fetch(py, None)?;
-        self.taken(py)?.ok_or_else(|| PyStopIteration::new_err(()))
+        self.next_batch(py, None)?.ok_or_else(|| PyStopIteration::new_err(()))
     }
 
     fn __aiter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -153,12 +125,7 @@ impl PyFollower {
 
     /// Ends the following.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let ended = {
-            let mut state = self.state(py)?;
-            (state.follower.take(), state.kept.take())
-        };
-        detached(ended);
-        Ok(())
+        self.batches.close(py)
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {

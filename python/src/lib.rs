@@ -31,6 +31,7 @@
 //! | `loading` | waiting for pages that an open left on disk |
 //! | `stats` | what an open did, and what a store counts |
 //! | `options` | how a store is opened, from words and seconds |
+//! | `handover` | a source that many threads ask for what comes next |
 //! | `bell` | futures of the engine for an event loop |
 //! | `log` | events of the engine for Python's `logging` |
 //! | `blocks` | what one page of tensors is to hold |
@@ -81,6 +82,7 @@ mod load_pages;
 mod loading;
 mod stats;
 mod options;
+mod handover;
 mod bell;
 mod log;
 mod blocks;

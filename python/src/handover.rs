@@ -1,0 +1,152 @@
+//! A source that many threads and tasks ask for what comes next: one reads from it at a time, and each item
+//! is handed over once.
+
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use remanent::{Error, Result};
+
+use crate::errors::OrRaise;
+use crate::gate::{check_process, detached, wait};
+
+/// A source, and an item that was read from it and is not handed over yet.
+pub struct Handover<S, T> {
+    opener: u32,
+    path: String,
+    /// What a caller is told that finds another one reading.
+    busy: &'static str,
+    /// `None` once it is closed. Held while a thread reads.
+    source: Mutex<Option<S>>,
+    /// Filled by the thread that has the source. Apart, so that a task takes what was read for it while
+    /// another thread reads on.
+    kept: Mutex<Option<T>>,
+}
+
+impl<S: Send, T: Send> Handover<S, T> {
+    pub fn new(source: S, path: String, busy: &'static str) -> Self {
+        let opener = std::process::id();
+        Self { opener, path, busy, source: Mutex::new(Some(source)), kept: Mutex::new(None) }
+    }
+
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// Refuses a source that a forked child inherited.
+    ///
+    /// # Errors
+    /// `ForkedError`.
+    pub fn check_process(&self, py: Python<'_>) -> PyResult<()> {
+        check_process(self.opener).or_raise(py, Some(&self.path))
+    }
+
+    /// The source, if no other thread has it.
+    fn source(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<S>>> {
+        self.check_process(py)?;
+        match self.source.try_lock() {
+            Ok(source) => Ok(source),
+            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(PyRuntimeError::new_err(self.busy)),
+        }
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Option<T>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes what is kept; `note` sees it before anyone else can take what comes after it.
+    pub fn take(&self, note: impl FnOnce(&T)) -> Option<T> {
+        let mut kept = self.kept();
+        kept.as_ref().map(note);
+        kept.take()
+    }
+
+    /// Reads the next item and keeps it, for up to a time. Says whether there is one; `Err(Closed)` within
+    /// says that none will come.
+    ///
+    /// # Errors
+    /// `RuntimeError` while another thread reads; what `read` fails with.
+    pub fn fetch(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Duration>,
+        read: impl FnMut(&mut S, Duration) -> Result<Option<T>> + Send,
+    ) -> PyResult<Result<bool>> {
+        let mut source = self.source(py)?;
+        self.fetch_from(py, &mut source, timeout, read)
+    }
+
+    fn fetch_from(
+        &self,
+        py: Python<'_>,
+        source: &mut Option<S>,
+        timeout: Option<Duration>,
+        mut read: impl FnMut(&mut S, Duration) -> Result<Option<T>> + Send,
+    ) -> PyResult<Result<bool>> {
+        if self.kept().is_some() {
+            return Ok(Ok(true));
+        }
+        let Some(source) = source else { return Ok(Err(Error::Closed)) };
+        let mut is_over = false;
+        let come = wait(py, timeout, Some(&self.path), |slice| match read(source, slice) {
+            Err(Error::Closed) => {
+                is_over = true;
+                Ok(true)
+            }
+            item => {
+                let item = item?;
+                let has_come = item.is_some();
+                *self.kept() = item;
+                Ok(has_come)
+            }
+        })?;
+        Ok(if is_over { Err(Error::Closed) } else { Ok(come) })
+    }
+
+    /// The next item; `None` if none came up to a time. `Err(Closed)` within says that none will come.
+    ///
+    /// # Errors
+    /// As for [`fetch`](Self::fetch).
+    pub fn next(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Duration>,
+        mut read: impl FnMut(&mut S, Duration) -> Result<Option<T>> + Send,
+        mut note: impl FnMut(&T),
+    ) -> PyResult<Result<Option<T>>> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut source = self.source(py)?;
+        loop {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            match self.fetch_from(py, &mut source, left, &mut read)? {
+                Err(closed) => return Ok(Err(closed)),
+                Ok(false) => return Ok(Ok(None)),
+                // A task may have been quicker.
+                Ok(true) => match self.take(&mut note) {
+                    Some(item) => return Ok(Ok(Some(item))),
+                    None => continue,
+                },
+            }
+        }
+    }
+
+    /// Ends the reading.
+    ///
+    /// # Errors
+    /// `RuntimeError` while another thread reads.
+    pub fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let ended = (self.source(py)?.take(), self.kept().take());
+        detached(ended);
+        Ok(())
+    }
+}
+
+impl<S: Send, T: Send> Handover<S, T> {
+    /// Lets go of the source without the interpreter's lock, where its owner goes.
+    pub fn end(&mut self) {
+        let source = self.source.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        detached(source);
+    }
+}
