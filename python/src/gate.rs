@@ -28,12 +28,14 @@ pub struct Gate {
     /// What its commits wait for.
     pub ack: Ack,
     state: Mutex<GateState>,
-    /// No call is in the store any more.
+    /// No call is in the store any more, or it is closed.
     quiet: Condvar,
 }
 
 struct GateState {
     store: Option<Arc<Store>>,
+    /// A thread closes the store: it is gone from here, and not closed yet.
+    is_closing: bool,
     calls: usize,
     handles: usize,
 }
@@ -62,7 +64,7 @@ pub fn check_process(opener: u32) -> Result<()> {
 
 impl Gate {
     pub fn new(store: Store, path: &Path, ack: Ack) -> Arc<Self> {
-        let state = GateState { store: Some(Arc::new(store)), calls: 0, handles: 0 };
+        let state = GateState { store: Some(Arc::new(store)), is_closing: false, calls: 0, handles: 0 };
         let gate = Arc::new(Self {
             opener: std::process::id(),
             path: path.display().to_string(),
@@ -115,11 +117,19 @@ impl Gate {
         self.enter().and_then(|call| run(&call)).or_raise(py, Some(&self.path))
     }
 
+    fn wait_while<'s>(
+        &'s self,
+        state: MutexGuard<'s, GateState>,
+        mut is_so: impl FnMut(&GateState) -> bool,
+    ) -> MutexGuard<'s, GateState> {
+        self.quiet.wait_while(state, |state| is_so(state)).unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub fn is_closed(&self) -> bool {
         check_process(self.opener).is_ok() && lock(&self.state).store.is_none()
     }
 
-    /// Closes the store once no call is in it.
+    /// Closes the store once no call is in it. Once it returns, the store is closed, by whichever thread.
     ///
     /// # Errors
     /// `InUseError` while leases or views depend on it; what closing fails with.
@@ -130,12 +140,16 @@ impl Gate {
             if state.store.is_some() && state.handles > 0 {
                 return Ok(Some(state.handles));
             }
-            let Some(store) = state.store.take() else { return Ok(None) };
-            while state.calls > 0 {
-                state = self.quiet.wait(state).unwrap_or_else(PoisonError::into_inner);
-            }
-            drop(state);
-            Arc::into_inner(store).map_or(Ok(()), Store::close).map(|()| None)
+            let Some(store) = state.store.take() else {
+                drop(self.wait_while(state, |state| state.is_closing));
+                return Ok(None);
+            };
+            state.is_closing = true;
+            drop(self.wait_while(state, |state| state.calls > 0));
+            let closed = Arc::into_inner(store).map_or(Ok(()), Store::close);
+            lock(&self.state).is_closing = false;
+            self.quiet.notify_all();
+            closed.map(|()| None)
         });
         match closed.or_raise(py, Some(&self.path))? {
             None => Ok(()),
