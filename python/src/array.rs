@@ -6,7 +6,7 @@ use std::ptr;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyMemoryView, PyTuple};
 
 use crate::dlpack::{self, Export};
 use crate::dtype::Dtype;
@@ -173,14 +173,19 @@ impl Array {
 
     /// The array as NumPy's, of the same memory.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        let options = PyDict::new(slf.py());
-        options.set_item("copy", false)?;
-        slf.py().import("numpy")?.call_method("array", (slf,), Some(&options))
+        as_numpy(slf)
     }
 
     fn __repr__(&self) -> String {
         format!("Array(dtype={:?}, shape={:?})", self.dtype.name, self.shape)
     }
+}
+
+/// An exporter's memory as a NumPy array. By way of a memoryview: of an object that refuses its buffer, NumPy
+/// makes an array that holds the object itself.
+pub fn as_numpy<'py, T>(exporter: &Bound<'py, T>) -> PyResult<Bound<'py, PyAny>> {
+    let view = PyMemoryView::from(exporter.as_any())?;
+    exporter.py().import("numpy")?.call_method1("asarray", (view,))
 }
 
 /// Refuses what an export from host memory cannot do.

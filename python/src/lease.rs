@@ -12,7 +12,7 @@ use remanent::device::RawStream;
 use remanent::{Error, Lease, PageId, Result, Store};
 use self_cell::self_cell;
 
-use crate::array::{Aligned, Array, BufferParts, check_export, fill_buffer, release_buffer};
+use crate::array::{Aligned, Array, BufferParts, as_numpy, check_export, fill_buffer, release_buffer};
 use crate::descriptor::descriptor_to_py;
 use crate::dlpack::{self, Export};
 use crate::dtype::{Dtype, layout};
@@ -295,7 +295,7 @@ impl PyLease {
 
     /// The bytes as a NumPy array, in the store's memory, read-only. It keeps the lease from ending.
     fn numpy<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("numpy")?.call_method1("asarray", (slf,))
+        as_numpy(slf)
     }
 
     fn __repr__(&self) -> String {

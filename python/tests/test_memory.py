@@ -48,6 +48,15 @@ def test_a_lease_has_a_dtype_and_a_shape(store: remanent.Store) -> None:
         store.lease("x", "float32", [13])
 
 
+def test_a_lease_that_has_ended_gives_no_array(store: remanent.Store) -> None:
+    store["k"] = bytes(8)
+    lease = store.lease("k")
+    lease.end()
+    # Of what refuses its memory, NumPy would make an array that holds the object itself.
+    with pytest.raises(remanent.ClosedError):
+        lease.numpy()
+
+
 def test_dlpack_of_a_lease_is_a_copy_unless_told_otherwise(store: remanent.Store) -> None:
     store["a"] = b"then"
     lease = store.lease("a")
