@@ -22,7 +22,8 @@ pub fn load_pages(view: &PastSource, pages: &Bound<'_, PyDict>, device: &str) ->
         return Err(PyValueError::new_err("device: \"auto\" does not say where the memory is"));
     }
     let (mut on_host, mut on_gpu) = (Vec::new(), Vec::new());
-    for (page, memory) in pages {
+    for item in pages.items() {
+        let (page, memory): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
         let name = PageName::take(&page)?;
         match (Input::take_writable(&memory)?, choice) {
             (Input::Host(bytes), DeviceChoice::Host) => on_host.push((name, Output::of(bytes))),

@@ -50,7 +50,9 @@ pub fn metadata_from_py(dict: &Bound<'_, PyDict>) -> PyResult<Metadata> {
 
 fn entries_from(dict: &Bound<'_, PyDict>, depth_left: usize) -> PyResult<Metadata> {
     let mut entries = Metadata::new();
-    for (name, value) in dict {
+    // Those that it has now: while values are taken, code of the caller's and other threads may change it.
+    for item in dict.items() {
+        let (name, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
         let name = name.cast::<PyString>().map_err(|_| {
             PyTypeError::new_err(format!("names of metadata are text, not {}", type_name(&name)))
         })?;

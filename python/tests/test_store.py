@@ -405,3 +405,18 @@ def test_bytes_are_read_by_the_commit_where_that_was_asked_for(directory: str) -
             batch.create(bytearray(), key="empty", at_commit=True)
             copied[:] = read[:] = b"after!"
         assert (store["copied"], store["read"], store["empty"]) == (b"copied", b"after!", b"")
+
+
+def test_metadata_that_changes_while_it_is_taken(store: remanent.Store) -> None:
+    values: dict[str, object] = {}
+
+    class Number:
+        def __index__(self) -> int:
+            values["later"] = 1
+            return 7
+
+    values["now"] = Number()
+    with store.batch() as batch:
+        batch.create(b"", key="k", metadata=values)
+        batch.set_root("values", {"first": 1, "more": values})
+    assert store.info("k").metadata == {"now": 7} and "later" in store.root["values"]["more"]

@@ -1,0 +1,702 @@
+"""Many threads on one object of each class: right bytes or a typed error, and never a hang.
+
+With the interpreter's lock they take turns in all places; without it, as in a free-threaded interpreter, they are
+within the same call at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import remanent
+
+numpy = pytest.importorskip("numpy")
+
+Work = Callable[[], object]
+
+# What a call may raise where another thread is quicker, beside the package's own errors.
+BUSY = "another thread"
+
+
+@pytest.fixture(autouse=True)
+def threads_take_turns_often() -> Iterator[None]:
+    """Lets threads take turns often, and says where they are if they hang."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    sys.setswitchinterval(interval)
+
+
+def together(*works: Work) -> None:
+    """Runs all at the same time, each in a thread of its own, and raises what one of them raises."""
+    failed: list[BaseException] = []
+    begin = threading.Barrier(len(works))
+
+    def run(work: Work) -> None:
+        begin.wait()
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def until_closed(call: Work, over: threading.Event | None = None) -> Work:
+    """Calls again and again, until what is called on is closed, or `over` is set."""
+
+    def work() -> None:
+        try:
+            while over is None or not over.is_set():
+                call()
+        except remanent.ClosedError:
+            pass
+
+    return work
+
+
+def collecting(over: threading.Event) -> Work:
+    """Collects garbage until it is over: without the interpreter's lock that stops all threads, again and again, and
+    waits for each that is not within a call of the store."""
+
+    def collect() -> None:
+        gc.collect()
+        time.sleep(0.001)
+
+    return until_closed(collect, over)
+
+
+def is_busy(error: RuntimeError) -> bool:
+    return BUSY in str(error)
+
+
+def test_one_store(directory: str) -> None:
+    store = remanent.Store(directory, device="host", log_kept=1 << 20)
+    store.put("shared", bytes(5000))
+    store.put("far", b"far" * 1000, place="disk")
+    written = [0] * 4
+    over = threading.Event()
+
+    def writer(number: int) -> Work:
+        def put() -> None:
+            step = written[number] + 1
+            store.put(f"own {number}", bytes([step % 251]) * (100 + step % 50))
+            written[number] = step
+            with store.batch() as batch:
+                batch.write("shared", 0, bytes([step % 251]) * 5000)
+                batch.delete(batch.create(b"short-lived"))
+
+        return until_closed(put)
+
+    def uniform(content: Any) -> None:
+        assert len(content) >= 100 and len(set(bytes(content))) == 1
+
+    def read() -> None:
+        uniform(store["shared"])
+        uniform(store.array("shared").numpy())
+        out = bytearray(5000)
+        assert store.read_into("shared", out) == 5000
+        uniform(out)
+        try:
+            many = store.read_many(["shared", "own 0"]).result()
+            uniform(many[0])
+            uniform(many.numpy(1))
+        except remanent.OutOfBoundsError as error:
+            assert error.page == store.info("own 0").page
+        assert store.read("far", 3, 3) == b"far" and store.get("none") is None
+
+    def look() -> None:
+        infos = {info.key: info for info in store.pages()}
+        assert infos["shared"].length == 5000 and store.info("far").page == infos["far"].page
+        assert set(store.keys()) >= {"shared", "far"} and "far" in store and len(store) >= 2
+        assert store.stats()["places"]["host"]["used"] > 0 and store.lsn > 0 and store.recovered["created"]
+        assert repr(store) and store._repr_html_() and store.id and not store.root
+
+    def keep() -> None:
+        store.snapshot()
+        store.prune()
+        store.trim()
+        assert store.audit() == [] and store.scrub() == []
+        uniform(store.blame("shared", 0, 1)[-1].after * 100)
+
+    def move() -> None:
+        store.ensure(["far", "own 1"], "disk")
+        store.ensure(["far", "own 1"], "host")
+        store.wait_durable()
+        assert store.compare("shared", "shared") == (0, None)
+
+    for number in range(4):
+        store.put(f"own {number}", bytes(100))
+
+    def close() -> None:
+        over.wait(2.5)
+        while True:
+            try:
+                return store.close()
+            except remanent.InUseError:
+                continue
+
+    together(*map(writer, range(4)), until_closed(read), until_closed(read), until_closed(look), until_closed(keep),
+             until_closed(move), close)
+    with remanent.Store(directory, device="host") as again:
+        for number, step in enumerate(written):
+            content = again[f"own {number}"]
+            # The one that was acknowledged last, or the next one, whose batch the close refused.
+            assert content in [bytes([at % 251]) * (100 + at % 50) for at in (step, step + 1)]
+        uniform(again["shared"])
+    assert all(step > 0 for step in written)
+
+
+def test_a_store_is_closed_for_each_thread_that_closes_it(directory: str) -> None:
+    for _ in range(10):
+        store = remanent.Store(directory, device="host")
+        store["a"] = bytes(1 << 20)
+        first = threading.Lock()
+
+        def close() -> None:
+            store.close()
+            assert store.closed
+            if first.acquire(blocking=False):
+                # What has returned has let go of the directory.
+                remanent.Store(directory, device="host").close()
+
+        together(*[close] * 4, until_closed(lambda: store.put("a", bytes(1 << 20))),
+                 until_closed(lambda: store.snapshot()))
+
+
+def test_one_batch(store: remanent.Store) -> None:
+    store["there"] = bytes(64)
+    for turn in range(10):
+        batch = store.batch()
+        common = batch.create(1000, key=f"{turn} common")
+        created: list[list[str]] = [[] for _ in range(4)]
+        begun, over = threading.Barrier(5), threading.Event()
+
+        def add(number: int) -> Work:
+            def work() -> None:
+                begun.wait()
+                for at in range(10_000):
+                    key = f"{turn} {number} {at}"
+                    page = batch.create(key.encode(), key=key, metadata={"at": at})
+                    created[number].append(key)
+                    batch.write(common, number * 100, bytes([number]) * 100)
+                    batch.write("there", number, b"!")
+                    batch.set_metadata(page, "more", [at])
+                    batch.scatter(common, [number * 100 + 1], bytes([number]))
+                    batch.fill(common, number * 100, 4, bytes([number]))
+                    batch.set_root(f"{number}", at)
+
+            def to_the_end() -> None:
+                with pytest.raises(remanent.ClosedError):
+                    work()
+                # A batch that is over refuses everything, to as many threads as there are.
+                for _ in range(100):
+                    with pytest.raises(remanent.ClosedError):
+                        batch.create(b"late", key="late")
+
+            return to_the_end
+
+        def commit() -> None:
+            begun.wait()
+            time.sleep(0.002)
+            store.commit(batch)
+            over.set()
+
+        together(*map(add, range(4)), commit, collecting(over))
+        assert len(batch.pages) == len([key for key in store.keys() if str(key).startswith(f"{turn} ")])
+        for number, keys in enumerate(created):
+            assert all(store[key] == key.encode() for key in keys)
+            assert set(store[f"{turn} common"][number * 100:number * 100 + 100]) <= {0, number}
+        assert "late" not in store
+
+
+def test_one_batch_is_committed_once(store: remanent.Store) -> None:
+    for turn in range(15):
+        batch = store.batch()
+        batch.create(b"once", key=f"{turn}")
+        lsns: list[int] = []
+        over = threading.Event()
+
+        def commit() -> None:
+            try:
+                lsns.append(store.commit(batch).lsn)
+                over.set()
+            except remanent.ClosedError:
+                pass
+
+        def ask() -> None:
+            while True:
+                try:
+                    assert batch.lsn and batch.pages
+                    return
+                except remanent.ClosedError as error:
+                    assert "not committed" in str(error)
+
+        together(*[commit] * 4, ask, ask, collecting(over))
+        assert lsns == [batch.lsn] == [turn + 1]
+
+
+def test_a_batch_is_given_up_while_others_add_to_it(store: remanent.Store) -> None:
+    for _ in range(15):
+        batch, content, over = store.batch(), bytearray(100), threading.Event()
+
+        def give_up() -> None:
+            with pytest.raises(KeyError):
+                with batch:
+                    raise KeyError
+            over.set()
+
+        together(*[until_closed(lambda: batch.create(content, at_commit=True))] * 3, give_up, collecting(over))
+        # Nothing holds the bytes any more.
+        content.append(1)
+    assert len(store) == 0
+
+
+def test_one_page_is_updated_once_a_batch(store: remanent.Store) -> None:
+    store["k"] = bytes(10_000)
+    for turn in range(1, 30):
+        batch = store.batch()
+        refused: list[str] = []
+
+        def update() -> None:
+            try:
+                batch.update("k", bytes([turn]) + bytes(9_999))
+            except ValueError as error:
+                refused.append(str(error))
+
+        together(*[update] * 4)
+        store.commit(batch)
+        assert store["k"] == bytes([turn]) + bytes(9_999)
+        assert refused == ["the batch has an update of this page already"] * 3
+
+
+def test_one_ticket(store: remanent.Store) -> None:
+    async def awaited(ticket: remanent.Ticket) -> None:
+        await asyncio.gather(ticket, ticket.acknowledged("applied"), ticket)
+
+    for turn in range(10):
+        batch = store.batch()
+        batch.create(bytes(1 << 16), key=f"{turn}")
+        ticket = store.submit(batch)
+
+        def wait() -> None:
+            assert ticket.wait(60) and ticket.is_() and ticket.wait(60, "applied")
+            assert ticket.lsn == turn + 1 and ticket.pages == [store.info(f"{turn}").page] and repr(ticket)
+
+        together(wait, wait, lambda: asyncio.run(awaited(ticket)), lambda: asyncio.run(awaited(ticket)))
+
+
+def test_one_view_of_an_open_store(store: remanent.Store) -> None:
+    store["still"], store["moving"] = b"still" * 100, bytes(100)
+    for _ in range(20):
+        view = store.view()
+        over = threading.Event()
+
+        def read() -> None:
+            assert view["still"] == b"still" * 100 and view.array("still").nbytes == 500
+            assert list(view) == ["still", "moving"] and repr(view) and view.lsn
+            try:
+                assert len(set(view["moving"])) == 1
+            except remanent.OvertakenError:
+                pass
+
+        def change() -> None:
+            for step in range(20):
+                store["moving"] = bytes([step]) * 100
+            view.close()
+
+        together(*[until_closed(read, over)] * 3, change, change)
+        with pytest.raises(remanent.ClosedError):
+            view["still"]
+
+
+def test_one_view_of_an_earlier_state(store: remanent.Store, directory: str) -> None:
+    for step in range(20):
+        store["k"] = bytes([step]) * 1000
+    for at in range(1, 20):
+        view = remanent.View(directory, at)
+        expected = bytes([at - 1]) * 1000
+
+        def read() -> None:
+            out = bytearray(1000)
+            view.load({"k": out})
+            view.prove(["k"])
+            assert out == view["k"] == expected and view.id == store.id
+            assert view.blame("k", 5)[-1].after == expected[:1] and view.base is None
+
+        def close() -> None:
+            time.sleep(0.002)
+            view.close()
+
+        together(*[until_closed(read)] * 4, close, close)
+
+
+def test_one_lease(store: remanent.Store) -> None:
+    store["k"] = expected = bytes(range(250)) * 4
+    page = store.info("k").page
+    for _ in range(30):
+        lease = store.lease("k")
+
+        def look() -> None:
+            try:
+                with memoryview(lease) as seen:
+                    assert seen == expected
+                assert bytes(lease.numpy()) == expected
+                assert bytes(numpy.from_dlpack(lease)) == expected
+                assert lease.info.page == page and lease.address is None and repr(lease)
+            except BufferError as error:
+                # numpy wraps the refusal of a lease that has ended.
+                assert isinstance(error.__cause__, remanent.ClosedError) or "held" in str(error), error
+
+        def end() -> None:
+            while True:
+                try:
+                    lease.end()
+                    break
+                except BufferError as error:
+                    assert "views of the lease's memory are held" in str(error)
+            with pytest.raises(remanent.ClosedError):
+                memoryview(lease)
+
+        def change() -> None:
+            store["k"] = expected
+
+        together(*[until_closed(look)] * 3, end, end, change)
+        # Nothing of it is counted any more: the page can go elsewhere.
+        store.ensure(["k"], "disk")
+        store.ensure(["k"], "host")
+
+
+def test_one_pin(store: remanent.Store) -> None:
+    store["k"] = bytes(1000)
+    for _ in range(30):
+        pin = store.pin("k")
+
+        def look() -> None:
+            assert pin.address is None and pin.nbytes == 1000 and pin.page and repr(pin)
+
+        def change() -> None:
+            for step in range(5):
+                store["k"] = bytes([step]) * 1000
+
+        def end() -> None:
+            with pytest.raises(remanent.LeasedError):
+                store.ensure(["k"], "disk")
+            pin.end()
+
+        together(*[until_closed(look)] * 3, change, end)
+        store.ensure(["k"], "disk")
+        assert store["k"] == bytes([4]) * 1000
+        store.ensure(["k"], "host")
+
+
+def in_turns(call: Callable[[], object]) -> object:
+    """What the call returns, once no other thread is in it."""
+    while True:
+        try:
+            return call()
+        except RuntimeError as error:
+            if not is_busy(error):
+                raise
+            time.sleep(0)
+
+
+def test_one_follower(store: remanent.Store, directory: str) -> None:
+    count = 200
+    follower = remanent.Follower(directory)
+    seen: list[int] = []
+
+    def read() -> None:
+        while len(seen) < count:
+            batch: Any = in_turns(lambda: follower.next(0.01))
+            if batch is not None:
+                assert [operation["kind"] for operation in batch.operations] == ["create", "write"]
+                assert bytes(batch.lsn) in bytes(memoryview(batch)) and batch.position and repr(batch)
+                seen.append(batch.lsn)
+
+    def write() -> None:
+        for lsn in range(1, count + 1):
+            store[f"{lsn}"] = bytes(lsn)
+
+    together(read, read, read, write)
+    assert sorted(seen) == list(range(1, count + 1))
+    assert remanent.Follower(directory, follower.position).next(0) is None
+
+    def close() -> None:
+        in_turns(follower.close)
+
+    together(*[until_closed(lambda: in_turns(lambda: follower.next(0.001)))] * 3, close, close)
+
+
+def test_one_stream_of_changes(store: remanent.Store) -> None:
+    count = 200
+    changes = store.changes()
+    seen: list[int] = []
+
+    def read() -> None:
+        while len(seen) < count:
+            batch: Any = in_turns(lambda: changes.next(0.01))
+            if batch is not None:
+                assert batch.pages[0].created and batch.pages[0].page == batch.lsn and repr(batch)
+                seen.append(batch.lsn)
+
+    def write() -> None:
+        for lsn in range(1, count + 1):
+            store[f"{lsn}"] = bytes(lsn)
+
+    together(read, read, read, write)
+    assert sorted(seen) == list(range(1, count + 1))
+
+    def close() -> None:
+        in_turns(changes.close)
+
+    together(*[until_closed(lambda: in_turns(lambda: changes.next(0.001)))] * 3, close, close)
+
+
+@pytest.mark.parametrize("loops", [1, 2])
+@pytest.mark.parametrize("kind", ["follower", "changes"])
+def test_tasks_that_share_a_source(store: remanent.Store, directory: str, kind: str, loops: int) -> None:
+    """Each batch is one task's, whatever the loop that the task is of."""
+    count = 150
+    source: Any = remanent.Follower(directory) if kind == "follower" else store.changes()
+    seen: list[int] = []
+
+    async def read() -> None:
+        async for batch in source:
+            seen.append(batch.lsn)
+
+    async def read_all() -> None:
+        tasks = [asyncio.ensure_future(read()) for _ in range(3)]
+        while len(seen) < count:
+            await asyncio.sleep(0.001)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(ended, asyncio.CancelledError), ended
+
+    def write() -> None:
+        for lsn in range(1, count + 1):
+            store[f"{lsn}"] = bytes(lsn)
+
+    together(*[lambda: asyncio.run(read_all())] * loops, write)
+    assert sorted(seen) == list(range(1, count + 1))
+
+
+def test_one_replica(store: remanent.Store, directory: str) -> None:
+    replica, follower = remanent.Replica(), remanent.Follower(directory)
+    over = threading.Event()
+    with store.batch() as batch:
+        batch.create(bytes(1000), key="k")
+    replica.apply(follower.next(10))  # type: ignore[arg-type]
+
+    def follow() -> None:
+        for step in range(1, 200):
+            store["k"] = bytes([step]) * 1000
+            batch = follower.next(10)
+            assert batch is not None
+            replica.apply(batch)
+        over.set()
+
+    def read() -> None:
+        assert len(set(replica["k"])) == 1 and len(set(replica.array("k").numpy().tolist())) == 1
+        assert replica.position and replica.lsn and len(replica) == 1 and repr(replica)
+
+    together(follow, *[until_closed(read, over)] * 3)
+    assert replica["k"] == bytes([199]) * 1000
+
+
+def test_one_read_of_many_pages(store: remanent.Store) -> None:
+    for number in range(20):
+        store[f"{number}"] = bytes([number]) * 10_000
+    names = [f"{number}" for number in range(20)]
+    expected = [bytes([number]) * 10_000 for number in range(20)]
+
+    async def awaited(read: remanent.ReadMany) -> None:
+        for many in await asyncio.gather(_awaited(read), _awaited(read)):
+            assert many.tolist() == expected
+
+    for _ in range(10):
+        read = store.read_many(names)
+
+        def wait() -> None:
+            assert read.wait(60) and read.done()
+            many = read.result()
+            assert many.tolist() == expected and many[3] == expected[3] and len(many) == 20
+            assert bytes(memoryview(many)) == b"".join(expected) and many.numpy(-1, "uint16").size == 5000
+
+        together(wait, wait, lambda: asyncio.run(awaited(read)), lambda: asyncio.run(awaited(read)))
+
+
+async def _awaited(read: remanent.ReadMany) -> remanent.ManyBytes:
+    return await read
+
+
+def test_one_working_copy(store: remanent.Store) -> None:
+    memory = numpy.zeros(10_000, "uint32")
+    store["k"] = memory
+    for shadow in ("page", "host", "digests"):
+        copy = store.working_copy("k", memory, width=4, shadow=shadow)
+
+        def change(number: int) -> Work:
+            def work() -> None:
+                for step in range(20):
+                    memory[number * 1000 + step] += 1
+                    try:
+                        with store.batch() as batch:
+                            batch.capture(copy)
+                    except remanent.ConflictError:
+                        # Another thread's capture came between. What changed is still to be captured.
+                        pass
+                    assert copy.page and copy.nbytes == 40_000 and repr(copy)
+
+            return work
+
+        together(*map(change, range(4)))
+        with store.batch() as batch:
+            batch.capture(copy)
+        assert store["k"] == memory.tobytes()
+
+
+def test_one_released_pages_memory_and_one_array(store: remanent.Store) -> None:
+    store["k"] = expected = bytes(range(200)) * 10
+    array, memory = store.array("k"), store.release("k")
+
+    def use(number: int) -> Work:
+        def work() -> None:
+            for _ in range(100):
+                assert memory.read() == expected and memory.read(number * 4, 4) == expected[number * 4:number * 4 + 4]
+                memory.write(number * 4, expected[number * 4:number * 4 + 4])
+                with memoryview(array) as seen:
+                    assert seen == expected
+                assert bytes(numpy.from_dlpack(array)) == bytes(array.numpy()) == expected
+                assert repr(memory) and repr(array) and memory.place == "host"
+
+        return work
+
+    together(*map(use, range(4)))
+
+
+def test_one_prefetch(store: remanent.Store) -> None:
+    pages = [store.put(f"{number}", bytes([number]) * 5000, place="disk") for number in range(20)]
+    for _ in range(10):
+        coming = store.prefetch(pages, "host")
+        together(*[lambda: coming.wait(60)] * 3, coming.cancel, lambda: [coming.done() for _ in range(100)],
+                 lambda: [store[page] for page in pages])
+        assert coming.done()
+        store.ensure(pages, "disk")
+    assert [store[page] for page in pages] == [bytes([number]) * 5000 for number in range(20)]
+
+
+def test_one_reader_ahead(store: remanent.Store) -> None:
+    pages = [store.put(f"{number}", bytes([number]) * 5000, place="disk") for number in range(40)]
+    seen: list[int] = []
+    ahead = store.read_ahead([[page] for page in pages], "host")
+
+    def step() -> None:
+        while True:
+            pages: Any = in_turns(lambda: next(ahead, None))
+            if pages is None:
+                return
+            assert store.info(pages[0]).place == "host"
+            seen.extend(pages)
+
+    together(step, step, step)
+    assert sorted(seen) == pages
+    in_turns(ahead.close)
+
+
+def test_stores_are_opened_and_closed_beside_each_other(tmp_path: Path) -> None:
+    """One list of open stores, and one queue of what the engine says."""
+    heard: list[logging.LogRecord] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record)
+
+    handler, logger = Heard(), logging.getLogger("remanent")
+    logger.setLevel(logging.DEBUG)
+
+    def use(number: int) -> Work:
+        def work() -> None:
+            for step in range(10):
+                with remanent.Store(tmp_path / f"{number}", device="host") as store:
+                    store["k"] = bytes([step])
+                    store.snapshot()
+                assert remanent.View(tmp_path / f"{number}")["k"] == bytes([step])
+
+        return work
+
+    def listen() -> None:
+        for _ in range(50):
+            logger.addHandler(handler)
+            remanent.update_logging()
+            assert remanent.flush_logging()
+            logger.removeHandler(handler)
+            remanent.update_logging()
+
+    try:
+        together(*map(use, range(4)), listen, listen)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+        remanent.update_logging()
+
+
+def test_tasks_of_many_event_loops(store: remanent.Store) -> None:
+    async def put(number: int, step: int) -> None:
+        batch = store.batch()
+        batch.create(bytes([step]), key=f"{number} {step}")
+        await store.submit(batch)
+
+    async def put_all(number: int) -> None:
+        await asyncio.gather(*(put(number, step) for step in range(50)))
+
+    together(*[lambda number=number: asyncio.run(put_all(number)) for number in range(4)])  # type: ignore[misc]
+    assert len(store) == 200
+
+
+def test_arguments_that_another_thread_changes(store: remanent.Store) -> None:
+    """Lists and dicts that another thread changes during the call that takes them."""
+    pages = [store.put(f"{number}", bytes([number])) for number in range(10)]
+    names: list[Any] = list(pages)
+    values: dict[str, Any] = {"a": 1}
+    over = threading.Event()
+
+    def change() -> None:
+        for step in range(3000):
+            names.append(pages[step % 10])
+            values[f"{step % 7}"] = [step]
+            names.pop(0)
+            values.pop(f"{(step + 3) % 7}", None)
+        over.set()
+
+    def use() -> None:
+        assert set(store.read_many(names).result().tolist()) <= {bytes([number]) for number in range(10)}
+        store.ensure(names, "host")
+        with store.batch() as batch:
+            batch.create(b"m", metadata=values)
+            batch.set_root("values", values)
+
+    together(change, *[until_closed(use, over)] * 3)
