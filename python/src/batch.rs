@@ -258,6 +258,10 @@ impl Batch {
         let indices: Vec<u32> = if unsafe { pyo3::ffi::PyObject_CheckBuffer(indices.as_ptr()) } == 1 {
             let buffer = pyo3::buffer::PyBuffer::<u32>::get(indices)
                 .map_err(|_| PyTypeError::new_err("indices are a list of ints, or a buffer of uint32"))?;
+            // PyO3 takes them for the machine's own.
+            if cfg!(target_endian = "little") && buffer.format().to_bytes().starts_with(b">") {
+                return Err(PyTypeError::new_err("indices of uint32 are in the machine's order of bytes"));
+            }
             buffer.to_vec(py)?
         } else {
             indices.extract()?

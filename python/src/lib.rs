@@ -40,6 +40,7 @@
 //! | `array` | copies of pages that other libraries take without another copy |
 //! | `gate` | the way into a store: closing, forks, the interpreter's lock, Ctrl-C |
 //! | `memory` | bytes that a call takes, and buffers that it fills |
+//! | `buffer_view` | a view of another object's bytes |
 //! | `dtype`, `dlpack` | kinds of elements; the ABI of tensors |
 //! | `untracked` | objects at which the garbage collector does not look |
 //! | `values`, `errors` | metadata and errors as Python has them |
@@ -92,6 +93,7 @@ mod array;
 mod gate;
 mod page_memory;
 mod memory;
+mod buffer_view;
 mod dtype;
 mod dlpack;
 mod untracked;

@@ -9,13 +9,13 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::device::RawStream;
 use remanent::{ByteSource, CallerMemory, DeviceBytes, DeviceChoice, HostMemory, Place, Store};
 
+use crate::buffer_view::BufferView;
 use crate::copiers::copier;
 use crate::dlpack::{self, Imported};
 
@@ -44,7 +44,7 @@ pub struct CudaBytes {
 
 enum Owner {
     None,
-    Buffer { _buffer: PyUntypedBuffer },
+    Buffer { _buffer: BufferView },
     Tensor { _tensor: Imported },
 }
 
@@ -153,6 +153,14 @@ impl Input {
         }
         // Before the older interface: only here torch orders the work of its current stream.
         if object.hasattr("__dlpack__")? {
+            // Of such a tensor torch exports the bytes with their signs as they lie there.
+            if let Some(is_neg) = object.getattr_opt("is_neg")?
+                && is_neg.call0()?.is_truthy()?
+            {
+                return Err(PyBufferError::new_err(
+                    "the tensor has the negative bit set: resolve_neg() first",
+                ));
+            }
             let tensor = Imported::take(object)?;
             if is_written && tensor.read_only {
                 return Err(PyBufferError::new_err("the tensor can only be read"));
@@ -224,18 +232,14 @@ fn host_tensor(tensor: Imported) -> HostBytes {
 }
 
 fn host_buffer(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<HostBytes> {
-    let buffer = PyUntypedBuffer::get(object)?;
-    if !buffer.is_c_contiguous() && buffer.len_bytes() > 0 {
+    let buffer = BufferView::take(object)?;
+    if !buffer.is_contiguous() && buffer.len() > 0 {
         return Err(PyBufferError::new_err("the buffer is not contiguous: make it so first"));
     }
-    if is_written && buffer.readonly() {
+    if is_written && buffer.is_read_only() {
         return Err(PyBufferError::new_err("the buffer can only be read"));
     }
-    Ok(HostBytes {
-        address: buffer.buf_ptr() as usize,
-        len: buffer.len_bytes(),
-        _owner: Owner::Buffer { _buffer: buffer },
-    })
+    Ok(HostBytes { address: buffer.address(), len: buffer.len(), _owner: Owner::Buffer { _buffer: buffer } })
 }
 
 /// Memory by version 3 of the interface that CuPy and Numba share.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::{
@@ -140,6 +140,9 @@ impl OpenKeywords<'_> {
             options = options.layout_fingerprint(fingerprint);
         }
         if let Some(source) = self.page_memory {
+            if !source.bind(py).is_callable() {
+                return Err(PyTypeError::new_err("page_memory is a callable"));
+            }
             options = page_memory(options, source, raised);
         }
         Ok(options)

@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString};
+use pyo3::types::{PyBytes, PyInt, PyIterator, PyString};
 use remanent::{Error, Key, PageId, PageInfo, ReadPages, Result, StatePoint, Store};
 
 use crate::errors::OrRaise;
@@ -28,6 +28,9 @@ impl PageName {
         }
         match object.extract::<u64>() {
             Ok(id) => Ok(Self::Id(PageId(id))),
+            Err(_) if object.is_instance_of::<PyInt>() => {
+                Err(PyValueError::new_err(format!("a page's id is 0 to 2^64 - 1, not {object}")))
+            }
             Err(_) => Err(PyTypeError::new_err(format!(
                 "a page is named by its id (int), its key (str or bytes) or its PageInfo, not by {}",
                 object.get_type().name()?
@@ -67,6 +70,9 @@ pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
     }
     match object.extract::<u64>() {
         Ok(lsn) => Ok(StatePoint::Lsn(remanent::Lsn(lsn))),
+        Err(_) if object.is_instance_of::<PyInt>() => {
+            Err(PyValueError::new_err(format!("an Lsn is 0 to 2^64 - 1, not {object}")))
+        }
         Err(_) => Err(PyTypeError::new_err(format!(
             "a state is an Lsn (int), \"lsn:N\", \"snapshot:N\", \"name:S\" or a SnapshotInfo, not {}",
             object.get_type().name()?
@@ -85,9 +91,24 @@ pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     }
 }
 
+/// What a caller names pages by, one after the other.
+///
+/// # Errors
+/// `TypeError` for what is no iterable, and for the name of one page: text would be taken letter by letter.
+pub fn each_page<'py>(pages: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyIterator>> {
+    if pages.is_instance_of::<PyString>() || pages.is_instance_of::<PyBytes>() {
+        let kind = pages.get_type().name()?;
+        return Err(PyTypeError::new_err(format!("pages are an iterable, such as a list, not one {kind}")));
+    }
+    pages.try_iter()
+}
+
 /// Pages as a caller names them.
+///
+/// # Errors
+/// `TypeError`, `ValueError`, `InvalidError`.
 pub fn page_names(pages: &Bound<'_, PyAny>) -> PyResult<Vec<PageName>> {
-    pages.try_iter()?.map(|page| PageName::take(&page?)).collect()
+    each_page(pages)?.map(|page| PageName::take(&page?)).collect()
 }
 
 /// The ids of these pages.

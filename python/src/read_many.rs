@@ -20,7 +20,7 @@ use crate::dtype::layout;
 use crate::errors::OrRaise;
 use crate::gate::{Gate, check_process, seconds, wait};
 use crate::memory::{Input, Output};
-use crate::page_name::PageName;
+use crate::page_name::{PageName, each_page};
 
 /// Ranges as a caller names them, found in the store.
 pub struct FoundRanges {
@@ -36,7 +36,7 @@ impl FoundRanges {
     pub fn take(gate: &Gate, pages: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = pages.py();
         let mut named = Vec::new();
-        for item in pages.try_iter()? {
+        for item in each_page(pages)? {
             let item = item?;
             let Ok(tuple) = item.cast::<PyTuple>() else {
                 named.push((PageName::take(&item)?, 0, None));
