@@ -38,8 +38,8 @@ def test_an_array_without_a_dimension_lives_in_a_page(store: remanent.Store) -> 
         assert lease.numpy().shape == () and lease.numpy() == 8
 
 
-@pytest.mark.parametrize("array", [np.array([1, "a"], dtype=object), np.array(None), np.zeros(2, [("a", "i4"), ("b", "O")])],
-                         ids=repr)
+@pytest.mark.parametrize("array", [np.array([1, "a"], dtype=object), np.array(None),
+                                   np.zeros(2, [("a", "i4"), ("b", "O")])], ids=repr)
 def test_references_to_objects_are_no_bytes(store: remanent.Store, array: Any) -> None:
     with pytest.raises(TypeError, match="of objects"):
         stored(store, array)
