@@ -44,6 +44,7 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 from remanent._block_index import Block, BlockIndex
 from remanent._block_store import Space, open_store, snapshot_interval
 from remanent._errors import (
+    ClosedError,
     DamagedError,
     DiskFullError,
     Error,
@@ -136,7 +137,7 @@ class BlockCache:
         # Calls of `store` that wait to be one batch with others.
         self._waiting: deque[_StoreJob] = deque()
         self._jobs: set[Future[Any]] = set()
-        self._is_write_queued = False
+        self._is_write_queued = self._is_closing = False
         self._uses = self._read_index()
         # Nobody was told of these blocks, so nobody is told that some go.
         self._on_stored = self._on_deleted = None
@@ -262,10 +263,11 @@ class BlockCache:
 
     def close(self) -> None:
         """Ends what was begun, and closes the store. What was stored is found by the next `BlockCache`."""
+        self._is_closing = True
         if self._store.closed:
             return
         self._readers.shutdown()
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(ClosedError, RuntimeError):
             self._submit(self._writer, self._write_quietly)
         self._writer.shutdown()
         self._store.close()
@@ -304,7 +306,12 @@ class BlockCache:
     def _submit(self, threads: ThreadPoolExecutor, run: Callable[_Arguments, _Result], *arguments: _Arguments.args,
                 **named: _Arguments.kwargs) -> Future[_Result]:
         self._check_process()
-        job = threads.submit(run, *arguments, **named)
+        try:
+            job = threads.submit(run, *arguments, **named)
+        except RuntimeError:
+            if not self._is_closing:
+                raise
+            raise ClosedError("the cache is closed", path=self._store.path, remedy="open another one") from None
         with self._lock:
             self._jobs.add(job)
         job.add_done_callback(self._finished)
@@ -331,7 +338,7 @@ class BlockCache:
             if self._is_write_queued or self._index.uses_waiting < _USES_WAITING_MAX:
                 return
             self._is_write_queued = True
-        with contextlib.suppress(RuntimeError):  # closed meanwhile, which logs them
+        with contextlib.suppress(ClosedError, RuntimeError):  # closed meanwhile, which logs them
             self._submit(self._writer, self._write_quietly)
 
     def _tell(self, told: _Told | None, blocks: Mapping[bytes, int]) -> None:
@@ -545,7 +552,7 @@ class BlockCache:
             if self._index.get(key) is not block:
                 return
             self._index.remove(key)
-        with contextlib.suppress(RuntimeError):  # closed meanwhile: the next reader finds it
+        with contextlib.suppress(ClosedError, RuntimeError):  # closed meanwhile: the next reader finds it
             self._submit(self._writer, self._delete_damaged, key)
         self._tell(self._on_deleted, {key: block.nbytes})
 

@@ -300,11 +300,54 @@ def test_a_closed_cache_and_a_forked_child_are_refused(directory: str) -> None:
     assert in_child(lambda: cache._store.read_into(key_of(1), bytearray(LENGTH)) and None) == "ForkedError"
     cache.close()
     cache.close()
-    with pytest.raises(RuntimeError):
-        cache.store([key_of(2)], [block_of(2)])
+    for use in (lambda: cache.store([key_of(2)], [block_of(2)]), lambda: cache.delete([key_of(1)]),
+                lambda: cache.load([key_of(1)], [bytearray(LENGTH)])):
+        with pytest.raises(remanent.ClosedError, match="the cache is closed"):
+            use()
+    cache.touch([key_of(1)])
     assert not cache.is_arriving(key_of(2))
     with pytest.raises(remanent.InvalidError):
         BlockCache(directory, identity=IDENTITY, capacity=0)
+
+
+def test_many_threads_use_a_cache_until_some_of_them_close_it(directory: str) -> None:
+    cache = open_cache(directory, blocks=16)
+    failed: list[BaseException] = []
+    loaded: list[int] = []
+    enough = threading.Event()
+
+    def use(first: int) -> None:
+        try:
+            for step in range(100_000):
+                number = (first + step) % 24
+                cache.store([key_of(number)], [block_of(number)]).result()
+                out = bytearray(LENGTH)
+                if cache.load([key_of(number)], [out]).result() == [True]:
+                    assert out == block_of(number)
+                    loaded.append(number)
+                    if len(loaded) >= 200:
+                        enough.set()
+                assert len(list(cache)) <= 16 and cache.nbytes <= cache.capacity
+                if step % 7 == 0:
+                    cache.delete([key_of(number)]).result()
+        except remanent.ClosedError:
+            pass
+        except BaseException as error:
+            failed.append(error)
+
+    def close() -> None:
+        assert enough.wait(60)
+        cache.close()
+
+    threads = [threading.Thread(target=use, args=(first,)) for first in range(0, 20, 5)]
+    threads += [threading.Thread(target=close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed and not any(thread.is_alive() for thread in threads)
+    with open_cache(directory, blocks=16) as again:
+        assert all(load(again, int.from_bytes(key[-8:], "big")) for key in list(again))
 
 
 CHILD = """
