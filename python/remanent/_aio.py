@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import threading
@@ -98,6 +99,23 @@ _reading: weakref.WeakKeyDictionary[Follower | ChangeStream, concurrent.futures.
 )
 
 
+async def _done(reading: concurrent.futures.Future[bool | None]) -> None:
+    """Waits until the reading is over. A task that is called off leaves it to the others; `wrap_future` would not."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def tell(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(wake)
+
+    reading.add_done_callback(tell)
+    await over
+
+
 async def _fetched(source: Follower | ChangeStream) -> bool:
     """Waits until the source keeps what comes next; False says that nothing will."""
     while True:
@@ -107,7 +125,8 @@ async def _fetched(source: Follower | ChangeStream) -> bool:
             reading = _reading.get(source)
             if reading is None or reading.done():
                 reading = _reading[source] = _readers.submit(source._fetch, _SLICE)
-        fetched = await asyncio.wrap_future(reading)
+        await _done(reading)
+        fetched = reading.result()
         if fetched is None:
             return False
         if fetched:

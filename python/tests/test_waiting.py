@@ -140,6 +140,21 @@ def test_a_follower_is_an_async_iterator_that_loses_nothing(store: remanent.Stor
     assert asyncio.run(three()) == [1, 2, 3]
 
 
+def test_a_task_that_is_called_off_leaves_the_others_waiting(store: remanent.Store) -> None:
+    async def main() -> None:
+        # As many as there are threads: what is read next waits for one of them.
+        first = [asyncio.ensure_future(store.changes().__anext__()) for _ in range(32)]
+        stream = store.changes()
+        called_off, waiting = (asyncio.ensure_future(stream.__anext__()) for _ in range(2))
+        await asyncio.sleep(0.01)
+        called_off.cancel()
+        await asyncio.sleep(0)
+        store["a"] = b"x"
+        assert [event.lsn for event in await asyncio.gather(waiting, *first)] == [1] * 33  # type: ignore[union-attr]
+
+    asyncio.run(main())
+
+
 def test_the_lock_is_free_while_a_call_waits(store: remanent.Store, directory: str) -> None:
     store["a"] = b"0"
     follower = remanent.Follower(directory, "snapshot")
