@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _Path = str | os.PathLike[str]
 
 # Batches of a save that are written at a time.
-_WRITERS = min(4, os.cpu_count() or 1)
+_WRITERS = min(8, os.cpu_count() or 1)
 # Pages that one batch removes of a save that was ended halfway.
 _DELETED_AT_ONCE = 10_000
 # A longer tensor is not captured: of a quarter of it that changed, a batch would have more than it may.
@@ -194,7 +194,7 @@ class Checkpointer:
         # As the engine has it unless told otherwise.
         self._pending_max: int = (opened.get("budget") or {}).get("disk", 128 << 20)
         self._copies = Copies(self.store, device, "digests") if digests else None
-        self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS, "remanent-checkpoint-write")
+        self._writers = concurrent.futures.ThreadPoolExecutor(_WRITERS + 1, "remanent-checkpoint-write")
         self._sender = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint-copy")
         self._manifest = _pages.LastManifest()
         self._last: Saved | None = None
@@ -439,11 +439,17 @@ class Checkpointer:
         batch = self.store.batch(note=note)
         running: deque[_Running] = deque()
         waiting = WaitingBytes()
+        # The snapshot names images that were read back: of some batches they are while others are written.
+        proving: list[concurrent.futures.Future[Any]] = []
 
         def finish() -> None:
             each = running.popleft()
             each.committed.result()
             passage.free(each.blocks)
+            if proving and proving[0].done():
+                proving.pop().result()
+            if not proving:
+                proving.append(self._started(self.store.prove_written_ahead))
 
         def commit(batch: _native.Batch, updates: list[_pages.Update]) -> None:
             _pages.update(batch, updates, elements=False)
@@ -476,7 +482,7 @@ class Checkpointer:
                 batch = capture.begin(self.store.batch(note=note))
                 return batch
             running.append(_Running(self._started(commit, batch, updates), passage.take(), needed))
-            while len(running) > _WRITERS or running and passage.waits:
+            while running and (len(running) > _WRITERS or passage.waits or running[0].committed.done()):
                 finish()
             batch = self.store.batch(note=note)
             return batch
@@ -489,9 +495,11 @@ class Checkpointer:
             make_room(waiting.begin_next())
             while running:
                 finish()
+            for each in proving:
+                each.result()
         finally:
             # Whatever fails: the memory that they read is the next save's, and so is the store.
-            concurrent.futures.wait([each.committed for each in running])
+            concurrent.futures.wait([each.committed for each in running] + proving)
         if SAVING in self.store.root:
             batch.remove_root(SAVING)
         batch.set_root("step", step)
@@ -500,14 +508,13 @@ class Checkpointer:
         passage.free(passage.take())
         return ticket
 
-    def _started(self, commit: Callable[..., None], *given: Any) -> concurrent.futures.Future[None]:
+    def _started(self, work: Callable[..., _T], *given: Any) -> concurrent.futures.Future[_T]:
         try:
-            return self._writers.submit(commit, *given)
+            return self._writers.submit(work, *given)
         except RuntimeError:
             # The interpreter ends, and starts no thread any more.
-            commit(*given)
-            done: concurrent.futures.Future[None] = concurrent.futures.Future()
-            done.set_result(None)
+            done: concurrent.futures.Future[_T] = concurrent.futures.Future()
+            done.set_result(work(*given))
             return done
 
     def _make_way(self) -> None:

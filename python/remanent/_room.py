@@ -101,8 +101,9 @@ class Passage:
     def set_aside(self, blocks: Iterable[Block], aside: list[Block]) -> Iterator[Block]:
         """Copies blocks of a GPU aside as far as there is room, to the end of `aside`; yields the others.
 
-        It is for `send`, which goes through it on the room's streams.
+        It is for `send`, which goes through it on the room's streams. They are copied once it has come to the end.
         """
+        together: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for block in blocks:
             device = block.data.device if block.nbytes else torch.device("cpu")
             used, size = self._aside_used[device], self._aside_sizes.get(device, 0)
@@ -110,9 +111,13 @@ class Passage:
                 yield block
                 continue
             memory = self._room.memory_aside(device, size)[used:used + block.nbytes]
-            self._room.streams.copy(memory, block.data)
+            targets, sources = together[device]
+            targets.append(memory)
+            sources.append(block.data)
             self._aside_used[device] = used + (block.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
             aside.append(block.moved(memory))
+        for targets, sources in together.values():
+            self._room.streams.copy_within(targets, sources)
 
     def start_writer(self) -> None:
         """Lets the writer begin, which takes the interpreter from the sender again and again."""

@@ -534,6 +534,20 @@ impl PyStore {
         history::snapshot(py, &self.gate, name, exact, verify)
     }
 
+    /// Reads the images back that batches wrote ahead since the last snapshot, of new pages and of pages on
+    /// disk that were written whole; returns how many bytes of pages. The next snapshot does so before it
+    /// names them: a caller that has many batches to commit before it has that done meanwhile. Ctrl-C takes
+    /// effect after the call.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     with store.batch() as batch:
+    /// ...         _ = batch.create(bytes(1 << 20), place="disk")
+    /// ...     store.prove_written_ahead()
+    /// 1048576
+    fn prove_written_ahead(&self, py: Python<'_>) -> PyResult<u64> {
+        self.gate.call(py, |store| store.prove_written_ahead())
+    }
+
     /// The snapshots kept, the oldest first.
     fn snapshots(&self, py: Python<'_>) -> PyResult<Vec<SnapshotInfo>> {
         self.gate.look(py, |store| Ok(store.snapshots().iter().map(SnapshotInfo::from).collect()))

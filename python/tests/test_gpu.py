@@ -382,15 +382,20 @@ def test_digests_are_of_the_moment_of_the_save(
 
 
 def delay_copies(monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:
-    """Lets each copy from a GPU begin late."""
-    sound = CopyStreams.copy
+    """Lets each copy from a GPU begin late, and those within it as late as if they were made one by one."""
+    sound, sound_within = CopyStreams.copy, CopyStreams.copy_within
 
     def late(self: CopyStreams, target: Any, source: Any) -> None:
         if source.is_cuda:
             torch.cuda._sleep(cycles)
         sound(self, target, source)
 
+    def late_within(self: CopyStreams, targets: list[Any], sources: list[Any]) -> None:
+        torch.cuda._sleep(cycles * len(targets))
+        sound_within(self, targets, sources)
+
     monkeypatch.setattr(CopyStreams, "copy", late)
+    monkeypatch.setattr(CopyStreams, "copy_within", late_within)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -405,6 +410,9 @@ def test_a_save_that_does_not_wait_is_of_its_moment(
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     # A tensor that is not contiguous is copied twice.
     model.register_buffer("count", torch.zeros(64, 64, device="cuda").T[::2])
+    # Bytes that are not of whole words, or do not begin at one.
+    model.register_buffer("odd", torch.arange(13, dtype=torch.uint8, device="cuda"))
+    model.register_buffer("shifted", torch.arange(100, dtype=torch.bfloat16, device="cuda")[3:63])
     delay_copies(monkeypatch, 2_000_000)
 
     def train(steps: int) -> None:
@@ -412,7 +420,8 @@ def test_a_save_that_does_not_wait_is_of_its_moment(
             optimizer.zero_grad()
             model(torch.randn(64, 512, device="cuda")).square().mean().backward()
             optimizer.step()
-            model.count += 1
+            for buffer in (model.count, model.odd, model.shifted):
+                buffer += 1
 
     train(2)
     with Checkpointer(directory, model, optimizer, rng=False, keep=9, room=room, device_room=device_room,

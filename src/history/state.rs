@@ -37,6 +37,7 @@ use crate::disk::{Disk, DiskLock, Hold};
 use crate::error::{Error, Result};
 use crate::history::point::StatePoint;
 use crate::history::windows::{Lookup, WHOLE_LEN_MAX, WINDOW_LEN_MIN, Windows};
+use crate::recovery::create::unfinished_files;
 
 /// How often the files are surveyed anew, while a writer changes them faster than they are read.
 const ATTEMPTS: usize = 64;
@@ -62,6 +63,18 @@ pub(crate) struct PastState {
     hold: Option<Box<dyn DiskLock>>,
     /// Whether all image files that the state is made from were found.
     is_whole: bool,
+}
+
+/// Refuses a directory that holds no store: none of its files, or those of a creation that has not come to
+/// its end. What has lost its STORE is damaged.
+fn check_is_store(disk: &Arc<dyn Disk>) -> Result<()> {
+    let has_record = || Ok::<_, Error>(disk.list(Folder::Root)?.contains(&FileName::Store.name()));
+    if has_record()? {
+        return Ok(());
+    }
+    let judged = unfinished_files(disk);
+    // A writer may have come to the end of the creation, and have committed, while this looked.
+    if has_record()? { Ok(()) } else { Err(judged.err().unwrap_or(Error::NoStore { path: disk.label() })) }
 }
 
 /// The batch at which to stop.
@@ -100,10 +113,7 @@ impl PastState {
     /// [`Error::NoStore`], [`Error::NoSnapshot`], [`Error::NoSnapshotNamed`], [`Error::OutsideWindow`],
     /// [`Error::Damaged`]; [`Error::Overtaken`] if a writer removes faster than this can read.
     pub fn open(disk: &Arc<dyn Disk>, point: Option<&StatePoint>) -> Result<Self> {
-        let is_ours = |name: &String| name == FileName::Store.name().as_str() || name == Folder::Log.name();
-        if !disk.list(Folder::Root)?.iter().any(is_ours) {
-            return Err(Error::NoStore { path: disk.label() });
-        }
+        check_is_store(disk)?;
         let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn)> = None;
         let mut was_in_parts = false;
         let [mut going_wait, longest_wait] = GOING_WAITS;

@@ -122,13 +122,32 @@ impl Recovery<'_> {
 
 /// Removes the remains of a creation, or of a fork, that a crash cut short, and makes the folders.
 ///
-/// 1. Judge all files before any is removed: the directory may be a store that lost its STORE. Judged one
-///    by one, the first segments could be gone when a later one shows that it holds batches.
+/// 1. Judge all files before any is removed. Judged one by one, the first segments could be gone when a later
+///    one shows that it holds batches.
 /// 2. Make the folders, durably.
 /// 3. Remove the files. A crash here leaves fewer of them, and the next creation goes on.
 pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
-    let source = DiskSource::new(disk.clone());
     // 1.
+    let left = unfinished_files(disk)?;
+    // 2.
+    for folder in Folder::INNER {
+        disk.make_folder(folder)?;
+    }
+    disk.sync_folder(Folder::Root)?;
+    // 3.
+    for file in left {
+        disk.remove(file)?;
+    }
+    // Synced, so that no removed file comes back, after a power cut, in the new store.
+    Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
+}
+
+/// The files of a directory without STORE, which an unfinished creation has left.
+///
+/// # Errors
+/// `Damaged` if they are more than that: of a store that lost its STORE.
+pub(crate) fn unfinished_files(disk: &Arc<dyn Disk>) -> Result<Vec<FileName>> {
+    let source = DiskSource::new(disk.clone());
     let claimed = is_claimed(disk)?;
     let mut left = Vec::new();
     for folder in Folder::INNER {
@@ -145,17 +164,7 @@ pub(crate) fn start_over(disk: &Arc<dyn Disk>) -> Result<()> {
             left.push(file);
         }
     }
-    // 2.
-    for folder in Folder::INNER {
-        disk.make_folder(folder)?;
-    }
-    disk.sync_folder(Folder::Root)?;
-    // 3.
-    for file in left {
-        disk.remove(file)?;
-    }
-    // Synced, so that no removed file comes back, after a power cut, in the new store.
-    Folder::INNER.into_iter().try_for_each(|folder| disk.sync_folder(folder))
+    Ok(left)
 }
 
 /// Whether a segment of an unfinished creation holds a batch: then it is more than that. Every place at

@@ -238,6 +238,11 @@ impl Snapshots {
         self.catalog.list()
     }
 
+    /// Reads images back that batches wrote ahead. Returns how many bytes of pages.
+    pub fn prove_written_ahead(&self, catalog: &Catalog, threads_max: usize) -> Result<u64> {
+        catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()), threads_max)
+    }
+
     /// Phases 1 to 5: writes a snapshot and publishes it.
     ///
     /// a. **Prove** images that batches wrote ahead: the manifest is to name them, so they are read back
@@ -264,7 +269,7 @@ impl Snapshots {
     ) -> Result<SnapshotId> {
         let threads_max = request.threads_max();
         // a.
-        catalog.known.prove(&DiskSource::past_cache(self.engine.disk.clone()), threads_max)?;
+        self.prove_written_ahead(catalog, threads_max)?;
         // b.
         // Without space no image is written again only to empty its file.
         let wasteful = if is_short { Vec::new() } else { self.wasteful_files(catalog)? };

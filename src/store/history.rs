@@ -72,6 +72,34 @@ impl Store {
         self.in_store(taken)
     }
 
+    /// Reads the images back that batches have written ahead of themselves since the last snapshot: of new
+    /// pages, and of pages on disk that were written whole. The next snapshot does so before it names them;
+    /// a caller that has many batches to commit before it takes one has it done meanwhile, by a thread of
+    /// its own. Snapshots wait until this returns. What does not hold the next snapshot writes again, or
+    /// says that it cannot, as if it had found it.
+    ///
+    /// Returns how many bytes of pages were read back.
+    ///
+    /// ```
+    /// # fn main() -> remanent::Result<()> {
+    /// # let dir = tempfile::tempdir().unwrap();
+    /// # let store = remanent::Options::new(dir.path()).open()?;
+    /// let mut batch = remanent::WriteBatch::new();
+    /// batch.create_from(&[7; 1 << 20], remanent::Place::Disk);
+    /// store.commit(batch)?;
+    /// assert_eq!(store.prove_written_ahead()?, 1 << 20);
+    /// assert_eq!(store.prove_written_ahead()?, 0);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], which changes nothing.
+    pub fn prove_written_ahead(&self) -> Result<u64> {
+        self.check_process()?;
+        let snapshots = &self.parts.snapshots;
+        snapshots.prove_written_ahead(&snapshots.catalog.lock(), usize::MAX)
+    }
+
     /// Waits until all snapshots that are published are verified, and what they take the place of is removed.
     ///
     /// # Errors

@@ -7,14 +7,18 @@ A transformer in bfloat16 with AdamW trains on random numbers. Every `--every` s
 changed all over. The loop runs without saves and with each way to save in turn; what a save adds to the loop is the
 difference of their times. `copies alone` only copies the state to pinned memory, on a stream of its own, and has the
 next step wait for that: no way to save that is to have the state of one moment adds less, without a copy on the GPU.
+The stream of the loop stands for a save from where the call begins to where it ends, and before `optimizer.step`, as
+its own events tell. How often a state can be saved is told by saves one after the other, with a step between them.
 
 With several ranks, a GPU each, the model is divided by FSDP2, and each rank saves its part; what is said is of the
 first rank.
 
-Needs torch with CUDA, and `remanent` on the path. Medians over the rounds.
+Needs torch with CUDA, and `remanent` on the path; torch_checkpointing if that is there. Medians over the rounds. Orbax
+saves arrays of JAX's, not these: `gpu.py` has it.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import statistics
@@ -81,6 +85,10 @@ class Nothing:
 
     def wait(self):
         pass
+
+    def updating(self):
+        """What `optimizer.step` is to be called within."""
+        return contextlib.nullcontext()
 
     def close(self):
         pass
@@ -156,6 +164,39 @@ class Dcp(Nothing):
             self.last.result()
 
 
+class TorchCheckpointing(Nothing):
+    """Its asynchronous saver: it stages to pinned memory that it keeps, and a process of its own writes."""
+
+    def __init__(self, directory, model, optimizer, size):
+        super().__init__(directory, model, optimizer, size)
+        from torch_checkpointing import CheckpointManager
+
+        self.directory, self.last, self.kept = Path(directory), None, []
+        self.manager = CheckpointManager.Config.with_async_save().build()
+
+    def save(self, step):
+        self.wait()
+        self.kept.append(self.directory / str(step))
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        self.last = self.manager.save(str(self.kept[-1]), state)
+        for old in self.kept[:-2]:
+            shutil.rmtree(old)
+        del self.kept[:-2]
+
+    def wait(self):
+        if self.last is not None:
+            self.last.result()
+
+    def updating(self):
+        return self.manager.lock()
+
+    def close(self):
+        self.manager.close()
+
+
+# Saves one after the other, for the time from one to the next.
+SAVES_IN_A_ROW = 6
+
 WAYS = {
     "no saves": Nothing,
     "copies alone": Copies,
@@ -165,6 +206,7 @@ WAYS = {
     "aside on the GPU": lambda *given: Remanent(*given, device_room=given[3]),
     "DCP async": Dcp,
     "DCP async, our storage": lambda *given: Dcp(*given, writer=StorageWriter),
+    "torch_checkpointing": TorchCheckpointing,
 }
 
 
@@ -205,14 +247,26 @@ def compare(rank, chosen):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), device="cuda")
 
-    def step():
+    def moment():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def step(way):
+        """Returns the moments between which an update of the weights was held back."""
         optimizer.zero_grad()
         scores = model(tokens[:, :-1])
         torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
+        held = [moment()]
+        with way.updating():
+            # After the hooks of the way, for it came later.
+            hook = optimizer.register_step_pre_hook(lambda *given: held.append(moment()))
+            optimizer.step()
+            hook.remove()
+        return held
 
     for _ in range(10):
-        step()
+        step(Nothing(None, model, optimizer, 0))
     tensors = tensors_of(model, optimizer)
     size = sum(each.numel() * each.element_size() for each in tensors) + len(tensors) * 256
     if rank == 0:
@@ -228,19 +282,22 @@ def compare(rank, chosen):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             way = WAYS[name](directory, model, optimizer, size)
-            calls = []
+            calls, stands = [], []
             # The first one makes room.
             way.save(0)
-            step()
+            step(way)
             way.wait()
             torch.cuda.synchronize()
             began = time.perf_counter()
             for save in range(1, chosen.saves + 1):
+                called = [moment()]
                 at = time.perf_counter()
                 way.save(save)
                 calls.append(time.perf_counter() - at)
-                for _ in range(chosen.every):
-                    step()
+                called.append(moment())
+                stands.append((called, step(way)))
+                for _ in range(chosen.every - 1):
+                    step(way)
             torch.cuda.synchronize()
             took = time.perf_counter() - began
             way.wait()
@@ -248,23 +305,32 @@ def compare(rank, chosen):
             way.save(chosen.saves + 1)
             way.wait()
             durable = time.perf_counter() - at
+            at = time.perf_counter()
+            for save in range(SAVES_IN_A_ROW):
+                way.save(chosen.saves + 2 + save)
+                step(way)
+            way.wait()
+            torch.cuda.synchronize()
+            interval = (time.perf_counter() - at) / SAVES_IN_A_ROW
             extra = torch.cuda.memory_allocated() - before
             way.close()
             dist.barrier()
-            found[name].append((took / chosen.saves, statistics.median(calls), max(calls), durable, extra))
+            stood = statistics.median(sum(begin.elapsed_time(end) for begin, end in each) for each in stands)
+            call = statistics.median(calls)
+            found[name].append((took / chosen.saves, call, max(calls), stood, durable, interval, extra))
             if rank == 0:
                 print(f"  {name}: {took:.2f} s", file=sys.stderr, flush=True)
     dist.destroy_process_group()
     if rank:
         return
     alone = statistics.median(each[0] for each in found["no saves"])
-    print(f"{'':28}{'ms in the call':>16}{'worst':>8}{'added to the loop, ms':>24}{'of it':>8}{'durable, s':>12}"
-          f"{'MiB on GPU':>12}")
+    print(f"{'':28}{'ms in the call':>16}{'worst':>8}{'stream stands':>15}{'added to the loop, ms':>24}{'of it':>8}"
+          f"{'durable, s':>12}{'interval, s':>13}{'MiB on GPU':>12}")
     for name, rounds in found.items():
-        loop, call, worst, durable, extra = (statistics.median(each) for each in zip(*rounds))
+        loop, call, worst, stood, durable, interval, extra = (statistics.median(each) for each in zip(*rounds))
         added = loop - alone
-        print(f"{name:28}{call * 1e3:>16.1f}{worst * 1e3:>8.1f}{added * 1e3:>24.1f}{added / alone:>8.2%}"
-              f"{durable:>12.2f}{extra / (1 << 20):>12.0f}")
+        print(f"{name:28}{call * 1e3:>16.1f}{worst * 1e3:>8.1f}{stood:>15.1f}{added * 1e3:>24.1f}{added / alone:>8.2%}"
+              f"{durable:>12.2f}{interval:>13.2f}{extra / (1 << 20):>12.0f}")
     print(f"a step takes {alone / chosen.every * 1e3:.1f} ms")
 
 

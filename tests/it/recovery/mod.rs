@@ -73,6 +73,12 @@ fn creation_cut_short_starts_over() {
     let mut check = |image: remanent::testing::sim_disk::CrashImage| {
         let had_store = image.disk.bytes(FileName::Store).is_some();
         let name = image.to_string();
+        // A reader that comes first finds the new store, or none.
+        let view = View::open_on(&(Arc::new(image.disk.clone()) as Arc<dyn Disk>), None);
+        match view {
+            Err(Error::NoStore { .. }) => assert!(!had_store, "{name}"),
+            found => assert!(found.is_ok() && had_store, "{name}: {:?}", found.err()),
+        }
         let store = open(&image.disk).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(store.recovered().created, !had_store, "{name}");
         assert_eq!(store.id() == id, had_store, "{name}");
@@ -95,6 +101,8 @@ fn fork_cut_short_starts_over() {
     let forked: Arc<dyn Disk> = Arc::new(target.clone());
     View::open_on(&source, None).unwrap().fork_on(&forked).unwrap();
     target.rename(FileName::Store, FileName::Temporary(Folder::Root, 0)).unwrap();
+    let unfinished: Arc<dyn Disk> = Arc::new(target.clone());
+    assert!(matches!(View::open_on(&unfinished, None), Err(Error::NoStore { .. })));
     let claimed = Files::of(&target);
     assert!(claimed.0.contains_key(&FileName::Manifest(1)));
     let store = open(&claimed.disk()).unwrap();
@@ -103,6 +111,9 @@ fn fork_cut_short_starts_over() {
     let mut lost = claimed;
     lost.0.remove(&FileName::Temporary(Folder::Root, 0));
     let error = open(&lost.disk()).unwrap_err();
+    assert_eq!(error.file(), Some(FileName::Store), "{error}");
+    let lost: Arc<dyn Disk> = Arc::new(lost.disk());
+    let error = View::open_on(&lost, None).err().expect("it is no whole store");
     assert_eq!(error.file(), Some(FileName::Store), "{error}");
 }
 
