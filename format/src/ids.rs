@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use crate::layout::Field;
-use crate::limits::KEY_LEN_MAX;
+use crate::limits::{DEVICE_ORDINAL_MAX, KEY_LEN_MAX};
 
 /// A number under which things are found.
 pub trait Number: Copy {
@@ -309,7 +309,28 @@ impl Place {
             _ => None,
         }
     }
+
+    /// The place in two bytes of memory, for tables that have one for each page.
+    ///
+    /// # Panics
+    /// If its number is higher than the format allows.
+    #[must_use]
+    pub fn to_bits(self) -> u16 {
+        let (kind, ordinal) = self.to_raw();
+        assert!(ordinal <= DEVICE_ORDINAL_MAX, "place {self}");
+        u16::from(kind) | (ordinal as u16) << PLACE_KIND_BITS
+    }
+
+    /// The place of these bits, if they name one.
+    #[must_use]
+    pub fn from_bits(bits: u16) -> Option<Self> {
+        Self::from_raw((bits & ((1 << PLACE_KIND_BITS) - 1)) as u8, u32::from(bits >> PLACE_KIND_BITS))
+    }
 }
+
+/// Bits of a place's kind; its number takes the others.
+const PLACE_KIND_BITS: u32 = 3;
+const _: () = assert!(DEVICE_ORDINAL_MAX < 1 << (u16::BITS - PLACE_KIND_BITS));
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -6,10 +6,10 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use remanent_format::state::table::PageEntry;
+use remanent_format::state::table::PageShape;
 use remanent_format::{Epoch, Key, Lsn, Metadata, PageId, PageInfo, Place};
 
-use crate::base::sync::atomic::{AtomicU64, Ordering};
+use crate::base::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use crate::base::sync::{Swap, SwapGuard};
 
 /// One version of a page or of the root.
@@ -27,115 +27,128 @@ pub(super) trait VersionState {
 
 /// A page as batches left it, or the trace of a page that a batch deleted.
 ///
-/// Nearly all batches change a page's bytes and nothing else. Then only two numbers are new, and the version
-/// stays where it is. So a commit takes no memory for that, and waits for no other thread's cache.
+/// Nearly all batches change a page's bytes, or move it, and do nothing else. Then only its two numbers and
+/// its place are new, and the version stays where it is. So a commit takes no memory for that, and waits for
+/// no other thread's cache.
 pub(super) struct PageState {
-    /// The page as the first of these batches left it.
-    entry: PageEntry,
+    /// The first of these batches.
+    lsn: Lsn,
+    /// The page as that batch left it. A later one may have moved it: `numbers` has the places.
+    shape: PageShape,
     numbers: Numbers,
 }
 
-/// A page's newest batch and epoch, and those before. The writer overwrites the older pair, and only once all
-/// readers and views have reached the newer one. So a reader needs the newer of the pairs that its Lsn has
-/// reached; if it has reached neither, its Lsn is an old one.
-struct Numbers([Pair; 2]);
+/// A page's newest batch, with its epoch and place by it, and those before. The writer overwrites the older
+/// of these states, and only once all readers and views have reached the newer one. So a reader needs the
+/// newer of the states that its Lsn has reached; if it has reached neither, its Lsn is an old one.
+///
+/// Each state is a sequence lock whose sequence is the batch, of atomics alone. The places of both fill one
+/// gap.
+struct Numbers {
+    states: [NumberPair; 2],
+    /// As [`Place::to_bits`] gives them.
+    places: [AtomicU16; 2],
+    is_gone: bool,
+}
 
-/// A batch, and the page's epoch by it. A sequence lock whose sequence is the batch, of atomics alone.
-struct Pair {
-    /// [`NO_LSN`] while the pair changes, or where there is none.
+/// A batch, and the page's epoch by it.
+struct NumberPair {
+    /// [`NO_LSN`] while the state changes, or where there is none.
     lsn: AtomicU64,
     epoch: AtomicU64,
 }
 
 const NO_LSN: u64 = u64::MAX;
 
+#[cfg(not(shuttle))]
+const _: () = assert!(size_of::<Version<PageState>>() == 72);
+
 /// A page as a reader sees it.
 pub(crate) struct SeenPage<'a> {
-    entry: &'a PageEntry,
+    shape: &'a PageShape,
     /// The batch that changed it last, or moved it.
     pub lsn: Lsn,
     epoch: Epoch,
+    place: Place,
 }
 
 impl SeenPage<'_> {
     /// The page's length, version, key and metadata.
     pub fn info(&self, page: PageId) -> PageInfo {
-        let mut info = self.entry.info(page);
-        (info.lsn, info.epoch) = (self.lsn, self.epoch);
+        let mut info = self.shape.info(page, self.epoch, self.lsn);
+        info.place = self.place;
         info
     }
 
     /// The user's name for the page.
     pub fn key(&self) -> Option<&Key> {
-        self.entry.key()
+        self.shape.key()
     }
 
     /// The place where the page lives.
     pub fn place(&self) -> Place {
-        self.entry.place()
+        self.place
     }
 
     /// The page's length in bytes.
     pub fn len(&self) -> u64 {
-        self.entry.len()
-    }
-}
-
-impl Pair {
-    fn new(lsn: u64, epoch: Epoch) -> Self {
-        Self { lsn: AtomicU64::new(lsn), epoch: AtomicU64::new(epoch.0) }
-    }
-
-    /// The pair, unless it is changing. No pair comes twice, so a pair with the same batch before and after
-    /// is whole.
-    fn read(&self) -> Option<(Lsn, Epoch)> {
-        // Acquire: a reader of an epoch that is being written sees afterwards that the batch is not what it
-        // was.
-        let lsn = self.lsn.load(Ordering::Acquire);
-        let epoch = self.epoch.load(Ordering::Acquire);
-        let is_whole = lsn != NO_LSN && self.lsn.load(Ordering::Acquire) == lsn;
-        is_whole.then_some((Lsn(lsn), Epoch(epoch)))
-    }
-
-    fn write(&self, lsn: Lsn, epoch: Epoch) {
-        self.lsn.store(NO_LSN, Ordering::Release);
-        self.epoch.store(epoch.0, Ordering::Release);
-        self.lsn.store(lsn.0, Ordering::Release);
+        self.shape.len()
     }
 }
 
 impl Numbers {
-    fn new(entry: &PageEntry) -> Self {
-        Self([Pair::new(entry.lsn.0, entry.epoch), Pair::new(NO_LSN, Epoch(0))])
+    fn new(lsn: Lsn, epoch: Epoch, place: Place, is_gone: bool) -> Self {
+        let pair = |lsn, epoch| NumberPair { lsn: AtomicU64::new(lsn), epoch: AtomicU64::new(epoch) };
+        let place = || AtomicU16::new(place.to_bits());
+        Self { states: [pair(lsn.0, epoch.0), pair(NO_LSN, 0)], places: [place(), place()], is_gone }
     }
 
-    /// The newest pair that is visible at `at`.
-    fn at(&self, at: Lsn) -> Result<(Lsn, Epoch), Unseen> {
-        let [first, second] = &self.0;
+    /// One of the states, unless it is changing. No state comes twice, so one with the same batch before and
+    /// after is whole.
+    fn read(&self, which: usize) -> Option<(Lsn, Epoch, u16)> {
+        let NumberPair { lsn: batch, epoch } = &self.states[which];
+        // Acquire: a reader of an epoch or a place that is being written sees afterwards that the batch is
+        // not what it was.
+        let lsn = batch.load(Ordering::Acquire);
+        let epoch = epoch.load(Ordering::Acquire);
+        let place = self.places[which].load(Ordering::Acquire);
+        let is_whole = lsn != NO_LSN && batch.load(Ordering::Acquire) == lsn;
+        is_whole.then_some((Lsn(lsn), Epoch(epoch), place))
+    }
+
+    fn write(&self, which: usize, lsn: Lsn, epoch: Epoch, place: Place) {
+        let pair = &self.states[which];
+        pair.lsn.store(NO_LSN, Ordering::Release);
+        pair.epoch.store(epoch.0, Ordering::Release);
+        self.places[which].store(place.to_bits(), Ordering::Release);
+        pair.lsn.store(lsn.0, Ordering::Release);
+    }
+
+    /// The newest state that is visible at `at`.
+    fn at(&self, at: Lsn) -> Result<(Lsn, Epoch, Place), Unseen> {
+        let first = &self.states[0].lsn;
         loop {
-            // The first pair is looked at before and after the second one. If it stayed the same, both were
-            // there at one moment. Otherwise the second one may have held the wanted pair between the looks.
-            let before = first.lsn.load(Ordering::Acquire);
-            let pairs = [second.read(), first.read()];
-            if first.lsn.load(Ordering::Acquire) != before {
+            // The first state is looked at before and after the second one. If it stayed the same, both were
+            // there at one moment. Otherwise the second one may have held the wanted state between the looks.
+            let before = first.load(Ordering::Acquire);
+            let states = [self.read(1), self.read(0)];
+            if first.load(Ordering::Acquire) != before {
                 continue;
             }
-            let pairs = pairs.into_iter().flatten();
-            let earliest = pairs.clone().map(|(lsn, _)| lsn).min().unwrap_or(Lsn(0));
-            let seen = pairs.filter(|(lsn, _)| *lsn <= at).max_by_key(|(lsn, _)| *lsn);
-            return seen.ok_or(Unseen::Later(earliest));
+            let states = states.into_iter().flatten();
+            let earliest = states.clone().map(|(lsn, ..)| lsn).min().unwrap_or(Lsn(0));
+            let seen = states.filter(|(lsn, ..)| *lsn <= at).max_by_key(|(lsn, ..)| *lsn);
+            let (lsn, epoch, place) = seen.ok_or(Unseen::Later(earliest))?;
+            return Ok((lsn, epoch, Place::from_bits(place).expect("the bits of a place")));
         }
     }
 
-    /// For the writer: which pair is the newest, and its batch.
+    /// For the writer: which state is the newest, and its batch.
     fn newest(&self) -> (usize, Lsn) {
-        let [first, second] = [0, 1].map(|pair: usize| self.0[pair].lsn.load(Ordering::Relaxed));
+        let [first, second] = [0, 1].map(|which: usize| self.states[which].lsn.load(Ordering::Relaxed));
         if second != NO_LSN && second > first { (1, Lsn(second)) } else { (0, Lsn(first)) }
     }
 }
-
-/// The epoch of a deleted page; no page reaches it.
-const GONE: Epoch = Epoch(u64::MAX);
 
 /// The root as one batch left it, and how many pages there were.
 pub(super) struct RootState {
@@ -158,7 +171,7 @@ pub(super) enum Unseen {
 
 impl VersionState for PageState {
     fn lsn(&self) -> Lsn {
-        self.entry.lsn
+        self.lsn
     }
 }
 
@@ -170,32 +183,33 @@ impl VersionState for RootState {
 
 impl PageState {
     /// The state of a page that is there.
-    pub fn present(entry: PageEntry) -> Self {
-        Self { numbers: Numbers::new(&entry), entry }
+    pub fn present(shape: PageShape, epoch: Epoch, lsn: Lsn) -> Self {
+        let numbers = Numbers::new(lsn, epoch, shape.place(), false);
+        Self { lsn, shape, numbers }
     }
 
     /// The trace of a page that batch `lsn` deleted. The page's key stays with it, to be found in the index.
     pub fn gone(before: &Self, lsn: Lsn) -> Self {
-        let mut entry = before.entry.clone();
-        (entry.epoch, entry.lsn) = (GONE, lsn);
-        Self::present(entry)
+        let shape = before.shape.clone();
+        let numbers = Numbers::new(lsn, Epoch(0), shape.place(), true);
+        Self { lsn, shape, numbers }
     }
 
     /// The page as the first batch of this version left it, if it is there.
-    pub fn page(&self) -> Option<&PageEntry> {
-        (self.entry.epoch != GONE).then_some(&self.entry)
+    pub fn page(&self) -> Option<&PageShape> {
+        (!self.numbers.is_gone).then_some(&self.shape)
     }
 
     /// The page, or the page as it was before it was deleted.
-    pub fn last(&self) -> &PageEntry {
-        &self.entry
+    pub fn last(&self) -> &PageShape {
+        &self.shape
     }
 
     /// The page as it is at a visible Lsn or a view's that this version has reached.
     pub fn seen(&self, at: Lsn) -> Result<SeenPage<'_>, Unseen> {
-        let entry = self.page().ok_or(Unseen::Absent)?;
-        let (lsn, epoch) = self.numbers.at(at)?;
-        Ok(SeenPage { entry, lsn, epoch })
+        let shape = self.page().ok_or(Unseen::Absent)?;
+        let (lsn, epoch, place) = self.numbers.at(at)?;
+        Ok(SeenPage { shape, lsn, epoch, place })
     }
 
     /// The newest batch that changed the page. For the writer.
@@ -203,11 +217,11 @@ impl PageState {
         self.numbers.newest().1
     }
 
-    /// Gives the page newer numbers in place of those before its newest ones. No reader needs these any more,
-    /// because all readers and views have reached the newest. For the writer.
-    pub fn advance(&self, lsn: Lsn, epoch: Epoch) {
+    /// Gives the page newer numbers, and a place, instead of those before its newest ones. No reader needs
+    /// these any more, because all readers and views have reached the newest. For the writer.
+    pub fn advance(&self, lsn: Lsn, epoch: Epoch, place: Place) {
         let (newest, _) = self.numbers.newest();
-        self.numbers.0[1 - newest].write(lsn, epoch);
+        self.numbers.write(1 - newest, lsn, epoch, place);
     }
 }
 

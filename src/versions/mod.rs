@@ -11,18 +11,18 @@
 //! one: a second load tells. A view registers its Lsn, and no version that it may need is unlinked until it
 //! is dropped.
 //!
-//! A change of bytes alone makes no version. A version holds two pairs of numbers, (batch, epoch), and the
-//! writer overwrites the older pair. All fields are atomics, so that no read is a data race. A reader finds
-//! the pair that it needs, because:
+//! A change of bytes alone makes no version, nor does a move. A version holds two states, (batch, epoch,
+//! place), and the writer overwrites the older one. All fields are atomics, so that no read is a data race. A
+//! reader finds the state that it needs, because:
 //!
-//! 1. The writer overwrites the older pair only if the newer one is at or below the *floor*, which is no
+//! 1. The writer overwrites the older state only if the newer one is at or below the *floor*, which is no
 //!    higher than the visible Lsn at that time and than every view. Otherwise it makes a version, as for any
 //!    other change.
-//! 2. So a view never needs the pair that goes. A reader that loaded the visible Lsn earlier may need it.
-//!    Then both pairs are above the Lsn that it has, it finds nothing, and it loads again: the Lsn has risen.
-//! 3. A pair is read as a whole: its batch is `NO_LSN` while it changes, and no batch comes twice.
-//! 4. Two pairs are read as of one moment: the first one is the same before and after the second.
-//! 5. A writer that is suspended half way holds up no reader: the other pair is the newest that is installed.
+//! 2. So a view never needs the state that goes. A reader that loaded the visible Lsn earlier may need it.
+//!    Then both are above the Lsn that it has, it finds nothing, and it loads again: the Lsn has risen.
+//! 3. A state is read as a whole: its batch is `NO_LSN` while it changes, and no batch comes twice.
+//! 4. Both are read as of one moment: the first one is the same before and after the second.
+//! 5. A writer that is suspended half way holds up no reader: the other state is the newest installed one.
 //!
 //! One writer at a time, the holder of the submission lock, installs and unlinks. Bytes are not kept here.
 //! The applier says in which memory a page's bytes lie ([`Versions::moved`]), and a reader of bytes looks
@@ -40,11 +40,11 @@ mod tests;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use remanent_format::state::table::{Changes, PageEntry};
+use remanent_format::state::table::{Changes, PageEntry, PageShape};
 use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, PageTable};
 
 pub(crate) use self::chain::SeenPage;
-use self::chain::{PageState, RootState, Unseen, Version, visible_at};
+use self::chain::{PageState, RootState, Unseen, Version, VersionState, visible_at};
 use self::directory::{Directory, PageSlot};
 use self::recent_pages::RecentPages;
 use self::uses::PageUses;
@@ -124,8 +124,9 @@ impl Versions {
         memory: impl Fn(PageId) -> Option<MemoryId>,
         uses: Option<Arc<PageUses>>,
     ) -> Self {
-        let state =
-            |(page, entry): (PageId, &PageEntry)| (page, PageState::present(entry.clone()), memory(page));
+        let state = |(page, entry): (PageId, &PageEntry)| {
+            (page, PageState::present(entry.shape().clone(), entry.epoch, entry.lsn), memory(page))
+        };
         let keyed = || table.entries().filter_map(|(page, entry)| Some((page, entry.key()?)));
         let keys = Map::with_capacity(keyed().count());
         keyed().for_each(|(page, key)| keys.set(key.clone(), Holders { newest: page, earlier: Vec::new() }));
@@ -303,7 +304,7 @@ impl Versions {
                     let mut new = |page, info: &PageInfo| {
                         created += 1;
                         info.key.iter().for_each(|key| self.give_key(key, page));
-                        PageState::present(PageEntry::from(info))
+                        PageState::present(PageShape::from(info), info.epoch, info.lsn)
                     };
                     if !self.pages.is_blank(page) {
                         self.pages.set(page, Version::new(new(page, info), None));
@@ -346,10 +347,10 @@ impl Versions {
         newest.is_some_and(|newest| self.advance(floor, newest, lsn, info))
     }
 
-    /// Gives a page newer numbers where it lies, if nothing else is new and no reader needs the numbers that
-    /// go.
+    /// Gives a page newer numbers and its place where its version lies, if nothing else is new and no reader
+    /// needs the state that goes.
     fn advance(&self, floor: &mut Lsn, newest: &Version<PageState>, lsn: Lsn, info: &PageInfo) -> bool {
-        if !newest.state.page().is_some_and(|entry| entry.is_same_but_numbers(info)) {
+        if !newest.state.page().is_some_and(|shape| shape.is_same_but_place(info)) {
             return false;
         }
         let newest_lsn = newest.state.newest_lsn();
@@ -358,7 +359,7 @@ impl Versions {
         }
         let may = newest_lsn <= *floor;
         if may {
-            newest.state.advance(lsn, info.epoch);
+            newest.state.advance(lsn, info.epoch, info.place);
         }
         may
     }
@@ -373,21 +374,21 @@ impl Versions {
         info: Option<&PageInfo>,
     ) -> Option<(Arc<Version<PageState>>, bool)> {
         let before = slot.newest.get()?;
-        let entry = before.state.page();
-        let state = match (info, entry) {
-            (Some(info), Some(entry)) if entry.key() == info.key.as_ref() => {
-                let mut entry = entry.clone();
-                entry.become_newer(info);
-                PageState::present(entry)
+        let shape = before.state.page();
+        let state = match (info, shape) {
+            (Some(info), Some(shape)) if shape.key() == info.key.as_ref() => {
+                let mut shape = shape.clone();
+                shape.become_newer(info);
+                PageState::present(shape, info.epoch, info.lsn)
             }
             (Some(info), _) => {
                 info.key.iter().for_each(|key| self.give_key(key, page));
-                PageState::present(PageEntry::from(info))
+                PageState::present(PageShape::from(info), info.epoch, info.lsn)
             }
             (None, Some(_)) => PageState::gone(&before.state, lsn),
             (None, None) => return None,
         };
-        let was_there = entry.is_some();
+        let was_there = shape.is_some();
         let version = Version::new(state, Some(before));
         slot.newest.set(Some(version.clone()));
         Some((version, was_there))
@@ -469,7 +470,7 @@ impl Superseded {
     /// The batch that made the version.
     fn lsn(&self) -> Lsn {
         match self {
-            Superseded::Page(_, version) => version.state.last().lsn,
+            Superseded::Page(_, version) => version.state.lsn(),
             Superseded::Root(version) => version.state.lsn,
         }
     }

@@ -64,6 +64,15 @@ fn write(page: u64) -> Op<'static> {
     Op::Write { page: PageId(page), offset: 0, bytes: &[] }
 }
 
+fn move_to(page: u64, place: Place) -> Op<'static> {
+    Op::Move { page: PageId(page), place }
+}
+
+/// A place that tells this number from the one before.
+fn place_of(number: u64) -> Place {
+    [Place::Host, Place::Device(63), Place::Disk][number as usize % 3]
+}
+
 fn set_root(value: u64) -> Op<'static> {
     Op::SetRoot { name: "at".to_owned(), value: Value::U64(value) }
 }
@@ -101,7 +110,7 @@ fn every_view_is_the_table_of_its_batch_whatever_came_after() {
     for step in 0..STEPS / 3 {
         let live: Vec<PageInfo> = ground.table.pages().collect();
         let drawn = live.get(draw(live.len().max(1) as u64) as usize);
-        let ops = match (draw(6), drawn) {
+        let ops = match (draw(7), drawn) {
             (0 | 1, _) | (_, None) => {
                 // Ids leave gaps, some of them long.
                 next += 1 + draw(3) * draw(3) * draw(200);
@@ -117,6 +126,7 @@ fn every_view_is_the_table_of_its_batch_whatever_came_after() {
                 Op::SetMetadata { page: info.page, name: "step".to_owned(), value: Value::U64(step) },
                 set_root(step),
             ],
+            (5, Some(info)) => vec![move_to(info.page.0, place_of(step)), write(info.page.0)],
             (_, Some(info)) => vec![resize(info.page.0, step)],
         };
         ground.submit(&ops);
@@ -174,6 +184,31 @@ fn what_a_view_wants_stays_and_all_else_is_cut_off() {
     }
     assert_eq!(versions.pages.row_count(), 1);
     assert_eq!(versions.keys.look(&key(1), |_| ()), None);
+}
+
+/// A page that moves keeps its version too, and its epoch. Each view has the place of its own batch.
+#[test]
+fn a_page_that_moves_is_seen_in_each_place_when_it_was_there() {
+    let mut ground = Ground::new();
+    ground.commit(&[create(1, Some(&key(1)))]);
+    for lsn in 2..50 {
+        ground.submit(&[move_to(1, place_of(lsn))]);
+        // Not logged yet, so the place before it is visible.
+        let info = ground.versions.page(PageId(1), |page| page.info(PageId(1))).unwrap();
+        let before = if lsn == 2 { Place::Host } else { place_of(lsn - 1) };
+        assert_eq!((info.place, info.epoch.0, info.lsn.0), (before, 1, lsn - 1));
+        ground.log();
+        check(&ground.versions.view(), &ground.table);
+    }
+    assert_eq!(ground.versions_of(1), 1);
+    let versions = ground.versions.clone();
+    let (view, table) = (versions.view(), ground.table.clone());
+    ground.commit(&[move_to(1, Place::Pinned)]);
+    assert_eq!(ground.versions_of(1), 1, "the view has the older state");
+    ground.commit(&[move_to(1, Place::Unified)]);
+    check(&view, &table);
+    check(&versions.view(), &ground.table);
+    assert_eq!(ground.versions_of(1), 2);
 }
 
 /// A batch that changes bytes and nothing else takes no memory, as long as no view needs the state before it.
@@ -341,6 +376,7 @@ fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
                     create(3 + count, Some(&held)),
                     resize(2, count),
                     write(written),
+                    move_to(written, place_of(count)),
                 ];
                 let ops: Vec<OpAt<'_>> = ops.into_iter().map(|op| OpAt { op, body_at: 0 }).collect();
                 let changes = table.plan(table.lsn().next(), &ops, PlanMode::Commit).unwrap();
@@ -363,6 +399,7 @@ fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
                     assert_eq!(lens, [at, at]);
                     let info = view.page(PageId(written)).unwrap();
                     assert_eq!((info.epoch.0, info.lsn.0), (1 + at, if at == 0 { 1 } else { view.lsn().0 }));
+                    assert_eq!(info.place, place_of(at));
                     let (root, page_count) = view.root();
                     assert_eq!((root.get("at"), page_count), (Some(&Value::U64(at)), 4));
                     assert_eq!(view.page_by_key(&held).unwrap().page, PageId(3 + at));

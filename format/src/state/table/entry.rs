@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use crate::ids::{Epoch, Key, Lsn, PageId, Place};
-use crate::limits::{DEVICE_ORDINAL_MAX, PAGE_LEN_MAX};
+use crate::limits::PAGE_LEN_MAX;
 use crate::value::SharedMetadata;
 
 use super::{PageInfo, Refusal};
@@ -16,6 +16,12 @@ pub struct PageEntry {
     pub epoch: Epoch,
     /// The batch that changed the page last, or moved it.
     pub lsn: Lsn,
+    shape: PageShape,
+}
+
+/// All that a table says of a page besides its numbers: length, place, key and metadata.
+#[derive(Clone, Debug)]
+pub struct PageShape {
     /// The length, and where that cannot reach the place.
     len_and_place: u64,
     /// The parts that few pages have.
@@ -28,20 +34,17 @@ struct NamedEntry {
     metadata: SharedMetadata,
 }
 
-/// The length takes the bits below this one, then three are the place's kind and the rest its ordinal.
-const PLACE_BIT: u32 = 48;
-const KIND_BITS: u32 = 3;
+/// The length takes the bits below this one, the place those from there on.
+const PLACE_BIT: u32 = u64::BITS - u16::BITS;
 const _: () = assert!(PAGE_LEN_MAX < 1 << PLACE_BIT);
-const _: () = assert!((DEVICE_ORDINAL_MAX as u64) < 1 << (u64::BITS - PLACE_BIT - KIND_BITS));
 const _: () = assert!(size_of::<PageEntry>() == 32);
 
 fn pack(len: u64, place: Place) -> u64 {
-    let (kind, ordinal) = place.to_raw();
-    assert!(len <= PAGE_LEN_MAX && ordinal <= DEVICE_ORDINAL_MAX, "a page of {len} bytes in place {place}");
-    len | u64::from(kind) << PLACE_BIT | u64::from(ordinal) << (PLACE_BIT + KIND_BITS)
+    assert!(len <= PAGE_LEN_MAX, "a page of {len} bytes in place {place}");
+    len | u64::from(place.to_bits()) << PLACE_BIT
 }
 
-impl PageEntry {
+impl PageShape {
     /// The page's length in bytes.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "a page of no bytes is as good as any other")]
@@ -52,9 +55,7 @@ impl PageEntry {
     /// The page's place.
     #[must_use]
     pub fn place(&self) -> Place {
-        let kind = self.len_and_place >> PLACE_BIT & ((1 << KIND_BITS) - 1);
-        let ordinal = self.len_and_place >> (PLACE_BIT + KIND_BITS);
-        Place::from_raw(kind as u8, ordinal as u32).expect("packed from a place")
+        Place::from_bits((self.len_and_place >> PLACE_BIT) as u16).expect("packed from a place")
     }
 
     /// The user's name for the page.
@@ -67,43 +68,92 @@ impl PageEntry {
         self.named.as_ref().map(|named| named.metadata.clone()).unwrap_or_default()
     }
 
-    /// The page as a [`PageInfo`].
+    /// The page as a [`PageInfo`], with these numbers.
     #[must_use]
-    pub fn info(&self, page: PageId) -> PageInfo {
-        PageInfo {
-            page,
-            key: self.key().cloned(),
-            len: self.len(),
-            epoch: self.epoch,
-            lsn: self.lsn,
-            place: self.place(),
-            metadata: self.metadata(),
-        }
+    pub fn info(&self, page: PageId, epoch: Epoch, lsn: Lsn) -> PageInfo {
+        let (key, metadata) = (self.key().cloned(), self.metadata());
+        PageInfo { page, key, len: self.len(), epoch, lsn, place: self.place(), metadata }
     }
 
-    /// Becomes a newer state of the same page, with the same key. Parts that both share are left alone:
+    /// Becomes a newer shape of the same page, with the same key. Parts that both share are left alone:
     /// others share them too, and their reference counts are dear to change if several threads do it at once.
     pub fn become_newer(&mut self, newer: &PageInfo) {
-        let PageInfo { page: _, key: _, len, epoch, lsn, place, metadata } = newer;
-        (self.epoch, self.lsn, self.len_and_place) = (*epoch, *lsn, pack(*len, *place));
+        self.len_and_place = pack(newer.len, newer.place);
         let is_same = match &self.named {
-            Some(named) => named.metadata.is_same(metadata),
-            None => metadata.is_same(&SharedMetadata::default()),
+            Some(named) => named.metadata.is_same(&newer.metadata),
+            None => newer.metadata.is_same(&SharedMetadata::default()),
         };
         if !is_same {
-            Arc::make_mut(self.named.get_or_insert_default()).metadata = metadata.clone();
+            Arc::make_mut(self.named.get_or_insert_default()).metadata = newer.metadata.clone();
         }
     }
 
-    /// Whether a newer state of the page differs by its epoch and its batch alone, as far as that is known
+    /// Whether a newer state of the page differs by its numbers and its place alone, as far as that is known
     /// without a look at the metadata.
     #[must_use]
-    pub fn is_same_but_numbers(&self, newer: &PageInfo) -> bool {
+    pub fn is_same_but_place(&self, newer: &PageInfo) -> bool {
         let is_same = match &self.named {
             Some(named) => named.key == newer.key && named.metadata.is_same(&newer.metadata),
             None => newer.key.is_none() && newer.metadata.is_same(&SharedMetadata::default()),
         };
-        is_same && self.len_and_place == pack(newer.len, newer.place)
+        is_same && self.len() == newer.len
+    }
+}
+
+impl From<&PageInfo> for PageShape {
+    fn from(info: &PageInfo) -> Self {
+        let PageInfo { key, len, place, metadata, .. } = info;
+        let is_named = key.is_some() || !metadata.is_empty();
+        let named = is_named.then(|| Arc::new(NamedEntry { key: key.clone(), metadata: metadata.clone() }));
+        Self { len_and_place: pack(*len, *place), named }
+    }
+}
+
+/// A shape without named parts equals one whose name and metadata are empty.
+impl PartialEq for PageShape {
+    fn eq(&self, other: &Self) -> bool {
+        self.len_and_place == other.len_and_place
+            && self.key() == other.key()
+            && (self.named.is_none() && other.named.is_none() || self.metadata() == other.metadata())
+    }
+}
+
+impl PageEntry {
+    /// The page's length in bytes.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "a page of no bytes is as good as any other")]
+    pub fn len(&self) -> u64 {
+        self.shape.len()
+    }
+
+    /// The page's place.
+    #[must_use]
+    pub fn place(&self) -> Place {
+        self.shape.place()
+    }
+
+    /// The user's name for the page.
+    #[must_use]
+    pub fn key(&self) -> Option<&Key> {
+        self.shape.key()
+    }
+
+    /// All that it says besides the numbers.
+    #[must_use]
+    pub fn shape(&self) -> &PageShape {
+        &self.shape
+    }
+
+    /// The page as a [`PageInfo`].
+    #[must_use]
+    pub fn info(&self, page: PageId) -> PageInfo {
+        self.shape.info(page, self.epoch, self.lsn)
+    }
+
+    /// Becomes a newer state of the same page, with the same key.
+    pub(super) fn become_newer(&mut self, newer: &PageInfo) {
+        (self.epoch, self.lsn) = (newer.epoch, newer.lsn);
+        self.shape.become_newer(newer);
     }
 
     /// The range of a change of bytes must lie within the page.
@@ -114,20 +164,13 @@ impl PageEntry {
 
 impl From<&PageInfo> for PageEntry {
     fn from(info: &PageInfo) -> Self {
-        let PageInfo { page: _, key, len, epoch, lsn, place, metadata } = info;
-        let is_named = key.is_some() || !metadata.is_empty();
-        let named = is_named.then(|| Arc::new(NamedEntry { key: key.clone(), metadata: metadata.clone() }));
-        Self { epoch: *epoch, lsn: *lsn, len_and_place: pack(*len, *place), named }
+        Self { epoch: info.epoch, lsn: info.lsn, shape: PageShape::from(info) }
     }
 }
 
-/// An entry without named parts equals one whose name and metadata are empty.
 impl PartialEq for PageEntry {
     fn eq(&self, other: &Self) -> bool {
-        let numbers = |entry: &Self| (entry.epoch, entry.lsn, entry.len_and_place);
-        numbers(self) == numbers(other)
-            && self.key() == other.key()
-            && (self.named.is_none() && other.named.is_none() || self.metadata() == other.metadata())
+        (self.epoch, self.lsn) == (other.epoch, other.lsn) && self.shape == other.shape
     }
 }
 
@@ -142,6 +185,7 @@ pub(super) fn check_range(page: PageId, page_len: u64, offset: u64, len: u64) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits::DEVICE_ORDINAL_MAX;
     use crate::value::Value;
 
     #[test]

@@ -10,7 +10,7 @@ mod plan;
 
 use std::sync::Arc;
 
-pub use self::entry::PageEntry;
+pub use self::entry::{PageEntry, PageShape};
 use self::key_index::KeyIndex;
 use self::plan::next_epoch;
 pub use self::plan::{Changes, PlanMode, Refusal};
