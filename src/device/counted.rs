@@ -22,7 +22,7 @@ use super::{
 };
 use crate::base::sync::{Instant, Mutex};
 use crate::disk::FileMemory;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The allocations of one place, since the store was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -153,10 +153,16 @@ impl DeviceCounts {
         Lane::ALL.iter().map(|lane| (*lane, self.lanes[*lane as usize].lock().stats)).collect()
     }
 
-    fn allocated(&self, place: Place, is_there: bool) {
-        let count = &self.allocations[number_of(place)];
-        let counted = if is_there { &count.allocations } else { &count.refusals };
-        counted.fetch_add(1, Ordering::Relaxed);
+    fn allocated(&self, place: Place, count: u64) {
+        self.allocations[number_of(place)].allocations.fetch_add(count, Ordering::Relaxed);
+    }
+
+    fn refused(&self, place: Place) {
+        self.allocations[number_of(place)].refusals.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn freed(&self, place: Place, count: u64) {
+        self.allocations[number_of(place)].frees.fetch_add(count, Ordering::Relaxed);
     }
 
     /// Counts a list that is queued.
@@ -314,7 +320,10 @@ impl CountedDevice {
     }
 
     fn counted(&self, place: Place, allocated: Result<MemoryId>) -> Result<MemoryId> {
-        self.counts.allocated(place, allocated.is_ok());
+        match &allocated {
+            Ok(_) => self.counts.allocated(place, 1),
+            Err(_) => self.counts.refused(place),
+        }
         allocated
     }
 }
@@ -332,6 +341,16 @@ impl Device for CountedDevice {
         self.counted(place, self.inner.allocate_at_once(place, len))
     }
 
+    fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
+        let before = made.len();
+        let allocated = self.inner.allocate_all(pages, made);
+        let count = made.len() - before;
+        for of_place in pages[..count].chunk_by(|(one, _), (next, _)| one == next) {
+            self.counts.allocated(of_place[0].0, of_place.len() as u64);
+        }
+        allocated.inspect_err(|_| self.counts.refused(pages[count].0))
+    }
+
     fn allocates_zeros(&self, place: Place, len: u64) -> bool {
         self.inner.allocates_zeros(place, len)
     }
@@ -343,8 +362,23 @@ impl Device for CountedDevice {
     fn release(&self, memory: MemoryId) -> Result<()> {
         let place = self.inner.place_of(memory);
         self.inner.release(memory)?;
-        self.counts.allocations[number_of(place)].frees.fetch_add(1, Ordering::Relaxed);
+        self.counts.freed(place, 1);
         Ok(())
+    }
+
+    fn release_all(&self, memory: &[(Place, MemoryId)], failed: &mut dyn FnMut(usize, Error)) {
+        let mut kept = Vec::new();
+        self.inner.release_all(memory, &mut |index, error| {
+            kept.push(index);
+            failed(index, error);
+        });
+        let mut counted = 0;
+        for of_place in memory.chunk_by(|(one, _), (next, _)| one == next) {
+            let here = counted..counted + of_place.len();
+            let kept_here = kept.iter().filter(|index| here.contains(index)).count();
+            self.counts.freed(of_place[0].0, (of_place.len() - kept_here) as u64);
+            counted = here.end;
+        }
     }
 
     fn staging(&self, len: usize) -> Result<Staging> {
@@ -457,7 +491,7 @@ impl Device for CountedDevice {
 
     fn adopt(&self, memory: &CallerMemory) -> Result<(MemoryId, Place)> {
         let (id, place) = self.inner.adopt(memory)?;
-        self.counts.allocated(place, true);
+        self.counts.allocated(place, 1);
         Ok((id, place))
     }
 
@@ -471,7 +505,7 @@ impl Device for CountedDevice {
 
     fn alias(&self, span: Span) -> Result<MemoryId> {
         let alias = self.inner.alias(span)?;
-        self.counts.allocated(self.inner.place_of(alias), true);
+        self.counts.allocated(self.inner.place_of(alias), 1);
         Ok(alias)
     }
 

@@ -74,6 +74,18 @@ pub trait Device: Any + Send + Sync {
         self.allocate(place, len)
     }
 
+    /// Allocates page memory for several pages, in their order, as [`allocate`](Self::allocate) does for each.
+    /// Adds it to `made`, which has room for it; without success, what was allocated by then.
+    ///
+    /// # Errors
+    /// As for `allocate`.
+    fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
+        for (place, len) in pages {
+            made.push(self.allocate(*place, *len)?);
+        }
+        Ok(())
+    }
+
     /// Whether page memory of this length, in this place, holds zeros when it is allocated. Then a new page
     /// costs nothing until it is written to, however long it is.
     fn allocates_zeros(&self, _place: Place, _len: u64) -> bool {
@@ -92,6 +104,16 @@ pub trait Device: Any + Send + Sync {
     /// # Errors
     /// A device error; an unknown id is a bug of the caller's and panics.
     fn release(&self, memory: MemoryId) -> Result<()>;
+
+    /// Gives memory of several pages back, as [`release`](Self::release) does for each, with the place
+    /// that it is in. Tells `failed` of those that the device does not take back, by their index.
+    fn release_all(&self, memory: &[(Place, MemoryId)], failed: &mut dyn FnMut(usize, Error)) {
+        for (index, (_, memory)) in memory.iter().enumerate() {
+            if let Err(error) = self.release(*memory) {
+                failed(index, error);
+            }
+        }
+    }
 
     /// Host memory that a lane copies from and to; zeroed.
     ///

@@ -49,6 +49,13 @@ impl Allocation {
     }
 }
 
+impl Allocation {
+    /// Whether both are freed by one call: they have the same kind, length and owner.
+    pub fn is_freed_with(&self, next: &Self) -> bool {
+        (self.kind, self.len, self.is_adopted) == (next.kind, next.len, next.is_adopted)
+    }
+}
+
 /// Page memory by its names. Shared by threads.
 pub(super) struct Handles {
     chunks: [OnceLock<Box<[HandleSlot]>>; CHUNKS],
@@ -75,8 +82,26 @@ impl Handles {
 
     /// A name for an allocation, never given before.
     pub fn insert(&self, allocation: Allocation) -> MemoryId {
+        self.insert_at(self.free_slot(), allocation)
+    }
+
+    /// Names for allocations, in their order.
+    pub fn insert_all(
+        &self,
+        allocations: impl ExactSizeIterator<Item = Allocation>,
+        names: &mut Vec<MemoryId>,
+    ) {
+        let mut free = {
+            let mut free = self.free[own_shard()].lock();
+            let kept = free.len().saturating_sub(allocations.len());
+            free.split_off(kept)
+        };
+        let name = |allocation| self.insert_at(free.pop().unwrap_or_else(|| self.free_slot()), allocation);
+        names.extend(allocations.map(name));
+    }
+
+    fn insert_at(&self, number: u32, allocation: Allocation) -> MemoryId {
         let Allocation { address, len, kind, is_adopted, is_file } = allocation;
-        let number = self.free_slot();
         let slot = self.slot(number).expect("a slot that was taken is there");
         // No other thread knows the name yet, so these may come in any order before the generation.
         slot.address.store(address, Ordering::Relaxed);
@@ -119,6 +144,29 @@ impl Handles {
     /// Takes a name out of use; `None` if it is not in use. If two threads release it, one gets the
     /// allocation.
     pub fn remove(&self, id: MemoryId) -> Option<Allocation> {
+        let (allocation, freed) = self.take_out(id)?;
+        if let Some(number) = freed {
+            self.free[own_shard()].lock().push(number);
+        }
+        Some(allocation)
+    }
+
+    /// Takes names out of use, and returns the allocations of those that are in use, in their order.
+    pub fn remove_all(&self, ids: impl ExactSizeIterator<Item = MemoryId>) -> Vec<Option<Allocation>> {
+        let mut freed = Vec::with_capacity(ids.len());
+        let remove = |id| {
+            let (allocation, number) = self.take_out(id)?;
+            freed.extend(number);
+            Some(allocation)
+        };
+        let removed = ids.map(remove).collect();
+        // Backwards, for the last one is taken first.
+        self.free[own_shard()].lock().extend(freed.into_iter().rev());
+        removed
+    }
+
+    /// Takes a name out of use. Returns its slot, too, unless that cannot be taken again.
+    fn take_out(&self, id: MemoryId) -> Option<(Allocation, Option<u32>)> {
         let allocation = self.get(id)?;
         let (generation, number) = parts(id);
         let slot = self.slot(number)?;
@@ -129,10 +177,7 @@ impl Handles {
             Ordering::Relaxed,
         );
         released.ok()?;
-        if generation < u32::MAX {
-            self.free[own_shard()].lock().push(number);
-        }
-        Some(allocation)
+        Some((allocation, (generation < u32::MAX).then_some(number)))
     }
 
     /// Takes all names out of use, and returns their allocations.
@@ -185,6 +230,25 @@ mod tests {
     fn allocation(address: u64) -> Allocation {
         let (is_adopted, is_file) = (address.is_multiple_of(2), address.is_multiple_of(3));
         Allocation { address, len: 2 * address, kind: Kind::Pinned, is_adopted, is_file }
+    }
+
+    #[test]
+    fn many_names_are_given_and_taken_at_once() {
+        let handles = Handles::new();
+        let mut names = Vec::new();
+        for round in 0..3 {
+            names.clear();
+            let kept = handles.insert(allocation(5000));
+            let allocations: Vec<Allocation> = (1..3000).map(allocation).collect();
+            handles.insert_all(allocations.iter().copied(), &mut names);
+            assert!((1..).zip(&names).all(|(address, name)| handles.get(*name) == Some(allocation(address))));
+            let removed = handles.remove_all(names.iter().copied());
+            assert!(removed.into_iter().eq(allocations.into_iter().map(Some)));
+            assert!(handles.remove_all(names.iter().copied()).iter().all(Option::is_none));
+            assert!(names.iter().all(|name| handles.get(*name).is_none()));
+            assert_eq!(handles.get(kept), Some(allocation(5000)), "in round {round}");
+        }
+        assert!(handles.next.load(Ordering::Relaxed) < 3003, "slots are taken again");
     }
 
     #[test]

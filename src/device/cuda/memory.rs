@@ -46,6 +46,28 @@ impl PlaceMemory {
         Ok(DeviceBlock { address, len, memory: self.clone() })
     }
 
+    /// As [`allocate`](Self::allocate), for `count` blocks that are taken apart already; adds their addresses
+    /// to `found`, without success those of what was allocated by then.
+    ///
+    /// # Errors
+    /// As for `allocate`.
+    pub fn allocate_all(&self, len: u64, count: usize, found: &mut Vec<u64>) -> Result<()> {
+        let place = self.place;
+        self.source.allocate_all(len, count, found).map_err(|error| match error {
+            Error::OutOfMemory { .. } => Error::OutOfMemory { place, len },
+            other => other,
+        })
+    }
+
+    /// Gives back blocks that were taken apart, and tells `failed` of those for which that failed.
+    ///
+    /// # Safety
+    /// They were of this memory and of this length, and this is done once.
+    pub unsafe fn free_all(&self, addresses: &[u64], len: u64, failed: &mut dyn FnMut(usize, Error)) {
+        // SAFETY: passed on.
+        unsafe { self.source.free_all(addresses, len, failed) }
+    }
+
     /// The block that [`DeviceBlock::into_raw`] took apart.
     ///
     /// # Safety

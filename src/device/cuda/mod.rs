@@ -72,6 +72,9 @@ use crate::error::{Error, Result};
 /// calls, and no other part of the process can use a slab's excess.
 const PINNED_SLAB_LEN_MAX: u64 = 4 << 20;
 
+/// Pages that are allocated at once, so that the lists of them stay short.
+const AT_ONCE: usize = 4096;
+
 /// Pages in a GPU's memory, in pinned host memory, and in managed memory.
 ///
 /// `Device(n)` is this GPU's memory whatever the number. `Host` and `Pinned` are both pinned host memory: the
@@ -183,24 +186,47 @@ impl CudaDevice {
         len: u64,
         allocate: impl FnOnce(Kind) -> Result<DeviceBlock>,
     ) -> Result<MemoryId> {
-        let kind = match place {
-            Place::Device(_) => Kind::Device,
-            Place::Pinned | Place::Host => Kind::Pinned,
-            Place::Unified if self.context.has_managed_memory => Kind::Managed,
+        let kind = self.kind_of(place)?;
+        let named = |error| refused_in(place, error);
+        let address = if len == 0 { 0 } else { allocate(kind).map_err(named)?.into_raw() };
+        Ok(self.pages.insert(Allocation { address, len, kind, is_adopted: false, is_file: false }))
+    }
+
+    /// Page memory of `count` pages of one length.
+    fn pages(&self, (place, len): (Place, u64), count: usize, made: &mut Vec<MemoryId>) -> Result<()> {
+        let kind = self.kind_of(place)?;
+        let mut addresses = Vec::with_capacity(count);
+        let allocated = if len == 0 {
+            addresses.resize(count, 0);
+            Ok(())
+        } else {
+            match self.memory(kind).allocate_all(len, count, &mut addresses) {
+                Err(Error::OutOfMemory { .. }) if self.trim()? > 0 => {
+                    let left = count - addresses.len();
+                    self.memory(kind).allocate_all(len, left, &mut addresses)
+                }
+                other => other,
+            }
+        };
+        let page = |address| Allocation { address, len, kind, is_adopted: false, is_file: false };
+        self.pages.insert_all(addresses.into_iter().map(page), made);
+        allocated.map_err(|error| refused_in(place, error))
+    }
+
+    /// The kind of memory that pages of a place lie in.
+    fn kind_of(&self, place: Place) -> Result<Kind> {
+        match place {
+            Place::Device(_) => Ok(Kind::Device),
+            Place::Pinned | Place::Host => Ok(Kind::Pinned),
+            Place::Unified if self.context.has_managed_memory => Ok(Kind::Managed),
             Place::Unified => {
-                return Err(Error::PlaceUnavailable { place, reason: "this GPU has no managed memory" });
+                Err(Error::PlaceUnavailable { place, reason: "this GPU has no managed memory" })
             }
             _ => {
                 let reason = "a GPU keeps pages in its own memory and in the host's only";
-                return Err(Error::PlaceUnavailable { place, reason });
+                Err(Error::PlaceUnavailable { place, reason })
             }
-        };
-        let named = |error| match error {
-            Error::OutOfMemory { len, .. } => Error::OutOfMemory { place, len },
-            other => other,
-        };
-        let address = if len == 0 { 0 } else { allocate(kind).map_err(named)?.into_raw() };
-        Ok(self.pages.insert(Allocation { address, len, kind, is_adopted: false, is_file: false }))
+        }
     }
 
     /// Frees all pages once nothing uses them any more.
@@ -308,6 +334,14 @@ impl CudaDevice {
     }
 }
 
+/// The error of an allocation, with the place that it was for.
+fn refused_in(place: Place, error: Error) -> Error {
+    match error {
+        Error::OutOfMemory { len, .. } => Error::OutOfMemory { place, len },
+        other => other,
+    }
+}
+
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         if let Err(error) = self.free_pages() {
@@ -329,6 +363,11 @@ impl Device for CudaDevice {
         self.page(place, len, |kind| self.memory(kind).allocate(len))
     }
 
+    fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
+        let mut runs = pages.chunk_by(|one, next| one == next).flat_map(|alike| alike.chunks(AT_ONCE));
+        runs.try_for_each(|alike| self.pages(alike[0], alike.len(), made))
+    }
+
     fn crosses_bus(&self) -> bool {
         true
     }
@@ -337,6 +376,38 @@ impl Device for CudaDevice {
         // A thread that reads it has found it by its name, and is done before the name is gone.
         let page = self.pinned_reads.without_readers(memory, || self.pages.remove(memory));
         self.free(page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device")))
+    }
+
+    fn release_all(&self, memory: &[(Place, MemoryId)], failed: &mut dyn FnMut(usize, Error)) {
+        // Threads that read one of them have found it by its name, and are done before the name is gone.
+        let removed = self
+            .pinned_reads
+            .without_any_reader(|| self.pages.remove_all(memory.iter().map(|(_, memory)| *memory)));
+        let named = |(page, (_, memory)): (Option<Allocation>, &(Place, MemoryId))| {
+            page.unwrap_or_else(|| panic!("{memory:?} is no memory of this device"))
+        };
+        let pages: Vec<Allocation> = removed.into_iter().zip(memory).map(named).collect();
+        let mut first = 0;
+        for alike in pages.chunk_by(Allocation::is_freed_with) {
+            let [page, ..] = alike else { continue };
+            if page.len > 0 && !page.is_adopted && page.kind != Kind::Managed {
+                let addresses: Vec<u64> = alike.iter().map(|page| page.address).collect();
+                // SAFETY: taken apart by `allocate` or `allocate_all` for names that were taken out of use just
+                // now; all are of this kind and length.
+                unsafe {
+                    self.memory(page.kind).free_all(&addresses, page.len, &mut |index, error| {
+                        failed(first + index, error);
+                    });
+                }
+            } else {
+                for (index, page) in alike.iter().enumerate() {
+                    if let Err(error) = self.free(*page) {
+                        failed(first + index, error);
+                    }
+                }
+            }
+            first += alike.len();
+        }
     }
 
     fn staging(&self, len: usize) -> Result<Staging> {

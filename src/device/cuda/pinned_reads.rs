@@ -64,6 +64,13 @@ impl PinnedReads {
         work()
     }
 
+    /// Does `work` while no thread reads any memory.
+    pub fn without_any_reader<T>(&self, work: impl FnOnce() -> T) -> T {
+        // Always in the same order, and no other thread waits for one while it holds another.
+        let _no_readers: Vec<_> = self.stripes.iter().map(RwLock::write).collect();
+        work()
+    }
+
     /// Does `read` while no list writes to this memory; `None`, at once, if one does.
     pub fn read<T>(
         &self,

@@ -186,9 +186,10 @@ impl HostAllocation {
         len <= SLOT_LEN_MAX
     }
 
-    /// A memory that is an allocation of its own.
-    pub fn long(place: Place, len: u64) -> Result<Self> {
-        Ok(Self::of(Arc::new(HostBlock::of(zeroed(place, len)?)), place))
+    /// A memory that is an allocation of its own; `None` if it is short, and goes into a slab.
+    pub fn long_only(place: Place, len: u64) -> Result<Option<Self>> {
+        let long = || Ok(Self::of(Arc::new(HostBlock::of(zeroed(place, len)?)), place));
+        (!Self::is_short(len)).then(long).transpose()
     }
 
     /// A whole block, as one memory.

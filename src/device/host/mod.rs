@@ -38,6 +38,9 @@ use crate::options::HostMemory;
 /// Bytes of deltas that follow each other in a list from which on several threads apply them.
 const WIDE_BYTES_MIN: u64 = 4 << 20;
 
+/// Memories that are allocated or released under one lock: other threads look up memories in between.
+const AT_ONCE: usize = 256;
+
 /// Pages in ordinary memory, whatever place they name; only [`Place::Disk`] is unavailable.
 #[derive(Debug)]
 pub struct HostDevice {
@@ -91,6 +94,16 @@ impl HostDevice {
         self.memories.read().get(id).clone()
     }
 
+    fn check_place(&self, place: Place) -> Result<()> {
+        match place {
+            Place::Device(_) | Place::Pinned | Place::Host | Place::Unified => Ok(()),
+            _ => {
+                let reason = "the host device keeps pages in host memory only";
+                Err(Error::PlaceUnavailable { place, reason })
+            }
+        }
+    }
+
     fn lane(&self, lane: Lane) -> &HostLane {
         &self.lanes[lane as usize]
     }
@@ -109,18 +122,38 @@ impl Device for HostDevice {
     }
 
     fn allocate(&self, place: Place, len: u64) -> Result<MemoryId> {
-        match place {
-            Place::Device(_) | Place::Pinned | Place::Host | Place::Unified => {}
-            _ => {
-                let reason = "the host device keeps pages in host memory only";
-                return Err(Error::PlaceUnavailable { place, reason });
+        self.check_place(place)?;
+        match HostAllocation::long_only(place, len)? {
+            Some(memory) => Ok(self.memories.write().insert(memory)),
+            None => self.memories.write().insert_short(place, len),
+        }
+    }
+
+    /// Long memory first, and without the lock: the system may have to zero it.
+    fn allocate_all(&self, pages: &[(Place, u64)], made: &mut Vec<MemoryId>) -> Result<()> {
+        for pages in pages.chunks(AT_ONCE) {
+            let (mut long, mut refused) = (Vec::new(), None);
+            for (place, len) in pages {
+                match self.check_place(*place).and_then(|()| HostAllocation::long_only(*place, *len)) {
+                    Ok(memory) => long.push((*place, *len, memory)),
+                    Err(error) => {
+                        refused = Some(error);
+                        break;
+                    }
+                }
+            }
+            let mut memories = self.memories.write();
+            for (place, len, memory) in long {
+                made.push(match memory {
+                    Some(memory) => memories.insert(memory),
+                    None => memories.insert_short(place, len)?,
+                });
+            }
+            if let Some(error) = refused {
+                return Err(error);
             }
         }
-        if HostAllocation::is_short(len) {
-            return self.memories.write().insert_short(place, len);
-        }
-        let memory = HostAllocation::long(place, len)?;
-        Ok(self.memories.write().insert(memory))
+        Ok(())
     }
 
     /// Only long memory is zeros. A slot of a slab may hold bytes of the page before. A long memory is the
@@ -134,6 +167,15 @@ impl Device for HostDevice {
         let released = self.memories.write().remove(memory);
         drop(released);
         Ok(())
+    }
+
+    fn release_all(&self, memory: &[(Place, MemoryId)], _failed: &mut dyn FnMut(usize, Error)) {
+        for memory in memory.chunks(AT_ONCE) {
+            let mut memories = self.memories.write();
+            let released: Vec<_> = memory.iter().map(|(_, memory)| memories.remove(*memory)).collect();
+            drop(memories);
+            drop(released);
+        }
     }
 
     fn staging(&self, len: usize) -> Result<Staging> {

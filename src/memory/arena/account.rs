@@ -150,11 +150,11 @@ impl Account {
         self.used.fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Counts claimed bytes as allocated.
-    pub fn allocated(&self, purpose: Purpose, len: u64) {
+    /// Counts claimed bytes as allocated for some pages.
+    pub fn allocated(&self, purpose: Purpose, count: u64, len: u64) {
         let taken = self.taken.fetch_add(len, Ordering::Relaxed) + len;
         self.peak.fetch_max(taken, Ordering::Relaxed);
-        self.count.fetch_add(1, Ordering::Relaxed);
+        self.count.fetch_add(count, Ordering::Relaxed);
         self.by_purpose[purpose as usize].fetch_add(len, Ordering::Relaxed);
     }
 
@@ -176,10 +176,10 @@ impl Account {
         self.by_purpose[Purpose::Lent as usize].fetch_sub(len, Ordering::Relaxed);
     }
 
-    /// Counts allocated bytes as given up; a lane may still use them.
-    pub fn retired(&self, purpose: Purpose, len: u64) {
+    /// Counts allocated bytes of some pages as given up; a lane may still use them.
+    pub fn retired(&self, purpose: Purpose, count: u64, len: u64) {
         self.retired.fetch_add(len, Ordering::Relaxed);
-        self.count.fetch_sub(1, Ordering::Relaxed);
+        self.count.fetch_sub(count, Ordering::Relaxed);
         self.by_purpose[purpose as usize].fetch_sub(len, Ordering::Relaxed);
     }
 

@@ -77,7 +77,7 @@ impl Arena {
         // Before the device is asked (I10).
         account.claim(len)?;
         let memory = self.device.register(mapping).inspect_err(|_| account.unclaim(len))?;
-        account.allocated(Purpose::Image, len);
+        account.allocated(Purpose::Image, 1, len);
         let last_uses = FILE_LANES.map(|lane| Fence { lane, value: 0 });
         let state = FileState { memory: Some(memory), users: 0, last_uses, is_end_unknown: false };
         let registered = Arc::new(RegisteredFile { arena: self.clone(), len, state: Mutex::new(state) });
@@ -136,7 +136,7 @@ impl RegisteredFile {
         match ended.and_then(|()| device.unregister(memory)) {
             Ok(()) => {
                 let account = self.arena.account(Place::Pinned);
-                account.retired(Purpose::Image, self.len);
+                account.retired(Purpose::Image, 1, self.len);
                 account.released(self.len);
                 true
             }

@@ -76,6 +76,9 @@ struct RetiredMemory {
     fence: Fence,
 }
 
+/// Memories that are released at once, so that the lists of them stay short.
+const RELEASED_AT_ONCE: usize = 1024;
+
 impl Arena {
     /// An arena without pages.
     #[must_use]
@@ -114,8 +117,7 @@ impl Arena {
         self.lent.keep(memory, bytes.clone());
         let (place, len) = (bytes.place(), bytes.byte_len());
         self.account(place).lent(len);
-        let (place_kind, place_ordinal) = place.to_raw();
-        Ok(PageMemory { memory, len, place_ordinal, place_kind, purpose: Purpose::Lent, given_back: false })
+        Ok(PageMemory::new(memory, place, len, Purpose::Lent))
     }
 
     /// Takes the memory of a page that is gone for a caller: no list names it any more. Memory that a caller
@@ -190,15 +192,9 @@ impl Arena {
     pub fn allocate_all(&self, purpose: Purpose, pages: &[(Place, u64)]) -> Result<Vec<PageMemory>> {
         let mut memory = Vec::new();
         make_room(&mut memory, pages.len())?;
-        let reserved = self.reserve(purpose, pages)?;
-        for (place, len) in pages {
-            match reserved.allocate(*place, *len) {
-                Ok(page) => memory.push(page),
-                Err(error) => {
-                    memory.into_iter().try_for_each(|page| self.discard(page))?;
-                    return Err(error);
-                }
-            }
+        if let Err(error) = self.reserve(purpose, pages)?.allocate_all(pages, &mut memory) {
+            memory.into_iter().try_for_each(|page| self.discard(page))?;
+            return Err(error);
         }
         Ok(memory)
     }
@@ -264,19 +260,35 @@ impl Arena {
 
     /// Gives memory back once `fence`, that of the last list that names it, has passed.
     pub fn retire(&self, page: PageMemory, fence: Fence) {
-        let account = self.account(page.place());
-        if page.is_lent() {
-            account.given_up(page.len);
-            self.lent.retire(page.memory);
-        } else {
-            account.retired(page.purpose, page.len);
+        self.retire_all([page], fence);
+    }
+
+    /// As [`retire`](Self::retire), for the memory of several pages.
+    pub fn retire_all(&self, pages: impl IntoIterator<Item = PageMemory>, fence: Fence) {
+        let mut scratch = Vec::new();
+        let mut sums = AccountSums::default();
+        let mut queue = self.retired[fence.lane as usize].lock();
+        for page in pages {
+            if page.is_lent() {
+                self.account(page.place()).given_up(page.len);
+                self.lent.retire(page.memory);
+            } else {
+                sums.add(&page, |place, sum| self.count_retired(place, sum));
+            }
+            if page.purpose == Purpose::Gather {
+                scratch.push((page.place(), page.len));
+            }
+            self.retired_count.fetch_add(1, Ordering::AcqRel);
+            queue.push_back(RetiredMemory { page, fence });
         }
-        let scratch = (page.purpose == Purpose::Gather).then_some((page.place(), page.len));
-        self.retired_count.fetch_add(1, Ordering::AcqRel);
-        self.retired[fence.lane as usize].lock().push_back(RetiredMemory { page, fence });
-        if let Some((place, len)) = scratch {
-            self.scratch_is_back(place, len);
-        }
+        // Counted as retired while no thread can take it off the queue, and count it as released.
+        sums.end(|place, sum| self.count_retired(place, sum));
+        drop(queue);
+        scratch.into_iter().for_each(|(place, len)| self.scratch_is_back(place, len));
+    }
+
+    fn count_retired(&self, place: Place, AccountSum { purpose, count, len }: AccountSum) {
+        self.account(place).retired(purpose, count, len);
     }
 
     /// Gives back memory that no pending list names: no list ever named it, or the fences of all that did
@@ -293,7 +305,7 @@ impl Arena {
                 account.given_up(page.len);
                 self.lent.let_go(self.lent.end(page.memory));
             } else {
-                account.retired(page.purpose, page.len);
+                account.retired(page.purpose, 1, page.len);
                 account.released(page.len);
             }
         }
@@ -324,10 +336,7 @@ impl Arena {
         }
         for lane in Lane::ALL {
             let Some(_reaping) = self.reaping[lane as usize].try_lock() else { continue };
-            let reached = self.device.reached(lane);
-            while let Some(retired) = self.next_retired(lane, |fence| fence.value <= reached) {
-                self.release(retired)?;
-            }
+            self.release_passed(lane, self.device.reached(lane))?;
         }
         Ok(())
     }
@@ -343,9 +352,9 @@ impl Arena {
     fn reap_awaiting(&self, lanes: &[Lane]) -> Result<()> {
         for lane in lanes {
             let _reaping = self.reaping[*lane as usize].lock();
-            while let Some(retired) = self.next_retired(*lane, |_| true) {
-                self.device.wait(retired.fence)?;
-                self.release(retired)?;
+            while let Some(fence) = self.oldest_fence(*lane) {
+                self.device.wait(fence)?;
+                self.release_passed(*lane, fence.value)?;
             }
         }
         Ok(())
@@ -394,25 +403,87 @@ impl Arena {
         self.accounts.write().entry(place).or_insert_with(new).clone()
     }
 
-    fn next_retired(&self, lane: Lane, ready: impl Fn(Fence) -> bool) -> Option<RetiredMemory> {
-        let mut retired = self.retired[lane as usize].lock();
-        if !ready(retired.front()?.fence) {
-            return None;
-        }
-        self.retired_count.fetch_sub(1, Ordering::AcqRel);
-        retired.pop_front()
+    fn oldest_fence(&self, lane: Lane) -> Option<Fence> {
+        self.retired[lane as usize].lock().front().map(|retired| retired.fence)
     }
 
-    fn release(&self, retired: RetiredMemory) -> Result<()> {
-        let mut page = retired.page;
-        page.given_back = true;
-        self.device.release(page.memory)?;
-        if page.is_lent() {
-            self.lent.let_go(self.lent.end(page.memory));
-        } else {
-            self.account(page.place()).released(page.len);
+    /// Releases the retired memory of a lane that has come to this fence. The caller holds the lane's lock of
+    /// reaping.
+    fn release_passed(&self, lane: Lane, reached: u64) -> Result<()> {
+        loop {
+            let mut passed = Vec::new();
+            {
+                let mut retired = self.retired[lane as usize].lock();
+                while passed.len() < RELEASED_AT_ONCE
+                    && retired.front().is_some_and(|oldest| oldest.fence.value <= reached)
+                {
+                    passed.extend(retired.pop_front().map(|retired| retired.page));
+                }
+            }
+            if passed.is_empty() {
+                return Ok(());
+            }
+            self.retired_count.fetch_sub(passed.len(), Ordering::AcqRel);
+            self.release(passed)?;
         }
-        Ok(())
+    }
+
+    /// Gives back memory that nothing uses. What the device does not take back stays counted.
+    fn release(&self, mut pages: Vec<PageMemory>) -> Result<()> {
+        let memory: Vec<_> = pages.iter().map(|page| (page.place(), page.memory)).collect();
+        pages.iter_mut().for_each(|page| page.given_back = true);
+        let mut kept = Vec::new();
+        self.device.release_all(&memory, &mut |index, error| kept.push((index, error)));
+        let mut sums = AccountSums::default();
+        for (index, page) in pages.iter().enumerate() {
+            if kept.iter().any(|(kept, _)| *kept == index) {
+                continue;
+            }
+            if page.is_lent() {
+                self.lent.let_go(self.lent.end(page.memory));
+            } else {
+                sums.add(page, |place, sum| self.account(place).released(sum.len));
+            }
+        }
+        sums.end(|place, sum| self.account(place).released(sum.len));
+        kept.into_iter().next().map_or(Ok(()), |(_, error)| Err(error))
+    }
+}
+
+/// What pages that follow each other have together, of one place and for one purpose.
+#[derive(Clone, Copy)]
+struct AccountSum {
+    purpose: Purpose,
+    count: u64,
+    len: u64,
+}
+
+/// Sums over pages, so that an account need not be looked up for each of thousands.
+#[derive(Default)]
+struct AccountSums(Option<(Place, AccountSum)>);
+
+impl AccountSums {
+    /// Adds a page. Where it is of another place or purpose, `told` hears of those before it.
+    fn add(&mut self, page: &PageMemory, told: impl FnOnce(Place, AccountSum)) {
+        let (place, purpose) = (page.place(), page.purpose);
+        match &mut self.0 {
+            Some((of, sum)) if *of == place && sum.purpose == purpose => {
+                (sum.count, sum.len) = (sum.count + 1, sum.len + page.len);
+            }
+            before => {
+                let new = (place, AccountSum { purpose, count: 1, len: page.len });
+                if let Some((place, sum)) = before.replace(new) {
+                    told(place, sum);
+                }
+            }
+        }
+    }
+
+    /// Tells of the last pages.
+    fn end(self, told: impl FnOnce(Place, AccountSum)) {
+        if let Some((place, sum)) = self.0 {
+            told(place, sum);
+        }
     }
 }
 

@@ -23,6 +23,12 @@ pub struct PageMemory {
 const _: () = assert!(size_of::<PageMemory>() == 24);
 
 impl PageMemory {
+    /// Memory that the device gave just now.
+    pub(super) fn new(memory: MemoryId, place: Place, len: u64, purpose: Purpose) -> Self {
+        let (place_kind, place_ordinal) = place.to_raw();
+        Self { memory, len, place_ordinal, place_kind, purpose, given_back: false }
+    }
+
     /// The span of the whole page.
     #[must_use]
     pub fn span(&self) -> Span {

@@ -7,6 +7,7 @@ use remanent_format::Place;
 
 use super::account::Account;
 use super::{Arena, PageMemory, Purpose};
+use crate::base::allocation::make_room;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::device::{Lane, MemoryId};
 use crate::error::{Error, Result};
@@ -60,9 +61,41 @@ impl Reservation<'_> {
             panic!("{len} bytes of {left} that are left of a reservation in place {place}");
         }
         let memory = self.ask(place, len).inspect_err(|_| _ = left.fetch_add(len, Ordering::Relaxed))?;
-        account.allocated(self.purpose, len);
-        let (place_kind, place_ordinal) = place.to_raw();
-        Ok(PageMemory { memory, len, place_ordinal, place_kind, purpose: self.purpose, given_back: false })
+        account.allocated(self.purpose, 1, len);
+        Ok(PageMemory::new(memory, place, len, self.purpose))
+    }
+
+    /// As [`allocate`](Self::allocate), for several pages, in their order; adds their memory to `memory`.
+    /// Without success, what was allocated by then. All that is left is for these pages.
+    ///
+    /// # Errors
+    /// As for [`allocate`](Self::allocate).
+    pub(super) fn allocate_all(self, pages: &[(Place, u64)], memory: &mut Vec<PageMemory>) -> Result<()> {
+        let Arena { device, .. } = self.arena;
+        let mut made = Vec::new();
+        make_room(&mut made, pages.len())?;
+        let allocated = match device.allocate_all(pages, &mut made) {
+            Err(Error::OutOfMemory { .. }) => self.arena.reap_awaiting(self.awaited).and_then(|()| {
+                let rest = &pages[made.len()..];
+                device.allocate_all(rest, &mut made)
+            }),
+            other => other,
+        };
+        let pages = &pages[..made.len()];
+        for (account, place, left) in &self.left {
+            let (mut count, mut len) = (0, 0);
+            for (_, page_len) in pages.iter().filter(|(of, _)| of == place) {
+                (count, len) = (count + 1, len + page_len);
+            }
+            let before = left.fetch_sub(len, Ordering::Relaxed);
+            assert!(len <= before, "{len} bytes of {before} that are left in place {place}"); // I10
+            account.allocated(self.purpose, count, len);
+        }
+        let named = |(memory, (place, len)): (MemoryId, &(Place, u64))| {
+            PageMemory::new(memory, *place, *len, self.purpose)
+        };
+        memory.extend(made.into_iter().zip(pages).map(named));
+        allocated
     }
 
     fn ask(&self, place: Place, len: u64) -> Result<MemoryId> {

@@ -36,6 +36,25 @@ fn usage(arena: &Arena) -> (u64, u64, u64, u64) {
     (usage.allocated_bytes, usage.retired_bytes, usage.peak_bytes, usage.count)
 }
 
+/// The memory of many pages is given back at once: what the device does not take is not free, all else is.
+#[test]
+fn memory_that_the_device_keeps_stays_counted_and_no_other() {
+    let device = Arc::new(FaultyDevice::new(Arc::new(HostDevice::new())));
+    let arena = Arena::new(device.clone(), Budget::default().with(PLACE, 100));
+    let pages = [(PLACE, 10), (PLACE, 20), (PLACE, 5), (Place::Host, 7), (PLACE, 8)];
+    let memory = arena.allocate_all(Purpose::Page, &pages).unwrap();
+    assert_eq!(memory.iter().map(|page| (page.place(), page.byte_len())).collect::<Vec<_>>(), pages);
+    let fence = use_page(&*device, &memory[0]);
+    arena.retire_all(memory, fence);
+    assert_eq!(usage(&arena), (0, 43, 43, 0));
+    device.arm(DeviceFault { call: Some(DeviceCall::Release), nth: 3, context_lost: false });
+    assert!(arena.reap_all().is_err());
+    assert_eq!((usage(&arena), arena.available(PLACE)), ((0, 5, 43, 0), 95));
+    assert_eq!(arena.usage(Place::Host).used(), 0);
+    let error = arena.allocate(Purpose::Page, PLACE, 96).unwrap_err();
+    assert!(matches!(error, Error::OverBudget { available: 95, .. }), "{error}");
+}
+
 #[test]
 fn the_budget_holds_to_the_byte_and_says_what_is_left() {
     let (_, arena) = late_arena();

@@ -30,7 +30,7 @@ pub use self::logger::LoggedMemory;
 pub use self::pool::Pool;
 pub(super) use self::pool::{SHARDS, own_shard};
 use crate::device::MemoryStats;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Every address is a multiple of this: four of the kernels' widest accesses, two of a GPU's sectors.
 pub const ALIGN: u64 = 64;
@@ -49,6 +49,18 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
     /// error.
     fn allocate(&self, len: u64) -> Result<u64>;
 
+    /// Allocates `count` times `len` bytes, as [`allocate`](Self::allocate) does, and adds the addresses to
+    /// `found`; without success, those of what was allocated by then.
+    ///
+    /// # Errors
+    /// As for `allocate`.
+    fn allocate_all(&self, len: u64, count: usize, found: &mut Vec<u64>) -> Result<()> {
+        for _ in 0..count {
+            found.push(self.allocate(len)?);
+        }
+        Ok(())
+    }
+
     /// Takes memory back from the caller.
     ///
     /// # Errors
@@ -58,6 +70,20 @@ pub unsafe trait MemoryResource: Send + Sync + 'static {
     /// This source gave the address, for this length, and has not got it back; nothing uses the memory any
     /// more, on any stream.
     unsafe fn free(&self, address: u64, len: u64) -> Result<()>;
+
+    /// Takes memory of one length back, as [`free`](Self::free) does. Tells `failed` of the addresses at
+    /// which that failed, by their index.
+    ///
+    /// # Safety
+    /// As for `free`, of each address.
+    unsafe fn free_all(&self, addresses: &[u64], len: u64, failed: &mut dyn FnMut(usize, Error)) {
+        for (index, address) in addresses.iter().enumerate() {
+            // SAFETY: passed on.
+            if let Err(error) = unsafe { self.free(*address, len) } {
+                failed(index, error);
+            }
+        }
+    }
 
     /// Gives unused memory back to its own source, and returns how many bytes that was. The driver waits for
     /// all the GPU's work then, the caller's own included, so this is for shortages and for callers that ask
@@ -81,9 +107,18 @@ unsafe impl<R: MemoryResource + ?Sized> MemoryResource for Arc<R> {
         (**self).allocate(len)
     }
 
+    fn allocate_all(&self, len: u64, count: usize, found: &mut Vec<u64>) -> Result<()> {
+        (**self).allocate_all(len, count, found)
+    }
+
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
         // SAFETY: passed on.
         unsafe { (**self).free(address, len) }
+    }
+
+    unsafe fn free_all(&self, addresses: &[u64], len: u64, failed: &mut dyn FnMut(usize, Error)) {
+        // SAFETY: passed on.
+        unsafe { (**self).free_all(addresses, len, failed) }
     }
 
     fn trim(&self) -> Result<u64> {

@@ -135,6 +135,31 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
         Ok(address)
     }
 
+    /// Takes as many blocks from each list as it has, under one lock.
+    fn allocate_all(&self, len: u64, count: usize, found: &mut Vec<u64>) -> Result<()> {
+        let Some(class @ Class::Shared(index)) = Class::of(len) else {
+            for _ in 0..count {
+                found.push(self.allocate(len)?);
+            }
+            return Ok(());
+        };
+        let mut left = count;
+        while left > 0 {
+            let before = found.len();
+            self.shared[index].take_up_to(left, found);
+            let taken = found.len() - before;
+            self.counts.hits.fetch_add(taken as u64, Ordering::Relaxed);
+            self.counts.used_bytes.fetch_add(taken as u64 * class.block_len(), Ordering::Relaxed);
+            left -= taken;
+            if left > 0 {
+                // This makes a slab, or finds what another thread freed meanwhile.
+                found.push(self.allocate(len)?);
+                left -= 1;
+            }
+        }
+        Ok(())
+    }
+
     unsafe fn free(&self, address: u64, len: u64) -> Result<()> {
         let class = Class::of(len).expect("a length that was allocated");
         self.counts.used_bytes.fetch_sub(class.block_len(), Ordering::Relaxed);
@@ -143,6 +168,23 @@ unsafe impl<R: MemoryResource> MemoryResource for Pool<R> {
             Class::Alone(len) => self.alone.lock().entry(len).or_default().push(address),
         }
         Ok(())
+    }
+
+    unsafe fn free_all(&self, addresses: &[u64], len: u64, failed: &mut dyn FnMut(usize, Error)) {
+        let class = Class::of(len).expect("a length that was allocated");
+        let Class::Shared(index) = class else {
+            for (index, address) in addresses.iter().enumerate() {
+                // SAFETY: passed on.
+                if let Err(error) = unsafe { self.free(*address, len) } {
+                    failed(index, error);
+                }
+            }
+            return;
+        };
+        let bytes = addresses.len() as u64 * class.block_len();
+        self.counts.used_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        // Backwards, for the last one is taken first: pages that lay side by side will again.
+        self.shared[index].shards[own_shard()].lock().extend(addresses.iter().rev());
     }
 
     fn trim(&self) -> Result<u64> {
@@ -205,6 +247,16 @@ impl SharedClass {
             }
         }
         None
+    }
+
+    /// Takes free blocks of the own shard, else of others, up to `count`.
+    fn take_up_to(&self, count: usize, found: &mut Vec<u64>) {
+        let (own, end) = (own_shard(), found.len() + count);
+        for shard in (0..SHARDS).map(|distance| (own + distance) % SHARDS) {
+            let mut free = self.shards[shard].lock();
+            let kept = free.len().saturating_sub(end - found.len());
+            found.extend(free.drain(kept..).rev());
+        }
     }
 
     /// Takes out the slabs whose blocks are all free.

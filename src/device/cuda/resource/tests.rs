@@ -49,6 +49,40 @@ fn slabs_are_no_longer_than_the_limit() {
     assert_eq!(pool.trim().unwrap(), 52 << 20);
 }
 
+/// Many blocks at once are those that as many calls give: no two of them overlap, none is lost, and all counts
+/// are the same.
+#[test]
+fn many_blocks_are_taken_and_given_back_at_once() {
+    for len in [100_u64, 16 << 10, 20 << 20] {
+        let (taken, pool) = pool(if len > 1 << 20 { 200 << 20 } else { 30 << 20 });
+        let block_len = len.max(256).next_multiple_of(256);
+        let mut found: Vec<u64> = vec![7];
+        pool.allocate_all(len, 5, &mut found).unwrap();
+        // Freed by another thread, so they lie in another shard.
+        let freed = found.split_off(3);
+        std::thread::scope(|scope| {
+            let free_all = || {
+                // SAFETY: allocated just now, and nothing uses it.
+                unsafe { pool.free_all(&freed, len, &mut |_, error| panic!("{error}")) };
+            };
+            scope.spawn(free_all).join().unwrap();
+        });
+        // More than there is: what could be had is there.
+        let refused = pool.allocate_all(len, 1 << 20, &mut found);
+        assert!(matches!(refused, Err(Error::OutOfMemory { .. })), "{refused:?}");
+        assert_eq!(found.remove(0), 7);
+        let stats = pool.stats();
+        assert_eq!((stats.used_bytes, stats.reserved_bytes), (found.len() as u64 * block_len, taken.bytes()));
+        assert_eq!(stats.hits + stats.misses, found.len() as u64 + 3);
+        let mut sorted = found.clone();
+        sorted.sort_unstable();
+        assert!(sorted.windows(2).all(|pair| pair[0] + len <= pair[1]), "no two overlap");
+        // SAFETY: allocated just now, and nothing uses it.
+        unsafe { pool.free_all(&found, len, &mut |_, error| panic!("{error}")) };
+        assert_eq!((pool.stats().used_bytes, pool.trim().unwrap()), (0, stats.reserved_bytes));
+    }
+}
+
 #[test]
 fn a_million_allocations_leave_no_growth() {
     let (taken, pool) = pool(u64::MAX);

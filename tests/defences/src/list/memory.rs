@@ -272,6 +272,12 @@ pub const LIST: &[Defence] = &[
         it("in_place::nothing_is_registered_where_the_host_has_to_see_the_bytes"),
     ),
     refusal(
+        "memory that the device keeps stays in the budget",
+        "src/memory/arena/mod.rs",
+        "kept.iter().any(|(kept, _)| *kept == index)",
+        unit("memory::arena::tests::memory_that_the_device_keeps_stays_counted_and_no_other"),
+    ),
+    refusal(
         "registered files give way to pages",
         "src/memory/arena/mod.rs",
         "self.give_up_files(asked.saturating_sub(available))",
