@@ -83,8 +83,8 @@ impl PeerCopy {
         plan.piece(PlannedPiece {
             row: PieceRow::dense(self.target, self.source, self.len),
             target_len: self.len,
-            target: Area::Memory(0),
-            sources: [Some(Area::Memory(1)), None],
+            target: Area::Memory(Kind::Device, 0),
+            sources: [Some(Area::Memory(Kind::Device, 1)), None],
         });
         plan.flush();
         plan

@@ -24,6 +24,7 @@ use super::abi::{
     SelectRow,
 };
 use super::piece_plan::{PiecePlan, Rows, Stage, TargetRow};
+use super::resource::Kind;
 use crate::base::parallel;
 use crate::device::many_deltas::{Dealt, THREADS_MAX};
 use crate::device::{DIGEST_CHUNK_LEN, DIGEST_LEN, digest_count};
@@ -40,8 +41,8 @@ const DIGEST_ROW_CHUNKS_MAX: u64 = 8;
 /// batch that ends earlier than it must costs a launch, not a wrong byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Area {
-    /// Page memory, by its id.
-    Memory(u64),
+    /// Page memory, by its kind and its id.
+    Memory(Kind, u64),
     /// The list's staging, by its index.
     Staging(usize),
     /// Results on their way to staging, in the GPU's own memory.
@@ -108,34 +109,78 @@ pub(super) struct LaunchPlan {
 #[derive(Debug, Default)]
 struct PieceBatch {
     pieces: Vec<TargetRow>,
-    /// The area that each of them writes to.
-    targets: Vec<Area>,
-    /// The first of these as a set: as far as it was asked for.
-    written: Areas,
-    written_from: usize,
+    /// The areas that they write to.
+    written: AreaSet,
     /// What they read. None writes to it.
-    read: Areas,
+    read: AreaSet,
 }
 
 impl PieceBatch {
     /// Whether a piece must come in a later launch than these.
-    ///
-    /// Most pieces are deltas, which read the same staging: what those write to is never asked for, and a set
-    /// of ten thousand areas is not made.
     fn must_end_before(&mut self, piece: &PlannedPiece) -> bool {
+        let Self { written, read, .. } = self;
         // Write after read.
-        if self.read.contains(&piece.target) {
+        if read.contains(piece.target) {
             return true;
         }
-        let is_new = |area: &&Area| !self.read.contains(area);
-        let mut new = piece.sources.iter().flatten().filter(is_new).peekable();
-        if new.peek().is_none() {
+        // Read after write. What the piece before read was not written before that, nor since.
+        piece.sources.iter().flatten().any(|area| read.newest() != Some(area) && written.contains(*area))
+    }
+}
+
+/// Areas, as a set as far as one was asked for.
+///
+/// Most lists ask for none: deltas read staging and write page memory, and pages that move from one kind of
+/// memory to another are read in one and written in the other. For moves of 65,536 pages two sets of as many
+/// areas took longer than the rest of their plan.
+#[derive(Debug, Default)]
+struct AreaSet {
+    /// The kinds of the areas, one bit each.
+    kinds: u8,
+    /// Those that are not in the set yet, but for the newest ones that came twice in a row.
+    noted: Vec<Area>,
+    areas: Areas,
+    newest: Option<Area>,
+}
+
+impl AreaSet {
+    fn note(&mut self, area: Area) {
+        if self.newest != Some(area) {
+            self.kinds |= area.kind();
+            self.noted.push(area);
+            self.newest = Some(area);
+        }
+    }
+
+    /// The area that was noted last.
+    fn newest(&self) -> Option<&Area> {
+        self.newest.as_ref()
+    }
+
+    fn contains(&mut self, area: Area) -> bool {
+        if self.kinds & area.kind() == 0 {
             return false;
         }
-        self.written.extend(&self.targets[self.written_from..]);
-        self.written_from = self.targets.len();
-        // Read after write.
-        new.any(|area| self.written.contains(area))
+        self.areas.extend(self.noted.drain(..));
+        self.areas.contains(&area)
+    }
+
+    /// Forgets all areas, and keeps the room for others.
+    fn clear(&mut self) {
+        (self.kinds, self.newest) = (0, None);
+        self.noted.clear();
+        self.areas.clear();
+    }
+}
+
+impl Area {
+    /// The bit of its kind. Areas of different kinds are different ones.
+    fn kind(self) -> u8 {
+        match self {
+            Self::Memory(kind, _) => 1 << kind as u8,
+            Self::Staging(_) => 1 << Kind::ALL.len(),
+            Self::Scratch => 2 << Kind::ALL.len(),
+        }
     }
 }
 
@@ -180,8 +225,8 @@ impl LaunchPlan {
             self.flush();
         }
         self.batch.pieces.push(TargetRow { row: piece.row, target_len: piece.target_len });
-        self.batch.targets.push(piece.target);
-        self.batch.read.extend(piece.sources.iter().flatten());
+        self.batch.written.note(piece.target);
+        piece.sources.iter().flatten().for_each(|area| self.batch.read.note(*area));
         // A copy within one area: what comes next there waits for it, whichever it does.
         if piece.sources.contains(&Some(piece.target)) {
             self.flush();
@@ -349,13 +394,10 @@ impl LaunchPlan {
         if self.batch.pieces.is_empty() {
             return;
         }
-        let PieceBatch { pieces, mut targets, mut written, mut read, .. } = std::mem::take(&mut self.batch);
+        let pieces = std::mem::take(&mut self.batch.pieces);
         self.launch(vec![PiecePlan::of(&pieces, self.pieces.len())]);
-        // These keep their room for the next batch.
-        targets.clear();
-        written.clear();
-        read.clear();
-        self.batch = PieceBatch { targets, written, read, ..PieceBatch::default() };
+        self.batch.written.clear();
+        self.batch.read.clear();
     }
 
     /// Adds the launches of some plans, of which none touches what another one does.
@@ -436,7 +478,13 @@ mod tests {
             let first = below(2) as usize;
             let mut place = |area: u64, half: u64| area * AREA + half * AREA / 2 + below(room - len);
             let row = PieceRow::dense(place(target, halves[first]), place(source, halves[1 - first]), len);
-            let area = |number| if number < 2 { Area::Memory(number) } else { Area::Staging(0) };
+            // Two kinds of memory, or two of one kind.
+            let other = if seed % 2 == 0 { Kind::Pinned } else { Kind::Device };
+            let area = |number| match number {
+                0 => Area::Memory(Kind::Device, 0),
+                1 => Area::Memory(other, 1),
+                _ => Area::Staging(0),
+            };
             PlannedPiece { row, target_len: len, target: area(target), sources: [Some(area(source)), None] }
         };
         (0..count).map(piece).collect()
@@ -477,7 +525,7 @@ mod tests {
     fn dense(target: u64, len: u64) -> PlannedPiece {
         let row = PieceRow::dense(target, 1 << 40, len);
         let sources = [Some(Area::Staging(0)), None];
-        PlannedPiece { row, target_len: len, target: Area::Memory(0), sources }
+        PlannedPiece { row, target_len: len, target: Area::Memory(Kind::Device, 0), sources }
     }
 
     fn planned(pieces: &[PlannedPiece]) -> LaunchPlan {
@@ -502,7 +550,7 @@ mod tests {
         // A piece that reads written bytes waits.
         let download = PlannedPiece {
             target: Area::Staging(1),
-            sources: [Some(Area::Memory(0)), None],
+            sources: [Some(Area::Memory(Kind::Device, 0)), None],
             ..dense(1 << 41, 8)
         };
         assert_eq!(launches(&[dense(0, 8), download]), 2);

@@ -170,8 +170,9 @@ impl ListPlanner<'_> {
 
     fn download(&mut self, source: Span, target: StagingSpan) {
         assert_eq!(source.len, target.len as u64, "a download between ranges of different lengths");
-        let on_gpu = self.ranges.memory(source.memory).kind == Kind::Device;
-        self.down(self.ranges.address(source), Area::Memory(source.memory.0), on_gpu, target);
+        let from = self.ranges.memory(source.memory);
+        let area = Area::Memory(from.kind, source.memory.0);
+        self.down(from.at(source), area, from.kind == Kind::Device, target);
     }
 
     /// Brings bytes to staging.
@@ -207,8 +208,12 @@ impl ListPlanner<'_> {
             self.plan.step(LaunchStep::Within { source: from.at(source), target: to.at(target), len });
             return;
         }
-        let row = PieceRow::dense(self.ranges.address(target), self.ranges.address(source), target.len);
-        self.piece(row, target, [Some(Area::Memory(source.memory.0)), None]);
+        self.plan.piece(PlannedPiece {
+            row: PieceRow::dense(to.at(target), from.at(source), len),
+            target_len: len,
+            target: Area::Memory(to.kind, target.memory.0),
+            sources: [Some(Area::Memory(from.kind, source.memory.0)), None],
+        });
     }
 
     fn apply(&mut self, piece: &Piece) {
@@ -264,7 +269,7 @@ impl ListPlanner<'_> {
             count,
             width,
         );
-        let sources = [Area::Staging(indices.index), Area::Memory(source.memory.0)].map(Some);
+        let sources = [Area::Staging(indices.index), self.ranges.area(source)].map(Some);
         self.piece(row, target, sources);
     }
 
@@ -317,7 +322,7 @@ impl ListPlanner<'_> {
     }
 
     fn piece(&mut self, row: PieceRow, target: Span, sources: [Option<Area>; 2]) {
-        let area = Area::Memory(target.memory.0);
+        let area = self.ranges.area(target);
         self.plan.piece(PlannedPiece { row, target_len: target.len, target: area, sources });
     }
 }
@@ -334,7 +339,7 @@ impl Ranges<'_> {
                 let left = staged.bytes.len().checked_sub(offset).expect("a payload within its staging");
                 (staged.address + offset as u64, left as u64, Area::Staging(index))
             }
-            Payload::Device(span) => (self.address(span), span.len, Area::Memory(span.memory.0)),
+            Payload::Device(span) => (self.address(span), span.len, self.area(span)),
         };
         let holds = |at: usize, len: u64| {
             let end = (at as u64).checked_add(len);
@@ -367,6 +372,10 @@ impl Ranges<'_> {
     /// The address at which a span begins. An empty one begins anywhere.
     fn address(&self, span: Span) -> u64 {
         self.memory(span.memory).at(span)
+    }
+
+    fn area(&self, span: Span) -> Area {
+        Area::Memory(self.memory(span.memory).kind, span.memory.0)
     }
 
     fn memory(&self, id: MemoryId) -> Allocation {

@@ -22,7 +22,7 @@ const HOST_FLAGS: u32 = 3;
 const MANAGED_FLAGS: u32 = 1;
 
 /// The kind of memory that holds the bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::device::cuda) enum Kind {
     /// In the GPU's memory.
     Device,

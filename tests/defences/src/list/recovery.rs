@@ -245,6 +245,13 @@ pub const LIST: &[Defence] = &[
         },
     ),
     defence(
+        "pieces in one kind of memory wait for each other",
+        "src/device/cuda/plan.rs",
+        "self.kinds & area.kind() == 0",
+        "true",
+        unit("device::cuda::plan::tests::no_result_depends_on_which_part_runs_first"),
+    ),
+    defence(
         "what comes after a copy within a page's memory waits for it",
         "src/device/cuda/plan.rs",
         "piece.sources.contains(&Some(piece.target))",
