@@ -26,6 +26,8 @@ pub(crate) struct ListBuilder {
     proofs: Vec<ArrivalProof>,
     /// The long writes that the list does not sum yet.
     unsummed: UnsummedWrites,
+    /// The commands that are copies from page memory to page memory.
+    copies: usize,
 }
 
 /// The place of a batch's payload in a list's staging.
@@ -48,6 +50,9 @@ pub(crate) struct ListRoom {
 
 /// Operations of a batch that needs no room of its own, and commands of a list that takes no further batch.
 const SHORT_LIST: usize = 128;
+/// Copies between pages after which a list is submitted, though its batch has more of them: the device copies
+/// while the host prepares the next.
+const COPIES_MAX: usize = if cfg!(shuttle) { 1 } else { 4096 };
 /// Stagings of a list that takes no further batch.
 const STAGINGS_MAX: usize = 1024;
 
@@ -219,6 +224,22 @@ impl ListBuilder {
         self.list.commands.is_empty() && self.list.staging.is_empty() && self.asides.is_empty()
     }
 
+    /// Takes the commands so far as a list of their own, once they are many copies and nothing else, neither
+    /// of which needs staging. `None`, too, where there is no memory for that: then they stay.
+    pub fn take_copies(&mut self) -> Option<CommandList> {
+        let commands = &mut self.list.commands;
+        let is_due =
+            self.copies >= COPIES_MAX && self.copies == commands.len() && self.list.staging.is_empty();
+        // Copied out: the room is for the commands that follow.
+        let mut taken = Vec::new();
+        if !is_due || taken.try_reserve_exact(commands.len()).is_err() {
+            return None;
+        }
+        taken.append(commands);
+        self.copies = 0;
+        Some(CommandList { commands: taken, staging: Vec::new() })
+    }
+
     /// Takes the list, and the sums that it brings back. The builder is empty again.
     pub fn take(&mut self) -> (CommandList, Vec<ArrivalProof>) {
         self.sum_writes();
@@ -316,6 +337,7 @@ impl ListBuilder {
         if target.len > 0 {
             self.sum_before(target);
             self.list.commands.push(Command::Copy { source, target });
+            self.copies += 1;
         }
     }
 

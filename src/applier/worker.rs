@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::images::disk_pages::{DiskPage, DiskPages};
 use crate::memory::arena::{Arena, PageMemory};
 use crate::memory::staging::{GrownBytes, StagingPool};
-use crate::versions::Versions;
+use crate::versions::{PageWalk, Versions};
 
 /// Lists in flight before the applier waits for the oldest.
 const IN_FLIGHT_MAX: usize = 32;
@@ -179,6 +179,8 @@ impl Worker {
         if let Some(sums) = sums {
             self.list.prove(sums);
         }
+        let all_versions = self.versions.clone();
+        let mut versions = all_versions.walk();
         // One by one: the batch is logged, and memory for all of them may be refused.
         let apply = |at: OpAt<'_>| {
             if let Some(ranges) = &mut ranges {
@@ -193,7 +195,7 @@ impl Worker {
                     if !is_filled(page, &new) {
                         self.zero(&new, 0);
                     }
-                    self.versions.moved(page, new.span().memory);
+                    versions.moved(page, new.span().memory);
                     self.applied.memory.insert(page, new);
                 }
                 Op::Resize { page, .. } if self.applied.on_disk.contains(page) => {
@@ -202,7 +204,7 @@ impl Worker {
                 Op::Resize { page, .. } => {
                     let new = memory.pop_front().expect("one for each resize");
                     let is_filled = is_filled(page, &new);
-                    self.replace(page, new, is_filled);
+                    self.replace(&mut versions, page, new, is_filled);
                 }
                 Op::Move { page, place: Place::Disk } => self.move_to_disk(page, &to_disk),
                 Op::Move { page, .. } if self.applied.on_disk.contains(page) => {
@@ -210,7 +212,7 @@ impl Worker {
                     assert!(is_filled(page, &new)); // I10: memory that goes to a page has the page's bytes.
                     self.change_on_disk(page, |_| {});
                     self.applied.on_disk.remove(page);
-                    self.versions.moved(page, new.span().memory);
+                    versions.moved(page, new.span().memory);
                     self.applied.memory.insert(page, new);
                 }
                 Op::Move { page, place } => {
@@ -220,7 +222,7 @@ impl Worker {
                         self.before_change(page, &mut relocations);
                     } else {
                         let new = memory.pop_front().expect("one for each move to another place");
-                        self.replace(page, new, false);
+                        self.replace(&mut versions, page, new, false);
                     }
                 }
                 Op::Delete { page } => {
@@ -315,16 +317,18 @@ impl Worker {
 
     /// Takes a page to new memory, shortened or extended by zeros to its length. Memory that is filled stays
     /// as it is.
-    fn replace(&mut self, page: PageId, new: PageMemory, is_filled: bool) {
-        let old = self.applied.memory.remove(page).expect("planned on a page that exists");
+    fn replace(&mut self, versions: &mut PageWalk<'_>, page: PageId, new: PageMemory, is_filled: bool) {
         if !is_filled {
+            let old = self.applied.memory.get(page).expect("planned on a page that exists");
             let kept = new.byte_len().min(old.byte_len());
             self.list.copy(old.part(0, kept), new.part(0, kept));
             self.zero(&new, kept);
+            self.submit_copies();
         }
+        let memory = new.span().memory;
+        let old = self.applied.memory.insert(page, new).expect("planned on a page that exists");
         self.give_up(page, old);
-        self.versions.moved(page, new.span().memory);
-        self.applied.memory.insert(page, new);
+        versions.moved(page, memory);
     }
 
     /// Fills new memory with zeros from `from` on, unless it holds them already. A caller's memory may hold
@@ -413,6 +417,25 @@ impl Worker {
         self.handed_over.push((handover.clone(), old));
     }
 
+    /// Submits copies of a batch that moves many pages before it is applied as a whole. Nothing is told of it
+    /// until its last list is in the lane, and the memory that pages gave up goes with that one.
+    fn submit_copies(&mut self) {
+        if self.lost.is_some() {
+            return;
+        }
+        let Some(copies) = self.list.take_copies() else { return };
+        match self.device.submit(Lane::Apply, copies) {
+            Ok(pending) => {
+                self.fence = pending.fence().value;
+                self.in_flight.push(pending, Vec::new());
+            }
+            Err(error) => return self.lose(error),
+        }
+        while self.in_flight.len() > IN_FLIGHT_MAX {
+            self.finish_oldest();
+        }
+    }
+
     /// Submits the list. From here on every later list sees its batches.
     fn flush(&mut self) {
         // Memory that pages gave up goes with a list, though that has nothing to do.
@@ -422,9 +445,8 @@ impl Worker {
             if self.lost.is_none() {
                 match self.device.submit(Lane::Apply, list) {
                     Ok(pending) => {
-                        while let Some(memory) = self.retiring.pop_front() {
-                            self.arena.retire(memory, pending.fence());
-                        }
+                        let retiring = std::iter::from_fn(|| self.retiring.pop_front());
+                        self.arena.retire_all(retiring, pending.fence());
                         while let Some(memory) = self.given_up.pop_front() {
                             self.leases.give_up(memory, pending.fence());
                         }

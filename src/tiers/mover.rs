@@ -6,7 +6,7 @@ use remanent_format::{LogPoint, PageId, Place};
 
 use super::keeper::TierKeeper;
 use super::stats::TierCounts;
-use crate::base::allocation::set_of;
+use crate::base::allocation::{collected, push, set_of};
 use crate::base::sync::Instant;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -105,7 +105,7 @@ impl PageMover {
             return Ok(None);
         }
         let mut batch = WriteBatch::default();
-        pages.iter().for_each(|(page, ..)| _ = batch.move_to(*page, to));
+        batch.move_all_to(pages.iter().map(|(page, ..)| *page), to);
         let (point, _) = self.submit_with_others(&batch)?;
         let moved: Vec<_> = pages.iter().map(|(_, from, len)| (*from, *len)).collect();
         self.counts.moved(to, &moved, begun.elapsed());
@@ -132,9 +132,13 @@ impl PageMover {
         let _held = HeldPages::new(self.keeper.as_deref(), pages);
         let mut coming = Vec::new();
         let mut hits = 0;
-        for page in set_of(pages.iter().copied()) {
-            let at = |seen: &crate::versions::SeenPage<'_>| (seen.place(), seen.len());
-            let (from, len) = self.engine.versions.page(page, at).ok_or(Error::UnknownPage { page })?;
+        let mut sorted = collected(pages.iter().copied())?;
+        sorted.sort_unstable();
+        sorted.dedup();
+        let mut walk = self.engine.versions.walk();
+        for page in sorted {
+            let (from, len) =
+                walk.page(page, |seen| (seen.place(), seen.len())).ok_or(Error::UnknownPage { page })?;
             if from == place {
                 if noted == Hits::Uses {
                     self.engine.versions.used(page);
@@ -142,7 +146,7 @@ impl PageMover {
                 }
             } else {
                 // The policy of the place hears that it arrives, which is no use of it yet.
-                coming.push((page, from, len));
+                push(&mut coming, (page, from, len))?;
             }
         }
         let point = self.move_all(&coming, place, begun)?;

@@ -39,11 +39,12 @@ struct Chunk {
     used: AtomicUsize,
 }
 
-/// A walk over slots, for the writer: it holds the chunk of the last page, because a long batch mostly goes
-/// through neighbours.
+/// A walk over slots that holds the chunk of the last page, because a long batch mostly goes through
+/// neighbours. A chunk that is taken out during the walk had no page any more; only the writer knows that none
+/// comes in its place.
 pub(super) struct SlotWalk<'d> {
     directory: &'d Directory,
-    /// A chunk that is there, and its first page divided by [`WIDTH`]. The writer alone takes chunks out.
+    /// A chunk that was there, and its first page divided by [`WIDTH`].
     chunk: Option<(u64, Arc<Chunk>)>,
 }
 
@@ -103,7 +104,7 @@ fn locate(page: u64) -> (u64, usize, usize) {
 }
 
 impl SlotWalk<'_> {
-    /// Applies `look` to a page's slot, where there is one. No chunk is taken out during the walk.
+    /// Applies `look` to a page's slot, where there is one.
     pub fn look<R>(&mut self, page: PageId, look: impl FnOnce(&PageSlot) -> R) -> Option<R> {
         let number = page.0 / WIDTH as u64;
         if self.chunk.as_ref().is_none_or(|(held, _)| *held != number) {

@@ -45,7 +45,7 @@ use remanent_format::{Key, Lsn, Metadata, PageId, PageInfo, PageTable};
 
 pub(crate) use self::chain::SeenPage;
 use self::chain::{PageState, RootState, Unseen, Version, VersionState, visible_at};
-use self::directory::{Directory, PageSlot};
+use self::directory::{Directory, PageSlot, SlotWalk};
 use self::recent_pages::RecentPages;
 use self::uses::PageUses;
 use crate::base::allocation::set_of;
@@ -216,6 +216,12 @@ impl Versions {
         self.page(page, |entry| entry.lsn) == Some(lsn)
     }
 
+    /// Looks at pages one after the other, within one call or one batch: neighbours are found sooner than by
+    /// [`page`](Self::page).
+    pub fn walk(&self) -> PageWalk<'_> {
+        PageWalk { versions: self, slots: self.pages.walk() }
+    }
+
     /// The memory of a page's bytes, as far as the applier has come.
     pub fn memory(&self, page: PageId) -> Option<MemoryId> {
         self.pages.look(page, |slot| slot.memory()).flatten()
@@ -224,8 +230,7 @@ impl Versions {
     /// Says that a page's bytes are in this memory from now on. The applier says so before it tells any
     /// thread that the batch is applied.
     pub fn moved(&self, page: PageId, memory: MemoryId) {
-        // A page that is not there was deleted by a batch that the applier has yet to come to.
-        self.pages.look(page, |slot| slot.set_memory(Some(memory)));
+        self.walk().moved(page, memory);
     }
 
     /// Says that a page has no memory from now on, before that goes to another page.
@@ -463,6 +468,33 @@ impl Versions {
         let at = self.visible();
         *views.entry(at).or_default() += 1;
         TableView { versions: self, at }
+    }
+}
+
+/// A look at one page after the other.
+pub(crate) struct PageWalk<'v> {
+    versions: &'v Versions,
+    slots: SlotWalk<'v>,
+}
+
+impl PageWalk<'_> {
+    /// As [`Versions::page`].
+    pub fn page<R>(&mut self, page: PageId, read: impl Fn(&SeenPage<'_>) -> R) -> Option<R> {
+        let at = self.versions.visible();
+        let state = self.slots.look(page, |slot| visible_at(&slot.newest, at))?.ok();
+        let seen = state.as_ref().and_then(|state| state.seen(at).ok());
+        match seen {
+            Some(seen) => Some(read(&seen)),
+            // It is not there, or was not at that Lsn, which may be an old one by now.
+            None => self.versions.page(page, read),
+        }
+    }
+
+    /// As [`Versions::moved`].
+    pub fn moved(&mut self, page: PageId, memory: MemoryId) {
+        // A page that is not there was deleted by a batch that the applier has yet to come to. So was each page
+        // of a chunk that is taken out meanwhile; a restore may bring some back, and says itself where they are.
+        self.slots.look(page, |slot| slot.set_memory(Some(memory)));
     }
 }
 

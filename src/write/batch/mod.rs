@@ -35,7 +35,7 @@ pub(crate) use working_copy::{ChunkDigests, CopyShadow, UNKNOWN_DIGEST};
 use remanent_format::{Epoch, Key, Metadata, PageId, Place, Value, Width};
 
 use crate::applier::Handover;
-use crate::base::allocation::{copied, push};
+use crate::base::allocation::{copied, make_room, push};
 use crate::device::DeviceBytes;
 use crate::error::{Error, Result};
 
@@ -424,6 +424,15 @@ impl WriteBatch {
     /// [`Error::PlaceUnavailable`], and nothing changed, if the page cannot be in that place.
     pub fn move_to(&mut self, page: impl Into<PageRef>, place: Place) -> &mut Self {
         self.step(BatchStep::Move { page: self.own(page), place })
+    }
+
+    /// Moves pages to another place, as [`move_to`](Self::move_to) does each.
+    pub(crate) fn move_all_to(&mut self, pages: impl ExactSizeIterator<Item = PageId>, place: Place) {
+        if let Err(error) = make_room(&mut self.steps, pages.len()) {
+            self.refused.get_or_insert(error);
+            return;
+        }
+        pages.for_each(|page| _ = self.move_to(page, place));
     }
 
     /// Sets one entry of the page's metadata.

@@ -153,7 +153,7 @@ impl Committer {
         if !self.engine.disk_pages.is_any() && !new_places(ops).any(|place| place == Place::Disk) {
             return Ok(DiskOps::default());
         }
-        let place_in = |table: &PageTable, page| table.get(page).map(|info| info.place);
+        let place_in = |table: &PageTable, page| table.entry(page).map(|entry| entry.place());
         DiskOps::find(ops, |page| match locked {
             Some(table) => place_in(table, page),
             None => place_in(&self.submitted.lock(), page),
@@ -374,7 +374,7 @@ impl Committer {
 
 /// Whether a page is on disk by this table.
 pub(super) fn is_on_disk(table: &PageTable, page: PageId) -> bool {
-    table.get(page).is_some_and(|info| info.place == Place::Disk)
+    table.entry(page).is_some_and(|entry| entry.place() == Place::Disk)
 }
 
 /// The places that operations give to pages.

@@ -105,7 +105,7 @@ impl Committer {
         // A pinned page keeps its address: callers have it in captured graphs.
         self.engine.leases.check_unpinned(ops.iter().filter_map(|at| taken_elsewhere(&at.op, home_of)))?;
         // Its last change of any kind: a clone takes place and metadata as well.
-        let lsn_of = |page| table.get(page).map(|info| info.lsn);
+        let lsn_of = |page| table.entry(page).map(|entry| entry.lsn);
         let len_of = |page| home_of(page).map(|(_, len)| len);
         // What is copied must be the page as it is before this batch: the batch's own changes were applied to
         // it after that.
@@ -116,7 +116,7 @@ impl Committer {
         }
         // Memory of another length or place would be applied to a page of the table's length (I10).
         if ops.iter().any(|at| goes_elsewhere(&at.op))
-            && !draft.memory().map(home).eq(homes_made(ops, home_of)?.iter().map(|made| made.at))
+            && !draft.memory().map(home).eq(homes_made(ops, table)?.iter().map(|made| made.at))
         {
             return Ok(None);
         }
@@ -125,7 +125,7 @@ impl Committer {
             return Ok(None);
         }
         for &(page, expected) in &draft.expected {
-            let found = table.get(page).map_or(Epoch(0), |info| info.epoch);
+            let found = table.entry(page).map_or(Epoch(0), |entry| entry.epoch);
             if found != expected {
                 return Err(Error::Conflict { page, expected, found });
             }

@@ -13,7 +13,7 @@ use remanent_format::{PageId, PageTable, Place};
 
 use super::Committer;
 use crate::applier::Provision;
-use crate::base::allocation::{collected, insert, map_of, push};
+use crate::base::allocation::{collected, insert, make_room, map_of};
 use crate::device::{CommandList, DeviceBytes, Lane, MemoryId};
 use crate::error::{Error, Result};
 use crate::memory::arena::{PageMemory, Purpose};
@@ -32,10 +32,11 @@ impl Committer {
     ) -> Result<Vec<MadeMemory>> {
         // Without the lock, unless the caller holds it: `append` looks again, and a draft with other
         // memory is stale.
-        let homes = homes_made(ops, |page| match locked {
-            Some(table) => home_in(table, page),
-            None => home_in(&self.submitted.lock(), page),
-        })?;
+        let homes = match locked {
+            Some(table) => homes_made(ops, table)?,
+            None if ops.iter().any(|at| may_take_memory(&at.op)) => homes_made(ops, &self.submitted.lock())?,
+            None => Vec::new(),
+        };
         if homes.is_empty() {
             return Ok(homes);
         }
@@ -197,7 +198,7 @@ pub(super) type PageLocation = (Place, u64);
 
 /// Where a table says that a page is.
 pub(super) fn home_in(table: &PageTable, page: PageId) -> Option<PageLocation> {
-    table.get(page).map(|info| (info.place, info.len))
+    table.entry(page).map(|entry| (entry.place(), entry.len()))
 }
 
 /// Where memory is.
@@ -205,21 +206,20 @@ pub(super) fn home(memory: &PageMemory) -> PageLocation {
     (memory.place(), memory.byte_len())
 }
 
-/// The memory that a batch's creates, resizes and moves need, in their order; `home_of` tells of the
-/// pages before the batch.
-pub(super) fn homes_made(
-    ops: &[OpAt<'_>],
-    home_of: impl Fn(PageId) -> Option<PageLocation>,
-) -> Result<Vec<MadeMemory>> {
+/// The memory that a batch's creates, resizes and moves need, in their order, when it follows this table.
+pub(super) fn homes_made(ops: &[OpAt<'_>], table: &PageTable) -> Result<Vec<MadeMemory>> {
     let mut made = Vec::new();
-    if !ops.iter().any(|at| may_take_memory(&at.op)) {
-        return Ok(made);
-    }
+    let Some(first) = ops.iter().position(|at| may_take_memory(&at.op)) else { return Ok(made) };
+    make_room(&mut made, ops.len() - first)?;
     // Where pages are in the course of the batch: a page may be resized and then moved.
     let mut now: HashMap<PageId, PageLocation> = HashMap::new();
     let comes_once = each_comes_once(ops);
     for (op, at) in ops.iter().enumerate() {
-        let old = |page| now.get(&page).copied().or_else(|| home_of(page)).ok_or(Error::UnknownPage { page });
+        let old = |page| {
+            let before = || home_in(table, page);
+            let here = if comes_once { before() } else { now.get(&page).copied().or_else(before) };
+            here.ok_or(Error::UnknownPage { page })
+        };
         let (page, place, len) = match at.op {
             Op::Create { page, len, place, .. } => (page, place, len),
             Op::Resize { page, len } => (page, old(page)?.0, len),
@@ -242,7 +242,7 @@ pub(super) fn homes_made(
             continue;
         }
         let new_page = matches!(at.op, Op::Create { .. }).then_some(page);
-        push(&mut made, MadeMemory { op, new_page, at: (place, len) })?;
+        made.push(MadeMemory { op, new_page, at: (place, len) });
     }
     Ok(made)
 }

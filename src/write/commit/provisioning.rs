@@ -90,6 +90,11 @@ impl Committer {
         let made = self.allocate(provision, ops, own.lent, &mut own.whole.memory, locked)?;
         let from = FillSources { sources: own.sources, disk_ops };
         let versions = self.fill_memory(provision, &from, ops, &made)?;
+        provision.room = ListRoom::of(ops)?;
+        // Moves bring no bytes, and change none. They may be thousands.
+        if ops.iter().all(|at| matches!(at.op, Op::Move { .. })) {
+            return Ok(versions);
+        }
         // What the applier finds in place, or reads from disk, it takes from nowhere else.
         let filled = &provision.filled;
         let is_there = |op: &Op<'_>| matches!(op, Op::Image { page, .. } if filled.has_image_of(*page));
@@ -110,7 +115,6 @@ impl Committer {
         if device.crosses_bus() {
             provision.sums = ArrivalSums::of(taken(), staging)?;
         }
-        provision.room = ListRoom::of(ops)?;
         provision.relocations = self.relocations(ops, locked)?;
         Ok(versions)
     }

@@ -133,6 +133,55 @@ fn a_page_moves_with_all_it_has_but_its_place() {
     }
 }
 
+/// A move of thousands of pages is submitted part by part, and is one batch all the same: a reader finds each
+/// page's bytes at any time, a view the places of its batch, and a restart all that was logged.
+#[test]
+fn thousands_of_pages_move_together() {
+    const COUNT: u64 = 9000;
+    const PAGE_LEN: u64 = 24;
+    for device in [host(), late(20), two_of(late(21), late(22))] {
+        let disk = SimDisk::new();
+        let store = open(&disk, &device, small().segment_len(4 << 20));
+        let content = |page: PageId| [page.0.to_le_bytes(), (!page.0).to_le_bytes(), [7; 8]].concat();
+        let mut pages = Vec::new();
+        while pages.len() < COUNT as usize {
+            let mut batch = store.batch();
+            (0..500).for_each(|_| _ = batch.create(PAGE_LEN, Place::Host));
+            let new = store.commit(batch).unwrap().pages;
+            let mut batch = store.batch();
+            new.iter().for_each(|page| _ = batch.write(*page, 0, &content(*page)));
+            store.commit(batch).unwrap();
+            pages.extend(new);
+        }
+        let lease = store.lease(pages[2]).unwrap();
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        let mut before = Place::Host;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut reads = pages.iter().rev().step_by(7).cycle();
+                while !is_over.load(std::sync::atomic::Ordering::Acquire) {
+                    let page = *reads.next().unwrap();
+                    assert_eq!(bytes(&store, page), content(page));
+                }
+            });
+            for place in [Place::Device(1), Place::Device(0), Place::Pinned] {
+                let view = store.view().unwrap();
+                // Whatever the order in which they are named, and however often.
+                let named: Vec<PageId> = pages.iter().rev().chain(&pages[..9]).copied().collect();
+                store.ensure(&named, place).unwrap();
+                assert!(pages.iter().all(|page| view.page(*page).unwrap().place == before));
+                assert!(pages.iter().all(|page| store.page(*page).unwrap().place == place));
+                before = place;
+            }
+            is_over.store(true, std::sync::atomic::Ordering::Release);
+        });
+        drop(lease);
+        let store = assert_survives(store, &disk, &device);
+        assert!(pages.iter().all(|page| bytes(&store, *page) == content(*page)));
+        assert_eq!(allocated(&store), [(Place::Pinned, COUNT * PAGE_LEN)]);
+    }
+}
+
 #[test]
 fn a_move_takes_its_turn_among_the_operations_of_its_batch() {
     for device in devices() {

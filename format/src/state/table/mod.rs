@@ -125,6 +125,12 @@ impl PageTable {
         Some(self.pages.get(page)?.info(page))
     }
 
+    /// Looks up a page as the table holds it: neither key nor metadata is copied.
+    #[must_use]
+    pub fn entry(&self, page: PageId) -> Option<&PageEntry> {
+        self.pages.get(page)
+    }
+
     /// The page that has a key.
     #[must_use]
     pub fn get_key(&self, key: &Key) -> Option<PageInfo> {
