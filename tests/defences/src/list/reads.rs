@@ -15,6 +15,13 @@ pub const LIST: &[Defence] = &[
         "true",
         STAYS,
     ),
+    defence(
+        "a page is seen in the place where its batch left it",
+        "src/versions/chain.rs",
+        "self.places[which].load(Ordering::Acquire)",
+        "self.places[self.newest().0].load(Ordering::Acquire)",
+        unit("versions::tests::a_page_that_moves_is_seen_in_each_place_when_it_was_there"),
+    ),
     defence("a batch is seen once it is logged (I1)", VERSIONS, "installed.min(logged)", "installed", STAYS),
     defence(
         "what a view wants is not cut off",
