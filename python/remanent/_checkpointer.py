@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _Path = str | os.PathLike[str]
 
 # Batches of a save that are written at a time.
-_WRITERS = min(8, os.cpu_count() or 1)
+_WRITERS = min(4, os.cpu_count() or 1)
 # Pages that one batch removes of a save that was ended halfway.
 _DELETED_AT_ONCE = 10_000
 # A longer tensor is not captured: of a quarter of it that changed, a batch would have more than it may.
