@@ -479,7 +479,7 @@ mod tests {
             let mut place = |area: u64, half: u64| area * AREA + half * AREA / 2 + below(room - len);
             let row = PieceRow::dense(place(target, halves[first]), place(source, halves[1 - first]), len);
             // Two kinds of memory, or two of one kind.
-            let other = if seed % 2 == 0 { Kind::Pinned } else { Kind::Device };
+            let other = if seed.is_multiple_of(2) { Kind::Pinned } else { Kind::Device };
             let area = |number| match number {
                 0 => Area::Memory(Kind::Device, 0),
                 1 => Area::Memory(other, 1),

@@ -113,7 +113,7 @@ fn fork_cut_short_starts_over() {
     let error = open(&lost.disk()).unwrap_err();
     assert_eq!(error.file(), Some(FileName::Store), "{error}");
     let lost: Arc<dyn Disk> = Arc::new(lost.disk());
-    let error = View::open_on(&lost, None).err().expect("it is no whole store");
+    let error = View::open_on(&lost, None).expect_err("it is no whole store");
     assert_eq!(error.file(), Some(FileName::Store), "{error}");
 }
 
