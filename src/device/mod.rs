@@ -74,8 +74,8 @@ pub trait Device: Any + Send + Sync {
         self.allocate(place, len)
     }
 
-    /// Allocates page memory for several pages, in their order, as [`allocate`](Self::allocate) does for each.
-    /// Adds it to `made`, which has room for it; without success, what was allocated by then.
+    /// Allocates page memory for several pages, in their order, as [`allocate`](Self::allocate) does for
+    /// each. Adds it to `made`, which has room for it; without success, what was allocated by then.
     ///
     /// # Errors
     /// As for `allocate`.

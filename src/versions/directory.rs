@@ -40,8 +40,8 @@ struct Chunk {
 }
 
 /// A walk over slots that holds the chunk of the last page, because a long batch mostly goes through
-/// neighbours. A chunk that is taken out during the walk had no page any more; only the writer knows that none
-/// comes in its place.
+/// neighbours. A chunk that is taken out during the walk had no page any more; only the writer knows that
+/// none comes in its place.
 pub(super) struct SlotWalk<'d> {
     directory: &'d Directory,
     /// A chunk that was there, and its first page divided by [`WIDTH`].

@@ -478,7 +478,7 @@ pub(crate) struct PageWalk<'v> {
 }
 
 impl PageWalk<'_> {
-    /// As [`Versions::page`].
+    /// What a reader finds of a page now, as by [`Versions::page`].
     pub fn page<R>(&mut self, page: PageId, read: impl Fn(&SeenPage<'_>) -> R) -> Option<R> {
         let at = self.versions.visible();
         let state = self.slots.look(page, |slot| visible_at(&slot.newest, at))?.ok();
@@ -490,10 +490,11 @@ impl PageWalk<'_> {
         }
     }
 
-    /// As [`Versions::moved`].
+    /// Says that a page's bytes are in another memory, as [`Versions::moved`] does.
     pub fn moved(&mut self, page: PageId, memory: MemoryId) {
-        // A page that is not there was deleted by a batch that the applier has yet to come to. So was each page
-        // of a chunk that is taken out meanwhile; a restore may bring some back, and says itself where they are.
+        // A page that is not there was deleted by a batch that the applier has yet to come to. So was each
+        // page of a chunk that is taken out meanwhile; a restore may bring some back, and says itself where
+        // they are.
         self.slots.look(page, |slot| slot.set_memory(Some(memory)));
     }
 }

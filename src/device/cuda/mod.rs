@@ -392,8 +392,8 @@ impl Device for CudaDevice {
             let [page, ..] = alike else { continue };
             if page.len > 0 && !page.is_adopted && page.kind != Kind::Managed {
                 let addresses: Vec<u64> = alike.iter().map(|page| page.address).collect();
-                // SAFETY: taken apart by `allocate` or `allocate_all` for names that were taken out of use just
-                // now; all are of this kind and length.
+                // SAFETY: taken apart by `allocate` or `allocate_all` for names that were taken out of use
+                // just now; all are of this kind and length.
                 unsafe {
                     self.memory(page.kind).free_all(&addresses, page.len, &mut |index, error| {
                         failed(first + index, error);

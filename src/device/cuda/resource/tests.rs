@@ -49,8 +49,8 @@ fn slabs_are_no_longer_than_the_limit() {
     assert_eq!(pool.trim().unwrap(), 52 << 20);
 }
 
-/// Many blocks at once are those that as many calls give: no two of them overlap, none is lost, and all counts
-/// are the same.
+/// Many blocks at once are those that as many calls give: no two of them overlap, none is lost, and all
+/// counts are the same.
 #[test]
 fn many_blocks_are_taken_and_given_back_at_once() {
     for len in [100_u64, 16 << 10, 20 << 20] {

@@ -95,8 +95,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "memory that is filled takes no bytes of the page before",
         APPLIER,
-        "self.replace(page, new, is_filled)",
-        "self.replace(page, new, false)",
+        "self.replace(&mut versions, page, new, is_filled)",
+        "self.replace(&mut versions, page, new, false)",
         REPLACED,
     ),
     defence(
