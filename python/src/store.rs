@@ -534,16 +534,16 @@ impl PyStore {
         history::snapshot(py, &self.gate, name, exact, verify)
     }
 
-    /// Reads the images back that batches wrote ahead since the last snapshot, of new pages and of pages on
-    /// disk that were written whole; returns how many bytes of pages. The next snapshot does so before it
+    /// Reads the images back that long batches wrote ahead since the last snapshot, of new pages and of pages
+    /// on disk that were written whole; returns how many bytes of pages. The next snapshot does so before it
     /// names them: a caller that has many batches to commit before it has that done meanwhile. Ctrl-C takes
     /// effect after the call.
     ///
     /// >>> with remanent.Store(directory) as store:
     /// ...     with store.batch() as batch:
-    /// ...         _ = batch.create(bytes(1 << 20), place="disk")
+    /// ...         _ = batch.create(bytes(20 << 20), place="disk")
     /// ...     store.prove_written_ahead()
-    /// 1048576
+    /// 20971520
     fn prove_written_ahead(&self, py: Python<'_>) -> PyResult<u64> {
         self.gate.call(py, |store| store.prove_written_ahead())
     }

@@ -72,8 +72,8 @@ impl Store {
         self.in_store(taken)
     }
 
-    /// Reads the images back that batches have written ahead of themselves since the last snapshot: of new
-    /// pages, and of pages on disk that were written whole. The next snapshot does so before it names them;
+    /// Reads the images back that long batches have written ahead of themselves since the last snapshot: of
+    /// new pages, and of pages on disk that were written whole. The next snapshot does so before it names them;
     /// a caller that has many batches to commit before it takes one has it done meanwhile, by a thread of
     /// its own. One thread reads, so that the others have their cores. Snapshots wait until this returns.
     /// What does not hold the next snapshot writes again, or says that it cannot, as if it had found it.
@@ -81,15 +81,15 @@ impl Store {
     /// Returns how many bytes of pages were read back.
     ///
     /// ```
-    /// # fn main() -> remanent::Result<()> {
-    /// # let dir = tempfile::tempdir().unwrap();
-    /// # let store = remanent::Options::new(dir.path()).open()?;
-    /// let mut batch = remanent::WriteBatch::new();
-    /// batch.create_from(&[7; 1 << 20], remanent::Place::Disk);
+    /// # use remanent::{Options, Place, Store, WriteBatch};
+    /// # let directory = tempfile::tempdir()?;
+    /// # let store = Store::open(directory.path(), Options::default())?;
+    /// let mut batch = WriteBatch::default();
+    /// batch.create_from(vec![7; 20 << 20], Place::Disk);
     /// store.commit(batch)?;
-    /// assert_eq!(store.prove_written_ahead()?, 1 << 20);
+    /// assert_eq!(store.prove_written_ahead()?, 20 << 20);
     /// assert_eq!(store.prove_written_ahead()?, 0);
-    /// # Ok(()) }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors
