@@ -73,9 +73,9 @@ impl Store {
     }
 
     /// Reads the images back that long batches have written ahead of themselves since the last snapshot: of
-    /// new pages, and of pages on disk that were written whole. The next snapshot does so before it names them;
-    /// a caller that has many batches to commit before it takes one has it done meanwhile, by a thread of
-    /// its own. One thread reads, so that the others have their cores. Snapshots wait until this returns.
+    /// new pages, and of pages on disk that were written whole. The next snapshot does so before it names
+    /// them; a caller that has many batches to commit before it takes one has it done meanwhile, by a thread
+    /// of its own. One thread reads, so that the others have their cores. Snapshots wait until this returns.
     /// What does not hold the next snapshot writes again, or says that it cannot, as if it had found it.
     ///
     /// Returns how many bytes of pages were read back.
