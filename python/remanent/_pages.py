@@ -10,6 +10,7 @@ of that kind and there is no tree, a header as in a safetensors file lies beside
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -93,19 +94,18 @@ class LastManifest:
         """The arrays that the store holds, by page."""
         text = reader[MANIFEST_KEY] if MANIFEST_KEY in reader else None
         if text is None or text != self._text:
-            try:
-                self._text, self._pages, self._listed = None, read_manifest(reader).pages, ""
-            except NoStateError:
-                self._pages = {}
+            self._text, self._pages, self._listed = None, {}, ""
+            with contextlib.suppress(NoStateError):
+                self._pages = read_manifest(reader).pages
         return self._pages
 
     def put(self, pages: dict[str, Arrays], tree: str) -> bytes:
         """The text of a manifest of these pages and this tree."""
         if not self._listed or pages != self._pages or list(pages) != list(self._pages):
-            self._listed = ",".join(f"{json.dumps(key)}:{json.dumps([array.listed() for array in arrays], separators=(',', ':'))}"
-                                    for key, arrays in pages.items())
+            listed = {key: [array.listed() for array in arrays] for key, arrays in pages.items()}
+            self._listed = json.dumps(listed, separators=(",", ":"))
         self._pages = pages
-        self._text = f'{{"format":1,"pages":{{{self._listed}}},"tree":{tree}}}'.encode()
+        self._text = f'{{"format":1,"pages":{self._listed},"tree":{tree}}}'.encode()
         return self._text
 
 

@@ -179,3 +179,9 @@ def test_a_manifest_is_read_again_once_it_is_another(directory: str) -> None:
         put(store, {"c": c, "e": a}, last)
         assert list(_pages.read_manifest(store).pages) == ["c", "e"]
         assert sorted(key for key in store.keys() if isinstance(key, str) and len(key) == 1) == ["c", "e"]
+        # Nor is it that there is none any more.
+        with store.batch() as batch:
+            for key in store.keys():
+                batch.delete(key)
+        put(store, {}, last)
+        assert _pages.read_manifest(store).pages == {}

@@ -259,7 +259,7 @@ def compare(rank, chosen):
         torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         held = [moment()]
         with way.updating():
-            # After the hooks of the way, for it came later.
+            # It runs after the hook of the way, which was registered before it.
             hook = optimizer.register_step_pre_hook(lambda *given: held.append(moment()))
             optimizer.step()
             hook.remove()
