@@ -20,7 +20,7 @@ use crate::base::allocation::{collected, push};
 use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
 use crate::error::{Error, Result};
-use crate::memory::arena::{Arena, FILE_LANES, FileTarget, PageMemory};
+use crate::memory::arena::{Arena, FileTarget, FileWay, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
 /// Bytes that were caught between two batches, to be brought to the host.
@@ -277,16 +277,12 @@ impl CopiesAside {
     }
 
     /// Has the device copy them to a file's memory, for a chunk that begins at `offset` there. `gaps` are the
-    /// ranges of the chunk that are to be zeros, between and after the copies. Waits until all is there, and
-    /// returns CRC-32 of each source as it lies in the file: the device sums what arrived, and where the
-    /// bytes crossed a bus, what it sent (I12). Not for the applier's thread.
-    ///
-    /// What arrived is read over the bus again, to memory of the device's own where there is room: a copy
-    /// engine reads faster than kernels that sum bytes on the other side of a bus. That is a list of another
-    /// lane, so that the next chunk is copied meanwhile.
+    /// ranges of the chunk that are to be zeros, between and after the copies. Waits until the device has
+    /// sent them, and returns CRC-32 of each source, which the device makes of the copies (I12). What arrived
+    /// is held against it when the snapshot is verified. Not for the applier's thread.
     ///
     /// # Errors
-    /// A device error, also where the bytes in the file are not those that the device sent, twice.
+    /// A device error; `OutOfMemory`.
     pub fn finish_in_place(
         self,
         device: &dyn Device,
@@ -297,88 +293,46 @@ impl CopiesAside {
         let Self { aside, chunk_range, summed } = self;
         let AsideBuffer { pieces, caught, arena } = aside;
         let mut last_use = caught;
-        // Where the device sums what it sends, there is a bus to read over.
-        let len = if summed.spans.is_empty() { 0 } else { chunk_range.end - chunk_range.start };
-        let read_back = match read_back_memory(&arena, &pieces, len) {
-            Ok(read_back) => read_back,
-            Err(error) => {
-                pieces.into_iter().for_each(|piece| arena.retire(piece, caught));
-                return Err(error);
-            }
-        };
         let mut copy = || {
-            let (mut copies, mut proof) = (CommandList::default(), CommandList::default());
+            let mut list = CommandList::default();
             let mut at = chunk_range.start;
-            for (number, piece) in pieces.iter().enumerate() {
+            for piece in &pieces {
                 // The last piece may be longer than the bytes in it.
                 let len = (chunk_range.end - at).min(piece.byte_len());
-                let arrived = target.part(offset + at, len);
-                push(&mut copies.commands, Command::Copy { source: piece.part(0, len), target: arrived })?;
-                if let Some(read_back) = read_back.get(number) {
-                    let target = read_back.part(0, len);
-                    push(&mut proof.commands, Command::Copy { source: arrived, target })?;
-                }
+                let target = target.part(offset + at, len);
+                push(&mut list.commands, Command::Copy { source: piece.part(0, len), target })?;
                 at += len;
             }
             for gap in gaps {
                 let target = target.part(offset + gap.start, gap.end - gap.start);
-                push(&mut copies.commands, Command::Fill { target, pattern: [0; 16], width: Width::W1 })?;
+                push(&mut list.commands, Command::Fill { target, pattern: [0; 16], width: Width::W1 })?;
             }
-            let arrived = summed.arrivals.iter().map(|(range, _)| {
-                let (at, len) = (range.start as u64, range.len() as u64);
-                match read_back.first() {
-                    // A source that lies across the end of a piece was divided there.
-                    Some(first) => {
-                        let at = at - chunk_range.start;
-                        let piece = &read_back[(at / first.byte_len()) as usize];
-                        piece.part(at % first.byte_len(), len)
-                    }
-                    None => target.part(offset + at, len),
-                }
+            let copies = summed.arrivals.iter().map(|(range, _)| {
+                // A source that lies across the end of a piece was divided there.
+                let at = range.start as u64 - chunk_range.start;
+                let piece_len = pieces[0].byte_len();
+                pieces[(at / piece_len) as usize].part(at % piece_len, range.len() as u64)
             });
-            summed.pool.add_sums(&mut proof, collected(summed.spans.iter().copied().chain(arrived))?)?;
-            let mut submit = |lane, after, list| {
-                device.after(lane, after)?;
-                let queued = device.submit(lane, list);
-                target.note(queued.as_ref().map(Pending::fence));
-                let pending = queued?;
-                last_use = pending.fence();
-                Ok::<_, Error>(pending)
-            };
-            let [there, back] = FILE_LANES;
-            let copied = submit(there, caught, copies)?.fence();
-            // After the copies: the device reads back the bytes that lie there.
-            let words = submit(back, copied, proof)?.finish(device)?;
-            let words = words.into_iter().next().expect("one staging went in");
-            let sums = summed.check_in_place(&words[..sums_len(summed.spans.len() + summed.arrivals.len())]);
-            summed.pool.give(words);
-            sums
-        };
-        let copied = match copy() {
-            Ok(None) => {
-                tracing::warn!(device = device.label(), "bytes changed on their way to a file: once more");
-                copy().and_then(|sums| sums.ok_or_else(|| changed_on_the_way(device, "bytes of pages")))
+            summed.pool.add_sums(&mut list, collected(copies)?)?;
+            let pending = target.submit(FileWay::To, Some(caught), list)?;
+            last_use = pending.fence();
+            let words = pending.finish(device)?.into_iter().next().expect("one staging went in");
+            let mut sums = collected((0..summed.sources).map(|_| Hasher::new()))?;
+            let made = sums_in(&words[..sums_len(summed.arrivals.len())]);
+            for ((range, source), sum) in summed.arrivals.iter().zip(made) {
+                // A source that was divided is the sum of its parts.
+                sums[*source].combine(&Hasher::new_with_initial_len(sum, range.len() as u64));
             }
-            Ok(Some(sums)) => Ok(sums),
-            Err(error) => Err(error),
+            summed.pool.give(words);
+            Ok(sums)
         };
-        let mut used = pieces.into_iter().chain(read_back);
+        let copied = copy();
         match &copied {
-            Ok(_) => used.try_for_each(|piece| arena.discard(piece))?,
+            Ok(_) => pieces.into_iter().try_for_each(|piece| arena.discard(piece))?,
             // The copies may still be in use.
-            Err(_) => used.for_each(|piece| arena.retire(piece, last_use)),
+            Err(_) => pieces.into_iter().for_each(|piece| arena.retire(piece, last_use)),
         }
         copied
-    }
-}
-
-/// Memory to which these copies are brought back from a file, piece by piece. Empty where kernels sum them as
-/// quickly in the file's memory, as of pages in host memory, and where there is no room.
-fn read_back_memory(arena: &Arena, pieces: &[PageMemory], len: u64) -> Result<Vec<PageMemory>> {
-    let Some(place @ Place::Device(_)) = pieces.first().map(PageMemory::place) else { return Ok(Vec::new()) };
-    match arena.allocate_scratch(place, len) {
-        Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => Ok(Vec::new()),
-        allocated => allocated,
     }
 }
 
@@ -444,21 +398,6 @@ impl SummedCopies {
                 return Ok(None);
             }
             // A source that was divided is the sum of its parts.
-            sums[*source].combine(&Hasher::new_with_initial_len(sum, range.len() as u64));
-        }
-        Ok(Some(sums))
-    }
-
-    /// Holds the device's sums of what it sent, if it made any, against those of what arrived, which follow
-    /// them; `None` if they are others (I12).
-    fn check_in_place(&self, words: &[u8]) -> Result<Option<Vec<Hasher>>> {
-        let mut sums = collected((0..self.sources).map(|_| Hasher::new()))?;
-        let (sent, arrived) = words.split_at(sums_len(self.spans.len()));
-        let mut sent = sums_in(sent);
-        for ((range, source), sum) in self.arrivals.iter().zip(sums_in(arrived)) {
-            if !self.spans.is_empty() && sent.next() != Some(sum) {
-                return Ok(None);
-            }
             sums[*source].combine(&Hasher::new_with_initial_len(sum, range.len() as u64));
         }
         Ok(Some(sums))

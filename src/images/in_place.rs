@@ -2,15 +2,15 @@
 //! here.
 //!
 //! 1. **Place**: a chunk takes its place after all others, as long as it will be.
-//! 2. **Copy**: the device copies the images there, and sums what arrived (`snapshot/in_place.rs`).
+//! 2. **Copy**: the device copies the images there, and sums what it sends (`snapshot/in_place.rs`).
 //! 3. **Head**: with the sums in hand, the host writes the chunk's head before the images.
+//! 4. **Verify**, once the snapshot is published: the device sums what lies there (I7, I12). The copies that
+//!    it sent are gone by then: other bytes in the file are for the next open, which starts from the snapshot
+//!    before.
 //!
-//! That sum is the read-back of the images, too (I7): it was made of the file's memory, where no cache can
-//! hide what a medium has. Only heads are left to verify.
-//!
-//! A crash here leaves an image file that nothing names, and in it chunks without heads.
+//! A crash in 1 to 3 leaves an image file that nothing names, and in it chunks without heads.
 
-use remanent_format::image::{Chunk, ImageRef};
+use remanent_format::image::{Chunk, ImageHeader, ImageRef};
 use remanent_format::{FileName, PageInfo, Place};
 
 use super::{ImageWriter, new_image, no_space};
@@ -38,19 +38,19 @@ impl ImageWriter {
     }
 
     /// Writes the head of a chunk whose images lie in their place, each with the CRC-32 that the device made
-    /// of it. `is_proven` says that it was made of the bytes in that place: others are read back once more.
-    /// Returns the references in the order of the pages.
+    /// of it. `from` is the place from which it copied them; `None` if it did not copy all of them: the host
+    /// reads those back. Returns the references in the order of the pages.
     pub fn finish_in_place(
         &self,
         offset: u64,
         chunk_len: u64,
         pages: &[(&PageInfo, u32)],
-        is_proven: bool,
+        from: Option<Place>,
     ) -> Result<Vec<ImageRef>> {
         let images = collected(pages.iter().map(|(info, sum)| new_image(info, *sum, None)))?;
         let chunk = Chunk::plan(self.number, offset, &images)
             .map_err(|defect| Error::from(defect.at(FileName::Pages(self.number), offset)))?;
-        // I7: a longer one would reach into the next chunk, which another thread has proven.
+        // I7: a longer one would reach into the next chunk, which another thread wrote.
         assert!(chunk.len == chunk_len, "a chunk that is not as long as its place");
         let head = self.encode_head(&chunk)?;
         self.growing
@@ -58,9 +58,7 @@ impl ImageWriter {
             .map_err(|error| no_space(self.number, offset + chunk_len, error))?;
         let references = collected(chunk.images.iter().map(|header| header.image))?;
         let mut written = self.written.lock();
-        if is_proven {
-            written.proven.insert(offset);
-        }
+        from.and_then(|from| written.placed.insert(offset, from));
         push(&mut written.chunks, chunk)?;
         Ok(references)
     }
@@ -71,12 +69,22 @@ impl ImageWriter {
         self.growing.write_at(at, bytes).map_err(|error| no_space(self.number, end, error))
     }
 
-    /// Checks a chunk whose images were proven where they lie: reads its head back (I7).
-    pub(super) fn verify_in_place(&self, chunk: &Chunk) -> Result<()> {
+    /// Checks a chunk whose images a device copied to their place: the host reads its head back, and the
+    /// device its images (I7). A bit that turns over on that way must not stop a store, so they are read
+    /// twice if need be.
+    pub(super) fn verify_in_place(&self, chunk: &Chunk, from: Place) -> Result<()> {
         let len = Chunk::head_len(chunk.images.len() as u64);
         let no_memory = || Error::OutOfMemory { place: Place::Host, len };
         let mut head = AlignedBuf::try_new(len as usize).ok_or_else(no_memory)?;
         self.file.read_past_cache(chunk.offset, &mut head)?;
-        self.check_head(chunk, &head)
+        self.check_head(chunk, &head)?;
+        let target = self.target.as_ref().expect("a device copied to it");
+        let range = |header: &ImageHeader| header.image.offset..header.image.offset + header.image.stored_len;
+        let ranges = collected(chunk.images.iter().map(range))?;
+        let is_as_sent = || {
+            let sums = target.sums(from, &ranges)?;
+            Ok::<_, Error>(sums.iter().eq(chunk.images.iter().map(|header| &header.image.stored_crc)))
+        };
+        if is_as_sent()? || is_as_sent()? { Ok(()) } else { Err(target.changed_on_the_way()) }
     }
 }

@@ -12,7 +12,7 @@ mod in_place;
 mod long_pages;
 mod writers;
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -129,8 +129,9 @@ struct WrittenChunks {
     /// Where the next chunk begins.
     end: u64,
     chunks: Vec<Chunk>,
-    /// The offsets of chunks whose images are proven already, where they lie.
-    proven: BTreeSet<u64>,
+    /// The chunks whose images a device copied to their place, by their offsets, and where it copied them
+    /// from.
+    placed: BTreeMap<u64, Place>,
 }
 
 impl ImageWriter {
@@ -164,7 +165,7 @@ impl ImageWriter {
         // Zeros fill the block, because a spare's has an older header's bytes.
         let mut block = ImageFileHeader { store, file: number, purpose }.encode().to_vec();
         block.resize(IMAGE_HEADER_BLOCK as usize, 0);
-        let none = WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new(), proven: BTreeSet::new() };
+        let none = WrittenChunks { end: IMAGE_HEADER_BLOCK, chunks: Vec::new(), placed: BTreeMap::new() };
         let written = Mutex::new(none);
         let ImageOptions { compression, io } = options;
         let (tail, areas, threads_max) = (Mutex::default(), Mutex::default(), usize::MAX);
@@ -367,16 +368,16 @@ impl ImageWriter {
         })
     }
 
-    /// Reads everything back past the cache and checks it (I7).
+    /// Reads everything back past the cache and checks it (I7). What a device copied to the file's memory is
+    /// read back by the device.
     pub fn verify(&self) -> Result<()> {
-        let WrittenChunks { chunks, proven, .. } = &*self.written.lock();
+        let WrittenChunks { chunks, placed, .. } = &*self.written.lock();
         let is_long = |chunk: &Chunk| chunk.images.iter().any(|image| image.len > PIECE_BYTES);
-        let is_proven = |chunk: &Chunk| proven.contains(&chunk.offset);
-        let short = chunks.iter().filter(|chunk| !is_long(chunk) && !is_proven(chunk));
+        let short = chunks.iter().filter(|chunk| !is_long(chunk) && !placed.contains_key(&chunk.offset));
         let longest = short.map(|chunk| chunk.len).max().unwrap_or(0);
         let verify = |area: &mut AlignedBuf, index: usize| {
-            if is_proven(&chunks[index]) {
-                return self.verify_in_place(&chunks[index]);
+            if let Some(place) = placed.get(&chunks[index].offset) {
+                return self.verify_in_place(&chunks[index], *place);
             }
             if is_long(&chunks[index]) && chunks[index].images.len() == 1 {
                 return self.verify_long(&chunks[index]);

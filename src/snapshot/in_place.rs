@@ -1,8 +1,8 @@
-//! Gathering in place: the device copies pages straight to the memory of an image file, and proves there what
-//! arrived. The host writes the heads of chunks, and no byte of a page.
+//! Gathering in place: the device copies pages straight to the memory of an image file, and reads them back
+//! there when the snapshot is verified. The host writes the heads of chunks, and no byte of a page.
 //!
 //! A chunk goes by way of staging, as in `gather.rs`, where there is no room to copy it aside, and where the
-//! file's memory ends. It is read back like any other then.
+//! file's memory ends. The host reads it back like any other then.
 //!
 //! A crash here leaves image files that nothing names.
 
@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use remanent_format::image::{Chunk, ImageRef};
 use remanent_format::limits::{FRAME_ALIGN, GROUP_ALIGN, align_up};
-use remanent_format::{PageId, PageInfo};
+use remanent_format::{PageId, PageInfo, Place};
 
 use super::Snapshots;
 use super::gather::{ChunkSources, GatheredEntries, GatheredPages, PlacedPage, caught_sources};
@@ -29,13 +29,13 @@ impl Snapshots {
     ) -> Result<GatheredEntries> {
         let staging = self.engine.staging.clone();
         let pages = collected(chunk.iter().map(|(page, _)| *page))?;
-        let GatheredPages { pages, on_disk, copies: (caught, chunk_len) } = self.gather_by(
+        let GatheredPages { pages, on_disk, copies: (caught, chunk_len, place) } = self.gather_by(
             pages,
-            |(caught, _): &(Caught, u64)| caught.fence(),
+            |(caught, ..): &(Caught, u64, Place)| caught.fence(),
             move |turn, chunk| {
                 let chunk_len = chunk.chunk_len();
                 let ChunkSources { place, sources, head_len, len } = chunk;
-                Ok((turn.catch(place, sources, len, head_len, chunk_len, &staging)?, chunk_len))
+                Ok((turn.catch(place, sources, len, head_len, chunk_len, &staging)?, chunk_len, place))
             },
         )?;
         // Empty pages have an entry, and no image.
@@ -68,7 +68,7 @@ impl Snapshots {
                 let sums = copies.finish_in_place(&*self.engine.device, target, offset, &gaps)?;
                 let summed = images.iter().zip(sums).map(|((info, _), sum)| (info, sum.finalize()));
                 let summed: Vec<(&PageInfo, u32)> = collected(summed)?;
-                let references = file.finish_in_place(offset, chunk_len, &summed, true)?;
+                let references = file.finish_in_place(offset, chunk_len, &summed, Some(place))?;
                 self.progress.copied_in_place(images.iter().map(|(info, _)| info.len).sum());
                 Ok(references)
             })?,
@@ -104,7 +104,7 @@ impl Snapshots {
         let Some((target, offset)) = file.target().zip(file.take_place(chunk_len)) else {
             return Ok(PlacedPage::NoPlace);
         };
-        let (mut sum, mut is_proven) = (crc32fast::Hasher::new(), true);
+        let (mut sum, mut is_in_place) = (crc32fast::Hasher::new(), true);
         for start in (0..info.len).step_by(self.piece_len() as usize) {
             let range = start..info.len.min(start + self.piece_len());
             let staging = self.engine.staging.clone();
@@ -131,8 +131,7 @@ impl Snapshots {
                     let written = file.write_between(at, &drained.bytes);
                     self.engine.staging.give(drained.bytes.into_staging());
                     written?;
-                    // The host summed what came to staging, and not what lies in the file.
-                    is_proven = false;
+                    is_in_place = false;
                 }
             }
             // Its place counts as written since it was taken: the pace is kept on the whole.
@@ -140,8 +139,9 @@ impl Snapshots {
         }
         let end = head_len + info.len;
         file.write_between(offset + end, &vec![0; (chunk_len - end) as usize])?;
-        let images = file.finish_in_place(offset, chunk_len, &[(info, sum.finalize())], is_proven)?;
-        self.progress.copied_in_place(if is_proven { info.len } else { 0 });
+        let from = is_in_place.then_some(place);
+        let images = file.finish_in_place(offset, chunk_len, &[(info, sum.finalize())], from)?;
+        self.progress.copied_in_place(if is_in_place { info.len } else { 0 });
         Ok(PlacedPage::Written(images[0]))
     }
 }

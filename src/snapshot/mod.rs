@@ -12,7 +12,7 @@
 //! 4. **Sync** the image files and their names; wait until the log is durable up to `end` (I7).
 //! 5. **Publish** the manifest. From this rename on a crash starts from here.
 //! 6. **Verify**: read the manifest and the images back past the cache; record that in a seal. Images that
-//!    the device copied to files in memory are read back by the device in 2 (`in_place.rs`).
+//!    the device copied to files in memory are read back by the device (`in_place.rs`).
 //! 7. **Recycle** what neither a kept snapshot nor the log after the oldest of them needs (I8). The next
 //!    snapshot writes over image files that are free (I13).
 //!

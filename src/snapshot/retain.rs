@@ -185,11 +185,11 @@ impl Snapshots {
         spares.recycle(&free, bytes_max, !going.is_empty())?;
         // Registered here, where it is no commit's wait: the next snapshot but one writes to it.
         if self.images.is_in_place() {
-            let arena = &self.engine.arena;
+            let (arena, staging) = (&self.engine.arena, &self.engine.staging);
             let is_ready = |kept: &KeptReady, len| {
                 kept.downcast_ref::<RegisteredFile>().is_some_and(|file| file.is_registered(len))
             };
-            spares.keep_ready(is_ready, |file| arena.register(file).map(|file| file as KeptReady));
+            spares.keep_ready(is_ready, |file| arena.register(file, staging).map(|file| file as KeptReady));
         }
         Ok(())
     }

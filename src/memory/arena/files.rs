@@ -5,16 +5,22 @@
 //! the mapping ends. Only then may the file be cut or removed. Where it is not known that the last list has
 //! ended, the memory stays with the device, which ends it with itself.
 
+use std::ops::Range;
 use std::sync::{Arc, Weak};
 
+use crc32fast::Hasher;
 use remanent_format::Place;
 
-use super::{Arena, Purpose};
+use super::scratch::SCRATCH_PIECE_LEN;
+use super::{Arena, PageMemory, Purpose};
+use crate::base::allocation::{collected, push};
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::{AtomicBool, Ordering};
-use crate::device::{Fence, Lane, MemoryId, Span};
+use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
+use crate::device::{Command, CommandList, Fence, Lane, MemoryId, Pending, Span};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
+use crate::memory::staging::StagingPool;
 
 /// The files that are registered.
 #[derive(Default)]
@@ -27,6 +33,7 @@ pub(super) struct RegisteredFiles {
 /// A file whose memory the device copies to, until it is dropped or given up.
 pub(crate) struct RegisteredFile {
     arena: Arc<Arena>,
+    staging: Arc<StagingPool>,
     len: u64,
     state: Mutex<FileState>,
 }
@@ -42,9 +49,22 @@ struct FileState {
     is_end_unknown: bool,
 }
 
-/// The lane that copies to files, and the one that reads back what lies there. Both ways of the bus are in
-/// use: no copy stands in a lane after a read-back, where it would hold the queue of long copies.
-pub(crate) const FILE_LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
+/// A way between the device and a file. Each has a lane of its own: a copy that stood in a lane after a
+/// read-back would hold the queue of long copies.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum FileWay {
+    To,
+    From,
+}
+
+impl FileWay {
+    fn lane(self) -> Lane {
+        FILE_LANES[self as usize]
+    }
+}
+
+/// The lanes of both ways.
+const FILE_LANES: [Lane; 2] = [Lane::Drain, Lane::Load];
 
 /// The right to copy to a file's memory. While it lives the memory is not given up.
 pub(crate) struct FileTarget {
@@ -55,11 +75,15 @@ pub(crate) struct FileTarget {
 impl Arena {
     /// Registers the memory of a file, if the file has any that a mapping shares, the device takes it, and
     /// the budget of pinned memory has room for it. All else is no error: the bytes go by way of staging.
-    pub(crate) fn register(self: &Arc<Self>, file: &dyn DiskFile) -> Option<Arc<RegisteredFile>> {
+    pub(crate) fn register(
+        self: &Arc<Self>,
+        file: &dyn DiskFile,
+        staging: &Arc<StagingPool>,
+    ) -> Option<Arc<RegisteredFile>> {
         if self.files.is_refused.load(Ordering::Relaxed) {
             return None;
         }
-        match self.try_register(file) {
+        match self.try_register(file, staging) {
             Ok(registered) => registered,
             Err(error) => {
                 tracing::debug!(%error, "an image file stays without registered memory");
@@ -71,7 +95,11 @@ impl Arena {
         }
     }
 
-    fn try_register(self: &Arc<Self>, file: &dyn DiskFile) -> Result<Option<Arc<RegisteredFile>>> {
+    fn try_register(
+        self: &Arc<Self>,
+        file: &dyn DiskFile,
+        staging: &Arc<StagingPool>,
+    ) -> Result<Option<Arc<RegisteredFile>>> {
         let Some(mapping) = file.memory()? else { return Ok(None) };
         let (len, account) = (mapping.byte_len(), self.account(Place::Pinned));
         // Before the device is asked (I10).
@@ -80,7 +108,8 @@ impl Arena {
         account.allocated(Purpose::Image, 1, len);
         let last_uses = FILE_LANES.map(|lane| Fence { lane, value: 0 });
         let state = FileState { memory: Some(memory), users: 0, last_uses, is_end_unknown: false };
-        let registered = Arc::new(RegisteredFile { arena: self.clone(), len, state: Mutex::new(state) });
+        let (arena, staging) = (self.clone(), staging.clone());
+        let registered = Arc::new(RegisteredFile { arena, staging, len, state: Mutex::new(state) });
         let mut files = self.files.files.lock();
         files.retain(|file| file.strong_count() > 0);
         files.push(Arc::downgrade(&registered));
@@ -168,16 +197,107 @@ impl FileTarget {
         Span { memory: self.memory, offset, len }
     }
 
-    /// Notes a list that names the file: its fence, or that the device may have begun it without one.
-    pub fn note(&self, queued: Result<Fence, &Error>) {
+    /// Submits a list that names the file, on the lane of its way, after the fence of another lane.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn submit(&self, way: FileWay, after: Option<Fence>, list: CommandList) -> Result<Pending> {
+        let device = &self.file.arena.device;
+        after.map_or(Ok(()), |fence| device.after(way.lane(), fence))?;
+        let queued = device.submit(way.lane(), list);
         let mut state = self.file.state.lock();
-        match queued {
+        match &queued {
+            // The device may have begun it, without a fence.
             Err(_) => state.is_end_unknown = true,
-            Ok(fence) => {
-                let last = state.last_uses.iter_mut().find(|last| last.lane == fence.lane);
-                let last = last.expect("a lane that copies to files");
-                last.value = last.value.max(fence.value);
+            Ok(pending) => {
+                let last = &mut state.last_uses[way as usize];
+                last.value = last.value.max(pending.fence().value);
             }
+        }
+        queued
+    }
+
+    /// Has the device sum what lies in the file: CRC-32 of each of these ranges, which ascend. Waits for it.
+    ///
+    /// Where a bus is between, they are read over it to memory of `place`, if that is the device's own and
+    /// has room: a copy engine reads faster than kernels that sum bytes on the other side of a bus.
+    ///
+    /// # Errors
+    /// A device error; `OutOfMemory`.
+    pub fn sums(&self, place: Place, ranges: &[Range<u64>]) -> Result<Vec<u32>> {
+        let mut sums = collected(ranges.iter().map(|_| Hasher::new()))?;
+        let mut parts: Vec<(Range<u64>, usize)> = Vec::new();
+        for (number, range) in ranges.iter().enumerate() {
+            let mut start = range.start;
+            while start < range.end {
+                let first = parts.first().map_or(start, |(first, _)| first.start);
+                let end = range.end.min(start + SCRATCH_PIECE_LEN);
+                if end - first > SCRATCH_PIECE_LEN {
+                    self.add_sums(place, &parts, &mut sums)?;
+                    parts.clear();
+                }
+                push(&mut parts, (start..end, number))?;
+                start = end;
+            }
+        }
+        self.add_sums(place, &parts, &mut sums)?;
+        collected(sums.into_iter().map(Hasher::finalize))
+    }
+
+    /// Adds the sums of parts of ranges, which lie within the length of a piece, to those of their ranges.
+    fn add_sums(&self, place: Place, parts: &[(Range<u64>, usize)], sums: &mut [Hasher]) -> Result<()> {
+        let Some((start, end)) =
+            parts.first().map(|first| first.0.start).zip(parts.last().map(|last| last.0.end))
+        else {
+            return Ok(());
+        };
+        let RegisteredFile { arena, staging, .. } = &*self.file;
+        let read_back = self.read_back_memory(place, end - start)?;
+        let mut last_use = Fence { lane: FileWay::From.lane(), value: 0 };
+        let mut sum = || {
+            let mut list = CommandList::default();
+            if let Some(memory) = read_back.first() {
+                let target = memory.part(0, end - start);
+                push(&mut list.commands, Command::Copy { source: self.part(start, end - start), target })?;
+            }
+            let bytes_of = |part: &Range<u64>| match read_back.first() {
+                Some(memory) => memory.part(part.start - start, part.end - part.start),
+                None => self.part(part.start, part.end - part.start),
+            };
+            staging.add_sums(&mut list, collected(parts.iter().map(|(part, _)| bytes_of(part)))?)?;
+            let pending = self.submit(FileWay::From, None, list)?;
+            last_use = pending.fence();
+            Ok::<_, Error>(pending.finish(&*arena.device)?.into_iter().next().expect("one staging went in"))
+        };
+        let words = sum();
+        match &words {
+            Ok(_) => read_back.into_iter().try_for_each(|memory| arena.discard(memory))?,
+            // The copy may still be under way.
+            Err(_) => read_back.into_iter().for_each(|memory| arena.retire(memory, last_use)),
+        }
+        let words = words?;
+        for ((part, number), sum) in parts.iter().zip(sums_in(&words[..sums_len(parts.len())])) {
+            sums[*number].combine(&Hasher::new_with_initial_len(sum, part.end - part.start));
+        }
+        staging.give(words);
+        Ok(())
+    }
+
+    /// The failure of a device that sent other bytes than lie in the file, or reads others than lie there.
+    pub fn changed_on_the_way(&self) -> Error {
+        changed_on_the_way(&*self.file.arena.device, "bytes of pages")
+    }
+
+    /// Memory to which parts of the file are read back. Empty where kernels sum them as quickly in the file,
+    /// as without a bus between, and where there is no room.
+    fn read_back_memory(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
+        let arena = &self.file.arena;
+        if !matches!(place, Place::Device(_)) || !arena.device.crosses_bus() {
+            return Ok(Vec::new());
+        }
+        match arena.allocate_scratch(place, len) {
+            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => Ok(Vec::new()),
+            allocated => allocated,
         }
     }
 }

@@ -24,7 +24,7 @@ use self::account::Account;
 pub(crate) use self::account::PlaceRoom;
 pub use self::account::{PlaceUsage, Purpose};
 use self::files::RegisteredFiles;
-pub(crate) use self::files::{FILE_LANES, FileTarget, RegisteredFile};
+pub(crate) use self::files::{FileTarget, FileWay, RegisteredFile};
 use self::lent::LentMemories;
 pub use self::page_memory::PageMemory;
 pub use self::reservation::Reservation;
