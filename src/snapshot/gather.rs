@@ -31,6 +31,8 @@ use crate::memory::staging::StagingBuf;
 
 /// The shortest piece: shorter ones are not worth their turns, however short chunks are.
 const PIECE_LEN_MIN: u64 = 64;
+/// How many chunks are one where a device copies to files: their bytes are held on the device alone.
+const IN_PLACE_CHUNKS: u64 = 4;
 /// How often a long page is begun anew before it is gathered whole.
 const CATCHES_MAX: usize = 3;
 
@@ -148,16 +150,17 @@ impl Snapshots {
         // The pace counts from here: time that other phases took is not made up for.
         let began = Instant::now();
         // Where a device copies to files, each chunk costs launches beside its bytes, and fewer chunks are
-        // quicker. A page that is longer than a piece still has a chunk of its own.
+        // quicker.
         let writers = target.writers;
-        let chunk_len = if writers.is_in_place() { self.piece_len() } else { self.chunk_len };
+        let chunks_together = if writers.is_in_place() { IN_PLACE_CHUNKS } else { 1 };
+        let chunk_len = self.chunk_len.saturating_mul(chunks_together);
         let chunks = chunks(pages, chunk_len, |(_, len)| *len)?;
         let caught = Mutex::new(OrderedEntries::of(pages.len())?);
         let write = |(): &mut (), index: usize| {
             let keep_pace =
                 |more| if paced { self.pace.keep(began, writers.byte_len() + more) } else { Ok(()) };
             let entries = match chunks[index].split_last() {
-                // Of a chunk only the last page can be long: chunks are cut by their bytes.
+                // A long page that others follow in a chunk of a device's is held whole there, like them.
                 Some((long, others)) if long.1 > self.piece_len() => {
                     let mut gathered = self.gather_chunk(target, others)?;
                     let GatheredEntries { entries, on_disk } = self.gather_long(target, *long, &keep_pace)?;

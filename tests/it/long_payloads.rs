@@ -15,7 +15,7 @@ use crate::pages_on_disk::{commit, move_to, uncompressed};
 /// Longer than the staging that a store keeps.
 const LEN: u64 = (66 << 20) + 77;
 /// The bytes that come down to the host at a time.
-const WAVE_LEN: usize = 32 << 20;
+const WAVE_LEN: usize = 16 << 20;
 
 /// With room for what several batches wrote since the last snapshot.
 fn options() -> Options {

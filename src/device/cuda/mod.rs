@@ -61,8 +61,8 @@ use self::resource::{DriverMemory, Kind, MemoryResource, Pool};
 use self::translate::StagedBytes;
 use self::unified::UnifiedHints;
 use super::{
-    CallerMemory, Command, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending,
-    RawStream, ReturnedStaging, Span, Staging, StreamEvent, UnifiedHint, UnifiedSupport,
+    CallerMemory, CommandList, Device, Fence, Lane, MemoryId, MemoryStats, PageBytes, Pending, RawStream,
+    ReturnedStaging, Span, Staging, StreamEvent, UnifiedHint, UnifiedSupport,
 };
 use crate::base::sync::Mutex;
 use crate::disk::FileMemory;
@@ -280,19 +280,14 @@ impl CudaDevice {
         Ok(Pending::new(Fence { lane, value }, returned))
     }
 
-    /// Queues lists that write what `commands` write, while no thread reads the pinned memory that is
-    /// written.
+    /// Queues lists while no thread reads the pinned memory that they write.
     fn writing<T>(
         &self,
         lane: Lane,
-        commands: &[Command],
+        written: WrittenStripes,
         queue: impl FnOnce() -> Result<T>,
         fence: impl Fn(&T) -> u64,
     ) -> Result<T> {
-        // No thread reads a file's memory by its name.
-        let is_pinned =
-            |memory| self.pages.get(memory).is_some_and(|page| page.kind == Kind::Pinned && !page.is_file);
-        let written = WrittenStripes::of(commands, is_pinned);
         self.pinned_reads.announce(written);
         let queued = queue();
         match &queued {
@@ -433,7 +428,7 @@ impl Device for CudaDevice {
             staging.iter().map(|bytes| StagedBytes { bytes, address: staging::address_of(bytes) }).collect();
         let plan = translate::plan(&commands, &self.pages, &staged, scratch);
         let queue = || self.queue(lane, &plan, staging, blocks);
-        self.writing(lane, &commands, queue, |pending| pending.fence().value)
+        self.writing(lane, plan.pinned, queue, |pending| pending.fence().value)
     }
 
     fn reached(&self, lane: Lane) -> u64 {
@@ -575,7 +570,8 @@ impl Device for CudaDevice {
         let Some(other) = (other as &dyn Any).downcast_ref::<Self>() else { return Ok(None) };
         let queue = || peer_copy::copy(self, other, lane, source, target);
         let fence = |queued: &Option<Pending>| queued.as_ref().map_or(0, |pending| pending.fence().value);
-        self.writing(lane, &[Command::Copy { source, target }], queue, fence)
+        let written = WrittenStripes::of(self.pages.named(target.memory).kind, target.memory);
+        self.writing(lane, written, queue, fence)
     }
 
     fn trim(&self) -> Result<u64> {

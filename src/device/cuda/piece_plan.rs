@@ -69,9 +69,29 @@ pub(super) struct Stage {
     pub blocks: Vec<PartRow>,
 }
 
+impl Stage {
+    /// Adds a piece that overlaps no other one here; `number` is that of its row.
+    pub fn add(&mut self, row: &PieceRow, number: usize) {
+        let (first, bytes) = (number as u32, moved(row));
+        if bytes <= WARP_BYTES {
+            self.warps.push(PartRow::whole(first, 1));
+            return;
+        }
+        let parts = bytes.div_ceil(PART_BYTES).min(PARTS_MAX);
+        // A masked piece is cut at whole bytes of its bitmap, so that no two parts read one byte for
+        // different bits. Other kinds lose nothing by the same boundary.
+        let steps = row.steps.div_ceil(parts).next_multiple_of(MASK_STEPS);
+        for begin in (0..row.steps).step_by(steps as usize) {
+            let end = (begin + steps).min(row.steps);
+            self.blocks.push(PartRow { piece_first: first, piece_count: 1, begin, end });
+        }
+    }
+}
+
 /// Pieces as rows, and the parts of the launches that follow each other.
 #[derive(Debug, Default)]
 pub(super) struct PiecePlan {
+    /// The number of the first row.
     first: usize,
     pub rows: Vec<PieceRow>,
     pub stages: Vec<Stage>,
@@ -106,24 +126,16 @@ impl PiecePlan {
         plan
     }
 
+    /// The plan of pieces of which none overlaps another, with their parts.
+    pub fn apart(rows: Vec<PieceRow>, parts: Stage) -> Self {
+        Self { first: 0, rows, stages: vec![parts] }
+    }
+
     /// Adds a piece that overlaps no other of its stage.
     fn alone(&mut self, piece: &TargetRow, stage: usize) {
-        let first = (self.first + self.rows.len()) as u32;
+        let number = self.first + self.rows.len();
         self.rows.push(piece.row);
-        let stage = self.stage(stage);
-        let bytes = moved(piece);
-        if bytes <= WARP_BYTES {
-            stage.warps.push(PartRow::whole(first, 1));
-            return;
-        }
-        let parts = bytes.div_ceil(PART_BYTES).min(PARTS_MAX);
-        // A masked piece is cut at whole bytes of its bitmap, so that no two parts read one byte for
-        // different bits. Other kinds lose nothing by the same boundary.
-        let steps = piece.row.steps.div_ceil(parts).next_multiple_of(MASK_STEPS);
-        for begin in (0..piece.row.steps).step_by(steps as usize) {
-            let end = (begin + steps).min(piece.row.steps);
-            stage.blocks.push(PartRow { piece_first: first, piece_count: 1, begin, end });
-        }
+        self.stage(stage).add(&piece.row, number);
     }
 
     /// Adds pieces that overlap as one part, in the order of the list.
@@ -131,7 +143,7 @@ impl PiecePlan {
         let first = (self.first + self.rows.len()) as u32;
         self.rows.extend(cluster.iter().map(|piece| pieces[*piece].row));
         let part = PartRow::whole(first, cluster.len() as u32);
-        let bytes: u64 = cluster.iter().map(|piece| moved(&pieces[*piece])).sum();
+        let bytes: u64 = cluster.iter().map(|piece| moved(&pieces[*piece].row)).sum();
         let stage = self.stage(stage);
         if bytes <= WARP_BYTES { stage.warps.push(part) } else { stage.blocks.push(part) }
     }
@@ -145,16 +157,22 @@ impl PiecePlan {
 }
 
 /// The number of bytes that a piece moves, roughly.
-fn moved(piece: &TargetRow) -> u64 {
-    match piece.row.kind {
-        PIECE_SPARSE | PIECE_PICK => piece.row.steps * SECTOR_BYTES,
-        PIECE_MASKED => piece.row.steps * u64::from(piece.row.width),
-        _ => piece.row.steps,
+fn moved(row: &PieceRow) -> u64 {
+    match row.kind {
+        PIECE_SPARSE | PIECE_PICK => row.steps * SECTOR_BYTES,
+        PIECE_MASKED => row.steps * u64::from(row.width),
+        _ => row.steps,
     }
 }
 
 fn extent(piece: &TargetRow) -> Range<u64> {
     piece.row.target..piece.row.target + piece.target_len
+}
+
+/// Whether no two of these ranges overlap, each with its start and its length. Sorts them.
+pub(super) fn are_apart(ranges: &mut [(u64, u64)]) -> bool {
+    ranges.sort_unstable_by_key(|(start, _)| *start);
+    ranges.is_sorted_by(|(start, len), (next, _)| start + len <= *next)
 }
 
 /// Sorts pieces and takes them apart where no target reaches across. Returns the length of each cluster.
@@ -181,7 +199,7 @@ fn clusters(pieces: &[TargetRow], group: &mut [usize]) -> Vec<usize> {
 
 /// Whether one block should work through the cluster.
 fn is_hot(pieces: &[TargetRow], cluster: &[usize]) -> bool {
-    let bytes: u64 = cluster.iter().map(|piece| moved(&pieces[*piece])).sum();
+    let bytes: u64 = cluster.iter().map(|piece| moved(&pieces[*piece].row)).sum();
     bytes <= LAUNCH_BYTES || bytes <= HOT_BYTES * cluster.len() as u64
 }
 

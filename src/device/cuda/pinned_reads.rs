@@ -11,10 +11,13 @@
 //! The caller's kernels write to memory of the caller's own, never to pages, so lists are all there is to
 //! wait for.
 
+use std::ops::BitOrAssign;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use super::lane::Timeline;
+use super::resource::Kind;
 use crate::base::sync::RwLock;
-use crate::device::many_deltas::look_at;
-use crate::device::{Command, Lane, MemoryId, Span};
+use crate::device::{Lane, MemoryId};
 
 /// As many as a mask has bits.
 const STRIPES: usize = u64::BITS as usize;
@@ -37,6 +40,26 @@ struct PinnedWrites {
 /// Stripes of pinned memory that a list writes to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct WrittenStripes(u64);
+
+/// Stripes that several threads find.
+#[derive(Debug, Default)]
+pub(super) struct FoundStripes(AtomicU64);
+
+impl FoundStripes {
+    /// Adds those of this memory, if it is pinned.
+    pub fn add(&self, kind: Kind, memory: MemoryId) {
+        let WrittenStripes(more) = WrittenStripes::of(kind, memory);
+        // Mostly they are there.
+        if self.0.load(Ordering::Relaxed) & more != more {
+            self.0.fetch_or(more, Ordering::Relaxed);
+        }
+    }
+
+    /// All that were found.
+    pub fn all(self) -> WrittenStripes {
+        WrittenStripes(self.0.into_inner())
+    }
+}
 
 impl PinnedReads {
     /// Nothing is written.
@@ -95,38 +118,15 @@ impl PinnedReads {
 }
 
 impl WrittenStripes {
-    /// What these commands write to, of the memory for which `is_pinned` says true.
-    pub fn of(commands: &[Command], is_pinned: impl Fn(MemoryId) -> bool + Sync) -> Self {
-        let written = look_at(commands, |commands| Self::of_some(commands, &is_pinned));
-        Self(written.into_iter().fold(0, |all, written| all | written.0))
+    /// Those of this memory, if it is pinned.
+    pub fn of(kind: Kind, memory: MemoryId) -> Self {
+        if kind == Kind::Pinned { Self(1 << stripe_of(memory)) } else { Self::default() }
     }
+}
 
-    fn of_some(commands: &[Command], is_pinned: impl Fn(MemoryId) -> bool) -> Self {
-        let mut written = Self::default();
-        let mut add = |span: &Span| {
-            if is_pinned(span.memory) {
-                written.0 |= 1 << stripe_of(span.memory);
-            }
-        };
-        for command in commands {
-            match command {
-                Command::Upload { target, .. }
-                | Command::Copy { target, .. }
-                | Command::Fill { target, .. }
-                | Command::Gather { target, .. }
-                | Command::Diff { target, .. }
-                | Command::Pick { target, .. } => add(target),
-                Command::Apply { pieces } => pieces.iter().for_each(|piece| add(&piece.target)),
-                Command::Scatter { targets, .. } => targets.iter().for_each(|(_, target)| add(target)),
-                Command::Select { bitmaps, .. } => bitmaps.iter().for_each(|bitmap| add(&bitmap.indices)),
-                // To staging.
-                Command::Download { .. }
-                | Command::Crc { .. }
-                | Command::Digest { .. }
-                | Command::Validate { .. } => {}
-            }
-        }
-        written
+impl BitOrAssign for WrittenStripes {
+    fn bitor_assign(&mut self, others: Self) {
+        self.0 |= others.0;
     }
 }
 

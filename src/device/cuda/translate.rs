@@ -13,6 +13,7 @@ use remanent_format::Width;
 use super::abi::{IndexRow, PieceRow};
 use super::handles::{Allocation, Handles};
 use super::piece_plan::TargetRow;
+use super::pinned_reads::FoundStripes;
 use super::plan::{Area, LaunchPlan, LaunchStep, PlannedPiece, remainder_words, select_rows};
 use super::resource::Kind;
 use crate::device::digests::check_digests;
@@ -97,6 +98,13 @@ struct Ranges<'l> {
     staging: &'l [StagedBytes<'l>],
 }
 
+/// A delta's row, the kind of the memory that it writes, and the area that it reads.
+struct Delta {
+    row: PieceRow,
+    kind: Kind,
+    source: Area,
+}
+
 struct ListPlanner<'l> {
     ranges: Ranges<'l>,
     /// The next free bytes of scratch. Commands never share any: a later one is planned before an earlier one
@@ -110,7 +118,10 @@ impl ListPlanner<'_> {
         match command {
             Command::Upload { source, target } => self.upload(*source, *target),
             Command::Download { source, target } => self.download(*source, *target),
-            Command::Apply { pieces } => pieces.iter().for_each(|piece| self.apply(piece)),
+            Command::Apply { pieces } => {
+                self.plan.expect(pieces.len());
+                pieces.iter().for_each(|piece| self.apply(piece));
+            }
             Command::Copy { source, target } => self.copy(*source, *target),
             Command::Fill { target, pattern, width } => {
                 let _whole = elements(target.len, *width);
@@ -145,13 +156,18 @@ impl ListPlanner<'_> {
             return false;
         }
         let ranges = self.ranges;
+        let pinned = FoundStripes::default();
         let look = |(): &mut (), piece: &Piece| {
-            let (row, Area::Staging(_)) = ranges.delta(piece) else { return Err(Undealt) };
+            let Delta { row, kind, source: Area::Staging(_) } = ranges.delta(piece) else {
+                return Err(Undealt);
+            };
+            pinned.add(kind, piece.target.memory);
             let delta = TargetRow { row, target_len: piece.target.len };
             // No two names of a list's are of the same bytes.
             Ok((row.steps > 0).then_some((piece.target.memory.0, delta)))
         };
         let Ok(dealt) = deal(commands.iter().map(Command::deltas), || (), look) else { return false };
+        self.plan.pinned |= pinned.all();
         self.plan.deltas(&dealt);
         true
     }
@@ -217,10 +233,12 @@ impl ListPlanner<'_> {
     }
 
     fn apply(&mut self, piece: &Piece) {
-        let (row, area) = self.ranges.delta(piece);
+        let Delta { row, kind, source } = self.ranges.delta(piece);
         // A piece without work gets no row, although its target is not empty: a sparse piece of no indices.
         if row.steps > 0 {
-            self.piece(row, piece.target, [Some(area), None]);
+            let target = Area::Memory(kind, piece.target.memory.0);
+            let sources = [Some(source), None];
+            self.plan.piece(PlannedPiece { row, target_len: piece.target.len, target, sources });
         }
     }
 
@@ -232,6 +250,7 @@ impl ListPlanner<'_> {
         assert!(!clashes, "a diff to a range that it compares: {left:?}, {right:?}, {target:?}");
         let (from, to) =
             ((self.ranges.address(left), self.ranges.address(right)), self.ranges.address(target));
+        self.plan.writes(self.ranges.area(target));
         self.plan.diff(from.0, from.1, to, left.len, width.bytes() as u64);
     }
 
@@ -247,6 +266,7 @@ impl ListPlanner<'_> {
             selection.check();
             let room = u32::try_from(indices.len / 4).unwrap_or(u32::MAX);
             let (from, to) = (self.ranges.address(bits), self.ranges.address(indices));
+            self.plan.writes(self.ranges.area(indices));
             self.plan.bitmap(from, bits.len, (to, room), numbers, sum);
             numbers += 4 * select_rows(bits.len);
         }
@@ -328,10 +348,10 @@ impl ListPlanner<'_> {
 }
 
 impl Ranges<'_> {
-    /// The row of a delta, and the area that it reads.
-    fn delta(&self, piece: &Piece) -> (PieceRow, Area) {
-        let target = self.address(piece.target);
-        let len = piece.target.len;
+    fn delta(&self, piece: &Piece) -> Delta {
+        // Looked up once: among many deltas that takes as long as the rest.
+        let written = self.memory(piece.target.memory);
+        let (target, len) = (written.at(piece.target), piece.target.len);
         // The payload's address, the number of bytes that lie there at least, and their area.
         let (payload, payload_len, area) = match piece.payload {
             Payload::Staging { index, offset } => {
@@ -366,7 +386,7 @@ impl Ranges<'_> {
                 PieceRow::sparse(target, indices, values, count as u64, width)
             }
         };
-        (row, area)
+        Delta { row, kind: written.kind, source: area }
     }
 
     /// The address at which a span begins. An empty one begins anywhere.

@@ -28,7 +28,7 @@ use crate::memory::staging::{GrowingStaging, GrownBytes, StagingBuf};
 use crate::write::batch::{ChunkDigests, DeviceFill, FillSource, WriteBatch};
 
 /// Bytes that are gathered at a time: a multiple of a chunk's length.
-pub(super) const WAVE_LEN: u64 = 32 << 20;
+pub(super) const WAVE_LEN: u64 = 16 << 20;
 /// Bytes that a thread sums or copies at a time.
 const SHARE_LEN: usize = 1 << 20;
 /// Threads that sum and copy a payload.
