@@ -264,9 +264,10 @@ impl Applier {
     }
 
     /// Hands over a batch; all its pages are loaded. Called in the order of the log. Waits where too much is
-    /// queued; the applier takes no lock of the caller's.
-    pub fn push(&self, work: ApplyWork) {
-        self.requests.push(work);
+    /// queued; the applier takes no lock of the caller's. `show` makes the batch visible, and waits for
+    /// nothing: a turn that is queued after it comes after the batch.
+    pub fn push(&self, work: ApplyWork, show: impl FnOnce()) {
+        self.requests.push(work, show);
     }
 
     /// Runs `turn` after every batch handed over so far, and returns its result.

@@ -70,14 +70,16 @@ impl Requests {
         Self { queue: Mutex::default(), wake: Condvar::new(), taken: Condvar::new() }
     }
 
-    /// Queues a batch. Waits where too much is queued.
-    pub fn push(&self, work: ApplyWork) {
+    /// Queues a batch. Waits where too much is queued. What `show` does no thread sees that then finds the
+    /// queue without the batch.
+    pub fn push(&self, work: ApplyWork, show: impl FnOnce()) {
         let mut queue = self.queue.lock();
         while queue.payload_bytes >= QUEUED_BYTES_MAX && !queue.ended {
             self.taken.wait(&mut queue);
         }
         queue.payload_bytes += work.payload.len();
         let is_urgent = queue.payload_bytes >= LIST_BYTES || work.point.lsn <= queue.awaited;
+        show();
         self.request(queue, Request::Batch(work), is_urgent);
     }
 

@@ -53,7 +53,8 @@ pub enum ImageIo {
     ///
     /// On tmpfs, with [`Compression::Off`], the device copies pages straight to image files that are written
     /// again, and the host touches none of their bytes: the files' memory is registered with the device, as
-    /// far as the budget of [`Place::Pinned`] goes. [`SnapshotStats::bytes_in_place`] counts these bytes.
+    /// far as the budget of [`Place::Pinned`] goes. The device reads them back when the snapshot is verified.
+    /// [`SnapshotStats::bytes_in_place`] counts these bytes.
     ///
     /// [`Place::Pinned`]: crate::Place::Pinned
     /// [`SnapshotStats::bytes_in_place`]: crate::SnapshotStats::bytes_in_place

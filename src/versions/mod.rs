@@ -4,7 +4,8 @@
 //! visible when two Lsns have reached it: `installed`, which says that all of its versions are in place, and
 //! the log's `logged`, where that comes after the append. Both only rise, so the lower of them rises too, and
 //! all of a batch becomes visible at one point. A batch that any caller was told is logged is visible to
-//! every read that begins then.
+//! every read that begins then. `installed` rises as the applier gets the batch: a reader that has seen it
+//! queues its turn after it, and one that finds its bytes changed finds its versions, too.
 //!
 //! A reader loads the visible Lsn, then a page's newest version, and goes back until it finds one that this
 //! Lsn has reached. Where the chain ends before, either the page did not exist yet, or the Lsn was an old
@@ -107,6 +108,15 @@ struct Writer {
 struct Holders {
     newest: PageId,
     earlier: Vec<PageId>,
+}
+
+/// The versions of a batch, in place and not visible yet.
+#[derive(Debug)]
+#[must_use = "a batch that is logged must become visible"]
+pub(crate) struct InstalledVersions {
+    lsn: Lsn,
+    /// How many versions it superseded.
+    superseded: usize,
 }
 
 /// A version that has taken the place of another one, and names it until that one is unlinked.
@@ -238,11 +248,22 @@ impl Versions {
         self.pages.look(page, |slot| slot.set_memory(None));
     }
 
-    /// Puts a batch's versions in place: it becomes visible when it is logged (I1). The caller holds the
-    /// submission lock.
-    pub fn install(&self, changes: &Changes) {
+    /// Puts a batch's versions in place, for [`show`](Self::show) and then [`unlink`](Self::unlink). The
+    /// caller holds the submission lock.
+    pub fn install(&self, changes: &Changes) -> InstalledVersions {
         let pages = changes.pages().iter().map(|(page, state)| (*page, state.as_ref()));
-        self.install_all(changes.lsn, pages, changes.root.as_ref());
+        self.install_all(changes.lsn, pages, changes.root.as_ref())
+    }
+
+    /// From now on a batch is visible, once it is logged (I1).
+    pub fn show(&self, installed: &InstalledVersions) {
+        // Release: a reader that sees this Lsn sees all that was installed.
+        self.written.installed.store(installed.lsn.0, Ordering::Release);
+    }
+
+    /// Unlinks states that no reader needs, about as many as a batch has superseded.
+    pub fn unlink(&self, installed: InstalledVersions) {
+        self.unlink_oldest(&mut self.written.writer.lock(), installed.superseded);
     }
 
     /// As [`install`](Self::install), for a batch that replaces all pages and the root. Pages of which
@@ -260,7 +281,9 @@ impl Versions {
             from = page.0.checked_add(1).map(PageId);
         }
         let changed = pages.iter().filter(|info| info.lsn == lsn).map(|info| (info.page, Some(info)));
-        self.install_all(lsn, gone.into_iter().chain(changed), Some(root));
+        let installed = self.install_all(lsn, gone.into_iter().chain(changed), Some(root));
+        self.show(&installed);
+        self.unlink(installed);
     }
 
     fn install_all<'a>(
@@ -268,7 +291,7 @@ impl Versions {
         lsn: Lsn,
         pages: impl Iterator<Item = (PageId, Option<&'a PageInfo>)>,
         root: Option<&Arc<Metadata>>,
-    ) {
+    ) -> InstalledVersions {
         let pages = pages.inspect(|(page, info)| {
             if let Some(uses) = &self.uses {
                 uses.changed(*page, info.map(|info| (info.place, info.len)));
@@ -338,10 +361,7 @@ impl Versions {
             writer.superseded.push_back(Superseded::Root(version.clone()));
             self.root.set(Some(version));
         }
-        // Release: a reader that sees this Lsn sees all of the above.
-        self.written.installed.store(lsn.0, Ordering::Release);
-        let count = writer.superseded.len() - count_before;
-        self.unlink(&mut writer, count);
+        InstalledVersions { lsn, superseded: writer.superseded.len() - count_before }
     }
 
     /// As [`advance`](Self::advance), for a page of a short batch: it is remembered.
@@ -411,7 +431,7 @@ impl Versions {
     /// Unlinks some versions that no reader needs any more: they were superseded by batches that all readers
     /// and views have reached. Each batch unlinks a little, in proportion to the `count` versions that it
     /// superseded itself, so that no committer pays for many.
-    fn unlink(&self, writer: &mut Writer, count: usize) {
+    fn unlink_oldest(&self, writer: &mut Writer, count: usize) {
         let Writer { recent, superseded, floor } = writer;
         if superseded.len() < SUPERSEDED_MIN {
             return;

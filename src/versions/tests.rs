@@ -32,7 +32,9 @@ impl Ground {
         let lsn = self.table.lsn().next();
         let changes = self.table.plan(lsn, &ops, PlanMode::Commit).unwrap();
         self.table.install(&changes);
-        self.versions.install(&changes);
+        let installed = self.versions.install(&changes);
+        self.versions.show(&installed);
+        self.versions.unlink(installed);
     }
 
     /// Logs everything that was submitted.
@@ -381,7 +383,9 @@ fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
                 let ops: Vec<OpAt<'_>> = ops.into_iter().map(|op| OpAt { op, body_at: 0 }).collect();
                 let changes = table.plan(table.lsn().next(), &ops, PlanMode::Commit).unwrap();
                 table.install(&changes);
-                versions.install(&changes);
+                let installed = versions.install(&changes);
+                versions.show(&installed);
+                versions.unlink(installed);
                 // Some batches are logged together, as by one sync.
                 if count % 3 != 1 || count == STEPS {
                     logged.store(table.lsn().0, Ordering::Release);

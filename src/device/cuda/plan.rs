@@ -110,9 +110,9 @@ pub(super) struct LaunchPlan {
 
 /// Pieces that are not planned yet.
 ///
-/// Most lists change each of many pages once. So the rows of pieces lie in the order of the list, with the parts
-/// that they have if none overlaps another: what overlaps is put in order at the end. Planned only then, a
-/// list of 10,000 deltas took half as long again: each pass over its rows waits for memory.
+/// Most lists change each of many pages once. So the rows of pieces lie in the order of the list, with the
+/// parts that they have if none overlaps another: what overlaps is put in order at the end. Planned only
+/// then, a list of 10,000 deltas took half as long again: each pass over its rows waits for memory.
 #[derive(Debug, Default)]
 struct PieceBatch {
     rows: Vec<PieceRow>,

@@ -159,12 +159,14 @@ impl Committer {
         };
         table.install(&changes);
         assert!(table.lsn() == point.lsn); // I1: the table is never above the end of the log.
-        // Before the applier has it: a reader that finds a page's bytes changed must find its new
-        // version, too.
-        self.engine.versions.install(&changes);
+        let Engine { versions, applier, .. } = &*self.engine;
+        let installed = versions.install(&changes);
         then(point, &changes);
         let Draft { payload, provision, .. } = draft;
-        self.engine.applier.push(ApplyWork { point, payload, changes, provision });
+        // Visible as the applier gets it, to the readers of versions and of bytes alike.
+        let work = ApplyWork { point, payload, changes, provision };
+        applier.push(work, || versions.show(&installed));
+        versions.unlink(installed);
         Outcome::Logged(point)
     }
 

@@ -44,6 +44,24 @@ fn what_is_read_is_logged() {
     });
 }
 
+/// A batch that the store tells of is in every read that begins then, whichever thread logs it.
+#[test]
+fn a_read_has_every_batch_that_was_visible() {
+    explore(|time| {
+        for io in WAYS {
+            let ground = Ground::new(time, options().log_io(io), 1);
+            let write = || ground.count_to(2, 0, Ack::Logged);
+            let read = || {
+                let newest = ground.store.lsn();
+                let found = ground.store.read_many(&[(ground.pages(0)[0], 0..PAGE_LEN)]).unwrap().wait().unwrap();
+                assert!(found.lsn() >= newest, "{} was visible, and {} was read", newest, found.lsn());
+            };
+            at_once(&[&write, &read]);
+            ground.close(Lsn(3), Duration::ZERO);
+        }
+    });
+}
+
 #[test]
 fn logged_batches_become_durable_by_themselves() {
     explore(|time| {

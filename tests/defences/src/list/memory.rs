@@ -252,18 +252,19 @@ pub const LIST: &[Defence] = &[
         it("long_payloads::memory_that_a_long_payload_gives_up_is_free"),
     ),
     // Files that a device copies to.
-    refusal(
+    defence(
         "what arrived in a file is what the device sent",
-        "src/applier/readback.rs",
-        "!self.spans.is_empty() && sent.next() != Some(sum)",
-        it("in_place::a_bit_that_turns_over_on_the_way_to_a_file_is_not_published"),
+        "src/images/in_place.rs",
+        "Err(target.changed_on_the_way())",
+        "Ok(())",
+        it("in_place::a_bit_that_turns_over_on_the_way_to_a_file_is_found_before_it_counts"),
     ),
     defence(
-        "what a file has is read back from it",
-        "src/applier/readback.rs",
-        "Command::Copy { source: arrived, target }",
-        "Command::Copy { source: piece.part(0, len), target }",
-        it("in_place::a_bit_that_turns_over_on_the_way_to_a_file_is_not_published"),
+        "a file that reads otherwise than it should is read once more",
+        "src/images/in_place.rs",
+        "is_as_sent()? || is_as_sent()?",
+        "is_as_sent()?",
+        it("in_place::a_bit_that_turns_over_on_the_way_from_a_file_is_read_again"),
     ),
     refusal(
         "only files in memory are registered",
