@@ -53,7 +53,8 @@ fn a_read_has_every_batch_that_was_visible() {
             let write = || ground.count_to(2, 0, Ack::Logged);
             let read = || {
                 let newest = ground.store.lsn();
-                let found = ground.store.read_many(&[(ground.pages(0)[0], 0..PAGE_LEN)]).unwrap().wait().unwrap();
+                let found =
+                    ground.store.read_many(&[(ground.pages(0)[0], 0..PAGE_LEN)]).unwrap().wait().unwrap();
                 assert!(found.lsn() >= newest, "{} was visible, and {} was read", newest, found.lsn());
             };
             at_once(&[&write, &read]);
