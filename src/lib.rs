@@ -191,8 +191,9 @@
 //!   page table before it allocates.
 //! - **I11** The host device defines "correct": every other device gives the same bytes.
 //! - **I12** Images, payloads born on a device, and long writes that cross a bus are summed on both sides of
-//!   it before anything logs, names or serves what arrived. A device's sum that differs is not damage on
-//!   disk: the host's sum of what lies there decides.
+//!   it before anything logs, names or serves what arrived; an image that a device copies to the memory of a
+//!   file, before its snapshot counts as verified. A device's sum that differs is not damage on disk: the
+//!   host's sum of what lies there decides.
 //! - **I13** An image file is written over only when nothing names it, durably, and no other name leads to
 //!   it. It loses its name before. Its next chunks are written after its next name, a new number, is durable.
 //!   It is neither cut nor removed while a device knows its memory.

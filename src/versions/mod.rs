@@ -58,8 +58,8 @@ use crate::device::MemoryId;
 /// The number of superseded versions from which on those that no reader needs any more are unlinked.
 const SUPERSEDED_MIN: usize = if cfg!(shuttle) || cfg!(miri) { 1 } else { 64 };
 
-/// The most versions that a batch unlinks: `UNLINKED_MIN`, and `UNLINKED_MAX_EACH` for each version that it
-/// superseded itself. A view that lived for long leaves many, and no committer is to pay for all of them.
+/// The most versions that a batch unlinks: `UNLINKED_MIN`, and `UNLINKED_MAX_EACH` for each page that it
+/// changes. A view that lived for long leaves many, and no committer is to pay for all of them.
 const UNLINKED_MIN: usize = 2;
 const UNLINKED_MAX_EACH: usize = 2;
 
@@ -108,15 +108,6 @@ struct Writer {
 struct Holders {
     newest: PageId,
     earlier: Vec<PageId>,
-}
-
-/// The versions of a batch, in place and not visible yet.
-#[derive(Debug)]
-#[must_use = "a batch that is logged must become visible"]
-pub(crate) struct InstalledVersions {
-    lsn: Lsn,
-    /// How many versions it superseded.
-    superseded: usize,
 }
 
 /// A version that has taken the place of another one, and names it until that one is unlinked.
@@ -248,22 +239,16 @@ impl Versions {
         self.pages.look(page, |slot| slot.set_memory(None));
     }
 
-    /// Puts a batch's versions in place, for [`show`](Self::show) and then [`unlink`](Self::unlink). The
-    /// caller holds the submission lock.
-    pub fn install(&self, changes: &Changes) -> InstalledVersions {
+    /// Puts a batch's versions in place, for [`show`](Self::show). The caller holds the submission lock.
+    pub fn install(&self, changes: &Changes) {
         let pages = changes.pages().iter().map(|(page, state)| (*page, state.as_ref()));
-        self.install_all(changes.lsn, pages, changes.root.as_ref())
+        self.install_all(changes.lsn, pages, changes.root.as_ref());
     }
 
-    /// From now on a batch is visible, once it is logged (I1).
-    pub fn show(&self, installed: &InstalledVersions) {
+    /// From now on a batch whose versions are in place is visible, once it is logged (I1).
+    pub fn show(&self, lsn: Lsn) {
         // Release: a reader that sees this Lsn sees all that was installed.
-        self.written.installed.store(installed.lsn.0, Ordering::Release);
-    }
-
-    /// Unlinks states that no reader needs, about as many as a batch has superseded.
-    pub fn unlink(&self, installed: InstalledVersions) {
-        self.unlink_oldest(&mut self.written.writer.lock(), installed.superseded);
+        self.written.installed.store(lsn.0, Ordering::Release);
     }
 
     /// As [`install`](Self::install), for a batch that replaces all pages and the root. Pages of which
@@ -281,9 +266,8 @@ impl Versions {
             from = page.0.checked_add(1).map(PageId);
         }
         let changed = pages.iter().filter(|info| info.lsn == lsn).map(|info| (info.page, Some(info)));
-        let installed = self.install_all(lsn, gone.into_iter().chain(changed), Some(root));
-        self.show(&installed);
-        self.unlink(installed);
+        self.install_all(lsn, gone.into_iter().chain(changed), Some(root));
+        self.show(lsn);
     }
 
     fn install_all<'a>(
@@ -291,14 +275,15 @@ impl Versions {
         lsn: Lsn,
         pages: impl Iterator<Item = (PageId, Option<&'a PageInfo>)>,
         root: Option<&Arc<Metadata>>,
-    ) -> InstalledVersions {
+    ) {
         let pages = pages.inspect(|(page, info)| {
             if let Some(uses) = &self.uses {
                 uses.changed(*page, info.map(|info| (info.place, info.len)));
             }
         });
         let mut writer = self.written.writer.lock();
-        let count_before = writer.superseded.len();
+        // What the batches before superseded: they are visible by now.
+        self.unlink(&mut writer, pages.size_hint().0);
         let (mut created, mut deleted) = (0, 0);
         let mut walk = self.pages.walk();
         // A batch of more pages than are remembered would only displace them.
@@ -361,7 +346,6 @@ impl Versions {
             writer.superseded.push_back(Superseded::Root(version.clone()));
             self.root.set(Some(version));
         }
-        InstalledVersions { lsn, superseded: writer.superseded.len() - count_before }
     }
 
     /// As [`advance`](Self::advance), for a page of a short batch: it is remembered.
@@ -429,9 +413,9 @@ impl Versions {
     }
 
     /// Unlinks some versions that no reader needs any more: they were superseded by batches that all readers
-    /// and views have reached. Each batch unlinks a little, in proportion to the `count` versions that it
-    /// superseded itself, so that no committer pays for many.
-    fn unlink_oldest(&self, writer: &mut Writer, count: usize) {
+    /// and views have reached. Each batch unlinks a little, in proportion to the `count` pages that it
+    /// changes, so that no committer pays for many.
+    fn unlink(&self, writer: &mut Writer, count: usize) {
         let Writer { recent, superseded, floor } = writer;
         if superseded.len() < SUPERSEDED_MIN {
             return;

@@ -32,9 +32,8 @@ impl Ground {
         let lsn = self.table.lsn().next();
         let changes = self.table.plan(lsn, &ops, PlanMode::Commit).unwrap();
         self.table.install(&changes);
-        let installed = self.versions.install(&changes);
-        self.versions.show(&installed);
-        self.versions.unlink(installed);
+        self.versions.install(&changes);
+        self.versions.show(lsn);
     }
 
     /// Logs everything that was submitted.
@@ -383,9 +382,8 @@ fn a_batch_is_seen_as_a_whole_and_nothing_ever_goes_back() {
                 let ops: Vec<OpAt<'_>> = ops.into_iter().map(|op| OpAt { op, body_at: 0 }).collect();
                 let changes = table.plan(table.lsn().next(), &ops, PlanMode::Commit).unwrap();
                 table.install(&changes);
-                let installed = versions.install(&changes);
-                versions.show(&installed);
-                versions.unlink(installed);
+                versions.install(&changes);
+                versions.show(changes.lsn);
                 // Some batches are logged together, as by one sync.
                 if count % 3 != 1 || count == STEPS {
                     logged.store(table.lsn().0, Ordering::Release);

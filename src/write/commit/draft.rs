@@ -160,13 +160,12 @@ impl Committer {
         table.install(&changes);
         assert!(table.lsn() == point.lsn); // I1: the table is never above the end of the log.
         let Engine { versions, applier, .. } = &*self.engine;
-        let installed = versions.install(&changes);
+        versions.install(&changes);
         then(point, &changes);
         let Draft { payload, provision, .. } = draft;
         // Visible as the applier gets it, to the readers of versions and of bytes alike.
         let work = ApplyWork { point, payload, changes, provision };
-        applier.push(work, || versions.show(&installed));
-        versions.unlink(installed);
+        applier.push(work, || versions.show(point.lsn));
         Outcome::Logged(point)
     }
 

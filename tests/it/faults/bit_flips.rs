@@ -4,7 +4,8 @@
 //! A bit that turns over once costs nothing: the copy is made again. Where it happens again, the store stops
 //! with an error of the device. A long write that changes on its way stops the store at once: later ones have
 //! changed the same bytes by then, and the log has what an open needs. Nothing wrong is ever served, logged
-//! or published, and no file is blamed.
+//! or published, and no file is blamed. Images that a device copies to the memory of files are another
+//! matter: `in_place.rs`.
 
 use std::sync::OnceLock;
 
