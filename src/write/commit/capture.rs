@@ -124,7 +124,7 @@ pub enum Shadow {
     /// takes along. Deltas of other pages do not wait for the comparison.
     Kept(remanent_format::Place),
     /// Digests of what it was: sixteen bytes of the host's memory for each chunk of 64 KiB. Captures log
-    /// whole chunks, and take no memory on the device but for 32 MiB of them at a time. Ranges are widened to
+    /// whole chunks, and take no memory on the device but for 16 MiB of them at a time. Ranges are widened to
     /// chunks.
     ///
     /// What goes to the log has the limits of a batch: of a page in memory of which more changed, ranges are
