@@ -275,11 +275,13 @@ impl PyStore {
         self.gate.call(py, |store| store.wait_durable(lsn.map_or_else(|| store.lsn(), Lsn)))
     }
 
-    /// Lets all these pages live in one place. Those that are not there move, in one batch; where there are
-    /// tiers, others leave if there is no room. Returns the batch's number, None if all were there.
+    /// Lets all these pages live in one place. Those that are not there move, in one batch, or in several of
+    /// 4,096 pages where there are more; where there are tiers, others leave if there is no room. Returns the
+    /// number of the last batch, None if all were there.
     ///
     /// :param pages: an iterable of pages. :param place: "host", "pinned", "device:N" or "disk".
-    /// :raises UnknownPageError, UnknownKeyError, OverBudgetError, LeasedError: nothing moved.
+    /// :raises UnknownPageError, UnknownKeyError: nothing moved.
+    /// :raises OverBudgetError, LeasedError: the batch that was refused moved nothing.
     ///
     /// >>> with remanent.Store(directory, device="host") as store:
     /// ...     store["a"], store["b"] = b"one", b"two"

@@ -11,6 +11,7 @@ use remanent_format::{FileName, Folder, Lsn, SnapshotId};
 
 use super::Snapshots;
 use super::plan::{LogOnDisk, RetentionPlan, plan};
+use crate::base::parallel;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::wall_clock::unix_ms;
@@ -21,6 +22,10 @@ use crate::error::{Error, Result};
 use crate::images::IMAGE_FILES_MAX;
 use crate::memory::arena::RegisteredFile;
 use crate::options::Retention;
+
+/// Bytes of files that several threads remove: the system gives their page cache back page by page.
+const LONG_REMOVAL: u64 = 64 << 20;
+const REMOVERS_MAX: usize = 4;
 
 /// The files and snapshots that a retention removed, or would remove.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -162,10 +167,13 @@ impl Snapshots {
         let of_images = || pruned.files.iter().filter(|(file, _)| file.folder() == Folder::Pages);
         let (free, going): (Vec<&_>, Vec<&_>) = of_images().partition(|(file, len)| is_free(*file, *len));
         let spares = catalog.files.spares();
-        going.iter().try_for_each(|(file, _)| {
-            number(*file).into_iter().for_each(|number| spares.let_go(number));
-            self.engine.disk.remove(*file)
-        })?;
+        let remove = |file: FileName| {
+            number(file).into_iter().for_each(|number| spares.let_go(number));
+            self.engine.disk.remove(file)
+        };
+        let is_long = going.iter().map(|(_, len)| len).sum::<u64>() >= LONG_REMOVAL;
+        let threads = if is_long { parallel::threads(REMOVERS_MAX) } else { 1 };
+        parallel::map_indexed(threads, going.len(), || (), |(), at| remove(going[at].0))?;
         let free: Vec<(u64, u64)> =
             free.into_iter().filter_map(|&(file, len)| Some((number(file)?, len))).collect();
         if free.is_empty() && spares.is_empty() {

@@ -108,9 +108,10 @@ impl Store {
     }
 
     /// Lets all these pages live in one place. Those that are there already stay as they are; if all are,
-    /// nothing is logged. The others move there in one batch, as by [`WriteBatch::move_to`]. Waits for the
-    /// acknowledgement that [`Options::ack`] names. Returns where that batch lies in the log, if there is
-    /// one. Where there are [`Tiers`], other pages leave the place first if it has no room.
+    /// nothing is logged. The others move there as by [`WriteBatch::move_to`]: in one batch, or in several of
+    /// 4,096 pages where they are more and the place has room for all of them. Waits for the acknowledgement
+    /// that [`Options::ack`] names. Returns where the last batch lies in the log, if there is one. Where
+    /// there are [`Tiers`], other pages leave the place first if it has no room.
     ///
     /// Batches of other threads may move pages elsewhere after this one.
     ///
@@ -129,7 +130,8 @@ impl Store {
     ///
     /// # Errors
     /// [`Error::UnknownPage`], with nothing moved; [`Error::OverBudget`], [`Error::OutOfMemory`],
-    /// [`Error::PlaceUnavailable`] and [`Error::Leased`] as for a move; as for [`Store::commit`].
+    /// [`Error::PlaceUnavailable`] and [`Error::Leased`] as for a move; as for [`Store::commit`]. A batch
+    /// that is refused moves none of its pages; others of the same call may have moved theirs.
     pub fn ensure(&self, pages: &[PageId], place: Place) -> Result<Option<Position>> {
         self.check_process()?;
         let _span = tracing::debug_span!("ensure", %place, pages = pages.len()).entered();

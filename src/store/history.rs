@@ -16,6 +16,9 @@ use crate::options::{Retention, SnapshotOptions};
 use crate::recovery::Outlook;
 use crate::snapshot::{AfterPublication, PruneReport, SnapshotRequest, Subject};
 
+/// Threads that read images back beside a caller's batches.
+const PROVERS: usize = 2;
+
 impl Store {
     /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes
     /// the pages that changed since the snapshot before, and shares the images of all others with it. One at
@@ -75,7 +78,7 @@ impl Store {
     /// Reads the images back that long batches have written ahead of themselves since the last snapshot: of
     /// new pages, and of pages on disk that were written whole. The next snapshot does so before it names
     /// them; a caller that has many batches to commit before it takes one has it done meanwhile, by a thread
-    /// of its own. One thread reads, so that the others have their cores. Snapshots wait until this returns.
+    /// of its own. Two threads read, so that the others have their cores. Snapshots wait until this returns.
     /// What does not hold the next snapshot writes again, or says that it cannot, as if it had found it.
     ///
     /// Returns how many bytes of pages were read back.
@@ -97,7 +100,7 @@ impl Store {
     pub fn prove_written_ahead(&self) -> Result<u64> {
         self.check_process()?;
         let snapshots = &self.parts.snapshots;
-        snapshots.prove_written_ahead(&snapshots.catalog.lock(), 1)
+        snapshots.prove_written_ahead(&snapshots.catalog.lock(), PROVERS)
     }
 
     /// Waits until all snapshots that are published are verified, and what they take the place of is removed.

@@ -1,5 +1,6 @@
 //! Commits and moves that wait for room where there are tiers.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 
 use remanent_format::{LogPoint, PageId, Place};
@@ -7,6 +8,7 @@ use remanent_format::{LogPoint, PageId, Place};
 use super::keeper::TierKeeper;
 use super::stats::TierCounts;
 use crate::base::allocation::{collected, push, set_of};
+use crate::base::parallel;
 use crate::base::sync::Instant;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -15,6 +17,10 @@ use crate::write::commit::Committer;
 
 /// How often a batch is tried for which room was made. Other threads may take the room each time.
 const TRIES_MAX: usize = 100;
+/// Pages that one batch moves, where there is room for all of a call.
+const BATCH_PAGES: usize = 4096;
+/// Threads that submit the batches of a call.
+const MOVERS_MAX: usize = 4;
 
 /// Submits batches, and moves pages to where they are needed.
 pub(crate) struct PageMover {
@@ -94,25 +100,44 @@ impl PageMover {
         }
     }
 
-    /// Moves pages to a place, each from where it is, with its length, in one batch; `None` if there is none.
+    /// Moves pages to a place, each from where it is, with its length. Returns the last batch that did so;
+    /// `None` if there is no page.
+    ///
+    /// Many pages go by several batches, submitted side by side: while one is planned and copied, the next
+    /// one is made ready. Where there is no room for all of them one batch asks for it, so that a call which
+    /// cannot have it moves nothing, and calls of several threads do not take each other's room.
     fn move_all(
         &self,
         pages: &[(PageId, Place, u64)],
         to: Place,
         begun: Instant,
     ) -> Result<Option<LogPoint>> {
-        if pages.is_empty() {
-            return Ok(None);
-        }
-        let mut batch = WriteBatch::default();
-        batch.move_all_to(pages.iter().map(|(page, ..)| *page), to);
-        let (point, _) = self.submit_with_others(&batch)?;
-        let moved: Vec<_> = pages.iter().map(|(_, from, len)| (*from, *len)).collect();
-        self.counts.moved(to, &moved, begun.elapsed());
-        Ok(Some(point))
+        let bytes = pages.iter().map(|(.., len)| len).sum::<u64>();
+        let has_room = to == Place::Disk || self.engine.arena.room(to).free_soon() >= bytes;
+        let batches: Vec<_> = pages.chunks(if has_room { BATCH_PAGES } else { usize::MAX }).collect();
+        let moved = parallel::map_indexed(
+            parallel::threads(MOVERS_MAX),
+            batches.len(),
+            || (),
+            |(), at| Ok::<_, Infallible>(self.move_batch(batches[at], to)),
+        );
+        let Ok(moved) = moved;
+        let is_moved = batches.iter().zip(&moved).filter(|(_, moved)| moved.is_ok());
+        let lens: Vec<_> =
+            is_moved.flat_map(|(batch, _)| batch.iter().map(|(_, from, len)| (*from, *len))).collect();
+        self.counts.moved(to, &lens, begun.elapsed());
+        let points = moved.into_iter().collect::<Result<Vec<_>>>()?;
+        Ok(points.into_iter().max_by_key(|point| point.lsn))
     }
 
-    /// Moves pages to a place, those that are not there, in one batch; `None` if all are.
+    fn move_batch(&self, pages: &[(PageId, Place, u64)], to: Place) -> Result<LogPoint> {
+        let mut batch = WriteBatch::default();
+        batch.move_all_to(pages.iter().map(|(page, ..)| *page), to);
+        self.submit_with_others(&batch).map(|(point, _)| point)
+    }
+
+    /// Moves pages to a place, those that are not there. Returns the last batch that did so; `None` if all
+    /// are.
     pub fn bring(&self, pages: &[PageId], place: Place) -> Result<Option<LogPoint>> {
         self.bring_by(pages, place, Hits::Uses)
     }

@@ -182,6 +182,48 @@ fn thousands_of_pages_move_together() {
     }
 }
 
+/// Of a call for many pages each batch is by itself: one that is refused moves nothing, and the others do.
+/// Where the place has no room for all of them, none moves.
+#[test]
+fn a_call_for_many_pages_moves_them_by_several_batches() {
+    const COUNT: usize = 9000;
+    let disk = SimDisk::new();
+    let budget = Budget::default().with(Place::Device(0), 9 * COUNT as u64 - 1);
+    let store = open(&disk, &late(23), small().segment_len(4 << 20).budget(budget));
+    let mut batch = store.batch();
+    (0..COUNT).for_each(|number| _ = batch.create_from((number as u64).to_le_bytes(), Place::Host));
+    let pages = store.commit(batch).unwrap().pages;
+    let in_place = |place| pages.iter().filter(|page| store.page(**page).unwrap().place == place).count();
+    let moved = |to| {
+        let all = store.stats().moves.into_iter().filter(move |moves| moves.to == to);
+        all.map(|moves| (moves.pages, moves.bytes))
+            .fold((0, 0), |sum, moves| (sum.0 + moves.0, sum.1 + moves.1))
+    };
+
+    let lsn = store.lsn();
+    let last = store.ensure(&pages, Place::Pinned).unwrap().unwrap();
+    assert_eq!((last.lsn, store.lsn().0), (store.lsn(), lsn.0 + 3));
+    assert_eq!((in_place(Place::Pinned), moved(Place::Pinned)), (COUNT, (COUNT as u64, 8 * COUNT as u64)));
+
+    let pin = store.pin(pages[5000]).unwrap();
+    let error = store.ensure(&pages, Place::Host).unwrap_err();
+    assert!(matches!(error, Error::Leased { page } if page == pages[5000]), "{error}");
+    assert_eq!(in_place(Place::Host), COUNT - 4096);
+    assert_eq!(moved(Place::Host), ((COUNT - 4096) as u64, 8 * (COUNT - 4096) as u64));
+    drop(pin);
+    store.ensure(&pages, Place::Host).unwrap();
+
+    let mut batch = store.batch();
+    pages.iter().for_each(|page| _ = batch.resize(*page, 9));
+    store.commit(batch).unwrap();
+    let lsn = store.lsn();
+    let error = store.ensure(&pages, Place::Device(0)).unwrap_err();
+    assert!(matches!(error, Error::OverBudget { place: Place::Device(0), .. }), "{error}");
+    assert_eq!((store.lsn(), in_place(Place::Host)), (lsn, COUNT));
+    let store = assert_survives(store, &disk, &late(24));
+    assert!(pages.iter().enumerate().all(|(number, page)| bytes(&store, *page)[..8] == number.to_le_bytes()));
+}
+
 #[test]
 fn a_move_takes_its_turn_among_the_operations_of_its_batch() {
     for device in devices() {
