@@ -83,7 +83,7 @@ class Checkpointer:
     :param model: a module, or anything with `state_dict` and `load_state_dict`.
     :param extra: more of those by name; or dicts of plain values, such as a loader's position, which `restore` fills.
     :param rng: whether the random states of Python, NumPy (if it is imported), torch and all GPUs are kept.
-    :param keep: how many of the newest versions without a name are kept.
+    :param keep: how many of the newest versions without a name are kept. Others are removed beside the run.
     :param keep_for: seconds for which versions without a name are kept beyond that.
     :param room: bytes of host memory for saves that do not wait: what fits is copied there, and the call returns while
         it is being written. Of a longer state the rest is written first.
@@ -286,7 +286,8 @@ class Checkpointer:
             note = note or f"step {step}"
             nbytes = sum(each.nbytes for each in itertools.chain(captured, tensors))
             bar = self._bar(nbytes, "saving", progress if wait else False)
-            done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree, bar)
+            done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree,
+                                       nbytes, bar)
             self._last = saved = Saved(step, reading, began)
             saved._begins(done)
             self._left.go_with(saved)
@@ -435,7 +436,6 @@ class Checkpointer:
 
         By several batches if it is long; of those from the room some at a time.
         """
-        self._make_way()
         batch = self.store.batch(note=note)
         running: deque[_Running] = deque()
         waiting = WaitingBytes()
@@ -517,7 +517,7 @@ class Checkpointer:
             done.set_result(work(*given))
             return done
 
-    def _make_way(self) -> None:
+    def _make_way(self, nbytes: int) -> None:
         """Keeps what there is before a save writes over it; removes what one that was ended halfway has left."""
         root = self.store.root
         if SAVING in root:
@@ -531,14 +531,15 @@ class Checkpointer:
             # What it has captured would wait in memory, and leave later ones no room.
             self.store.snapshot()
         else:
-            self._versions.keep_former()
+            self._versions.begin(nbytes)
 
     def _write_and_keep(self, passage: Passage, capture: Capture, save: int, step: int, name: str | None, note: str,
-                        tree: Any, bar: Bar) -> tuple[int, float]:
+                        tree: Any, nbytes: int, bar: Bar) -> tuple[int, float]:
         """Returns the version's batch, and when it was durable and kept."""
         try:
             try:
                 passage.wait_for_start()
+                self._make_way(nbytes)
                 ticket = self._write(passage, capture, step, note, tree, bar)
             finally:
                 passage.ended()

@@ -31,6 +31,7 @@ from remanent._errors import (
     RefusedError,
 )
 from remanent._ranks import Ranks, described, raise_first
+from remanent._removal import Removal
 from remanent._versions import Keep, Version, Views, named, of_step, unnamed
 
 _Path = str | os.PathLike[str]
@@ -75,7 +76,7 @@ class SharedVersions:
     def __init__(self, ranks: Ranks, process_group: dist.ProcessGroup, directory: _Path, keep: Keep,
                  options: Mapping[str, Any], *, always_prune: bool) -> None:
         self._ranks, self._process_group, self._directory = ranks, process_group, Path(directory)
-        self._keep, self._always_prune = keep, always_prune
+        self._keep = keep
         self._points = _Points(self._directory)
         # For what is asked while a save is under way.
         self._aside: Ranks | None = None
@@ -90,6 +91,7 @@ class SharedVersions:
                 store.close()
             raise
         [self.store] = opened
+        self._removal = Removal(self.store, always=always_prune)
 
     def _check(self) -> None:
         if (self._directory / "STORE").exists():
@@ -111,9 +113,9 @@ class SharedVersions:
         is_busy, one_waits = map(any, zip(*self._aside.gather([own, waits])))
         return is_busy and not one_waits
 
-    def keep_former(self) -> None:
+    def begin(self, nbytes: int) -> None:
         # What is of no point is of no version.
-        pass
+        self._removal.make_room(nbytes)
 
     def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
         snapshot = of_step(step, lsn)
@@ -189,16 +191,12 @@ class SharedVersions:
         self._give_up_all_but(self._ranks.by_first(self._kept_snapshots))
 
     def _give_up_all_but(self, kept: list[list[str]] | None) -> None:
-        """Gives up the snapshots of this rank's store that no point names."""
+        """Begins to give up the snapshots of this rank's store that no point names."""
+        self._removal.wait()
         # The first rank says which: another one may see an earlier state of a folder that is shared.
         own = None if kept is None else set(kept[self._ranks.rank])
-        gone = [] if own is None else [each.snapshot for each in unnamed(self.store) if each.snapshot not in own]
-        if gone or self._always_prune:
-            try:
-                self.store.prune(give_up=gone, names_only=True)
-            except Error as error:
-                # The version is there on all ranks; the next save tries again.
-                logging.getLogger("remanent").warning("what is not needed any more stays: %s", error)
+        self._removal.begin([] if own is None else
+                            [each.snapshot for each in unnamed(self.store) if each.snapshot not in own])
 
     def view(self, at: int | str | Version | None) -> _native.View:
         parts = self._parts_of(at)
@@ -249,6 +247,7 @@ class SharedVersions:
         return self._ranks.all_or_none(read)
 
     def listed(self) -> list[Version]:
+        self._removal.wait()
         return [point.version(self._ranks.rank) for point in self._points.readable()[0]]
 
     def agreed(self) -> list[Version]:
@@ -274,6 +273,7 @@ class SharedVersions:
             return self._kept_snapshots()
 
         self._give_up_all_but(self._ranks.by_first(remove))
+        self._removal.wait()
 
     def fork(self, directory: _Path, at: int | str | Version | None) -> None:
         target = Path(directory)
@@ -290,6 +290,7 @@ class SharedVersions:
                 raise
 
     def end(self) -> None:
+        self._removal.end()
         if self._aside is not None:
             self._aside.end()
 

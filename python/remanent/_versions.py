@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from remanent import _native
 from remanent._errors import InvalidError, NoStateError, OvertakenError
+from remanent._removal import Removal
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
@@ -125,11 +126,11 @@ class Versions(Protocol):
         rank waits for it.
         """
 
-    def keep_former(self) -> None:
-        """Keeps the newest version, if nothing keeps it, before a save writes over it."""
+    def begin(self, nbytes: int) -> None:
+        """A save of this number of bytes begins to write: keeps the newest version, if nothing keeps it."""
 
     def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
-        """Keeps the version that batch `lsn` made, which is durable, and gives up those that go for it.
+        """Keeps the version that batch `lsn` made, which is durable, and begins to give up those that go for it.
 
         :param save: the number of the save, as for `failed`. Of each save one of them is called, or both in this order.
         """
@@ -187,8 +188,7 @@ class OwnVersions:
 
     def __init__(self, store: _native.Store, directory: _Path, keep: Keep, *, always_prune: bool) -> None:
         self._store, self._directory, self._keep = store, directory, keep
-        # What was captured waits in memory until its version has been read back, which comes first in `prune`.
-        self._always_prune = always_prune
+        self._removal = Removal(store, always=always_prune)
 
     def check_name(self, name: str) -> None:
         if any(info.name == name for info in self._store.snapshots()):
@@ -197,7 +197,8 @@ class OwnVersions:
     def is_busy(self, save: int, own: bool, waits: bool) -> bool:
         return own and not waits
 
-    def keep_former(self) -> None:
+    def begin(self, nbytes: int) -> None:
+        self._removal.make_room(nbytes)
         root = self._store.root
         kept = max((info.end for info in self._store.snapshots() if info.name is not None), default=-1)
         if "step" in root and kept < self._store.lsn:
@@ -207,9 +208,8 @@ class OwnVersions:
     def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
         # No batch comes before the snapshot is taken: the next save waits for this one.
         self._store.snapshot(name or of_step(step, lsn), verify=False)
-        gone = [version.snapshot for version in self._keep.outlived(unnamed(self._store))]
-        if gone or self._always_prune:
-            self._store.prune(give_up=gone, names_only=True)
+        self._removal.wait()
+        self._removal.begin([version.snapshot for version in self._keep.outlived(unnamed(self._store))])
 
     def failed(self, save: int, error: BaseException) -> None:
         pass
@@ -246,6 +246,7 @@ class OwnVersions:
         return self.listed()
 
     def listed(self) -> list[Version]:
+        self._removal.wait()
         for _ in range(_LIST_TRIES):
             with contextlib.suppress(OvertakenError, NoStateError):
                 return self._listed()
@@ -267,6 +268,7 @@ class OwnVersions:
     def give_up(self, name: str) -> None:
         if all(info.name != name for info in self._store.snapshots()):
             raise NoStateError(f"there is no version named {name!r}", remedy="`versions` lists those that are kept")
+        self._removal.wait()
         self._store.prune(give_up=[name], names_only=True)
 
     def fork(self, directory: _Path, at: int | str | Version | None) -> None:
@@ -274,4 +276,4 @@ class OwnVersions:
             whole(view).fork(directory)
 
     def end(self) -> None:
-        pass
+        self._removal.end()

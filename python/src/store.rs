@@ -276,8 +276,8 @@ impl PyStore {
     }
 
     /// Lets all these pages live in one place. Those that are not there move, in one batch, or in several of
-    /// 4,096 pages where there are more; where there are tiers, others leave if there is no room. Returns the
-    /// number of the last batch, None if all were there.
+    /// 4,096 pages and 256 MiB where there are more; where there are tiers, others leave if there is no room.
+    /// Returns the number of the last batch, None if all were there.
     ///
     /// :param pages: an iterable of pages. :param place: "host", "pinned", "device:N" or "disk".
     /// :raises UnknownPageError, UnknownKeyError: nothing moved.

@@ -58,6 +58,7 @@ pub use self::retain::PruneReport;
 pub(crate) use self::retain::Subject;
 pub(crate) use self::scrub::{Scrub, Scrubber};
 pub use self::scrub::{ScrubReport, ScrubStats};
+pub(crate) use self::verify::PROVERS_MAX;
 use self::verify::{UnverifiedSnapshots, WrittenSnapshot};
 use crate::base::pace::Pace;
 use crate::base::sync::{Instant, Mutex};

@@ -19,7 +19,8 @@ use remanent_format::SnapshotId;
 
 use super::Snapshots;
 use super::gather::GatheredDiskPage;
-use crate::base::allocation::push;
+use crate::base::allocation::collected;
+use crate::base::parallel;
 use crate::base::poison::PanicPoisons;
 use crate::base::sync::Mutex;
 use crate::base::sync::thread::JoinHandle;
@@ -32,6 +33,8 @@ use crate::images::ImageWriters;
 /// How many snapshots may wait to be verified. A caller that publishes one more verifies them first: the
 /// memory of what they wrote is bounded by this.
 const UNVERIFIED_MAX: usize = 2;
+/// Threads that read back beside a caller that goes on.
+pub(crate) const PROVERS_MAX: usize = 2;
 
 /// Published snapshots that are not verified yet.
 #[derive(Default)]
@@ -173,16 +176,18 @@ impl Snapshots {
             return Ok(());
         }
         // Not in the turn: what is known of the image before may be on its way from the disk, for a reader.
-        let mut proven = Vec::new();
-        for GatheredDiskPage { page, copy, image } in gathered {
+        let after = |GatheredDiskPage { page, copy, image }: GatheredDiskPage| {
             let before = copy.image().map(AsRef::as_ref);
             let image = image.map(|image| self.engine.disk_pages.image_after(image, copy.byte_len(), before));
-            // I7: of an overlay its payload was read back, which says nothing of what it makes of its base.
-            if let Some(image) = image.as_ref().filter(|image| !image.image().is_whole()) {
-                image.prove()?;
-            }
-            push(&mut proven, (page, copy, image))?;
-        }
+            (page, copy, image)
+        };
+        let proven = collected(gathered.into_iter().map(after))?;
+        // I7: of an overlay its payload was read back, which says nothing of what it makes of its base.
+        let prove = |(): &mut (), at: usize| {
+            let image = proven[at].2.as_ref().filter(|image| !image.image().is_whole());
+            image.map_or(Ok(()), |image| image.prove().map(drop))
+        };
+        parallel::map_indexed(parallel::threads(PROVERS_MAX), proven.len(), || (), prove)?;
         self.engine.applier.turn(move |turn| {
             for (page, copy, image) in proven {
                 turn.applied.on_disk.change(page, |on_disk| on_disk.rebase(&copy, image));

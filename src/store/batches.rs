@@ -109,9 +109,9 @@ impl Store {
 
     /// Lets all these pages live in one place. Those that are there already stay as they are; if all are,
     /// nothing is logged. The others move there as by [`WriteBatch::move_to`]: in one batch, or in several of
-    /// 4,096 pages where they are more and the place has room for all of them. Waits for the acknowledgement
-    /// that [`Options::ack`] names. Returns where the last batch lies in the log, if there is one. Where
-    /// there are [`Tiers`], other pages leave the place first if it has no room.
+    /// 4,096 pages and 256 MiB where they are more and the place has room for all of them. Waits for the
+    /// acknowledgement that [`Options::ack`] names. Returns where the last batch lies in the log, if there is
+    /// one. Where there are [`Tiers`], other pages leave the place first if it has no room.
     ///
     /// Batches of other threads may move pages elsewhere after this one.
     ///

@@ -14,10 +14,7 @@ use crate::history::point::StatePoint;
 use crate::history::restore::RestoreRun;
 use crate::options::{Retention, SnapshotOptions};
 use crate::recovery::Outlook;
-use crate::snapshot::{AfterPublication, PruneReport, SnapshotRequest, Subject};
-
-/// Threads that read images back beside a caller's batches.
-const PROVERS: usize = 2;
+use crate::snapshot::{AfterPublication, PROVERS_MAX, PruneReport, SnapshotRequest, Subject};
 
 impl Store {
     /// Takes a snapshot while commits go on, verifies it, and removes what is not kept any more. It writes
@@ -100,7 +97,7 @@ impl Store {
     pub fn prove_written_ahead(&self) -> Result<u64> {
         self.check_process()?;
         let snapshots = &self.parts.snapshots;
-        snapshots.prove_written_ahead(&snapshots.catalog.lock(), PROVERS)
+        snapshots.prove_written_ahead(&snapshots.catalog.lock(), PROVERS_MAX)
     }
 
     /// Waits until all snapshots that are published are verified, and what they take the place of is removed.

@@ -17,8 +17,10 @@ use crate::write::commit::Committer;
 
 /// How often a batch is tried for which room was made. Other threads may take the room each time.
 const TRIES_MAX: usize = 100;
-/// Pages that one batch moves, where there is room for all of a call.
+/// Pages that one batch moves, and their bytes, where there is room for all of a call. A longer page moves
+/// alone.
 const BATCH_PAGES: usize = 4096;
+const BATCH_BYTES: u64 = 256 << 20;
 /// Threads that submit the batches of a call.
 const MOVERS_MAX: usize = 4;
 
@@ -112,9 +114,12 @@ impl PageMover {
         to: Place,
         begun: Instant,
     ) -> Result<Option<LogPoint>> {
+        if pages.is_empty() {
+            return Ok(None);
+        }
         let bytes = pages.iter().map(|(.., len)| len).sum::<u64>();
         let has_room = to == Place::Disk || self.engine.arena.room(to).free_soon() >= bytes;
-        let batches: Vec<_> = pages.chunks(if has_room { BATCH_PAGES } else { usize::MAX }).collect();
+        let batches = if has_room { batches(pages) } else { vec![pages] };
         let moved = parallel::map_indexed(
             parallel::threads(MOVERS_MAX),
             batches.len(),
@@ -209,6 +214,22 @@ impl PageMover {
     pub fn byte_len(&self, page: PageId) -> u64 {
         self.engine.versions.page(page, |seen| seen.len()).unwrap_or(0)
     }
+}
+
+/// The pages that one batch each moves.
+fn batches(pages: &[(PageId, Place, u64)]) -> Vec<&[(PageId, Place, u64)]> {
+    let (mut batches, mut rest) = (Vec::new(), pages);
+    while !rest.is_empty() {
+        let mut bytes = 0;
+        let fits = |(.., len): &&(PageId, Place, u64)| {
+            bytes += len;
+            bytes <= BATCH_BYTES
+        };
+        let (batch, after) = rest.split_at(rest.iter().take(BATCH_PAGES).take_while(fits).count().max(1));
+        batches.push(batch);
+        rest = after;
+    }
+    batches
 }
 
 impl<'m> HeldPages<'m> {

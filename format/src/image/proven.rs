@@ -1,12 +1,12 @@
 //! An image that was proven whole once, and of which any range can then be read.
 //!
-//! An image has one checksum, so a part of it is proven only by all of it. The pass that proves it notes
-//! where its pieces lie and what each of them sums to: some 24 bytes for each mebibyte of the page. What is
-//! read later is held against these sums, so it is what was proven, or an error.
+//! An image has one checksum, so a part of it is proven only by all of it. The pass that proves it notes what
+//! its pieces sum to. What is read later is held against these sums, so it is what was proven, or an error.
 //!
-//! Of an image that is stored as it is, a piece is a mebibyte. Of a compressed one it is the frames that make
-//! at least as much of the page: a frame is read from its beginning. Frames of another writer may be longer,
-//! and then more is decompressed than is asked for; memory is held for a few hundred KiB all the same.
+//! Of an image that is stored as it is, a piece has 64 KiB, and four bytes are noted for it. Of a compressed
+//! one it is the frames that make a mebibyte of the page at least, and some 24 bytes say where they lie: a
+//! frame is read from its beginning. Frames of another writer may be longer, and then more is decompressed
+//! than is asked for; memory is held for a few hundred KiB all the same.
 //!
 //! An overlay is proven as it is stored, and so is its base. Its table is held, some 24 bytes for each of its
 //! pieces: it says what lies over what.
@@ -16,16 +16,28 @@ use std::sync::Arc;
 
 use super::codec::decompress_frames;
 use super::read::{
-    CHECKED_AT_ONCE, StoredBytes, check_lies, copy_common, read_overlay, stream_stored, unreadable,
+    CHECKED_AT_ONCE, StoredBytes, check_lies, copy_common, read_overlay, read_stored, stream_stored,
+    unreadable,
 };
 use super::{Codec, ImageRef, Overlay, sum_after_change};
 use crate::defect::{Damage, Defect, reserve, zeros};
 use crate::names::{FileName, ReadAt};
 
-/// Bytes of the page that a piece has, at least, unless it is the last one.
-const PIECE_LEN: u64 = CHECKED_AT_ONCE;
+/// Bytes of a piece of an image that is stored as it is, unless it is the last one.
+const PIECE_LEN: u64 = 64 << 10;
+/// Bytes of the page that a piece of a compressed image has, at least, unless it is the last one.
+const FRAMES_LEN: u64 = CHECKED_AT_ONCE;
 
-/// A part of an image that is proven on its own.
+/// What the pieces of an image sum to, each of which is proven on its own.
+#[derive(Clone, Debug)]
+enum Pieces {
+    /// Of an image that is stored as it is: CRC-32 of each [`PIECE_LEN`] bytes.
+    Even(Vec<u32>),
+    /// Of a compressed one.
+    Frames(Vec<Piece>),
+}
+
+/// A part of an image.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     /// Where it begins: bytes from the page's start, and from the payload's.
@@ -35,13 +47,33 @@ struct Piece {
     sum: u32,
 }
 
+impl Pieces {
+    fn get(&self, number: usize) -> Option<Piece> {
+        match self {
+            Self::Even(sums) => {
+                let at = number as u64 * PIECE_LEN;
+                sums.get(number).map(|sum| Piece { page_at: at, stored_at: at, sum: *sum })
+            }
+            Self::Frames(pieces) => pieces.get(number).copied(),
+        }
+    }
+
+    /// The number of the piece that has the page's byte at `offset`.
+    fn number_at(&self, offset: u64) -> usize {
+        match self {
+            Self::Even(_) => (offset / PIECE_LEN) as usize,
+            Self::Frames(pieces) => pieces.partition_point(|piece| piece.page_at <= offset) - 1,
+        }
+    }
+}
+
 /// An image that was proven whole, with the sums of its pieces.
 #[derive(Clone, Debug)]
 pub struct ProvenImage {
     image: ImageRef,
     len: u64,
     /// Of an overlay there are none: its payload and its base have theirs.
-    pieces: Vec<Piece>,
+    pieces: Pieces,
     overlaid: Option<Box<ProvenOverlay>>,
 }
 
@@ -101,7 +133,7 @@ impl ProvenImage {
         if found != computed {
             return Err(at(Defect::Checksum { what: "page", found, computed }));
         }
-        Ok(Self { image: *image, len, pieces: Vec::new(), overlaid: Some(proven) })
+        Ok(Self { image: *image, len, pieces: Pieces::Even(Vec::new()), overlaid: Some(proven) })
     }
 
     /// The image whose pieces are read where no overlay has any: itself, if it is none.
@@ -126,34 +158,66 @@ impl ProvenImage {
         let (file, offset) = (FileName::Pages(image.file), image.offset);
         let at = |defect: Defect| defect.at(file, offset);
         check_lies(source, image, len).map_err(at)?;
-        let mut pieces = Pieces::with_room(len).map_err(at)?;
-        if image.codec == Codec::Raw {
-            stream_stored(source, image, |piece| -> Result<(), Damage> {
-                pieces.add(piece);
-                pieces.end(pieces.page_at);
-                Ok(())
-            })?;
-        } else {
-            stream_stored(source, image, |_| -> Result<(), Damage> { Ok(()) })?;
-            let mut stored = StoredBytes::of(source, image, 0, CHECKED_AT_ONCE).map_err(at)?;
-            let decompressed = decompress_frames(&mut stored, len, |bytes, frame_end| {
-                pieces.add(bytes);
-                if let Some(stored_at) = frame_end
-                    && pieces.page_at - pieces.start.page_at >= PIECE_LEN
-                {
-                    pieces.end(stored_at);
-                }
-                ControlFlow::Continue(())
-            });
-            stored.refused.map_or(Ok(()), |defect| Err(at(defect)))?;
-            decompressed.map_err(at)?;
-            pieces.end(image.stored_len);
+        let (pieces, computed) = match image.codec {
+            Codec::Raw => Self::sum_stored(source, image)?,
+            _ => Self::sum_frames(source, image, len)?,
+        };
+        if image.raw_crc != computed {
+            return Err(at(Defect::Checksum { what: "page", found: image.raw_crc, computed }));
         }
-        let (found, computed) = (image.raw_crc, pieces.whole.finalize());
+        Ok(Self { image: *image, len, pieces, overlaid: None })
+    }
+
+    /// The sums of an image that is stored as it is: of its pieces, and of all of it.
+    fn sum_stored(source: &dyn ReadAt, image: &ImageRef) -> Result<(Pieces, u32), Damage> {
+        let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
+        let (mut sums, mut whole) = (Vec::new(), crc32fast::Hasher::new());
+        reserve_items(&mut sums, image.stored_len.div_ceil(PIECE_LEN)).map_err(at)?;
+        read_stored(source, image, |bytes| -> Result<(), Damage> {
+            for piece in bytes.chunks(PIECE_LEN as usize) {
+                let mut sum = crc32fast::Hasher::new();
+                sum.update(piece);
+                whole.combine(&sum);
+                sums.push(sum.finalize());
+            }
+            Ok(())
+        })?;
+        let (found, computed) = (image.stored_crc, whole.finalize());
         if found != computed {
-            return Err(at(Defect::Checksum { what: "page", found, computed }));
+            return Err(at(Defect::Checksum { what: "image", found, computed }));
         }
-        Ok(Self { image: *image, len, pieces: pieces.done, overlaid: None })
+        Ok((Pieces::Even(sums), computed))
+    }
+
+    /// The sums of a compressed image.
+    fn sum_frames(source: &dyn ReadAt, image: &ImageRef, len: u64) -> Result<(Pieces, u32), Damage> {
+        let at = |defect: Defect| defect.at(FileName::Pages(image.file), image.offset);
+        stream_stored(source, image, |_| -> Result<(), Damage> { Ok(()) })?;
+        let mut frames = FrameSums::with_room(len).map_err(at)?;
+        let mut stored = StoredBytes::of(source, image, 0, CHECKED_AT_ONCE).map_err(at)?;
+        let decompressed = decompress_frames(&mut stored, len, |bytes, frame_end| {
+            frames.add(bytes);
+            if let Some(stored_at) = frame_end
+                && frames.page_at - frames.start.page_at >= FRAMES_LEN
+            {
+                frames.end(stored_at);
+            }
+            ControlFlow::Continue(())
+        });
+        stored.refused.map_or(Ok(()), |defect| Err(at(defect)))?;
+        decompressed.map_err(at)?;
+        frames.end(image.stored_len);
+        Ok((Pieces::Frames(frames.done), frames.whole.finalize()))
+    }
+
+    /// Bytes of the page to be read together where a part of them is wanted, from a whole multiple of that.
+    #[must_use]
+    pub fn window_len(&self) -> u64 {
+        match &self.overlaid {
+            Some(overlaid) => overlaid.base.window_len(),
+            None if matches!(self.pieces, Pieces::Even(_)) => PIECE_LEN,
+            None => FRAMES_LEN,
+        }
     }
 
     /// Its file, and where it begins there.
@@ -180,15 +244,14 @@ impl ProvenImage {
         }
         let (file, image_at) = self.location();
         let at = |defect: Defect| defect.at(file, image_at);
-        let first = self.pieces.partition_point(|piece| piece.page_at <= offset) - 1;
-        let last = self.pieces.partition_point(|piece| piece.page_at < end);
-        let stop = self.pieces.get(last).map_or(self.len, |piece| piece.page_at);
-        let mut wanted = self.pieces[first..last].iter();
-        let start = wanted.as_slice()[0];
+        let (mut number, last) = (self.pieces.number_at(offset), self.pieces.number_at(end - 1));
+        let end_of = |number: usize| self.pieces.get(number + 1).map_or(self.len, |next| next.page_at);
+        let start = self.pieces.get(number).expect("a piece has it");
+        let stop = end_of(last);
         let (mut done, mut sum, mut refused) = (start.page_at, crc32fast::Hasher::new(), None);
         let mut take = |mut bytes: &[u8]| {
-            while let Some(piece) = wanted.as_slice().first() {
-                let piece_end = wanted.as_slice().get(1).map_or(stop, |next| next.page_at);
+            while let Some(piece) = self.pieces.get(number).filter(|_| number <= last) {
+                let piece_end = end_of(number);
                 let (of_piece, rest) = bytes.split_at(bytes.len().min((piece_end - done) as usize));
                 sum.update(of_piece);
                 copy_common(out, offset, of_piece, done);
@@ -201,15 +264,15 @@ impl ProvenImage {
                     refused = Some(Defect::Checksum { what: "piece of a page", found: piece.sum, computed });
                     return ControlFlow::Break(());
                 }
-                (bytes, _) = (rest, wanted.next());
+                (bytes, number) = (rest, number + 1);
             }
             ControlFlow::Break(())
         };
         let read = if self.image.codec == Codec::Raw {
-            let mut piece = zeros(PIECE_LEN.min(stop - start.page_at)).map_err(at)?;
+            let mut piece = zeros(CHECKED_AT_ONCE.min(stop - start.page_at)).map_err(at)?;
             let mut from = start.page_at;
             loop {
-                let piece = &mut piece[..PIECE_LEN.min(stop - from) as usize];
+                let piece = &mut piece[..CHECKED_AT_ONCE.min(stop - from) as usize];
                 source.read_at(file, image_at + from, piece).map_err(|error| at(unreadable(error)))?;
                 from += piece.len() as u64;
                 if take(piece).is_break() {
@@ -246,23 +309,34 @@ impl ProvenOverlay {
         self.overlay.lay_over(offset, bytes, read, |defect| defect.at(file, image_at))
     }
 
-    /// CRC-32 of the page's bytes, which are `len`. Of the base, what is near a piece is read once.
+    /// CRC-32 of the page's bytes, which are `len`. Of the base only what lies near a piece is read, and of
+    /// what a piece covers nothing.
     fn sum(&self, source: &dyn ReadAt, len: u64) -> Result<u32, Damage> {
         let (file, image_at) = self.payload.location();
         let (mut sum, mut bytes, mut summed_to) = (self.base.image.raw_crc, Vec::new(), 0);
+        let window_len = self.base.window_len();
         for piece in self.overlay.pieces() {
-            for at in (piece.start - piece.start % PIECE_LEN..piece.end).step_by(PIECE_LEN as usize) {
+            for at in (piece.start - piece.start % window_len..piece.end).step_by(window_len as usize) {
                 if at < summed_to {
                     continue;
                 }
-                let window = at..len.min(at + PIECE_LEN);
+                let window = at..len.min(at + window_len);
                 summed_to = window.end;
                 bytes.clear();
                 reserve(&mut bytes, window.end - at).map_err(|defect| defect.at(file, image_at))?;
                 bytes.resize((window.end - at) as usize, 0);
-                self.base.read(source, at, &mut bytes)?;
-                let was = crc32fast::hash(&bytes);
-                self.lay_over(source, at, &mut bytes)?;
+                let was = match &self.base.pieces {
+                    Pieces::Even(sums) => {
+                        self.read(source, at, &mut bytes)?;
+                        sums[(at / PIECE_LEN) as usize]
+                    }
+                    Pieces::Frames(_) => {
+                        self.base.read(source, at, &mut bytes)?;
+                        let was = crc32fast::hash(&bytes);
+                        self.lay_over(source, at, &mut bytes)?;
+                        was
+                    }
+                };
                 sum = sum_after_change(sum, len, window, was, crc32fast::hash(&bytes));
             }
         }
@@ -273,8 +347,8 @@ impl ProvenOverlay {
 /// Bytes of a compressed image that are read at a time where a part of it is wanted.
 const DECOMPRESSED_FROM: u64 = 256 << 10;
 
-/// The pieces of an image while it is proven.
-struct Pieces {
+/// The pieces of a compressed image while it is proven.
+struct FrameSums {
     done: Vec<Piece>,
     start: Piece,
     sum: crc32fast::Hasher,
@@ -283,12 +357,10 @@ struct Pieces {
     whole: crc32fast::Hasher,
 }
 
-impl Pieces {
+impl FrameSums {
     fn with_room(len: u64) -> Result<Self, Defect> {
         let mut done = Vec::new();
-        let count = len.div_ceil(PIECE_LEN);
-        let needed = count * size_of::<Piece>() as u64;
-        done.try_reserve_exact(count as usize).map_err(|_| Defect::Memory { needed })?;
+        reserve_items(&mut done, len.div_ceil(FRAMES_LEN))?;
         let start = Piece { page_at: 0, stored_at: 0, sum: 0 };
         let (sum, whole) = (crc32fast::Hasher::new(), crc32fast::Hasher::new());
         Ok(Self { done, start, sum, page_at: 0, whole })
@@ -309,4 +381,10 @@ impl Pieces {
             *start = Piece { page_at: *page_at, stored_at, sum: 0 };
         }
     }
+}
+
+/// Makes room for this number of items, which are all that will come.
+fn reserve_items<T>(items: &mut Vec<T>, count: u64) -> Result<(), Defect> {
+    let needed = count * size_of::<T>() as u64;
+    items.try_reserve_exact(count as usize).map_err(|_| Defect::Memory { needed })
 }

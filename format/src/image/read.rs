@@ -156,19 +156,33 @@ pub(super) fn stream_stored<E: From<Damage>>(
     image: &ImageRef,
     mut sink: impl FnMut(&[u8]) -> Result<(), E>,
 ) -> Result<(), E> {
+    let mut sum = crc32fast::Hasher::new();
+    read_stored(source, image, |piece| {
+        sum.update(piece);
+        sink(piece)
+    })?;
+    let at = |defect: Defect| E::from(defect.at(FileName::Pages(image.file), image.offset));
+    check_sum("image", image.stored_crc, sum).map_err(at)
+}
+
+/// As [`stream_stored`], for a caller that sums the pieces itself: each but the last one has
+/// [`CHECKED_AT_ONCE`] bytes.
+pub(super) fn read_stored<E: From<Damage>>(
+    source: &dyn ReadAt,
+    image: &ImageRef,
+    mut sink: impl FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
     let (file, offset) = (FileName::Pages(image.file), image.offset);
     let at = |defect: Defect| E::from(defect.at(file, offset));
-    let mut sum = crc32fast::Hasher::new();
     let mut piece = zeros(CHECKED_AT_ONCE.min(image.stored_len)).map_err(at)?;
     let mut done = 0;
     while done < image.stored_len {
         let piece = &mut piece[..CHECKED_AT_ONCE.min(image.stored_len - done) as usize];
         source.read_at(file, offset + done, piece).map_err(|error| at(unreadable(error)))?;
-        sum.update(piece);
         sink(piece)?;
         done += piece.len() as u64;
     }
-    check_sum("image", image.stored_crc, sum).map_err(at)
+    Ok(())
 }
 
 fn check_sum(what: &'static str, found: u32, sum: crc32fast::Hasher) -> Result<(), Defect> {

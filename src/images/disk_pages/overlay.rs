@@ -22,8 +22,6 @@ const GAP_BYTES: u64 = 64;
 /// the page at most, or a few.
 const PIECE_SHARE: u64 = 2 << 10;
 const PIECES_FREE: u64 = 64;
-/// Bytes of a page that are looked at together: as many as an image proves at once.
-const WINDOW_LEN: u64 = 1 << 20;
 
 /// An overlay that is to be written: all that its payload has.
 pub(crate) struct NewOverlay<'p> {
@@ -36,18 +34,23 @@ pub(crate) struct NewOverlay<'p> {
     window: Window,
 }
 
-#[derive(Default)]
 struct Window {
     at: u64,
     bytes: Vec<u8>,
+    /// Bytes that are looked at together: as many as the image proves at once.
+    len: u64,
 }
 
 impl Window {
+    fn new(len: u64) -> Self {
+        Self { at: 0, bytes: Vec::new(), len }
+    }
+
     /// Takes the place for bytes of a page of length `len`, in which `offset` lies: where they begin, and
     /// room for them.
     fn go_to(&mut self, offset: u64, len: u64) -> Result<(u64, &mut [u8])> {
-        self.at = offset - offset % WINDOW_LEN;
-        resize(&mut self.bytes, WINDOW_LEN.min(len - self.at))?;
+        self.at = offset - offset % self.len;
+        resize(&mut self.bytes, self.len.min(len - self.at))?;
         Ok((self.at, &mut self.bytes))
     }
 
@@ -87,15 +90,16 @@ impl DiskPage {
         if is_in_crumbs || is_too_much(overlay.stored_len()) {
             return Ok(None);
         }
-        let (head, sum) = (overlay.encode_head().map_err(at)?, self.sum_by_changes(image.image().raw_crc)?);
-        Ok(Some(NewOverlay { page: self, overlay, head, sum, window: Window::default() }))
+        let head = overlay.encode_head().map_err(at)?;
+        let sum = self.sum_by_changes(image.image().raw_crc, Window::new(proven.window_len()))?;
+        Ok(Some(NewOverlay { page: self, overlay, head, sum, window: Window::new(proven.window_len()) }))
     }
 
     /// CRC-32 of the page's bytes; `before` is that of its image. Of that, only bytes near those that changed
     /// are read.
-    fn sum_by_changes(&self, before: u32) -> Result<u32> {
+    fn sum_by_changes(&self, before: u32, mut window: Window) -> Result<u32> {
         let (image, len) = (self.image_below().expect("asked before"), self.byte_len());
-        let (mut sum, mut window) = (before, Window::default());
+        let mut sum = before;
         for run in self.written() {
             let mut at = run.start.max(window.end());
             while at < run.end {

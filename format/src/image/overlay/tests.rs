@@ -1,5 +1,6 @@
 //! Overlays: what they give, and everything that is refused.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
@@ -148,6 +149,55 @@ fn an_overlay_and_its_base_are_the_page() {
         tried += 1;
     }
     assert!(cfg!(miri) || tried > 40, "{tried}");
+}
+
+/// Files that note which bytes of the first one are read.
+struct Noted<'f>(&'f Files, RefCell<Vec<Range<u64>>>);
+
+impl ReadAt for Noted<'_> {
+    fn len(&self, file: FileName) -> io::Result<Option<u64>> {
+        self.0.len(file)
+    }
+
+    fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        self.0.list(folder)
+    }
+
+    fn read_at(&self, file: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        if file == FileName::Pages(1) {
+            let from = offset - BASE_AT;
+            self.1.borrow_mut().push(from..from + out.len() as u64);
+        }
+        self.0.read_at(file, offset, out)
+    }
+}
+
+/// Once the base is known, proving an overlay of it reads no more of it than the windows that pieces begin or
+/// end in; what a piece covers is not read, and neither is what no piece touches.
+#[test]
+fn of_a_known_base_only_what_lies_near_a_piece_is_read() {
+    const WINDOW: u64 = 64 << 10;
+    let len = 40 * WINDOW + 100;
+    let pieces =
+        [WINDOW..3 * WINDOW, 5 * WINDOW + 7..7 * WINDOW, 20 * WINDOW + 1..20 * WINDOW + 9, 40 * WINDOW..len];
+    let (files, image, page) = sample(len as usize, &pieces, false);
+    assert!(read_all(&files, &image, len).unwrap() == page);
+    let base = ProvenImage::prove(&files, &image, len).map(Arc::new).unwrap().base();
+    assert_eq!(base.window_len(), WINDOW);
+    let noted = Noted(&files, RefCell::default());
+    let proven = ProvenImage::prove_over(&noted, &image, len, Some(&base)).unwrap();
+    assert_eq!(noted.1.take(), [5 * WINDOW..6 * WINDOW, 20 * WINDOW..21 * WINDOW]);
+    let mut found = vec![0; 2];
+    proven.read(&noted, 30 * WINDOW, &mut found).unwrap();
+    assert_eq!(noted.1.take(), [30 * WINDOW..31 * WINDOW]);
+    // A sum that another page has.
+    let wrong = ImageRef { raw_crc: !image.raw_crc, ..image };
+    let refused = ProvenImage::prove_over(&files, &wrong, len, Some(&base)).unwrap_err();
+    assert!(matches!(refused.defect, Defect::Checksum { what: "page", .. }), "{refused}");
+    // Of a compressed base, a frame and what follows it to a mebibyte.
+    let (files, image, page) = sample(len as usize, &pieces, true);
+    assert!(read_all(&files, &image, len).unwrap() == page);
+    assert_eq!(ProvenImage::prove(&files, &image, len).unwrap().window_len(), 16 * WINDOW);
 }
 
 /// A bit that flips anywhere, in the overlay or in what it lies over, is found, and so is a file that is cut.

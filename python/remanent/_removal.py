@@ -1,0 +1,56 @@
+"""Removing what versions leave that are given up, beside the run: files of gigabytes take a while to go."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+
+from remanent import _native
+from remanent._errors import Error
+
+
+class Removal:
+    """Gives up versions of a store, and removes what nothing else needs, by a thread of its own.
+
+    :param always: whether there is something to do even if no version goes: what was captured waits in memory until its
+        version has been read back, which comes first.
+    """
+
+    def __init__(self, store: _native.Store, *, always: bool) -> None:
+        self._store, self._always = store, always
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "remanent-checkpoint-remove")
+        self._last: concurrent.futures.Future[None] | None = None
+
+    def begin(self, gone: list[str]) -> None:
+        """Begins to give up versions, by the names of their snapshots. Nothing else is under way."""
+        if not (gone or self._always):
+            return
+        try:
+            self._last = self._thread.submit(self._remove, gone)
+        except RuntimeError:
+            # The interpreter ends, and starts no thread any more.
+            self._remove(gone)
+
+    def _remove(self, gone: list[str]) -> None:
+        try:
+            self._store.prune(give_up=gone, names_only=True)
+        except Error as error:
+            # The next save tries again.
+            logging.getLogger("remanent").warning("what is not needed any more stays: %s", error)
+
+    def wait(self) -> None:
+        """Waits until all is gone."""
+        if self._last is not None:
+            self._last.result()
+
+    def make_room(self, nbytes: int) -> None:
+        """Waits before a save of this number of bytes, where it needs the memory or the space."""
+        if self._last is None or self._last.done():
+            return
+        found = os.statvfs(self._store.path)
+        if self._always or found.f_bavail * found.f_frsize < 2 * nbytes:
+            self.wait()
+
+    def end(self) -> None:
+        self._thread.shutdown()
