@@ -71,7 +71,7 @@ class Restoration:
         try:
             for device in {memory.device for memory in self._memory.values()}:
                 memory = {key: each for key, each in self._memory.items() if each.device == device}
-                for keys in together({key: each.numel() for key, each in memory.items()}):
+                for keys in together({key: each.numel() for key, each in memory.items()}, device):
                     self._views.own.load({key: memory[key] for key in keys}, str(device) if is_cuda(device) else "host")
                     for key in keys:
                         bar.add(memory[key].numel())

@@ -12,8 +12,10 @@ from remanent._errors import RefusedError
 from remanent._native import ArrayLayout, Block, Extent
 from remanent._pages import Arrays
 
-# Bytes that a load reads by one call, of which the pages are shorter.
+# Bytes that a load reads by one call, of which the pages are shorter: on the host, and on a GPU, whose bus is idle
+# where one call begins and where it ends.
 _TOGETHER = 256 << 20
+_TOGETHER_ON_GPU = 2 << 30
 
 # Names of kinds as the store has them, for every kind of torch's that a store can hold.
 SHORT: dict[torch.dtype, str] = {}
@@ -147,19 +149,20 @@ def load_pages(view: _native.View, pages: Mapping[str, Arrays],
     if is_cuda(device):
         there = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         name = str(there)
-    for keys in together(lengths):
+    for keys in together(lengths, there):
         memory = {key: torch.empty(lengths[key], dtype=torch.uint8, device=there) for key in keys}
         view.load(memory, name)
         for key in keys:
             yield memory.pop(key), pages[key]
 
 
-def together(lengths: Mapping[str, int]) -> Iterator[list[str]]:
-    """Pages that are read by one call, or proven: as many as come to `_TOGETHER` bytes, or a longer one alone."""
+def together(lengths: Mapping[str, int], device: torch.device = torch.device("cpu")) -> Iterator[list[str]]:
+    """Pages that are read by one call to a device, or proven: up to a number of bytes, or a longer one alone."""
+    at_once = _TOGETHER_ON_GPU if is_cuda(device) else _TOGETHER
     group: list[str] = []
     held = 0
     for key, length in lengths.items():
-        if group and held + length > _TOGETHER:
+        if group and held + length > at_once:
             yield group
             group, held = [], 0
         group.append(key)

@@ -1,0 +1,94 @@
+"""What versions leave that are given up is removed beside the run, and what depends on it waits for that."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import remanent
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from remanent._removal import Removal  # noqa: E402
+from remanent.torch import Checkpointer  # noqa: E402
+
+
+class SlowStore:
+    """A store whose removals wait until they may go on."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.may_end, self.begun = store, threading.Event(), threading.Event()
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def prune(self, **given: Any) -> Any:
+        self.begun.set()
+        assert self.may_end.wait(60)
+        if self.error is not None:
+            raise self.error
+        return self._store.prune(**given)
+
+
+def snapshots(run: Checkpointer) -> list[str]:
+    return [info.name for info in run.store.snapshots() if info.name is not None]
+
+
+def test_a_save_ends_before_what_goes_for_it_is_removed(directory: str) -> None:
+    state = {"w": torch.arange(5.0)}
+    with Checkpointer(directory, extra={"state": state}, rng=False, keep=1) as run:
+        run.save(1)
+        removal = run._versions._removal
+        removal._store = slow = SlowStore(run.store)
+        assert run.save(2).done()
+        assert slow.begun.wait(60) and len(snapshots(run)) == 2
+        # The next save writes meanwhile, and gives up its own once that of the save before is through.
+        state["w"] += 1
+        third = run.save(3, wait=False)
+        assert not third.wait(0.3) and len(snapshots(run)) == 3
+        threading.Timer(0.2, slow.may_end.set).start()
+        assert third.wait()
+        # A look at the versions finds those that are kept.
+        assert [version.step for version in run.versions()] == [3]
+        assert [name.split(" @")[0] for name in snapshots(run)] == ["step 3"]
+        assert run.restore() == 3
+
+
+def test_a_save_waits_for_the_space_that_it_needs(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with remanent.Store(directory, device="host") as store:
+        slow = SlowStore(store)
+        removal = Removal(slow, always=False)  # type: ignore[arg-type]
+        removal.make_room(1 << 60)
+        removal.begin([])
+        assert not slow.begun.is_set(), "there is nothing to remove"
+        store["a"] = b"a"
+        store.snapshot("first")
+        removal.begin(["first"])
+        assert slow.begun.wait(60)
+        removal.make_room(1)
+        assert [info.name for info in store.snapshots()] == ["first"], "there is space beside it"
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=199, f_frsize=1))
+        threading.Timer(0.2, slow.may_end.set).start()
+        removal.make_room(100)
+        assert all(info.name is None for info in store.snapshots())
+        removal.end()
+
+
+def test_what_cannot_be_removed_is_told_and_no_save_fails_for_it(
+        directory: str, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(directory, extra={"state": {"w": torch.arange(5.0)}}, rng=False, keep=1) as run:
+        run.save(1)
+        run._versions._removal._store = slow = SlowStore(run.store)
+        slow.error = remanent.DiskFullError("there is no space")
+        slow.may_end.set()
+        run.save(2)
+        assert [version.step for version in run.versions()] == [1, 2]
+        assert "what is not needed any more stays: there is no space" in caplog.text
+        slow.error = None
+        run.save(3)
+        assert [version.step for version in run.versions()] == [3]
