@@ -17,6 +17,7 @@
 pub mod abi;
 pub mod modules;
 pub mod resource;
+mod areas;
 mod peer_copy;
 mod caller_memory;
 mod bulk_copies;

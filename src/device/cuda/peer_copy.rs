@@ -17,10 +17,11 @@ use std::sync::Arc;
 
 use super::CudaDevice;
 use super::abi::PieceRow;
+use super::areas::Area;
 use super::handles::Allocation;
 use super::memory::DeviceBlock;
 use super::peer;
-use super::plan::{Area, LaunchPlan, PlannedPiece};
+use super::plan::{LaunchPlan, PlannedPiece};
 use super::resource::Kind;
 use crate::device::{CommandList, Device, Fence, Lane, Pending, ReturnedStaging, Span};
 use crate::error::Result;

@@ -13,9 +13,7 @@
 //! in theirs. A plan knows addresses and nothing of the driver: `translate.rs` checks ranges and gives the
 //! addresses, `launch.rs` carries the plan out.
 
-use std::collections::HashSet;
 use std::convert::Infallible;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 
 use super::abi::{
@@ -23,9 +21,9 @@ use super::abi::{
     DiffRow, DigestRow, INDEX_COUNT_MAX, IndexRow, Kernel, PartRow, PieceRow, SELECT_LEN_MAX, ScanRow,
     SelectRow,
 };
+use super::areas::{Area, AreaSet, Areas};
 use super::piece_plan::{PiecePlan, Rows, Stage, TargetRow, are_apart};
 use super::pinned_reads::WrittenStripes;
-use super::resource::Kind;
 use crate::base::parallel;
 use crate::device::many_deltas::{Dealt, THREADS_MAX};
 use crate::device::{DIGEST_CHUNK_LEN, DIGEST_LEN, MemoryId, digest_count};
@@ -35,20 +33,6 @@ use crate::device::{DIGEST_CHUNK_LEN, DIGEST_LEN, MemoryId, digest_count};
 const DIGEST_BLOCKS_MIN: u64 = 4096;
 /// The most chunks of a row: with 8 an H100 digests at 0.97 of the rate of one, with 16 at 0.95.
 const DIGEST_ROW_CHUNKS_MAX: u64 = 8;
-
-/// Memory as the plan tells it apart: pieces in different areas never touch the same byte.
-///
-/// Hazards are looked up by area and not by range. Two deltas of one page then only cost a lookup each, and a
-/// batch that ends earlier than it must costs a launch, not a wrong byte.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Area {
-    /// Page memory, by its kind and its id.
-    Memory(Kind, u64),
-    /// The list's staging, by its index.
-    Staging(usize),
-    /// Results on their way to staging, in the GPU's own memory.
-    Scratch,
-}
 
 /// A piece, with the areas that it touches.
 #[derive(Clone, Copy, Debug)]
@@ -168,91 +152,6 @@ impl PieceBatch {
         }
         // Read after write. What the piece before read was not written before that, nor since.
         piece.sources.iter().flatten().any(|area| read.newest() != Some(area) && written.contains(*area))
-    }
-}
-
-/// Areas, as a set as far as one was asked for.
-///
-/// Most lists ask for none: deltas read staging and write page memory, and pages that move from one kind of
-/// memory to another are read in one and written in the other. For moves of 65,536 pages two sets of as many
-/// areas took longer than the rest of their plan.
-#[derive(Debug, Default)]
-struct AreaSet {
-    /// The kinds of the areas, one bit each.
-    kinds: u8,
-    /// Those that are not in the set yet, but for the newest ones that came twice in a row.
-    noted: Vec<Area>,
-    areas: Areas,
-    newest: Option<Area>,
-}
-
-impl AreaSet {
-    fn note(&mut self, area: Area) {
-        if self.newest != Some(area) {
-            self.kinds |= area.kind();
-            self.noted.push(area);
-            self.newest = Some(area);
-        }
-    }
-
-    /// The area that was noted last.
-    fn newest(&self) -> Option<&Area> {
-        self.newest.as_ref()
-    }
-
-    fn contains(&mut self, area: Area) -> bool {
-        if self.kinds & area.kind() == 0 {
-            return false;
-        }
-        self.areas.extend(self.noted.drain(..));
-        self.areas.contains(&area)
-    }
-
-    /// Forgets all areas, and keeps the room for others.
-    fn clear(&mut self) {
-        (self.kinds, self.newest) = (0, None);
-        self.noted.clear();
-        self.areas.clear();
-    }
-}
-
-impl Area {
-    /// The bit of its kind. Areas of different kinds are different ones.
-    fn kind(self) -> u8 {
-        match self {
-            Self::Memory(kind, _) => 1 << kind as u8,
-            Self::Staging(_) => 1 << Kind::ALL.len(),
-            Self::Scratch => 2 << Kind::ALL.len(),
-        }
-    }
-}
-
-type Areas = HashSet<Area, BuildHasherDefault<IdHasher>>;
-
-/// Hashes ids, which rise: a multiplication spreads them well enough. A hash against attackers costs a delta
-/// several times as much, and a delta of a list of 10,000 costs the host only 0.26 µs in all (`bench gpu`).
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct IdHasher(u64);
-
-impl Hasher for IdHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
-    }
-
-    fn write_u64(&mut self, number: u64) {
-        self.0 = (self.0.rotate_left(29) ^ number).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    }
-
-    fn write_usize(&mut self, number: usize) {
-        self.write_u64(number as u64);
-    }
-
-    fn write_isize(&mut self, number: isize) {
-        self.write_u64(number as u64);
     }
 }
 
@@ -494,6 +393,7 @@ fn crc_chunks(len: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::resource::Kind;
     use super::*;
 
     /// A random number by SplitMix64.

@@ -11,10 +11,11 @@
 use remanent_format::Width;
 
 use super::abi::{IndexRow, PieceRow};
+use super::areas::Area;
 use super::handles::{Allocation, Handles};
 use super::piece_plan::TargetRow;
 use super::pinned_reads::FoundStripes;
-use super::plan::{Area, LaunchPlan, LaunchStep, PlannedPiece, remainder_words, select_rows};
+use super::plan::{LaunchPlan, LaunchStep, PlannedPiece, remainder_words, select_rows};
 use super::resource::Kind;
 use crate::device::digests::check_digests;
 use crate::device::many_deltas::{Undealt, deal, has_many_deltas};

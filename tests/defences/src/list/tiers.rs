@@ -9,6 +9,7 @@ const LRU: &str = "src/eviction/lru.rs";
 const S3_FIFO: &str = "src/eviction/s3_fifo.rs";
 const LAYOUT: &str = "src/layout/mod.rs";
 
+const MANY_MOVED: Test = it("moves::a_call_for_many_pages_moves_them_by_several_batches");
 const HELD: Test = unit("tiers::residents::tests::pages_that_are_held_or_in_use_stay_and_are_chosen_later");
 const BY_LIST: Test = unit("eviction::tests::the_least_recently_used_page_leaves_first");
 const QUEUES: Test = unit("eviction::tests::each_page_of_three_queues_leaves_once");
@@ -43,6 +44,33 @@ pub const LIST: &[Defence] = &[
         "moved.map(|point| point.is_some())",
         "moved.map(|_| false)",
         it("tiers::growing::pages_grow_and_are_cloned_wherever_they_were_taken"),
+    ),
+    defence(
+        "the thread makes room for all that commits ask for",
+        KEEPER,
+        "self.free_up(at, tier.free_bytes.max(asked))?",
+        "self.free_up(at, tier.free_bytes)?",
+        it("tiers::calls::what_is_asked_for_comes_together_or_not_at_all"),
+    ),
+    check(
+        "pages that other calls bring leave no place meanwhile",
+        MOVER,
+        "keeper.iter().for_each(|keeper| keeper.hold(pages));",
+        it("tiers::calls::what_is_asked_for_comes_together_or_not_at_all"),
+    ),
+    defence(
+        "a call that has no room for all of its pages moves none",
+        MOVER,
+        "to == Place::Disk || self.engine.arena.room(to).free_soon() >= bytes",
+        "true",
+        MANY_MOVED,
+    ),
+    defence(
+        "a call waits for the last of its batches",
+        MOVER,
+        "max_by_key(|point| point.lsn)",
+        "min_by_key(|point| point.lsn)",
+        MANY_MOVED,
     ),
     check("a page has one last use", LRU, "self.by_use.remove(&before);", BY_LIST),
     check("a page that left is not chosen by its last use", LRU, "self.by_use.remove(&used);", BY_LIST),
