@@ -246,7 +246,7 @@ pub const LIST: &[Defence] = &[
     ),
     defence(
         "pieces in one kind of memory wait for each other",
-        "src/device/cuda/plan.rs",
+        "src/device/cuda/areas.rs",
         "self.kinds & area.kind() == 0",
         "true",
         unit("device::cuda::plan::tests::no_result_depends_on_which_part_runs_first"),
