@@ -184,8 +184,9 @@
 //! - **I7** A manifest is published only after all that it names is synced and the log is durable up to the
 //!   manifest's `end`. What a snapshot replaces goes only once the snapshot was read back and a synced seal
 //!   says so.
-//! - **I8** Nothing is recycled that a kept snapshot needs or a kept frame names. No frame enters a segment
-//!   before the next one exists, synced, with its name.
+//! - **I8** Nothing is recycled that a kept snapshot needs or a kept frame names. The newest snapshot is
+//!   kept, whatever is given up: the next one shares its images. No frame enters a segment before the next
+//!   one exists, synced, with its name.
 //! - **I9** What is read from disk is untrusted: lengths are checked before they are used.
 //! - **I10** Page memory and the copies beside it stay within [`Options::budget`]; recovery checks the final
 //!   page table before it allocates.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import operator
 import os
@@ -307,8 +308,9 @@ class Checkpointer:
             if bar is not None:
                 bar.close()
             if done is None and not is_left:
-                # In the order of the saves: other ranks may be writing theirs.
-                self._worker.submit(self._versions.failed, self._saves, error)
+                # In the order of the saves: other ranks may be writing theirs. A thread is refused as the interpreter ends.
+                with contextlib.suppress(RuntimeError):
+                    self._worker.submit(self._versions.failed, self._saves, error)
             if done is None and is_next:
                 self._left.fail(error)
             if passage is None:
@@ -378,7 +380,9 @@ class Checkpointer:
         while True:
             try:
                 for pool in (self._sender, self._worker):
-                    pool.submit(int).result()
+                    # As the interpreter ends, all that threads had to do was done.
+                    with contextlib.suppress(RuntimeError):
+                        pool.submit(int).result()
                 return
             except KeyboardInterrupt:
                 if not patient:
@@ -662,7 +666,7 @@ class Checkpointer:
         return self._versions.listed()
 
     def give_up(self, name: str) -> None:
-        """Gives up a version by its name; what only it needs is removed. The newest version stays for now."""
+        """Gives up a version by its name; what only it needs is removed. The newest version stays, without its name."""
         self._after_saves(f"give up {name!r}", lambda: self._versions.give_up(name))
 
     def diff(self, before: int | str | Version, after: int | str | Version | None = None

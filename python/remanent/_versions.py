@@ -266,9 +266,15 @@ class OwnVersions:
         return sorted(versions, key=lambda version: version.lsn)
 
     def give_up(self, name: str) -> None:
-        if all(info.name != name for info in self._store.snapshots()):
+        kept = self._store.snapshots()
+        named = next((info for info in kept if info.name == name), None)
+        if named is None:
             raise NoStateError(f"there is no version named {name!r}", remedy="`versions` lists those that are kept")
         self._removal.wait()
+        root = self._store.root
+        if named.end == self._store.lsn and "step" in root:
+            # The newest version stays, without its name, as one of those that are counted.
+            self._store.snapshot(of_step(root["step"], named.end), verify=False)
         self._store.prune(give_up=[name], names_only=True)
 
     def fork(self, directory: _Path, at: int | str | Version | None) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -92,3 +95,56 @@ def test_what_cannot_be_removed_is_told_and_no_save_fails_for_it(
         slow.error = None
         run.save(3)
         assert [version.step for version in run.versions()] == [3]
+
+
+def test_the_newest_version_loses_its_name_and_stays_as_one_of_those_that_are_counted(directory: str) -> None:
+    for digests in (False, True):
+        where = f"{directory}/{digests}"
+        model = torch.nn.Linear(64, 64)
+        kept: dict[int, Any] = {}
+
+        def save(run: Checkpointer, step: int, name: str | None = None) -> None:
+            with torch.no_grad():
+                model.weight.fill_(step)
+            run.save(step, name=name)
+            kept[step] = model.weight.clone()
+
+        with Checkpointer(where, model, keep=1, digests=digests) as run:
+            save(run, 1, "first")
+            run.give_up("first")
+            assert [(version.step, version.name) for version in run.versions()] == [(1, None)]
+            with pytest.raises(remanent.NoStateError):
+                run.give_up("first")
+            assert run.restore() == 1 and torch.equal(model.weight, kept[1])
+            save(run, 2)
+            assert [(version.step, version.name) for version in run.versions()] == [(2, None)]
+            save(run, 3, "third")
+            save(run, 4)
+            run.give_up("third")
+            assert [(version.step, version.name) for version in run.versions()] == [(4, None)]
+        with Checkpointer(where, model, keep=1, digests=digests) as run:
+            assert run.restore() == 4 and torch.equal(model.weight, kept[4])
+
+
+def test_a_run_can_be_closed_as_the_interpreter_ends(directory: str) -> None:
+    script = """
+        import atexit, sys, torch
+        from remanent.torch import Checkpointer
+        run = Checkpointer(sys.argv[1], extra={"state": {"w": torch.arange(5.0)}}, rng=False)
+        run.save(1)
+
+        def end():
+            try:
+                run.save(2)
+            except RuntimeError as error:
+                print("refused:", error)
+            run.close()
+            print("closed:", run.store.closed)
+
+        atexit.register(end)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), directory], capture_output=True, text=True,
+                          timeout=120, check=True)
+    assert "closed: True" in done.stdout and "refused: cannot schedule new futures" in done.stdout, done
+    with Checkpointer(directory, extra={"state": {"w": torch.zeros(5)}}, rng=False) as run:
+        assert [version.step for version in run.versions()] == [1]

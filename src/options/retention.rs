@@ -79,7 +79,7 @@ impl Retention {
     }
 
     /// Whether only the snapshots go whose names are given up, and no other rule is applied. The newest
-    /// snapshot stays in any case where the log's beginning is gone: without it nothing could be opened.
+    /// snapshot stays in any case: the next one shares its images.
     ///
     /// ```
     /// use remanent::{Options, SnapshotOptions, Store};

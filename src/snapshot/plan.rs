@@ -83,12 +83,13 @@ pub(super) fn plan(
         snapshots.values().filter(|kept| kept.info.verified && log.reaches(kept)).collect();
     // A snapshot that was found damaged stands in for no other.
     let mut starts: Vec<&RetainedSnapshot> = with_log.iter().copied().filter(|kept| kept.is_sound).collect();
+    // The next snapshot follows the newest one and shares its images; after an open, the one that recovery
+    // starts from. Both stay, whatever else is said of them.
+    let newest = [snapshots.keys().next_back().copied(), starts.last().map(|kept| kept.info.id)];
+    let is_newest = |kept: &RetainedSnapshot| newest.contains(&Some(kept.info.id));
     if retention.names_only {
-        // Recovery starts from the newest one: where the log's beginning is gone, nothing opens without it.
-        let newest = starts.last().filter(|_| log.floor.is_some()).map(|kept| kept.info.id);
         let stays = |kept: &&RetainedSnapshot| {
-            let id = kept.info.id;
-            !is_given_up(kept, retention) || held.contains(&id) || Some(id) == newest
+            !is_given_up(kept, retention) || held.contains(&kept.info.id) || is_newest(kept)
         };
         let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
         return RetentionPlan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
@@ -101,7 +102,7 @@ pub(super) fn plan(
             |kept: &RetainedSnapshot| replaced.contains(&kept.info.id) && !is_named(kept, retention);
         let is_wanted = |kept: &RetainedSnapshot| !is_given_up(kept, retention) || log.reaches(kept);
         let stays = |kept: &&RetainedSnapshot| {
-            held.contains(&kept.info.id) || (is_wanted(kept) && !is_replaced(kept))
+            held.contains(&kept.info.id) || is_newest(kept) || (is_wanted(kept) && !is_replaced(kept))
         };
         let snapshots = snapshots.values().filter(stays).map(|kept| kept.info.id).collect();
         return RetentionPlan { snapshots, log_from: log.from(Some(log.as_it_is()), beginning_held) };
@@ -133,8 +134,9 @@ pub(super) fn plan(
         .copied()
         .collect();
     // Named ones that were caught at one moment are there to be looked at: their state needs no log.
-    let looked_at =
-        snapshots.values().filter(|kept| is_named(kept, retention) || held.contains(&kept.info.id));
+    let looked_at = snapshots
+        .values()
+        .filter(|kept| is_named(kept, retention) || held.contains(&kept.info.id) || is_newest(kept));
     let stays: Vec<&RetainedSnapshot> = replayed.iter().copied().chain(looked_at).collect();
     let oldest = replayed.iter().map(|kept| kept.redo.lsn).min().map(|lsn| {
         // Snapshots of one batch may lie on either side of a restart. The floor is that batch, so all of
@@ -278,12 +280,12 @@ mod tests {
         let read_from_the_beginning = plan(&snapshots, &rules(1, 0, 0), &log, 0, &BTreeSet::new(), true);
         assert_eq!(read_from_the_beginning.log_from, None);
 
-        // A damaged snapshot does not count, and stays only for its name, or for a reader.
+        // A damaged snapshot does not count, and stays only for its name, for a reader, or as the newest one.
         let spoil = |(id, kept): (SnapshotId, RetainedSnapshot)| {
             (id, RetainedSnapshot { is_sound: ![4, 7].contains(&id.0), ..kept })
         };
         let damaged: BTreeMap<SnapshotId, RetainedSnapshot> = snapshots.into_iter().map(spoil).collect();
-        for (held, kept, log_from) in [(vec![], vec![2, 4, 5, 6], 5), (vec![7], vec![2, 4, 5, 6, 7], 5)] {
+        for (held, kept, log_from) in [(vec![], vec![2, 4, 5, 6, 7], 5), (vec![7], vec![2, 4, 5, 6, 7], 5)] {
             let held = held.into_iter().map(SnapshotId).collect();
             let found = plan(&damaged, &rules(2, 0, 0), &log, 0, &held, false);
             let snapshots: Vec<u64> = found.snapshots.iter().map(|id| id.0).collect();
@@ -412,6 +414,8 @@ mod tests {
                 // Whatever the rules say, recovery has a start: one that holds, or the log's beginning.
                 let is_open = floor.is_none() || ids.iter().any(|id| stays(id) && snapshots[id].is_sound && reached(id, floor));
                 prop_assert!(is_open || starts.is_empty(), "nothing is left to start from");
+                // The next one follows it.
+                prop_assert!(stays(ids.last().expect("just taken")), "the newest one went");
                 // What readers hold, with the log that was there for them.
                 for id in &held {
                     let has_log = !reached(id, log.floor) || reached(id, floor);

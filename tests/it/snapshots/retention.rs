@@ -85,6 +85,39 @@ fn a_name_given_up_costs_no_snapshot_that_is_needed() {
     assert_eq!(store.snapshots(), [named]);
 }
 
+/// The next snapshot follows the newest one, and shares its images: that one stays even where the log's
+/// beginning is there, and nothing else needs it.
+#[test]
+fn the_newest_snapshot_stays_until_there_is_a_newer_one() {
+    let published = || SnapshotOptions::new().only_published();
+    for (is_first, is_verified) in [(true, false), (false, false), (true, true), (false, true)] {
+        let disk = SimDisk::new();
+        let (store, pages) = store_of(&disk, small().snapshots_kept(1), 24);
+        if !is_first {
+            store.snapshot_with(published()).unwrap();
+            change(&store, &pages[..3], 1);
+        }
+        let named = if is_verified { SnapshotOptions::new() } else { published() }.name("newest");
+        let named = store.snapshot_with(named).unwrap();
+        let given_up = || store.retention().give_up("newest").names_only(true);
+        assert_eq!(store.prune(&given_up()).unwrap().snapshots, [], "{is_first} {is_verified}");
+        store.snapshot_with(published()).unwrap();
+        change(&store, &pages[..2], 2);
+        let next = store.snapshot_with(published().name("next")).unwrap();
+        let shared: Arc<dyn Disk> = Arc::new(disk.clone());
+        check_seen(&View::open_on(&shared, None).unwrap(), &State::of(&store));
+        let gone = store.prune(&given_up()).unwrap().snapshots;
+        assert_eq!(gone.iter().map(|info| info.id).collect::<Vec<_>>(), [named.id]);
+        let state = State::of(&store);
+        check_kept(&disk, &[(next.id, state.clone())]);
+        store.snapshot().unwrap();
+        store.close().unwrap();
+        let store = open_with(&disk, small()).unwrap();
+        assert_eq!(State::of(&store).contents, state.contents);
+        assert!(store.audit().unwrap().changed.is_empty());
+    }
+}
+
 #[test]
 fn what_a_reader_holds_stays() {
     let disk = SimDisk::new();

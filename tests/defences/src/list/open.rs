@@ -199,6 +199,13 @@ pub const LIST: &[Defence] = &[
         it("faults::disk_full::deleted_pages_give_their_space_back_where_no_image_fits"),
     ),
     defence(
+        "the snapshot stays that the next one follows",
+        PLAN,
+        "newest.contains(&Some(kept.info.id))",
+        "false",
+        it("snapshots::retention::the_newest_snapshot_stays_until_there_is_a_newer_one"),
+    ),
+    defence(
         "a thin snapshot stands in the place of the one before",
         PLAN,
         "starts.retain(|kept| !replaced.contains(&kept.info.id));",

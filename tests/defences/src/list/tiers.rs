@@ -68,8 +68,8 @@ pub const LIST: &[Defence] = &[
     defence(
         "a call waits for the last of its batches",
         MOVER,
-        "max_by_key(|point| point.lsn)",
-        "min_by_key(|point| point.lsn)",
+        "points.into_iter().max_by_key(|point| point.lsn)",
+        "points.into_iter().min_by_key(|point| point.lsn)",
         MANY_MOVED,
     ),
     check("a page has one last use", LRU, "self.by_use.remove(&before);", BY_LIST),
