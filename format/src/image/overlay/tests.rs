@@ -189,7 +189,8 @@ fn of_a_known_base_only_what_lies_near_a_piece_is_read() {
     assert_eq!(noted.1.take(), [5 * WINDOW..6 * WINDOW, 20 * WINDOW..21 * WINDOW]);
     let mut found = vec![0; 2];
     proven.read(&noted, 30 * WINDOW, &mut found).unwrap();
-    assert_eq!(noted.1.take(), [30 * WINDOW..31 * WINDOW]);
+    let read = noted.1.take();
+    assert_eq!((read.len(), read[0].clone()), (1, 30 * WINDOW..31 * WINDOW));
     // A sum that another page has.
     let wrong = ImageRef { raw_crc: !image.raw_crc, ..image };
     let refused = ProvenImage::prove_over(&files, &wrong, len, Some(&base)).unwrap_err();
