@@ -420,3 +420,18 @@ def test_metadata_that_changes_while_it_is_taken(store: remanent.Store) -> None:
         batch.create(b"", key="k", metadata=values)
         batch.set_root("values", {"first": 1, "more": values})
     assert store.info("k").metadata == {"now": 7} and "later" in store.root["values"]["more"]
+
+
+def test_the_newest_snapshot_stays_though_its_name_is_given_up(directory: str) -> None:
+    with remanent.Store(directory, device="host", snapshots_kept=1, snapshot_log_bytes=None) as store:
+        for number in range(20):
+            store[f"k{number}"] = bytes(5000)
+        store.snapshot("a", verify=False)
+        assert not store.prune(give_up=["a"], names_only=True).snapshots
+        store.snapshot("b", verify=False)
+        store["k1"] = b"x" * 5000
+        store.snapshot("c")
+        assert [info.name for info in store.prune(give_up=["a"], names_only=True).snapshots] in (["a"], [])
+    with remanent.Store(directory, device="host") as store:
+        assert store["k1"] == b"x" * 5000 and store["k2"] == bytes(5000)
+        assert "a" not in [info.name for info in store.snapshots()]
