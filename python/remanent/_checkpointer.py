@@ -46,6 +46,7 @@ from remanent._run_state import flatten_state, layouts_of, rng_state, set_rng_st
 from remanent._saved import Capture, LeftSaves, Reading, Saved
 from remanent._storages import extents_there
 from remanent._tensors import blocks
+from remanent._threads import started
 from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, named, whole
 from remanent._waiting_bytes import WaitingBytes
 
@@ -308,7 +309,8 @@ class Checkpointer:
             if bar is not None:
                 bar.close()
             if done is None and not is_left:
-                # In the order of the saves: other ranks may be writing theirs. A thread is refused as the interpreter ends.
+                # In the order of the saves: other ranks may be writing theirs. As the interpreter ends, no thread does
+                # it.
                 with contextlib.suppress(RuntimeError):
                     self._worker.submit(self._versions.failed, self._saves, error)
             if done is None and is_next:
@@ -453,7 +455,7 @@ class Checkpointer:
             if proving and proving[0].done():
                 proving.pop().result()
             if not proving:
-                proving.append(self._started(self.store.prove_written_ahead))
+                proving.append(started(self._writers, self.store.prove_written_ahead))
 
         def commit(batch: _native.Batch, updates: list[_pages.Update]) -> None:
             _pages.update(batch, updates, elements=False)
@@ -485,7 +487,7 @@ class Checkpointer:
                 commit(batch, updates)
                 batch = capture.begin(self.store.batch(note=note))
                 return batch
-            running.append(_Running(self._started(commit, batch, updates), passage.take(), needed))
+            running.append(_Running(started(self._writers, commit, batch, updates), passage.take(), needed))
             while running and (len(running) > _WRITERS or passage.waits or running[0].committed.done()):
                 finish()
             batch = self.store.batch(note=note)
@@ -511,15 +513,6 @@ class Checkpointer:
         ticket = self.store.submit(batch)
         passage.free(passage.take())
         return ticket
-
-    def _started(self, work: Callable[..., _T], *given: Any) -> concurrent.futures.Future[_T]:
-        try:
-            return self._writers.submit(work, *given)
-        except RuntimeError:
-            # The interpreter ends, and starts no thread any more.
-            done: concurrent.futures.Future[_T] = concurrent.futures.Future()
-            done.set_result(work(*given))
-            return done
 
     def _make_way(self, nbytes: int) -> None:
         """Keeps what there is before a save writes over it; removes what one that was ended halfway has left."""

@@ -8,6 +8,7 @@ import os
 
 from remanent import _native
 from remanent._errors import Error
+from remanent._threads import started
 
 
 class Removal:
@@ -24,13 +25,8 @@ class Removal:
 
     def begin(self, gone: list[str]) -> None:
         """Begins to give up versions, by the names of their snapshots. Nothing else is under way."""
-        if not (gone or self._always):
-            return
-        try:
-            self._last = self._thread.submit(self._remove, gone)
-        except RuntimeError:
-            # The interpreter ends, and starts no thread any more.
-            self._remove(gone)
+        if gone or self._always:
+            self._last = started(self._thread, self._remove, gone)
 
     def _remove(self, gone: list[str]) -> None:
         try:

@@ -585,7 +585,8 @@ impl PyStore {
 
     /// Removes what these rules do not keep; rules that are not given are the store's own.
     ///
-    /// :param give_up: names that keep a snapshot no longer. :param names_only: only those go.
+    /// :param give_up: names that keep a snapshot no longer. :param names_only: only those go; the newest
+    ///     snapshot stays in any case.
     /// :param dry_run: says what would go, and removes nothing.
     ///
     /// >>> with remanent.Store(directory) as store:
