@@ -182,8 +182,8 @@
 //!   read them: it copies them. Bytes under a mark it reads from the medium at least once, past the page
 //!   cache or by a read that found none of them cached.
 //! - **I7** A manifest is published only after all that it names is synced and the log is durable up to the
-//!   manifest's `end`. What a snapshot replaces goes only once the snapshot was read back and a synced seal
-//!   says so.
+//!   manifest's `end`, and a snapshot with a name was read back and recorded before the next manifest. What a
+//!   snapshot replaces goes only once the snapshot was read back and a synced seal says so.
 //! - **I8** Nothing is recycled that a kept snapshot needs or a kept frame names. The newest snapshot is
 //!   kept, whatever is given up: the next one shares its images. No frame enters a segment before the next
 //!   one exists, synced, with its name.

@@ -61,6 +61,8 @@ pub(crate) struct RetainedSnapshot {
     /// The links that the snapshot's own link follows, the newest first.
     pub links: Vec<SnapshotId>,
     pub manifest_crc: u32,
+    /// Whether a durable record names it. An open finds it by that, unless it is the newest one (I7).
+    pub is_recorded: bool,
     /// Whether nothing that the snapshot needs was found damaged since the store was opened. A snapshot that
     /// is not sound stands in for no other; nothing on disk says so.
     pub is_sound: bool,
@@ -99,6 +101,7 @@ impl RetainedSnapshot {
             files,
             links,
             manifest_crc,
+            is_recorded: verified,
             is_sound: true,
         }
     }

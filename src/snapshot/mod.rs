@@ -254,8 +254,9 @@ impl Snapshots {
     ///    that the images already hold.
     /// d. **Stop watching**, whether that went well or not. Otherwise the applier would note deletes, and
     ///    keep pages aside, for a snapshot that nothing finishes.
-    /// e. **Publish** (phases 4 and 5). The manifest's number counts as taken before: after a failure it
-    ///    may lie on the disk, and a name is never used for two contents.
+    /// e. **Publish** (phases 4 and 5), once the snapshots with names are recorded. The manifest's number
+    ///    counts as taken before: after a failure it may lie on the disk, and a name is never used for two
+    ///    contents.
     /// f. **Keep** it: from now on it counts for retention, and waits to be verified (phase 6).
     ///
     /// `is_unreadable` is set if this fails because a page cannot be read from its image. That concerns the
@@ -293,16 +294,18 @@ impl Snapshots {
         // Not the plan's end: an overlay may lie over an image that was written since, for a batch that took
         // its page to disk.
         let next_file = catalog.files.next_number();
-        let manifest = self.manifest(
-            catalog.next_snapshot,
-            request.name.clone(),
-            redo,
-            sorted,
-            caught.entries,
-            end,
-            next_file,
-            ahead_from,
-        );
+        let manifest = self.record_named(catalog).and_then(|()| {
+            self.manifest(
+                catalog.next_snapshot,
+                request.name.clone(),
+                redo,
+                sorted,
+                caught.entries,
+                end,
+                next_file,
+                ahead_from,
+            )
+        });
         let manifest = match manifest {
             Ok(manifest) => manifest,
             Err(error) => {

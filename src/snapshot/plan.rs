@@ -206,7 +206,16 @@ mod tests {
         let (files, links) = (BTreeMap::new(), Vec::new());
         (
             info.id,
-            RetainedSnapshot { info, redo, next_file: 1, files, links, manifest_crc: 0, is_sound: true },
+            RetainedSnapshot {
+                info,
+                redo,
+                next_file: 1,
+                files,
+                links,
+                manifest_crc: 0,
+                is_recorded: true,
+                is_sound: true,
+            },
         )
     }
 

@@ -15,7 +15,7 @@ use crate::base::parallel;
 use crate::base::phases;
 use crate::base::phases::Phase;
 use crate::base::wall_clock::unix_ms;
-use crate::catalog::{Catalog, SnapshotInfo};
+use crate::catalog::{Catalog, RetainedSnapshot, SnapshotInfo};
 use crate::disk::Disk;
 use crate::disk::image_spares::KeptReady;
 use crate::error::{Error, Result};
@@ -62,17 +62,31 @@ impl Snapshots {
     /// Returns when a seal that says so is synced. Only such a record licenses recycling (I7).
     pub fn record(
         &self,
-        catalog: &Catalog,
+        catalog: &mut Catalog,
         floor: Option<Lsn>,
         stays: impl Fn(&SnapshotId) -> bool,
     ) -> Result<()> {
-        let kept = catalog.snapshots.values().filter(|kept| kept.info.verified && stays(&kept.info.id));
+        let is_named = |kept: &RetainedSnapshot| kept.info.verified && stays(&kept.info.id);
+        let kept = catalog.snapshots.values().filter(|kept| is_named(kept));
         let record = kept.map(|kept| VerifiedSnapshot {
             snapshot: kept.info.id,
             manifest_crc: kept.manifest_crc,
             log_kept: floor.is_some_and(|floor| kept.redo.lsn >= floor),
         });
-        self.engine.log.record_verified(record.collect())
+        self.engine.log.record_verified(record.collect())?;
+        catalog.snapshots.values_mut().for_each(|kept| kept.is_recorded |= is_named(kept));
+        Ok(())
+    }
+
+    /// Verifies and records the snapshots with names, before another one is published. After a crash an open
+    /// knows the newest one, and of those before only what a record names: one that was durable, and that its
+    /// name is to keep, would be gone (I7).
+    pub fn record_named(&self, catalog: &mut Catalog) -> Result<()> {
+        if catalog.snapshots.values().all(|kept| kept.is_recorded || kept.info.name.is_none()) {
+            return Ok(());
+        }
+        self.verify(catalog)?;
+        self.record(catalog, catalog.floor, |_| true)
     }
 
     /// The record of phase 6, and phase 7. While a page is unloaded only the record: if an image turns

@@ -84,6 +84,7 @@ impl Snapshots {
             root,
         };
         let link = Link::of(&manifest, 0)?;
+        self.record_named(catalog)?;
         // From here on the number is taken, whatever happens: a name is never used for two contents.
         catalog.next_snapshot += 1;
         // As any snapshot's: the log is durable up to its end first (I7).

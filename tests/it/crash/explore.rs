@@ -1,6 +1,7 @@
 //! Opens every state that a crash could have left, and judges the result.
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -11,6 +12,7 @@ use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use super::followers::Followers;
 use super::model::{Act, Line, State, Target, looked_at, read, rebuilt};
+use super::names::Names;
 use super::work::{Driver, Floors, open};
 
 /// How thoroughly the crashes of one depth are explored: first those of the work itself, then those of the
@@ -106,7 +108,7 @@ impl<'a> Explorer<'a> {
     /// Judges every image of a driver's disk.
     pub fn explore(&self, driver: &Driver) -> Result<(), Violation> {
         let followers = Followers::of(driver, self.options);
-        self.explore_at(0, &driver.disk, &driver.line(), driver.floors, &followers)
+        self.explore_at(0, &driver.disk, &driver.line(), driver.floors, &followers, &driver.names())
     }
 
     fn explore_at(
@@ -116,6 +118,7 @@ impl<'a> Explorer<'a> {
         line: &Line,
         floors: Floors,
         followers: &Followers,
+        names: &Names,
     ) -> Result<(), Violation> {
         let level = self.levels[depth];
         let plan = CrashPlan {
@@ -129,7 +132,7 @@ impl<'a> Explorer<'a> {
             let number = self.numbers.borrow()[depth] + 1;
             self.numbers.borrow_mut()[depth] = number;
             if verdict.is_ok() && (depth > 0 || self.is_mine(number)) {
-                let judged = self.judge(depth, number, &image, line, floors, followers);
+                let judged = self.judge(depth, number, &image, line, floors, followers, names);
                 verdict = judged.map_err(|mut violation| {
                     violation.crashes.push(tell(disk, &image));
                     violation
@@ -149,6 +152,7 @@ impl<'a> Explorer<'a> {
     }
 
     /// Judges one image; `number` is its own on its level.
+    #[expect(clippy::too_many_arguments, reason = "all that was promised by then")]
     fn judge(
         &self,
         depth: usize,
@@ -157,16 +161,22 @@ impl<'a> Explorer<'a> {
         line: &Line,
         floors: Floors,
         followers: &Followers,
+        names: &Names,
     ) -> Result<(), Violation> {
         self.images.borrow_mut()[depth] += 1;
         let level = self.levels[depth];
         let floors = floors.with(&image.acks).after(image.crash);
         followers.judge(image, line, number)?;
         let nest = depth + 1 < self.levels.len() && number.is_multiple_of(level.nest_of);
-        let line = self.examine(&image.disk, line, floors, number.is_multiple_of(level.closely_of), nest)?;
+        let names = names.after(image.moment.event);
+        let closely = number.is_multiple_of(level.closely_of);
+        let line = self.examine(&image.disk, line, floors, &names, closely, nest)?;
         // The work's followers know nothing of the batches that a recovery replays.
         let none = Followers::default();
-        if nest { self.explore_at(depth + 1, &image.disk, &line, floors, &none) } else { Ok(()) }
+        if !nest {
+            return Ok(());
+        }
+        self.explore_at(depth + 1, &image.disk, &line, floors, &none, &Names::always(names))
     }
 
     /// Opens the files that a crash left, and judges them. Returns the line of states that the disk then
@@ -176,6 +186,7 @@ impl<'a> Explorer<'a> {
         disk: &SimDisk,
         line: &Line,
         floors: Floors,
+        names: &BTreeSet<String>,
         closely: bool,
         go_on: bool,
     ) -> Result<Line, Violation> {
@@ -190,6 +201,7 @@ impl<'a> Explorer<'a> {
             return Err(Violation::new(Kind::Lost, what));
         }
         let found = same(line, lsn, &store)?;
+        Names::judge(names, &store)?;
         // The pure rebuild of the same image, made before the image was opened.
         match &pure {
             Err(_) if created => {}

@@ -450,13 +450,64 @@ fn names_pruning_and_compaction_survive() {
             driver.snapshot(&store)?;
         }
         assert_eq!(store.snapshots()[0].id, named.id);
-        let pruned = store.prune(&store.retention().give_up("first"))?;
-        assert_eq!(pruned.snapshots, [named]);
+        assert_eq!(driver.give_up(&store, "first", false)?, [named]);
         // Two thirds of the first image file are named no more: the next snapshot rewrites the rest of it.
         let emptying = driver.snapshot(&store)?;
         assert_eq!(emptying.bytes_written, 10 * 1000);
         driver.change(&store, random, &pages[..1])?;
         driver.snapshot(&store)?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver.into())
+    });
+}
+
+/// The newest snapshot stays though its name is given up: the next ones follow it, and share its images.
+#[test]
+fn names_given_up_alone_survive() {
+    suite(images(ImageIo::Mapped).snapshots_kept(2), 2000, |driver, random| {
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 6, 400)?;
+        let first = driver.snapshot_named(&store, "first")?;
+        assert_eq!(driver.give_up(&store, "first", true)?, []);
+        driver.change(&store, random, &pages[..2])?;
+        driver.publish(&store)?;
+        driver.change(&store, random, &pages[1..3])?;
+        let second = driver.snapshot_named(&store, "second")?;
+        assert_eq!(driver.give_up(&store, "first", true)?, [first]);
+        assert_eq!(driver.give_up(&store, "second", true)?, []);
+        driver.change(&store, random, &pages[2..4])?;
+        driver.snapshot(&store)?;
+        assert_eq!(driver.give_up(&store, "second", true)?, [second]);
+        driver.change(&store, random, &pages[..1])?;
+        driver.check(&store);
+        driver.close(store)?;
+        let store = driver.open()?;
+        driver.change(&store, random, &pages[..1])?;
+        driver.snapshot(&store)?;
+        driver.check(&store);
+        driver.close(store)?;
+        Ok(driver.into())
+    });
+}
+
+/// A name is kept from the moment that its snapshot is published, though others are published after it before
+/// it was read back.
+#[test]
+fn names_of_published_snapshots_survive() {
+    suite(images(ImageIo::Buffered).snapshots_kept(1), 2000, |driver, random| {
+        let store = driver.open()?;
+        let pages = driver.create_pages(&store, random, 4, 400)?;
+        driver.publish_named(&store, "first")?;
+        driver.change(&store, random, &pages[..2])?;
+        driver.publish_named(&store, "second")?;
+        driver.change(&store, random, &pages[1..3])?;
+        driver.publish(&store)?;
+        driver.change(&store, random, &pages[..1])?;
+        driver.publish_named(&store, "third")?;
+        driver.change(&store, random, &pages[..1])?;
+        driver.snapshot(&store)?;
+        driver.give_up(&store, "second", true)?;
         driver.check(&store);
         driver.close(store)?;
         Ok(driver.into())

@@ -15,6 +15,7 @@ use remanent::{
 use remanent_format::state::rebuild::{RebuildOptions, rebuild};
 
 use super::model::{Act, Line, Step, Target, batch, read, rebuilt};
+use super::names::Names;
 use super::trouble::Trouble;
 
 /// Steele, Lea and Flood's SplitMix64.
@@ -232,6 +233,7 @@ struct Notes {
     written: Condvar,
     /// Replicas of followers, each with the number of events before it was there.
     followed: Mutex<Vec<(usize, Replica)>>,
+    names: Mutex<Names>,
 }
 
 struct Book {
@@ -248,7 +250,12 @@ impl Driver {
     pub fn new(disk: SimDisk, options: Options, line: Line, floors: Floors) -> Self {
         let book = Book { line, steps: BTreeMap::new(), acks: Vec::new(), has_tiers: false };
         let book = Mutex::new(book);
-        let notes = Arc::new(Notes { book, written: Condvar::new(), followed: Mutex::default() });
+        let notes = Arc::new(Notes {
+            book,
+            written: Condvar::new(),
+            followed: Mutex::default(),
+            names: Mutex::default(),
+        });
         Self { disk, floors, options, notes, trouble: None }
     }
 
@@ -410,9 +417,31 @@ impl Driver {
 
     /// Takes a snapshot that stays until its name is given up.
     pub fn snapshot_named(&self, store: &Store, name: &str) -> Result<SnapshotInfo, Error> {
-        let info = store.snapshot_with(SnapshotOptions::new().name(name))?;
+        self.named(store, name, SnapshotOptions::new())
+    }
+
+    /// Takes such a one, and does not wait until it is verified.
+    pub fn publish_named(&self, store: &Store, name: &str) -> Result<SnapshotInfo, Error> {
+        self.named(store, name, SnapshotOptions::new().only_published())
+    }
+
+    fn named(&self, store: &Store, name: &str, options: SnapshotOptions) -> Result<SnapshotInfo, Error> {
+        let info = store.snapshot_with(options.name(name))?;
         self.acked(Ack::Durable, info.end);
+        self.notes.names.lock().unwrap().told(self.disk.events(), name);
         Ok(info)
+    }
+
+    /// Gives a name up. Its snapshot is removed alone, or with all others that nothing keeps. Returns what
+    /// went.
+    pub fn give_up(&self, store: &Store, name: &str, is_alone: bool) -> Result<Vec<SnapshotInfo>, Error> {
+        self.notes.names.lock().unwrap().given_up(self.disk.events(), name);
+        Ok(store.prune(&store.retention().give_up(name).names_only(is_alone))?.snapshots)
+    }
+
+    /// The names that snapshots have, and when.
+    pub fn names(&self) -> Names {
+        self.notes.names.lock().unwrap().clone()
     }
 
     /// Creates pages of `len` bytes, a batch each.

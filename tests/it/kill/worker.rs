@@ -262,15 +262,22 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Takes a snapshot with a name, and gives the oldest names up.
+    /// Takes a snapshot with a name, and gives the oldest names up; now and then the new one as well, which
+    /// may be the newest snapshot.
     pub fn name(&self, lsn: Lsn) -> Result<()> {
+        let turn = lsn.0 / NAME_EVERY % 4;
         let name = lsn.to_string();
-        let end = self.store.snapshot_with(SnapshotOptions::new().name(&name))?.end;
-        self.diary.write(&Entry::Named { name, end });
-        let names: Vec<String> = self.store.snapshots().into_iter().filter_map(|info| info.name).collect();
-        for name in &names[..names.len().saturating_sub(NAMES_MAX)] {
+        let options = SnapshotOptions::new().name(&name);
+        let options = if turn < 2 { options.only_published() } else { options };
+        let end = self.store.snapshot_with(options)?.end;
+        self.diary.write(&Entry::Named { name: name.clone(), end });
+        let mut names: Vec<String> =
+            self.store.snapshots().into_iter().filter_map(|info| info.name).collect();
+        names.truncate(names.len().saturating_sub(NAMES_MAX));
+        names.extend((turn == 0).then_some(name));
+        for name in &names {
             self.diary.write(&Entry::GiveUp { name: name.clone() });
-            self.store.prune(&self.store.retention().give_up(name))?;
+            self.store.prune(&self.store.retention().give_up(name).names_only(turn % 2 == 0))?;
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! Draws histories at random.
 
+use proptest::bool::weighted;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -11,9 +12,9 @@ use super::history::{Action, Bad, KEYS, MoveCall, NAMES, SNAPSHOT_NAMES, Step};
 pub fn history() -> impl Strategy<Value = Vec<Action>> {
     let action = prop_oneof![
         16 => vec(step(), 0..10).prop_map(Action::Commit),
-        3 => any::<bool>().prop_map(|exact| Action::Snapshot { exact }),
-        1 => (0..SNAPSHOT_NAMES.len()).prop_map(Action::Name),
-        1 => (0..SNAPSHOT_NAMES.len()).prop_map(Action::GiveUp),
+        3 => (any::<bool>(), weighted(0.3)).prop_map(|(exact, is_published)| Action::Snapshot { exact, is_published }),
+        1 => (0..SNAPSHOT_NAMES.len(), weighted(0.3)).prop_map(|(name, is_published)| Action::Name { name, is_published }),
+        2 => (any::<usize>(), any::<bool>()).prop_map(|(pick, is_alone)| Action::GiveUp { pick, is_alone }),
         1 => any::<usize>().prop_map(Action::Fork),
         1 => any::<usize>().prop_map(Action::Restore),
         1 => any::<usize>().prop_map(Action::RestoreTo),

@@ -17,13 +17,24 @@ pub const SNAPSHOT_NAMES: [&str; 3] = ["first", "before tuning", "\u{1F4CC}"];
 #[derive(Arbitrary, Clone, Debug)]
 pub enum Action {
     Commit(Vec<Step>),
+    /// A snapshot; one that is only published is read back when it already stands.
     Snapshot {
         exact: bool,
+        is_published: bool,
     },
     /// A snapshot with one of the names.
-    Name(#[arbitrary(with = snapshot_name)] usize),
-    /// One of the names is given up, and snapshots that are not kept otherwise are removed.
-    GiveUp(#[arbitrary(with = snapshot_name)] usize),
+    Name {
+        #[arbitrary(with = snapshot_name)]
+        name: usize,
+        is_published: bool,
+    },
+    /// One of the names that there are is given up. All snapshots are removed that nothing keeps, or its own
+    /// alone.
+    GiveUp {
+        #[arbitrary(with = pick)]
+        pick: usize,
+        is_alone: bool,
+    },
     /// A restore of one of the kept snapshots.
     Restore(#[arbitrary(with = pick)] usize),
     /// A restore of the state after any batch of the window.

@@ -85,6 +85,8 @@ fn the_store_is_what_the_model_says() {
         forks,
         names,
         given_up,
+        names_of_newest,
+        published,
         images,
         background,
         unloaded,
@@ -94,7 +96,7 @@ fn the_store_is_what_the_model_says() {
     } = tally;
     let enough = commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && forks >= 30;
     let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1 && unloaded >= 50;
-    let enough = enough && moves >= 60 && captures >= 60;
+    let enough = enough && moves >= 60 && captures >= 60 && published >= 20 && names_of_newest >= 2;
     assert!(asked_for().is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
 }
 

@@ -39,6 +39,8 @@ pub struct Model {
     /// is the one that was asked for last, and it is there or lower; its Lsn is not known; and batches lie
     /// between those of the model.
     pub is_cramped: bool,
+    /// The log from this batch on is kept; a snapshot of an earlier one is there to be looked at alone.
+    log_from: u64,
     /// The states after earlier batches.
     past: BTreeMap<u64, Past>,
     /// The highest epoch that any page ever had.
@@ -176,14 +178,36 @@ impl Model {
     }
 
     /// Removes snapshots that neither the count nor a name keeps. A name that is given up is there still if
-    /// the count keeps its snapshot.
+    /// the count keeps its snapshot. Those count that have the log after them; it goes with them.
     pub fn retain(&mut self, count: usize, given_up: Option<&str>) {
-        let counted = self.snapshots.len().saturating_sub(count);
-        let oldest_counted = self.snapshots.keys().nth(counted).copied();
+        let with_log = self.snapshots.iter().filter(|(_, end)| **end >= self.log_from);
+        let with_log: Vec<(SnapshotId, u64)> = with_log.map(|(id, end)| (*id, *end)).collect();
+        let oldest_counted = with_log.get(with_log.len().saturating_sub(count));
+        if with_log.len() >= count {
+            self.log_from = oldest_counted.map_or(self.log_from, |(_, end)| *end);
+        }
+        let oldest_counted = oldest_counted.map(|(id, _)| *id);
         let names = &self.names;
         let is_named = |id: &SnapshotId| names.get(id).is_some_and(|name| Some(name.as_str()) != given_up);
         self.snapshots.retain(|id, _| Some(*id) >= oldest_counted || is_named(id));
         self.names.retain(|id, _| self.snapshots.contains_key(id));
+    }
+
+    /// Removes the snapshot that has this name, if it is not the newest one: says whether there is none now.
+    pub fn give_up(&mut self, name: &str) -> bool {
+        let newest = self.snapshots.keys().next_back().copied();
+        let Some((&id, _)) = self.names.iter().find(|(_, held)| *held == name) else { return true };
+        if Some(id) == newest {
+            return false;
+        }
+        self.snapshots.remove(&id);
+        self.names.remove(&id);
+        true
+    }
+
+    /// One of the names that snapshots have.
+    pub fn named(&self, pick: usize) -> Option<String> {
+        self.names.values().nth(pick % self.names.len().max(1)).cloned()
     }
 
     /// Takes over the list of snapshots. Those with names are among them.
@@ -250,11 +274,11 @@ impl Model {
         (!is_present).then(|| self.past.range(..=lsn).next_back().expect("the empty store is the first").1)
     }
 
-    /// The oldest batch from which on every batch can be restored for certain: of the older snapshots with
-    /// names the log may be gone.
+    /// The oldest batch from which on every batch can be restored for certain: that of the second newest
+    /// snapshot with the log after it, or the oldest.
     pub fn oldest(&self) -> u64 {
-        let last = self.snapshots.values();
-        last.clone().rev().nth(1).or(last.clone().next()).copied().unwrap_or(0)
+        let with_log = self.snapshots.values().filter(|end| **end >= self.log_from).copied();
+        with_log.clone().rev().nth(1).or(with_log.last()).unwrap_or(0)
     }
 
     /// Goes back to an earlier state, in one batch, `position`. Pages that changed since get an epoch above

@@ -30,8 +30,12 @@ pub struct Tally {
     pub looks: usize,
     pub forks: usize,
     pub names: usize,
+    /// Snapshots that were not read back yet when the call returned.
+    pub published: usize,
     /// Snapshots that went with their names.
     pub given_up: usize,
+    /// Names that were given up alone, and whose snapshot stays because it is the newest one.
+    pub names_of_newest: usize,
     /// Pages that were written whole.
     pub images: usize,
     /// Pages that moved by a call of their own.
@@ -165,13 +169,11 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                     (Err(error), None) => panic!("a good batch was refused: {error}"),
                 }
             }
-            Action::Snapshot { exact } => {
-                let snapshot = if *exact {
-                    store.snapshot_with(SnapshotOptions::new().exact())
-                } else {
-                    store.snapshot()
-                };
-                let snapshot = match snapshot {
+            Action::Snapshot { exact, is_published } => {
+                let options = SnapshotOptions::new();
+                let options = if *exact { options.exact() } else { options };
+                let options = if *is_published { options.only_published() } else { options };
+                let snapshot = match store.snapshot_with(options) {
                     // Of copies that an exact one sets aside.
                     Err(Error::OverBudget { .. }) if setting.is_cramped && *exact => {
                         tally.without_room += 1;
@@ -182,17 +184,21 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                 assert_snapshot(&snapshot, &model);
                 assert_eq!(snapshot.pages, model.pages.len() as u64, "{snapshot:?}");
                 by_hand += 1;
+                verified(&store, &snapshot, &model, tally);
                 model.keep(snapshot.id, None, SNAPSHOTS_KEPT);
             }
-            Action::Name(pick) => {
-                let name = SNAPSHOT_NAMES[*pick];
+            Action::Name { name, is_published } => {
+                let name = SNAPSHOT_NAMES[*name];
+                let options = SnapshotOptions::new().name(name);
+                let options = if *is_published { options.only_published() } else { options };
                 let holder = model.names.iter().find(|(_, held)| *held == name).map(|(id, _)| *id);
-                match (store.snapshot_with(SnapshotOptions::new().name(name)), holder) {
+                match (store.snapshot_with(options), holder) {
                     (Ok(snapshot), None) => {
                         tally.names += 1;
                         by_hand += 1;
                         assert_snapshot(&snapshot, &model);
                         assert_eq!(snapshot.name.as_deref(), Some(name), "{snapshot:?}");
+                        verified(&store, &snapshot, &model, tally);
                         model.keep(snapshot.id, Some(name), SNAPSHOTS_KEPT);
                     }
                     (Err(Error::NameTaken { snapshot, .. }), Some(holder)) => {
@@ -201,17 +207,18 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
                     (result, holder) => panic!("{name:?}, which {holder:?} has: {result:?}"),
                 }
             }
-            Action::GiveUp(pick) => {
-                let name = SNAPSHOT_NAMES[*pick];
-                let pruned = store.prune(&store.retention().give_up(name));
+            Action::GiveUp { pick, is_alone } => {
+                let name = model.named(*pick).unwrap_or(SNAPSHOT_NAMES[0].to_owned());
+                let pruned = store.prune(&store.retention().give_up(&name).names_only(*is_alone));
                 let went = pruned.unwrap_or_else(|error| panic!("a prune: {error}")).snapshots;
                 let named = went.iter().filter_map(|info| info.name.as_deref()).collect::<Vec<_>>();
                 assert!(named.iter().all(|gone| *gone == name), "{named:?} went with {name:?}");
+                assert!(!is_alone || went.len() == named.len(), "{went:?} went with the name {name:?} alone");
                 tally.given_up += named.len();
-                if model.in_background {
-                    model.names.retain(|id, _| went.iter().all(|info| info.id != *id));
-                } else {
-                    model.retain(SNAPSHOTS_KEPT, Some(name));
+                match (model.in_background, is_alone) {
+                    (true, _) => model.names.retain(|id, _| went.iter().all(|info| info.id != *id)),
+                    (false, true) => tally.names_of_newest += usize::from(!model.give_up(&name)),
+                    (false, false) => model.retain(SNAPSHOTS_KEPT, Some(&name)),
                 }
             }
             Action::Restore(pick) => {
@@ -340,6 +347,18 @@ pub fn run<G: Ground>(actions: &[Action], mut ground: G, setting: &Setting, tall
     store.close().unwrap_or_else(|error| panic!("a close: {error}"));
     compare_rebuilt(&ground, &model);
     compare_opened(&setting.open(&ground), &model);
+}
+
+/// Waits until a snapshot that was only published is verified: what it takes the place of goes then. Where
+/// the store takes snapshots on its own, it is the one to say which there are.
+fn verified(store: &Store, snapshot: &SnapshotInfo, model: &Model, tally: &mut Tally) {
+    if snapshot.verified {
+        return;
+    }
+    tally.published += 1;
+    if !model.in_background {
+        store.wait_verified().unwrap_or_else(|error| panic!("snapshot {}: {error}", snapshot.id));
+    }
 }
 
 /// Follows a restore to the state after batch `lsn`.

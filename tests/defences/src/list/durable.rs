@@ -489,6 +489,13 @@ pub const LIST: &[Defence] = &[
         "state.seals_durable <= seals",
         it("snapshots::retention::a_kill_between_a_snapshot_and_its_record_forgets_no_other"),
     ),
+    defence(
+        "snapshots with names are recorded before another is published (I7)",
+        RETAIN,
+        "kept.is_recorded || kept.info.name.is_none()",
+        "true",
+        it("crash::snapshots::names_of_published_snapshots_survive"),
+    ),
     check(
         "what a reader holds stays (I8)",
         RETAIN,
