@@ -18,7 +18,7 @@ use crate::handover::Handover;
 use crate::operations::{BytesForm, operation_to_py, plain_indices};
 use crate::page_info::Info;
 use crate::reader::Reader;
-use crate::source::Source;
+use crate::source::{Source, locked};
 
 /// Reads the batches of a store in order, each once, while another process may be writing it: an iterator,
 /// also an asynchronous one, without an end. Locks nothing and writes nothing.
@@ -309,6 +309,6 @@ impl PyReplica {
     #[getter]
     fn position(slf: PyRef<'_, Self>) -> String {
         let Source::Replica(replica) = &slf.as_super().source else { unreachable!("made with one") };
-        replica.lock().unwrap_or_else(PoisonError::into_inner).position().to_string()
+        locked(slf.py(), replica).position().to_string()
     }
 }

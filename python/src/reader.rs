@@ -72,7 +72,7 @@ impl Reader {
 
     /// A look that waits for nothing.
     fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> PyResult<T> {
-        self.source.with(run).or_raise(py, self.source.path())
+        self.source.look(py, run).or_raise(py, self.source.path())
     }
 
     /// A call without the interpreter's lock.

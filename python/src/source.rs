@@ -1,7 +1,9 @@
 //! What pages and root are read from: an open store, a view of it, an earlier state, a replica.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
 use remanent::{Error, LiveView, ReadPages, Replica, Result, Store, View};
 use self_cell::self_cell;
 
@@ -69,6 +71,11 @@ impl<V: Send + Sync> Closable<V> {
     }
 }
 
+/// A replica, waited for without the interpreter's lock.
+pub fn locked<'r>(py: Python<'_>, replica: &'r Mutex<Replica>) -> MutexGuard<'r, Replica> {
+    replica.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Source {
     pub fn path(&self) -> Option<&str> {
         match self {
@@ -76,6 +83,15 @@ impl Source {
             Source::Live(live) => Some(&live.path),
             Source::Past(past) => Some(&past.path),
             Source::Replica(_) => None,
+        }
+    }
+
+    /// Runs a call on the pages that waits for nothing but, of a replica, a batch that is being applied.
+    pub fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> Result<T> {
+        match self {
+            // Other threads have the interpreter meanwhile.
+            Source::Replica(replica) => run(&*locked(py, replica)),
+            _ => self.with(run),
         }
     }
 

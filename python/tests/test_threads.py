@@ -420,17 +420,28 @@ def in_turns(call: Callable[[], object]) -> object:
             time.sleep(0)
 
 
-def test_one_follower(store: remanent.Store, directory: str) -> None:
+def source_of(kind: str, store: remanent.Store, directory: str) -> Any:
+    """A follower of the log, or a stream of the open store's changes: both give each batch once."""
+    return remanent.Follower(directory) if kind == "follower" else store.changes()
+
+
+@pytest.mark.parametrize("kind", ["follower", "changes"])
+def test_one_source(store: remanent.Store, directory: str, kind: str) -> None:
     count = 200
-    follower = remanent.Follower(directory)
+    source = source_of(kind, store, directory)
     seen: list[int] = []
+
+    def is_whole(batch: Any) -> bool:
+        if kind == "changes":
+            return batch.pages[0].created and batch.pages[0].page == batch.lsn
+        kinds = [operation["kind"] for operation in batch.operations]
+        return kinds == ["create", "write"] and bytes(batch.lsn) in bytes(memoryview(batch)) and bool(batch.position)
 
     def read() -> None:
         while len(seen) < count:
-            batch: Any = in_turns(lambda: follower.next(0.01))
+            batch: Any = in_turns(lambda: source.next(0.01))
             if batch is not None:
-                assert [operation["kind"] for operation in batch.operations] == ["create", "write"]
-                assert bytes(batch.lsn) in bytes(memoryview(batch)) and batch.position and repr(batch)
+                assert is_whole(batch) and repr(batch)
                 seen.append(batch.lsn)
 
     def write() -> None:
@@ -439,37 +450,13 @@ def test_one_follower(store: remanent.Store, directory: str) -> None:
 
     together(read, read, read, write)
     assert sorted(seen) == list(range(1, count + 1))
-    assert remanent.Follower(directory, follower.position).next(0) is None
+    if kind == "follower":
+        assert remanent.Follower(directory, source.position).next(0) is None
 
     def close() -> None:
-        in_turns(follower.close)
+        in_turns(source.close)
 
-    together(*[until_closed(lambda: in_turns(lambda: follower.next(0.001)))] * 3, close, close)
-
-
-def test_one_stream_of_changes(store: remanent.Store) -> None:
-    count = 200
-    changes = store.changes()
-    seen: list[int] = []
-
-    def read() -> None:
-        while len(seen) < count:
-            batch: Any = in_turns(lambda: changes.next(0.01))
-            if batch is not None:
-                assert batch.pages[0].created and batch.pages[0].page == batch.lsn and repr(batch)
-                seen.append(batch.lsn)
-
-    def write() -> None:
-        for lsn in range(1, count + 1):
-            store[f"{lsn}"] = bytes(lsn)
-
-    together(read, read, read, write)
-    assert sorted(seen) == list(range(1, count + 1))
-
-    def close() -> None:
-        in_turns(changes.close)
-
-    together(*[until_closed(lambda: in_turns(lambda: changes.next(0.001)))] * 3, close, close)
+    together(*[until_closed(lambda: in_turns(lambda: source.next(0.001)))] * 3, close, close)
 
 
 @pytest.mark.parametrize("loops", [1, 2])
@@ -477,7 +464,7 @@ def test_one_stream_of_changes(store: remanent.Store) -> None:
 def test_tasks_that_share_a_source(store: remanent.Store, directory: str, kind: str, loops: int) -> None:
     """Each batch is one task's, whatever the loop that the task is of."""
     count = 150
-    source: Any = remanent.Follower(directory) if kind == "follower" else store.changes()
+    source = source_of(kind, store, directory)
     seen: list[int] = []
 
     async def read() -> None:
@@ -525,6 +512,52 @@ def test_one_replica(store: remanent.Store, directory: str) -> None:
 
     together(follow, *[until_closed(read, over)] * 3)
     assert replica["k"] == bytes([199]) * 1000
+
+
+def test_a_look_at_a_replica_that_waits_holds_up_no_other_thread(store: remanent.Store, directory: str) -> None:
+    replica, follower = remanent.Replica(), remanent.Follower(directory)
+    nbytes = 16 << 20
+    with store.batch() as batch:
+        batch.create(nbytes, key="k")
+    replica.apply(follower.next(10))  # type: ignore[arg-type]
+    over = threading.Event()
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        while not over.is_set():
+            ticks += 1
+
+    def has_waited_beside_others() -> bool:
+        with store.batch() as batch:
+            for value in range(20):
+                batch.fill("k", 0, nbytes, bytes([value]))
+        fills = follower.next(10)
+        assert fills is not None
+        begun = threading.Event()
+
+        def apply() -> None:
+            begun.set()
+            replica.apply(fills)
+
+        thread = threading.Thread(target=apply)
+        thread.start()
+        begun.wait()
+        before = ticks
+        assert replica.lsn in (fills.lsn - 1, fills.lsn)
+        after = ticks
+        thread.join()
+        # More than a turn between two lines of this function has room for.
+        return after > before + 10_000
+
+    def look() -> None:
+        try:
+            # A look that comes first or last waits for nothing.
+            assert any(has_waited_beside_others() for _ in range(20))
+        finally:
+            over.set()
+
+    together(look, tick)
 
 
 def test_one_read_of_many_pages(store: remanent.Store) -> None:

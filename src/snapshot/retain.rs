@@ -66,15 +66,15 @@ impl Snapshots {
         floor: Option<Lsn>,
         stays: impl Fn(&SnapshotId) -> bool,
     ) -> Result<()> {
-        let is_named = |kept: &RetainedSnapshot| kept.info.verified && stays(&kept.info.id);
-        let kept = catalog.snapshots.values().filter(|kept| is_named(kept));
+        let is_in_record = |kept: &RetainedSnapshot| kept.info.verified && stays(&kept.info.id);
+        let kept = catalog.snapshots.values().filter(|kept| is_in_record(kept));
         let record = kept.map(|kept| VerifiedSnapshot {
             snapshot: kept.info.id,
             manifest_crc: kept.manifest_crc,
             log_kept: floor.is_some_and(|floor| kept.redo.lsn >= floor),
         });
         self.engine.log.record_verified(record.collect())?;
-        catalog.snapshots.values_mut().for_each(|kept| kept.is_recorded |= is_named(kept));
+        catalog.snapshots.values_mut().for_each(|kept| kept.is_recorded |= is_in_record(kept));
         Ok(())
     }
 

@@ -1,10 +1,10 @@
 //! `remanent prune`: removes snapshots and log that need not be kept any longer, or lists them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use remanent::{Create, FileName, PruneReport, Retention, Store};
+use remanent::{Create, FileName, PruneReport, Retention, SnapshotId, Store};
 use serde_json::json;
 
 use crate::cli::engine;
@@ -19,7 +19,7 @@ use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
 A snapshot stays if one of the rules keeps it, and with it the log from it to now. Named snapshots stay until their \
-names are given up: --name alone gives up the snapshots of these names, and no other. Without --yes the store is only \
+names are given up: --name alone gives up the snapshots of these names, and no other. The newest one stays. Without --yes the store is only \
 read, and may be open elsewhere.
 
 Examples:
@@ -72,10 +72,13 @@ impl Prune {
     /// Removes, or says.
     pub fn run(&self, out: &mut Output) -> Outcome {
         let rules = self.rules();
+        // The snapshots of the names that are given up.
+        let mut given_up = Vec::new();
         let pruned = if self.yes {
             let interrupt = Interrupt::listen()?;
             let store = engine::open(&self.dir, Create::Never)?;
-            self.check_names(store.snapshots().into_iter().filter_map(|info| info.name))?;
+            given_up =
+                self.holders(store.snapshots().into_iter().filter_map(|info| Some((info.name?, info.id))))?;
             if interrupt.noted() {
                 return Ok(Ending::Interrupted);
             }
@@ -85,28 +88,42 @@ impl Prune {
         } else {
             interrupt::end_at_once()?;
             if !self.name.is_empty() {
-                let survey = PartialView::take(&StoreDir::open(&self.dir)?)?.survey;
-                self.check_names(survey.readable().filter_map(|manifest| manifest.name.clone()))?;
+                let PartialView { survey, state, .. } = PartialView::take(&StoreDir::open(&self.dir)?)?;
+                let newest = state.iter().filter_map(|state| state.base);
+                let recorded =
+                    state.iter().filter_map(|state| state.end.as_ref()).flat_map(|end| &end.verified);
+                // Links that others follow are no snapshots any more, whatever they were named.
+                let ids: BTreeSet<SnapshotId> = newest.chain(recorded.map(|entry| entry.snapshot)).collect();
+                let manifests = survey.readable().filter(|manifest| ids.contains(&manifest.snapshot));
+                given_up = self.holders(
+                    manifests.filter_map(|manifest| Some((manifest.name.clone()?, manifest.snapshot))),
+                )?;
             }
             Store::would_prune_at(&self.dir, &rules).map_err(engine_failure)?
         };
-        self.report(&pruned, out)?;
+        let is_gone = |id: &SnapshotId| pruned.snapshots.iter().any(|info| info.id == *id);
+        given_up.retain(|id| !is_gone(id) && !pruned.held.contains(id));
+        self.report(&pruned, &given_up, out)?;
         Ok(Ending::Fine)
     }
 
-    /// A name that no snapshot has is a mistake: the one that was meant would stay.
-    fn check_names(&self, names: impl Iterator<Item = String>) -> Result<(), Failure> {
-        let names: BTreeSet<String> = names.collect();
-        match self.name.iter().find(|name| !names.contains(*name)) {
-            Some(name) => Err(Failure::Environment(format!("there is no snapshot named {name:?}"))),
-            None => Ok(()),
-        }
+    /// The snapshots of the names that are given up. A name that none has is a mistake: the one that was
+    /// meant would stay.
+    fn holders(&self, named: impl Iterator<Item = (String, SnapshotId)>) -> Result<Vec<SnapshotId>, Failure> {
+        let named: BTreeMap<String, SnapshotId> = named.collect();
+        let none = |name: &String| Failure::Environment(format!("there is no snapshot named {name:?}"));
+        let holder = |name: &String| named.get(name).copied().ok_or_else(|| none(name));
+        self.name.iter().map(holder).collect()
+    }
+
+    fn is_of_names_alone(&self) -> bool {
+        let is_ruled = self.snapshots.is_some() || self.age.is_some() || self.log_bytes.is_some();
+        !is_ruled && !self.name.is_empty()
     }
 
     fn rules(&self) -> Retention {
         let rules = self.name.iter().fold(Retention::default(), |rules, name| rules.give_up(name));
-        let is_ruled = self.snapshots.is_some() || self.age.is_some() || self.log_bytes.is_some();
-        if !is_ruled && !self.name.is_empty() {
+        if self.is_of_names_alone() {
             return rules.names_only(true);
         }
         rules
@@ -115,13 +132,15 @@ impl Prune {
             .log_kept(self.log_bytes.unwrap_or_default())
     }
 
-    fn report(&self, pruned: &PruneReport, out: &mut Output) -> Result<(), Failure> {
+    /// `kept` have names that are given up, and stay.
+    fn report(&self, pruned: &PruneReport, kept: &[SnapshotId], out: &mut Output) -> Result<(), Failure> {
         if self.json {
             let file = |(file, bytes): &(FileName, u64)| json!({ "file": file.to_string(), "bytes": bytes });
             return out.line(object! {
                 "removed": self.yes,
                 "snapshots": pruned.snapshots.iter().map(|info| info.id.0).collect::<Vec<_>>(),
                 "held": pruned.held.iter().map(|id| id.0).collect::<Vec<_>>(),
+                "kept": kept.iter().map(|id| id.0).collect::<Vec<_>>(),
                 "files": pruned.files.iter().map(file).collect::<Vec<_>>(),
                 "bytes": pruned.bytes(),
             });
@@ -132,6 +151,13 @@ impl Prune {
         }
         for id in &pruned.held {
             out.line(format_args!("snapshot {id} stays: a reader holds it"))?;
+        }
+        for id in kept {
+            let why = match self.is_of_names_alone() {
+                true => "it is the newest one, until there is a newer",
+                false => "it counts among those that are kept",
+            };
+            out.line(format_args!("snapshot {id} stays: {why}"))?;
         }
         for (file, bytes) in &pruned.files {
             out.line(format_args!("{file}  {bytes}"))?;

@@ -119,13 +119,18 @@ fn giving_up_a_name_takes_its_snapshot_and_nothing_else() {
     };
     let (all, name) = (ids(&path), "good");
     let given_up = kept.iter().find(|info| info.name.as_deref() == Some(name)).unwrap().id.0;
-    let wrong = run(&["prune", &path, "--name", "god", "--yes"]).expect(2);
-    assert!(wrong.err.contains("there is no snapshot named \"god\""), "{}", wrong.err);
+    for more in [&[][..], &["--yes"]] {
+        let wrong = run(&[&["prune", &path, "--name", "god"], more].concat()).expect(2);
+        assert!(wrong.err.contains("there is no snapshot named \"god\""), "{}", wrong.err);
+    }
     assert_eq!(ids(&path), all);
     let pruned = run(&["prune", &path, "--name", name, "--yes", "--json"]).expect(0).json().remove(0);
     assert_eq!(pruned["snapshots"], serde_json::json!([given_up]), "{pruned}");
     let removed = pruned["files"].as_array().unwrap();
     assert!(removed.iter().all(|file| !file["file"].as_str().unwrap().starts_with("log/")), "{pruned}");
+    // Its manifest may be there still, as a link of others.
+    let again = run(&["prune", &path, "--name", name]).expect(2);
+    assert!(again.err.contains("there is no snapshot named \"good\""), "{}", again.err);
     let expected: Vec<u64> = all.iter().copied().filter(|id| *id != given_up).collect();
     assert_eq!(ids(&path), expected);
     run(&["verify", &path]).expect(0);
@@ -149,7 +154,13 @@ fn giving_up_the_last_snapshots_name_leaves_a_store() {
     store.close().unwrap();
     run(&["prune", &path, "--snapshots", "1", "--log-bytes", "0", "--yes"]).expect(0);
     let before = run(&["pages", &path, "--json"]).expect(0).out;
-    run(&["prune", &path, "--name", "last", "--yes"]).expect(0);
+    for more in [&[][..], &["--yes"]] {
+        let told = run(&[&["prune", &path, "--name", "last"], more].concat()).expect(0).out;
+        assert!(told.contains("snapshot 5 stays: it is the newest one"), "{told}");
+    }
+    let counted =
+        run(&["prune", &path, "--name", "last", "--snapshots", "1", "--json"]).expect(0).json().remove(0);
+    assert_eq!(counted["kept"], serde_json::json!([5]), "{counted}");
     run(&["verify", &path]).expect(0);
     assert_eq!(run(&["pages", &path, "--json"]).expect(0).out, before);
     open(&path).close().unwrap();
