@@ -277,7 +277,7 @@ impl<'a> Work<'a> {
         names.extend((turn == 0).then_some(name));
         for name in &names {
             self.diary.write(&Entry::GiveUp { name: name.clone() });
-            self.store.prune(&self.store.retention().give_up(name).names_only(turn % 2 == 0))?;
+            self.store.prune(&self.store.retention().give_up(name).names_only(turn.is_multiple_of(2)))?;
         }
         Ok(())
     }
