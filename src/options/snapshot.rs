@@ -52,8 +52,8 @@ impl SnapshotOptions {
     /// The call returns when the snapshot is published: it is durable then, and what an open starts from. It
     /// is read back in the background, and what it takes the place of stays until that is done.
     /// [`Store::wait_verified`](crate::Store::wait_verified) waits for it, and so does closing the store. If
-    /// it has a name, so does the next snapshot, before that is published: an open starts from the newest one,
-    /// and knows of those before only what was read back.
+    /// it has a name, so does the next snapshot, before that is published: an open starts from the newest
+    /// one, and knows of those before only what was read back.
     ///
     /// ```
     /// use remanent::{Options, Place, SnapshotOptions, Store};
