@@ -19,7 +19,7 @@ use super::Turn;
 use crate::base::allocation::{collected, push};
 use crate::device::sums::{changed_on_the_way, sums_in, sums_len};
 use crate::device::{Command, CommandList, Device, Fence, Lane, Pending, Span, StagingSpan};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::memory::arena::{Arena, FileTarget, FileWay, PageMemory};
 use crate::memory::staging::{StagingBuf, StagingPool};
 
@@ -117,7 +117,7 @@ impl Turn<'_> {
     ) -> Result<Drain> {
         assert!(from + len <= staged.len() as u64);
         self.intact()?;
-        let Some(pieces) = self.room_aside(place, len)? else {
+        let Some(pieces) = self.arena.scratch_if_there_is_room(place, len)? else {
             return self.download(sources, staged, from, sums);
         };
         let (aside, summed) = self.copy_aside(pieces, sources, from, sums)?;
@@ -155,22 +155,13 @@ impl Turn<'_> {
         pool: &Arc<StagingPool>,
     ) -> Result<Caught> {
         self.intact()?;
-        let Some(pieces) = self.room_aside(place, len)? else {
+        let Some(pieces) = self.arena.scratch_if_there_is_room(place, len)? else {
             let staged = pool.take(chunk_len as usize)?;
             return Ok(Caught::Staged(self.download(sources, staged, from, Some(pool))?));
         };
         let (aside, summed) = self.copy_aside(pieces, sources, from, Some(pool))?;
         let summed = summed.expect("they were asked for");
         Ok(Caught::Aside(CopiesAside { aside, chunk_range: from..from + len, summed }))
-    }
-
-    /// Memory for copies of `len` bytes; `None` where there is no room.
-    fn room_aside(&self, place: Place, len: u64) -> Result<Option<Vec<PageMemory>>> {
-        match self.arena.allocate_scratch(place, len) {
-            Ok(pieces) => Ok(Some(pieces)),
-            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => Ok(None),
-            Err(error) => Err(error),
-        }
     }
 
     fn copy_aside(

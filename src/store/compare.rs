@@ -230,10 +230,8 @@ fn begin(
     // The bitmap of one part takes the place of that of the part before; an index for each part follows them.
     let bits_len = parts.iter().map(Part::bits_len).max().unwrap_or(0).next_multiple_of(16);
     let indices_len = WORD_LEN * parts.len() as u64;
-    let scratch = match turn.arena.allocate_scratch(left.place, bits_len + indices_len) {
-        Ok(scratch) => scratch,
-        Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => return Ok(None),
-        Err(error) => return Err(error),
+    let Some(scratch) = turn.arena.scratch_if_there_is_room(left.place, bits_len + indices_len)? else {
+        return Ok(None);
     };
     let submitted = match &scratch[..] {
         [bitmap] => compare(turn, pool, [one, other], &parts, (bitmap, bits_len)).map(Some),

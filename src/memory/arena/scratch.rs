@@ -48,7 +48,7 @@ impl Arena {
     /// # Errors
     /// `OverBudget`, also for more than [`SCRATCH_BYTES_MAX`] together; `OutOfMemory`, `PlaceUnavailable`, a
     /// device error. Nothing is allocated then.
-    pub(crate) fn allocate_scratch(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
+    pub(super) fn allocate_scratch(&self, place: Place, len: u64) -> Result<Vec<PageMemory>> {
         if len == 0 {
             return Ok(Vec::new());
         }
@@ -79,6 +79,18 @@ impl Arena {
                 pieces.into_iter().try_for_each(|piece| self.discard(piece))?;
                 Err(error)
             }
+        }
+    }
+
+    /// Scratch as [`allocate_scratch`](Self::allocate_scratch) gives it; `None` without room for it. All that
+    /// wants scratch has another way then.
+    ///
+    /// # Errors
+    /// `PlaceUnavailable`, a device error.
+    pub(crate) fn scratch_if_there_is_room(&self, place: Place, len: u64) -> Result<Option<Vec<PageMemory>>> {
+        match self.allocate_scratch(place, len) {
+            Err(Error::OverBudget { .. } | Error::OutOfMemory { .. }) => Ok(None),
+            allocated => allocated.map(Some),
         }
     }
 
