@@ -35,6 +35,10 @@ pub enum Action {
         pick: usize,
         is_alone: bool,
     },
+    /// One to three of the newest snapshots are kept, and those with names.
+    Prune(u8),
+    /// All that lies on disk is read, and nothing is wrong with it.
+    Scrub,
     /// A restore of one of the kept snapshots.
     Restore(#[arbitrary(with = pick)] usize),
     /// A restore of the state after any batch of the window.

@@ -1,6 +1,6 @@
 //! Random histories of a store against a plain model in memory.
 //!
-//! A history is batches of every operation, valid and not, snapshots with and without names, pruning,
+//! A history is batches of every operation, valid and not, snapshots with and without names, pruning, scrubs,
 //! restores, forks, clean reopenings and crashes; in one of the runs the store takes snapshots on its own,
 //! too, and in another one it moves pages down tiers that are too small for them. A crash forgets the store
 //! and opens a copy of its directory, as it lies there in the middle of its work: so does the death of a
@@ -87,6 +87,8 @@ fn the_store_is_what_the_model_says() {
         given_up,
         names_of_newest,
         published,
+        pruned,
+        scrubs,
         images,
         background,
         unloaded,
@@ -97,6 +99,7 @@ fn the_store_is_what_the_model_says() {
     let enough = commits >= 400 && crashes >= 100 && restores >= 40 && looks >= 40 && forks >= 30;
     let enough = enough && names >= 30 && given_up >= 1 && images >= 80 && background >= 1 && unloaded >= 50;
     let enough = enough && moves >= 60 && captures >= 60 && published >= 20 && names_of_newest >= 2;
+    let enough = enough && pruned >= 5 && scrubs >= 20;
     assert!(asked_for().is_some() || enough && tally.refusals.len() == Refusal::COUNT, "{tally:?}");
 }
 

@@ -180,6 +180,9 @@ impl Model {
     /// Removes snapshots that neither the count nor a name keeps. A name that is given up is there still if
     /// the count keeps its snapshot. Those count that have the log after them; it goes with them.
     pub fn retain(&mut self, count: usize, given_up: Option<&str>) {
+        if self.in_background {
+            return;
+        }
         let with_log = self.snapshots.iter().filter(|(_, end)| **end >= self.log_from);
         let with_log: Vec<(SnapshotId, u64)> = with_log.map(|(id, end)| (*id, *end)).collect();
         let oldest_counted = with_log.get(with_log.len().saturating_sub(count));
