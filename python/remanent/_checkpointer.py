@@ -104,8 +104,9 @@ class Checkpointer:
         of more than 2 GiB, those that are not contiguous, and those elsewhere are saved as without it. The memory of
         captured tensors is held until the next save. Of a model on the host, the host finds what changed.
     :param process_group: the ranks that save together, each its own state; see below.
-    :param options: options of `Store`, such as `log_io`. `compression=True` takes a fifth less of the disk for weights
-        in bfloat16, and two to three times the time.
+    :param options: options of `Store`, such as `log_io`. A `budget={"disk": bytes}` of less than 32 MiB may be too
+        little for one batch of a save, which is refused then. `compression=True` takes a fifth less of the disk for
+        weights in bfloat16, and two to three times the time.
 
     With `process_group` all of its ranks make one, with the same directory, which all of them see, and make the same
     calls in the same order; `versions` and `close` any of them may call alone. A version is there once it is durable on
@@ -252,7 +253,8 @@ class Checkpointer:
         on, or ordered after it. Other streams must be ordered first, as for any work of torch's. With `overlap`
         parameters and the optimizer's state may change by `optimizer.step` alone.
 
-        :param name: keeps the version until `give_up(name)`; 1 to 64 bytes, not beginning with "step ".
+        :param name: keeps the version until `give_up(name)`; 1 to 64 bytes, not beginning with "step ", "lsn:",
+            "snapshot:" or "name:".
         :param wait: whether to return only once the version is durable. Else the call returns once the state is
             copied, or its copies are queued on streams, and `Saved.wait` says when the version is durable; a process
             that is killed before that finds the version before.
@@ -659,7 +661,11 @@ class Checkpointer:
         return self._versions.listed()
 
     def give_up(self, name: str) -> None:
-        """Gives up a version by its name; what only it needs is removed. The newest version stays, without its name."""
+        """Gives up a version by its name; what only it needs is removed. The newest version stays, without its name.
+
+        :raises NoStateError: if there is no version of that name.
+        :raises RefusedError: if it is the newest version, and a save after it was ended halfway. Nothing changed.
+        """
         self._after_saves(f"give up {name!r}", lambda: self._versions.give_up(name))
 
     def diff(self, before: int | str | Version, after: int | str | Version | None = None
@@ -836,6 +842,8 @@ def _check_name(name: str) -> None:
         raise InvalidError(f"name: a name has 1 to {_NAME_LEN_MAX} bytes, and this one {length}")
     if name.startswith(STEP) or "\0" in name:
         raise InvalidError(f"name: {name!r} is a name for steps without one, or has a NUL in it")
+    if name.startswith(("lsn:", "snapshot:", "name:")):
+        raise InvalidError(f"name: {name!r} says otherwise where a version is to be found, as in `restore`")
 
 
 def _whole_number(what: str, number: Any) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from remanent import _native
-from remanent._errors import InvalidError, NoStateError, OvertakenError
+from remanent._errors import InvalidError, NoStateError, OvertakenError, RefusedError
 from remanent._removal import Removal
 
 _Path = str | os.PathLike[str]
@@ -199,10 +199,13 @@ class OwnVersions:
 
     def begin(self, nbytes: int) -> None:
         self._removal.make_room(nbytes)
+        self._keep_newest()
+
+    def _keep_newest(self) -> None:
+        """Keeps the newest version, if nothing does: a fork's first one, or one whose process ended before that."""
         root = self._store.root
         kept = max((info.end for info in self._store.snapshots() if info.name is not None), default=-1)
-        if "step" in root and kept < self._store.lsn:
-            # A fork's first version, or one whose process ended before it was kept.
+        if "step" in root and SAVING not in root and kept < self._store.lsn:
             self._store.snapshot(of_step(root["step"], self._store.lsn), verify=False)
 
     def keep(self, save: int, lsn: int, step: int, name: str | None) -> None:
@@ -254,7 +257,7 @@ class OwnVersions:
 
     def _listed(self) -> list[Version]:
         # Another thread may give up a version between the list and the look at it: then the list is made anew.
-        versions = []
+        versions: dict[int, Version] = {}
         for info in self._store.snapshots():
             if info.name is None:
                 continue
@@ -262,19 +265,26 @@ class OwnVersions:
                 root = view.root
             if "step" in root and SAVING not in root:
                 name = None if info.name.startswith(STEP) else info.name
-                versions.append(Version(root["step"], info.end, name, info.created_unix_ms / 1000))
-        return sorted(versions, key=lambda version: version.lsn)
+                if name is not None or info.end not in versions:
+                    # A process that ended while it gave a name up leaves one version with two snapshots.
+                    versions[info.end] = Version(root["step"], info.end, name, info.created_unix_ms / 1000)
+        return sorted(versions.values(), key=lambda version: version.lsn)
 
     def give_up(self, name: str) -> None:
-        kept = self._store.snapshots()
-        named = next((info for info in kept if info.name == name), None)
-        if named is None:
-            raise NoStateError(f"there is no version named {name!r}", remedy="`versions` lists those that are kept")
         self._removal.wait()
-        root = self._store.root
-        if named.end == self._store.lsn and "step" in root:
+        self._keep_newest()
+        kept = {info.name: info for info in self._store.snapshots()}
+        if name not in kept:
+            raise NoStateError(f"there is no version named {name!r}", remedy="`versions` lists those that are kept")
+        newest = self.listed()[-1:]
+        if [version.lsn for version in newest] == [kept[name].end]:
             # The newest version stays, without its name, as one of those that are counted.
-            self._store.snapshot(of_step(root["step"], named.end), verify=False)
+            unnamed = of_step(newest[0].step, newest[0].lsn)
+            if unnamed not in kept and SAVING in self._store.root:
+                raise RefusedError(f"{name!r} names the newest version, and a save after it was ended halfway",
+                                   remedy="save once more first")
+            if unnamed not in kept:
+                self._store.snapshot(unnamed, verify=False)
         self._store.prune(give_up=[name], names_only=True)
 
     def fork(self, directory: _Path, at: int | str | Version | None) -> None:

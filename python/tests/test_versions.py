@@ -176,3 +176,45 @@ def test_of_versions_of_one_step_each_is_looked_at(directory: str) -> None:
             run.bisect(is_good, good=versions[4], bad=versions[2])
         assert run.bisect(lambda version: False, good=versions[2], bad=versions[4]) == versions[3]
         assert [each.note for each in run.blame("state/w", 0)] == [None, None, None, "changed"]
+
+
+def test_the_newest_version_stays_where_a_save_after_it_was_ended_halfway(directory: str) -> None:
+    state = {"w": torch.zeros(3)}
+    with Checkpointer(directory, extra={"state": state}, rng=False, keep=1) as run:
+        run.save(1, name="a")
+        # As a save of several batches leaves the store that is killed after a snapshot halfway.
+        with run.store.batch() as batch:
+            batch.set_root("saving", 2)
+        run.store.snapshot()
+        with pytest.raises(remanent.RefusedError, match="ended halfway"):
+            run.give_up("a")
+        state["w"] += 1
+        assert [version.name for version in run.versions()] == ["a"]
+        assert run.restore() == 1 and not state["w"].any()
+        state["w"] += 2
+        run.save(2)
+        run.give_up("a")
+        assert [version.step for version in run.versions()] == [2]
+        assert run.restore() == 2 and bool((state["w"] == 2).all())
+
+
+def test_a_name_that_a_process_gave_up_by_half_is_given_up(directory: str) -> None:
+    state = {"w": torch.zeros(3)}
+    with Checkpointer(directory, extra={"state": state}, rng=False) as run:
+        run.save(1, name="a")
+        # It was killed in between.
+        run.store.snapshot(f"step 1 @{run.store.lsn}")
+        assert [(version.step, version.name) for version in run.versions()] == [(1, "a")]
+        run.give_up("a")
+        assert [(version.step, version.name) for version in run.versions()] == [(1, None)]
+        with pytest.raises(remanent.NoStateError, match="no version named 'a'"):
+            run.give_up("a")
+        assert run.restore() == 1
+
+
+def test_names_that_say_otherwise_where_a_version_is_are_refused(directory: str) -> None:
+    with Checkpointer(directory, extra={"state": {"w": torch.zeros(3)}}, rng=False) as run:
+        for name in ("lsn:1", "snapshot:1", "name:x", "step 1", ""):
+            with pytest.raises(remanent.InvalidError, match="name"):
+                run.save(1, name=name)
+        assert run.versions() == []

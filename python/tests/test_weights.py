@@ -40,6 +40,17 @@ def test_weights_lie_on_a_device_that_is_named(directory: str) -> None:
         Publisher(directory, device="auto")
 
 
+def test_a_publisher_that_checks_nothing_leaves_no_checksum_of_another(directory: str) -> None:
+    source, target = make(1), make(2)
+    with Publisher(directory, check=True) as publisher:
+        publisher.publish(source, 1).wait()
+    step(source, 2)
+    with Publisher(directory) as publisher:
+        publisher.publish(source, 2).wait()
+        assert Subscriber(directory).apply_to(target) == 2
+    assert checksum(target) == checksum(source)
+
+
 def test_tensors_that_move_are_captured_where_they_are(directory: str, way: str) -> None:
     source, target = make(1), make(2)
     source["t"] = torch.arange(60.0).reshape(6, 10).T

@@ -50,8 +50,8 @@ pub(crate) struct PastState {
     disk: Arc<dyn Disk>,
     store: StoreFile,
     base: Option<SnapshotId>,
-    /// The point at which the replay of the log starts: if its segment is gone, so is the state.
-    redo: LogPoint,
+    /// The segments from the point on at which the replay of the log starts: if one is gone, so is the state.
+    segments: BTreeSet<u64>,
     point: LogPoint,
     resolved: ResolvedState,
     trails: Trails,
@@ -282,11 +282,12 @@ impl PastState {
         let redo = base.map(|manifest| manifest.redo).or_else(|| survey.log.beginning());
         let redo = redo.expect("the log was followed from there");
         let point = if trails.point() == LogPoint::default() { redo } else { trails.point() };
+        let followed = survey.log.segments().range(redo.segment..=point.segment.max(redo.segment));
         let past = Self {
             disk: disk.clone(),
             store: survey.store.clone(),
             base: id,
-            redo,
+            segments: followed.map(|(number, _)| *number).chain([redo.segment]).collect(),
             point,
             resolved: resolution.resolved,
             trails: std::mem::take(trails),
@@ -297,7 +298,8 @@ impl PastState {
             is_whole: false,
         };
         // Between the survey and the hold, the writer may have removed the snapshot, or taken the first
-        // segment for something else: its bytes then read like a log that ends where it begins.
+        // segment for something else: its bytes then read like a log that ends where it begins. One that
+        // recovers takes the last segments, of which it copied the batches.
         let was_there = survey.log.segments().contains_key(&redo.segment);
         Ok((!was_there || past.is_there()?).then_some(past))
     }
@@ -478,17 +480,15 @@ impl PastState {
         Ok(self.hold.is_some() || self.is_there()?)
     }
 
-    /// Whether the file that is removed first is still there. Of a snapshot that is its manifest; but
+    /// Whether the files that are removed first are still there. Of a snapshot that is its manifest; but
     /// that may stay for snapshots that follow it, so the log is looked at too.
     fn is_there(&self) -> Result<bool> {
-        let mut first = vec![FileName::Segment(self.redo.segment)];
-        first.extend(self.base.map(|id| FileName::Manifest(id.0)));
-        for file in first {
-            if !self.disk.list(file.folder())?.contains(&file.name()) {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        // Names tell the kinds of files apart.
+        let mut present: BTreeSet<String> = self.disk.list(Folder::Log)?.into_iter().collect();
+        present.extend(self.disk.list(Folder::Snapshots)?);
+        let segments = self.segments.iter().map(|number| FileName::Segment(*number));
+        let mut first = segments.chain(self.base.map(|id| FileName::Manifest(id.0)));
+        Ok(first.all(|file| present.contains(&file.name())))
     }
 
     /// The error of a reader whose state is gone.

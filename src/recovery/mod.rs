@@ -59,9 +59,9 @@
 //!    nothing has changed and the next open does all of this again. An incarnation that accepted no batch
 //!    is left out of the line: the new one names the same predecessor, and begins where the one left out
 //!    began.
-//! 5. Recycle what was cut and what was left out, remove what nothing names, report. A crash in between
-//!    leaves segments of an incarnation that is not on the line. They mean nothing; the next open, or the
-//!    next snapshot, recycles them.
+//! 5. Recycle what was cut and what was left out, unless a reader is on its way through it; remove what
+//!    nothing names; report. A crash in between leaves segments of an incarnation that is not on the line, and
+//!    so does a reader. They mean nothing; the next open, or the next snapshot, recycles them.
 
 pub(crate) mod create;
 mod survey;
@@ -277,9 +277,7 @@ impl Recovery<'_> {
         let store_file = self.with_features(&pool, survey.store.clone())?;
         let copied_batches = tail.len() as u64;
         let newest = end.accepted.incarnation;
-        let left_out = end_without(&survey, &end);
-        let is_left_out = left_out.is_some();
-        let on_line = left_out.unwrap_or_else(|| end.clone());
+        let on_line = end_without(&survey, &end).unwrap_or_else(|| end.clone());
         // The opening goes over the highest segment. That one is empty: a segment with frames has a
         // successor (I8). So the rename replaces nothing that counts.
         let before = Predecessor { segment: highest, newest, end: Some(on_line.clone()), tail };
@@ -294,16 +292,21 @@ impl Recovery<'_> {
         assert!(position.lsn == end.accepted.lsn); // I5: every batch that could be read is carried on.
         assert!(position.incarnation.number > newest.number); // I5: no incarnation begins twice.
 
-        // 5. Remains of the crash, and the incarnation that was left out of the line. Only now: before the
-        //    rename nothing was ours to change, and until its folder is synced a power cut may bring the
-        //    incarnation back. Segments that such an incarnation needs would be gone then.
-        let readers_locked_out = if is_left_out { self.lock_out_readers(&survey) } else { Some(Vec::new()) };
-        let kept = if readers_locked_out.is_some() { &on_line } else { &end };
-        let goes = kept.proven.segment + 1..highest;
-        let junk: Vec<u64> = survey.log.segments().keys().copied().filter(|n| goes.contains(n)).collect();
+        // 5. Remains of the crash: segments of batches that were copied, and the incarnation that was left out
+        //    of the line. Only now: before the rename nothing was ours to change, and until its folder is
+        //    synced a power cut may bring the incarnation back. Segments that such an incarnation needs would
+        //    be gone then.
+        let goes = on_line.proven.segment + 1..highest;
+        let mut junk: Vec<u64> = survey.log.segments().keys().copied().filter(|n| goes.contains(n)).collect();
         // I8: a replay from the snapshot that was used begins before all of them.
         let base = resolution.base.and_then(|base| survey.links[&base].as_ref().ok());
-        assert!(base.is_none_or(|(link, _)| link.redo.segment <= kept.proven.segment));
+        assert!(base.is_none_or(|(link, _)| link.redo.segment <= on_line.proven.segment));
+        let readers_locked_out =
+            if junk.is_empty() { Some(Vec::new()) } else { self.lock_out_readers(&survey) };
+        if readers_locked_out.is_none() {
+            // I8: a reader that has begun may be on its way through them, up to the last batch.
+            junk.retain(|number| *number > end.accepted.segment);
+        }
         pool.recycle(&junk)?;
         drop(readers_locked_out);
         let mut changed = std::mem::take(&mut draft.changed);
@@ -364,8 +367,8 @@ impl Recovery<'_> {
     }
 
     /// Keeps readers from beginning anywhere. `None` if a reader has begun: it may be on its way through
-    /// the log. A lock that cannot be tried, for want of space or of a handle, counts as a reader: what
-    /// is left out goes with a later open then.
+    /// the log. A lock that cannot be tried, for want of space or of a handle, counts as a reader: what the
+    /// crash left goes with a later snapshot then.
     fn lock_out_readers(&self, survey: &Survey) -> Option<Vec<Box<dyn DiskLock>>> {
         // Number 0 is the log's beginning. A reader may also have begun at a link that no record names.
         let starts = survey.links.keys().copied().chain([SnapshotId(0)]);
@@ -374,7 +377,7 @@ impl Recovery<'_> {
             match self.disk.try_retire(snapshot) {
                 Ok(lock) => locks.push(lock?),
                 Err(error) => {
-                    tracing::warn!(%error, "segments of an incarnation that committed nothing stay for now");
+                    tracing::warn!(%error, "segments that a reader may need stay for now");
                     return None;
                 }
             }

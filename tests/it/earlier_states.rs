@@ -1,15 +1,15 @@
 //! Looking at earlier states, read-only: while a writer works, on damaged stores, and where nothing can be
 //! locked.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Once};
 use std::time::{Duration, Instant};
 
 use remanent::disk::{Disk, DiskFile, DiskLock, Hold};
-use remanent::testing::sim_disk::SimDisk;
+use remanent::testing::sim_disk::{Moment, SimDisk};
 use remanent::{
-    ChangeCause, Compression, Error, FileName, Folder, ImageIo, Key, LogIo, Lsn, Options, PageId, Place,
+    Ack, ChangeCause, Compression, Error, FileName, Folder, ImageIo, Key, LogIo, Lsn, Options, PageId, Place,
     Result, SnapshotId, StatePoint, Store, ValueChange, View,
 };
 
@@ -406,6 +406,67 @@ fn a_beginning_that_went_before_it_was_held_is_no_state() {
     let old = View::open_on(&overtaken, None).unwrap();
     assert!(store.lsn().0 > 40, "the writer went on in between");
     check(&old, &pages);
+}
+
+/// What a process left that was killed after this number of batches since its snapshot. The log may have synced
+/// none of them.
+fn killed_after(batches: usize) -> (SimDisk, Vec<PageId>) {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().ack(Ack::Logged)).unwrap();
+    let pages = three_pages(&store);
+    rewrite(&store, &pages);
+    store.snapshot().unwrap();
+    (0..batches).for_each(|_| _ = rewrite(&store, &pages));
+    (disk.after_kill(Moment { event: disk.events(), tear: None }), pages)
+}
+
+fn segments(disk: &SimDisk) -> BTreeSet<u64> {
+    let names = disk.list(Folder::Log).unwrap();
+    let number = |name: &String| match FileName::parse(Folder::Log, name) {
+        Some(FileName::Segment(number)) => Some(number),
+        _ => None,
+    };
+    names.iter().filter_map(number).collect()
+}
+
+/// A writer that recovers copies the batches which may be in the page cache alone, and their segments go. A
+/// reader that is on its way through these keeps them.
+#[test]
+fn a_writer_that_recovers_takes_no_segment_from_a_reader() {
+    let mut went = 0;
+    for batches in 1..30 {
+        let (disk, pages) = killed_after(batches);
+        let unread = disk.after_kill(Moment { event: disk.events(), tear: None });
+        let old = newest(&disk).unwrap();
+        drop(open(&unread).unwrap());
+        let gone: BTreeSet<u64> = segments(&disk).difference(&segments(&unread)).copied().collect();
+        went += gone.len();
+        let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+        check(&old, &pages);
+        drop(old);
+        for _ in 0..2 {
+            rewrite(&store, &pages);
+            store.snapshot().unwrap();
+        }
+        assert!(segments(&disk).is_disjoint(&gone), "{batches} batches: the reader has gone");
+        check(&newest(&disk).unwrap(), &pages);
+    }
+    assert!(went > 0, "no segment went without a reader");
+}
+
+/// The writer recovers after a reader surveyed the store, and before the reader holds anything.
+#[test]
+fn segments_that_went_before_their_state_was_held_are_no_damage() {
+    for batches in 1..30 {
+        let (disk, pages) = killed_after(batches);
+        let recovers = Once::new();
+        let held = disk.clone();
+        let overtaken: Arc<dyn Disk> = Arc::new(HoldsBy(disk.clone(), move |id| {
+            recovers.call_once(|| drop(open(&held).unwrap()));
+            held.hold(id)
+        }));
+        check(&View::open_on(&overtaken, None).unwrap(), &pages);
+    }
 }
 
 /// The log's beginning is held as number 0.

@@ -496,6 +496,20 @@ pub const LIST: &[Defence] = &[
         "true",
         it("crash::snapshots::names_of_published_snapshots_survive"),
     ),
+    defence(
+        "a writer that recovers leaves a reader its segments (I8)",
+        "src/recovery/mod.rs",
+        "readers_locked_out.is_none()",
+        "false",
+        it("earlier_states::a_writer_that_recovers_takes_no_segment_from_a_reader"),
+    ),
+    defence(
+        "a reader that holds a state looks whether it is there",
+        "src/history/state.rs",
+        "first.all(|file| present.contains(&file.name()))",
+        "true",
+        it("earlier_states::segments_that_went_before_their_state_was_held_are_no_damage"),
+    ),
     check(
         "what a reader holds stays (I8)",
         RETAIN,
