@@ -60,8 +60,8 @@
 //!    is left out of the line: the new one names the same predecessor, and begins where the one left out
 //!    began.
 //! 5. Recycle what was cut and what was left out, unless a reader is on its way through it; remove what
-//!    nothing names; report. A crash in between leaves segments of an incarnation that is not on the line, and
-//!    so does a reader. They mean nothing; the next open, or the next snapshot, recycles them.
+//!    nothing names; report. A crash in between leaves segments of an incarnation that is not on the line,
+//!    and so does a reader. They mean nothing; the next open, or the next snapshot, recycles them.
 
 pub(crate) mod create;
 mod survey;
@@ -292,10 +292,10 @@ impl Recovery<'_> {
         assert!(position.lsn == end.accepted.lsn); // I5: every batch that could be read is carried on.
         assert!(position.incarnation.number > newest.number); // I5: no incarnation begins twice.
 
-        // 5. Remains of the crash: segments of batches that were copied, and the incarnation that was left out
-        //    of the line. Only now: before the rename nothing was ours to change, and until its folder is
-        //    synced a power cut may bring the incarnation back. Segments that such an incarnation needs would
-        //    be gone then.
+        // 5. Remains of the crash: segments of batches that were copied, and the incarnation that was left
+        //    out of the line. Only now: before the rename nothing was ours to change, and until its folder
+        //    is synced a power cut may bring the incarnation back. Segments that such an incarnation needs
+        //    would be gone then.
         let goes = on_line.proven.segment + 1..highest;
         let mut junk: Vec<u64> = survey.log.segments().keys().copied().filter(|n| goes.contains(n)).collect();
         // I8: a replay from the snapshot that was used begins before all of them.

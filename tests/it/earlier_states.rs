@@ -408,8 +408,8 @@ fn a_beginning_that_went_before_it_was_held_is_no_state() {
     check(&old, &pages);
 }
 
-/// What a process left that was killed after this number of batches since its snapshot. The log may have synced
-/// none of them.
+/// What a process left that was killed after this number of batches since its snapshot. The log may have
+/// synced none of them.
 fn killed_after(batches: usize) -> (SimDisk, Vec<PageId>) {
     let disk = SimDisk::new();
     let store = open_with(&disk, small().ack(Ack::Logged)).unwrap();
