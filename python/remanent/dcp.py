@@ -35,7 +35,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -596,11 +596,13 @@ def _saving(stores: Path) -> frozenset[str]:
 
 
 def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
-    """The snapshots that checkpoints of the root name, by store; None if there is one that cannot be read."""
+    """The snapshots that checkpoints of the root name, by store; None if there is one that cannot be read, or that may
+    be on its way to another name."""
     kept: dict[str, set[tuple[str, str]]] = {}
     try:
-        folders = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir() and entry.name != _STORES]
-        for path in [path for folder in folders for path in _metadata_files(folder)]:
+        listed = _listed(root)
+        folders = [root / name for name, _ in listed.folders if name != _STORES]
+        for path in [path for folder in folders for path in _metadata_files(folder, is_there=True)]:
             try:
                 stores = json.loads(_proven(path)[0])
             except NoStateError as error:
@@ -611,6 +613,9 @@ def _kept_snapshots(root: Path) -> dict[str, set[tuple[str, str]]] | None:
                 raise error
             for store, (store_id, snapshot) in stores.items():
                 kept.setdefault(store, set()).add((store_id, snapshot))
+        if _listed(root) != listed:
+            # A folder that is renamed while others are listed may be found by neither name.
+            return None
     except (Error, OSError) as error:
         logging.getLogger("remanent").warning(
             "a checkpoint in %s cannot be read, so the space of those that are gone is not given back: %s", root, error)
@@ -633,11 +638,29 @@ def _metadata_path(checkpoint: Path, rank: int | None) -> Path:
     return checkpoint / (_METADATA if rank is None else f"__{rank}{_METADATA}")
 
 
-def _metadata_files(checkpoint: Path) -> list[Path]:
-    """The files of metadata in a folder: that of all ranks, and those of ranks that saved alone."""
+class _Listed(NamedTuple):
+    """The folders of a root, and when it was changed last."""
+
+    changed: int
+    # Names and inodes.
+    folders: list[tuple[str, int]]
+
+
+def _listed(root: Path) -> _Listed:
+    return _Listed(root.stat().st_mtime_ns,
+                   sorted((entry.name, entry.inode()) for entry in os.scandir(root) if entry.is_dir()))
+
+
+def _metadata_files(checkpoint: Path, *, is_there: bool = False) -> list[Path]:
+    """The files of metadata in a folder: that of all ranks, and those of ranks that saved alone.
+
+    :param is_there: whether a folder that is not there any more raises what was found.
+    """
     try:
         names = [entry.name for entry in os.scandir(checkpoint)]
     except (FileNotFoundError, NotADirectoryError):
+        if is_there:
+            raise
         return []
     return [checkpoint / name for name in names if name == _METADATA or (name.startswith("__") and
                                                                         name.endswith(_METADATA))]

@@ -53,6 +53,25 @@ def image_bytes(root: str) -> int:
     return sum(path.stat().st_size for path in Path(root).glob(".remanent/*/pages/*.pages"))
 
 
+def test_a_checkpoint_that_is_renamed_while_another_is_saved_stays(
+        directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(directory)
+    save({"w": torch.full((4,), 7.0)}, str(root / "a"))
+    save({"w": torch.full((4,), 8.0)}, str(root / "b"))
+    sound = remanent.dcp._metadata_files
+
+    def renaming(checkpoint: Path, **options: Any) -> list[Path]:
+        if checkpoint.name == "a":
+            checkpoint.rename(root / "best")
+        return sound(checkpoint, **options)
+
+    with monkeypatch.context() as renamed:
+        renamed.setattr(remanent.dcp, "_metadata_files", renaming)
+        save({"w": torch.full((4,), 9.0)}, str(root / "c"))
+    for name, value in (("best", 7), ("b", 8), ("c", 9)):
+        assert load({"w": torch.zeros(4)}, str(root / name))["w"].tolist() == [value] * 4
+
+
 def test_a_run_goes_on_where_it_was_saved(directory: str) -> None:
     def run(seed: int) -> tuple[Any, Any]:
         torch.manual_seed(seed)

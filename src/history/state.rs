@@ -114,7 +114,7 @@ impl PastState {
     /// [`Error::Damaged`]; [`Error::Overtaken`] if a writer removes faster than this can read.
     pub fn open(disk: &Arc<dyn Disk>, point: Option<&StatePoint>) -> Result<Self> {
         check_is_store(disk)?;
-        let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn)> = None;
+        let mut before: Option<(Vec<SnapshotId>, Vec<u64>, Lsn, String)> = None;
         let mut was_in_parts = false;
         let [mut going_wait, longest_wait] = GOING_WAITS;
         for attempt in 1.. {
@@ -130,10 +130,11 @@ impl PastState {
                 }
                 Err(not_found) => not_found,
             };
-            // Where other files lie there each time, or the log goes on further, a writer is at work: the
-            // survey did not see one moment.
+            // Where other files lie there each time, the log goes on further, or another thing is wrong, a
+            // writer is at work: the survey did not see one moment.
             let links = survey.links.keys().copied().collect();
-            let now = (links, survey.log.segments().keys().copied().collect(), reached);
+            let segments = survey.log.segments().keys().copied().collect();
+            let now = (links, segments, reached, error.to_string());
             let before = before.replace(now.clone());
             let moved = before.as_ref().is_some_and(|before| *before != now);
             let is_outside = matches!(error, Error::OutsideWindow { .. });

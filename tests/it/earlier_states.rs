@@ -592,6 +592,24 @@ fn each_batch_that_changed_a_byte_is_told_as_far_back_as_it_is_kept() {
     assert!(matches!(refused, Error::Limit { found: 65_537, limit: 65_536, .. }), "{refused}");
 }
 
+/// A snapshot that is there only for those that follow it has lost images of its own, and tells nothing.
+#[test]
+fn links_that_others_follow_are_no_part_of_a_history() {
+    let disk = SimDisk::new();
+    let store = open_with(&disk, small().snapshots_kept(1)).unwrap();
+    let pages = three_pages(&store);
+    // Others that stay as they are, so that a snapshot of the three follows the one before.
+    let mut batch = store.batch();
+    (0..40).for_each(|_| _ = batch.create_from(vec![7; 40], Place::Host));
+    store.commit(batch).unwrap();
+    for _ in 0..20 {
+        let lsn = rewrite(&store, &pages);
+        store.snapshot().unwrap();
+        let changes = newest(&disk).unwrap().blame(pages[0], 3..9).unwrap();
+        assert_eq!(changes.last().unwrap().lsn, lsn);
+    }
+}
+
 #[test]
 fn a_change_is_not_told_from_a_damaged_image() {
     let disk = SimDisk::new();

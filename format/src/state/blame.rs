@@ -10,13 +10,14 @@ use std::sync::Arc;
 
 use crate::defect::{Damage, Defect};
 use crate::frame::FrameKind;
-use crate::ids::{LogPoint, Lsn, PageId};
+use crate::ids::{LogPoint, Lsn, PageId, SnapshotId};
 use crate::image::ImageRef;
 use crate::image::proven::ProvenImage;
 use crate::log::LogWalk;
 use crate::manifest::{Manifest, ManifestEntry};
 use crate::names::{FileName, ReadAt};
 use crate::op::{Op, decode_payload};
+use crate::state::reach::{Reach, Role};
 use crate::state::survey::Survey;
 use crate::state::window::{PageWindow, load_window};
 use crate::value::Metadata;
@@ -92,7 +93,10 @@ impl<'h> History<'h> {
     /// The changes, the oldest first.
     fn changes(&'h self) -> Result<Vec<ValueChange>, Damage> {
         let survey = self.survey;
-        let whole = survey.links.keys().filter_map(|snapshot| survey.snapshot(*snapshot).ok());
+        // A link that is there only for those that follow it has no images of its own any more.
+        let reach = Reach::at_the_end(survey, self.source).map(|(_, reach)| reach);
+        let is_kept = |id: &&SnapshotId| reach.as_ref().is_none_or(|reach| reach.role(**id) != Role::Link);
+        let whole = survey.links.keys().filter(is_kept).filter_map(|id| survey.snapshot(*id).ok());
         let snapshots: Vec<Arc<Manifest>> = whole.filter(|manifest| manifest.end <= self.until).collect();
         // From as far back as the log is kept without a gap.
         let beginning = survey.log.beginning().map(|_| None);
