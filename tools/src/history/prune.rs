@@ -19,8 +19,8 @@ use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
 A snapshot stays if one of the rules keeps it, and with it the log from it to now. Named snapshots stay until their \
-names are given up: --name alone gives up the snapshots of these names, and no other. The newest one stays. Without --yes the store is only \
-read, and may be open elsewhere.
+names are given up: --name alone gives up the snapshots of these names, and no other. The newest one stays. \
+Without --yes the store is only read, and may be open elsewhere.
 
 Examples:
   remanent prune store                                       what would go if two snapshots stay
