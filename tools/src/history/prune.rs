@@ -1,6 +1,6 @@
 //! `remanent prune`: removes snapshots and log that need not be kept any longer, or lists them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -88,16 +88,10 @@ impl Prune {
         } else {
             interrupt::end_at_once()?;
             if !self.name.is_empty() {
-                let PartialView { survey, state, .. } = PartialView::take(&StoreDir::open(&self.dir)?)?;
-                let newest = state.iter().filter_map(|state| state.base);
-                let recorded =
-                    state.iter().filter_map(|state| state.end.as_ref()).flat_map(|end| &end.verified);
-                // Links that others follow are no snapshots any more, whatever they were named.
-                let ids: BTreeSet<SnapshotId> = newest.chain(recorded.map(|entry| entry.snapshot)).collect();
-                let manifests = survey.readable().filter(|manifest| ids.contains(&manifest.snapshot));
-                given_up = self.holders(
-                    manifests.filter_map(|manifest| Some((manifest.name.clone()?, manifest.snapshot))),
-                )?;
+                let view = PartialView::take(&StoreDir::open(&self.dir)?)?;
+                let manifests = view.snapshots().filter_map(|id| view.survey.snapshot(id).ok());
+                given_up =
+                    self.holders(manifests.filter_map(|found| Some((found.name.clone()?, found.snapshot))))?;
             }
             Store::would_prune_at(&self.dir, &rules).map_err(engine_failure)?
         };
