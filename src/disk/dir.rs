@@ -1,19 +1,22 @@
 //! `DirDisk`: a store directory of a real file system.
 //!
-//! Every method is one or two system calls; the standard library retries those that a signal interrupts.
-//! Names are resolved anew at each call. Open files are in `dir_file.rs`.
+//! Every method is one or two system calls. `directory.rs` looks names up: in the locked directory while this
+//! process holds the lock, else by path, anew at each call. Open files are in `dir_file.rs`.
 
-use std::fs::{File, OpenOptions};
+use std::any::Any;
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Weak};
 
 use remanent_format::limits::GROUP_ALIGN;
 use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
+use rustix::fs::{FileType, OFlags};
 
 use super::capabilities::{direct_refused, mapping_refused};
 use super::dir_file::DirFile;
+use super::directory::{Directory, OpenDirectory, file_path, folder_path};
 use super::{Disk, DiskFile, DiskLock, Hold, Watch, lock, reader_locks, watch};
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
@@ -37,8 +40,8 @@ use crate::options::{ImageIo, LogIo};
 #[derive(Clone, Debug)]
 pub struct DirDisk {
     root: PathBuf,
-    /// Descriptors for the syncs of folders, by [`folder_index`].
-    folders: Arc<[OnceLock<File>; 4]>,
+    /// The directory whose lock was taken through this disk, for as long as the lock is held.
+    locked: Arc<Mutex<Weak<OpenDirectory>>>,
 }
 
 impl DirDisk {
@@ -48,7 +51,7 @@ impl DirDisk {
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref();
         let root = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        Self { root, folders: Arc::default() }
+        Self { root, locked: Arc::default() }
     }
 
     /// The store directory's path.
@@ -60,12 +63,25 @@ impl DirDisk {
     fn folder_path(&self, folder: Folder) -> PathBuf {
         match folder {
             Folder::Root => self.root.clone(),
-            inner => self.root.join(inner.name()),
+            inner => self.root.join(folder_path(inner)),
         }
     }
 
     fn file_path(&self, file: FileName) -> PathBuf {
-        self.folder_path(file.folder()).join(file.name())
+        self.root.join(file_path(file))
+    }
+
+    /// The directory that is locked, if it is.
+    fn locked(&self) -> Option<Arc<OpenDirectory>> {
+        self.locked.lock().upgrade()
+    }
+
+    /// Calls `work` with the directory in which names are looked up.
+    fn within<T>(&self, work: impl FnOnce(Directory<'_>) -> T) -> T {
+        match self.locked() {
+            Some(open) => work(Directory::Open(&open)),
+            None => work(Directory::Path(&self.root)),
+        }
     }
 
     fn folder_error(&self, action: &'static str, folder: Folder, source: io::Error) -> Error {
@@ -101,8 +117,16 @@ impl DirDisk {
     }
 
     fn file_system(&self) -> Result<rustix::fs::StatVfs> {
-        rustix::fs::statvfs(&self.root)
-            .map_err(|errno| self.folder_error("look at", Folder::Root, errno.into()))
+        self.within(|directory| directory.file_system())
+            .map_err(|source| self.folder_error("look at", Folder::Root, source))
+    }
+
+    /// The error of a file that could not be made or renamed.
+    fn naming_failed(&self, action: &'static str, file: FileName, source: io::Error) -> Error {
+        if self.locked().is_some_and(|locked| locked.is_removed()) {
+            return self.folder_error("make a file in the removed directory", Folder::Root, source);
+        }
+        Error::io(action, file, None, source)
     }
 }
 
@@ -112,25 +136,28 @@ impl Disk for DirDisk {
     }
 
     fn lock(&self) -> Result<Box<dyn DiskLock>> {
-        let lock = lock::acquire(&self.root)?;
-        reader_locks::make(&self.root)?;
+        let open = OpenDirectory::new(&self.root);
+        let open = Arc::new(open.map_err(|source| self.folder_error("open", Folder::Root, source))?);
+        let lock = lock::acquire(open.clone())?;
+        reader_locks::make(Directory::Open(&open))?;
+        *self.locked.lock() = Arc::downgrade(&open);
         Ok(lock)
     }
 
     fn is_locked(&self) -> Result<bool> {
-        lock::is_locked(&self.root)
+        self.within(lock::is_locked)
     }
 
     fn hold(&self, id: SnapshotId) -> Result<Hold> {
-        reader_locks::hold(&self.root, id)
+        self.within(|directory| reader_locks::hold(directory, id))
     }
 
     fn try_retire(&self, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
-        reader_locks::try_retire(&self.root, id)
+        self.within(|directory| reader_locks::try_retire(directory, id))
     }
 
     fn is_held(&self, id: SnapshotId) -> Result<bool> {
-        reader_locks::is_held(&self.root, id)
+        self.within(|directory| reader_locks::is_held(directory, id))
     }
 
     fn total_bytes(&self) -> Result<Option<u64>> {
@@ -145,21 +172,24 @@ impl Disk for DirDisk {
     }
 
     fn list(&self, folder: Folder) -> Result<Vec<String>> {
-        list(&self.folder_path(folder)).map_err(|source| self.folder_error("list", folder, source))
+        self.within(|directory| directory.list(folder))
+            .map_err(|source| self.folder_error("list", folder, source))
     }
 
     fn make_folder(&self, folder: Folder) -> Result<()> {
-        let path = self.folder_path(folder);
         let failed = |source| self.folder_error("make", folder, source);
-        let existed = match std::fs::create_dir(&path) {
-            Ok(()) => false,
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => true,
-            Err(error) => return Err(failed(error)),
+        let is_there = |directory: Directory<'_>| {
+            directory.status(folder).is_ok_and(|found| FileType::from_raw_mode(found.st_mode).is_dir())
         };
+        let existed = self.within(|directory| match directory.make_folder(folder) {
+            Ok(()) => Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && is_there(directory) => Ok(true),
+            Err(error) => Err(failed(error)),
+        })?;
         // The entry of the store directory itself lies in a folder that no other call can name, so it is made
         // durable here. Also when it existed, because its maker may have died before its own sync.
         if folder == Folder::Root
-            && let Some(parent) = path.parent()
+            && let Some(parent) = self.root.parent()
         {
             match File::open(parent) {
                 Ok(parent) => parent.sync_all().map_err(failed)?,
@@ -194,20 +224,19 @@ impl Disk for DirDisk {
 
     fn sync_folder(&self, folder: Folder) -> Result<()> {
         let failed = |source| self.folder_error("sync", folder, source);
-        match self.folders[folder_index(folder)].get() {
-            Some(folder) => folder.sync_all().map_err(failed),
-            None => File::open(self.folder_path(folder)).and_then(|opened| opened.sync_all()).map_err(failed),
+        match self.locked() {
+            Some(open) => open.kept(folder).and_then(File::sync_all).map_err(failed),
+            None => {
+                let opened = Directory::Path(&self.root).open_folder(folder);
+                opened.and_then(|opened| opened.sync_all()).map_err(failed)
+            }
         }
     }
 
     fn keep_folders_open(&self) -> Result<()> {
-        for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
-            let kept = &self.folders[folder_index(folder)];
-            if kept.get().is_none() {
-                let opened = File::open(self.folder_path(folder));
-                let opened = opened.map_err(|source| self.folder_error("open", folder, source))?;
-                // If another thread was first, its descriptor serves as well.
-                drop(kept.set(opened));
+        if let Some(open) = self.locked() {
+            for folder in Folder::INNER {
+                open.kept(folder).map_err(|source| self.folder_error("open", folder, source))?;
             }
         }
         Ok(())
@@ -215,35 +244,23 @@ impl Disk for DirDisk {
 
     fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
         refuse_lock_file(file);
-        OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o644)
-            .open(self.file_path(file))
+        self.within(|directory| directory.open(file, OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC))
             .map(|opened| DirFile::shared(opened, file))
-            .map_err(|source| Error::io("create", file, None, source))
+            .map_err(|source| self.naming_failed("create", file, source))
     }
 
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
         refuse_lock_file(file);
-        OpenOptions::new()
-            .read(true)
-            .write(write)
-            .open(self.file_path(file))
+        let flags = if write { OFlags::RDWR } else { OFlags::RDONLY };
+        self.within(|directory| directory.open(file, flags))
             .map(|opened| DirFile::shared(opened, file))
             .map_err(|source| Error::io("open", file, None, source))
     }
 
-    fn directory(&self) -> Option<&Path> {
-        Some(&self.root)
-    }
-
     fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
-        let Some(source) = source.directory() else { return Ok(false) };
-        let source = Self::new(source);
-        match std::fs::hard_link(source.file_path(file), self.file_path(file)) {
+        let Some(source) = (source as &dyn Any).downcast_ref::<Self>() else { return Ok(false) };
+        let linked = self.within(|target| source.within(|source| target.link(source, file)));
+        match linked {
             Ok(()) => Ok(true),
             // Another file system, one without links, too many links, or another user's file.
             Err(error)
@@ -262,12 +279,13 @@ impl Disk for DirDisk {
     }
 
     fn rename(&self, source: FileName, target: FileName) -> Result<()> {
-        std::fs::rename(self.file_path(source), self.file_path(target))
-            .map_err(|error| Error::io("rename", source, None, error))
+        self.within(|directory| directory.rename(source, target))
+            .map_err(|error| self.naming_failed("rename", source, error))
     }
 
     fn remove(&self, file: FileName) -> Result<()> {
-        std::fs::remove_file(self.file_path(file)).map_err(|source| Error::io("remove", file, None, source))
+        self.within(|directory| directory.remove(file))
+            .map_err(|source| Error::io("remove", file, None, source))
     }
 
     fn watch(&self, folder: Folder) -> Box<dyn Watch> {
@@ -278,7 +296,7 @@ impl Disk for DirDisk {
     /// disk.
     fn tell_watchers(&self, file: FileName) {
         refuse_lock_file(file);
-        if let Err(error) = OpenOptions::new().write(true).open(self.file_path(file)) {
+        if let Err(error) = self.within(|directory| directory.open(file, OFlags::WRONLY)) {
             tracing::debug!(%error, %file, "followers are not told of a batch");
         }
     }
@@ -300,30 +318,10 @@ impl Disk for DirDisk {
     }
 }
 
-/// The index of a folder's kept descriptor.
-fn folder_index(folder: Folder) -> usize {
-    Folder::INNER.iter().position(|inner| *inner == folder).map_or(0, |inner| inner + 1)
-}
-
 /// Refuses `LOCK`, which only `lock.rs` may open: closing any descriptor of it drops the process's record
 /// lock.
 fn refuse_lock_file(file: FileName) {
     assert!(file != FileName::Lock, "LOCK is opened by the lock alone");
-}
-
-/// The names in a folder, sorted; empty if the folder does not exist. A name that is not UTF-8 is shown with
-/// replacement characters: it is foreign in any case.
-fn list(path: &Path) -> io::Result<Vec<String>> {
-    let entries = match std::fs::read_dir(path) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(error),
-    };
-    let mut names = entries
-        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
-        .collect::<io::Result<Vec<_>>>()?;
-    names.sort_unstable();
-    Ok(names)
 }
 
 /// Reads a store directory for the pure decoders, without a lock.
@@ -357,7 +355,7 @@ impl DirReader {
 
 impl ReadAt for DirReader {
     fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
-        list(&self.disk.folder_path(folder))
+        Directory::Path(&self.disk.root).list(folder)
     }
 
     fn len(&self, file: FileName) -> io::Result<Option<u64>> {

@@ -11,18 +11,19 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use remanent_format::FileName;
-use rustix::fs::FlockOperation;
+use remanent_format::{FileName, Folder};
+use rustix::fs::{FlockOperation, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Flock, FlockType};
 
 use super::DiskLock;
+use super::directory::{Directory, OpenDirectory};
 use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
@@ -36,22 +37,18 @@ static LOCKED_HERE: PerProcess<Mutex<BTreeSet<DirectoryId>>> = PerProcess::new()
 /// The most bytes that are read of a holder's description.
 const HOLDER_LEN_MAX: usize = 256;
 
-/// Takes the lock of the store directory at `root`.
-pub(super) fn acquire(root: &Path) -> Result<Box<dyn DiskLock>> {
-    Ok(Box::new(lock_directory(root)?))
+/// Takes the lock of a store directory, which stays open until the lock is dropped.
+pub(super) fn acquire(directory: Arc<OpenDirectory>) -> Result<Box<dyn DiskLock>> {
+    Ok(Box::new(lock_directory(directory)?))
 }
 
-fn lock_directory(root: &Path) -> Result<DirLock> {
-    let metadata = std::fs::metadata(root).map_err(|source| Error::Folder {
-        action: "open",
-        path: root.display().to_string(),
-        source: Arc::new(source),
-    })?;
-    // 1. The registry, before any descriptor of LOCK exists that could be closed.
-    let entry = RegistryEntry::claim((metadata.dev(), metadata.ino()))?;
-    // 2. The record lock. Where it is refused, `entry` leaves the registry again.
+fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
-    let file = open_lock_file(root, FileName::Lock)?;
+    let directory = Directory::Open(&open);
+    // 1. The registry, before any descriptor of LOCK exists that could be closed.
+    let entry = RegistryEntry::claim(id(directory).map_err(failed("look beside"))?)?;
+    // 2. The record lock. Where it is refused, `entry` leaves the registry again.
+    let file = open_lock_file(directory, FileName::Lock)?;
     match rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}
         Err(Errno::AGAIN | Errno::ACCESS) => {
@@ -67,37 +64,36 @@ fn lock_directory(root: &Path) -> Result<DirLock> {
         }
         described => described?,
     }
-    Ok(DirLock { _file: ForkGuard::new(file), _entry: ForkGuard::new(entry) })
+    Ok(DirLock { _file: ForkGuard::new(file), _entry: ForkGuard::new(entry), _directory: open })
 }
 
 /// Opens a file that is there to be locked, and makes it if it is missing. What it holds stays: another
 /// process may have described itself there.
-pub(super) fn open_lock_file(root: &Path, name: FileName) -> Result<File> {
-    OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o644)
-        .open(root.join(name.name()))
+pub(super) fn open_lock_file(directory: Directory<'_>, name: FileName) -> Result<File> {
+    directory
+        .open(name, OFlags::RDWR | OFlags::CREATE)
         .map_err(|source| Error::io("open", name, None, source))
 }
 
-/// Whether any process holds the lock of the store directory at `root`. The registry is asked first here,
-/// too: in the process that holds the lock, closing a descriptor of `LOCK` would drop it.
-pub(super) fn is_locked(root: &Path) -> Result<bool> {
+fn id(directory: Directory<'_>) -> io::Result<DirectoryId> {
+    directory.status(Folder::Root).map(|root| (root.st_dev, root.st_ino))
+}
+
+/// Whether any process holds the lock of the store directory. The registry is asked first here, too: in the
+/// process that holds the lock, closing a descriptor of `LOCK` would drop it.
+pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
-    let metadata = match std::fs::metadata(root) {
+    let id = match id(directory) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        metadata => metadata.map_err(failed("open"))?,
+        id => id.map_err(failed("open"))?,
     };
     let registry = LOCKED_HERE.get().lock();
-    if registry.contains(&(metadata.dev(), metadata.ino())) {
+    if registry.contains(&id) {
         return Ok(true);
     }
     // The registry stays locked meanwhile: a thread that takes the lock now would lose it when this
     // descriptor is closed.
-    let file = match File::open(root.join(FileName::Lock.name())) {
+    let file = match directory.open(FileName::Lock, OFlags::RDONLY) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         file => file.map_err(failed("open"))?,
     };
@@ -112,6 +108,8 @@ pub(super) fn is_locked(root: &Path) -> Result<bool> {
 struct DirLock {
     _file: ForkGuard<File>,
     _entry: ForkGuard<RegistryEntry>,
+    /// The writer's names are looked up in it for as long as this lives.
+    _directory: Arc<OpenDirectory>,
 }
 
 impl DiskLock for DirLock {}
@@ -249,6 +247,18 @@ mod tests {
         assert!(output.lines().any(|line| line.unwrap().ends_with(word)), "the child ended before {word}");
     }
 
+    fn acquire(directory: &Path) -> Result<Box<dyn DiskLock>> {
+        super::acquire(opened(directory))
+    }
+
+    fn opened(directory: &Path) -> Arc<OpenDirectory> {
+        Arc::new(OpenDirectory::new(directory).unwrap())
+    }
+
+    fn is_locked(directory: &Path) -> Result<bool> {
+        super::is_locked(Directory::Path(directory))
+    }
+
     fn holder_of(directory: &Path) -> Option<String> {
         match acquire(directory) {
             Ok(_) => None,
@@ -378,7 +388,7 @@ mod tests {
 
     /// A descriptor that holds the record lock.
     fn locked_file(directory: &Path) -> File {
-        let lock = lock_directory(directory).unwrap();
+        let lock = lock_directory(opened(directory)).unwrap();
         let file = lock._file.try_clone().unwrap();
         std::mem::forget(lock);
         file
@@ -390,10 +400,10 @@ mod tests {
         // The parent is dead, or the record lock would refuse.
         let own = acquire(directory.path()).unwrap();
         // A forked child finds a guard of another process's for the same directory.
-        let metadata = std::fs::metadata(directory.path()).unwrap();
-        let entry = RegistryEntry { directory: (metadata.dev(), metadata.ino()) };
+        let entry = RegistryEntry { directory: id(Directory::Path(directory.path())).unwrap() };
         let file = File::open(directory.path().join("LOCK")).unwrap();
-        drop(DirLock { _file: ForkGuard::inherited(file), _entry: ForkGuard::inherited(entry) });
+        let _directory = opened(directory.path());
+        drop(DirLock { _file: ForkGuard::inherited(file), _entry: ForkGuard::inherited(entry), _directory });
         assert!(holder_of(directory.path()).is_some(), "the child's own entry is gone");
         drop(own);
         assert_eq!(holder_of(directory.path()), None);

@@ -12,6 +12,7 @@ mod buffered;
 mod cached;
 pub mod dir;
 mod dir_file;
+mod directory;
 mod direct;
 mod lock;
 mod mapped;
@@ -25,7 +26,6 @@ mod watch;
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -137,11 +137,6 @@ pub trait Disk: Any + Send + Sync {
     /// # Errors
     /// What the system says; `NotFound` inside `Io` if there is no such file.
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>>;
-
-    /// Where the directory lies in the file system; `None` if it lies in none.
-    fn directory(&self) -> Option<&Path> {
-        None
-    }
 
     /// Gives a file of another store directory a second name here, the same one, so that both share its
     /// bytes; `false` if that is not possible.

@@ -13,23 +13,24 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::path::Path;
 
 use remanent_format::{FileName, SnapshotId};
+use rustix::fs::OFlags;
 
+use super::directory::Directory;
 use super::lock::open_lock_file;
 use super::{DiskLock, Hold};
 use crate::base::process::Process;
 use crate::error::{Error, Result};
 
 /// Makes the file, unless it is there. Only the writer does: a reader never makes a file.
-pub(super) fn make(root: &Path) -> Result<()> {
-    open_lock_file(root, FileName::Readers).map(drop)
+pub(super) fn make(directory: Directory<'_>) -> Result<()> {
+    open_lock_file(directory, FileName::Readers).map(drop)
 }
 
 /// Holds the files that snapshot `id` needs.
-pub(super) fn hold(root: &Path, id: SnapshotId) -> Result<Hold> {
-    let file = match File::open(root.join(FileName::Readers.name())) {
+pub(super) fn hold(directory: Directory<'_>, id: SnapshotId) -> Result<Hold> {
+    let file = match directory.open(FileName::Readers, OFlags::RDONLY) {
         Ok(file) => file,
         // A copy on a read-only medium, or a store of another user.
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {
@@ -46,8 +47,8 @@ pub(super) fn hold(root: &Path, id: SnapshotId) -> Result<Hold> {
 }
 
 /// Takes snapshot `id` away from readers; `None` if a reader holds it.
-pub(super) fn try_retire(root: &Path, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
-    let file = open_lock_file(root, FileName::Readers)?;
+pub(super) fn try_retire(directory: Directory<'_>, id: SnapshotId) -> Result<Option<Box<dyn DiskLock>>> {
+    let file = open_lock_file(directory, FileName::Readers)?;
     match set(&file, libc::F_WRLCK, id) {
         Ok(true) => Ok(Some(Box::new(ByteLock::new(file, id)))),
         Ok(false) => Ok(None),
@@ -58,8 +59,8 @@ pub(super) fn try_retire(root: &Path, id: SnapshotId) -> Result<Option<Box<dyn D
 }
 
 /// Whether a reader holds snapshot `id`; takes nothing.
-pub(super) fn is_held(root: &Path, id: SnapshotId) -> Result<bool> {
-    let file = match File::open(root.join(FileName::Readers.name())) {
+pub(super) fn is_held(directory: Directory<'_>, id: SnapshotId) -> Result<bool> {
+    let file = match directory.open(FileName::Readers, OFlags::RDONLY) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(Error::io("open", FileName::Readers, None, error)),
@@ -149,7 +150,7 @@ mod tests {
 
     const THIRD: SnapshotId = SnapshotId(3);
 
-    fn held(root: &Path, id: SnapshotId) -> Box<dyn DiskLock> {
+    fn held(root: Directory<'_>, id: SnapshotId) -> Box<dyn DiskLock> {
         match hold(root, id).unwrap() {
             Hold::Held(lock) => lock,
             other => panic!("{other:?}"),
@@ -159,7 +160,7 @@ mod tests {
     #[test]
     fn many_readers_hold_a_snapshot_and_the_writer_waits_for_the_last() {
         let directory = tempfile::tempdir().unwrap();
-        let root = directory.path();
+        let (path, root) = (directory.path(), Directory::Path(directory.path()));
         make(root).unwrap();
         assert!(!is_held(root, THIRD).unwrap());
         let (first, second) = (held(root, THIRD), held(root, THIRD));
@@ -171,13 +172,13 @@ mod tests {
         drop(second);
         assert!(!is_held(root, THIRD).unwrap());
         assert!(try_retire(root, THIRD).unwrap().is_some());
-        assert_eq!(std::fs::metadata(root.join("READERS")).unwrap().len(), 0);
+        assert_eq!(std::fs::metadata(path.join("READERS")).unwrap().len(), 0);
     }
 
     #[test]
     fn what_is_going_cannot_be_held() {
         let directory = tempfile::tempdir().unwrap();
-        let root = directory.path();
+        let root = Directory::Path(directory.path());
         let going = try_retire(root, SnapshotId(0)).unwrap().unwrap();
         assert!(!is_held(root, SnapshotId(0)).unwrap(), "no reader does");
         assert!(matches!(hold(root, SnapshotId(0)).unwrap(), Hold::Going));
@@ -188,17 +189,18 @@ mod tests {
     #[test]
     fn a_reader_makes_no_file() {
         let directory = tempfile::tempdir().unwrap();
-        assert!(matches!(hold(directory.path(), THIRD).unwrap(), Hold::Impossible));
-        assert!(!is_held(directory.path(), THIRD).unwrap());
+        let root = Directory::Path(directory.path());
+        assert!(matches!(hold(root, THIRD).unwrap(), Hold::Impossible));
+        assert!(!is_held(root, THIRD).unwrap());
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 
     #[test]
     fn a_guard_inherited_by_a_forked_child_frees_nothing() {
         let directory = tempfile::tempdir().unwrap();
-        let root = directory.path();
+        let (path, root) = (directory.path(), Directory::Path(directory.path()));
         make(root).unwrap();
-        let file = File::open(root.join("READERS")).unwrap();
+        let file = File::open(path.join("READERS")).unwrap();
         assert!(set(&file, libc::F_RDLCK, THIRD).unwrap());
         // A child finds a guard of another process's over the same open file.
         drop(ByteLock { file: file.try_clone().unwrap(), id: THIRD, owner: Process::parent() });

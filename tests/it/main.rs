@@ -64,6 +64,7 @@ mod long_payloads;
 mod machine;
 mod many_reads;
 mod model;
+mod moved_directories;
 mod moves;
 mod multi_device;
 mod on_demand;

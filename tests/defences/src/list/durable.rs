@@ -510,6 +510,13 @@ pub const LIST: &[Defence] = &[
         "true",
         it("earlier_states::segments_that_went_before_their_state_was_held_are_no_damage"),
     ),
+    defence(
+        "a history leaves out links that others follow",
+        "format/src/state/blame.rs",
+        "reach.as_ref().is_none_or(|reach| reach.role(**id) != Role::Link)",
+        "true",
+        it("earlier_states::links_that_others_follow_are_no_part_of_a_history"),
+    ),
     check(
         "what a reader holds stays (I8)",
         RETAIN,

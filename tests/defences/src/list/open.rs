@@ -47,8 +47,15 @@ pub const LIST: &[Defence] = &[
     refusal(
         "the process that holds the lock looks at it without opening its file",
         "src/disk/lock.rs",
-        "registry.contains(&(metadata.dev(), metadata.ino()))",
+        "registry.contains(&id)",
         Test { binary: "remanent", name: "disk::lock::tests::to_look_at_the_lock_takes_nothing" },
+    ),
+    defence(
+        "a writer's names are looked up in the directory that it locked",
+        "src/disk/dir.rs",
+        "work(Directory::Open(&open))",
+        "work(Directory::Path(&self.root))",
+        it("moved_directories::a_store_lives_on_in_its_directory_when_that_is_moved"),
     ),
     // Pages that an open leaves on disk: files that could stand in for them stay until all are loaded.
     defence(

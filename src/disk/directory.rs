@@ -1,0 +1,209 @@
+//! The directory in which the names of a store's files are looked up.
+//!
+//! A writer looks names up in the directory that it locked, by a descriptor. The lock lies in the directory,
+//! so a directory that is moved takes the lock along, and another store may be made at its old path. By path
+//! the writer's files would go into that store and destroy it. Without a lock, names are looked up by path,
+//! anew at each call.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use remanent_format::{FileName, Folder};
+use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, Stat, StatVfs};
+use rustix::io::retry_on_intr;
+
+/// The permissions of new files and folders, less those that the process takes from all it makes.
+const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
+const FOLDER_MODE: Mode = Mode::from_raw_mode(0o777);
+
+const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::CLOEXEC);
+
+/// A store directory that is kept open.
+#[derive(Debug)]
+pub(super) struct OpenDirectory {
+    root: File,
+    /// The folders below it that were synced or are kept open for it, as [`Folder::INNER`] has them.
+    inner: [OnceLock<File>; Folder::INNER.len()],
+}
+
+impl OpenDirectory {
+    pub fn new(path: &Path) -> io::Result<Self> {
+        Ok(Self { root: Directory::Path(path).open_folder(Folder::Root)?, inner: Default::default() })
+    }
+
+    /// A folder's descriptor, which stays open.
+    pub fn kept(&self, folder: Folder) -> io::Result<&File> {
+        let Some(index) = Folder::INNER.iter().position(|inner| *inner == folder) else {
+            return Ok(&self.root);
+        };
+        if let Some(kept) = self.inner[index].get() {
+            return Ok(kept);
+        }
+        let opened = Directory::Open(self).open_folder(folder)?;
+        // If another thread was first, its descriptor serves as well.
+        Ok(self.inner[index].get_or_init(|| opened))
+    }
+
+    /// Whether the directory was removed: nothing can be made in it any more.
+    pub fn is_removed(&self) -> bool {
+        rustix::fs::fstat(&self.root).is_ok_and(|root| root.st_nlink == 0)
+    }
+}
+
+/// A store directory, by its path or by a descriptor.
+#[derive(Clone, Copy)]
+pub(super) enum Directory<'a> {
+    Path(&'a Path),
+    Open(&'a OpenDirectory),
+}
+
+impl Directory<'_> {
+    /// The place from which the system looks `inner` up, a path within the store directory.
+    fn at(&self, inner: &Path) -> (BorrowedFd<'_>, PathBuf) {
+        match self {
+            Self::Path(root) if inner.as_os_str().is_empty() => (CWD, root.to_path_buf()),
+            Self::Path(root) => (CWD, root.join(inner)),
+            Self::Open(open) => (open.root.as_fd(), Path::new(".").join(inner)),
+        }
+    }
+
+    pub fn open(&self, file: FileName, flags: OFlags) -> io::Result<File> {
+        self.open_at(&file_path(file), flags)
+    }
+
+    pub fn open_folder(&self, folder: Folder) -> io::Result<File> {
+        self.open_at(folder_path(folder), FOLDER_FLAGS)
+    }
+
+    fn open_at(&self, inner: &Path, flags: OFlags) -> io::Result<File> {
+        let (directory, path) = self.at(inner);
+        let open = || rustix::fs::openat(directory, &path, flags | OFlags::CLOEXEC, FILE_MODE);
+        Ok(retry_on_intr(open)?.into())
+    }
+
+    pub fn make_folder(&self, folder: Folder) -> io::Result<()> {
+        let (directory, path) = self.at(folder_path(folder));
+        Ok(rustix::fs::mkdirat(directory, path, FOLDER_MODE)?)
+    }
+
+    /// What the system knows of a folder.
+    pub fn status(&self, folder: Folder) -> io::Result<Stat> {
+        let (directory, path) = self.at(folder_path(folder));
+        Ok(rustix::fs::statat(directory, path, AtFlags::empty())?)
+    }
+
+    pub fn file_system(&self) -> io::Result<StatVfs> {
+        Ok(match self {
+            Self::Path(root) => rustix::fs::statvfs(*root),
+            Self::Open(open) => rustix::fs::fstatvfs(&open.root),
+        }?)
+    }
+
+    /// The names in a folder, sorted; empty if the folder does not exist. A name that is not UTF-8 is shown
+    /// with replacement characters: it is foreign in any case.
+    pub fn list(&self, folder: Folder) -> io::Result<Vec<String>> {
+        let folder = match self.open_folder(folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            folder => folder?,
+        };
+        let mut names = Vec::new();
+        for entry in Dir::new(folder)? {
+            let name = entry?.file_name().to_bytes().to_owned();
+            if name != b"." && name != b".." {
+                names.push(OsStr::from_bytes(&name).to_string_lossy().into_owned());
+            }
+        }
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    pub fn rename(&self, source: FileName, target: FileName) -> io::Result<()> {
+        let ((directory, source), (_, target)) = (self.at(&file_path(source)), self.at(&file_path(target)));
+        Ok(rustix::fs::renameat(directory, source, directory, target)?)
+    }
+
+    pub fn remove(&self, file: FileName) -> io::Result<()> {
+        let (directory, path) = self.at(&file_path(file));
+        Ok(rustix::fs::unlinkat(directory, path, AtFlags::empty())?)
+    }
+
+    /// Gives a file of another store directory a name here, the same one.
+    pub fn link(&self, other: Directory<'_>, file: FileName) -> io::Result<()> {
+        let file = file_path(file);
+        let ((other, source), (directory, target)) = (other.at(&file), self.at(&file));
+        Ok(rustix::fs::linkat(other, source, directory, target, AtFlags::empty())?)
+    }
+}
+
+/// The path of a folder within a store directory.
+pub(super) fn folder_path(folder: Folder) -> &'static Path {
+    match folder {
+        Folder::Root => Path::new(""),
+        inner => Path::new(inner.name()),
+    }
+}
+
+/// The path of a file within a store directory.
+pub(super) fn file_path(file: FileName) -> PathBuf {
+    folder_path(file.folder()).join(file.name())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The files of a directory, by its path.
+    fn names(path: &Path, folder: Folder) -> Vec<String> {
+        Directory::Path(path).list(folder).unwrap()
+    }
+
+    #[test]
+    fn what_is_kept_open_is_the_directory_wherever_it_is() {
+        let above = tempfile::tempdir().unwrap();
+        let (old, new) = (above.path().join("old"), above.path().join("new"));
+        Directory::Path(&old).make_folder(Folder::Root).unwrap();
+        let open = OpenDirectory::new(&old).unwrap();
+        let directory = Directory::Open(&open);
+        std::fs::rename(&old, &new).unwrap();
+        // Another directory takes the path.
+        for folder in [Folder::Root, Folder::Pages] {
+            Directory::Path(&old).make_folder(folder).unwrap();
+        }
+        let make = OFlags::RDWR | OFlags::CREATE;
+        let theirs = FileName::Pages(1);
+        Directory::Path(&old).open(theirs, make).unwrap();
+        directory.make_folder(Folder::Pages).unwrap();
+        open.kept(Folder::Pages).unwrap().sync_all().unwrap();
+        let temporary = FileName::Temporary(Folder::Pages, 1);
+        directory.open(temporary, make).unwrap();
+        directory.rename(temporary, FileName::Pages(2)).unwrap();
+        assert!(directory.remove(theirs).is_err_and(|error| error.kind() == io::ErrorKind::NotFound));
+        assert_eq!(names(&new, Folder::Root), ["pages"]);
+        assert_eq!(names(&new, Folder::Pages), [FileName::Pages(2).name()]);
+        assert_eq!(directory.list(Folder::Pages).unwrap(), [FileName::Pages(2).name()]);
+        assert_eq!(names(&old, Folder::Pages), [theirs.name()]);
+        // Links lead from one into the other.
+        directory.link(Directory::Path(&old), theirs).unwrap();
+        directory.remove(FileName::Pages(2)).unwrap();
+        assert_eq!(names(&new, Folder::Pages), [theirs.name()]);
+        assert_eq!(names(&old, Folder::Pages), [theirs.name()]);
+    }
+
+    #[test]
+    fn a_directory_that_is_removed_says_so() {
+        let above = tempfile::tempdir().unwrap();
+        let path = above.path().join("directory");
+        Directory::Path(&path).make_folder(Folder::Root).unwrap();
+        let open = OpenDirectory::new(&path).unwrap();
+        assert!(!open.is_removed());
+        std::fs::remove_dir(&path).unwrap();
+        assert!(open.is_removed());
+        Directory::Path(&path).make_folder(Folder::Root).unwrap();
+        assert!(open.is_removed());
+    }
+}

@@ -1,0 +1,79 @@
+//! Stores whose directory is moved or removed while they are open, with another store made at the path.
+
+use std::path::Path;
+
+use remanent::{Ack, Error, PageId, Place, Remedy, Store};
+
+use crate::files::{State, small};
+
+const LEN: u64 = 8 << 10;
+
+/// More bytes than the segments hold that a store has made ahead.
+const WRITES: u8 = 40;
+
+fn open(path: &Path) -> Store {
+    Store::open(path, small().ack(Ack::Durable)).unwrap()
+}
+
+fn create(store: &Store, byte: u8) -> PageId {
+    let mut batch = store.batch();
+    let page = batch.create(LEN, Place::Host).page();
+    batch.write(page, 0, &[byte; LEN as usize]);
+    store.commit(batch).unwrap().pages[0]
+}
+
+fn write(store: &Store, page: PageId, byte: u8) -> Result<(), Error> {
+    let mut batch = store.batch();
+    batch.write(page, 0, &[byte; LEN as usize]);
+    store.commit(batch).map(drop)
+}
+
+/// A store is made, by a descendant of no other, and closed.
+fn made(path: &Path) -> State {
+    let store = open(path);
+    let page = create(&store, 1);
+    for byte in 2..6 {
+        write(&store, page, byte).unwrap();
+    }
+    store.snapshot().unwrap();
+    let state = State::of(&store);
+    store.close().unwrap();
+    state
+}
+
+#[test]
+fn a_store_lives_on_in_its_directory_when_that_is_moved() {
+    let above = tempfile::tempdir().unwrap();
+    let (path, moved) = (above.path().join("store"), above.path().join("moved"));
+    let store = open(&path);
+    let page = create(&store, 0);
+    std::fs::rename(&path, &moved).unwrap();
+    let other = made(&path);
+    for byte in 0..WRITES {
+        write(&store, page, byte).unwrap();
+        if byte % 16 == 0 {
+            store.snapshot().unwrap();
+        }
+    }
+    store.scrub().unwrap();
+    let state = State::of(&store);
+    store.close().unwrap();
+    assert_eq!(State::of(&open(&path)), other);
+    assert_eq!(State::of(&open(&moved)), state);
+}
+
+#[test]
+fn a_store_whose_directory_is_removed_says_so_and_leaves_others_alone() {
+    let above = tempfile::tempdir().unwrap();
+    let path = above.path().join("store");
+    let store = open(&path);
+    let page = create(&store, 0);
+    std::fs::remove_dir_all(&path).unwrap();
+    let other = made(&path);
+    let error = (0..=255).find_map(|byte| write(&store, page, byte).err()).unwrap();
+    assert_eq!(error.remedy(), Remedy::Reopen, "{error}");
+    assert!(error.to_string().contains("removed directory"), "{error}");
+    assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
+    eprintln!("{error} / {:?}", store.close());
+    assert_eq!(State::of(&open(&path)), other);
+}
