@@ -13,6 +13,7 @@ use crate::cli::output::Output;
 use crate::read::page_bytes::{PageBytes, windows};
 use crate::read::partial_view::PartialView;
 use crate::read::selector::Selector;
+use crate::read::states::damaged_since;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -61,17 +62,15 @@ impl Dump {
     fn write(&self, bytes: &PageBytes<'_>, info: &PageInfo, out: &mut Output) -> Result<(), Failure> {
         let lost = |damage: Damage| Failure::Damage(format!("page {} cannot be read: {damage}", info.page));
         bytes.check(info.page).map_err(lost)?;
+        let read = |window| bytes.window(info.page, &window).map_err(damaged_since);
         if self.output == Path::new("-") {
-            windows(info.len)
-                .try_for_each(|window| out.bytes(&bytes.window(info.page, &window).map_err(lost)?))?;
+            windows(info.len).try_for_each(|window| out.bytes(&read(window)?))?;
             return out.flush();
         }
         let cannot = |error: io::Error| {
             Failure::Environment(format!("cannot write {}: {error}", self.output.display()))
         };
         let mut file = File::create(&self.output).map_err(cannot)?;
-        windows(info.len).try_for_each(|window| {
-            file.write_all(&bytes.window(info.page, &window).map_err(lost)?).map_err(cannot)
-        })
+        windows(info.len).try_for_each(|window| file.write_all(&read(window)?).map_err(cannot))
     }
 }

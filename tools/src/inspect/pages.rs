@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use comfy_table::Table;
-use remanent_format::PageInfo;
+use remanent_format::{Damage, Defect, PageInfo};
 
-use crate::cli::exit::{Ending, Outcome};
+use crate::cli::exit::{Ending, Failure, Outcome};
 use crate::cli::json;
 use crate::cli::json::object;
 use crate::cli::memory::MemoryLimit;
@@ -13,6 +13,7 @@ use crate::cli::output::Output;
 use crate::cli::table::{page_cells, page_table};
 use crate::read::page_bytes::PageBytes;
 use crate::read::partial_view::PartialView;
+use crate::read::states::damaged_since;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -45,10 +46,10 @@ impl Pages {
         let pages: Vec<PageInfo> = view.pages().collect();
         if self.json {
             for info in &pages {
-                out.line(page_json(info, crc32(bytes.as_ref(), info)))?;
+                out.line(page_json(info, crc32(bytes.as_ref(), info)?))?;
             }
         } else if !pages.is_empty() {
-            out.line(table(&pages, bytes.as_ref()).trim_fmt())?;
+            out.line(table(&pages, bytes.as_ref())?.trim_fmt())?;
         }
         out.flush()?;
         view.complain()?;
@@ -56,9 +57,13 @@ impl Pages {
     }
 }
 
-/// The checksum of a page's bytes, if they are there.
-fn crc32(bytes: Option<&PageBytes<'_>>, info: &PageInfo) -> Option<u32> {
-    bytes?.crc32(info).ok()
+/// The checksum of a page's bytes, if they are not lost and find memory.
+fn crc32(bytes: Option<&PageBytes<'_>>, info: &PageInfo) -> Result<Option<u32>, Failure> {
+    let Some(proven) = bytes.filter(|bytes| bytes.check(info.page).is_ok()) else { return Ok(None) };
+    match proven.crc32(info) {
+        Err(Damage { defect: Defect::Memory { .. }, .. }) => Ok(None),
+        crc32 => crc32.map(Some).map_err(damaged_since),
+    }
 }
 
 fn page_json(info: &PageInfo, crc32: Option<u32>) -> serde_json::Value {
@@ -74,15 +79,15 @@ fn page_json(info: &PageInfo, crc32: Option<u32>) -> serde_json::Value {
     }
 }
 
-fn table(pages: &[PageInfo], bytes: Option<&PageBytes<'_>>) -> Table {
+fn table(pages: &[PageInfo], bytes: Option<&PageBytes<'_>>) -> Result<Table, Failure> {
     let mut table = page_table(["PLACE", "CRC32", "METADATA"]);
     for info in pages {
         let metadata = match info.metadata.is_empty() {
             true => String::new(),
             false => json::metadata(&info.metadata).to_string(),
         };
-        let crc = crc32(bytes, info).map_or("lost".to_owned(), |crc| format!("{crc:08x}"));
+        let crc = crc32(bytes, info)?.map_or("lost".to_owned(), |crc| format!("{crc:08x}"));
         table.add_row(page_cells(info).into_iter().chain([info.place.to_string(), crc, metadata]));
     }
-    table
+    Ok(table)
 }

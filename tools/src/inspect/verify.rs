@@ -11,7 +11,8 @@ use crate::cli::json::object;
 use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::inspect::log::{torn_json, torn_line};
-use crate::read::partial_view::{LOOKS_AT_AN_OPEN_STORE, PartialView};
+use crate::read::looks;
+use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -137,30 +138,26 @@ struct VerifyReport {
     findings: Vec<VerifyFinding>,
 }
 
-/// Looks at a store. While a process writes to it, files come and go between two reads, and frames are read
-/// half written. A finding then counts only if every one of some looks finds the same at the same place.
+/// Looks at a store, again where what is found may come of a process that writes.
 fn look(dir: &StoreDir, images: &mut ImageProofs<'_>) -> Result<VerifyReport, Failure> {
-    let mut looked = look_once(dir, images, None)?;
-    for _ in 1..LOOKS_AT_AN_OPEN_STORE {
-        if looked.findings.is_empty() || dir.holder().is_none() {
-            break;
-        }
+    let look_once = |before: Option<&[Damage]>| {
         images.forget_damaged();
-        looked = look_once(dir, images, Some(&looked.findings))?;
-    }
-    Ok(looked)
+        look_once(dir, images, before)
+    };
+    let damage = |report: &VerifyReport| report.findings.iter().map(|found| found.damage.clone()).collect();
+    looks::look(dir, look_once, damage).map(|(report, _)| report)
 }
 
-/// One look, which also looks again at the findings of `before`, if given.
+/// One look, which leaves out what is not in `before`, if given.
 fn look_once(
     dir: &StoreDir,
     images: &mut ImageProofs<'_>,
-    before: Option<&[VerifyFinding]>,
+    before: Option<&[Damage]>,
 ) -> Result<VerifyReport, Failure> {
     let view = PartialView::take_once(dir)?;
     let mut verdict = judge(&view.survey, dir, images);
     if let Some(before) = before {
-        let is_lasting = |damage: &Damage| before.iter().any(|finding| finding.damage == *damage);
+        let is_lasting = |damage: &Damage| before.contains(damage);
         for start in &mut verdict.starts {
             start.blocked_by.retain(is_lasting);
             start.lost_by.retain(is_lasting);
@@ -177,7 +174,7 @@ fn look_once(
     }
     let mut findings = findings(dir, &view, &verdict, identity, images);
     if let Some(before) = before {
-        findings.retain(|finding| before.iter().any(|known| known.damage == finding.damage));
+        findings.retain(|finding| before.contains(&finding.damage));
     }
     Ok(VerifyReport { view, verdict, findings })
 }

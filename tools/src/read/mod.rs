@@ -1,6 +1,7 @@
 //! A store directory as inspecting commands see it: its files, its frames, its states, sound or not.
 
 pub(crate) mod store_dir;
+pub(crate) mod looks;
 pub(crate) mod page_bytes;
 pub(crate) mod partial_view;
 pub(crate) mod states;

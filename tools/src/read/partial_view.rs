@@ -16,11 +16,9 @@ use remanent_format::store::{Features, StoreFile, StoreRecord};
 use remanent_format::{Damage, Defect, FileName, Folder, Lsn, PageInfo, ReadAt, SnapshotId, StoreId};
 
 use crate::cli::exit::Failure;
+use crate::read::looks::look;
 use crate::read::page_bytes::PageBytes;
 use crate::read::store_dir::StoreDir;
-
-/// Number of looks at a store that is being written to, before damage in it is reported.
-pub const LOOKS_AT_AN_OPEN_STORE: usize = 5;
 
 /// A store, as far as it can be made out.
 pub struct PartialView {
@@ -35,23 +33,14 @@ pub struct PartialView {
 impl PartialView {
     /// Looks at a directory. The images are left for later.
     pub fn take(dir: &StoreDir) -> Result<Self, Failure> {
-        let mut view = Self::take_once(dir)?;
-        // While a process writes, files come and go between two reads: that is no damage, and a moment later
-        // the store looks whole, or another file looks damaged. Only damage that every look finds counts.
-        for _ in 1..LOOKS_AT_AN_OPEN_STORE {
-            if view.damage.is_empty() || dir.holder().is_none() {
-                break;
-            }
-            let before = std::mem::take(&mut view.damage);
-            view = Self::take_once(dir)?;
-            view.damage.retain(|damage| before.contains(damage));
-        }
-        Ok(view)
+        let look_once = |_: Option<&[Damage]>| Self::take_once(dir);
+        let (view, damage) = look(dir, look_once, |view| view.damage.clone())?;
+        Ok(Self { damage, ..view })
     }
 
     /// One look at a directory.
     pub fn take_once(dir: &StoreDir) -> Result<Self, Failure> {
-        let (survey, identity_damage) = look(dir)?;
+        let (survey, identity_damage) = survey(dir)?;
         let mut damage: Vec<Damage> = identity_damage.into_iter().collect();
         let mut furthest: Option<Resolution> = None;
         let mut arrived: Option<Resolution> = None;
@@ -88,7 +77,16 @@ impl PartialView {
     /// Looks at a directory and its images: the view, and the bytes of all pages in it, if they take no more
     /// than `page_bytes_max` together. If not, none is there.
     pub fn with_bytes(dir: &StoreDir, page_bytes_max: u64) -> Result<(Self, Option<PageBytes<'_>>), Failure> {
-        let mut view = Self::take(dir)?;
+        let look_once = |_: Option<&[Damage]>| Self::with_bytes_once(dir, page_bytes_max);
+        let ((view, bytes), damage) = look(dir, look_once, |(view, _)| view.damage.clone())?;
+        Ok((Self { damage, ..view }, bytes))
+    }
+
+    fn with_bytes_once(
+        dir: &StoreDir,
+        page_bytes_max: u64,
+    ) -> Result<(Self, Option<PageBytes<'_>>), Failure> {
+        let mut view = Self::take_once(dir)?;
         let mut passed_over = Vec::new();
         let whole = view.survey.candidates().find_map(|candidate| {
             let bytes = candidate.and_then(|base| view.bytes(dir, base.as_ref(), None, page_bytes_max));
@@ -180,7 +178,7 @@ fn add(all: &mut Vec<Damage>, damage: Damage) {
 }
 
 /// Reads all fixed structures.
-fn look(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
+fn survey(dir: &StoreDir) -> Result<(Survey, Option<Damage>), Failure> {
     let (store, refused) = identity(dir)?;
     match Survey::read_as(dir, store) {
         Ok(survey) => Ok((survey, refused)),

@@ -15,8 +15,8 @@ use remanent_format::state::trail::Trails;
 use remanent_format::{Damage, Defect, FileName, Lsn, PageInfo, PageTable, SnapshotId};
 
 use crate::cli::exit::Failure;
+use crate::read::looks;
 use crate::read::page_bytes::PageBytes;
-use crate::read::partial_view::LOOKS_AT_AN_OPEN_STORE;
 use crate::read::store_dir::StoreDir;
 
 /// A state that is named on the command line.
@@ -63,19 +63,19 @@ pub struct KeptStates<'d> {
 }
 
 impl<'d> KeptStates<'d> {
-    /// Calls a function with the kept states of a directory. While a process writes, files come and go
-    /// between two reads. A state that looks damaged then is looked at again.
+    /// Calls a function with the kept states of a directory. It is called again where a state looks damaged
+    /// and a process may be writing.
     pub fn look<T>(
         dir: &'d StoreDir,
         mut look: impl FnMut(&KeptStates<'d>) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
-        for _ in 1..LOOKS_AT_AN_OPEN_STORE {
-            match Self::open(dir).and_then(|past| look(&past)) {
-                Err(Failure::Damage(_)) if dir.holder().is_some() => {}
-                done => return done,
-            }
-        }
-        look(&Self::open(dir)?)
+        let look_once = |_: Option<&[String]>| match Self::open(dir).and_then(|past| look(&past)) {
+            Err(Failure::Damage(damage)) => Ok(Err(damage)),
+            done => done.map(Ok),
+        };
+        let (looked, _) =
+            looks::look(dir, look_once, |looked| looked.as_ref().err().cloned().into_iter().collect())?;
+        looked.map_err(Failure::Damage)
     }
 
     fn open(dir: &'d StoreDir) -> Result<Self, Failure> {
@@ -196,9 +196,30 @@ pub fn damaged(damage: Damage) -> Failure {
     }
 }
 
+/// Damage in what was proven before. A file that is missing was there then: a process has removed it since.
+pub fn damaged_since(damage: Damage) -> Failure {
+    match damage.defect {
+        Defect::Missing => Failure::Environment(format!(
+            "{} went while it was read: a process writes to the store; try again",
+            damage.file
+        )),
+        _ => damaged(damage),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_that_went_is_no_damage() {
+        let damage = |defect: Defect| defect.at(FileName::Pages(3), 0);
+        let gone = damaged_since(damage(Defect::Missing));
+        assert!(
+            matches!(gone, Failure::Environment(text) if text.starts_with("pages/0000000000000003.pages went"))
+        );
+        assert!(matches!(damaged_since(damage(Defect::Foreign)), Failure::Damage(_)));
+    }
 
     #[test]
     fn a_state_has_one_spelling() {

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{DirEntryExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use remanent_format::{FileName, Folder, ReadAt};
@@ -74,6 +74,23 @@ impl StoreDir {
         }
         files.sort();
         Ok(files)
+    }
+
+    /// Every file of the directory with its inode: a file that another takes the place of has another one.
+    pub fn inodes(&self) -> io::Result<Vec<(Folder, String, u64)>> {
+        let mut inodes = Vec::new();
+        for folder in [Folder::Root].into_iter().chain(Folder::INNER) {
+            let entries = match fs::read_dir(self.path.join(folder.name())) {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                entries => entries?,
+            };
+            for entry in entries {
+                let entry = entry?;
+                inodes.push((folder, entry.file_name().to_string_lossy().into_owned(), entry.ino()));
+            }
+        }
+        inodes.sort();
+        Ok(inodes)
     }
 
     /// The process that has the store open, if one has.

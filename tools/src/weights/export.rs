@@ -15,7 +15,7 @@ use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::progress;
 use crate::read::page_bytes::{PageBytes, windows};
-use crate::read::states::{KeptStates, StateName, damaged};
+use crate::read::states::{KeptStates, StateName, damaged, damaged_since};
 use crate::read::store_dir::StoreDir;
 use crate::weights::{Header, is_header, name_of};
 
@@ -131,7 +131,8 @@ impl<'d> ExportVersion<'d> {
         let mut writer = BufWriter::new(beside.as_file());
         for info in &self.pages {
             for window in windows(info.len) {
-                writer.write_all(&self.bytes.window(info.page, &window).map_err(damaged)?).map_err(cannot)?;
+                let bytes = self.bytes.window(info.page, &window).map_err(damaged_since)?;
+                writer.write_all(&bytes).map_err(cannot)?;
                 bar.inc(window.end - window.start);
                 if interrupt.noted() {
                     return Ok(false);

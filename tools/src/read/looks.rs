@@ -1,0 +1,132 @@
+//! Looks at a store that other processes may write to, without a lock.
+//!
+//! Files come and go between two reads, and frames are read half written: that is no damage, and a moment
+//! later the store looks whole, or another file looks damaged. So damage counts if the directory stood still
+//! while it was found, or if every one of some looks found it.
+
+use std::io;
+
+use remanent_format::Folder;
+
+use crate::cli::exit::Failure;
+use crate::read::store_dir::StoreDir;
+
+/// Number of looks at a store that is being written to, before damage in it is reported.
+const LOOKS: usize = 5;
+
+/// The files of a directory at a moment, by their names and what they are, and the process that has the store
+/// open.
+#[derive(PartialEq)]
+struct Moment {
+    holder: Option<u32>,
+    files: Vec<(Folder, String, u64)>,
+}
+
+impl Moment {
+    fn of(dir: &StoreDir) -> io::Result<Self> {
+        let holder = dir.holder();
+        Ok(Self { holder, files: dir.inodes()? })
+    }
+}
+
+/// Looks until a look finds no damage, or no process can have written meanwhile, or often enough. Each look is
+/// told the damage that all before it found. Returns the last look, and the damage in it that counts.
+///
+/// # Errors
+/// Those of a look; [`Failure::Environment`] if there was damage in each look, and none in all.
+pub fn look<T, D: PartialEq>(
+    dir: &StoreDir,
+    mut look_once: impl FnMut(Option<&[D]>) -> Result<T, Failure>,
+    damage: impl Fn(&T) -> Vec<D>,
+) -> Result<(T, Vec<D>), Failure> {
+    let cannot = |error| Failure::Environment(format!("cannot list {}: {error}", dir.path().display()));
+    let mut before = Moment::of(dir).map_err(cannot)?;
+    let mut lasting: Option<Vec<D>> = None;
+    for looks_left in (0..LOOKS).rev() {
+        let looked = look_once(lasting.as_deref())?;
+        let mut found = damage(&looked);
+        if found.is_empty() {
+            return Ok((looked, found));
+        }
+        let now = Moment::of(dir).map_err(cannot)?;
+        let stood_still = now.holder.is_none() && now == before;
+        before = now;
+        if let Some(lasting) = &lasting
+            && !stood_still
+        {
+            found.retain(|damage| lasting.contains(damage));
+        }
+        if stood_still || (looks_left == 0 && !found.is_empty()) {
+            return Ok((looked, found));
+        }
+        lasting = Some(found);
+    }
+    Err(Failure::Environment(format!(
+        "{} changes faster than it can be read: try again, or have the store make a fork to look at",
+        dir.path().display()
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+
+    use super::*;
+
+    /// A directory with an empty file for each look, so that no two looks see the same.
+    fn changing(looks: &[&[u8]]) -> (Vec<Option<Vec<u8>>>, Result<(usize, Vec<u8>), Failure>) {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = StoreDir::open(folder.path()).unwrap();
+        let mut told = Vec::new();
+        let looked = look(
+            &dir,
+            |before: Option<&[u8]>| {
+                told.push(before.map(<[u8]>::to_vec));
+                File::create(folder.path().join(told.len().to_string())).unwrap();
+                Ok(told.len() - 1)
+            },
+            |look| looks[*look].to_vec(),
+        );
+        (told, looked)
+    }
+
+    #[test]
+    fn damage_that_every_look_finds_counts() {
+        let (told, looked) = changing(&[b"abc", b"abd", b"bad", b"ba", b"cba"]);
+        assert!(matches!(looked, Ok((4, damage)) if damage == b"ba"));
+        let before: [&[u8]; 4] = [b"abc", b"ab", b"ba", b"ba"];
+        assert_eq!(told[1..], before.map(|damage| Some(damage.to_vec())));
+    }
+
+    #[test]
+    fn a_look_without_damage_is_the_last() {
+        let (told, looked) = changing(&[b"a", b"a", b"", b"a"]);
+        assert!(matches!(looked, Ok((2, damage)) if damage.is_empty()));
+        assert_eq!(told.len(), 3);
+    }
+
+    #[test]
+    fn damage_that_differs_each_time_is_a_store_that_changes() {
+        let (told, looked) = changing(&[b"a", b"b", b"c", b"d", b"e"]);
+        assert!(matches!(looked, Err(Failure::Environment(text)) if text.contains("changes faster")));
+        assert_eq!(told.len(), LOOKS);
+    }
+
+    #[test]
+    fn one_look_is_enough_where_nothing_changes() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("log")).unwrap();
+        let dir = StoreDir::open(folder.path()).unwrap();
+        let mut looks = 0;
+        let looked = look(
+            &dir,
+            |_: Option<&[u8]>| {
+                looks += 1;
+                Ok(())
+            },
+            |()| b"damage".to_vec(),
+        );
+        assert!(matches!(looked, Ok(((), damage)) if damage == b"damage"));
+        assert_eq!(looks, 1);
+    }
+}
