@@ -132,10 +132,12 @@ impl fmt::Display for Damage {
 impl std::error::Error for Damage {}
 
 impl Defect {
-    /// The defect of a failed read: the medium's fault, or a shortage of the system.
+    /// The defect of a failed read: the file is missing, the medium failed, or the system is short of
+    /// something.
     #[must_use]
-    pub fn unreadable(error: &io::Error) -> Self {
+    pub fn of_read(error: &io::Error) -> Self {
         match error.raw_os_error() {
+            _ if error.kind() == io::ErrorKind::NotFound => Defect::Missing,
             Some(errno) if SHORTAGES.contains(&errno) => Defect::Shortage { errno },
             _ => Defect::Unreadable(error.to_string()),
         }

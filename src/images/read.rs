@@ -220,7 +220,7 @@ impl<B: DerefMut<Target = [u8]>> FilePiece<B> {
     ) -> Result<Self> {
         let name = FileName::Pages(file);
         let at = |defect: Defect| defect.at(name, range.start);
-        let unreadable = |error: std::io::Error| at(Defect::unreadable(&error));
+        let unreadable = |error: std::io::Error| at(Defect::of_read(&error));
         let have = source.len(name).map_err(unreadable)?.ok_or_else(|| at(Defect::Missing))?;
         // I9: a manifest or a frame names the range, so it is checked before memory is taken for it.
         if have < range.end {

@@ -173,7 +173,7 @@ fn holds_batch(source: &DiskSource, file: FileName) -> Result<bool> {
     /// Bytes that are looked at together: a segment may be gigabytes long.
     const WINDOW: usize = 1 << 20;
     // A segment that cannot be read may hold a batch: the creation is refused.
-    let unreadable = |error: std::io::Error| Error::from(Defect::unreadable(&error).at(file, 0));
+    let unreadable = |error: std::io::Error| Error::from(Defect::of_read(&error).at(file, 0));
     let is_batch = |bytes: &[u8]| {
         UncheckedFrame::decode(bytes).is_ok_and(|frame| frame.unproven().kind == FrameKind::Batch)
     };

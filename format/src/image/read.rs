@@ -227,7 +227,7 @@ impl io::BufRead for StoredBytes<'_> {
         if self.buffered.is_empty() {
             let len = (self.buffer.len() as u64).min(self.end - self.at);
             let read = self.source.read_at(self.file, self.at, &mut self.buffer[..len as usize]);
-            read.inspect_err(|error| self.refused = Some(Defect::unreadable(error)))?;
+            read.inspect_err(|error| self.refused = Some(Defect::of_read(error)))?;
             self.at += len;
             self.buffered = 0..len as usize;
         }
@@ -329,7 +329,7 @@ pub(crate) fn read_range(
 }
 
 pub(crate) fn unreadable(error: std::io::Error) -> Defect {
-    Defect::unreadable(&error)
+    Defect::of_read(&error)
 }
 
 /// Copies what two ranges of a page have in common: `bytes`, which begin at `bytes_at`, into `target`, which

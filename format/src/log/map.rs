@@ -56,9 +56,8 @@ impl LogMap {
     /// # Errors
     /// [`Damage`] if a file cannot be read at all. Damaged bytes are recorded, not refused.
     pub fn read(source: &dyn ReadAt, store: StoreId) -> Result<Self, Damage> {
-        let names = source
-            .list(Folder::Log)
-            .map_err(|error| Defect::unreadable(&error).at(FileName::Segment(0), 0))?;
+        let names =
+            source.list(Folder::Log).map_err(|error| Defect::of_read(&error).at(FileName::Segment(0), 0))?;
         let mut segments = BTreeMap::new();
         for name in names {
             if let Some(FileName::Segment(number)) = FileName::parse(Folder::Log, &name) {
@@ -152,7 +151,7 @@ fn damaged_opening(segments: &BTreeMap<u64, Segment>, incarnation: Incarnation) 
 /// Looks into a segment; `None` if a writer recycled it after the folder was listed.
 fn read_segment(source: &dyn ReadAt, store: StoreId, number: u64) -> Result<Option<Segment>, Damage> {
     let file = FileName::Segment(number);
-    let unreadable = |error: std::io::Error| Defect::unreadable(&error).at(file, 0);
+    let unreadable = |error: std::io::Error| Defect::of_read(&error).at(file, 0);
     let Some(file_len) = source.len(file).map_err(unreadable)? else { return Ok(None) };
     let mut reader = SegmentReader::looking_into(source, number);
     let header = reader

@@ -1,6 +1,6 @@
 //! Reading one segment through a buffer, and looking in it for the frames that were written there.
 
-use std::io::{self, ErrorKind};
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -257,10 +257,7 @@ impl<'s, B: AsRef<[u8]> + AsMut<[u8]>> SegmentReader<'s, B> {
 }
 
 fn unreadable(error: io::Error) -> Defect {
-    match error.kind() {
-        ErrorKind::NotFound => Defect::Missing,
-        _ => Defect::unreadable(&error),
-    }
+    Defect::of_read(&error)
 }
 
 /// The own frames from `offset` on: those that were written at their place. Bytes that cannot be read are
@@ -331,7 +328,7 @@ mod tests {
         }
         fn read_at(&self, _: FileName, offset: u64, out: &mut [u8]) -> io::Result<()> {
             let found = self.0.get(offset as usize..offset as usize + out.len());
-            out.copy_from_slice(found.ok_or(ErrorKind::UnexpectedEof)?);
+            out.copy_from_slice(found.ok_or(io::ErrorKind::UnexpectedEof)?);
             Ok(())
         }
     }

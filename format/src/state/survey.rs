@@ -163,7 +163,7 @@ pub fn read_links(source: &dyn ReadAt, store: &StoreFile, faster: LinkReader<'_>
     let mut links = Links::new();
     let names = source
         .list(Folder::Snapshots)
-        .map_err(|error| Defect::unreadable(&error).at(FileName::Manifest(0), 0))?;
+        .map_err(|error| Defect::of_read(&error).at(FileName::Manifest(0), 0))?;
     for name in names {
         if let Some(FileName::Manifest(number)) = FileName::parse(Folder::Snapshots, &name) {
             let file = FileName::Manifest(number);
@@ -244,7 +244,7 @@ fn read_copies(source: &dyn ReadAt, file: FileName) -> Option<(Manifest, CopyHea
 }
 
 fn read_whole(source: &dyn ReadAt, file: FileName) -> Result<Vec<u8>, Damage> {
-    let unreadable = |error: std::io::Error| Defect::unreadable(&error).at(file, 0);
+    let unreadable = |error: std::io::Error| Defect::of_read(&error).at(file, 0);
     let len = source.len(file).map_err(unreadable)?.ok_or(Defect::Missing.at(file, 0))?;
     read_range(source, file, 0, len).map_err(|defect| defect.at(file, 0))
 }
