@@ -68,12 +68,13 @@ fn a_store_whose_directory_is_removed_says_so_and_leaves_others_alone() {
     let path = above.path().join("store");
     let store = open(&path);
     let page = create(&store, 0);
-    std::fs::remove_dir_all(&path).unwrap();
+    // The store may just be making a file.
+    assert!((0..1000).any(|_| std::fs::remove_dir_all(&path).is_ok()));
     let other = made(&path);
     let error = (0..=255).find_map(|byte| write(&store, page, byte).err()).unwrap();
     assert_eq!(error.remedy(), Remedy::Reopen, "{error}");
     assert!(error.to_string().contains("removed directory"), "{error}");
     assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
-    eprintln!("{error} / {:?}", store.close());
+    store.close().unwrap_err();
     assert_eq!(State::of(&open(&path)), other);
 }

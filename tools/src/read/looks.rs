@@ -29,8 +29,8 @@ impl Moment {
     }
 }
 
-/// Looks until a look finds no damage, or no process can have written meanwhile, or often enough. Each look is
-/// told the damage that all before it found. Returns the last look, and the damage in it that counts.
+/// Looks until a look finds no damage, or no process can have written meanwhile, or often enough. Each look
+/// is told the damage that all before it found. Returns the last look, and the damage in it that counts.
 ///
 /// # Errors
 /// Those of a look; [`Failure::Environment`] if there was damage in each look, and none in all.
