@@ -411,6 +411,23 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_cannot_be_made_because_the_directory_was_removed_says_so() {
+        let above = tempfile::tempdir().unwrap();
+        let disk = DirDisk::new(above.path().join("store"));
+        disk.make_folder(Folder::Root).unwrap();
+        let lock = disk.lock().unwrap();
+        std::fs::remove_dir_all(disk.path()).unwrap();
+        std::fs::create_dir(disk.path()).unwrap();
+        let error = disk.create(FileName::Store).err().unwrap();
+        let expected = format!("cannot make a file in the removed directory {}", disk.path().display());
+        assert!(error.to_string().starts_with(&expected), "{error}");
+        // Without the lock it is by path.
+        drop(lock);
+        disk.create(FileName::Store).unwrap();
+        assert_eq!(Disk::list(&disk, Folder::Root).unwrap(), ["STORE"]);
+    }
+
+    #[test]
     fn a_real_file_system_is_asked() {
         let reason = DirDisk::new("/proc").refuses(LogIo::Mapped).unwrap().unwrap();
         assert!(reason.contains("0x9fa0"), "{reason}");
