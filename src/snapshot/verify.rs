@@ -153,7 +153,7 @@ impl Snapshots {
                 self.unverified.read_back(&mut self.unverified.proven.lock(), |pages| self.rebase(pages));
             let finished = match proven {
                 // Recorded and recycled by the same thread, in the order of publication.
-                Ok(()) => self.finish(&mut self.catalog.lock_patiently()),
+                Ok(()) => self.finish_unrecorded(&mut self.catalog.lock_patiently()),
                 Err(error) if error.is_passing() => Err(error),
                 Err(error) => Err(self.engine.poison.set(error)),
             };
@@ -194,6 +194,15 @@ impl Snapshots {
             }
             Ok(())
         })
+    }
+
+    /// Phases 6 and 7, unless another thread came first. If that was one of a restore, whose snapshot removes
+    /// no other, none goes until the next snapshot.
+    fn finish_unrecorded(&self, catalog: &mut Catalog) -> Result<()> {
+        if catalog.snapshots.values().all(|kept| kept.is_recorded) {
+            return Ok(());
+        }
+        self.finish(catalog)
     }
 
     /// Phases 6 and 7 for all snapshots that are published.

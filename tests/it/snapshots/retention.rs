@@ -118,6 +118,25 @@ fn the_newest_snapshot_stays_until_there_is_a_newer_one() {
     }
 }
 
+/// What a restore leaves is there until the next snapshot, also where the one before it was being read back.
+#[test]
+fn a_restore_removes_no_snapshot_however_late_another_is_read_back() {
+    for _ in 0..40 {
+        let disk = SimDisk::new();
+        let options = || small().snapshots_kept(2);
+        let (store, pages) = store_of(&disk, options(), 4);
+        let first = store.snapshot().unwrap().id;
+        change(&store, &pages, 1);
+        let second = store.snapshot_with(SnapshotOptions::new().only_published()).unwrap().id;
+        store.restore(&StatePoint::Snapshot(first)).unwrap();
+        // The thread that reads back ends with the store.
+        store.close().unwrap();
+        let store = open_with(&disk, options()).unwrap();
+        let kept: Vec<SnapshotId> = store.snapshots().iter().map(|info| info.id).collect();
+        assert_eq!(kept[..2], [first, second], "{kept:?}");
+    }
+}
+
 #[test]
 fn what_a_reader_holds_stays() {
     let disk = SimDisk::new();

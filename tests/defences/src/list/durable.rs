@@ -517,6 +517,12 @@ pub const LIST: &[Defence] = &[
         "true",
         it("earlier_states::links_that_others_follow_are_no_part_of_a_history"),
     ),
+    refusal(
+        "a snapshot that is read back late removes none after a restore",
+        "src/snapshot/verify.rs",
+        "catalog.snapshots.values().all(|kept| kept.is_recorded)",
+        it("snapshots::retention::a_restore_removes_no_snapshot_however_late_another_is_read_back"),
+    ),
     check(
         "what a reader holds stays (I8)",
         RETAIN,
