@@ -73,43 +73,50 @@ mod tests {
 
     use super::*;
 
-    /// A directory with an empty file for each look, so that no two looks see the same.
-    fn changing(looks: &[&[u8]]) -> (Vec<Option<Vec<u8>>>, Result<(usize, Vec<u8>), Failure>) {
+    struct Looks {
+        /// The damage that each look was told of.
+        told: Vec<Vec<u8>>,
+        /// The last look, and the damage that counts.
+        outcome: Result<(usize, Vec<u8>), Failure>,
+    }
+
+    /// Looks at a directory that each look makes a file in, so that no two see the same.
+    fn changing(looks: &[&[u8]]) -> Looks {
         let folder = tempfile::tempdir().unwrap();
         let dir = StoreDir::open(folder.path()).unwrap();
         let mut told = Vec::new();
-        let looked = look(
+        let outcome = look(
             &dir,
             |before: Option<&[u8]>| {
-                told.push(before.map(<[u8]>::to_vec));
+                told.push(before.unwrap_or_default().to_vec());
                 File::create(folder.path().join(told.len().to_string())).unwrap();
                 Ok(told.len() - 1)
             },
             |look| looks[*look].to_vec(),
         );
-        (told, looked)
+        Looks { told, outcome }
     }
 
     #[test]
     fn damage_that_every_look_finds_counts() {
-        let (told, looked) = changing(&[b"abc", b"abd", b"bad", b"ba", b"cba"]);
-        assert!(matches!(looked, Ok((4, damage)) if damage == b"ba"));
-        let before: [&[u8]; 4] = [b"abc", b"ab", b"ba", b"ba"];
-        assert_eq!(told[1..], before.map(|damage| Some(damage.to_vec())));
+        let looks = changing(&[b"abc", b"abd", b"bad", b"ba", b"cba"]);
+        assert!(matches!(looks.outcome, Ok((4, damage)) if damage == b"ba"));
+        let told: [&[u8]; 5] = [b"", b"abc", b"ab", b"ba", b"ba"];
+        assert_eq!(looks.told, told);
     }
 
     #[test]
     fn a_look_without_damage_is_the_last() {
-        let (told, looked) = changing(&[b"a", b"a", b"", b"a"]);
-        assert!(matches!(looked, Ok((2, damage)) if damage.is_empty()));
-        assert_eq!(told.len(), 3);
+        let looks = changing(&[b"a", b"a", b"", b"a"]);
+        assert!(matches!(looks.outcome, Ok((2, damage)) if damage.is_empty()));
+        assert_eq!(looks.told.len(), 3);
     }
 
     #[test]
     fn damage_that_differs_each_time_is_a_store_that_changes() {
-        let (told, looked) = changing(&[b"a", b"b", b"c", b"d", b"e"]);
-        assert!(matches!(looked, Err(Failure::Environment(text)) if text.contains("changes faster")));
-        assert_eq!(told.len(), LOOKS);
+        let looks = changing(&[b"a", b"b", b"c", b"d", b"e"]);
+        assert!(matches!(looks.outcome, Err(Failure::Environment(text)) if text.contains("changes faster")));
+        assert_eq!(looks.told.len(), LOOKS);
     }
 
     #[test]
