@@ -188,7 +188,7 @@ class Checkpointer:
                 self._versions, self.store = shared, shared.store
             else:
                 self.store = _native.Store(directory, **opened)
-                self._versions = OwnVersions(self.store, directory, kept, always_prune=digests)
+                self._versions = OwnVersions(self.store, kept, always_prune=digests)
         except BaseException:
             if self._ranks is not None:
                 self._ranks.end()

@@ -201,7 +201,8 @@ def number_of(versions: Sequence[Version], at: int | str | Version | None) -> in
     for number in range(len(versions) - 1, -1, -1):
         version = versions[number]
         if isinstance(at, Version):
-            is_it = at.lsn == version.lsn
+            # On a rank that is new, versions from before tell of another rank's batches.
+            is_it = (at.step, at.lsn) == (version.step, version.lsn)
         else:
             has_name = isinstance(at, str) and at.removeprefix("name:") == version.name
             is_it = at is None or has_name or at == version.step

@@ -75,17 +75,18 @@ class SharedVersions:
 
     def __init__(self, ranks: Ranks, process_group: dist.ProcessGroup, directory: _Path, keep: Keep,
                  options: Mapping[str, Any], *, always_prune: bool) -> None:
-        self._ranks, self._process_group, self._directory = ranks, process_group, Path(directory)
-        self._keep = keep
-        self._points = _Points(self._directory)
-        # For what is asked while a save is under way.
-        self._aside: Ranks | None = None
+        self._ranks, self._keep = ranks, keep
+        self._last_directory = Path(directory).absolute()
+        self._points = _Points(lambda: self._directory)
         # The newest save of which this rank has told how it ended.
         self._told = 0
         opened: list[_native.Store] = []
         try:
             ranks.by_first(self._check)
             ranks.all_or_none(lambda: opened.append(self._open(options)))
+            # For what is asked while a save is under way. Made here, where a rank that dies meanwhile keeps no main
+            # thread waiting.
+            self._aside = Ranks(process_group)
         except BaseException:
             for store in opened:
                 store.close()
@@ -93,22 +94,30 @@ class SharedVersions:
         [self.store] = opened
         self._removal = Removal(self.store, always=always_prune)
 
+    @property
+    def _directory(self) -> Path:
+        """Where the run's directory is now: it may be moved while the stores in it are open.
+
+        :raises NoStoreError: if it was removed.
+        """
+        if not self.store.closed:
+            self._last_directory = Path(self.store.directory).parent
+        return self._last_directory
+
     def _check(self) -> None:
-        if (self._directory / "STORE").exists():
-            raise RefusedError(f"{self._directory} is a store, and ranks have theirs below it",
+        if (self._last_directory / "STORE").exists():
+            raise RefusedError(f"{self._last_directory} is a store, and ranks have theirs below it",
                                remedy="give another directory")
 
     def _open(self, options: Mapping[str, Any]) -> _native.Store:
-        _durable.make_folder(self._directory)
-        return _native.Store(_store_of(self._directory, self._ranks.rank), **options)
+        _durable.make_folder(self._last_directory)
+        return _native.Store(_store_of(self._last_directory, self._ranks.rank), **options)
 
     def check_name(self, name: str) -> None:
         if any(point.name == name for point in self._points.readable()[0]):
             raise InvalidError(f"name: another version is named {name!r}", remedy="give it up first")
 
     def is_busy(self, save: int, own: bool, waits: bool) -> bool:
-        if self._aside is None:
-            self._aside = Ranks(self._process_group)
         self._aside.doing = f"begin save {save}"
         is_busy, one_waits = map(any, zip(*self._aside.gather([own, waits])))
         return is_busy and not one_waits
@@ -163,15 +172,19 @@ class SharedVersions:
 
     def _remove_left_stores(self, kept: list[Point]) -> None:
         """Removes the stores of ranks that are no more, once no point names them."""
-        ranks = max([self._ranks.count, *(len(point.parts) for point in kept)])
+        ranks, directory = max([self._ranks.count, *(len(point.parts) for point in kept)]), self._directory
         try:
-            for folder in self._directory.glob("rank-*"):
+            for folder in directory.glob("rank-*"):
                 number = folder.name.removeprefix("rank-")
                 if number.isdecimal() and int(number) >= ranks:
+                    removed = folder.with_name(f"removed-{number}")
+                    if removed.exists():
+                        # A process ended while it removed an earlier store of that rank.
+                        shutil.rmtree(removed)
                     # A half of a store would be no store for a rank that comes later.
-                    os.replace(folder, folder.with_name(f"removed-{number}"))
-                    _durable.sync_folder(self._directory)
-            for folder in self._directory.glob("removed-*"):
+                    os.replace(folder, removed)
+                    _durable.sync_folder(directory)
+            for folder in directory.glob("removed-*"):
                 shutil.rmtree(folder)
         except OSError as error:
             # The next save tries again.
@@ -224,8 +237,8 @@ class SharedVersions:
             raise InvalidError(f"at: {at!r} is of one rank", remedy="give a step or a name")
         for point in reversed(self._points.readable()[0]):
             if isinstance(at, Version):
-                # Of the rank that looks, as `at` is.
-                is_it = point.part(self._ranks.rank).lsn == at.lsn
+                # Of the rank that looks, as `at` is. A batch may have been another rank's before there were so many.
+                is_it = (point.part(self._ranks.rank).lsn, point.step, point.created) == (at.lsn, at.step, at.created)
             else:
                 is_it = at == point.step if isinstance(at, int) else at.removeprefix("name:") == point.name
             if is_it:
@@ -276,14 +289,14 @@ class SharedVersions:
         self._removal.wait()
 
     def fork(self, directory: _Path, at: int | str | Version | None) -> None:
-        target = Path(directory)
+        target = Path(directory).absolute()
         self._ranks.by_first(lambda: _check_free(target))
         with self.view(at) as view:
             step = int(view.root["step"])
             own = _store_of(target, self._ranks.rank)
             try:
                 parts = self._ranks.gather(self._ranks.all_or_none(lambda: _forked(view, step, own)))
-                points = _Points(target)
+                points = _Points(lambda: target)
                 self._ranks.by_first(lambda: points.create(step, None, [Part(*part) for part in parts]))
             except BaseException:
                 shutil.rmtree(own, ignore_errors=True)
@@ -291,8 +304,7 @@ class SharedVersions:
 
     def end(self) -> None:
         self._removal.end()
-        if self._aside is not None:
-            self._aside.end()
+        self._aside.end()
 
 
 def _check_free(directory: Path) -> None:
@@ -310,10 +322,14 @@ def _forked(view: _native.View, step: int, target: Path) -> Part:
 
 
 class _Points:
-    """The points of a directory."""
+    """The points of a directory, which may be moved."""
 
-    def __init__(self, directory: Path) -> None:
-        self._folder = directory / "points"
+    def __init__(self, directory: Callable[[], Path]) -> None:
+        self._directory = directory
+
+    @property
+    def _folder(self) -> Path:
+        return self._directory() / "points"
 
     def readable(self) -> tuple[list[Point], bool]:
         """Those that can be read, the oldest first, and whether that is all of them."""
@@ -335,8 +351,9 @@ class _Points:
         return _read(paths[-1]) if paths else None
 
     def create(self, step: int, name: str | None, parts: list[Part]) -> None:
-        _durable.make_folder(self._folder)
-        for left in self._folder.glob(f"*{_ENDING}.tmp"):
+        folder = self._folder
+        _durable.make_folder(folder)
+        for left in folder.glob(f"*{_ENDING}.tmp"):
             # A process was killed while it made one.
             left.unlink()
         number = max(map(_number_of, self._paths()), default=0) + 1

@@ -44,7 +44,7 @@ class Removal:
         """Waits before a save of this number of bytes, where it needs the memory or the space."""
         if self._last is None or self._last.done():
             return
-        found = os.statvfs(self._store.path)
+        found = os.statvfs(self._store.directory)
         if self._always or found.f_bavail * found.f_frsize < 2 * nbytes:
             self.wait()
 

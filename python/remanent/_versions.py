@@ -186,8 +186,8 @@ def unnamed(store: _native.Store) -> Iterator[_Snapshot]:
 class OwnVersions:
     """Those of a run of one process: named snapshots of its store."""
 
-    def __init__(self, store: _native.Store, directory: _Path, keep: Keep, *, always_prune: bool) -> None:
-        self._store, self._directory, self._keep = store, directory, keep
+    def __init__(self, store: _native.Store, keep: Keep, *, always_prune: bool) -> None:
+        self._store, self._keep = store, keep
         self._removal = Removal(store, always=always_prune)
 
     def check_name(self, name: str) -> None:
@@ -223,20 +223,20 @@ class OwnVersions:
         if at is None:
             root = self._store.root
             if "step" in root and SAVING not in root:
-                return _native.View(self._directory)
+                return _native.View(self._store.directory)
             # A save was ended before its last batch: the newest whole version is a snapshot.
             versions = self.listed()
             if not versions:
                 raise NoStateError("the run has no version yet", remedy="save one first")
-            return _native.View(self._directory, f"lsn:{versions[-1].lsn}")
+            return _native.View(self._store.directory, f"lsn:{versions[-1].lsn}")
         if isinstance(at, int):
             for version in reversed(self.listed()):
                 if version.step == at:
-                    return _native.View(self._directory, f"lsn:{version.lsn}")
+                    return _native.View(self._store.directory, f"lsn:{version.lsn}")
             raise NoStateError(f"there is no version of step {at}", remedy="`versions` lists those that are kept")
         if not at.startswith(("lsn:", "snapshot:", "name:")):
             at = f"name:{at}"
-        return _native.View(self._directory, at)
+        return _native.View(self._store.directory, at)
 
     def views(self, at: int | str | Version | None) -> Views:
         own = self.view(at)
@@ -261,7 +261,7 @@ class OwnVersions:
         for info in self._store.snapshots():
             if info.name is None:
                 continue
-            with _native.View(self._directory, info) as view:
+            with _native.View(self._store.directory, info) as view:
                 root = view.root
             if "step" in root and SAVING not in root:
                 name = None if info.name.startswith(STEP) else info.name

@@ -2,7 +2,7 @@
 //! and none holds up the interpreter.
 
 use std::mem::ManuallyDrop;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -23,8 +23,6 @@ pub struct Gate {
     opener: u32,
     /// The store's directory, as it was given.
     pub path: String,
-    /// The same, wherever the process may go meanwhile.
-    pub directory: PathBuf,
     /// What its commits wait for.
     pub ack: Ack,
     state: Mutex<GateState>,
@@ -68,8 +66,6 @@ impl Gate {
         let gate = Arc::new(Self {
             opener: std::process::id(),
             path: path.display().to_string(),
-            // Without a current directory there is no other path than the one that was given.
-            directory: std::path::absolute(path).unwrap_or_else(|_| path.to_owned()),
             ack,
             state: Mutex::new(state),
             quiet: Condvar::new(),

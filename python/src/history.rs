@@ -1,15 +1,20 @@
 //! What a store was: its snapshots, what changed a page, and earlier states to go back to or go on from.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use remanent::{Retention, SnapshotOptions, Store};
+use remanent::{Error, Retention, SnapshotOptions, Store};
 
 use crate::blame::PyValueChange;
 use crate::gate::Gate;
 use crate::page_name::{PageName, state_point};
 use crate::snapshot::{Pruned, SnapshotInfo};
+
+/// The store's directory, where it is now.
+pub fn here(store: &Store) -> Result<PathBuf, Error> {
+    Ok(store.directory()?.expect("a store that was opened by its path lies in a file system"))
+}
 
 /// The changes of bytes of a page up to now.
 pub fn blame(
@@ -20,8 +25,8 @@ pub fn blame(
 ) -> PyResult<Vec<PyValueChange>> {
     let name = PageName::take(page)?;
     // The store stays open meanwhile, so no other process writes to the directory.
-    gate.call(page.py(), |_| {
-        crate::blame::blame(&Store::open_read_only(&gate.directory)?, &name, offset, length)
+    gate.call(page.py(), |store| {
+        crate::blame::blame(&Store::open_read_only(here(store)?)?, &name, offset, length)
     })
 }
 
@@ -36,9 +41,9 @@ pub fn bisect<'py>(
     let bounds = PyDict::new(py);
     bounds.set_item("good", good)?;
     bounds.set_item("bad", bad)?;
-    gate.look(py, |_| Ok(()))?;
+    let directory = gate.look(py, |store| Ok(here(store)?.into_os_string()))?;
     let bisect = py.import("remanent._bisect")?.getattr("bisect")?;
-    bisect.call((&gate.directory, is_good), Some(&bounds))
+    bisect.call((directory, is_good), Some(&bounds))
 }
 
 /// Takes a snapshot.

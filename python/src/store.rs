@@ -15,6 +15,7 @@
 //!
 //! What reads pages and root is `reader`'s.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -28,7 +29,7 @@ use crate::blame::PyValueChange;
 use crate::changes::PyChangeStream;
 use crate::errors::{OrRaise, key_to_py};
 use crate::gate::{Gate, seconds};
-use crate::history;
+use crate::history::{self, here};
 use crate::lease::PyLease;
 use crate::loading::wait_loaded;
 use crate::memory::Input;
@@ -159,6 +160,15 @@ impl PyStore {
     #[getter]
     fn path(&self) -> &str {
         &self.gate.path
+    }
+
+    /// Where the store's directory is now, as an absolute path: it may have been moved since the store was
+    /// opened.
+    ///
+    /// :raises NoStoreError: if it was removed.
+    #[getter]
+    fn directory(&self, py: Python<'_>) -> PyResult<OsString> {
+        self.gate.look(py, |store| Ok(here(store)?.into_os_string()))
     }
 
     /// The store's identity, as hexadecimal text, drawn at random when it was created.

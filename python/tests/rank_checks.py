@@ -399,6 +399,93 @@ def a_process_may_become_another_rank(directory: Path) -> None:
             dist.destroy_process_group()
 
 
+def a_run_goes_on_where_its_directory_is(directory: Path) -> None:
+    """Its directory is moved, and another run is made at the old path; or the process goes elsewhere."""
+    weight = torch.zeros(100, device=DEVICE)
+
+    def run_at(path: Path | str) -> Checkpointer:
+        return Checkpointer(path, extra={"s": {"w": weight}}, rng=False, keep=2, process_group=dist.group.WORLD)
+
+    def saved(run: Checkpointer, step: int, name: str | None = None) -> None:
+        weight.fill_(step)
+        run.save(step, name=name)
+
+    def found(run: Checkpointer, at: int | str | None = None) -> float:
+        run.restore(at)
+        return weight[0].item()
+
+    path, moved = directory / "run", directory / "moved"
+    with run_at(path) as run:
+        saved(run, 1, "best")
+        saved(run, 2)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.rename(path, moved)
+        dist.barrier()
+        with run_at(path) as other:
+            saved(other, 101)
+            saved(run, 3)
+            saved(run, 4)
+            assert [version.step for version in run.versions()] == [1, 3, 4]
+            assert (found(run), found(run, "best"), found(run, 3), found(other)) == (4, 1, 3, 101)
+    with run_at(path) as other:
+        assert [version.step for version in other.versions()] == [101] and found(other) == 101
+    os.chdir(moved.parent)
+    with run_at("moved") as run:
+        assert (found(run), found(run, "best")) == (4, 1)
+        os.chdir("/")
+        saved(run, 5)
+        assert (found(run), [version.step for version in run.versions()]) == (5, [1, 4, 5])
+    with run_at(moved) as run:
+        assert (found(run), found(run, "best")) == (5, 1)
+
+
+def begin_with_one(directory: Path) -> None:
+    weight = torch.zeros(100)
+    with Checkpointer(directory / "run", extra={"s": {"w": weight}}, rng=False, keep=99,
+                      process_group=dist.group.WORLD) as run:
+        for step in range(1, 6):
+            weight.fill_(step)
+            run.save(step)
+
+
+def go_on_with_two(directory: Path) -> None:
+    """The second rank's versions of before are of the first one's batches."""
+    weight = torch.zeros(100)
+    with Checkpointer(directory / "run", extra={"s": {"w": weight}}, rng=False, keep=99,
+                      process_group=dist.group.WORLD) as run:
+        run.restore()
+        for step in range(6, 11):
+            weight.fill_(step)
+            run.save(step)
+        versions = run.versions()
+        if dist.get_rank() == 1:
+            assert len({version.lsn for version in versions}) < len(versions)
+
+        def is_good(version: Version) -> bool:
+            run.restore(version)
+            assert weight[0].item() == version.step
+            return version.step < 4
+
+        for good in (1, versions[0], versions[2]):
+            assert run.bisect(is_good, good=good).step == 4
+
+
+def stores_of_ranks_that_are_no_more_go(directory: Path) -> None:
+    """Also where a process ended while it removed an earlier one."""
+    path = directory / "run"
+    if dist.get_rank() == 0:
+        for left in ("rank-7", "removed-7", "removed-8"):
+            (path / left).mkdir(parents=True)
+            (path / left / "file").write_bytes(b"left")
+    dist.barrier()
+    weight = torch.zeros(100, device=DEVICE)
+    with Checkpointer(path, extra={"s": {"w": weight}}, rng=False, process_group=dist.group.WORLD) as run:
+        run.save(1)
+    left = sorted(each.name for each in path.iterdir())
+    assert left == ["points", *(f"rank-{rank}" for rank in range(dist.get_world_size()))], left
+
+
 def parts_are_joined_only_where_it_is_known_how(directory: Path) -> None:
     rank = dist.get_rank()
     pairs = [DeviceMesh(DEVICE, [0, 1]), DeviceMesh(DEVICE, [2, 3])]
@@ -607,11 +694,14 @@ CHECKS: dict[str, list[tuple[int, Check]]] = {check.__name__: [(RANKS, check)] f
     ranks_stay_in_step_whatever_is_raised_in_one,
     versions_are_looked_through_by_all_ranks,
     a_process_may_become_another_rank,
+    a_run_goes_on_where_its_directory_is,
+    stores_of_ranks_that_are_no_more_go,
     parts_are_joined_only_where_it_is_known_how,
     tensors_are_divided_as_they_were,
 )}
 CHECKS["a_model_of_fsdp_is_loaded_through_dcp_by_other_numbers_of_ranks"] = [
     (2, begin_dcp), (1, go_on_dcp), (4, go_on_dcp), (3, go_on_dcp), (1, alone_with_dcp)]
+CHECKS["a_version_is_one_also_for_ranks_that_are_new"] = [(1, begin_with_one), (2, go_on_with_two)]
 CHECKS["ranks_come_and_go"] = [(4, begin), (3, go_on), (1, go_on), (4, go_on), (2, go_on)]
 ON_GPUS = ("a_restored_run_goes_on_as_the_one_that_saved", "every_way_to_save_keeps_the_parts",
            "a_damaged_point_is_not_passed_over")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -52,6 +53,23 @@ def test_differences_say_how_many_and_where_and_how_much(directory: str) -> None
         diff(directory, 99)
     with pytest.raises(remanent.NoStoreError):
         diff(directory + "-none", 1)
+
+
+def test_a_run_is_looked_at_where_its_directory_is(directory: str) -> None:
+    state, others = {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
+    with saved(directory, state, 3, lambda step: state["w"].fill_(step)) as run:
+        os.rename(directory, directory + "-moved")
+        assert run.store.directory == os.path.realpath(directory + "-moved")
+        # Another run takes the path.
+        saved(directory, others, 3, lambda step: others["w"].fill_(100 + step)).close()
+        for at in (3, 1):
+            assert run.restore(at) == at and state["w"].tolist() == [at] * 3
+        assert [version.step for version in run.versions()] == [1, 2, 3]
+        assert [change.after for change in run.blame("state/w", 1)][-1] == 3
+        assert run.bisect(lambda version: run.restore(version) < 3, good=1).step == 3
+        run.fork(directory + "-fork", at=2)
+    with Checkpointer(directory + "-fork", extra={"state": state}, rng=False) as fork:
+        assert fork.restore() == 2 and state["w"].tolist() == [2] * 3
 
 
 def test_all_kinds_of_elements_are_compared_and_followed(directory: str) -> None:

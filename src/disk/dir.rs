@@ -257,6 +257,14 @@ impl Disk for DirDisk {
             .map_err(|source| Error::io("open", file, None, source))
     }
 
+    fn directory(&self) -> Result<Option<PathBuf>> {
+        let Some(open) = self.locked() else { return Ok(Some(self.root.clone())) };
+        if open.is_removed() {
+            return Err(Error::NoStore { path: self.label() });
+        }
+        Ok(Some(open.path().unwrap_or_else(|| self.root.clone())))
+    }
+
     fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
         let Some(source) = (source as &dyn Any).downcast_ref::<Self>() else { return Ok(false) };
         let linked = self.within(|target| source.within(|source| target.link(source, file)));

@@ -8,7 +8,7 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -47,6 +47,11 @@ impl OpenDirectory {
         let opened = Directory::Open(self).open_folder(folder)?;
         // If another thread was first, its descriptor serves as well.
         Ok(self.inner[index].get_or_init(|| opened))
+    }
+
+    /// The path at which the directory is now. A system without `/proc` does not tell.
+    pub fn path(&self) -> Option<PathBuf> {
+        std::fs::read_link(format!("/proc/self/fd/{}", self.root.as_raw_fd())).ok()
     }
 
     /// Whether the directory was removed: nothing can be made in it any more.
@@ -169,7 +174,9 @@ mod tests {
         Directory::Path(&old).make_folder(Folder::Root).unwrap();
         let open = OpenDirectory::new(&old).unwrap();
         let directory = Directory::Open(&open);
+        assert_eq!(open.path().unwrap(), old.canonicalize().unwrap());
         std::fs::rename(&old, &new).unwrap();
+        assert_eq!(open.path().unwrap(), new.canonicalize().unwrap());
         // Another directory takes the path.
         for folder in [Folder::Root, Folder::Pages] {
             Directory::Path(&old).make_folder(folder).unwrap();

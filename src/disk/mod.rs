@@ -26,6 +26,7 @@ mod watch;
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -137,6 +138,15 @@ pub trait Disk: Any + Send + Sync {
     /// # Errors
     /// What the system says; `NotFound` inside `Io` if there is no such file.
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>>;
+
+    /// Where the directory is now, as an absolute path: one that is locked may have been moved since. `None`
+    /// if it lies in no file system.
+    ///
+    /// # Errors
+    /// [`Error::NoStore`](crate::Error::NoStore) if it was removed.
+    fn directory(&self) -> Result<Option<PathBuf>> {
+        Ok(None)
+    }
 
     /// Gives a file of another store directory a second name here, the same one, so that both share its
     /// bytes; `false` if that is not possible.

@@ -359,10 +359,16 @@ impl Follower {
     }
 
     /// The first opening from this point on: the next incarnation's, unless it was recycled.
+    ///
+    /// # Errors
+    /// [`Error::Diverged`] if another store lies there now.
     fn first_opening(&self, segments: &[u64]) -> Result<Option<(u64, Opening)>> {
-        let here = self.tail.point();
+        let (here, store) = (self.tail.point(), self.store.store);
         for &number in segments.iter().filter(|number| **number >= here.segment) {
-            let open = LiveSegment::open(&*self.disk, self.store.store, number)?;
+            let open = LiveSegment::open(&*self.disk, store, number)?;
+            if open.is_none() && segment::is_foreign(&*self.disk, store, number)? {
+                return Err(diverged(self.position, None));
+            }
             let opening = open.and_then(|open| open.opening);
             if let Some(opening) = opening.filter(|opening| opening.incarnation != here.incarnation) {
                 return Ok(Some((number, opening)));

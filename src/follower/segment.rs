@@ -119,6 +119,14 @@ impl LiveSegment {
 }
 
 /// The header of a file that should be segment `number`; `None` if it is not, or not any more.
+/// Whether a segment is one of another store's: that lies in the directory now.
+pub(super) fn is_foreign(disk: &dyn Disk, store: StoreId, number: u64) -> Result<bool> {
+    let Some(file) = unless_gone(disk.open(FileName::Segment(number), false))? else { return Ok(false) };
+    let mut bytes = [0; SegmentHeaderRaw::LEN];
+    let read = unless_gone(file.read_at(0, &mut bytes))?;
+    Ok(read.is_some() && SegmentHeader::decode(&bytes).is_ok_and(|header| header.store != store))
+}
+
 fn header(file: &dyn DiskFile, store: StoreId, number: u64) -> Result<Option<SegmentHeader>> {
     let len = file.len()?;
     let mut bytes = [0; SegmentHeaderRaw::LEN];

@@ -27,6 +27,7 @@ mod unified;
 mod view;
 
 use std::any::Any;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use remanent_format::StoreId;
@@ -118,6 +119,26 @@ impl Store {
     #[must_use]
     pub fn id(&self) -> StoreId {
         self.engine().store
+    }
+
+    /// The store's directory, as an absolute path: where it is now, if it was moved since the store was
+    /// opened. `None` for a store that lies in no file system.
+    ///
+    /// ```
+    /// # let above = tempfile::tempdir().unwrap();
+    /// # let above = above.path().canonicalize().unwrap();
+    /// use remanent::{Options, Store};
+    /// let store = Store::open(above.join("store"), Options::default())?;
+    /// std::fs::rename(above.join("store"), above.join("moved")).unwrap();
+    /// assert_eq!(store.directory()?, Some(above.join("moved")));
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoStore`](crate::Error::NoStore) if the directory was removed.
+    pub fn directory(&self) -> Result<Option<PathBuf>> {
+        self.check_process()?;
+        self.disk().directory()
     }
 
     /// Where it lies.

@@ -1,8 +1,9 @@
 //! Stores whose directory is moved or removed while they are open, with another store made at the path.
 
 use std::path::Path;
+use std::time::Duration;
 
-use remanent::{Ack, Error, PageId, Place, Remedy, Store};
+use remanent::{Ack, Error, FollowFrom, Follower, PageId, Place, Remedy, Store};
 
 use crate::files::{State, small};
 
@@ -57,9 +58,25 @@ fn a_store_lives_on_in_its_directory_when_that_is_moved() {
     }
     store.scrub().unwrap();
     let state = State::of(&store);
+    assert_eq!(store.directory().unwrap(), Some(moved.canonicalize().unwrap()));
     store.close().unwrap();
     assert_eq!(State::of(&open(&path)), other);
     assert_eq!(State::of(&open(&moved)), state);
+}
+
+#[test]
+fn a_follower_is_told_that_another_store_lies_there_now() {
+    let above = tempfile::tempdir().unwrap();
+    let path = above.path().join("store");
+    let store = open(&path);
+    create(&store, 0);
+    let mut follower = Follower::open(&path, FollowFrom::Beginning).unwrap();
+    while follower.next(Duration::ZERO).unwrap().is_some() {}
+    store.close().unwrap();
+    std::fs::rename(&path, above.path().join("moved")).unwrap();
+    made(&path);
+    let error = follower.next(Duration::from_secs(60)).unwrap_err();
+    assert!(matches!(error, Error::Diverged { .. }), "{error}");
 }
 
 #[test]
@@ -74,6 +91,7 @@ fn a_store_whose_directory_is_removed_leaves_others_alone() {
     let error = (0..=255).find_map(|byte| write(&store, page, byte).err()).unwrap();
     assert_eq!(error.remedy(), Remedy::Reopen, "{error}");
     assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
+    assert!(matches!(store.directory(), Err(Error::NoStore { .. })));
     store.close().unwrap_err();
     assert_eq!(State::of(&open(&path)), other);
 }

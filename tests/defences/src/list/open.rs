@@ -57,6 +57,12 @@ pub const LIST: &[Defence] = &[
         "work(Directory::Path(&self.root))",
         it("moved_directories::a_store_lives_on_in_its_directory_when_that_is_moved"),
     ),
+    refusal(
+        "a follower does not wait for a store that has another one in its place",
+        "src/follower/mod.rs",
+        "open.is_none() && segment::is_foreign(&*self.disk, store, number)?",
+        it("moved_directories::a_follower_is_told_that_another_store_lies_there_now"),
+    ),
     // Pages that an open leaves on disk: files that could stand in for them stay until all are loaded.
     defence(
         "only what was proven stays unloaded (I7)",
