@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
+
+from remanent._errors import NoStoreError
+
+
+class HeldDirectory:
+    """A directory that is kept open, and where it is: it may be moved meanwhile, or the process go elsewhere."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self._handle: int | None = None
+
+    def make(self) -> None:
+        """Makes it, if it is not there, and keeps it open."""
+        make_folder(self._path)
+        self._handle = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+
+    @property
+    def path(self) -> Path:
+        """:raises NoStoreError: if it was removed."""
+        if self._handle is not None:
+            if os.fstat(self._handle).st_nlink == 0:
+                raise NoStoreError(f"{self._path} was removed", path=str(self._path), remedy="put it back from a backup")
+            # Without /proc it stays where it was.
+            with contextlib.suppress(OSError):
+                self._path = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
+        return self._path
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 def make_folder(path: Path) -> None:

@@ -76,8 +76,8 @@ class SharedVersions:
     def __init__(self, ranks: Ranks, process_group: dist.ProcessGroup, directory: _Path, keep: Keep,
                  options: Mapping[str, Any], *, always_prune: bool) -> None:
         self._ranks, self._keep = ranks, keep
-        self._last_directory = Path(directory).absolute()
-        self._points = _Points(lambda: self._directory)
+        self._held = _durable.HeldDirectory(Path(directory))
+        self._points = _Points(lambda: self._held.path)
         # The newest save of which this rank has told how it ended.
         self._told = 0
         opened: list[_native.Store] = []
@@ -90,28 +90,19 @@ class SharedVersions:
         except BaseException:
             for store in opened:
                 store.close()
+            self._held.close()
             raise
         [self.store] = opened
         self._removal = Removal(self.store, always=always_prune)
 
-    @property
-    def _directory(self) -> Path:
-        """Where the run's directory is now: it may be moved while the stores in it are open.
-
-        :raises NoStoreError: if it was removed.
-        """
-        if not self.store.closed:
-            self._last_directory = Path(self.store.directory).parent
-        return self._last_directory
-
     def _check(self) -> None:
-        if (self._last_directory / "STORE").exists():
-            raise RefusedError(f"{self._last_directory} is a store, and ranks have theirs below it",
+        if (self._held.path / "STORE").exists():
+            raise RefusedError(f"{self._held.path} is a store, and ranks have theirs below it",
                                remedy="give another directory")
 
     def _open(self, options: Mapping[str, Any]) -> _native.Store:
-        _durable.make_folder(self._last_directory)
-        return _native.Store(_store_of(self._last_directory, self._ranks.rank), **options)
+        self._held.make()
+        return _native.Store(_store_of(self._held.path, self._ranks.rank), **options)
 
     def check_name(self, name: str) -> None:
         if any(point.name == name for point in self._points.readable()[0]):
@@ -172,7 +163,7 @@ class SharedVersions:
 
     def _remove_left_stores(self, kept: list[Point]) -> None:
         """Removes the stores of ranks that are no more, once no point names them."""
-        ranks, directory = max([self._ranks.count, *(len(point.parts) for point in kept)]), self._directory
+        ranks, directory = max([self._ranks.count, *(len(point.parts) for point in kept)]), self._held.path
         try:
             for folder in directory.glob("rank-*"):
                 number = folder.name.removeprefix("rank-")
@@ -248,12 +239,12 @@ class SharedVersions:
 
     def _view(self, parts: list[Part], rank: int) -> _native.View:
         part = parts[rank]
-        view = _native.View(_store_of(self._directory, rank), f"name:{part.snapshot}")
+        view = _native.View(_store_of(self._held.path, rank), f"name:{part.snapshot}")
         if view.id != part.store_id:
             found = view.id
             view.close()
             raise DamagedError(f"the version lies in store {part.store_id}, and this is store {found}",
-                               remedy="put back the store that it was saved to", path=str(self._directory))
+                               remedy="put back the store that it was saved to", path=str(self._held.path))
         return view
 
     def proven(self, read: Callable[[], _T]) -> _T:
@@ -305,6 +296,7 @@ class SharedVersions:
     def end(self) -> None:
         self._removal.end()
         self._aside.end()
+        self._held.close()
 
 
 def _check_free(directory: Path) -> None:

@@ -415,6 +415,12 @@ def a_run_goes_on_where_its_directory_is(directory: Path) -> None:
         return weight[0].item()
 
     path, moved = directory / "run", directory / "moved"
+    if dist.get_rank() == 0:
+        # A rank's store may lie on another disk.
+        (directory / "disk").mkdir()
+        path.mkdir()
+        (path / "rank-0").symlink_to(directory / "disk")
+    dist.barrier()
     with run_at(path) as run:
         saved(run, 1, "best")
         saved(run, 2)
