@@ -165,13 +165,16 @@ impl Snapshots {
     /// it wrote was read back (I7).
     fn follow_up(&self, catalog: &mut Catalog, then: AfterPublication) -> Result<()> {
         if then == AfterPublication::Leave {
+            self.unverified.owe_retention(true);
             return Ok(());
         }
         self.progress.enter(SnapshotPhase::Verify);
         self.verify(catalog)?;
         self.progress.enter(SnapshotPhase::Recycle);
         if then == AfterPublication::KeepAll {
-            return self.record(catalog, catalog.floor, |_| true);
+            self.record(catalog, catalog.floor, |_| true)?;
+            self.unverified.owe_retention(false);
+            return Ok(());
         }
         self.retain(catalog)
     }

@@ -93,9 +93,12 @@ impl Snapshots {
     /// out damaged, an older snapshot and more log can stand in for it.
     pub fn retain(&self, catalog: &mut Catalog) -> Result<()> {
         if self.engine.applier.unloaded().is_any() {
-            return self.record(catalog, catalog.floor, |_| true);
+            self.record(catalog, catalog.floor, |_| true)?;
+        } else {
+            self.prune(catalog, &self.retention)?;
         }
-        self.prune(catalog, &self.retention).map(drop)
+        self.unverified.owe_retention(false);
+        Ok(())
     }
 
     /// Says what `prune` would remove. It waits for no snapshot: files that are being written for one are

@@ -76,9 +76,22 @@ struct VerifyQueue {
     /// Whether a thread looks here again before it ends. Under one lock with the queue: a snapshot that
     /// is pushed as the thread ends would otherwise wait for the next one.
     is_attended: bool,
+    /// Whether a snapshot was published for which nothing was recycled yet.
+    is_retention_owed: bool,
 }
 
 impl UnverifiedSnapshots {
+    /// Whether a snapshot was published for which nothing was recycled yet.
+    fn is_retention_owed(&self) -> bool {
+        self.queue.lock().is_retention_owed
+    }
+
+    /// A snapshot was published, and recycling for it is left for later; or it was done, or given up. Told
+    /// under the catalog's lock.
+    pub fn owe_retention(&self, is_owed: bool) {
+        self.queue.lock().is_retention_owed = is_owed;
+    }
+
     /// A snapshot was published. Until it is verified it licenses nothing.
     pub fn push(&self, written: WrittenSnapshot) {
         self.queue.lock().written.push_back(written);
@@ -153,7 +166,7 @@ impl Snapshots {
                 self.unverified.read_back(&mut self.unverified.proven.lock(), |pages| self.rebase(pages));
             let finished = match proven {
                 // Recorded and recycled by the same thread, in the order of publication.
-                Ok(()) => self.finish_unrecorded(&mut self.catalog.lock_patiently()),
+                Ok(()) => self.finish_owed(&mut self.catalog.lock_patiently()),
                 Err(error) if error.is_passing() => Err(error),
                 Err(error) => Err(self.engine.poison.set(error)),
             };
@@ -198,8 +211,8 @@ impl Snapshots {
 
     /// Phases 6 and 7, unless another thread came first. If that was one of a restore, whose snapshot removes
     /// no other, none goes until the next snapshot.
-    fn finish_unrecorded(&self, catalog: &mut Catalog) -> Result<()> {
-        if catalog.snapshots.values().all(|kept| kept.is_recorded) {
+    fn finish_owed(&self, catalog: &mut Catalog) -> Result<()> {
+        if !self.unverified.is_retention_owed() {
             return Ok(());
         }
         self.finish(catalog)

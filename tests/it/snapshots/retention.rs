@@ -137,6 +137,23 @@ fn a_restore_removes_no_snapshot_however_late_another_is_read_back() {
     }
 }
 
+/// A prune of names alone records the snapshots that are published, and recycles nothing for them.
+#[test]
+fn a_prune_of_names_leaves_what_a_snapshot_takes_the_place_of_to_that_one() {
+    for _ in 0..40 {
+        let disk = SimDisk::new();
+        let options = || small().snapshots_kept(1);
+        let (store, pages) = store_of(&disk, options(), 60);
+        store.snapshot().unwrap();
+        change(&store, &pages, 1);
+        store.snapshot_with(SnapshotOptions::new().only_published()).unwrap();
+        store.prune(&store.retention().give_up("none").names_only(true)).unwrap();
+        // The thread that reads back ends with the store.
+        store.close().unwrap();
+        assert_eq!(open_with(&disk, options()).unwrap().snapshots().len(), 1);
+    }
+}
+
 #[test]
 fn what_a_reader_holds_stays() {
     let disk = SimDisk::new();

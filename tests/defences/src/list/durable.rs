@@ -520,7 +520,7 @@ pub const LIST: &[Defence] = &[
     refusal(
         "a snapshot that is read back late removes none after a restore",
         "src/snapshot/verify.rs",
-        "catalog.snapshots.values().all(|kept| kept.is_recorded)",
+        "!self.unverified.is_retention_owed()",
         it("snapshots::retention::a_restore_removes_no_snapshot_however_late_another_is_read_back"),
     ),
     check(
