@@ -122,16 +122,19 @@ impl LiveSegment {
 /// Whether a segment is one of another store's: that lies in the directory now.
 pub(super) fn is_foreign(disk: &dyn Disk, store: StoreId, number: u64) -> Result<bool> {
     let Some(file) = unless_gone(disk.open(FileName::Segment(number), false))? else { return Ok(false) };
-    let mut bytes = [0; SegmentHeaderRaw::LEN];
-    let read = unless_gone(file.read_at(0, &mut bytes))?;
-    Ok(read.is_some() && SegmentHeader::decode(&bytes).is_ok_and(|header| header.store != store))
+    let header = header_bytes(&*file)?.and_then(|bytes| SegmentHeader::decode(&bytes).ok());
+    Ok(header.is_some_and(|header| header.store != store))
 }
 
 fn header(file: &dyn DiskFile, store: StoreId, number: u64) -> Result<Option<SegmentHeader>> {
     let len = file.len()?;
+    Ok(header_bytes(file)?.and_then(|bytes| SegmentHeader::decode_at(&bytes, store, number, len).ok()))
+}
+
+/// The bytes of a segment's header; `None` if they are not all there.
+fn header_bytes(file: &dyn DiskFile) -> Result<Option<[u8; SegmentHeaderRaw::LEN]>> {
     let mut bytes = [0; SegmentHeaderRaw::LEN];
-    let read = unless_gone(file.read_at(0, &mut bytes))?;
-    Ok(read.and_then(|()| SegmentHeader::decode_at(&bytes, store, number, len).ok()))
+    Ok(unless_gone(file.read_at(0, &mut bytes))?.map(|()| bytes))
 }
 
 /// `None` if the file is not there, or ends too early: a reader beside a writer meets both.

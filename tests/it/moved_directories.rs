@@ -29,7 +29,7 @@ fn write(store: &Store, page: PageId, byte: u8) -> Result<(), Error> {
     store.commit(batch).map(drop)
 }
 
-/// A store is made, by a descendant of no other, and closed.
+/// Makes another store, with a state of its own, and closes it.
 fn made(path: &Path) -> State {
     let store = open(path);
     let page = create(&store, 1);
