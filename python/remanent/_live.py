@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy
@@ -24,6 +25,12 @@ _PACKED_MAX = 256 << 20
 # Bytes of gaps that are read at a time, which takes some thirty times as much of the device's memory.
 _GAPS_LEN = 4 << 20
 _GAP_LEN_MAX = 5
+# Bytes of live tensors that have one sum: a sum takes a thousandth of the memory that it stands for.
+_ROW_LEN = 8 << 10
+
+
+# Device, address, type of the elements, shape and strides of a tensor.
+Place = tuple[torch.device, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 class Changes(Protocol):
@@ -180,6 +187,23 @@ class Uploads:
         return bytes_there
 
 
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, in its own storage."""
+    tensor = tensor.detach()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return flat.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),), (1,))
+
+
+def _sums_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Sums of each row of `_ROW_LEN` bytes, as numbers of 64 bits, and of the bytes that remain."""
+    whole = len(flat) // _ROW_LEN * _ROW_LEN
+    # The widest integers that begin where the bytes do.
+    width = math.gcd(8, int(flat.storage_offset()))
+    yield flat[:whole].view(_INTEGERS[width]).view(-1, _ROW_LEN // width).sum(1, dtype=torch.int64)
+    yield flat[whole:].sum(dtype=torch.int64).view(1)
+
+
 class Live:
     """Live tensors, as bytes of a publisher's pages."""
 
@@ -204,16 +228,43 @@ class Live:
             if not tensor.is_contiguous() or array.stride not in (None, contiguous_stride(array.shape)):
                 raise NoStateError(f"{array.name}: weights that are followed lie row by row, on both sides")
 
+    def places(self, names: Iterable[str]) -> list[Place | None]:
+        """What these tensors are and where they lie; None for one that the model does not have.
+
+        :raises NoStateError: the memory of one was given back, as by an engine that sleeps.
+        """
+        found: list[Place | None] = []
+        for name in names:
+            tensor = self.tensors.get(name)
+            if tensor is None:
+                found.append(None)
+                continue
+            start = int(tensor.storage_offset()) * tensor.element_size()
+            if start + tensor.nbytes > tensor.untyped_storage().nbytes():
+                raise NoStateError(f"{name}: its storage was freed or shortened and does not hold its elements",
+                                   remedy="give the model its memory back, then apply again")
+            found.append((tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()))
+        return found
+
+    def sums(self, names: Iterable[str]) -> dict[torch.device, torch.Tensor]:
+        """Sums of the bytes that these tensors hold now, by device. Each byte is read once, where it lies.
+
+        Sums detect memory that was cleared, discarded or filled with other weights. They do not detect 8-byte words
+        that changed places within a row of 8 KiB.
+        """
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in map(self.tensors.__getitem__, names):
+            if tensor.numel():
+                by_device.setdefault(tensor.device, []).extend(_sums_of(_bytes_of(tensor)))
+        return {device: torch.cat(sums) for device, sums in by_device.items()}
+
     def device_of(self, arrays: Arrays) -> torch.device:
         """Where the tensor of a page lies; of several, that of the first one."""
         return self.tensors[arrays[0].name].device
 
     def _flat(self, array: ArrayLayout) -> torch.Tensor:
         """A live tensor's bytes, to be written."""
-        tensor = self.tensors[array.name].detach()
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        return flat.set_(tensor.untyped_storage(), start, (tensor.numel() * tensor.element_size(),), (1,))
+        return _bytes_of(self.tensors[array.name])
 
     def write(self, arrays: Arrays, offset: int, given: torch.Tensor) -> None:
         """Writes bytes of a page, from `offset` on, to its tensors."""

@@ -20,13 +20,16 @@ import torch
 from remanent import _native, _pages
 from remanent._copies import Copies
 from remanent._errors import DivergedError, InvalidError, OvertakenError
-from remanent._live import Live, Uploads
+from remanent._live import Live, Place, Uploads
 from remanent._storages import extents_there
 from remanent._tensors import blocks, bytes_of, tensor_of
 
 __all__ = ["Publisher", "Subscriber", "checksum"]
 
 _Path = str | os.PathLike[str]
+
+# Bytes of a tensor that `checksum` brings to the host at a time.
+_CHECKED_AT_ONCE = 32 << 20
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:
@@ -43,8 +46,18 @@ def checksum(model: Any) -> int:
     True
     """
     total = 0
+    scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
     for name, tensor in sorted(_tensors(model).items()):
-        total = zlib.crc32(bytes_of(tensor.detach().contiguous()).numpy().data, zlib.crc32(name.encode(), total))
+        total = zlib.crc32(name.encode(), total)
+        flat = bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous(), on_host=False)
+        for start in range(0, len(flat), _CHECKED_AT_ONCE):
+            piece = flat[start : start + _CHECKED_AT_ONCE]
+            if len(scratch) < len(piece):
+                scratch = torch.empty(len(piece), dtype=torch.uint8, device="cpu")
+            # A copy: a storage whose memory was given to NumPy can never be resized again, and engines that sleep
+            # resize theirs.
+            scratch[: len(piece)].copy_(piece)
+            total = zlib.crc32(scratch[: len(piece)].numpy().data, total)
     return total
 
 
@@ -122,8 +135,15 @@ class Publisher:
 class Subscriber:
     """Follows the weights that a publisher publishes to `directory`; see `Publisher` for an example.
 
-    `step` is that of the weights applied last, None before the first. `restarts` counts how often it began anew: at
-    first, when it was overtaken, and when tensors came, went or changed their shapes.
+    `step` is that of the weights applied last, None before the first. `restarts` counts how often all weights were
+    read again: at the first call, after the subscriber was overtaken, after tensors came, went or changed their shapes,
+    and when the tensors are not those that the last call left.
+
+    A step is applied only to the bytes that it was made from. Each call compares where the tensors lie with where they
+    lay at the last one, and before a step is applied, sums of their bytes with those of the last call. So a model that
+    was replaced, cleared, or whose memory was given back and allocated again, gets all weights. Without a new step the
+    bytes are not read: an engine that wakes up with other contents and needs its weights at once makes a new
+    `Subscriber`.
 
     Of tensors on a GPU the bytes of a step come there as the log has them, and the GPU reads which elements they are:
     that takes the step's bytes of its memory, 256 MiB at most, and some 100 MB for the indices. Tensors on other GPUs,
@@ -135,6 +155,9 @@ class Subscriber:
         self._follower: _native.Follower | None = None
         self._arrays: dict[int, _pages.Arrays] = {}
         self._uploads = Uploads()
+        # The tensors of the last call, as it left them: where they lie, and sums of their bytes.
+        self._places: list[Place | None] = []
+        self._sums: dict[torch.device, torch.Tensor] = {}
         self.step: int | None = None
         self.restarts = 0
 
@@ -145,21 +168,28 @@ class Subscriber:
 
         :param model: a module, or tensors by name, of the publisher's shapes and kinds, contiguous.
         :param timeout: seconds to wait for a step if none has come since the last call.
-        :raises NoStateError: the publisher's tensors are others. DivergedError: a checksum differs, or a crash took
-            what was applied: the next call begins anew.
+        :raises NoStateError: the publisher has other tensors, or the memory of one of the model's was given back.
+            DivergedError: a checksum differs, or a crash took what was applied. After each of them the next call reads
+            all weights again.
         """
         live = Live(_tensors(model), self._uploads)
         try:
+            names = self._names()
             applied = False
-            if self._follower is None:
+            if self._follower is None or live.places(names) != self._places:
                 applied = self._restart(live)
             assert self._follower is not None
             while (batch := self._follower.next(0 if applied else timeout)) is not None:
-                applied = True
                 try:
+                    if not applied and not _are_equal(live.sums(names), self._sums):
+                        raise _Another
                     self._apply(live, batch)
                 except _Another:
                     self._restart(live)
+                applied = True
+            if applied:
+                names = self._names()
+                self._places, self._sums = live.places(names), live.sums(names)
         except OvertakenError:
             self._follower = None
             return self.apply_to(model)
@@ -169,8 +199,12 @@ class Subscriber:
             raise
         return self.step
 
+    def _names(self) -> list[str]:
+        """The names of the publisher's tensors."""
+        return sorted(array.name for arrays in self._arrays.values() for array in arrays)
+
     def _restart(self, live: Live) -> bool:
-        """Takes all weights of the newest snapshot, or waits at the beginning; says whether there are any."""
+        """Reads all weights; returns whether there are any. Else the subscriber waits at the beginning of the log."""
         self.restarts += 1
         replica = _native.Replica(self._directory)
         self._follower = _native.Follower(self._directory, replica.position)
@@ -182,8 +216,9 @@ class Subscriber:
             return False
         for key, arrays in _pages.read_manifest(replica).pages.items():
             info = replica.info(key)
-            self._arrays[info.page] = arrays
             live.check(arrays)
+            live.places(array.name for array in arrays)
+            self._arrays[info.page] = arrays
             if info.length:
                 live.write(arrays, 0, tensor_of(replica[key]))
         self._seen(live, replica.root)
@@ -220,5 +255,9 @@ class Subscriber:
                                 remedy="apply again: it begins anew")
 
 
+def _are_equal(sums: dict[torch.device, torch.Tensor], others: dict[torch.device, torch.Tensor]) -> bool:
+    return sums.keys() == others.keys() and all(torch.equal(each, others[device]) for device, each in sums.items())
+
+
 class _Another(Exception):
-    """The batch changes more than elements."""
+    """The batch changes more than elements, or the tensors are not those that it was made from."""

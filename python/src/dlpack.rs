@@ -204,6 +204,12 @@ fn contiguous_len(tensor: &DlTensor) -> PyResult<usize> {
     };
     let shape = dims(tensor.shape).unwrap_or(&[]);
     let bits = usize::from(tensor.dtype.bits) * usize::from(tensor.dtype.lanes);
+    if !bits.is_multiple_of(8) {
+        // Producers differ in whether such elements are packed or take a byte each.
+        return Err(PyBufferError::new_err(format!(
+            "elements of {bits} bits are not whole bytes: pass a uint8 array of their bytes"
+        )));
+    }
     let mut elements = 1_usize;
     let strides = dims(tensor.strides);
     let is_empty = shape.contains(&0);
@@ -220,8 +226,7 @@ fn contiguous_len(tensor: &DlTensor) -> PyResult<usize> {
             elements.checked_mul(length).ok_or_else(|| PyBufferError::new_err("an impossible length"))?;
     }
     elements
-        .checked_mul(bits)
-        .map(|bits| bits.div_ceil(8))
+        .checked_mul(bits / 8)
         .ok_or_else(|| PyBufferError::new_err("an impossible length"))
 }
 

@@ -147,12 +147,19 @@ impl Input {
     }
 
     fn take_for(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<Self> {
+        let has_dlpack = object.hasattr("__dlpack__")?;
         // SAFETY: the object is alive.
         if unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
-            return host_buffer(object, is_written).map(Input::Host);
+            match BufferView::take(object) {
+                Ok(buffer) => return host_buffer(buffer, is_written).map(Input::Host),
+                // The buffer protocol has no format for some element types that DLPack describes: JAX's arrays of
+                // bfloat16 and float8 refuse the former and offer the latter.
+                Err(_) if has_dlpack => {}
+                Err(refused) => return Err(refused),
+            }
         }
         // Before the older interface: only here torch orders the work of its current stream.
-        if object.hasattr("__dlpack__")? {
+        if has_dlpack {
             // Of such a tensor torch exports the bytes with their signs as they lie there.
             if let Some(is_neg) = object.getattr_opt("is_neg")?
                 && is_neg.call0()?.is_truthy()?
@@ -231,8 +238,7 @@ fn host_tensor(tensor: Imported) -> HostBytes {
     HostBytes { address: tensor.address, len: tensor.len, _owner: Owner::Tensor { _tensor: tensor } }
 }
 
-fn host_buffer(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<HostBytes> {
-    let buffer = BufferView::take(object)?;
+fn host_buffer(buffer: BufferView, is_written: bool) -> PyResult<HostBytes> {
     if !buffer.is_contiguous() && buffer.len() > 0 {
         return Err(PyBufferError::new_err("the buffer is not contiguous: make it so first"));
     }

@@ -188,18 +188,20 @@ def test_other_tensors_are_refused(directory: str) -> None:
         assert subscriber.apply_to(target) == 2 and target["w"].all()
 
 
-def test_a_checksum_that_differs_is_told(directory: str) -> None:
+def test_a_checksum_that_differs_is_an_error(directory: str) -> None:
     with Publisher(directory, check=True) as publisher:
         source = {"w": torch.zeros(100)}
         publisher.publish(source, 1)
         subscriber, target = Subscriber(directory), {"w": torch.ones(100)}
         subscriber.apply_to(target)
-        target["w"][50] = 7
-        source["w"][1] = 1
-        publisher.publish(source, 2)
+        with publisher.store.batch() as batch:
+            batch.set_root("step", 2)
+            batch.set_root("weights.crc32", checksum({"w": torch.ones(100)}))
         with pytest.raises(remanent.DivergedError):
             subscriber.apply_to(target)
-        assert subscriber.apply_to(target) == 2 and torch.equal(target["w"], source["w"])
+        source["w"][1] = 1
+        publisher.publish(source, 3)
+        assert subscriber.apply_to(target) == 3 and torch.equal(target["w"], source["w"])
 
 
 def test_a_publisher_that_is_killed_goes_on(directory: str) -> None:
@@ -220,3 +222,94 @@ def test_a_publisher_that_is_killed_goes_on(directory: str) -> None:
         subprocess.run([sys.executable, "-c", textwrap.dedent(script), directory])
         assert subscriber.apply_to(target, timeout=10) == last
     assert subscriber.restarts <= 3
+
+
+def replaced(model: dict[str, Any]) -> None:
+    """Other tensors under the names, as of a model that was made again."""
+    for name, tensor in model.items():
+        model[name] = torch.full_like(tensor, 9)
+
+
+def cleared(model: dict[str, Any]) -> None:
+    for tensor in model.values():
+        tensor.zero_()
+
+
+def reallocated(model: dict[str, Any]) -> None:
+    """The memory given back and allocated again, as by an engine that sleeps and wakes up."""
+    for tensor in model.values():
+        storage = tensor.untyped_storage()
+        length = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(length)
+        tensor.fill_(3)
+
+
+def changed_past_autograd(model: dict[str, Any]) -> None:
+    """One byte written through memory that torch does not watch."""
+    alias = torch.utils.dlpack.from_dlpack(model["row"].detach())
+    alias.view(torch.uint8)[17] ^= 1
+
+
+def moved_to_other_names(model: dict[str, Any]) -> None:
+    model["w"].data, model["v"].data = model["v"].data, model["w"].data
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("lose", [replaced, cleared, reallocated, changed_past_autograd, moved_to_other_names])
+def test_a_model_with_other_contents_gets_all_weights(directory: str, check: bool, lose: Any) -> None:
+    def weights(value: float) -> dict[str, Any]:
+        tied = torch.full((300, 7), value)
+        return {"w": torch.arange(20_000.0) * value, "v": torch.ones(20_000) * value, "head": tied, "tied": tied,
+                "row": torch.full((1000,), value, dtype=torch.float16)[1:]}
+
+    source, target = weights(1), weights(2)
+    with Publisher(directory, check=check) as publisher:
+        publisher.publish(source, 1)
+        subscriber = Subscriber(directory)
+        assert subscriber.apply_to(target) == 1
+        source["w"][3] += 1
+        publisher.publish(source, 2)
+        assert subscriber.apply_to(target) == 2
+        restarts = subscriber.restarts
+        lose(target)
+        source["w"][4] += 1
+        publisher.publish(source, 3)
+        assert subscriber.apply_to(target, timeout=10) == 3
+        assert {name for name in source if not torch.equal(source[name], target[name])} == set()
+        assert subscriber.restarts == restarts + 1
+
+
+def test_another_model_gets_all_weights_without_a_new_step(directory: str) -> None:
+    source = make(1)
+    with Publisher(directory) as publisher:
+        publisher.publish(source, 1)
+        subscriber, first, second = Subscriber(directory), make(2), make(3)
+        assert subscriber.apply_to(first) == 1 and subscriber.apply_to(second) == 1
+        assert checksum(first) == checksum(second) == checksum(source)
+
+
+def test_a_model_without_its_memory_is_refused(directory: str) -> None:
+    source, target = make(1), make(2)
+    with Publisher(directory) as publisher:
+        publisher.publish(source, 1)
+        subscriber = Subscriber(directory)
+        subscriber.apply_to(target)
+        storage = target["w"].untyped_storage()
+        length = storage.nbytes()
+        storage.resize_(0)
+        for follower in (subscriber, Subscriber(directory)):
+            with pytest.raises(remanent.NoStateError, match="w: its storage was freed"):
+                follower.apply_to(target)
+        storage.resize_(length)
+        assert subscriber.apply_to(target) == 1 and checksum(target) == checksum(source)
+
+
+def test_storages_stay_resizable(directory: str) -> None:
+    source, target = make(1), make(2)
+    checksum(source)
+    with Publisher(directory, check=True) as publisher:
+        publisher.publish(source, 1)
+        Subscriber(directory).apply_to(target)
+    assert [name for tensors in (source, target) for name, tensor in tensors.items()
+            if not tensor.untyped_storage().resizable()] == []
