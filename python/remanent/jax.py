@@ -7,10 +7,12 @@ back, nothing pickled, and what cannot be stored refused by its path.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy
@@ -29,18 +31,56 @@ def _is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def on_host(path: str, leaf: Any) -> numpy.ndarray[Any, Any]:
-    """A leaf's elements on the host."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise RefusedError(f"{path}: not all shards of the array are in this process")
-    array = numpy.asarray(leaf)
-    if array.dtype.hasobject or not array.dtype.isnative:
-        raise RefusedError(f"{path}: elements of {array.dtype} cannot be stored")
+def check(path: str, leaf: Any) -> None:
+    """Checks that an array can be stored and restored exactly; reads no element.
+
+    :raises RefusedError: if it cannot, by its path.
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        raise RefusedError(f"{path}: a traced value has no elements yet", remedy="save outside of jit, grad and vmap")
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise RefusedError(f"{path}: the array was deleted or donated", remedy="save the array that took its place")
+        if not leaf.is_fully_addressable:
+            raise RefusedError(f"{path}: some shards of the array are in other processes",
+                               remedy="save with Orbax and `remanent.orbax`, or gather the array first")
+        if leaf.weak_type and leaf.dtype != _weak((), leaf.dtype).dtype:
+            raise RefusedError(f"{path}: a weakly typed array of {leaf.dtype} cannot be made again",
+                               remedy=f"give it its type: x.astype(x.dtype) of {leaf.dtype}")
+    elif type(leaf) is not numpy.ndarray and not isinstance(leaf, numpy.generic):
+        raise RefusedError(f"{path}: a {type(leaf).__name__} is more than its elements",
+                           remedy="save numpy.asarray of it, and what it has beyond that by itself")
+    if not isinstance(leaf, jax.Array) and (leaf.dtype.hasobject or not leaf.dtype.isnative):
+        raise RefusedError(f"{path}: elements of {leaf.dtype!r} cannot be stored",
+                           remedy="convert the array to a numeric dtype in the machine's byte order")
     try:
-        _native.dtype(str(array.dtype))
+        _native.dtype(str(leaf.dtype))
     except ValueError:
-        raise RefusedError(f"{path}: elements of {array.dtype} cannot be stored") from None
+        raise RefusedError(f"{path}: elements of {leaf.dtype} cannot be stored",
+                           remedy="convert the array to a dtype that `remanent.Array` lists") from None
+
+
+def on_host(path: str, leaf: Any) -> numpy.ndarray[Any, Any]:
+    """The elements of an array on the host, row by row.
+
+    :raises RefusedError: for an array that cannot be stored, by its path.
+    """
+    check(path, leaf)
+    # An explicit transfer, which a guard against accidental ones allows.
+    array = numpy.asarray(jax.device_get(leaf) if isinstance(leaf, jax.Array) else leaf)
     return numpy.ascontiguousarray(array).reshape(array.shape)
+
+
+def _weak(shape: tuple[int, ...], dtype: Any, elements: Any = None) -> jax.Array:
+    """A weakly typed array of these elements, or of zeros: JAX has such of the types of Python's scalars only."""
+    dtype = numpy.dtype(dtype)
+    kind = {"i": int, "u": int, "f": float, "c": complex}.get(dtype.kind, float)
+    # The caller's settings are for its computations. This copies elements: they may be NaNs, and the zeros that they
+    # take the place of come from the host.
+    with (jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False),
+          jax.enable_x64(dtype.itemsize // (2 if kind is complex else 1) == 8)):
+        zeros = jax.lax.full(shape, kind(0))
+        return zeros if elements is None else zeros.at[...].set(elements)
 
 
 def _flatten(tree: Any) -> list[tuple[str, Any]]:
@@ -67,28 +107,64 @@ def save(tree: Any, directory: _Path, *, note: str | None = None, name: str | No
     """
     leaves, arrays = taken(tree)
     for path, leaf in arrays.items():
-        on_host(path, leaf)
+        check(path, leaf)
     return write(leaves, arrays, directory, note=note, name=name, durable=durable, progress=progress)
 
 
 def taken(tree: Any) -> tuple[list[Any], dict[str, Any]]:
-    """A tree as it is stored: its leaves by path, and those of them that are arrays."""
+    """The leaves of a tree by path, as JSON, and those of them that are arrays."""
     held: list[Any] = []
     arrays: dict[str, Any] = {}
     seen: set[str] = set()
+    # Arrays of NumPy by identity: a change of one is seen wherever else in the tree it is.
+    shared: dict[int, str] = {}
     for path, leaf in _flatten(tree):
         if path in seen:
             raise RefusedError(f"{path}: two leaves have this path")
         seen.add(path)
-        if _is_key(leaf):
+        if isinstance(leaf, numpy.ndarray) and shared.setdefault(id(leaf), path) != path:
+            held.append([path, {"$": ["same", shared[id(leaf)]]}])
+        elif _is_key(leaf):
             arrays[path] = jax.random.key_data(leaf)
-            held.append([path, {"$": ["key", str(jax.random.key_impl(leaf))]}])
-        elif isinstance(leaf, (jax.Array, numpy.ndarray, numpy.generic)):
+            held.append([path, {"$": ["key", str(jax.random.key_impl(leaf)), _properties(leaf)]}])
+        elif isinstance(leaf, jax.Array):
+            check(path, leaf)
             arrays[path] = leaf
-            held.append([path, {"$": ["array", "jax" if isinstance(leaf, jax.Array) else "numpy"]}])
+            held.append([path, {"$": ["array", "jax", _properties(leaf)]}])
+        elif isinstance(leaf, (numpy.ndarray, numpy.generic)):
+            arrays[path] = leaf
+            held.append([path, {"$": ["array", "scalar" if isinstance(leaf, numpy.generic) else "numpy"]}])
         else:
             held.append([path, _pages.flatten(path, leaf, lambda path, value: None)])
+    _refuse_overlaps({path: leaf for path, leaf in arrays.items() if isinstance(leaf, numpy.ndarray)})
     return held, arrays
+
+
+def _refuse_overlaps(arrays: dict[str, numpy.ndarray[Any, Any]]) -> None:
+    """Refuses arrays of NumPy that share a part of their memory: they would come back apart."""
+    bounds = sorted((*numpy.lib.array_utils.byte_bounds(array), path) for path, array in arrays.items() if array.size)
+    for at, (_, end, path) in enumerate(bounds):
+        for start, _, other in itertools.islice(bounds, at + 1, None):
+            if start >= end:
+                break
+            if numpy.shares_memory(arrays[path], arrays[other]):
+                raise RefusedError(f"{other}: it shares a part of its memory with {path}",
+                                   remedy="save copies, or the array that both are views of")
+
+
+def _properties(leaf: Any) -> dict[str, Any]:
+    """What else a compiled function depends on: whether the type is weak, and to which device an array is committed."""
+    found: dict[str, Any] = {}
+    if not _is_key(leaf) and leaf.weak_type:
+        found["weak"] = True
+    if leaf.committed:
+        devices = leaf.sharding.device_set
+        found["on"] = _name_of(*devices) if len(devices) == 1 else str(leaf.sharding)
+    return found
+
+
+def _name_of(device: Any) -> str:
+    return f"{device.platform}:{device.id}"
 
 
 def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: str | None, name: str | None,
@@ -114,8 +190,24 @@ def _read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str,
     return dict(map(tuple, manifest.tree["leaves"])), where
 
 
+def _tag(held: Any) -> list[Any]:
+    return held.get("$", [""]) if isinstance(held, dict) else [""]
+
+
 def _is_array(held: Any) -> bool:
-    return isinstance(held, dict) and held.get("$", [""])[0] in ("array", "key")
+    return _tag(held)[0] in ("array", "key")
+
+
+def _same_as(held: Any) -> str | None:
+    """The path of the leaf that this one is; None if it is one of its own."""
+    kind, *rest = _tag(held)
+    return rest[0] if kind == "same" else None
+
+
+def _saved_properties(held: Any) -> dict[str, Any]:
+    """What `_properties` said of an array; nothing in versions from before it was kept."""
+    _, _, *rest = _tag(held)
+    return rest[0] if rest else {}
 
 
 def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
@@ -135,7 +227,10 @@ def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
         if _is_array(leaf):
             _, array = where[path]
             kind: Any = jax.ShapeDtypeStruct
-            found[path] = kind(array.shape, jax.numpy.dtype(_native.dtype(array.dtype)[0]))
+            found[path] = kind(array.shape, jax.numpy.dtype(_native.dtype(array.dtype)[0]),
+                               weak_type=_saved_properties(leaf).get("weak", False))
+        elif (first := _same_as(leaf)) is not None:
+            found[path] = found[first]
         else:
             found[path] = _pages.unflatten(leaf, lambda tag: None)
     return found
@@ -145,48 +240,91 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
             progress: bool | None = None) -> Any:
     """A version of a tree, each byte proven by checksums.
 
-    :param template: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s: arrays are put where its own
-        lie, by their shardings. Without one, a dict from paths to leaves, arrays on the default device.
+    :param template: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s. Arrays get its shardings; where
+        it has an uncommitted array or no sharding, they are uncommitted. Without a template the result is a dict from
+        paths to leaves, and arrays that were committed to one device are committed to it again.
     :param at: an Lsn, "lsn:N", "snapshot:N" or "name:S"; the newest version if None.
     :param progress: as for `save`.
     :raises NoStateError: the version is not kept, or has not the template's leaves, shapes and kinds of elements.
+
+    Weakly typed arrays are weakly typed again, with or without a template. An array that was sharded, or committed to a
+    device that this process does not have, is uncommitted on the default device if no template places it: a
+    `UserWarning` names it.
     """
     with _native.View(directory, at) as view:
         held, where = _read_tree(view)
         nbytes = sum(view.info(key).length for key, _ in where.values())
+        unplaced: list[str] = []
 
         def load(path: str, like: Any) -> Any:
             if not _is_array(held[path]):
                 return _pages.unflatten(held[path], lambda tag: None)
-            kind, of = held[path]["$"]
+            kind, of, *_ = held[path]["$"]
             key, array = where[path]
             dtype = jax.numpy.dtype(_native.dtype(array.dtype)[0])
             elements = numpy.empty(array.shape, dtype)
             if elements.nbytes:
                 view.read_into(key, elements.reshape(-1).view(numpy.uint8))
                 bar.add(elements.nbytes)
+            if kind == "array":
+                _refuse_other_elements(path, array.shape, dtype, like)
+                if of != "jax" and not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
+                    return elements[()] if of == "scalar" else elements
+            properties = _saved_properties(held[path])
+            sharding = _sharding_of(like) if like is not None else _device_of(properties.get("on"))
+            if like is None and sharding is None and "on" in properties:
+                unplaced.append(f"{path} ({properties['on']})")
+            placed = _placed(path, elements, properties.get("weak", False), None if kind == "key" else sharding)
             if kind == "key":
-                return jax.random.wrap_key_data(jax.numpy.asarray(elements), impl=of)
-            if like is not None and (tuple(like.shape), like.dtype) != (array.shape, dtype):
-                own, other = f"{dtype}{list(array.shape)}", f"{like.dtype}{list(like.shape)}"
-                raise NoStateError(f"{path}: the version has {own}, the template {other}")
-            if of == "numpy" and not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
-                return elements
-            placed = jax.device_put(elements, getattr(like, "sharding", None))
-            if placed.dtype != dtype:
-                raise NoStateError(f"{path}: this JAX makes {placed.dtype} of {dtype}",
-                                   remedy="switch jax_enable_x64 on, as when it was saved")
+                placed = jax.random.wrap_key_data(placed, impl=of)
+                _refuse_other_elements(path, placed.shape, placed.dtype, like)
+                return placed if sharding is None else jax.device_put(placed, sharding)
             return placed
 
         if template is None:
             with Bar(nbytes, "loading", progress) as bar:
-                return {path: load(path, None) for path in held}
+                loaded = {path: load(path, None) for path in held if _same_as(held[path]) is None}
+            if unplaced:
+                warnings.warn(f"arrays are on the default device instead of where they were: {', '.join(unplaced)}; "
+                              "give a template with shardings to place them", stacklevel=2)
+            return {path: loaded[_same_as(leaf) or path] for path, leaf in held.items()}
         paths = _flatten(template)
         if [path for path, _ in paths] != list(held):
             differ = sorted(held.keys() ^ {path for path, _ in paths})
             raise NoStateError(f"the version and the template differ in {', '.join(differ[:5])}")
         with Bar(nbytes, "loading", progress) as bar:
-            leaves = [load(path, like if hasattr(like, "dtype") and not _is_key(like) else None)
-                      for path, like in paths]
+            loaded = {path: load(path, like if hasattr(like, "dtype") else None)
+                      for path, like in paths if _same_as(held[path]) is None}
         structure = jax.tree_util.tree_structure(template, is_leaf=lambda each: each is None)
-        return jax.tree_util.tree_unflatten(structure, leaves)
+        return jax.tree_util.tree_unflatten(structure, [loaded[_same_as(held[path]) or path] for path, _ in paths])
+
+
+def _refuse_other_elements(path: str, shape: tuple[int, ...], dtype: Any, like: Any) -> None:
+    if like is not None and (tuple(like.shape), like.dtype) != (shape, dtype):
+        own, other = f"{dtype}{list(shape)}", f"{like.dtype}{list(like.shape)}"
+        raise NoStateError(f"{path}: the version has {own}, the template {other}")
+
+
+def _sharding_of(like: Any) -> Any:
+    """The sharding that a template asks for; None if it leaves the array uncommitted."""
+    return None if isinstance(like, jax.Array) and not like.committed else getattr(like, "sharding", None)
+
+
+def _device_of(name: str | None) -> Any:
+    """The device of this name; None if this process has none."""
+    platform = (name or "").partition(":")[0]
+    try:
+        return next((each for each in jax.devices(platform) if _name_of(each) == name), None) if platform else None
+    except RuntimeError:
+        return None
+
+
+def _placed(path: str, elements: numpy.ndarray[Any, Any], is_weak: bool, sharding: Any) -> jax.Array:
+    """An array of JAX with these elements."""
+    placed = jax.device_put(elements)
+    if placed.dtype != elements.dtype:
+        raise NoStateError(f"{path}: this JAX makes {placed.dtype} of {elements.dtype}",
+                           remedy="switch jax_enable_x64 on, as when it was saved")
+    if is_weak:
+        placed = _weak(elements.shape, elements.dtype, placed)
+    return placed if sharding is None else cast(jax.Array, jax.device_put(placed, sharding))

@@ -225,9 +225,7 @@ fn contiguous_len(tensor: &DlTensor) -> PyResult<usize> {
         elements =
             elements.checked_mul(length).ok_or_else(|| PyBufferError::new_err("an impossible length"))?;
     }
-    elements
-        .checked_mul(bits / 8)
-        .ok_or_else(|| PyBufferError::new_err("an impossible length"))
+    elements.checked_mul(bits / 8).ok_or_else(|| PyBufferError::new_err("an impossible length"))
 }
 
 /// What an export consists of, beside the bytes.

@@ -27,7 +27,9 @@ def tree() -> dict[str, Any]:
         "params": [{"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3, jnp.bfloat16)}, {"w": jnp.zeros((0, 4))}],
         "key": jax.random.key(3), "old_key": jax.random.PRNGKey(4), "step": 7, "name": "run", "none": None,
         "scalar": jnp.float32(0.5), "numpy": np.arange(3, dtype=np.int16), "f8": jnp.ones(4, jnp.float8_e4m3fn),
-        "complex": jnp.ones(2, jnp.complex64) * 1j, "bool": jnp.array([True, False]),
+        "weak": jnp.asarray(1.5), "weak_int": jax.lax.full((2, 2), 3), "weak_nan": jax.lax.full((2,), float("nan")),
+        "committed": jax.device_put(jnp.ones(2), jax.devices()[1]), "np_scalar": np.float16(1.5), "empty_weak":
+        jax.lax.full((0, 3), 1.0), "complex": jnp.ones(2, jnp.complex64) * 1j, "bool": jnp.array([True, False]),
     }
 
 
@@ -36,6 +38,8 @@ def same(left: Any, right: Any) -> bool:
         if isinstance(one, jax.Array) and jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         if type(one) is not type(other):
+            return False
+        if isinstance(one, jax.Array) and (one.weak_type, one.committed) != (other.weak_type, other.committed):
             return False
         if hasattr(one, "dtype"):
             return one.dtype == other.dtype and np.asarray(one).tobytes() == np.asarray(other).tobytes()
@@ -88,3 +92,113 @@ def test_what_does_not_fit_is_refused(directory: str) -> None:
     for template in ({"w": jnp.ones(4)}, {"w": jnp.ones(3, jnp.int32)}, {"v": jnp.ones(3)}, {"w": jnp.ones(3), "v": 1}):
         with pytest.raises(remanent.NoStateError):
             restore(directory, template)
+
+
+# Values that a version keeps by another property than shape, type and bytes, and how that is seen.
+PROPERTIES: dict[str, tuple[Any, Any]] = {
+    "weak type": (lambda: jnp.asarray(2.0), lambda x: (x * jnp.bfloat16(1)).dtype),
+    "strong type": (lambda: jnp.float32(2.0), lambda x: (x * jnp.bfloat16(1)).dtype),
+    "committed": (lambda: jax.device_put(jnp.ones(4), jax.devices()[1]), lambda x: (x.committed, x.devices())),
+    "uncommitted": (lambda: jnp.ones(4), lambda x: (x.committed, x.devices())),
+    "committed and weak": (lambda: jax.device_put(jnp.asarray(1.0), jax.devices()[1]),
+                           lambda x: (x.committed, x.weak_type, x.devices())),
+    "key, batched": (lambda: jax.random.split(jax.random.key(3), 4), lambda x: (x.dtype, x.shape)),
+    "key, committed": (lambda: jax.device_put(jax.random.key(3), jax.devices()[1]), lambda x: x.devices()),
+    "scalar of NumPy": (lambda: np.int16(3), type),
+    "array of NumPy without a dimension": (lambda: np.array(3, np.int16), type),
+}
+
+
+@pytest.mark.parametrize("with_template", [True, False])
+@pytest.mark.parametrize("row", PROPERTIES)
+def test_what_a_compiled_step_sees_is_restored(directory: str, row: str, with_template: bool) -> None:
+    make, seen = PROPERTIES[row]
+    save({"x": make()}, directory)
+    restored = restore(directory, {"x": make()})["x"] if with_template else restore(directory)["['x']"]
+    assert seen(restored) == seen(make())
+
+
+def test_a_step_is_not_compiled_again_after_a_restore(directory: str) -> None:
+    compiled = []
+
+    @jax.jit
+    def step(state: Any) -> Any:
+        compiled.append(1)
+        return jax.tree.map(lambda x: x * 2, state)
+
+    state = {"strong": jnp.ones(3), "weak": jnp.asarray(1.0), "scalar": jnp.int32(3)}
+    step(state)
+    save(state, directory)
+    step(restore(directory, state))
+    assert len(compiled) == 1
+
+
+def test_a_placement_that_is_lost_is_reported(directory: str) -> None:
+    mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+    sharded = jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+    save({"w": sharded, "b": jnp.ones(2)}, directory)
+    with pytest.warns(UserWarning, match=r"\['w'\] \(NamedSharding"):
+        restored = restore(directory)
+    assert (restored["['w']"] == sharded).all() and not restored["['w']"].committed
+
+
+def test_shared_arrays_of_numpy_are_shared_again(directory: str) -> None:
+    shared = np.arange(6.0)
+    state = {"a": shared, "b": [shared], "c": shared.copy()}
+    save(state, directory)
+    restored, loose = restore(directory, state), restore(directory)
+    assert restored["a"] is restored["b"][0] and restored["c"] is not restored["a"]
+    assert loose["['a']"] is loose["['b'][0]"]
+    save({"even": shared[::2], "odd": shared[1::2]}, directory)
+    with pytest.raises(remanent.RefusedError, match=r"\['tail'\].*\['whole'\]"):
+        save({"whole": shared, "tail": shared[3:]}, directory)
+
+
+def test_arrays_without_elements_of_their_own_are_refused(directory: str) -> None:
+    gone = jnp.ones(3)
+    gone.delete()
+    weak = jax.lax.full((2,), 1.0).astype(jnp.bfloat16)
+    refused = {"gone": gone, "masked": np.ma.masked_array([1.0], [True]),
+               "objects": np.array([object()]), "swapped": np.arange(3, dtype=">i4"), "nibbles": jnp.ones(2, jnp.int4),
+               "dates": np.array(["2020-01-01"], "datetime64[D]"), "structured": np.zeros(2, "i4,f4")}
+    assert not weak.weak_type
+    for name, leaf in refused.items():
+        with pytest.raises(remanent.RefusedError, match=name) as caught:
+            save({"fits": jnp.ones(2), name: leaf}, directory)
+        assert caught.value.remedy
+        assert not os.path.exists(directory)
+    with pytest.raises(remanent.RefusedError, match="traced"):
+        jax.jit(lambda x: save({"x": x}, directory))(jnp.ones(2))
+
+
+SETTINGS: dict[str, Any] = {
+    "x64": lambda: jax.enable_x64(True), "no transfers": lambda: jax.transfer_guard("disallow"),
+    "NaNs are errors": lambda: jax.debug_nans(True), "no jit": lambda: jax.disable_jit(),
+    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"), "no leaks": lambda: jax.checking_leaks(),
+    "rank promotion is an error": lambda: jax.numpy_rank_promotion("raise"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_jax_change_nothing(directory: str, setting: str) -> None:
+    state = tree()
+    with SETTINGS[setting]():
+        save(state, directory)
+        assert same(restore(directory, state), state)
+        restore(directory)
+
+
+@pytest.mark.parametrize("name", [
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "float16", "bfloat16", "float32", "complex64",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "int4", "uint4",
+    "float4_e2m1fn"])
+def test_arrays_are_taken_byte_for_byte(directory: str, name: str) -> None:
+    array = jnp.arange(8).astype(name)
+    with remanent.Store(directory) as store:
+        if name in ("int4", "uint4", "float4_e2m1fn"):
+            with pytest.raises(Exception, match="bits|DLPack"):
+                store["k"] = array
+            assert "k" not in store
+        else:
+            store["k"] = array
+            assert store["k"] == np.asarray(array).tobytes()
