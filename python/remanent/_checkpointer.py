@@ -36,13 +36,14 @@ from remanent._history import (
     number_of,
 )
 from remanent._native import Block, Extent
-from remanent._optimizer_state import loaded_in_place
 from remanent._progress import Bar
-from remanent._restore import Restoration, refuse_misfits
+from remanent._put_back import ABOUT, PutBack, about
+from remanent._restore import Restoration
 from remanent._restore_targets import Targets
+from remanent._rng import rng_state
 from remanent._room import Passage, Room, WriterEndedError
 from remanent._run_parts import device_of, parts_of, refuse_overlap, stepped
-from remanent._run_state import flatten_state, layouts_of, rng_state, set_rng_state
+from remanent._run_state import flatten_state, layouts_of
 from remanent._saved import Capture, LeftSaves, Reading, Saved
 from remanent._storages import extents_there
 from remanent._tensors import blocks
@@ -552,6 +553,7 @@ class Checkpointer:
     def _state(self) -> dict[str, Any]:
         state = {name: dict(part) if isinstance(part, MutableMapping) else part.state_dict()
                  for name, part in self._parts.items()}
+        state[ABOUT] = about(state)
         if self._rng:
             state["rng"] = rng_state()
         return state
@@ -579,26 +581,38 @@ class Checkpointer:
 
     # Going back.
 
-    def restore(self, at: int | str | Version | None = None, *, progress: bool | None = None) -> int:
+    def restore(self, at: int | str | Version | None = None, *, cast: bool = False, progress: bool | None = None) -> int:
         """Puts a version into model, optimizer and the rest, in place; returns its step.
+
+        Values come back as they were saved, or the call is refused by name and changes nothing. All of the version is
+        proven before the first change; so it is read twice, the second time mostly from the page cache.
 
         Tensors stay where they are, those of optimizers and dicts, too, if they have the shapes, kinds and strides that
         they had then: bytes come from the files into their memory, on a GPU without a copy of the version on the host.
-        All of the version is proven before: one that is damaged, or does not fit, changes nothing. So it is read twice,
-        the second time mostly from the page cache. Should it turn bad in between, the call fails and leaves some
-        tensors with the version's values, and others with their own.
+        An optimizer's state is not cast to the kind of its parameters. Groups with `param_names` are matched by these.
+        A version of a compiled model, or of one in DistributedDataParallel, fits the plain model, and the reverse.
 
         What has no such memory is held in the host's until all is proven, or on the GPU, as the state of an optimizer
-        that has made no step yet. So is what a module or an optimizer has that loads by a method or a hook of its own;
-        each `load_state_dict` is called once the tensors have their values. It runs after what is queued on the current
-        streams of the GPUs, and before what is queued on them from then on.
+        that has made no step yet. So is what a module or an optimizer has that loads by a method or a hook of its own.
+
+        Objects with a `load_state_dict` of their own, and dicts, get their state first; then the bytes are read; then
+        modules and optimizers load, with the tensors' new values, and random states come last. If an object raises, what
+        was changed is put back as far as that is possible without a copy of the tensors, and the error names the rest.
+        Random states of GPUs that this process does not have are left out.
+
+        It runs after what is queued on the current streams of the GPUs, and before what is queued on them from then on.
 
         :param at: a step (int), a name, a Version, or, without `process_group`, "lsn:N", "snapshot:N"; the newest
             version if None.
+        :param cast: whether elements of a model and of its optimizer's state become those that the model has, as
+            `load_state_dict` converts them. If False, a version with other kinds of elements is refused.
         :param progress: as for `save`; one bar while the version is proven, and one while it is loaded.
         :raises NoStateError: if there is no such version.
-        :raises InvalidError: the model has other tensors or shapes, or the optimizer other groups of parameters.
-        :raises DamagedError: if bytes on disk are not what was written.
+        :raises InvalidError: the model has other tensors, shapes or kinds of elements, or is on the meta device; the
+            optimizer has other groups of parameters. Nothing changed.
+        :raises RestoreFailedError: an object could not load its state. `changed` names what has the version's values.
+        :raises DamagedError: if bytes on disk are not what was written. Should they turn bad after their proof, a note
+            names what changed.
         :raises RefusedError: while a graph of CUDA is being captured.
         """
         if not (at is None or isinstance(at, (str, Version))):
@@ -608,52 +622,44 @@ class Checkpointer:
         layouts = layouts_of(self._parts) if self._ranks is not None else None
         streams = CurrentStreams(targets.devices())
 
-        def proven() -> tuple[int, Restoration]:
+        def proven() -> tuple[int, Restoration, PutBack]:
             views = self._versions.views(at)
             try:
                 with streams.entered():
-                    return self._versions.proven(lambda: self._proven(views, targets, layouts, progress))
+                    return self._versions.proven(lambda: self._proven(views, targets, layouts, cast, progress))
             except BaseException:
                 views.close()
                 raise
 
-        step, restoration = self._after_saves(f"restore {named(at)}", proven)
+        step, restoration, changes = self._after_saves(f"restore {named(at)}", proven)
         with restoration:
             self._left.end(f"`restore` put step {step} back before the next save")
             if self._copies is not None:
                 # Where an optimizer gets new tensors, the memory of the old ones is wanted.
                 self._copies.let_go()
             with self._bar(restoration.nbytes, "loading", progress) as bar:
-                restoration.load(bar)
-        state = restoration.state
-        for name, part in self._parts.items():
-            if isinstance(part, MutableMapping):
-                part.clear()
-                part.update(state[name])
-            else:
-                part.load_state_dict(loaded_in_place(part, state[name]))
-        if self._rng and "rng" in state:
-            set_rng_state(state["rng"])
+                changes.run(lambda: restoration.load(bar))
         return step
 
-    def _proven(self, views: Views, targets: Targets, layouts: Any, progress: bool | None) -> tuple[int, Restoration]:
-        """The step of a version, and all that is to be put back, every byte of it proven."""
+    def _proven(self, views: Views, targets: Targets, layouts: Any, cast: bool,
+                progress: bool | None) -> tuple[int, Restoration, PutBack]:
+        """The step of a version, every byte of it proven, and what is to be put back."""
         root = views.own.root
         if "step" not in root:
             raise NoStateError("the version is none of a run", remedy="`versions` lists those that are kept")
         whole(views.own)
         nbytes = sum(info.length for info in views.own.pages() if "dtype" in info.metadata)
         with self._bar(nbytes, "proving", progress) as bar:
-            restoration = Restoration(views, targets, layouts, bar)
+            restoration = Restoration(views, targets, layouts, bar, cast=cast)
         state = restoration.state
-        if views.number is None:
+        if views.number is None or not self._rng:
             # Two ranks with the same random numbers would train on the same noise.
             state.pop("rng", None)
         missing = self._parts.keys() - state.keys()
         if missing:
             raise NoStateError(f"the version has no {', '.join(sorted(missing))}")
-        refuse_misfits(state, targets)
-        return int(root["step"]), restoration
+        changes = PutBack(self._parts, state, restoration.modules, restoration.parts_in_place, cast=cast)
+        return int(root["step"]), restoration, changes
 
     def versions(self) -> list[Version]:
         """The versions that are kept, the oldest first."""

@@ -8,8 +8,8 @@ __all__ = [
     "ClosedError", "ConflictError", "DamagedError", "DeviceError", "DiskFullError", "DivergedError", "Error",
     "ForeignDirectoryError", "ForkedError", "InUseError", "InvalidError", "LeasedError", "LockedError",
     "MemoryRefusedError", "MismatchError", "NoStateError", "NoStoreError", "OutOfBoundsError", "OutOfMemoryError",
-    "OverBudgetError", "OvertakenError", "PoisonedError", "RankFailedError", "RefusedError", "StoreIOError",
-    "TakenError", "UnknownKeyError", "UnknownPageError",
+    "OverBudgetError", "OvertakenError", "PoisonedError", "RankFailedError", "RefusedError",
+    "RestoreFailedError", "StoreIOError", "TakenError", "UnknownKeyError", "UnknownPageError",
 ]
 
 
@@ -188,3 +188,13 @@ class RankFailedError(Error):
 
 class RefusedError(Error, TypeError):
     """A value cannot be stored faithfully, and is not stored otherwise; the message names it."""
+
+
+class RestoreFailedError(Error):
+    """A part of a run raised an exception, which is this one's `__cause__`, as it loaded its state; `part` names it.
+
+    `changed` names the parts that have values of the version, in whole or in part. All others are as they were.
+    """
+
+    part: str
+    changed: tuple[str, ...]

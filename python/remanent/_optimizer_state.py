@@ -1,54 +1,235 @@
-"""The state of an optimizer, put back into the tensors that it has."""
+"""The state of an optimizer, put back as it was saved and, where that can be, into the tensors that it has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.utils import _pytree
 
+from remanent._errors import InvalidError
 from remanent._run_state import parts_module
 from remanent._tensors import PLAIN_TYPES
 
-
-@torch.no_grad()
-def loaded_in_place(optimizer: Any, state: Any) -> Any:
-    """The state for `load_state_dict`, with the optimizer's own tensors in it, which have got the values.
-
-    `load_state_dict` takes a tensor of the right kind and place as it is, so no memory is taken for another one, and a
-    graph of CUDA finds the state where it was. That is so of torch's own; an optimizer with one of its own gets the
-    state as it was loaded, and so do tensors of other shapes or kinds, and those that share memory with any others, in
-    the optimizer or in the version.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer) or "state" not in state:
-        return state
-    if not loads_as_torch_does(optimizer):
-        return state
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ids = [number for group in state["param_groups"] for number in group["params"]]
-    if len(own) != len(ids):
-        # It will say so.
-        return state
-    live = dict(_tensors((number, optimizer.state.get(parameter)) for number, parameter in zip(ids, own, strict=True)))
-    loaded = dict(_tensors(state["state"].items()))
-    # Those that are the optimizer's own have their values already.
-    pairs = {key: (live[key], tensor) for key, tensor in loaded.items()
-             if key in live and live[key] is not tensor and _is_alike(live[key], tensor)}
-    taken = apart({key: pair[0] for key, pair in pairs.items()}, [*live.values(), *own])
-    taken &= apart({key: pair[1] for key, pair in pairs.items()}, list(loaded.values()))
-    held = {number: dict(values) if isinstance(values, dict) else values for number, values in state["state"].items()}
-    for number, name in taken:
-        target, source = pairs[number, name]
-        _local(target).copy_(_local(source))
-        held[number][name] = target
-    return {**state, "state": held}
+_Optimizer = torch.optim.Optimizer
+_AS_RUN_HAD_IT = "make the optimizer as the run had it"
 
 
 def loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer takes each value of a state as it is: it has neither a load of its own nor a hook before
     that, which may see what there is."""
-    is_own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    return is_own and not getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+    return _has_load_of_torch(optimizer) and not getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+
+
+def _has_load_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).load_state_dict is _Optimizer.load_state_dict
+
+
+def in_order(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its parameters, each once, as they are numbered in its state."""
+    return list(dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"]))
+
+
+_Group = Mapping[str, Any]
+_Pairs = list[tuple[dict[str, Any], _Group]]
+
+
+def refuse_other_groups(part: str, optimizer: torch.optim.Optimizer, saved: Sequence[_Group]) -> dict[int, torch.Tensor]:
+    """Refuses a version's groups if its parameters are not those of the optimizer; returns these by their numbers then.
+
+    What an optimizer with a load or a hook of its own makes of other groups only that can tell; but it gets none of
+    which the parameters have the same names in another order, for it would not look at them.
+
+    :raises InvalidError: the parameters are others. Nothing changed.
+    """
+    if loads_as_torch_does(optimizer):
+        return _numbers(_paired(part, optimizer.param_groups, saved))
+    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):
+        return {}
+    now, then = (_names(groups) for groups in (optimizer.param_groups, saved))
+    if now is not None and then is not None and now != then:
+        raise InvalidError(f"{part}: the version's parameter groups are {then}, those of the optimizer are {now}, and "
+                           f"{type(optimizer).__name__} loads states by its own code", remedy=_AS_RUN_HAD_IT)
+    return {}
+
+
+def _names(groups: Sequence[_Group]) -> list[list[str]] | None:
+    """The names of parameters by group, if all have such and none has that of another."""
+    names = [list(group["param_names"]) for group in groups if group.get("param_names") is not None]
+    every = [name for of_group in names for name in of_group]
+    return names if len(names) == len(groups) and len(set(every)) == len(every) else None
+
+
+def _paired(part: str, groups: list[dict[str, Any]], saved: Sequence[_Group]) -> _Pairs:
+    """Each group with that of the version that has its parameters: by their names if both have them, else in order."""
+    sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (groups, saved))
+    now, then = _names(groups), _names(saved)
+    if now is not None and then is not None and now != then:
+        held = {frozenset(names): group for names, group in zip(then, saved, strict=True)}
+        if len(held) != len(saved) or {frozenset(names) for names in now} != held.keys():
+            raise InvalidError(f"{part}: the version's parameter groups are {then}, and those of the optimizer {now}",
+                               remedy=_AS_RUN_HAD_IT)
+        return [(group, held[frozenset(names)]) for names, group in zip(now, groups, strict=True)]
+    if sizes != saved_sizes:
+        raise InvalidError(f"{part}: the version's parameter groups have {saved_sizes} parameters, and these {sizes}",
+                           remedy=_AS_RUN_HAD_IT)
+    return list(zip(groups, saved, strict=True))
+
+
+def _numbers(pairs: _Pairs) -> dict[int, torch.Tensor]:
+    """The optimizer's parameters, by the numbers that the version has for them."""
+    found: dict[int, torch.Tensor] = {}
+    for group, saved in pairs:
+        names, saved_names = group.get("param_names"), saved.get("param_names")
+        numbers = saved["params"]
+        if names is not None and saved_names is not None and names != saved_names:
+            by_name = dict(zip(saved_names, saved["params"], strict=True))
+            # Groups in which names repeat are paired in order, and so are their parameters.
+            if by_name.keys() == set(names) and len(by_name) == len(names):
+                numbers = [by_name[name] for name in names]
+        found.update(zip(numbers, group["params"], strict=True))
+    return found
+
+
+class OptimizerLoad:
+    """What a restore will do to one of torch's optimizers, once it is known that it can.
+
+    `Optimizer.load_state_dict` casts a state to the kind of its parameter. This puts each value back as it was saved:
+    into the tensor that the optimizer has for it if that is of its kind, so that no memory is taken for another one and
+    a graph of CUDA finds the state where it was. Tensors of other shapes or kinds, and those that share memory with any
+    others, in the optimizer or in the version, are replaced. Hooks and `__setstate__` run as with `load_state_dict`. An
+    optimizer with a `load_state_dict` of its own has that called, and what it cast is put back as it was saved.
+
+    :param cast: whether states become those of their parameters, as `Optimizer.load_state_dict` has it.
+    :raises InvalidError: the version's groups are others. Nothing changed.
+    """
+
+    def __init__(self, part: str, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, cast: bool) -> None:
+        self._optimizer, self._cast = optimizer, cast
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+        self._given = state
+        self._state: dict[Any, Any] = {}
+        self._groups: list[dict[str, Any]] = []
+        self._has_own_load = not _has_load_of_torch(optimizer) or "param_groups" not in state
+        if self._has_own_load:
+            return
+        state = dict(state)
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            adapted = hook(optimizer, state)
+            state = state if adapted is None else adapted
+        pairs = _paired(part, optimizer.param_groups, state["param_groups"])
+        numbers = _numbers(pairs)
+        held = self._in_place(state["state"], numbers) if loads_as_torch_does(optimizer) else state["state"]
+        options = {number: saved for _, saved in pairs for number in saved["params"]}
+        self._state = defaultdict(dict)
+        for number, values in held.items():
+            is_parameter = isinstance(number, int) and number in numbers
+            self._state[numbers[number] if is_parameter else number] = (
+                self._placed(numbers[number], values, options[number], number) if is_parameter else values)
+        stays = self._options_that_stay(pairs)
+        self._groups = [self._group(at, *pair, stays) for at, pair in enumerate(pairs)]
+
+    def _in_place(self, state: Mapping[Any, Any], numbers: Mapping[int, torch.Tensor]) -> dict[Any, Any]:
+        """The version's state with the optimizer's own tensors in it, which are to get the values."""
+        own = list(numbers.values())
+        live = dict(_tensors((number, self._optimizer.state.get(parameter)) for number, parameter in numbers.items()))
+        loaded = dict(_tensors(state.items()))
+        # Those that are the optimizer's own get their values from the version's files.
+        pairs = {key: (live[key], tensor) for key, tensor in loaded.items()
+                 if key in live and live[key] is not tensor and _is_alike(live[key], tensor)}
+        taken = apart({key: pair[0] for key, pair in pairs.items()}, [*live.values(), *own])
+        taken &= apart({key: pair[1] for key, pair in pairs.items()}, list(loaded.values()))
+        held = {number: dict(values) if type(values) is dict else values for number, values in state.items()}
+        for number, name in taken:
+            self._copies.append(pairs[number, name])
+            held[number][name] = pairs[number, name][0]
+        return held
+
+    def _placed(self, parameter: torch.Tensor, values: Any, group: _Group, number: int) -> Any:
+        """A parameter's state on the devices where its optimizer has it."""
+        own = {id(target) for target, _ in self._copies}
+        stays = not (group.get("capturable") or group.get("fused"))
+
+        def place(path: Any, tensor: torch.Tensor) -> torch.Tensor:
+            name = path[0].key if path and isinstance(path[0], _pytree.MappingKey) else None
+            if id(tensor) in own:
+                return tensor
+            if self._cast:
+                return _Optimizer._process_value_according_to_param_policy(
+                    parameter, tensor, number, self._given["param_groups"], name)
+            return tensor if name == "step" and stays else tensor.to(parameter.device)
+
+        if not self._cast and parameter.device.type == "cpu":
+            return values
+        return _pytree.tree_map_with_path(
+            lambda path, value: place(path, value) if isinstance(value, torch.Tensor) else value, values)
+
+    def _options_that_stay(self, pairs: _Pairs) -> set[tuple[int, str]]:
+        """The tensors among the groups' options that can take the version's values where they are."""
+        live = {(at, name): value for at, (group, _) in enumerate(pairs) for name, value in group.items()
+                if isinstance(value, torch.Tensor) and _is_strided(value)}
+        loaded = {(at, name): value for at, (_, saved) in enumerate(pairs) for name, value in saved.items()
+                  if isinstance(value, torch.Tensor) and _is_strided(value)}
+        alike = {key for key in live.keys() & loaded.keys()
+                 if _is_alike(live[key], loaded[key]) and not live[key].requires_grad}
+        every = [*live.values(), *in_order(self._optimizer)]
+        stays = apart({key: live[key] for key in alike}, every)
+        stays &= apart({key: loaded[key] for key in alike}, list(loaded.values()))
+        self._copies += [(live[key], loaded[key]) for key in stays]
+        return stays
+
+    def _group(self, at: int, group: dict[str, Any], saved: _Group, stays: set[tuple[int, str]]) -> dict[str, Any]:
+        """A group with the version's options."""
+        made = {}
+        for name, value in saved.items():
+            own = group.get(name)
+            if (at, name) in stays:
+                value = own
+            elif isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
+                value = value.to(own.device)
+            made[name] = value
+        made["params"] = group["params"]
+        names, saved_names = group.get("param_names"), made.get("param_names")
+        if names is not None and (saved_names is None or sorted(saved_names) == sorted(names)):
+            made["param_names"] = names
+        return made
+
+    def load(self) -> None:
+        """Puts the state in, after the bytes were read that go into the optimizer's own tensors."""
+        optimizer = self._optimizer
+        if self._has_own_load:
+            optimizer.load_state_dict(self._given)
+            if not self._cast and "param_groups" in self._given:
+                self._put_back_what_was_cast()
+            return
+        with torch.no_grad():
+            for target, source in self._copies:
+                _local(target).copy_(_local(source))
+        optimizer.__setstate__({"state": self._state, "param_groups": self._groups})
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(optimizer)
+
+    def undo(self) -> None:
+        """Gives the optimizer the state and the groups that it had. Values that went into its tensors stay there."""
+        self._optimizer.__dict__.update(self._before)
+
+    def _put_back_what_was_cast(self) -> None:
+        """Replaces tensors that a load of the optimizer's own gave to torch's, which cast them."""
+        ids = [number for group in self._given["param_groups"] for number in group["params"]]
+        own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(ids, own, strict=False):
+            values = self._given["state"].get(number)
+            held = self._optimizer.state.get(parameter)
+            if not (isinstance(values, dict) and isinstance(held, dict)):
+                continue
+            for name, saved in values.items():
+                now = held.get(name)
+                if (isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor) and saved.dtype != now.dtype
+                        and saved.shape == now.shape and torch.equal(saved.to(now.device, now.dtype), now)):
+                    held[name] = saved.to(now.device)
 
 
 _Key = tuple[Any, Any]

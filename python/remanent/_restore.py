@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from remanent import _pages
-from remanent._errors import Error, InvalidError, NoStateError
+from remanent._errors import NoStateError
+from remanent._module_state import Described, LiveModule, described_in
 from remanent._pages import Arrays, Manifest
 from remanent._progress import Bar
+from remanent._put_back import add_about
 from remanent._restore_targets import Targets
 from remanent._run_state import parts_module
-from remanent._tensors import is_cuda, load_pages, tensors_of, together
+from remanent._tensors import DTYPE, is_cuda, load_pages, tensors_of, together
 from remanent._versions import Views
 
 
@@ -24,13 +26,17 @@ class Restoration:
     :param targets: the tensors of the run, which nothing has changed yet.
     :param layouts: how its DTensors are divided.
     :param bar: told of the bytes that are proven.
+    :param cast: whether a model's elements may be of other kinds than the version's.
+    :raises InvalidError: the version does not fit. Nothing changed.
     """
 
-    def __init__(self, views: Views, targets: Targets, layouts: Any, bar: Bar) -> None:
+    def __init__(self, views: Views, targets: Targets, layouts: Any, bar: Bar, *, cast: bool) -> None:
         self._views = views
         manifest = _pages.read_manifest(views.own)
         if manifest.tree is None:
             raise NoStateError("the store holds tensors, and no state of a run", remedy="use `load_file`")
+        outline = _outline(manifest)
+        names_now = targets.fit(outline, cast=cast)
         wholes = None if layouts is None else parts_module().Wholes(views, layouts)
 
         def is_own(name: str, said: Any) -> bool:
@@ -57,6 +63,17 @@ class Restoration:
         own_wholes = {name: targets.wholes[name] for name in in_place if name in targets.wholes}
         #: The state: of what can be read into the run's own tensors, it has these, as they are now.
         self.state: dict[str, Any] = _state(manifest, tensors, own_wholes, wholes)
+        add_about(self.state)
+        #: The modules as they are, each with the names of its tensors that get bytes from the files.
+        self.modules: dict[str, tuple[LiveModule, set[str]]] = {}
+        for part, names_of_part in names_now.items():
+            live = targets.modules[part]
+            self.modules[part] = live, {names_of_part[name] for name, said in outline[part].items()
+                                        if isinstance(said, Described) and said.array in set(in_place)}
+            self.state[part] = live.adopted(self.state[part], names_of_part)
+        #: The parts that have such tensors.
+        self.parts_in_place = {part for part, said in outline.items()
+                               if any(each.array in set(in_place) for each in described_in(said))}
 
     @property
     def nbytes(self) -> int:
@@ -75,9 +92,6 @@ class Restoration:
                     self._views.own.load({key: memory[key] for key in keys}, str(device) if is_cuda(device) else "host")
                     for key in keys:
                         bar.add(memory[key].numel())
-        except Error as error:
-            error.add_note("Some tensors have the version's values, and others their own: restore a version anew.")
-            raise
         finally:
             # As `copy_` does: backward passes find that what they have kept was changed.
             for tensor in self._tensors:
@@ -100,6 +114,23 @@ def _by_home(manifest: Manifest, in_place: Iterable[str], targets: Targets,
             device = targets.home(of_page) if names.issuperset(of_page) else torch.device("cpu")
             found.setdefault(device, {})[key] = arrays
     return found
+
+
+def _outline(manifest: Manifest) -> dict[str, Any]:
+    """The state, with `Described` in place of tensors; of all else that JSON does not have, only its kind."""
+    arrays = {array.name: array for of_page in manifest.pages.values() for array in of_page}
+
+    def adapt(tag: list[Any]) -> Any:
+        kind, *rest = tag
+        if kind not in ("tensor", "dtensor"):
+            return kind
+        array = arrays[rest[0]]
+        shape = rest[1]["shape"] if kind == "dtensor" else array.shape
+        return Described(array.name, tuple(shape), DTYPE.get(array.dtype))
+
+    outline = _pages.unflatten(manifest.tree, adapt)
+    assert isinstance(outline, dict)
+    return outline
 
 
 def _tensors_in(tree: Any) -> Iterator[tuple[str, str, Any]]:
@@ -143,44 +174,3 @@ def _state(manifest: Manifest, tensors: Mapping[str, torch.Tensor], own_wholes: 
     state = _pages.unflatten(manifest.tree, adapt)
     assert isinstance(state, dict)
     return state
-
-
-def refuse_misfits(state: Mapping[str, Any], targets: Targets) -> None:
-    """Refuses a state that torch would not load, before anything has changed: what torch refuses, it refuses halfway.
-
-    Of modules and optimizers with a load or hooks of their own only these can tell.
-    """
-    for name, own in targets.module_states.items():
-        tensors = [key for key, value in own.items() if isinstance(value, torch.Tensor) and value.is_inference()]
-        if tensors and not targets.is_in_inference:
-            raise InvalidError(f"{name}: {', '.join(tensors)} cannot be changed outside of torch.inference_mode",
-                               remedy="restore within it")
-        if isinstance(state[name], Mapping):
-            _refuse_other_tensors(name, own, state[name], all_names=name not in targets.forgiving)
-    for name, sizes in targets.group_sizes.items():
-        found = [len(group["params"]) for group in state[name].get("param_groups", ())]
-        if found != sizes:
-            raise InvalidError(f"{name}: the version's parameter groups have {found} parameters, and these {sizes}",
-                               remedy="make the optimizer as the run had it")
-
-
-def _refuse_other_tensors(part: str, own: Mapping[str, Any], given: Mapping[str, Any], *, all_names: bool) -> None:
-    remedy = "make the model as the run had it"
-    # Torch makes these counts where there are none.
-    missing = [name for name in own.keys() - given.keys() if not name.endswith("num_batches_tracked")]
-    more = given.keys() - own.keys()
-    for names, where in ((missing, "the version"), (more, "the model")) if all_names else ():
-        if names:
-            raise InvalidError(f"{part}: {where} has no {', '.join(sorted(names))}", remedy=remedy)
-    shapes = {name: (own[name].shape, given[name].shape) for name in own.keys() & given.keys()
-              if _has_shape(own[name]) and isinstance(given[name], torch.Tensor)}
-    for name, (now, then) in sorted(shapes.items()):
-        # A single element may be a row of one, as in old versions of torch.
-        if now != then and len(now):
-            raise InvalidError(f"{part}/{name}: the version has the shape {list(then)}, and the model {list(now)}",
-                               remedy=remedy)
-
-
-def _has_shape(tensor: Any) -> bool:
-    is_lazy: Callable[[Any], bool] = torch.nn.parameter.is_lazy
-    return isinstance(tensor, torch.Tensor) and not is_lazy(tensor)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 
 from remanent import _pages
-from remanent._optimizer_state import apart, loads_as_torch_does
+from remanent._module_state import Described, LiveModule, is_lazy, refuse_misfit, renamed
 from remanent._native import ArrayLayout
+from remanent._optimizer_state import apart, in_order, loads_as_torch_does, refuse_other_groups
 from remanent._pages import Arrays
 from remanent._run_state import parts_module
 from remanent._tensors import PLAIN_TYPES, SHORT, is_cuda
-
-_Module = torch.nn.Module
 
 
 class _Place(NamedTuple):
@@ -43,16 +42,16 @@ class Targets:
         # A DTensor's local part stands for it.
         self.tensors: dict[str, torch.Tensor] = {}
         self.wholes: dict[str, Any] = {}
-        # Of optimizers whose states torch loads: their parameters, in the order of the states' numbers.
-        self._parameters: dict[str, list[torch.Tensor]] = {}
-        # What torch holds a state against, as it loads it: those of modules, and of optimizers the lengths of groups.
-        self.module_states: dict[str, Mapping[str, Any]] = {}
-        self.group_sizes: dict[str, list[int]] = {}
-        # Modules with a hook after the load, which may forgive names that are missing, or too many.
-        self.forgiving: set[str] = set()
+        #: The modules among the parts, as they are now.
+        self.modules: dict[str, LiveModule] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        # Of optimizers whose states torch loads: their parameters, by the numbers that a version has for them.
+        self._parameters: dict[str, dict[int, torch.Tensor]] = {}
         # As the thread has it that restores, and not one that proves.
-        self.is_in_inference = torch.is_inference_mode_enabled()
-        others: list[torch.Tensor] = []
+        self._is_in_inference = torch.is_inference_mode_enabled()
+        self._others: list[torch.Tensor] = []
+        self._places: dict[str, _Place] = {}
+        self._together: dict[str, set[str]] = {}
         for name, part in parts.items():
             found = _Found(of_rank)
             try:
@@ -60,22 +59,63 @@ class Targets:
             except Exception:
                 # It may have no state before its first load, or one that could not be saved.
                 continue
+            finally:
+                if found.module is not None:
+                    self.modules[name] = found.module
+                if isinstance(part, torch.optim.Optimizer):
+                    self.optimizers[name] = part
             self.tensors |= found.tensors
             self.wholes |= found.wholes
-            others += found.others
+            self._others += found.others
             if isinstance(part, torch.optim.Optimizer) and loads_as_torch_does(part):
-                self._parameters[name] = _in_order(part)
-                self.group_sizes[name] = [len(group["params"]) for group in part.param_groups]
-            elif isinstance(part, _Module) and found.state is not None:
-                self.module_states[name] = found.state
-                if any(module._load_state_dict_post_hooks for module in part.modules()):
-                    self.forgiving.add(name)
+                self._parameters[name] = dict(enumerate(in_order(part)))
+
+    def fit(self, outline: Mapping[str, Any], *, cast: bool) -> dict[str, dict[str, str]]:
+        """Takes a version's names for the tensors, once it is known that the version fits; see `Restoration`.
+
+        :param outline: the version's state, with `Described` in place of tensors.
+        :param cast: whether a model's elements may be of other kinds than the version's.
+        :returns: the model's name for each name of a module's state.
+        :raises InvalidError: if it does not fit. Nothing changed.
+        """
+        names: dict[str, dict[str, str]] = {}
+        for part, module in self.modules.items():
+            saved = outline.get(part)
+            if isinstance(saved, Mapping):
+                names[part] = renamed(module, saved)
+                state = {names[part][name]: value for name, value in saved.items()}
+                refuse_misfit(part, module, state, cast=cast, in_inference=self._is_in_inference)
+                self._rename({array.array: f"{part}/{names[part][name]}" for name, array in saved.items()
+                              if isinstance(array, Described) and names[part][name] != name})
+        for part, optimizer in self.optimizers.items():
+            saved = outline.get(part)
+            if isinstance(saved, Mapping) and "param_groups" in saved:
+                numbers = refuse_other_groups(part, optimizer, saved["param_groups"])
+                if part in self._parameters and not _are_same(numbers, self._parameters[part]):
+                    # Names have the numbers of then: these are read beside the tensors, and copied into them.
+                    self._parameters[part] = numbers
+                    self._leave_out(f"{part}/")
         self._places = {name: place for name, tensor in self.tensors.items() if (place := _place(tensor)) is not None}
-        self._together = _overlapping(self.tensors, others)
+        self._together = _overlapping(self.tensors, self._others)
+        return names
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        """Has the model's tensors go by a version's names."""
+        held = [(then, self.tensors.pop(now, None), self.wholes.pop(now, None)) for then, now in names.items()]
+        for then, tensor, whole in held:
+            if tensor is not None:
+                self.tensors[then] = tensor
+            if whole is not None:
+                self.wholes[then] = whole
+
+    def _leave_out(self, prefix: str) -> None:
+        self._others += [tensor for name, tensor in self.tensors.items() if name.startswith(prefix)]
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.startswith(prefix)}
+        self.wholes = {name: whole for name, whole in self.wholes.items() if not name.startswith(prefix)}
 
     def devices(self) -> set[torch.device]:
         """The GPUs of CUDA's on which the run has tensors, or will have some."""
-        parameters = [parameter for of_part in self._parameters.values() for parameter in of_part]
+        parameters = [parameter for of_part in self._parameters.values() for parameter in of_part.values()]
         return {tensor.device for tensor in [*self.tensors.values(), *parameters] if is_cuda(tensor.device)}
 
     def home(self, names: list[str]) -> torch.device:
@@ -88,11 +128,11 @@ class Targets:
     def _home(self, name: str) -> torch.device:
         part, _, rest = name.partition("/state/")
         number, _, key = rest.partition("/")
-        parameters = self._parameters.get(part, [])
+        parameters = self._parameters.get(part, {})
         device = torch.device("cpu")
         if name in self.tensors:
             device = self.tensors[name].device
-        elif number.isdecimal() and int(number) < len(parameters) and key != "step":
+        elif number.isdecimal() and int(number) in parameters and key != "step":
             device = parameters[int(number)].device
         return device if is_cuda(device) else torch.device("cpu")
 
@@ -137,31 +177,39 @@ class _Found:
     def __init__(self, of_rank: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.wholes: dict[str, Any] = {}
-        # None where it has a load of its own.
-        self.state: Any = None
-        # The tensors of such a module.
+        self.module: LiveModule | None = None
+        # The tensors that are not written where they are.
         self.others: list[torch.Tensor] = []
         self._of_rank = of_rank
         self._parts = parts_module()
 
     def look(self, name: str, part: Any) -> None:
-        self.state, own = _state_and_own(part)
-        if self.state is None:
-            with torch.no_grad():
-                self.others = [self._local(tensor) for tensor in own or ()]
-            return
+        state: Any = None
+        if isinstance(part, MutableMapping):
+            state = dict(part)
+        elif isinstance(part, torch.optim.Optimizer):
+            state = {"state": part.state_dict()["state"]} if loads_as_torch_does(part) else None
+        elif isinstance(part, torch.nn.Module):
+            self.module = LiveModule(part)
+            state = {key: value for key, value in self.module.state.items()
+                     if not (self.module.loads_itself(key) or self.module.is_extra(key))}
         with torch.no_grad():
-            _pages.flatten("", {name: self.state}, self._adapt, _pages.Leaves(PLAIN_TYPES, "tensor", self.tensors))
-            # What a module's hook made for its state, as a copy, is not the module's.
-            storages = None if own is None else {_storage(self._local(tensor)) for tensor in own}
-        if storages is not None:
-            self.tensors = {name: tensor for name, tensor in self.tensors.items() if _storage(tensor) in storages}
-            self.wholes = {name: whole for name, whole in self.wholes.items() if name in self.tensors}
+            if state is not None:
+                _pages.flatten("", {name: state}, self._adapt, _pages.Leaves(PLAIN_TYPES, "tensor", self.tensors))
+            if self.module is not None:
+                objects = {key: self._local(each) for key, each in self.module.objects.items() if not is_lazy(each)}
+                own = {_storage(tensor) for tensor in objects.values() if tensor.layout is torch.strided}
+                # What a module's hook made for its state, as a copy, is not the module's.
+                self._keep({name for name, tensor in self.tensors.items() if _storage(tensor) in own})
+                self.others = [tensor for key, tensor in objects.items()
+                               if self.module.loads_itself(key) or key not in self.module.state]
         if isinstance(part, torch.optim.Optimizer):
             # What shares memory with another one of its tensors is put back by the optimizer's own load.
-            alone = apart(self.tensors, [*self.tensors.values(), *_in_order(part)])
-            self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in alone}
-            self.wholes = {name: whole for name, whole in self.wholes.items() if name in alone}
+            self._keep(apart(self.tensors, [*self.tensors.values(), *in_order(part)]))
+
+    def _keep(self, names: set[str]) -> None:
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in names}
+        self.wholes = {name: whole for name, whole in self.wholes.items() if name in names}
 
     def _adapt(self, path: str, value: object) -> object:
         if self._parts is not None and isinstance(value, self._parts.DTensor) and self._of_rank:
@@ -174,34 +222,8 @@ class _Found:
         return local
 
 
-def _state_and_own(part: Any) -> tuple[Any, Iterable[torch.Tensor] | None]:
-    """The state of a part that may be written where it is, None if it may not; and the tensors that a module has."""
-    if isinstance(part, MutableMapping):
-        return dict(part), None
-    if isinstance(part, torch.optim.Optimizer):
-        return ({"state": part.state_dict()["state"]}, None) if loads_as_torch_does(part) else (None, None)
-    if isinstance(part, _Module):
-        return part.state_dict() if module_loads_as_torch_does(part) else None, [*part.parameters(), *part.buffers()]
-    return None, None
-
-
-def module_loads_as_torch_does(module: torch.nn.Module) -> bool:
-    """Whether a module takes each value of a state as it is, by its name."""
-    return type(module).load_state_dict is _Module.load_state_dict and all(map(_takes_values, module.modules()))
-
-
-def _takes_values(module: torch.nn.Module) -> bool:
-    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-    return all(map(_is_of_torch, [type(module)._load_from_state_dict, *hooks]))
-
-
-def _is_of_torch(function: Callable[..., Any]) -> bool:
-    return (getattr(function, "__module__", None) or type(function).__module__).split(".")[0] == "torch"
-
-
-def _in_order(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Its parameters, each once, as they are numbered in its state."""
-    return list(dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"]))
+def _are_same(numbers: Mapping[int, torch.Tensor], others: Mapping[int, torch.Tensor]) -> bool:
+    return numbers.keys() == others.keys() and all(others[at] is tensor for at, tensor in numbers.items())
 
 
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:

@@ -1,0 +1,286 @@
+"""A live module as a restore finds it: its tensors by name, and which of them its own code loads."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from remanent._errors import InvalidError
+from remanent._tensors import PLAIN_TYPES
+
+_Module = torch.nn.Module
+# Segments that wrappers put into the names of the modules in them, and that their states may lack.
+_WRAPPERS = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_EXTRA_STATE = "_extra_state"
+_AS_RUN_HAD_IT = "make the model as the run had it"
+
+
+class Described(NamedTuple):
+    """A tensor of a version, before any byte of it is read."""
+
+    array: str
+    shape: tuple[int, ...]
+    # None for a kind of elements that this torch lacks.
+    dtype: torch.dtype | None
+
+
+class LiveModule:
+    """A module's tensors by the names that its state has, and the parts of it that load values by their own code."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.state: Mapping[str, Any] = module.state_dict()
+        #: The objects themselves: a state has views of them.
+        self.objects: dict[str, torch.Tensor] = dict(
+            [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+        own: list[str] = []
+        self._special: dict[str, torch.nn.Module] = {}
+        self._extra: set[str] = set()
+        if type(module).load_state_dict is not _Module.load_state_dict:
+            own.append("")
+        for path, each in module.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            if not _loads_by_torch(each):
+                # With what its wrappers put into its name, and without.
+                own += [prefix, without(prefix, _WRAPPERS[2:])]
+            elif type(each)._load_from_state_dict is not _Module._load_from_state_dict or each._load_state_dict_pre_hooks:
+                self._special[prefix] = each
+            if type(each).set_extra_state is not _Module.set_extra_state:
+                self._extra.add(prefix + _EXTRA_STATE)
+        self._own = tuple(own)
+        #: Whether hooks may forgive names that are missing, or too many.
+        self.is_forgiving = bool(own) or any(each._load_state_dict_post_hooks for each in module.modules())
+
+    def loads_itself(self, name: str) -> bool:
+        """Whether code that is not torch's decides what becomes of this value."""
+        return name.startswith(self._own)
+
+    def is_extra(self, name: str) -> bool:
+        """Whether the value is given to a module's `set_extra_state` as it is."""
+        return name in self._extra
+
+    def special(self, name: str) -> tuple[str, torch.nn.Module] | None:
+        """The module of torch's that loads this value by code of its own, as observers do; with its prefix."""
+        prefix = name[: name.rfind(".") + 1]
+        module = self._special.get(prefix)
+        return None if module is None else (prefix, module)
+
+
+    def adopted(self, state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+        """A version's state by the model's names; its modules' versions, if it has them, by the model's paths."""
+        if all(then == now for then, now in names.items()):
+            return state
+        made: OrderedDict[str, Any] = OrderedDict((names[name], value) for name, value in state.items())
+        metadata = getattr(state, "_metadata", None)
+        if metadata is not None:
+            made.__dict__["_metadata"] = _versions_by_now(self, metadata, names)
+        return made
+
+
+def _loads_by_torch(module: torch.nn.Module) -> bool:
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return all(map(_is_of_torch, [type(module)._load_from_state_dict, *hooks]))
+
+
+def _is_of_torch(function: Callable[..., Any]) -> bool:
+    return (getattr(function, "__module__", None) or type(function).__module__).split(".")[0] == "torch"
+
+
+def without(name: str, wrappers: tuple[str, ...], *, leading: bool = False) -> str:
+    """A name without the segments that wrappers put into it, everywhere or at its beginning alone."""
+    segments = name.split(".")
+    if leading:
+        while len(segments) > 1 and segments[0] in wrappers:
+            segments.pop(0)
+        return ".".join(segments)
+    return ".".join(each for at, each in enumerate(segments) if each not in wrappers)
+
+
+def renamed(live: LiveModule, saved: Mapping[str, Any]) -> dict[str, str]:
+    """For each name of a version's state the model's name: another one only where a wrapper makes the difference.
+
+    A compiled model's names begin with `_orig_mod.`, those of a model in DataParallel with `module.`. All names must
+    be the same without these, or the version's names stay as they are.
+    """
+    names = live.state.keys()
+    if names != saved.keys():
+        for simplify in _SIMPLIFICATIONS:
+            now = {simplify(name): name for name in names}
+            then = {simplify(name): name for name in saved}
+            if len(now) == len(names) and len(then) == len(saved) and now.keys() == then.keys():
+                return {then[name]: now[name] for name in now}
+    return {name: name for name in saved}
+
+
+_SIMPLIFICATIONS: tuple[Callable[[str], str], ...] = (
+    lambda name: without(name, ("_orig_mod",)),
+    lambda name: without(name, _WRAPPERS, leading=True),
+    lambda name: without(without(name, _WRAPPERS, leading=True), ("_orig_mod", *_WRAPPERS[2:])),
+)
+
+
+def _versions_by_now(live: LiveModule, metadata: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The versions of a state's modules, by the paths that these have in the model."""
+    if all(then == now for then, now in names.items()):
+        return dict(metadata)
+    every = _SIMPLIFICATIONS[-1]
+    # Of a wrapper and the module in it the latter comes last.
+    simple = {every(f"{path}."): each for path, each in sorted(metadata.items(), key=lambda item: len(item[0]))}
+    paths = [path for path, _ in live.module.named_modules(remove_duplicate=False)]
+    return {path: simple[every(f"{path}.")] for path in paths if every(f"{path}.") in simple}
+
+
+def described_in(value: Any) -> Iterator[Described]:
+    """The tensors in the outline of a state."""
+    if isinstance(value, Described):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from described_in(each)
+
+
+def refuse_misfit(part: str, live: LiveModule, saved: Mapping[str, Any], *, cast: bool, in_inference: bool) -> None:
+    """Refuses a state that torch would not load as it is: what torch refuses, it refuses halfway.
+
+    :param saved: the version's state by the model's names, with `Described` in place of tensors.
+    :param cast: whether elements may become those of the model.
+    """
+    _refuse_places(part, live, saved, in_inference)
+    if not live.is_forgiving:
+        # Torch makes these counts where there are none.
+        missing = [name for name in live.state.keys() - saved.keys() if not name.endswith("num_batches_tracked")]
+        for names, where in ((missing, "the version"), (saved.keys() - live.state.keys(), "the model")):
+            if names:
+                raise InvalidError(f"{part}: {where} has no {', '.join(sorted(names))}", remedy=_AS_RUN_HAD_IT)
+    for name in sorted(live.state.keys() & saved.keys()):
+        now, then = live.state[name], saved[name]
+        if not isinstance(now, torch.Tensor) or live.is_extra(name):
+            continue
+        if not isinstance(then, Described):
+            if not live.loads_itself(name):
+                raise InvalidError(f"{part}/{name}: the version has a {type(then).__name__} there, and the model a "
+                                   "tensor", remedy=_AS_RUN_HAD_IT)
+            continue
+        if not (live.loads_itself(name) or live.special(name) or is_lazy(now)) and tuple(now.shape) != then.shape:
+            raise InvalidError(f"{part}/{name}: the version has the shape {list(then.shape)}, and the model "
+                               f"{list(now.shape)}", remedy=_AS_RUN_HAD_IT)
+        if now.dtype != then.dtype and not cast:
+            raise InvalidError(f"{part}/{name}: the version has elements of {then.dtype}, and the model of {now.dtype}",
+                               remedy=f"make the model as the run had it, with {then.dtype}; or convert the version's "
+                               "elements with restore(cast=True)")
+
+
+def _refuse_places(part: str, live: LiveModule, saved: Mapping[str, Any], in_inference: bool) -> None:
+    """Refuses tensors that have no memory to take a value."""
+    for name, tensor in live.objects.items():
+        if name not in saved or live.is_extra(name) or is_lazy(tensor):
+            continue
+        if tensor.is_meta:
+            raise InvalidError(f"{part}/{name}: it is on the meta device, where it has no elements",
+                               remedy="give the model memory first, as with model.to_empty(device=\"cpu\")")
+        if tensor.is_inference() and not in_inference:
+            raise InvalidError(f"{part}/{name}: it was made in torch.inference_mode, and cannot be changed outside of "
+                               "it", remedy="restore within torch.inference_mode")
+        if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided:
+            if tensor.nbytes and not tensor.untyped_storage().nbytes():
+                raise InvalidError(f"{part}/{name}: its storage of {tensor.nbytes} bytes was freed",
+                                   remedy="give it memory again before the restore")
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no shape yet."""
+    has_none: Callable[[Any], bool] = torch.nn.parameter.is_lazy
+    return has_none(tensor)
+
+
+class ModuleLoad:
+    """What a restore will do to one module, once it is known that it can.
+
+    :param state: the version's state by the model's names, with the module's own tensors where bytes are read into
+        them.
+    :param in_place: the names of those.
+    :raises InvalidError: if torch would refuse a value. Nothing changed.
+    """
+
+    def __init__(self, part: str, live: LiveModule, state: dict[str, Any], in_place: set[str],
+                 metadata: Mapping[str, Any] | None) -> None:
+        self._module = live.module
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Of the kind that torch's own are, which carries the modules' versions.
+        self._state: OrderedDict[str, Any] = OrderedDict()
+        for name, value in state.items():
+            own = live.objects.get(name)
+            if own is not None and not live.loads_itself(name) and not live.is_extra(name):
+                if name in in_place:
+                    # Torch finds that it is the same tensor, and copies nothing.
+                    value = own
+                elif (squeezed := _squeezed(own)) is not None and isinstance(value, torch.Tensor):
+                    self._copies.append(_fitting(f"{part}/{name}", own, squeezed, value))
+                    value = own
+            self._state[name] = value
+        if metadata is not None:
+            self._state.__dict__["_metadata"] = metadata
+        _rehearse(part, live, self._state)
+
+    def load(self) -> None:
+        """Puts the values in, after the bytes were read that go into the module's own tensors."""
+        with torch.no_grad():
+            for target, source in self._copies:
+                target.copy_(source)
+        self._module.load_state_dict(self._state)
+
+
+def _squeezed(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A view of an expanded tensor that has each place once; None if the tensor is not expanded."""
+    if is_lazy(tensor) or type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    expanded = [dim for dim, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+                if length > 1 and step == 0]
+    if not expanded or not tensor.numel():
+        return None
+    view = tensor.detach()
+    for dim in expanded:
+        view = view.narrow(dim, 0, 1)
+    return view
+
+
+def _fitting(name: str, own: torch.Tensor, squeezed: torch.Tensor,
+             value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is written into an expanded tensor so that it has a value, if it can have that."""
+    narrow = value
+    for dim, length in enumerate(squeezed.shape):
+        if length < own.shape[dim]:
+            narrow = narrow.narrow(dim, 0, 1)
+    if not torch.equal(narrow.expand(value.shape).contiguous().view(-1).view(torch.uint8),
+                       value.contiguous().view(-1).view(torch.uint8)):
+        raise InvalidError(f"{name}: it is expanded, so that several elements have one place, and the version has "
+                           "different values for them", remedy="replace it in the model by its clone()")
+    return squeezed, narrow
+
+
+def _rehearse(part: str, live: LiveModule, state: Mapping[str, Any]) -> None:
+    """Has copies of torch's modules that resize what they load try values of other shapes."""
+    tried: set[str] = set()
+    for name, value in state.items():
+        own = live.state.get(name)
+        if not (isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)) or own.shape == value.shape:
+            continue
+        found = None if live.loads_itself(name) or live.is_extra(name) or is_lazy(own) else live.special(name)
+        if found is None or found[0] in tried:
+            continue
+        prefix, module = found
+        tried.add(prefix)
+        of_module = {key: each for key, each in state.items() if key.startswith(prefix)}
+        errors: list[str] = []
+        metadata = dict((getattr(state, "_metadata", None) or {}).get(prefix[:-1], {}))
+        try:
+            copy.deepcopy(module)._load_from_state_dict(of_module, prefix, metadata, True, [], [], errors)
+        except Exception as error:
+            raise InvalidError(f"{part}/{name}: a copy of its module cannot load the version's shape "
+                               f"{list(value.shape)}: {error}", remedy=_AS_RUN_HAD_IT) from error
+        if errors:
+            raise InvalidError(f"{part}/{name}: {errors[0]}", remedy=_AS_RUN_HAD_IT)

@@ -1,0 +1,171 @@
+"""A restore's changes to the parts of a run, in an order in which most failures leave everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+
+from remanent._errors import Error, RestoreFailedError
+from remanent._module_state import LiveModule, ModuleLoad
+from remanent._optimizer_state import OptimizerLoad
+from remanent._rng import RngLoad
+
+
+class _Change(NamedTuple):
+    """What is done to one part, and what puts back what it had: None where nothing can."""
+
+    part: str
+    do: Callable[[], object]
+    undo: Callable[[], object] | None = None
+
+
+class PutBack:
+    """All that a restore changes, once it is known that each part takes what it gets, as far as that can be known.
+
+    1. Parts with a `load_state_dict` of their own, and dicts. What fails here fails before any tensor of a model has
+       changed.
+    2. Bytes, from the files into the run's own tensors.
+    3. Modules and optimizers, whose hooks find the new values in these tensors.
+    4. Random states, which the steps before may have used.
+
+    If a step fails, those before it are undone as far as that is possible without a copy of the tensors.
+
+    :param states: the version's state of each part, and of `rng`.
+    :param modules: the modules as they are, and the names of their tensors that bytes go into.
+    :param in_place: the parts that have such tensors.
+    :raises InvalidError: a part does not take its state. Nothing changed.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], states: Mapping[str, Any],
+                 modules: Mapping[str, tuple[LiveModule, set[str]]], in_place: set[str], *, cast: bool) -> None:
+        self._in_place = in_place
+        self._first: list[_Change] = []
+        self._then: list[_Change] = []
+        for name, part in parts.items():
+            state = states[name]
+            if isinstance(part, MutableMapping):
+                self._first.append(_of_mapping(name, part, state))
+            elif name in modules and isinstance(state, Mapping):
+                live, names = modules[name]
+                load = ModuleLoad(name, live, dict(state), names, getattr(state, "_metadata", None))
+                self._then.append(_Change(name, load.load))
+            elif isinstance(part, torch.optim.Optimizer) and isinstance(state, dict):
+                of_optimizer = OptimizerLoad(name, part, state, cast=cast)
+                self._then.append(_Change(name, of_optimizer.load, of_optimizer.undo))
+            elif isinstance(part, torch.nn.Module):
+                # Its own load may look at the tensors.
+                self._then.append(_of_object(name, part, state))
+            else:
+                self._first.append(_of_object(name, part, state))
+        self._rng = RngLoad(states["rng"]) if "rng" in states else None
+
+    def run(self, load: Callable[[], None]) -> None:
+        """Makes the changes.
+
+        :param load: reads the bytes that go into the run's own tensors.
+        :raises RestoreFailedError: a part could not load its state. What the bytes raise, with a note that names what
+            changed.
+        """
+        begun: list[_Change] = []
+        is_loading = False
+        try:
+            for change in self._first:
+                begun.append(change)
+                change.do()
+            is_loading = True
+            load()
+            for change in self._then:
+                begun.append(change)
+                change.do()
+            if self._rng is not None:
+                begun.append(_Change("rng", self._rng.load, self._rng.undo))
+                self._rng.load()
+        except BaseException as error:
+            self._fail(error, begun, is_loading)
+
+    def _fail(self, error: BaseException, begun: list[_Change], is_loading: bool) -> None:
+        changed = set(self._in_place) if is_loading else set()
+        for change in reversed(begun):
+            try:
+                if change.undo is None:
+                    changed.add(change.part)
+                else:
+                    change.undo()
+            except Exception as failure:
+                changed.add(change.part)
+                error.add_note(f"{change.part}: putting back what it had failed, too: {failure}")
+        # An optimizer's values may have been copied into its tensors.
+        changed |= {change.part for change in begun if change in self._then and change.undo is not None}
+        names = ", ".join(sorted(changed))
+        said = f"changed, in whole or in part: {names}" if changed else "nothing changed"
+        if isinstance(error, Error) or not isinstance(error, Exception):
+            error.add_note(f"{said}; restore a version again before the run goes on" if changed else said)
+            raise error
+        part = begun[-1].part if begun else "restore"
+        raise RestoreFailedError(f"{part}: loading its state failed with {type(error).__name__}: {error}; {said}",
+                                 remedy="restore again once the part takes the state" if changed else
+                                 "make the part as the run had it", part=part, changed=tuple(sorted(changed))
+                                 ) from error
+
+
+def _of_mapping(name: str, part: MutableMapping[Any, Any], state: Mapping[Any, Any]) -> _Change:
+    before = dict(part)
+
+    def fill(values: Mapping[Any, Any]) -> None:
+        part.clear()
+        part.update(values)
+
+    return _Change(name, lambda: fill(state), lambda: fill(before))
+
+
+def _of_object(name: str, part: Any, state: Any) -> _Change:
+    return _Change(name, lambda: part.load_state_dict(state), _undo_of(part))
+
+
+def _undo_of(part: Any) -> Callable[[], object] | None:
+    """What puts back the state of one of torch's own small objects: schedulers, scalers of gradients. Others' states
+    may be large, and asking for them may have effects."""
+    if isinstance(part, torch.nn.Module) or type(part).__module__.split(".")[0] != "torch":
+        return None
+    with contextlib.suppress(Exception):
+        before = copy.deepcopy(part.state_dict())
+        return lambda: part.load_state_dict(before)
+    return None
+
+
+# Under this name a version keeps what belongs to states and is no value in them.
+ABOUT = "remanent"
+_MODULE_VERSIONS = "module versions"
+
+
+def about(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the states of a run's modules carry beside their values: the modules' versions, by which they tell how old
+    a state is."""
+    return {_MODULE_VERSIONS: [[path, dict(held._metadata)] for path, held in _with_metadata([], state)]}
+
+
+def add_about(state: dict[str, Any]) -> None:
+    """Gives states that were read what `about` kept, and removes that from among them."""
+    for path, metadata in (state.pop(ABOUT, None) or {}).get(_MODULE_VERSIONS, ()):
+        found: Any = state
+        for key in path:
+            found = found[key]
+        with contextlib.suppress(AttributeError):
+            found._metadata = metadata
+
+
+def _with_metadata(path: list[Any], value: Any) -> Iterator[tuple[list[Any], Any]]:
+    if isinstance(value, dict):
+        if isinstance(getattr(value, "_metadata", None), Mapping):
+            yield path, value
+        for key, each in value.items():
+            if isinstance(each, (dict, list, tuple)):
+                yield from _with_metadata([*path, key], each)
+    elif isinstance(value, (list, tuple)):
+        for at, each in enumerate(value):
+            if isinstance(each, (dict, list, tuple)):
+                yield from _with_metadata([*path, at], each)
