@@ -267,9 +267,10 @@ def _rehearse(part: str, live: LiveModule, state: Mapping[str, Any]) -> None:
     tried: set[str] = set()
     for name, value in state.items():
         own = live.state.get(name)
-        if not (isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)) or own.shape == value.shape:
+        if not (isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)) or is_lazy(own):
             continue
-        found = None if live.loads_itself(name) or live.is_extra(name) or is_lazy(own) else live.special(name)
+        is_of_torch = own.shape != value.shape and not live.loads_itself(name) and not live.is_extra(name)
+        found = live.special(name) if is_of_torch else None
         if found is None or found[0] in tried:
             continue
         prefix, module = found

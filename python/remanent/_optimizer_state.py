@@ -223,13 +223,24 @@ class OptimizerLoad:
         for number, parameter in zip(ids, own, strict=False):
             values = self._given["state"].get(number)
             held = self._optimizer.state.get(parameter)
-            if not (isinstance(values, dict) and isinstance(held, dict)):
-                continue
-            for name, saved in values.items():
-                now = held.get(name)
-                if (isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor) and saved.dtype != now.dtype
-                        and saved.shape == now.shape and torch.equal(saved.to(now.device, now.dtype), now)):
-                    held[name] = saved.to(now.device)
+            if isinstance(values, dict) and isinstance(held, dict):
+                _uncast(values, held)
+
+
+def _uncast(saved: Any, now: Any) -> Any:
+    """A value with tensors as they were saved, where it has them as torch casts them."""
+    if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
+        is_cast = saved.dtype != now.dtype and saved.shape == now.shape and torch.equal(
+            saved.to(now.device, now.dtype), now)
+        return saved.to(now.device) if is_cast else now
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for key in saved.keys() & now.keys():
+            now[key] = _uncast(saved[key], now[key])
+    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        now[:] = map(_uncast, saved, now)
+    elif type(saved) is tuple and type(now) is tuple and len(saved) == len(now):
+        return tuple(map(_uncast, saved, now))
+    return now
 
 
 _Key = tuple[Any, Any]

@@ -1,0 +1,130 @@
+"""Every kind of optimizer and module that torch has, found in torch itself, so that a new release adds rows."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# Options of which each that an optimizer has makes a row. Capturable ones are for GPUs.
+_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("amsgrad", True), ("foreach", True), ("fused", True), ("maximize", True), ("differentiable", False),
+    ("momentum", 0.9), ("centered", True), ("nesterov", True), ("decoupled_weight_decay", True),
+)
+_TOGETHER: dict[str, dict[str, Any]] = {"nesterov": {"momentum": 0.9}}
+
+
+def optimizer_makers() -> dict[str, Callable[[list[Any]], torch.optim.Optimizer]]:
+    """What makes each optimizer of `torch.optim` with its defaults, and with each option that it has."""
+    found: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {}
+    for name, kind in sorted(vars(torch.optim).items()):
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
+            continue
+        accepted = inspect.signature(kind).parameters
+        for option, value in (("", None), *_OPTIONS, ("lr", torch.tensor(0.01))):
+            if option and option not in accepted:
+                continue
+            given = {"lr": 0.01, **_TOGETHER.get(option, {}), **({option: value} if option else {})}
+            row = f"{name} {option}={value}" if option else name
+            try:
+                kind([torch.nn.Parameter(torch.ones(2, 2))], **given)
+            except (ValueError, RuntimeError):
+                # It says that it has no such form: fused on the host, a tensor as learning rate with foreach.
+                continue
+            found[row] = lambda parameters, kind=kind, given=given: kind(parameters, **given)
+    return found
+
+
+def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """A step with gradients that depend on the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.grad = gradient.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else gradient
+    # LBFGS evaluates again what it minimizes.
+    optimizer.step(lambda: torch.tensor(float(seed)))
+
+
+# Arguments of modules that none of `_ARGUMENTS` makes.
+_SPECIAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "AdaptiveLogSoftmaxWithLoss": ((4, 10, [4]), {}), "Bilinear": ((2, 3, 4), {}), "GroupNorm": ((2, 4), {}),
+    "MultiheadAttention": ((4, 2), {}), "Transformer": ((4, 2, 1, 1, 8), {}), "LayerNorm": ((4,), {}),
+    "TransformerDecoderLayer": ((4, 2, 8), {}), "TransformerEncoderLayer": ((4, 2, 8), {}),
+    "Unflatten": ((1, (2, 2)), {}), "Fold": ((4, 2), {}), "ParameterList": (([torch.nn.Parameter(torch.ones(2))],), {}),
+    "ParameterDict": (({"w": torch.nn.Parameter(torch.ones(2))},), {}),
+    "ModuleList": (([torch.nn.Linear(2, 2)],), {}), "ModuleDict": (({"inner": torch.nn.Linear(2, 2)},), {}),
+    "Sequential": ((torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), {}),
+    "TransformerEncoder": ((torch.nn.TransformerEncoderLayer(4, 2, 8), 1), {"enable_nested_tensor": False}),
+    "TransformerDecoder": ((torch.nn.TransformerDecoderLayer(4, 2, 8), 1), {}),
+    "DataParallel": ((torch.nn.Linear(2, 2),), {}), "NLLLoss": ((torch.ones(3),), {}),
+    "CrossEntropyLoss": ((torch.ones(3),), {}), "BCEWithLogitsLoss": ((), {"pos_weight": torch.ones(3)}),
+    "Threshold": ((1.0, 2.0), {}),
+    "RNNBase": (("LSTM", 2, 3), {}),
+}
+_ARGUMENTS: tuple[tuple[Any, ...], ...] = ((), (4,), (4, 4), (4, 4, 2), (4, 4, 2, 2))
+# Bases that are no module by themselves, and wrappers that need other processes.
+_NONE = {"Module", "Container", "DistributedDataParallel", "Buffer", "Parameter", "UninitializedBuffer",
+         "UninitializedParameter"}
+
+
+def module_makers() -> dict[str, Callable[[], torch.nn.Module]]:
+    """What makes a module of each kind in `torch.nn`, and those that hooks and parametrizations make of one."""
+    found: dict[str, Callable[[], torch.nn.Module]] = {}
+    for name, kind in sorted(vars(torch.nn).items()):
+        if isinstance(kind, type) and issubclass(kind, torch.nn.Module) and name not in _NONE:
+            found[name] = lambda kind=kind, name=name: _made(name, kind)
+    utils = torch.nn.utils
+    linear = torch.nn.Linear
+    found |= {
+        "weight_norm": lambda: _quietly(utils.weight_norm, linear(3, 4)),
+        "spectral_norm": lambda: _quietly(utils.spectral_norm, linear(3, 4)),
+        "parametrized weight_norm": lambda: utils.parametrizations.weight_norm(linear(3, 4)),
+        "parametrized spectral_norm": lambda: utils.parametrizations.spectral_norm(linear(3, 4)),
+        "parametrized orthogonal": lambda: utils.parametrizations.orthogonal(linear(4, 4)),
+        "pruned": lambda: _pruned(linear(3, 4)),
+        "averaged": lambda: torch.optim.swa_utils.AveragedModel(linear(3, 4), use_buffers=True),
+        "compiled": lambda: torch.compile(linear(3, 4)),
+    }
+    return found
+
+
+def _pruned(module: torch.nn.Module) -> torch.nn.Module:
+    from torch.nn.utils import prune
+
+    return prune.l1_unstructured(module, "weight", 3)  # type: ignore[no-any-return]
+
+
+def _quietly(make: Callable[..., Any], *given: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(*given)
+
+
+def _made(name: str, kind: type[torch.nn.Module]) -> torch.nn.Module:
+    import copy
+
+    if name in _SPECIAL:
+        positional, named = copy.deepcopy(_SPECIAL[name])
+        return kind(*positional, **named)
+    for positional in _ARGUMENTS:
+        try:
+            return kind(*positional)
+        except (TypeError, ValueError, IndexError, AssertionError):
+            continue
+    raise AssertionError(f"no arguments make a {name}: name some in _SPECIAL")
+
+
+def observer_makers() -> Iterator[tuple[str, Callable[[], torch.nn.Module]]]:
+    """What makes each observer and fake quantizer of `torch.ao.quantization` that keeps what it has seen."""
+    from torch.ao import quantization
+
+    for where in (quantization.observer, quantization.fake_quantize):
+        for name, kind in sorted(vars(where).items()):
+            if isinstance(kind, type) and issubclass(kind, torch.nn.Module) and kind.__module__ == where.__name__:
+                # Those of fixed parameters have seen nothing.
+                if not inspect.isabstract(kind) and not name.startswith("FixedQParams"):
+                    yield name, kind
