@@ -34,6 +34,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -86,6 +87,11 @@ class _Task:
     data: memoryview
     kind: str | None
 
+    def release(self) -> None:
+        """Gives the buffer back to its owner. An exception's frames may keep this task longer than its job."""
+        with contextlib.suppress(BufferError):
+            self.data.release()
+
     def is_of(self, block: Block | None) -> bool:
         return block is not None and (block.nbytes, block.kind) == (self.data.nbytes, self.kind)
 
@@ -97,6 +103,11 @@ class _StoreJob:
         self.work = work
         self.nbytes = sum(task.data.nbytes for task in work)
         self.future: Future[int] = Future()
+
+    def release(self) -> None:
+        """Gives the blocks' buffers back to their owners."""
+        for task in self.work:
+            task.release()
 
 
 class BlockCache:
@@ -188,7 +199,8 @@ class BlockCache:
     def store(self, keys: Iterable[bytes], blocks: Iterable[Any], kinds: Iterable[str] | None = None) -> Future[int]:
         """Stores blocks. The future holds the bytes of those that were new; the call itself waits for no disk.
 
-        A block is whatever has the buffer protocol; it must stay as it is until the future is done. A block that is
+        A block is any object with the buffer protocol. The cache holds it until the future is done or cancelled, and it
+        must not change before. A buffer that does not own its memory needs its owner held by the caller. A block that is
         there is not written again: equal keys mean equal bytes. Only one of another length or kind is replaced, unless
         it is locked; `kinds` are a word for each block that says how its bytes are meant (type and shape, for example).
         Keys that come first are taken for the beginning of what follows, and stay longer than those after them.
@@ -210,6 +222,7 @@ class BlockCache:
                     self._waiting.remove(job)
             if is_waiting:
                 self._arrived(job)
+                job.release()
                 raise
             # Closed meanwhile, and the thread that writes has it already.
         return job.future
@@ -217,6 +230,8 @@ class BlockCache:
     def load(self, keys: Iterable[bytes], outs: Iterable[Any],
              kinds: Iterable[str] | None = None) -> Future[list[bool]]:
         """Reads blocks into writable buffers of their lengths. The future holds, for each, whether its buffer has it.
+
+        The cache holds the buffers until the future is done; for the memory behind them see `store`.
 
         What the buffer has is proven by the block's checksum. If it says False, the block is not there, is of another
         length or kind than its buffer, could not be read, or was found damaged and is given up; the buffer may hold
@@ -366,6 +381,7 @@ class BlockCache:
         for job in jobs:
             if job not in begun:
                 self._arrived(job)
+                job.release()
         if begun:
             self._store_jobs(begun, {})
 
@@ -387,6 +403,8 @@ class BlockCache:
                 if len(jobs) == 1 and (len(jobs[0].work) > _BATCH_BLOCKS or jobs[0].nbytes > _BATCH_BYTES):
                     # Of several batches the first one is not the last to go by itself.
                     self._index.touch(task.key for task in jobs[0].work)
+        if failure is not None:
+            _clear_frames(failure)
         if len(jobs) > 1 and (failure is not None or refused):
             # One call's mistake is not the others'.
             for job in jobs:
@@ -398,6 +416,8 @@ class BlockCache:
                                       path=self._store.path)
         for job in jobs:
             self._arrived(job)
+            # Before the future is done: its caller may free the memory then.
+            job.release()
             if failure is None:
                 job.future.set_result(sum(stored.pop(task.key, 0) for task in job.work))
             else:
@@ -513,6 +533,13 @@ class BlockCache:
     # On the threads that read.
 
     def _load_all(self, work: list[_Task]) -> list[bool]:
+        try:
+            return self._load_held(work)
+        finally:
+            for task in work:
+                task.release()
+
+    def _load_held(self, work: list[_Task]) -> list[bool]:
         with self._lock:
             blocks = [block if task.is_of(block := self._index.get(task.key)) else None for task in work]
             held = [block for block in blocks if block is not None]
@@ -574,6 +601,13 @@ def _tasks(keys: Iterable[bytes], blocks: Iterable[Any], kinds: Iterable[str] | 
 def _as_bytes(block: Any) -> memoryview:
     view = memoryview(block)
     return view if view.ndim == 1 and view.itemsize == 1 else view.cast("B")
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drops what the frames that an exception passed hold: batches, and with them callers' buffers."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _in_batches(work: list[_Task]) -> Iterator[list[_Task]]:

@@ -2,8 +2,8 @@
 
 LMCache keeps blocks of KV caches in host memory, and asks L2 adapters for what is not there. This is one, made of
 `remanent.kv.BlockCache`: a block that was reported as stored is there after the process was killed, is proven by its
-checksum before it is handed out, and one of another type or shape is never handed out. It needs LMCache 0.5 and is
-named to its server:
+checksum before it is handed out, and one of another type or shape is never handed out. It needs LMCache 0.5.0 or later,
+and its server loads it by this option:
 
     lmcache server --l2-adapter '{
         "type": "plugin", "module_path": "remanent.lmcache", "class_name": "RemanentL2Adapter",
@@ -23,19 +23,26 @@ import threading
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
-from lmcache.lmcache_native import Bitmap
-from lmcache.v1.distributed.api import KeyEntry, KeyListPage, ObjectKey
-from lmcache.v1.distributed.internal_api import L2StoreResult
-from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
-from lmcache.v1.platform import create_event_notifier
-
+from remanent import _hosts
 from remanent._errors import InvalidError
 from remanent.kv import BlockCache
+
+with _hosts.importing(_hosts.LMCACHE):
+    from lmcache.v1.distributed.api import KeyEntry, KeyListPage, ObjectKey
+    from lmcache.v1.distributed.internal_api import L2StoreResult
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+    from lmcache.v1.platform import create_event_notifier
+
+    try:
+        from lmcache.lmcache_native import Bitmap
+    except ImportError:
+        # Where releases before 0.5.4 have it.
+        from lmcache.native_storage_ops import Bitmap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from lmcache.v1.distributed.api import MemoryLayoutDesc
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, MemoryTags
     from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
     from lmcache.v1.memory_management import MemoryObj
 
@@ -157,6 +164,17 @@ class RemanentL2Adapter(L2AdapterInterface):
         with self._lock:
             return self._loaded.pop(task_id, None)
 
+    def submit_touch(self, keys: list[ObjectKey]) -> None:
+        """Notes a use of blocks, without reading them. LMCache 0.5.7 and later call this."""
+        self._cache.touch(map(_encode, keys))
+        self._notify_keys_accessed(keys)
+
+    def get_memory_tags(self) -> MemoryTags:
+        """The kind of memory that holds the bytes: storage of this host. LMCache 0.5.7 and later call this."""
+        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
+
+        return MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL)
+
     def delete(self, keys: list[ObjectKey]) -> None:
         """Deletes blocks; those that are locked stay. LMCache calls this from a thread that an exception would end."""
         try:
@@ -200,13 +218,24 @@ class RemanentL2Adapter(L2AdapterInterface):
 
     def _begin(self, begin: Callable[..., Future[Any]], keys: list[ObjectKey], objects: list[MemoryObj],
                finish: Callable[[Future[Any]], None]) -> None:
-        """Begins to store or load; `finish` is told what became of it, also of what cannot begin."""
+        """Begins to store or load, and calls `finish` with the future, failed if the task cannot begin.
+
+        The task holds its objects until then: `byte_array` is an address alone, and LMCache frees the memory behind it
+        with the last reference to its object.
+        """
+        held = list(objects)
+
+        def done(future: Future[Any]) -> None:
+            held.clear()
+            finish(future)
+
         try:
-            future = begin(map(_encode, keys), (each.byte_array for each in objects), map(_kind, objects))
+            future = begin(map(_encode, keys), (each.byte_array for each in held), map(_kind, held))
         except Exception as error:
             future = Future()
-            future.set_exception(error)
-        future.add_done_callback(finish)
+            # Without the frames that it passed, which hold buffers.
+            future.set_exception(error.with_traceback(None))
+        future.add_done_callback(done)
 
     def _ring(self, event: Any) -> None:
         with self._lock:

@@ -44,11 +44,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
-
-from remanent import _durable
+from remanent import _durable, _hosts
 from remanent._errors import DamagedError, DiskFullError, Error, InvalidError, LockedError
 from remanent._native import Store, View
+
+with _hosts.importing(_hosts.TORCH_CHECKPOINTING):
+    from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
 __all__ = ["RemanentStorage", "RemanentStorageConfig"]
 

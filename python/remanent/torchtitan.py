@@ -14,7 +14,7 @@ It takes the place of torchtitan's own in a configuration, with all of its optio
 Checkpoints are those of `remanent.dcp`: what did not change from one to the next is written once, and `.metadata` is
 there once all ranks are durable. Of "async" and "async_with_pinned_mem" `remanent.dcp.Stager` makes the copies, and a
 thread writes them, in no other process. Files for Hugging Face are torchtitan's own. Checkpoints that torchtitan's own
-manager saved are loaded, so a run may change to this one and go on. It needs torchtitan 0.3.
+manager saved are loaded, so a run may change to this one and go on. It needs torchtitan 0.3.0 or later.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torchtitan.components.checkpoint import MODEL, AsyncMode
-from torchtitan.components.checkpoint import CheckpointManager as DcpCheckpointManager
-from torchtitan.tools.utils import GarbageCollection
 
+from remanent import _hosts
 from remanent.dcp import Stager, StorageReader, StorageWriter, is_of_dcp
+
+with _hosts.importing(_hosts.TORCHTITAN):
+    from torchtitan.components.checkpointer.base import MODEL
+    from torchtitan.components.checkpointer.dcp import AsyncMode
+    from torchtitan.components.checkpointer.dcp import CheckpointManager as DcpCheckpointManager
+    from torchtitan.tools.utils import GarbageCollection
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse

@@ -3,7 +3,7 @@
 vLLM offloads blocks of its cache from the GPU to host memory, and from there to further tiers. This is such a tier,
 made of `remanent.kv.BlockCache`: a block that was reported as stored is there after the process was killed, is proven
 by its checksum before vLLM reads it, and is never taken for one of another model. Looking a block up never waits. It
-needs vLLM 0.33 and is named in its configuration:
+needs vLLM 0.33.0 or later, which loads it by its configuration:
 
     vllm serve MODEL --kv-transfer-config '{
         "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
@@ -29,22 +29,24 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_offload.base import (
-    Locality,
-    LookupResult,
-    Medium,
-    OffloadingEvent,
-    OffloadKey,
-    ReqContext,
-    RequestOffloadingContext,
-)
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
-
+from remanent import _hosts
 from remanent._errors import InvalidError
 from remanent.kv import BlockCache
+
+with _hosts.importing(_hosts.VLLM):
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_offload.base import (
+        Locality,
+        LookupResult,
+        Medium,
+        OffloadingEvent,
+        OffloadKey,
+        ReqContext,
+        RequestOffloadingContext,
+    )
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec

@@ -34,21 +34,23 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    VLLMWeightSyncClient,
-    WeightSource,
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-    layerwise_groups,
-)
 
-from remanent import _pages, _tensors
+from remanent import _hosts, _pages, _tensors
 from remanent._errors import NoStateError, RefusedError
 from remanent._native import ArrayLayout, View
 from remanent.weights import Publisher
+
+with _hosts.importing(_hosts.VLLM):
+    from vllm.distributed.weight_transfer.base import (
+        TrainerInitInfo,
+        TrainerWeightTransferEngine,
+        VLLMWeightSyncClient,
+        WeightSource,
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+        layerwise_groups,
+    )
 
 __all__ = ["RemanentInitInfo", "RemanentTrainerEngine", "RemanentTrainerInitInfo", "RemanentUpdateInfo",
            "RemanentWeightEngine"]

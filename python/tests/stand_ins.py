@@ -5,6 +5,7 @@ The tests of an adapter run against its host if it can be imported, and say whic
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -195,7 +196,7 @@ def vllm_weights() -> str:
 
 
 def lmcache() -> str:
-    """LMCache 0.5, or what stands in for it."""
+    """LMCache 0.5.7, or what stands in for it."""
     if _is_installed("lmcache.v1.distributed.l2_adapters.base"):
         return "LMCache"
 
@@ -240,7 +241,24 @@ def lmcache() -> str:
         def bytes_transferred(self) -> int:
             return max(self, 0)
 
-    class L2AdapterInterface:
+    class MemorySegment(enum.Enum):
+        STORAGE = "storage"
+
+    class MemoryResidency(enum.Enum):
+        LOCAL = "local"
+
+    @dataclasses.dataclass(frozen=True)
+    class MemoryTags:
+        segment: MemorySegment
+        residency: MemoryResidency
+
+    class L2AdapterInterface(abc.ABC):
+        @abc.abstractmethod
+        def get_memory_tags(self) -> MemoryTags: ...
+
+        @abc.abstractmethod
+        def close(self) -> None: ...
+
         def __init__(self, max_capacity_bytes: int = 0) -> None:
             self.listeners: list[Any] = []
             self.nbytes = 0
@@ -280,7 +298,8 @@ def lmcache() -> str:
 
     _module("lmcache.lmcache_native", Bitmap=Bitmap)
     _module("lmcache.v1.platform", create_event_notifier=Notifier)
-    _module("lmcache.v1.distributed.api", KeyEntry=KeyEntry, KeyListPage=KeyListPage, ObjectKey=ObjectKey)
+    _module("lmcache.v1.distributed.api", KeyEntry=KeyEntry, KeyListPage=KeyListPage, ObjectKey=ObjectKey,
+            MemoryResidency=MemoryResidency, MemorySegment=MemorySegment, MemoryTags=MemoryTags)
     _module("lmcache.v1.distributed.internal_api", L2StoreResult=L2StoreResult, L2AdapterListener=object)
     _module("lmcache.v1.distributed.l2_adapters.base", L2AdapterInterface=L2AdapterInterface)
     return "a stand-in"
@@ -288,7 +307,7 @@ def lmcache() -> str:
 
 def torchtitan() -> str:
     """torchtitan 0.3, or what stands in for it: a manager of checkpoints as it is configured, built and called."""
-    if _is_installed("torchtitan.components.checkpoint"):
+    if _is_installed("torchtitan.components.checkpointer.dcp"):
         return "torchtitan"
 
     import torch.distributed as dist
@@ -406,6 +425,7 @@ def torchtitan() -> str:
                 self.stager.close()
 
     CheckpointManager.Config._owner = CheckpointManager
-    _module("torchtitan.components.checkpoint", CheckpointManager=CheckpointManager, AsyncMode=AsyncMode, MODEL="model")
+    _module("torchtitan.components.checkpointer.base", MODEL="model")
+    _module("torchtitan.components.checkpointer.dcp", CheckpointManager=CheckpointManager, AsyncMode=AsyncMode)
     _module("torchtitan.tools.utils", GarbageCollection=GarbageCollection)
     return "a stand-in"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import re
 import select
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import stand_ins
+from children import run_script
 
 import remanent
 
@@ -252,3 +255,123 @@ def test_the_configuration_that_is_shown_makes_an_adapter(directory: str) -> Non
         made = create_l2_adapter_from_registry(PluginL2AdapterConfig.from_dict(config), None)
     assert type(made) is RemanentL2Adapter
     made.close()
+
+
+class Lent(Memory):
+    """Memory as LMCache lends it: `byte_array` is an address alone, and with the object the memory is another's."""
+
+    def __init__(self, number: int, freed: list[bytes]) -> None:
+        super().__init__(number)
+        self._freed = freed
+        # Kept by the list of the test, as an allocator keeps its pool.
+        self._pool = (ctypes.c_ubyte * LENGTH).from_buffer(self.bytes)
+
+    @property
+    def byte_array(self) -> memoryview:
+        return memoryview((ctypes.c_ubyte * LENGTH).from_address(ctypes.addressof(self._pool))).cast("B")
+
+    def __del__(self) -> None:
+        self._freed.append(bytes(self.bytes))
+        ctypes.memset(self._pool, 0xEE, LENGTH)
+        _pools.append(self._pool)
+
+
+# Pools of objects that are gone: an access after that finds other bytes, and no memory that is not there.
+_pools: list[Any] = []
+
+
+def hold(adapter: RemanentL2Adapter) -> threading.Event:
+    """Has the threads of the cache wait for the event before what is begun next."""
+    may_go_on = threading.Event()
+    cache = adapter.cache
+    cache._writer.submit(may_go_on.wait, 60)
+    for _ in range(cache._readers._max_workers):
+        cache._readers.submit(may_go_on.wait, 60)
+    return may_go_on
+
+
+def test_a_store_task_holds_its_objects_until_it_ends(adapter: RemanentL2Adapter) -> None:
+    freed: list[bytes] = []
+    may_go_on = hold(adapter)
+    objects = [Lent(number, freed) for number in range(3)]
+    task = adapter.submit_store_task([key(number) for number in range(3)], objects)  # type: ignore[arg-type]
+    objects.clear()
+    assert freed == []
+    may_go_on.set()
+    wait(adapter.get_store_event_fd())
+    assert adapter.pop_completed_store_tasks()[task].is_successful()
+    assert sorted(freed) == [bytes(Memory(number).bytes) for number in range(3)], "freed once the task ended"
+    outs = [Memory(9) for _ in range(3)]
+    assert load(adapter, [key(number) for number in range(3)], outs) == [True] * 3
+    assert [out.bytes for out in outs] == [Memory(number).bytes for number in range(3)]
+
+
+def test_a_load_task_holds_its_objects_until_it_ends(adapter: RemanentL2Adapter) -> None:
+    store(adapter, [key(1), key(2)], [Memory(1), Memory(2)])
+    freed: list[bytes] = []
+    may_go_on = hold(adapter)
+    task = adapter.submit_load_task([key(1), key(3), key(2)],
+                                    [Lent(0, freed) for _ in range(3)])  # type: ignore[list-item]
+    assert freed == []
+    may_go_on.set()
+    wait(adapter.get_load_event_fd())
+    loaded = adapter.query_load_result(task)
+    assert loaded is not None and bits(loaded, 3) == [True, False, True]
+    assert sorted(freed) == [bytes(Memory(number).bytes) for number in range(3)]
+
+
+@pytest.mark.parametrize("end", ["failed", "closed"])
+def test_a_task_frees_its_objects_however_it_ends(directory: str, end: str) -> None:
+    adapter = make(directory)
+    store(adapter, [key(0)], [Memory(0)])
+    freed: list[bytes] = []
+    may_go_on = hold(adapter)
+    cache_store = adapter.cache._store
+    adapter.submit_store_task([key(1)], [Lent(1, freed)])  # type: ignore[list-item]
+    adapter.submit_load_task([key(0)], [Lent(7, freed)])  # type: ignore[list-item]
+    if end == "failed":
+        adapter.cache._store = None  # type: ignore[assignment]
+        may_go_on.set()
+        adapter.cache.drain()
+        adapter.cache._store = cache_store
+    else:
+        may_go_on.set()
+    adapter.close()
+    assert len(freed) == 2
+
+
+def test_an_interpreter_ends_with_tasks_that_are_not_waited_for(directory: str) -> None:
+    done = run_script("""
+        import sys
+        sys.path.insert(0, sys.argv[2])
+        import test_lmcache as t
+        adapter, freed = t.make(sys.argv[1]), []
+        for number in range(20):
+            adapter.submit_store_task([t.key(number)], [t.Lent(number, freed)])
+    """, directory, os.path.dirname(__file__))
+    assert done.returncode == 0, done.stderr
+    adapter = make(directory)
+    outs = [Memory(99) for _ in range(20)]
+    assert load(adapter, [key(number) for number in range(20)], outs) == [True] * 20
+    assert [out.bytes for out in outs] == [Memory(number).bytes for number in range(20)]
+    adapter.close()
+
+
+def test_touched_blocks_stay_longest(directory: str) -> None:
+    adapter, listener = make(directory, capacity=3 * LENGTH), Listener()
+    adapter.register_listener(listener)
+    for number in range(3):
+        store(adapter, [key(number)], [Memory(number)])
+    adapter.submit_touch([key(0)])
+    assert listener.accessed == [key(0)]
+    store(adapter, [key(3)], [Memory(3)])
+    assert lookup(adapter, [key(0), key(1)]) == [True, False]
+    adapter.close()
+
+
+def test_the_memory_tags_say_storage_of_this_host(adapter: RemanentL2Adapter) -> None:
+    try:
+        from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags
+    except ImportError:
+        pytest.skip("this release of LMCache has no memory tags")
+    assert adapter.get_memory_tags() == MemoryTags(MemorySegment.STORAGE, MemoryResidency.LOCAL)

@@ -29,7 +29,7 @@ RUN = f"""
     from remanent.torchtitan import CheckpointManager
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.fsdp import fully_shard
-    from torchtitan.components.checkpoint import CheckpointManager as Theirs
+    from torchtitan.components.checkpointer.dcp import CheckpointManager as Theirs
 
     # What was removed is given up by the next save, however soon that comes.
     remanent.dcp._VISIBLE_AFTER = -1.0

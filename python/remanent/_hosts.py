@@ -1,0 +1,68 @@
+"""The hosts of the adapters, and which of their releases each adapter supports."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+__all__ = ["HOSTS", "LMCACHE", "ORBAX", "TORCHTITAN", "TORCH_CHECKPOINTING", "VLLM", "Host", "importing"]
+
+
+class Host(NamedTuple):
+    """A host: its name, its package on PyPI, and the oldest and the newest release that its adapters were run with."""
+
+    name: str
+    package: str
+    oldest: str
+    newest: str
+
+    @property
+    def supported(self) -> str:
+        """The releases, as the documentation names them."""
+        return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+
+LMCACHE = Host("LMCache", "lmcache", "0.5.0", "0.5.7rc2")
+VLLM = Host("vLLM", "vllm", "0.33.0", "0.33.0")
+TORCHTITAN = Host("torchtitan", "torchtitan", "0.3.0", "0.3.0")
+TORCH_CHECKPOINTING = Host("torch_checkpointing", "torch_checkpointing", "0.1.0", "0.1.1")
+ORBAX = Host("Orbax", "orbax-checkpoint", "0.12.8", "0.12.8")
+HOSTS = (VLLM, LMCACHE, TORCHTITAN, TORCH_CHECKPOINTING, ORBAX)
+
+
+@contextlib.contextmanager
+def importing(host: Host) -> Iterator[None]:
+    """Checks the installed release before an adapter imports its host, and names the releases where a name is missing.
+
+    A newer release than the newest one that was run is not refused: most keep the interface.
+
+    :raises ImportError: the host is not installed, older than the oldest release, or lacks a name.
+    """
+    found = _installed(host)
+    if found is not None and _numbers(found) < _numbers(host.oldest):
+        raise ImportError(f"{host.name} {found} is installed, and the adapter needs {host.oldest} or later; "
+                          f"install {host.package}>={host.oldest}")
+    try:
+        yield
+    except ImportError as error:
+        is_there = "is not installed" if found is None else f"{found} is installed"
+        raise ImportError(f"the adapter for {host.name} supports releases {host.supported}, and {host.name} "
+                          f"{is_there}: {error}; install {host.package}=={host.newest}",
+                          name=error.name, path=error.path) from error
+
+
+def _installed(host: Host) -> str | None:
+    try:
+        return importlib.metadata.version(host.package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release's numbers, of which a comparison tells which is older: those before "rc", "dev" or "+"."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(each) for each in found.group().split(".")] if found else []
+    return tuple(numbers + [0] * (3 - len(numbers)))
