@@ -48,6 +48,7 @@ from remanent._saved import Capture, LeftSaves, Reading, Saved
 from remanent._storages import extents_there
 from remanent._tensors import blocks
 from remanent._threads import started
+from remanent._torch_modes import refuse_fake_tensors
 from remanent._versions import SAVING, STEP, Keep, OwnVersions, Version, Versions, Views, named, whole
 from remanent._waiting_bytes import WaitingBytes
 
@@ -354,7 +355,7 @@ class Checkpointer:
 
     def _checked(self, name: str | None) -> tuple[str, list[Extent], list[Extent]]:
         """The state to save, once it is known that it can be: its tree, what is captured of it, and the others."""
-        _refuse_capture()
+        _refuse_modes()
         if name is not None:
             _check_name(name)
         self._finish()
@@ -617,7 +618,7 @@ class Checkpointer:
         """
         if not (at is None or isinstance(at, (str, Version))):
             at = _whole_number("at", at)
-        _refuse_capture()
+        _refuse_modes()
         targets = Targets(self._parts, of_rank=self._ranks is not None)
         layouts = layouts_of(self._parts) if self._ranks is not None else None
         streams = CurrentStreams(targets.devices())
@@ -857,6 +858,12 @@ def _whole_number(what: str, number: Any) -> int:
         return operator.index(number)
     except TypeError as error:
         raise InvalidError(f"{what}: {number!r} is no whole number") from error
+
+
+def _refuse_modes() -> None:
+    """Refuses a save or a restore under a mode of torch in which work is recorded, and not done."""
+    refuse_fake_tensors()
+    _refuse_capture()
 
 
 def _refuse_capture() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from remanent._errors import InvalidError
 from remanent._tensors import PLAIN_TYPES
+from remanent._torch_modes import parameters_in_place
 
 _Module = torch.nn.Module
 # Segments that wrappers put into the names of the modules in them, and that their states may lack.
@@ -231,7 +232,8 @@ class ModuleLoad:
         with torch.no_grad():
             for target, source in self._copies:
                 target.copy_(source)
-        self._module.load_state_dict(self._state)
+        with parameters_in_place():
+            self._module.load_state_dict(self._state)
 
 
 def _squeezed(tensor: torch.Tensor) -> torch.Tensor | None:

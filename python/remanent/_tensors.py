@@ -150,7 +150,9 @@ def load_pages(view: _native.View, pages: Mapping[str, Arrays],
         there = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         name = str(there)
     for keys in together(lengths, there):
-        memory = {key: torch.empty(lengths[key], dtype=torch.uint8, device=there) for key in keys}
+        # In inference mode they would be tensors that no training can use.
+        with torch.inference_mode(False):
+            memory = {key: torch.empty(lengths[key], dtype=torch.uint8, device=there) for key in keys}
         view.load(memory, name)
         for key in keys:
             yield memory.pop(key), pages[key]
@@ -171,6 +173,7 @@ def together(lengths: Mapping[str, int], device: torch.device = torch.device("cp
         yield group
 
 
+@torch.inference_mode(False)
 def tensors_of(page: torch.Tensor, arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
     page = page.to(device)
     loaded = {}

@@ -24,6 +24,7 @@ from remanent._progress import Bar
 from remanent._saved import Saved
 from remanent._storages import extents_there
 from remanent._tensors import blocks_in_place, load_pages, tensors_of
+from remanent._torch_modes import refuse_fake_tensors
 from remanent._versions import Version, whole
 
 __all__ = ["Checkpointer", "Difference", "ElementChange", "Saved", "Version", "blame", "diff", "load_file", "save_file"]
@@ -60,6 +61,7 @@ def save_file(tensors: Mapping[str, torch.Tensor], directory: _Path, *, note: st
     >>> remanent.torch.load_file(directory, at=first)["embed"][0, 0]
     tensor(0., dtype=torch.bfloat16)
     """
+    refuse_fake_tensors()
     found = extents_there(dict(tensors))
     # Of tensors that share memory each counts here, so the bar may end early.
     with Bar(sum(each.nbytes for each in found), "saving", progress) as bar:
@@ -86,6 +88,7 @@ def load_file(directory: _Path, *, device: str | torch.device = "cpu",
     >>> {name: tuple(tensor.shape) for name, tensor in sorted(loaded.items())}
     {'empty': (0, 3), 'w': (2, 2)}
     """
+    refuse_fake_tensors()
     where = torch.device(device)
     with _native.View(directory, at) as view:
         whole(view)

@@ -49,6 +49,22 @@ def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.step(lambda: torch.tensor(float(seed)))
 
 
+def same(value: Any, other: Any) -> bool:
+    """Whether two values have the same types, and tensors the same bits."""
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return (type(value), value.dtype, value.shape) == (type(other), other.dtype, other.shape) and bool(
+            torch.equal(value.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)))
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(same, value, other))
+    if type(value).__module__ == "numpy":
+        return bool(value.dtype == other.dtype and value.shape == other.shape and value.tobytes() == other.tobytes())
+    return bool(value == other) or value != value
+
+
 # Arguments of modules that none of `_ARGUMENTS` makes.
 _SPECIAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "AdaptiveLogSoftmaxWithLoss": ((4, 10, [4]), {}), "Bilinear": ((2, 3, 4), {}), "GroupNorm": ((2, 4), {}),

@@ -12,7 +12,7 @@ import remanent
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from kinds import module_makers, observer_makers, optimizer_makers, step  # noqa: E402
+from kinds import module_makers, observer_makers, optimizer_makers, same, step  # noqa: E402
 
 from remanent.torch import Checkpointer  # noqa: E402
 
@@ -24,20 +24,6 @@ def one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def same(value: Any, other: Any) -> bool:
-    """Whether two values have the same types, and tensors the same bits."""
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return (type(value), value.dtype, value.shape) == (type(other), other.dtype, other.shape) and bool(
-            torch.equal(value.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)))
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(same(value[key], other[key]) for key in value)
-    if isinstance(value, (list, tuple)):
-        return len(value) == len(other) and all(map(same, value, other))
-    return bool(value == other) or value != value
 
 
 class Fp32Moments(torch.optim.Optimizer):
