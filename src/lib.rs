@@ -354,7 +354,7 @@ impl Store {
     /// there is no such state; [`Error::Damaged`] if neither a snapshot nor the log leads to it;
     /// [`Error::Overtaken`] if a writer removes it faster than it can be read.
     pub fn open_at(directory: impl AsRef<Path>, point: &StatePoint) -> Result<View> {
-        View::open_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), Some(point))
+        View::open_on(&(Arc::new(DirDisk::held(directory)) as Arc<dyn Disk>), Some(point))
     }
 
     /// Looks at the newest state of a store, as [`Store::open_at`] does at an earlier one. Beside a writer
@@ -364,7 +364,7 @@ impl Store {
     /// # Errors
     /// As for [`Store::open_at`].
     pub fn open_read_only(directory: impl AsRef<Path>) -> Result<View> {
-        View::open_on(&(Arc::new(DirDisk::new(directory)) as Arc<dyn Disk>), None)
+        View::open_on(&(Arc::new(DirDisk::held(directory)) as Arc<dyn Disk>), None)
     }
 
     /// Says what [`Store::prune`] would remove of a store, whether it is open elsewhere or not: read-only,

@@ -28,6 +28,7 @@ Names, shapes and types are those of the model's checkpoint, as vLLM's own loade
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ class RemanentWeightEngine(WeightTransferEngine[RemanentInitInfo, RemanentUpdate
     _loaded: _Loaded | None = None
 
     def init_transfer_engine(self, init_info: RemanentInitInfo) -> None:
-        self._directory = init_info.directory
+        self._directory = os.path.abspath(init_info.directory)
         self._loaded = None
 
     def start_weight_update(self) -> None:

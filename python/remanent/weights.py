@@ -151,7 +151,8 @@ class Subscriber:
     """
 
     def __init__(self, directory: _Path) -> None:
-        self._directory = directory
+        # The working directory may change before the store is read again.
+        self._directory = os.path.abspath(directory)
         self._follower: _native.Follower | None = None
         self._arrays: dict[int, _pages.Arrays] = {}
         self._uploads = Uploads()

@@ -152,8 +152,8 @@ impl Input {
         if unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
             match BufferView::take(object) {
                 Ok(buffer) => return host_buffer(buffer, is_written).map(Input::Host),
-                // The buffer protocol has no format for some element types that DLPack describes: JAX's arrays of
-                // bfloat16 and float8 refuse the former and offer the latter.
+                // The buffer protocol has no format for some element types that DLPack describes: JAX's
+                // arrays of bfloat16 and float8 refuse the former and offer the latter.
                 Err(_) if has_dlpack => {}
                 Err(refused) => return Err(refused),
             }

@@ -1,7 +1,7 @@
 //! `DirDisk`: a store directory of a real file system.
 //!
-//! Every method is one or two system calls. `directory.rs` looks names up: in the locked directory while this
-//! process holds the lock, else by path, anew at each call. Open files are in `dir_file.rs`.
+//! Every method is one or two system calls. `directory.rs` looks names up: in the directory that a writer has
+//! locked or that a reader holds, else by path, again at each call. Open files are in `dir_file.rs`.
 
 use std::any::Any;
 use std::fs::File;
@@ -42,6 +42,8 @@ pub struct DirDisk {
     root: PathBuf,
     /// The directory whose lock was taken through this disk, for as long as the lock is held.
     locked: Arc<Mutex<Weak<OpenDirectory>>>,
+    /// The directory of a reader, for as long as it reads.
+    held: Option<Arc<OpenDirectory>>,
 }
 
 impl DirDisk {
@@ -51,7 +53,17 @@ impl DirDisk {
     pub fn new(path: impl AsRef<Path>) -> Self {
         let path = path.as_ref();
         let root = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        Self { root, locked: Arc::default() }
+        Self { root, locked: Arc::default(), held: None }
+    }
+
+    /// Names the store directory at `path` and holds it open, so that names are looked up in it wherever it
+    /// is moved, and never in another directory that takes its path. Without a directory at `path`, names are
+    /// looked up by path.
+    #[must_use]
+    pub fn held(path: impl AsRef<Path>) -> Self {
+        let disk = Self::new(path);
+        let held = OpenDirectory::new(&disk.root).map(Arc::new).ok();
+        Self { held, ..disk }
     }
 
     /// The store directory's path.
@@ -71,14 +83,14 @@ impl DirDisk {
         self.root.join(file_path(file))
     }
 
-    /// The directory that is locked, if it is.
-    fn locked(&self) -> Option<Arc<OpenDirectory>> {
-        self.locked.lock().upgrade()
+    /// The directory that is locked or held, if it is.
+    fn kept_open(&self) -> Option<Arc<OpenDirectory>> {
+        self.held.clone().or_else(|| self.locked.lock().upgrade())
     }
 
     /// Calls `work` with the directory in which names are looked up.
     fn within<T>(&self, work: impl FnOnce(Directory<'_>) -> T) -> T {
-        match self.locked() {
+        match self.kept_open() {
             Some(open) => work(Directory::Open(&open)),
             None => work(Directory::Path(&self.root)),
         }
@@ -123,7 +135,7 @@ impl DirDisk {
 
     /// The error of a file that could not be made or renamed.
     fn naming_failed(&self, action: &'static str, file: FileName, source: io::Error) -> Error {
-        if self.locked().is_some_and(|locked| locked.is_removed()) {
+        if self.kept_open().is_some_and(|locked| locked.is_removed()) {
             return self.folder_error("make a file in the removed directory", Folder::Root, source);
         }
         Error::io(action, file, None, source)
@@ -224,7 +236,7 @@ impl Disk for DirDisk {
 
     fn sync_folder(&self, folder: Folder) -> Result<()> {
         let failed = |source| self.folder_error("sync", folder, source);
-        match self.locked() {
+        match self.kept_open() {
             Some(open) => open.kept(folder).and_then(File::sync_all).map_err(failed),
             None => {
                 let opened = Directory::Path(&self.root).open_folder(folder);
@@ -234,7 +246,7 @@ impl Disk for DirDisk {
     }
 
     fn keep_folders_open(&self) -> Result<()> {
-        if let Some(open) = self.locked() {
+        if let Some(open) = self.kept_open() {
             for folder in Folder::INNER {
                 open.kept(folder).map_err(|source| self.folder_error("open", folder, source))?;
             }
@@ -258,7 +270,7 @@ impl Disk for DirDisk {
     }
 
     fn directory(&self) -> Result<Option<PathBuf>> {
-        let Some(open) = self.locked() else { return Ok(Some(self.root.clone())) };
+        let Some(open) = self.kept_open() else { return Ok(Some(self.root.clone())) };
         if open.is_removed() {
             return Err(Error::NoStore { path: self.label() });
         }

@@ -17,8 +17,9 @@ use remanent_format::{FileName, Folder};
 use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, Stat, StatVfs};
 use rustix::io::retry_on_intr;
 
-/// The permissions of new files and folders, less those that the process takes from all it makes.
-const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
+/// The permissions of new files and folders, less those of the process's umask. With a umask of 002 the
+/// members of a group share a store.
+const FILE_MODE: Mode = Mode::from_raw_mode(0o666);
 const FOLDER_MODE: Mode = Mode::from_raw_mode(0o777);
 
 const FOLDER_FLAGS: OFlags = OFlags::DIRECTORY.union(OFlags::CLOEXEC);

@@ -71,6 +71,9 @@ impl View {
                 Defect::Memory { needed } => {
                     return Err(Error::OutOfMemory { place: Place::Host, len: needed });
                 }
+                Defect::Missing if past.disk().directory().is_err() => {
+                    return Err(Error::NoStore { path: past.disk().label() });
+                }
                 // Found a second time in the same place, it is there: a writer's changes are elsewhere. But
                 // nothing leads to a state that is gone, each time anew.
                 _ if before.replace(damage.clone()).is_some_and(|before| before == damage) => {

@@ -466,6 +466,10 @@ impl PastState {
             Ok(read) => return Ok(read),
             Err(damage) => damage,
         };
+        if damage.defect == Defect::Missing {
+            // In a directory that was removed every file is missing.
+            self.disk.directory()?;
+        }
         match damage.defect {
             Defect::Memory { needed } => Err(Error::OutOfMemory { place: Place::Host, len: needed }),
             Defect::Missing if !self.is_kept()? => Err(self.overtaken()),

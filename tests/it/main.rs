@@ -18,6 +18,7 @@ mod changed_pages;
 mod compares;
 mod compression;
 mod concurrent;
+mod copied_directories;
 mod copies;
 mod counters;
 mod crash;

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use remanent::{Ack, Error, FollowFrom, Follower, PageId, Place, Remedy, Store};
+use remanent::{Ack, Error, FollowFrom, Follower, Lsn, PageId, Place, Remedy, Retention, StatePoint, Store};
 
 use crate::files::{State, small};
 
@@ -31,9 +31,14 @@ fn write(store: &Store, page: PageId, byte: u8) -> Result<(), Error> {
 
 /// Makes another store, with a state of its own, and closes it.
 fn made(path: &Path) -> State {
+    made_with(path, 1)
+}
+
+/// As [`made`], with bytes from this one on. An existing store gets another page.
+fn made_with(path: &Path, first: u8) -> State {
     let store = open(path);
-    let page = create(&store, 1);
-    for byte in 2..6 {
+    let page = create(&store, first);
+    for byte in first + 1..first + 5 {
         write(&store, page, byte).unwrap();
     }
     store.snapshot().unwrap();
@@ -62,6 +67,50 @@ fn a_store_lives_on_in_its_directory_when_that_is_moved() {
     store.close().unwrap();
     assert_eq!(State::of(&open(&path)), other);
     assert_eq!(State::of(&open(&moved)), state);
+}
+
+#[test]
+fn a_view_stays_with_its_directory_when_that_is_moved() {
+    let above = tempfile::tempdir().unwrap();
+    let (path, moved) = (above.path().join("store"), above.path().join("moved"));
+    let mine = made(&path);
+    let view = Store::open_read_only(&path).unwrap();
+    let earlier = Store::open_at(&path, &StatePoint::Lsn(Lsn(2))).unwrap();
+    std::fs::rename(&path, &moved).unwrap();
+    // Without a directory at the path, and with another store there.
+    for _ in 0..2 {
+        for (page, bytes) in &mine.contents {
+            let mut read = vec![0; bytes.len()];
+            view.read(*page, 0, &mut read).unwrap();
+            assert_eq!(read, *bytes);
+            assert_eq!(view.blame(*page, 0..1).unwrap().len(), 5);
+            earlier.read(*page, 0, &mut read).unwrap();
+            assert_eq!(read, vec![2; bytes.len()]);
+        }
+        made_with(&path, 9);
+    }
+    // What the view needs stays while it lives.
+    let store = open(&moved);
+    write(&store, *mine.contents.keys().next().unwrap(), 7).unwrap();
+    store.snapshot().unwrap();
+    store.snapshot().unwrap();
+    assert!(!store.prune(&Retention::default().snapshots_kept(1)).unwrap().held.is_empty());
+}
+
+#[test]
+fn a_view_of_a_removed_directory_reports_that_there_is_no_store() {
+    let above = tempfile::tempdir().unwrap();
+    let path = above.path().join("store");
+    let mine = made(&path);
+    let view = Store::open_read_only(&path).unwrap();
+    std::fs::remove_dir_all(&path).unwrap();
+    made_with(&path, 9);
+    let page = *mine.contents.keys().next().unwrap();
+    let read = view.read(page, 0, &mut [0; LEN as usize]).unwrap_err();
+    let blamed = view.blame(page, 0..1).unwrap_err();
+    for error in [read, blamed] {
+        assert!(matches!(error, Error::NoStore { .. }), "{error}");
+    }
 }
 
 #[test]

@@ -85,7 +85,8 @@ pub(crate) struct SegmentPool {
 impl SegmentPool {
     /// Makes a pool with the spares of earlier runs. It removes spares that are longer than segments are now.
     /// It also removes spares that were copied with holes, because a hole in a mapped file turns a full disk
-    /// into SIGBUS.
+    /// into SIGBUS, and spares that have a second name, because a copy of the directory that was made of hard
+    /// links reads them.
     pub fn new(
         disk: Arc<dyn Disk>,
         store: StoreId,
@@ -102,7 +103,7 @@ impl SegmentPool {
                 // (I9).
                 let is_usable =
                     (SEGMENT_LEN_MIN..=rules.len).contains(&len) && len.is_multiple_of(GROUP_ALIGN);
-                if is_usable && spare.is_without_holes()? {
+                if is_usable && spare.is_without_holes()? && spare.has_one_name()? {
                     spares.add(Spare { number, len });
                 } else {
                     disk.remove(FileName::Spare(number))?;
@@ -295,8 +296,9 @@ impl SegmentPool {
         let mut spares = self.spares.lock();
         for &number in numbers {
             let segment = FileName::Segment(number);
-            let len = self.disk.open(segment, false)?.len()?;
-            if self.is_wanted(&spares, len) {
+            let file = self.disk.open(segment, false)?;
+            let len = file.len()?;
+            if self.is_wanted(&spares, len) && file.has_one_name()? {
                 let spare = spares.next_number();
                 match self.rename(segment, FileName::Spare(spare)) {
                     Ok(()) => spares.add(Spare { number: spare, len }),

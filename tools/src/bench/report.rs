@@ -1,39 +1,32 @@
 //! `--report`: the findings as one page that needs no network.
 
 use std::fmt::Write as _;
-use std::fs::Permissions;
 use std::io::Write as _;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-
-use tempfile::{Builder, NamedTempFile};
 
 use super::chart::{self, Axis, Bar, ChartLine, Scale, escape};
 use super::figures::{BETTER, Figure, Findings, Group, Unit};
 use super::latency::Latency;
 use crate::cli::exit::Failure;
+use crate::cli::replacement::Replacement;
 
 /// The target of the HTML page. It is there whole or not at all.
 pub struct HtmlReport {
     path: PathBuf,
-    file: NamedTempFile,
+    file: Replacement,
 }
 
 impl HtmlReport {
     /// Refuses a place where no file can be made, before anything is measured.
     pub fn begin(path: &Path) -> Result<Self, Failure> {
-        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        // Others may read it, as far as the user's mask allows: it is not a secret.
-        let file = Builder::new().permissions(Permissions::from_mode(0o666)).tempfile_in(dir);
-        let file = file.map_err(|error| cannot(path, &error))?;
+        let file = Replacement::begin(path).map_err(|error| cannot(path, &error))?;
         Ok(Self { path: path.to_owned(), file })
     }
 
     /// Writes the page.
-    pub fn write(mut self, findings: &Findings) -> Result<(), Failure> {
-        let written = self.file.write_all(page(findings).as_bytes());
-        written.map_err(|error| cannot(&self.path, &error))?;
-        self.file.persist(&self.path).map(drop).map_err(|error| cannot(&self.path, &error.error))
+    pub fn write(self, findings: &Findings) -> Result<(), Failure> {
+        let written = self.file.file().write_all(page(findings).as_bytes()).and_then(|()| self.file.put());
+        written.map_err(|error| cannot(&self.path, &error))
     }
 }
 
@@ -283,19 +276,6 @@ mod tests {
         assert!(!html.contains("http") && !html.contains("<script"), "{html}");
         assert_eq!(html.matches("<svg").count(), 3);
         assert_eq!(html.matches("<svg").count(), html.matches("</svg>").count());
-    }
-
-    #[test]
-    fn a_report_is_there_for_others_too() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("report.html");
-        let findings =
-            Findings { bench: "commit", settings: Vec::new(), groups: Vec::new(), left_out: Vec::new() };
-        HtmlReport::begin(&path).unwrap().write(&findings).unwrap();
-        let other = dir.path().join("other");
-        std::fs::write(&other, "").unwrap();
-        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        assert_eq!(mode(&path), mode(&other), "as of any file that the user makes");
     }
 
     #[test]

@@ -5,6 +5,7 @@ pub(crate) mod output;
 pub(crate) mod table;
 pub(crate) mod interrupt;
 pub(crate) mod progress;
+pub(crate) mod replacement;
 pub(crate) mod program;
 pub(crate) mod verbosity;
 pub(crate) mod json;

@@ -1,9 +1,7 @@
 //! `remanent export`: a version of the weights as the file that it was imported from.
 
 use std::collections::BTreeMap;
-use std::fs::{File, Permissions};
 use std::io::{BufWriter, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use remanent_format::{Lsn, PageInfo};
@@ -14,6 +12,7 @@ use crate::cli::json::object;
 use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::progress;
+use crate::cli::replacement::Replacement;
 use crate::read::page_bytes::{PageBytes, windows};
 use crate::read::states::{KeptStates, StateName, damaged, damaged_since};
 use crate::read::store_dir::StoreDir;
@@ -116,19 +115,9 @@ impl<'d> ExportVersion<'d> {
     pub fn write_file(&self, path: &Path, interrupt: &Interrupt) -> Result<bool, Failure> {
         let cannot =
             |error: std::io::Error| Failure::Environment(format!("cannot write {}: {error}", path.display()));
-        let folder = match path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => Path::new("."),
-        };
-        // If it is dropped before it is renamed, the file is removed. The umask takes away permissions of
-        // others.
-        let beside = tempfile::Builder::new()
-            .prefix(".remanent-export-")
-            .permissions(Permissions::from_mode(0o666))
-            .tempfile_in(folder)
-            .map_err(cannot)?;
+        let replacement = Replacement::begin(path).map_err(cannot)?;
         let bar = progress::bytes(self.header.file_len(), "writing");
-        let mut writer = BufWriter::new(beside.as_file());
+        let mut writer = BufWriter::new(replacement.file());
         for info in &self.pages {
             for window in windows(info.len) {
                 let bytes = self.bytes.window(info.page, &window).map_err(damaged_since)?;
@@ -142,10 +131,7 @@ impl<'d> ExportVersion<'d> {
         writer.flush().map_err(cannot)?;
         drop(writer);
         bar.finish_and_clear();
-        beside.as_file().sync_all().map_err(cannot)?;
-        beside.persist(path).map_err(|error| cannot(error.error))?;
-        // The new name survives a power cut only with its folder.
-        File::open(folder).and_then(|folder| folder.sync_all()).map_err(cannot)?;
+        replacement.put().map_err(cannot)?;
         Ok(true)
     }
 }

@@ -7,6 +7,7 @@ mod command;
 mod damaged;
 #[path = "../../../fuzz/src/fit.rs"]
 mod fit;
+mod directories;
 mod follow;
 mod fuzzed;
 mod history;

@@ -1,0 +1,145 @@
+//! A file that a command writes for the user: there whole or not at all, in the place of an older one.
+
+use std::fs::{self, File, Metadata, Permissions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
+use std::path::{Path, PathBuf};
+
+use tempfile::{Builder, NamedTempFile};
+
+/// The permissions of a new file, less those of the umask.
+const NEW_MODE: u32 = 0o666;
+
+/// A file that is written beside its target and takes its place at the end. Dropped before that, it is
+/// removed.
+pub(crate) struct Replacement {
+    target: PathBuf,
+    /// The file that is replaced, if there is one.
+    old: Option<Metadata>,
+    file: NamedTempFile,
+}
+
+impl Replacement {
+    /// Makes the file. A symbolic link stays one, and the file that it leads to is replaced.
+    ///
+    /// # Errors
+    /// `InvalidInput` if the path leads to something other than a regular file; what the system says.
+    pub fn begin(path: &Path) -> io::Result<Self> {
+        let target = match fs::canonicalize(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && path.is_symlink() => {
+                let message = "it is a symbolic link to a file that does not exist; remove the link first";
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => path.to_owned(),
+            target => target?,
+        };
+        let old = target.exists().then(|| target.metadata()).transpose()?;
+        if old.as_ref().is_some_and(|old| !old.is_file()) {
+            let message = "it is not a regular file; give another path";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        let mut builder = Builder::new();
+        builder.prefix(".remanent-");
+        // A file that takes the place of another one is readable by its owner alone until it gets the other's
+        // permissions.
+        if old.is_none() {
+            builder.permissions(Permissions::from_mode(NEW_MODE));
+        }
+        let file = builder.tempfile_in(folder_of(&target))?;
+        Ok(Self { target, old, file })
+    }
+
+    /// The file to write to.
+    pub fn file(&self) -> &File {
+        self.file.as_file()
+    }
+
+    /// Puts the file in its place, durably, with owner, group and permissions of the file that it replaces.
+    ///
+    /// # Errors
+    /// What the system says. The older file is still there then.
+    pub fn put(self) -> io::Result<()> {
+        if let Some(old) = &self.old {
+            let mut mode = old.mode() & 0o7777;
+            if fchown(self.file(), Some(old.uid()), Some(old.gid())).is_err() {
+                // It belongs to another group now, which may do what everybody may.
+                mode = mode & 0o707 | mode << 3 & 0o070;
+            }
+            self.file().set_permissions(Permissions::from_mode(mode))?;
+        }
+        self.file().sync_all()?;
+        let folder = File::open(folder_of(&self.target))?;
+        self.file.persist(&self.target).map_err(|error| error.error)?;
+        // The new name survives a power cut only with its folder.
+        folder.sync_all()
+    }
+}
+
+/// The folder of a file.
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+        let replacement = Replacement::begin(path)?;
+        replacement.file().write_all(bytes)?;
+        replacement.put()
+    }
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().mode() & 0o7777
+    }
+
+    #[test]
+    fn a_new_file_has_the_permissions_of_any_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, other) = (folder.path().join("new"), folder.path().join("other"));
+        replace(&path, b"new").unwrap();
+        fs::write(&other, "").unwrap();
+        assert_eq!(mode(&path), mode(&other));
+    }
+
+    #[test]
+    fn a_replaced_file_keeps_its_permissions_and_links() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, link) = (folder.path().join("file"), folder.path().join("link"));
+        for kept in [0o600, 0o640, 0o444, 0o664] {
+            fs::write(&file, "old").unwrap();
+            fs::set_permissions(&file, Permissions::from_mode(kept)).unwrap();
+            let _ = symlink("file", &link);
+            replace(&link, b"new").unwrap();
+            assert_eq!((mode(&file), fs::read(&file).unwrap()), (kept, b"new".to_vec()));
+            assert!(link.is_symlink());
+            fs::remove_file(&file).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_target_that_is_no_file_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let dangling = folder.path().join("dangling");
+        symlink("nowhere", &dangling).unwrap();
+        for path in [folder.path(), Path::new("/dev/null"), &dangling] {
+            let error = Replacement::begin(path).err().unwrap();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{}", path.display());
+        }
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "a file was left behind");
+    }
+
+    #[test]
+    fn a_replacement_that_is_dropped_changes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, "old").unwrap();
+        drop(Replacement::begin(&path).unwrap());
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}
