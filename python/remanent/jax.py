@@ -168,8 +168,8 @@ def _name_of(device: Any) -> str:
 
 
 def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: str | None, name: str | None,
-          durable: bool, progress: bool | None = False) -> int:
-    """Makes what `taken` gave the newest version."""
+          durable: bool, progress: bool | None = False, structure: Any = None) -> int:
+    """Makes what `taken` gave the newest version. `structure` is kept with it, as JSON."""
     def blocks() -> Iterator[Block]:
         for path, leaf in arrays.items():
             array = on_host(path, leaf)
@@ -177,11 +177,11 @@ def write(leaves: list[Any], arrays: dict[str, Any], directory: _Path, *, note: 
             yield Block((kind,), array.reshape(-1).view(numpy.uint8), array.nbytes)
 
     with Bar(sum(leaf.nbytes for leaf in arrays.values()), "saving", progress) as bar:
-        return _pages.save(directory, bar.counting(blocks()), json.dumps({"leaves": leaves}), note=note,
-                           name=name, durable=durable)
+        tree = {"leaves": leaves} if structure is None else {"leaves": leaves, "structure": structure}
+        return _pages.save(directory, bar.counting(blocks()), json.dumps(tree), note=note, name=name, durable=durable)
 
 
-def _read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, ArrayLayout]]]:
+def read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str, ArrayLayout]]]:
     """The leaves that a version holds, and where its arrays lie: by path."""
     manifest = _pages.read_manifest(view)
     if not isinstance(manifest.tree, dict) or "leaves" not in manifest.tree:
@@ -190,23 +190,31 @@ def _read_tree(view: _native.View) -> tuple[dict[str, Any], dict[str, tuple[str,
     return dict(map(tuple, manifest.tree["leaves"])), where
 
 
-def _tag(held: Any) -> list[Any]:
+def read_elements(view: _native.View, key: str, array: ArrayLayout) -> numpy.ndarray[Any, Any]:
+    """The elements of an array on the host, proven by checksums."""
+    elements = numpy.empty(array.shape, jax.numpy.dtype(_native.dtype(array.dtype)[0]))
+    if elements.nbytes:
+        view.read_into(key, elements.reshape(-1).view(numpy.uint8))
+    return elements
+
+
+def tag_of(held: Any) -> list[Any]:
     return held.get("$", [""]) if isinstance(held, dict) else [""]
 
 
 def _is_array(held: Any) -> bool:
-    return _tag(held)[0] in ("array", "key")
+    return tag_of(held)[0] in ("array", "key")
 
 
-def _same_as(held: Any) -> str | None:
+def same_as(held: Any) -> str | None:
     """The path of the leaf that this one is; None if it is one of its own."""
-    kind, *rest = _tag(held)
+    kind, *rest = tag_of(held)
     return rest[0] if kind == "same" else None
 
 
-def _saved_properties(held: Any) -> dict[str, Any]:
+def saved_properties(held: Any) -> dict[str, Any]:
     """What `_properties` said of an array; nothing in versions from before it was kept."""
-    _, _, *rest = _tag(held)
+    _, _, *rest = tag_of(held)
     return rest[0] if rest else {}
 
 
@@ -221,15 +229,15 @@ def shapes(directory: _Path, *, at: int | str | None = None) -> dict[str, Any]:
     {"['step']": 3, "['w']": ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
     """
     with _native.View(directory, at) as view:
-        held, where = _read_tree(view)
+        held, where = read_tree(view)
     found = {}
     for path, leaf in held.items():
         if _is_array(leaf):
             _, array = where[path]
             kind: Any = jax.ShapeDtypeStruct
             found[path] = kind(array.shape, jax.numpy.dtype(_native.dtype(array.dtype)[0]),
-                               weak_type=_saved_properties(leaf).get("weak", False))
-        elif (first := _same_as(leaf)) is not None:
+                               weak_type=saved_properties(leaf).get("weak", False))
+        elif (first := same_as(leaf)) is not None:
             found[path] = found[first]
         else:
             found[path] = _pages.unflatten(leaf, lambda tag: None)
@@ -252,7 +260,7 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
     `UserWarning` names it.
     """
     with _native.View(directory, at) as view:
-        held, where = _read_tree(view)
+        held, where = read_tree(view)
         nbytes = sum(view.info(key).length for key, _ in where.values())
         unplaced: list[str] = []
 
@@ -260,52 +268,48 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
             if not _is_array(held[path]):
                 return _pages.unflatten(held[path], lambda tag: None)
             kind, of, *_ = held[path]["$"]
-            key, array = where[path]
-            dtype = jax.numpy.dtype(_native.dtype(array.dtype)[0])
-            elements = numpy.empty(array.shape, dtype)
-            if elements.nbytes:
-                view.read_into(key, elements.reshape(-1).view(numpy.uint8))
-                bar.add(elements.nbytes)
+            elements = read_elements(view, *where[path])
+            bar.add(elements.nbytes)
             if kind == "array":
-                _refuse_other_elements(path, array.shape, dtype, like)
+                refuse_other_elements(path, elements.shape, elements.dtype, like)
                 if of != "jax" and not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
                     return elements[()] if of == "scalar" else elements
-            properties = _saved_properties(held[path])
-            sharding = _sharding_of(like) if like is not None else _device_of(properties.get("on"))
+            properties = saved_properties(held[path])
+            sharding = sharding_of(like) if like is not None else _device_of(properties.get("on"))
             if like is None and sharding is None and "on" in properties:
                 unplaced.append(f"{path} ({properties['on']})")
-            placed = _placed(path, elements, properties.get("weak", False), None if kind == "key" else sharding)
+            placed = placed_array(path, elements, properties.get("weak", False), None if kind == "key" else sharding)
             if kind == "key":
                 placed = jax.random.wrap_key_data(placed, impl=of)
-                _refuse_other_elements(path, placed.shape, placed.dtype, like)
+                refuse_other_elements(path, placed.shape, placed.dtype, like)
                 return placed if sharding is None else jax.device_put(placed, sharding)
             return placed
 
         if template is None:
             with Bar(nbytes, "loading", progress) as bar:
-                loaded = {path: load(path, None) for path in held if _same_as(held[path]) is None}
+                loaded = {path: load(path, None) for path in held if same_as(held[path]) is None}
             if unplaced:
                 warnings.warn(f"arrays are on the default device instead of where they were: {', '.join(unplaced)}; "
                               "give a template with shardings to place them", stacklevel=2)
-            return {path: loaded[_same_as(leaf) or path] for path, leaf in held.items()}
+            return {path: loaded[same_as(leaf) or path] for path, leaf in held.items()}
         paths = _flatten(template)
         if [path for path, _ in paths] != list(held):
             differ = sorted(held.keys() ^ {path for path, _ in paths})
             raise NoStateError(f"the version and the template differ in {', '.join(differ[:5])}")
         with Bar(nbytes, "loading", progress) as bar:
             loaded = {path: load(path, like if hasattr(like, "dtype") else None)
-                      for path, like in paths if _same_as(held[path]) is None}
+                      for path, like in paths if same_as(held[path]) is None}
         structure = jax.tree_util.tree_structure(template, is_leaf=lambda each: each is None)
-        return jax.tree_util.tree_unflatten(structure, [loaded[_same_as(held[path]) or path] for path, _ in paths])
+        return jax.tree_util.tree_unflatten(structure, [loaded[same_as(held[path]) or path] for path, _ in paths])
 
 
-def _refuse_other_elements(path: str, shape: tuple[int, ...], dtype: Any, like: Any) -> None:
+def refuse_other_elements(path: str, shape: tuple[int, ...], dtype: Any, like: Any) -> None:
     if like is not None and (tuple(like.shape), like.dtype) != (shape, dtype):
         own, other = f"{dtype}{list(shape)}", f"{like.dtype}{list(like.shape)}"
         raise NoStateError(f"{path}: the version has {own}, the template {other}")
 
 
-def _sharding_of(like: Any) -> Any:
+def sharding_of(like: Any) -> Any:
     """The sharding that a template asks for; None if it leaves the array uncommitted."""
     return None if isinstance(like, jax.Array) and not like.committed else getattr(like, "sharding", None)
 
@@ -319,7 +323,7 @@ def _device_of(name: str | None) -> Any:
         return None
 
 
-def _placed(path: str, elements: numpy.ndarray[Any, Any], is_weak: bool, sharding: Any) -> jax.Array:
+def placed_array(path: str, elements: numpy.ndarray[Any, Any], is_weak: bool, sharding: Any) -> jax.Array:
     """An array of JAX with these elements."""
     placed = jax.device_put(elements)
     if placed.dtype != elements.dtype:

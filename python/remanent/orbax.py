@@ -13,6 +13,21 @@
 
 A checkpointable is a store in a folder of the checkpoint. What it can hold, and what it refuses by its path, are those
 of `remanent.jax`: arrays whose shards are all in this process, keys of random numbers, NumPy's arrays, plain values.
+
+Templates are those of Orbax's own handler: arrays, `jax.ShapeDtypeStruct`s and NumPy's arrays convert to their dtype,
+`int`, `float`, `bool` and `str`, as types or values, convert numbers, `...` leaves a leaf out, and with the context's
+`partial_load` a template may omit leaves. The context's storage dtypes convert arrays when they are saved. Options that
+say how Orbax lays out its own files have no effect. Unlike Orbax's handler:
+
+- without a template, tuples come back as tuples and keys of dicts as what they were;
+- a template may name the types `jax.Array` and `jax.ShapeDtypeStruct`, and ask for a sharding of None: the array is on
+  the default device; None in a template stands for the leaf as it was saved;
+- with `partial_load` too, a leaf that only the template has is refused; so are arrays of another shape, whatever
+  `enable_padding_and_truncation` is;
+- a storage dtype converts arrays, and Python's numbers stay what they are; `...` cannot be saved;
+- metadata has numbers and texts themselves, and for arrays what loads them when it is used as a template.
+
+To have `ocp.save` and `ocp.load` use the handler, register it for the name "state".
 """
 
 from __future__ import annotations
@@ -20,14 +35,22 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy
 
+from remanent import _durable, _hosts
 from remanent import jax as trees
-from remanent._errors import Error
+from remanent._errors import Error, RefusedError
+from remanent._native import View
+from remanent._orbax_trees import ArrayMetadata, Version, is_template, structure_of
 
-__all__ = ["RemanentHandler"]
+with _hosts.importing(_hosts.ORBAX):
+    from orbax.checkpoint.experimental.v1._src.context.context import get_context
+
+__all__ = ["ArrayMetadata", "RemanentHandler"]
 
 # The store's folder in that of the checkpointable.
 _STORE = "remanent"
@@ -36,18 +59,29 @@ _STORE = "remanent"
 class RemanentHandler:
     """Saves and loads trees for Orbax, which makes it: add the class to a registry."""
 
+    def __init__(self) -> None:
+        self._context = get_context()
+
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
         """Takes the arrays to the host, and writes them in the background: the tree may change after this."""
         leaves, arrays = trees.taken(checkpointable)
-        return _save(directory, leaves, {path: _copied(path, leaf) for path, leaf in arrays.items()})
+        are_arrays = {path for path, held in leaves if trees.tag_of(held)[0] == "array"}
+        dtypes = {path: dtype for path, dtype in self._storage_dtypes(checkpointable).items() if path in are_arrays}
+        copied = {path: _copied(path, leaf, dtypes.get(path)) for path, leaf in arrays.items()}
+        for path, held in leaves:
+            if path in are_arrays and copied[path].dtype != arrays[path].dtype:
+                # An array of another dtype is not weakly typed.
+                trees.saved_properties(held).pop("weak", None)
+        return _save(directory, leaves, copied, structure_of(checkpointable))
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        """A tree of the template's structure and shardings; without one, a dict from paths to leaves."""
-        return asyncio.to_thread(trees.restore, _store_in(directory), abstract_checkpointable, progress=False)
+        """A tree of the template's structure, as it asks for the leaves; without one, the tree that was saved."""
+        is_partial = bool(self._context.pytree_options.loading.partial_load)
+        return asyncio.to_thread(_load, _store_in(directory), abstract_checkpointable, is_partial)
 
-    async def metadata(self, directory: Any) -> dict[str, Any]:
-        """By path: the shape and type of arrays, and plain values themselves."""
-        return trees.shapes(_store_in(directory))
+    async def metadata(self, directory: Any) -> Any:
+        """The tree with shapes and dtypes in place of arrays, and plain values themselves."""
+        return await asyncio.to_thread(_metadata, _store_in(directory))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Whether all leaves can be stored. Of arrays only the type is looked at."""
@@ -58,19 +92,51 @@ class RemanentHandler:
         return True
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        """Whether this can be a template: a tree of what can be stored, or of shapes and types."""
-        return self.is_handleable(jax.tree_util.tree_map(
-            lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, abstract_checkpointable))
+        """Whether this can be a template."""
+        return is_template(abstract_checkpointable) or self.is_handleable(abstract_checkpointable)
+
+    def _storage_dtypes(self, tree: Any) -> dict[str, Any]:
+        """The dtypes that the context asks for, by path: those of single leaves before that of all."""
+        saving = self._context.array_options.saving
+        found = {}
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: each is None)[0]:
+            scoped = saving.scoped_storage_options_creator
+            options = [scoped(path, leaf) if scoped is not None else None, saving.storage_options]
+            dtype = next((each.dtype for each in options if each is not None and each.dtype is not None), None)
+            if dtype is not None:
+                found[jax.tree_util.keystr(path)] = numpy.dtype(dtype)
+        return found
 
 
-async def _save(directory: Any, leaves: list[Any], arrays: dict[str, Any]) -> None:
+async def _save(directory: Any, leaves: list[Any], arrays: dict[str, Any], structure: Any) -> None:
     made = await directory.await_creation()
-    await asyncio.to_thread(trees.write, leaves, arrays, _store_in(made), note=None, name=None, durable=True)
+    await asyncio.to_thread(trees.write, leaves, arrays, _store_in(made), note=None, name=None, durable=True,
+                            structure=[structure])
+    # Orbax takes only a folder with such a file for a tree that `ocp.load` can load.
+    await asyncio.to_thread(_durable.publish, Path(os.fspath(made), "_METADATA"), b'{"store": "remanent"}\n')
 
 
-def _copied(path: str, leaf: Any) -> Any:
+def _load(store: str, template: Any, is_partial: bool) -> Any:
+    with View(store) as view:
+        version = Version(view)
+        if template is not None:
+            return version.load_as(template, is_partial)
+        return version.tree(trees.restore(store, progress=False))
+
+
+def _metadata(store: str) -> Any:
+    with View(store) as view:
+        return Version(view).metadata()
+
+
+def _copied(path: str, leaf: Any, dtype: Any) -> Any:
     """An array's elements in memory that nobody else writes, also where a step donates what it was made of."""
     array = trees.on_host(path, leaf)
+    if dtype is not None and array.dtype != dtype:
+        try:
+            return array.astype(dtype)
+        except (TypeError, ValueError) as error:
+            raise RefusedError(f"{path}: elements of {array.dtype} cannot be made {dtype}, the storage dtype") from error
     return array if array is not leaf and array.flags.owndata else array.copy()
 
 

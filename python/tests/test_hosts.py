@@ -58,7 +58,7 @@ def test_the_page_states_the_releases_of_each_host() -> None:
         host.name: host.supported for host in _hosts.HOSTS}
 
 
-@pytest.mark.parametrize("module", ["lmcache", "vllm", "vllm_weights", "torchtitan", "torch_checkpointing"])
+@pytest.mark.parametrize("module", ["lmcache", "vllm", "vllm_weights", "torchtitan", "torch_checkpointing", "orbax"])
 def test_an_adapter_checks_the_release_before_it_imports_its_host(module: str) -> None:
     text = (Path(_hosts.__file__).parent / f"{module}.py").read_text()
     package = {"vllm_weights": "vllm"}.get(module, module)

@@ -1,0 +1,244 @@
+"""Trees as Orbax saves and loads them: their structure as JSON, and templates for their leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy
+
+from remanent import _native, _pages
+from remanent import jax as trees
+from remanent._errors import NoStateError
+
+__all__ = ["ArrayMetadata", "Version", "is_template", "structure_of"]
+
+# Stands for the structure of a version from before it was kept.
+_UNKNOWN = object()
+# Kinds of values that a template converts a number or a text to.
+_SCALARS = (bool, int, float, str)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayMetadata:
+    """Shape and dtype of an array of NumPy: as a template it loads one."""
+
+    shape: tuple[int, ...]
+    dtype: numpy.dtype[Any]
+
+
+def structure_of(tree: Any) -> Any:
+    """The structure of a tree as JSON; None stands for a leaf."""
+    kind = type(tree)
+    children = _children(tree)
+    if children is None:
+        return None
+    if kind in (list, tuple):
+        return [kind.__name__, [structure_of(child) for _, child in children]]
+    # Of another kind of node the names of its parts are kept, and no code.
+    return ["dict", [[_pages.flatten("", _name(key), lambda path, value: None), structure_of(child)]
+                     for key, child in children]]
+
+
+def _children(tree: Any) -> list[tuple[Any, Any]] | None:
+    """The parts of a node with their keys; None for a leaf."""
+    if tree is None:
+        return None
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: each is not tree)[0]
+    if len(found) == 1 and found[0][0] == ():
+        return None
+    return [(path[0], child) for path, child in found]
+
+
+def _name(key: Any) -> Any:
+    """What names a part of a node: a key of a dict, an index, or a field."""
+    return next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field))
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(str(_name(key)) for key in path)
+
+
+def _built(structure: Any, leaves: Callable[[tuple[str, ...]], Any], at: tuple[str, ...] = ()) -> Any:
+    """The tree of a structure; `leaves` gives a leaf by the names on its way."""
+    if structure is None:
+        return leaves(at)
+    kind, parts = structure
+    if kind == "dict":
+        named = [(_pages.unflatten(name, lambda tag: None), part) for name, part in parts]
+        return {name: _built(part, leaves, (*at, str(name))) for name, part in named}
+    built = [_built(part, leaves, (*at, str(number))) for number, part in enumerate(parts)]
+    return tuple(built) if kind == "tuple" else built
+
+
+def _leaf_names(structure: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The names on the way to each leaf, in the order of the leaves."""
+    if structure is None:
+        return [at]
+    kind, parts = structure
+    if kind == "dict":
+        parts = [(_pages.unflatten(name, lambda tag: None), part) for name, part in parts]
+    else:
+        parts = list(enumerate(parts))
+    return [found for name, part in parts for found in _leaf_names(part, (*at, str(name)))]
+
+
+def is_template(tree: Any) -> bool:
+    """Whether each leaf says what to load: a value, an array, its shape and dtype, a type, or a placeholder."""
+    return all(leaf is None or leaf is ... or isinstance(leaf, (type, *_SCALARS))
+               or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+               for leaf in jax.tree_util.tree_leaves(tree, is_leaf=lambda each: each is None))
+
+
+class Version:
+    """A version of a tree in a store, and what it has of the leaves of templates."""
+
+    def __init__(self, view: _native.View) -> None:
+        self._view = view
+        self._held, self._where = trees.read_tree(view)
+        tree = _pages.read_manifest(view).tree
+        # Versions from before the structure was kept have their leaves by path alone.
+        (self._structure,) = tree.get("structure", [_UNKNOWN])
+        names = [] if self._structure is _UNKNOWN else _leaf_names(self._structure)
+        # Two leaves whose names are equal as texts are found by their paths alone.
+        is_clear = len(set(names)) == len(names) == len(self._held)
+        self._paths = dict(zip(names, self._held, strict=True)) if is_clear else {}
+        # Arrays of NumPy that are loaded, by path and dtype: leaves that were one array are one again.
+        self._loaded: dict[tuple[str, Any], Any] = {}
+
+    def metadata(self) -> Any:
+        """The tree with shapes and dtypes in place of arrays, and plain values themselves: a template that loads it."""
+        return self.tree({path: self._abstract(path) for path in self._held})
+
+    def tree(self, leaves: Mapping[str, Any]) -> Any:
+        """The tree of these leaves, by path: other kinds of nodes than dicts, lists and tuples are dicts."""
+        if self._structure is _UNKNOWN:
+            return dict(leaves)
+        if not self._paths:
+            found = iter(leaves.values())
+            return _built(self._structure, lambda names: next(found))
+        return _built(self._structure, lambda names: leaves[self._paths[names]])
+
+    def _source(self, path: str) -> str:
+        return trees.same_as(self._held[path]) or path
+
+    def _abstract(self, path: str) -> Any:
+        path = self._source(path)
+        tag = trees.tag_of(self._held[path])
+        if tag[0] not in ("array", "key"):
+            return _pages.unflatten(self._held[path], lambda tag: None)
+        _, array = self._where[path]
+        shape, dtype = array.shape, jax.numpy.dtype(_native.dtype(array.dtype)[0])
+        abstract: Any = jax.ShapeDtypeStruct
+        if tag[0] == "key":
+            return jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=tag[1]),
+                                  abstract(shape, dtype))
+        return abstract(shape, dtype) if tag[1] == "jax" else ArrayMetadata(tuple(shape), dtype)
+
+    def load_as(self, template: Any, is_partial: bool) -> Any:
+        """The leaves of a template, as it asks for them, in its structure.
+
+        :param is_partial: whether the version may have leaves that the template omits.
+        :raises NoStateError: the version lacks a leaf of the template, or cannot give it in this form.
+        """
+        leaves, structure = jax.tree_util.tree_flatten_with_path(template, is_leaf=lambda each: each is None)
+        found = {jax.tree_util.keystr(path): self._path_of(path) for path, _ in leaves}
+        missing = sorted(path for path, own in found.items() if own is None)
+        omitted = sorted(set(self._held) - set(found.values()))
+        if missing or (omitted and not is_partial):
+            parts = [f"the version lacks {', '.join(missing[:5])}"] if missing else []
+            parts += [f"the template omits {', '.join(omitted[:5])}"] if omitted and not is_partial else []
+            raise NoStateError(f"the version and the template differ: {'; '.join(parts)}",
+                               remedy="load what `checkpointables_metadata` shows, or set `partial_load` to omit leaves")
+        loaded = [self._leaf(found[jax.tree_util.keystr(path)], like) for path, like in leaves]
+        return jax.tree_util.tree_unflatten(structure, loaded)
+
+    def _path_of(self, path: Any) -> str | None:
+        exact = jax.tree_util.keystr(path)
+        return exact if exact in self._held else self._paths.get(_names(path))
+
+    def _leaf(self, path: Any, like: Any) -> Any:
+        """A leaf in the form that a template asks for."""
+        if like is ...:
+            return like
+        source = self._source(path)
+        tag = trees.tag_of(self._held[source])
+        is_array = tag[0] in ("array", "key")
+        if like is None:
+            return self._as_saved(source)
+        kind = like if isinstance(like, type) else type(like)
+        if issubclass(kind, _SCALARS):
+            return self._scalar(path, source, kind)
+        is_jax = issubclass(kind, (jax.Array, jax.ShapeDtypeStruct)) or hasattr(like, "sharding")
+        if not is_array and not isinstance(_pages.unflatten(self._held[source], lambda tag: None), (int, float)):
+            raise NoStateError(f"{path}: the version holds a value and no array", remedy="omit it, or give its type")
+        if tag[0] == "key":
+            return self._key(path, source, tag, like)
+        if not isinstance(like, type):
+            self._check_shape(path, source, tuple(like.shape))
+        dtype = None if isinstance(like, type) else like.dtype
+        if not is_jax:
+            elements = self._loaded.get((source, dtype))
+            if elements is None:
+                elements = self._loaded[source, dtype] = self._elements(path, source, dtype)
+            return elements[()] if issubclass(kind, numpy.generic) else elements
+        is_weak = dtype is None and trees.saved_properties(self._held[source]).get("weak", False)
+        return trees.placed_array(path, self._elements(path, source, dtype), is_weak or getattr(like, "weak_type", False),
+                            None if isinstance(like, type) else trees.sharding_of(like))
+
+    def _as_saved(self, source: str) -> Any:
+        tag = trees.tag_of(self._held[source])
+        if tag[0] == "key":
+            return self._key(source, source, tag, None)
+        if tag[0] != "array":
+            return _pages.unflatten(self._held[source], lambda tag: None)
+        elements = self._elements(source, source, None)
+        if tag[1] == "jax":
+            return trees.placed_array(source, elements, trees.saved_properties(self._held[source]).get("weak", False), None)
+        return elements[()] if tag[1] == "scalar" else elements
+
+    def _key(self, path: str, source: str, tag: list[Any], like: Any) -> Any:
+        key = jax.random.wrap_key_data(self._elements(path, source, None), impl=tag[1])
+        if like is not None and not isinstance(like, type):
+            trees.refuse_other_elements(path, key.shape, key.dtype, like)
+        sharding = None if like is None or isinstance(like, type) else trees.sharding_of(like)
+        return key if sharding is None else jax.device_put(key, sharding)
+
+    def _check_shape(self, path: str, source: str, asked: tuple[int, ...]) -> None:
+        has = tuple(self._where[source][1].shape) if source in self._where else ()
+        if has != asked:
+            raise NoStateError(f"{path}: the version has the shape {list(has)}, the template {list(asked)}",
+                               remedy="give the shape that `checkpointables_metadata` shows")
+
+    def _elements(self, path: str, source: str, dtype: Any) -> Any:
+        """The elements of an array, or a number as an array, converted if another dtype is asked for."""
+        if source in self._where:
+            key, array = self._where[source]
+            elements = trees.read_elements(self._view, key, array)
+        else:
+            elements = numpy.asarray(_pages.unflatten(self._held[source], lambda tag: None))
+        if dtype is None or elements.dtype == dtype:
+            return elements
+        try:
+            return elements.astype(dtype)
+        except (TypeError, ValueError) as error:
+            raise NoStateError(f"{path}: elements of {elements.dtype} cannot be made {dtype}") from error
+
+    def _scalar(self, path: str, source: str, kind: Any) -> Any:
+        """A number or a text, converted to a type of Python."""
+        value = self._as_saved(source)
+        if isinstance(value, (jax.Array, numpy.ndarray, numpy.generic)) and not value.shape:
+            value = value.item()
+        if not isinstance(value, _SCALARS):
+            raise NoStateError(f"{path}: the template asks for {kind.__name__}, the version holds {_described(value)}")
+        try:
+            return value if type(value) is kind else kind(value)
+        except ValueError as error:
+            raise NoStateError(f"{path}: {value!r} cannot be made {kind.__name__}") from error
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else f"a {type(value).__name__}"
+
