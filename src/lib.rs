@@ -246,6 +246,8 @@ pub use blocks::{BlockPages, BlockTensors, PagedBlock, WorkingBlocks};
 pub use catalog::SnapshotInfo;
 pub use device::{Access, AllocationStats, DeviceBytes, LaneStats, RawStream, StreamGuard, TransferStats};
 pub use device::{UnifiedHint, UnifiedSide, UnifiedSupport};
+#[doc(hidden)]
+pub use error::nearest;
 pub use error::{Error, Remedy, Result, StoreDamage};
 pub use eviction::{EvictionPolicy, Lru, S3Fifo};
 pub use follower::{

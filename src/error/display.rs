@@ -25,6 +25,15 @@ impl fmt::Display for OffsetDisplay {
     }
 }
 
+/// Shows the name that was probably meant.
+pub(super) struct NearestDisplay<'a>(pub Option<&'a str>);
+
+impl fmt::Display for NearestDisplay<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |name| write!(f, "; did you mean {name:?}?"))
+    }
+}
+
 /// Shows the store that a file is of.
 pub(super) struct StoreDisplay<'a>(pub Option<&'a str>);
 

@@ -1,6 +1,8 @@
 //! The one error type: whose fault, where, what state the store is in, what helps.
 
+mod advice;
 mod display;
+mod nearest;
 mod remedy;
 
 use std::fmt;
@@ -12,11 +14,13 @@ use remanent_format::{
     Damage, Defect, Epoch, FileName, Key, KeyLenError, Lsn, PageId, Place, Position, SnapshotId,
 };
 
+use self::advice::advice_of_poisoned;
 use self::display::{
-    Fingerprint, OffsetDisplay, PathDisplay, Size, StartFrom, StoreDisplay, Survived, single_states,
+    Fingerprint, NearestDisplay, OffsetDisplay, PathDisplay, Size, StartFrom, StoreDisplay, Survived,
+    single_states,
 };
+pub use self::nearest::nearest;
 pub use self::remedy::Remedy;
-use self::remedy::remedy_of_poisoned;
 pub use crate::layout::LayoutError;
 
 /// What the library returns.
@@ -24,7 +28,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that can go wrong.
 ///
-/// Cheap to clone; sources are shared. [`Error::remedy`] says what helps.
+/// Cheap to clone; sources are shared. [`Error::remedy`] returns the kind of remedy, and [`Error::advice`] the
+/// remedy in words.
 ///
 /// ```
 /// use remanent::{Error, Options, Remedy, Store};
@@ -33,6 +38,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// let error = store.read(remanent::PageId(7), 0, &mut out).unwrap_err();
 /// assert!(matches!(error, Error::UnknownPage { .. }));
 /// assert_eq!(error.remedy(), Remedy::ChangeCall);
+/// assert_eq!(error.advice(), "list the pages that exist: the id of a deleted page is not given again");
 /// # Ok::<(), Error>(())
 /// ```
 #[derive(Clone, Debug, thiserror::Error)]
@@ -154,6 +160,12 @@ pub enum Error {
         option: &'static str,
         /// The reason why not.
         reason: String,
+    },
+    /// The text names no state.
+    #[error("expected lsn:N, snapshot:N or the name of a snapshot, found {found:?}")]
+    InvalidStatePoint {
+        /// The text that was given.
+        found: String,
     },
     /// No page has this id.
     #[error("there is no page {page}")]
@@ -324,10 +336,12 @@ pub enum Error {
         snapshot: SnapshotId,
     },
     /// No snapshot that is kept has this name.
-    #[error("there is no snapshot named {name:?}")]
+    #[error("there is no snapshot named {name:?}{}", NearestDisplay(nearest.as_deref()))]
     NoSnapshotNamed {
         /// The name in question.
         name: String,
+        /// The most similar name of a snapshot that is kept, if one is similar.
+        nearest: Option<String>,
     },
     /// The state asked for cannot be computed any more, or there is no such batch yet.
     #[error(
@@ -386,7 +400,7 @@ pub enum Error {
         len: u64,
     },
     /// An earlier failure stopped commits and snapshots; this is that failure.
-    #[error("the store stopped after an earlier failure: {0}; {remedy}", remedy = remedy_of_poisoned(.0))]
+    #[error("the store stopped after an earlier failure: {0}; {remedy}", remedy = advice_of_poisoned(.0))]
     Poisoned(Arc<Error>),
     /// The store is being closed by another thread.
     #[error("the store is closed")]
@@ -418,6 +432,12 @@ impl fmt::Display for StoreDamage {
 }
 
 impl Error {
+    /// No snapshot of these has the name.
+    pub(crate) fn no_snapshot_named<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Self {
+        let nearest = nearest(name, known).map(str::to_owned);
+        Error::NoSnapshotNamed { name: name.to_owned(), nearest }
+    }
+
     /// The file concerned, where there is one.
     #[must_use]
     pub fn file(&self) -> Option<FileName> {

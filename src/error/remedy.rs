@@ -1,17 +1,16 @@
-//! The remedy of each error, and the errors that pass by themselves.
+//! The kind of remedy of each error, and the errors that pass by themselves. `advice` has the words.
 
-use std::fmt;
 use std::io;
 
 use remanent_format::SHORTAGES;
 
 use super::Error;
 
-/// What helps against an [`Error`].
+/// The kind of remedy against an [`Error`]; [`Error::advice`] says how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
-    /// The call is wrong: change it. Nothing happened.
+    /// The call cannot succeed as it is; [`Error::advice`] says what to give instead. Nothing happened.
     ChangeCall,
     /// Another change came first, another caller has it, or the system was short of open files, memory
     /// or threads: try again. Nothing happened.
@@ -31,23 +30,8 @@ pub enum Remedy {
     Inspect,
 }
 
-impl fmt::Display for Remedy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Remedy::ChangeCall => "change the call",
-            Remedy::Retry => "try again",
-            Remedy::FreeSpace => "free some space, then try again",
-            Remedy::Permit => "see to what the system refuses, then try again",
-            Remedy::Reopen => "close the store, if it is open, and open it again",
-            Remedy::NewProcess => "open the store in a new process",
-            Remedy::StartOver => "start over from the newest snapshot",
-            Remedy::Inspect => "run `remanent verify`",
-        })
-    }
-}
-
 impl Error {
-    /// The remedy that helps.
+    /// The kind of remedy that helps.
     #[must_use]
     pub fn remedy(&self) -> Remedy {
         match self {
@@ -59,6 +43,7 @@ impl Error {
             | Error::KeyTaken { .. }
             | Error::InvalidOperation { .. }
             | Error::InvalidOption { .. }
+            | Error::InvalidStatePoint { .. }
             | Error::Limit { .. }
             | Error::PlaceUnavailable { .. }
             | Error::DeviceUnavailable { .. }

@@ -7,16 +7,27 @@ use remanent_format::{Lsn, SnapshotId};
 
 use crate::error::{Error, Result};
 
-/// A state of a store that is asked for: by its batch, by a snapshot, or by a snapshot's name.
+/// An earlier state of a store, given by its batch, by a snapshot, or by a snapshot's name.
 ///
-/// Its text is what the tool's `--at` takes.
+/// The Rust API, the Python package and the command parse the same text:
+///
+/// | text | state |
+/// |---|---|
+/// | `lsn:12` | after batch 12 |
+/// | `snapshot:3` | at the end of snapshot 3 |
+/// | `name:tuned` | at the end of the snapshot named `tuned` |
+/// | any other text, such as `tuned` or `step:120` | at the end of the snapshot of that name |
+///
+/// A name of digits alone, and one that begins like another form, is written with `name:`.
 ///
 /// ```
 /// use remanent::{Lsn, StatePoint};
 /// let point: StatePoint = "lsn:12".parse()?;
 /// assert_eq!(point, StatePoint::Lsn(Lsn(12)));
-/// assert_eq!("name:before tuning".parse::<StatePoint>()?.to_string(), "name:before tuning");
-/// assert!("yesterday".parse::<StatePoint>().is_err());
+/// let named: StatePoint = "before tuning".parse()?;
+/// assert_eq!(named.to_string(), "name:before tuning");
+/// assert_eq!(named.to_string().parse::<StatePoint>()?, named);
+/// assert!("12".parse::<StatePoint>().is_err());
 /// # Ok::<(), remanent::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -26,7 +37,7 @@ pub enum StatePoint {
     Lsn(Lsn),
     /// `snapshot:N`: the state at a snapshot's end.
     Snapshot(SnapshotId),
-    /// `name:S`: the state at the end of the snapshot of that name.
+    /// `name:S`, or the name alone: the state at the end of the snapshot of that name.
     Name(String),
 }
 
@@ -34,19 +45,25 @@ impl FromStr for StatePoint {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let refused = || Error::InvalidOption {
-            option: "restore point",
-            reason: format!("{text:?} is none of lsn:N, snapshot:N and name:S"),
-        };
-        let (kind, rest) = text.split_once(':').ok_or_else(refused)?;
+        let refused = || Error::InvalidStatePoint { found: text.to_owned() };
+        let (kind, rest) = text.split_once(':').unwrap_or(("", text));
         let number = || rest.parse().map_err(|_| refused());
         match kind {
             "lsn" => Ok(Self::Lsn(Lsn(number()?))),
             "snapshot" => Ok(Self::Snapshot(SnapshotId(number()?))),
             "name" if !rest.is_empty() => Ok(Self::Name(rest.to_owned())),
-            _ => Err(refused()),
+            _ if is_like_another_form(kind, text) => Err(refused()),
+            _ => Ok(Self::Name(text.to_owned())),
         }
     }
+}
+
+/// Whether the text probably was not meant as a name.
+fn is_like_another_form(kind: &str, text: &str) -> bool {
+    let kinds = ["lsn", "snapshot", "name"];
+    // `all` holds for the empty text, too.
+    text.bytes().all(|byte| byte.is_ascii_digit())
+        || kinds.iter().any(|known| kind.eq_ignore_ascii_case(known))
 }
 
 impl fmt::Display for StatePoint {
@@ -64,23 +81,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn points_read_back_as_they_are_written() {
-        let points = [
-            StatePoint::Lsn(Lsn(0)),
-            StatePoint::Lsn(Lsn(u64::MAX)),
-            StatePoint::Snapshot(SnapshotId(7)),
-            StatePoint::Name("step:120".to_owned()),
-        ];
-        for point in points {
+    fn points_parse_as_they_are_displayed() {
+        let names =
+            ["step:120", "12", "lsn:3", "Snapshot:x", "name:"].map(|name| StatePoint::Name(name.to_owned()));
+        let numbers =
+            [StatePoint::Lsn(Lsn(0)), StatePoint::Lsn(Lsn(u64::MAX)), StatePoint::Snapshot(SnapshotId(7))];
+        for point in numbers.into_iter().chain(names) {
             assert_eq!(point.to_string().parse::<StatePoint>().unwrap(), point);
         }
     }
 
     #[test]
-    fn anything_else_is_refused_with_what_would_do() {
-        for text in ["", "12", "lsn:", "lsn:-1", "lsn:1x", "snapshot:", "name:", "Lsn:1", "lsn 1"] {
+    fn bare_text_is_a_name() {
+        for name in ["warm", "step:120", "step 12", "lsn", "a:b:c", "12x", "lsn 1", "-1"] {
+            assert_eq!(name.parse::<StatePoint>().unwrap(), StatePoint::Name(name.to_owned()));
+        }
+    }
+
+    #[test]
+    fn text_like_another_form_is_refused() {
+        for text in ["", "12", "lsn:", "lsn:-1", "lsn:1x", "snapshot:", "name:", "Lsn:1", "NAME:a"] {
             let error = text.parse::<StatePoint>().unwrap_err();
-            assert!(error.to_string().contains("lsn:N, snapshot:N and name:S"), "{text}: {error}");
+            let expected = format!("expected lsn:N, snapshot:N or the name of a snapshot, found {text:?}");
+            assert_eq!(error.to_string(), expected);
         }
     }
 }

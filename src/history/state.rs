@@ -525,7 +525,8 @@ fn until(survey: &Survey, point: Option<&StatePoint>) -> Result<Until> {
         Some(StatePoint::Name(name)) => {
             let mut newest_first = survey.readable().rev();
             let named = newest_first.find(|manifest| manifest.name.as_ref() == Some(name));
-            Until::At(named.ok_or_else(|| Error::NoSnapshotNamed { name: name.clone() })?.end)
+            let known = || survey.readable().filter_map(|manifest| manifest.name.as_deref());
+            Until::At(named.ok_or_else(|| Error::no_snapshot_named(name, known()))?.end)
         }
     })
 }

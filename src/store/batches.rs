@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use remanent_format::{Key, Lsn, PageId, Place, Position};
+use remanent_format::{Key, Lsn, PageId, PageInfo, Place, Position};
 
 use super::Store;
 use super::ticket::{CommitReceipt, Ticket, wait};
 use crate::error::{Error, Result};
 use crate::options::Tiers;
 use crate::tiers::{Prefetch, ReadAhead};
-use crate::write::batch::WriteBatch;
+use crate::write::batch::{PageRef, WriteBatch};
 
 #[cfg(doc)]
 use crate::options::{LogIo, Options};
@@ -72,6 +72,33 @@ impl Store {
     /// # Errors
     /// As for [`Store::commit`], except for what another thread's batch to this key would make it fail with.
     pub fn put(&self, key: &Key, bytes: impl AsRef<[u8]>, place: Place) -> Result<(PageId, Position)> {
+        self.put_with(key, bytes, place, |_, _, _| {})
+    }
+
+    /// Sets the contents of a page as [`Store::put`] does, with further operations in the same batch: `more`
+    /// gets the batch, the page, and what is known of the page if it exists. It is called again where another
+    /// thread's batch to the page came first.
+    ///
+    /// ```
+    /// use remanent::{Key, Options, Place, Store};
+    /// let store = Store::temporary(Options::default())?;
+    /// let key = Key::new("weights")?;
+    /// let (page, _) = store.put_with(&key, [0; 8], Place::Host, |batch, page, _| {
+    ///     batch.set_metadata(page, "dtype", "F32");
+    /// })?;
+    /// assert_eq!(store.page(page)?.metadata["dtype"].as_str(), Some("F32"));
+    /// # Ok::<(), remanent::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`Store::put`]; what the further operations fail with.
+    pub fn put_with(
+        &self,
+        key: &Key,
+        bytes: impl AsRef<[u8]>,
+        place: Place,
+        mut more: impl FnMut(&mut WriteBatch, PageRef, Option<&PageInfo>),
+    ) -> Result<(PageId, Position)> {
         let bytes = bytes.as_ref();
         loop {
             let mut batch = self.batch();
@@ -83,10 +110,12 @@ impl Store {
                         batch.resize(info.page, bytes.len() as u64);
                     }
                     batch.write(info.page, 0, bytes);
+                    more(&mut batch, info.page.into(), Some(&info));
                     Some(info.page)
                 }
                 Err(Error::UnknownKey { .. }) => {
-                    batch.create_from(bytes, place).key(key);
+                    let page = batch.create_from(bytes, place).key(key).page();
+                    more(&mut batch, page.into(), None);
                     None
                 }
                 Err(error) => return Err(error),

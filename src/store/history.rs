@@ -242,7 +242,8 @@ impl Store {
             }
             StatePoint::Name(name) => {
                 let named = |kept: &&RetainedSnapshot| kept.info.name.as_ref() == Some(name);
-                let refused = || Error::NoSnapshotNamed { name: name.clone() };
+                let known = || catalog.snapshots.values().filter_map(|kept| kept.info.name.as_deref());
+                let refused = || Error::no_snapshot_named(name, known());
                 catalog.snapshots.values().find(named).ok_or_else(refused)?.info.end
             }
         };

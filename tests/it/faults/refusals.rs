@@ -1,5 +1,6 @@
 //! Stores that may not be opened, and the content of every error.
 
+use std::collections::BTreeSet;
 use std::io;
 
 use remanent::disk::dir::DirDisk;
@@ -296,10 +297,64 @@ fn every_error_tells_where_and_what_helps() {
             "open it again",
         ),
         (Error::Closed, nowhere, Remedy::ChangeCall, "closed"),
+        (
+            Error::InvalidStatePoint { found: "12".to_owned() },
+            nowhere,
+            Remedy::ChangeCall,
+            "expected lsn:N, snapshot:N or the name of a snapshot, found \"12\"",
+        ),
+        (
+            Error::NoSnapshotNamed { name: "wram".to_owned(), nearest: Some("warm".to_owned()) },
+            nowhere,
+            Remedy::ChangeCall,
+            "there is no snapshot named \"wram\"; did you mean \"warm\"?",
+        ),
+        (
+            Error::NoSnapshotNamed { name: "x".to_owned(), nearest: None },
+            nowhere,
+            Remedy::ChangeCall,
+            "named \"x\"",
+        ),
+        (
+            Error::NameTaken { name: "warm".to_owned(), snapshot: SnapshotId(4) },
+            nowhere,
+            Remedy::ChangeCall,
+            "snapshot 4",
+        ),
+        (
+            Error::OutsideWindow { asked: Lsn(9), oldest: Lsn(2), newest: Lsn(7), below: vec![Lsn(1)] },
+            (None, None, Some(Lsn(9))),
+            Remedy::ChangeCall,
+            "9",
+        ),
+        (
+            Error::LengthsDiffer { pages: [page, page], lens: [1, 2] },
+            nowhere,
+            Remedy::ChangeCall,
+            "1 and 2 bytes",
+        ),
+        (Error::Leased { page }, nowhere, Remedy::Retry, "page 7"),
+        (Error::MemoryInUse { len: 9, page }, nowhere, Remedy::Retry, "page 7"),
+        (Error::MemoryRefused { len: 9, reason: "no".to_owned() }, nowhere, Remedy::ChangeCall, "9 bytes"),
+        (Error::HintRefused { place, reason: "no" }, nowhere, Remedy::ChangeCall, "hints"),
+        (Error::StreamRefused { stream: 1, reason: "no" }, nowhere, Remedy::ChangeCall, "0x1"),
+        (
+            Error::DeviceUnavailable { device: "cuda:9".to_owned(), reason: "no".to_owned() },
+            nowhere,
+            Remedy::ChangeCall,
+            "cuda:9",
+        ),
     ];
+    let mut advised = BTreeSet::new();
     for (error, place, remedy, word) in rows {
         assert_eq!((error.file(), error.offset(), error.lsn()), place, "{error}");
         assert_eq!(error.remedy(), remedy, "{error}");
         assert!(error.to_string().contains(word), "{error} does not say {word:?}");
+        let advice = error.advice();
+        assert!(advice.len() > 12 && !advice.contains("change the call"), "{error}: {advice}");
+        assert!(!advice.ends_with('.') && !advice.starts_with(char::is_uppercase), "{error}: {advice}");
+        advised.insert(advice.into_owned());
     }
+    // Most errors have advice of their own.
+    assert!(advised.len() > 35, "{advised:#?}");
 }

@@ -6,6 +6,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
+use remanent::StatePoint;
 use remanent_format::Lsn;
 use remanent_format::frame::FrameKind;
 use remanent_format::log::LogWalk;
@@ -19,7 +20,7 @@ use crate::cli::json;
 use crate::cli::json::object;
 use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
-use crate::read::states::{KeptStates, StateName, damaged};
+use crate::read::states::{KeptStates, damaged};
 use crate::read::store_dir::StoreDir;
 use crate::weights::export::ExportVersion;
 
@@ -38,12 +39,12 @@ Examples:
 pub struct Bisect {
     /// The store's directory; it is only read
     dir: PathBuf,
-    /// A state known to be good: lsn:N, snapshot:N or name:S
+    /// A state known to be good: lsn:N, snapshot:N, or the name of a snapshot
     #[arg(long)]
-    good: StateName,
+    good: StatePoint,
     /// A later state known to be bad
     #[arg(long)]
-    bad: StateName,
+    bad: StatePoint,
     /// The command that tells
     #[arg(long, value_name = "CMD")]
     run: String,
@@ -59,7 +60,7 @@ impl Bisect {
     pub fn run(&self, out: &mut Output) -> Outcome {
         let interrupt = Interrupt::listen()?;
         let dir = StoreDir::open(&self.dir)?;
-        let bound = |at: &StateName| {
+        let bound = |at: &StatePoint| {
             KeptStates::look(&dir, |past| {
                 let until = past.lsn(Some(at))?;
                 Ok(past.table(until)?.lsn())

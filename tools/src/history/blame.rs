@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use comfy_table::Table;
+use remanent::StatePoint;
 use remanent_format::Defect;
 use remanent_format::state::blame::{ChangeCause, ValueChange, changes_of};
 
@@ -12,12 +13,12 @@ use crate::cli::json::object;
 use crate::cli::memory::MemoryLimit;
 use crate::cli::output::Output;
 use crate::cli::table::with_header;
-use crate::read::states::{KeptStates, StateName, damaged};
+use crate::read::states::{KeptStates, damaged};
 use crate::read::store_dir::StoreDir;
 use crate::weights::element::{Element, ElementName};
 
 const EXAMPLES: &str = "\
-KEY is a tensor's full name, a page's key, key:KEY, or page:N; INDEX has a number for each dimension, or is one number \
+KEY is a page's number, its key, or its tensor's full name; key:KEY and page:N are unambiguous. INDEX has a number for each dimension, or is one number \
 that counts all elements from 0. Only batches that changed the value are listed. The history goes back as far as \
 the log is kept, and by the kept snapshots before that.
 
@@ -34,9 +35,9 @@ pub struct Blame {
     /// The element to look for
     #[arg(value_name = "KEY[INDEX]")]
     element: ElementName,
-    /// The last state that is looked at: lsn:N, snapshot:N or name:S [default: the newest]
+    /// The last state that is looked at: lsn:N, snapshot:N, or the name of a snapshot [default: the newest]
     #[arg(long)]
-    at: Option<StateName>,
+    at: Option<StatePoint>,
     /// One JSON object a line
     #[arg(long)]
     json: bool,
@@ -51,9 +52,7 @@ impl Blame {
         let (element, changes) = KeptStates::look(&dir, |past| {
             let until = past.lsn(self.at.as_ref())?;
             let table = past.table(until)?;
-            let none =
-                || Failure::Environment(format!("there is no tensor, key or page {:?}", self.element.page));
-            let info = table.pages().find(|info| self.element.means(info)).ok_or_else(none)?;
+            let info = self.element.page.find(table.pages()).map_err(Failure::Environment)?;
             let element = self.element.find(&info).map_err(Failure::Environment)?;
             // However long the page is on its way, nothing but the element is needed.
             let needed = element.width as u64;

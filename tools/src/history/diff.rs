@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use comfy_table::Table;
+use remanent::StatePoint;
 use remanent_format::{Damage, Metadata, PageId, PageInfo, PageTable, Value};
 use safetensors::Dtype;
 
@@ -15,14 +16,15 @@ use crate::cli::output::Output;
 use crate::cli::progress;
 use crate::cli::table::with_header;
 use crate::read::page_bytes::{PageBytes, windows};
-use crate::read::states::{KeptStates, StateName, damaged};
+use crate::read::states::{KeptStates, damaged};
 use crate::read::store_dir::StoreDir;
 use crate::weights::dtype;
 use crate::weights::{dtype_of, label};
 
 const EXAMPLES: &str = "\
 Elements are compared bit by bit, by the dtype in a page's metadata; without one, bytes are compared. The largest \
-change is the largest difference of values, for floats; it is NaN if a value became NaN. Ends with 0 if both states are the \
+change is the largest difference of values, for floats; it is NaN if a value that differs was or became NaN, and \
+NANS is their number. Ends with 0 if both states are the \
 same, with 1 if they differ.
 
 Examples:
@@ -35,12 +37,12 @@ Examples:
 pub struct Diff {
     /// The store's directory; it is only read
     dir: PathBuf,
-    /// The state before: lsn:N, snapshot:N or name:S
+    /// The state before: lsn:N, snapshot:N, or the name of a snapshot
     #[arg(long)]
-    from: StateName,
+    from: StatePoint,
     /// The state after [default: the newest]
     #[arg(long)]
-    to: Option<StateName>,
+    to: Option<StatePoint>,
     /// One JSON object a line: the pages and root entries that differ
     #[arg(long)]
     json: bool,
@@ -64,8 +66,10 @@ struct ContentDiff {
     elements: u64,
     /// Number of elements that differ.
     changed: u64,
-    /// The largest change of a value, for floats.
+    /// The largest change of a value, for floats; NaN if any value is NaN before or after.
     largest: Option<f64>,
+    /// Number of elements that differ and are NaN before or after, for floats.
+    nans: Option<u64>,
 }
 
 /// A page that differs.
@@ -157,7 +161,7 @@ fn content(
     // Elements are comparable as values only where both states say the same of them.
     let dtype = dtype_of(new).filter(|dtype| dtype_of(old) == Some(*dtype));
     let width = dtype.map_or(1, |dtype| dtype::width(dtype).bytes());
-    let (mut elements, mut changed, mut largest) = (0, 0, None);
+    let (mut elements, mut changed, mut largest, mut nans) = (0, 0, None, None);
     // A window is a whole number of elements, but for the last one.
     for window in windows(old.len.min(new.len)) {
         let (left, right) = (before.window(new.page, &window)?, after.window(new.page, &window)?);
@@ -170,8 +174,11 @@ fn content(
             if left != right {
                 changed += 1;
                 if let Some(change) = dtype.and_then(|dtype| value_change(dtype, left, right)) {
+                    *nans.get_or_insert(0) += u64::from(change.is_nan());
                     // Nothing is larger than NaN.
-                    let beaten = largest.is_none_or(|largest: f64| change.is_nan() || change > largest);
+                    let beaten = largest.is_none_or(|largest: f64| {
+                        !largest.is_nan() && (change.is_nan() || change > largest)
+                    });
                     largest = if beaten { Some(change) } else { largest };
                 }
             }
@@ -183,6 +190,7 @@ fn content(
         elements,
         changed,
         largest,
+        nans,
     })
 }
 
@@ -236,14 +244,15 @@ fn page_json(line: &DiffLine) -> serde_json::Value {
         "changed": content.map(|content| content.changed),
         "share": content.map(share),
         "largest": content.and_then(|content| content.largest).map(json::float),
+        "nans": content.and_then(|content| content.nans),
         "metadata": content.map(|content| content.metadata),
     }
 }
 
 fn table(lines: &[DiffLine]) -> Table {
     let mut table = with_header(
-        ["PAGE", "NAME", "DTYPE", "CHANGE", "ELEMENTS", "CHANGED", "SHARE", "LARGEST"],
-        [0, 4, 5, 6, 7],
+        ["PAGE", "NAME", "DTYPE", "CHANGE", "ELEMENTS", "CHANGED", "SHARE", "LARGEST", "NANS"],
+        [0, 4, 5, 6, 7, 8],
     );
     for DiffLine { info, change } in lines {
         let of = |show: fn(&ContentDiff) -> String| change.content().map(show).unwrap_or_default();
@@ -256,6 +265,7 @@ fn table(lines: &[DiffLine]) -> Table {
             of(|content| content.changed.to_string()),
             of(|content| format!("{:.3} %", 100.0 * share(content))),
             of(|content| content.largest.map(|largest| format!("{largest:.4e}")).unwrap_or_default()),
+            of(|content| content.nans.map(|nans| nans.to_string()).unwrap_or_default()),
         ]);
     }
     table

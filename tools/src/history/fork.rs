@@ -27,7 +27,7 @@ pub struct Fork {
     dir: PathBuf,
     /// The new store's directory, missing or empty
     new: PathBuf,
-    /// The state: lsn:N, snapshot:N or name:S [default: the newest]
+    /// The state: lsn:N, snapshot:N, or the name of a snapshot [default: the newest]
     #[arg(long)]
     at: Option<StatePoint>,
     /// One JSON object

@@ -18,15 +18,19 @@ use crate::read::partial_view::PartialView;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
-A snapshot stays if one of the rules keeps it, and with it the log from it to now. Named snapshots stay until their \
-names are given up: --name alone gives up the snapshots of these names, and no other. The newest one stays. \
-Without --yes the store is only read, and may be open elsewhere.
+A snapshot is kept if one of the rules keeps it, and with it the log from it to now. At least one rule is required: \
+those of the application that writes the store, such as snapshots_kept and log_kept, are not recorded in it. Named snapshots are kept until their names are given up: --name alone gives \
+up the snapshots of these names, and no other. The newest snapshot is always kept. Without --yes the store is only \
+read, and may be open elsewhere.
 
 Examples:
-  remanent prune store                                       what would go if two snapshots stay
+  remanent prune store --snapshots 2                         what would go if two snapshots stay
   remanent prune store --snapshots 5 --age 7d --yes          five, and all of the last week
   remanent prune store --log-bytes 1000000000                and that much log to go back in
   remanent prune store --name before-tuning --yes            a name that keeps its snapshot no longer";
+
+const NO_RULE: &str = "no rule says what to keep, and the store does not record the rules of the application that writes \
+it: give those as --snapshots, --age and --log-bytes, or --name to give up one name";
 
 /// Remove old snapshots and log, or say what would go
 #[derive(clap::Args)]
@@ -71,6 +75,9 @@ fn parse_age(text: &str) -> Result<Duration, String> {
 impl Prune {
     /// Removes, or says.
     pub fn run(&self, out: &mut Output) -> Outcome {
+        if !self.is_ruled() && self.name.is_empty() {
+            return Err(Failure::Environment(NO_RULE.to_owned()));
+        }
         let rules = self.rules();
         // The snapshots of the names that are given up.
         let mut given_up = Vec::new();
@@ -110,9 +117,12 @@ impl Prune {
         self.name.iter().map(holder).collect()
     }
 
+    fn is_ruled(&self) -> bool {
+        self.snapshots.is_some() || self.age.is_some() || self.log_bytes.is_some()
+    }
+
     fn is_of_names_alone(&self) -> bool {
-        let is_ruled = self.snapshots.is_some() || self.age.is_some() || self.log_bytes.is_some();
-        !is_ruled && !self.name.is_empty()
+        !self.is_ruled() && !self.name.is_empty()
     }
 
     fn rules(&self) -> Retention {

@@ -10,7 +10,7 @@ use crate::cli::exit::{Ending, Outcome};
 use crate::cli::interrupt::Interrupt;
 use crate::cli::json::object;
 use crate::cli::output::Output;
-use crate::read::states::{KeptStates, StateName};
+use crate::read::states::KeptStates;
 use crate::read::store_dir::StoreDir;
 
 const EXAMPLES: &str = "\
@@ -19,7 +19,7 @@ Pages that change get an epoch that was never given before.
 
 Examples:
   remanent restore store --at lsn:7
-  remanent restore store --at name:before-tuning";
+  remanent restore store --at before-tuning";
 
 /// Take a store back to an earlier state
 #[derive(clap::Args)]
@@ -27,9 +27,9 @@ Examples:
 pub struct Restore {
     /// The store's directory
     dir: PathBuf,
-    /// The state: lsn:N, snapshot:N or name:S
+    /// The state: lsn:N, snapshot:N, or the name of a snapshot
     #[arg(long)]
-    at: StateName,
+    at: StatePoint,
     /// One JSON object
     #[arg(long)]
     json: bool,

@@ -19,7 +19,7 @@ use crate::read::store_dir::StoreDir;
 const EXAMPLES: &str = "\
 Examples:
   remanent dump store 17 -o page.bin
-  remanent dump store key:embedding.weight | xxd | head
+  remanent dump store embedding.weight | xxd | head
   remanent dump store key:0xff01 -o page.bin";
 
 /// Write the bytes of one page to a file
@@ -28,7 +28,7 @@ Examples:
 pub struct Dump {
     /// The store's directory; it is only read
     dir: PathBuf,
-    /// The page: its number, or `key:` and its key as `pages` shows it
+    /// The page: its number, its key as `pages` shows it, or its tensor's name
     page: Selector,
     /// The file to write the bytes to; `-` is standard output
     #[arg(short, long, value_name = "FILE", default_value = "-")]
@@ -45,10 +45,13 @@ impl Dump {
             dir.refuse_to_write_into(&self.output)?;
         }
         let (view, bytes) = PartialView::with_bytes(&dir, self.memory.given())?;
-        let Some(info) = self.page.find(view.pages()) else {
-            // In a damaged store the page may have been there; then the damage is the answer.
-            view.complain()?;
-            return Err(Failure::Environment("there is no such page".to_owned()));
+        let info = match self.page.find(view.pages()) {
+            Ok(info) => info,
+            Err(missing) => {
+                // In a damaged store the page may have been there; then the damage is the answer.
+                view.complain()?;
+                return Err(Failure::Environment(missing));
+            }
         };
         let Some(bytes) = bytes else {
             view.complain()?;

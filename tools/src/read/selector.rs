@@ -1,55 +1,101 @@
-//! How a page is named on the command line: by its number, or by its key as it is shown.
+//! How a page is named on the command line: by its number, its key as it is shown, or its tensor's name.
 
+use std::fmt;
 use std::str::FromStr;
 
 use remanent_format::{Key, PageId, PageInfo};
 
-/// A page, as it was typed: its number, or `key:` and its key.
+/// A page, as it was typed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selector {
-    /// The page's number.
+    /// `page:N`, or digits alone.
     Number(PageId),
-    /// The key: its text, or its bytes as `0x` and hexadecimal digits, or with unprintable bytes escaped.
+    /// `key:K`: the key's text, or its bytes as `0x` and hexadecimal digits, or with unprintable bytes
+    /// escaped.
     Key(String),
+    /// Any other text: a tensor's full name, or a key as after `key:`.
+    Name(String),
 }
 
 impl FromStr for Selector {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text.strip_prefix("key:") {
-            Some("") => Err("a key is 1 to 64 bytes long".to_owned()),
-            Some(key) => Ok(Self::Key(key.to_owned())),
-            None => text
-                .parse()
-                .map(|number| Self::Number(PageId(number)))
-                .map_err(|_| "neither a page's number nor `key:` and its key".to_owned()),
+        let number = |text: &str| {
+            let wrong = || format!("expected the number of a page, found {text:?}");
+            text.parse().map(PageId).map_err(|_| wrong())
+        };
+        match text.split_once(':') {
+            _ if text.is_empty() => Err("expected a page's number, its key or its tensor's name".to_owned()),
+            Some(("key", "")) => Err("a key is 1 to 64 bytes long".to_owned()),
+            Some(("key", key)) => Ok(Self::Key(key.to_owned())),
+            Some(("page", page)) => Ok(Self::Number(number(page)?)),
+            _ if text.bytes().all(|byte| byte.is_ascii_digit()) => Ok(Self::Number(number(text)?)),
+            _ => Ok(Self::Name(text.to_owned())),
+        }
+    }
+}
+
+impl fmt::Display for Selector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Number(page) => write!(f, "page {page}"),
+            Self::Key(key) => write!(f, "page with key {key:?}"),
+            Self::Name(name) => write!(f, "tensor or key {name:?}"),
         }
     }
 }
 
 impl Selector {
-    /// The page that is meant.
-    pub fn find(&self, pages: impl Iterator<Item = PageInfo>) -> Option<PageInfo> {
-        let mut shown_so = None;
+    /// The page that is meant; if there is none, the error, which names the most similar one.
+    ///
+    /// # Errors
+    /// What is missing.
+    pub fn find(&self, pages: impl Iterator<Item = PageInfo>) -> Result<PageInfo, String> {
+        let (mut best, mut names) = (None, Vec::new());
         for info in pages {
-            match self {
-                Self::Number(page) if info.page == *page => return Some(info),
-                Self::Number(_) => {}
-                Self::Key(text) => match info.key.as_ref().map(|key| fit(key, text)) {
-                    Some(Fit::Exact) => return Some(info),
-                    Some(Fit::Shown) => _ = shown_so.get_or_insert(info),
-                    _ => {}
-                },
+            match self.fit(&info) {
+                Fit::Exact => return Ok(info),
+                Fit::Shown => _ = best.get_or_insert(info),
+                Fit::No => {
+                    names.extend(info.key.iter().map(Key::to_string).chain(name_of(&info).map(str::to_owned)))
+                }
             }
         }
-        shown_so
+        best.ok_or_else(|| self.missing(&names))
     }
+
+    fn fit(&self, info: &PageInfo) -> Fit {
+        let by_key = |text: &str| info.key.as_ref().map_or(Fit::No, |key| fit(key, text));
+        match self {
+            Self::Number(page) if info.page == *page => Fit::Exact,
+            Self::Number(_) => Fit::No,
+            Self::Key(text) => by_key(text),
+            Self::Name(name) if name_of(info) == Some(name) => Fit::Exact,
+            Self::Name(name) => by_key(name),
+        }
+    }
+
+    fn missing(&self, names: &[String]) -> String {
+        let wanted = match self {
+            Self::Number(_) => "",
+            Self::Key(text) | Self::Name(text) => text,
+        };
+        match remanent::nearest(wanted, names.iter().map(String::as_str)) {
+            Some(near) => format!("there is no {self}; did you mean {near:?}?"),
+            None => format!("there is no {self}; `remanent pages` lists all pages"),
+        }
+    }
+}
+
+/// The full name of the tensor that a page holds, by its metadata.
+fn name_of(info: &PageInfo) -> Option<&str> {
+    info.metadata.get("name")?.as_str()
 }
 
 /// Whether a text names a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fit {
+enum Fit {
     /// These are its bytes.
     Exact,
     /// This is how it is shown. A key whose bytes these are goes before.
@@ -59,7 +105,7 @@ pub enum Fit {
 }
 
 /// How well a text names a key.
-pub fn fit(key: &Key, text: &str) -> Fit {
+fn fit(key: &Key, text: &str) -> Fit {
     match key.as_bytes() == text.as_bytes() {
         true => Fit::Exact,
         false if key.to_string() == text => Fit::Shown,
@@ -69,34 +115,51 @@ pub fn fit(key: &Key, text: &str) -> Fit {
 
 #[cfg(test)]
 mod tests {
-    use remanent_format::Place;
+    use remanent_format::{Metadata, Place, Value};
 
     use super::*;
 
     #[test]
-    fn a_key_is_given_as_it_is_shown_and_its_own_bytes_go_before() {
-        let page = |number, key: &[u8]| {
+    fn pages_are_found_by_number_key_and_name() {
+        let page = |number, key: &[u8], name: Option<&str>| {
             let mut info = PageInfo::new(PageId(number), 0, Place::Host);
             info.key = Some(Key::new(key).unwrap());
+            let name = name.map(|name| ("name".to_owned(), Value::from(name)));
+            info.metadata = Metadata::from_iter(name).into();
             info
         };
-        let pages =
-            [page(1, &[0xff]), page(2, b"0xff"), page(3, &[0xfe]), page(4, b"a\nb"), page(5, b"plain")];
-        let find = |text: &str| {
-            let found = text.parse::<Selector>().unwrap().find(pages.iter().cloned());
-            found.map(|info| info.page.0)
-        };
-        for (text, page) in [
-            ("3", Some(3)),
-            ("key:plain", Some(5)),
-            ("key:0xfe", Some(3)),
-            ("key:0xff", Some(2)),
-            ("key:a\\nb", Some(4)),
-            ("key:0xfd", None),
-            ("9", None),
+        let pages = [
+            page(1, &[0xff], None),
+            page(2, b"0xff", None),
+            page(3, &[0xfe], None),
+            page(4, b"a\nb", None),
+            page(5, b"plain", None),
+            page(6, b"long~1", Some("encoder/long")),
+            page(7, b"4", None),
+        ];
+        for (text, expected) in [
+            ("3", Ok(3)),
+            ("page:3", Ok(3)),
+            ("key:plain", Ok(5)),
+            ("plain", Ok(5)),
+            ("key:0xfe", Ok(3)),
+            ("0xfe", Ok(3)),
+            ("key:0xff", Ok(2)),
+            ("a\\nb", Ok(4)),
+            ("encoder/long", Ok(6)),
+            ("long~1", Ok(6)),
+            ("4", Ok(4)),
+            ("key:4", Ok(7)),
+            ("9", Err("there is no page 9; `remanent pages` lists all pages")),
+            ("key:plian", Err("there is no page with key \"plian\"; did you mean \"plain\"?")),
+            ("long", Err("there is no tensor or key \"long\"; did you mean \"encoder/long\"?")),
+            ("", Err("expected a page's number, its key or its tensor's name")),
+            ("key:", Err("a key is 1 to 64 bytes long")),
+            ("page:x", Err("expected the number of a page, found \"x\"")),
+            ("99999999999999999999", Err("expected the number of a page, found \"99999999999999999999\"")),
         ] {
-            assert_eq!(find(text), page, "{text}");
+            let found = text.parse::<Selector>().and_then(|selector| selector.find(pages.iter().cloned()));
+            assert_eq!(found.map(|info| info.page.0), expected.map_err(str::to_owned), "{text}");
         }
-        assert!("key:".parse::<Selector>().is_err() && "plain".parse::<Selector>().is_err());
     }
 }

@@ -4,10 +4,8 @@
 //! an image of that snapshot is damaged, an older one gives the same state.
 
 use std::cell::OnceCell;
-use std::fmt;
-use std::str::FromStr;
 
-use remanent::Error;
+use remanent::{Error, StatePoint, nearest};
 use remanent_format::state::follow::Resolution;
 use remanent_format::state::reach::Reach;
 use remanent_format::state::survey::Survey;
@@ -18,42 +16,6 @@ use crate::cli::exit::Failure;
 use crate::read::looks;
 use crate::read::page_bytes::PageBytes;
 use crate::read::store_dir::StoreDir;
-
-/// A state that is named on the command line.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum StateName {
-    /// The state after this batch.
-    Lsn(Lsn),
-    /// The state that this snapshot stands for.
-    Snapshot(SnapshotId),
-    /// The state that the snapshot of this name stands for.
-    Name(String),
-}
-
-impl FromStr for StateName {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let number = |text: &str| text.parse().map_err(|_| format!("{text:?} is no number"));
-        match text.split_once(':') {
-            Some(("lsn", lsn)) => Ok(Self::Lsn(Lsn(number(lsn)?))),
-            Some(("snapshot", snapshot)) => Ok(Self::Snapshot(SnapshotId(number(snapshot)?))),
-            Some(("name", "")) => Err("a name is not empty".to_owned()),
-            Some(("name", name)) => Ok(Self::Name(name.to_owned())),
-            _ => Err("neither lsn:N, snapshot:N nor name:S".to_owned()),
-        }
-    }
-}
-
-impl fmt::Display for StateName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Lsn(lsn) => write!(f, "lsn:{lsn}"),
-            Self::Snapshot(snapshot) => write!(f, "snapshot:{snapshot}"),
-            Self::Name(name) => write!(f, "name:{name}"),
-        }
-    }
-}
 
 /// All kept states of a directory.
 pub struct KeptStates<'d> {
@@ -91,23 +53,23 @@ impl<'d> KeptStates<'d> {
         self.dir
     }
 
-    /// The batch after which a state stood; `None`, the newest one, for no name.
-    pub fn lsn(&self, at: Option<&StateName>) -> Result<Option<Lsn>, Failure> {
+    /// The batch after which a state stood; `None`, the newest one, for no point.
+    pub fn lsn(&self, at: Option<&StatePoint>) -> Result<Option<Lsn>, Failure> {
         match at {
             None => Ok(None),
-            Some(StateName::Lsn(lsn)) => Ok(Some(*lsn)),
-            Some(StateName::Snapshot(snapshot)) if self.survey.links.contains_key(snapshot) => {
+            Some(StatePoint::Lsn(lsn)) => Ok(Some(*lsn)),
+            Some(StatePoint::Snapshot(snapshot)) if self.survey.links.contains_key(snapshot) => {
                 self.survey.snapshot(*snapshot).map(|manifest| Some(manifest.end)).map_err(damaged)
             }
-            Some(StateName::Snapshot(snapshot)) => {
-                Err(Failure::Environment(format!("there is no snapshot {snapshot}")))
-            }
-            Some(StateName::Name(name)) => {
+            Some(StatePoint::Snapshot(snapshot)) => Err(refused(&Error::NoSnapshot { snapshot: *snapshot })),
+            Some(StatePoint::Name(name)) => {
+                let names = || self.survey.readable().filter_map(|manifest| manifest.name.as_deref());
                 let mut named = self.survey.readable().rev();
                 let named = named.find(|manifest| manifest.name.as_deref() == Some(name));
-                let none = || Failure::Environment(format!("there is no snapshot named {name:?}"));
+                let none = || refused(&no_snapshot_named(name, names()));
                 named.map(|manifest| Some(manifest.end)).ok_or_else(none)
             }
+            Some(other) => Err(Failure::Environment(format!("this version knows no state {other}"))),
         }
     }
 
@@ -186,6 +148,16 @@ impl<'d> KeptStates<'d> {
     }
 }
 
+/// No snapshot of these has the name.
+pub fn no_snapshot_named<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Error {
+    Error::NoSnapshotNamed { name: name.to_owned(), nearest: nearest(name, known).map(str::to_owned) }
+}
+
+/// A refusal in the words of the engine, with its remedy.
+pub fn refused(error: &Error) -> Failure {
+    Failure::Environment(format!("{error}; {}", error.advice()))
+}
+
 /// Damage, as a command ends with it. Too little memory is no damage.
 pub fn damaged(damage: Damage) -> Failure {
     match damage.defect {
@@ -219,15 +191,5 @@ mod tests {
             matches!(gone, Failure::Environment(text) if text.starts_with("pages/0000000000000003.pages went"))
         );
         assert!(matches!(damaged_since(damage(Defect::Foreign)), Failure::Damage(_)));
-    }
-
-    #[test]
-    fn a_state_has_one_spelling() {
-        for text in ["lsn:0", "lsn:120", "snapshot:3", "name:a:b"] {
-            assert_eq!(text.parse::<StateName>().unwrap().to_string(), text);
-        }
-        for text in ["", "120", "lsn:", "lsn:-1", "snapshot:x", "batch:1", "name:"] {
-            assert!(text.parse::<StateName>().is_err(), "{text}");
-        }
     }
 }

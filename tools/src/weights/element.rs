@@ -6,15 +6,15 @@ use std::str::FromStr;
 use remanent_format::PageInfo;
 use safetensors::Dtype;
 
-use crate::read::selector::{Fit, fit};
+use crate::read::selector::Selector;
 use crate::weights::dtype;
-use crate::weights::{dtype_of, label, name_of, shape_of};
+use crate::weights::{dtype_of, label, shape_of};
 
 /// `KEY[INDEX]`, as it was typed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ElementName {
-    /// A tensor's full name, or a page's key or number.
-    pub page: String,
+    /// The page that holds it.
+    pub page: Selector,
     /// One number for each dimension, or one number that counts all elements.
     pub index: Vec<u64>,
 }
@@ -29,7 +29,7 @@ impl FromStr for ElementName {
             text.strip_suffix(']').and_then(|text| text.rsplit_once('[')).ok_or_else(wrong)?;
         let number = |text: &str| text.trim().parse().map_err(|_| wrong());
         let index = index.split(',').map(number).collect::<Result<_, _>>()?;
-        Ok(Self { page: page.to_owned(), index })
+        Ok(Self { page: page.parse()?, index })
     }
 }
 
@@ -47,16 +47,6 @@ pub struct Element {
 }
 
 impl ElementName {
-    /// Whether the name means this page: by its tensor's name, by its key, also after `key:` and as it is
-    /// shown, or by `page:` and its number.
-    pub fn means(&self, info: &PageInfo) -> bool {
-        let is_key = |text: &str| info.key.as_ref().is_some_and(|key| fit(key, text) != Fit::No);
-        name_of(info) == Some(&self.page)
-            || is_key(&self.page)
-            || self.page.strip_prefix("key:").is_some_and(is_key)
-            || self.page.strip_prefix("page:").is_some_and(|number| number == info.page.to_string())
-    }
-
     /// The element in its page.
     pub fn find(&self, info: &PageInfo) -> Result<Element, String> {
         let dtype = dtype_of(info);
@@ -135,11 +125,11 @@ mod tests {
             ("page:7[18446744073709551615]", None),
         ] {
             let name: ElementName = text.parse().unwrap();
-            assert!(name.means(&info), "{text}");
+            assert!(name.page.find([info.clone()].into_iter()).is_ok(), "{text}");
             assert_eq!(name.find(&info).ok().map(|element| element.offset), expected, "{text}");
         }
         assert_eq!("w[3]".parse::<ElementName>().unwrap().find(&page("F4", &[8], 4)).unwrap().offset, 1);
-        assert!(!"w[0]".parse::<ElementName>().unwrap().means(&info));
+        assert!("w[0]".parse::<ElementName>().unwrap().page.find([info].into_iter()).is_err());
         for text in ["", "w", "w[]", "w[x]", "w[1", "w[-1]", "w[1,]"] {
             assert!(text.parse::<ElementName>().is_err(), "{text}");
         }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+use remanent::StatePoint;
 use remanent_format::{Lsn, PageInfo};
 
 use crate::cli::exit::{Ending, Failure, Outcome};
@@ -14,7 +15,7 @@ use crate::cli::output::Output;
 use crate::cli::progress;
 use crate::cli::replacement::Replacement;
 use crate::read::page_bytes::{PageBytes, windows};
-use crate::read::states::{KeptStates, StateName, damaged, damaged_since};
+use crate::read::states::{KeptStates, damaged, damaged_since};
 use crate::read::store_dir::StoreDir;
 use crate::weights::{Header, is_header, name_of};
 
@@ -35,9 +36,9 @@ pub struct Export {
     dir: PathBuf,
     /// The file to write the weights to; replaced if it is there
     file: PathBuf,
-    /// The version: lsn:N, snapshot:N or name:S [default: the newest]
+    /// The version: lsn:N, snapshot:N, or the name of a snapshot [default: the newest]
     #[arg(long)]
-    at: Option<StateName>,
+    at: Option<StatePoint>,
     /// One JSON object
     #[arg(long)]
     json: bool,

@@ -238,10 +238,67 @@ fn prune_says_what_would_go_and_removes_it_only_when_told() {
     let name = prune(&["--name", "first", "--yes"]);
     assert_eq!(name["snapshots"], serde_json::json!([1]), "{name}");
     run(&["export", &store, &weights.scratch.path("gone"), "--at", "name:first"]).expect(2);
-    let text = run(&["prune", &store]).expect(0).out;
+    let text = run(&["prune", &store, "--snapshots", "2"]).expect(0).out;
     assert!(text.contains("--yes does it"), "{text}");
     run(&["prune", &store, "--snapshots", "0"]).expect(2);
     run(&["prune", &store, "--age", "1w"]).expect(2);
+}
+
+/// Without a rule a prune would remove what the application that writes the store still wants.
+#[test]
+fn prune_without_a_rule_is_refused() {
+    let weights = imported(2);
+    let store = weights.scratch.store();
+    for more in [&[][..], &["--yes"], &["--json"]] {
+        let refused = run(&[&["prune", &store], more].concat()).expect(2);
+        assert!(refused.err.contains("--snapshots, --age and --log-bytes"), "{}", refused.err);
+    }
+    assert!(weights.export(&["--at", "lsn:1"]) == versions()[0]);
+}
+
+/// Every option that takes a state takes the same text.
+#[test]
+fn states_have_one_syntax_in_all_commands() {
+    let weights = imported(2);
+    let (store, out) = (weights.scratch.store(), weights.scratch.path("out"));
+    run(&["snapshot", &store, "--name", "warm"]).expect(0);
+    weights.import(&versions()[2], &[]);
+    let commands: [&[&str]; 7] = [
+        &["export", &store, &out, "--at"],
+        &["blame", &store, "w[6]", "--at"],
+        &["diff", &store, "--from", "lsn:1", "--to"],
+        &["diff", &store, "--from"],
+        &["bisect", &store, "--bad", "lsn:3", "--run", NO_NAN, "--good"],
+        &["restore", &store, "--at"],
+        &["fork", &store, &weights.scratch.path("new"), "--at"],
+    ];
+    for command in commands {
+        let given = |state: &str| run(&[command, &[state]].concat());
+        for (state, word) in [
+            ("wram", "there is no snapshot named \"wram\"; did you mean \"warm\"?"),
+            ("name:3", "there is no snapshot named \"3\""),
+            ("3", "expected lsn:N, snapshot:N or the name of a snapshot, found \"3\""),
+            ("lsn:x", "found \"lsn:x\""),
+        ] {
+            let refused = given(state).expect(2).err;
+            assert!(refused.contains(word), "{command:?} {state}: {refused}");
+        }
+        for state in ["warm", "name:warm", "lsn:2", "snapshot:1"] {
+            let code = given(state).code;
+            assert!(code != 2 || command[0] == "fork" && state != "warm", "{command:?} {state}: {code}");
+        }
+    }
+}
+
+/// `dump` and `blame` find a page by the same text.
+#[test]
+fn pages_have_one_syntax_in_all_commands() {
+    let weights = imported(1);
+    let store = weights.scratch.store();
+    for (page, code) in [("1", 0), ("page:1", 0), ("w", 0), ("key:w", 0), ("v", 2), ("9", 2), ("key:v", 2)] {
+        run(&["dump", &store, page]).expect(code);
+        run(&["blame", &store, &format!("{page}[6]")]).expect(code);
+    }
 }
 
 /// A shell command that fails where the file holds the NaN.

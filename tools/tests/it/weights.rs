@@ -380,21 +380,21 @@ fn diff_counts_changed_elements_and_measures_them() {
         .filter(|line| line["name"] != "safetensors header")
         .map(|line| {
             let field = |name: &str| line[name].to_string();
-            let fields = ["name", "change", "elements", "changed", "share", "largest", "len_before"];
+            let fields = ["name", "change", "elements", "changed", "share", "largest", "nans", "len_before"];
             fields.map(field).join(" ")
         })
         .collect();
     assert_eq!(
         shown,
         [
-            r#""moved" "changed" 4 2 0.5 0.5 null"#,
-            r#""half" "changed" 2 1 0.5 "NaN" null"#,
-            r#""count" "changed" 2 2 1.0 null null"#,
-            r#""gone" "deleted" null null null null null"#,
-            r#""shaped" "metadata" 6 0 0.0 null null"#,
-            r#""longer" "resized" 2 1 0.5 1.0 8"#,
-            r#""new" "created" null null null null null"#,
-            r#""step" "root" null null null null null"#,
+            r#""moved" "changed" 4 2 0.5 0.5 0 null"#,
+            r#""half" "changed" 2 1 0.5 "NaN" 1 null"#,
+            r#""count" "changed" 2 2 1.0 null null null"#,
+            r#""gone" "deleted" null null null null null null"#,
+            r#""shaped" "metadata" 6 0 0.0 null null null"#,
+            r#""longer" "resized" 2 1 0.5 1.0 0 8"#,
+            r#""new" "created" null null null null null null"#,
+            r#""step" "root" null null null null null null"#,
         ]
     );
     let text = run(&["diff", &store, "--from", "lsn:1", "--to", "lsn:2"]).expect(1).out;

@@ -1,0 +1,144 @@
+//! The remedy of each error in words: what the caller does or gives instead.
+
+use std::borrow::Cow;
+
+use super::remedy::remedy_of_poisoned;
+use super::{Error, LayoutError, Remedy};
+
+impl Error {
+    /// The remedy in words, as an instruction to the caller.
+    ///
+    /// ```
+    /// use remanent::{Error, PageId};
+    /// let error = Error::OutOfBounds { page: PageId(7), offset: 6, len: 4, page_len: 8 };
+    /// assert_eq!(error.advice(), "give a range within 0..8, or resize the page first");
+    /// ```
+    #[must_use]
+    pub fn advice(&self) -> Cow<'static, str> {
+        match self {
+            Error::OutOfBounds { page_len, .. } => {
+                format!("give a range within 0..{page_len}, or resize the page first").into()
+            }
+            Error::KeyTaken { holder, .. } => {
+                format!("write to page {holder}, delete it first, or give another key").into()
+            }
+            Error::NameTaken { snapshot, .. } => {
+                format!("give another name, or give up the name of snapshot {snapshot} by a prune first")
+                    .into()
+            }
+            Error::Conflict { page, .. } => {
+                format!("read page {page} again, and commit a new batch that is based on it").into()
+            }
+            Error::Leased { page } => format!("end the lease or pin of page {page}, then try again").into(),
+            Error::MemoryInUse { page, .. } => {
+                format!("give other memory, or delete, move or release page {page} first").into()
+            }
+            Error::InvalidStatePoint { found } => format!(
+                "write name:{found} if that is the name of a snapshot; list the snapshots for the others"
+            )
+            .into(),
+            Error::NoSnapshotNamed { nearest: Some(name), .. } => {
+                format!("give {name:?}, or list the snapshots that are kept").into()
+            }
+            Error::OutsideWindow { oldest, newest, below, .. } => match below.last() {
+                Some(_) => {
+                    format!("give a batch from {oldest} to {newest}, or one of the older ones named above")
+                }
+                None => format!("give a batch from {oldest} to {newest}"),
+            }
+            .into(),
+            Error::OutOfOrder { expected, .. } => {
+                format!("apply batch {expected} first, or start over from the newest snapshot").into()
+            }
+            Error::Limit { what, limit, .. } => {
+                format!("keep {what} at or below {limit}, or split it").into()
+            }
+            Error::OverBudget { place, .. } => {
+                format!("delete pages of place {place} or move them elsewhere, or open with a larger budget")
+                    .into()
+            }
+            Error::OutOfMemory { place, .. } => {
+                format!("free memory of place {place}, then try again").into()
+            }
+            Error::InvalidOption { option, .. } => {
+                format!("give option {option} a value that the error permits").into()
+            }
+            Error::InvalidOperation { index, .. } => {
+                format!("correct operation {index} as the error says, and commit the batch again").into()
+            }
+            Error::Forked { opener } => {
+                format!("open the store in this process, or use the object in process {opener}").into()
+            }
+            Error::Layout(layout) => advice_on_layout(layout).into(),
+            _ => self.fixed_advice().into(),
+        }
+    }
+
+    /// The advice for errors whose values it does not depend on.
+    fn fixed_advice(&self) -> &'static str {
+        match self {
+            Error::UnknownPage { .. } => {
+                "list the pages that exist: the id of a deleted page is not given again"
+            }
+            Error::UnknownKey { .. } => "create the page first, or list the keys that exist",
+            Error::InvalidKey(_) => "give a key of 1 to 64 bytes",
+            Error::PlaceUnavailable { .. } => "give a place that the error does not exclude, such as host",
+            Error::DeviceUnavailable { .. } => "install what is missing, or open the store with device host",
+            Error::StreamRefused { .. } => "give a stream of the store's device that captures no graph",
+            Error::MemoryRefused { .. } => "give memory that meets the condition in the error",
+            Error::HintRefused { .. } => "leave out the hint, or open the store with memory that takes hints",
+            Error::LengthsDiffer { .. } => "give two pages of one length, or resize one of them first",
+            Error::NoSnapshot { .. } | Error::NoSnapshotNamed { .. } => "list the snapshots that are kept",
+            Error::NoStore { .. } => {
+                "check the path; to make a new store there, open it with permission to create one"
+            }
+            Error::ForeignDirectory { .. } => "give an empty directory, or a path that does not exist yet",
+            Error::IdentityMismatch { .. } => {
+                "open the store with the identity that it was created with, or give another directory"
+            }
+            Error::LayoutMismatch { .. } => {
+                "open the store with the layout that it was created with, or give another directory"
+            }
+            Error::Locked { .. } => "read it with a View, or close it there",
+            Error::Closed => "open the store again",
+            Error::DiskFull { .. } => "free some space or delete pages, then try again",
+            Error::Overtaken { .. } | Error::Diverged { .. } => "start over from the newest snapshot",
+            Error::Damaged(_) => "run `remanent verify`, which lists all damage and what can be saved",
+            Error::Poisoned(cause) => advice_of_poisoned(cause),
+            _ => advice_of(self.remedy()),
+        }
+    }
+}
+
+/// The advice for failures of the system, whose text has the details.
+fn advice_of(remedy: Remedy) -> &'static str {
+    match remedy {
+        Remedy::Retry => "close files, threads or processes that are not needed, then try again",
+        Remedy::Permit => "correct the path or the permissions that the error names, then try again",
+        Remedy::FreeSpace => "free some space, then try again",
+        Remedy::NewProcess => "open the store in a new process",
+        Remedy::StartOver => "start over from the newest snapshot",
+        Remedy::Inspect => "run `remanent verify`, which lists all damage and what can be saved",
+        // The variants with this remedy have advice of their own.
+        Remedy::ChangeCall | Remedy::Reopen => "close the store, if it is open, and open it again",
+    }
+}
+
+/// The advice for a store that stopped for this reason.
+pub(super) fn advice_of_poisoned(cause: &Error) -> &'static str {
+    advice_of(remedy_of_poisoned(cause))
+}
+
+fn advice_on_layout(error: &LayoutError) -> &'static str {
+    match error {
+        LayoutError::Zero { .. } => "give each dimension a length of at least 1",
+        LayoutError::Align { .. } => "give a power of two, such as 256",
+        LayoutError::TooLong { .. } => "give smaller dimensions",
+        LayoutError::OutOfRange { .. } => "give an index below the dimension's length",
+        LayoutError::OtherShape { .. } => "give two layouts with blocks of one shape",
+        LayoutError::OtherLayout { .. } => "create the pages with the layout of the tensors",
+        LayoutError::RegionCount { .. } => "give one region for each region of the layout",
+        LayoutError::RegionLen { .. } => "give a region of at least the length that the layout needs",
+        LayoutError::Fingerprint { .. } => "give the fingerprint that a block layout returned",
+    }
+}
