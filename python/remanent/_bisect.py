@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from remanent import _native
-from remanent._errors import NoStateError
+from remanent._errors import InvalidTypeError, NoStateError
 
 _At = int | str | _native.SnapshotInfo
 
@@ -20,7 +20,7 @@ def bisect(path: str | os.PathLike[str], is_good: Callable[[_native.View], bool 
 
     :param is_good: is given a View; True for good, False for bad, None for what cannot be told of this version. What it
         raises ends the search.
-    :param good: a state known to be good: an Lsn, "lsn:N", "snapshot:N", "name:S" or a SnapshotInfo.
+    :param good: a state known to be good: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo.
     :param bad: a later state known to be bad; the newest if None.
     :raises InvalidError: the good state is not older than the bad one.
     :raises NoStateError: a version in between is not kept; or versions next to the first bad one could not be told.
@@ -33,6 +33,9 @@ def bisect(path: str | os.PathLike[str], is_good: Callable[[_native.View], bool 
     >>> remanent.bisect(directory, lambda view: view.root["loss"] == 0.5, good=1)
     71
     """
+    if not callable(is_good):
+        raise InvalidTypeError(f"is_good is a function of a View, not {type(is_good).__name__}",
+                               remedy="give a function that returns True, False or None")
     with _native.View(path, good) as oldest, _native.View(path, bad) as newest:
         search = _native.Bisect(oldest.lsn, newest.lsn)
     while (lsn := search.next()) is not None:

@@ -210,6 +210,8 @@ class Checkpointer:
         self._hook = optimizer.register_step_pre_hook(self._before_step) if overlap else None
         # How many saves were begun.
         self._saves = 0
+        # The step that the state has gone on from or was saved as last; None before that is looked up.
+        self._step: int | None = None
 
     def _waited(self, work: Callable[[], _T]) -> _T:
         """Has the thread of saves do some work. A wait for it can be interrupted, and it goes on: so ranks are in step
@@ -255,6 +257,8 @@ class Checkpointer:
         on, or ordered after it. Other streams must be ordered first, as for any work of torch's. With `overlap`
         parameters and the optimizer's state may change by `optimizer.step` alone.
 
+        :param step: 0 or more, and no lower than the step of the newest version or, after `restore`, than that of the
+            restored one: history goes on from there. A step that is saved again replaces the version of before.
         :param name: keeps the version until `give_up(name)`; 1 to 64 bytes, not beginning with "step ", "lsn:",
             "snapshot:" or "name:".
         :param wait: whether to return only once the version is durable. Else the call returns once the state is
@@ -267,6 +271,7 @@ class Checkpointer:
             raises.
         :param progress: whether a save that waits draws a bar: False for none; None for one of long work if standard
             error is a terminal and tqdm is installed. Of several ranks the first one draws it.
+        :raises InvalidError: if the step goes back. Nothing is saved.
         :raises InUseError: if it is refused. Nothing is saved.
         :raises RefusedError: for what cannot be stored, by its name; while a graph of CUDA is being captured. Nothing
             is saved.
@@ -282,9 +287,10 @@ class Checkpointer:
         try:
             is_left = self._is_left_to_next(busy, wait or name is not None)
             is_next = not is_left
-            step = _whole_number("step", step)
+            step = self._next_step(step)
             if is_left:
                 _refuse_capture()
+                self._step = step
                 return self._left.add(step, self._reading or reading, began)
             tree, captured, tensors = self._checked(name)
             passage = self._room.begin(tensors)
@@ -295,6 +301,7 @@ class Checkpointer:
             done = self._worker.submit(self._write_and_keep, passage, capture, self._saves, step, name, note, tree,
                                        nbytes, bar)
             self._last = saved = Saved(step, reading, began)
+            self._step = step
             saved._begins(done)
             self._left.go_with(saved)
             self._reading = reading
@@ -334,6 +341,17 @@ class Checkpointer:
                 done.result()
             raise
         return saved
+
+    def _next_step(self, step: int) -> int:
+        """The step to save, once it is known that it does not go back."""
+        step = _whole_number("step", step)
+        if step < 0:
+            raise InvalidError(f"step: {step} is below 0", remedy="count steps from 0")
+        before = self._versions.newest_step() if self._step is None else self._step
+        if before is not None and step < before:
+            raise InvalidError(f"step: {step} is below {before}, the step that the run is at",
+                               remedy="restore the version to go on from, give a later step, or another directory")
+        return step
 
     def _bar(self, nbytes: int, what: str, progress: bool | None) -> Bar:
         return Bar(nbytes, what, progress if self._ranks is None or self._ranks.rank == 0 else False)
@@ -604,7 +622,7 @@ class Checkpointer:
         It runs after what is queued on the current streams of the GPUs, and before what is queued on them from then on.
 
         :param at: a step (int), a name, a Version, or, without `process_group`, "lsn:N", "snapshot:N"; the newest
-            version if None.
+            version if None. A name that looks like one of these is written "name:S".
         :param cast: whether elements of a model and of its optimizer's state become those that the model has, as
             `load_state_dict` converts them. If False, a version with other kinds of elements is refused.
         :param progress: as for `save`; one bar while the version is proven, and one while it is loaded.
@@ -640,6 +658,7 @@ class Checkpointer:
                 self._copies.let_go()
             with self._bar(restoration.nbytes, "loading", progress) as bar:
                 changes.run(lambda: restoration.load(bar))
+        self._step = step
         return step
 
     def _proven(self, views: Views, targets: Targets, layouts: Any, cast: bool,
@@ -690,7 +709,7 @@ class Checkpointer:
         >>> with remanent.torch.Checkpointer(directory, extra={"state": state}, rng=False) as run:
         ...     _ = run.save(1), state["w"][1, :2].fill_(-0.5), run.save(2)
         ...     run.diff(1, 2)
-        {'state/w': Difference(elements=2, first=(1, 0), largest=0.5)}
+        {'state/w': Difference(elements=2, first=(1, 0), largest=0.5, nans=0)}
         """
         def differing() -> dict[str, Difference | None]:
             with self._versions.view(before) as old:

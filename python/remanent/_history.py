@@ -13,7 +13,7 @@ from remanent import _native, _pages
 from remanent._errors import InvalidError, NoStateError, OutOfBoundsError
 from remanent._native import ArrayLayout
 from remanent._tensors import DTYPE, read_page, tensor_of, tensors_of
-from remanent._versions import Version, named, whole
+from remanent._versions import Version, did_you_mean, no_version, whole
 
 _Path = str | os.PathLike[str]
 Content = tuple[bytes, Any] | NoStateError | OutOfBoundsError
@@ -30,8 +30,10 @@ class Difference:
     elements: int
     #: Where the first of them is, row by row: a number for each dimension.
     first: tuple[int, ...]
-    #: The largest absolute difference; `inf` if one of them is no finite number in either version.
+    #: The largest absolute difference; `inf` if one is infinite, `nan` if one of them is or was NaN.
     largest: float
+    #: How many of the elements that differ are or were NaN.
+    nans: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def diff(directory: _Path, before: int | str, after: int | str | None = None) ->
     batch changed in between are not read. Takes no lock: a writer may go on meanwhile. For runs there is
     `Checkpointer.diff`.
 
-    :param before: an Lsn, "lsn:N", "snapshot:N" or "name:S", as for `load_file`.
+    :param before: an Lsn, "lsn:N", "snapshot:N" or a version's name, as for `load_file`.
     :param after: likewise; the newest version if None.
     :raises NoStoreError, NoStateError, DamagedError: as for `load_file`.
 
@@ -66,7 +68,7 @@ def diff(directory: _Path, before: int | str, after: int | str | None = None) ->
     >>> tensors["w"][1, :2] = torch.tensor([0.5, -2.0])
     >>> second = remanent.torch.save_file(tensors, directory)
     >>> remanent.torch.diff(directory, first)
-    {'w': Difference(elements=2, first=(1, 0), largest=2.0)}
+    {'w': Difference(elements=2, first=(1, 0), largest=2.0, nans=0)}
     """
     with _native.View(directory, before) as old, _native.View(directory, after) as new:
         return difference(whole(old), whole(new))
@@ -141,6 +143,10 @@ def _compared(left: torch.Tensor, right: torch.Tensor) -> Difference | None:
     wide = torch.complex128 if left.is_complex() else torch.float64
     apart = [each[changed].to(torch.float32 if each.element_size() == 1 and each.is_floating_point() else wide)
              for each in flat]
+    nans = int((apart[0].isnan() | apart[1].isnan()).sum())
+    if nans:
+        return Difference(len(changed), first, float("nan"), nans)
+    # Two infinities that differ are infinitely far apart; of complex ones a part may be none.
     largest = (apart[1] - apart[0]).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max()
     return Difference(len(changed), first, float(largest))
 
@@ -184,7 +190,8 @@ def content_of(view: _native.View, name: str, index: int | Sequence[int]) -> Con
 def first_bad(versions: Sequence[Version], good: int, bad: int, is_good: Callable[[Version], bool | None]) -> Version:
     """The first bad one of versions, between a good one and a later bad one, by their numbers."""
     if good >= bad:
-        raise InvalidError("good: that version is not older than the bad one")
+        raise InvalidError("good: that version is not older than the bad one",
+                           remedy="give an older version as good, or a later one as bad")
     search = _native.Bisect(good, bad)
     while (number := search.next()) is not None:
         search.tell(number, is_good(versions[number]))
@@ -198,18 +205,21 @@ def first_bad(versions: Sequence[Version], good: int, bad: int, is_good: Callabl
 
 def number_of(versions: Sequence[Version], at: int | str | Version | None) -> int:
     """Which of the versions is meant: by its step, its name, or itself; the newest if None."""
+    kind, value = _native.state_point(at) if isinstance(at, str) else ("step", at)
+    if kind == "snapshot":
+        raise InvalidError(f"{at!r} is no version of a run", remedy="give a step, a name, \"lsn:N\" or a Version")
     for number in range(len(versions) - 1, -1, -1):
         version = versions[number]
         if isinstance(at, Version):
             # On a rank that is new, versions from before tell of another rank's batches.
             is_it = (at.step, at.lsn) == (version.step, version.lsn)
         else:
-            has_name = isinstance(at, str) and at.removeprefix("name:") == version.name
-            is_it = at is None or has_name or at == version.step
+            is_it = at is None or value == {"step": version.step, "lsn": version.lsn, "name": version.name}[kind]
         if is_it:
             return number
-    raise NoStateError("the run has no version yet" if at is None else f"there is no version {named(at)}",
-                       remedy="`versions` lists those that are kept")
+    if at is None:
+        raise NoStateError("the run has no version yet", remedy="save one first")
+    raise no_version(at, versions)
 
 
 def _arrays(view: _native.View) -> dict[str, tuple[str, ArrayLayout]]:
@@ -219,7 +229,8 @@ def _arrays(view: _native.View) -> dict[str, tuple[str, ArrayLayout]]:
 
 def _found(arrays: Mapping[str, tuple[str, ArrayLayout]], name: str) -> tuple[str, ArrayLayout]:
     if name not in arrays:
-        raise NoStateError(f"the version has no tensor named {name!r}")
+        raise NoStateError(f"the version has no tensor named {name!r}{did_you_mean(name, arrays)}",
+                           remedy="give one of its names, as `load_file` or `diff` returns them")
     return arrays[name]
 
 

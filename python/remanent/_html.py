@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -34,7 +34,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _shape(metadata: dict[str, Any]) -> str:
+def _shape(metadata: Mapping[str, Any]) -> str:
     if "dtype" not in metadata:
         return ""
     return f"{metadata['dtype']} {metadata.get('shape', '')}"
@@ -64,7 +64,7 @@ def _value(value: Any) -> str:
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, (list, dict)):
-        return f"{type(value).__name__} of {len(value)}"
+        return f"{'list' if isinstance(value, list) else 'dict'} of {len(value)}"
     return repr(value)
 
 

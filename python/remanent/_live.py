@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy
@@ -36,7 +36,7 @@ Place = tuple[torch.device, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 class Changes(Protocol):
     """What a batch changed. Both methods return tensors on `device`."""
 
-    operations: list[Any]
+    operations: Sequence[Any]
 
     def bytes_of(self, operation: Any, name: str, device: torch.device) -> torch.Tensor: ...
 
@@ -48,7 +48,7 @@ class Plain:
     """The bytes of each operation by themselves."""
 
     def __init__(self, batch: _native.FollowedBatch) -> None:
-        self.operations: list[Any] = batch.operations
+        self.operations: Sequence[Any] = batch.operations
 
     def bytes_of(self, operation: Any, name: str, device: torch.device) -> torch.Tensor:
         return tensor_of(operation[name]).to(device)
@@ -64,7 +64,7 @@ class Packed:
     """
 
     def __init__(self, batch: _native.FollowedBatch, device: torch.device, uploads: Uploads) -> None:
-        self.operations: list[Any] = batch._layout()
+        self.operations: Sequence[Any] = batch._layout()
         for number, operation in enumerate(self.operations):
             operation["number"] = number
         self._batch = batch

@@ -32,7 +32,7 @@ from remanent._errors import (
 )
 from remanent._ranks import Ranks, described, raise_first
 from remanent._removal import Removal
-from remanent._versions import Keep, Version, Views, named, of_step, unnamed
+from remanent._versions import Keep, Version, Views, no_version, of_step, unnamed
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
@@ -224,18 +224,19 @@ class SharedVersions:
             if newest is None:
                 raise NoStateError("the run has no version yet", remedy="save one first")
             return newest
-        if isinstance(at, str) and at.startswith(("lsn:", "snapshot:")):
+        kind, value = _native.state_point(at) if isinstance(at, str) else ("step", at)
+        if kind in ("lsn", "snapshot"):
             raise InvalidError(f"at: {at!r} is of one rank", remedy="give a step or a name")
-        for point in reversed(self._points.readable()[0]):
+        points = self._points.readable()[0]
+        for point in reversed(points):
             if isinstance(at, Version):
                 # Of the rank that looks, as `at` is. A batch may have been another rank's before there were so many.
                 is_it = (point.part(self._ranks.rank).lsn, point.step, point.created) == (at.lsn, at.step, at.created)
             else:
-                is_it = at == point.step if isinstance(at, int) else at.removeprefix("name:") == point.name
+                is_it = value == (point.step if kind == "step" else point.name)
             if is_it:
                 return point
-        what = f"of step {at}" if isinstance(at, int) else f"named {at!r}" if isinstance(at, str) else named(at)
-        raise NoStateError(f"there is no version {what}", remedy="`versions` lists those that are kept")
+        raise no_version(at, points)
 
     def _view(self, parts: list[Part], rank: int) -> _native.View:
         part = parts[rank]
@@ -249,6 +250,10 @@ class SharedVersions:
 
     def proven(self, read: Callable[[], _T]) -> _T:
         return self._ranks.all_or_none(read)
+
+    def newest_step(self) -> int | None:
+        points = self._points.readable()[0]
+        return points[-1].step if points else None
 
     def listed(self) -> list[Version]:
         self._removal.wait()

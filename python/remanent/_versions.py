@@ -44,6 +44,23 @@ class Version:
     created: float
 
 
+def did_you_mean(wanted: str, known: Iterable[str]) -> str:
+    """The end of a message on a name that is not there: the most similar one that is."""
+    near = _native.nearest(wanted, list(known))
+    return "" if near is None else f"; did you mean {near!r}?"
+
+
+def no_version(at: int | str | Version, kept: Iterable[_Kept]) -> NoStateError:
+    """There is no such version of a run among those that are kept."""
+    names = [each.name for each in kept if each.name is not None]
+    if isinstance(at, str):
+        name = at.removeprefix("name:")
+        message = f"there is no version named {name!r}{did_you_mean(name, names)}"
+    else:
+        message = f"there is no version {named(at) if isinstance(at, Version) else f'of step {at}'}"
+    return NoStateError(message, remedy="give the step or name of one that `versions` lists")
+
+
 def named(at: int | str | Version | None) -> str:
     """A version as errors name it, and as all ranks do."""
     if isinstance(at, Version):
@@ -147,6 +164,9 @@ class Versions(Protocol):
     def proven(self, read: Callable[[], _T]) -> _T:
         """What `read` finds in a version, if it can be read whole."""
 
+    def newest_step(self) -> int | None:
+        """The step of the newest version; None if there is none."""
+
     def listed(self) -> list[Version]:
         """Those that are kept, the oldest first."""
 
@@ -233,10 +253,13 @@ class OwnVersions:
             for version in reversed(self.listed()):
                 if version.step == at:
                     return _native.View(self._store.directory, f"lsn:{version.lsn}")
-            raise NoStateError(f"there is no version of step {at}", remedy="`versions` lists those that are kept")
-        if not at.startswith(("lsn:", "snapshot:", "name:")):
-            at = f"name:{at}"
-        return _native.View(self._store.directory, at)
+            raise no_version(at, self.listed())
+        try:
+            return _native.View(self._store.directory, at)
+        except NoStateError:
+            if _native.state_point(at)[0] == "name":
+                raise no_version(at, self.listed()) from None
+            raise
 
     def views(self, at: int | str | Version | None) -> Views:
         own = self.view(at)
@@ -247,6 +270,13 @@ class OwnVersions:
 
     def agreed(self) -> list[Version]:
         return self.listed()
+
+    def newest_step(self) -> int | None:
+        root = self._store.root
+        if "step" in root and SAVING not in root:
+            return int(root["step"])
+        versions = self.listed()
+        return versions[-1].step if versions else None
 
     def listed(self) -> list[Version]:
         self._removal.wait()
@@ -275,7 +305,7 @@ class OwnVersions:
         self._keep_newest()
         kept = {info.name: info for info in self._store.snapshots()}
         if name not in kept:
-            raise NoStateError(f"there is no version named {name!r}", remedy="`versions` lists those that are kept")
+            raise no_version(name, self.listed())
         newest = self.listed()[-1:]
         if [version.lsn for version in newest] == [kept[name].end]:
             # The newest version stays, without its name, as one of those that are counted.

@@ -251,7 +251,7 @@ def restore(directory: _Path, template: Any = None, *, at: int | str | None = No
     :param template: a tree of the same structure, of arrays or `jax.ShapeDtypeStruct`s. Arrays get its shardings; where
         it has an uncommitted array or no sharding, they are uncommitted. Without a template the result is a dict from
         paths to leaves, and arrays that were committed to one device are committed to it again.
-    :param at: an Lsn, "lsn:N", "snapshot:N" or "name:S"; the newest version if None.
+    :param at: an Lsn, "lsn:N", "snapshot:N" or a version's name; the newest version if None.
     :param progress: as for `save`.
     :raises NoStateError: the version is not kept, or has not the template's leaves, shapes and kinds of elements.
 

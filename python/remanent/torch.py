@@ -76,7 +76,7 @@ def load_file(directory: _Path, *, device: str | torch.device = "cpu",
     `remanent import` saved.
 
     :param device: where the tensors are to lie.
-    :param at: the version: an Lsn, "lsn:N", "snapshot:N" or "name:S"; the newest if None.
+    :param at: the version: an Lsn, "lsn:N", "snapshot:N" or a version's name; the newest if None.
     :param progress: as for `save_file`.
     :raises NoStoreError: if there is no store.
     :raises NoStateError: if it holds no tensors, or the version is not kept.

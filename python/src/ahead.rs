@@ -2,15 +2,15 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyIterator;
 use remanent::{PageId, Place, Prefetch, ReadAhead, Store};
 use self_cell::self_cell;
 
-use crate::errors::OrRaise;
+use crate::arguments;
+use crate::errors::{OrRaise, STORE, in_use};
 use crate::gate::{Gate, Handle, check_process, detached, seconds, wait};
-use crate::page_name::{found, page_names};
+use crate::page_name::{found, iterable, page_names};
 
 /// Pages that are on their way to a place; dropping it lets them go on. Made by `Store.prefetch`.
 ///
@@ -42,7 +42,11 @@ impl PyPrefetch {
     ///
     /// :raises OverBudgetError, LeasedError, DamagedError, ClosedError.
     #[pyo3(signature = (timeout=None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+    fn wait(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::timeout)] timeout: Option<f64>,
+    ) -> PyResult<bool> {
         let timeout = seconds(timeout)?;
         wait(py, timeout, Some(&self.path), |slice| self.prefetch.wait_timeout(slice))
     }
@@ -96,13 +100,13 @@ pub struct PyReadAhead {
 
 impl PyReadAhead {
     pub fn begin(py: Python<'_>, gate: &Arc<Gate>, steps: &Bound<'_, PyAny>, place: Place) -> PyResult<Self> {
-        let steps = steps.try_iter()?.unbind();
+        let steps = iterable(steps, "steps are an iterable of iterables of pages")?.unbind();
         let held = py.detach(|| {
             let (handle, store) = gate.hold()?;
             let cell = AheadCell::try_new(store, |store| store.read_ahead(place))?;
             Ok(HeldAhead { cell, _handle: handle })
         });
-        let held = held.or_raise(py, Some(&gate.path))?;
+        let held = held.or_raise_of(py, Some(&gate.path), STORE)?;
         let (opener, path) = (std::process::id(), gate.path.clone());
         Ok(Self { opener, path, gate: gate.clone(), steps, ahead: Mutex::new(Some(held)) })
     }
@@ -113,9 +117,7 @@ impl PyReadAhead {
         match self.ahead.try_lock() {
             Ok(ahead) => Ok(ahead),
             Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => {
-                Err(PyRuntimeError::new_err("another thread is waiting for a step"))
-            }
+            Err(TryLockError::WouldBlock) => Err(in_use("another thread is waiting for a step")),
         }
     }
 

@@ -3,13 +3,13 @@
 use std::ffi::c_int;
 use std::ptr;
 
-use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyMemoryView, PyTuple};
 
 use crate::dlpack::{self, Export};
 use crate::dtype::Dtype;
+use crate::errors::memory_refused;
 
 /// The alignment at which JAX takes memory without a copy.
 const ALIGN: usize = 64;
@@ -148,9 +148,10 @@ impl Array {
         let this = slf.get();
         let Some(format) = this.dtype.format else {
             let name = this.dtype.name;
-            return Err(PyBufferError::new_err(format!(
-                "the buffer protocol knows no {name}: use DLPack, or uint8"
-            )));
+            return Err(memory_refused(
+                format!("the buffer protocol has no format for {name}"),
+                "take it by DLPack, or read it with dtype \"uint8\"",
+            ));
         };
         let parts = BufferParts {
             address: this.bytes.address(),
@@ -194,11 +195,14 @@ pub fn check_export(stream: Option<&Bound<'_, PyAny>>, dl_device: Option<(i32, i
     if let Some(stream) = stream
         && stream.extract::<i64>()? != -1
     {
-        return Err(PyBufferError::new_err("memory of the host has no streams"));
+        return Err(memory_refused("memory of the host has no streams", "leave out stream, or give -1"));
     }
     match dl_device {
         None | Some((dlpack::CPU, _)) => Ok(()),
-        Some(_) => Err(PyBufferError::new_err("the bytes lie on the host: let the consumer move them")),
+        Some(_) => Err(memory_refused(
+            "the bytes lie on the host",
+            "leave out dl_device, and move the tensor afterwards",
+        )),
     }
 }
 
@@ -224,10 +228,13 @@ pub unsafe fn fill_buffer(
     parts: BufferParts,
 ) -> PyResult<()> {
     if view.is_null() {
-        return Err(PyBufferError::new_err("a view is needed"));
+        return Err(memory_refused("the call gives no view to fill", "give a view"));
     }
     if parts.read_only && flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE {
-        return Err(PyBufferError::new_err("the memory is the store's: it can be read, and not written"));
+        return Err(memory_refused(
+            "the memory belongs to the store and is read-only",
+            "ask for a read-only buffer, or take a copy with store.numpy(page)",
+        ));
     }
     // SAFETY: by this function's contract; a length of isize is 64 bits wide, as a dimension is.
     let view = unsafe { &mut *view };

@@ -2,20 +2,25 @@
 
 use std::sync::Arc;
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use remanent::{Ack, Epoch, PageChanges, PageId};
 
+use crate::arguments;
+use crate::elements::Elements;
+use crate::errors::{invalid, invalid_type};
 use crate::gate::Gate;
 use crate::memory::Input;
 use crate::new_page::PyNewPage;
 use crate::options::{place, width};
 use crate::page_creates::{NewPageTerms, create, create_in};
 use crate::page_updates::update;
-use crate::pending_batch::PendingBatch;
-use crate::values::from_py;
+use crate::pending_batch::{BatchPage, PendingBatch};
+use crate::values::{REPORT, from_py};
 use crate::working_copy::PyWorkingCopy;
+
+/// The remedy for indices of another kind.
+const UINT32: &str = "give numpy.array(indices, dtype=\"uint32\")";
 
 /// Operations that become visible and durable together or not at all, in their order. Made by `Store.batch`.
 ///
@@ -41,11 +46,22 @@ impl Batch {
     pub fn new(gate: Arc<Gate>, ack: Option<Ack>) -> Self {
         Self(PendingBatch::new(gate, ack))
     }
+
+    /// Refuses elements of another kind than those of the page that they are written to a part of.
+    fn check_fit(&self, py: Python<'_>, page: BatchPage, elements: &Elements) -> PyResult<()> {
+        match elements {
+            Elements::Bytes => Ok(()),
+            elements => elements.check_fit(&self.0.layout(py, page)?),
+        }
+    }
 }
 
 #[pymethods]
 impl Batch {
     /// Creates a page of these bytes, or of zeros.
+    ///
+    /// Of an array the metadata keep `dtype` and `shape`, so that `numpy` and `array` return it as it was,
+    /// unless `metadata` has one of these.
     ///
     /// :param content: bytes, NumPy, a tensor; or an int: the length of a page of zeros.
     /// :param key: 1 to 64 bytes. :param place: "host", "pinned", "device:N" or "disk".
@@ -64,9 +80,9 @@ impl Batch {
         py: Python<'_>,
         content: &Bound<'_, PyAny>,
         key: Option<Bound<'_, PyAny>>,
-        place: &str,
-        metadata: Option<Bound<'_, PyDict>>,
-        at_commit: bool,
+        #[pyo3(from_py_with = arguments::place)] place: &str,
+        #[pyo3(from_py_with = arguments::metadata)] metadata: Option<Bound<'_, PyDict>>,
+        #[pyo3(from_py_with = arguments::at_commit)] at_commit: bool,
     ) -> PyResult<PyNewPage> {
         let terms = NewPageTerms::take(key, metadata)?;
         create(&self.0, content, terms, self::place(py, place)?, at_commit)
@@ -102,23 +118,26 @@ impl Batch {
         &self,
         memory: &Bound<'_, PyAny>,
         key: Option<Bound<'_, PyAny>>,
-        metadata: Option<Bound<'_, PyDict>>,
-        zeros: bool,
+        #[pyo3(from_py_with = arguments::metadata)] metadata: Option<Bound<'_, PyDict>>,
+        #[pyo3(from_py_with = arguments::zeros)] zeros: bool,
     ) -> PyResult<PyNewPage> {
         create_in(&self.0, memory, NewPageTerms::take(key, metadata)?, zeros)
     }
 
-    /// Replaces bytes of a page from `offset` on.
+    /// Replaces bytes of a page from `offset` on. The page's metadata stay.
+    ///
+    /// :raises InvalidError: `data` is an array of another dtype than the page's.
     #[pyo3(signature = (page, offset, data))]
     fn write(
         &self,
         py: Python<'_>,
         page: &Bound<'_, PyAny>,
-        offset: u64,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
         data: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let page = self.0.page(page)?;
-        match Input::take(data)? {
+        let (page, data) = (self.0.page(page)?, Input::take(data)?);
+        self.check_fit(py, page, data.elements())?;
+        match data {
             Input::Host(bytes) => self.0.copy_in(py, |batch| {
                 batch.write(page, offset, bytes.as_slice());
             }),
@@ -147,14 +166,15 @@ impl Batch {
         page: &Bound<'_, PyAny>,
         before: &Bound<'_, PyAny>,
         after: &Bound<'_, PyAny>,
-        width: usize,
+        #[pyo3(from_py_with = arguments::width)] width: usize,
     ) -> PyResult<u64> {
         let (page, width) = (self.0.page(page)?, self::width(width)?);
         let (before, after) = (Input::take_host(before)?, Input::take_host(after)?);
         if before.len() != after.len() {
             let message = format!("before and after are {} and {} bytes long", before.len(), after.len());
-            return Err(PyValueError::new_err(message));
+            return Err(invalid(message, "give both as long as each other"));
         }
+        self.check_fit(py, page, after.elements())?;
         self.0.copy_in(py, |batch| {
             let mut changes = PageChanges::new(width);
             changes.compare(0, before.as_slice(), after.as_slice());
@@ -175,6 +195,9 @@ impl Batch {
     /// then `data` is read by the commit, and must not change before it. Of a page of 256 KiB
     /// or more the beginning and the middle are looked at first.
     ///
+    /// Of an array the metadata take `dtype` and `shape`, as for `create`. With bytes they stay, but as after
+    /// `resize` if the page has another length.
+    ///
     /// What is logged of a page on disk waits in memory for the next snapshot, in blocks of 4 KiB, and is
     /// counted so.
     ///
@@ -192,8 +215,8 @@ impl Batch {
         &self,
         page: &Bound<'_, PyAny>,
         data: &Bound<'_, PyAny>,
-        width: usize,
-        logged_max: Option<u64>,
+        #[pyo3(from_py_with = arguments::width)] width: usize,
+        #[pyo3(from_py_with = arguments::logged_max)] logged_max: Option<u64>,
     ) -> PyResult<Option<u64>> {
         update(&self.0, page, data, self::width(width)?, logged_max)
     }
@@ -212,8 +235,8 @@ impl Batch {
     fn capture(
         &self,
         py: Python<'_>,
-        copy: &Bound<'_, PyWorkingCopy>,
-        ranges: Option<Vec<(u64, u64)>>,
+        #[pyo3(from_py_with = arguments::copy)] copy: Bound<'_, PyWorkingCopy>,
+        #[pyo3(from_py_with = arguments::ranges)] ranges: Option<Vec<(u64, u64)>>,
     ) -> PyResult<()> {
         let copy = copy.get().copy();
         self.0.build(py, |batch| match ranges {
@@ -231,13 +254,14 @@ impl Batch {
         &self,
         py: Python<'_>,
         page: &Bound<'_, PyAny>,
-        offset: u64,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
         mask: &Bound<'_, PyAny>,
         data: &Bound<'_, PyAny>,
-        width: usize,
+        #[pyo3(from_py_with = arguments::width)] width: usize,
     ) -> PyResult<()> {
         let (page, width) = (self.0.page(page)?, self::width(width)?);
         let (mask, data) = (Input::take_host(mask)?, Input::take_host(data)?);
+        self.check_fit(py, page, data.elements())?;
         self.0.copy_in(py, |batch| {
             batch.write_masked(page, offset, width, mask.as_slice(), data.as_slice());
         })
@@ -251,22 +275,23 @@ impl Batch {
         page: &Bound<'_, PyAny>,
         indices: &Bound<'_, PyAny>,
         values: &Bound<'_, PyAny>,
-        width: usize,
+        #[pyo3(from_py_with = arguments::width)] width: usize,
     ) -> PyResult<()> {
         let (page, width) = (self.0.page(page)?, self::width(width)?);
         // SAFETY: the object is alive.
         let indices: Vec<u32> = if unsafe { pyo3::ffi::PyObject_CheckBuffer(indices.as_ptr()) } == 1 {
             let buffer = pyo3::buffer::PyBuffer::<u32>::get(indices)
-                .map_err(|_| PyTypeError::new_err("indices are a list of ints, or a buffer of uint32"))?;
+                .map_err(|_| invalid_type("indices are a list of ints, or a buffer of uint32", UINT32))?;
             // PyO3 takes them for the machine's own.
             if cfg!(target_endian = "little") && buffer.format().to_bytes().starts_with(b">") {
-                return Err(PyTypeError::new_err("indices of uint32 are in the machine's order of bytes"));
+                return Err(invalid_type("indices of uint32 are in the machine's order of bytes", UINT32));
             }
             buffer.to_vec(py)?
         } else {
-            indices.extract()?
+            arguments::value(indices, "indices", "a list of ints from 0 to 2^32 - 1")?
         };
         let values = Input::take_host(values)?;
+        self.check_fit(py, page, values.elements())?;
         self.0.copy_in(py, |batch| {
             batch.scatter(page, width, &indices, values.as_slice());
         })
@@ -278,9 +303,9 @@ impl Batch {
         &self,
         py: Python<'_>,
         page: &Bound<'_, PyAny>,
-        offset: u64,
-        length: u64,
-        pattern: &Bound<'_, PyBytes>,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+        #[pyo3(from_py_with = arguments::length)] length: u64,
+        #[pyo3(from_py_with = arguments::pattern)] pattern: Bound<'_, PyBytes>,
     ) -> PyResult<()> {
         let page = self.0.page(page)?;
         self.0.build(py, |batch| {
@@ -288,11 +313,18 @@ impl Batch {
         })
     }
 
-    /// Shortens a page, or extends it by zeros.
-    fn resize(&self, py: Python<'_>, page: &Bound<'_, PyAny>, length: u64) -> PyResult<()> {
+    /// Shortens a page, or extends it by zeros. Its metadata no longer have a `shape`, nor a `dtype` that
+    /// does not fit, unless the batch has set them.
+    fn resize(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::length)] length: u64,
+    ) -> PyResult<()> {
         let page = self.0.page(page)?;
-        self.0.build(py, |batch| {
+        self.0.build_layout(py, page, |batch, layout| {
             batch.resize(page, length);
+            layout.put_len(batch, page.into(), length)
         })
     }
 
@@ -305,7 +337,12 @@ impl Batch {
     }
 
     /// Moves a page to another place.
-    fn move_to(&self, py: Python<'_>, page: &Bound<'_, PyAny>, place: &str) -> PyResult<()> {
+    fn move_to(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::place)] place: &str,
+    ) -> PyResult<()> {
         let (page, place) = (self.0.page(page)?, self::place(py, place)?);
         self.0.build(py, |batch| {
             batch.move_to(page, place);
@@ -315,7 +352,8 @@ impl Batch {
     /// Creates a page with the bytes and the metadata of another one.
     fn clone_page(&self, py: Python<'_>, source: &Bound<'_, PyAny>) -> PyResult<PyNewPage> {
         let source = self.0.page(source)?;
-        self.0.build(py, |batch| batch.clone_page(source)).map(PyNewPage)
+        let layout = self.0.layout(py, source)?;
+        self.0.create(py, None, layout, |batch| batch.clone_page(source))
     }
 
     /// Copies `length` bytes of one page, from `start` on, over those of another one from `offset` on.
@@ -324,13 +362,15 @@ impl Batch {
         &self,
         py: Python<'_>,
         source: &Bound<'_, PyAny>,
-        start: u64,
-        length: u64,
+        #[pyo3(from_py_with = arguments::start)] start: u64,
+        #[pyo3(from_py_with = arguments::length)] length: u64,
         target: &Bound<'_, PyAny>,
-        offset: u64,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
     ) -> PyResult<()> {
         let (source, target) = (self.0.page(source)?, self.0.page(target)?);
-        let end = start.checked_add(length).ok_or_else(|| PyValueError::new_err("the range has no end"))?;
+        let end = start
+            .checked_add(length)
+            .ok_or_else(|| invalid("the range ends after 2^64 bytes", "give a shorter range"))?;
         self.0.build(py, |batch| {
             batch.copy(source, start..end, target, offset);
         })
@@ -341,25 +381,39 @@ impl Batch {
         &self,
         py: Python<'_>,
         page: &Bound<'_, PyAny>,
-        name: &str,
+        #[pyo3(from_py_with = arguments::name)] name: &str,
         value: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let (page, value) = (self.0.page(page)?, from_py(value)?);
-        self.0.build(py, |batch| {
+        self.0.build_layout(py, page, |batch, mut layout| {
+            layout.state(name, Some(&value));
             batch.set_metadata(page, name, value);
+            layout
         })
     }
 
     /// Removes one entry of a page's metadata; none of that name is fine too.
-    fn remove_metadata(&self, py: Python<'_>, page: &Bound<'_, PyAny>, name: &str) -> PyResult<()> {
+    fn remove_metadata(
+        &self,
+        py: Python<'_>,
+        page: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::name)] name: &str,
+    ) -> PyResult<()> {
         let page = self.0.page(page)?;
-        self.0.build(py, |batch| {
+        self.0.build_layout(py, page, |batch, mut layout| {
+            layout.state(name, None);
             batch.remove_metadata(page, name);
+            layout
         })
     }
 
     /// Sets one entry of the root.
-    fn set_root(&self, py: Python<'_>, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn set_root(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::name)] name: &str,
+        value: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         let value = from_py(value)?;
         self.0.build(py, |batch| {
             batch.set_root(name, value);
@@ -367,21 +421,30 @@ impl Batch {
     }
 
     /// Removes one entry of the root; none of that name is fine too.
-    fn remove_root(&self, py: Python<'_>, name: &str) -> PyResult<()> {
+    fn remove_root(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::name)] name: &str,
+    ) -> PyResult<()> {
         self.0.build(py, |batch| {
             batch.remove_root(name);
         })
     }
 
     /// Adds a remark that travels with the batch in the log.
-    pub fn note(&self, py: Python<'_>, text: &str) -> PyResult<()> {
+    pub fn note(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::text)] text: &str) -> PyResult<()> {
         self.0.build(py, |batch| {
             batch.note(text);
         })
     }
 
     /// Demands that a page is at this epoch when the batch is committed.
-    fn expect_epoch(&self, py: Python<'_>, page: u64, epoch: u64) -> PyResult<()> {
+    fn expect_epoch(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::page_id)] page: u64,
+        #[pyo3(from_py_with = arguments::epoch)] epoch: u64,
+    ) -> PyResult<()> {
         self.0.build(py, |batch| {
             batch.expect_epoch(PageId(page), Epoch(epoch));
         })
@@ -389,8 +452,8 @@ impl Batch {
 
     /// The ids of the pages that the batch created, once it is committed.
     #[getter]
-    fn pages(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        self.0.committed(py, |committed| committed.pages.clone())
+    fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        REPORT.freeze_list(py, self.0.committed(py, |committed| committed.pages.clone())?)
     }
 
     /// The number of the batch, once it is committed.

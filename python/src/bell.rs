@@ -9,9 +9,10 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use remanent::{Ack, Acknowledged, Result, Ticket};
+
+use crate::errors::store_io;
 
 /// What wakes an event loop, and the numbers of the tasks that are to be looked at.
 #[pyclass(frozen, module = "remanent._native")]
@@ -104,7 +105,10 @@ impl Bell {
         // SAFETY: the call takes numbers only.
         let event = unsafe { libc::eventfd(0, libc::EFD_NONBLOCK | libc::EFD_CLOEXEC) };
         if event < 0 {
-            return Err(PyOSError::new_err(std::io::Error::last_os_error().to_string()));
+            return Err(store_io(
+                std::io::Error::last_os_error().to_string(),
+                "close files that are not needed",
+            ));
         }
         // SAFETY: a new descriptor, which nothing else has.
         let event = unsafe { OwnedFd::from_raw_fd(event) };

@@ -1,13 +1,14 @@
 //! What changed a value, and the search for the first bad version.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict};
+use pyo3::types::PyBytes;
 use remanent::{BisectVerdict, Bisection, ChangeCause, Lsn, PageInfo, ReadPages, View};
 
+use crate::arguments;
 use crate::dtype::Dtype;
 use crate::errors::own;
 use crate::page_name::PageName;
-use crate::values::metadata_to_py;
+use crate::values::{REPORT, metadata_to_py};
 
 /// A change of a page's bytes: `View.blame` lists them.
 #[pyclass(frozen, name = "ValueChange", module = "remanent")]
@@ -52,8 +53,8 @@ impl PyValueChange {
 
     /// The root after the batch; None where it is not known.
     #[getter]
-    fn root<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        self.0.root.as_ref().map(|root| metadata_to_py(py, root)).transpose()
+    fn root<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.0.root.as_ref().map(|root| REPORT.freeze(metadata_to_py(py, root)?)).transpose()
     }
 
     fn __repr__(&self) -> String {
@@ -88,12 +89,16 @@ pub struct Bisect(std::sync::Mutex<Bisection>);
 #[pymethods]
 impl Bisect {
     #[new]
-    fn new(py: Python<'_>, good: u64, bad: u64) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::good)] good: u64,
+        #[pyo3(from_py_with = arguments::bad)] bad: u64,
+    ) -> PyResult<Self> {
         let search = Bisection::new(Lsn(good), Lsn(bad)).ok_or_else(|| {
             let message = format!(
                 "the good state must be older than the bad one, but lsn {good} is not older than lsn {bad}"
             );
-            own(py, "InvalidError", &message, "change the call", None)
+            own(py, "InvalidError", &message, "give an older state as good, or a later one as bad", None)
         })?;
         Ok(Self(std::sync::Mutex::new(search)))
     }
@@ -104,7 +109,11 @@ impl Bisect {
     }
 
     /// Takes a verdict: True for good, False for bad, None for what cannot be told.
-    fn tell(&self, lsn: u64, is_good: Option<bool>) {
+    fn tell(
+        &self,
+        #[pyo3(from_py_with = arguments::lsn)] lsn: u64,
+        #[pyo3(from_py_with = arguments::is_good)] is_good: Option<bool>,
+    ) {
         let verdict = match is_good {
             Some(true) => BisectVerdict::Good,
             Some(false) => BisectVerdict::Bad,

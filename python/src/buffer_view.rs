@@ -2,9 +2,12 @@
 
 use std::ffi::CStr;
 
-use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+
+use crate::dtype::Dtype;
+use crate::elements::Elements;
+use crate::errors::invalid_type;
 
 /// A view, which keeps the bytes where they are.
 pub struct BufferView(Box<ffi::Py_buffer>);
@@ -28,7 +31,10 @@ impl BufferView {
         };
         if view.has_objects() {
             let kind = object.get_type().name()?;
-            return Err(PyTypeError::new_err(format!("{kind} of objects: they have no bytes of their own")));
+            return Err(invalid_type(
+                format!("{kind} of objects: they have no bytes of their own"),
+                "convert it to an array of numbers or bytes",
+            ));
         }
         Ok(view)
     }
@@ -51,6 +57,36 @@ impl BufferView {
         let format = unsafe { CStr::from_ptr(self.0.format) }.to_bytes();
         // Names of parts stand between colons.
         format.split(|byte| *byte == b':').step_by(2).any(|kinds| kinds.contains(&b'O'))
+    }
+
+    /// The elements, by the format and shape of the view; `object` is asked for its dtype where the view has
+    /// no format.
+    ///
+    /// # Errors
+    /// What the object's own code raises.
+    pub fn elements(&self, object: &Bound<'_, PyAny>) -> PyResult<Elements> {
+        let shape = match (self.0.shape.is_null(), self.0.ndim) {
+            (_, 0) => Vec::new(),
+            (true, _) => vec![self.0.len as u64 / (self.0.itemsize as u64).max(1)],
+            // SAFETY: the exporter says that there are as many, and keeps them as long as the view.
+            (false, ndim) => unsafe { std::slice::from_raw_parts(self.0.shape, ndim as usize) }
+                .iter()
+                .map(|dim| *dim as u64)
+                .collect(),
+        };
+        if self.0.format.is_null() {
+            // Of a kind that the protocol has no format for, as NumPy's dates and ml_dtypes' floats.
+            let Some(dtype) = object.getattr_opt("dtype")? else { return Ok(Elements::Bytes) };
+            let name = dtype.str()?.to_string();
+            return Ok(Elements::of(Dtype::parse(&name).ok(), shape, || name.clone()));
+        }
+        // SAFETY: the exporter's text, which lives as long as the view.
+        let format = unsafe { CStr::from_ptr(self.0.format) }.to_bytes();
+        let unnamed = || match object.getattr("dtype").and_then(|dtype| dtype.str()) {
+            Ok(name) => name.to_string(),
+            Err(_) => format!("with format {:?}", String::from_utf8_lossy(format)),
+        };
+        Ok(Elements::of(Dtype::of_format(format, self.0.itemsize as usize), shape, unnamed))
     }
 
     pub fn address(&self) -> usize {

@@ -7,9 +7,11 @@ use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use remanent::{AppliedBatch, AppliedChange, AppliedPage, ChangeEvent, ChangeStream};
 
-use crate::errors::OrRaise;
+use crate::arguments;
+use crate::errors::CHANGE_STREAM;
 use crate::gate::{Gate, seconds};
 use crate::handover::Handover;
+use crate::values::REPORT;
 
 /// What each batch changes from now on, told once it is applied: an iterator of AppliedBatch and Lagged, also
 /// an asynchronous one. Made by `Store.changes`.
@@ -36,7 +38,12 @@ impl PyChangeStream {
     pub fn begin(py: Python<'_>, gate: &Gate) -> PyResult<Self> {
         let stream = gate.call(py, remanent::Store::changes)?;
         let begin = stream.begin_lsn().0;
-        let events = Handover::new(stream, gate.path.clone(), "another thread is waiting for this stream");
+        let events = Handover::new(
+            stream,
+            gate.path.clone(),
+            "another thread is waiting for this stream",
+            CHANGE_STREAM,
+        );
         Ok(Self { begin, events })
     }
 
@@ -67,17 +74,26 @@ impl PyChangeStream {
 
     /// The next event; None if none came within `timeout` seconds. 0 looks once, None waits for ever.
     ///
-    /// :raises ClosedError: the store is closed, and all was told. PoisonedError: it failed. RuntimeError:
+    /// :raises ClosedError: the store is closed, and all was told. PoisonedError: it failed. InUseError:
     ///     another thread waits for the stream.
     #[pyo3(signature = (timeout=None))]
-    fn next<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let event = self.next_event(py, seconds(timeout)?)?.or_raise(py, Some(self.events.path()))?;
+    fn next<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = arguments::timeout)] timeout: Option<f64>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let event = self.next_event(py, seconds(timeout)?)?;
+        let event = event.map_err(|error| self.events.raised(py, &error))?;
         event.map(|event| event_to_py(py, event)).transpose()
     }
 
     /// Takes the next event and keeps it; says whether there is one, None that none will come. For a task
     /// that may be called off.
-    fn _fetch(&self, py: Python<'_>, timeout: f64) -> PyResult<Option<bool>> {
+    fn _fetch(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::seconds)] timeout: f64,
+    ) -> PyResult<Option<bool>> {
         Ok(self.events.fetch(py, seconds(Some(timeout))?, ChangeStream::next_timeout)?.ok())
     }
 
@@ -153,8 +169,9 @@ impl PyAppliedBatch {
 
     /// The pages that it changed, in the order of their ids.
     #[getter]
-    fn pages(&self) -> Vec<PyAppliedPage> {
-        (0..self.0.pages.len()).map(|index| PyAppliedPage { batch: self.0.clone(), index }).collect()
+    fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let page = |index| PyAppliedPage { batch: self.0.clone(), index };
+        REPORT.freeze_list(py, (0..self.0.pages.len()).map(page))
     }
 
     /// Whether it changed the root.
@@ -232,12 +249,13 @@ impl PyAppliedPage {
     /// The bytes that were written, as (start, end) in ascending order; they neither overlap nor touch. Of
     /// single elements the range is told in which they lie.
     #[getter]
-    fn ranges(&self) -> Vec<(u64, u64)> {
+    fn ranges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let ranges = self.find(|change| match change {
             AppliedChange::Written { ranges } => Some(ranges),
             _ => None,
         });
-        ranges.into_iter().flatten().map(|range| (range.start, range.end)).collect()
+        let ranges = ranges.into_iter().flatten().map(|range| (range.start, range.end));
+        REPORT.freeze_list(py, ranges.collect::<Vec<_>>())
     }
 
     /// Whether entries of its metadata were set or removed.

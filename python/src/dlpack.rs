@@ -5,9 +5,12 @@
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 
-use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
+
+use crate::dtype::Dtype;
+use crate::elements::Elements;
+use crate::errors::memory_refused;
 
 pub const CPU: i32 = 1;
 pub const CUDA: i32 = 2;
@@ -80,6 +83,7 @@ pub struct Imported {
     /// The number of the device among those of its kind.
     pub ordinal: i32,
     pub read_only: bool,
+    pub elements: Elements,
     managed: Managed,
 }
 
@@ -120,9 +124,10 @@ impl Imported {
         let imported = Self::of_capsule(&capsule)?;
         match imported.device {
             CPU | CUDA | CUDA_HOST | CUDA_MANAGED => Ok(imported),
-            other => {
-                Err(PyBufferError::new_err(format!("DLPack device {other} is neither the host nor CUDA")))
-            }
+            other => Err(memory_refused(
+                format!("DLPack device {other} is neither the host nor CUDA"),
+                "copy the tensor to the host first",
+            )),
         }
     }
 
@@ -139,7 +144,10 @@ impl Imported {
             // SAFETY: a capsule of this name holds this structure, alive until its deleter is called.
             let version = unsafe { &(*managed.as_ptr()).version };
             if version.major != 1 {
-                return Err(PyBufferError::new_err(format!("DLPack version {} is not known", version.major)));
+                return Err(memory_refused(
+                    format!("DLPack version {} is not known", version.major),
+                    "export the tensor by DLPack version 1, or as a NumPy array",
+                ));
             }
             // SAFETY: as above, and of a known version.
             let flags = unsafe { (*managed.as_ptr()).flags };
@@ -155,13 +163,21 @@ impl Imported {
         if unsafe { pyo3::ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr()) } != 0 {
             return Err(PyErr::fetch(capsule.py()));
         }
-        let mut imported =
-            Self { address: 0, len: 0, device: 0, ordinal: 0, read_only: flags & READ_ONLY != 0, managed };
+        let mut imported = Self {
+            address: 0,
+            len: 0,
+            device: 0,
+            ordinal: 0,
+            read_only: flags & READ_ONLY != 0,
+            elements: Elements::Bytes,
+            managed,
+        };
         // SAFETY: the tensor lives as long as the value that owns it.
         let tensor = unsafe { &*tensor };
         imported.device = tensor.device.kind;
         imported.ordinal = tensor.device.ordinal;
         imported.len = contiguous_len(tensor)?;
+        imported.elements = elements(tensor);
         imported.address = tensor.data as usize + tensor.byte_offset as usize;
         Ok(imported)
     }
@@ -188,13 +204,24 @@ impl Drop for Imported {
     }
 }
 
+/// The elements of a tensor whose length is known to be possible.
+fn elements(tensor: &DlTensor) -> Elements {
+    let shape = match tensor.ndim {
+        0 => &[],
+        // SAFETY: the structure says that there are as many, and lives.
+        ndim => unsafe { std::slice::from_raw_parts(tensor.shape, ndim as usize) },
+    };
+    let DlDtype { code, bits, lanes } = tensor.dtype;
+    let unnamed = || format!("DLPack code {code}, {bits} bits, {lanes} lanes");
+    Elements::of(Dtype::of_dlpack(tensor.dtype), shape.iter().map(|dim| *dim as u64).collect(), unnamed)
+}
+
 /// The length of a tensor in bytes.
 ///
 /// # Errors
 /// `BufferError` if its elements do not lie one after the other.
 fn contiguous_len(tensor: &DlTensor) -> PyResult<usize> {
-    let ndim = usize::try_from(tensor.ndim)
-        .map_err(|_| PyBufferError::new_err("a negative number of dimensions"))?;
+    let ndim = usize::try_from(tensor.ndim).map_err(|_| impossible("a negative number of dimensions"))?;
     let dims = |pointer: *const i64| {
         if ndim == 0 || pointer.is_null() {
             return None;
@@ -206,26 +233,31 @@ fn contiguous_len(tensor: &DlTensor) -> PyResult<usize> {
     let bits = usize::from(tensor.dtype.bits) * usize::from(tensor.dtype.lanes);
     if !bits.is_multiple_of(8) {
         // Producers differ in whether such elements are packed or take a byte each.
-        return Err(PyBufferError::new_err(format!(
-            "elements of {bits} bits are not whole bytes: pass a uint8 array of their bytes"
-        )));
+        return Err(memory_refused(
+            format!("elements of {bits} bits are not whole bytes: pass a uint8 array of their bytes"),
+            "give a uint8 array of their bytes",
+        ));
     }
     let mut elements = 1_usize;
     let strides = dims(tensor.strides);
     let is_empty = shape.contains(&0);
     for (at, length) in shape.iter().enumerate().rev() {
-        let length = usize::try_from(*length).map_err(|_| PyBufferError::new_err("a negative length"))?;
+        let length = usize::try_from(*length).map_err(|_| impossible("a negative length"))?;
         if let Some(strides) = strides
             && !is_empty
             && length != 1
             && usize::try_from(strides[at]) != Ok(elements)
         {
-            return Err(PyBufferError::new_err("the tensor is not contiguous: make it so first"));
+            return Err(memory_refused("the tensor is not contiguous", "give tensor.contiguous()"));
         }
         elements =
-            elements.checked_mul(length).ok_or_else(|| PyBufferError::new_err("an impossible length"))?;
+            elements.checked_mul(length).ok_or_else(|| impossible("a length of more than 2^64 bytes"))?;
     }
-    elements.checked_mul(bits / 8).ok_or_else(|| PyBufferError::new_err("an impossible length"))
+    elements.checked_mul(bits / 8).ok_or_else(|| impossible("a length of more than 2^64 bytes"))
+}
+
+fn impossible(what: &str) -> PyErr {
+    memory_refused(format!("the tensor has {what}"), "give a tensor of a library that follows DLPack")
 }
 
 /// What an export consists of, beside the bytes.
@@ -255,8 +287,9 @@ impl Export<'_> {
     /// `BufferError` for memory that may not be written and a consumer that cannot be told so.
     pub fn capsule<'py>(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         if self.read_only && !self.versioned {
-            return Err(PyBufferError::new_err(
-                "the consumer does not know tensors that are only read: take a copy",
+            return Err(memory_refused(
+                "the consumer does not know read-only tensors",
+                "take a copy: leave out copy=False",
             ));
         }
         let mut strides = vec![1; self.shape.len()];

@@ -2,10 +2,10 @@
 
 use std::ffi::CStr;
 
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::dlpack::DlDtype;
+use crate::errors::invalid;
 
 /// A kind of elements.
 #[derive(Debug)]
@@ -56,6 +56,34 @@ static DTYPES: &[Dtype] = &[
 ];
 
 impl Dtype {
+    /// The kind with this code and this width of DLPack's.
+    pub fn of_dlpack(dtype: DlDtype) -> Option<&'static Self> {
+        let is_it = |known: &&Dtype| (known.code, known.bits, 1) == (dtype.code, dtype.bits, dtype.lanes);
+        DTYPES.iter().find(is_it)
+    }
+
+    /// The kind of elements of this width by the letters of the `struct` module, if the machine has its order
+    /// of bytes.
+    pub fn of_format(format: &[u8], item_size: usize) -> Option<&'static Self> {
+        let (order, kind) = match format {
+            [order @ (b'@' | b'=' | b'<' | b'>' | b'!'), kind @ ..] => (*order, kind),
+            kind => (b'@', kind),
+        };
+        if item_size > 1 && matches!(order, b'>' | b'!') {
+            return None;
+        }
+        let code = match kind {
+            b"?" => 6,
+            [b'b' | b'h' | b'i' | b'l' | b'q' | b'n'] => 0,
+            [b'B' | b'H' | b'I' | b'L' | b'Q' | b'N' | b'c'] => 1,
+            [b'e' | b'f' | b'd'] => 2,
+            b"Zf" | b"Zd" | b"F" | b"D" => 5,
+            _ => return None,
+        };
+        let bits = u8::try_from(item_size.checked_mul(8)?).ok()?;
+        Self::of_dlpack(DlDtype { code, bits, lanes: 1 })
+    }
+
     /// The kind of this name, in either spelling.
     ///
     /// # Errors
@@ -65,7 +93,7 @@ impl Dtype {
         let name = name.strip_prefix("torch.").unwrap_or(name);
         DTYPES.iter().find(|dtype| dtype.name == name || dtype.short == name).ok_or_else(|| {
             let names: Vec<&str> = DTYPES.iter().map(|dtype| dtype.name).collect();
-            PyValueError::new_err(format!("dtype {name:?} is none of {}", names.join(", ")))
+            invalid(format!("dtype {name:?} is none of {}", names.join(", ")), "give one of these")
         })
     }
 
@@ -107,18 +135,18 @@ pub fn layout(
         Some(shape) => shape,
         None if len.is_multiple_of(item) => vec![len / item],
         None => {
-            return Err(PyValueError::new_err(format!(
-                "{len} bytes are no whole number of {} elements",
-                dtype.name
-            )));
+            return Err(invalid(
+                format!("{len} bytes are no whole number of {} elements", dtype.name),
+                "give another dtype, such as \"uint8\"",
+            ));
         }
     };
     let wanted = shape.iter().try_fold(item, |len, dim| len.checked_mul(*dim));
     if wanted != Some(len) {
-        return Err(PyValueError::new_err(format!(
-            "{len} bytes are not {shape:?} elements of {}",
-            dtype.name
-        )));
+        return Err(invalid(
+            format!("{len} bytes are not {shape:?} elements of {}", dtype.name),
+            "give the dtype and shape of the page's bytes, or none for those of its metadata",
+        ));
     }
     Ok((dtype, shape))
 }

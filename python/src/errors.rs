@@ -21,6 +21,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::ForeignDirectory { .. } => "ForeignDirectoryError",
         Error::IdentityMismatch { .. } | Error::LayoutMismatch { .. } => "MismatchError",
         Error::InvalidOption { .. }
+        | Error::InvalidStatePoint { .. }
         | Error::InvalidKey(_)
         | Error::InvalidOperation { .. }
         | Error::Limit { .. }
@@ -78,7 +79,7 @@ pub fn key_to_py<'py>(py: Python<'py>, key: &Key) -> Bound<'py, PyAny> {
 /// Sets the attributes that say what the error is about.
 fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
     let fields = PyDict::new(py);
-    fields.set_item("remedy", error.remedy().to_string())?;
+    fields.set_item("remedy", error.advice())?;
     fields.set_item("path", path_of(error).or(path))?;
     fields.set_item("file", error.file().map(|file| file.to_string()))?;
     fields.set_item("offset", error.offset())?;
@@ -127,9 +128,14 @@ fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<
 /// The exception for an error of the engine. `path` is the store's directory, where the error does not name
 /// it.
 pub fn to_py(py: Python<'_>, error: &Error, path: Option<&str>) -> PyErr {
+    to_py_with(py, error, "", path)
+}
+
+/// The same, with an addition to its text.
+pub fn to_py_with(py: Python<'_>, error: &Error, addition: &str, path: Option<&str>) -> PyErr {
     let made = || {
         let class = py.import("remanent._errors")?.getattr(class_of(error))?;
-        let raised = class.call((error.to_string(),), Some(&details(py, error, path)?))?;
+        let raised = class.call((format!("{error}{addition}"),), Some(&details(py, error, path)?))?;
         let raised = PyErr::from_value(raised);
         if let Error::Poisoned(cause) = error {
             raised.set_cause(py, Some(to_py(py, cause, path)));
@@ -137,6 +143,78 @@ pub fn to_py(py: Python<'_>, error: &Error, path: Option<&str>) -> PyErr {
         Ok::<PyErr, PyErr>(raised)
     };
     made().unwrap_or_else(|failure| failure)
+}
+
+pyo3::import_exception!(remanent._errors, InvalidError);
+pyo3::import_exception!(remanent._errors, InvalidTypeError);
+pyo3::import_exception!(remanent._errors, MemoryRefusedError);
+pyo3::import_exception!(remanent._errors, OutOfBoundsError);
+pyo3::import_exception!(remanent._errors, InUseError);
+pyo3::import_exception!(remanent._errors, StoreIOError);
+
+/// The exception for an argument of a wrong value.
+pub fn invalid(message: impl Into<String>, remedy: impl Into<String>) -> PyErr {
+    InvalidError::new_err((message.into(), remedy.into()))
+}
+
+/// The exception for an argument of a wrong type.
+pub fn invalid_type(message: impl Into<String>, remedy: impl Into<String>) -> PyErr {
+    InvalidTypeError::new_err((message.into(), remedy.into()))
+}
+
+/// Whether the exception is one of [`invalid_type`].
+pub fn is_invalid_type(py: Python<'_>, error: &PyErr) -> bool {
+    error.is_instance_of::<InvalidTypeError>(py)
+}
+
+/// The exception for memory that a call cannot use.
+pub fn memory_refused(message: impl Into<String>, remedy: impl Into<String>) -> PyErr {
+    MemoryRefusedError::new_err((message.into(), remedy.into()))
+}
+
+/// The exception for an index that is not there.
+pub fn out_of_bounds(message: impl Into<String>) -> PyErr {
+    OutOfBoundsError::new_err((message.into(), "give an index below the number of ranges"))
+}
+
+/// The exception for an object that another thread is using.
+pub fn in_use(message: &str) -> PyErr {
+    InUseError::new_err((message.to_owned(), "let one thread at a time call it"))
+}
+
+/// The exception for a call that the system refused.
+pub fn store_io(message: String, remedy: &str) -> PyErr {
+    StoreIOError::new_err((message, remedy.to_owned()))
+}
+
+/// An object that ends before its store: how errors name it, and how a caller gets a new one.
+#[derive(Clone, Copy)]
+pub struct Handle {
+    ended: &'static str,
+    remedy: &'static str,
+}
+
+pub const LEASE: Handle =
+    Handle { ended: "the lease has ended", remedy: "take a new one with store.lease(page)" };
+pub const PIN: Handle = Handle { ended: "the pin has ended", remedy: "take a new one with store.pin(page)" };
+pub const LIVE_VIEW: Handle =
+    Handle { ended: "the view is closed", remedy: "take a new one with store.view()" };
+pub const VIEW: Handle =
+    Handle { ended: "the view is closed", remedy: "open a new one with remanent.View(path)" };
+pub const STORE: Handle =
+    Handle { ended: "the store is closed", remedy: "open it again with remanent.Store(path)" };
+pub const FOLLOWER: Handle = Handle {
+    ended: "the follower is closed",
+    remedy: "open a new one with remanent.Follower(path, follower.position)",
+};
+pub const CHANGE_STREAM: Handle =
+    Handle { ended: "the stream of changes is closed", remedy: "take a new one with store.changes()" };
+
+impl Handle {
+    /// The exception for a call after its end.
+    pub fn closed(self, py: Python<'_>, path: Option<&str>) -> PyErr {
+        own(py, "ClosedError", self.ended, self.remedy, path)
+    }
 }
 
 /// An exception of the binding's own, for what the engine does not know of.
@@ -155,10 +233,20 @@ pub fn own(py: Python<'_>, class: &str, message: &str, remedy: &str, path: Optio
 pub trait OrRaise<T> {
     /// Raises the exception for the error.
     fn or_raise(self, py: Python<'_>, path: Option<&str>) -> PyResult<T>;
+
+    /// The same for a call on an object that may have ended.
+    fn or_raise_of(self, py: Python<'_>, path: Option<&str>, handle: Handle) -> PyResult<T>;
 }
 
 impl<T> OrRaise<T> for remanent::Result<T> {
     fn or_raise(self, py: Python<'_>, path: Option<&str>) -> PyResult<T> {
         self.map_err(|error| to_py(py, &error, path))
+    }
+
+    fn or_raise_of(self, py: Python<'_>, path: Option<&str>, handle: Handle) -> PyResult<T> {
+        self.map_err(|error| match error {
+            Error::Closed => handle.closed(py, path),
+            error => to_py(py, &error, path),
+        })
     }
 }

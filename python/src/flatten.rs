@@ -12,6 +12,9 @@ use pyo3::types::{
 
 use crate::errors;
 
+/// The remedy for a value that cannot be stored.
+const CONVERT: &str = "convert the value to one that can be stored, or leave it out of the state";
+
 /// The key of what JSON does not tell apart.
 const TAG: &str = "$";
 const DEPTH_MAX: usize = 100;
@@ -265,6 +268,6 @@ impl<'a, 'py> Walk<'a, 'py> {
     }
 
     fn refused(&self, reason: &str) -> PyErr {
-        errors::own(self.py, "RefusedError", &format!("{}: {reason}", self.path), "change the call", None)
+        errors::own(self.py, "RefusedError", &format!("{}: {reason}", self.path), CONVERT, None)
     }
 }

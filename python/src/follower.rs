@@ -5,20 +5,22 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use pyo3::exceptions::{PyStopIteration, PyValueError};
+use pyo3::exceptions::PyStopIteration;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use remanent::{FollowFrom, FollowedBatch, Follower, FollowerPosition, PageId, Replica};
 
+use crate::arguments;
 use crate::array::{BufferParts, fill_buffer, release_buffer};
-use crate::errors::OrRaise;
+use crate::errors::{FOLLOWER, OrRaise, invalid};
 use crate::gate::seconds;
 use crate::handover::Handover;
 use crate::operations::{BytesForm, operation_to_py, plain_indices};
 use crate::page_info::Info;
 use crate::reader::Reader;
 use crate::source::{Source, locked};
+use crate::values::REPORT;
 
 /// Reads the batches of a store in order, each once, while another process may be writing it: an iterator,
 /// also an asynchronous one, without an end. Locks nothing and writes nothing.
@@ -57,7 +59,7 @@ impl PyFollower {
 
     fn next_batch(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Option<PyFollowedBatch>> {
         let next = self.batches.next(py, timeout, Follower::next, |batch| self.note(batch))?;
-        let batch = next.or_raise(py, Some(self.batches.path()))?;
+        let batch = next.map_err(|error| self.batches.raised(py, &error))?;
         Ok(batch.map(|batch| self.handed_over(batch)))
     }
 }
@@ -66,19 +68,27 @@ impl PyFollower {
 impl PyFollower {
     #[new]
     #[pyo3(signature = (path, start="beginning"))]
-    fn new(py: Python<'_>, path: PathBuf, start: &str) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::path)] path: PathBuf,
+        #[pyo3(from_py_with = arguments::follow_start)] start: &str,
+    ) -> PyResult<Self> {
         let from = match start {
             "beginning" => FollowFrom::Beginning,
             "snapshot" => FollowFrom::Snapshot,
             text => FollowFrom::Position(text.parse().map_err(|error: remanent::ParsePositionError| {
-                PyValueError::new_err(format!("{error}; nor is it \"beginning\" or \"snapshot\""))
+                invalid(
+                    format!("start: {error}; nor is it \"beginning\" or \"snapshot\""),
+                    "give \"beginning\", \"snapshot\", or the position of a follower or a batch",
+                )
             })?),
         };
         let shown = path.display().to_string();
         crate::log::look(py)?;
         let follower = py.detach(|| Follower::open(&path, from)).or_raise(py, Some(&shown))?;
         let position = Mutex::new(follower.position());
-        let batches = Handover::new(follower, shown, "another thread is reading from this follower");
+        let batches =
+            Handover::new(follower, shown, "another thread is reading from this follower", FOLLOWER);
         Ok(Self { position, batches })
     }
 
@@ -91,14 +101,22 @@ impl PyFollower {
 
     /// The next batch; None if none came within `timeout` seconds. 0 looks once, None waits for ever.
     #[pyo3(signature = (timeout=None))]
-    fn next(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<PyFollowedBatch>> {
+    fn next(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::timeout)] timeout: Option<f64>,
+    ) -> PyResult<Option<PyFollowedBatch>> {
         self.next_batch(py, seconds(timeout)?)
     }
 
     /// Reads the next batch and keeps it; says whether there is one. For a task that may be called off.
-    fn _fetch(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
+    fn _fetch(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::seconds)] timeout: f64,
+    ) -> PyResult<bool> {
         let fetched = self.batches.fetch(py, seconds(Some(timeout))?, Follower::next)?;
-        fetched.or_raise(py, Some(self.batches.path()))
+        fetched.map_err(|error| self.batches.raised(py, &error))
     }
 
     /// Takes the batch that `_fetch` keeps, if no one else did.
@@ -188,10 +206,10 @@ impl PyFollowedBatch {
 
     /// All pages of the state that it put in place, if it is a restore; else none.
     #[getter]
-    fn restored_pages(&self) -> Vec<Info> {
-        self.batch
-            .restored()
-            .map_or_else(Vec::new, |restored| restored.pages().iter().cloned().map(Info).collect())
+    fn restored_pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let restored = self.batch.restored();
+        let pages = restored.map_or(&[][..], |restored| restored.pages());
+        REPORT.freeze_list(py, pages.iter().cloned().map(Info))
     }
 
     /// The operations in order: a dict each, with "kind" and what belongs to it.
@@ -201,7 +219,7 @@ impl PyFollowedBatch {
     /// "remove_metadata", "set_root", "remove_root", "note", "image" (the page's whole content lies in a
     /// file: `image(page)` reads it), "restore", "other".
     #[getter]
-    fn operations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+    fn operations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let list = PyList::empty(py);
         let (ops, indices) = py.detach(|| {
             let ops = self.batch.operations();
@@ -211,7 +229,7 @@ impl PyFollowedBatch {
         for (op, indices) in ops.iter().zip(indices.or_raise(py, Some(&self.path))?) {
             list.append(operation_to_py(py, op, BytesForm::Own { indices })?)?;
         }
-        Ok(list)
+        REPORT.freeze(list)
     }
 
     /// The operations as they lie in the batch's bytes, which the buffer protocol shows: in place of bytes,
@@ -249,7 +267,11 @@ impl PyFollowedBatch {
     }
 
     /// The bytes that an "image" operation makes a page's whole content, read and checked.
-    fn image<'py>(&self, py: Python<'py>, page: u64) -> PyResult<Bound<'py, PyBytes>> {
+    fn image<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = arguments::page_id)] page: u64,
+    ) -> PyResult<Bound<'py, PyBytes>> {
         let bytes = py.detach(|| match self.batch.restored() {
             Some(restored) => restored.read(PageId(page)),
             None => self.batch.image(PageId(page)),
@@ -281,7 +303,10 @@ impl PyReplica {
     /// The empty store, or the state of the newest snapshot of the store in `path`.
     #[new]
     #[pyo3(signature = (path=None))]
-    fn new(py: Python<'_>, path: Option<PathBuf>) -> PyResult<PyClassInitializer<Self>> {
+    fn new(
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::optional_path)] path: Option<PathBuf>,
+    ) -> PyResult<PyClassInitializer<Self>> {
         crate::log::look(py)?;
         let replica = match &path {
             None => Replica::default(),
@@ -295,7 +320,11 @@ impl PyReplica {
     }
 
     /// Applies the next batch.
-    fn apply(slf: PyRef<'_, Self>, py: Python<'_>, batch: &Bound<'_, PyFollowedBatch>) -> PyResult<()> {
+    fn apply(
+        slf: PyRef<'_, Self>,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::followed_batch)] batch: Bound<'_, PyFollowedBatch>,
+    ) -> PyResult<()> {
         let Source::Replica(replica) = &slf.as_super().source else { unreachable!("made with one") };
         let batch = &batch.get().batch;
         py.detach(|| replica.lock().unwrap_or_else(PoisonError::into_inner).apply(batch)).or_raise(py, None)

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use remanent::{Ack, Error, Result, Store};
 
-use crate::errors::{OrRaise, own};
+use crate::errors::{OrRaise, STORE, invalid, own};
 
 /// How long a wait goes on before it looks for Ctrl-C.
 const SLICE: Duration = Duration::from_millis(50);
@@ -105,12 +105,12 @@ impl Gate {
 
     /// Runs a call without the interpreter's lock.
     pub fn call<T: Send>(&self, py: Python<'_>, run: impl FnOnce(&Store) -> Result<T> + Send) -> PyResult<T> {
-        py.detach(|| self.enter().and_then(|call| run(&call))).or_raise(py, Some(&self.path))
+        py.detach(|| self.enter().and_then(|call| run(&call))).or_raise_of(py, Some(&self.path), STORE)
     }
 
     /// Runs a call that waits for nothing: giving the interpreter's lock away would cost more than it.
     pub fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&Store) -> Result<T>) -> PyResult<T> {
-        self.enter().and_then(|call| run(&call)).or_raise(py, Some(&self.path))
+        self.enter().and_then(|call| run(&call)).or_raise_of(py, Some(&self.path), STORE)
     }
 
     fn wait_while<'s>(
@@ -151,7 +151,13 @@ impl Gate {
             None => Ok(()),
             Some(count) => {
                 let message = format!("{count} leases or views still use the store in {}", self.path);
-                Err(own(py, "InUseError", &message, "end them, then close the store", Some(&self.path)))
+                Err(own(
+                    py,
+                    "InUseError",
+                    &message,
+                    "end or close them, then close the store",
+                    Some(&self.path),
+                ))
             }
         }
     }
@@ -246,10 +252,8 @@ where
 pub fn seconds(seconds: Option<f64>) -> PyResult<Option<Duration>> {
     seconds
         .map(|seconds| {
-            let refused =
-                || pyo3::exceptions::PyValueError::new_err(format!("{seconds} is no number of seconds"));
             if seconds.is_nan() {
-                Err(refused())
+                Err(invalid("a time is a number of seconds, not nan", "give a number of seconds, or None"))
             } else {
                 Ok(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX))
             }

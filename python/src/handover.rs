@@ -4,11 +4,10 @@
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use remanent::{Error, Result};
 
-use crate::errors::OrRaise;
+use crate::errors::{Handle, OrRaise, in_use, to_py};
 use crate::gate::{check_process, detached, wait};
 
 /// A source, and an item that was read from it and is not handed over yet.
@@ -17,6 +16,8 @@ pub struct Handover<S, T> {
     path: String,
     /// What a caller is told that finds another one reading.
     busy: &'static str,
+    /// What it is, for a caller that uses it after it was closed.
+    handle: Handle,
     /// `None` once it is closed. Held while a thread reads.
     source: Mutex<Option<S>>,
     /// Filled by the thread that has the source. Apart, so that a task takes what was read for it while
@@ -25,9 +26,9 @@ pub struct Handover<S, T> {
 }
 
 impl<S: Send, T: Send> Handover<S, T> {
-    pub fn new(source: S, path: String, busy: &'static str) -> Self {
+    pub fn new(source: S, path: String, busy: &'static str, handle: Handle) -> Self {
         let opener = std::process::id();
-        Self { opener, path, busy, source: Mutex::new(Some(source)), kept: Mutex::new(None) }
+        Self { opener, path, busy, handle, source: Mutex::new(Some(source)), kept: Mutex::new(None) }
     }
 
     pub fn path(&self) -> &str {
@@ -48,7 +49,16 @@ impl<S: Send, T: Send> Handover<S, T> {
         match self.source.try_lock() {
             Ok(source) => Ok(source),
             Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => Err(PyRuntimeError::new_err(self.busy)),
+            Err(TryLockError::WouldBlock) => Err(in_use(self.busy)),
+        }
+    }
+
+    /// The exception for an error: the source may be closed, or the store that it reads from.
+    pub fn raised(&self, py: Python<'_>, error: &Error) -> PyErr {
+        let is_closed = self.source(py).is_ok_and(|source| source.is_none());
+        match error {
+            Error::Closed if is_closed => self.handle.closed(py, Some(&self.path)),
+            _ => to_py(py, error, Some(&self.path)),
         }
     }
 
@@ -67,7 +77,7 @@ impl<S: Send, T: Send> Handover<S, T> {
     /// says that none will come.
     ///
     /// # Errors
-    /// `RuntimeError` while another thread reads; what `read` fails with.
+    /// `InUseError` while another thread reads; what `read` fails with.
     pub fn fetch(
         &self,
         py: Python<'_>,
@@ -135,7 +145,7 @@ impl<S: Send, T: Send> Handover<S, T> {
     /// Ends the reading.
     ///
     /// # Errors
-    /// `RuntimeError` while another thread reads.
+    /// `InUseError` while another thread reads.
     pub fn close(&self, py: Python<'_>) -> PyResult<()> {
         let ended = (self.source(py)?.take(), self.kept().take());
         detached(ended);

@@ -4,7 +4,6 @@ use std::ffi::c_int;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -12,11 +11,12 @@ use remanent::device::RawStream;
 use remanent::{Error, Lease, PageId, Result, Store};
 use self_cell::self_cell;
 
+use crate::arguments;
 use crate::array::{Aligned, Array, BufferParts, as_numpy, check_export, fill_buffer, release_buffer};
 use crate::descriptor::descriptor_to_py;
 use crate::dlpack::{self, Export};
 use crate::dtype::{Dtype, layout};
-use crate::errors::OrRaise;
+use crate::errors::{LEASE, OrRaise, STORE, memory_refused};
 use crate::gate::{Gate, Handle, check_process, detached};
 use crate::page_info::Info;
 
@@ -74,7 +74,7 @@ impl PyLease {
             let cell = LeaseCell::try_new(store, |store| store.lease(page))?;
             Ok(HeldLease { cell, _handle: handle })
         });
-        let held = held.or_raise(py, Some(&gate.path))?;
+        let held = held.or_raise_of(py, Some(&gate.path), STORE)?;
         let lease = held.cell.borrow_dependent();
         let (info, lsn) = (lease.info().clone(), lease.lsn().0);
         let (dtype, shape) = match layout(dtype, shape, &info, info.len as usize) {
@@ -102,7 +102,7 @@ impl PyLease {
     }
 
     fn look<T: Send>(&self, py: Python<'_>, run: impl FnOnce(&Lease<'_>) -> Result<T> + Send) -> PyResult<T> {
-        py.detach(|| run(self.held()?.cell.borrow_dependent())).or_raise(py, Some(&self.path))
+        py.detach(|| run(self.held()?.cell.borrow_dependent())).or_raise_of(py, Some(&self.path), LEASE)
     }
 
     /// The address of the bytes, once all batches under way are applied.
@@ -166,7 +166,7 @@ impl PyLease {
 
     /// Lets work that is put on the stream from now on read the page; the stream is a CUDA handle as a
     /// number.
-    fn on(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+    fn on(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::stream)] stream: u64) -> PyResult<()> {
         self.look(py, |lease| {
             // SAFETY: the caller names a stream of its own, and keeps it until the lease has ended.
             let stream = unsafe { RawStream::from_cuda(stream) };
@@ -181,8 +181,8 @@ impl PyLease {
             let mut lease = self.lease.lock().unwrap_or_else(PoisonError::into_inner);
             let exports = self.exports.load(Ordering::Acquire);
             if lease.is_some() && exports > 0 {
-                let message = format!("{exports} views of the lease's memory are held: let go of them first");
-                return Err(PyBufferError::new_err(message));
+                let message = format!("{exports} views of the lease's memory are held");
+                return Err(memory_refused(message, "delete the arrays and memoryviews of it first"));
             }
             lease.take()
         };
@@ -257,9 +257,10 @@ impl PyLease {
         let this = slf.get();
         let Some(format) = this.dtype.format else {
             let name = this.dtype.name;
-            return Err(PyBufferError::new_err(format!(
-                "the buffer protocol knows no {name}: use DLPack, or uint8"
-            )));
+            return Err(memory_refused(
+                format!("the buffer protocol has no format for {name}"),
+                "take it by DLPack, or lease the page with dtype \"uint8\"",
+            ));
         };
         // Counted before the lease is looked at: another thread may be ending it.
         this.exports.fetch_add(1, Ordering::AcqRel);

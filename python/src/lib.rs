@@ -89,6 +89,7 @@ mod log;
 mod blocks;
 mod extents;
 mod flatten;
+mod arguments;
 mod array;
 mod gate;
 mod page_memory;
@@ -98,6 +99,7 @@ mod dtype;
 mod dlpack;
 mod untracked;
 mod values;
+mod elements;
 mod errors;
 
 use std::ffi::OsString;
@@ -152,7 +154,10 @@ mod _native {
     #[pymodule_export]
     use super::working_copy::PyWorkingCopy;
 
+    use remanent::StatePoint;
+
     use super::dtype::Dtype;
+    use super::errors::OrRaise;
     use super::flatten::{Leaves, Walk};
     use super::*;
 
@@ -185,9 +190,34 @@ mod _native {
         Walk::new(value.py(), path, adapt, leaves.as_ref()).flatten(value)
     }
 
+    /// What a state is given by, as text: "lsn", "snapshot" or "name", and its number or name.
+    #[pyfunction]
+    fn state_point<'py>(
+        py: Python<'py>,
+        #[pyo3(from_py_with = arguments::text)] text: &str,
+    ) -> PyResult<(&'static str, Bound<'py, PyAny>)> {
+        Ok(match text.parse().or_raise(py, None)? {
+            StatePoint::Lsn(lsn) => ("lsn", lsn.0.into_pyobject(py)?.into_any()),
+            StatePoint::Snapshot(id) => ("snapshot", id.0.into_pyobject(py)?.into_any()),
+            StatePoint::Name(name) => ("name", name.into_pyobject(py)?.into_any()),
+            other => unreachable!("no text is parsed as {other}"),
+        })
+    }
+
+    /// The most similar of these names, if one is similar.
+    #[pyfunction]
+    fn nearest(
+        #[pyo3(from_py_with = arguments::text)] wanted: &str,
+        #[pyo3(from_py_with = arguments::names)] names: Vec<String>,
+    ) -> Option<String> {
+        remanent::nearest(wanted, names.iter().map(String::as_str)).map(str::to_owned)
+    }
+
     /// The dtype of a name in any spelling: its NumPy name, its name in metadata, bytes of an element.
     #[pyfunction]
-    fn dtype(name: &str) -> PyResult<(&'static str, &'static str, usize)> {
+    fn dtype(
+        #[pyo3(from_py_with = arguments::name)] name: &str,
+    ) -> PyResult<(&'static str, &'static str, usize)> {
         let dtype = Dtype::parse(name)?;
         Ok((dtype.name, dtype.short, dtype.item_size()))
     }

@@ -1,12 +1,11 @@
 //! Loading whole pages of a view into memory of the caller's, on the host or on a GPU.
 
-use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::{DeviceChoice, Error, PageId, Result};
 
 use crate::copiers::copier;
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, VIEW, invalid, memory_refused};
 use crate::memory::{CudaBytes, Input, Output};
 use crate::page_name::PageName;
 use crate::source::PastSource;
@@ -19,7 +18,10 @@ pub fn load_pages(view: &PastSource, pages: &Bound<'_, PyDict>, device: &str) ->
     let py = pages.py();
     let choice: DeviceChoice = device.parse().or_raise(py, None)?;
     if choice == DeviceChoice::Auto {
-        return Err(PyValueError::new_err("device: \"auto\" does not say where the memory is"));
+        return Err(invalid(
+            "device \"auto\" does not say where the memory is",
+            "give \"host\" or \"cuda:N\"",
+        ));
     }
     let (mut on_host, mut on_gpu) = (Vec::new(), Vec::new());
     for item in pages.items() {
@@ -29,7 +31,10 @@ pub fn load_pages(view: &PastSource, pages: &Bound<'_, PyDict>, device: &str) ->
             (Input::Host(bytes), DeviceChoice::Host) => on_host.push((name, Output::of(bytes))),
             (Input::Cuda(bytes), DeviceChoice::Cuda(_)) => on_gpu.push((name, bytes)),
             _ => {
-                return Err(PyBufferError::new_err(format!("the memory of {page} does not lie on {device}")));
+                return Err(memory_refused(
+                    format!("the memory of {page} does not lie on {device}"),
+                    "give memory of that device, or another device",
+                ));
             }
         }
     }
@@ -37,7 +42,7 @@ pub fn load_pages(view: &PastSource, pages: &Bound<'_, PyDict>, device: &str) ->
         DeviceChoice::Host => load_host(view, &mut on_host),
         _ => load_gpu(view, on_gpu, choice),
     });
-    loaded.or_raise(py, Some(&view.path))
+    loaded.or_raise_of(py, Some(&view.path), VIEW)
 }
 
 fn load_host(view: &PastSource, pages: &mut [(PageName, Output)]) -> Result<()> {

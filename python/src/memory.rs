@@ -9,7 +9,6 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::device::RawStream;
@@ -18,6 +17,9 @@ use remanent::{ByteSource, CallerMemory, DeviceBytes, DeviceChoice, HostMemory, 
 use crate::buffer_view::BufferView;
 use crate::copiers::copier;
 use crate::dlpack::{self, Imported};
+use crate::dtype::Dtype;
+use crate::elements::Elements;
+use crate::errors::{invalid_type, is_invalid_type, memory_refused};
 
 /// Bytes that a call takes.
 pub enum Input {
@@ -29,6 +31,7 @@ pub enum Input {
 pub struct HostBytes {
     address: usize,
     len: usize,
+    elements: Elements,
     _owner: Owner,
 }
 
@@ -39,6 +42,7 @@ pub struct CudaBytes {
     /// The number of the GPU, where the producer says it.
     ordinal: Option<u32>,
     stream: Option<u64>,
+    elements: Elements,
     owner: Box<dyn std::any::Any + Send + Sync>,
 }
 
@@ -50,10 +54,14 @@ enum Owner {
 
 impl HostBytes {
     /// No bytes at all.
-    pub const EMPTY: Self = Self { address: 0, len: 0, _owner: Owner::None };
+    pub const EMPTY: Self = Self { address: 0, len: 0, elements: Elements::Bytes, _owner: Owner::None };
 
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    pub fn elements(&self) -> &Elements {
+        &self.elements
     }
 
     pub fn as_slice(&self) -> &[u8] {
@@ -85,6 +93,10 @@ impl ByteSource for HostBytes {
 impl CudaBytes {
     pub fn len(&self) -> u64 {
         self.len
+    }
+
+    pub fn elements(&self) -> &Elements {
+        &self.elements
     }
 
     /// The bytes for a batch of a store that has nothing to do with the GPU.
@@ -151,10 +163,10 @@ impl Input {
         // SAFETY: the object is alive.
         if unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
             match BufferView::take(object) {
-                Ok(buffer) => return host_buffer(buffer, is_written).map(Input::Host),
+                Ok(buffer) => return host_buffer(object, buffer, is_written).map(Input::Host),
                 // The buffer protocol has no format for some element types that DLPack describes: JAX's
                 // arrays of bfloat16 and float8 refuse the former and offer the latter.
-                Err(_) if has_dlpack => {}
+                Err(refused) if has_dlpack && !is_invalid_type(object.py(), &refused) => {}
                 Err(refused) => return Err(refused),
             }
         }
@@ -164,13 +176,14 @@ impl Input {
             if let Some(is_neg) = object.getattr_opt("is_neg")?
                 && is_neg.call0()?.is_truthy()?
             {
-                return Err(PyBufferError::new_err(
-                    "the tensor has the negative bit set: resolve_neg() first",
+                return Err(memory_refused(
+                    "the tensor has the negative bit set",
+                    "give tensor.resolve_neg()",
                 ));
             }
             let tensor = Imported::take(object)?;
             if is_written && tensor.read_only {
-                return Err(PyBufferError::new_err("the tensor can only be read"));
+                return Err(memory_refused("the tensor is read-only", "give a tensor that can be written"));
             }
             return Ok(match tensor.device {
                 dlpack::CUDA | dlpack::CUDA_MANAGED => Input::Cuda(CudaBytes {
@@ -178,6 +191,7 @@ impl Input {
                     len: tensor.len as u64,
                     ordinal: u32::try_from(tensor.ordinal).ok(),
                     stream: Some(1),
+                    elements: tensor.elements.clone(),
                     owner: Box::new(tensor),
                 }),
                 _ => Input::Host(host_tensor(tensor)),
@@ -186,10 +200,21 @@ impl Input {
         if object.hasattr("__cuda_array_interface__")? {
             return cuda_array(object, is_written).map(Input::Cuda);
         }
-        Err(PyTypeError::new_err(format!(
-            "{} has no bytes: neither the buffer protocol nor __dlpack__ nor __cuda_array_interface__",
-            object.get_type().name()?
-        )))
+        Err(invalid_type(
+            format!(
+                "{} has no bytes: neither the buffer protocol nor __dlpack__ nor __cuda_array_interface__",
+                object.get_type().name()?
+            ),
+            "give bytes, a NumPy array or a tensor",
+        ))
+    }
+
+    /// What is known of the elements.
+    pub fn elements(&self) -> &Elements {
+        match self {
+            Input::Host(bytes) => bytes.elements(),
+            Input::Cuda(bytes) => bytes.elements(),
+        }
     }
 
     /// Length in bytes.
@@ -227,46 +252,58 @@ impl Input {
     pub fn take_host(object: &Bound<'_, PyAny>) -> PyResult<HostBytes> {
         match Self::take(object)? {
             Input::Host(bytes) => Ok(bytes),
-            Input::Cuda(_) => {
-                Err(PyBufferError::new_err("this call takes bytes in host memory; these are a GPU's"))
-            }
+            Input::Cuda(_) => Err(memory_refused(
+                "this call takes bytes in host memory, and these are in a GPU's",
+                "copy the tensor to the host first",
+            )),
         }
     }
 }
 
 fn host_tensor(tensor: Imported) -> HostBytes {
-    HostBytes { address: tensor.address, len: tensor.len, _owner: Owner::Tensor { _tensor: tensor } }
+    let elements = tensor.elements.clone();
+    HostBytes {
+        address: tensor.address,
+        len: tensor.len,
+        elements,
+        _owner: Owner::Tensor { _tensor: tensor },
+    }
 }
 
-fn host_buffer(buffer: BufferView, is_written: bool) -> PyResult<HostBytes> {
+fn host_buffer(object: &Bound<'_, PyAny>, buffer: BufferView, is_written: bool) -> PyResult<HostBytes> {
     if !buffer.is_contiguous() && buffer.len() > 0 {
-        return Err(PyBufferError::new_err("the buffer is not contiguous: make it so first"));
+        return Err(memory_refused("the buffer is not contiguous", "give numpy.ascontiguousarray(array)"));
     }
     if is_written && buffer.is_read_only() {
-        return Err(PyBufferError::new_err("the buffer can only be read"));
+        return Err(memory_refused(
+            "the buffer is read-only",
+            "give memory that can be written, such as a bytearray",
+        ));
     }
-    Ok(HostBytes { address: buffer.address(), len: buffer.len(), _owner: Owner::Buffer { _buffer: buffer } })
+    Ok(HostBytes {
+        address: buffer.address(),
+        len: buffer.len(),
+        elements: buffer.elements(object)?,
+        _owner: Owner::Buffer { _buffer: buffer },
+    })
 }
 
 /// Memory by version 3 of the interface that CuPy and Numba share.
 fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes> {
     let interface = object.getattr("__cuda_array_interface__")?;
     let interface = interface.cast::<PyDict>().map_err(PyErr::from)?;
-    let field = |name: &str| {
-        interface
-            .get_item(name)?
-            .ok_or_else(|| PyBufferError::new_err(format!("__cuda_array_interface__ has no {name:?}")))
-    };
+    let field =
+        |name: &str| interface.get_item(name)?.ok_or_else(|| interface_refused(format!("has no {name:?}")));
     let (address, is_read_only): (u64, bool) = field("data")?.extract()?;
     if is_written && is_read_only {
-        return Err(PyBufferError::new_err("the array can only be read"));
+        return Err(memory_refused("the array is read-only", "give an array that can be written"));
     }
     let shape: Vec<u64> = field("shape")?.extract()?;
     let typestr: String = field("typestr")?.extract()?;
     let item: u64 = typestr
         .get(2..)
         .and_then(|digits| digits.parse().ok())
-        .ok_or_else(|| PyBufferError::new_err(format!("typestr {typestr:?} has no size")))?;
+        .ok_or_else(|| interface_refused(format!("has typestr {typestr:?}, which has no size")))?;
     let strides: Option<Vec<i64>> = interface
         .get_item("strides")?
         .filter(|strides| !strides.is_none())
@@ -278,9 +315,11 @@ fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes
             && *length != 1
             && strides.get(at).copied() != i64::try_from(len).ok()
         {
-            return Err(PyBufferError::new_err("the array is not contiguous: make it so first"));
+            return Err(memory_refused("the array is not contiguous", "copy it to a contiguous array first"));
         }
-        len = len.checked_mul(*length).ok_or_else(|| PyBufferError::new_err("an impossible length"))?;
+        len = len
+            .checked_mul(*length)
+            .ok_or_else(|| interface_refused("has a length of more than 2^64 bytes".to_owned()))?;
     }
     let stream: Option<u64> = interface
         .get_item("stream")?
@@ -294,8 +333,32 @@ fn cuda_array(object: &Bound<'_, PyAny>, is_written: bool) -> PyResult<CudaBytes
         len,
         ordinal: None,
         stream: stream.or(Some(1)),
+        elements: elements_of(&typestr, &shape, item),
         owner: Box::new(object.clone().unbind()),
     })
+}
+
+fn interface_refused(what: String) -> PyErr {
+    memory_refused(
+        format!("__cuda_array_interface__ {what}"),
+        "give an array of a library that follows version 3 of the interface",
+    )
+}
+
+/// The elements by the interface's text, such as `<f4`.
+fn elements_of(typestr: &str, shape: &[u64], item: u64) -> Elements {
+    let (order, kind) = typestr.split_at(typestr.len().min(1));
+    let format = match kind.as_bytes().first() {
+        Some(b'b') => "?",
+        Some(b'i') => "b",
+        Some(b'u') => "B",
+        Some(b'f') => "f",
+        Some(b'c') => "Zf",
+        _ => "unknown",
+    };
+    let order = if order == ">" { ">" } else { "<" };
+    let dtype = Dtype::of_format(format!("{order}{format}").as_bytes(), item as usize);
+    Elements::of(dtype, shape.to_vec(), || typestr.to_owned())
 }
 
 /// A buffer of the caller's that a call fills.

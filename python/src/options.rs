@@ -4,21 +4,25 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::{
     Ack, Budget, Compression, Create, DeviceChoice, ImageIo, LogIo, Options, PageLoad, Place, Store, Tiers,
 };
 
-use crate::errors::OrRaise;
+use crate::arguments;
+use crate::errors::{OrRaise, invalid, invalid_type};
 use crate::gate::{Gate, seconds};
 use crate::page_memory::{Raised, page_memory};
+
+/// The remedy for a place of another name.
+const PLACES: &str = "give \"host\", \"pinned\", \"disk\" or \"device:N\"";
 
 fn one_of<T: Copy>(option: &str, word: &str, choices: &[(&str, T)]) -> PyResult<T> {
     choices.iter().find(|(name, _)| *name == word).map(|(_, choice)| *choice).ok_or_else(|| {
         let names: Vec<String> = choices.iter().map(|(name, _)| format!("{name:?}")).collect();
-        PyValueError::new_err(format!("{option} is one of {}, not {word:?}", names.join(", ")))
+        let names = names.join(", ");
+        invalid(format!("{option} is one of {names}, not {word:?}"), format!("give one of {names}"))
     })
 }
 
@@ -30,14 +34,14 @@ pub fn ack(word: &str) -> PyResult<Ack> {
 /// A place by its name.
 pub fn place(py: Python<'_>, text: &str) -> PyResult<Place> {
     text.parse().map_err(|error: remanent::UnknownPlace| {
-        crate::errors::own(py, "InvalidError", &error.to_string(), "change the call", None)
+        crate::errors::own(py, "InvalidError", &error.to_string(), PLACES, None)
     })
 }
 
 /// A width of elements by its number of bytes.
 pub fn width(bytes: usize) -> PyResult<remanent::Width> {
     remanent::Width::from_bytes(bytes).ok_or_else(|| {
-        PyValueError::new_err(format!("elements are 1, 2, 4, 8 or 16 bytes wide, not {bytes}"))
+        invalid(format!("elements are 1, 2, 4, 8 or 16 bytes wide, not {bytes}"), "give one of these widths")
     })
 }
 
@@ -121,7 +125,10 @@ impl OpenKeywords<'_> {
         }
         if let Some(limits) = self.budget {
             let mut budget = Budget::default();
-            for (name, bytes) in limits.items().extract::<Vec<(String, u64)>>()? {
+            for (name, bytes) in limits.iter() {
+                let name: String = arguments::value(&name, "a place in budget", "a str")?;
+                let bytes =
+                    arguments::value(&bytes, &format!("budget[{name:?}]"), "a number of bytes (int)")?;
                 budget = budget.with(place(py, &name)?, bytes);
             }
             options = options.budget(budget);
@@ -141,7 +148,10 @@ impl OpenKeywords<'_> {
         }
         if let Some(source) = self.page_memory {
             if !source.bind(py).is_callable() {
-                return Err(PyTypeError::new_err("page_memory is a callable"));
+                return Err(invalid_type(
+                    "page_memory is a callable or None",
+                    "give a function that takes a PageInfo",
+                ));
             }
             options = page_memory(options, source, raised);
         }

@@ -6,6 +6,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::{CreatePage, Key, Metadata, Place};
 
+use crate::arguments;
+use crate::elements::{Elements, new_metadata};
 use crate::errors::OrRaise;
 use crate::gate::detached;
 use crate::memory::Input;
@@ -45,17 +47,22 @@ pub fn create(
 ) -> PyResult<PyNewPage> {
     let (py, gate) = (content.py(), &pending.gate);
     let NewPageTerms { key, metadata } = terms;
+    let is_len = content.hasattr("__index__")? && !content.hasattr("__dlpack__")?;
+    let input = if is_len { None } else { Some(Input::take(content)?) };
+    let elements = input.as_ref().map_or(&Elements::Bytes, Input::elements);
+    let (metadata, layout) = new_metadata(metadata, elements)?;
     let named = |created: CreatePage<'_>| created.optional_key(key.clone()).metadata(metadata).page();
-    if content.hasattr("__index__")? && !content.hasattr("__dlpack__")? {
-        let len = content.extract::<u64>()?;
-        return pending.create(py, key.as_ref(), |batch| named(batch.create(len, place)));
-    }
-    match Input::take(content)? {
+    let Some(input) = input else {
+        let len: u64 = arguments::value(content, "content", "bytes, or a length from 0 to 2^64 - 1")?;
+        return pending.create(py, key.as_ref(), layout, |batch| named(batch.create(len, place)));
+    };
+    match input {
         Input::Host(bytes) if at_commit && bytes.len() > 0 => {
             let (len, source) = (bytes.len() as u64, Arc::new(bytes));
-            pending.create(py, key.as_ref(), |batch| named(batch.create_from_source(len, source, place)))
+            pending
+                .create(py, key.as_ref(), layout, |batch| named(batch.create_from_source(len, source, place)))
         }
-        Input::Host(bytes) => pending.create(py, key.as_ref(), |batch| {
+        Input::Host(bytes) => pending.create(py, key.as_ref(), layout, |batch| {
             let bytes = bytes.as_slice();
             // A create of a length, then a write: memory for the copy can be refused that way.
             let new = named(batch.create(bytes.len() as u64, place));
@@ -70,12 +77,13 @@ pub fn create(
         {
             let len = bytes.len();
             let source = py.detach(|| bytes.source()).or_raise(py, Some(&gate.path))?;
-            pending.create(py, key.as_ref(), |batch| named(batch.create_from_source(len, source, place)))
+            pending
+                .create(py, key.as_ref(), layout, |batch| named(batch.create_from_source(len, source, place)))
         }
         Input::Cuda(bytes) => {
             let len = bytes.len();
             let bytes = if len == 0 { None } else { Some(gate.call(py, |store| bytes.adopt(store))?) };
-            pending.create(py, key.as_ref(), |batch| {
+            pending.create(py, key.as_ref(), layout, |batch| {
                 let new = named(batch.create(len, place));
                 if let Some(bytes) = &bytes {
                     batch.write_device(new, 0, bytes);
@@ -99,8 +107,9 @@ pub fn create_in(
     let py = memory.py();
     let NewPageTerms { key, metadata } = terms;
     let memory = Input::take_writable(memory)?;
+    let (metadata, layout) = new_metadata(metadata, memory.elements())?;
     let bytes = pending.gate.call(py, |store| memory.adopt(store))?;
-    let created = pending.create(py, key.as_ref(), |batch| {
+    let created = pending.create(py, key.as_ref(), layout, |batch| {
         let new = batch.create_in(&bytes).optional_key(key.clone()).metadata(metadata).page();
         if !zeros && bytes.byte_len() > 0 {
             batch.write_device(new, 0, &bytes);

@@ -1,11 +1,10 @@
 //! What a look-up gives of a page.
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 use remanent::PageInfo;
 
 use crate::errors::key_to_py;
-use crate::values::metadata_to_py;
+use crate::values::{METADATA, metadata_to_py};
 
 /// A page's length in bytes, version, key and metadata.
 ///
@@ -55,10 +54,10 @@ impl Info {
         self.0.place.to_string()
     }
 
-    /// Its metadata, as a dict of its own.
+    /// Its metadata, as a read-only copy. `Batch.set_metadata` changes it.
     #[getter]
-    fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        metadata_to_py(py, &self.0.metadata)
+    fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        METADATA.freeze(metadata_to_py(py, &self.0.metadata)?)
     }
 
     fn __repr__(&self) -> String {

@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use remanent::{CallerMemory, DeviceBytes, Options, PageInfo, Result};
 
+use crate::arguments;
 use crate::errors::OrRaise;
 use crate::gate::{Gate, check_process, detached};
 use crate::memory::Input;
@@ -110,7 +111,12 @@ impl PyPageMemory {
     ///
     /// :raises OutOfBoundsError.
     #[pyo3(signature = (offset=0, length=None))]
-    fn read<'py>(&self, py: Python<'py>, offset: u64, length: Option<u64>) -> PyResult<Bound<'py, PyBytes>> {
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+        #[pyo3(from_py_with = arguments::optional_length)] length: Option<u64>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
         let len = length.unwrap_or_else(|| self.nbytes().saturating_sub(offset));
         let part = self.part(offset, len).or_raise(py, Some(&self.path))?;
         PyBytes::new_with(py, part.byte_len() as usize, |out| {
@@ -121,7 +127,11 @@ impl PyPageMemory {
     /// Replaces bytes from `offset` on.
     ///
     /// :param data: contiguous bytes of the host. :raises OutOfBoundsError, BufferError.
-    fn write(&self, offset: u64, data: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn write(
+        &self,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+        data: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         let (py, data) = (data.py(), Input::take_host(data)?);
         let written = py.detach(|| self.part(offset, data.len() as u64)?.write(0, data.as_slice()));
         written.or_raise(py, Some(&self.path))

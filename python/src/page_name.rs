@@ -1,12 +1,15 @@
 //! How a caller names pages, by id or by key, and earlier states.
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PyIterator, PyString};
 use remanent::{Error, Key, PageId, PageInfo, ReadPages, Result, StatePoint, Store};
 
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, invalid, invalid_type};
 use crate::page_info::Info;
+
+/// The remedies for what names no page, or no state.
+const LOOK_UP: &str = "look pages up with info(key) or pages()";
+const STATES: &str = "list the states with snapshots()";
 
 /// A page as a caller names it: by its id, by its key, or by what was looked up before.
 pub enum PageName {
@@ -29,12 +32,15 @@ impl PageName {
         match object.extract::<u64>() {
             Ok(id) => Ok(Self::Id(PageId(id))),
             Err(_) if object.is_instance_of::<PyInt>() => {
-                Err(PyValueError::new_err(format!("a page's id is 0 to 2^64 - 1, not {object}")))
+                Err(invalid(format!("a page's id is 0 to 2^64 - 1, not {object}"), LOOK_UP))
             }
-            Err(_) => Err(PyTypeError::new_err(format!(
-                "a page is named by its id (int), its key (str or bytes) or its PageInfo, not by {}",
-                object.get_type().name()?
-            ))),
+            Err(_) => Err(invalid_type(
+                format!(
+                    "a page is named by its id (int), its key (str or bytes) or its PageInfo, not by {}",
+                    object.get_type().name()?
+                ),
+                LOOK_UP,
+            )),
         }
     }
 
@@ -55,7 +61,7 @@ pub fn key(object: &Bound<'_, PyAny>) -> PyResult<Key> {
         Key::new(bytes.as_bytes())
     } else {
         let kind = object.get_type().name()?;
-        return Err(PyTypeError::new_err(format!("a key is str or bytes, not {kind}")));
+        return Err(invalid_type(format!("a key is str or bytes, not {kind}"), "give str or bytes"));
     };
     key.map_err(Error::from).or_raise(object.py(), None)
 }
@@ -71,12 +77,15 @@ pub fn state_point(object: &Bound<'_, PyAny>) -> PyResult<StatePoint> {
     match object.extract::<u64>() {
         Ok(lsn) => Ok(StatePoint::Lsn(remanent::Lsn(lsn))),
         Err(_) if object.is_instance_of::<PyInt>() => {
-            Err(PyValueError::new_err(format!("an Lsn is 0 to 2^64 - 1, not {object}")))
+            Err(invalid(format!("an Lsn is 0 to 2^64 - 1, not {object}"), STATES))
         }
-        Err(_) => Err(PyTypeError::new_err(format!(
-            "a state is an Lsn (int), \"lsn:N\", \"snapshot:N\", \"name:S\" or a SnapshotInfo, not {}",
-            object.get_type().name()?
-        ))),
+        Err(_) => Err(invalid_type(
+            format!(
+                "expected an Lsn (int), \"lsn:N\", \"snapshot:N\", the name of a snapshot or a SnapshotInfo, found {}",
+                object.get_type().name()?
+            ),
+            STATES,
+        )),
     }
 }
 
@@ -87,7 +96,7 @@ pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     }
     match object.cast::<PyBytes>() {
         Ok(bytes) => Ok(bytes.as_bytes().to_vec()),
-        Err(_) => Err(PyValueError::new_err("a prefix is str or bytes")),
+        Err(_) => Err(invalid_type("a prefix is str or bytes", "give str or bytes")),
     }
 }
 
@@ -98,9 +107,25 @@ pub fn prefix_of(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
 pub fn each_page<'py>(pages: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyIterator>> {
     if pages.is_instance_of::<PyString>() || pages.is_instance_of::<PyBytes>() {
         let kind = pages.get_type().name()?;
-        return Err(PyTypeError::new_err(format!("pages are an iterable, such as a list, not one {kind}")));
+        return Err(invalid_type(
+            format!("pages are an iterable, such as a list, not one {kind}"),
+            "give [page]",
+        ));
     }
-    pages.try_iter()
+    iterable(pages, "pages are an iterable, such as a list")
+}
+
+/// An object's iterator.
+///
+/// # Errors
+/// `InvalidTypeError` with `message` for an object that is not iterable; what its own code raises.
+pub fn iterable<'py>(object: &Bound<'py, PyAny>, message: &str) -> PyResult<Bound<'py, PyIterator>> {
+    object.try_iter().map_err(|error| {
+        match error.is_instance_of::<pyo3::exceptions::PyTypeError>(object.py()) {
+            true => invalid_type(message, "give a list"),
+            false => error,
+        }
+    })
 }
 
 /// Pages as a caller names them.

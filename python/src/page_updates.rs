@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use remanent::{ByteSource, Epoch, Error, PageChanges, PageId, PageInfo, Place, Store, Width};
+use remanent::{ByteSource, Error, PageChanges, PageId, PageInfo, Place, Store, Width, WriteBatch};
 
+use crate::elements::{Elements, PageLayout};
 use crate::errors::OrRaise;
 use crate::memory::{HostBytes, Input};
-use crate::pending_batch::PendingBatch;
+use crate::pending_batch::{BatchPage, PendingBatch};
 
 /// A page of which changes take more than this part is written whole.
 const LOGGED_PART: u64 = 4;
@@ -32,12 +33,14 @@ enum NewBytes {
 }
 
 impl NewBytes {
-    /// Takes an object's bytes.
+    /// Takes an object's bytes, and what is known of their elements.
     ///
     /// # Errors
     /// `TypeError`, `BufferError`, `MemoryRefusedError`.
-    fn take(py: Python<'_>, path: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        Ok(match Input::take(object)? {
+    fn take(py: Python<'_>, path: &str, object: &Bound<'_, PyAny>) -> PyResult<(Self, Elements)> {
+        let input = Input::take(object)?;
+        let elements = input.elements().clone();
+        let bytes = match input {
             Input::Host(bytes) => Self::Host(bytes),
             Input::Cuda(bytes) if bytes.len() == 0 => Self::Host(HostBytes::EMPTY),
             Input::Cuda(bytes) => {
@@ -45,7 +48,8 @@ impl NewBytes {
                 let source = py.detach(|| bytes.source()).or_raise(py, Some(path))?;
                 Self::Elsewhere(source, len)
             }
-        })
+        };
+        Ok((bytes, elements))
     }
 
     fn len(&self) -> u64 {
@@ -92,37 +96,45 @@ pub fn update(
 ) -> PyResult<Option<u64>> {
     let (py, gate) = (page.py(), &pending.gate);
     let page = pending.page_of_store(page)?;
-    let data = NewBytes::take(py, &gate.path, data)?;
+    let (data, elements) = NewBytes::take(py, &gate.path, data)?;
+    let layout = elements.layout()?;
     let left = logged_max.unwrap_or(LOGGED_MAX).saturating_sub(pending.logged());
-    let (epoch, changes) = gate.call(py, |store| changes(store, page, &data, width, left))?;
+    let (info, changes) = gate.call(py, |store| changes(store, page, &data, width, left))?;
     let (count, logged) = match &changes {
         Some((changes, cost)) => (Some(changes.count()), *cost),
         None => (None, 0),
     };
     let len = data.len();
     pending.update(py, page, logged, |batch| {
-        batch.expect_epoch(page, epoch);
+        batch.expect_epoch(page, info.epoch);
         match changes {
             Some((changes, _)) => changes.put(batch, page),
             None if len == 0 => _ = batch.resize(page, 0),
             None => _ = batch.replace_from_source(page, len, data.into_source()),
         }
     })?;
+    if layout.is_some() || info.len != len {
+        let put = |batch: &mut WriteBatch, before: PageLayout| match &layout {
+            Some(layout) => before.put(batch, page.into(), Some(layout)),
+            None => before.put_len(batch, page.into(), len),
+        };
+        pending.build_layout(py, BatchPage::Stored(page), put)?;
+    }
     Ok(count)
 }
 
 /// The changes that make a page hold `data`, and what they take; `None` if that is more than `left` bytes, or
-/// the page is to be written whole. With the epoch of the page that was compared.
+/// the page is to be written whole. With the page as it was compared.
 fn changes(
     store: &Store,
     page: PageId,
     data: &NewBytes,
     width: Width,
     left: u64,
-) -> remanent::Result<(Epoch, Option<(PageChanges, u64)>)> {
+) -> remanent::Result<(PageInfo, Option<(PageChanges, u64)>)> {
     let info = store.page(page)?;
     if info.len != data.len() {
-        return Ok((info.epoch, None));
+        return Ok((info, None));
     }
     let (data_len, mut held) = (data.len() as usize, Vec::new());
     let mut before = vec![0; COMPARED_LEN.min(data_len)];
@@ -133,11 +145,11 @@ fn changes(
             let after = data.piece(at, len.min(data_len - at), &mut held)?;
             store.read(page, at as u64, &mut before[..after.len()])?;
             if before[..after.len()] != *after {
-                return Ok((info.epoch, None));
+                return Ok((info, None));
             }
             (at, len) = (at + after.len(), COMPARED_LEN);
         }
-        return Ok((info.epoch, Some((PageChanges::new(width), 0))));
+        return Ok((info, Some((PageChanges::new(width), 0))));
     }
     if data_len >= PROBES_LEN_MIN {
         let mut mostly_changed = |at: usize| {
@@ -149,7 +161,7 @@ fn changes(
         };
         let middle = data_len / 2 / BLOCK_LEN * BLOCK_LEN;
         if mostly_changed(0)? && mostly_changed(middle)? {
-            return Ok((info.epoch, None));
+            return Ok((info, None));
         }
     }
     let (mut changes, mut blocks) = (PageChanges::new(width), 0);
@@ -162,11 +174,11 @@ fn changes(
         blocks += of_piece.filter(|(before, after)| before != after).count() as u64;
         let is_much = changes.cost() > data.len() / LOGGED_PART;
         if is_much || taken(&info, &mut changes, blocks) > left {
-            return Ok((info.epoch, None));
+            return Ok((info, None));
         }
     }
     let taken = taken(&info, &mut changes, blocks);
-    Ok((info.epoch, Some((changes, taken))))
+    Ok((info, Some((changes, taken))))
 }
 
 /// What changes take until the next snapshot. Of a page on disk, as a commit claims it: two blocks for each

@@ -7,15 +7,60 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use remanent::{Ack, Error, Key, NewPage, PageId, PageRef, WriteBatch};
 
-use crate::errors::{OrRaise, own};
+use crate::elements::PageLayout;
+use crate::errors::{invalid, own};
 use crate::gate::{Gate, detached};
 use crate::new_page::PyNewPage;
 use crate::page_name::PageName;
 use crate::ticket::{Committed, Ticket};
+
+/// The remedy for a batch that was used.
+const NEW_BATCH: &str = "make a new one with store.batch()";
+
+/// A page that an operation of a batch names.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub enum BatchPage {
+    New(NewPage),
+    Stored(PageId),
+}
+
+impl From<BatchPage> for PageRef {
+    fn from(page: BatchPage) -> Self {
+        match page {
+            BatchPage::New(page) => page.into(),
+            BatchPage::Stored(page) => page.into(),
+        }
+    }
+}
+
+/// Why a batch takes no more operations.
+#[derive(Clone, Copy)]
+enum BatchEnd {
+    /// A thread submits it.
+    Submitting,
+    /// By this number.
+    Committed(u64),
+    /// A commit of it failed before it was logged.
+    Refused,
+    /// Its block raised an exception.
+    GivenUp,
+}
+
+impl BatchEnd {
+    fn message(self) -> String {
+        match self {
+            Self::Submitting => "another thread submits this batch".to_owned(),
+            Self::Committed(lsn) => format!("this batch was committed as lsn {lsn}"),
+            Self::Refused => {
+                "this batch was refused when it was committed, and nothing of it was logged".to_owned()
+            }
+            Self::GivenUp => "this batch was given up, because its block raised an exception".to_owned(),
+        }
+    }
+}
 
 /// A batch that threads add operations to, until one of them submits it.
 pub struct PendingBatch {
@@ -26,8 +71,9 @@ pub struct PendingBatch {
 }
 
 struct PendingState {
-    /// `None` once it is submitted or given up.
-    batch: Option<WriteBatch>,
+    batch: Result<WriteBatch, BatchEnd>,
+    /// What the metadata of pages say of their elements after the operations so far.
+    layouts: HashMap<BatchPage, PageLayout>,
     /// The keys of pages that this batch creates.
     created: HashMap<Key, NewPage>,
     /// Bytes that its updates log, or keep waiting.
@@ -40,7 +86,8 @@ struct PendingState {
 impl PendingBatch {
     pub fn new(gate: Arc<Gate>, ack: Option<Ack>) -> Self {
         let state = PendingState {
-            batch: Some(WriteBatch::default()),
+            batch: Ok(WriteBatch::default()),
+            layouts: HashMap::new(),
             created: HashMap::new(),
             logged: 0,
             updated: HashSet::new(),
@@ -54,12 +101,14 @@ impl PendingBatch {
     }
 
     /// Adds operations; `add`, if it is not called, is dropped after the lock, with all that it holds.
-    fn add<T>(&self, add: impl FnOnce(&mut WriteBatch) -> T) -> remanent::Result<T> {
+    fn add<T>(&self, add: impl FnOnce(&mut WriteBatch) -> T) -> Result<T, BatchEnd> {
         let mut state = self.lock();
-        match &mut state.batch {
-            Some(batch) => Ok(add(batch)),
-            None => Err(Error::Closed),
-        }
+        state.batch.as_mut().map(add).map_err(|end| *end)
+    }
+
+    /// The exception for a batch that takes no more operations.
+    fn ended(&self, py: Python<'_>, end: BatchEnd) -> PyErr {
+        own(py, "ClosedError", &end.message(), NEW_BATCH, Some(&self.gate.path))
     }
 
     /// Adds operations; `add` says which.
@@ -67,7 +116,7 @@ impl PendingBatch {
     /// # Errors
     /// `ClosedError`.
     pub fn build<T>(&self, py: Python<'_>, add: impl FnOnce(&mut WriteBatch) -> T) -> PyResult<T> {
-        self.add(add).or_raise(py, Some(&self.gate.path))
+        self.add(add).map_err(|end| self.ended(py, end))
     }
 
     /// Adds operations that copy the caller's bytes, without the interpreter's lock. `add` borrows them:
@@ -80,7 +129,7 @@ impl PendingBatch {
         py: Python<'_>,
         add: impl FnOnce(&mut WriteBatch) -> T + Send,
     ) -> PyResult<T> {
-        py.detach(|| self.add(add)).or_raise(py, Some(&self.gate.path))
+        py.detach(|| self.add(add)).map_err(|end| self.ended(py, end))
     }
 
     /// Creates a page, which calls that follow may name by its key.
@@ -91,35 +140,34 @@ impl PendingBatch {
         &self,
         py: Python<'_>,
         key: Option<&Key>,
+        layout: PageLayout,
         add: impl FnOnce(&mut WriteBatch) -> NewPage + Send,
     ) -> PyResult<PyNewPage> {
         let created = py.detach(|| {
             let mut state = self.lock();
-            let page = match &mut state.batch {
-                Some(batch) => add(batch),
-                None => return Err(Error::Closed),
-            };
+            let page = state.batch.as_mut().map(add).map_err(|end| *end)?;
+            state.layouts.insert(BatchPage::New(page), layout);
             if let Some(key) = key {
                 state.created.insert(key.clone(), page);
             }
             Ok(page)
         });
-        created.or_raise(py, Some(&self.gate.path)).map(PyNewPage)
+        created.map(PyNewPage).map_err(|end| self.ended(py, end))
     }
 
     /// The page that a caller names: of this batch, or of the store.
     ///
     /// # Errors
     /// `TypeError`, `UnknownKeyError`.
-    pub fn page(&self, object: &Bound<'_, PyAny>) -> PyResult<PageRef> {
+    pub fn page(&self, object: &Bound<'_, PyAny>) -> PyResult<BatchPage> {
         if let Ok(new) = object.cast::<PyNewPage>() {
-            return Ok(new.get().0.into());
+            return Ok(BatchPage::New(new.get().0));
         }
         match PageName::take(object)? {
-            PageName::Id(page) => Ok(page.into()),
+            PageName::Id(page) => Ok(BatchPage::Stored(page)),
             PageName::Key(key) => match self.created(&key) {
-                Some(new) => Ok(new.into()),
-                None => self.page_by_key(object.py(), &key).map(Into::into),
+                Some(new) => Ok(BatchPage::New(new)),
+                None => self.page_by_key(object.py(), &key).map(BatchPage::Stored),
             },
         }
     }
@@ -129,7 +177,12 @@ impl PendingBatch {
     /// # Errors
     /// `TypeError`, `UnknownKeyError`; `ValueError` for a page that the batch creates.
     pub fn page_of_store(&self, object: &Bound<'_, PyAny>) -> PyResult<PageId> {
-        let own = || PyValueError::new_err("a page that the batch creates holds nothing to compare with");
+        let own = || {
+            invalid(
+                "a page that the batch creates holds nothing to compare with",
+                "give its content to create, or write to it",
+            )
+        };
         if object.cast::<PyNewPage>().is_ok() {
             return Err(own());
         }
@@ -148,6 +201,41 @@ impl PendingBatch {
 
     fn page_by_key(&self, py: Python<'_>, key: &Key) -> PyResult<PageId> {
         self.gate.look(py, |store| store.page_by_key(key)).map(|info| info.page)
+    }
+
+    /// What a page's metadata say of its elements after the operations so far. A page that is not there
+    /// fails the commit, and says nothing.
+    ///
+    /// # Errors
+    /// `ClosedError` of the store.
+    pub fn layout(&self, py: Python<'_>, page: BatchPage) -> PyResult<PageLayout> {
+        if let Some(known) = self.lock().layouts.get(&page) {
+            return Ok(known.clone());
+        }
+        let BatchPage::Stored(page) = page else { return Ok(PageLayout::default()) };
+        self.gate.look(py, |store| match store.page(page) {
+            Err(Error::UnknownPage { .. }) => Ok(PageLayout::default()),
+            found => found.map(|info| PageLayout::from(&info)),
+        })
+    }
+
+    /// Adds operations that change what a page's metadata say; `add` returns what they say then.
+    ///
+    /// # Errors
+    /// `ClosedError`.
+    pub fn build_layout(
+        &self,
+        py: Python<'_>,
+        page: BatchPage,
+        add: impl FnOnce(&mut WriteBatch, PageLayout) -> PageLayout,
+    ) -> PyResult<()> {
+        let before = self.layout(py, page)?;
+        let added = {
+            let mut state = self.lock();
+            let PendingState { batch, layouts, .. } = &mut *state;
+            batch.as_mut().map_err(|end| *end).map(|batch| _ = layouts.insert(page, add(batch, before)))
+        };
+        added.map_err(|end| self.ended(py, end))
     }
 
     /// Bytes that its updates log, or keep waiting.
@@ -171,29 +259,30 @@ impl PendingBatch {
             let mut state = self.lock();
             let PendingState { batch, updated, logged: all, .. } = &mut *state;
             match batch {
-                None => Err(Error::Closed),
-                Some(_) if !updated.insert(page) => Ok(false),
-                Some(batch) => {
+                Err(end) => Err(*end),
+                Ok(_) if !updated.insert(page) => Ok(false),
+                Ok(batch) => {
                     add(batch);
                     *all += logged;
                     Ok(true)
                 }
             }
         };
-        if !is_first.or_raise(py, Some(&self.gate.path))? {
-            return Err(PyValueError::new_err("the batch has an update of this page already"));
+        if !is_first.map_err(|end| self.ended(py, end))? {
+            let message = "the batch has an update of this page already";
+            return Err(invalid(message, "commit it, and put the second update into another batch"));
         }
         Ok(())
     }
 
     /// Whether it is neither submitted nor given up.
     pub fn is_open(&self) -> bool {
-        self.lock().batch.is_some()
+        self.lock().batch.is_ok()
     }
 
     /// Drops its operations.
     pub fn give_up(&self) {
-        let operations = self.lock().batch.take();
+        let operations = std::mem::replace(&mut self.lock().batch, Err(BatchEnd::GivenUp));
         detached(operations);
     }
 
@@ -204,7 +293,8 @@ impl PendingBatch {
     pub fn committed<T>(&self, py: Python<'_>, look: impl FnOnce(&Committed) -> T) -> PyResult<T> {
         let looked = self.lock().committed.as_ref().map(look);
         let path = Some(self.gate.path.as_str());
-        looked.ok_or_else(|| own(py, "ClosedError", "the batch is not committed", "commit it first", path))
+        let refused = || own(py, "ClosedError", "the batch is not committed", "commit it first", path);
+        looked.ok_or_else(refused)
     }
 
     /// Submits the batch to the store of this gate.
@@ -213,13 +303,29 @@ impl PendingBatch {
     /// `ValueError` if it is another store's; `ClosedError` if it is submitted or given up; as a submit.
     pub fn submit(&self, py: Python<'_>, gate: &Arc<Gate>) -> PyResult<Ticket> {
         if !Arc::ptr_eq(gate, &self.gate) {
-            return Err(PyValueError::new_err("the batch is another store's"));
+            let remedy = "commit it to the store whose batch() made it";
+            return Err(invalid("the batch belongs to another store", remedy));
         }
-        let operations = self.lock().batch.take();
-        let operations = operations.ok_or(Error::Closed).or_raise(py, Some(&gate.path))?;
-        let ticket = gate.call(py, |store| store.submit(operations))?;
+        let operations = {
+            let mut state = self.lock();
+            match &state.batch {
+                Ok(_) => std::mem::replace(&mut state.batch, Err(BatchEnd::Submitting)),
+                Err(end) => Err(*end),
+            }
+        };
+        let operations = operations.map_err(|end| self.ended(py, end))?;
+        let submitted = gate.call(py, |store| store.submit(operations));
+        let mut state = self.lock();
+        let Ok(ticket) = submitted else {
+            state.batch = Err(BatchEnd::Refused);
+            drop(state);
+            return submitted.map(|ticket| Ticket { ticket, path: gate.path.clone() });
+        };
         let ticket = Ticket { ticket, path: gate.path.clone() };
-        self.lock().committed = Some(ticket.committed());
+        let committed = ticket.committed();
+        state.batch = Err(BatchEnd::Committed(committed.position.lsn.0));
+        state.committed = Some(committed);
+        drop(state);
         Ok(ticket)
     }
 

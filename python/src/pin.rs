@@ -8,8 +8,9 @@ use remanent::device::RawStream;
 use remanent::{Error, PageId, Pin, Result, Store};
 use self_cell::self_cell;
 
+use crate::arguments;
 use crate::descriptor::descriptor_to_py;
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, PIN, STORE};
 use crate::gate::{Gate, Handle, check_process, detached};
 
 self_cell! {
@@ -60,7 +61,7 @@ impl PyPin {
             let cell = PinCell::try_new(store, |store| store.pin(page))?;
             Ok(HeldPin { cell, _handle: handle })
         });
-        let held = held.or_raise(py, Some(&gate.path))?;
+        let held = held.or_raise_of(py, Some(&gate.path), STORE)?;
         let pin = held.cell.borrow_dependent();
         Ok(Self {
             opener: std::process::id(),
@@ -79,7 +80,7 @@ impl PyPin {
             // Ended meanwhile by another thread, it is dropped here, still without the interpreter's lock.
             run(held.cell.borrow_dependent())
         })
-        .or_raise(py, Some(&self.path))
+        .or_raise_of(py, Some(&self.path), PIN)
     }
 }
 
@@ -118,7 +119,7 @@ impl PyPin {
     ///
     /// :raises DeviceError: a graph is being captured from the stream, it is another device's, or pages live
     ///     in host memory. ClosedError: the pin has ended.
-    fn on(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+    fn on(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::stream)] stream: u64) -> PyResult<()> {
         self.look(py, |pin| {
             // SAFETY: the caller names a stream of its own, and keeps it until the pin has ended.
             let stream = unsafe { RawStream::from_cuda(stream) };

@@ -7,20 +7,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use pyo3::exceptions::{PyBufferError, PyIndexError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 use remanent::{Error, ManyBytes, PageId, PageInfo, ReadMany, ReadPages, Result};
 
+use crate::arguments;
 use crate::array::{BufferParts, fill_buffer, release_buffer};
 use crate::bell::{Bell, Bells};
 use crate::device_reads::fill_device;
 use crate::dtype::layout;
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, invalid, invalid_type, memory_refused, out_of_bounds};
 use crate::gate::{Gate, check_process, seconds, wait};
 use crate::memory::{Input, Output};
-use crate::page_name::{PageName, each_page};
+use crate::page_name::{PageName, each_page, iterable};
 
 /// Ranges as a caller names them, found in the store.
 pub struct FoundRanges {
@@ -44,10 +44,12 @@ impl FoundRanges {
             };
             if !(2..=3).contains(&tuple.len()) {
                 let message = "a range is a page, (page, offset) or (page, offset, length)";
-                return Err(PyTypeError::new_err(message));
+                return Err(invalid_type(message, "give pages, or tuples of this form"));
             }
-            let length = if tuple.len() == 3 { tuple.get_item(2)?.extract()? } else { None };
-            named.push((PageName::take(&tuple.get_item(0)?)?, tuple.get_item(1)?.extract::<u64>()?, length));
+            let length =
+                if tuple.len() == 3 { arguments::optional_length(&tuple.get_item(2)?)? } else { None };
+            let offset = arguments::offset(&tuple.get_item(1)?)?;
+            named.push((PageName::take(&tuple.get_item(0)?)?, offset, length));
         }
         gate.look(py, |store| {
             let mut found = Self { ranges: Vec::new(), infos: Vec::new() };
@@ -159,16 +161,18 @@ impl PyReadMany {
 /// Reads ranges into buffers of the caller's, each exactly as long as its range. Returns the batch as of
 /// which all bytes are. An interrupted call leaves the buffers as they were.
 pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let outs = outs.try_iter()?.map(|out| Input::take_writable(&out?)).collect::<PyResult<Vec<_>>>()?;
+    let outs = iterable(outs, "outs are an iterable of buffers, such as a list")?
+        .map(|out| Input::take_writable(&out?))
+        .collect::<PyResult<Vec<_>>>()?;
     if outs.len() != found.ranges.len() {
         let message = format!("{} buffers are given for {} ranges", outs.len(), found.ranges.len());
-        return Err(PyValueError::new_err(message));
+        return Err(invalid(message, "give a buffer for each range"));
     }
     for (index, (out, (_, range))) in outs.iter().zip(&found.ranges).enumerate() {
         let (given, wanted) = (out.byte_len(), range.end - range.start);
         if given != wanted {
             let message = format!("buffer {index} holds {given} bytes, and its range has {wanted}");
-            return Err(PyValueError::new_err(message));
+            return Err(invalid(message, "give buffers as long as their ranges"));
         }
     }
     let (mut on_host, mut on_gpu) = (Vec::new(), Vec::new());
@@ -182,7 +186,10 @@ pub fn fill(py: Python<'_>, gate: &Gate, found: FoundRanges, outs: &Bound<'_, Py
         (_, true) => {}
         (true, false) => return gate.call(py, |store| fill_device(store, &found.ranges, on_gpu)),
         (false, false) => {
-            return Err(PyBufferError::new_err("some of the memory lies on the host, and some on a GPU"));
+            return Err(memory_refused(
+                "some of the memory lies on the host, and some on a GPU",
+                "make one call for each",
+            ));
         }
     }
     let read = PyReadMany::begin(py, gate, found)?;
@@ -207,7 +214,11 @@ impl PyReadMany {
 
     /// Waits until the read is done, up to `timeout` seconds; says whether it is. Ctrl-C ends the wait.
     #[pyo3(signature = (timeout=None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+    fn wait(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::timeout)] timeout: Option<f64>,
+    ) -> PyResult<bool> {
         self.wait_up_to(py, seconds(timeout)?)
     }
 
@@ -276,7 +287,7 @@ impl PyManyBytes {
         let from_start = if index < 0 { count.checked_add_signed(index) } else { Some(index as usize) };
         from_start
             .filter(|index| *index < count)
-            .ok_or_else(|| PyIndexError::new_err(format!("there is no range {index}, but {count} of them")))
+            .ok_or_else(|| out_of_bounds(format!("there is no range {index}, but {count} of them")))
     }
 }
 
@@ -298,7 +309,11 @@ impl PyManyBytes {
         self.bytes.count()
     }
 
-    fn __getitem__<'py>(&self, py: Python<'py>, index: isize) -> PyResult<Bound<'py, PyBytes>> {
+    fn __getitem__<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = arguments::number)] index: isize,
+    ) -> PyResult<Bound<'py, PyBytes>> {
         let bytes = self.bytes(py)?;
         Ok(PyBytes::new(py, bytes.get(self.index(index)?)))
     }
@@ -318,9 +333,9 @@ impl PyManyBytes {
     #[pyo3(signature = (index, dtype=None, shape=None))]
     fn numpy<'py>(
         slf: &Bound<'py, Self>,
-        index: isize,
-        dtype: Option<&str>,
-        shape: Option<Vec<usize>>,
+        #[pyo3(from_py_with = arguments::number)] index: isize,
+        #[pyo3(from_py_with = arguments::optional_dtype)] dtype: Option<&str>,
+        #[pyo3(from_py_with = arguments::shape)] shape: Option<Vec<usize>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (py, this) = (slf.py(), slf.get());
         let index = this.index(index)?;
@@ -332,8 +347,8 @@ impl PyManyBytes {
         }
         let (dtype, shape) = layout(dtype, shape, &info, range.len())?;
         if dtype.format.is_none() {
-            let message = format!("NumPy knows no {}: take uint8", dtype.name);
-            return Err(pyo3::exceptions::PyBufferError::new_err(message));
+            let message = format!("NumPy has no dtype {}", dtype.name);
+            return Err(memory_refused(message, "give dtype \"uint8\", or one of that width that NumPy has"));
         }
         let options = PyDict::new(py);
         options.set_item("dtype", dtype.name)?;

@@ -1,22 +1,25 @@
 //! Pages and root that can be read, from whatever: an open store, a view, an earlier state, a replica.
 
-use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList};
+use pyo3::types::{PyBytes, PyList};
 use remanent::{Error, Key, PageInfo, ReadPages, Result};
 
+use crate::arguments;
 use crate::array::{Aligned, Array};
 use crate::device_reads::read_device;
 use crate::dtype::layout;
-use crate::errors::{OrRaise, key_to_py};
+use crate::errors::{OrRaise, key_to_py, memory_refused, to_py_with};
 use crate::memory::{Input, Output};
 use crate::page_info::Info;
 use crate::page_name::{PageName, prefix_of};
 use crate::source::Source;
-use crate::values::metadata_to_py;
+use crate::values::{ROOT, metadata_to_py};
 
 /// How often a page is read into memory of its old length before the engine finds out the length itself.
 const TRIES: usize = 2;
+
+/// The most pages whose keys are compared with one that is missing.
+const COMPARED_KEYS_MAX: u64 = 1000;
 
 /// A whole page, into memory that `make` gives for its length.
 fn read_whole<M>(
@@ -72,7 +75,7 @@ impl Reader {
 
     /// A look that waits for nothing.
     fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> PyResult<T> {
-        self.source.look(py, run).or_raise(py, self.source.path())
+        self.source.look(py, run).or_raise_of(py, self.source.path(), self.source.handle())
     }
 
     /// A call without the interpreter's lock.
@@ -81,18 +84,46 @@ impl Reader {
         py: Python<'_>,
         run: impl FnOnce(&dyn ReadPages) -> Result<T> + Send,
     ) -> PyResult<T> {
-        py.detach(|| self.source.with(run)).or_raise(py, self.source.path())
+        py.detach(|| self.source.with(run)).or_raise_of(py, self.source.path(), self.source.handle())
     }
 
     pub fn find(&self, name: &Bound<'_, PyAny>) -> PyResult<PageInfo> {
-        let page = PageName::take(name)?;
-        self.look(name.py(), |pages| page.find(pages))
+        self.found(name.py(), &PageName::take(name)?)
+    }
+
+    /// The page of this name. The error for a key that no page has names the most similar key.
+    fn found(&self, py: Python<'_>, name: &PageName) -> PyResult<PageInfo> {
+        match self.source.look(py, |pages| name.find(pages)) {
+            Err(error @ Error::UnknownKey { .. }) => Err(self.unknown_key(py, &error)),
+            found => found.or_raise_of(py, self.source.path(), self.source.handle()),
+        }
+    }
+
+    fn unknown_key(&self, py: Python<'_>, error: &Error) -> PyErr {
+        let similar = match error {
+            Error::UnknownKey { key } => key.as_str().and_then(|key| self.similar_key(py, key)),
+            _ => None,
+        };
+        let addition = similar.map_or_else(String::new, |key| format!("; did you mean {key:?}?"));
+        to_py_with(py, error, &addition, self.source.path())
+    }
+
+    /// The most similar key, where there are few enough to look at all of them.
+    fn similar_key(&self, py: Python<'_>, wanted: &str) -> Option<String> {
+        let similar = |pages: &dyn ReadPages| {
+            if pages.page_count()? > COMPARED_KEYS_MAX {
+                return Ok(None);
+            }
+            let keys: Vec<Key> = pages.pages()?.filter_map(|info| info.key).collect();
+            Ok(remanent::nearest(wanted, keys.iter().filter_map(|key| key.as_str())).map(str::to_owned))
+        };
+        self.source.look(py, similar).ok().flatten()
     }
 
     /// A whole page, read into the memory of the object that is returned.
     fn whole<'py>(&self, py: Python<'py>, name: &PageName) -> PyResult<Bound<'py, PyBytes>> {
         for _ in 0..TRIES {
-            let info = self.look(py, |pages| name.find(pages))?;
+            let info = self.found(py, name)?;
             let mut read = Ok(());
             let bytes = PyBytes::new_with(py, info.len as usize, |memory| {
                 read = py.detach(|| self.source.with(|pages| pages.read(info.page, 0, memory)));
@@ -101,7 +132,9 @@ impl Reader {
             match read {
                 Ok(()) => {}
                 Err(Error::OutOfBounds { .. } | Error::UnknownPage { .. }) => continue,
-                Err(error) => return Err(error).or_raise(py, self.source.path()),
+                Err(error) => {
+                    return Err(error).or_raise_of(py, self.source.path(), self.source.handle());
+                }
             }
             // If it is at the version that was looked up, it was as long as that all the time.
             if self.look(py, |pages| name.find(pages)).is_ok_and(|after| after == info) {
@@ -126,11 +159,22 @@ impl Reader {
         self.look(py, |pages| pages.lsn().map(|lsn| lsn.0))
     }
 
-    /// The root: the store's own metadata, as a dict of its own.
+    /// The root: the store's own metadata, as a read-only copy. `Batch.set_root` changes it.
+    ///
+    /// >>> with remanent.Store(directory) as store:
+    /// ...     with store.batch() as batch:
+    /// ...         batch.set_root("step", 7)
+    /// ...     try:
+    /// ...         store.root["step"] = 8
+    /// ...     except TypeError as error:
+    /// ...         print(error)
+    /// ...     store.root
+    /// the root is a read-only copy: use batch.set_root(name, value) or batch.remove_root(name)
+    /// {'step': 7}
     #[getter]
-    fn root<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn root<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let root = self.look(py, |pages| pages.root())?;
-        metadata_to_py(py, &root)
+        ROOT.freeze(metadata_to_py(py, &root)?)
     }
 
     /// The number of pages, those without a key included.
@@ -227,15 +271,16 @@ impl Reader {
     fn read<'py>(
         &self,
         page: &Bound<'py, PyAny>,
-        offset: u64,
-        length: Option<u64>,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+        #[pyo3(from_py_with = arguments::optional_length)] length: Option<u64>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let (py, name) = (page.py(), PageName::take(page)?);
         if offset == 0 && length.is_none() {
             return self.whole(py, &name);
         }
+        let page = self.found(py, &name)?.page;
         let (page, len) = self.look(py, |pages| {
-            let info = name.find(pages)?;
+            let info = pages.page(page)?;
             let len = length.unwrap_or_else(|| info.len.saturating_sub(offset));
             // Checked before memory is taken for it.
             if offset.checked_add(len).is_none_or(|end| end > info.len) {
@@ -260,7 +305,12 @@ impl Reader {
     /// ...     store.read_into("k", out, 4), out
     /// (4, bytearray(b'nent'))
     #[pyo3(signature = (page, out, offset=0))]
-    fn read_into(&self, page: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>, offset: u64) -> PyResult<usize> {
+    fn read_into(
+        &self,
+        page: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+    ) -> PyResult<usize> {
         let name = PageName::take(page)?;
         let mut out = match (Input::take_writable(out)?, &self.source) {
             (Input::Host(bytes), _) => Output::of(bytes),
@@ -272,8 +322,8 @@ impl Reader {
                 return Ok(len);
             }
             (Input::Cuda(_), _) => {
-                let message = "a GPU's memory is filled by open stores, and by `View.load`";
-                return Err(PyBufferError::new_err(message));
+                let message = "memory of a GPU is filled by open stores only";
+                return Err(memory_refused(message, "read with View.load, or give memory of the host"));
             }
         };
         let bytes = &mut out;
@@ -299,12 +349,12 @@ impl Reader {
     fn array(
         &self,
         page: &Bound<'_, PyAny>,
-        dtype: Option<&str>,
-        shape: Option<Vec<usize>>,
+        #[pyo3(from_py_with = arguments::optional_dtype)] dtype: Option<&str>,
+        #[pyo3(from_py_with = arguments::shape)] shape: Option<Vec<usize>>,
     ) -> PyResult<Array> {
         let (py, name) = (page.py(), PageName::take(page)?);
         // A wrong dtype or shape is refused before the page is read.
-        let info = self.look(py, |pages| name.find(pages))?;
+        let info = self.found(py, &name)?;
         layout(dtype, shape.clone(), &info, info.len as usize)?;
         let (info, mut bytes) = self.call(py, |pages| {
             read_whole(pages, &name, |_, len| Aligned::zeros(len), Aligned::as_mut_slice)
@@ -324,8 +374,8 @@ impl Reader {
     fn numpy<'py>(
         &self,
         page: &Bound<'py, PyAny>,
-        dtype: Option<&str>,
-        shape: Option<Vec<usize>>,
+        #[pyo3(from_py_with = arguments::optional_dtype)] dtype: Option<&str>,
+        #[pyo3(from_py_with = arguments::shape)] shape: Option<Vec<usize>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         Bound::new(page.py(), self.array(page, dtype, shape)?)?.call_method0("numpy")
     }

@@ -5,6 +5,8 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use remanent::{PruneReport, Store};
 
+use crate::values::REPORT;
+
 /// A snapshot that is kept.
 #[pyclass(frozen, get_all, eq, module = "remanent")]
 #[derive(Clone, PartialEq)]
@@ -62,16 +64,12 @@ impl SnapshotInfo {
 }
 
 /// What a prune removed, or would remove.
-#[pyclass(frozen, get_all, module = "remanent")]
+#[pyclass(frozen, module = "remanent")]
 pub struct Pruned {
-    /// The snapshots that go.
-    pub snapshots: Vec<SnapshotInfo>,
-    /// The numbers of snapshots that no rule keeps, but a reader does.
-    pub held: Vec<u64>,
-    /// The files that go, with their lengths in bytes.
-    pub files: Vec<(String, u64)>,
-    /// Bytes of all files that go.
-    pub bytes: u64,
+    snapshots: Vec<SnapshotInfo>,
+    held: Vec<u64>,
+    files: Vec<(String, u64)>,
+    bytes: u64,
 }
 
 impl From<&PruneReport> for Pruned {
@@ -87,6 +85,30 @@ impl From<&PruneReport> for Pruned {
 
 #[pymethods]
 impl Pruned {
+    /// The snapshots that go.
+    #[getter]
+    fn snapshots<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        REPORT.freeze_list(py, self.snapshots.iter().cloned())
+    }
+
+    /// The numbers of snapshots that no rule keeps, but a reader does.
+    #[getter]
+    fn held<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        REPORT.freeze_list(py, self.held.iter().copied())
+    }
+
+    /// The files that go, with their lengths in bytes.
+    #[getter]
+    fn files<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        REPORT.freeze_list(py, self.files.iter().cloned())
+    }
+
+    /// Bytes of all files that go.
+    #[getter]
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "Pruned(snapshots={}, files={}, bytes={})",

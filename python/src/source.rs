@@ -86,6 +86,15 @@ impl Source {
         }
     }
 
+    /// How errors name it once it is closed.
+    pub fn handle(&self) -> crate::errors::Handle {
+        match self {
+            Source::Store(_) | Source::Replica(_) => crate::errors::STORE,
+            Source::Live(_) => crate::errors::LIVE_VIEW,
+            Source::Past(_) => crate::errors::VIEW,
+        }
+    }
+
     /// Runs a call on the pages that waits for nothing but, of a replica, a batch that is being applied.
     pub fn look<T>(&self, py: Python<'_>, run: impl FnOnce(&dyn ReadPages) -> Result<T>) -> Result<T> {
         match self {

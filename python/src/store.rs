@@ -21,13 +21,15 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use remanent::{Lsn, Store};
+use remanent::{Lsn, PageInfo, Store, WriteBatch};
 
 use crate::ahead::{PyPrefetch, PyReadAhead};
+use crate::arguments;
 use crate::batch::Batch;
 use crate::blame::PyValueChange;
 use crate::changes::PyChangeStream;
-use crate::errors::{OrRaise, key_to_py};
+use crate::elements::PageLayout;
+use crate::errors::{OrRaise, STORE, key_to_py};
 use crate::gate::{Gate, seconds};
 use crate::history::{self, here};
 use crate::lease::PyLease;
@@ -44,6 +46,7 @@ use crate::snapshot::{Pruned, SnapshotInfo, retention};
 use crate::source::{LiveSource, Source};
 use crate::stats::{report_to_py, stats_to_py};
 use crate::ticket::{Receipt, Ticket};
+use crate::values::REPORT;
 use crate::view::PyLiveView;
 use crate::working_copy::PyWorkingCopy;
 
@@ -97,31 +100,31 @@ impl PyStore {
     #[allow(clippy::too_many_arguments, reason = "each is an option, given by its name")]
     fn new(
         py: Python<'_>,
-        path: PathBuf,
-        create: bool,
-        ack: &str,
-        device: &str,
-        slots: Option<Vec<String>>,
-        log_io: Option<String>,
-        image_io: &str,
-        segment_len: u64,
-        reserve_bytes: Option<u64>,
-        spare_bytes: Option<u64>,
-        budget: Option<Bound<'_, PyDict>>,
-        tiers: Option<Vec<String>>,
-        eviction: &str,
-        identity: Option<Vec<u8>>,
-        layout_fingerprint: Option<[u8; 32]>,
-        snapshots_kept: usize,
-        snapshots_kept_for: f64,
-        log_kept: u64,
-        compression: bool,
-        page_load: &str,
-        snapshot_log_bytes: Option<u64>,
-        snapshot_interval: Option<f64>,
-        snapshot_bytes_per_second: Option<u64>,
-        scrub_interval: Option<f64>,
-        scrub_bytes_per_second: Option<u64>,
+        #[pyo3(from_py_with = arguments::path)] path: PathBuf,
+        #[pyo3(from_py_with = arguments::create)] create: bool,
+        #[pyo3(from_py_with = arguments::ack)] ack: &str,
+        #[pyo3(from_py_with = arguments::device)] device: &str,
+        #[pyo3(from_py_with = arguments::slots)] slots: Option<Vec<String>>,
+        #[pyo3(from_py_with = arguments::log_io)] log_io: Option<String>,
+        #[pyo3(from_py_with = arguments::image_io)] image_io: &str,
+        #[pyo3(from_py_with = arguments::segment_len)] segment_len: u64,
+        #[pyo3(from_py_with = arguments::reserve_bytes)] reserve_bytes: Option<u64>,
+        #[pyo3(from_py_with = arguments::spare_bytes)] spare_bytes: Option<u64>,
+        #[pyo3(from_py_with = arguments::budget)] budget: Option<Bound<'_, PyDict>>,
+        #[pyo3(from_py_with = arguments::tiers)] tiers: Option<Vec<String>>,
+        #[pyo3(from_py_with = arguments::eviction)] eviction: &str,
+        #[pyo3(from_py_with = arguments::identity)] identity: Option<Vec<u8>>,
+        #[pyo3(from_py_with = arguments::layout_fingerprint)] layout_fingerprint: Option<[u8; 32]>,
+        #[pyo3(from_py_with = arguments::snapshots_kept)] snapshots_kept: usize,
+        #[pyo3(from_py_with = arguments::snapshots_kept_for)] snapshots_kept_for: f64,
+        #[pyo3(from_py_with = arguments::log_kept)] log_kept: u64,
+        #[pyo3(from_py_with = arguments::compression)] compression: bool,
+        #[pyo3(from_py_with = arguments::page_load)] page_load: &str,
+        #[pyo3(from_py_with = arguments::snapshot_log_bytes)] snapshot_log_bytes: Option<u64>,
+        #[pyo3(from_py_with = arguments::snapshot_interval)] snapshot_interval: Option<f64>,
+        #[pyo3(from_py_with = arguments::snapshot_bytes_per_second)] snapshot_bytes_per_second: Option<u64>,
+        #[pyo3(from_py_with = arguments::scrub_interval)] scrub_interval: Option<f64>,
+        #[pyo3(from_py_with = arguments::scrub_bytes_per_second)] scrub_bytes_per_second: Option<u64>,
         page_memory: Option<Py<PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let given = OpenKeywords {
@@ -183,14 +186,14 @@ impl PyStore {
         self.gate.is_closed()
     }
 
-    /// What the open found and did: a dict.
+    /// What the open found and did: a read-only dict.
     ///
     /// >>> with remanent.Store(directory, device="host") as store:
     /// ...     store.recovered["created"], store.recovered["lsn"], store.recovered["device"]
     /// (True, 0, 'host')
     #[getter]
-    fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        report_to_py(py, self.gate.look(py, |store| Ok(store.recovered().clone()))?)
+    fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        REPORT.freeze(report_to_py(py, self.gate.look(py, |store| Ok(store.recovered().clone()))?)?)
     }
 
     /// Counts and sizes since the store was opened; bytes where nothing else is said.
@@ -209,21 +212,42 @@ impl PyStore {
         stats_to_py(py, &self.gate.look(py, |store| Ok(store.stats()))?)
     }
 
-    /// Lets the page that has this key hold exactly these bytes, in one batch; creates it if there is none.
+    /// Sets the contents of the page with this key, in one batch; creates it if there is none. Returns its
+    /// id.
     ///
-    /// :param data: contiguous host memory. :param place: where a new page lives. Returns the page's id.
+    /// Of an array the metadata take `dtype` and `shape`, so that `numpy` and `array` return it as it was.
+    /// Plain bytes remove these entries. `store[key] = data` does the same.
+    ///
+    /// :param data: contiguous host memory: bytes, a NumPy array, a tensor. :param place: where a new page
+    ///     lives.
+    /// :raises InvalidTypeError: the elements have no name in metadata, as dates and structures of NumPy.
+    ///     Nothing changed.
     /// :raises OverBudgetError, DiskFullError: nothing changed. InvalidError for a key that is not 1 to 64
     ///     bytes long.
     ///
+    /// >>> import numpy
     /// >>> with remanent.Store(directory) as store:
     /// ...     page = store.put("k", b"one")
     /// ...     page == store.put("k", memoryview(b"longer")), store[page]
+    /// ...     store["a"] = numpy.ones((2, 3), "float32")
+    /// ...     store.numpy("a").shape, store.info("a").metadata
     /// (True, b'longer')
+    /// ((2, 3), {'dtype': 'F32', 'shape': [2, 3]})
     #[pyo3(signature = (key, data, *, place="host"))]
-    fn put(&self, key: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>, place: &str) -> PyResult<u64> {
+    fn put(
+        &self,
+        key: &Bound<'_, PyAny>,
+        data: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::place)] place: &str,
+    ) -> PyResult<u64> {
         let py = key.py();
         let (key, place, data) = (self::key(key)?, self::place(py, place)?, Input::take_host(data)?);
-        self.gate.call(py, |store| store.put(&key, data.as_slice(), place).map(|(page, _)| page.0))
+        let layout = data.elements().layout()?;
+        let put_layout = |batch: &mut WriteBatch, page, info: Option<&PageInfo>| {
+            info.map(PageLayout::from).unwrap_or_default().put(batch, page, layout.as_ref());
+        };
+        let put = |store: &Store| store.put_with(&key, data.as_slice(), place, put_layout);
+        self.gate.call(py, put).map(|(page, _)| page.0)
     }
 
     fn __setitem__(&self, key: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -251,7 +275,13 @@ impl PyStore {
     /// ...     store["p"], batch.lsn
     /// (b'\x00ab\x00', 1)
     #[pyo3(signature = (*, ack=None, note=None))]
-    fn batch(&self, py: Python<'_>, ack: Option<&str>, note: Option<&str>) -> PyResult<Batch> {
+    fn batch(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::optional_ack)] ack: Option<&str>,
+        #[pyo3(from_py_with = arguments::optional_note)] note: Option<&str>,
+    ) -> PyResult<Batch> {
+        self.gate.look(py, |_| Ok(()))?;
         let batch = Batch::new(self.gate.clone(), ack.map(self::ack).transpose()?);
         if let Some(note) = note {
             batch.note(py, note)?;
@@ -268,20 +298,33 @@ impl PyStore {
     /// ...     ticket = store.submit(store.batch(note="empty"))
     /// ...     ticket.wait(60.0, "durable")
     /// True
-    fn submit(&self, py: Python<'_>, batch: &Bound<'_, Batch>) -> PyResult<Ticket> {
+    fn submit(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::batch)] batch: Bound<'_, Batch>,
+    ) -> PyResult<Ticket> {
         batch.get().0.submit(py, &self.gate)
     }
 
     /// Submits a batch and waits for an acknowledgement: the one named, else the batch's, else the store's.
     #[pyo3(signature = (batch, ack=None))]
-    fn commit(&self, py: Python<'_>, batch: &Bound<'_, Batch>, ack: Option<&str>) -> PyResult<Receipt> {
+    fn commit(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::batch)] batch: Bound<'_, Batch>,
+        #[pyo3(from_py_with = arguments::optional_ack)] ack: Option<&str>,
+    ) -> PyResult<Receipt> {
         let ack = ack.map(self::ack).transpose()?;
         batch.get().0.commit(py, &self.gate, ack).map(|ticket| Receipt(ticket.committed()))
     }
 
     /// Waits until batch `lsn`, and every one before it, survives a power cut.
     #[pyo3(signature = (lsn=None))]
-    fn wait_durable(&self, py: Python<'_>, lsn: Option<u64>) -> PyResult<()> {
+    fn wait_durable(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::optional_lsn)] lsn: Option<u64>,
+    ) -> PyResult<()> {
         self.gate.call(py, |store| store.wait_durable(lsn.map_or_else(|| store.lsn(), Lsn)))
     }
 
@@ -299,7 +342,11 @@ impl PyStore {
     /// ...     store.info("a").place, store["a"]
     /// (3, None)
     /// ('disk', b'one')
-    fn ensure(&self, pages: &Bound<'_, PyAny>, place: &str) -> PyResult<Option<u64>> {
+    fn ensure(
+        &self,
+        pages: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::place)] place: &str,
+    ) -> PyResult<Option<u64>> {
         let place = self::place(pages.py(), place)?;
         move_pages(&self.gate, pages, |store, pages| store.ensure(pages, place))
     }
@@ -308,7 +355,11 @@ impl PyStore {
     /// time, in the order given, after those of earlier calls.
     ///
     /// :raises UnknownPageError, UnknownKeyError. All else is told by `Prefetch.wait`.
-    fn prefetch(&self, pages: &Bound<'_, PyAny>, place: &str) -> PyResult<PyPrefetch> {
+    fn prefetch(
+        &self,
+        pages: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::place)] place: &str,
+    ) -> PyResult<PyPrefetch> {
         let place = self::place(pages.py(), place)?;
         PyPrefetch::begin(pages.py(), &self.gate, pages, place)
     }
@@ -317,7 +368,11 @@ impl PyStore {
     /// use. End it, by going to its end or as a context manager, before the store is closed.
     ///
     /// :raises UnknownPageError, UnknownKeyError, OverBudgetError, LeasedError, DamagedError: by the step.
-    fn read_ahead(&self, steps: &Bound<'_, PyAny>, place: &str) -> PyResult<PyReadAhead> {
+    fn read_ahead(
+        &self,
+        steps: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = arguments::place)] place: &str,
+    ) -> PyResult<PyReadAhead> {
         let place = self::place(steps.py(), place)?;
         PyReadAhead::begin(steps.py(), &self.gate, steps, place)
     }
@@ -354,7 +409,7 @@ impl PyStore {
     /// ([], ['k'])
     /// >>> store.close()
     fn view(&self, py: Python<'_>) -> PyResult<Py<PyLiveView>> {
-        let live = py.detach(|| LiveSource::of(&self.gate)).or_raise(py, Some(&self.gate.path))?;
+        let live = py.detach(|| LiveSource::of(&self.gate)).or_raise_of(py, Some(&self.gate.path), STORE)?;
         let reader = Reader::new(Source::Live(live));
         Py::new(py, PyClassInitializer::from(reader).add_subclass(PyLiveView))
     }
@@ -377,8 +432,8 @@ impl PyStore {
     fn lease(
         slf: PyRef<'_, Self>,
         page: &Bound<'_, PyAny>,
-        dtype: Option<&str>,
-        shape: Option<Vec<usize>>,
+        #[pyo3(from_py_with = arguments::optional_dtype)] dtype: Option<&str>,
+        #[pyo3(from_py_with = arguments::shape)] shape: Option<Vec<usize>>,
     ) -> PyResult<PyLease> {
         let page = slf.as_super().find(page)?.page;
         PyLease::take(slf.py(), &slf.gate, page, dtype, shape)
@@ -411,19 +466,21 @@ impl PyStore {
     ///     KiB, which are logged whole where they changed.
     /// :param load: whether the memory takes the page's bytes now. Else it stays as it is, and the page takes
     ///     its bytes with the next capture.
-    /// :raises UnknownPageError, UnknownKeyError; MemoryRefusedError for memory of another length, no whole
+    /// :raises UnknownPageError, UnknownKeyError; InvalidError for an array of another dtype than the page's;
+    ///     MemoryRefusedError for memory of another length, no whole
     ///     number of elements, or of another device; PlaceUnavailableError for "page" of a page on disk.
     #[pyo3(signature = (page, memory, *, width=1, shadow="page", load=false))]
     fn working_copy(
         slf: PyRef<'_, Self>,
         page: &Bound<'_, PyAny>,
         memory: &Bound<'_, PyAny>,
-        width: usize,
-        shadow: &str,
-        load: bool,
+        #[pyo3(from_py_with = arguments::width)] width: usize,
+        #[pyo3(from_py_with = arguments::shadow)] shadow: &str,
+        #[pyo3(from_py_with = arguments::load)] load: bool,
     ) -> PyResult<PyWorkingCopy> {
-        let page = slf.as_super().find(page)?.page;
-        let memory = Input::take_writable(memory)?;
+        let info = slf.as_super().find(page)?;
+        let (page, memory) = (info.page, Input::take_writable(memory)?);
+        memory.elements().check_fit(&PageLayout::from(&info))?;
         PyWorkingCopy::make(slf.py(), &slf.gate, page, memory, (width, shadow), load)
     }
 
@@ -501,8 +558,8 @@ impl PyStore {
     fn blame(
         &self,
         page: &Bound<'_, PyAny>,
-        offset: u64,
-        length: Option<u64>,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+        #[pyo3(from_py_with = arguments::optional_length)] length: Option<u64>,
     ) -> PyResult<Vec<PyValueChange>> {
         history::blame(&self.gate, page, offset, length)
     }
@@ -539,9 +596,9 @@ impl PyStore {
     fn snapshot(
         &self,
         py: Python<'_>,
-        name: Option<String>,
-        exact: bool,
-        verify: bool,
+        #[pyo3(from_py_with = arguments::optional_name)] name: Option<String>,
+        #[pyo3(from_py_with = arguments::exact)] exact: bool,
+        #[pyo3(from_py_with = arguments::verify)] verify: bool,
     ) -> PyResult<SnapshotInfo> {
         history::snapshot(py, &self.gate, name, exact, verify)
     }
@@ -567,7 +624,8 @@ impl PyStore {
 
     /// Takes all pages and the root back to an earlier state, in one more batch. Returns its Lsn.
     ///
-    /// :param at: an Lsn, "lsn:N", "snapshot:N", "name:S" or a SnapshotInfo.
+    /// :param at: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo. A name that looks
+    ///     like one of the others is written "name:S".
     /// :raises NoStateError: the state is not kept. LeasedError while any page is leased. Nothing changed.
     ///
     /// >>> with remanent.Store(directory) as store:
@@ -589,7 +647,12 @@ impl PyStore {
     /// ...     identity = store.fork(directory + "-fork", store.lsn)
     /// >>> remanent.View(directory + "-fork")["k"]
     /// b'v'
-    fn fork(&self, py: Python<'_>, path: PathBuf, at: &Bound<'_, PyAny>) -> PyResult<String> {
+    fn fork(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::path)] path: PathBuf,
+        at: &Bound<'_, PyAny>,
+    ) -> PyResult<String> {
         history::fork(py, &self.gate, &path, at)
     }
 
@@ -609,12 +672,12 @@ impl PyStore {
     fn prune(
         &self,
         py: Python<'_>,
-        snapshots_kept: Option<usize>,
-        snapshots_kept_for: Option<f64>,
-        log_kept: Option<u64>,
-        give_up: Vec<String>,
-        names_only: bool,
-        dry_run: bool,
+        #[pyo3(from_py_with = arguments::optional_snapshots_kept)] snapshots_kept: Option<usize>,
+        #[pyo3(from_py_with = arguments::optional_snapshots_kept_for)] snapshots_kept_for: Option<f64>,
+        #[pyo3(from_py_with = arguments::optional_log_kept)] log_kept: Option<u64>,
+        #[pyo3(from_py_with = arguments::give_up)] give_up: Vec<String>,
+        #[pyo3(from_py_with = arguments::names_only)] names_only: bool,
+        #[pyo3(from_py_with = arguments::dry_run)] dry_run: bool,
     ) -> PyResult<Pruned> {
         let age = seconds(snapshots_kept_for)?;
         history::prune(py, &self.gate, dry_run, |store| {
@@ -636,7 +699,7 @@ impl PyStore {
         slf: PyRef<'_, Self>,
         left: &Bound<'_, PyAny>,
         right: &Bound<'_, PyAny>,
-        width: usize,
+        #[pyo3(from_py_with = arguments::width)] width: usize,
     ) -> PyResult<(u64, Option<u64>)> {
         let reader = slf.as_super();
         let (left, right, width) = (reader.find(left)?.page, reader.find(right)?.page, self::width(width)?);
@@ -668,7 +731,12 @@ impl PyStore {
     /// :param progress: False draws no bar; None draws one for long work if standard error is a terminal and
     ///     tqdm is installed.
     #[pyo3(signature = (timeout=None, *, progress=None))]
-    fn wait_loaded(&self, py: Python<'_>, timeout: Option<f64>, progress: Option<bool>) -> PyResult<bool> {
+    fn wait_loaded(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::timeout)] timeout: Option<f64>,
+        #[pyo3(from_py_with = arguments::progress)] progress: Option<bool>,
+    ) -> PyResult<bool> {
         wait_loaded(py, &self.gate, seconds(timeout)?, progress)
     }
 

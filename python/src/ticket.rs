@@ -3,9 +3,11 @@
 use pyo3::prelude::*;
 use remanent::Position;
 
+use crate::arguments;
 use crate::errors::OrRaise;
 use crate::gate::{seconds, wait};
 use crate::options::ack;
+use crate::values::REPORT;
 
 /// Where a batch lies in the log, and the pages that it created.
 #[derive(Clone)]
@@ -34,12 +36,12 @@ impl Receipt {
 
     /// The ids of the pages that it created, in the order of its creates and clones.
     #[getter]
-    fn pages(&self) -> Vec<u64> {
-        self.0.pages.clone()
+    fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        REPORT.freeze_list(py, self.0.pages.iter().copied())
     }
 
     fn __repr__(&self) -> String {
-        format!("Receipt(lsn={}, pages={:?})", self.lsn(), self.pages())
+        format!("Receipt(lsn={}, pages={:?})", self.lsn(), self.0.pages)
     }
 }
 
@@ -68,7 +70,8 @@ pub struct Ticket {
 
 impl Ticket {
     pub fn committed(&self) -> Committed {
-        Committed { position: self.ticket.position(), pages: self.pages() }
+        let pages = self.ticket.pages().iter().map(|page| page.0).collect();
+        Committed { position: self.ticket.position(), pages }
     }
 
     pub fn wait_for(
@@ -97,13 +100,13 @@ impl Ticket {
 
     /// The ids of the pages that it created, in the order of its creates and clones.
     #[getter]
-    fn pages(&self) -> Vec<u64> {
-        self.ticket.pages().iter().map(|page| page.0).collect()
+    fn pages<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        REPORT.freeze_list(py, self.ticket.pages().iter().map(|page| page.0))
     }
 
     /// Whether the batch is acknowledged at this level. Waits for nothing.
     #[pyo3(name = "is_", signature = (ack="durable"))]
-    fn is(&self, py: Python<'_>, ack: &str) -> PyResult<bool> {
+    fn is(&self, py: Python<'_>, #[pyo3(from_py_with = arguments::ack)] ack: &str) -> PyResult<bool> {
         self.ticket.is(self::ack(ack)?).or_raise(py, Some(&self.path))
     }
 
@@ -114,13 +117,21 @@ impl Ticket {
     /// ...     store.submit(store.batch(note="n")).wait(timeout=60, ack="applied")
     /// True
     #[pyo3(signature = (timeout=None, ack="durable"))]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>, ack: &str) -> PyResult<bool> {
+    fn wait(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::timeout)] timeout: Option<f64>,
+        #[pyo3(from_py_with = arguments::ack)] ack: &str,
+    ) -> PyResult<bool> {
         self.wait_for(py, self::ack(ack)?, seconds(timeout)?)
     }
 
     /// Waits as a task until the batch is acknowledged.
     #[pyo3(signature = (ack="durable"))]
-    fn acknowledged<'py>(slf: &Bound<'py, Self>, ack: &str) -> PyResult<Bound<'py, PyAny>> {
+    fn acknowledged<'py>(
+        slf: &Bound<'py, Self>,
+        #[pyo3(from_py_with = arguments::ack)] ack: &str,
+    ) -> PyResult<Bound<'py, PyAny>> {
         self::ack(ack)?;
         slf.py().import("remanent._aio")?.call_method1("acknowledged", (slf, ack))
     }
@@ -135,7 +146,7 @@ impl Ticket {
         py: Python<'_>,
         bell: &Bound<'_, crate::bell::Bell>,
         id: u64,
-        ack: &str,
+        #[pyo3(from_py_with = arguments::ack)] ack: &str,
     ) -> PyResult<Option<crate::bell::Waiting>> {
         crate::bell::poll(&self.ticket, bell.get(), id, self::ack(ack)?).or_raise(py, Some(&self.path))
     }

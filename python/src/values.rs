@@ -1,12 +1,53 @@
 //! Metadata and root entries: the engine's typed values as plain Python, and back.
 
-use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use remanent::{Metadata, Value};
 
+use crate::errors::{invalid, invalid_type};
+
 /// How deep lists and dicts may nest: the format's limit, and the end of one that holds itself.
 const DEPTH_MAX: usize = 32;
+
+/// A property that returns a copy of what the engine holds: a change of the copy would be lost.
+#[derive(Clone, Copy)]
+pub struct ReadOnly {
+    what: &'static str,
+    instead: &'static str,
+}
+
+pub const ROOT: ReadOnly =
+    ReadOnly { what: "the root", instead: "use batch.set_root(name, value) or batch.remove_root(name)" };
+pub const METADATA: ReadOnly = ReadOnly {
+    what: "a page's metadata",
+    instead: "use batch.set_metadata(page, name, value) or batch.remove_metadata(page, name)",
+};
+pub const REPORT: ReadOnly = ReadOnly { what: "this report", instead: "copy it with dict() or list() first" };
+
+impl ReadOnly {
+    /// The same dict or list, with those inside it, of a class that refuses changes.
+    pub fn freeze<'py, T>(self, copy: Bound<'py, T>) -> PyResult<Bound<'py, PyAny>> {
+        let py = copy.py();
+        static FREEZE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        let freeze = FREEZE.get_or_try_init(py, || {
+            Ok::<_, PyErr>(py.import("remanent._read_only")?.getattr("freeze")?.unbind())
+        })?;
+        freeze.bind(py).call1((copy.into_any(), self.what, self.instead))
+    }
+
+    /// A list of values, likewise.
+    pub fn freeze_list<'py, T>(
+        self,
+        py: Python<'py>,
+        values: impl IntoIterator<Item = T, IntoIter: ExactSizeIterator>,
+    ) -> PyResult<Bound<'py, PyAny>>
+    where
+        T: IntoPyObject<'py>,
+    {
+        self.freeze(PyList::new(py, values)?)
+    }
+}
 
 /// A value as Python has it.
 pub fn to_py<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
@@ -54,7 +95,10 @@ fn entries_from(dict: &Bound<'_, PyDict>, depth_left: usize) -> PyResult<Metadat
     for item in dict.items() {
         let (name, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
         let name = name.cast::<PyString>().map_err(|_| {
-            PyTypeError::new_err(format!("names of metadata are text, not {}", type_name(&name)))
+            invalid_type(
+                format!("names of metadata are str, not {}", type_name(&name)),
+                "convert the names to str",
+            )
         })?;
         entries.insert(name.to_str()?.to_owned(), value_from(&value, depth_left)?);
     }
@@ -63,9 +107,9 @@ fn entries_from(dict: &Bound<'_, PyDict>, depth_left: usize) -> PyResult<Metadat
 
 fn value_from(object: &Bound<'_, PyAny>, depth_left: usize) -> PyResult<Value> {
     let deeper = || {
-        depth_left
-            .checked_sub(1)
-            .ok_or_else(|| PyTypeError::new_err(format!("values nest at most {DEPTH_MAX} deep")))
+        depth_left.checked_sub(1).ok_or_else(|| {
+            invalid_type(format!("values nest at most {DEPTH_MAX} deep"), "store the inner ones apart")
+        })
     };
     if object.is_none() {
         return Ok(Value::Null);
@@ -79,7 +123,10 @@ fn value_from(object: &Bound<'_, PyAny>, depth_left: usize) -> PyResult<Value> {
         }
         return match object.extract::<i64>() {
             Ok(value) => Ok(Value::I64(value)),
-            Err(_) => Err(PyOverflowError::new_err("integers are stored in 64 bits; this one needs more")),
+            Err(_) => Err(invalid(
+                "integers are stored in 64 bits; this one needs more",
+                "store it as str or bytes",
+            )),
         };
     }
     if let Ok(value) = object.cast::<PyFloat>() {
@@ -102,10 +149,13 @@ fn value_from(object: &Bound<'_, PyAny>, depth_left: usize) -> PyResult<Value> {
         let values = object.try_iter()?.map(|value| value_from(&value?, depth_left));
         return values.collect::<PyResult<_>>().map(Value::List);
     }
-    Err(PyTypeError::new_err(format!(
-        "metadata holds None, bool, int, float, str, bytes, list and dict, not {}",
-        type_name(object)
-    )))
+    Err(invalid_type(
+        format!(
+            "metadata holds None, bool, int, float, str, bytes, list and dict, not {}",
+            type_name(object)
+        ),
+        "convert the value to one of these",
+    ))
 }
 
 fn type_name(object: &Bound<'_, PyAny>) -> String {

@@ -4,8 +4,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use remanent::Store;
 
+use crate::arguments;
 use crate::blame::{PyValueChange, blame};
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, VIEW};
 use crate::load_pages::load_pages;
 use crate::page_name::{PageName, page_names, state_point};
 use crate::reader::Reader;
@@ -71,7 +72,8 @@ fn described(kind: &str, reader: &Reader) -> String {
 /// A state of a store, read-only, without a lock, beside a writer in any process; as a context manager it
 /// closes.
 ///
-/// :param at: an Lsn, "lsn:N", "snapshot:N", "name:S" or a SnapshotInfo; the newest state if None.
+/// :param at: an Lsn, "lsn:N", "snapshot:N", the name of a snapshot or a SnapshotInfo; the newest state if
+///     None. A name that looks like one of the others is written "name:S".
 /// :raises NoStoreError, NoStateError; DamagedError; OvertakenError where no lock can be taken.
 ///
 /// >>> with remanent.Store(directory) as store:
@@ -95,7 +97,7 @@ impl PyView {
     #[pyo3(signature = (path, at=None))]
     fn new(
         py: Python<'_>,
-        path: std::path::PathBuf,
+        #[pyo3(from_py_with = arguments::path)] path: std::path::PathBuf,
         at: Option<Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<Self>> {
         let point = at.map(|at| state_point(&at)).transpose()?;
@@ -114,14 +116,14 @@ impl PyView {
     #[getter]
     fn id(slf: PyRef<'_, Self>) -> PyResult<String> {
         let past = Self::past(slf.as_super());
-        Ok(past.get().or_raise(slf.py(), Some(&past.path))?.id().to_string())
+        Ok(past.get().or_raise_of(slf.py(), Some(&past.path), VIEW)?.id().to_string())
     }
 
     /// The snapshot that the state is computed from; None is the log's beginning.
     #[getter]
     fn base(slf: PyRef<'_, Self>) -> PyResult<Option<u64>> {
         let past = Self::past(slf.as_super());
-        Ok(past.get().or_raise(slf.py(), Some(&past.path))?.base().map(|id| id.0))
+        Ok(past.get().or_raise_of(slf.py(), Some(&past.path), VIEW)?.base().map(|id| id.0))
     }
 
     /// The changes of bytes of a page up to this state, the oldest first, as ValueChange objects. They go
@@ -144,12 +146,12 @@ impl PyView {
     fn blame(
         slf: PyRef<'_, Self>,
         page: &Bound<'_, PyAny>,
-        offset: u64,
-        length: Option<u64>,
+        #[pyo3(from_py_with = arguments::offset)] offset: u64,
+        #[pyo3(from_py_with = arguments::optional_length)] length: Option<u64>,
     ) -> PyResult<Vec<PyValueChange>> {
         let (name, past) = (PageName::take(page)?, Self::past(slf.as_super()));
         let changes = page.py().detach(|| blame(&*past.get()?, &name, offset, length));
-        changes.or_raise(page.py(), Some(&past.path))
+        changes.or_raise_of(page.py(), Some(&past.path), VIEW)
     }
 
     /// Fills memory with whole pages, many at a time and by several threads. Every byte is proven by
@@ -172,8 +174,12 @@ impl PyView {
     /// >>> keys, values
     /// (bytearray(b'keys'), bytearray(b'values'))
     #[pyo3(signature = (pages, device="host"))]
-    fn load(slf: PyRef<'_, Self>, pages: &Bound<'_, PyDict>, device: &str) -> PyResult<()> {
-        load_pages(Self::past(slf.as_super()), pages, device)
+    fn load(
+        slf: PyRef<'_, Self>,
+        #[pyo3(from_py_with = arguments::pages)] pages: Bound<'_, PyDict>,
+        #[pyo3(from_py_with = arguments::device)] device: &str,
+    ) -> PyResult<()> {
+        load_pages(Self::past(slf.as_super()), &pages, device)
     }
 
     /// Proves whole pages, by several threads: reads all that they are made from, holds it against its
@@ -194,14 +200,17 @@ impl PyView {
             let pages = names.iter().map(|name| Ok(name.find(&*view)?.page));
             view.prove_pages(&pages.collect::<remanent::Result<Vec<_>>>()?)
         });
-        proven.or_raise(py, Some(&past.path))
+        proven.or_raise_of(py, Some(&past.path), VIEW)
     }
 
     /// Makes a new store, with an id of its own, that begins at this state. Returns its id.
-    fn fork(slf: PyRef<'_, Self>, path: std::path::PathBuf) -> PyResult<String> {
+    fn fork(
+        slf: PyRef<'_, Self>,
+        #[pyo3(from_py_with = arguments::path)] path: std::path::PathBuf,
+    ) -> PyResult<String> {
         let (py, past) = (slf.py(), Self::past(slf.as_super()));
         let forked = py.detach(|| past.get()?.fork(&path));
-        forked.or_raise(py, Some(&past.path)).map(|id| id.to_string())
+        forked.or_raise_of(py, Some(&past.path), VIEW).map(|id| id.to_string())
     }
 
     /// Lets go of the state: what only it needs may be removed then.

@@ -185,7 +185,7 @@ def test_an_open_puts_pages_into_memory_of_the_callers(directory: str, make: Any
     with remanent.Store(directory, device="host", page_load=page_load, page_memory=source) as store:
         assert store.wait_loaded(60)
         assert memory[3] == 8 and memory[0] == 4 and store["a"] == bytes_of(memory)
-        assert {each[0] for each in asked} >= {"a", "b"} and ("a", 4000, "host", {"name": "first"}) in asked
+        assert {each[0] for each in asked} >= {"a", "b"} and ("a", 4000, "host", {"name": "first", "dtype": "F32", "shape": [1000]}) in asked
         assert "empty" not in {each[0] for each in asked}
         with store.batch(ack="applied") as batch:
             batch.write("a", 0, numpy.float32([1]).tobytes())

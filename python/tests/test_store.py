@@ -80,7 +80,7 @@ def test_every_operation(store: remanent.Store) -> None:
             batch.expect_epoch(info.page, info.epoch)
             batch.delete("p")
     assert caught.value.expected == info.epoch and caught.value.found == info.epoch + 1
-    assert caught.value.remedy == "try again"
+    assert "read page 1 again" in caught.value.remedy
 
 
 def test_reading_in_all_ways(store: remanent.Store) -> None:
@@ -121,7 +121,7 @@ def test_what_is_not_contiguous_or_not_plain_is_refused(store: remanent.Store) -
         for value in (object(), {1: 2}, {"a": {1, 2}}):
             with pytest.raises(TypeError):
                 batch.set_root("x", value)
-        with pytest.raises(OverflowError):
+        with pytest.raises(remanent.InvalidError):
             batch.set_root("x", 1 << 64)
         recursive: list[object] = []
         recursive.append(recursive)
@@ -197,7 +197,7 @@ def test_errors_cross_processes(store: remanent.Store) -> None:
     with pytest.raises(remanent.UnknownKeyError) as caught:
         store["nothing"]
     error = pickle.loads(pickle.dumps(caught.value))
-    assert type(error) is remanent.UnknownKeyError and error.key == "nothing" and error.remedy == "change the call"
+    assert type(error) is remanent.UnknownKeyError and error.key == "nothing" and "list the keys" in error.remedy
 
 
 def test_damage_is_refused_by_name(directory: str) -> None:

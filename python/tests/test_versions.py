@@ -28,24 +28,30 @@ def saved(directory: str, state: dict[str, Any], steps: int, changed: Any, **opt
 def test_differences_say_how_many_and_where_and_how_much(directory: str) -> None:
     whole = torch.arange(24.0).reshape(2, 3, 4)
     state = {"w": whole, "turned": torch.arange(6.0).reshape(2, 3).T, "same": torch.ones(3), "gone": torch.ones(2),
-             "other": torch.ones(4), "zero": torch.tensor([0.0, math.nan]), "lost": torch.tensor([1.0, 2.0, 3.0]),
+             "other": torch.ones(4), "zero": torch.tensor([0.0, math.nan]), "lost": torch.tensor([1.0, 2.0, math.nan, 3.0]),
+             "far": torch.ones(2),
              "n": torch.tensor(7)}
     first = save_file(state, directory)
     whole[0, 2, 1] += 0.5
     whole[1, 2, 3] -= 4
     state["turned"][2, 0] = 100
     state["zero"][0] = -0.0
-    state["lost"][1] = math.nan
+    state["lost"][1:3] = torch.tensor([math.nan, 5.0])
+    state["lost"][3] = math.inf
+    state["far"][0] = -math.inf
     state["n"] -= 3
     del state["gone"]
     state["new"], state["other"] = torch.ones(1), torch.ones(2, 2)
     second = save_file(state, directory, name="second")
-    expected = {"gone": None, "lost": Difference(1, (1,), math.inf), "n": Difference(1, (), 3.0), "new": None,
+    expected = {"gone": None, "far": Difference(1, (0,), math.inf), "lost": None, "n": Difference(1, (), 3.0), "new": None,
                 "other": None, "turned": Difference(1, (2, 0), 98.0), "w": Difference(2, (0, 2, 1), 4.0),
                 "zero": Difference(1, (0,), 0.0)}
     for at in (None, second, "name:second"):
         found = diff(directory, first, at)
-        assert found == expected and list(found) == sorted(found), at
+        lost = found["lost"]
+        # A NaN is told as one, whatever else changed, and counted.
+        assert lost is not None and (lost.elements, lost.first, lost.nans) == (3, (1,), 2) and math.isnan(lost.largest)
+        assert found | {"lost": None} == expected and list(found) == sorted(found), at
     assert diff(directory, second) == {}
     backward = diff(directory, second, first)
     assert backward["w"] == expected["w"] and backward.keys() == expected.keys()

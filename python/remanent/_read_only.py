@@ -1,0 +1,54 @@
+"""Dicts and lists that are copies of what a store holds: a change of one would be lost, so it is refused."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from remanent._errors import InvalidTypeError
+
+
+def freeze(copy: Any, what: str, instead: str) -> Any:
+    """The same value, of classes that refuse changes; other values as they are.
+
+    :param what: what it is a copy of. :param instead: what the caller does in place of a change.
+    """
+    if isinstance(copy, dict):
+        return ReadOnlyDict({name: freeze(value, what, instead) for name, value in copy.items()}, what, instead)
+    if isinstance(copy, list):
+        return ReadOnlyList((freeze(value, what, instead) for value in copy), what, instead)
+    return copy
+
+
+class _ReadOnly:
+    """Refuses each method by which a dict or a list changes. Copies and pickles can be changed."""
+
+    _what: str
+    _instead: str
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise InvalidTypeError(f"{self._what} is a read-only copy: {self._instead}", remedy=self._instead)
+
+    __setitem__ = __delitem__ = __ior__ = __iadd__ = __imul__ = _refuse
+    append = clear = extend = insert = pop = popitem = remove = reverse = setdefault = sort = update = _refuse
+
+
+class ReadOnlyDict(_ReadOnly, dict[str, Any]):
+    """A dict that refuses changes."""
+
+    def __init__(self, items: dict[str, Any], what: str, instead: str) -> None:
+        dict.__init__(self, items)
+        self._what, self._instead = what, instead
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (dict(self),))
+
+
+class ReadOnlyList(_ReadOnly, list[Any]):
+    """A list that refuses changes."""
+
+    def __init__(self, items: Any, what: str, instead: str) -> None:
+        list.__init__(self, items)
+        self._what, self._instead = what, instead
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (list, (list(self),))

@@ -1,0 +1,178 @@
+//! The kind and shape of the elements that a caller's array has, and the entries of a page's metadata for
+//! them: `dtype` and `shape`, as `remanent import` writes them.
+
+use std::collections::BTreeMap;
+
+use pyo3::prelude::*;
+use remanent::{Metadata, PageInfo, PageRef, Value, WriteBatch};
+
+use crate::dtype::Dtype;
+use crate::errors::{invalid, invalid_type};
+
+pub const DTYPE: &str = "dtype";
+pub const SHAPE: &str = "shape";
+
+/// The remedy for elements that cannot be named.
+const GIVE_BYTES: &str =
+    "convert the array to a dtype that has a name, or give its bytes, such as array.view(\"uint8\")";
+
+/// The elements of a caller's memory.
+#[derive(Clone, Debug)]
+pub enum Elements {
+    /// Bytes, or uint8 in one dimension: what a page without metadata is read as.
+    Bytes,
+    Named(Layout),
+    /// Elements that have no name in metadata, by the producer's word for them.
+    Unnamed(String),
+}
+
+/// A kind of elements, and the lengths of the dimensions.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    pub dtype: &'static Dtype,
+    pub shape: Vec<u64>,
+}
+
+impl Elements {
+    /// Elements of this kind and shape; `None` for a kind that has no name, whose own word is `unnamed`.
+    pub fn of(dtype: Option<&'static Dtype>, shape: Vec<u64>, unnamed: impl FnOnce() -> String) -> Self {
+        match dtype {
+            Some(dtype) if dtype.short == "U8" && shape.len() == 1 => Self::Bytes,
+            Some(dtype) => Self::Named(Layout { dtype, shape }),
+            None => Self::Unnamed(unnamed()),
+        }
+    }
+
+    /// What a page that holds exactly these elements says of them; `None` for bytes.
+    ///
+    /// # Errors
+    /// `InvalidTypeError` for elements that have no name.
+    pub fn layout(&self) -> PyResult<Option<Layout>> {
+        match self {
+            Self::Bytes => Ok(None),
+            Self::Named(layout) => Ok(Some(layout.clone())),
+            Self::Unnamed(word) => Err(invalid_type(
+                format!("elements of dtype {word} have no name in a page's metadata"),
+                GIVE_BYTES,
+            )),
+        }
+    }
+
+    /// Refuses elements of another kind than those of the page that they are written to a part of. Bytes fit
+    /// all pages.
+    ///
+    /// # Errors
+    /// `InvalidError`.
+    pub fn check_fit(&self, page: &PageLayout) -> PyResult<()> {
+        let Some(wanted) = &page.dtype else { return Ok(()) };
+        let found = match self {
+            Self::Bytes => return Ok(()),
+            Self::Named(layout) if layout.dtype.short == "U8" || layout.dtype.short == wanted => {
+                return Ok(());
+            }
+            Self::Named(layout) => layout.dtype.short,
+            Self::Unnamed(word) => word,
+        };
+        Err(invalid(
+            format!("the page holds elements of dtype {wanted}, and the data are of dtype {found}"),
+            "convert the data, or give their bytes, such as array.view(\"uint8\")",
+        ))
+    }
+}
+
+impl Layout {
+    pub fn entries(&self) -> [(&'static str, Value); 2] {
+        let shape = self.shape.iter().map(|dim| Value::U64(*dim)).collect();
+        [(DTYPE, Value::from(self.dtype.short)), (SHAPE, Value::List(shape))]
+    }
+}
+
+/// What a page's metadata say of its elements, after the operations of a batch so far.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PageLayout {
+    pub dtype: Option<String>,
+    pub shape: Option<Vec<u64>>,
+    /// Whether the batch's caller said so itself: then it stays.
+    pub is_stated: bool,
+}
+
+impl PageLayout {
+    pub fn of(metadata: &BTreeMap<String, Value>) -> Self {
+        let dims = metadata.get(SHAPE).and_then(Value::as_list);
+        let dtype = metadata.get(DTYPE).and_then(Value::as_str).map(str::to_owned);
+        let shape = dims.map(|dims| dims.iter().filter_map(Value::as_u64).collect());
+        Self { dtype, shape, is_stated: false }
+    }
+
+    /// What the caller states by setting an entry, or removing it.
+    pub fn state(&mut self, name: &str, value: Option<&Value>) {
+        let entries = BTreeMap::from_iter(value.map(|value| (name.to_owned(), value.clone())));
+        let said = Self::of(&entries);
+        match name {
+            DTYPE => self.dtype = said.dtype,
+            SHAPE => self.shape = said.shape,
+            _ => return,
+        }
+        self.is_stated = true;
+    }
+
+    fn is(&self, layout: &Layout) -> bool {
+        self.dtype.as_deref() == Some(layout.dtype.short) && self.shape.as_ref() == Some(&layout.shape)
+    }
+
+    /// Adds what makes a page's metadata true that now holds exactly these elements; `None` for bytes.
+    /// Returns what they say then.
+    pub fn put(&self, batch: &mut WriteBatch, page: PageRef, layout: Option<&Layout>) -> Self {
+        let Some(layout) = layout else { return self.drop_entries(batch, page, true) };
+        if !self.is(layout) {
+            for (name, value) in layout.entries() {
+                batch.set_metadata(page, name, value);
+            }
+        }
+        Self {
+            dtype: Some(layout.dtype.short.to_owned()),
+            shape: Some(layout.shape.clone()),
+            is_stated: false,
+        }
+    }
+
+    /// Adds what makes the metadata true of a page that now has another length: its shape is gone, and so is
+    /// its kind of elements if they do not fit. Returns what they say then.
+    pub fn put_len(&self, batch: &mut WriteBatch, page: PageRef, len: u64) -> Self {
+        if self.is_stated {
+            return self.clone();
+        }
+        let dtype = self.dtype.as_deref().and_then(|name| Dtype::parse(name).ok());
+        let fits = dtype.is_some_and(|dtype| len.is_multiple_of(dtype.item_size() as u64));
+        self.drop_entries(batch, page, !fits)
+    }
+
+    fn drop_entries(&self, batch: &mut WriteBatch, page: PageRef, with_dtype: bool) -> Self {
+        if self.shape.is_some() {
+            batch.remove_metadata(page, SHAPE);
+        }
+        if with_dtype && self.dtype.is_some() {
+            batch.remove_metadata(page, DTYPE);
+        }
+        Self { dtype: self.dtype.clone().filter(|_| !with_dtype), shape: None, is_stated: false }
+    }
+}
+
+impl From<&PageInfo> for PageLayout {
+    fn from(info: &PageInfo) -> Self {
+        Self::of(&info.metadata)
+    }
+}
+
+/// The metadata of a new page: those that the caller gives, and its elements where they say nothing of them.
+///
+/// # Errors
+/// `InvalidTypeError` for elements that have no name.
+pub fn new_metadata(mut metadata: Metadata, elements: &Elements) -> PyResult<(Metadata, PageLayout)> {
+    let is_stated = metadata.contains_key(DTYPE) || metadata.contains_key(SHAPE);
+    if !is_stated && let Some(layout) = elements.layout()? {
+        metadata.extend(layout.entries().map(|(name, value)| (name.to_owned(), value)));
+    }
+    let layout = PageLayout { is_stated, ..PageLayout::of(&metadata) };
+    Ok((metadata, layout))
+}

@@ -1,0 +1,153 @@
+"""Arguments of wrong types and values: every refusal is a `remanent.Error`, with what helps."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import remanent
+from remanent import _errors
+
+
+class Strange:
+    """An object that is nothing that a call could want."""
+
+
+# An argument that would do, by its name, where the table of a method has no other.
+GOOD: dict[str, Any] = {
+    "page": "k", "source": "k", "target": "k", "left": "k", "right": "k", "key": "new", "offset": 0, "start": 0, "length": 1,
+    "data": b"x", "content": b"x", "place": "host", "pages": ["k"], "steps": [["k"]], "at": 1, "good": 1, "name": "n",
+    "value": 1, "text": "t", "width": 1, "pattern": b"x", "indices": [0], "values": b"x", "mask": b"\1", "before": b"1",
+    "after": b"2", "epoch": 1, "outs": [bytearray(4)], "is_good": lambda view: True, "memory": bytearray(4), "stream": 0,
+    "index": 0, "out": bytearray(4), "default": None,
+}
+BAD: list[Any] = [Strange(), -1, 1 << 70, "nonsense", "lsn:x", "", b"", b"\xff" * 70, 1.5, math.nan, [Strange()], {1: Strange()},
+                  {"host": -1}, (1, 2, 3, 4), np.zeros(2, "datetime64[s]"), np.arange(8)[::2], None]
+# Of these a valid one waits for ever.
+TIMES: list[Any] = [Strange(), "nonsense", math.nan, b"", [1]]
+# What ends, blocks or is no call that checks arguments.
+LEFT_OUT = {"close", "end", "closed"}
+
+
+def objects(path: Path) -> dict[str, Any]:
+    store = remanent.Store(path / "s", device="host")
+    store["k"] = b"1234"
+    batch = store.batch()
+    batch.create(b"in", key="in")
+    follower, changes = remanent.Follower(path / "s"), store.changes()
+    ticket = store.submit(store.batch())
+    ticket.wait()
+    store["gone"] = b"gone"
+    GOOD.update(batch=store.batch(), copy=store.working_copy("k", bytearray(4)), path=path / "new", directory=path / "new")
+    return {
+        "Store": store, "LiveView": store.view(), "View": remanent.View(path / "s"), "Replica": remanent.Replica(path / "s"),
+        "Batch": batch, "Ticket": ticket, "Follower": follower, "ChangeStream": changes, "Lease": store.lease("k"),
+        "PageMemory": store.release("gone"), "ReadMany": store.read_many(["k"]), "Prefetch": store.prefetch(["k"], "host"),
+        "ManyBytes": store.read_many(["k"]).result(), "FollowedBatch": follower.next(60), "Array": store.array("k"),
+    }
+
+
+def calls(name: str, method: Any) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+    """Calls of which one argument is odd, and all others are right."""
+    parameters = [each for each in inspect.signature(method).parameters.values() if each.name != "self"]
+    for odd in parameters:
+        if odd.kind in (odd.VAR_POSITIONAL, odd.VAR_KEYWORD):
+            continue
+        for value in TIMES if odd.name == "timeout" else BAD:
+            positional, named = [], {}
+            for each in parameters:
+                if each is odd:
+                    given = value
+                elif each.default is not each.empty or each.name not in GOOD:
+                    continue
+                else:
+                    given = GOOD[each.name]
+                if each.kind is each.KEYWORD_ONLY:
+                    named[each.name] = given
+                else:
+                    positional.append(given)
+            yield f"{name}({odd.name}={value!r})", positional, named
+
+
+def refusals(name: str, method: Any) -> Iterator[str]:
+    """Calls it in every odd way; tells those that raise something else than errors of the package."""
+    for shown, positional, named in calls(name, method):
+        try:
+            made = method(*positional, **named)
+            if isinstance(made, (remanent.Store, remanent.Lease, remanent.Pin, remanent.LiveView, remanent.ReadAhead)):
+                (made.end if hasattr(made, "end") else made.close)()
+        except remanent.Error as error:
+            if not error.remedy or "change the call" in error.remedy:
+                yield f"{shown}: {error!r} has no remedy"
+        except BaseException as error:
+            yield f"{shown}: {error!r}"
+
+
+def test_all_refusals_of_methods_are_errors_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Some of the odd paths are right.
+    monkeypatch.chdir(tmp_path)
+    others = []
+    for kind, each in objects(tmp_path).items():
+        for name in dir(type(each)):
+            if name.startswith("_") or name in LEFT_OUT or not callable(getattr(type(each), name)):
+                continue
+            others += list(refusals(f"{kind}.{name}", getattr(each, name)))
+        for name in ("__getitem__", "__contains__", "__delitem__"):
+            if hasattr(type(each), name) and not isinstance(each, remanent.ManyBytes):
+                for value in BAD:
+                    try:
+                        getattr(each, name)(value)
+                    except remanent.Error:
+                        continue
+                    except BaseException as error:
+                        others.append(f"{kind}.{name}({value!r}): {error!r}")
+    assert not others, "\n".join(others)
+
+
+def test_all_refusals_of_functions_are_errors_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    objects(tmp_path)
+    others = []
+    for name in ("Store", "View", "Follower", "Replica", "bisect"):
+        others += list(refusals(name, getattr(remanent, name)))
+    assert not others, "\n".join(others)
+
+
+@pytest.mark.parametrize(("call", "kinds", "message", "remedy"), [
+    (lambda store: remanent.Store("x", identity="a"), (TypeError,), "identity is bytes or None, not str", "give bytes"),
+    (lambda store: store.read("k", -1), (ValueError,), "offset is an int from 0 to 2^64 - 1, not -1", "give an int"),
+    (lambda store: store.read("k", "1"), (TypeError,), "offset is an int from 0 to 2^64 - 1, not str", "give an int"),
+    (lambda store: store.numpy("k", "float31"), (ValueError,), "dtype \"float31\" is none of", "give one of these"),
+    (lambda store: store.numpy("k", shape=[2.5]), (TypeError,), "shape is a list of lengths", "give a list"),
+    (lambda store: store.put(5, b""), (TypeError,), "a key is str or bytes, not int", "give str or bytes"),
+    (lambda store: store.put("k", 5), (TypeError,), "int has no bytes", "give bytes, a NumPy array or a tensor"),
+    (lambda store: store.put("k", b"", place="moon"), (ValueError,), "moon", "give \"host\""),
+    (lambda store: store.batch(ack="soon"), (ValueError,), "ack is one of", "give one of"),
+    (lambda store: store.commit(5), (TypeError,), "batch is a Batch of this store, not int", "give a Batch"),
+    (lambda store: store.read_into("k", b"1234"), (BufferError,), "the buffer is read-only", "bytearray"),
+    (lambda store: store.batch().set_root("big", 1 << 70), (ValueError,), "64 bits", "store it as str or bytes"),
+    (lambda store: store.read_many(["k"]).result()[3], (IndexError,), "there is no range 3", "give an index"),
+])
+def test_refusals_say_what_is_wrong_and_what_helps(store: remanent.Store, call: Any, kinds: Any, message: str, remedy: str
+                                                   ) -> None:
+    store["k"] = b"1234"
+    with pytest.raises(remanent.Error) as caught:
+        call(store)
+    assert isinstance(caught.value, kinds) and message in str(caught.value) and remedy in caught.value.remedy
+    assert store["k"] == b"1234"
+
+
+def test_every_class_of_errors_has_a_remedy() -> None:
+    remedies = []
+    for name in _errors.__all__:
+        error = getattr(_errors, name)("text")
+        assert error.remedy and "change the call" not in error.remedy and str(error) == "text", name
+        remedies.append(error.remedy)
+    assert getattr(_errors, "LockedError")("x").remedy == "read it with View, or close it there"
+    assert len(set(remedies)) > 20
