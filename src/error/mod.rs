@@ -28,7 +28,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that can go wrong.
 ///
-/// Cheap to clone; sources are shared. [`Error::remedy`] returns the kind of remedy, and [`Error::advice`] the
+/// Cheap to clone; sources are shared. [`Error::remedy`] returns the kind of remedy, [`Error::advice`] the
 /// remedy in words.
 ///
 /// ```
