@@ -217,3 +217,56 @@ fn show(source: &SimDisk, target: &SimDisk) {
         }
     }
 }
+
+/// A close leaves out the frames of its last segment that a snapshot made superfluous. A follower that has
+/// yet to read them was overtaken; one that has them all goes on.
+#[test]
+fn frames_left_out_at_a_close_were_overtaken() {
+    let (sim, disk) = sim();
+    let open = || crate::files::open_with(&sim, options().segment_len(256 << 10).snapshots_kept(1)).unwrap();
+    let commit = |store: &remanent::Store| {
+        let mut batch = store.batch();
+        batch.note("n".repeat(900));
+        store.commit(batch).unwrap();
+    };
+    let follow = |from: FollowFrom, batches: usize| {
+        let mut follower = Follower::open_on(disk.clone(), from)?;
+        for _ in 0..batches {
+            follower.next(Duration::ZERO)?.expect("a batch is there");
+        }
+        Ok::<_, Error>(follower)
+    };
+    let store = open();
+    commit(&store);
+    // It sleeps from the end of this run on.
+    let mut asleep = follow(FollowFrom::Beginning, 1).unwrap();
+    store.close().unwrap();
+    let store = open();
+    (0..6).for_each(|_| commit(&store));
+    let late = follow(FollowFrom::Beginning, 3).unwrap().position();
+    let mut early = follow(FollowFrom::Beginning, 7).unwrap();
+    let newest = store.snapshot().unwrap().id;
+    let segment = FileName::Segment(store.stats().segment);
+    let before = sim.bytes(segment).unwrap();
+    store.close().unwrap();
+    let after = sim.bytes(segment).unwrap();
+    assert!(after.len() < before.len() && after[4096..8192] != before[4096..8192], "no frame was left out");
+
+    let is_overtaken = |error: Error| {
+        assert!(matches!(error, Error::Overtaken { snapshot: Some(id), .. } if id == newest), "{error}");
+    };
+    is_overtaken(follow(late.into(), 0).map(drop).unwrap_err());
+    is_overtaken(asleep.next(Duration::from_secs(20)).map(drop).unwrap_err());
+    // At the end of the log nothing is missed, in a follower that stayed and in one that comes back.
+    let mut back = follow(early.position().into(), 0).unwrap();
+    for follower in [&mut early, &mut back] {
+        assert!(follower.next(Duration::ZERO).unwrap().is_none());
+    }
+    let store = open();
+    is_overtaken(follow(late.into(), 0).map(drop).unwrap_err());
+    commit(&store);
+    for follower in [&mut early, &mut back] {
+        let batch = follower.next(Duration::from_secs(20)).unwrap().expect("the next batch");
+        assert_eq!(batch.lsn(), store.lsn());
+    }
+}

@@ -1,0 +1,306 @@
+//! The space that a store takes once it is closed: about the pages of the states that it keeps. Blocks count,
+//! those of the directories too, as `du` counts them.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
+use remanent::testing::sim_disk::{DiskFault, ENOSPC, Operation, SimDisk, SyncPoint};
+use remanent::{
+    DeviceChoice, Error, FileName, Folder, LogIo, Options, PageId, Place, StatePoint, Store, View,
+};
+
+use crate::direct_io;
+use crate::files::{Files, State, open_with, small};
+use crate::kill::workload::Random;
+use crate::machine::mounts::Mount;
+use crate::machine::skipped;
+
+/// Beside the pages: a tenth of them, and this.
+const ALLOWANCE: u64 = 256 << 10;
+const MIB: usize = 1 << 20;
+
+fn blocks_of(path: &Path) -> u64 {
+    let metadata = std::fs::symlink_metadata(path).unwrap();
+    let entries = metadata.is_dir().then(|| std::fs::read_dir(path).unwrap());
+    let below = entries.into_iter().flatten().map(|entry| blocks_of(&entry.unwrap().path()));
+    512 * metadata.blocks() + below.sum::<u64>()
+}
+
+fn create(store: &Store, count: usize, len: usize) -> Vec<PageId> {
+    let mut batch = store.batch();
+    for page in 0..count {
+        batch.create_from(Random(page as u64).bytes(len as u64), Place::Host);
+    }
+    store.commit(batch).unwrap().pages
+}
+
+fn rewrite(store: &Store, pages: &[PageId], len: usize, round: usize) {
+    for page in pages {
+        let mut batch = store.batch();
+        batch.write(*page, 0, &Random(1000 + round as u64).bytes(len as u64));
+        store.commit(batch).unwrap();
+    }
+}
+
+fn delete(store: &Store, pages: &[PageId]) {
+    let mut batch = store.batch();
+    pages.iter().for_each(|page| _ = batch.delete(*page));
+    store.commit(batch).unwrap();
+}
+
+/// The log that is kept for an older snapshot: all segments but the last one with frames, and the empty one.
+fn kept_log(directory: &Path) -> u64 {
+    let entries = std::fs::read_dir(directory.join("log")).unwrap().map(|entry| entry.unwrap());
+    let segments = entries.filter_map(|entry| {
+        let name = FileName::parse(Folder::Log, entry.file_name().to_str().unwrap());
+        matches!(name, Some(FileName::Segment(_))).then(|| (name, blocks_of(&entry.path())))
+    });
+    let mut segments: Vec<_> = segments.collect();
+    segments.sort_unstable();
+    segments.iter().rev().skip(2).map(|(_, bytes)| bytes).sum()
+}
+
+/// One life of a store, and the bytes of the states that it keeps.
+struct Shape {
+    name: &'static str,
+    snapshots_kept: usize,
+    life: fn(&Store),
+    kept_bytes: usize,
+}
+
+fn shapes() -> Vec<Shape> {
+    let shape = |name, snapshots_kept, kept_bytes, life| Shape { name, snapshots_kept, life, kept_bytes };
+    vec![
+        shape("no pages", 2, 0, |_| {}),
+        shape("one tiny page", 2, 24, |store| _ = create(store, 1, 24)),
+        shape("100 small pages", 2, 100_000, |store| _ = create(store, 100, 1000)),
+        shape("one page rewritten 20 times", 2, 4 * MIB, |store| {
+            let pages = create(store, 1, 4 * MIB);
+            (0..20).for_each(|round| rewrite(store, &pages, 4 * MIB, round));
+        }),
+        shape("short pages rewritten 20 times", 2, MIB, |store| {
+            let pages = create(store, 16, MIB / 16);
+            (0..20).for_each(|round| rewrite(store, &pages, MIB / 16, round));
+        }),
+        shape("a snapshot after many batches", 1, MIB, |store| {
+            let pages = create(store, 16, MIB / 16);
+            (0..5).for_each(|round| rewrite(store, &pages, MIB / 16, round));
+            store.snapshot().unwrap();
+        }),
+        shape("deleted pages", 2, 0, |store| {
+            let pages = create(store, 8, MIB);
+            delete(store, &pages);
+        }),
+        shape("deleted pages, a snapshot and a prune", 1, 0, |store| {
+            let pages = create(store, 8, MIB);
+            store.snapshot().unwrap();
+            delete(store, &pages);
+            store.snapshot().unwrap();
+            store.prune(&store.retention()).unwrap();
+        }),
+        // The older snapshot and the log after it are kept as well: with two snapshots that is what was asked
+        // for.
+        shape("two kept snapshots", 2, 2 * MIB, |store| {
+            let pages = create(store, 1, MIB);
+            for round in 0..3 {
+                rewrite(store, &pages, MIB, round);
+                store.snapshot().unwrap();
+            }
+        }),
+    ]
+}
+
+fn footprints(log_io: LogIo) {
+    for Shape { name, snapshots_kept, life, kept_bytes } in shapes() {
+        let directory = tempfile::tempdir().unwrap();
+        let open = || {
+            let options = Options::default().device(DeviceChoice::Host).log_io(log_io);
+            Store::open(directory.path(), options.snapshots_kept(snapshots_kept)).unwrap()
+        };
+        let store = open();
+        life(&store);
+        let state = State::of(&store);
+        store.close().unwrap();
+        let allowed = kept_bytes as u64 + kept_bytes as u64 / 10 + ALLOWANCE;
+        for opened in 0..3 {
+            let found = blocks_of(directory.path());
+            // Only an older snapshot keeps any.
+            let log = kept_log(directory.path());
+            assert!(log == 0 || name.starts_with("two kept"), "{log_io}, {name}: {log} bytes of log");
+            let allowed = allowed + log;
+            assert!(found <= allowed, "{log_io}, {name}, opened {opened} times: {found} bytes of {allowed}");
+            let store = open();
+            assert_eq!(State::of(&store).contents, state.contents, "{log_io}, {name}, opened {opened} times");
+            store.close().unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_closed_store_takes_little_more_than_its_pages() {
+    [LogIo::Mapped, LogIo::Buffered, direct_io::log_io()].into_iter().for_each(footprints);
+}
+
+/// A segment of which a close left frames out has a hole. Used again by a mapped log, it would end the
+/// process on a full disk.
+#[test]
+fn a_segment_with_a_hole_is_not_used_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let open = || {
+        let options = Options::default().device(DeviceChoice::Host).log_io(LogIo::Mapped);
+        Store::open(directory.path(), options.snapshots_kept(1).snapshot_interval(None)).unwrap()
+    };
+    let holes = || -> Vec<FileName> {
+        let entries = std::fs::read_dir(directory.path().join("log")).unwrap().map(|entry| entry.unwrap());
+        let with_hole = entries.filter(|entry| {
+            let metadata = entry.metadata().unwrap();
+            512 * metadata.blocks() < metadata.len()
+        });
+        with_hole
+            .map(|entry| FileName::parse(Folder::Log, entry.file_name().to_str().unwrap()).unwrap())
+            .collect()
+    };
+    let store = open();
+    // Within the first segment: its frames are left out, and it stays, because the next replay begins in it.
+    let pages = create(&store, 1, 30_000);
+    (0..5).for_each(|round| rewrite(&store, &pages, 30_000, round));
+    store.snapshot().unwrap();
+    let state = State::of(&store);
+    store.close().unwrap();
+    if holes().is_empty() {
+        eprintln!("SKIPPED: this file system makes no holes");
+        return;
+    }
+    let store = open();
+    assert_eq!(State::of(&store).contents, state.contents);
+    rewrite(&store, &pages, 30_000, 9);
+    store.snapshot().unwrap();
+    assert_eq!(holes(), []);
+    store.close().unwrap();
+}
+
+/// Creates pages of 1 MiB until the disk is full.
+fn fill(store: &Store) -> Vec<PageId> {
+    let mut pages = Vec::new();
+    loop {
+        let mut batch = store.batch();
+        batch.create_from(Random(pages.len() as u64).bytes(MIB as u64), Place::Host);
+        match store.commit(batch) {
+            Ok(committed) => pages.extend(committed.pages),
+            Err(full) => {
+                assert!(matches!(full, Error::DiskFull { .. }), "{full}");
+                return pages;
+            }
+        }
+    }
+}
+
+/// Where the next segment has no space for its usual length, it is shorter.
+#[test]
+fn segments_are_shorter_where_long_ones_do_not_fit() {
+    let disk = SimDisk::new();
+    disk.set_capacity(Some(24 << 20));
+    let options = Options::default().snapshots_kept(1).snapshot_interval(None);
+    let store = Store::open_on(Arc::new(disk.clone()), Arc::new(HostDevice::new()), options).unwrap();
+    let pages = fill(&store);
+    assert!(pages.len() >= 10, "only {} pages of 1 MiB on 24 MiB", pages.len());
+    delete(&store, &pages);
+    store.snapshot().unwrap();
+    store.close().unwrap();
+    let bytes = Files::of(&disk).bytes_len() as u64;
+    assert!(bytes <= ALLOWANCE, "{bytes} bytes");
+}
+
+/// On a small file system most of the space is for pages, and what deleted pages took comes back whole.
+#[test]
+fn a_small_file_system_is_filled_again_and_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mounted");
+    let mount = match Mount::new(Path::new("tmpfs"), path, &["-t", "tmpfs", "-o", "size=24m"]) {
+        Ok(mount) => mount,
+        Err(reason) => return skipped("a small tmpfs", &reason),
+    };
+    let directory = mount.path.join("store");
+    let open = || {
+        let options = Options::default().device(DeviceChoice::Host).snapshot_interval(None);
+        Store::open(&directory, options.snapshots_kept(1)).unwrap()
+    };
+    let mut store = open();
+    for round in 0..4 {
+        let pages = fill(&store);
+        assert!(pages.len() >= 15, "round {round}: only {} pages of 1 MiB on 24 MiB", pages.len());
+        delete(&store, &pages);
+        store.snapshot().unwrap();
+        store.prune(&store.retention()).unwrap();
+        let bytes = blocks_of(&directory);
+        assert!(bytes <= 5 << 20, "round {round}: {bytes} bytes without a page");
+        if round % 2 == 1 {
+            store.close().unwrap();
+            let bytes = blocks_of(&directory);
+            assert!(bytes <= ALLOWANCE, "round {round}: {bytes} bytes");
+            store = open();
+        }
+    }
+}
+
+/// The sync of a shortened segment that does nothing is noticed before the segment is replaced.
+#[test]
+fn a_sync_that_lies_at_a_close_loses_nothing() {
+    let disk = SimDisk::new();
+    let options = || small().segment_len(256 << 10);
+    let store = open_with(&disk, options()).unwrap();
+    create(&store, 3, 1000);
+    let state = State::of(&store);
+    let segment = store.stats().segment;
+    let copy = SyncPoint::File(FileName::Temporary(Folder::Log, segment));
+    disk.skip_syncs(move |point| point == copy);
+    store.close().unwrap();
+    assert!(disk.history().iter().any(|event| event.starts_with("skipped sync")), "nothing was shortened");
+    let store = open_with(&disk.after_power_cut(), options()).unwrap();
+    assert_eq!(State::of(&store), state);
+}
+
+/// A close on a full disk gives back what it can, and loses nothing.
+#[test]
+fn a_close_on_a_full_disk_loses_nothing() {
+    let disk = SimDisk::new();
+    let open = || open_with(&disk, small().segment_len(256 << 10).reserve_bytes(256 << 10)).unwrap();
+    let store = open();
+    create(&store, 3, 1000);
+    let state = State::of(&store);
+    disk.fail(DiskFault { operation: Operation::Create, skip: 0, times: usize::MAX, errno: ENOSPC });
+    store.close().unwrap();
+    let left = Files::of(&disk);
+    assert!(left.names(|file| matches!(file, FileName::Temporary(..))).is_empty(), "{left:?}");
+    let store = Store::open_on(Arc::new(left.disk()), Arc::new(HostDevice::new()), small()).unwrap();
+    assert_eq!(State::of(&store), state);
+}
+
+/// The replay of the older of two snapshots begins in an earlier segment: all frames of the last one stay.
+#[test]
+fn frames_of_a_kept_snapshot_stay_at_a_close() {
+    let disk = SimDisk::new();
+    let open = || open_with(&disk, small().segment_len(64 << 10).snapshots_kept(2)).unwrap();
+    let store = open();
+    let pages = create(&store, 1, 10_000);
+    // Near the end of a segment, at a higher offset than the frames after it.
+    (0..4).for_each(|round| rewrite(&store, &pages, 10_000, round));
+    store.snapshot().unwrap();
+    let (older, segment) = (State::of(&store), store.stats().segment);
+    while store.stats().segment == segment {
+        rewrite(&store, &pages, 10_000, 7);
+    }
+    let then = store.lsn();
+    store.snapshot().unwrap();
+    rewrite(&store, &pages, 10_000, 8);
+    let newer = State::of(&store);
+    store.close().unwrap();
+    let source: Arc<dyn Disk> = Arc::new(disk.clone());
+    let past = View::open_on(&source, Some(&StatePoint::Lsn(then))).unwrap();
+    assert_eq!(past.lsn(), then);
+    assert_eq!(State::of(&open()).contents, newer.contents);
+    assert_ne!(older.contents, newer.contents);
+}
