@@ -22,7 +22,7 @@ use remanent_format::segment::{SEGMENT_HEADER_BLOCK, SegmentHeader, SegmentHeade
 use remanent_format::{Defect, FileName, Folder, Incarnation};
 
 use super::file::header_block;
-use super::spares::KEPT_FOR_OPENS;
+use super::spares::{KEPT_FOR_OPENS, Spare};
 use super::{NOTHING, SegmentPool};
 use crate::disk::DiskFile;
 use crate::error::{Error, Result};
@@ -84,9 +84,19 @@ impl SegmentPool {
             let longest = spares.files.len() - 1;
             self.give_up(&mut spares, longest)?;
         }
-        for spare in spares.files.iter_mut().filter(|spare| spare.len > SEGMENT_LEN_MIN) {
-            self.disk.open(FileName::Spare(spare.number), true)?.cut(SEGMENT_LEN_MIN)?;
-            spare.len = SEGMENT_LEN_MIN;
+        let mut at = 0;
+        while let Some(&Spare { number, len }) = spares.files.get(at) {
+            let file = self.disk.open(FileName::Spare(number), true)?;
+            if !file.has_one_name()? {
+                // A copy of the directory that was made of hard links may store to the same file.
+                self.give_up(&mut spares, at)?;
+                continue;
+            }
+            if len > SEGMENT_LEN_MIN {
+                file.cut(SEGMENT_LEN_MIN)?;
+                spares.files[at].len = SEGMENT_LEN_MIN;
+            }
+            at += 1;
         }
         Ok(())
     }
