@@ -239,14 +239,20 @@ class StorageReader(_AtPath, storage.StorageReader):
     """Loads checkpoints that `StorageWriter` saved: for `dcp.load`. Takes no lock: a save may go on meanwhile.
 
     :param path: the checkpoint, `root/name`; `checkpoint_id` of a call takes its place.
+    :param cast: whether elements become those of the tensors that they are loaded into, as with DCP's own reader. If
+        False, tensors of other kinds of elements are refused.
 
     DCP raises a `CheckpointException` with what a rank failed with: `NoStateError` if there is no such checkpoint,
+    `RefusedError` for a tensor that cannot have the checkpoint's values, before any tensor of the rank changes,
     `DamagedError` if bytes on disk are not what was written. Tensors that were loaded before keep what they got.
     """
 
-    def __init__(self, path: _Path) -> None:
+    def __init__(self, path: _Path, *, cast: bool = False) -> None:
         super().__init__()
         self._go_to(path)
+        self._cast = cast
+        # Of tensors, by their names.
+        self._dtypes: dict[str, torch.dtype] = {}
         self.load_id = uuid.uuid4().hex
         self._save_id: str | None = None
         self._items: dict[MetadataIndex, StoredItem] = {}
@@ -273,6 +279,8 @@ class StorageReader(_AtPath, storage.StorageReader):
                               **kwargs: Any) -> None:
         """Takes what `read_metadata` found."""
         self._items = metadata.storage_data
+        self._dtypes = {name: said.properties.dtype for name, said in metadata.state_dict_metadata.items()
+                        if isinstance(said, TensorStorageMetadata)}
         self._save_id = None if metadata.storage_meta is None else metadata.storage_meta.save_id
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -289,6 +297,8 @@ class StorageReader(_AtPath, storage.StorageReader):
         """Reads items into the tensors that the planner names: of a page the rows that they lie in."""
         by_snapshot: defaultdict[tuple[str, str, str], list[ReadItem]] = defaultdict(list)
         for item in plan.items:
+            if item.type.name != "BYTE_IO":
+                self._refuse_misfit(item, planner.resolve_tensor(item))
             stored = self._items[item.storage_index]
             by_snapshot[stored.store, stored.store_id, stored.snapshot].append(item)
         for (store, store_id, snapshot), items in by_snapshot.items():
@@ -307,15 +317,23 @@ class StorageReader(_AtPath, storage.StorageReader):
         done.set_result(None)
         return done
 
+    def _refuse_misfit(self, item: ReadItem, target: torch.Tensor) -> None:
+        """Refuses a tensor that cannot have the values of an item as they are."""
+        name = item.storage_index.fqn
+        saved = self._dtypes.get(name, target.dtype)
+        if target.size() != item.lengths:
+            raise RefusedError(f"{name}: {tuple(item.lengths)} elements do not fit into {tuple(target.size())}",
+                               remedy="load into a tensor of the checkpoint's shape")
+        if target.dtype != saved and not self._cast:
+            raise RefusedError(f"{name}: the checkpoint has elements of {saved}, and the tensor of {target.dtype}",
+                               remedy=f"load into a tensor of {saved}, or convert with StorageReader(path, cast=True)")
+
     def _load(self, jobs: _Jobs, view: _native.View, item: ReadItem, planner: LoadPlanner) -> None:
         key = self._items[item.storage_index].key
         if item.type.name == "BYTE_IO":
             planner.load_bytes(item, io.BytesIO(view.read(key)))
             return
         target = planner.resolve_tensor(item).detach()
-        if target.size() != item.lengths:
-            raise RefusedError(f"{item.storage_index.fqn}: {tuple(item.lengths)} elements do not fit into "
-                               f"{tuple(target.size())}")
         if target.numel():
             for block in _row_blocks(view, key, item, target):
                 # Copied in the calling thread, whose streams and modes are those that the target is changed by.

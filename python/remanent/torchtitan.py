@@ -86,7 +86,8 @@ class CheckpointManager(DcpCheckpointManager):
         if from_hf or is_of_dcp(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        load(state_dict, storage_reader=StorageReader(checkpoint_id))
+        # A checkpoint may have been exported with other kinds of elements, as torchtitan's options say.
+        load(state_dict, storage_reader=StorageReader(checkpoint_id, cast=True))
         # Its tensors are flat in the dict, beside the other states.
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)

@@ -224,7 +224,7 @@ def test_targets_of_every_kind(directory: str) -> None:
     }
     for name, each in targets.items():
         for target in each:
-            load({name: target}, directory + "/1")
+            dcp.load({name: target}, storage_reader=StorageReader(directory + "/1", cast=True), no_dist=True)
             assert torch.equal(target.to(state[name].dtype), state[name])
     with torch.inference_mode():
         inferred = load({"real": torch.zeros(4, 3).T}, directory + "/1")["real"]
@@ -377,3 +377,14 @@ def test_ranks_load_what_others_saved(tmp_path: Path) -> None:
     # And one process alone.
     found = load({"by rows": torch.zeros(10, 6), "by columns": torch.zeros(10, 6)}, root + "/two")
     assert torch.equal(found["by columns"], torch.arange(60.0).reshape(10, 6) + 2000)
+
+
+def test_other_elements_are_refused_before_any_tensor_changes(directory: str) -> None:
+    third = torch.full((3,), 1 / 3)
+    save({"a": torch.ones(2), "b": third}, directory + "/1")
+    state = {"a": torch.zeros(2), "b": torch.zeros(3, dtype=torch.bfloat16)}
+    with pytest.raises(CheckpointException, match="b: the checkpoint has elements of torch.float32, and the tensor of"):
+        load(state, directory + "/1")
+    assert not state["a"].any() and not state["b"].any()
+    dcp.load(state, storage_reader=StorageReader(directory + "/1", cast=True), no_dist=True)
+    assert torch.equal(state["b"], third.to(torch.bfloat16)) and state["a"].all()
