@@ -103,9 +103,10 @@
 //! inherited gives nothing back, and the parent goes on. A child may open other stores, and this one once its
 //! parent has closed it, whatever the parent's threads were at (but not at the very start or end of a thread,
 //! when the list of threads that read without locks may be held; an `exec` is always safe); a [`Replica`] is
-//! plain memory and goes on in both. A snapshot that a [`View`] holds stays held while the parent holds it;
-//! if the parent dies first, until the child ends. A GPU cannot be used in a child of a process that used it:
-//! that is the driver's rule.
+//! plain memory and goes on in both. The writer's lock and the snapshots that a [`View`] holds are the
+//! parent's: they end with the parent, whatever children live on. A child of a bare `clone` system call,
+//! which runs no handlers of `pthread_atfork`, keeps them until it ends. A GPU cannot be used in a child of a
+//! process that used it: that is the driver's rule.
 //!
 //! **What waits for what.**
 //!

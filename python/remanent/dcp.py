@@ -31,6 +31,7 @@ import math
 import os
 import time
 import uuid
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -578,6 +579,7 @@ class _Saving:
         # Under another name until it is locked: unlocked, it would be taken for what a dead process left.
         unlocked = stores / f"unlocked-{self.token}"
         self._file = os.open(unlocked, os.O_CREAT | os.O_RDWR, 0o644)
+        _savings.add(self)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.replace(unlocked, self._path)
 
@@ -585,12 +587,29 @@ class _Saving:
         """The checkpoint can be seen, or will never be."""
         if self._file >= 0:
             self._path.unlink(missing_ok=True)
+            self.leave()
+
+    def leave(self) -> None:
+        """Closes the file. The lock ends with its last descriptor."""
+        if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             self.end()
+
+
+_savings: weakref.WeakSet[_Saving] = weakref.WeakSet()
+
+
+def _leave_savings() -> None:
+    """Leaves the parent's saves to the parent: a forked child neither keeps their locks nor ends them."""
+    for saving in list(_savings):
+        saving.leave()
+
+
+os.register_at_fork(after_in_child=_leave_savings)
 
 
 def _saving(stores: Path) -> frozenset[str]:

@@ -262,6 +262,25 @@ def test_saves_to_one_root_take_turns(directory: str, monkeypatch: pytest.Monkey
     assert not list(Path(directory).glob(".remanent/saving-*"))
 
 
+def test_a_forked_child_neither_ends_nor_prolongs_a_save(directory: str) -> None:
+    saving, stores = remanent.dcp._Saving(Path(directory), "0123456789abcdef"), Path(directory)
+    token = frozenset([saving.token])
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        saving.__del__()
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    assert remanent.dcp._saving(stores) == token
+    # As if this process died: its descriptor is closed, and the child lives.
+    os.close(saving._file)
+    saving._file = -1
+    assert remanent.dcp._saving(stores) == frozenset()
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_rank_that_saves_alone_and_ranks_together(directory: str) -> None:
     def alone(value: float) -> None:
         state = {"w": torch.full((2,), value)}

@@ -2,6 +2,7 @@
 //! memory that can be refused, poison.
 
 pub(crate) mod aligned_buf;
+pub(crate) mod closed_on_fork;
 pub(crate) mod crew;
 pub(crate) mod allocation;
 pub(crate) mod fair_mutex;

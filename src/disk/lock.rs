@@ -1,29 +1,36 @@
 //! The writer lock of a store directory: one writer, in any process and through any handle.
 //!
-//! Two locks in one, because each alone leaves a gap:
+//! Three locks in one, because each alone leaves a gap:
 //!
-//! 1. A POSIX record lock on `LOCK` keeps other processes out. The kernel drops it when its owner dies, and a
-//!    forked child does not inherit it. (A `flock` belongs to the open file, which a child shares: a store
-//!    would stay locked for as long as any child of a dead owner lives.)
-//! 2. Record locks do not conflict within a process, and closing *any* descriptor of the file drops the
-//!    process's lock. So a registry in the process, by the directory's device and inode, is asked before
-//!    `LOCK` is opened at all.
+//! 1. A lock of the open file `LOCK` (`F_OFD_SETLK`) keeps all other writers out. Whatever this process opens
+//!    and closes, the lock stays until its descriptor is closed. A forked child closes its copy
+//!    ([`ClosedOnFork`]), so the lock ends with its owner.
+//! 2. A lock of the process (`F_SETLK`) names the owner to a process that is refused. It is also the only
+//!    lock where the kernel or the file system has none of open files. The system drops it as soon as any
+//!    code of the process closes any descriptor of `LOCK`, such as a copy of the directory.
+//! 3. Locks of a process do not conflict within it. So a registry in the process, by the directory's device
+//!    and inode, is asked before `LOCK` is opened at all.
+//!
+//! The first two are on separate bytes, because a process conflicts with its own open files. Versions of the
+//! program that have only the second one take it on all bytes. So they conflict with both locks, also after
+//! the system dropped the second one.
 
 use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use remanent_format::{FileName, Folder};
-use rustix::fs::{FlockOperation, OFlags};
-use rustix::io::Errno;
-use rustix::process::{Flock, FlockType};
+use rustix::fs::OFlags;
 
 use super::DiskLock;
 use super::directory::{Directory, OpenDirectory};
+use super::record_locks::{self, Mode, NO_END, Owner, knows_no_locks};
+use crate::base::closed_on_fork::ClosedOnFork;
 use crate::base::process::{ForkGuard, PerProcess};
 use crate::base::sync::Mutex;
 use crate::error::{Error, Result};
@@ -33,6 +40,10 @@ type DirectoryId = (u64, u64);
 
 /// Directories locked by this process. A forked child begins without any: its parent's locks are not its own.
 static LOCKED_HERE: PerProcess<Mutex<BTreeSet<DirectoryId>>> = PerProcess::new();
+
+/// The bytes of `LOCK` that the process locks, and those that the open file locks. Together they are all bytes.
+const OF_PROCESS: Range<u64> = 0..1;
+const OF_OPEN_FILE: Range<u64> = 1..NO_END;
 
 /// The most bytes that are read of a holder's description.
 const HOLDER_LEN_MAX: usize = 256;
@@ -47,31 +58,41 @@ fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
     let directory = Directory::Open(&open);
     // 1. The registry, before any descriptor of LOCK exists that could be closed.
     let entry = RegistryEntry::claim(id(directory).map_err(failed("look beside"))?)?;
-    // 2. The record lock. Where it is refused, `entry` leaves the registry again.
+    // 2. The locks on the file. Where one is refused, `entry` leaves the registry again.
     let file = open_lock_file(directory, FileName::Lock)?;
-    match rustix::fs::fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => {}
-        Err(Errno::AGAIN | Errno::ACCESS) => {
-            return Err(Error::Locked { holder: holder(&file), store: None });
-        }
-        Err(errno) => return Err(failed("lock")(errno.into())),
+    if !take_both(file.file()).map_err(failed("lock"))? {
+        return Err(Error::Locked { holder: holder(file.file()), store: None });
     }
     // 3. The description, for a process that is refused from now on. It need not survive anything, and may be
     //    missing on a full disk, where a store opens so that pages can be deleted.
-    match describe(&file).map_err(failed("write")) {
+    match describe(file.file()).map_err(failed("write")) {
         Err(error) if error.is_no_space() => {
             tracing::warn!(%error, "a process that is refused will know this process by its number alone");
         }
         described => described?,
     }
-    Ok(DirLock { _file: ForkGuard::new(file), _entry: ForkGuard::new(entry), _directory: open })
+    Ok(DirLock { file, _entry: ForkGuard::new(entry), _directory: open })
 }
 
-/// Opens a file that is there to be locked, and makes it if it is missing. What it holds stays: another
-/// process may have described itself there.
-pub(super) fn open_lock_file(directory: Directory<'_>, name: FileName) -> Result<File> {
-    directory
-        .open(name, OFlags::RDWR | OFlags::CREATE)
+/// Takes the lock of the process and that of the open file; `false` if another writer holds either.
+fn take_both(file: &File) -> io::Result<bool> {
+    // The one that names its owner first: the system reports the oldest lock to a process that is refused.
+    if !record_locks::try_lock(file, Owner::Process, Mode::Exclusive, OF_PROCESS)? {
+        return Ok(false);
+    }
+    match record_locks::try_lock(file, Owner::OpenFile, Mode::Exclusive, OF_OPEN_FILE) {
+        Err(error) if knows_no_locks(&error) => {
+            tracing::warn!(%error, "LOCK is held for as long as this process closes no descriptor of it");
+            Ok(true)
+        }
+        taken => taken,
+    }
+}
+
+/// Opens a file that exists to be locked, and makes it if it is missing. Its content stays: another process
+/// may have described itself there.
+pub(super) fn open_lock_file(directory: Directory<'_>, name: FileName) -> Result<ClosedOnFork> {
+    ClosedOnFork::open(|| directory.open(name, OFlags::RDWR | OFlags::CREATE))
         .map_err(|source| Error::io("open", name, None, source))
 }
 
@@ -80,7 +101,7 @@ fn id(directory: Directory<'_>) -> io::Result<DirectoryId> {
 }
 
 /// Whether any process holds the lock of the store directory. The registry is asked first here, too: in the
-/// process that holds the lock, closing a descriptor of `LOCK` would drop it.
+/// process that holds the lock, closing a descriptor of `LOCK` would drop the lock of the process.
 pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     let failed = |action| move |source| Error::io(action, FileName::Lock, None, source);
     let id = match id(directory) {
@@ -91,28 +112,40 @@ pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
     if registry.contains(&id) {
         return Ok(true);
     }
-    // The registry stays locked meanwhile: a thread that takes the lock now would lose it when this
-    // descriptor is closed.
+    // The registry stays locked meanwhile: a thread that takes the lock now would lose the one of the process
+    // when this descriptor is closed.
     let file = match directory.open(FileName::Lock, OFlags::RDONLY) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         file => file.map_err(failed("open"))?,
     };
-    let holder = rustix::process::fcntl_getlk(&file, &Flock::from(FlockType::WriteLock));
-    holder.map(|holder| holder.is_some()).map_err(|errno| failed("look at")(errno.into()))
+    let conflict = record_locks::conflict(&file, 0..NO_END).map_err(failed("look at"))?;
+    Ok(conflict.is_some())
 }
 
-/// Both locks, held. They are dropped in this order: the file is closed while the registry still names the
-/// directory, because a thread that locks it next must not lose its record lock to this close. A forked child
-/// closes nothing. It may have taken the lock on the same file itself after its parent's death, and would
-/// drop it.
+/// All three locks, held. They are dropped in the order of the fields: the file is closed while the registry
+/// still names the directory, because a thread that locks it next must not lose the lock of the process to
+/// this close. A forked child closes nothing. It may have taken the lock on the same file itself after its
+/// parent's death, and would drop it.
 struct DirLock {
-    _file: ForkGuard<File>,
+    file: ClosedOnFork,
     _entry: ForkGuard<RegistryEntry>,
     /// The writer's names are looked up in it for as long as this lives.
     _directory: Arc<OpenDirectory>,
 }
 
 impl DiskLock for DirLock {}
+
+impl Drop for DirLock {
+    fn drop(&mut self) {
+        // A child of a bare `clone` may have a copy of the descriptor, which would keep the lock.
+        if self.file.is_own()
+            && let Err(error) = record_locks::unlock(self.file.file(), OF_OPEN_FILE)
+            && !knows_no_locks(&error)
+        {
+            tracing::warn!(%error, "the writer lock ends only with its last descriptor");
+        }
+    }
+}
 
 /// A directory's place in the registry, removed when dropped.
 struct RegistryEntry {
@@ -201,16 +234,16 @@ fn describe(file: &File) -> io::Result<()> {
     file.set_len(description.len() as u64)
 }
 
-/// Names the holder of the record lock: by its own description, or by its number if the description is not
-/// its own (not written yet, or left by an earlier holder).
+/// Names the holder of the lock: by its own description, or by its number if the description is another
+/// process's (the holder has not written it yet).
 fn holder(file: &File) -> String {
     let mut bytes = [0; HOLDER_LEN_MAX];
     let len = file.read_at(&mut bytes, 0).unwrap_or(0);
     let text = String::from_utf8_lossy(&bytes[..len]);
     let text: String = text.lines().next().unwrap_or("").chars().filter(|c| !c.is_control()).collect();
-    let lock = rustix::process::fcntl_getlk(file, &Flock::from(FlockType::WriteLock)).ok().flatten();
-    // Absent if the holder has just unlocked, or lives in a process namespace that is not visible here.
-    match lock.and_then(|lock| lock.pid) {
+    // Absent if the holder has just unlocked, lost the lock of the process, or lives in a process namespace
+    // that is not visible here.
+    match record_locks::conflict(file, 0..NO_END).ok().flatten().and_then(|held| held.process) {
         Some(pid) if !text.starts_with(&format!("process {pid},")) => format!("process {pid}"),
         _ if text.is_empty() => "another process".to_owned(),
         _ => text,
@@ -355,57 +388,72 @@ mod tests {
         assert!(!is_locked(directory.path()).unwrap());
     }
 
-    /// The child lives on with a copy of every descriptor, as after a plain `fork`. The same test holds a
-    /// `flock` on a second file, which the child does keep: so the child is alive and has the copies.
     #[test]
-    fn a_child_that_outlives_the_holder_does_not_keep_the_lock() {
+    fn closing_another_descriptor_keeps_others_out() {
         if let Some(directory) = errand_directory() {
-            let file = File::create(directory.join("flocked")).unwrap();
-            rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
-            let lock = std::fs::File::open(directory.join("LOCK"));
-            assert!(lock.is_err(), "no lock was taken here yet");
-            let lock = locked_file(&directory);
-            for inherited in [&file, &lock] {
-                rustix::io::fcntl_setfd(inherited, rustix::io::FdFlags::empty()).unwrap();
-            }
-            // `cat` ends when the test closes its end of the pipe.
-            Command::new("cat").stdout(Stdio::null()).spawn().unwrap();
-            println!("\nlocked");
-            // It dies without running any destructor, as by kill -9.
-            std::process::abort();
+            println!("\n{}", holder_of(&directory).unwrap_or("nobody".to_owned()));
+            return;
         }
         let directory = tempfile::tempdir().unwrap();
-        let mut parent = errand("a_child_that_outlives_the_holder_does_not_keep_the_lock", directory.path());
-        let end_of_child = parent.stdin.take();
-        wait_for(&mut parent, "locked");
-        assert!(!parent.wait().unwrap().success());
-        let flocked = File::open(directory.path().join("flocked")).unwrap();
-        let taken = rustix::fs::flock(&flocked, FlockOperation::NonBlockingLockExclusive);
-        assert_eq!(taken, Err(Errno::WOULDBLOCK));
-        assert_eq!(holder_of(directory.path()), None);
-        drop(end_of_child);
+        let _lock = acquire(directory.path()).unwrap();
+        // As a program does that copies the directory: the lock of the process is gone.
+        drop(File::open(directory.path().join("LOCK")).unwrap());
+        let mut other = errand("closing_another_descriptor_keeps_others_out", directory.path());
+        let output = BufReader::new(other.stdout.as_mut().unwrap());
+        let expected = Description::of_this_process().to_string();
+        assert!(output.lines().any(|line| line.unwrap() == expected), "not refused by {expected}");
+        assert!(other.wait().unwrap().success());
     }
 
-    /// A descriptor that holds the record lock.
-    fn locked_file(directory: &Path) -> File {
-        let lock = lock_directory(opened(directory)).unwrap();
-        let file = lock._file.try_clone().unwrap();
-        std::mem::forget(lock);
-        file
+    /// An older version locks all bytes for its process. It and this version refuse each other.
+    #[test]
+    fn a_lock_of_all_bytes_by_a_process_excludes_and_is_excluded() {
+        if let Some(directory) = errand_directory() {
+            let file = File::options().write(true).open(directory.join("LOCK")).unwrap();
+            let is_taken = record_locks::try_lock(&file, Owner::Process, Mode::Exclusive, 0..NO_END).unwrap();
+            println!("\n{}", if is_taken { "taken" } else { "refused" });
+            std::io::stdin().lines().for_each(drop);
+            return;
+        }
+        let name = "a_lock_of_all_bytes_by_a_process_excludes_and_is_excluded";
+        let directory = tempfile::tempdir().unwrap();
+        let lock = acquire(directory.path()).unwrap();
+        let drop_lock_of_process = || drop(File::open(directory.path().join("LOCK")).unwrap());
+        for lose in [(&|| ()) as &dyn Fn(), &drop_lock_of_process] {
+            lose();
+            let mut old = errand(name, directory.path());
+            wait_for(&mut old, "refused");
+            drop(old.stdin.take());
+            assert!(old.wait().unwrap().success());
+        }
+        drop(lock);
+        let mut old = errand(name, directory.path());
+        wait_for(&mut old, "taken");
+        assert_eq!(holder_of(directory.path()), Some(format!("process {}", old.id())));
+        drop(old.stdin.take());
+        assert!(old.wait().unwrap().success());
+        assert_eq!(holder_of(directory.path()), None);
     }
 
     #[test]
-    fn a_guard_inherited_by_a_forked_child_frees_nothing_there() {
+    fn a_directory_that_shares_the_lock_file_is_refused() {
+        let above = tempfile::tempdir().unwrap();
+        let [store, copy] = ["store", "copy"].map(|name| above.path().join(name));
+        [&store, &copy].map(|path| std::fs::create_dir(path).unwrap());
+        let lock = acquire(&store).unwrap();
+        std::fs::hard_link(store.join("LOCK"), copy.join("LOCK")).unwrap();
+        assert!(holder_of(&copy).is_some());
+        assert!(holder_of(&store).is_some(), "the refusal dropped the lock");
+        drop(lock);
+        assert_eq!(holder_of(&copy), None);
+    }
+
+    #[test]
+    fn dropping_a_lock_frees_it_despite_a_copied_descriptor() {
         let directory = tempfile::tempdir().unwrap();
-        // The parent is dead, or the record lock would refuse.
-        let own = acquire(directory.path()).unwrap();
-        // A forked child finds a guard of another process's for the same directory.
-        let entry = RegistryEntry { directory: id(Directory::Path(directory.path())).unwrap() };
-        let file = File::open(directory.path().join("LOCK")).unwrap();
-        let _directory = opened(directory.path());
-        drop(DirLock { _file: ForkGuard::inherited(file), _entry: ForkGuard::inherited(entry), _directory });
-        assert!(holder_of(directory.path()).is_some(), "the child's own entry is gone");
-        drop(own);
+        let lock = lock_directory(opened(directory.path())).unwrap();
+        let _copy_of_a_child = lock.file.file().try_clone().unwrap();
+        drop(lock);
         assert_eq!(holder_of(directory.path()), None);
     }
 }

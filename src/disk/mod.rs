@@ -18,6 +18,7 @@ mod lock;
 mod mapped;
 mod direct_read;
 mod reader_locks;
+mod record_locks;
 mod capabilities;
 mod watch;
 // Public because tests and fuzz targets use it from outside the crate; hidden because no user's store needs

@@ -1,6 +1,9 @@
 //! Forked children of this process: a child's use of inherited handles, and how its parent hears of it.
 
+use std::io::{self, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
 
 /// A child that has not ended after this many seconds hangs. Long, because a machine may be busy with other
 /// work.
@@ -12,37 +15,109 @@ const PATIENCE_SECONDS: u32 = 120;
 ///
 /// The process has one thread that forks, and no other test runs in it (`machine::alone`).
 pub fn in_child(mut life: impl FnMut() -> Result<(), String>) -> Result<(), String> {
-    // SAFETY: the C library makes its own locks, those of `malloc` among them, usable in the child. The child
-    // runs `life`, which must not wait for a lock that another thread held: a child that does is ended by its
-    // alarm.
-    let child = unsafe { libc::fork() };
-    assert!(child >= 0, "{}", std::io::Error::last_os_error());
-    if child == 0 {
-        // SAFETY: no signal handler is installed, so that the signal ends the child.
-        unsafe { libc::alarm(PATIENCE_SECONDS) };
-        let ended = catch_unwind(AssertUnwindSafe(&mut life));
-        let complaint = match ended {
-            Ok(Ok(())) => None,
-            Ok(Err(complaint)) => Some(complaint),
-            Err(_) => Some("the child panicked".to_owned()),
-        };
-        if let Some(complaint) = &complaint {
-            // Not by `eprintln`: another thread of the parent may have held its lock.
-            // SAFETY: the pointer and the length are those of a live string.
-            unsafe { libc::write(2, complaint.as_ptr().cast(), complaint.len()) };
-        }
-        // SAFETY: ends the child at once: no destructor of the parent's runs in it.
-        unsafe { libc::_exit(i32::from(complaint.is_some())) };
-    }
-    let mut status = 0;
-    // SAFETY: `status` lives until the call returns.
-    let waited = unsafe { libc::waitpid(child, &mut status, 0) };
-    assert_eq!(waited, child, "{}", std::io::Error::last_os_error());
-    match status {
+    let child = fork(&mut life);
+    match wait(child) {
         0 => Ok(()),
         _ if libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGALRM => {
             Err("the child hangs".to_owned())
         }
         _ => Err(format!("the child ended with status {status:#x}")),
+    }
+}
+
+/// Forks a child that runs `life` and ends, with 0 if `life` succeeds.
+fn fork(life: &mut dyn FnMut() -> Result<(), String>) -> libc::pid_t {
+    // SAFETY: the C library makes its own locks, those of `malloc` among them, usable in the child. The child
+    // runs `life`, which must not wait for a lock that another thread held: a child that does is ended by its
+    // alarm.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0, "{}", std::io::Error::last_os_error());
+    if child > 0 {
+        return child;
+    }
+    // SAFETY: no signal handler is installed, so that the signal ends the child.
+    unsafe { libc::alarm(PATIENCE_SECONDS) };
+    let ended = catch_unwind(AssertUnwindSafe(life));
+    let complaint = match ended {
+        Ok(Ok(())) => None,
+        Ok(Err(complaint)) => Some(complaint),
+        Err(_) => Some("the child panicked".to_owned()),
+    };
+    if let Some(complaint) = &complaint {
+        // Not by `eprintln`: another thread of the parent may have held its lock.
+        // SAFETY: the pointer and the length are those of a live string.
+        unsafe { libc::write(2, complaint.as_ptr().cast(), complaint.len()) };
+    }
+    // SAFETY: ends the child at once: no destructor of the parent's runs in it.
+    unsafe { libc::_exit(i32::from(complaint.is_some())) }
+}
+
+/// Waits for the end of a child, and returns its status.
+fn wait(child: libc::pid_t) -> libc::c_int {
+    let mut status = 0;
+    // SAFETY: `status` lives until the call returns.
+    let waited = unsafe { libc::waitpid(child, &mut status, 0) };
+    assert_eq!(waited, child, "{}", std::io::Error::last_os_error());
+    status
+}
+
+/// A child that lives until it is killed. When this is dropped, its own children end as well.
+pub struct LivingChild {
+    process: libc::pid_t,
+    /// No end of this pipe, as long as the child or one of its own children lives.
+    lives: io::PipeReader,
+}
+
+impl LivingChild {
+    /// Forks a child that runs `life`, and returns when that is done. The child keeps the value.
+    pub fn fork<Kept>(mut life: impl FnMut() -> Kept) -> Self {
+        let (mut lives, done) = io::pipe().unwrap();
+        let process = fork(&mut || {
+            // A group of its own, so that all of its processes can be ended together.
+            rustix::process::setpgid(None, None).unwrap();
+            let _kept = life();
+            (&done).write_all(&[1]).unwrap();
+            loop {
+                std::thread::park();
+            }
+        });
+        drop(done);
+        lives.read_exact(&mut [0]).expect("the child ended early");
+        Self { process, lives }
+    }
+
+    /// Kills the child. Its own children live on.
+    pub fn kill(&self) {
+        // SAFETY: it is a child of this process that nothing has waited for yet.
+        unsafe { libc::kill(self.process, libc::SIGKILL) };
+        assert!(libc::WIFSIGNALED(wait(self.process)));
+    }
+
+    /// Whether the child or one of its own children lives.
+    pub fn has_living_process(&self) -> bool {
+        let mut ready = [PollFd::new(&self.lives, PollFlags::IN)];
+        rustix::event::poll(&mut ready, Some(&Timespec::default())).unwrap() == 0
+    }
+}
+
+impl Drop for LivingChild {
+    fn drop(&mut self) {
+        if self.has_living_process() {
+            // SAFETY: the group exists, because one of its processes lives.
+            unsafe { libc::kill(-self.process, libc::SIGKILL) };
+        }
+    }
+}
+
+/// Forks a child that does nothing for as long as a test may take.
+pub fn fork_a_bystander() {
+    // SAFETY: as in `fork`; the child makes two system calls.
+    if unsafe { libc::fork() } == 0 {
+        // SAFETY: no signal handler is installed.
+        unsafe { libc::alarm(PATIENCE_SECONDS) };
+        loop {
+            // SAFETY: it waits for a signal, and touches no memory.
+            unsafe { libc::pause() };
+        }
     }
 }

@@ -2,6 +2,7 @@
 //! byte or waits for a lock. Handles that the child inherited lock no process out and free nothing.
 
 mod children;
+mod locks;
 
 use std::io;
 use std::os::unix::process::CommandExt;

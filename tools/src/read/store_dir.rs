@@ -6,7 +6,10 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirEntryExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use remanent::disk::Disk;
+use remanent::disk::dir::DirDisk;
 use remanent_format::{FileName, Folder, ReadAt};
+use rustix::process::{Flock, FlockType};
 
 use crate::cli::exit::Failure;
 use crate::cli::memory::available;
@@ -93,15 +96,26 @@ impl StoreDir {
         Ok(inodes)
     }
 
-    /// The process that has the store open, if one has.
+    /// The process that has the store open, if one has; 0 if its number is not known.
     pub fn holder(&self) -> Option<u32> {
         self.len(FileName::Lock).ok()??;
+        // These ask and take nothing.
         let lock = File::open(self.file(FileName::Lock)).ok()?;
-        // This asks and takes nothing. It must not be asked by the holder itself: closing any descriptor of
-        // the file would drop its lock.
-        let asked = rustix::process::Flock::from(rustix::process::FlockType::WriteLock);
-        let held = rustix::process::fcntl_getlk(&lock, &asked).ok()??;
-        held.pid.and_then(|pid| u32::try_from(pid.as_raw_pid()).ok())
+        // The owner's process has a lock on the first byte. The system names it, and not the owner of the lock
+        // on all other bytes, which is an open file.
+        let first = Flock { length: 1, ..Flock::from(FlockType::WriteLock) };
+        let named = rustix::process::fcntl_getlk(&lock, &first).ok().flatten();
+        if let Some(pid) = named.and_then(|held| held.pid) {
+            return u32::try_from(pid.as_raw_pid()).ok();
+        }
+        // Code of the owner's process may have closed a descriptor of the file: only the open file's lock is
+        // left then, and the owner's own description.
+        if !DirDisk::new(&self.path).is_locked().ok()? {
+            return None;
+        }
+        let description = fs::read_to_string(self.file(FileName::Lock)).unwrap_or_default();
+        let number = description.strip_prefix("process ").and_then(|rest| rest.split(',').next());
+        Some(number.and_then(|number| number.parse().ok()).unwrap_or(0))
     }
 
     /// A whole file; `None` if there is no such file.

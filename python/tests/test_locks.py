@@ -1,0 +1,117 @@
+"""The locks of stores and views end with their process, and with nothing else."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import remanent
+
+OPENS = "import sys, remanent\nremanent.Store(sys.argv[1]).close()"
+
+
+def opens_elsewhere(path: Path) -> bool:
+    """Whether another process can open the store."""
+    run = subprocess.run([sys.executable, "-c", OPENS, str(path)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 or "LockedError" in run.stderr, run.stderr
+    return run.returncode == 0
+
+
+@contextmanager
+def killed_with_a_living_child(script: str, path: Path) -> Iterator[None]:
+    """Runs the script in a process that then forks and is killed; its child lives as long as this block."""
+    script = textwrap.dedent(script) + textwrap.dedent("""
+        if os.fork() == 0:
+            os.read(0, 1)
+            os._exit(0)
+        print("ready", flush=True)
+        time.sleep(60)
+    """)
+    owner = subprocess.Popen([sys.executable, "-c", "import os, sys, time, remanent\n" + script, str(path)],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdin is not None and owner.stdout is not None
+    assert owner.stdout.readline() == "ready\n"
+    owner.kill()
+    owner.wait()
+    yield
+    # The child has the other end of the pipe: this end has nothing to read as long as the child lives.
+    assert not select.select([owner.stdout], [], [], 0)[0]
+    owner.stdin.close()
+    owner.stdout.read()
+    owner.stdout.close()
+
+
+@contextmanager
+def living_child() -> Iterator[None]:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        while True:
+            signal.pause()
+    yield
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_a_copied_open_store_stays_locked(tmp_path: Path) -> None:
+    with remanent.Store(tmp_path / "store") as store:
+        store["k"] = b"1"
+        shutil.copytree(tmp_path / "store", tmp_path / "copy")
+        assert not opens_elsewhere(tmp_path / "store")
+        with pytest.raises(remanent.LockedError):
+            remanent.Store(tmp_path / "store")
+        remanent.View(tmp_path / "store").close()
+        command = [sys.executable, "-m", "remanent", "info", str(tmp_path / "store")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        assert f"in process {os.getpid()}" in said
+        assert not opens_elsewhere(tmp_path / "store")
+        store["k"] = b"2"
+    assert opens_elsewhere(tmp_path / "store")
+    assert opens_elsewhere(tmp_path / "copy")
+
+
+def test_a_killed_owner_leaves_no_lock_to_its_child(tmp_path: Path) -> None:
+    opened = """
+        store = remanent.Store(sys.argv[1])
+        store["k"] = b"1"
+    """
+    with killed_with_a_living_child(opened, tmp_path / "store"), remanent.Store(tmp_path / "store") as store:
+        assert store["k"] == b"1"
+
+
+def held(store: remanent.Store) -> int:
+    """The number of snapshots that readers hold, once newer ones could replace them."""
+    for number in range(3):
+        store["k"] = bytes([number]) * 1000
+        store.snapshot()
+    return len(store.prune().held)
+
+
+def test_a_closed_view_leaves_no_hold_to_a_child(tmp_path: Path) -> None:
+    with remanent.Store(tmp_path / "store", snapshots_kept=1) as store:
+        store["k"] = b"1"
+        store.snapshot()
+        view = remanent.View(tmp_path / "store", f"snapshot:{store.snapshots()[-1].id}")
+        with living_child():
+            assert held(store) == 1
+            view.close()
+            assert held(store) == 0
+
+
+def test_a_killed_reader_leaves_no_hold_to_its_child(tmp_path: Path) -> None:
+    with remanent.Store(tmp_path / "store", snapshots_kept=1) as store:
+        store["k"] = b"1"
+        store.snapshot()
+        viewed = f"view = remanent.View(sys.argv[1], 'snapshot:{store.snapshots()[-1].id}')"
+        with killed_with_a_living_child(viewed, tmp_path / "store"):
+            assert held(store) == 0

@@ -1,0 +1,229 @@
+//! Files that a forked child does not keep open.
+//!
+//! A lock of an open file (`F_OFD_SETLK`) lasts until the last descriptor of the file is closed, and a forked
+//! child inherits a copy of every descriptor. Without this module, a child that outlives its parent would
+//! keep the parent's locks. [`ClosedOnFork`] registers its descriptor, and a handler of `pthread_atfork`
+//! closes all registered descriptors in each child. An `exec` closes them as well (`O_CLOEXEC`).
+//!
+//! The handlers take no lock and allocate nothing: another thread may hold any lock at a fork. A descriptor
+//! is registered only after it was opened, and a fork between the two gives the child a copy that it does not
+//! close. So [`ClosedOnFork::open`] counts the forks, and opens the file again if one overlapped. The caller
+//! takes its lock afterwards, so a copy from before holds nothing.
+//!
+//! A child of a bare `clone` system call runs no handlers. It keeps the descriptors until it ends or calls
+//! `exec`. A child of `vfork` or `posix_spawn` runs none either, and calls `exec` at once.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::process::{ForkGuard, PerProcess};
+use super::sync::Mutex;
+
+/// A file whose descriptor is closed in every forked child. Only its own process drops it.
+#[derive(Debug)]
+pub(crate) struct ClosedOnFork {
+    file: ForkGuard<File>,
+    slot: &'static Slot,
+}
+
+/// How long [`ClosedOnFork::open`] waits for a moment without a fork. Only threads that fork all the time,
+/// each while another one does, can make it wait for longer than a fork takes.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The pause between two looks at the forks in progress. A fork takes about as long.
+const PAUSE: Duration = Duration::from_micros(50);
+
+impl ClosedOnFork {
+    /// Opens a file. `open` may run more than once.
+    ///
+    /// # Errors
+    /// The error of `open`; `WouldBlock` if forks in other threads follow each other without a gap;
+    /// `OutOfMemory` if the system cannot register the handlers.
+    pub fn open(open: impl Fn() -> io::Result<File>) -> io::Result<Self> {
+        register_handlers()?;
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Some(forks) = forks_at_rest() {
+                let file = open()?;
+                let slot = Slot::take(&file);
+                if STARTED.load(Ordering::SeqCst) == forks {
+                    return Ok(Self { file: ForkGuard::new(file), slot });
+                }
+                slot.release();
+            }
+            if Instant::now() >= until {
+                return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// The file.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Whether this process opened the file. In a forked child its descriptor is closed, and the number may
+    /// be that of another file.
+    pub fn is_own(&self) -> bool {
+        self.file.is_own()
+    }
+}
+
+impl Drop for ClosedOnFork {
+    fn drop(&mut self) {
+        // In a forked child the slot is free already, and may be another file's.
+        if self.is_own() {
+            // Before the descriptor is closed: another file gets its number then, which a child must keep.
+            self.slot.release();
+        }
+    }
+}
+
+/// A place for one descriptor that children close. Slots are used again and never freed, because a child's
+/// handler walks through them without a lock.
+#[derive(Debug)]
+struct Slot {
+    /// The descriptor; [`FREE`] if there is none.
+    descriptor: AtomicI32,
+    next: AtomicPtr<Slot>,
+}
+
+const FREE: i32 = -1;
+
+/// The newest slot.
+static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
+
+impl Slot {
+    /// Registers a file's descriptor.
+    fn take(file: &File) -> &'static Self {
+        let descriptor = file.as_raw_fd();
+        let is_taken = |slot: &&Slot| {
+            slot.descriptor.compare_exchange(FREE, descriptor, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+        };
+        slots().find(is_taken).unwrap_or_else(|| {
+            let first = SLOTS.load(Ordering::Acquire);
+            let slot: &'static Self = Box::leak(Box::new(Self {
+                descriptor: AtomicI32::new(descriptor),
+                next: AtomicPtr::new(first),
+            }));
+            slot.link();
+            slot
+        })
+    }
+
+    /// Makes this the first of the slots.
+    fn link(&'static self) {
+        let this = ptr::from_ref(self).cast_mut();
+        let mut first = self.next.load(Ordering::Relaxed);
+        while let Err(other) = SLOTS.compare_exchange(first, this, Ordering::SeqCst, Ordering::SeqCst) {
+            self.next.store(other, Ordering::Relaxed);
+            first = other;
+        }
+    }
+
+    fn release(&self) {
+        self.descriptor.store(FREE, Ordering::SeqCst);
+    }
+}
+
+/// All slots, taken or free.
+fn slots() -> impl Iterator<Item = &'static Slot> {
+    // SAFETY: a pointer to a slot is null or comes from `Box::leak`, and slots are never freed.
+    let slot = |pointer: &AtomicPtr<Slot>| unsafe { pointer.load(Ordering::Acquire).as_ref() };
+    std::iter::successors(slot(&SLOTS), move |previous| slot(&previous.next))
+}
+
+/// The number of forks that have begun, and of those that have ended.
+static STARTED: AtomicU64 = AtomicU64::new(0);
+static ENDED: AtomicU64 = AtomicU64::new(0);
+
+/// The number of forks so far, if none is in progress.
+fn forks_at_rest() -> Option<u64> {
+    // In this order: a fork that begins in between makes the two differ.
+    let ended = ENDED.load(Ordering::SeqCst);
+    (STARTED.load(Ordering::SeqCst) == ended).then_some(ended)
+}
+
+extern "C" fn before_fork() {
+    STARTED.fetch_add(1, Ordering::SeqCst);
+}
+
+/// Runs in the parent, also if the fork failed.
+extern "C" fn after_fork() {
+    ENDED.fetch_add(1, Ordering::SeqCst);
+}
+
+/// Runs in the child, whose only thread this is.
+extern "C" fn in_child() {
+    // Forks of other threads are in progress in the parent alone.
+    ENDED.store(STARTED.load(Ordering::SeqCst), Ordering::SeqCst);
+    for slot in slots() {
+        let descriptor = slot.descriptor.swap(FREE, Ordering::SeqCst);
+        if descriptor != FREE {
+            // SAFETY: it is the child's copy of a registered descriptor, which the child never uses:
+            // `ClosedOnFork` leaves it alone there.
+            unsafe { libc::close(descriptor) };
+        }
+    }
+}
+
+/// Registers the handlers, once in a process and its children.
+fn register_handlers() -> io::Result<()> {
+    static ARE_REGISTERED: AtomicBool = AtomicBool::new(false);
+    static REGISTERING: PerProcess<Mutex<()>> = PerProcess::new();
+    let _one_at_a_time = REGISTERING.get().lock();
+    if ARE_REGISTERED.load(Ordering::Relaxed) || cfg!(miri) {
+        return Ok(());
+    }
+    // SAFETY: the handlers are functions of this module that take no lock, allocate nothing, and make no
+    // system call but `close`, as a fork of a process with threads demands.
+    let failed = unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(in_child)) };
+    if failed != 0 {
+        return Err(io::Error::from_raw_os_error(failed));
+    }
+    ARE_REGISTERED.store(true, Ordering::Relaxed);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn opened() -> ClosedOnFork {
+        ClosedOnFork::open(|| File::open("/dev/null")).unwrap()
+    }
+
+    #[test]
+    fn open_files_are_registered_and_closed_ones_are_not() {
+        let is_registered =
+            |descriptor| slots().filter(|slot| slot.descriptor.load(Ordering::SeqCst) == descriptor).count();
+        let files = [opened(), opened(), opened()];
+        let descriptors = files.each_ref().map(|file| file.file().as_raw_fd());
+        assert_eq!(descriptors.map(is_registered), [1; 3]);
+        let [first, ..] = files;
+        let slot = ptr::from_ref(first.slot);
+        drop(first);
+        // Other tests of the process may have taken the slot.
+        let is_free = || slots().any(|other| ptr::eq(other, slot));
+        assert!(is_free());
+    }
+
+    #[test]
+    fn an_open_that_overlaps_a_fork_is_repeated() {
+        let opens = AtomicU64::new(0);
+        let file = ClosedOnFork::open(|| {
+            if opens.fetch_add(1, Ordering::Relaxed) == 0 {
+                // As a fork of another thread does.
+                before_fork();
+                after_fork();
+            }
+            File::open("/dev/null")
+        });
+        assert!(file.is_ok() && opens.load(Ordering::Relaxed) >= 2);
+    }
+}

@@ -1,0 +1,113 @@
+//! Locks on ranges of a file's bytes, of two kinds of owner.
+//!
+//! | owner | dropped by the system | in a forked child |
+//! |---|---|---|
+//! | an open file (`F_OFD_SETLK`) | with the last descriptor of the open file | shared with the parent |
+//! | a process (`F_SETLK`) | when the process ends, or closes *any* descriptor of the file | not inherited |
+//!
+//! Two locks conflict if their ranges overlap, at least one of them is exclusive, and their owners differ. An
+//! open file and its process are different owners, so a process that takes both kinds of lock takes them on
+//! separate ranges.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::ptr;
+
+/// The owner of a lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Owner {
+    OpenFile,
+    Process,
+}
+
+/// Who may hold the bytes at the same time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// Other shared locks.
+    Shared,
+    /// No other lock.
+    Exclusive,
+}
+
+/// The end of a range that covers all bytes from its start on, however long the file becomes.
+pub(super) const NO_END: u64 = u64::MAX;
+
+/// A lock that another owner holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Conflict {
+    pub mode: Mode,
+    /// The process that owns it. `None` if an open file does, or a process of another namespace.
+    pub process: Option<u32>,
+}
+
+/// Takes a lock; `false` if another owner's lock conflicts with it.
+pub(super) fn try_lock(file: &File, owner: Owner, mode: Mode, range: Range<u64>) -> io::Result<bool> {
+    let command = match owner {
+        Owner::OpenFile => libc::F_OFD_SETLK,
+        Owner::Process => libc::F_SETLK,
+    };
+    match call(file, command, &mut described(mode.kind(), range)?) {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Drops an open file's lock, for all descriptors of the open file.
+pub(super) fn unlock(file: &File, range: Range<u64>) -> io::Result<()> {
+    call(file, libc::F_OFD_SETLK, &mut described(libc::F_UNLCK, range)?)
+}
+
+/// The first lock that keeps another open file from an exclusive lock on these bytes. Takes nothing.
+pub(super) fn conflict(file: &File, range: Range<u64>) -> io::Result<Option<Conflict>> {
+    let mut lock = described(Mode::Exclusive.kind(), range)?;
+    call(file, libc::F_OFD_GETLK, &mut lock).or_else(|error| {
+        // A kernel that has only locks of processes.
+        if knows_no_locks(&error) { call(file, libc::F_GETLK, &mut lock) } else { Err(error) }
+    })?;
+    let mode = match libc::c_int::from(lock.l_type) {
+        libc::F_UNLCK => return Ok(None),
+        libc::F_RDLCK => Mode::Shared,
+        _ => Mode::Exclusive,
+    };
+    // The system reports -1 for an open file, and 0 for a process that it does not show.
+    let process = u32::try_from(lock.l_pid).ok().filter(|process| *process != 0);
+    Ok(Some(Conflict { mode, process }))
+}
+
+/// Whether the file system, or the kernel, has no locks of this kind.
+pub(super) fn knows_no_locks(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOLCK | libc::EOPNOTSUPP))
+}
+
+impl Mode {
+    fn kind(self) -> libc::c_int {
+        match self {
+            Self::Shared => libc::F_RDLCK,
+            Self::Exclusive => libc::F_WRLCK,
+        }
+    }
+}
+
+/// Describes a lock to the system.
+fn described(kind: libc::c_int, range: Range<u64>) -> io::Result<libc::flock> {
+    let offset = |at: u64| libc::off_t::try_from(at).map_err(io::Error::other);
+    // A length of 0 stands for all bytes from the start on.
+    let len = if range.end == NO_END { 0 } else { offset(range.end)? - offset(range.start)? };
+    Ok(libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: offset(range.start)?,
+        l_len: len,
+        l_pid: 0,
+    })
+}
+
+fn call(file: &File, command: libc::c_int, lock: &mut libc::flock) -> io::Result<()> {
+    // SAFETY: the descriptor is open for as long as `file` is borrowed, and each of these commands reads and
+    // writes only the structure that it is given, which lives until the call returns.
+    let done = unsafe { libc::fcntl(file.as_raw_fd(), command, ptr::from_mut(lock)) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

@@ -1,0 +1,165 @@
+//! The locks of a store and of a view end with their owner, and with nothing else: not with another descriptor
+//! of the file, and not with children that live longer.
+
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use remanent::{Ack, Error, Place, StatePoint, Store, View};
+
+use super::children::{LivingChild, fork_a_bystander, in_child};
+use super::small;
+use crate::machine::alone;
+
+/// Opens the store in another process.
+fn open_elsewhere(path: &Path) -> Result<(), String> {
+    in_child(|| Store::open(path, small()).map(drop).map_err(|error| error.to_string()))
+}
+
+fn created(path: &Path) -> Store {
+    let store = Store::open(path, small().ack(Ack::Durable)).unwrap();
+    let mut batch = store.batch();
+    batch.create(64 << 10, Place::Host);
+    store.commit(batch).unwrap();
+    store.snapshot().unwrap();
+    store
+}
+
+/// Reads every file below a directory, as a program does that copies it.
+fn read_all(path: &Path) {
+    for entry in std::fs::read_dir(path).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() { read_all(&path) } else { drop(std::fs::read(path).unwrap()) }
+    }
+}
+
+#[test]
+fn an_owner_that_reads_its_directory_keeps_others_out() {
+    alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let store = created(directory.path());
+        read_all(directory.path());
+        open_elsewhere(directory.path()).unwrap_err();
+        assert!(matches!(Store::open(directory.path(), small()), Err(Error::Locked { .. })));
+        open_elsewhere(directory.path()).unwrap_err();
+        store.commit(store.batch()).unwrap();
+        store.close().unwrap();
+        open_elsewhere(directory.path()).unwrap();
+    });
+}
+
+#[test]
+fn a_killed_owners_children_keep_no_lock() {
+    alone(|| {
+        // An `exec` closes descriptors as well.
+        let exec = || {
+            let mut command = Command::new("sleep");
+            // SAFETY: the closure does nothing; with one, the child is forked and not spawned.
+            unsafe { command.pre_exec(|| Ok(())) };
+            command.arg("100").stdin(Stdio::null()).spawn().unwrap();
+        };
+        let spawn = || drop(Command::new("sleep").arg("100").stdin(Stdio::null()).spawn().unwrap());
+        for have_children in [fork_a_bystander as fn(), exec, spawn] {
+            let directory = tempfile::tempdir().unwrap();
+            let owner = LivingChild::fork(|| {
+                let store = created(directory.path());
+                have_children();
+                store
+            });
+            open_elsewhere(directory.path()).unwrap_err();
+            owner.kill();
+            Store::open(directory.path(), small()).unwrap().close().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_child_forked_during_an_open_keeps_no_lock() {
+    alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        created(directory.path()).close().unwrap();
+        for _ in 0..20 {
+            let owner = LivingChild::fork(|| {
+                let is_open = AtomicBool::new(false);
+                std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        while !is_open.load(Ordering::Relaxed) {
+                            fork_a_bystander();
+                        }
+                    });
+                    let store = Store::open(directory.path(), small()).unwrap();
+                    is_open.store(true, Ordering::Relaxed);
+                    store
+                })
+            });
+            owner.kill();
+            assert!(owner.has_living_process());
+            Store::open(directory.path(), small()).unwrap().close().unwrap();
+        }
+    });
+}
+
+/// The snapshots that a reader keeps from being removed.
+fn held(store: &Store) -> usize {
+    for _ in 0..3 {
+        store.snapshot().unwrap();
+    }
+    store.prune(&store.retention().snapshots_kept(1).log_kept(0)).unwrap().held.len()
+}
+
+fn oldest(store: &Store) -> StatePoint {
+    StatePoint::Snapshot(store.snapshots()[0].id)
+}
+
+#[test]
+fn a_closed_view_holds_nothing_while_a_child_lives() {
+    alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let store = created(directory.path());
+        let view = Store::open_at(directory.path(), &oldest(&store)).unwrap();
+        // The child has a copy of the view and never drops it.
+        let child = LivingChild::fork(|| ());
+        assert_eq!(held(&store), 1);
+        drop(view);
+        assert_eq!(held(&store), 0);
+        assert!(child.has_living_process());
+        child.kill();
+    });
+}
+
+#[test]
+fn a_killed_readers_children_hold_nothing() {
+    alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let store = created(directory.path());
+        let point = oldest(&store);
+        let reader = LivingChild::fork(|| -> View {
+            let view = Store::open_at(directory.path(), &point).unwrap();
+            fork_a_bystander();
+            view
+        });
+        assert_eq!(held(&store), 1);
+        reader.kill();
+        assert!(reader.has_living_process());
+        assert_eq!(held(&store), 0);
+    });
+}
+
+#[test]
+fn a_child_that_drops_a_view_frees_nothing() {
+    alone(|| {
+        let directory = tempfile::tempdir().unwrap();
+        let store = created(directory.path());
+        let view = Store::open_at(directory.path(), &oldest(&store)).unwrap();
+        let mut copy = Some(view);
+        // The child's own files may have the numbers of descriptors that it closed when it was forked.
+        in_child(|| {
+            let files: Vec<_> = (0..64).map(|_| std::fs::File::open("/dev/null").unwrap()).collect();
+            drop(copy.take());
+            files.iter().try_for_each(|file| file.metadata().map(drop)).map_err(|error| error.to_string())
+        })
+        .unwrap();
+        assert_eq!(held(&store), 1);
+    });
+}
