@@ -9,7 +9,7 @@ __all__ = [
     "ForeignDirectoryError", "ForkedError", "InUseError", "InvalidError", "InvalidTypeError", "LeasedError",
     "LockedError", "MemoryRefusedError", "MismatchError", "NoStateError", "NoStoreError", "OutOfBoundsError", "OutOfMemoryError",
     "OverBudgetError", "OvertakenError", "PoisonedError", "RankFailedError", "RefusedError",
-    "RestoreFailedError", "StoreIOError", "TakenError", "UnknownKeyError", "UnknownPageError",
+    "RestoreFailedError", "StoreIOError", "SupersededError", "TakenError", "UnknownKeyError", "UnknownPageError",
 ]
 
 
@@ -65,6 +65,12 @@ class LockedError(Error):
     """Another process, or another handle in this one, has the store open; `holder` says which."""
 
     _remedy = "read it with View, or close it there"
+
+    holder: str
+
+
+class SupersededError(Error):
+    """Another writer, `holder`, has opened the store since this one did. This one acknowledges nothing more."""
 
     holder: str
 

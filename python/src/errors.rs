@@ -16,6 +16,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::DiskFull { .. } => "DiskFullError",
         Error::Damaged(_) => "DamagedError",
         Error::Locked { .. } => "LockedError",
+        Error::Superseded { .. } => "SupersededError",
         Error::Forked { .. } => "ForkedError",
         Error::NoStore { .. } => "NoStoreError",
         Error::ForeignDirectory { .. } => "ForeignDirectoryError",
@@ -57,6 +58,7 @@ fn path_of(error: &Error) -> Option<&str> {
         Error::Io { store, .. }
         | Error::DiskFull { store, .. }
         | Error::Locked { store, .. }
+        | Error::Superseded { store, .. }
         | Error::Thread { store, .. }
         | Error::Panicked { store, .. } => store.as_deref(),
         Error::Damaged(damage) => damage.store.as_deref(),
@@ -104,7 +106,9 @@ fn details<'py>(py: Python<'py>, error: &Error, path: Option<&str>) -> PyResult<
             fields.set_item("expected", expected.0)?;
             fields.set_item("found", found.0)?;
         }
-        Error::Locked { holder, .. } => fields.set_item("holder", holder)?,
+        Error::Locked { holder, .. } | Error::Superseded { holder, .. } => {
+            fields.set_item("holder", holder)?;
+        }
         Error::Forked { opener } => fields.set_item("opener", opener)?,
         Error::DiskFull { needed, .. } => fields.set_item("needed", needed)?,
         Error::OverBudget { place, asked, available, .. } => {

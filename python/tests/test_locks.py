@@ -115,3 +115,20 @@ def test_a_killed_reader_leaves_no_hold_to_its_child(tmp_path: Path) -> None:
         viewed = f"view = remanent.View(sys.argv[1], 'snapshot:{store.snapshots()[-1].id}')"
         with killed_with_a_living_child(viewed, tmp_path / "store"):
             assert held(store) == 0
+
+
+def test_a_writer_without_a_lock_is_superseded(tmp_path: Path) -> None:
+    store = remanent.Store(tmp_path / "store", ack="durable")
+    store["k"] = b"1"
+    (tmp_path / "store" / "LOCK").unlink()
+    writes = "import sys, remanent\nwith remanent.Store(sys.argv[1]) as s: s['other'] = b'2'"
+    subprocess.run([sys.executable, "-c", writes, str(tmp_path / "store")], check=True, timeout=60)
+    with pytest.raises(remanent.PoisonedError) as poisoned:
+        store["k"] = b"3"
+    cause = poisoned.value.__cause__
+    assert isinstance(cause, remanent.SupersededError) and cause.holder.startswith("process ")
+    assert cause.path == str(tmp_path / "store") and "open it again" in cause.remedy
+    with pytest.raises(remanent.PoisonedError):
+        store.close()
+    with remanent.Store(tmp_path / "store") as store:
+        assert (store["k"], store["other"]) == (b"1", b"2")

@@ -88,6 +88,11 @@ impl DirDisk {
         self.held.clone().or_else(|| self.locked.lock().upgrade())
     }
 
+    /// The writer that this disk locked the directory for, as its files know it.
+    fn writer(&self) -> Weak<OpenDirectory> {
+        self.locked.lock().clone()
+    }
+
     /// Calls `work` with the directory in which names are looked up.
     fn within<T>(&self, work: impl FnOnce(Directory<'_>) -> T) -> T {
         match self.kept_open() {
@@ -156,6 +161,10 @@ impl Disk for DirDisk {
         Ok(lock)
     }
 
+    fn check_writer(&self) -> Result<()> {
+        self.locked().map_or(Ok(()), |open| open.check_claim())
+    }
+
     fn is_locked(&self) -> Result<bool> {
         self.within(lock::is_locked)
     }
@@ -189,6 +198,7 @@ impl Disk for DirDisk {
     }
 
     fn make_folder(&self, folder: Folder) -> Result<()> {
+        self.check_writer()?;
         let failed = |source| self.folder_error("make", folder, source);
         let is_there = |directory: Directory<'_>| {
             directory.status(folder).is_ok_and(|found| FileType::from_raw_mode(found.st_mode).is_dir())
@@ -256,16 +266,20 @@ impl Disk for DirDisk {
 
     fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
         refuse_lock_file(file);
+        self.check_writer()?;
         self.within(|directory| directory.open(file, OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC))
-            .map(|opened| DirFile::shared(opened, file))
+            .map(|opened| DirFile::shared(opened, file, self.writer()))
             .map_err(|source| self.naming_failed("create", file, source))
     }
 
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
         refuse_lock_file(file);
         let flags = if write { OFlags::RDWR } else { OFlags::RDONLY };
+        if write {
+            self.check_writer()?;
+        }
         self.within(|directory| directory.open(file, flags))
-            .map(|opened| DirFile::shared(opened, file))
+            .map(|opened| DirFile::shared(opened, file, self.writer()))
             .map_err(|source| Error::io("open", file, None, source))
     }
 
@@ -279,6 +293,7 @@ impl Disk for DirDisk {
 
     fn link(&self, source: &dyn Disk, file: FileName) -> Result<bool> {
         let Some(source) = (source as &dyn Any).downcast_ref::<Self>() else { return Ok(false) };
+        self.check_writer()?;
         let linked = self.within(|target| source.within(|source| target.link(source, file)));
         match linked {
             Ok(()) => Ok(true),
@@ -299,11 +314,13 @@ impl Disk for DirDisk {
     }
 
     fn rename(&self, source: FileName, target: FileName) -> Result<()> {
+        self.check_writer()?;
         self.within(|directory| directory.rename(source, target))
             .map_err(|error| self.naming_failed("rename", source, error))
     }
 
     fn remove(&self, file: FileName) -> Result<()> {
+        self.check_writer()?;
         self.within(|directory| directory.remove(file))
             .map_err(|source| Error::io("remove", file, None, source))
     }

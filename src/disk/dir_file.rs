@@ -8,7 +8,7 @@ use std::io;
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use remanent_format::FileName;
 use remanent_format::limits::GROUP_ALIGN;
@@ -20,6 +20,7 @@ use super::cached::read_cached;
 use super::capabilities::lies_in_memory;
 use super::direct::{self, DirectWindow};
 use super::direct_read::{read_direct, reopen, reopen_direct};
+use super::directory::OpenDirectory;
 use super::mapped::{self, MappedFile, MappedWindow, PartWindow};
 use super::{DiskFile, FileMemory, Window, ZEROS_LEN_MAX, zeros_by_pieces};
 use crate::base::sync::Mutex;
@@ -30,6 +31,8 @@ use crate::options::LogIo;
 pub(super) struct DirFile {
     file: File,
     name: FileName,
+    /// The writer that opened it, if one did.
+    writer: Weak<OpenDirectory>,
     /// A second descriptor that reads past the page cache, opened when first needed. Inside, `None` where the
     /// file system has no such reads.
     direct: Mutex<Option<Option<Arc<File>>>>,
@@ -40,10 +43,11 @@ pub(super) struct DirFile {
 }
 
 impl DirFile {
-    pub(super) fn shared(file: File, name: FileName) -> Arc<dyn DiskFile> {
+    pub(super) fn shared(file: File, name: FileName, writer: Weak<OpenDirectory>) -> Arc<dyn DiskFile> {
         Arc::new(Self {
             file,
             name,
+            writer,
             direct: Mutex::new(None),
             direct_writes: Mutex::new(None),
             is_synced: Mutex::new(false),
@@ -69,6 +73,11 @@ impl DirFile {
             let _ = rustix::fs::fadvise(&self.file, offset, len, Advice::DontNeed);
         }
         self.file.read_exact_at(out, offset)
+    }
+
+    /// Refuses a change by a writer whose store another one has opened: the file may be the other one's now.
+    fn check_writer(&self) -> Result<()> {
+        self.writer.upgrade().map_or(Ok(()), |open| open.check_claim())
     }
 
     fn failed(&self, action: &'static str, offset: u64) -> impl FnOnce(io::Error) -> Error {
@@ -100,6 +109,7 @@ impl DiskFile for DirFile {
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.check_writer()?;
         self.file.write_all_at(bytes, offset).map_err(self.failed("write", offset))
     }
 
@@ -118,7 +128,11 @@ impl DiskFile for DirFile {
             LogIo::Direct => offset.next_multiple_of(GROUP_ALIGN).min(end),
             LogIo::Mapped | LogIo::Buffered => end,
         };
-        zeros_by_pieces(offset, direct, piece_len, |at, zeros| self.write_at(at, zeros))?;
+        self.check_writer()?;
+        zeros_by_pieces(offset, direct, piece_len, |at, zeros| {
+            // Checked once for all pieces, which may be as short as pages.
+            self.file.write_all_at(zeros, at).map_err(self.failed("write", at))
+        })?;
         direct::write_zeros(&self.file, direct, end).map_err(self.failed("write", direct))
     }
 
@@ -153,6 +167,7 @@ impl DiskFile for DirFile {
     }
 
     fn reserve(&self, offset: u64, end: u64) -> Result<bool> {
+        self.check_writer()?;
         loop {
             match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), offset, end - offset) {
                 Ok(()) => return Ok(true),
@@ -164,6 +179,7 @@ impl DiskFile for DirFile {
     }
 
     fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()> {
+        self.check_writer()?;
         let opened = {
             let mut opened = self.direct_writes.lock();
             match &*opened {
@@ -178,10 +194,12 @@ impl DiskFile for DirFile {
     }
 
     fn cut(&self, len: u64) -> Result<()> {
+        self.check_writer()?;
         self.file.set_len(len).map_err(self.failed("cut", len))
     }
 
     fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>> {
+        self.check_writer()?;
         let failed = self.failed("map", range.start);
         Ok(Box::new(PartWindow::new(&self.file, self.name, range).map_err(failed)?))
     }

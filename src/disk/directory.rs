@@ -17,6 +17,9 @@ use remanent_format::{FileName, Folder};
 use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags, Stat, StatVfs};
 use rustix::io::retry_on_intr;
 
+use super::lock::Claim;
+use crate::error::Result;
+
 /// The permissions of new files and folders, less those of the process's umask. With a umask of 002 the
 /// members of a group share a store.
 const FILE_MODE: Mode = Mode::from_raw_mode(0o666);
@@ -30,11 +33,28 @@ pub(super) struct OpenDirectory {
     root: File,
     /// The folders below it that were synced or are kept open for it, as [`Folder::INNER`] has them.
     inner: [OnceLock<File>; Folder::INNER.len()],
+    /// The claim of the writer that opened it, once it has the lock.
+    claim: OnceLock<Claim>,
 }
 
 impl OpenDirectory {
     pub fn new(path: &Path) -> io::Result<Self> {
-        Ok(Self { root: Directory::Path(path).open_folder(Folder::Root)?, inner: Default::default() })
+        Ok(Self {
+            root: Directory::Path(path).open_folder(Folder::Root)?,
+            inner: Default::default(),
+            claim: OnceLock::new(),
+        })
+    }
+
+    /// Notes the claim of the writer that locked this directory, once.
+    pub fn claim(&self, claim: Claim) {
+        let earlier = self.claim.set(claim);
+        assert!(earlier.is_ok(), "a directory is opened anew for each lock");
+    }
+
+    /// Refuses a writer whose claim is not the newest one any more.
+    pub fn check_claim(&self) -> Result<()> {
+        self.claim.get().map_or(Ok(()), |claim| claim.check(self))
     }
 
     /// A folder's descriptor, which stays open.
@@ -101,6 +121,12 @@ impl Directory<'_> {
     pub fn status(&self, folder: Folder) -> io::Result<Stat> {
         let (directory, path) = self.at(folder_path(folder));
         Ok(rustix::fs::statat(directory, path, AtFlags::empty())?)
+    }
+
+    /// What the system knows of the file of this name.
+    pub fn file_status(&self, file: FileName) -> io::Result<Stat> {
+        let (directory, path) = self.at(&file_path(file));
+        Ok(rustix::fs::statat(directory, path, AtFlags::SYMLINK_NOFOLLOW)?)
     }
 
     pub fn file_system(&self) -> io::Result<StatVfs> {

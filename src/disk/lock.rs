@@ -18,11 +18,13 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use remanent_format::{FileName, Folder};
 use rustix::fs::OFlags;
@@ -45,8 +47,62 @@ static LOCKED_HERE: PerProcess<Mutex<BTreeSet<DirectoryId>>> = PerProcess::new()
 const OF_PROCESS: Range<u64> = 0..1;
 const OF_OPEN_FILE: Range<u64> = 1..NO_END;
 
-/// The most bytes that are read of a holder's description.
-const HOLDER_LEN_MAX: usize = 256;
+/// How long an open waits for the lock of an open file that no living process seems to own.
+const CHILD_PATIENCE: Duration = Duration::from_secs(1);
+
+/// The most bytes that are read of `LOCK`. A description is shorter, also with the longest name of a file.
+const HOLDER_LEN_MAX: usize = 1024;
+
+/// The announcement of a writer, which the next one overwrites where no lock keeps it out.
+///
+/// A writer describes itself in `LOCK` before it reads the log. The writer before it finds another
+/// description, or another file of that name, at its next check.
+#[derive(Debug)]
+pub(super) struct Claim {
+    file: Arc<ClosedOnFork>,
+    id: FileId,
+    /// The bytes of the file.
+    text: Vec<u8>,
+}
+
+/// A file's device and inode.
+type FileId = (u64, u64);
+
+impl Claim {
+    /// The claim of the process that has just described itself in the file.
+    fn of(file: Arc<ClosedOnFork>) -> io::Result<Self> {
+        let metadata = file.file().metadata()?;
+        let mut bytes = [0; HOLDER_LEN_MAX];
+        let text = content(file.file(), &mut bytes)?.to_vec();
+        Ok(Self { id: (metadata.dev(), metadata.ino()), file, text })
+    }
+
+    /// Refuses a writer whose claim is not the newest one. Two system calls, 1 us.
+    pub fn check(&self, directory: &OpenDirectory) -> Result<()> {
+        let failed = |source| Error::io("read", FileName::Lock, None, source);
+        let named = match Directory::Open(directory).file_status(FileName::Lock) {
+            Ok(found) => (found.st_dev, found.st_ino),
+            // A directory that was removed has no other writer. Without its name, this file keeps none out.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return if directory.is_removed() { Ok(()) } else { Err(superseded(None)) };
+            }
+            Err(error) => return Err(failed(error)),
+        };
+        if named != self.id {
+            let other = Directory::Open(directory).open(FileName::Lock, OFlags::RDONLY);
+            return Err(superseded(other.ok().as_ref()));
+        }
+        let mut bytes = [0; HOLDER_LEN_MAX];
+        let found = content(self.file.file(), &mut bytes).map_err(failed)?;
+        if found == self.text { Ok(()) } else { Err(superseded(Some(self.file.file()))) }
+    }
+}
+
+/// The error of a writer that finds another one's description in this file, or no file.
+fn superseded(other: Option<&File>) -> Error {
+    let holder = other.map(description).filter(|text| !text.is_empty());
+    Error::Superseded { holder: holder.unwrap_or_else(|| "an unknown process".to_owned()), store: None }
+}
 
 /// Takes the lock of a store directory, which stays open until the lock is dropped.
 pub(super) fn acquire(directory: Arc<OpenDirectory>) -> Result<Box<dyn DiskLock>> {
@@ -63,15 +119,18 @@ fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
     if !take_both(file.file()).map_err(failed("lock"))? {
         return Err(Error::Locked { holder: holder(file.file()), store: None });
     }
-    // 3. The description, for a process that is refused from now on. It need not survive anything, and may be
-    //    missing on a full disk, where a store opens so that pages can be deleted.
+    // 3. The description, for a process that is refused from now on, and for a writer that no lock kept out
+    //    or in. It need not survive anything, and may be missing on a full disk, where a store opens so that
+    //    pages can be deleted.
     match describe(file.file()).map_err(failed("write")) {
         Err(error) if error.is_no_space() => {
             tracing::warn!(%error, "a process that is refused will know this process by its number alone");
         }
         described => described?,
     }
-    Ok(DirLock { file, _entry: ForkGuard::new(entry), _directory: open })
+    let file = Arc::new(file);
+    open.claim(Claim::of(file.clone()).map_err(failed("read"))?);
+    Ok(DirLock { file, _directory: open, _entry: ForkGuard::new(entry) })
 }
 
 /// Takes the lock of the process and that of the open file; `false` if another writer holds either.
@@ -80,12 +139,18 @@ fn take_both(file: &File) -> io::Result<bool> {
     if !record_locks::try_lock(file, Owner::Process, Mode::Exclusive, OF_PROCESS)? {
         return Ok(false);
     }
-    match record_locks::try_lock(file, Owner::OpenFile, Mode::Exclusive, OF_OPEN_FILE) {
-        Err(error) if knows_no_locks(&error) => {
-            tracing::warn!(%error, "LOCK is held for as long as this process closes no descriptor of it");
-            Ok(true)
+    let until = Instant::now() + CHILD_PATIENCE;
+    loop {
+        match record_locks::try_lock(file, Owner::OpenFile, Mode::Exclusive, OF_OPEN_FILE) {
+            // The owner may just have been killed, and a child that it had forked did not run yet: it closes
+            // its copy of the descriptor as soon as it does.
+            Ok(false) if Instant::now() < until => std::thread::sleep(Duration::from_millis(1)),
+            Err(error) if knows_no_locks(&error) => {
+                tracing::warn!(%error, "LOCK is held for as long as this process closes no descriptor of it");
+                return Ok(true);
+            }
+            taken => return taken,
         }
-        taken => taken,
     }
 }
 
@@ -127,10 +192,10 @@ pub(super) fn is_locked(directory: Directory<'_>) -> Result<bool> {
 /// this close. A forked child closes nothing. It may have taken the lock on the same file itself after its
 /// parent's death, and would drop it.
 struct DirLock {
-    file: ClosedOnFork,
-    _entry: ForkGuard<RegistryEntry>,
-    /// The writer's names are looked up in it for as long as this lives.
+    file: Arc<ClosedOnFork>,
+    /// The writer's names are looked up in it for as long as this lives. Its claim has the file, too.
     _directory: Arc<OpenDirectory>,
+    _entry: ForkGuard<RegistryEntry>,
 }
 
 impl DiskLock for DirLock {}
@@ -229,18 +294,38 @@ fn process_start() -> Option<u64> {
 /// Writes this process's description into `LOCK`, over an earlier one. The file is not emptied first, because
 /// on a full disk the space that it gives up may not come back.
 fn describe(file: &File) -> io::Result<()> {
-    let description = format!("{}\n", Description::of_this_process());
-    file.write_all_at(description.as_bytes(), 0)?;
-    file.set_len(description.len() as u64)
+    // A second line, drawn at random, tells this opening from others: processes of two hosts, or of two
+    // containers, may have one number. Earlier versions read the first line only.
+    let random = || RandomState::new().build_hasher().finish();
+    let description = format!("{}\n{:016x}{:016x}\n", Description::of_this_process(), random(), random());
+    file.write_all_at(description.as_bytes(), 0)
+        .and_then(|()| file.set_len(description.len() as u64))
+        // Without a description, at least none of an earlier holder.
+        .inspect_err(|_| _ = file.set_len(0))
+}
+
+/// The bytes of `LOCK`.
+fn content<'b>(file: &File, bytes: &'b mut [u8; HOLDER_LEN_MAX]) -> io::Result<&'b [u8]> {
+    loop {
+        match file.read_at(bytes, 0) {
+            Ok(len) => return Ok(&bytes[..len]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// The first line of a holder's description.
+fn description(file: &File) -> String {
+    let mut bytes = [0; HOLDER_LEN_MAX];
+    let text = String::from_utf8_lossy(content(file, &mut bytes).unwrap_or_default());
+    text.lines().next().unwrap_or("").chars().filter(|c| !c.is_control()).collect()
 }
 
 /// Names the holder of the lock: by its own description, or by its number if the description is another
 /// process's (the holder has not written it yet).
 fn holder(file: &File) -> String {
-    let mut bytes = [0; HOLDER_LEN_MAX];
-    let len = file.read_at(&mut bytes, 0).unwrap_or(0);
-    let text = String::from_utf8_lossy(&bytes[..len]);
-    let text: String = text.lines().next().unwrap_or("").chars().filter(|c| !c.is_control()).collect();
+    let text = description(file);
     // Absent if the holder has just unlocked, lost the lock of the process, or lives in a process namespace
     // that is not visible here.
     match record_locks::conflict(file, 0..NO_END).ok().flatten().and_then(|held| held.process) {

@@ -49,6 +49,15 @@ pub trait Disk: Any + Send + Sync {
     /// `Locked` with the holder, else what the system says.
     fn lock(&self) -> Result<Box<dyn DiskLock>>;
 
+    /// Refuses a writer whose store another writer has opened since. Where locks work there is none. An open
+    /// announces itself before it reads the log, so batches that were synced before a successful check are
+    /// among those that the other writer finds. The disk itself checks before each change of a file or a
+    /// name; only [windows](DiskFile::window) and [mapped parts](DiskFile::mapped_part) leave it to the caller.
+    ///
+    /// # Errors
+    /// [`Error::Superseded`](crate::Error::Superseded); what the system says.
+    fn check_writer(&self) -> Result<()>;
+
     /// Whether any process holds the writer lock. Takes nothing and writes nothing.
     ///
     /// # Errors

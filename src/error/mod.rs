@@ -95,6 +95,16 @@ pub enum Error {
         /// The store's directory.
         store: Option<Arc<str>>,
     },
+    /// Another writer has opened the store since this one did, because no lock kept it out, or a program
+    /// replaced or removed `LOCK`. This writer acknowledges nothing more and changes no file. The state is
+    /// the other writer's: it begins with the batches that this one had acknowledged as durable.
+    #[error("the store{} was opened by another writer: {holder}", PathDisplay(.store.as_deref()))]
+    Superseded {
+        /// The other writer, as it described itself.
+        holder: String,
+        /// The store's directory.
+        store: Option<Arc<str>>,
+    },
     /// A thread could not be started. Nothing happened.
     #[error("cannot start {thread}{}: {source}", StoreDisplay(.store.as_deref()))]
     Thread {
@@ -513,6 +523,7 @@ impl Error {
             Error::Io { store, .. }
             | Error::DiskFull { store, .. }
             | Error::Locked { store, .. }
+            | Error::Superseded { store, .. }
             | Error::Thread { store, .. }
             | Error::Panicked { store, .. } => Some(store),
             Error::Damaged(damage) => Some(&mut damage.store),

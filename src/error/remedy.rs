@@ -77,6 +77,7 @@ impl Error {
             Error::Io { .. }
             | Error::Folder { .. }
             | Error::Panicked { .. }
+            | Error::Superseded { .. }
             | Error::Device { context_lost: false, .. } => Remedy::Reopen,
             Error::Device { context_lost: true, .. } => Remedy::NewProcess,
             Error::Overtaken { .. } | Error::Diverged { .. } => Remedy::StartOver,

@@ -46,6 +46,11 @@ pub(crate) struct LogStart {
 /// pay for it.
 pub(crate) const TELL_AFTER: Duration = Duration::from_millis(5);
 
+/// How long a check that no other writer has opened the store serves for more writes to the log. Another
+/// writer cannot use a segment of this one again so soon: before that it reads the log and syncs its opening.
+/// A check takes two system calls, more than a small frame does.
+const CHECK_AFTER: Duration = Duration::from_millis(1);
+
 /// Bounds of [`LogState::sync_after_bytes`]. After a crash an open copies what no sync took, so the upper
 /// bound holds however long segments are.
 const SYNC_AFTER_MIN: u64 = 128 << 10;
@@ -86,6 +91,9 @@ pub(super) struct LogState {
     pub dirty: Vec<DirtyRange>,
     pub dirty_bytes: u64,
     pub dirty_since: Option<Instant>,
+    /// When this writer was last found to be the newest one; `None` if that must be looked at again before
+    /// the next frame.
+    pub checked: Option<Instant>,
     /// Segments that the log has left, each with its last batch, until that batch is durable.
     pub left_behind: VecDeque<(u64, Lsn)>,
     /// Number of seals that are synced. A snapshot counts as recorded only after its seal is among them (I7).
@@ -182,6 +190,7 @@ impl LogState {
             dirty: Vec::new(),
             dirty_bytes: 0,
             dirty_since: None,
+            checked: None,
             left_behind: VecDeque::new(),
             seals_durable: 0,
             seals_refused: 0,
@@ -207,6 +216,11 @@ impl LogState {
             ahead_bytes: 0,
             needed_from: None,
         }
+    }
+
+    /// Whether the next write to the log must not rely on the last check that this writer is the newest one.
+    pub fn is_check_due(&self, now: Instant) -> bool {
+        self.checked.is_none_or(|at| now - at >= CHECK_AFTER)
     }
 
     /// Says where a frame of `frame_len` bytes has room. If it has none as yet, the caller does the thing
@@ -247,6 +261,8 @@ impl LogState {
         // A frame that joins a group lies directly after the one before, so the first frame of a segment
         // starts one.
         self.group_open = false;
+        // Another writer may have taken the segment for a spare: it was empty.
+        self.checked = None;
         self.stats.rolls += 1;
     }
 

@@ -54,15 +54,21 @@ impl<'a> SyncGuard<'a> {
     fn make_durable(&self) -> Result<()> {
         let _phase = phases::enter(Phase::GroupSync);
         let _span = tracing::debug_span!("sync", lsn = self.target.0).entered();
+        // A sync of a direct log writes.
+        self.log.check_writer_again()?;
         for range in &self.dirty {
             range.window.sync(range.from, range.to - range.from)?;
         }
+        // After the sync: another writer that opened the store since, and may not have read these frames, has
+        // announced itself by now. A frame that it did read is in its line, and may be acknowledged.
+        self.log.pool.check_writer()?;
         // The mark advances only now: a frame that carried it earlier would turn a torn tail into damage
         // (I4).
         let mut state = self.log.state.lock();
         assert!(self.target >= state.durable); // I4: the mark only rises.
         assert!(self.target <= state.point.lsn); // I4: the mark covers only what was appended.
         state.durable = self.target;
+        state.checked = Some(Instant::now());
         if let Some(logged) = &self.log.logged {
             // Under the lock, so that a caller that finds the batch durable finds it logged.
             logged.store(self.target.0, Ordering::Release);

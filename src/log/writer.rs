@@ -335,6 +335,11 @@ impl Log {
         payload_crc: u32,
         is_there: bool,
     ) -> Result<LogPoint> {
+        let now = Instant::now();
+        if state.is_check_due(now) {
+            self.pool.check_writer().map_err(|error| self.fail(error))?;
+            state.checked = Some(now);
+        }
         let offset = state.next_offset();
         let lsn = match kind {
             FrameKind::Batch => state.point.lsn.next(),
@@ -377,7 +382,7 @@ impl Log {
         state.group_open = true;
         state.chain = chain;
         state.offset = end;
-        state.last_append = Instant::now();
+        state.last_append = now;
         // Any frame, a seal as well, may have been the first of its segment, which needs another empty one.
         if state.empty.len() < EMPTY_COUNT {
             self.room.notify_one();
@@ -395,6 +400,11 @@ impl Log {
             };
         }
         Ok(state.point)
+    }
+
+    /// Refuses a writer whose store another one has opened since, if it was not asked a moment ago.
+    pub(super) fn check_writer_again(&self) -> Result<()> {
+        if self.state.lock().is_check_due(Instant::now()) { self.pool.check_writer() } else { Ok(()) }
     }
 
     /// Returns the log's error if it has failed.

@@ -84,6 +84,10 @@ impl Moment {
 }
 
 impl Disk for InterruptedDisk {
+    fn check_writer(&self) -> remanent::Result<()> {
+        self.inner.check_writer()
+    }
+
     fn label(&self) -> String {
         self.inner.label()
     }

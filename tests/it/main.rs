@@ -89,5 +89,6 @@ mod sparse_deltas;
 mod store;
 mod stream_guards;
 mod streams;
+mod superseded;
 mod tiers;
 mod unified;

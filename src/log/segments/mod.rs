@@ -140,6 +140,11 @@ impl SegmentPool {
             .unwrap_or(u64::MAX)
     }
 
+    /// Refuses a writer whose store another one has opened since.
+    pub fn check_writer(&self) -> Result<()> {
+        self.disk.check_writer()
+    }
+
     /// Spare image files, which give way to the log.
     pub fn image_spares(&self) -> &Arc<ImageSpares> {
         &self.image_spares

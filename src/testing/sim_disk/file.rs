@@ -13,7 +13,7 @@ use super::{EBADF, ENOSPC, Operation, SimDisk, file_failed};
 use crate::base::aligned_buf::is_aligned;
 use crate::base::sync::Mutex;
 use crate::base::sync::atomic::Ordering;
-use crate::disk::{DiskFile, Window};
+use crate::disk::{Disk, DiskFile, Window};
 use crate::error::Result;
 use crate::options::LogIo;
 
@@ -100,6 +100,7 @@ impl DiskFile for SimFile {
     }
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.disk.check_writer()?;
         self.store(Operation::Write, offset, bytes).map_err(file_failed("write", self.file, Some(offset)))
     }
 
@@ -139,6 +140,7 @@ impl DiskFile for SimFile {
 
     /// Makes as much of the space as there is; the length shows how much that was.
     fn reserve(&self, offset: u64, end: u64) -> Result<bool> {
+        self.disk.check_writer()?;
         let reserve = || {
             let mut shared = self.disk.shared.lock();
             if !self.write {
@@ -163,12 +165,14 @@ impl DiskFile for SimFile {
 
     /// Leaves the bytes where every reader finds them, and a power cut does, too, until they are synced.
     fn write_direct(&self, offset: u64, blocks: &[u8]) -> Result<()> {
+        self.disk.check_writer()?;
         assert!(is_aligned(offset, blocks), "direct writes go in whole blocks, from aligned memory");
         let written = self.store(Operation::WriteDirect, offset, blocks);
         written.map_err(file_failed("write", self.file, Some(offset)))
     }
 
     fn cut(&self, len: u64) -> Result<()> {
+        self.disk.check_writer()?;
         let mut shared = self.disk.shared.lock();
         shared.check(Operation::Cut).map_err(file_failed("cut", self.file, Some(len)))?;
         assert!(!shared.mapped.contains_key(&self.id), "a file that is mapped is not cut");
@@ -178,6 +182,7 @@ impl DiskFile for SimFile {
     }
 
     fn mapped_part(&self, range: Range<u64>) -> Result<Box<dyn Window>> {
+        self.disk.check_writer()?;
         let mut shared = self.disk.shared.lock();
         shared.check(Operation::MapPart).map_err(file_failed("map", self.file, Some(range.start)))?;
         let len = shared.now.node(self.id).visible.len();

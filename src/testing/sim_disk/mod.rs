@@ -25,7 +25,7 @@ use remanent_format::{FileName, Folder, ReadAt, SnapshotId};
 
 use crate::base::process::Process;
 use crate::base::sync::Mutex;
-use crate::base::sync::atomic::Ordering;
+use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::disk::{Disk, DiskFile, DiskLock, Hold};
 use crate::error::{Error, Result};
 use crate::options::{ImageIo, LogIo};
@@ -65,6 +65,8 @@ const EBADF: i32 = 9;
 #[derive(Clone)]
 pub struct SimDisk {
     shared: Arc<Mutex<SimCore>>,
+    /// The number of the last lock that was taken through this handle and its clones.
+    writer: Arc<AtomicU64>,
 }
 
 type SkipRule = Box<dyn FnMut(SyncPoint) -> bool + Send>;
@@ -76,6 +78,10 @@ struct SimCore {
     now: DiskState,
     events: Vec<DiskEvent>,
     locked: bool,
+    /// Whether locks keep no writer out.
+    has_no_locks: bool,
+    /// The number of writer locks that were taken: the number of the newest writer.
+    writers: u64,
     /// The number of readers that hold each snapshot.
     held: BTreeMap<SnapshotId, usize>,
     retiring: BTreeSet<SnapshotId>,
@@ -173,7 +179,31 @@ impl SimDisk {
 
     fn from_state(state: DiskState) -> Self {
         let shared = SimCore { start: state.clone(), now: state, ..SimCore::default() };
-        Self { shared: Arc::new(Mutex::new(shared)) }
+        Self { shared: Arc::new(Mutex::new(shared)), writer: Arc::default() }
+    }
+
+    /// A disk whose locks keep no writer out.
+    #[must_use]
+    pub fn without_locks() -> Self {
+        let disk = Self::new();
+        disk.shared.lock().has_no_locks = true;
+        disk
+    }
+
+    /// A handle of the same disk for another writer, as another process has one.
+    #[must_use]
+    pub fn for_another_writer(&self) -> Self {
+        Self { shared: self.shared.clone(), writer: Arc::default() }
+    }
+
+    /// Refuses a change by a writer whose store another one has opened since.
+    fn check_newest(&self, shared: &SimCore) -> Result<()> {
+        match self.writer.load(Ordering::Relaxed) {
+            writer if writer > 0 && writer < shared.writers => {
+                Err(Error::Superseded { holder: format!("writer {}", shared.writers), store: None })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The number of events that have happened.
@@ -288,11 +318,17 @@ impl Disk for SimDisk {
 
     fn lock(&self) -> Result<Box<dyn DiskLock>> {
         let mut shared = self.shared.lock();
-        if shared.locked {
+        if shared.locked && !shared.has_no_locks {
             return Err(Error::Locked { holder: "this process".to_owned(), store: None });
         }
         shared.locked = true;
+        shared.writers += 1;
+        self.writer.store(shared.writers, Ordering::Relaxed);
         Ok(Box::new(SimLock::new(self, SimLockKind::Store)))
+    }
+
+    fn check_writer(&self) -> Result<()> {
+        self.check_newest(&self.shared.lock())
     }
 
     fn is_locked(&self) -> Result<bool> {
@@ -340,6 +376,7 @@ impl Disk for SimDisk {
 
     fn make_folder(&self, folder: Folder) -> Result<()> {
         let mut shared = self.shared.lock();
+        self.check_newest(&shared)?;
         shared.check(Operation::MakeFolder).map_err(folder_failed("make", folder))?;
         if !shared.now.has_folder(folder) {
             shared.record(DiskEvent::MakeFolder { folder });
@@ -361,6 +398,7 @@ impl Disk for SimDisk {
 
     fn create(&self, file: FileName) -> Result<Arc<dyn DiskFile>> {
         let mut shared = self.shared.lock();
+        self.check_newest(&shared)?;
         let checked = shared.check(Operation::Create).and_then(|()| shared.check_for_file());
         checked.map_err(file_failed("create", file, None))?;
         if !shared.now.has_folder(file.folder()) {
@@ -373,6 +411,9 @@ impl Disk for SimDisk {
 
     fn open(&self, file: FileName, write: bool) -> Result<Arc<dyn DiskFile>> {
         let mut shared = self.shared.lock();
+        if write {
+            self.check_newest(&shared)?;
+        }
         let opened = shared.check(Operation::Open).and_then(|()| shared.now.find(file).ok_or_else(not_found));
         let id = opened.map_err(file_failed("open", file, None))?;
         Ok(Arc::new(self.handle(file, id, write)))
@@ -389,6 +430,7 @@ impl Disk for SimDisk {
             source.now.find(file).map(|id| source.now.nodes[&id].clone())
         };
         let mut shared = self.shared.lock();
+        self.check_newest(&shared)?;
         let linked = shared.check(Operation::Link).and_then(|()| {
             let node = node.filter(|_| shared.now.has_folder(file.folder())).ok_or_else(not_found)?;
             if shared.now.find(file).is_some() { Err(io::ErrorKind::AlreadyExists.into()) } else { Ok(node) }
@@ -401,6 +443,7 @@ impl Disk for SimDisk {
 
     fn rename(&self, source: FileName, target: FileName) -> Result<()> {
         let mut shared = self.shared.lock();
+        self.check_newest(&shared)?;
         let found = shared.check(Operation::Rename).and_then(|()| shared.find_for_name(source));
         found.map_err(file_failed("rename", source, None))?;
         if source != target {
@@ -411,6 +454,7 @@ impl Disk for SimDisk {
 
     fn remove(&self, file: FileName) -> Result<()> {
         let mut shared = self.shared.lock();
+        self.check_newest(&shared)?;
         let found =
             shared.check(Operation::Remove).and_then(|()| shared.now.find(file).ok_or_else(not_found));
         found.map_err(file_failed("remove", file, None))?;

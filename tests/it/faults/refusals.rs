@@ -187,6 +187,12 @@ fn every_error_tells_where_and_what_helps() {
             Remedy::Retry,
             "the store in /srv/pages is open in process 5",
         ),
+        (
+            Error::Superseded { holder: "process 5".to_owned(), store: Some("/srv/pages".into()) },
+            nowhere,
+            Remedy::Reopen,
+            "the store in /srv/pages was opened by another writer: process 5",
+        ),
         (Error::Forked { opener: 5 }, nowhere, Remedy::ChangeCall, "must open it itself"),
         (Error::NoStore { path: "store".to_owned() }, nowhere, Remedy::ChangeCall, "no store in store"),
         (

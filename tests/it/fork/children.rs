@@ -15,8 +15,8 @@ const PATIENCE_SECONDS: u32 = 120;
 ///
 /// The process has one thread that forks, and no other test runs in it (`machine::alone`).
 pub fn in_child(mut life: impl FnMut() -> Result<(), String>) -> Result<(), String> {
-    let child = fork(&mut life);
-    match wait(child) {
+    let status = wait(fork(&mut life));
+    match status {
         0 => Ok(()),
         _ if libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGALRM => {
             Err("the child hangs".to_owned())

@@ -79,13 +79,15 @@ fn a_child_forked_during_an_open_keeps_no_lock() {
     alone(|| {
         let directory = tempfile::tempdir().unwrap();
         created(directory.path()).close().unwrap();
-        for _ in 0..20 {
+        for _ in 0..10 {
             let owner = LivingChild::fork(|| {
                 let is_open = AtomicBool::new(false);
                 std::thread::scope(|scope| {
                     scope.spawn(|| {
-                        while !is_open.load(Ordering::Relaxed) {
-                            fork_a_bystander();
+                        for _ in 0..30 {
+                            if !is_open.load(Ordering::Relaxed) {
+                                fork_a_bystander();
+                            }
                         }
                     });
                     let store = Store::open(directory.path(), small()).unwrap();

@@ -1,7 +1,7 @@
 //! A forked child has the parent's handles and none of its threads. Every handle refuses, before it writes a
 //! byte or waits for a lock. Handles that the child inherited lock no process out and free nothing.
 
-mod children;
+pub(crate) mod children;
 mod locks;
 
 use std::io;

@@ -1,12 +1,44 @@
 //! Defences against the process around a store: forked children, and shortages that pass.
 
-use super::{Defence, Test, defence, it};
+use super::{Defence, Test, check, defence, it, unit};
 
 const PROCESS: &str = "src/base/process.rs";
 const FORKS: Test = it("fork::a_thousand_children_change_nothing_during_durable_commits");
 const ENTRIES: Test = it("fork::every_call_in_a_child_is_refused_and_dropping_frees_nothing_of_the_parents");
 
+const FORKED: &str = "src/base/closed_on_fork.rs";
+const LOCK: &str = "src/disk/lock.rs";
+const WRITERS: Test = it("superseded::file_systems::a_superseded_writer_touches_nothing_on_any_file_system");
+
 pub const LIST: &[Defence] = &[
+    defence(
+        "the lock is of an open file",
+        LOCK,
+        "record_locks::try_lock(file, Owner::OpenFile, Mode::Exclusive, OF_OPEN_FILE)",
+        "Ok(true)",
+        it("fork::locks::an_owner_that_reads_its_directory_keeps_others_out"),
+    ),
+    check(
+        "a forked child closes the files of its parent's locks",
+        FORKED,
+        "unsafe { libc::close(descriptor) };",
+        it("fork::locks::a_killed_owners_children_keep_no_lock"),
+    ),
+    defence(
+        "a file that is opened during a fork is opened again",
+        FORKED,
+        "STARTED.load(Ordering::SeqCst) == forks",
+        "true",
+        unit("base::closed_on_fork::tests::an_open_that_overlaps_a_fork_is_repeated"),
+    ),
+    defence("a writer knows its description", LOCK, "found == self.text", "true", WRITERS),
+    defence("a writer knows its lock file", LOCK, "named != self.id", "false", WRITERS),
+    check(
+        "a writer looks for another one before it acknowledges a sync",
+        "src/log/sync_guard.rs",
+        "self.log.pool.check_writer()?;",
+        it("superseded::every_history_of_two_writers_without_locks_stays_whole"),
+    ),
     defence("a forked child is refused", PROCESS, "self.is_current()", "true", FORKS),
     defence("a forked child drops nothing", PROCESS, "self.is_own()", "true", ENTRIES),
     defence(
