@@ -102,10 +102,8 @@ impl LivingChild {
 
 impl Drop for LivingChild {
     fn drop(&mut self) {
-        if self.has_living_process() {
-            // SAFETY: the group exists, because one of its processes lives.
-            unsafe { libc::kill(-self.process, libc::SIGKILL) };
-        }
+        // SAFETY: the group is that of this child, whose number no other process got meanwhile.
+        unsafe { libc::kill(-self.process, libc::SIGKILL) };
     }
 }
 

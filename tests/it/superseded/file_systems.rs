@@ -74,9 +74,9 @@ fn second_writer(path: &Path, io: LogIo, page: PageId) -> Result<(), String> {
     if byte(&store, page) != 5 {
         return Err("not the first writer's last batch".to_owned());
     }
-    for number in 10..30 {
+    for number in 10..20 {
         write(&store, page, number).map_err(|error| error.to_string())?;
-        if number % 5 == 0 {
+        if number % 3 == 0 {
             store.snapshot().map_err(|error| error.to_string())?;
         }
     }
@@ -127,7 +127,7 @@ fn two_writers(name: &str, root: &Path) {
             assert!(changed.is_empty(), "{name} {io} {failure}: {:?}", changed[0].0);
 
             let store = Store::open(&path, options(io)).unwrap();
-            assert_eq!(byte(&store, page), 29);
+            assert_eq!(byte(&store, page), 19);
             assert!(store.scrub().unwrap().damage.is_empty());
             store.close().unwrap();
         }

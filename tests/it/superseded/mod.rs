@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remanent::device::host::HostDevice;
+use remanent::disk::Disk;
 use remanent::testing::sim_disk::SimDisk;
 use remanent::{Ack, Error, LogIo, Options, PageId, Place, Remedy, Result, Store, Ticket};
 
@@ -259,4 +260,22 @@ fn every_history_of_two_writers_without_locks_stays_whole() {
             &failures[..failures.len().min(5)]
         );
     });
+}
+
+/// The other writer announces itself and may read the log before the frame is in it. The sync that follows at
+/// once relies on the check before the frame, so only the one after it finds the other writer.
+#[test]
+fn a_sync_that_another_writer_overlaps_is_not_acknowledged() {
+    for io in [LogIo::Mapped, LogIo::Direct] {
+        for _ in 0..20 {
+            let writers = Writers::new(io);
+            let store = open(&writers.disk, &writers.options).unwrap();
+            let mut batch = store.batch();
+            batch.write(writers.page, 0, &[1; 8]);
+            let ticket = store.submit(batch).unwrap();
+            let _other = writers.disk.for_another_writer().lock().unwrap();
+            let error = ticket.wait(Ack::Durable).unwrap_err();
+            assert!(superseded(&error), "{error}");
+        }
+    }
 }

@@ -37,7 +37,7 @@ pub const LIST: &[Defence] = &[
         "a writer looks for another one before it acknowledges a sync",
         "src/log/sync_guard.rs",
         "self.log.pool.check_writer()?;",
-        it("superseded::every_history_of_two_writers_without_locks_stays_whole"),
+        it("superseded::a_sync_that_another_writer_overlaps_is_not_acknowledged"),
     ),
     defence("a forked child is refused", PROCESS, "self.is_current()", "true", FORKS),
     defence("a forked child drops nothing", PROCESS, "self.is_own()", "true", ENTRIES),
