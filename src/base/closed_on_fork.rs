@@ -43,6 +43,10 @@ impl ClosedOnFork {
     /// # Errors
     /// The error of `open`; `WouldBlock` if forks in other threads follow each other without a gap;
     /// `OutOfMemory` if the system cannot register the handlers.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a handler of a fork takes no lock, so it can wake no thread"
+    )]
     pub fn open(open: impl Fn() -> io::Result<File>) -> io::Result<Self> {
         register_handlers()?;
         let until = Instant::now() + PATIENCE;

@@ -162,7 +162,7 @@ impl Disk for DirDisk {
     }
 
     fn check_writer(&self) -> Result<()> {
-        self.locked().map_or(Ok(()), |open| open.check_claim())
+        self.writer().upgrade().map_or(Ok(()), |open| open.check_claim())
     }
 
     fn is_locked(&self) -> Result<bool> {

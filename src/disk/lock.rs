@@ -134,6 +134,7 @@ fn lock_directory(open: Arc<OpenDirectory>) -> Result<DirLock> {
 }
 
 /// Takes the lock of the process and that of the open file; `false` if another writer holds either.
+#[expect(clippy::disallowed_methods, reason = "the system reports no event when a child closes a descriptor")]
 fn take_both(file: &File) -> io::Result<bool> {
     // The one that names its owner first: the system reports the oldest lock to a process that is refused.
     if !record_locks::try_lock(file, Owner::Process, Mode::Exclusive, OF_PROCESS)? {
