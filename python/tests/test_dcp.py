@@ -263,21 +263,26 @@ def test_saves_to_one_root_take_turns(directory: str, monkeypatch: pytest.Monkey
 
 
 def test_a_forked_child_neither_ends_nor_prolongs_a_save(directory: str) -> None:
-    saving, stores = remanent.dcp._Saving(Path(directory), "0123456789abcdef"), Path(directory)
+    stores = Path(directory)
+    stores.mkdir(exist_ok=True)
+    saving = remanent.dcp._Saving(stores, "0123456789abcdef")
     token = frozenset([saving.token])
-    reader, writer = os.pipe()
+    (lives, say), (ends, end) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         saving.__del__()
-        os.close(writer)
-        os.read(reader, 1)
+        os.close(end)
+        os.write(say, b"1")
+        os.read(ends, 1)
         os._exit(0)
+    assert os.read(lives, 1) == b"1"
     assert remanent.dcp._saving(stores) == token
     # As if this process died: its descriptor is closed, and the child lives.
     os.close(saving._file)
     saving._file = -1
     assert remanent.dcp._saving(stores) == frozenset()
-    os.close(writer)
+    for descriptor in (lives, say, ends, end):
+        os.close(descriptor)
     assert os.waitpid(child, 0)[1] == 0
 
 

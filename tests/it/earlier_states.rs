@@ -293,6 +293,10 @@ impl<H: Fn(SnapshotId) -> Result<Hold> + Send + Sync + 'static> Disk for HoldsBy
         self.0.label()
     }
 
+    fn check_writer(&self) -> Result<()> {
+        self.0.check_writer()
+    }
+
     fn lock(&self) -> Result<Box<dyn DiskLock>> {
         self.0.lock()
     }
