@@ -344,6 +344,7 @@ mod tests {
         let file = DirFile {
             file,
             name: FileName::Store,
+            writer: Weak::new(),
             direct: Mutex::new(Some(None)),
             direct_writes: Mutex::new(None),
             is_synced: Mutex::new(false),
