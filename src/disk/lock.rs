@@ -525,7 +525,9 @@ mod tests {
     fn a_directory_that_shares_the_lock_file_is_refused() {
         let above = tempfile::tempdir().unwrap();
         let [store, copy] = ["store", "copy"].map(|name| above.path().join(name));
-        [&store, &copy].map(|path| std::fs::create_dir(path).unwrap());
+        for path in [&store, &copy] {
+            std::fs::create_dir(path).unwrap();
+        }
         let lock = acquire(&store).unwrap();
         std::fs::hard_link(store.join("LOCK"), copy.join("LOCK")).unwrap();
         assert!(holder_of(&copy).is_some());

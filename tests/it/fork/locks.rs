@@ -57,7 +57,7 @@ fn a_killed_owners_children_keep_no_lock() {
             let mut command = Command::new("sleep");
             // SAFETY: the closure does nothing; with one, the child is forked and not spawned.
             unsafe { command.pre_exec(|| Ok(())) };
-            command.arg("100").stdin(Stdio::null()).spawn().unwrap();
+            drop(command.arg("100").stdin(Stdio::null()).spawn().unwrap());
         };
         let spawn = || drop(Command::new("sleep").arg("100").stdin(Stdio::null()).spawn().unwrap());
         for have_children in [fork_a_bystander as fn(), exec, spawn] {

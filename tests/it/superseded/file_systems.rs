@@ -35,6 +35,9 @@ fn byte(store: &Store, page: PageId) -> u8 {
     bytes[0]
 }
 
+/// A way for a lock to fail, and its name.
+type LockFailure = (&'static str, fn(&Path));
+
 /// A program removes the file that a lock is on.
 fn lock_file_removed(path: &Path) {
     std::fs::remove_file(path.join("LOCK")).unwrap();
@@ -87,7 +90,7 @@ fn second_writer(path: &Path, io: LogIo, page: PageId) -> Result<(), String> {
 
 /// Runs two writers in a directory, for each way to write the log and each way for a lock to fail.
 fn two_writers(name: &str, root: &Path) {
-    let failures: [(&str, fn(&Path)); 2] = [("removed", lock_file_removed), ("dropped", locks_dropped)];
+    let failures: [LockFailure; 2] = [("removed", lock_file_removed), ("dropped", locks_dropped)];
     for io in [LogIo::Mapped, LogIo::Buffered, LogIo::Direct] {
         for (failure, fail) in failures {
             let path = root.join(format!("{io}-{failure}"));
